@@ -1,0 +1,138 @@
+# The one set-up behind speedrun_fp4.sh, run1000_fp4.sh and tests/run.sh: set ROOT, source it, call setup_environment.
+# It leaves PYTHONPATH and $PY, the python to use. The first time it makes .venv and installs the pinned dependencies;
+# afterwards it takes a fraction of a second. What can be set:
+#
+#   VENV=/path        an environment of your own: it is checked and used as it is, nothing is installed into it
+#   PYTHON=python3.12 the interpreter that makes .venv (3.10 to 3.13; the default is the first that is found)
+#   PIP_TORCH_ARGS=   arguments for the installation of torch, e.g. an index with builds for your GPU
+
+die() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+# Number of NVIDIA GPUs on this machine; 0 where there is none or no driver.
+count_gpus() {
+    local n
+    n=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || true
+    echo "${n:-0}"
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 python}; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    if [ -n "${PYTHON:-}" ]; then
+        die "PYTHON=$PYTHON is not a Python 3.10 to 3.13; set it to one, or unset it"
+    fi
+    die "no Python 3.10 to 3.13 found; install one, or name it with PYTHON=/path/to/python3"
+}
+
+# quietly WHAT COMMAND...: run it with its output in $SETUP_LOG and a sign of life every 15 seconds.
+quietly() {
+    local what=$1 started=$SECONDS beat status=0
+    shift
+    echo "setup: $what"
+    (while sleep 15; do echo "setup: ... still at it after $((SECONDS - started)) s"; done) &
+    beat=$!
+    # shellcheck disable=SC2064  # $beat is meant now
+    trap "kill $beat 2>/dev/null" EXIT
+    "$@" >>"$SETUP_LOG" 2>&1 || status=$?
+    kill "$beat" 2>/dev/null || true
+    wait "$beat" 2>/dev/null || true
+    trap - EXIT
+    return $status
+}
+
+install_failed() {
+    tail -n 5 "$SETUP_LOG" >&2
+    die "could not install $1; the whole story is in $SETUP_LOG. Check the network, then run the same command again"
+}
+
+# The package index's default build of torch for Linux brings some 3 GB of CUDA libraries. Where there is no GPU to use
+# them, uv knows where PyTorch keeps its CPU builds; where uv cannot reach them, the default build works as well.
+install_torch() {
+    local torch uv pip=("$PY" -m pip install --retries 3 --timeout 30 -c constraints.txt)
+    torch=$(grep -E '^torch==' requirements.txt)
+    if [ -n "${PIP_TORCH_ARGS:-}" ]; then
+        # shellcheck disable=SC2086  # several words are meant
+        quietly "installing $torch ($PIP_TORCH_ARGS)" "${pip[@]}" $PIP_TORCH_ARGS "$torch" || install_failed "$torch"
+        return
+    fi
+    if [ "$(uname -s)" = Linux ] && [ "$flavour" = cpu ]; then
+        uv=$(command -v uv || echo "$venv/bin/uv")
+        if [ ! -x "$uv" ]; then
+            quietly "fetching uv, which finds CPU builds of torch" "${pip[@]}" uv || uv=""
+        fi
+        if [ -n "$uv" ] && UV_HTTP_TIMEOUT=30 UV_HTTP_RETRIES=0 quietly "installing $torch for the CPU" \
+            "$uv" pip install --python "$PY" --torch-backend=cpu "$torch" -c constraints.txt; then
+            return
+        fi
+        echo "setup: the CPU builds of torch cannot be reached; taking the default build"
+    fi
+    quietly "installing $torch" "${pip[@]}" "$torch" || install_failed "$torch"
+}
+
+# Fast (no torch import): which of the required modules are not there?
+missing_modules() {
+    "$PY" - <<'PYTHON'
+import importlib.util
+import re
+import sys
+
+missing = []
+for name in re.findall(r"^[A-Za-z0-9_-]+", open("requirements.txt").read(), re.M):
+    if name in ("setuptools", "pytest", "ruff") or (name == "triton" and sys.platform != "linux"):
+        continue  # not needed to train
+    if importlib.util.find_spec({"muon-optimizer": "muon"}.get(name, name)) is None and name not in missing:
+        missing.append(name)
+print(" ".join(missing))
+PYTHON
+}
+
+setup_environment() {
+    local venv flavour=cpu want stamp missing python
+    [ "$(count_gpus)" -gt 0 ] && flavour=gpu
+    export PYTHONPATH="$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}"
+
+    if [ -n "${VENV:-}" ]; then
+        PY=$VENV/bin/python
+        [ -x "$PY" ] || die "VENV=$VENV has no bin/python; unset VENV to have one made in .venv"
+        missing=$(missing_modules)
+        [ -z "$missing" ] || die "VENV=$VENV lacks: $missing; install them there, or unset VENV to have .venv made"
+        return
+    fi
+
+    venv=$ROOT/.venv
+    PY=$venv/bin/python
+    SETUP_LOG=$venv/setup.log
+    stamp=$venv/.installed # what was installed, on what kind of machine, for which folder
+    want="$flavour $(cat requirements.txt constraints.txt pyproject.toml | cksum) $ROOT"
+    if [ -x "$PY" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && [ -z "$(missing_modules)" ]; then
+        return
+    fi
+
+    if ! "$PY" -c 'import pip' 2>/dev/null; then
+        python=$(find_python) || exit $?
+        echo "setup: making .venv with $("$python" --version 2>&1)"
+        "$python" -m venv --clear "$venv" >/dev/null 2>&1 ||
+            uv venv -q --clear --seed --python "$python" "$venv" 2>/dev/null ||
+            die "cannot make a virtual environment in $venv; install python3-venv (or uv), or check the disk"
+    fi
+    : >"$SETUP_LOG"
+    if [ -f "$stamp" ] && ! grep -q "^$flavour " "$stamp"; then
+        "$PY" -m pip uninstall -qy torch >>"$SETUP_LOG" 2>&1 || true # the build for the other kind of machine
+    fi
+    rm -f "$stamp"
+    install_torch
+    quietly "installing the rest, pinned in constraints.txt" \
+        "$PY" -m pip install --retries 3 --timeout 30 -r requirements.txt -c constraints.txt ||
+        install_failed "the dependencies"
+    quietly "installing nanochat_fp4 itself (editable)" \
+        "$PY" -m pip install --no-deps --no-build-isolation -e . || install_failed nanochat_fp4
+    echo "$want" >"$stamp"
+}

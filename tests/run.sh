@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Lint, format check and tests, in the environment of dev/setup.sh. Arguments go to pytest: bash tests/run.sh -k gpt
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$ROOT"
+source dev/setup.sh
+setup_environment
+
+"$PY" -m ruff check .
+"$PY" -m ruff format --check .
+# `python -m pytest` puts the repository first on sys.path, as `python -m scripts.x` does: see tests/test_packaging.py.
+"$PY" -m pytest "$@"
