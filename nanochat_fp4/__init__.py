@@ -1,0 +1,28 @@
+"""nanochat trained fully in NVFP4: the public API of the numerics."""
+
+from nanochat_fp4.nvfp4.backends import backend
+from nanochat_fp4.nvfp4.convert import convert, full_precision, per_token_scale
+from nanochat_fp4.nvfp4.format import NVFP4Tensor
+from nanochat_fp4.nvfp4.hadamard import rotate
+from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize
+from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, get_recipe, method_names
+
+METHODS = method_names()  # what QAT_METHOD accepts
+
+__all__ = [
+    "METHODS",
+    "ROUNDINGS",
+    "Gemm",
+    "NVFP4Tensor",
+    "Operand",
+    "QuantLinear",
+    "Recipe",
+    "backend",
+    "convert",
+    "full_precision",
+    "get_recipe",
+    "per_token_scale",
+    "quantize",
+    "rotate",
+]

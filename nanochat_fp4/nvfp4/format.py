@@ -1,0 +1,116 @@
+"""The NVFP4 format: constants, the container, packing, decoding and the tensor-core scale layout.
+
+    value = e2m1(code) * e4m3(scale) * tensor_scale
+
+* code: E2M1, 4 bits, sign in bit 3, magnitudes 0 .5 1 1.5 2 3 4 6; two per byte, even index in the low nibble.
+* scale: one E4M3 (`torch.float8_e4m3fn`, no infinity, maximum 448) for each BLOCK = 16 values along the last,
+  the contraction, dimension.
+* tensor_scale: one FP32 number per tensor (or one per row, for generation), which brings the scales into E4M3's range.
+
+E2M1 x E4M3 has a 6-bit significand, so `decode` (everything but tensor_scale) is exact in BF16. That is why a BF16
+GEMM on decoded operands, with the tensor scales applied to its FP32 accumulator, is the same arithmetic as a
+Blackwell's NVFP4 GEMM up to the order of summation.
+
+Shape legend: R rows, K contraction dimension, G = K / 16 blocks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 16  # values that share one E4M3 scale: fixed by the hardware's 1x16 block scaling
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E4M3_MIN_EXPONENT = -6  # exponent of the smallest normal; below it the spacing stays at 2^-9
+E4M3_MANTISSA_BITS = 3
+# Below 2^-116 the products scale * tensor_scale leave FP32's normal range, which some GPU instructions flush to zero.
+# An all-zero tensor gets this value, so that nothing divides by zero.
+TENSOR_SCALE_MIN = 2.0**-116
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@dataclass
+class NVFP4Tensor:
+    """A tensor in NVFP4; rows are the flattened leading dimensions, blocks run along the last one.
+
+    codes:        uint8 (..., K/2), two E2M1 codes a byte, even index in the low nibble
+    scales:       float8_e4m3fn (..., K/16), row-major (swizzle_scales makes the tensor-core layout)
+    tensor_scale: float32 () or, quantized per token, (..., 1)
+    decoded:      optional cache of `decode(codes, scales)`, for a GEMM that follows at once; never saved
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    tensor_scale: torch.Tensor
+    decoded: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * 2))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and tensor_scale: 4.5 bits an element, and the tensor scale."""
+        return sum(t.numel() * t.element_size() for t in (self.codes, self.scales, self.tensor_scale))
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """code * scale, without tensor_scale, (..., K): exact in BF16 and in FP32."""
+        if self.decoded is not None:
+            return self.decoded.to(dtype)
+        return decode(self.codes, self.scales, dtype)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """code * scale * tensor_scale, (..., K), rounded once to dtype. In rotated space for the ms_eden roundings."""
+        return (self.decode(torch.float32) * self.tensor_scale).to(dtype)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 codes 0..15 (..., K) -> bytes (..., K/2), even index in the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """bytes (..., K/2) -> uint8 codes 0..15 (..., K)."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def encode_e2m1(q: torch.Tensor) -> torch.Tensor:
+    """Values that are already on the E2M1 grid, float32 (..., K) -> uint8 codes 0..15; -0.0 keeps its sign bit."""
+    magnitude = q.abs()
+    # The grid's spacing is 1/2 up to 2, 1 up to 4, 2 up to 6: three lines, of which the lowest is the code.
+    code = torch.minimum(torch.minimum(magnitude * 2, magnitude + 2), magnitude * 0.5 + 4).to(torch.uint8)
+    return code | (torch.signbit(q).to(torch.uint8) << 3)
+
+
+def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 codes 0..15 -> float32 values."""
+    table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
+    return table[codes.to(torch.int32)]
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Packed codes (..., K/2) and scales (..., K/16) -> code * scale (..., K), exact in BF16 and FP32."""
+    values = decode_e2m1(unpack(codes)).unflatten(-1, (-1, BLOCK))
+    return (values * scales.to(torch.float32).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Row-major scales (R, G) -> the layout that cuBLAS and the tensor cores read, flat (R', G') padded with zeros.
+
+    Rows are padded to 128 and columns to 4; each 128x4 tile is stored as (32, 4, 4): byte r % 32 * 16 + r // 32 * 4 + c
+    (cuBLAS, "1D block scaling factors layout"). Returns a flat tensor of R' * G' scales, same dtype.
+    """
+    rows, cols = scales.shape
+    padded_rows, padded_cols = -(-rows // 128) * 128, -(-cols // 4) * 4
+    padded = torch.zeros(padded_rows, padded_cols, dtype=torch.uint8, device=scales.device)
+    padded[:rows, :cols] = scales.view(torch.uint8)
+    tiles = padded.view(padded_rows // 128, 4, 32, padded_cols // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(scales.dtype)
+
+
+def unswizzle_scales(swizzled: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """The inverse of swizzle_scales, without the padding: (rows, cols)."""
+    padded_rows, padded_cols = -(-rows // 128) * 128, -(-cols // 4) * 4
+    tiles = swizzled.view(torch.uint8).view(padded_rows // 128, padded_cols // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(padded_rows, padded_cols)[:rows, :cols].contiguous().view(swizzled.dtype)

@@ -1,0 +1,65 @@
+"""Counter-based random numbers: Philox4x32-10 (Salmon et al., 2011), bit for bit what `tl.philox` computes.
+
+A number is a function of (seed, what it is for, stream, index) and of nothing else, so the same seed gives the same
+codes in the PyTorch reference and in the kernels, at any block size, and after a resume. Every element and every scale
+has an index of its own: no noise is shared between rows.
+
+    counter = (index mod 2^32, index div 2^32, purpose, stream)        key = (low, high 32 bits of seed)
+"""
+
+import torch
+
+MASK = 0xFFFFFFFF
+KEY_A, KEY_B = 0x9E3779B9, 0xBB67AE85
+ROUND_A, ROUND_B = 0xD2511F53, 0xCD9E8D57
+ROUNDS = 10
+
+# What a draw is for (third word of the counter). Candidate c of a stochastic search draws for SR_ELEMENT + c.
+SIGN, SCALE, SR_ELEMENT = 0, 1, 2
+
+
+def philox(seed: torch.Tensor | int, index: torch.Tensor, purpose: int, stream: int = 0) -> tuple[torch.Tensor, ...]:
+    """Four 32-bit words for each index (int64, any shape), as int64 tensors with values in [0, 2^32).
+
+    seed: a Python int or an int64 tensor () with 64 bits.
+    """
+    seed = torch.as_tensor(seed, dtype=torch.int64, device=index.device)
+    k0, k1 = seed & MASK, (seed >> 32) & MASK
+    c0, c1 = index & MASK, (index >> 32) & MASK
+    c2, c3 = torch.full_like(index, purpose), torch.full_like(index, stream)
+    for _ in range(ROUNDS):
+        # int64 products wrap around, but their low 64 bits are those of the unsigned product.
+        high, low = c2 * ROUND_B, c0 * ROUND_A
+        c0, c1 = ((high >> 32) & MASK) ^ c1 ^ k0, high & MASK
+        c2, c3 = ((low >> 32) & MASK) ^ c3 ^ k1, low & MASK
+        k0, k1 = (k0 + KEY_A) & MASK, (k1 + KEY_B) & MASK
+    return c0, c1, c2, c3
+
+
+def uniform_elements(
+    seed: torch.Tensor | int, start: int, count: int, stream: int, candidate: int, device: torch.device
+) -> torch.Tensor:
+    """Uniforms in (0, 1) for the stochastic rounding of elements start .. start + count, float32 (count,).
+
+    16 bits each, eight to a Philox call, low half first: (k + 1/2) / 2^16. A rounding probability is thereby met to
+    2^-17, far below what an average over any feasible number of draws can see. start and count are multiples of 8.
+    """
+    index = torch.arange(start // 8, (start + count) // 8, device=device, dtype=torch.int64)
+    words = torch.stack(philox(seed, index, SR_ELEMENT + candidate, stream), dim=-1)
+    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
+    return (halves.flatten().to(torch.float32) + 0.5) * 2.0**-16
+
+
+def uniform_scales(seed: torch.Tensor | int, count: int, stream: int, device: torch.device) -> torch.Tensor:
+    """Uniforms in [0, 1) for the stochastic rounding of scales 0 .. count, float32 (count,): 24 bits, four a call."""
+    index = torch.arange(-(-count // 4), device=device, dtype=torch.int64)
+    words = torch.stack(philox(seed, index, SCALE, stream), dim=-1).flatten()[:count]
+    return (words >> 8).to(torch.float32) * 2.0**-24
+
+
+def random_signs(seed: torch.Tensor | int, count: int, stream: int, device: torch.device) -> torch.Tensor:
+    """+-1, float32 (count,), count <= 128: bit j % 32 of word j // 32 of one Philox call; a set bit is -1."""
+    words = torch.stack(philox(seed, torch.zeros((), dtype=torch.int64, device=device), SIGN, stream))
+    j = torch.arange(count, device=device)
+    bits = (words[j // 32] >> (j % 32)) & 1
+    return 1.0 - 2.0 * bits.to(torch.float32)

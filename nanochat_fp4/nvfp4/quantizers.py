@@ -1,0 +1,415 @@
+"""The reference quantizers: every rounding of the paper's Table 1, and the scale search, in plain PyTorch.
+
+A rounding is four independent choices (`Rounding`): how an element meets the E2M1 grid (nearest or stochastic), which
+constants align the scales (s and cap), which multiples of the block scale are tried (static, 4/6, search), and whether
+the scales are corrected afterwards so that a rotated operand is unbiased (MS-EDEN).
+
+    tensor_scale = amax / (s * cap)                                         FP32
+    u            = x / tensor_scale                                         so |u| <= s * cap
+    scale_b      = RTN_E4M3(m * amax_b(|u|) / s)       for each candidate m, per block b of 16
+    q            = RTN_E2M1 or SR_E2M1 (u / scale_b)
+    the candidate with the lowest sum of (q * scale_b - u)^2 in its block wins, the first one on a tie
+
+MS-EDEN (paper, Algorithm 1; post hoc range alignment, Section 7) rotates first, and then cannot know amax without a
+second pass. So the scale is rounded to E8M3 (3 mantissa bits, any exponent), and a second step over scales alone shifts
+it into E4M3's range, with the correction S and one stochastic rounding:
+
+    y = RHT(x),  p_b = RTN_E8M3(m * amax_b(|y|) / s),  q = RTN_E2M1(y / p_b)          the search as above
+    S = <y, y> / <y, q * p_b>                                               per rotation group of 128
+    tensor_scale = amax / (s * cap), rounded up to a power of two
+    scale_b = SR_E4M3(S * p_b / tensor_scale)
+
+A power of two, because only a shift leaves the 3 mantissa bits of p_b on E4M3's grid: S is close to 1, so a scale that
+was on the grid is rounded with little noise. With tensor_scale = amax / (s * cap) itself the error is 5% to 12% larger.
+`ms_eden_direct` is Algorithm 1 to the letter (align, round to E4M3, then correct); the two have the same error.
+
+Bit-exactness. The kernels compute the same FP32 operations. Division happens once a block, by reciprocal for the
+elements; sums over a block are taken in fixed point (`_fixed_sum`), so no order or layout can change them, and in units
+of the block's scale, so that magnitudes of 1e30 and 1e-30 neither overflow nor vanish.
+
+Unbiasedness. `sr` and the ms_eden roundings are unbiased, E4M3's subnormal range included: where rounding a scale to
+nearest would make values clip, the next larger one is taken; MS-EDEN's scales are rounded stochastically from
+E8M3, which does not underflow. `sr_four_over_six` picks the luckier of two stochastic draws and is biased
+(the paper, Section 4.2).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from nanochat_fp4.nvfp4.format import (
+    BLOCK,
+    E2M1_MAX,
+    E4M3_MANTISSA_BITS,
+    E4M3_MAX,
+    E4M3_MIN_EXPONENT,
+    TENSOR_SCALE_MIN,
+    NVFP4Tensor,
+    encode_e2m1,
+    pack,
+)
+from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotate
+from nanochat_fp4.nvfp4.philox import uniform_elements, uniform_scales
+
+# Rounding a scale to nearest can lower it by a factor 16/17 at most; elements then reach 6 at most and SR never clips.
+SR_GRID_MAX = 6.0 * 16 / 17
+# Room above the largest scale: for 4/6's x1.5, the search's x1.625 and EDEN's correction (the paper, Section 3.3).
+SEARCH_SCALE_CAP = 256.0
+# The clipping that minimizes MS-EDEN's error with one candidate (the paper's code; recomputed in the tests).
+MS_EDEN_GRID_MAX = 6.0 / (17 / 16 * 0.93)
+
+E2M1_OVERFLOW = 6.875  # above what a rounded normal scale can let through (6 * 17/15), below 7, which would round to 8
+
+FOUR_OVER_SIX = (1.0, 3 / 2)  # grid maximum 6, or 4: a scale 1.5 times larger (Cook et al., 2025)
+SEARCH_3 = (1.0, 3 / 2, 15 / 16)
+SEARCH_6 = (1.0, 3 / 2, 15 / 16, 11 / 8, 13 / 8, 17 / 16)
+
+# Fixed-point resolution of sums over a block, in units of its scale: squared rounding errors are below 16, products
+# of values and codes below 64; an FP32 number near 3/4 of the next power of two has this resolution.
+ERROR_BITS, PRODUCT_BITS = 18, 16
+
+CHUNK = 1 << 17  # elements at a time on a CPU: the intermediate tensors stay in its cache
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How one operand is brought to NVFP4; the module's docstring has the formulas.
+
+    grid_max:   s, the value that a block's amax is mapped to with candidate 1
+    scale_cap:  the largest E4M3 scale with candidate 1
+    candidates: multiples of the block scale that compete
+    stochastic: elements are rounded stochastically (SR), else to nearest, ties to even (RTN)
+    block_rows: rows that share a scale: 1, or 16 for square blocks
+    ms_eden:    rotate by an RHT of 128, correct the scales by S, round them stochastically
+    """
+
+    grid_max: float = E2M1_MAX
+    scale_cap: float = E4M3_MAX
+    candidates: tuple[float, ...] = (1.0,)
+    stochastic: bool = False
+    block_rows: int = 1
+    ms_eden: bool = False
+
+    @property
+    def random(self) -> bool:
+        """Whether the result depends on the seed."""
+        return self.stochastic or self.ms_eden
+
+
+ROUNDINGS: dict[str, Rounding] = {
+    "rtn": Rounding(),
+    "four_over_six": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=FOUR_OVER_SIX),
+    "rtn_16x16": Rounding(block_rows=16),
+    "four_over_six_16x16": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=FOUR_OVER_SIX, block_rows=16),
+    "sr": Rounding(grid_max=SR_GRID_MAX, stochastic=True),
+    "sr_four_over_six": Rounding(SR_GRID_MAX, SEARCH_SCALE_CAP, FOUR_OVER_SIX, stochastic=True),
+    "ms_eden": Rounding(MS_EDEN_GRID_MAX, SEARCH_SCALE_CAP, ms_eden=True),
+    "scale_search_3": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_3),
+    "scale_search_6": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_6),
+    "ms_eden_search_3": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_3, ms_eden=True),
+    "ms_eden_search_6": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_6, ms_eden=True),
+}
+# The plain names try 3: 6 lower the error by another 5%, at 1.5 times the cost of a whole training step on an H200.
+ROUNDINGS["scale_search"] = ROUNDINGS["scale_search_3"]
+ROUNDINGS["ms_eden_search"] = ROUNDINGS["ms_eden_search_3"]
+
+
+def get_rounding(name: str) -> Rounding:
+    """Raises ValueError with the known names."""
+    if name not in ROUNDINGS:
+        raise ValueError(f"unknown rounding {name!r}; known: {', '.join(ROUNDINGS)}")
+    return ROUNDINGS[name]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rounding to the three grids. All on float32, elementwise.
+
+
+def round_e2m1(y: torch.Tensor) -> torch.Tensor:
+    """To the nearest E2M1 value, ties to the even code, |y| > 6 clipped. The sign of zero is kept."""
+    step = _e2m1_spacing(y.abs())
+    return (torch.round(y / step) * step).clamp(-E2M1_MAX, E2M1_MAX)
+
+
+def stochastic_round_e2m1(y: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """To one of the two neighbouring E2M1 values, so that the mean over uniform in (0, 1) is y. Needs |y| <= 6."""
+    step = _e2m1_spacing(y.abs())
+    return torch.copysign(torch.round(y / step + (uniform - 0.5)) * step, y).clamp(-E2M1_MAX, E2M1_MAX)
+
+
+def _e2m1_spacing(magnitude: torch.Tensor) -> torch.Tensor:
+    """Distance of the E2M1 values around a magnitude: 1/2 below 2, 1 below 4, 2 from there on."""
+    return 0.5 + 0.5 * (magnitude >= 2) + (magnitude >= 4)
+
+
+def round_e4m3(scale: torch.Tensor) -> torch.Tensor:
+    """Non-negative scales to the nearest E4M3 value, ties to even, above 448 clipped; returns float8_e4m3fn."""
+    return scale.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def stochastic_round_e4m3(scale: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Non-negative scales to a neighbouring E4M3 value with the right mean, subnormals included; above 448 clipped."""
+    scale = scale.clamp(max=E4M3_MAX)
+    step = power_of_two_floor(scale).clamp(min=2.0**E4M3_MIN_EXPONENT) * 2.0**-E4M3_MANTISSA_BITS
+    n = scale / step
+    floor = torch.floor(n)
+    up = (uniform < n - floor).to(torch.float32)
+    return ((floor + up) * step).to(torch.float8_e4m3fn)
+
+
+def round_e8m3(scale: torch.Tensor) -> torch.Tensor:
+    """Non-negative float32 to 3 mantissa bits, ties to even, the exponent of FP32: a pseudo-scale that fits BF16.
+
+    Below 2^-116, where tensor_scale ends too, it is 0.
+    """
+    bits = torch.where(scale < TENSOR_SCALE_MIN, 0.0, scale).view(torch.int32)
+    dropped = 23 - E4M3_MANTISSA_BITS
+    odd = (bits >> dropped) & 1
+    return (((bits + ((1 << (dropped - 1)) - 1) + odd) >> dropped) << dropped).view(torch.float32)
+
+
+def power_of_two_floor(x: torch.Tensor) -> torch.Tensor:
+    """2^floor(log2 x) for positive normal float32, 0 for zero."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def power_of_two_ceil(x: torch.Tensor) -> torch.Tensor:
+    """2^ceil(log2 x) for positive normal float32; NaN and Inf give Inf."""
+    floor = power_of_two_floor(x)
+    return torch.where(floor == x, x, floor * 2)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Blocks.
+
+
+def _fixed_sum(x: torch.Tensor, fraction_bits: int) -> torch.Tensor:
+    """Sum over the last dimension in fixed point, float32 -> int32: each term is rounded to 2^-fraction_bits, and the
+    integers are added exactly. So the result does not depend on the order, and is the same in every kernel layout."""
+    return torch.round(x * 2.0**fraction_bits).to(torch.int32).sum(dim=-1, dtype=torch.int32)
+
+
+def _block_amax(u: torch.Tensor, block_rows: int) -> torch.Tensor:
+    """(R, G, 16) -> (R, G): the largest magnitude of the 1x16 block, or of the block_rows x 16 block it lies in."""
+    return _over_rows(u.abs().amax(dim=-1), block_rows, lambda rows: rows.amax(dim=-1))
+
+
+def _over_rows(x: torch.Tensor, block_rows: int, reduce) -> torch.Tensor:
+    """Reduces (R, G) over each run of block_rows rows and repeats the result for each of them; missing rows are 0."""
+    if block_rows == 1:
+        return x
+    rows = x.shape[0]
+    padded = torch.cat((x, x.new_zeros(-rows % block_rows, *x.shape[1:])))
+    reduced = reduce(padded.unflatten(0, (-1, block_rows)).movedim(1, -1))
+    return reduced.repeat_interleave(block_rows, dim=0)[:rows]
+
+
+def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    """1 / scale, and 0 for the scale 0 of an empty block."""
+    return torch.where(scale > 0, 1.0 / scale, 0.0)
+
+
+def _search(u: torch.Tensor, rounding: Rounding, round_scale, draw=None):
+    """The block scale and the element grid that fit u (R, G, 16) best: (q (R, G, 16), scale (R, G)), both float32.
+
+    round_scale: (wanted scale, block amax), float32 (R, G) -> float32 values that the scale may take;
+    draw: candidate number -> uniforms like u. Each candidate of a stochastic rounding draws its own.
+    """
+    amax = _block_amax(u, rounding.block_rows)
+    base = _divide(amax, rounding.grid_max)
+    best_q = best_scale = best_error = None
+    for candidate, multiple in enumerate(rounding.candidates):
+        scale = round_scale(base * multiple, amax)
+        y = u * _reciprocal(scale).unsqueeze(-1)
+        q = stochastic_round_e2m1(y, draw(candidate)) if rounding.stochastic else round_e2m1(y)
+        if len(rounding.candidates) == 1:
+            return q, scale
+        difference = q - y
+        error = _fixed_sum(difference * difference, ERROR_BITS)
+        error = _over_rows(error, rounding.block_rows, lambda rows: rows.sum(dim=-1, dtype=torch.int32))
+        relative = scale * (1.0 / power_of_two_floor(base).clamp(min=TENSOR_SCALE_MIN))  # exact: by a power of two
+        error = error.to(torch.float32) * (relative * relative)
+        if best_q is None:
+            best_q, best_scale, best_error = q, scale, error
+        else:
+            better = error < best_error
+            best_q = torch.where(better.unsqueeze(-1), q, best_q)
+            best_scale = torch.where(better, scale, best_scale)
+            best_error = torch.where(better, error, best_error)
+    return best_q, best_scale
+
+
+def _divide(x: torch.Tensor, constant: float) -> torch.Tensor:
+    """x / constant with one rounding: by a Python number a GPU would multiply by the reciprocal instead."""
+    return x / torch.full((), constant, dtype=torch.float32, device=x.device)
+
+
+def _round_block_scale(rounding: Rounding):
+    """RTN_E4M3, but the next larger scale where the block would be clipped.
+
+    In E4M3's normal range rounding lowers a scale by a factor 16/17 at most, and nothing is clipped: SR's values stay
+    within 6 by its choice of s, nearest rounding takes everything below 7 to 6. Only subnormal scales can be too small
+    (or zero), and a block with such a scale would lose its largest values, or all.
+    """
+    limit = E2M1_MAX if rounding.stochastic else E2M1_OVERFLOW
+
+    def round_scale(wanted: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+        scale = round_e4m3(wanted).to(torch.float32)
+        return torch.where(amax > limit * scale, _next_e4m3(scale), scale)
+
+    return round_scale
+
+
+def _next_e4m3(scale: torch.Tensor) -> torch.Tensor:
+    """The next larger E4M3 value, float32 to float32."""
+    bits = scale.to(torch.float8_e4m3fn).view(torch.uint8) + 1
+    return bits.view(torch.float8_e4m3fn).to(torch.float32)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The two ways through.
+
+
+def quantize_reference(
+    x: torch.Tensor,
+    rounding: Rounding,
+    *,
+    seed: torch.Tensor | int = 0,
+    stream: int = 0,
+    rht_dim: int = 0,
+    rht_seed: torch.Tensor | int | None = None,
+    rht_stream: int = 0,
+    per_token: bool = False,
+) -> NVFP4Tensor:
+    """x (..., K), any float dtype, K % 16 == 0 -> NVFP4Tensor with `decoded` in float32. Checks nothing; no host sync.
+
+    seed, stream:          the noise of SR
+    rht_dim, rht_seed, rht_stream: rotate first (K % rht_dim == 0); rht_seed defaults to seed. MS-EDEN needs 128.
+    per_token:             one tensor_scale per row, (..., 1), so that a row does not depend on the others
+    NaN and Inf travel into tensor_scale and from there into everything that is computed.
+    """
+    if rht_dim:
+        x = rotate(x, seed if rht_seed is None else rht_seed, dim=rht_dim, stream=rht_stream)
+    leading = x.shape[:-1]
+    rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
+    amax = rows.abs().amax(dim=-1, keepdim=True) if per_token else rows.abs().amax()
+    tensor_scale = _divide(amax, rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
+    if rounding.ms_eden:
+        tensor_scale = power_of_two_ceil(tensor_scale)
+
+    # Chunks of whole blocks of rows; the result does not depend on their size.
+    chunk = max(BLOCK, CHUNK // rows.shape[1] // BLOCK * BLOCK) if x.device.type == "cpu" else max(rows.shape[0], 1)
+    align = _align_post_hoc if rounding.ms_eden else _align_first
+    parts = []
+    for start in range(0, rows.shape[0], chunk):
+        part_scale = tensor_scale[start : start + chunk] if per_token else tensor_scale
+        parts.append(align(rows[start : start + chunk], rounding, part_scale, seed, stream, start))
+    q, pseudo_scales, correction = (torch.cat(p) if len(parts) > 1 else p[0] for p in zip(*parts))
+    scales = _finish_scales(pseudo_scales, correction, rounding, tensor_scale, seed, stream)
+    decoded = (q * scales.to(torch.float32).unsqueeze(-1)).flatten(-2)
+    return NVFP4Tensor(
+        codes=pack(encode_e2m1(q.flatten(-2))).view(*leading, -1),
+        scales=scales.view(*leading, -1),
+        tensor_scale=tensor_scale.view(*leading, 1) if per_token else tensor_scale,
+        decoded=decoded.view(*leading, -1),
+    )
+
+
+def _align_first(rows, rounding, tensor_scale, seed, stream, start):
+    """Aligned with the known tensor_scale: (q, E4M3 scales in float32, no correction)."""
+    u = (rows * (1.0 / tensor_scale)).unflatten(-1, (-1, BLOCK))
+
+    def draw(candidate):
+        return uniform_elements(seed, start * rows.shape[1], u.numel(), stream, candidate, u.device).view(u.shape)
+
+    q, scales = _search(u, rounding, _round_block_scale(rounding), draw)
+    return q, scales, torch.ones_like(scales)
+
+
+def _align_post_hoc(rows, rounding, tensor_scale, seed, stream, start):
+    """Kernel one of the paper's Section 7: (q, E8M3 pseudo-scales, EDEN's correction S), all without tensor_scale."""
+    y = rows.unflatten(-1, (-1, BLOCK))
+    q, pseudo_scales = _search(y, rounding, lambda scale, _: round_e8m3(scale))
+    return q, pseudo_scales, _eden_correction(y, q, pseudo_scales)
+
+
+def _eden_correction(u, q, scales):
+    """S = <x, x> / <x, x_rtn> (paper, Algorithm 1) per rotation group of 128, repeated for its 8 blocks: (R, G).
+
+    u, q (R, G, 16), scales (R, G). Blocks are summed in units of their scale and weighted by its square over that of
+    the power of two above the group's largest.
+    """
+    blocks = scales.unflatten(-1, (-1, RHT_DIM // BLOCK))
+    largest = power_of_two_floor(blocks.amax(dim=-1, keepdim=True)).clamp(min=TENSOR_SCALE_MIN)
+    weight = blocks * (0.5 / largest)
+    weight = weight * weight
+    y = u * _reciprocal(scales).unsqueeze(-1)
+
+    def weighted_sum(products):
+        return torch.floor(_fixed_sum(products, PRODUCT_BITS).view(blocks.shape).to(torch.float32) * weight)
+
+    xx, xq = (weighted_sum(v).to(torch.int32).sum(dim=-1, dtype=torch.int32).to(torch.float32) for v in (y * y, y * q))
+    correction = torch.where(xq > 0, xx / xq, 1.0)
+    return correction.repeat_interleave(RHT_DIM // BLOCK, dim=-1)
+
+
+def _finish_scales(pseudo_scales, correction, rounding, tensor_scale, seed, stream):
+    """Kernel two: aligns the pseudo-scales, corrects and rounds them; for the others they are E4M3 already."""
+    if not rounding.ms_eden:
+        return round_e4m3(pseudo_scales)
+    uniform = uniform_scales(seed, pseudo_scales.numel(), stream, pseudo_scales.device).view(pseudo_scales.shape)
+    return stochastic_round_e4m3(pseudo_scales * (1.0 / tensor_scale) * correction, uniform)
+
+
+def ms_eden_direct(x: torch.Tensor, rounding: Rounding, seed: torch.Tensor | int = 0) -> NVFP4Tensor:
+    """Algorithm 1 of the paper to the letter: amax of the rotated tensor first, E4M3 scales, then the correction."""
+    y = rotate(x, seed)
+    rows = y.reshape(-1, y.shape[-1])
+    tensor_scale = _divide(rows.abs().amax(), rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
+    u = (rows * (1.0 / tensor_scale)).unflatten(-1, (-1, BLOCK))
+    q, scales = _search(u, rounding, _round_block_scale(rounding))
+    correction = _eden_correction(u, q, scales)
+    uniform = uniform_scales(seed, scales.numel(), 0, x.device).view(scales.shape)
+    scales = stochastic_round_e4m3(scales * correction, uniform)
+    codes = pack(encode_e2m1(q.flatten(-2))).view(*x.shape[:-1], -1)
+    return NVFP4Tensor(codes, scales.view(*x.shape[:-1], -1), tensor_scale)
+
+
+def quantize(x: torch.Tensor, rounding: str, seed: torch.Tensor | int = 0) -> NVFP4Tensor:
+    """Quantizes x (..., K) to NVFP4 along its last dimension with a rounding of ROUNDINGS (the paper's Table 1).
+
+    seed (an int, or an int64 tensor) determines rotation and rounding; the deterministic roundings ignore it.
+    The ms_eden roundings return the operand in rotated space: it approximates rotate(x, seed).
+    Raises ValueError for an unknown rounding, an integer tensor, a K that is not a multiple of 16 (128 for ms_eden),
+    an empty tensor, and for values that are NaN or Inf in FP32, before or after the rotation.
+    """
+    spec = get_rounding(rounding)
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ValueError(f"quantize: expected a floating-point tensor, got {kind}; convert it with .float()")
+    multiple = RHT_DIM if spec.ms_eden else BLOCK
+    if x.dim() == 0 or x.numel() == 0 or x.shape[-1] % multiple:
+        raise ValueError(
+            f"quantize: shape {tuple(x.shape)} for {rounding!r}, expected a non-empty (..., K) with K a multiple of "
+            f"{multiple}; pad the last dimension with zeros"
+        )
+    x = x.detach().to(torch.float32)
+    bad = x.numel() - int(torch.isfinite(x).sum())
+    if bad:
+        raise ValueError(f"quantize: {bad} of {x.numel()} values are NaN or Inf in FP32; find where they come from")
+    t = quantize_reference(x, spec, seed=seed, rht_dim=RHT_DIM if spec.ms_eden else 0)
+    if not torch.isfinite(t.tensor_scale):
+        raise ValueError(f"quantize: values up to {x.abs().max():.1e} overflow when rotated; scale the tensor down")
+    return NVFP4Tensor(t.codes, t.scales, t.tensor_scale)
+
+
+def mean_squared_error(rounding: str, *, samples: int = 1 << 22, seed: int = 0) -> float:
+    """E (x - Q(x))^2 over N(0, 1), the paper's Table 1, on rows of 4096; for ms_eden in rotated space."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = max(16, samples // 4096)
+    x = torch.randn(rows, 4096, generator=generator)
+    t = quantize(x, rounding, seed=seed)
+    target = rotate(x, seed) if get_rounding(rounding).ms_eden else x
+    error = (t.dequantize() - target).double()
+    return math.fsum((error * error).mean(dim=1).tolist()) / rows

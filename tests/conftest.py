@@ -1,0 +1,149 @@
+"""
+What every test runs under: no GPU code without a GPU, no home directory, no network, fixed seeds, poisoned memory.
+"""
+
+import os
+import shutil
+import tempfile
+
+# Before anything imports torch or triton: without a GPU, Triton kernels run in the interpreter.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else threads that wait for each other take the core of others
+_BASE_DIR = tempfile.mkdtemp(prefix="nanochat_fp4_tests_")
+for _name in ("QAT_METHOD", "DATA_DIR", "WANDB_RUN", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NANOCHAT_TRACEBACK"):
+    os.environ.pop(_name, None)
+os.environ.update(NANOCHAT_BASE_DIR=_BASE_DIR, WANDB_MODE="disabled", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+os.environ["MPLCONFIGDIR"] = os.path.join(_BASE_DIR, "matplotlib")
+
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import random  # noqa: E402
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+torch.set_num_threads(2)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run tests that take minutes")
+    parser.addoption("--soak", action="store_true", help="also run soak tests: many random faults, tens of minutes")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "soak: many random faults; run with --soak")
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        for option in ("slow", "soak"):
+            if option in item.keywords and not config.getoption(f"--{option}"):
+                item.add_marker(pytest.mark.skip(reason=f"needs --{option}"))
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(_BASE_DIR, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds():
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def base_dir(tmp_path, monkeypatch):
+    """A NANOCHAT_BASE_DIR of its own for one test."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    return tmp_path / "base"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Poisoned memory: whatever asks for uninitialized memory gets the worst, so that an element nobody wrote is noticed.
+# NaN in floating point (0x7F is NaN in both float8 formats), 0xFF in uint8 (codes of -6), -1 in other integers.
+
+_EMPTY = {name: getattr(torch, name) for name in ("empty", "empty_like", "empty_strided")}
+_NEW_EMPTY = {name: getattr(torch.Tensor, name) for name in ("new_empty", "new_empty_strided")}
+
+# `with torch.device(...)` collects the functions it redirects at its first use; it must see the real ones.
+with torch.device("cpu"):
+    torch.empty(0)
+
+
+def poison(t):
+    """Fill `t` with NaN or 0xFF, in place; meta and special tensors are left alone."""
+    if torch.compiler.is_compiling() or type(t) is not torch.Tensor or t.layout != torch.strided:
+        return t
+    if t.device.type == "meta" or t.is_quantized or not t.numel():
+        return t
+    with torch.no_grad():
+        if t.dtype.is_floating_point and t.element_size() == 1:
+            t.view(torch.uint8).fill_(0x7F)
+        elif t.dtype.is_floating_point or t.dtype.is_complex:
+            t.fill_(float("nan"))
+        elif t.dtype == torch.bool:
+            t.fill_(True)
+        elif t.dtype == torch.uint8:
+            t.fill_(0xFF)
+        elif not t.dtype.is_signed:
+            t.view(torch.uint8).fill_(0xFF)
+        else:
+            t.fill_(-1)
+    return t
+
+
+def _poisoned(function):
+    def wrapper(*args, **kwargs):
+        return poison(function(*args, **kwargs))
+
+    return wrapper
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch):
+    for name, function in _EMPTY.items():
+        monkeypatch.setattr(torch, name, _poisoned(function))
+    for name, function in _NEW_EMPTY.items():
+        monkeypatch.setattr(torch.Tensor, name, _poisoned(function))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A base directory with a little text and a tokenizer of 300 tokens, for tests that train.
+
+_WORDS = "the of capital gold planets hot day color France opposite symbol was tomorrow number cat dog runs".split()
+
+
+@pytest.fixture(scope="session")
+def _tiny_base(tmp_path_factory):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from nanochat_fp4.tokenizer import RustBPETokenizer, save_token_bytes
+
+    base = tmp_path_factory.mktemp("tiny_base")
+    rng = random.Random(0)
+    documents = [" ".join(rng.choice(_WORDS) for _ in range(rng.randint(20, 200))) + "." for _ in range(600)]
+    (base / "text").mkdir()
+    for i in range(2):
+        table = pa.table({"text": documents[i * 300 : (i + 1) * 300]})
+        pq.write_table(table, base / "text" / f"shard_{i:05d}.parquet", row_group_size=30)
+    tokenizer = RustBPETokenizer.train_from_iterator(iter(documents), 300)
+    tokenizer.save(base / "tokenizer")
+    save_token_bytes(tokenizer, base / "tokenizer")
+    return base
+
+
+@pytest.fixture
+def tiny_base(_tiny_base, tmp_path, monkeypatch):
+    """NANOCHAT_BASE_DIR with text (DATA_DIR) and a tokenizer, to be trained in."""
+    base = tmp_path / "tiny"
+    shutil.copytree(_tiny_base / "tokenizer", base / "tokenizer")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
+    monkeypatch.setenv("DATA_DIR", str(_tiny_base / "text"))
+    return base

@@ -1,0 +1,89 @@
+"""The randomized Hadamard transform: the matrix, its signs, and that it leaves products and norms alone."""
+
+import pytest
+import torch
+from _assertions import relative_square_error
+
+from nanochat_fp4.nvfp4 import hadamard
+from nanochat_fp4.nvfp4.hadamard import rotate, rotation_matrix
+from nanochat_fp4.nvfp4.philox import random_signs
+
+CPU = torch.device("cpu")
+
+
+def explicit(x: torch.Tensor, seed: int, dim: int = 128, stream: int = 0) -> torch.Tensor:
+    """H diag(signs) x / sqrt(dim) in FP64, with H[i, j] = (-1)^popcount(i & j) written out."""
+    h = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(dim)] for i in range(dim)], dtype=torch.float64)
+    groups = x.double().unflatten(-1, (-1, dim)) * random_signs(seed, dim, stream, CPU).double()
+    return (groups @ h.T / dim**0.5).flatten(-2)
+
+
+def test_sylvester_of_order_four():
+    h = rotation_matrix(0, dim=4) * random_signs(0, 4, 0, CPU).unsqueeze(1)  # without its signs
+    assert h.tolist() == [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
+
+
+@pytest.mark.parametrize("dim", [16, 32, 64, 128])
+def test_is_the_formula(dim):
+    x = torch.randn(5, 2 * dim)
+    # FP32 sums of up to 128 terms: relative error about 1e-7, squared 1e-14.
+    assert relative_square_error(rotate(x, 11, dim=dim, stream=4), explicit(x, 11, dim, 4)) < 1e-13
+
+
+def test_every_group_and_row_has_the_same_signs():
+    x = torch.randn(1, 128)
+    y = rotate(x.repeat(3, 2), 5).view(6, 128)
+    assert torch.equal(y, y[:1].repeat(6, 1))
+    # Alone, a group goes through another of the matrix library's routines, which may sum in another order.
+    assert relative_square_error(rotate(x, 5), y[:1]) < 1e-13
+
+
+def test_products_and_norms_are_unchanged():
+    a, b = torch.randn(7, 384), torch.randn(9, 384)
+    ra, rb = rotate(a, 3), rotate(b, 3)
+    assert relative_square_error(ra.double() @ rb.double().T, a.double() @ b.double().T) < 1e-12
+    assert torch.allclose(ra.norm(dim=1), a.norm(dim=1), rtol=1e-6)
+    # Different signs for the two operands give something else entirely.
+    assert relative_square_error(ra @ rotate(b, 4).T, a @ b.T) > 0.5
+
+
+def test_seed_and_stream_choose_the_signs():
+    x = torch.randn(2, 128)
+    assert torch.equal(rotate(x, 1), rotate(x, torch.tensor(1)))
+    assert not torch.equal(rotate(x, 1), rotate(x, 2))
+    assert not torch.equal(rotate(x, 1), rotate(x, 1, stream=1))
+    assert not torch.equal(rotate(x, 1), rotate(x, 1 + 2**32))
+
+
+def test_spreads_an_outlier_evenly():
+    x = torch.zeros(1, 128)
+    x[0, 37] = 8.0
+    assert torch.allclose(rotate(x, 0).abs(), torch.full((1, 128), 8 / 128**0.5))
+
+
+def test_autocast_does_not_make_it_a_bf16_product():
+    x = torch.randn(4, 256)
+    want = rotate(x, 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = rotate(x, 1)
+    assert got.dtype == torch.float32 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_computes_in_fp32_whatever_comes_in(dtype):
+    x = torch.randn(4, 128).to(dtype)
+    assert rotate(x, 1).dtype == torch.float32
+    assert torch.equal(rotate(x, 1), rotate(x.float(), 1))
+
+
+def test_the_default_device_does_not_stick():
+    """H is cached; the first use may happen anywhere."""
+    hadamard._cached_sylvester.cache_clear()
+    with torch.device("meta"):
+        rotation_matrix(0, dim=32)
+    assert rotation_matrix(0, dim=32).device.type == "cpu"
+
+
+def test_a_length_that_does_not_divide_is_an_error():
+    with pytest.raises(ValueError, match="100, expected a multiple of 128; pad"):
+        rotate(torch.randn(2, 100), 0)

@@ -1,0 +1,127 @@
+"""Random numbers: Philox's published vectors, Triton's implementation, and how words become uniforms and signs."""
+
+import _scalar_reference as scalar
+import pytest
+import torch
+from _assertions import assert_same_bits
+
+from nanochat_fp4.nvfp4 import philox as px
+
+CPU = torch.device("cpu")
+# Known answers of Philox4x32-10 from Random123's kat_vectors: counter, key, result.
+KNOWN = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def words(text: str) -> list[int]:
+    return [int(w, 16) for w in text.split()]
+
+
+def signed(value: int) -> int:
+    """64 bits as the int64 that holds them."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+@pytest.mark.parametrize("counter, key, result", KNOWN)
+def test_published_vectors(counter, key, result):
+    c, k, want = words(counter), words(key), words(result)
+    index = torch.tensor([signed(c[0] | c[1] << 32)])
+    got = px.philox(signed(k[0] | k[1] << 32), index, purpose=c[2], stream=c[3])
+    assert [int(w) for w in got] == want
+    assert list(scalar.philox(tuple(c), tuple(k))) == want  # the tests' own implementation, used below
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF])
+def test_any_seed_index_purpose_and_stream(seed):
+    index = torch.tensor([[0, 1, 2**31], [2**32 - 1, 2**32, 2**45 + 12345]])
+    for purpose, stream in ((0, 0), (7, 5)):
+        got = torch.stack(px.philox(seed, index, purpose, stream), dim=-1)
+        want = [[list(scalar.draw(seed, int(i), purpose, stream)) for i in row] for row in index]
+        assert got.tolist() == want
+        as_tensor = px.philox(torch.tensor(seed), index, purpose, stream)
+        assert torch.equal(torch.stack(as_tensor, dim=-1), got)
+
+
+def test_triton_computes_the_same():
+    """Runs in Triton's interpreter where there is no GPU (conftest sets TRITON_INTERPRET)."""
+    triton = pytest.importorskip("triton")
+    import triton.language as tl
+
+    def kernel(out, low, high, seed, purpose, stream, COUNT: tl.constexpr):
+        i = tl.arange(0, COUNT)
+        zeros = tl.zeros((COUNT,), tl.int32)
+        a, b, c, d = tl.philox(
+            tl.load(seed), tl.load(low + i), tl.load(high + i), zeros + purpose, zeros + stream, n_rounds=10
+        )
+        tl.store(out + i, a.to(tl.int32, bitcast=True))
+        tl.store(out + COUNT + i, b.to(tl.int32, bitcast=True))
+        tl.store(out + 2 * COUNT + i, c.to(tl.int32, bitcast=True))
+        tl.store(out + 3 * COUNT + i, d.to(tl.int32, bitcast=True))
+
+    kernel.__globals__["tl"] = tl
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    index = torch.arange(32, device=device) * 0x3456789AB + 17
+    halves = index.view(torch.int32).view(32, 2)  # little-endian: low word first
+    for seed in (5, -987654321987654321):
+        out = torch.zeros(4, 32, dtype=torch.int32, device=device)
+        low, high = halves[:, 0].contiguous(), halves[:, 1].contiguous()
+        seed_tensor = torch.tensor(seed, device=device)
+        triton.jit(kernel)[(1,)](out, low, high, seed_tensor, 3, 9, COUNT=32)
+        want = torch.stack(px.philox(seed, index, purpose=3, stream=9))
+        assert_same_bits(f"seed {seed}", out, want.to(torch.int32))
+
+
+def test_elements_take_16_bits_each_low_half_first():
+    got = px.uniform_elements(42, 16, 24, stream=3, candidate=1, device=CPU)
+    assert got.tolist() == [float(scalar.element_uniform(42, e, 3, 1)) for e in range(16, 40)]
+    assert 0 < got.min() and got.max() < 1
+
+
+def test_scales_take_the_upper_24_bits():
+    got = px.uniform_scales(42, 7, stream=3, device=CPU)  # not a multiple of the four words of a call
+    assert got.tolist() == [float(scalar.scale_uniform(42, b, 3)) for b in range(7)]
+
+
+def test_signs_are_the_bits_of_one_call():
+    first = scalar.draw(42, 0, 0, 3)
+    want = [-1.0 if first[j // 32] >> (j % 32) & 1 else 1.0 for j in range(128)]
+    assert px.random_signs(42, 128, 3, CPU).tolist() == want
+    assert px.random_signs(42, 16, 3, CPU).tolist() == want[:16]
+
+
+def test_a_part_of_the_sequence_is_that_part():
+    """What makes results independent of how a tensor is cut into blocks."""
+    whole = px.uniform_elements(9, 0, 4096, 0, 0, CPU)
+    parts = [px.uniform_elements(9, start, 1024, 0, 0, CPU) for start in range(0, 4096, 1024)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_uniforms_are_uniform_and_unrelated():
+    """1 M draws: mean, variance and correlations within 5 standard errors."""
+    n = 1 << 20
+    base = px.uniform_elements(1, 0, n, 0, 0, CPU).double()
+    assert abs(float(base.mean()) - 0.5) < 5 * (1 / 12 / n) ** 0.5
+    assert abs(float(base.var()) - 1 / 12) < 5 * (1 / 180 / n) ** 0.5
+    others = {
+        "seed": px.uniform_elements(2, 0, n, 0, 0, CPU),
+        "upper half of the seed": px.uniform_elements(1 + 2**32, 0, n, 0, 0, CPU),
+        "stream": px.uniform_elements(1, 0, n, 1, 0, CPU),
+        "candidate": px.uniform_elements(1, 0, n, 0, 1, CPU),
+        "purpose": px.uniform_scales(1, n, 0, CPU),
+        "next row of 4096": base.roll(4096),
+        "neighbour": base.roll(1),
+    }
+    for what, other in others.items():
+        correlation = float(((base - 0.5) * (other.double() - 0.5)).mean() * 12)
+        assert abs(correlation) < 5 / n**0.5, f"{what}: correlation {correlation:.1e}"
+
+
+def test_signs_are_balanced():
+    signs = torch.stack([px.random_signs(seed, 128, 0, CPU) for seed in range(512)])
+    assert set(signs.unique().tolist()) == {-1.0, 1.0}
+    # 512 x 128 coins: 5 standard errors for the whole, and for each position over the seeds.
+    assert abs(float(signs.mean())) < 5 / (512 * 128) ** 0.5
+    assert float(signs.mean(dim=0).abs().max()) < 5 / 512**0.5
