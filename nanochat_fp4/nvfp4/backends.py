@@ -1,0 +1,201 @@
+"""Dispatch: which implementation quantizes an operand on this machine, and why.
+
+The reference (quantizers.py) runs everywhere; the Triton kernels, which are compared with it, take over on CUDA. The
+environment variable NVFP4_KERNELS=reference|triton asks for one of them (on a CPU triton needs TRITON_INTERPRET=1);
+what cannot run raises with the reason instead of falling back.
+"""
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+
+from nanochat_fp4.nvfp4 import cublas
+from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor
+from nanochat_fp4.nvfp4.gemm import Decoded, Value, decoded_codes, kernels_unavailable_reason
+from nanochat_fp4.nvfp4.quantizers import Rounding, get_rounding, quantize_reference
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What this machine uses for each operation; str() is one line for logs and the report."""
+
+    quantize: str
+    gemm: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"quantize: {self.quantize}; GEMM: {self.gemm} ({self.reason})"
+
+
+def backend() -> Backend:
+    """Which kernels this machine uses, and why. Raises ValueError if NVFP4_KERNELS asks for what cannot run here."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kernels = use_kernels(device)
+    if device.type == "cpu":
+        reason = "no CUDA device" + (", kernels under Triton's interpreter" if kernels else "")
+        return Backend("Triton" if kernels else "PyTorch reference", "decode + FP32 matmul", reason)
+    major, minor = torch.cuda.get_device_capability()
+    why = cublas.unavailable_reason()
+    gemm = "decode to BF16 + cuBLAS" + (
+        " with the tensor scales as alpha" if why is None else f", scaled after ({why})"
+    )
+    return Backend(
+        "Triton" if kernels else "PyTorch reference", gemm, f"{torch.cuda.get_device_name()}, sm_{major}{minor}"
+    )
+
+
+def use_kernels(device: torch.device) -> bool:
+    """Whether operands on this device are quantized by the Triton kernels."""
+    return _use_kernels(device.type)
+
+
+@torch.compiler.assume_constant_result
+def _use_kernels(device_type: str) -> bool:
+    wanted = os.environ.get("NVFP4_KERNELS", "auto")
+    if wanted not in ("auto", "reference", "triton"):
+        raise ValueError(f"NVFP4_KERNELS is {wanted!r}, expected auto, reference or triton")
+    reason = _kernels_unavailable_reason(device_type)
+    if wanted == "triton" and reason:
+        raise ValueError(f"NVFP4_KERNELS=triton, but {reason}; unset it, or set NVFP4_KERNELS=reference")
+    return wanted == "triton" or (wanted == "auto" and reason is None and device_type == "cuda")
+
+
+@functools.cache
+def _kernels_unavailable_reason(device_type: str) -> str | None:
+    reason = kernels_unavailable_reason()
+    if reason:
+        return reason
+    if device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        return "the GPU is older than sm_80, which the kernels need for BF16"
+    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "there is no CUDA device (on a CPU they run under TRITON_INTERPRET=1)"
+    return None
+
+
+def new_seed(device: torch.device) -> torch.Tensor:
+    """64 random bits from torch's generator of the device, int64 (): no host sync, fresh at each CUDA graph replay."""
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
+
+
+def quantize_operand(
+    value: Value,
+    rounding: str | None,
+    *,
+    transpose: bool = False,
+    keep_codes: bool = False,
+    seed: torch.Tensor | None = None,
+    stream: int = 0,
+    rht_dim: int = 0,
+    rht_seed: torch.Tensor | None = None,
+    rht_stream: int = 0,
+    per_token: bool = False,
+) -> Value:
+    """One operand of a GEMM, contracted over its last dimension: value (R, C), or (C, R) with transpose.
+
+    rounding None returns the value as it is (transposed). Otherwise the contraction dimension is padded with zeros to a
+    multiple of 16, or of rht_dim: zeros add nothing to a product, and a rotated group that holds some is quantized like
+    any other, so the result stays unbiased for any number of tokens.
+    keep_codes: the codes will be saved; otherwise the kernels may make only what the GEMM of this machine reads.
+    """
+    if rounding is None:
+        return _transposed(value) if transpose else value
+    spec = get_rounding(rounding)
+    device = value.codes.device if isinstance(value, NVFP4Tensor) else value.device
+    if use_kernels(device) and not per_token:
+        if rht_dim and not (isinstance(value, NVFP4Tensor) and not transpose):
+            arguments = {"rounding": rounding, "stream": stream, "rht_dim": rht_dim, "rht_stream": rht_stream}
+            arguments |= {"seed": seed, "rht_seed": rht_seed}
+            row, col = (None, arguments) if transpose else (arguments, None)
+            return _rotate_quantize(value, row, col, emulated=not keep_codes)[1 if transpose else 0]
+        if not rht_dim:
+            return _quantize_rows(_contracted_last(value, transpose, BLOCK), spec, seed, stream)
+    return quantize_reference(
+        _contracted_last(value, transpose, rht_dim or BLOCK),
+        spec,
+        seed=0 if seed is None else seed,
+        stream=stream,
+        rht_dim=rht_dim,
+        rht_seed=rht_seed,
+        rht_stream=rht_stream,
+        per_token=per_token,
+    )
+
+
+def quantize_grad_output(e: torch.Tensor, for_dgrad: dict | None, for_wgrad: dict | None) -> tuple[Value, Value]:
+    """grad_output (M, N) as the dgrad operand E (M, N) and as the wgrad operand E^T (N, M); None where not wanted.
+
+    The arguments are those of quantize_operand. The kernels read grad_output once for both.
+    """
+    if for_dgrad and for_wgrad and for_dgrad["rounding"] and for_wgrad["rounding"] and use_kernels(e.device):
+        if for_wgrad["rht_dim"]:
+            return _rotate_quantize(e, for_dgrad, for_wgrad, emulated=True)
+    return (
+        None if for_dgrad is None else quantize_operand(e, **for_dgrad),
+        None if for_wgrad is None else quantize_operand(e, transpose=True, **for_wgrad),
+    )
+
+
+def _transposed(value: Value) -> Value:
+    """The unrounded operand the other way round; of codes their exact values, with the tensor_scale beside them."""
+    if isinstance(value, torch.Tensor):
+        return value.T
+    return Decoded(decoded_codes(value).T, value.tensor_scale)
+
+
+def _contracted_last(value: Value, transpose: bool, multiple: int) -> torch.Tensor:
+    x = value.dequantize() if isinstance(value, NVFP4Tensor) else value
+    x = x.T if transpose else x
+    missing = -x.shape[-1] % multiple
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x  # pad copies even where it adds nothing
+
+
+def _quantize_rows(x: torch.Tensor, spec: Rounding, seed: torch.Tensor | None, stream: int) -> NVFP4Tensor:
+    from nvfp4_kernels.quantize import quantize
+
+    constants = (spec.grid_max, spec.scale_cap, list(spec.candidates), spec.stochastic, spec.block_rows)
+    return NVFP4Tensor(*quantize(x, None, seed, stream, *constants, True))
+
+
+@torch.compiler.assume_constant_result
+def _packed(rounding: str, stream: int, rht_dim: int, rht_stream: int, emulated: bool) -> list[float]:
+    """The kernel's description of an operand."""
+    from nvfp4_kernels.rotate import Operand
+
+    spec = get_rounding(rounding)
+    limits = (spec.grid_max, spec.scale_cap, spec.candidates)
+    return Operand(*limits, spec.stochastic, spec.ms_eden, rht_dim, stream, rht_stream, emulated).packed()
+
+
+def _rotate_quantize(value: Value, row: dict | None, col: dict | None, emulated: bool) -> tuple[Value, Value]:
+    """The operands contracted over the last ("row") and over the first dimension ("col"), or None for either.
+
+    row, col: arguments of quantize_operand; emulated: as Decoded, for the emulated GEMM alone.
+    """
+    from nvfp4_kernels.rotate import rotate_quantize
+
+    arguments = (
+        [value.codes, value.scales, value.tensor_scale] if isinstance(value, NVFP4Tensor) else [value, None, None]
+    )
+    for spec in (row, col):
+        if spec is None:
+            arguments += [[], None, None]
+        else:
+            packed = _packed(spec["rounding"], spec["stream"], spec["rht_dim"], spec["rht_stream"], emulated)
+            arguments += [packed, spec["seed"], spec["rht_seed"]]
+    tensors = rotate_quantize(*arguments)
+    results: list[Value | None] = []
+    for spec in (row, col):
+        if spec is None:
+            results.append(None)
+        elif not emulated:
+            results.append(NVFP4Tensor(tensors[0], tensors[1], tensors[2]))
+            tensors = tensors[3:]
+        elif get_rounding(spec["rounding"]).ms_eden:  # its tensor_scale is a power of two, and multiplied in
+            results.append(Decoded(tensors[0]))
+            tensors = tensors[1:]
+        else:
+            results.append(Decoded(tensors[0], tensors[1]))
+            tensors = tensors[2:]
+    return results[0], results[1]

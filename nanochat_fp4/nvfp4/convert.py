@@ -1,0 +1,172 @@
+"""The patch layer: turns the linear layers of any model into QuantLinear, in place, and back for an evaluation.
+
+A layer keeps its identity, its Parameters, hooks and names: only its class and recipe change. So optimizers,
+checkpoints and references to the module stay valid, and state dicts of converted and unconverted models are the same.
+"""
+
+import contextlib
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from nanochat_fp4.nvfp4.linear import QuantLinear, unsupported_reason
+from nanochat_fp4.nvfp4.recipes import Recipe, get_recipe
+
+# Always left alone: the output head's error reaches the loss without any averaging, and all recipes keep it in BF16.
+ALWAYS_SKIPPED = ("lm_head", "*.lm_head")
+
+
+@dataclass
+class ConvertReport:
+    """What convert did: names of the converted layers, and (name, reason) of those left alone."""
+
+    recipe: Recipe
+    converted: list[str] = field(default_factory=list)
+    left_alone: list[tuple[str, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"QAT method {self.recipe}", f"converted {len(self.converted)} linear layers"]
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.left_alone:
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            lines.append(f"left alone ({reason}): {shown}")
+        return "\n".join(lines)
+
+
+def convert(
+    model: nn.Module,
+    method: str | Recipe = "clover",
+    skip: Sequence[str] = (),
+    backward: bool = True,
+    keep_first_blocks: int = 0,
+    keep_last_blocks: int = 0,
+    verbose: bool = True,
+) -> nn.Module:
+    """Computes every nn.Linear of the model as the method says, in place; returns the model.
+
+    method:    a name of METHODS, or a Recipe
+    skip:      glob patterns of module names to leave alone, of linear layers ("*.c_proj") or of what holds them
+               ("transformer.h.0"); lm_head always is
+    backward:  False leaves the backward pass unquantized (post-training; the paper, Appendix C)
+    keep_first_blocks, keep_last_blocks: leaves so many blocks at either end alone, as NVIDIA's recipe does; blocks
+               are the entries of the nn.ModuleList that holds the most linear layers
+    verbose:   print the report
+
+    What was converted, and what was not and why, is in `model.nf_report`. Works on meta or real tensors, before
+    torch.compile; converting again changes the method. Subclasses of nn.Linear are converted if they override forward
+    alone (dtype handling). Raises ValueError for an unknown method, a pattern that matches nothing, or a model in
+    which nothing can be converted.
+    """
+    recipe = get_recipe(method)
+    if not backward:
+        recipe = recipe.forward_only()
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    skip = (skip,) if isinstance(skip, str) else skip
+    for pattern in skip:
+        if not any(_in_pattern(name, pattern) for name in linears):
+            raise ValueError(
+                f"convert: the skip pattern {pattern!r} matches no linear layer; there are: {_some(linears)}"
+            )
+    kept_blocks = _end_blocks(model, keep_first_blocks, keep_last_blocks)
+    report = ConvertReport(recipe)
+    for name, linear in linears.items():
+        reason = _skip_reason(name, skip, kept_blocks) or _subclass_reason(linear) or unsupported_reason(linear, recipe)
+        if reason:
+            report.left_alone.append((name, reason))
+            continue
+        linear.__class__ = QuantLinear
+        linear.set_recipe(recipe)
+        report.converted.append(name)
+    if not report.converted:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in report.left_alone[:4])
+        raise ValueError(f"convert: no linear layer could be converted ({reasons or 'the model has none'})")
+    model.nf_report = report
+    if verbose and int(_rank()) == 0:
+        print(report)
+    return model
+
+
+def _skip_reason(name: str, skip: Sequence[str], kept_blocks: Sequence[str]) -> str | None:
+    for pattern in ALWAYS_SKIPPED:
+        if fnmatch.fnmatchcase(name, pattern):
+            return "the output head stays in full precision"
+    for pattern in skip:
+        if _in_pattern(name, pattern):
+            return f"skip pattern {pattern!r}"
+    if any(name.startswith(block + ".") for block in kept_blocks):
+        return "in a first or last block kept in full precision"
+    return None
+
+
+def _in_pattern(name: str, pattern: str) -> bool:
+    """Whether the pattern matches this module's name or that of a module it is in."""
+    parts = name.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
+
+
+def _subclass_reason(linear: nn.Linear) -> str | None:
+    """A subclass is safe to replace if it only overrides forward: it then has no state or behaviour to lose."""
+    if isinstance(linear, QuantLinear):
+        return None
+    for cls in type(linear).__mro__[: type(linear).__mro__.index(nn.Linear)]:
+        extra = [k for k in vars(cls) if not (k.startswith("__") and k.endswith("__")) and k != "forward"]
+        if "__init__" in vars(cls) or extra or cls.__name__ == "NonDynamicallyQuantizableLinear":
+            return f"{type(linear).__name__} changes more of nn.Linear than forward"
+    return None
+
+
+def _end_blocks(model: nn.Module, first: int, last: int) -> list[str]:
+    """Names of the first and last blocks of the model's largest stack."""
+    if first == last == 0:
+        return []
+    stacks = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+
+    def count(name: str) -> int:
+        return sum(isinstance(m, nn.Linear) for m in stacks[name].modules())
+
+    if not stacks:
+        raise ValueError("convert: keep_first_blocks and keep_last_blocks need a model with an nn.ModuleList of blocks")
+    stack = max(stacks, key=count)
+    names = [f"{stack}.{i}" for i in range(len(stacks[stack]))]
+    if not 0 <= first + last <= len(names) or min(first, last) < 0:
+        raise ValueError(f"convert: cannot keep {first} first and {last} last of {len(names)} blocks")
+    return names[:first] + (names[-last:] if last else [])
+
+
+def _some(names) -> str:
+    names = list(names)
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+@contextlib.contextmanager
+def _override(model: nn.Module, name: str, value: bool) -> Iterator[None]:
+    layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
+    before = [getattr(m, name) for m in layers]
+    for layer in layers:
+        setattr(layer, name, value)
+    try:
+        yield
+    finally:
+        for layer, old in zip(layers, before):
+            setattr(layer, name, old)
+
+
+def full_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Inside this context the converted layers compute like nn.Linear: to evaluate a model in BF16."""
+    return _override(model, "quantization", False)
+
+
+def per_token_scale(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Inside this context every token has a tensor_scale of its own, so its result does not depend on the other tokens
+    of the batch: what generation needs, where a token is computed alone, in a prompt, or next to strangers."""
+    return _override(model, "per_token", True)

@@ -1,0 +1,86 @@
+"""BF16 matrix products whose alpha stays on the GPU: C = alpha * A . B^T with one rounding of the FP32 accumulator.
+
+torch.mm takes alpha from the host, which would need a synchronization, or rounds to BF16 before a later multiplication.
+cuBLAS itself takes alpha from device memory (pointer mode device); torch lends its handle, set to the current stream
+and with a workspace, so this is the same kernel that torch.mm runs, and can be captured in a CUDA graph.
+"""
+
+import ctypes
+import functools
+
+import torch
+from nvfp4_kernels._ops import operator
+
+R_32F, R_16BF = 0, 14  # cudaDataType_t
+COMPUTE_32F = 68  # cublasComputeType_t
+OP_N, OP_T = 0, 1
+ALGO_DEFAULT = -1
+POINTER_MODE_HOST, POINTER_MODE_DEVICE = 0, 1
+_DATA_TYPES = {torch.bfloat16: R_16BF, torch.float32: R_32F}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """The cuBLAS that torch has loaded, or why there is none."""
+    if torch.version.cuda is None:
+        return "this build of torch has no CUDA"
+    name = f"libcublas.so.{torch.version.cuda.split('.')[0]}"
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        return f"{name} cannot be loaded ({error})"
+    library.cublasGemmEx.restype = library.cublasSetPointerMode_v2.restype = ctypes.c_int
+    return library
+
+
+@torch.compiler.assume_constant_result
+def unavailable_reason() -> str | None:
+    """Why `mm_alpha` cannot be used, or None."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    library = _library()
+    return library if isinstance(library, str) else None
+
+
+@functools.cache
+def _constant(value: float, device: torch.device) -> torch.Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+@operator("mm_alpha(Tensor a, Tensor b, Tensor? alpha, ScalarType out_dtype) -> Tensor")
+def mm_alpha(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """a (M, K) . b (N, K)^T * alpha, alpha float32 () on the GPU, or None for 1 -> (M, N).
+
+    a and b are BF16, with contiguous rows or columns.
+
+    out_dtype is torch.bfloat16 or torch.float32. Raises RuntimeError with cuBLAS's status if it refuses.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    # Column-major cuBLAS computes C^T (N, M) = B . A^T; what is row-major here is transposed there.
+    op_b, ldb = (OP_T, b.stride(0)) if b.stride(1) == 1 else (OP_N, b.stride(1))
+    op_a, lda = (OP_N, a.stride(0)) if a.stride(1) == 1 else (OP_T, a.stride(1))
+    out = torch.empty(m, n, dtype=out_dtype, device=a.device)
+    library = _library()
+    handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
+    zero = _constant(0.0, a.device)
+    alpha = _constant(1.0, a.device) if alpha is None else alpha
+
+    def pointer(t: torch.Tensor) -> ctypes.c_void_p:
+        return ctypes.c_void_p(t.data_ptr())
+
+    library.cublasSetPointerMode_v2(handle, POINTER_MODE_DEVICE)
+    status = library.cublasGemmEx(
+        handle, op_b, op_a, n, m, k, pointer(alpha), pointer(b), R_16BF, ldb, pointer(a), R_16BF, lda,
+        pointer(zero), pointer(out), _DATA_TYPES[out_dtype], n, COMPUTE_32F, ALGO_DEFAULT,
+    )  # fmt: skip
+    library.cublasSetPointerMode_v2(handle, POINTER_MODE_HOST)
+    if status:
+        raise RuntimeError(
+            f"cublasGemmEx returned status {status} for {tuple(a.shape)} x {tuple(b.shape)} -> {out_dtype}"
+        )
+    return out
+
+
+@mm_alpha.register_fake
+def _(a, b, alpha, out_dtype):
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)

@@ -1,0 +1,95 @@
+"""The GEMM of two operands, Y = A . B^T, with A and B in NVFP4, in a float dtype, or mixed.
+
+`emulated` multiplies decoded codes (exact in BF16) with FP32 accumulation and applies the product of the tensor scales
+to the accumulator before the one rounding to the output dtype: the arithmetic of Blackwell's NVFP4 tensor cores up to
+the order of summation. On CUDA that is one cuBLAS call whose alpha stays on the device (cublas.py); where cuBLAS cannot
+be reached this way, the product is kept in FP32 and scaled in a second step, with the same result and more traffic.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from nanochat_fp4.nvfp4 import cublas
+from nanochat_fp4.nvfp4.format import NVFP4Tensor
+
+
+@dataclass
+class Decoded:
+    """An operand for the emulated GEMM alone: code * scale in BF16 (R, K), and its tensor_scale, or None for 1."""
+
+    values: torch.Tensor
+    tensor_scale: torch.Tensor | None = None
+
+
+Value = torch.Tensor | NVFP4Tensor | Decoded
+
+
+def gemm(a: Value, b: Value, *, compute_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.Tensor:
+    """a (M, K) . b (N, K)^T -> (M, N) in out_dtype.
+
+    compute_dtype: what an operand that is not NVFP4 is cast to (the dtype that the layer computes in without us).
+    An operand that was padded along K (zeros, so nothing changes) may meet one that was not.
+    """
+    alpha = _product_of_tensor_scales(a, b)
+    x, y = _decoded(a, compute_dtype), _decoded(b, compute_dtype)
+    k = min(x.shape[-1], y.shape[-1])
+    x, y = x[:, :k], y[:, :k]
+    if not x.is_cuda:  # decoded values in FP32: nothing is lost, and CPUs are not faster in BF16
+        product = _matmul(x, y, torch.promote_types(x.dtype, y.dtype))
+        return (product if alpha is None else product * alpha).to(out_dtype)
+    if x.dtype != torch.bfloat16 or y.dtype != torch.bfloat16:
+        product = _matmul(x, y, torch.float32)
+        return (product if alpha is None else product * alpha).to(out_dtype)
+    if alpha is None and out_dtype == torch.bfloat16:
+        return x @ y.T
+    if (alpha is None or alpha.dim() == 0) and cublas.unavailable_reason() is None:
+        return cublas.mm_alpha(_dense(x), _dense(y), alpha, out_dtype)
+    product = torch.mm(x, y.T, out_dtype=torch.float32)
+    return (product if alpha is None else product * alpha).to(out_dtype)
+
+
+def _matmul(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        return x.to(dtype) @ y.to(dtype).T
+
+
+def _decoded(value: Value, compute_dtype: torch.dtype) -> torch.Tensor:
+    """Decoded codes are exact in BF16, which a GPU multiplies; a plain operand is rounded to compute_dtype."""
+    if isinstance(value, NVFP4Tensor):
+        return decoded_codes(value)
+    return value.values if isinstance(value, Decoded) else value.to(compute_dtype)
+
+
+def decoded_codes(value: NVFP4Tensor) -> torch.Tensor:
+    """code * scale (R, K), exact: BF16 on a GPU, by a kernel where Triton is there, FP32 on a CPU."""
+    if not value.codes.is_cuda:
+        return value.decode(torch.float32)
+    if value.decoded is None and kernels_unavailable_reason() is None:
+        from nvfp4_kernels.decode import decode
+
+        return decode(value.codes, value.scales)
+    return value.decode(torch.bfloat16)
+
+
+@torch.compiler.assume_constant_result
+def kernels_unavailable_reason() -> str | None:
+    """Why the Triton kernels cannot be imported here, or None."""
+    try:
+        import nvfp4_kernels.rotate  # noqa: F401
+    except ImportError as error:
+        return f"the Triton kernels cannot be imported ({error})"
+    return None
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """With contiguous rows or columns, which is what cuBLAS takes."""
+    return x if 1 in x.stride() else x.contiguous()
+
+
+def _product_of_tensor_scales(a: Value, b: Value) -> torch.Tensor | None:
+    """FP32 () or, with a quantized per token, (M, 1); None if there is none to apply."""
+    scales = [v.tensor_scale for v in (a, b) if not isinstance(v, torch.Tensor) and v.tensor_scale is not None]
+    if not scales:
+        return None
+    return scales[0] if len(scales) == 1 else scales[0] * scales[1]

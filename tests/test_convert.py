@@ -1,0 +1,359 @@
+"""The patch layer: what is converted, what is left alone and said to be, shared parameters, contexts, added methods."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4 import recipes
+from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
+
+
+class CastingLinear(nn.Linear):
+    """A subclass that only changes dtype handling, as nanochat's own does."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype))
+
+
+class Block(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.c_attn = CastingLinear(width, width, bias=False)
+        self.gate = nn.Linear(12, 2, bias=False)
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(width, 4 * width), "c_proj": nn.Linear(4 * width, width)})
+
+    def forward(self, x):
+        x = x + self.c_attn(x) * self.gate(x[..., :12]).mean(-1, keepdim=True).sigmoid()
+        return x + self.mlp["c_proj"](self.mlp["c_fc"](x).relu().square())
+
+
+class Model(nn.Module):
+    """The layout of a small GPT."""
+
+    def __init__(self, blocks=3, width=64):
+        super().__init__()
+        self.wte = nn.Embedding(16, width)
+        self.h = nn.ModuleList([Block(width) for _ in range(blocks)])
+        self.lm_head = nn.Linear(width, 16, bias=False)
+
+    def forward(self, tokens):
+        x = self.wte(tokens)
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(nn.functional.rms_norm(x, (x.shape[-1],)))
+
+
+TOKENS = torch.arange(32).view(2, 16) % 16
+GATE = "in_features is 12, expected a multiple of 16"
+HEAD = "the output head stays in full precision"
+
+
+def converted(model, *args, **kw):
+    return nf.convert(model, *args, verbose=False, **kw)
+
+
+def kinds(model):
+    return {name for name, m in model.named_modules() if isinstance(m, nf.QuantLinear)}
+
+
+def in_block(*blocks):
+    return {f"h.{i}.{name}" for i in blocks for name in ("c_attn", "mlp.c_fc", "mlp.c_proj")}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is converted, and what is not.
+
+
+def test_converts_in_place_and_reports_the_rest(capsys):
+    model = Model()
+    assert nf.convert(model, "clover") is model
+    assert kinds(model) == set(model.nf_report.converted) == in_block(0, 1, 2)
+    assert dict(model.nf_report.left_alone) == {"lm_head": HEAD, **{f"h.{i}.gate": GATE for i in range(3)}}
+    assert type(model.lm_head) is nn.Linear and type(model.h[0].gate) is nn.Linear
+    printed = capsys.readouterr().out
+    assert printed.strip() == str(model.nf_report)
+    assert "converted 9 linear layers" in printed and f"left alone ({HEAD}): lm_head" in printed
+    assert f"left alone ({GATE}): h.0.gate, h.1.gate, h.2.gate" in printed
+    converted(model, "clover")
+    assert capsys.readouterr().out == ""
+
+
+def test_print_model_shows_the_recipe():
+    assert "grad_input ms_eden x ms_eden, RHT-128" in repr(converted(Model()))
+
+
+def test_parameters_are_the_same_objects():
+    """So that an optimizer made before convert goes on working."""
+    model = Model()
+    before = dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    converted(model)
+    assert {k: id(v) for k, v in model.named_parameters()} == {k: id(v) for k, v in before.items()}
+    assert all(m is modules[name] for name, m in model.named_modules())
+    optimizer = torch.optim.SGD(before.values(), lr=0.1)
+    old = model.h[1].mlp["c_fc"].weight.detach().clone()
+    model(TOKENS).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.h[1].mlp["c_fc"].weight, old)
+
+
+@pytest.mark.parametrize("skip", [("h.0",), ["h.0.*"], "h.0*", ("h.0.c_attn", "h.0.mlp")])
+def test_skip_patterns_name_layers_or_what_holds_them(skip):
+    model = converted(Model(), skip=skip)
+    assert kinds(model) == in_block(1, 2)
+    assert "skip pattern 'h.0" in dict(model.nf_report.left_alone)["h.0.mlp.c_fc"]
+
+
+def test_skip_patterns_match_whole_names():
+    assert kinds(converted(Model(), skip=("*.c_proj",))) == {n for n in in_block(0, 1, 2) if "c_proj" not in n}
+    assert kinds(converted(Model(blocks=11), skip=("h.1",))) == in_block(*range(11)) - in_block(1)  # and not h.10
+
+
+@pytest.mark.parametrize("pattern", ["h.3", "c_proj", "H.0", "wte", ""])
+def test_a_pattern_that_matches_no_linear_layer_is_an_error(pattern):
+    model = Model()
+    with pytest.raises(ValueError, match=f"skip pattern '{pattern}' matches no linear layer; there are: h.0") as e:
+        converted(model, skip=("h.0", pattern))
+    assert "\n" not in str(e.value)
+    assert not kinds(model)  # nothing half done
+
+
+@pytest.mark.parametrize("first, last, left", [(1, 0, {1, 2}), (0, 1, {0, 1}), (1, 1, {1}), (0, 0, {0, 1, 2})])
+def test_first_and_last_blocks_stay(first, last, left):
+    model = converted(Model(), "nvidia", keep_first_blocks=first, keep_last_blocks=last)
+    assert kinds(model) == in_block(*left)
+    if first:
+        assert "first or last block" in dict(model.nf_report.left_alone)["h.0.c_attn"]
+
+
+def test_blocks_are_those_of_the_largest_stack():
+    model = nn.ModuleDict({"small": nn.ModuleList([nn.Linear(16, 16)]), "model": Model(blocks=12)})
+    converted(model, keep_first_blocks=2, keep_last_blocks=1)
+    kept = {name for name, reason in model.nf_report.left_alone if "block" in reason}
+    assert kept == {f"model.{n}" for i in (0, 1, 11) for n in (*in_block(i), f"h.{i}.gate")}  # and not 10
+
+
+@pytest.mark.parametrize("first, last", [(2, 2), (-1, 0), (0, 4)])
+def test_more_blocks_than_there_are(first, last):
+    with pytest.raises(ValueError, match="cannot keep"):
+        converted(Model(), keep_first_blocks=first, keep_last_blocks=last)
+
+
+def test_blocks_need_a_stack():
+    with pytest.raises(ValueError, match="need a model with an nn.ModuleList"):
+        converted(nn.Sequential(nn.Linear(16, 16)), keep_first_blocks=1)
+
+
+class Scaled(nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class Lazy(CastingLinear):
+    def helper(self):
+        return 1
+
+
+def test_subclasses():
+    """Replaced if they override forward alone; anything with state or methods of its own is left alone."""
+    model = nn.ModuleDict(
+        {
+            "casting": CastingLinear(16, 16),
+            "scaled": Scaled(16, 16),
+            "helper": Lazy(16, 16),
+            "attention": nn.MultiheadAttention(16, 2),
+            "weight_norm": nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
+            "bilinear": nn.Bilinear(16, 16, 16),
+        }
+    )
+    converted(model)
+    assert kinds(model) == {"casting"}
+    reasons = dict(model.nf_report.left_alone)
+    assert set(reasons) == {"scaled", "helper", "attention.out_proj", "weight_norm"}
+    assert all("changes more of nn.Linear than forward" in reason for reason in reasons.values())
+
+
+def test_a_linear_layer_itself():
+    assert isinstance(converted(nn.Linear(32, 16)), nf.QuantLinear)
+
+
+def test_nothing_to_convert_is_an_error():
+    with pytest.raises(ValueError, match="no linear layer could be converted .*the model has none"):
+        converted(nn.Embedding(4, 4))
+    with pytest.raises(ValueError, match="no linear layer could be converted .*0: in_features is 12"):
+        converted(nn.Sequential(nn.Linear(12, 16)))
+
+
+def test_unknown_method_lists_the_known_ones():
+    model = Model()
+    with pytest.raises(ValueError, match="unknown QAT method 'fp4'; known: bf16, nvidia, "):
+        converted(model, "fp4")
+    assert not kinds(model)
+
+
+def test_a_shared_layer_is_converted_once():
+    model = nn.ModuleDict({"a": nn.Linear(16, 16)})
+    model["b"] = model["a"]
+    assert converted(model).nf_report.converted == ["a"]
+
+
+def test_converting_again_changes_the_method():
+    model = converted(Model(), "clover")
+    converted(model, "bf16")
+    assert {m.recipe.name for m in model.modules() if isinstance(m, nf.QuantLinear)} == {"bf16"}
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        if isinstance(module, nf.QuantLinear):
+            module.__class__ = nn.Linear
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# State dicts, copies, meta tensors.
+
+
+def test_state_dicts_are_interchangeable():
+    plain, ours = Model(), converted(Model())
+    assert list(plain.state_dict()) == list(ours.state_dict())
+    ours.load_state_dict(plain.state_dict())
+    with nf.full_precision(ours):
+        assert torch.equal(ours(TOKENS), plain(TOKENS))
+    back = Model()
+    back.load_state_dict(ours.state_dict())
+    assert torch.equal(back(TOKENS), plain(TOKENS))
+
+
+def test_a_converted_model_survives_saving_and_copying():
+    model = converted(Model())
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(TOKENS), model(TOKENS)) and kinds(twin) == kinds(model)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    twin.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(twin(TOKENS), model(TOKENS))
+
+
+def test_meta_tensors():
+    """nanochat builds its model on the meta device, then gives it memory and weights."""
+    with torch.device("meta"):
+        model = Model()
+    converted(model)
+    assert kinds(model) == in_block(0, 1, 2)
+    assert all(p.is_meta for p in model.parameters())
+    source = converted(Model())
+    model.to_empty(device="cpu").load_state_dict(source.state_dict())
+    assert torch.equal(model(TOKENS), source(TOKENS))
+
+
+def test_hooks_and_training_mode_survive():
+    model, calls = Model().eval(), []
+    model.h[0].c_attn.register_forward_hook(lambda *_: calls.append(1))
+    converted(model)
+    model(TOKENS)
+    assert calls and not model.h[0].c_attn.training
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Methods, contexts.
+
+
+@pytest.mark.parametrize("method", nf.METHODS)
+def test_every_method_trains(method):
+    model = converted(Model(blocks=1), method)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(12):
+        loss = nn.functional.cross_entropy(model(TOKENS).view(-1, 16), TOKENS.roll(-1, 1).view(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0], losses
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_forward_only_leaves_the_backward_unquantized():
+    """Post-training: the exact gradients of the quantized forward, nothing drawn."""
+    x, e = torch.randn(32, 64), torch.randn(32, 64)
+    linear = converted(nn.Linear(64, 64, bias=False), "clover", backward=False)
+    state = torch.get_rng_state()
+    inputs = x.clone().requires_grad_()
+    y = linear(inputs)
+    grad_input, grad_weight = torch.autograd.grad(y, (inputs, linear.weight), e)
+    assert torch.equal(torch.get_rng_state(), state)
+    xq, wq = (nf.quantize(t.detach(), "four_over_six").dequantize() for t in (x, linear.weight))
+    for got, want in ((y, xq @ wq.T), (grad_input, e @ wq), (grad_weight, e.T @ xq)):
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_adding_a_method_is_adding_a_row(monkeypatch):
+    """The issue's promise. The row: Chmiel et al., SR on the neural gradients and RTN elsewhere."""
+    sr, rtn = Operand("sr"), Operand("rtn")
+    row = Recipe("chmiel", output=both("rtn"), grad_input=Gemm(sr, rtn), grad_weight=Gemm(sr, rtn))
+    monkeypatch.setitem(recipes.METHOD_TABLE, row.name, row)
+    assert "chmiel" in recipes.method_names()
+    model = converted(Model(), "chmiel")
+    model(TOKENS).square().sum().backward()
+    assert model.nf_report.recipe is row
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+    with pytest.raises(ValueError, match="known: bf16, .*chmiel"):
+        converted(Model(), "chmiell")
+
+
+def test_full_precision_is_a_context():
+    model = converted(Model())
+    plain = Model()
+    plain.load_state_dict(model.state_dict())
+    quantized, exact = model(TOKENS), plain(TOKENS)
+    assert not torch.equal(quantized, exact)
+    with nf.full_precision(model):
+        assert torch.equal(model(TOKENS), exact)
+        with nf.full_precision(model):
+            pass
+        assert torch.equal(model(TOKENS), exact)
+    assert torch.equal(model(TOKENS), quantized)
+    with pytest.raises(KeyError), nf.full_precision(model):
+        raise KeyError
+    assert torch.equal(model(TOKENS), quantized)
+
+
+def test_full_precision_with_master_weights():
+    """FP32 weights under BF16 activations, without autocast: the weights follow, as in nanochat's newest."""
+    model = converted(Model())
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    layer = model.h[0].c_attn
+    with nf.full_precision(model):
+        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight.bfloat16()))
+
+
+def test_per_token_scale_makes_tokens_independent():
+    """A token alone, in a prompt, or next to a stranger with values 1000 times larger: the same result."""
+    model = converted(nn.Linear(64, 64, bias=False), "clover")
+    x = torch.randn(5, 64)
+    batch = torch.cat((x, 1000 * torch.randn(3, 64)))
+    with nf.per_token_scale(model), torch.no_grad():
+        together = model(batch)[:5]
+        alone = torch.cat([model(x[i : i + 1]) for i in range(5)])
+    # The same codes; a matrix library may sum one row in another order than eight.
+    assert torch.allclose(together, alone, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(model(batch)[:5], model(x), rtol=1e-3, atol=1e-3)
+
+
+def test_contexts_reach_a_compiled_model():
+    model = converted(Model())
+    with nf.full_precision(torch.compile(model, backend="eager")):
+        assert all(not m.quantization for m in model.modules() if isinstance(m, nf.QuantLinear))
+
+
+def test_backend_is_one_line():
+    text = str(nf.backend())
+    assert text and "\n" not in text

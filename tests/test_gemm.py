@@ -1,0 +1,93 @@
+"""The emulated GEMM: the product of the decoded operands in FP32, tensor scales on the accumulator, one rounding."""
+
+import pytest
+import torch
+from _assertions import assert_within_ulps, relative_square_error
+
+from nanochat_fp4.nvfp4.format import NVFP4Tensor
+from nanochat_fp4.nvfp4.gemm import gemm
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
+
+
+def exact(a, b) -> torch.Tensor:
+    """In FP64 from the codes, the scales and the tensor scales."""
+
+    def value(t):
+        if isinstance(t, torch.Tensor):
+            return t.double()
+        return t.decode(torch.float64) * t.tensor_scale.double()
+
+    k = min(value(a).shape[-1], value(b).shape[-1])
+    return value(a)[:, :k] @ value(b)[:, :k].T
+
+
+def run(a, b, dtype=torch.float32, compute=torch.float32):
+    return gemm(a, b, compute_dtype=compute, out_dtype=dtype)
+
+
+@pytest.mark.parametrize("m, n, k", [(1, 16, 16), (7, 48, 128), (129, 33, 272)])
+def test_two_quantized_operands(m, n, k):
+    a, b = quantize(torch.randn(m, k), "four_over_six"), quantize(torch.randn(n, k), "rtn")
+    got = run(a, b)
+    assert got.shape == (m, n) and got.dtype == torch.float32
+    # FP32 accumulation of exact products: relative error of the order of 1e-7, squared 1e-14.
+    assert relative_square_error(got, exact(a, b)) < 1e-13
+
+
+def test_bf16_output_is_rounded_once():
+    """The FP32 result, rounded: at most one BF16 ulp from the exact product rounded once, where FP32's own error tips
+    the last bit; and no more than that for one element in a thousand."""
+    a, b = quantize(torch.randn(64, 256), "four_over_six"), quantize(torch.randn(96, 256), "four_over_six")
+    got, want = run(a, b, torch.bfloat16, torch.bfloat16), exact(a, b).to(torch.bfloat16)
+    assert got.dtype == torch.bfloat16
+    big = want.abs() > want.abs().mean() / 100  # near zero, cancellation makes FP32's error many BF16 ulps
+    assert_within_ulps("output", got[big], want[big], 1)
+    assert (got != want).double().mean() < 1e-3
+
+
+def test_scales_far_from_one_meet_in_the_accumulator():
+    """Decoded values times 1e30 and 1e-30: the product of the tensor scales is applied, never one of them alone."""
+    x, w = torch.randn(8, 64), torch.randn(8, 64)
+    a, b = quantize(x * 1e30, "rtn"), quantize(w * 1e-30, "rtn")
+    assert relative_square_error(run(a, b), exact(a, b)) < 1e-13
+    assert relative_square_error(run(a, b), x @ w.T) < 0.05
+
+
+def test_one_plain_operand():
+    e, w = torch.randn(5, 64), quantize(torch.randn(7, 64), "rtn")
+    assert relative_square_error(run(e, w), exact(e, w)) < 1e-13
+    assert relative_square_error(run(w, e), exact(w, e)) < 1e-13
+    # A plain operand is rounded to the layer's compute dtype, and to nothing less.
+    assert relative_square_error(run(e, w, compute=torch.bfloat16), exact(e.bfloat16(), w)) < 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_plain_operands_are_a_plain_product(dtype):
+    a, b = torch.randn(5, 64), torch.randn(7, 64)
+    got = run(a, b, dtype, dtype)
+    assert torch.equal(got, a.to(dtype) @ b.to(dtype).T)
+
+
+def test_padding_of_one_operand_along_k_is_ignored():
+    x, w = torch.randn(3, 32), torch.randn(4, 32)
+    padded = quantize(torch.nn.functional.pad(x, (0, 96)), "rtn")
+    assert relative_square_error(run(padded, w), quantize(x, "rtn").dequantize() @ w.T) < 1e-12
+    assert relative_square_error(run(w, padded), w @ quantize(x, "rtn").dequantize().T) < 1e-12
+
+
+def test_per_token_scales():
+    x = torch.randn(6, 64) * torch.logspace(-3, 3, 6).unsqueeze(1)
+    a = quantize_reference(x, ROUNDINGS["rtn"], per_token=True)
+    w = quantize(torch.randn(9, 64), "rtn")
+    assert a.tensor_scale.shape == (6, 1)
+    got = run(a, w)
+    for i in range(6):
+        assert relative_square_error(got[i], exact(a, w)[i]) < 1e-13
+
+
+def test_the_decoded_cache_and_the_codes_give_the_same_bits():
+    x, w = torch.randn(6, 64), torch.randn(9, 64)
+    a, b = (quantize_reference(v, ROUNDINGS["four_over_six"]) for v in (x, w))
+    plain = [NVFP4Tensor(t.codes, t.scales, t.tensor_scale) for t in (a, b)]
+    assert a.decoded is not None
+    assert torch.equal(run(a, b), run(*plain))

@@ -1,0 +1,524 @@
+"""QuantLinear: gradients by hand, unbiasedness to 1024 draws, what is saved, dtypes, shapes, randomness, compiling."""
+
+import copy
+import math
+
+import pytest
+import torch
+from _assertions import assert_unbiased, concentrate, relative_square_error
+from torch.utils.checkpoint import checkpoint
+
+import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4.hadamard import rotation_matrix
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
+from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, Gemm, Operand, Recipe, both
+
+METHODS = list(METHOD_TABLE)
+TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"]
+
+
+def layer(method, in_features=128, out_features=128, **kw) -> nf.QuantLinear:
+    torch.manual_seed(1)
+    return nf.QuantLinear(in_features, out_features, method=method, **kw)
+
+
+def backward(linear, x, e, seed=7):
+    """(output, grad_input, grad_weight) of one forward and backward pass."""
+    torch.manual_seed(seed)
+    x = x.detach().requires_grad_()
+    y = linear(x)
+    return y.detach(), *torch.autograd.grad(y, (x, linear.weight), e)
+
+
+def draw_seed() -> torch.Tensor:
+    """What a layer draws: 64 bits from torch's default generator."""
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The definition, by hand.
+
+
+def q(x, rounding, *, seed=0, stream=0, rht=0, rht_seed=0, rht_stream=0):
+    """Quantized along the last dimension, padded with zeros to whole blocks or groups."""
+    x = torch.nn.functional.pad(x, (0, -x.shape[-1] % (rht or 16)))
+    random = {"seed": seed, "stream": stream, "rht_dim": rht, "rht_seed": rht_seed, "rht_stream": rht_stream}
+    return quantize_reference(x, ROUNDINGS[rounding], **random)
+
+
+def product(a, b) -> torch.Tensor:
+    """a . b^T of two quantized operands: decoded values first, the tensor scales on the result."""
+    return (a.decode() @ b.decode().T) * (a.tensor_scale * b.tensor_scale)
+
+
+def by_hand(method, x, w, e, seed):
+    """output, grad_input, grad_weight, written out. Streams: two for each GEMM (its a, its b), signs on the first."""
+    torch.manual_seed(seed)
+    if method in ("nvidia", "four_over_six"):
+        rtn, sr = ("rtn", "sr") if method == "nvidia" else ("four_over_six", "sr_four_over_six")
+        xq, wq = q(x, rtn), q(w, rtn + "_16x16")
+        first = draw_seed()
+        xt = q(x.T, rtn, seed=first, stream=5, rht=16, rht_seed=first, rht_stream=4)
+        second = draw_seed()
+        eq = q(e, sr, seed=second, stream=2)
+        et = q(e.T, sr, seed=second, stream=4, rht=16, rht_seed=first, rht_stream=4)
+        grad_input = (eq.decode() @ wq.decode()) * (eq.tensor_scale * wq.tensor_scale)
+        return product(xq, wq), grad_input, product(et, xt)
+    forward, rounding = {
+        "tetrajet_v2": ("rtn", "sr"),
+        "clover": ("four_over_six", "ms_eden"),
+        "clover_search": ("scale_search", "ms_eden_search"),
+    }[method]
+    xq, wq = q(x, forward), q(w, forward)
+    s = draw_seed()
+    dgrad = {"seed": s, "rht": 128, "rht_seed": s, "rht_stream": 2}
+    wgrad = {"seed": s, "rht": 128, "rht_seed": s, "rht_stream": 4}
+    return (
+        product(xq, wq),
+        product(q(e, rounding, stream=2, **dgrad), q(wq.dequantize().T, rounding, stream=3, **dgrad)),
+        product(q(e.T, rounding, stream=4, **wgrad), q(xq.dequantize().T, rounding, stream=5, **wgrad)),
+    )
+
+
+@pytest.mark.parametrize("tokens", [128, 100])
+@pytest.mark.parametrize("method", TRAINING)
+def test_gradients_are_those_of_the_recipe_by_hand(method, tokens):
+    linear = layer(method, 64, 144)  # 144: dgrad's contraction is padded to 256, or not at all
+    x, e = torch.randn(tokens, 64), torch.randn(tokens, 144)
+    got = backward(linear, x, e, seed=3)
+    want = by_hand(method, x, linear.weight.detach(), e, seed=3)
+    for name, g, w in zip(("output", "grad_input", "grad_weight"), got, want):
+        # Kernels may sum in another order; the reference on a CPU runs the same products.
+        assert relative_square_error(g, w) < 1e-12, name
+        if nf.backend().quantize == "PyTorch reference":
+            assert torch.equal(g, w), name
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m.startswith("fig")])
+def test_ablations_quantize_what_their_names_say(method):
+    """Unquantized GEMMs are exact products of what the forward used; quantized ones are not, and have the rounding's
+    error. 2e-12: FP32 sums of 128 terms."""
+    linear = layer(method)
+    x, e, w = torch.randn(128, 128), torch.randn(128, 128), linear.weight.detach()
+    y, grad_input, grad_weight = backward(linear, x, e)
+    recipe = nf.get_recipe(method)
+    forward = recipe.output.a.rounding is not None
+    xq = quantize(x, recipe.output.a.rounding).dequantize() if forward else x
+    wq = quantize(w, recipe.output.b.rounding).dequantize() if forward else w
+    assert (relative_square_error(y, x @ w.T) > 1e-3) == forward
+    assert relative_square_error(y, xq @ wq.T) < 2e-12
+    for gemm, got, want in (
+        (recipe.grad_input, grad_input, e @ wq),
+        (recipe.grad_weight, grad_weight, e.T @ xq),
+    ):
+        error = relative_square_error(got, want)
+        if gemm.a.rounding is None:
+            assert error < 2e-12
+        else:  # one or two operands with SR (0.024 each) or MS-EDEN (0.010 each)
+            assert 0.005 < error < 0.06
+
+
+def test_bf16_is_nn_linear():
+    linear, x, e = layer("bf16", bias=True), torch.randn(7, 128), torch.randn(7, 128)
+    plain = torch.nn.Linear(128, 128)
+    plain.load_state_dict(linear.state_dict())
+    for got, want in zip(backward(linear, x, e), backward(plain, x, e)):
+        assert torch.equal(got, want)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Unbiasedness (the paper, Appendix A): the mean of B backward passes against the unquantized gradient of the same
+# quantized forward. For nvidia and four_over_six wgrad, whose recipe takes the unquantized input, that is E^T X.
+
+
+def gradients(method, tokens=128, in_features=32, out_features=128, draws=1024, again=True):
+    """Concentration of grad_input and grad_weight. again: a new forward pass for every backward."""
+    linear = layer(method, in_features, out_features)
+    recipe = nf.get_recipe(method)
+    x, e = torch.randn(tokens, in_features, requires_grad=True), torch.randn(tokens, out_features)
+    w = linear.weight.detach()
+
+    def used(t, operand):
+        return t.detach() if operand.rounding is None else quantize(t.detach(), operand.rounding).dequantize()
+
+    wq = used(w, recipe.output.b).double()
+    xq = (x.detach() if recipe.grad_weight.b.raw else used(x, recipe.output.a)).double()
+    y = linear(x)
+
+    def draw(b):
+        return torch.autograd.grad(linear(x) if again else y, (x, linear.weight), e, retain_graph=not again)
+
+    return concentrate(draw, (e.double() @ wq, e.double().T @ xq), draws)
+
+
+@pytest.mark.parametrize("method", ["tetrajet_v2", "clover", "clover_search"])
+def test_backward_passes_are_unbiased_to_1024_draws(method):
+    grad_input, grad_weight = gradients(method, again=False)  # nothing is drawn in their forward pass
+    assert_unbiased(f"{method} grad_input", grad_input)
+    assert_unbiased(f"{method} grad_weight", grad_weight)
+
+
+def test_nvidia_is_unbiased_but_for_the_rounding_of_its_input():
+    """grad_input: SR on grad_output alone, unbiased. grad_weight rounds the rotated input to nearest. Its error changes
+    with the signs of every forward pass and mostly averages out, but RTN shrinks values on average, whatever the signs:
+    a plateau near 3e-5 of the gradient's square, 1/1000 of one step's noise, which B = 1024 just reaches."""
+    grad_input, grad_weight = gradients("nvidia")
+    assert_unbiased("grad_input", grad_input)
+    assert 300 < grad_weight.gain < 750, str(grad_weight)
+
+
+def test_nvidias_grad_weight_is_unbiased_for_the_input_it_rounded():
+    """With the forward pass fixed, everything random left is SR, and the mean is E^T times the rounded input."""
+    linear = layer("nvidia", 32, 128)
+    x, e = torch.randn(128, 32, requires_grad=True), torch.randn(128, 128)
+    torch.manual_seed(5)
+    y = linear(x)
+    torch.manual_seed(5)
+    s = draw_seed()
+    rounded = q(x.detach().T, "rtn", seed=s, stream=5, rht=16, rht_seed=s, rht_stream=4).dequantize().double()
+    signs = torch.block_diag(*[rotation_matrix(s, dim=16, stream=4).double() / 4] * 8)
+    want = e.double().T @ (rounded @ signs.T).T
+
+    def draw(b):
+        return torch.autograd.grad(y, linear.weight, e, retain_graph=True)
+
+    assert_unbiased("grad_weight", concentrate(draw, (want,), 256)[0])
+    assert relative_square_error(want, e.double().T @ x.detach().double()) > 3e-3  # and that is not E^T X
+
+
+def test_four_over_six_reaches_a_plateau():
+    """SR that keeps the luckier of two draws: grad_input stops improving near 7e-4. In grad_weight new signs at every
+    step make most of the bias average out."""
+    grad_input, grad_weight = gradients("four_over_six")
+    assert grad_input.gain < 60, str(grad_input)
+    assert grad_input.errors[1024] > 0.5 * grad_input.errors[256], str(grad_input)
+    assert 200 < grad_weight.gain < 750, str(grad_weight)
+
+
+@pytest.mark.parametrize("method", ["tetrajet_v2", "clover"])
+@pytest.mark.parametrize("tokens", [1, 7, 100, 129])
+def test_any_number_of_tokens(method, tokens):
+    """Padded with zeros to whole groups. MS-EDEN needs groups with many values that are not zero: with 2 to about 16
+    tokens in all it has the small bias that linear.py states (0.5% of the gradient's square at most)."""
+    draws = 192
+    grad_input, grad_weight = gradients(method, tokens, draws=draws, again=False)
+    if tokens > 1:  # one row of grad_input has too few entries to be measured well
+        assert_unbiased("grad_input", grad_input)
+    if method != "tetrajet_v2" and tokens == 7:
+        assert grad_weight.errors[draws] < 0.005, str(grad_weight)
+    else:
+        assert_unbiased("grad_weight", grad_weight)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("tokens", [1, 7, 129])
+def test_any_method_and_number_of_tokens_is_finite_and_close(method, tokens):
+    linear, x, e = layer(method, 48, 80), torch.randn(tokens, 48), torch.randn(tokens, 80)
+    y, grad_input, grad_weight = backward(linear, x, e)
+    w = linear.weight.detach()
+    for got, want in ((y, x @ w.T), (grad_input, e @ w), (grad_weight, e.T @ x)):
+        assert got.shape == want.shape
+        assert relative_square_error(got, want) < 0.15  # two forward and two SR roundings, few entries
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Shapes, dtypes, autocast, what needs a gradient.
+
+
+@pytest.mark.parametrize("shape", [(128,), (6, 128), (2, 3, 128), (1, 2, 3, 128)])
+@pytest.mark.parametrize("method", ["clover", "nvidia"])
+def test_leading_dimensions_are_tokens(method, shape):
+    linear = layer(method, 128, 64, bias=True)
+    x, e = torch.randn(shape), torch.randn(*shape[:-1], 64)
+    got = backward(linear, x, e)
+    want = backward(linear, x.reshape(-1, 128), e.reshape(-1, 64))
+    assert got[0].shape == (*shape[:-1], 64) and got[1].shape == shape
+    for g, w in zip(got, want):
+        assert torch.equal(g.reshape(w.shape), w)
+
+
+@pytest.mark.parametrize("method", ["clover", "nvidia", "bf16"])
+@pytest.mark.parametrize("shape", [(0, 128), (2, 0, 128)])
+def test_no_tokens(method, shape):
+    linear = layer(method, 128, 64)
+    y, grad_input, grad_weight = backward(linear, torch.randn(shape), torch.randn(*shape[:-1], 64))
+    assert y.shape == (*shape[:-1], 64) and grad_input.shape == shape and (grad_weight == 0).all()
+
+
+def test_bias():
+    linear, x, e = layer("clover", bias=True), torch.randn(6, 128), torch.randn(6, 128)
+    torch.nn.init.normal_(linear.bias)
+    y = linear(x)
+    without = copy.deepcopy(linear)
+    without.bias = None
+    assert torch.equal(y, without(x) + linear.bias)
+    (grad_bias,) = torch.autograd.grad(y, linear.bias, e)
+    assert torch.allclose(grad_bias, e.sum(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["clover", "nvidia", "bf16"])
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("x", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dtypes(method, weight, x, autocast):
+    """As nn.Linear under autocast; without it, the output has the input's dtype and the weight follows."""
+    linear = layer(method, bias=True).to(weight)
+    inputs, e = torch.randn(32, 128).to(x), torch.randn(32, 128)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        dtype = torch.bfloat16 if autocast else x
+        y, grad_input, grad_weight = backward(linear, inputs, e.to(dtype))
+    assert (y.dtype, grad_input.dtype, grad_weight.dtype) == (dtype, x, weight)
+    y32, gx32, gw32 = backward(linear.float(), inputs.float(), e.to(dtype).float())
+    # The same codes: only roundings of the results to BF16, 2^-9 relative, and of the operands that stay unquantized.
+    for got, want in ((y, y32), (grad_input, gx32), (grad_weight, gw32)):
+        assert relative_square_error(got, want) < 2e-5
+
+
+@pytest.mark.parametrize("method", ["clover", "nvidia", "tetrajet_v2"])
+def test_autocast_reaches_neither_the_rotations_nor_the_products(method):
+    linear, x, e = layer(method), torch.randn(32, 128, requires_grad=True), torch.randn(32, 128)
+
+    def run(autocast):
+        torch.manual_seed(1)
+        y = linear(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return torch.autograd.grad(y, (x, linear.weight), e)
+
+    for got, want in zip(run(True), run(False)):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("method", TRAINING)
+def test_gradients_do_not_depend_on_which_are_wanted(method):
+    x, e = torch.randn(32, 128), torch.randn(32, 128)
+    _, grad_input, grad_weight = backward(layer(method), x, e)
+    frozen = layer(method)
+    frozen.weight.requires_grad_(False)
+    torch.manual_seed(7)
+    inputs = x.clone().requires_grad_()
+    assert torch.equal(torch.autograd.grad(frozen(inputs), inputs, e)[0], grad_input)
+    first = layer(method)
+    torch.manual_seed(7)
+    assert torch.equal(torch.autograd.grad(first(x), first.weight, e)[0], grad_weight)
+
+
+def test_no_second_derivative():
+    """Silently zero would be worse than an error."""
+    linear, x = layer("clover"), torch.randn(16, 128, requires_grad=True)
+    (grad,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        grad.sum().backward()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Memory.
+
+
+@pytest.mark.parametrize("method", [*TRAINING, "fig2_1x16_four_over_six"])
+def test_only_codes_are_kept_for_the_backward_pass(method):
+    """4.5 bits for each element of input and weight, and 1% for the rest (tensor scales, the seed)."""
+    linear, x = layer(method, 256, 512), torch.randn(384, 256, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        linear(x)
+    assert all(t.dtype in (torch.uint8, torch.float8_e4m3fn) or t.dim() == 0 for t in saved)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    assert sum(storages.values()) <= 4.5 / 8 * (x.numel() + linear.weight.numel()) * 1.01
+
+
+def test_nothing_is_kept_that_no_gradient_needs():
+    linear = layer("clover", 256, 256)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        linear(torch.randn(64, 256))  # the first layer: no grad_input, so no weight
+        first = sum(t.numel() for t in saved)
+        linear.weight.requires_grad_(False)
+        saved.clear()
+        linear(torch.randn(64, 256, requires_grad=True))  # a frozen layer: no grad_weight, so no input
+    assert first == 64 * 256 * 9 // 16 + 1
+    assert sum(t.numel() for t in saved) == 256 * 256 * 9 // 16 + 1
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Randomness.
+
+
+@pytest.mark.parametrize("method", TRAINING)
+def test_the_generator_decides(method):
+    """Same state, same bits; the next backward pass is another draw; layers do not share noise."""
+    linear, x, e = layer(method), torch.randn(32, 128), torch.randn(32, 128)
+    a, b, c = backward(linear, x, e, seed=1), backward(linear, x, e, seed=1), backward(linear, x, e, seed=2)
+    assert all(torch.equal(u, v) for u, v in zip(a, b))
+    assert torch.equal(a[0], c[0])  # the forward pass is deterministic
+    assert not torch.equal(a[1], c[1]) and not torch.equal(a[2], c[2])
+    twice = [torch.autograd.grad(linear(x), linear.weight, e)[0] for _ in range(2)]
+    assert not torch.equal(*twice)
+
+
+@pytest.mark.parametrize("method", TRAINING)
+def test_restoring_the_generator_resumes_to_the_bit(method):
+    model = torch.nn.Sequential(layer(method), torch.nn.ReLU(), layer(method))
+    x = torch.randn(16, 128)
+
+    def step():
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    step()
+    state = torch.get_rng_state()
+    first = step()
+    step()
+    torch.set_rng_state(state)
+    assert all(torch.equal(a, b) for a, b in zip(step(), first))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_draws_nothing(method, context):
+    """Or an evaluation between two steps would change the run."""
+    linear, x = layer(method), torch.randn(16, 128)
+    want = linear(x).detach()
+    state = torch.get_rng_state()
+    with context():
+        got = linear(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(got, want)
+
+
+def test_fixed_signs_are_one_rotation_for_the_whole_run():
+    """With rounding to nearest, nothing random is left, whether the other GEMM draws a seed or none is needed."""
+
+    def grad_weights(fixed, grad_input):
+        gemm = Gemm(Operand("rtn"), Operand("rtn"), 16, fixed_signs=fixed)
+        linear = layer(Recipe("mine", output=both("rtn"), grad_input=grad_input, grad_weight=gemm))
+        x, e = torch.randn(32, 128), torch.randn(32, 128)
+        return [backward(linear, x, e, seed)[2] for seed in (1, 2)]
+
+    for grad_input in (Gemm(), Gemm(Operand("sr"))):
+        assert torch.equal(*grad_weights(True, grad_input))
+        assert not torch.equal(*grad_weights(False, grad_input))
+
+
+def test_fixed_signs_are_the_same_in_both_passes():
+    """NVIDIA's own recipe: the input is rotated in the forward pass, grad_output in the backward."""
+    gemm = Gemm(Operand("sr"), Operand("rtn", raw=True), 16, fixed_signs=True)
+    linear = layer(Recipe("mine", output=both("rtn"), grad_weight=gemm))
+    x, e = torch.randn(128, 128), torch.randn(128, 128)
+    assert relative_square_error(backward(linear, x, e)[2], e.T @ x) < 0.05
+    with torch.no_grad():
+        linear(x)
+
+
+@pytest.mark.parametrize("method", ["clover", "nvidia"])
+def test_activation_checkpointing_changes_nothing(method):
+    linear, e = layer(method), torch.randn(32, 128)
+    x = torch.randn(32, 128, requires_grad=True)
+
+    def run(checkpointed):
+        torch.manual_seed(4)
+        y = checkpoint(linear, x, use_reentrant=False) if checkpointed else linear(x)
+        return torch.autograd.grad(y, (x, linear.weight), e)
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False)))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Bad values, bad layers, what is printed.
+
+
+@pytest.mark.parametrize("method", TRAINING)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_bad_values_reach_the_loss(method, bad):
+    linear, x = layer(method), torch.randn(16, 128)
+    x[3, 5] = bad
+    assert not torch.isfinite(linear(x)).any()
+    e = torch.randn(16, 128)
+    e[0, 0] = bad
+    _, grad_input, grad_weight = backward(linear, torch.randn(16, 128), e)
+    assert not torch.isfinite(grad_input).any() and not torch.isfinite(grad_weight).any()
+
+
+@pytest.mark.parametrize("method", TRAINING)
+def test_zero_weights_inputs_and_gradients(method):
+    """nanochat starts its output projections at zero."""
+    linear = layer(method)
+    torch.nn.init.zeros_(linear.weight)
+    x, e = torch.randn(16, 128), torch.randn(16, 128)
+    y, grad_input, grad_weight = backward(linear, x, e)
+    assert (y == 0).all() and (grad_input == 0).all()
+    assert relative_square_error(grad_weight, e.T @ x) < 0.15
+    y, grad_input, grad_weight = backward(layer(method), torch.zeros(16, 128), torch.zeros(16, 128))
+    assert (y == 0).all() and (grad_input == 0).all() and (grad_weight == 0).all()
+
+
+@pytest.mark.parametrize("shape, what", [((120, 128), "in_features is 120"), ((128, 24), "out_features is 24")])
+def test_dimensions_that_do_not_divide(shape, what):
+    with pytest.raises(ValueError, match=f"{what}, expected a multiple of 16; use nn.Linear here, or skip this layer"):
+        nf.QuantLinear(*shape, method="clover")
+    nf.QuantLinear(*shape, method="bf16")
+
+
+def test_unknown_method():
+    with pytest.raises(ValueError, match="unknown QAT method 'fp3'; known: bf16, "):
+        nf.QuantLinear(128, 128, method="fp3")
+
+
+def test_print_shows_the_recipe():
+    text = repr(layer("clover", 128, 64))
+    assert "in_features=128, out_features=64, bias=False" in text
+    assert "output four_over_six x four_over_six; grad_input ms_eden x ms_eden, RHT-128" in text
+
+
+def test_has_the_parameters_and_state_of_nn_linear():
+    ours, plain = nf.QuantLinear(128, 64, bias=True), torch.nn.Linear(128, 64)
+    assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in plain.state_dict().items()}
+    assert not list(ours.buffers()) and isinstance(ours, torch.nn.Linear)
+    assert nf.QuantLinear(128, 64).bias is None  # nanochat's layers have none
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# torch.compile.
+
+
+def compiled_and_eager(method, backend, layers, autocast):
+    model = torch.nn.Sequential(*[m for _ in range(layers) for m in (torch.nn.ReLU(), layer(method, bias=True))])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    x = torch.randn(48, 128)
+
+    def run(f):
+        torch.manual_seed(3)
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            y = f(x)
+        y.float().square().sum().backward()
+        return [y, *[p.grad.clone() for p in model.parameters()]]
+
+    return run(compiled), run(model)
+
+
+@pytest.mark.parametrize(
+    "method, backend, layers, autocast",
+    [("clover", "aot_eager", 1, True), ("nvidia", "aot_eager", 2, False), ("tetrajet_v2", "eager", 1, True)],
+)
+def test_compiles_into_one_graph_with_the_same_bits(method, backend, layers, autocast):
+    """aot_eager also traces the backward pass, under the autocast of the forward, which must not reach the rotations;
+    and it decides which draws belong to which pass, which must not draw the same seed twice."""
+    got, want = compiled_and_eager(method, backend, layers, autocast)
+    for i, (a, b) in enumerate(zip(got, want)):
+        assert torch.equal(a, b), f"{i}: relative square error {relative_square_error(a, b):.1e}"
+
+
+def test_compiled_layers_follow_full_precision_and_a_new_recipe():
+    model = torch.nn.Sequential(layer("fig2_1x16_rtn"))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    x = torch.randn(16, 128)
+    quantized = compiled(x)
+    with nf.full_precision(compiled):
+        plain = compiled(x)
+    assert torch.equal(plain, torch.nn.functional.linear(x, model[0].weight))
+    assert torch.equal(compiled(x), quantized) and not torch.equal(plain, quantized)
+    model[0].set_recipe(nf.get_recipe("fig2_1x16_four_over_six"))
+    assert torch.equal(compiled(x), model(x)) and not torch.equal(compiled(x), quantized)

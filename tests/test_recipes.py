@@ -1,0 +1,131 @@
+"""The method table against the one of the design, written down a second time; impossible rows; how to add a row."""
+
+import dataclasses
+
+import pytest
+
+import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4 import recipes
+from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, Gemm, Operand, Recipe, get_recipe
+
+NONE = "- x -"
+# method: (output, grad_input, grad_weight), each "a x b, rotation". "raw": quantized from the unquantized tensor;
+# "-": the values that the forward GEMM used, or grad_output as it is.
+DESIGN = {
+    "bf16": (NONE, NONE, NONE),
+    "nvidia": ("rtn x rtn_16x16", "sr x -", "sr x raw rtn, RHT-16"),
+    "four_over_six": (
+        "four_over_six x four_over_six_16x16",
+        "sr_four_over_six x -",
+        "sr_four_over_six x raw four_over_six, RHT-16",
+    ),
+    "tetrajet_v2": ("rtn x rtn", "sr x sr, RHT-128", "sr x sr, RHT-128"),
+    "clover": ("four_over_six x four_over_six", "ms_eden x ms_eden, RHT-128", "ms_eden x ms_eden, RHT-128"),
+    "clover_search": (
+        "scale_search x scale_search",
+        "ms_eden_search x ms_eden_search, RHT-128",
+        "ms_eden_search x ms_eden_search, RHT-128",
+    ),
+    # Figure 1: (a) wgrad; (b) dgrad without, (c) with the weight; (d) = (a) + (b); (e) = (a) + (c).
+    "fig1a_sr": (NONE, NONE, "sr x sr, RHT-128"),
+    "fig1b_sr": (NONE, "sr x -", NONE),
+    "fig1c_sr": (NONE, "sr x sr, RHT-128", NONE),
+    "fig1d_sr": (NONE, "sr x -", "sr x sr, RHT-128"),
+    "fig1e_sr": (NONE, "sr x sr, RHT-128", "sr x sr, RHT-128"),
+    "fig1a_ms_eden": (NONE, NONE, "ms_eden x ms_eden, RHT-128"),
+    "fig1c_ms_eden": (NONE, "ms_eden x ms_eden, RHT-128", NONE),
+    "fig1e_ms_eden": (NONE, "ms_eden x ms_eden, RHT-128", "ms_eden x ms_eden, RHT-128"),
+    # Figure 2: forward only; 1x16 or 16x16 weight blocks.
+    "fig2_1x16_rtn": ("rtn x rtn", NONE, NONE),
+    "fig2_16x16_rtn": ("rtn x rtn_16x16", NONE, NONE),
+    "fig2_1x16_four_over_six": ("four_over_six x four_over_six", NONE, NONE),
+    "fig2_16x16_four_over_six": ("four_over_six x four_over_six_16x16", NONE, NONE),
+}
+
+
+@pytest.mark.parametrize("method", DESIGN)
+def test_row_is_the_designs(method):
+    r = get_recipe(method)
+    assert r.name == method and r.summary
+    assert (str(r.output), str(r.grad_input), str(r.grad_weight)) == DESIGN[method]
+    assert not any(g.fixed_signs for g in (r.output, r.grad_input, r.grad_weight))
+
+
+def test_names():
+    assert set(DESIGN) <= set(nf.METHODS)
+    assert set(nf.METHODS) == set(METHOD_TABLE) | set(recipes.ALIASES)
+    assert nf.METHODS[0] == "bf16" and len(set(nf.METHODS)) == len(nf.METHODS)
+    assert get_recipe("quartet2") is get_recipe("clover")
+
+
+def test_a_recipe_stands_for_itself():
+    mine = Recipe("mine", output=recipes.both("rtn"))
+    assert get_recipe(mine) is mine
+
+
+def test_unknown_method_lists_the_known_ones():
+    with pytest.raises(ValueError, match="unknown QAT method 'cloover'; known: bf16, nvidia, .*clover.*quartet2") as e:
+        get_recipe("cloover")
+    assert "\n" not in str(e.value)
+
+
+def test_rows_are_frozen():
+    r = get_recipe("clover")
+    for target, field in ((r, "name"), (r.output, "rht_dim"), (r.output.a, "rounding")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(target, field, None)
+    assert hash(r) == hash(dataclasses.replace(r))
+
+
+def test_forward_only_keeps_the_forward():
+    for method in DESIGN:
+        r = get_recipe(method)
+        f = r.forward_only()
+        assert f.output == r.output and f.grad_input == f.grad_weight == Gemm()
+        assert not f.draws_in_backward
+
+
+@pytest.mark.parametrize(
+    "method, forward, backward",
+    [
+        ("bf16", False, False),
+        ("nvidia", True, True),  # X^T is rotated in the forward pass, so that only its codes are kept
+        ("tetrajet_v2", False, True),
+        ("clover", False, True),
+        ("clover_search", False, True),
+        ("fig1b_sr", False, True),
+        ("fig2_1x16_rtn", False, False),
+    ],
+)
+def test_which_passes_draw_random_numbers(method, forward, backward):
+    r = get_recipe(method)
+    assert (r.draws_in_forward, r.draws_in_backward) == (forward, backward)
+    assert r.quantizes == (method != "bf16")
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"grad_input": Gemm(Operand("ms_eden"), Operand("ms_eden"))}, "grad_input: ms_eden .* rht_dim=128"),
+        ({"grad_weight": Gemm(Operand("ms_eden"), Operand("ms_eden"), 16)}, "grad_weight: ms_eden .* rht_dim=128"),
+        ({"grad_input": Gemm(Operand("ms_eden"), Operand(), 128)}, "grad_input: a rotation needs both operands"),
+        ({"output": Gemm(rht_dim=128)}, "output: a rotation needs both operands"),
+        ({"grad_weight": Gemm(Operand("sr"), Operand("sr"), 48)}, "grad_weight: rht_dim is 48, expected 0, 16, 32"),
+        ({"grad_weight": Gemm(Operand("sr", raw=True), Operand("sr"))}, "grad_weight: raw only means something"),
+        ({"output": Gemm(Operand("rtn"), Operand("rtn", raw=True))}, "output: raw only means something"),
+    ],
+)
+def test_impossible_rows_name_the_gemm(fields, message):
+    with pytest.raises(ValueError, match=f"recipe 'mine', {message}"):
+        Recipe("mine", **fields)
+
+
+def test_unknown_rounding_lists_the_known_ones():
+    with pytest.raises(ValueError, match="unknown rounding 'srr'; known: rtn, "):
+        Operand("srr")
+
+
+def test_print_shows_the_whole_row():
+    assert str(get_recipe("nvidia")) == (
+        "nvidia: output rtn x rtn_16x16; grad_input sr x -; grad_weight sr x raw rtn, RHT-16"
+    )
