@@ -1,0 +1,1 @@
+"""Triton kernels of NVFP4 training: one source for every GPU. No autograd, no modules, no policy."""

@@ -1,0 +1,233 @@
+"""Device functions shared by the kernels: the roundings of nanochat_fp4.nvfp4.quantizers, operation for operation.
+
+Everything is FP32 and int32 arithmetic, so one source serves every GPU, also those that cannot convert to FP8 or FP4.
+Two idioms:
+
+* Rounding to a grid by a magic number: with e a power of two, (y + e * C) - e * C rounds y to a multiple of
+  e * ulp(C), ties to even. C = 1.5 * 2^22 gives E2M1's spacing e / 2, C = 1.5 * 2^20 gives E4M3's spacing e / 8.
+* Fixed-point sums: v + M leaves v rounded to M's ulp in the low mantissa bits; those are added as integers, exactly,
+  in whatever order the layout of a block suggests.
+
+`/` would be an approximate division: every division here is div_rn, and the kernels are compiled with fused
+multiply-add off except where fma is written.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+# The interpreter multiplies BF16 operands of a dot as integers, and takes seconds for a reduction with its own combine.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+E2M1_MAX = tl.constexpr(6.0)
+E2M1_OVERFLOW = tl.constexpr(6.875)
+E4M3_MAX = tl.constexpr(448.0)
+TENSOR_SCALE_MIN = tl.constexpr(2.0**-116)
+E4M3_MIN_NORMAL = tl.constexpr(2.0**-6)
+E2M1_MAGIC = tl.constexpr(1.5 * 2.0**22)
+E4M3_MAGIC = tl.constexpr(1.5 * 2.0**20)
+ERROR_MAGIC = tl.constexpr(48.0)  # ulp 2^-18 on [32, 64): squared errors below 16
+ERROR_MAGIC_BITS = tl.constexpr(0x42400000)
+PRODUCT_MAGIC = tl.constexpr(192.0)  # ulp 2^-16 on [128, 256): products below 64
+PRODUCT_MAGIC_BITS = tl.constexpr(0x43400000)
+SIGN, SCALE, SR_ELEMENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # philox.py: what a draw is for
+
+
+@triton.jit
+def bits(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def from_bits(x):
+    return x.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def power_of_two_floor(x):
+    """2^floor(log2 |x|), 0 for zero."""
+    return from_bits(bits(x) & 0x7F800000)
+
+
+@triton.jit
+def power_of_two_ceil(x):
+    floor = power_of_two_floor(x)
+    return tl.where(floor == x, x, floor * 2.0)
+
+
+@triton.jit
+def power_of_two_reciprocal(x):
+    """1 / x for a power of two, exactly, by its exponent."""
+    return from_bits(0x7F000000 - bits(x))
+
+
+@triton.jit
+def reciprocal(scale):
+    """1 / scale correctly rounded for scales with 4 significant bits, 0 for 0.
+
+    An approximate reciprocal and one Newton step: exact for the 8 significands there are (tested), with a third of a
+    true division's instructions.
+    """
+    safe = tl.where(scale > 0, scale, 1.0)
+    r = 1.0 / safe
+    if not INTERPRETED:
+        r = tl.fma(r, tl.fma(-safe, r, 1.0), r)
+    return tl.where(scale > 0, r, 0.0)
+
+
+@triton.jit
+def divide(x, CONSTANT: tl.constexpr):
+    """x / CONSTANT correctly rounded (Markstein's method; all significands are tested for the constants in use)."""
+    if INTERPRETED:
+        return tl.math.div_rn(x, CONSTANT)
+    # In FP32: 1 / CONSTANT as the kernel's own constant would be rounded.
+    inverse = tl.math.div_rn(x * 0.0 + 1.0, CONSTANT)
+    quotient = x * inverse
+    return tl.fma(tl.fma(-quotient, CONSTANT, x), inverse, quotient)
+
+
+@triton.jit
+def tensor_scale_of(amax, DIVISOR: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    scale = tl.maximum(tl.math.div_rn(amax, DIVISOR), TENSOR_SCALE_MIN, propagate_nan=tl.PropagateNan.ALL)
+    return power_of_two_ceil(scale) if POWER_OF_TWO else scale
+
+
+@triton.jit
+def round_e2m1(y):
+    """To nearest, ties to even, for |y| < 7, which block scales see to; the sign of zero is lost (encode_e2m1 takes it
+    from y)."""
+    e = tl.maximum(power_of_two_floor(y), 1.0)
+    return tl.fma(e, -E2M1_MAGIC, tl.fma(e, E2M1_MAGIC, y))
+
+
+@triton.jit
+def stochastic_round_e2m1(y, noise):
+    """noise in (-1/2, 1/2), in units of the grid's spacing."""
+    e = tl.minimum(tl.maximum(power_of_two_floor(y), 1.0), 4.0)
+    q = tl.fma(e, -E2M1_MAGIC, tl.fma(e, E2M1_MAGIC, tl.fma(0.5 * e, noise, y)))
+    return tl.minimum(tl.maximum(q, -E2M1_MAX), E2M1_MAX)
+
+
+@triton.jit
+def encode_e2m1(q, y):
+    """Grid value q and the value y it came from (for the sign of zero) -> code 0..15, int32."""
+    # |q| * 2^-126 has the bits of E2M1's exponent and mantissa on top: 0.5 is FP32-subnormal, as it is in E2M1.
+    magnitude = bits(tl.abs(q) * 2.0**-126) >> 22
+    return magnitude | ((bits(y) >> 28) & 8)
+
+
+@triton.jit
+def decode_e2m1(code):
+    """Code 0..15, int32 -> float32."""
+    return from_bits(((code & 7) << 22) | ((code & 8) << 28)) * 2.0**126
+
+
+@triton.jit
+def round_e4m3(scale):
+    """Non-negative float32 to the nearest E4M3 value, as float32."""
+    scale = tl.minimum(scale, E4M3_MAX)
+    e = tl.maximum(power_of_two_floor(scale), E4M3_MIN_NORMAL)
+    return tl.fma(e, -E4M3_MAGIC, tl.fma(e, E4M3_MAGIC, scale))
+
+
+@triton.jit
+def round_e8m3(scale):
+    """Non-negative float32 to 3 mantissa bits; 0 below 2^-116."""
+    word = bits(tl.where(scale < TENSOR_SCALE_MIN, 0.0, scale))
+    return from_bits((word + 0x7FFFF + ((word >> 20) & 1)) & ~0xFFFFF)
+
+
+@triton.jit
+def stochastic_round_m3(scale, e, uniform):
+    """Non-negative scale to a neighbouring multiple of e / 8, e a power of two: up where uniform < the fraction."""
+    n = scale * (8.0 * power_of_two_reciprocal(e))
+    floor = tl.floor(n)
+    up = tl.where(uniform < n - floor, 1.0, 0.0)
+    return (floor + up) * (0.125 * e)
+
+
+@triton.jit
+def stochastic_round_e4m3(scale, uniform):
+    scale = tl.minimum(scale, E4M3_MAX)
+    return stochastic_round_m3(scale, tl.maximum(power_of_two_floor(scale), E4M3_MIN_NORMAL), uniform)
+
+
+@triton.jit
+def encode_e4m3(scale):
+    """An E4M3 value as float32, non-negative -> its byte, uint8. NaN stays NaN (0x7F)."""
+    byte = bits(scale * 2.0**-120) >> 20
+    return tl.where(scale == scale, byte, 0x7F).to(tl.uint8)
+
+
+@triton.jit
+def decode_e4m3(byte):
+    """uint8, sign clear -> float32."""
+    value = byte.to(tl.int32)
+    return tl.where(value == 0x7F, float("nan"), from_bits(value << 20) * 2.0**120)
+
+
+@triton.jit
+def next_e4m3(scale):
+    return decode_e4m3(encode_e4m3(scale) + 1)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def max_with_nan(x):
+    """max |x| over the last axis of (NB, 16); NaN if there is one (tl.max would pass over it)."""
+    if INTERPRETED:
+        return from_bits(tl.max(bits(x) & 0x7FFFFFFF, axis=1))
+    return tl.reduce(tl.abs(x), 1, _larger)
+
+
+@triton.jit
+def error_sum(difference, L: tl.constexpr):
+    """Sums of squares over blocks (NB, L), each below 16 -> (NB,) int32 in units of 2^-18."""
+    fixed = bits(difference * difference + ERROR_MAGIC)
+    # The magic number's bits leave L times; int32 wraps, so only what is left of them modulo 2^32 matters.
+    return tl.sum(fixed, axis=1) - ((L * ERROR_MAGIC_BITS + 2**31) % 2**32 - 2**31)
+
+
+@triton.jit
+def product_sum(x, y):
+    """Sums of x * y over blocks (NB, 16), products in [0, 64) -> (NB,) float32 in units of 2^-16."""
+    fixed = bits(x * y + PRODUCT_MAGIC)
+    return (tl.sum(fixed, axis=1) - ((16 * PRODUCT_MAGIC_BITS + 2**31) % 2**32 - 2**31)).to(tl.float32)
+
+
+@triton.jit
+def pack(code, NB: tl.constexpr):
+    """Codes 0..15, int32 (NB, 16) -> bytes, uint8 (NB, 8), even index in the low nibble."""
+    even, odd = tl.split(tl.reshape(code, (NB, 8, 2)))
+    return (even | (odd << 4)).to(tl.uint8)
+
+
+@triton.jit
+def philox4(seed, index, PURPOSE: tl.constexpr, stream):
+    """Four 32-bit words, uint32, for each index (int64)."""
+    low = (index & 0xFFFFFFFF).to(tl.uint32)
+    high = (index >> 32).to(tl.uint32)
+    return tl.philox(seed, low, high, low * 0 + PURPOSE, low * 0 + stream)
+
+
+@triton.jit
+def scale_uniforms(seed, index, stream, NB: tl.constexpr):
+    """Uniforms in [0, 1) for scales 4 * index .. 4 * index + 3: index int64 (NB / 4,) -> float32 (NB,)."""
+    a, b, c, d = philox4(seed, index, SCALE, stream)
+    word = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (NB,))
+    return (word >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
+
+
+@triton.jit
+def element_noise(seed, index, CANDIDATE: tl.constexpr, stream, NB: tl.constexpr):
+    """uniform - 1/2 for elements 8 * index .. 8 * index + 7: index int64 (NB, 2) -> float32 (NB, 16)."""
+    a, b, c, d = philox4(seed, index, SR_ELEMENT + CANDIDATE, stream)
+    word = tl.join(tl.join(a, c), tl.join(b, d)).to(tl.int32, bitcast=True)
+    half = tl.reshape(tl.join(word & 0xFFFF, (word >> 16) & 0xFFFF), (NB, 16))
+    # 1 + k / 2^16 by its mantissa: no conversion from integer.
+    return from_bits(0x3F800000 | (half << 7)) - (1.5 - 2.0**-17)

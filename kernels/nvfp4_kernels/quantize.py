@@ -1,0 +1,278 @@
+"""Quantization along the rows as they lie in memory: amax, then codes, scales and the BF16 decode in one pass.
+
+Rounding to nearest or stochastic, static scales, 4/6 and the scale search, 1x16 and 16x16 blocks; the arithmetic is
+nanochat_fp4.nvfp4.quantizers._align_first, bit for bit. Bytes per element: amax reads the tensor once (2 for BF16),
+quantize reads it again and writes 0.5 + 0.0625, and 2 more for the decode where it is wanted.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nvfp4_kernels import _math as m
+from nvfp4_kernels._ops import operator
+
+NO_FUSION = {"enable_fp_fusion": False}  # a fused multiply-add rounds once where the reference rounds twice
+
+
+@triton.jit
+def fit_blocks(
+    u,
+    amax,
+    seed,
+    noise_index,
+    stream,
+    GRID_MAX: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    E8M3: tl.constexpr,
+    NB: tl.constexpr,
+    L: tl.constexpr,
+):
+    """quantizers._search on NB blocks of L values: u (NB, L), amax (NB,) -> (q (NB, L), scale (NB,))."""
+    LIMIT: tl.constexpr = m.E2M1_MAX if STOCHASTIC else m.E2M1_OVERFLOW
+    base = m.divide(amax, GRID_MAX)
+    unit = m.power_of_two_reciprocal(tl.maximum(m.power_of_two_floor(base), m.TENSOR_SCALE_MIN))
+    best_q = u
+    best_scale = base
+    best_error = base
+    for i in tl.static_range(len(CANDIDATES)):
+        if E8M3:
+            scale = m.round_e8m3(base * CANDIDATES[i])
+        else:
+            scale = m.round_e4m3(base * CANDIDATES[i])
+            scale = tl.where(amax > scale * LIMIT, m.next_e4m3(scale), scale)
+        y = u * m.reciprocal(scale)[:, None]
+        if STOCHASTIC:
+            q = m.stochastic_round_e2m1(y, m.element_noise(seed, noise_index, i, stream, NB))
+        else:
+            q = m.round_e2m1(y)
+        if len(CANDIDATES) == 1:
+            best_q = q
+            best_scale = scale
+        else:
+            relative = scale * unit
+            error = m.error_sum(q - y, L).to(tl.float32) * (relative * relative)
+            if i == 0:
+                best_q = q
+                best_scale = scale
+                best_error = error
+            else:
+                better = error < best_error
+                # With many candidates it is cheaper to round once more with the winner than to carry its codes along.
+                if STOCHASTIC or len(CANDIDATES) <= 3:
+                    best_q = tl.where(better[:, None], q, best_q)
+                best_scale = tl.where(better, scale, best_scale)
+                best_error = tl.minimum(error, best_error)
+    if not STOCHASTIC and len(CANDIDATES) > 3:
+        best_q = m.round_e2m1(u * m.reciprocal(best_scale)[:, None])
+    return best_q, best_scale
+
+
+@triton.jit
+def amax_kernel(x_ptr, amax_ptr, numel, PER_PROGRAM: tl.constexpr, BLOCK: tl.constexpr):
+    """max |x| as the bits of a float32: for bits of non-negative floats the integer order is theirs, NaN on top."""
+    start = tl.program_id(0).to(tl.int64) * PER_PROGRAM * BLOCK
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for i in range(PER_PROGRAM):
+        offset = start + i * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + offset, mask=offset < numel, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, m.bits(x) & 0x7FFFFFFF)
+    tl.atomic_max(amax_ptr, tl.max(largest, axis=0), sem="relaxed")
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr,
+    amax_ptr,
+    seed_ptr,
+    codes_ptr,
+    scales_ptr,
+    tensor_scale_ptr,
+    decoded_ptr,
+    blocks,
+    columns,
+    stream,
+    DIVISOR: tl.constexpr,
+    GRID_MAX: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    DECODE: tl.constexpr,
+    NB: tl.constexpr,
+    PER_PROGRAM: tl.constexpr,
+):
+    """PER_PROGRAM times NB blocks of 16 contiguous elements a program. x may be FP32 or BF16; scales are E4M3 bytes."""
+    tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, False)
+    if tl.program_id(0) == 0:
+        tl.store(tensor_scale_ptr, tensor_scale)
+    inverse_tensor_scale = tl.math.div_rn(1.0, tensor_scale)
+
+    seed = 0
+    if STOCHASTIC:
+        seed = tl.load(seed_ptr)
+    for i in range(PER_PROGRAM):
+        block = (tl.program_id(0).to(tl.int64) * PER_PROGRAM + i) * NB + tl.arange(0, NB)
+        mask = block < blocks
+        element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+        x = tl.load(x_ptr + element, mask=mask[:, None], other=0.0).to(tl.float32)
+
+        amax = tl.max(tl.abs(x), axis=1) * inverse_tensor_scale
+        u = x * inverse_tensor_scale
+        noise_index = block[:, None] * 2 + tl.arange(0, 2)[None, :]
+        q, scale = fit_blocks(u, amax, seed, noise_index, stream, GRID_MAX, CANDIDATES, STOCHASTIC, False, NB, 16)
+
+        tl.store(scales_ptr + block, m.encode_e4m3(scale), mask=mask)
+        byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+        tl.store(codes_ptr + byte, m.pack(m.encode_e2m1(q, x), NB), mask=mask[:, None])
+        if DECODE:
+            tl.store(decoded_ptr + element, (q * scale[:, None]).to(tl.bfloat16), mask=mask[:, None])
+
+
+@triton.jit
+def quantize_16x16_kernel(
+    x_ptr,
+    amax_ptr,
+    seed_ptr,
+    codes_ptr,
+    scales_ptr,
+    tensor_scale_ptr,
+    decoded_ptr,
+    blocks,
+    columns,
+    stream,
+    DIVISOR: tl.constexpr,
+    GRID_MAX: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    DECODE: tl.constexpr,
+    NB: tl.constexpr,
+    PER_PROGRAM: tl.constexpr,
+):
+    """NB square blocks a program, numbered row by row; `blocks` counts 1x16 blocks, `columns` is K."""
+    tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, False)
+    if tl.program_id(0) == 0:
+        tl.store(tensor_scale_ptr, tensor_scale)
+    inverse_tensor_scale = tl.math.div_rn(1.0, tensor_scale)
+
+    per_row = columns // 16
+    rows = blocks // per_row
+    square = tl.program_id(0).to(tl.int64) * NB + tl.arange(0, NB)
+    r = tl.arange(0, 256) // 16
+    row = (square // per_row)[:, None] * 16 + r[None, :]
+    column = (square % per_row)[:, None] * 16 + (tl.arange(0, 256) % 16)[None, :]
+    mask = row < rows
+    element = row * columns + column
+    x = tl.load(x_ptr + element, mask=mask, other=0.0).to(tl.float32)
+
+    amax = tl.max(tl.abs(x), axis=1) * inverse_tensor_scale
+    u = x * inverse_tensor_scale
+    q, scale = fit_blocks(u, amax, 0, square, stream, GRID_MAX, CANDIDATES, False, False, NB, 256)
+
+    code = tl.reshape(m.encode_e2m1(q, x), (NB * 16, 16))
+    line = tl.arange(0, NB * 16)
+    square = tl.program_id(0).to(tl.int64) * NB + line // 16
+    row = square // per_row * 16 + line % 16
+    line_mask = row < rows
+    block = row * per_row + square % per_row
+    byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(codes_ptr + byte, m.pack(code, NB * 16), mask=line_mask[:, None])
+    repeated = tl.reshape(tl.broadcast_to(scale[:, None], (NB, 16)), (NB * 16,))
+    tl.store(scales_ptr + block, m.encode_e4m3(repeated), mask=line_mask)
+    if DECODE:
+        tl.store(decoded_ptr + element, (q * scale[:, None]).to(tl.bfloat16), mask=mask)
+
+
+@operator("amax(Tensor x) -> Tensor")
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """max |x| of an FP32 or BF16 tensor, float32 (); NaN if x holds one."""
+    return _amax_bits(x.contiguous()).view(torch.float32)
+
+
+def _amax_bits(x: torch.Tensor) -> torch.Tensor:
+    result = torch.zeros((), dtype=torch.int32, device=x.device)
+    block, numel = 4096, x.numel()
+    per_program = max(1, min(32, numel // (block * 132 * 8)))
+    amax_kernel[(triton.cdiv(numel, block * per_program),)](x, result, numel, per_program, block, num_warps=8)
+    return result
+
+
+@amax.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+@operator(
+    "quantize(Tensor x, Tensor? amax, Tensor? seed, int stream, float grid_max, float scale_cap, float[] candidates, "
+    "bool stochastic, int block_rows, bool decode) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def quantize(
+    x: torch.Tensor,
+    amax: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    stream: int,
+    grid_max: float,
+    scale_cap: float,
+    candidates: list[float],
+    stochastic: bool,
+    block_rows: int,
+    decode: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x (R, K) FP32 or BF16, K % 16 == 0, amax float32 () or None to find it first ->
+    codes uint8 (R, K/2), scales float8_e4m3fn (R, K/16), tensor_scale float32 (), decoded BF16 (R, K), or (0,) without.
+
+    The other arguments are the fields of quantizers.Rounding. Raises ValueError for shapes and dtypes it cannot take.
+    """
+    _check(x, block_rows)
+    x = x.contiguous()
+    rows, columns = x.shape
+    codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(rows, columns // 16, dtype=torch.uint8, device=x.device)
+    tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
+    decoded = torch.empty((rows, columns) if decode else (0,), dtype=torch.bfloat16, device=x.device)
+    blocks = rows * columns // 16
+    if block_rows == 1:
+        kernel, nb, per_program = quantize_kernel, 128, 8
+        programs = triton.cdiv(blocks, nb * per_program)
+    else:
+        kernel, nb, per_program = quantize_16x16_kernel, 8, 1
+        programs = triton.cdiv(triton.cdiv(rows, 16) * (columns // 16), nb)
+    kernel[(programs,)](
+        x,
+        _amax_bits(x) if amax is None else amax.view(torch.int32),
+        x if seed is None else seed,
+        codes,
+        scales,
+        tensor_scale,
+        decoded,
+        blocks,
+        columns,
+        stream,
+        DIVISOR=grid_max * scale_cap,
+        GRID_MAX=grid_max,
+        CANDIDATES=tuple(candidates),
+        STOCHASTIC=stochastic,
+        DECODE=decode,
+        NB=nb,
+        PER_PROGRAM=per_program,
+        num_warps=4,
+        **NO_FUSION,
+    )
+    return codes, scales.view(torch.float8_e4m3fn), tensor_scale, decoded
+
+
+@quantize.register_fake
+def _(x, amax, seed, stream, grid_max, scale_cap, candidates, stochastic, block_rows, decode):
+    rows, columns = x.shape
+    return (
+        x.new_empty(rows, columns // 2, dtype=torch.uint8),
+        x.new_empty(rows, columns // 16, dtype=torch.float8_e4m3fn),
+        x.new_empty((), dtype=torch.float32),
+        x.new_empty((rows, columns) if decode else (0,), dtype=torch.bfloat16),
+    )
+
+
+def _check(x: torch.Tensor, block_rows: int) -> None:
+    if x.dim() != 2 or x.shape[1] % 16 or x.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"nvfp4::quantize: got {x.dtype} {tuple(x.shape)}, expected FP32 or BF16 (R, K), K % 16 == 0")
+    if block_rows not in (1, 16):
+        raise ValueError(f"nvfp4::quantize: block_rows is {block_rows}, expected 1 or 16")

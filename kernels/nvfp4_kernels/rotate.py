@@ -1,0 +1,530 @@
+"""Quantization along a contraction dimension that is rotated first: the operands of the backward GEMMs.
+
+One program takes a 128 x 128 tile of grad_output (BF16 or FP32), or of an operand's 4-bit codes, and makes of it, as
+asked, the operand contracted over the columns ("row": E of dgrad) and the one contracted over the rows ("col": E^T of
+wgrad, W^T of dgrad and X^T of wgrad, requantized from their codes), each rotated by one matrix product on the tensor
+cores. Nothing is read or rotated twice in MS-EDEN (post hoc range alignment, the paper, Section 7).
+
+Three kinds of output:
+
+* EDEN       codes, pseudo-scales (E8M3, stored as BF16), S per 128, the amax; `scales.finish` makes the E4M3 scales.
+* EDEN, emulated: the finished operand in BF16, tensor_scale included, in the same pass. That is possible because the
+             tensor_scale is a power of two: above E4M3's subnormal range rounding S * p does not depend on it. The
+             blocks that end below are rounded again by `scales.repair`, which leaves at once where a tile has none.
+* ALIGNED    for roundings that need tensor_scale first (SR, RTN): codes and scales, or the BF16 decode, from the amax
+             that a first launch of kind AMAX has found.
+
+The arithmetic after the rotation is nanochat_fp4.nvfp4.quantizers, bit for bit. The rotation itself sums 128 BF16
+products in FP32 in the tensor cores' order, so that a value may differ in its last bits from the reference's.
+
+An FP32 input is split into three BF16 numbers that add up to it, and rotated by three products: FP32's precision.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from nvfp4_kernels import _math as m
+from nvfp4_kernels._ops import operator
+from nvfp4_kernels.quantize import NO_FUSION, fit_blocks
+from nvfp4_kernels.scales import finish, repair, tensor_scale_kernel
+
+TILE = 128
+# 128 registers: two programs to a multiprocessor, one of which computes while the other waits for memory.
+LAUNCH = {"num_warps": 8, "maxnreg": 128, **NO_FUSION}
+AMAX, ALIGNED, EDEN, EDEN_EMULATED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@functools.cache
+def _hadamard(dim: int, device: torch.device) -> torch.Tensor:
+    """Sylvester's H of order dim, along the diagonal up to 128, BF16 (128, 128), columns in `_blocks`' order."""
+    k, c = torch.arange(TILE)[:, None], torch.arange(TILE)[None, :]
+    # Column c of a tensor-core accumulator holds element (c // 8 % 8) * 2 + c % 2 of block c // 2 % 4 * 2 + c // 64.
+    j = (c // 2 % 4 * 2 + c // 64) * 16 + c // 8 % 8 * 2 + c % 2
+    parity = sum(((k & j) >> bit) & 1 for bit in range(dim.bit_length() - 1)) % 2
+    return ((1 - 2 * parity) * (k // dim == j // dim)).to(torch.bfloat16).to(device)
+
+
+@triton.jit
+def prepare_kernel(
+    row_seed_ptr,
+    row_stream,
+    col_seed_ptr,
+    col_stream,
+    flips_ptr,
+    amax_ptr,
+    ROW_DIM: tl.constexpr,
+    COL_DIM: tl.constexpr,
+):
+    """The sign bits of both rotations, int16 (2, 128), philox.random_signs; and a zero for each amax, int32 (2,)."""
+    k = tl.arange(0, 128)
+    tl.store(amax_ptr + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+    if ROW_DIM:
+        tl.store(flips_ptr + k, _flips(row_seed_ptr, row_stream, k % ROW_DIM))
+    if COL_DIM:
+        tl.store(flips_ptr + 128 + k, _flips(col_seed_ptr, col_stream, k % COL_DIM))
+
+
+@triton.jit
+def _flips(seed_ptr, stream, j):
+    a, b, c, d = m.philox4(tl.load(seed_ptr), j.to(tl.int64) * 0, m.SIGN, stream)
+    word = tl.where(j < 32, a, tl.where(j < 64, b, tl.where(j < 96, c, d)))
+    return ((word >> (j % 32).to(tl.uint32)) & 1).to(tl.int16) << 15
+
+
+@triton.jit
+def _rotation(hadamard_ptr, flips_ptr):
+    """diag(signs) H (128, 128) of hadamard.rotation_matrix: the sign bits of H's rows flipped in place."""
+    k = tl.arange(0, 128)
+    h = tl.load(hadamard_ptr + k[:, None] * 128 + k[None, :])
+    return (h ^ tl.load(flips_ptr + k)[:, None]).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _blocks(accumulator):
+    """(128, 128) with permuted columns -> blocks (1024, 16) in their true order.
+
+    On tensor cores of sm_80 to sm_120 a thread holds columns 8 j + 2 q + i of its rows. `_hadamard` put whole blocks
+    there, so that this is a renaming, and sums and maxima over a block stay inside a thread.
+    """
+    x = tl.reshape(accumulator, (128, 2, 8, 4, 2))
+    return tl.reshape(tl.permute(x, (0, 3, 1, 2, 4)), (1024, 16))
+
+
+@triton.jit
+def _dot(a, b, accumulator, TRANSPOSE: tl.constexpr):
+    if TRANSPOSE:
+        a = tl.trans(a)
+    if m.INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), accumulator, input_precision="ieee")
+    return tl.dot(a, b, accumulator)
+
+
+@triton.jit
+def _rotate(hi, mid, lo, matrix, THREE_PARTS: tl.constexpr, TRANSPOSE: tl.constexpr):
+    y = _dot(hi, matrix, tl.zeros((128, 128), tl.float32), TRANSPOSE)
+    if THREE_PARTS:
+        y = _dot(mid, matrix, y, TRANSPOSE)
+        y = _dot(lo, matrix, y, TRANSPOSE)
+    return _blocks(y)
+
+
+@triton.jit
+def _emit(
+    y,
+    row0,
+    group,
+    rows,
+    groups,
+    tile,
+    amax_ptr,
+    seed_ptr,
+    codes_ptr,
+    scales_ptr,
+    correction_ptr,
+    decoded_ptr,
+    smallest_ptr,
+    stream,
+    KIND: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    GRID_MAX: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    STORE_CODES: tl.constexpr,
+    BLOCKS_PER_ROW_TAIL: tl.constexpr,
+):
+    """Quantizes y (1024, 16), the rows row0 .. row0 + 127 of group `group` of 128 columns, and stores what KIND says.
+
+    `rows` and `groups` are the output's extent; tail: blocks that the last group of a row has (8 unless K % 128).
+    """
+    line = tl.arange(0, 1024)
+    row = row0 + line // 8
+    block_in_group = line % 8
+    blocks_per_row = groups * 8 - (8 - BLOCKS_PER_ROW_TAIL)
+    mask = (row < rows) & (group * 8 + block_in_group < blocks_per_row)
+    block = row.to(tl.int64) * blocks_per_row + group * 8 + block_in_group
+    element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    absolute = m.max_with_nan(y)
+    q = y
+    # Triton 3.7's compiler for sm_100 cannot reduce what came from a matrix product to a scalar; a tensor of one works.
+    one = tl.arange(0, 1)
+    if KIND != ALIGNED:
+        tl.atomic_max(amax_ptr + one, tl.max(tl.reshape(m.bits(absolute), (1, 1024)), axis=1), sem="relaxed")
+
+    if KIND == ALIGNED:
+        tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, False)
+        inverse_tensor_scale = tl.math.div_rn(1.0, tensor_scale)
+        amax = absolute * inverse_tensor_scale
+        u = y * inverse_tensor_scale
+        seed = 0
+        if STOCHASTIC:
+            seed = tl.load(seed_ptr)
+        noise_index = block[:, None] * 2 + tl.arange(0, 2)[None, :]
+        q, scale = fit_blocks(u, amax, seed, noise_index, stream, GRID_MAX, CANDIDATES, STOCHASTIC, False, 1024, 16)
+        if STORE_CODES:
+            tl.store(scales_ptr + block, m.encode_e4m3(scale), mask=mask)
+        else:
+            tl.store(decoded_ptr + element, (q * scale[:, None]).to(tl.bfloat16), mask=mask[:, None])
+    elif KIND != AMAX:
+        q, scale = fit_blocks(y, absolute, 0, line, stream, GRID_MAX, CANDIDATES, False, True, 1024, 16)
+
+        # S = <x, x> / <x, q>, in units of the blocks' scales: quantizers._eden_correction.
+        largest = tl.max(tl.reshape(scale, (128, 8)), axis=1)
+        largest = tl.maximum(m.power_of_two_floor(largest), m.TENSOR_SCALE_MIN)
+        half = 0.5 * m.power_of_two_reciprocal(largest)
+        weight = scale * tl.reshape(tl.broadcast_to(half[:, None], (128, 8)), (1024,))
+        weight = weight * weight
+        y = y * m.reciprocal(scale)[:, None]
+        xx = (m.product_sum(y, y) * weight).to(tl.int32)
+        xq = (m.product_sum(y, q) * weight).to(tl.int32)
+        xx = tl.sum(tl.reshape(xx, (128, 8)), axis=1).to(tl.float32)
+        xq = tl.sum(tl.reshape(xq, (128, 8)), axis=1).to(tl.float32)
+        s = tl.where(xq > 0, tl.math.div_rn(xx, tl.where(xq > 0, xq, 1.0)), 1.0)
+        s_row = row0 + tl.arange(0, 128)
+        tl.store(correction_ptr + s_row.to(tl.int64) * groups + group, s, mask=s_row < rows)
+        tl.store(scales_ptr + block, scale.to(tl.bfloat16), mask=mask)
+
+        if KIND == EDEN_EMULATED:
+            # Two Philox calls' words for the 8 blocks of a row's group.
+            call = row0 + tl.arange(0, 256) // 2
+            index = (call.to(tl.int64) * blocks_per_row + group * 8) // 4 + tl.arange(0, 256) % 2
+            uniform = m.scale_uniforms(tl.load(seed_ptr), index, stream, 1024)
+            corrected = scale * tl.reshape(tl.broadcast_to(s[:, None], (128, 8)), (1024,))
+            e = tl.maximum(m.power_of_two_floor(corrected), m.TENSOR_SCALE_MIN)
+            final = m.stochastic_round_m3(corrected, e, uniform)
+            tl.store(decoded_ptr + element, (q * final[:, None]).to(tl.bfloat16), mask=mask[:, None])
+            nonzero = tl.where(corrected > 0, corrected, float("inf"))
+            tl.store(smallest_ptr + tile + one, tl.min(tl.reshape(nonzero, (1, 1024)), axis=1))
+    if STORE_CODES:
+        byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+        tl.store(codes_ptr + byte, m.pack(m.encode_e2m1(q, y), 1024), mask=mask[:, None])
+
+
+@triton.jit
+def rotate_quantize_kernel(
+    x_ptr,
+    x_scales_ptr,
+    x_tensor_scale_ptr,
+    rows,
+    columns,
+    row_hadamard_ptr,
+    row_flips_ptr,
+    row_amax_ptr,
+    row_seed_ptr,
+    row_codes_ptr,
+    row_scales_ptr,
+    row_correction_ptr,
+    row_decoded_ptr,
+    row_smallest_ptr,
+    row_stream,
+    col_hadamard_ptr,
+    col_flips_ptr,
+    col_amax_ptr,
+    col_seed_ptr,
+    col_codes_ptr,
+    col_scales_ptr,
+    col_correction_ptr,
+    col_decoded_ptr,
+    col_smallest_ptr,
+    col_stream,
+    FROM_CODES: tl.constexpr,
+    FP32: tl.constexpr,
+    ROW: tl.constexpr,
+    ROW_KIND: tl.constexpr,
+    ROW_RHT_DIM: tl.constexpr,
+    ROW_NORM: tl.constexpr,
+    ROW_DIVISOR: tl.constexpr,
+    ROW_GRID_MAX: tl.constexpr,
+    ROW_CANDIDATES: tl.constexpr,
+    ROW_STOCHASTIC: tl.constexpr,
+    ROW_STORE_CODES: tl.constexpr,
+    ROW_TAIL: tl.constexpr,
+    COL: tl.constexpr,
+    COL_KIND: tl.constexpr,
+    COL_RHT_DIM: tl.constexpr,
+    COL_NORM: tl.constexpr,
+    COL_DIVISOR: tl.constexpr,
+    COL_GRID_MAX: tl.constexpr,
+    COL_CANDIDATES: tl.constexpr,
+    COL_STOCHASTIC: tl.constexpr,
+    COL_STORE_CODES: tl.constexpr,
+    COL_TAIL: tl.constexpr,
+):
+    row_tiles = tl.cdiv(rows, 128)
+    column_tiles = tl.cdiv(columns, 128)
+    tile = tl.program_id(0)
+    tile_row = tile // column_tiles
+    tile_column = tile % column_tiles
+    r = tile_row * 128 + tl.arange(0, 128)
+    c = tile_column * 128 + tl.arange(0, 128)
+    norm_scale = 1.0
+    if FROM_CODES:
+        half = tile_column * 64 + tl.arange(0, 64)
+        byte_mask = (r < rows)[:, None] & (half < columns // 2)[None, :]
+        byte = tl.load(x_ptr + r.to(tl.int64)[:, None] * (columns // 2) + half[None, :], mask=byte_mask, other=0)
+        byte = byte.to(tl.int32)
+        value = m.decode_e2m1(tl.reshape(tl.join(byte & 0xF, byte >> 4), (128, 8, 16)))
+        g = tile_column * 8 + tl.arange(0, 8)
+        scale_mask = (r < rows)[:, None] & (g < columns // 16)[None, :]
+        scale = tl.load(x_scales_ptr + r.to(tl.int64)[:, None] * (columns // 16) + g[None, :], mask=scale_mask, other=0)
+        hi = tl.reshape((value * m.decode_e4m3(scale)[:, :, None]).to(tl.bfloat16), (128, 128))
+        mid = hi
+        lo = hi
+        norm_scale = tl.load(x_tensor_scale_ptr)
+    else:
+        mask = (r < rows)[:, None] & (c < columns)[None, :]
+        x = tl.load(x_ptr + r.to(tl.int64)[:, None] * columns + c[None, :], mask=mask, other=0.0)
+        hi = x.to(tl.bfloat16)
+        mid = hi
+        lo = hi
+        if FP32:
+            rest = x - hi.to(tl.float32)
+            mid = rest.to(tl.bfloat16)
+            lo = (rest - mid.to(tl.float32)).to(tl.bfloat16)
+    if ROW:
+        if ROW_RHT_DIM:
+            matrix = _rotation(row_hadamard_ptr, row_flips_ptr)
+            y = _rotate(hi, mid, lo, matrix, FP32, False) * (norm_scale * ROW_NORM)
+        else:
+            y = tl.reshape(x.to(tl.float32), (1024, 16))
+        _emit(
+            y,
+            tile_row * 128,
+            tile_column,
+            rows,
+            column_tiles,
+            tile,
+            row_amax_ptr,
+            row_seed_ptr,
+            row_codes_ptr,
+            row_scales_ptr,
+            row_correction_ptr,
+            row_decoded_ptr,
+            row_smallest_ptr,
+            row_stream,
+            ROW_KIND,
+            ROW_DIVISOR,
+            ROW_GRID_MAX,
+            ROW_CANDIDATES,
+            ROW_STOCHASTIC,
+            ROW_STORE_CODES,
+            ROW_TAIL,
+        )
+    if COL:
+        matrix = _rotation(col_hadamard_ptr, col_flips_ptr)
+        y = _rotate(hi, mid, lo, matrix, FP32, True) * (norm_scale * COL_NORM)
+        _emit(
+            y,
+            tile_column * 128,
+            tile_row,
+            columns,
+            row_tiles,
+            tile_column * row_tiles + tile_row,
+            col_amax_ptr,
+            col_seed_ptr,
+            col_codes_ptr,
+            col_scales_ptr,
+            col_correction_ptr,
+            col_decoded_ptr,
+            col_smallest_ptr,
+            col_stream,
+            COL_KIND,
+            COL_DIVISOR,
+            COL_GRID_MAX,
+            COL_CANDIDATES,
+            COL_STOCHASTIC,
+            COL_STORE_CODES,
+            COL_TAIL,
+        )
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand to make: the fields of quantizers.Rounding, its rotation and its streams of random numbers.
+
+    emulated: make the BF16 operand for a decoding GEMM instead of codes and scales.
+    """
+
+    grid_max: float = 6.0
+    scale_cap: float = 448.0
+    candidates: tuple[float, ...] = (1.0,)
+    stochastic: bool = False
+    ms_eden: bool = False
+    rht_dim: int = 128
+    stream: int = 0
+    rht_stream: int = 0
+    emulated: bool = True
+
+    def packed(self) -> list[float]:
+        """As a list of numbers, which an operator can take."""
+        head = (self.grid_max, self.scale_cap, self.stochastic, self.ms_eden, self.rht_dim, self.stream)
+        return [float(v) for v in (*head, self.rht_stream, self.emulated, *self.candidates)]
+
+    def padded(self, contraction: int) -> int:
+        multiple = self.rht_dim or 16
+        return -(-contraction // multiple) * multiple
+
+    @property
+    def divisor(self) -> float:
+        return self.grid_max * self.scale_cap
+
+
+@functools.cache
+def _unpacked(v: tuple[float, ...]) -> Operand | None:
+    if not v:
+        return None
+    return Operand(v[0], v[1], v[8:], bool(v[2]), bool(v[3]), int(v[4]), int(v[5]), int(v[6]), bool(v[7]))
+
+
+@functools.cache
+def _constants(prefix: str, operand: Operand | None, columns: int, amax_only: bool) -> dict:
+    """The kernel's compile-time arguments for one operand; in a launch for amax MS-EDEN has nothing to do."""
+    o = operand or Operand()
+    kind = AMAX if amax_only else (EDEN_EMULATED if o.emulated else EDEN) if o.ms_eden else ALIGNED
+    return {
+        prefix: operand is not None and not (amax_only and o.ms_eden),
+        f"{prefix}_KIND": kind.value,
+        f"{prefix}_RHT_DIM": o.rht_dim,
+        f"{prefix}_NORM": float(o.rht_dim) ** -0.5 if o.rht_dim else 1.0,
+        f"{prefix}_DIVISOR": o.divisor,
+        f"{prefix}_GRID_MAX": o.grid_max,
+        f"{prefix}_CANDIDATES": o.candidates,
+        f"{prefix}_STOCHASTIC": o.stochastic,
+        f"{prefix}_STORE_CODES": not o.emulated and not amax_only,
+        f"{prefix}_TAIL": (columns // 16 - 1) % 8 + 1,
+    }
+
+
+class _Output:
+    """Buffers of one operand (rows, K), K padded, and the kernel arguments that point at them."""
+
+    def __init__(self, operand: Operand | None, rows: int, contraction: int, x: torch.Tensor, seed, flips, amax):
+        self.operand, self.flips, self.amax = operand, flips, amax
+        self.columns = operand.padded(contraction) if operand else 16
+        self.codes = self.scales = self.correction = self.decoded = self.smallest = self.hadamard = x
+        self.seed = x if seed is None else seed
+        if operand is None:
+            return
+        o, groups = operand, -(-self.columns // TILE)
+
+        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=x.device)
+
+        if o.rht_dim:
+            self.hadamard = _hadamard(o.rht_dim, x.device).view(torch.int16)
+        if o.emulated:
+            self.decoded = empty(rows, self.columns, dtype=torch.bfloat16)
+        else:
+            self.codes = empty(rows, self.columns // 2, dtype=torch.uint8)
+        if o.ms_eden:
+            self.scales = empty(rows, self.columns // 16, dtype=torch.bfloat16)
+            self.correction = empty(rows, groups, dtype=torch.float32)
+            if o.emulated:
+                self.smallest = empty(-(-rows // TILE), groups, dtype=torch.float32)
+        elif not o.emulated:
+            self.scales = empty(rows, self.columns // 16, dtype=torch.uint8)
+
+    def arguments(self) -> tuple:
+        buffers = (self.codes, self.scales, self.correction, self.decoded, self.smallest)
+        return (self.hadamard, self.flips, self.amax, self.seed, *buffers, self.operand.stream if self.operand else 0)
+
+    def finish(self) -> list[torch.Tensor]:
+        """[decoded], [decoded, tensor_scale] or [codes, scales, tensor_scale]: see rotate_quantize."""
+        o = self.operand
+        if o is None:
+            return []
+        if o.ms_eden and o.emulated:
+            repair(self.decoded, self.scales, self.correction, self.smallest, self.amax, self.seed, o)
+            return [self.decoded]
+        if o.ms_eden:
+            return [self.codes, *finish(self.scales, self.correction, self.amax, self.seed, o)]
+        tensor_scale = torch.empty((), dtype=torch.float32, device=self.amax.device)
+        tensor_scale_kernel[(1,)](self.amax, tensor_scale, o.divisor, False)
+        if o.emulated:
+            return [self.decoded, tensor_scale]
+        return [self.codes, self.scales.view(torch.float8_e4m3fn), tensor_scale]
+
+
+@operator(
+    "rotate_quantize(Tensor x, Tensor? x_scales, Tensor? x_tensor_scale, float[] row, Tensor? row_seed, "
+    "Tensor? row_rht_seed, float[] col, Tensor? col_seed, Tensor? col_rht_seed) -> Tensor[]"
+)
+def rotate_quantize(
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    x_tensor_scale: torch.Tensor | None,
+    row: list[float],
+    row_seed: torch.Tensor | None,
+    row_rht_seed: torch.Tensor | None,
+    col: list[float],
+    col_seed: torch.Tensor | None,
+    col_rht_seed: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """One or both operands that a tensor (R, C) gives: contracted over C ("row") and over R ("col").
+
+    x: BF16 or FP32 (R, C), or codes uint8 (R, C/2) with x_scales float8_e4m3fn (R, C/16) and x_tensor_scale.
+    row, col: Operand.packed(), or [] for none. Seeds: int64 ().
+    Returns the tensors of row (R, C'), then of col (C, R'), the contraction dimension padded to a multiple of 16 or
+    the rotation: [codes uint8, scales float8_e4m3fn, tensor_scale] of an operand; [decoded BF16, tensor_scale] of an
+    emulated one, and [decoded] alone of an emulated MS-EDEN operand, whose tensor_scale is multiplied in.
+    Raises ValueError for what the kernel does not do.
+    """
+    from_codes = x_scales is not None
+    x = x.contiguous()
+    rows, columns = x.shape[0], x.shape[1] * (2 if from_codes else 1)
+    row_operand, col_operand = _unpacked(tuple(row)), _unpacked(tuple(col))
+    if (from_codes and row_operand) or (col_operand and not col_operand.rht_dim):
+        raise ValueError("nvfp4::rotate_quantize: a col operand must be rotated, and codes are requantized as col only")
+    amax = torch.empty(2, dtype=torch.int32, device=x.device)
+    flips = torch.empty(2, TILE, dtype=torch.int16, device=x.device)
+    rht = [(o.rht_dim, o.rht_stream) if o else (0, 0) for o in (row_operand, col_operand)]
+    seeds = (x if s is None else s for s in (row_rht_seed, col_rht_seed))
+    arguments = [v for seed, (_, stream) in zip(seeds, rht) for v in (seed, stream)]
+    prepare_kernel[(1,)](*arguments, flips, amax, rht[0][0], rht[1][0])
+    outputs = (
+        _Output(row_operand, rows, columns, x, row_seed, flips[0], amax[0]),
+        _Output(col_operand, columns, rows, x, col_seed, flips[1], amax[1]),
+    )
+    grid = (triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)
+    sources = (x, x_scales.view(torch.uint8), x_tensor_scale) if from_codes else (x, x, x)
+
+    def launch(amax_only: bool) -> None:
+        rotate_quantize_kernel[grid](
+            *sources,
+            rows,
+            columns,
+            *outputs[0].arguments(),
+            *outputs[1].arguments(),
+            FROM_CODES=from_codes,
+            FP32=x.dtype == torch.float32,
+            **_constants("ROW", row_operand, outputs[0].columns, amax_only),
+            **_constants("COL", col_operand, outputs[1].columns, amax_only),
+            **LAUNCH,
+        )
+
+    if any(o is not None and not o.ms_eden for o in (row_operand, col_operand)):
+        launch(amax_only=True)
+    launch(amax_only=False)
+    return [*outputs[0].finish(), *outputs[1].finish()]
+
+
+@rotate_quantize.register_fake
+def _(x, x_scales, x_tensor_scale, row, row_seed, row_rht_seed, col, col_seed, col_rht_seed):
+    rows, columns = x.shape[0], x.shape[1] * (1 if x_scales is None else 2)
+    result = []
+    for packed, r, c in ((row, rows, columns), (col, columns, rows)):
+        operand = _unpacked(tuple(packed))
+        if operand is None:
+            continue
+        k = operand.padded(c)
+        if operand.emulated:
+            result.append(x.new_empty(r, k, dtype=torch.bfloat16))
+        else:
+            result.append(x.new_empty(r, k // 2, dtype=torch.uint8))
+            result.append(x.new_empty(r, k // 16, dtype=torch.float8_e4m3fn))
+        if not (operand.emulated and operand.ms_eden):
+            result.append(x.new_empty((), dtype=torch.float32))
+    return result

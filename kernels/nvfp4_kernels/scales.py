@@ -1,0 +1,130 @@
+"""The second step of post hoc range alignment (the paper, Section 7): it touches scales only.
+
+`finish` aligns the pseudo-scales with the amax that the first kernel found, applies EDEN's correction S, and rounds
+them stochastically to E4M3: 2.5 bytes read and 1 written per 16 elements. `repair` is its counterpart where the first
+kernel has already written the BF16 operand: it reads one number a tile, and rounds again only the blocks whose scale
+falls into E4M3's subnormal range, which the first kernel could not know.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nvfp4_kernels import _math as m
+
+
+@triton.jit
+def tensor_scale_kernel(amax_ptr, tensor_scale_ptr, DIVISOR: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, POWER_OF_TWO)
+    tl.store(tensor_scale_ptr, scale)
+
+
+@triton.jit
+def finish_kernel(
+    pseudo_ptr,
+    correction_ptr,
+    amax_ptr,
+    seed_ptr,
+    scales_ptr,
+    tensor_scale_ptr,
+    blocks,
+    stream,
+    DIVISOR: tl.constexpr,
+    NB: tl.constexpr,
+):
+    tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, True)
+    if tl.program_id(0) == 0:
+        tl.store(tensor_scale_ptr, tensor_scale)
+    first = tl.program_id(0).to(tl.int64) * NB
+    block = first + tl.arange(0, NB)
+    mask = block < blocks
+    pseudo = tl.load(pseudo_ptr + block, mask=mask, other=0.0).to(tl.float32)
+    correction = tl.load(correction_ptr + block // 8, mask=mask, other=1.0)
+    uniform = m.scale_uniforms(tl.load(seed_ptr), first // 4 + tl.arange(0, NB // 4), stream, NB)
+    aligned = pseudo * m.power_of_two_reciprocal(tensor_scale) * correction
+    tl.store(scales_ptr + block, m.encode_e4m3(m.stochastic_round_e4m3(aligned, uniform)), mask=mask)
+
+
+@triton.jit
+def repair_kernel(
+    decoded_ptr,
+    pseudo_ptr,
+    correction_ptr,
+    smallest_ptr,
+    amax_ptr,
+    seed_ptr,
+    rows,
+    groups,
+    stream,
+    DIVISOR: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One tile of 128 rows and one group of 128 columns a program, ROWS rows at a time."""
+    tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, True)
+    tile = tl.program_id(0)
+    if tl.load(smallest_ptr + tile) < tensor_scale * m.E4M3_MIN_NORMAL:
+        group = tile % groups
+        seed = tl.load(seed_ptr)
+        for i in range(0, 128, ROWS):
+            row0 = tile // groups * 128 + i
+            line = tl.arange(0, ROWS * 8)
+            row = row0 + line // 8
+            mask = row < rows
+            block = (row.to(tl.int64) * groups + group) * 8 + line % 8
+            pseudo = tl.load(pseudo_ptr + block, mask=mask, other=0.0).to(tl.float32)
+            correction = tl.load(correction_ptr + block // 8, mask=mask, other=1.0)
+            call = row0 + tl.arange(0, ROWS * 2) // 2
+            index = (call.to(tl.int64) * groups + group) * 2 + tl.arange(0, ROWS * 2) % 2
+            uniform = m.scale_uniforms(seed, index, stream, ROWS * 8)
+            # What the first kernel rounded to, free of E4M3's range, and what it should have been.
+            corrected = pseudo * m.power_of_two_reciprocal(tensor_scale) * correction
+            e = tl.maximum(m.power_of_two_floor(corrected), m.TENSOR_SCALE_MIN)
+            before = m.stochastic_round_m3(corrected, e, uniform)
+            after = m.stochastic_round_e4m3(corrected, uniform)
+            wrong = mask & (before != after)
+            element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+            value = tl.load(decoded_ptr + element, mask=wrong[:, None], other=0.0).to(tl.float32)
+            # decoded / before is the E2M1 value times tensor_scale: both divisions are exact.
+            q = tl.math.div_rn(value, tl.where(wrong, before, 1.0)[:, None])
+            tl.store(decoded_ptr + element, (q * after[:, None]).to(tl.bfloat16), mask=wrong[:, None])
+
+
+def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, seed: torch.Tensor, operand):
+    """pseudo BF16 (R, K/16), correction float32 (R, K/128), amax int32 (), the bits of a float32 ->
+    (scales float8_e4m3fn (R, K/16), tensor_scale float32 (), a power of two)."""
+    scales = torch.empty(pseudo.shape, dtype=torch.uint8, device=pseudo.device)
+    tensor_scale = torch.empty((), dtype=torch.float32, device=pseudo.device)
+    nb = 1024
+    finish_kernel[(triton.cdiv(pseudo.numel(), nb),)](
+        pseudo,
+        correction,
+        amax,
+        seed,
+        scales,
+        tensor_scale,
+        pseudo.numel(),
+        operand.stream,
+        DIVISOR=operand.divisor,
+        NB=nb,
+        enable_fp_fusion=False,
+    )
+    return scales.view(torch.float8_e4m3fn), tensor_scale
+
+
+def repair(decoded, pseudo, correction, smallest, amax, seed, operand) -> None:
+    """decoded BF16 (R, K), in place; smallest float32 (R/128, K/128): the smallest corrected scale of each tile."""
+    rows, groups = decoded.shape[0], correction.shape[1]
+    repair_kernel[(smallest.numel(),)](
+        decoded,
+        pseudo,
+        correction,
+        smallest,
+        amax,
+        seed,
+        rows,
+        groups,
+        operand.stream,
+        DIVISOR=operand.divisor,
+        ROWS=32,
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,330 @@
+"""Compiles the kernels ahead of time for GPUs that are not here, and looks into what the compiler made.
+
+Each target has a process of its own (this file, run as a program), because Triton's interpreter, which the other tests
+use, cannot be switched off again. There QuantLinear runs on a CPU, forward and backward, with every launch of a kernel
+replaced by its compilation: so what is compiled is what training launches, with its compile-time arguments, its
+specialization on alignment and its launch options. What the layer computes is garbage.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+ARCHITECTURES = (90, 100, 120)
+DEFAULT = ("clover",)
+MATRIX_PRODUCT = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+
+
+def _compile(arch: int, methods: list[str], every_input: bool) -> list[dict]:
+    """One record for each different kernel that the methods launch; runs in the process without the interpreter."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    class NoGPU:
+        """As much of a driver as the compiler asks for."""
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+        def get_current_target(self):
+            return GPUTarget("cuda", arch, 32)
+
+    triton.runtime.driver.set_active(NoGPU())
+    launched: dict[str, dict] = {}
+    original = JITFunction.run
+
+    def run(self, *args, grid, warmup, **kwargs):
+        kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.hash not in launched:
+            constants = {self.arg_names[k[0]]: v for k, v in kernel.src.constants.items() if len(k) == 1}
+            launched[kernel.hash] = {"kernel": self.fn.__name__, "constants": repr(constants), **_inspect(kernel)}
+        return kernel
+
+    JITFunction.run = run
+
+    from nvfp4_kernels.decode import decode
+    from nvfp4_kernels.quantize import amax
+
+    import nanochat_fp4 as nf
+    from nanochat_fp4.nvfp4 import backends
+
+    backends._kernels_unavailable_reason = lambda device_type: None
+    cases = [(torch.bfloat16, torch.float32, 256)]
+    if every_input:  # FP32 activations, BF16 weights, a number of tokens that nothing divides
+        cases += [(torch.float32, torch.float32, 256), (torch.bfloat16, torch.bfloat16, 251)]
+    for method in methods:
+        for dtype, weight_dtype, tokens in cases:
+            linear = nf.QuantLinear(256, 384, method=method, dtype=weight_dtype)
+            x = torch.zeros(tokens, 256, dtype=dtype, requires_grad=True)
+            linear(x).backward(torch.zeros(tokens, 384, dtype=dtype))
+    decode(torch.zeros(256, 128, dtype=torch.uint8), torch.zeros(256, 16, dtype=torch.float8_e4m3fn))
+    amax(torch.empty(1 << 28, dtype=torch.bfloat16))  # memory that nobody touches: the kernel for large tensors
+    return list(launched.values())
+
+
+def _inspect(kernel) -> dict:
+    """Registers, stack and instructions of a compiled kernel."""
+    import tempfile
+
+    import triton
+
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(kernel.asm["cubin"])
+        f.flush()
+        usage, sass = (
+            subprocess.run([cuobjdump, option, f.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+    opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass))
+    ptx = kernel.asm["ptx"]
+    return {
+        "registers": numbers["REG"],
+        "stack": numbers["STACK"] + numbers["LOCAL"],
+        "shared": kernel.metadata.shared,
+        "spills": opcodes["LDL"] + opcodes["STL"],
+        "instructions": sum(opcodes.values()),
+        "warps": kernel.metadata.num_warps,
+        "target": re.search(r"\.target (\w+)", ptx).group(1),
+        "products": sorted(set(re.findall(r"wgmma\.mma_async|tcgen05\.mma\b|mma\.sync", ptx))),
+        "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
+        "approximate_divisions": len(re.findall(r"div\.full\.f32|div\.approx", ptx)),
+    }
+
+
+if __name__ == "__main__":
+    for record in _compile(int(sys.argv[1]), sys.argv[3].split(","), sys.argv[2] == "every"):
+        print("RECORD", json.dumps(record))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def start(arch, methods, cache, inputs="default") -> subprocess.Popen:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    env = {**os.environ, "NVFP4_KERNELS": "triton", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, __file__, str(arch), inputs, ",".join(methods)]
+    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def records(process) -> list[dict]:
+    out, err = process.communicate(timeout=1800)
+    assert process.returncode == 0, err[-3000:]
+    return [json.loads(line.removeprefix("RECORD ")) for line in out.splitlines() if line.startswith("RECORD ")]
+
+
+@pytest.fixture(scope="module")
+def clover(tmp_path_factory) -> dict[int, list[dict]]:
+    pytest.importorskip("triton")
+    processes = {arch: start(arch, DEFAULT, tmp_path_factory.mktemp(f"sm_{arch}")) for arch in ARCHITECTURES}
+    return {arch: records(process) for arch, process in processes.items()}
+
+
+def table(rows) -> str:
+    keys = ("kernel", "registers", "stack", "spills", "shared", "instructions", "constants")
+    return "\n" + "\n".join("  ".join(str(r[k]) for k in keys) for r in rows)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_clovers_kernels_compile(clover, arch):
+    names = Counter(r["kernel"] for r in clover[arch])
+    print(table(clover[arch]))
+    # Rotations: E and E^T in one launch, and the requantization of weight and input, which are one kernel.
+    assert names["rotate_quantize_kernel"] == 2
+    assert {"amax_kernel", "quantize_kernel", "prepare_kernel", "repair_kernel", "decode_kernel"} <= set(names)
+    assert all(re.fullmatch(rf"sm_{arch}[af]?", r["target"]) for r in clover[arch])
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_clovers_kernels_do_not_spill(clover, arch):
+    """All but the pass over grad_output, which keeps two rotated tiles' worth of addresses within 128 registers."""
+    spilling = [r for r in clover[arch] if r["spills"] and r["stack"] > allowed_stack(r, arch)]
+    assert not spilling, table(spilling)
+
+
+def allowed_stack(record, arch) -> int:
+    """Bytes of local memory a thread. Dozens stay in the L1 cache; of a 128 x 128 tile a thread reads 128 bytes.
+    sm_120's mma.sync takes its operands from registers, where 128 are not enough."""
+    if record["kernel"] != "rotate_quantize_kernel":
+        return 0
+    both = "'ROW': True" in record["constants"] and "'COL': True" in record["constants"]
+    if arch == 120:
+        return 1792 if both else 512
+    return 64 if both else 0
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_rotation_runs_on_tensor_cores(clover, arch):
+    for r in clover[arch]:
+        assert r["products"] == ([MATRIX_PRODUCT[arch]] if r["kernel"] == "rotate_quantize_kernel" else [])
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_how_many_rotating_programs_fit_a_multiprocessor(clover, arch):
+    """Of 65536 registers and 227 KiB of shared memory (sm_120: 99 KiB)."""
+    programs, memory = (1, 99) if arch == 120 else (2, 227)
+    for r in clover[arch]:
+        if r["kernel"] == "rotate_quantize_kernel":
+            assert programs * r["registers"] * r["warps"] * 32 <= 65536
+            assert programs * (r["shared"] + 1024) <= memory * 1024, r["shared"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_method_and_input_compiles(arch, tmp_path):
+    pytest.importorskip("triton")
+    from nanochat_fp4.nvfp4.recipes import METHOD_TABLE
+
+    methods = [m for m in METHOD_TABLE if m != "bf16"]
+    every = records(start(arch, methods, tmp_path, "every"))
+    print(table(every))
+    assert len(every) > 20
+    assert all(r["products"] == [MATRIX_PRODUCT[arch]] for r in every if r["kernel"] == "rotate_quantize_kernel")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The operators under torch.compile: what they say they return, and no graph breaks.
+
+
+def operator_calls():
+    """(operator, arguments) of one call each, on tensors that need padding."""
+    import nvfp4_kernels.decode
+    import nvfp4_kernels.quantize  # noqa: F401
+    from nvfp4_kernels.rotate import Operand
+
+    op = torch.ops.nvfp4
+    x, seed = torch.randn(40, 48), torch.tensor(3)
+    codes = op.quantize.default(x, None, None, 0, 6.0, 256.0, [1.0, 1.5], False, 1, True)
+    eden = Operand(6.07, 256.0, (1.0,), False, True, 128, 2, 3)
+    eden_codes = Operand(6.07, 256.0, (1.0,), False, True, 128, 2, 3, emulated=False)
+    aligned = Operand(5.6, 448.0, (1.0,), True, False, 16, 4, 5)
+    plain = Operand(5.6, 448.0, (1.0,), True, False, 0, 4, 5)
+    aligned_codes = Operand(5.6, 448.0, (1.0,), True, False, 16, 4, 5, emulated=False)
+    none = ([], None, None)
+    yield op.amax.default, (x,)
+    for block_rows, stochastic, decode in ((1, False, True), (16, False, True), (1, True, False)):
+        constants = (0, 6.0, 448.0, [1.0], stochastic, block_rows, decode)
+        yield op.quantize.default, (x.bfloat16(), None, seed, *constants)
+    yield op.decode.default, codes[:2]
+    for row, col in ((eden, eden), (plain, aligned), (eden_codes, aligned_codes)):
+        yield op.rotate_quantize.default, (x, None, None, row.packed(), seed, seed, col.packed(), seed, seed)
+    yield op.rotate_quantize.default, (*codes[:3], *none, eden.packed(), seed, seed)
+    yield op.rotate_quantize.default, (x.bfloat16(), None, None, eden_codes.packed(), seed, seed, *none)
+
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU, in the interpreter")
+
+
+@interpreted
+def test_operators_return_what_their_fakes_say():
+    pytest.importorskip("triton")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    seen = set()
+    for op, arguments in operator_calls():
+        real = op(*arguments)
+        with FakeTensorMode() as mode:
+            fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
+        pairs = list(zip(*([v] if isinstance(v, torch.Tensor) else list(v) for v in (real, fake)), strict=True))
+        for r, f in pairs:
+            assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride()), (op, arguments)
+        seen.add(op)
+    assert len(seen) == 4
+
+
+@interpreted
+def test_operators_pass_torchs_own_check():
+    """Fakes with symbolic shapes, functionalization. Its check of the schema cannot do float8: see the next test."""
+    pytest.importorskip("triton")
+    seen = set()
+    for op, arguments in operator_calls():
+        if op not in seen:
+            seen.add(op)
+            torch.library.opcheck(op, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+@interpreted
+def test_operators_neither_change_nor_return_their_inputs():
+    pytest.importorskip("triton")
+    for op, arguments in operator_calls():
+        inputs = [a for a in arguments if isinstance(a, torch.Tensor)]
+        before = [a.clone() for a in inputs]
+        out = op(*arguments)
+        out = [out] if isinstance(out, torch.Tensor) else out
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(inputs, before) if a.dim())
+        pointers = [t.data_ptr() for t in out if t.numel()]
+        assert len(set(pointers)) == len(pointers) and not set(pointers) & {a.data_ptr() for a in inputs}, op
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("method", ["clover", "nvidia"])
+def test_a_layer_compiles_without_graph_breaks(method, monkeypatch):
+    """Forward and backward through the kernels, the same numbers as without a compiler, no recompilation."""
+    pytest.importorskip("triton")
+    import nanochat_fp4 as nf
+
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    torch._dynamo.reset()
+    linear = nf.QuantLinear(64, 48, method=method)
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        x, e = torch.randn(40, 64), torch.randn(40, 48)
+        results = []
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for module in (linear, compiled):
+                torch.manual_seed(2)
+                leaf = x.clone().requires_grad_()
+                y = module(leaf)
+                results.append((y.detach(), *torch.autograd.grad(y, (leaf, linear.weight), e)))
+        for got, want in zip(*results):
+            assert torch.equal(got, want)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# torch's FP4 GEMM, as its shape checks (on meta tensors) describe it.
+
+
+def fp4_matmul(m, n, k, out_dtype=torch.bfloat16):
+    from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+
+    from nanochat_fp4.nvfp4.format import swizzle_scales
+
+    def operand(rows):
+        codes = torch.empty(rows, k // 2, dtype=torch.uint8, device="meta").view(torch.float4_e2m1fn_x2)
+        scales = torch.empty(rows, k // 16, dtype=torch.float8_e4m3fn, device="meta")
+        return codes, [swizzle_scales(scales), torch.empty((), device="meta")]
+
+    (a, a_scales), (b, b_scales) = operand(m), operand(n)
+    recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    return scaled_mm(
+        a, b.T, a_scales, recipe, b_scales, recipe, swizzle_a=swizzle, swizzle_b=swizzle, output_dtype=out_dtype
+    )
+
+
+@pytest.mark.parametrize("m, n, k", [(16384, 9216, 3072), (7, 48, 64), (33, 144, 96), (129, 272, 32), (1, 16, 128)])
+def test_torchs_fp4_matmul_takes_our_layout(m, n, k):
+    for out_dtype in (torch.bfloat16, torch.float32):
+        y = fp4_matmul(m, n, k, out_dtype)
+        assert y.shape == (m, n) and y.dtype == out_dtype
+
+
+@pytest.mark.parametrize("k", [16, 48])
+def test_torchs_fp4_matmul_needs_16_bytes_of_codes(k):
+    with pytest.raises(RuntimeError, match="divisible by 16"):
+        fp4_matmul(128, 128, k)

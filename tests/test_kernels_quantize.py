@@ -1,0 +1,278 @@
+"""The kernels of kernels/nvfp4_kernels/quantize.py and decode.py against the reference, bit for bit.
+
+Without a GPU they run in Triton's interpreter; with one, for real, on the same tensors and on larger ones.
+"""
+
+import pytest
+import torch
+from _assertions import assert_same_bits
+
+pytest.importorskip("triton")
+
+from nvfp4_kernels.decode import decode  # noqa: E402
+from nvfp4_kernels.quantize import amax, quantize  # noqa: E402
+
+from nanochat_fp4.nvfp4.backends import quantize_operand  # noqa: E402
+from nanochat_fp4.nvfp4.format import NVFP4Tensor, swizzle_scales, unswizzle_scales  # noqa: E402
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+UNROTATED = [name for name, rounding in ROUNDINGS.items() if not rounding.ms_eden and name != "scale_search"]
+DTYPES = [torch.float32, torch.bfloat16]
+SEED, STREAM = 5, 3
+
+
+def kernel(x, name, amax_of=None, seed=SEED, want_decoded=True) -> NVFP4Tensor:
+    r = ROUNDINGS[name]
+    constants = (r.grid_max, r.scale_cap, list(r.candidates), r.stochastic, r.block_rows, want_decoded)
+    out = quantize(x.to(DEVICE), amax_of, torch.tensor(seed, device=DEVICE), STREAM, *constants)
+    return NVFP4Tensor(*(t.cpu() for t in out))
+
+
+def assert_as_reference(label, x, name, seed=SEED) -> NVFP4Tensor:
+    got = kernel(x, name, seed=seed)
+    want = quantize_reference(x, ROUNDINGS[name], seed=seed, stream=STREAM)
+    assert_same_bits(f"{label}: tensor_scale", got.tensor_scale, want.tensor_scale)
+    assert_same_bits(f"{label}: scales", got.scales, want.scales)
+    assert_same_bits(f"{label}: codes", got.codes, want.codes)
+    assert got.decoded.dtype == torch.bfloat16
+    assert_same_bits(f"{label}: decoded", got.decoded.float() + 0.0, want.decoded + 0.0)  # a zero may lose its sign
+    return got
+
+
+def uneven(rows, columns) -> torch.Tensor:
+    """Blocks of magnitudes from 1e-18 to 1e4, that is, with subnormal scales; two rows and a block of zeros."""
+    x = torch.randn(rows, columns) * torch.exp(3 * torch.randn(rows, columns))
+    x[0] = x[-1] = 0
+    x[1 % rows, :16] *= 1e-12
+    x[2 % rows, 16:32] = 0
+    return x * torch.logspace(-6, 0, columns // 16).repeat_interleave(16)
+
+
+def ties() -> torch.Tensor:
+    """Values exactly between E2M1's, in BF16: blocks of amax 6 s, tensor_scale 1; and scales exactly between E4M3's."""
+    between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+    line = torch.cat((between, -between))
+    powers = 2.0 ** torch.arange(-9, 9)
+    scale_ties = torch.tensor([1 + k / 16 for k in range(1, 16, 2)])  # halfway between two E4M3 significands
+    rows = [s * line for s in powers] + [s * line for s in scale_ties] + [torch.full((16,), 6 * 448.0)]
+    x = torch.stack(rows).view(1, -1)
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).view(-1, 32)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value)::triton.runtime.interpreter")
+
+
+def test_every_unrotated_rounding_is_covered():
+    assert set(UNROTATED) == {
+        *("rtn", "four_over_six", "rtn_16x16", "four_over_six_16x16", "sr", "sr_four_over_six"),
+        *("scale_search_3", "scale_search_6"),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", UNROTATED)
+def test_random_tensors(name, dtype):
+    shapes = [(33, 64), (1, 16)] if dtype == torch.float32 else [(33, 64), (7, 48)]
+    if DEVICE.type == "cuda":
+        shapes += [(1024, 2048), (333, 4112), (4097, 528)]
+    for shape in shapes:
+        got = assert_as_reference(f"{name} {shape}", uneven(*shape).to(dtype), name)
+        if shape == (33, 64):
+            scales = got.scales.float()
+            assert (scales == 0).any() and ((scales > 0) & (scales < 2.0**-6)).any()  # the test reaches both
+
+
+@pytest.mark.parametrize("name", UNROTATED)
+def test_ties(name):
+    x = ties()
+    assert torch.equal(x.bfloat16().float(), x)
+    assert_as_reference(name, x.bfloat16(), name)
+
+
+@pytest.mark.parametrize("name", ["four_over_six", "sr", "rtn_16x16"])
+def test_every_finite_bf16_value(name):
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = x[torch.isfinite(x.float())].view(-1, 256)
+    assert_as_reference(f"{name} in order", x, name)  # with subnormal values
+    x = x.float()
+    x = x[x.abs() < 1e4]
+    x = x[torch.randperm(len(x))][: len(x) // 64 * 64].view(-1, 64)
+    assert_as_reference(f"{name} shuffled", (x * (x.abs() > 1e-4)).bfloat16(), name)
+
+
+@pytest.mark.parametrize("name", ["rtn", "sr", "four_over_six", "four_over_six_16x16"])
+def test_special_tensors(name):
+    zeros = torch.zeros(5, 32)
+    outlier = torch.randn(5, 32) * 1e-3
+    outlier[3, 17] = -1e4
+    for label, x in {
+        "zeros": torch.stack((zeros, -zeros)).flatten(0, 1),
+        "outlier": outlier,
+        "constant": zeros + 0.3,
+        "large": torch.randn(5, 32) * 1e37,
+        "small": torch.randn(5, 32) * 1e-37,
+        "subnormal": torch.randn(5, 32) * 1e-40,
+    }.items():
+        assert_as_reference(f"{name} {label}", x, name)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["rtn", "sr_four_over_six", "four_over_six_16x16"])
+def test_nan_and_inf_travel_into_everything_that_is_computed(name, value):
+    x = torch.randn(5, 32)
+    x[2, 20] = value
+    got = kernel(x.bfloat16(), name)
+    assert not torch.isfinite(got.tensor_scale)
+    assert not torch.isfinite(got.decoded.float() * got.tensor_scale).any()
+
+
+def test_amax():
+    for shape in [(1, 16), (33, 64), (7, 4096)]:
+        x = torch.randn(shape)
+        x[-1, -1] = -50
+        for t in (x, x.bfloat16()):
+            assert float(amax(t.to(DEVICE))) == 50
+    assert float(amax(torch.zeros(3, 16, device=DEVICE))) == 0
+    x[-1, 3] = float("inf")
+    assert float(amax(x.to(DEVICE))) == float("inf")
+    x[0, 0] = -float("nan")
+    assert torch.isnan(amax(x.to(DEVICE)))
+
+
+@pytest.mark.parametrize("name", ["rtn", "four_over_six_16x16", "sr"])
+def test_a_given_amax_is_used(name):
+    x = torch.randn(9, 48)
+    known = kernel(x, name, amax_of=amax(x.to(DEVICE)))
+    for field in ("codes", "scales", "tensor_scale", "decoded"):
+        assert_same_bits(field, getattr(known, field), getattr(kernel(x, name), field))
+    twice = kernel(x, name, amax_of=2 * amax(x.to(DEVICE)))
+    assert twice.tensor_scale == 2 * known.tensor_scale
+
+
+def test_without_decode():
+    x = torch.randn(9, 48)
+    for name in ("rtn", "rtn_16x16"):
+        bare, full = kernel(x, name, want_decoded=False), kernel(x, name)
+        assert bare.decoded.shape == (0,)
+        assert_same_bits("codes", bare.codes, full.codes)
+        assert_same_bits("scales", bare.scales, full.scales)
+
+
+def test_a_transposed_view():
+    x = torch.randn(48, 32)
+    for t in (x.T, x[:, ::2]):
+        assert_as_reference("view", t, "rtn")
+
+
+def test_stochastic_rounding_follows_the_seed():
+    x = torch.randn(9, 64)
+    a, b, c = kernel(x, "sr", seed=1), kernel(x, "sr", seed=1), kernel(x, "sr", seed=2)
+    assert_same_bits("codes", a.codes, b.codes)
+    assert (a.codes != c.codes).float().mean() > 0.2
+    for seed in (-1, 2**63 - 1, -(2**63)):
+        assert_as_reference(f"seed {seed}", x, "sr", seed=seed)
+
+
+def test_bad_arguments():
+    constants = (6.0, 448.0, [1.0], False)
+    for x, rows in ((torch.randn(4, 24), 1), (torch.randn(4, 32).half(), 1), (torch.randn(32), 1)):
+        with pytest.raises(ValueError, match="expected FP32 or BF16"):
+            quantize(x.to(DEVICE), None, None, 0, *constants, rows, True)
+    with pytest.raises(ValueError, match="block_rows is 4"):
+        quantize(torch.randn(4, 32, device=DEVICE), None, None, 0, *constants, 4, True)
+
+
+def test_decode_of_every_code_and_scale():
+    """All 16 codes with each of the 127 scales, NaN (0x7F) among them."""
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 32, 8).repeat(4, 1, 1).view(128, 8)
+    scales = torch.arange(128, dtype=torch.uint8).view(128, 1)
+    shuffled = torch.stack([codes.roll(i, 0) for i in range(32)]).view(-1, 8)  # each block of bytes with each scale
+    scales = scales.repeat(32, 1).view(torch.float8_e4m3fn)
+    got = decode(shuffled.to(DEVICE), scales.to(DEVICE)).cpu()
+    want = NVFP4Tensor(shuffled, scales, torch.ones(())).decode(torch.bfloat16)
+    nan = scales.view(torch.uint8).flatten() == 127
+    assert torch.isnan(got[nan]).all()
+    assert_same_bits("decoded", got[~nan], want[~nan])
+
+
+@pytest.mark.parametrize("name", ["four_over_six", "rtn_16x16"])
+def test_decode_of_what_quantize_made(name):
+    got = kernel(uneven(33, 80), name)
+    decoded = decode(got.codes.to(DEVICE), got.scales.to(DEVICE)).cpu()
+    assert_same_bits("decoded", decoded.float() + 0.0, got.decoded.float() + 0.0)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The dispatch.
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("name", ["four_over_six_16x16", "sr"])
+def test_dispatch_pads_the_contraction_dimension(name, transpose, monkeypatch):
+    x = torch.randn(40, 64) if transpose else torch.randn(9, 40)
+    seed = torch.tensor(11, device=DEVICE)
+    arguments = {"transpose": transpose, "seed": seed, "stream": 2}
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    got = quantize_operand(x.to(DEVICE), name, **arguments)
+    monkeypatch.setenv("NVFP4_KERNELS", "reference")
+    want = quantize_operand(x.to(DEVICE), name, **arguments)
+    assert got.shape == ((64, 48) if transpose else (9, 48))
+    for field in ("codes", "scales", "tensor_scale"):
+        assert_same_bits(field, getattr(got, field).cpu(), getattr(want, field).cpu())
+
+
+def test_dispatch_requantizes_codes_that_are_not_rotated(monkeypatch):
+    """Unrotated, codes go through their BF16-exact values: the kernel must see what the reference sees."""
+    first = quantize_reference(torch.randn(48, 32), ROUNDINGS["four_over_six"])
+    codes = NVFP4Tensor(*(t.to(DEVICE) for t in (first.codes, first.scales, first.tensor_scale)))
+    results = []
+    for wanted in ("triton", "reference"):
+        monkeypatch.setenv("NVFP4_KERNELS", wanted)
+        results.append(quantize_operand(codes, "rtn", transpose=True))
+    for field in ("codes", "scales", "tensor_scale"):
+        assert_same_bits(field, *(getattr(t, field).cpu() for t in results))
+
+
+def test_swizzle_of_kernel_scales_round_trips():
+    scales = kernel(torch.randn(200, 80), "rtn").scales
+    assert_same_bits("scales", unswizzle_scales(swizzle_scales(scales), 200, 5), scales)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Only on a GPU.
+
+
+@pytest.mark.gpu
+def test_on_a_side_stream():
+    x = torch.randn(2048, 2048, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10_000_000)  # so that work on the wrong stream would run before
+        got = kernel(x * 2, "four_over_six")
+    side.synchronize()
+    want = quantize_reference(x.cpu() * 2, ROUNDINGS["four_over_six"])
+    assert_same_bits("codes", got.codes, want.codes)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rtn", "sr", "rtn_16x16"])
+def test_more_than_2_to_the_31_elements(name):
+    """The last rows as in a tensor of their own under the same amax (the noise of SR follows the position)."""
+    rows, columns = 2**15 + 16, 2**16
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda").normal_()
+    r = ROUNDINGS[name]
+    constants = (r.grid_max, r.scale_cap, list(r.candidates), r.stochastic, r.block_rows, True)
+    seed = torch.tensor(SEED, device="cuda")
+    largest = amax(x)
+    assert float(largest) == float(x.abs().amax())
+    codes, scales, _, decoded = quantize(x, largest, seed, STREAM, *constants)
+    want = quantize(x[-16:], largest, seed, STREAM, *constants)
+    if not r.stochastic:
+        assert_same_bits("codes", codes[-16:], want[0])
+        assert_same_bits("decoded", decoded[-16:], want[3])
+    assert_same_bits("scales", scales[-16:], want[1])
+    step = scales[-16:].float().repeat_interleave(16, 1) * 2 * want[2]
+    assert ((decoded[-16:].float() * want[2] - x[-16:].float()).abs() <= step).all()
