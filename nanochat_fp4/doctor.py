@@ -1,0 +1,272 @@
+"""`python -m nanochat_fp4.doctor`: does this machine compute what the paper says, with which kernels, and how fast?
+
+FP4 software has failed silently before: a GEMM library that returned zeros on one GPU, a recipe whose gradients were
+all zero for three releases. So results are compared with the PyTorch reference on the CPU, which shares no code with
+the kernels and the GEMM of a GPU:
+
+* layers     QuantLinear of every method, forward and backward, against products of the reference's quantized operands;
+* kernels    quantization on random shapes: without a rotation bit for bit, with one at least 99.9% of the values (the
+             tensor cores add 128 terms in an order of their own, so a value next to a rounding boundary may tip);
+* speed      copy and quantization bandwidth and the BF16 GEMM, on a GPU.
+
+Exit status 2 and one line on stderr when something is wrong. `probe` is the part that a training run does at its start.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+
+import nanochat_fp4 as nf
+from nanochat_fp4.common import UserError, autodetect_device_type, one_line, run_main
+from nanochat_fp4.nvfp4.backends import quantize_operand, use_kernels
+from nanochat_fp4.nvfp4.format import NVFP4Tensor
+from nanochat_fp4.nvfp4.gemm import Decoded
+from nanochat_fp4.nvfp4.hadamard import RHT_DIM
+from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference
+from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, Recipe, get_recipe
+
+# Tokens, in_features, out_features: no multiples of 128, so that padding is part of the check.
+LAYER = (144, 96, 160)
+SHAPES = ((144, 160), (1000, 528), (2048, 2048))
+SHAPES_INTERPRETED = ((40, 144),)
+TIPPED = 1e-3  # share of the codes, and of the scales, that may differ after a rotation; of small tensors, four
+# Relative square errors |got - want|^2 / |want|^2.
+SUM_ERROR = 1e-4  # one rounding to BF16 and another order of summation: 3e-6
+ROUNDING_ERROR = 0.1  # two operands of a gradient, stochastically rounded: up to 0.05
+UNROTATED = ("rtn", "four_over_six", "rtn_16x16", "four_over_six_16x16", "sr", "sr_four_over_six", "scale_search")
+ROTATED = (("ms_eden", 128), ("ms_eden_search", 128), ("sr", 128), ("sr", 16))
+
+
+def probe(device: torch.device | str, method: str | Recipe = "clover") -> str:
+    """Checks the chosen backend once: the answer is known, forward and backward. Returns one line for the log.
+
+    A few milliseconds once the kernels are compiled; leaves torch's generators as they were.
+    Raises UserError with one line that says what is wrong.
+    """
+    device = torch.device(device)
+    recipe = get_recipe(method)
+    problem = None
+    if recipe.quantizes and use_kernels(device):
+        names = {o.rounding for g in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (g.a, g.b)}
+        for rounding in sorted(n for n in names if n):
+            ms_eden = get_rounding(rounding).ms_eden
+            problem = problem or kernel_problem(device, rounding, RHT_DIM if ms_eden else 0, LAYER[::2])
+    problem = problem or layer_problem(device, recipe)
+    if problem:
+        raise UserError(
+            f"self-check failed on {device}: {problem}; training would be wrong. See `python -m nanochat_fp4.doctor`, "
+            "or set NVFP4_KERNELS=reference"
+        )
+    return f"self-check passed: {recipe.name} forward and backward as the reference, on {device}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A layer
+
+
+def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
+    """What is wrong with a layer of this method, or None. BF16 activations and FP32 weights, as in training."""
+    recipe = get_recipe(method)
+    tokens, in_features, out_features = LAYER
+    generator = torch.Generator().manual_seed(1234)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16().float()
+
+    x, w, e = normal(tokens, in_features), normal(out_features, in_features), normal(tokens, out_features)
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            torch.manual_seed(1234)
+            layer = nf.QuantLinear(in_features, out_features, method=recipe, device=device)
+            layer.weight.data.copy_(w)
+            leaf = x.to(device, torch.bfloat16).requires_grad_()
+            output = layer(leaf)
+            gradients = torch.autograd.grad(output, (leaf, layer.weight), e.to(device, torch.bfloat16))
+    except RuntimeError as error:  # a kernel that does not compile or launch
+        return f"{recipe.name}: {one_line(error)[:200]}"
+
+    def used(t: torch.Tensor, rounding: str | None) -> torch.Tensor:
+        return t if rounding is None else quantize_reference(t, get_rounding(rounding)).dequantize()
+
+    xq, wq = used(x, recipe.output.a.rounding), used(w, recipe.output.b.rounding)
+    x_wgrad, w_dgrad = (x if recipe.grad_weight.b.raw else xq), (w if recipe.grad_input.b.raw else wq)
+    for name, got, want, gemm in (
+        ("output", output.detach(), xq @ wq.T, None),
+        ("grad_input", gradients[0], e @ w_dgrad, recipe.grad_input),
+        ("grad_weight", gradients[1], e.T @ x_wgrad, recipe.grad_weight),
+    ):
+        rounded = gemm is not None and (gemm.a.rounding or gemm.b.rounding)
+        limit = ROUNDING_ERROR if rounded else SUM_ERROR
+        got = got.float().cpu()
+        if not torch.isfinite(got).all():
+            return f"{recipe.name}: {name} has values that are not finite"
+        if not got.any():
+            return f"{recipe.name}: {name} is all zeros"
+        error = relative_square_error(got, want)
+        if not error < limit:
+            return f"{recipe.name}: {name} has a relative square error of {error:.1e}, expected below {limit:.0e}"
+    return None
+
+
+def relative_square_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).double().square().sum() / want.double().square().sum())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kernels
+
+
+def kernel_problem(device: torch.device, rounding: str, rht_dim: int, shape: tuple[int, int]) -> str | None:
+    """What is wrong with the codes of a random tensor and with what the GEMM would read, or None. Needs use_kernels."""
+    generator = torch.Generator().manual_seed(shape[0])
+    x = torch.randn(shape, generator=generator) * torch.logspace(-6, 0, shape[0]).unsqueeze(1)
+    x = x.bfloat16()
+    spec = get_rounding(rounding)
+    random = {"stream": 3, "rht_dim": rht_dim, "rht_stream": 2}
+    where = f"{rounding}{f' after an RHT of {rht_dim}' if rht_dim else ''}, {shape[0]} x {shape[1]}"
+    for transpose in (False, True) if rht_dim else (False,):
+        padded = x.T if transpose else x
+        padded = torch.nn.functional.pad(padded.float(), (0, -padded.shape[1] % (rht_dim or 16)))
+        want = quantize_reference(padded, spec, seed=7, rht_seed=8, **random)
+        try:
+            seeds = {"seed": torch.tensor(7, device=device), "rht_seed": torch.tensor(8, device=device)}
+            arguments = {"transpose": transpose, **seeds, **random}
+            codes, operand = (
+                quantize_operand(x.to(device), rounding, keep_codes=keep, **arguments) for keep in (True, False)
+            )
+        except RuntimeError as error:
+            return f"{where}: {one_line(error)[:200]}"
+        if rht_dim == 0 and codes.tensor_scale.cpu() != want.tensor_scale:
+            return f"{where}: tensor_scale is {float(codes.tensor_scale):.6e}, expected {float(want.tensor_scale):.6e}"
+        for name, got, expected in (("codes", codes.codes, want.codes), ("scales", codes.scales, want.scales)):
+            wrong = int((got.cpu().view(torch.uint8) != expected.view(torch.uint8)).sum())
+            if wrong > (max(4, TIPPED * got.numel()) if rht_dim else 0):
+                return f"{where}: {wrong} of {got.numel()} {name} differ from the reference"
+        decoded = _value(NVFP4Tensor(codes.codes, codes.scales, codes.tensor_scale))
+        if (decoded != _value(operand)).any():
+            return f"{where}: the operand that the GEMM reads is not the value of the codes"
+    return None
+
+
+def _value(operand: NVFP4Tensor | Decoded) -> torch.Tensor:
+    if isinstance(operand, NVFP4Tensor):
+        return operand.dequantize().cpu()
+    scale = 1.0 if operand.tensor_scale is None else operand.tensor_scale
+    return (operand.values.float() * scale).cpu()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Speed
+
+
+def median_ms(function: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> float:
+    """Median GPU time of a call in milliseconds, by events. The host runs ahead, so launches cost nothing here."""
+    for _ in range(warm_up):
+        function()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    torch.cuda.synchronize()
+    for start, end in events:
+        start.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 30) -> float:
+    """GB/s (10^9 bytes, read and written) of copying a tensor that no cache holds."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / median_ms(lambda: target.copy_(source)) / 1e6
+
+
+def gemm_tflops(device: torch.device, size: int = 8192) -> float:
+    """TFLOP/s of a square BF16 product of random numbers (of zeros it would be faster: less power)."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return 2 * size**3 / median_ms(lambda: a @ b.T, repeats=10) / 1e9
+
+
+def quantize_bandwidth(device: torch.device, rows: int = 16384, columns: int = 8192) -> float:
+    """GB/s of 4/6 with the decode: BF16 read twice (amax, then quantization), codes, scales and the BF16 decode."""
+    x = torch.randn(rows, columns, dtype=torch.bfloat16, device=device)
+    num_bytes = x.numel() * (2 + 2 + 0.5625 + 2)
+    return num_bytes / median_ms(lambda: quantize_operand(x, "four_over_six", keep_codes=True)) / 1e6
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def examine(device: torch.device, methods: tuple[str, ...], say: Callable[[str], None] = print) -> list[str]:
+    """Every check, one line each through `say`; returns the problems."""
+    problems = []
+
+    def report(name: str, problem: str | None) -> None:
+        say(f"  {'FAIL' if problem else 'ok':4s}  {problem or name}")
+        if problem:
+            problems.append(problem)
+
+    say("layers, forward and backward, against products of the reference's operands")
+    for method in methods:
+        report(method, layer_problem(device, method))
+    if use_kernels(device):
+        shapes = SHAPES if device.type == "cuda" else SHAPES_INTERPRETED
+        say(f"kernels against the reference, {', '.join(f'{r} x {c}' for r, c in shapes)}")
+        for rounding, rht_dim in (*((name, 0) for name in UNROTATED), *ROTATED):
+            found = (kernel_problem(device, rounding, rht_dim, shape) for shape in shapes)
+            report(f"{rounding}{f' after an RHT of {rht_dim}' if rht_dim else ''}", next((p for p in found if p), None))
+    else:
+        say("kernels against the reference: nothing to compare, this machine quantizes with the reference")
+    if device.type == "cuda":
+        copy = copy_bandwidth(device)
+        quantize = quantize_bandwidth(device)
+        say("speed")
+        say(f"        copy      {copy:6.0f} GB/s")
+        say(f"        quantize  {quantize:6.0f} GB/s, {quantize / copy:.0%} of copy (4/6: amax, codes, scales, decode)")
+        say(f"        BF16 GEMM {gemm_tflops(device):6.0f} TFLOP/s")
+    return problems
+
+
+def operations(device: torch.device) -> list[str]:
+    """Which backend each operation uses, and why: one line each."""
+    backend = nf.backend()
+    kernels = use_kernels(device)
+    lines = [f"{name:10s} {backend.quantize}" for name in ("quantize", "rotate", "requantize")]
+    decode = "Triton" if kernels and device.type == "cuda" else "PyTorch"
+    return [*lines, f"{'decode':10s} {decode}", f"{'GEMM':10s} {backend.gemm}", f"{'because':10s} {backend.reason}"]
+
+
+def versions() -> str:
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = "not installed"
+    python = ".".join(map(str, sys.version_info[:3]))
+    return f"Python {python}, torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, Triton {triton_version}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--method", default="", help="check the layers of this method only (default: of all)")
+    args = parser.parse_args()
+    methods = (get_recipe(args.method).name,) if args.method else tuple(METHOD_TABLE)
+    device = torch.device(autodetect_device_type())
+    if device.type == "mps":
+        device = torch.device("cpu")
+    print(f"nanochat_fp4 doctor: {versions()}")
+    print(f"device     {torch.cuda.get_device_name() if device.type == 'cuda' else device}")
+    print("\n".join(operations(device)))
+    problems = examine(device, methods)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UserError(f"this machine computes wrong results: {problems[0]}{more}; try NVFP4_KERNELS=reference")
+    print("everything agrees")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,231 @@
+"""The benchmarks: budgets, predictions, refusal to time what is wrong, tables and JSON. Times themselves need a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanochat_fp4.common import UserError
+from nanochat_fp4.nvfp4 import linear
+from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, get_recipe
+from scripts import bench_common as common
+from scripts import bench_linear, bench_quantize
+
+ROOT = Path(__file__).parent.parent
+TINY = {"tiny": {"up": (128, 256), "down": (256, 128)}}
+
+
+def run(module, monkeypatch, capsys, *argv) -> str:
+    monkeypatch.setattr(sys, "argv", [module.__name__, *argv])
+    module.main()
+    return capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Budgets and predictions.
+
+
+def test_layer_sets_are_the_papers_table_6():
+    assert common.TOKENS == 16384
+    qkv, out, upgate, down = common.LAYER_SETS["3B"].values()
+    assert (qkv, out, upgate, down) == ((3072, 9216), (3072, 3072), (3072, 16384), (8192, 3072))
+    for layers in common.LAYER_SETS.values():
+        assert all(size % 128 == 0 for shape in layers.values() for size in shape)
+
+
+def test_the_byte_budget_of_clover():
+    """Per element, as the design's table: forward 2 + 2 + 0.56 + 2 for the input; grad_output is read once for both."""
+    steps = {s.name: s for s in common.layer_steps(get_recipe("clover"), 128, 256, 384, backward=True, native=False)}
+    elements = 128 * 256
+    assert steps["input: amax"].num_bytes + steps["input: four_over_six"].num_bytes == elements * (2 + 2 + 0.5625 + 2)
+    e = steps["grad_output: ms_eden and ms_eden"].num_bytes / (128 * 384)
+    assert e == 2 + 2 * (2 + 2 / 16 + 4 / 128)
+    assert "grad_output: amax" not in steps  # post hoc range alignment
+    assert steps["weight^T: ms_eden"].num_bytes == 256 * 384 * (0.5625 + 2 + 2 / 16 + 4 / 128)
+    native = common.layer_steps(get_recipe("clover"), 128, 256, 384, backward=True, native=True)
+    assert sum(s.fp4_flops for s in native) == 3 * 2 * 128 * 256 * 384 and not any(s.bf16_flops for s in native)
+
+
+@pytest.mark.parametrize("method", METHOD_TABLE)
+@pytest.mark.parametrize("native", [False, True])
+def test_every_method_does_the_flops_of_three_gemms(method, native):
+    recipe = get_recipe(method)
+    for backward in (False, True):
+        steps = common.layer_steps(recipe, 128, 256, 384, backward=backward, native=native)
+        assert sum(s.bf16_flops + s.fp4_flops for s in steps) == (3 if backward else 1) * 2 * 128 * 256 * 384
+        assert all(s.num_bytes > 0 for s in steps)
+
+
+def test_prediction_agrees_with_the_measured_baseline():
+    """BF16 on an H200 took 7.7, 17.0 and 30.3 ms for forward and backward; overheads are not predicted."""
+    records = bench_linear.predict(common.MACHINES["h200"], ["800M", "3B", "7B"], ["bf16", "clover"], common.TOKENS)
+    ms = [r["ms"] for r in records if r["method"] == "bf16" and r["pass"] == "forward+backward"]
+    assert all(0.9 * measured < predicted < measured for predicted, measured in zip(ms, (7.7, 17.0, 30.3)))
+    assert all(1 < r["ratio"] < 1.5 for r in records if r["method"] == "clover")
+
+
+def test_the_slowest_resource_decides():
+    machine = common.Machine("m", bandwidth=1000, bf16=1, fp4=None, instructions=1, source="")
+    assert common.predicted_ms(common.Step("bytes", 1e9, 1e8, 1e8), machine) == pytest.approx(1.0)
+    assert common.predicted_ms(common.Step("instructions", 1e8, 1e9, 1e8), machine) == pytest.approx(1.0)
+    assert common.predicted_ms(common.Step("flops", 1e8, 1e8, 1e9), machine) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("machine", sorted(common.MACHINES))
+@pytest.mark.parametrize("module", [bench_linear, bench_quantize])
+def test_roofline_is_labelled_as_a_prediction(module, machine, monkeypatch, capsys, tmp_path):
+    target = tmp_path / "out" / "numbers.json"
+    out = run(module, monkeypatch, capsys, "--roofline", machine, "--json", str(target))
+    assert out.startswith(f"PREDICTION for {common.MACHINES[machine].name}, not a measurement")
+    content = json.loads(target.read_text())
+    assert content["settings"]["prediction_for"]["name"] == common.MACHINES[machine].name
+    assert len(content["records"]) >= 20 and str(target) in out
+    if module is bench_linear:
+        assert {r["mode"] for r in content["records"]} == {"predicted"}
+
+
+def test_json_goes_to_the_base_directory_by_default(base_dir, monkeypatch, capsys):
+    run(bench_linear, monkeypatch, capsys, "--roofline", "b200", "--models", "800M", "--methods", "all")
+    content = json.loads((base_dir / "bench" / "bench_linear_b200_predicted.json").read_text())
+    assert {r["method"] for r in content["records"]} == set(METHOD_TABLE)
+    assert "torch" in json.dumps(content["environment"])
+
+
+def test_table():
+    text = common.table(["name", "ms"], [["a", 1.5], ["long", 10.25]]).splitlines()
+    assert text == ["name      ms", "----  ------", "a      1.500", "long  10.250"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Bad input.
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("script", ["bench_linear", "bench_quantize"])
+def test_without_cuda_one_line(script):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    command = [sys.executable, "-m", f"scripts.{script}"]
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert "no CUDA device" in result.stderr and "--roofline" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "module, argv, message",
+    [
+        (bench_linear, ["--models", "3B,4B"], "--models is '3B,4B'"),
+        (bench_linear, ["--models", ""], "expected some of 800M, 3B"),
+        (bench_linear, ["--rounds", "0"], "at least 1"),
+        (bench_linear, ["--methods", "clever"], "unknown QAT method 'clever'"),
+        (bench_quantize, ["--rows", "100"], "multiples of 128"),
+        (bench_quantize, ["--only", "nothing"], "matches none of: amax"),
+    ],
+)
+def test_bad_arguments(module, argv, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench", *argv])
+    with pytest.raises((UserError, ValueError), match=message):
+        module.main()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The measuring itself, with a CPU's clock in place of CUDA's events.
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    def timed(function) -> float:
+        start = time.perf_counter()
+        function()
+        return (time.perf_counter() - start) * 1e3
+
+    cpu = torch.device("cpu")
+    monkeypatch.delenv("NVFP4_KERNELS", raising=False)
+    monkeypatch.setattr(common, "need_cuda", lambda script: cpu)
+    monkeypatch.setattr(common, "LAYER_SETS", TINY)
+    monkeypatch.setattr(bench_linear, "medians", lambda fs, rounds, calls: {name: timed(f) for name, f in fs.items()})
+    monkeypatch.setattr(bench_quantize, "median_ms", timed)
+    return cpu
+
+
+def test_measure_layers(on_a_cpu):
+    methods = ["bf16", *bench_linear.METHODS]
+    records, problems = bench_linear.measure(["tiny"], methods, 256, ["eager"], 1, 1)
+    assert problems == []
+    assert [(r["pass"], r["method"]) for r in records] == [(p, m) for p in bench_linear.PASSES for m in methods]
+    assert all(r["ms"] > 0 and r["tflops"] > 0 for r in records)
+    assert all(r["ratio"] == 1 for r in records if r["method"] == "bf16")
+    assert "x BF16" in bench_linear.show(records)
+
+
+def test_a_wrong_method_is_not_timed(on_a_cpu, monkeypatch):
+    real = linear.gemm
+    monkeypatch.setattr(linear, "gemm", lambda a, b, **kw: torch.zeros_like(real(a, b, **kw)))
+    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 256, ["eager"], 1, 1)
+    assert {r["method"] for r in records} == {"bf16"}
+    assert problems == ["clover: output is all zeros"]
+
+
+def test_a_method_that_is_wrong_only_at_the_benchmarks_shape_is_not_timed(on_a_cpu, monkeypatch):
+    """As after an overflow of an index: the small layer of the doctor is right."""
+    real = linear.gemm
+
+    def gemm(a, b, **kw):
+        y = real(a, b, **kw)
+        return y * (torch.arange(len(y)) < 200).unsqueeze(1) if len(y) == 256 else y
+
+    monkeypatch.setattr(linear, "gemm", gemm)
+    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 256, ["eager"], 1, 1)
+    assert {r["method"] for r in records} == {"bf16"}
+    assert len(problems) == 1 and "tiny up: output is off BF16" in problems[0]
+
+
+def test_measure_every_kernel(on_a_cpu, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    monkeypatch.setattr(bench_quantize, "kernel_problem", lambda *args: None)
+    chosen = bench_quantize.kernels(128, 128)
+    records, problems = bench_quantize.measure(chosen, on_a_cpu, copy=100.0)
+    assert problems == [] and [r["kernel"] for r in records] == list(chosen)
+    decode = next(r for r in records if r["kernel"] == "decode")
+    assert decode["bytes"] == 128 * 128 * (0.5 + 1 / 16 + 2)
+    assert decode["share_of_copy"] == pytest.approx(decode["bytes"] / decode["ms"] / 1e6 / 100)
+
+
+def test_a_kernel_that_fails_its_check_is_not_timed(on_a_cpu, monkeypatch):
+    pytest.importorskip("triton")
+    chosen = {
+        k: v for k, v in bench_quantize.kernels(128, 128).items() if k in ("decode", "requantize clover -> codes")
+    }
+    problem = lambda device, rounding, rht_dim, shape: "codes differ" if rounding == "ms_eden" else None  # noqa: E731
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    monkeypatch.setattr(bench_quantize, "kernel_problem", problem)
+    records, problems = bench_quantize.measure(chosen, on_a_cpu, copy=100.0)
+    assert [r["kernel"] for r in records] == ["decode"]
+    assert problems == ["requantize clover -> codes (codes differ)"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(common, "LAYER_SETS", {"tiny": {"up": (512, 1024)}})
+    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 1024, ["eager", "graph"], 2, 2)
+    assert problems == [] and len(records) == 8 and all(0 < r["ms"] < 100 for r in records)
+
+
+@pytest.mark.gpu
+def test_a_graph_draws_fresh_randomness_at_each_replay():
+    weight, x = torch.randn(256, 128, device="cuda"), torch.randn(128, 128, device="cuda", dtype=torch.bfloat16)
+    layer = bench_linear.Layer(
+        "clover", 128, 256, weight, x.requires_grad_(), torch.randn(128, 256, device="cuda").bfloat16()
+    )
+    results = []
+    replay = bench_linear.graphed(lambda: results.append(layer.forward_backward()))
+    replay()
+    first = [t.clone() for t in results[-1]]
+    replay()
+    assert torch.equal(results[-1][0], first[0])  # the forward pass draws nothing
+    assert not torch.equal(results[-1][1], first[1]) and not torch.equal(results[-1][2], first[2])

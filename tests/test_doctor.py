@@ -1,0 +1,238 @@
+"""The doctor and the start-up probe: silent on a sound machine, one clear line for every fault that is injected."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanochat_fp4 import doctor
+from nanochat_fp4.common import UserError
+from nanochat_fp4.nvfp4 import backends, linear
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
+from nanochat_fp4.nvfp4.recipes import METHOD_TABLE
+
+ROOT = Path(__file__).parent.parent
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"]
+
+
+@pytest.fixture(autouse=True)
+def kernels_by_default(monkeypatch):
+    monkeypatch.delenv("NVFP4_KERNELS", raising=False)
+
+
+def use_interpreted_kernels(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A sound machine.
+
+
+@pytest.mark.parametrize("method", METHOD_TABLE)
+def test_every_layer_passes(method):
+    assert doctor.layer_problem(DEVICE, method) is None
+
+
+def test_probe_passes_quickly_and_says_so():
+    assert "clover" in doctor.probe(DEVICE)
+    start = time.perf_counter()
+    doctor.probe(DEVICE)
+    assert time.perf_counter() - start < 2  # about 0.2 s on a CPU that does nothing else
+    assert "nvidia" in doctor.probe(str(DEVICE), "nvidia")
+
+
+def test_probe_leaves_the_generators_alone():
+    torch.manual_seed(5)
+    want = torch.rand(3, device=DEVICE)
+    torch.manual_seed(5)
+    doctor.probe(DEVICE)
+    assert torch.equal(torch.rand(3, device=DEVICE), want)
+
+
+def test_probe_checks_the_kernels_where_they_are_used(monkeypatch):
+    use_interpreted_kernels(monkeypatch)
+    seen = []
+    real = doctor.kernel_problem
+    monkeypatch.setattr(doctor, "kernel_problem", lambda *a: seen.append(a[1]) or real(*a))
+    doctor.probe(DEVICE, "clover")
+    assert seen == ["four_over_six", "ms_eden"]
+
+
+def test_the_command_passes_here():
+    command = [sys.executable, "-m", "nanochat_fp4.doctor", "--method", "clover"]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    result = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    assert "everything agrees" in result.stdout and "FAIL" not in result.stdout
+    assert "GEMM" in result.stdout and "because" in result.stdout
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Faults.
+
+
+def failure(method="clover") -> str:
+    with pytest.raises(UserError) as caught:
+        doctor.probe(DEVICE, method)
+    text = str(caught.value)
+    assert "\n" not in text and "NVFP4_KERNELS=reference" in text
+    return text
+
+
+def inject(monkeypatch, calls, damage):
+    """Damages the results of the calls-th GEMMs of a layer: 0 forward, 1 dgrad, 2 wgrad."""
+    real, count = linear.gemm, [0]
+
+    def gemm(a, b, **kw):
+        y = real(a, b, **kw)
+        count[0] += 1
+        return damage(y) if (count[0] - 1) % 3 in calls else y
+
+    monkeypatch.setattr(linear, "gemm", gemm)
+
+
+@pytest.mark.parametrize("method", ["bf16", *TRAINING])
+def test_a_gemm_that_returns_zeros(method, monkeypatch):
+    if method == "bf16":  # not ours
+        monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w, b: 0 * (x @ w.T.to(x.dtype)))
+    else:
+        inject(monkeypatch, (0, 1, 2), torch.zeros_like)
+    assert "output is all zeros" in failure(method)
+
+
+@pytest.mark.parametrize("method", TRAINING)
+@pytest.mark.parametrize("call, name", [(1, "grad_input"), (2, "grad_weight")])
+def test_a_backward_gemm_that_returns_zeros(method, call, name, monkeypatch):
+    inject(monkeypatch, (call,), torch.zeros_like)
+    assert f"{name} is all zeros" in failure(method)
+
+
+@pytest.mark.parametrize(
+    "damage, text",
+    [
+        (lambda y: y * 1.02, "relative square error of 4"),
+        (lambda y: torch.where(torch.arange(y.shape[1], device=y.device) == 3, 0, y), "relative square error"),
+        (lambda y: y.roll(1, 0), "relative square error"),
+        (lambda y: y * float("nan"), "not finite"),
+    ],
+)
+def test_a_gemm_that_is_wrong(damage, text, monkeypatch):
+    inject(monkeypatch, (0,), damage)
+    assert text in failure()
+
+
+def test_operands_rotated_with_different_signs(monkeypatch):
+    real = linear._operands
+
+    def operands(*args):
+        a, b = real(*args)
+        return a, {**b, "rht_stream": a["rht_stream"] + 1}
+
+    monkeypatch.setattr(linear, "_operands", operands)
+    assert "grad_input has a relative square error" in failure()
+
+
+def test_an_error_in_a_kernel_is_one_line(monkeypatch):
+    def gemm(*args, **kw):
+        raise RuntimeError("cublasGemmEx returned status 15\nand a long story")
+
+    monkeypatch.setattr(linear, "gemm", gemm)
+    assert "status 15" in failure()
+
+
+def test_a_kernel_that_returns_wrong_codes(monkeypatch):
+    use_interpreted_kernels(monkeypatch)
+    import nvfp4_kernels.quantize as kernels
+
+    real = kernels.quantize
+
+    def quantize(*args):
+        codes, *rest = real(*args)
+        codes[3, 5] ^= 1  # one code, by one step
+        return codes, *rest
+
+    monkeypatch.setattr(kernels, "quantize", quantize)
+    assert "four_over_six" in failure() and "1 of " in failure() and "codes differ" in failure()
+
+
+@pytest.mark.parametrize("what", ["codes", "scales", "decoded"])
+def test_a_rotating_kernel_that_is_wrong(what, monkeypatch):
+    use_interpreted_kernels(monkeypatch)
+    import nvfp4_kernels.rotate as kernels
+
+    real = kernels.rotate_quantize
+
+    def rotate_quantize(*args):
+        tensors = real(*args)
+        emulated = len(tensors) == 1
+        if what == "decoded" and emulated:
+            tensors[0][7, 9] *= 2
+        elif what != "decoded" and not emulated:
+            damaged = tensors[what == "scales"].view(torch.uint8)
+            damaged[::8] += 1
+        return tensors
+
+    monkeypatch.setattr(kernels, "rotate_quantize", rotate_quantize)
+    text = failure()
+    assert "ms_eden after an RHT of 128" in text
+    assert ("the operand that the GEMM reads" if what == "decoded" else f"{what} differ") in text
+
+
+def test_examine_lists_every_problem(monkeypatch):
+    inject(monkeypatch, (0,), torch.zeros_like)
+    lines = []
+    problems = doctor.examine(torch.device("cpu"), ("clover", "bf16"), lines.append)
+    assert problems == ["clover: output is all zeros"]
+    assert any("FAIL" in line for line in lines) and any("ok    bf16" in line for line in lines)
+
+
+def test_the_command_fails_with_one_line(monkeypatch, capsys):
+    inject(monkeypatch, (0, 1, 2), torch.zeros_like)
+    monkeypatch.setattr(sys, "argv", ["doctor", "--method", "clover"])
+    with pytest.raises(SystemExit) as caught:
+        doctor.run_main(doctor.main)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert [line for line in error if line.startswith("error:")] == [
+        "error: this machine computes wrong results: clover: output is all zeros; try NVFP4_KERNELS=reference"
+    ]
+
+
+def test_unknown_method_and_unknown_kernels(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["doctor", "--method", "clever"])
+    with pytest.raises(SystemExit):
+        doctor.run_main(doctor.main)
+    assert "unknown QAT method 'clever'" in capsys.readouterr().err
+    monkeypatch.setenv("NVFP4_KERNELS", "cutlass")
+    with pytest.raises(ValueError, match="NVFP4_KERNELS is 'cutlass'"):
+        doctor.probe("cpu")
+
+
+def test_what_is_examined_covers_what_methods_use():
+    used = {
+        o.rounding for r in METHOD_TABLE.values() for g in (r.output, r.grad_input, r.grad_weight) for o in (g.a, g.b)
+    }
+    assert used - {None} <= {*doctor.UNROTATED, *(name for name, _ in doctor.ROTATED)}
+    assert all(name in ROUNDINGS for name in (*doctor.UNROTATED, *(name for name, _ in doctor.ROTATED)))
+
+
+def test_operations_names_a_backend_for_each():
+    lines = doctor.operations(DEVICE)
+    assert [line.split()[0] for line in lines] == ["quantize", "rotate", "requantize", "decode", "GEMM", "because"]
+    assert backends.backend().gemm in lines[4]
+
+
+@pytest.mark.gpu
+def test_speed_is_plausible():
+    device = torch.device("cuda")
+    assert 50 < doctor.copy_bandwidth(device, 1 << 28) < 20_000
+    assert 10 < doctor.quantize_bandwidth(device, 4096, 4096) < 20_000
+    assert 5 < doctor.gemm_tflops(device, 2048) < 5000
