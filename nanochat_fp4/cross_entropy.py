@@ -1,0 +1,204 @@
+"""
+The loss of a language model without its logits: linear, soft cap and cross-entropy, some tokens at a time.
+
+With a vocabulary of 65,536 the logits of one 2048-token sequence take 0.5 GiB in FP32, and plain PyTorch keeps several
+copies until the backward pass. Here only one chunk of them exists at any time:
+
+    logits = x @ weight^T                         in the compute dtype (BF16 under autocast)
+    z      = softcap * tanh(logits / softcap)     in FP32
+    loss_i = logsumexp(z_i) - z_i[target_i]
+
+Where the reduction is known (mean, sum), the gradients of x and weight are made chunk by chunk during the forward, so
+nothing is computed twice; what stays for the backward is two tensors of the sizes of x and weight. Per-token losses
+(reduction "none") do not know their weights yet: their backward runs the same sweep a second time.
+
+The sweep is a custom operator, so torch.compile(fullgraph=True) of a model around it sees one opaque node and cannot
+decide to keep the logits after all.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Elements of one chunk of logits. On a GPU: 2048 tokens at 65,536 entries, 0.25 GiB in BF16. On a CPU: 8 MiB, which
+# stays close to the caches.
+CHUNK_ELEMENTS = {"cuda": 2**27}
+CHUNK_ELEMENTS_ELSEWHERE = 2**21
+# Each chunk adds its part to the weight's whole gradient, which must not cost more than the chunk itself.
+MIN_CHUNK_TOKENS = 512
+
+
+def _chunk_loss(logits: Tensor, targets: Tensor, token_weight: Tensor | None, vocab_size: int, softcap: float):
+    """
+    One chunk: logits (C, V) in any float dtype, targets (C,), token_weight (C,) FP32 or None.
+
+    Returns losses (C,) FP32 (0 where ignored) and the gradient of sum(token_weight * losses) with respect to logits
+    (C, V) in their dtype; None without token_weight. Columns from vocab_size on are padding and take no part.
+    """
+    capped = torch.tanh(logits[:, :vocab_size].float() / softcap)
+    log_probs = F.log_softmax(softcap * capped, dim=-1)
+    target = targets.clamp_min(0).unsqueeze(1)
+    losses = torch.where(targets >= 0, -log_probs.gather(1, target).squeeze(1), 0.0)
+    if token_weight is None:
+        return losses, None
+    # A comparison instead of a scatter: it fuses with the rest, so that no FP32 copy of the chunk is written.
+    one_hot = torch.arange(vocab_size, device=logits.device) == target
+    scale = torch.where(targets >= 0, token_weight, 0.0).unsqueeze(1)
+    grad = (log_probs.exp() - one_hot.float()) * (1 - capped * capped) * scale
+    return losses, F.pad(grad, (0, logits.size(1) - vocab_size)).to(logits.dtype)
+
+
+@functools.cache
+def _compiled_chunk_loss() -> Callable:
+    """Eagerly it is ten passes over the chunk, fused about three. Made at first use: the compiler is slow to import."""
+    return torch.compile(_chunk_loss, fullgraph=True)
+
+
+def _sweep(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_weight: Tensor | None,
+    vocab_size: int,
+    softcap: float,
+    compute_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Losses (N,) FP32 and, where token_weight (N,) is given, the gradients of sum(token_weight * losses)."""
+    num_tokens, num_rows = x.size(0), weight.size(0)
+    limit = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE)
+    num_chunks = max(1, -(-num_tokens // max(limit // num_rows, MIN_CHUNK_TOKENS)))
+    chunk = max(1, -(-num_tokens // num_chunks))  # chunks of equal size: one compiled graph
+    chunk_loss = _compiled_chunk_loss() if x.is_cuda else _chunk_loss  # CPUs and MPS need no compiler
+
+    losses = torch.zeros(num_tokens, dtype=torch.float32, device=x.device)
+    grad_x = grad_weight = None
+    if token_weight is not None:
+        grad_x = torch.zeros_like(x)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+    with torch.autocast(x.device.type, enabled=False):  # dtypes are chosen here, not by operator lists
+        w = weight.to(compute_dtype)
+        for start in range(0, num_tokens, chunk):
+            part = slice(start, min(start + chunk, num_tokens))
+            x_part = x[part].to(compute_dtype)
+            weight_part = None if token_weight is None else token_weight[part]
+            losses[part], grad_logits = chunk_loss(x_part @ w.T, targets[part], weight_part, vocab_size, softcap)
+            if token_weight is not None:
+                grad_x[part] = grad_logits @ w
+                grad_weight += grad_logits.T @ x_part
+    if grad_weight is not None:
+        grad_weight = grad_weight.to(weight.dtype)
+    return losses, grad_x, grad_weight
+
+
+@torch.library.custom_op("nanochat_fp4::linear_cross_entropy_sum", mutates_args=())
+def _weighted_sum(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_weight: Tensor,
+    vocab_size: int,
+    softcap: float,
+    compute_dtype: torch.dtype,
+    want_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """sum(token_weight * losses) () FP32 and its gradients for x and weight (empty unless want_grad)."""
+    losses, grad_x, grad_weight = _sweep(
+        x, weight, targets, token_weight if want_grad else None, vocab_size, softcap, compute_dtype
+    )
+    loss = (losses * token_weight).sum()
+    if not want_grad:
+        grad_x, grad_weight = x.new_empty(0), weight.new_empty(0)
+    return loss, grad_x, grad_weight
+
+
+@_weighted_sum.register_fake
+def _(x, weight, targets, token_weight, vocab_size, softcap, compute_dtype, want_grad):
+    loss = x.new_empty((), dtype=torch.float32)
+    if not want_grad:
+        return loss, x.new_empty(0), weight.new_empty(0)
+    return loss, torch.empty_like(x), torch.empty_like(weight)
+
+
+def _save_gradients(ctx, inputs, output):
+    _, grad_x, grad_weight = output
+    if not inputs[7]:
+        raise RuntimeError("linear_cross_entropy_sum was called with want_grad=False where a gradient is needed")
+    ctx.save_for_backward(grad_x, grad_weight)
+
+
+def _scale_gradients(ctx, grad_loss, _grad_x, _grad_weight):
+    grad_x, grad_weight = ctx.saved_tensors
+    return grad_x * grad_loss, grad_weight * grad_loss, None, None, None, None, None, None
+
+
+_weighted_sum.register_autograd(_scale_gradients, setup_context=_save_gradients)
+
+
+@torch.library.custom_op("nanochat_fp4::linear_cross_entropy_none", mutates_args=())
+def _per_token(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float, compute_dtype: torch.dtype
+) -> Tensor:
+    """Losses (N,) FP32."""
+    return _sweep(x, weight, targets, None, vocab_size, softcap, compute_dtype)[0]
+
+
+@_per_token.register_fake
+def _(x, weight, targets, vocab_size, softcap, compute_dtype):
+    return x.new_empty(x.size(0), dtype=torch.float32)
+
+
+def _save_inputs(ctx, inputs, output):
+    x, weight, targets, *ctx.rest = inputs
+    ctx.save_for_backward(x, weight, targets)
+
+
+def _sweep_again(ctx, grad_losses):
+    _, grad_x, grad_weight = _weighted_sum(*ctx.saved_tensors, grad_losses.contiguous(), *ctx.rest, True)
+    return grad_x, grad_weight, None, None, None, None
+
+
+_per_token.register_autograd(_sweep_again, setup_context=_save_inputs)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int | None = None,
+    softcap: float = 15.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> Tensor:
+    """
+    F.cross_entropy(softcap * tanh(x @ weight.T / softcap), targets, ignore_index=-1), the logits never kept.
+
+    Args:
+        x: (..., D), float. weight: (rows, D), rows >= vocab_size; further rows are padding and get a zero gradient.
+        targets: (...) int64; negative ones (nanochat: -1) are ignored.
+        vocab_size: entries that count (default: all rows).
+        reduction: "mean" over the targets that count, "sum", or "none" for all losses, flattened, 0 where ignored.
+            A batch without any target that counts has mean 0 and no gradient (F.cross_entropy gives NaN, which would
+            end a fine-tuning run because of one row without an answer).
+
+    Products are taken in autocast's dtype where autocast is on, else in x's; soft cap, softmax and sums in FP32.
+    Returns FP32: () or (N,) for "none". Raises ValueError for shapes that do not fit and an unknown reduction.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"unknown loss reduction {reduction!r}; use 'mean', 'sum' or 'none'")
+    if x.shape[:-1] != targets.shape:
+        raise ValueError(f"targets {tuple(targets.shape)} do not fit x {tuple(x.shape)}; expected one target a token")
+    vocab_size = weight.size(0) if vocab_size is None else vocab_size
+    device_type = x.device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    compute_dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
+    x, targets = x.reshape(-1, x.size(-1)).contiguous(), targets.reshape(-1)
+    if reduction == "none":
+        return _per_token(x, weight, targets, vocab_size, softcap, compute_dtype)
+    token_weight = (targets >= 0).float()
+    if reduction == "mean":
+        token_weight = token_weight / token_weight.sum().clamp_min(1)
+    args = (x, weight, targets, token_weight, vocab_size, softcap, compute_dtype)
+    return _weighted_sum(*args, torch.is_grad_enabled())[0]

@@ -1,0 +1,235 @@
+"""
+Causal attention with a sliding window: one signature (FlashAttention-3's) over three backends.
+
+    fa3    FlashAttention-3 from Hugging Face's `kernels` package: Hopper, FP16 or BF16
+    flex   torch's FlexAttention: sliding windows on other GPUs, inside torch.compile (outside it is not fused)
+    sdpa   torch's scaled_dot_product_attention: everywhere; a window needs an explicit mask there
+
+The fastest one that can do a call is chosen for that call. NANOCHAT_ATTENTION=fa3|flex|sdpa, or `use(...)` in a test,
+forces one; a forced backend that cannot run raises instead of falling back.
+
+A window is FlashAttention's (left, right): position i sees i - left .. i, so left + 1 keys; left < 0 is no limit.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat_fp4.common import one_line, print0
+
+BACKENDS = ("fa3", "flex", "sdpa")
+FA3_REPOSITORY = "varunneal/flash-attention-3"  # nanochat's choice on Hopper
+
+_NOT_TRIED = "it is looked for only when a model is set up on a CUDA device"
+
+_fa3: ModuleType | None = None
+_fa3_reason: str | None = _NOT_TRIED
+_forced: str | None = None
+_announced: set[str] = set()
+
+try:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    _flex_reason = None
+except ImportError as error:
+    _flex_reason = f"this torch has no FlexAttention ({one_line(error)})"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What there is
+
+
+def _load_fa3() -> tuple[ModuleType | None, str | None]:
+    """(FlashAttention-3's interface module, None) or (None, the reason why not)."""
+    if not torch.cuda.is_available():
+        return None, "it needs a Hopper GPU, and there is no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if major != 9:
+        return None, f"it needs a Hopper GPU (sm_90), and this is sm_{major}{minor}"
+    try:
+        from kernels import get_kernel
+
+        return get_kernel(FA3_REPOSITORY).flash_attn_interface, None
+    except Exception as e:  # a package that may be missing, a download, a foreign binary: each can fail in its own way
+        return None, f"loading {FA3_REPOSITORY} failed: {type(e).__name__}: {one_line(e)}"
+
+
+def unavailable_reason(backend: str) -> str | None:
+    """None where `backend` can run on this machine (for fa3: after setup), else why it cannot. Raises ValueError."""
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown attention backend {backend!r}; use one of {', '.join(BACKENDS)}")
+    if backend == "fa3":
+        return _fa3_reason
+    return _flex_reason if backend == "flex" else None
+
+
+def available(backend: str) -> bool:
+    return unavailable_reason(backend) is None
+
+
+def _force(backend: str | None) -> None:
+    global _forced
+    if backend is not None and (reason := unavailable_reason(backend)):
+        raise ValueError(f"attention backend {backend} cannot run: {reason}; use NANOCHAT_ATTENTION=sdpa, or unset it")
+    _forced = backend
+
+
+@contextlib.contextmanager
+def use(backend: str | None) -> Iterator[None]:
+    """Force a backend for all calls inside (None: choose automatically). For tests and comparisons."""
+    before = _forced
+    _force(backend)
+    try:
+        yield
+    finally:
+        _force(before)
+
+
+def setup(device_type: str, windowed: bool = False) -> str:
+    """
+    Look for FlashAttention-3, obey NANOCHAT_ATTENTION, and say once, in one line, what will be used and what it costs.
+
+    Outside of compiled code, because nothing can be loaded or printed in it: the model does this in init_weights.
+    `windowed`: the model has sliding windows. Returns the line. Raises ValueError for a forced backend that cannot run.
+    """
+    global _fa3, _fa3_reason
+    wanted = os.environ.get("NANOCHAT_ATTENTION") or None
+    if device_type == "cuda" and wanted in (None, "fa3") and _fa3_reason == _NOT_TRIED:
+        _fa3, _fa3_reason = _load_fa3()
+    if wanted is not None:
+        _force(wanted)
+    line = _describe(device_type, windowed)
+    if line not in _announced:
+        _announced.add(line)
+        print0(line)
+    return line
+
+
+def _describe(device_type: str, windowed: bool) -> str:
+    masked = "SDPA, sliding windows by a T x T mask: a windowed layer costs as much as a full one, and no flash kernel"
+    if _forced is not None:
+        return f"attention: {_forced}, as asked for"
+    if device_type != "cuda":
+        return f"attention: {masked if windowed else 'SDPA'} ({device_type})"
+    if _fa3 is not None:
+        return "attention: FlashAttention-3"
+    if not windowed:
+        return f"attention: SDPA (FlashAttention-3: {_fa3_reason})"
+    if _flex_reason is None:
+        line = f"attention: FlexAttention for sliding windows where compiled, else {masked}; SDPA for full context"
+        return f"{line} (FlashAttention-3: {_fa3_reason})"
+    return f"attention: {masked} (FlashAttention-3: {_fa3_reason}; FlexAttention: {_flex_reason})"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The backends. q (B, Tq, H, D), k and v (B, Tk, H_kv, D) with H a multiple of H_kv; the queries are the last Tq of the
+# Tk positions. Results are (B, Tq, H, D).
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    num_q, num_k = q.size(2), k.size(2)
+    if num_q == 1 and left >= 0:  # one new token: what it sees is a slice, and needs no mask
+        k, v = k[:, :, -(left + 1) :], v[:, :, -(left + 1) :]
+        num_k = k.size(2)
+    grouped = q.size(1) != k.size(1)
+    narrow = 0 <= left < num_k - 1
+    if num_q == 1 or (num_q == num_k and not narrow):
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=num_q > 1, enable_gqa=grouped)
+        return y.transpose(1, 2)
+    query = torch.arange(num_k - num_q, num_k, device=q.device).unsqueeze(1)
+    key = torch.arange(num_k, device=q.device)
+    mask = key <= query
+    if narrow:
+        mask = mask & (query - key <= left)
+    if grouped:  # with a mask, CUDA has no fused kernel for grouped heads: without copies it would keep T x T scores
+        repeats = q.size(1) // k.size(1)
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
+    def visible(_batch, _head, query, key):
+        return (key <= query) & (query - key <= left) if left >= 0 else key <= query
+
+    # Made anew in each call: inside torch.compile the equal masks of layers become one, and a cache would not trace.
+    mask = create_block_mask(visible, None, None, q.size(1), k.size(1), device=q.device)
+    y = flex_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=mask, enable_gqa=q.size(2) != k.size(2)
+    )
+    return y.transpose(1, 2)
+
+
+def _choose(q: Tensor, left: int) -> str:
+    if _forced is not None:
+        return _forced
+    if q.is_cuda:
+        if _fa3 is not None and q.dtype in (torch.bfloat16, torch.float16):
+            return "fa3"
+        if _flex_reason is None and 0 <= left < q.size(1) - 1 and torch.compiler.is_compiling():
+            return "flex"
+    return "sdpa"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Public functions
+
+
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, window_size: tuple[int, int] = (-1, 0)
+) -> Tensor:
+    """
+    Causal attention over whole sequences, differentiable.
+
+    q (B, T, H, D), k and v (B, T, H_kv, D), one dtype; returns (B, T, H, D). `causal` is part of FlashAttention's
+    signature; only True is supported (ValueError).
+    """
+    if not causal:
+        raise ValueError("only causal attention is supported; pass causal=True")
+    backend = _choose(q, window_size[0])
+    if backend == "fa3":
+        return _fa3.flash_attn_func(q, k, v, causal=True, window_size=window_size)
+    return _flex(q, k, v, window_size[0]) if backend == "flex" else _sdpa(q, k, v, window_size[0])
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    position: int | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, 0),
+) -> Tensor:
+    """
+    Attention of T new tokens to themselves and to what the caches hold; writes k and v into the caches.
+
+    q (B, T, H, D), k and v (B, T, H_kv, D); k_cache and v_cache (B, T_max, H_kv, D) in q's dtype, changed in place;
+    cache_seqlens (B,) int32, how many positions are filled: the same for all rows, and `position` is that number where
+    the caller knows it (reading it from a GPU would stall). Returns (B, T, H, D). No gradient.
+    Raises ValueError for a cache of another dtype and for one that is full.
+    """
+    if not causal:
+        raise ValueError("only causal attention is supported; pass causal=True")
+    if k_cache.dtype != q.dtype:
+        raise ValueError(
+            f"the KV cache is {k_cache.dtype} but the model computes in {q.dtype}; make it KVCache(dtype=)"
+        )
+    position = int(cache_seqlens[0]) if position is None else position
+    end = position + q.size(1)
+    if end > k_cache.size(1):
+        raise ValueError(f"the KV cache holds {k_cache.size(1)} positions and {end} are needed; make it longer")
+    if _choose(q, window_size[0]) == "fa3":
+        return _fa3.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k=k, v=v, cache_seqlens=cache_seqlens, causal=True, window_size=window_size
+        )
+    k_cache[:, position:end] = k
+    v_cache[:, position:end] = v
+    return _sdpa(q, k_cache[:, :end], v_cache[:, :end], window_size[0])

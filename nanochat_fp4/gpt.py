@@ -1,0 +1,391 @@
+"""
+nanochat's GPT, as it is at revision f5425245f: the same function of the same state dict.
+
+- rotary positions; queries and keys are normalized after the rotation
+- RMSNorm without weights: after the embedding, before attention, MLP and the head
+- ReLU^2 in the MLP, no biases, untied embedding and head, vocabulary padded to a multiple of 64
+- grouped key/value heads, sliding windows by a pattern over the layers (S: half the context, L: all of it)
+- each layer starts from resid_lambda * x + x0_lambda * x0, x0 being the normalized embedding
+- logits capped softly at +-15
+
+All matrices are plain nn.Linear, so that nanochat_fp4.convert can put quantized layers in their place. What is kept for
+the backward pass is little: no logits (cross_entropy.py), and of ReLU^2 only what the next layer keeps anyway.
+
+Precision: parameters are FP32 (on CUDA the embedding is BF16, as in nanochat). Run the model inside
+`autocast(device_type)`: BF16 products on CUDA, FP32 elsewhere.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat_fp4 import flash_attention
+from nanochat_fp4.common import print0
+from nanochat_fp4.cross_entropy import linear_cross_entropy
+from nanochat_fp4.optim import AdamW, Muon
+
+SOFTCAP = 15.0  # logits lie in (-15, 15)
+ROTARY_BASE = 10000.0
+ROTARY_FACTOR = 10  # rotary tables reach to this many times the sequence length
+# F.rms_norm's own default for FP32 and BF16 alike, written out because the default is not the same in every release.
+NORM_EPS = torch.finfo(torch.float32).eps
+
+
+@dataclass
+class GPTConfig:
+    sequence_len: int = 1024
+    vocab_size: int = 50304
+    n_layer: int = 12
+    n_head: int = 6
+    n_kv_head: int = 6
+    n_embd: int = 768
+    # Tiled over the layers: "L" all positions of sequence_len, "S" half of them. The last layer is always L.
+    window_pattern: str = "L"
+
+    def __post_init__(self) -> None:
+        if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
+            raise ValueError(
+                f"n_embd {self.n_embd} over n_head {self.n_head} is not an even head dimension; change one of them"
+            )
+        if self.n_head % self.n_kv_head:
+            raise ValueError(
+                f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}; change one of them"
+            )
+        if not self.window_pattern or set(self.window_pattern.upper()) - set("SL"):
+            raise ValueError(f"window pattern {self.window_pattern!r} is not made of S and L; write for example SSSL")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+
+def config_from_depth(
+    depth: int,
+    vocab_size: int,
+    sequence_len: int = 2048,
+    head_dim: int = 128,
+    aspect_ratio: int = 64,
+    window_pattern: str = "SSSL",
+) -> GPTConfig:
+    """
+    nanochat's one dial: width = depth * aspect_ratio, rounded up to whole heads of head_dim, no grouped heads.
+
+    At an even depth (and the defaults) this is exactly the revision's shape. At an odd one the revision looks for
+    another head dimension; rounding, as the newest nanochat does, keeps widths divisible by 128, which the rotations
+    of the 4-bit backward pass need. Raises ValueError.
+    """
+    if min(depth, vocab_size, sequence_len, head_dim, aspect_ratio) < 1:
+        raise ValueError(
+            f"depth {depth}, vocabulary {vocab_size}, sequence length {sequence_len}, head dimension {head_dim} and "
+            f"aspect ratio {aspect_ratio} must all be at least 1"
+        )
+    n_head = -(-depth * aspect_ratio // head_dim)
+    return GPTConfig(
+        sequence_len=sequence_len,
+        vocab_size=vocab_size,
+        n_layer=depth,
+        n_head=n_head,
+        n_kv_head=n_head,
+        n_embd=n_head * head_dim,
+        window_pattern=window_pattern,
+    )
+
+
+def autocast(device_type: str, dtype: torch.dtype | None = None) -> contextlib.AbstractContextManager:
+    """The context models run in: matrix products in `dtype`, by default BF16 on CUDA, FP32 (no autocast) elsewhere."""
+    if dtype is None:
+        dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
+    return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device_type, dtype=dtype)
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm over the last dimension without weights: statistics in FP32, result in x's dtype."""
+    # autocast of newer releases would give FP32 back, and with it an FP32 residual stream.
+    with torch.autocast(x.device.type, enabled=False):
+        return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+
+
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x_i, x_{i + D/2}) of x (B, T, H, D) by the angles behind cos and sin (1, T, 1, D/2)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
+
+class _ReluSquared(torch.autograd.Function):
+    """
+    relu(x)^2, whose derivative 2 relu(x) is made from the result: 2 sqrt(y).
+
+    The result is the next linear's input and kept by it (unquantized) anyway, so that this costs no memory; autograd's
+    own version keeps relu(x) as well. In BF16 the rounding of y adds at most 2^-9 of relative error, no more than
+    the rounding of the gradient itself.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        positive = F.relu(x)
+        y = positive * positive
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad_y * (2 * y.sqrt())
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        # Three matrices, not one: on disk and for the optimizer they are nanochat's.
+        self.c_q = nn.Linear(config.n_embd, self.n_head * self.head_dim, bias=False)
+        self.c_k = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
+        self.c_v = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, C) -> q (B, T, H, D), k and v (B, T, H_kv, D). The one place that reads x."""
+        return (
+            self.c_q(x).unflatten(-1, (self.n_head, self.head_dim)),
+            self.c_k(x).unflatten(-1, (self.n_kv_head, self.head_dim)),
+            self.c_v(x).unflatten(-1, (self.n_kv_head, self.head_dim)),
+        )
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], window_size: tuple[int, int], kv_cache: Any) -> Tensor:
+        q, k, v = self.qkv(x)
+        q, k = (norm(apply_rotary_emb(t, *cos_sin)) for t in (q, k))
+        if kv_cache is None:
+            y = flash_attention.flash_attn_func(q, k, v, causal=True, window_size=window_size)
+        else:
+            k_cache, v_cache = kv_cache.get_layer_cache(self.layer_idx)
+            y = flash_attention.flash_attn_with_kvcache(
+                q,
+                k_cache,
+                v_cache,
+                k=k,
+                v=v,
+                cache_seqlens=kv_cache.cache_seqlens,
+                position=kv_cache.get_pos(),
+                causal=True,
+                window_size=window_size,
+            )
+            if self.layer_idx == kv_cache.n_layers - 1:
+                kv_cache.advance(q.size(1))
+        return self.c_proj(y.flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(_ReluSquared.apply(self.c_fc(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, layer_idx: int):
+        super().__init__()
+        self.attn = CausalSelfAttention(config, layer_idx)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], window_size: tuple[int, int], kv_cache: Any) -> Tensor:
+        x = x + self.attn(norm(x), cos_sin, window_size, kv_cache)
+        return x + self.mlp(norm(x))
+
+
+class GPT(nn.Module):
+    """
+    Built in three steps, so that a large model is never made twice:
+
+        with torch.device("meta"):
+            model = GPT(config)            # shapes only
+        model.to_empty(device=device)      # memory
+        model.init_weights()               # values, rotary tables, attention backend
+    """
+
+    def __init__(self, config: GPTConfig, pad_vocab_size_to: int = 64):
+        super().__init__()
+        self.config = config
+        self.window_sizes = self._compute_window_sizes(config)
+        padded_vocab_size = -(-config.vocab_size // pad_vocab_size_to) * pad_vocab_size_to
+        if padded_vocab_size != config.vocab_size:
+            print0(f"Padding vocab_size from {config.vocab_size} to {padded_vocab_size} for efficiency")
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(padded_vocab_size, config.n_embd),
+                "h": nn.ModuleList([Block(config, layer_idx) for layer_idx in range(config.n_layer)]),
+            }
+        )
+        self.lm_head = nn.Linear(config.n_embd, padded_vocab_size, bias=False)
+        self.resid_lambdas = nn.Parameter(torch.ones(config.n_layer))
+        self.x0_lambdas = nn.Parameter(torch.zeros(config.n_layer))
+        self.rotary_seq_len = config.sequence_len * ROTARY_FACTOR
+        cos, sin = self._precompute_rotary_embeddings(self.rotary_seq_len, config.head_dim)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """
+        Draw all weights from torch's default generator, in nanochat's order: the same seed gives the same weights.
+
+        wte: normal, std 1. lm_head: normal, std 0.001. c_q, c_k, c_v, c_fc: uniform, std 1/sqrt(n_embd) (uniform, to
+        have no outliers). Both c_proj: zero. resid_lambdas: 1. x0_lambdas: 0.
+        """
+        nn.init.normal_(self.transformer.wte.weight, mean=0.0, std=1.0)
+        nn.init.normal_(self.lm_head.weight, mean=0.0, std=0.001)
+        bound = 3**0.5 * self.config.n_embd**-0.5  # a uniform distribution on (-b, b) has std b / sqrt(3)
+        for block in self.transformer.h:
+            for linear in (block.attn.c_q, block.attn.c_k, block.attn.c_v, block.mlp.c_fc):
+                nn.init.uniform_(linear.weight, -bound, bound)
+            nn.init.zeros_(block.attn.c_proj.weight)
+            nn.init.zeros_(block.mlp.c_proj.weight)
+        self.resid_lambdas.fill_(1.0)
+        self.x0_lambdas.fill_(0.0)
+        self.cos, self.sin = self._precompute_rotary_embeddings(self.rotary_seq_len, self.config.head_dim)
+        device_type = self.get_device().type
+        if device_type == "cuda":
+            self.transformer.wte.to(dtype=torch.bfloat16)  # the optimizer can take it, and it halves the largest table
+        if device_type != "meta":
+            longest = self.config.sequence_len
+            flash_attention.setup(device_type, windowed=any(0 <= left < longest for left, _ in self.window_sizes))
+
+    def _precompute_rotary_embeddings(
+        self, seq_len: int, head_dim: int, base: float = ROTARY_BASE, device: torch.device | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of position * base^(-2i / head_dim), each (1, seq_len, 1, head_dim / 2) in BF16."""
+        device = self.get_device() if device is None else device
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        position = torch.arange(seq_len, dtype=torch.float32, device=device)
+        angle = torch.outer(position, 1.0 / base**exponent)
+        # BF16 on every device, as in nanochat: a checkpoint must mean the same function everywhere.
+        return angle.cos().bfloat16()[None, :, None, :], angle.sin().bfloat16()[None, :, None, :]
+
+    @staticmethod
+    def _compute_window_sizes(config: GPTConfig) -> list[tuple[int, int]]:
+        """(left, 0) of each layer: L sequence_len, S half of it, the last layer always L."""
+        left = {"L": config.sequence_len, "S": config.sequence_len // 2}
+        pattern = config.window_pattern.upper()
+        sizes = [(left[pattern[i % len(pattern)]], 0) for i in range(config.n_layer)]
+        sizes[-1] = (left["L"], 0)
+        return sizes
+
+    def get_device(self) -> torch.device:
+        return self.transformer.wte.weight.device
+
+    def num_scaling_params(self) -> int:
+        """All parameters: what data:param ratios and scaling laws count (as Chinchilla does)."""
+        return sum(p.numel() for p in self.parameters())
+
+    def estimate_flops(self) -> int:
+        """
+        FLOPs per token of training (forward and backward): 6 per matrix weight, and 12 * heads * head_dim * keys of
+        attention per layer, a window counting with its width (PaLM, arXiv 2204.02311, appendix B). Look-ups, norms and
+        element-wise work are not counted.
+        """
+        not_matrices = (self.transformer.wte.weight, self.resid_lambdas, self.x0_lambdas)
+        matrix_weights = self.num_scaling_params() - sum(p.numel() for p in not_matrices)
+        longest = self.config.sequence_len
+        keys = sum(longest if left < 0 else min(left, longest) for left, _ in self.window_sizes)
+        return 6 * matrix_weights + 12 * self.config.n_embd * keys
+
+    def setup_optimizers(
+        self,
+        unembedding_lr: float = 0.004,
+        embedding_lr: float = 0.2,
+        matrix_lr: float = 0.02,
+        weight_decay: float = 0.0,
+        adam_betas: tuple[float, float] = (0.8, 0.95),
+        scalar_lr: float = 0.5,
+    ) -> list[torch.optim.Optimizer]:
+        """
+        [AdamW for head, embedding and the per-layer scalars; Muon for the matrices of the blocks].
+
+        AdamW's rates for head and embedding are for a width of 768 and scaled by (width / 768)^-0.5. resid_lambdas get
+        a hundredth of scalar_lr, because their effects multiply up through the layers. weight_decay is Muon's only.
+        Every group remembers its rate as "initial_lr"; schedules are the training script's. With a process group of
+        several ranks both optimizers average the gradients themselves.
+        """
+        scale = (self.config.n_embd / 768) ** -0.5
+        print0(f"Scaling the learning rates of AdamW by ({self.config.n_embd}/768)^-0.5 = {scale:.6f}")
+        adam_groups = [
+            dict(params=[self.lm_head.weight], lr=unembedding_lr * scale),
+            dict(params=[self.transformer.wte.weight], lr=embedding_lr * scale),
+            dict(params=[self.resid_lambdas], lr=scalar_lr * 0.01),
+            dict(params=[self.x0_lambdas], lr=scalar_lr),
+        ]
+        matrices = list(self.transformer.h.parameters())
+        assert len(matrices) + len(adam_groups) == len(list(self.parameters())), "a parameter without an optimizer"
+        adamw = AdamW(adam_groups, betas=adam_betas, eps=1e-10, weight_decay=0.0)
+        muon = Muon(matrices, lr=matrix_lr, momentum=0.95, weight_decay=weight_decay)
+        for group in adamw.param_groups + muon.param_groups:
+            group["initial_lr"] = group["lr"]
+        return [adamw, muon]
+
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, kv_cache: Any = None, loss_reduction: str = "mean"
+    ) -> Tensor:
+        """
+        idx (B, T) int64 -> capped logits (B, T, vocab_size) FP32, or, with targets (B, T; -1 where none counts), the
+        cross-entropy in nats, FP32: () for loss_reduction "mean" and "sum", (B * T,) for "none".
+
+        With a kv_cache (engine.KVCache) the tokens continue what it holds, and it is extended.
+        Raises ValueError for positions beyond the rotary tables and for idx on another device.
+        """
+        start = 0 if kv_cache is None else kv_cache.get_pos()
+        end = start + idx.size(1)
+        if end > self.rotary_seq_len:
+            raise ValueError(
+                f"position {end} is beyond the {self.rotary_seq_len} positions of this model "
+                f"({ROTARY_FACTOR} x sequence_len {self.config.sequence_len}); shorten the input"
+            )
+        if idx.device != self.cos.device:
+            raise ValueError(f"tokens are on {idx.device} and the model on {self.cos.device}; move the tokens there")
+        cos_sin = self.cos[:, start:end], self.sin[:, start:end]
+
+        x = x0 = norm(self.transformer.wte(idx))
+        for i, block in enumerate(self.transformer.h):
+            x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
+            x = block(x, cos_sin, self.window_sizes[i], kv_cache)
+        x = norm(x)
+
+        if targets is not None:
+            weight, vocab_size = self.lm_head.weight, self.config.vocab_size
+            return linear_cross_entropy(x, weight, targets, vocab_size, SOFTCAP, loss_reduction)
+        logits = self.lm_head(x)[..., : self.config.vocab_size].float()
+        return SOFTCAP * torch.tanh(logits / SOFTCAP)
+
+    @torch.inference_mode()
+    def generate(
+        self, tokens: list[int], max_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 42
+    ) -> Iterator[int]:
+        """
+        Yield max_tokens new tokens after the prompt `tokens`, one at a time, without a cache: slow and obviously right.
+
+        temperature 0 is greedy. engine.Engine is the fast one. Raises ValueError for an empty prompt.
+        """
+        if not tokens:
+            raise ValueError("the prompt is empty; give at least one token (usually <|bos|>)")
+        device = self.get_device()
+        rng = torch.Generator(device=device).manual_seed(seed)
+        ids = torch.tensor([tokens], dtype=torch.long, device=device)
+        for _ in range(max_tokens):
+            logits = self.forward(ids)[:, -1]
+            if top_k is not None and top_k > 0:
+                smallest = torch.topk(logits, min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < smallest, -torch.inf)
+            if temperature > 0:
+                next_id = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=rng)
+            else:
+                next_id = logits.argmax(dim=-1, keepdim=True)
+            ids = torch.cat((ids, next_id), dim=1)
+            yield next_id.item()

@@ -1,0 +1,46 @@
+"""Bits per byte: a loss that does not depend on the tokenizer."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@torch.no_grad()
+def evaluate_bpb(
+    model: torch.nn.Module, batches: Iterable[tuple[Tensor, Tensor]], steps: int, token_bytes: Tensor
+) -> float:
+    """
+    The model's loss on `steps` batches per rank in bits per byte of text: sum of nats / (ln 2 * sum of bytes).
+
+    Args:
+        model: called as model(x, y, loss_reduction="none") -> losses in nats, one a target.
+        batches: (x, y), both (B, T) int64; negative targets do not count.
+        token_bytes: (vocab_size,) integer, length of each token's text in UTF-8; 0 for a token that is not text
+            (<|bos|> and other special ones), which then does not count either.
+    All ranks of the process group take part, each with its own batches, and get the same number: a float, infinity
+    where no byte was counted. Sums are FP64 (FP32 on MPS, which has no other), in the order of the batches: the same
+    batches give the same number. Raises ValueError where `batches` ends before `steps`.
+    """
+    device = token_bytes.device
+    nats = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    num_bytes = torch.zeros((), dtype=torch.int64, device=device)
+    batches = iter(batches)
+    for step in range(steps):
+        batch = next(batches, None)
+        if batch is None:
+            raise ValueError(f"validation data ended after {step} of {steps} batches; lower --eval-tokens or add data")
+        x, y = batch
+        losses = model(x, y, loss_reduction="none").flatten()
+        y = y.flatten()
+        lengths = torch.where(y >= 0, token_bytes[y.clamp_min(0)], 0)
+        # Chosen, not multiplied by 0: a target that does not count may have any loss.
+        nats += torch.where(lengths > 0, losses, 0).to(nats.dtype).sum()
+        num_bytes += lengths.sum()
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(nats)
+        dist.all_reduce(num_bytes)
+    total = num_bytes.item()
+    return nats.item() / (math.log(2) * total) if total else math.inf

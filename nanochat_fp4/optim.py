@@ -1,0 +1,384 @@
+"""
+Muon for the matrices, AdamW for the rest; one class each, for one process and for many.
+
+With a process group of several ranks the optimizers also average the gradients (there is no DDP around the model) and
+share the work, ZeRO-2 style: each rank receives the averaged gradients of the part it owns, keeps the state of that
+part only, updates it, and the results are gathered. The outcome is that of one process on the averaged gradients. State
+dicts are per rank, and fit only the number of processes they come from.
+
+Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/), with what nanochat added at revision f5425245f, for a
+matrix W (M, N) with gradient G:
+
+    m  <- momentum * m + (1 - momentum) * G                                       momentum
+    G' =  momentum * m + (1 - momentum) * G                                       Nesterov
+    O  =  orthogonalize(G')                          singular values to about 1; Polar Express, arXiv 2505.16932
+    v  <- beta2 * v + (1 - beta2) * mean(O^2 along the shorter side)              variance reduction as in NorMuon,
+    U  =  O / sqrt(v), rescaled to the Frobenius norm of O                        arXiv 2510.05491
+    W  <- W - lr * sqrt(max(1, M / N)) * (U + weight_decay * W where U * W >= 0)  cautious weight decay
+
+Hyper-parameters, the variance reduction and the update are FP32 here; the revision rounds them to BF16 on the way (its
+lr of 0.02 is in effect 0.02002, its beta2 of 0.95 is 0.949), which is the only difference in the formula.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+# (a, b, c) of the five steps X <- a X + (b A + c A^2) X with A = X X^T, from arXiv 2505.16932 for 5 iterations, safety
+# factor 0.02, cushion 2.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+# The collectives got new names in torch 2.13; the old ones warn there, the new ones do not exist before.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _gradients(params: list[Tensor]) -> list[Tensor]:
+    missing = sum(p.grad is None for p in params)
+    if missing:
+        raise ValueError(
+            f"{missing} of {len(params)} parameters of shape {tuple(params[0].shape)} have no gradient; run backward() "
+            "first, and give the optimizer only parameters that the loss depends on"
+        )
+    return [p.grad for p in params]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Muon
+
+
+def polar_express(g: Tensor, steps: int = 5) -> Tensor:
+    """
+    The nearest semi-orthogonal matrix U V^T of each g = U S V^T (..., M, N), roughly, in g's dtype. After 5, which is
+    the most, singular values are in 0.84 to 1.15 where they were above 1/1000 of the norm, and smaller otherwise.
+    """
+    if not 1 <= steps <= len(POLAR_EXPRESS):
+        raise ValueError(f"Polar Express has coefficients for 1 to {len(POLAR_EXPRESS)} steps, not for {steps}")
+    tall = g.size(-2) > g.size(-1)
+    x = g.mT if tall else g
+    # The coefficients need singular values below 1; 2% of margin for the rounding of BF16.
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    for a, b, c in POLAR_EXPRESS[:steps]:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if tall else x
+
+
+def newton_schulz(g: Tensor, steps: int = 5) -> Tensor:
+    """The same by Keller Jordan's fixed quintic (the muon-optimizer package): singular values in about 0.7 to 1.2."""
+    from muon import zeropower_via_newtonschulz5
+
+    return zeropower_via_newtonschulz5(g, steps)
+
+
+ORTHOGONALIZERS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "polar_express": polar_express,
+    "newton_schulz": newton_schulz,
+}
+
+
+def muon_update(
+    params: Tensor,
+    grads: Tensor,
+    momentum_buffer: Tensor,
+    second_momentum_buffer: Tensor | None,
+    momentum: Tensor,
+    beta2: Tensor,
+    lr: Tensor,
+    weight_decay: Tensor,
+    orthogonalizer: str,
+    ns_steps: int,
+    dtype: torch.dtype,
+) -> None:
+    """
+    One step for K matrices of one shape at once; params, both buffers and grads (which is scratch) change in place.
+
+    params, grads, momentum_buffer: (K, M, N). second_momentum_buffer: (K, M, 1) where M >= N, else (K, 1, N); None
+    switches variance reduction off. The hyper-parameters are 0-d tensors, so that a schedule does not recompile; lr
+    includes the factor for the shape. dtype: what the orthogonalization computes in.
+    """
+    momentum_buffer.lerp_(grads, 1 - momentum)
+    g = grads.lerp_(momentum_buffer, momentum)
+    update = ORTHOGONALIZERS[orthogonalizer](g.to(dtype), ns_steps).float()
+    if second_momentum_buffer is not None:
+        along = -1 if second_momentum_buffer.size(-1) == 1 else -2
+        mean_square = update.square().mean(dim=along, keepdim=True)
+        second_momentum_buffer.lerp_(mean_square.to(second_momentum_buffer.dtype), 1 - beta2)
+        scale = second_momentum_buffer.float().clamp_min(1e-10).rsqrt()
+        before = mean_square.sum(dim=(-2, -1), keepdim=True).sqrt()
+        after = (mean_square * scale.square()).sum(dim=(-2, -1), keepdim=True).sqrt()
+        update = update * (scale * (before / after.clamp_min(1e-10)))
+    agrees = (update * params) >= 0
+    params.sub_((lr * (update + weight_decay * params * agrees)).to(params.dtype))
+
+
+@functools.cache
+def _compiled_muon_update() -> Callable[..., None]:
+    """One fused graph a shape. Made at first use: the compiler is slow to import."""
+    return torch.compile(muon_update, dynamic=False, fullgraph=True)
+
+
+class Muon(torch.optim.Optimizer):
+    """
+    Muon for 2-D parameters; see the top of this file for the formula.
+
+    Parameters of one shape form a group (in the order of sorted shapes) and are updated as one stack. The schedules are
+    the caller's: set "lr", "momentum" and "weight_decay" of the groups before each step.
+
+    Args:
+        params: 2-D parameters, floating.
+        momentum, beta2: decay rates of the first and second moment; beta2 None switches variance reduction off.
+        ns_steps: steps of the orthogonalization.
+        weight_decay: cautious, that is only where it pulls in the direction of the update.
+        orthogonalizer: "polar_express" (nanochat's) or "newton_schulz" (the muon-optimizer package's).
+        dtype: of the orthogonalization; default BF16 on CUDA, and the parameters' elsewhere, where BF16 products can
+            be many times slower.
+    Raises ValueError for parameters that are not matrices, and in step() for missing gradients.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        ns_steps: int = 5,
+        beta2: float | None = 0.95,
+        weight_decay: float = 0.0,
+        orthogonalizer: str = "polar_express",
+        dtype: torch.dtype | None = None,
+    ):
+        params = list(params)
+        for p in params:
+            if p.ndim != 2:
+                raise ValueError(f"Muon is for matrices, not for shape {tuple(p.shape)}; give this one to AdamW")
+        if orthogonalizer not in ORTHOGONALIZERS:
+            raise ValueError(f"unknown orthogonalizer {orthogonalizer!r}; use one of {', '.join(ORTHOGONALIZERS)}")
+        self.rank, self.world_size = _rank_and_world_size()
+        self.dtype = dtype
+        shapes = sorted({tuple(p.shape) for p in params})  # sorted: the same order on every rank
+        groups = [dict(params=[p for p in params if tuple(p.shape) == shape]) for shape in shapes]
+        defaults = dict(
+            lr=lr,
+            momentum=momentum,
+            ns_steps=ns_steps,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            orthogonalizer=orthogonalizer,
+            world_size=self.world_size,
+        )
+        super().__init__(groups, defaults)
+
+    def _chunk_size(self, group: dict[str, Any]) -> int:
+        """Matrices of a group that a rank owns: rank r has those from r * chunk on (the last ranks fewer, or none)."""
+        return -(-len(group["params"]) // self.world_size)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        reduced = [self._reduce(group) for group in self.param_groups]
+        gathered = [self._update(group, *info) for group, info in zip(self.param_groups, reduced)]
+        for group, (work, stack) in zip(self.param_groups, gathered):
+            if work is not None:
+                work.wait()
+            params = group["params"]
+            torch._foreach_copy_(params, list(stack[: len(params)].unbind(0)))
+
+    def _reduce(self, group: dict[str, Any]) -> tuple[Any, Tensor]:
+        """(work, averaged gradients of the own matrices (chunk, M, N), summed only once `work` is done)."""
+        grads = torch.stack(_gradients(group["params"]))
+        if self.world_size == 1:
+            return None, grads
+        chunk = self._chunk_size(group)
+        missing = chunk * self.world_size - len(grads)
+        if missing:
+            grads = torch.cat((grads, grads.new_zeros(missing, *grads.shape[1:])))
+        own = torch.empty_like(grads[:chunk])
+        return _reduce_scatter(own, grads, async_op=True), own
+
+    def _update(self, group: dict[str, Any], work: Any, grads: Tensor) -> tuple[Any, Tensor]:
+        """(work, all matrices of the group after the step, filled in once `work` is done)."""
+        if work is not None:
+            work.wait()
+            grads /= self.world_size
+        params, chunk = group["params"], self._chunk_size(group)
+        own = params[self.rank * chunk : (self.rank + 1) * chunk]
+        stack = torch.stack(own) if own else grads[:0]
+        if own:
+            self._update_own(group, stack, grads[: len(own)])
+        if self.world_size == 1:
+            return None, stack
+        padded = torch.cat((stack, stack.new_zeros(chunk - len(own), *stack.shape[1:])))
+        everything = padded.new_empty(chunk * self.world_size, *padded.shape[1:])
+        return _all_gather(everything, padded, async_op=True), everything
+
+    def _update_own(self, group: dict[str, Any], stack: Tensor, grads: Tensor) -> None:
+        num_own, rows, columns = stack.shape
+        state = self.state[group["params"][0]]  # one state for the group, under its first parameter, as nanochat has it
+        if "momentum_buffer" not in state:
+            chunk = self._chunk_size(group)
+            state["momentum_buffer"] = stack.new_zeros(chunk, rows, columns)
+            if group["beta2"] is not None:
+                shape = (chunk, rows, 1) if rows >= columns else (chunk, 1, columns)
+                state["second_momentum_buffer"] = stack.new_zeros(shape)
+        second = state["second_momentum_buffer"][:num_own] if group["beta2"] is not None else None
+        update = _compiled_muon_update() if stack.is_cuda else muon_update
+        update(
+            stack,
+            grads,
+            state["momentum_buffer"][:num_own],
+            second,
+            torch.tensor(group["momentum"], dtype=torch.float32),
+            torch.tensor(group["beta2"] or 0.0, dtype=torch.float32),
+            torch.tensor(group["lr"] * max(1.0, rows / columns) ** 0.5, dtype=torch.float32),
+            torch.tensor(group["weight_decay"], dtype=torch.float32),
+            group["orthogonalizer"],
+            group["ns_steps"],
+            self.dtype or (torch.bfloat16 if stack.is_cuda else stack.dtype),
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore exactly. Raises ValueError for the state of another number of processes."""
+        _check_world_size(state_dict, self.world_size)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
+            buffer = state_dict["state"].get(saved["params"][0], {}).get("momentum_buffer")
+            expected = (self._chunk_size(group), *group["params"][0].shape)
+            if buffer is not None and tuple(buffer.shape) != expected:
+                raise ValueError(
+                    f"the saved momentum of Muon is {tuple(buffer.shape)} and {expected} is needed; resume with the "
+                    "same model and the same number of processes"
+                )
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:  # a state that nanochat saved does not have these
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+
+def _check_world_size(state_dict: dict[str, Any], world_size: int) -> None:
+    saved = {group.get("world_size", world_size) for group in state_dict["param_groups"]}
+    if saved != {world_size}:
+        raise ValueError(
+            f"the optimizer state was saved with {max(saved)} processes and this run has {world_size}; resume with "
+            f"--nproc_per_node={max(saved)}, or start from the weights alone"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# AdamW
+
+
+class AdamW(torch.optim.Optimizer):
+    """
+    AdamW by torch's fused kernel, its state and work split by rows among the ranks.
+
+    A parameter whose rows do not divide by the number of ranks, or with fewer than 1024 elements, is updated as a whole
+    on every rank. On one process this is torch.optim.AdamW(fused=True), with the same state dict.
+    Raises ValueError in step() for missing gradients.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ):
+        self.rank, self.world_size = _rank_and_world_size()
+        # "fused" is torch's own key: it keeps the step count on the device when a state is loaded.
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True, world_size=self.world_size)
+        super().__init__(params, defaults)
+
+    def _is_split(self, p: Tensor) -> bool:
+        return self.world_size > 1 and p.numel() >= 1024 and p.size(0) % self.world_size == 0
+
+    def _own_rows(self, p: Tensor) -> Tensor:
+        """A view of the part of p that this rank updates."""
+        if not self._is_split(p):
+            return p
+        rows = p.size(0) // self.world_size
+        return p[self.rank * rows : (self.rank + 1) * rows]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        reduced = {p: self._reduce(p, grad) for p in params for grad in _gradients([p])}
+        gathers = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                work, grad = reduced.pop(p)
+                if work is not None:
+                    work.wait()
+                    grad = grad / self.world_size
+                own = self._own_rows(p)
+                self._update(group, p, own, grad)
+                if self._is_split(p):
+                    gathers.append(_all_gather(p, own, async_op=True))
+        for work in gathers:
+            work.wait()
+
+    def _reduce(self, p: Tensor, grad: Tensor) -> tuple[Any, Tensor]:
+        """(work, gradient of the own rows, summed over the ranks once `work` is done)."""
+        if self.world_size == 1:
+            return None, grad
+        if self._is_split(p):
+            own = torch.empty_like(self._own_rows(p))
+            return _reduce_scatter(own, grad.contiguous(), async_op=True), own
+        total = grad.clone()
+        return dist.all_reduce(total, async_op=True), total
+
+    def _update(self, group: dict[str, Any], p: Tensor, own: Tensor, grad: Tensor) -> None:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"] = torch.zeros_like(own)
+            state["exp_avg_sq"] = torch.zeros_like(own)
+        beta1, beta2 = group["betas"]
+        adamw(
+            [own],
+            [grad],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore exactly. Raises ValueError for the state of another number of processes."""
+        _check_world_size(state_dict, self.world_size)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
+            for p, index in zip(group["params"], saved["params"]):
+                exp_avg = state_dict["state"].get(index, {}).get("exp_avg")
+                if exp_avg is not None and exp_avg.shape != self._own_rows(p).shape:
+                    raise ValueError(
+                        f"the saved state of AdamW is {tuple(exp_avg.shape)} and {tuple(self._own_rows(p).shape)} is "
+                        "needed; resume with the same model and the same number of processes"
+                    )
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group["fused"] = True
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)

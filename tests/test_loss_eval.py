@@ -1,0 +1,74 @@
+"""Bits per byte by hand, with special and ignored targets, and over two processes."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from nanochat_fp4.loss_eval import evaluate_bpb
+
+TOKEN_BYTES = torch.tensor([1, 2, 5, 0, 7])  # 3 is special
+
+
+class TableModel(torch.nn.Module):
+    """A target's loss is its input, as a number."""
+
+    def forward(self, x, y, loss_reduction):
+        assert loss_reduction == "none" and not torch.is_grad_enabled()
+        return x.float().flatten()
+
+
+def batch(losses, targets):
+    return torch.tensor([losses]), torch.tensor([targets])
+
+
+def test_counts_bytes_of_text_only():
+    nan = float("nan")
+    batches = [batch([3.0, 4.0, nan], [0, 2, 3]), batch([1.0, nan, 2.0], [1, -1, 1])]
+    # nats 3 + 4 + 1 + 2 over bytes 1 + 5 + 2 + 2; the special and the ignored target do not count, whatever their loss
+    assert evaluate_bpb(TableModel(), batches, 2, TOKEN_BYTES) == pytest.approx(10 / (math.log(2) * 10), rel=1e-12)
+    assert evaluate_bpb(TableModel(), batches, 1, TOKEN_BYTES) == pytest.approx(7 / (math.log(2) * 6), rel=1e-12)
+
+
+def test_a_uniform_byte_model_has_eight_bits():
+    x, y = torch.full((4, 32), math.log(256), dtype=torch.float64), torch.randint(0, 256, (4, 32))
+    assert evaluate_bpb(TableModel(), [(x, y)], 1, torch.ones(256, dtype=torch.int32)) == pytest.approx(8, rel=1e-6)
+
+
+def test_nothing_to_count_is_infinite():
+    assert evaluate_bpb(TableModel(), [batch([1.0], [3])], 1, TOKEN_BYTES) == math.inf
+
+
+def test_too_few_batches_is_named():
+    with pytest.raises(ValueError, match="ended after 1 of 3 batches; lower --eval-tokens"):
+        evaluate_bpb(TableModel(), [batch([1.0], [0])], 3, TOKEN_BYTES)
+
+
+def test_of_a_gpt_is_its_mean_loss_and_repeatable():
+    from nanochat_fp4.gpt import GPT, GPTConfig
+
+    model = GPT(GPTConfig(sequence_len=16, vocab_size=64, n_layer=1, n_head=2, n_kv_head=2, n_embd=32))
+    model.init_weights()
+    data = [(torch.randint(0, 64, (2, 16)), torch.randint(0, 64, (2, 16))) for _ in range(3)]
+    bpb = evaluate_bpb(model, data, 3, torch.full((64,), 3))
+    mean = sum(model(x, y).item() for x, y in data) / 3
+    assert bpb == pytest.approx(mean / (3 * math.log(2)), rel=1e-5)
+    assert evaluate_bpb(model, data, 3, torch.full((64,), 3)) == bpb
+
+
+def _rank(rank, store, results):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        mine = [batch([3.0, 4.0], [0, 2]), batch([1.0, 2.0], [1, 1])][rank]
+        torch.save(evaluate_bpb(TableModel(), [mine], 1, TOKEN_BYTES), f"{results}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_processes_sum_before_they_divide(tmp_path):
+    mp.spawn(_rank, args=(tmp_path / "store", tmp_path), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1))
+    assert first == second == pytest.approx(10 / (math.log(2) * 10), rel=1e-12)
