@@ -1,0 +1,113 @@
+"""
+How well the tokenizer compresses, in bytes of text per token, beside GPT-2's and GPT-4's where those can be had.
+
+    python -m scripts.tok_eval
+
+The other two are downloaded by tiktoken on their first use; without a network they are left out (--no-compare does not
+even try).
+"""
+
+import argparse
+
+from nanochat_fp4.common import UserError, logger, one_line, print0, run_main
+from nanochat_fp4.dataset import ensure_data, parquets_iter_batched
+from nanochat_fp4.report import get_report
+from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer
+
+# Short texts of kinds that a training corpus has more or less of.
+SAMPLES = {
+    "news": """
+The harbour authority said on Tuesday that ferries to the two outer islands will run every 40 minutes from 1 March,
+after a winter in which storms closed the route on 17 days. A second vessel, bought for $12.6 million, arrived last
+week. "We have heard for years that people miss hospital appointments because of the timetable," said the authority's
+director, Anna Lindqvist. "That ends now." Shopkeepers welcomed the decision; the union, which had asked for more crew,
+said it would wait for the new rosters before commenting. Fares stay at 4.80 for adults and 2.40 for children.
+""",
+    "korean": """
+도서관은 아침 아홉 시에 문을 열고 저녁 열 시에 닫습니다. 일 층에는 신문과 잡지가 있고, 이 층에는 어린이를 위한
+책이 있습니다. 새로 나온 책은 입구 옆의 책장에서 찾을 수 있으며, 한 사람이 두 주 동안 다섯 권까지 빌릴 수 있습니다.
+""",
+    "code": '''
+def moving_average(values, width):
+    """Mean of every window of `width` neighbours."""
+    if width < 1 or width > len(values):
+        raise ValueError(f"width must be between 1 and {len(values)}, got {width}")
+    total = sum(values[:width])
+    means = [total / width]
+    for old, new in zip(values, values[width:]):
+        total += new - old
+        means.append(total / width)
+    return means
+
+for (int i = 0; i < n; ++i) { if (a[i] != b[i]) return -1; }
+''',
+    "math": r"""
+\begin{lemma} Let $f : [0,1] \to \mathbb{R}$ be continuous and convex. Then
+\[ f\!\left(\frac{a+b}{2}\right) \;\le\; \frac{1}{b-a}\int_a^b f(x)\,dx \;\le\; \frac{f(a)+f(b)}{2}. \]
+\end{lemma}
+\begin{proof} Substitute $x = (1-t)a + tb$ and integrate $f(x) \le (1-t)f(a) + tf(b)$ over $t \in [0,1]$. \end{proof}
+""",
+    "science": """
+Mitochondria couple the oxidation of NADH and FADH₂ to the phosphorylation of ADP: electrons pass through complexes I,
+III and IV to molecular oxygen, protons are pumped across the inner membrane, and the resulting electrochemical
+gradient (about 180 mV) drives ATP synthase. Uncoupling proteins dissipate this gradient as heat, which is how brown
+adipose tissue keeps hibernating mammals at 37 °C.
+""",
+}
+BASELINES = {"GPT-2": "gpt2", "GPT-4": "cl100k_base"}
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Evaluate the compression of the tokenizer")
+    parser.add_argument("--data-dir", default="", help="folder of text or parquet files (default: DATA_DIR)")
+    parser.add_argument("--no-compare", action="store_true", help="without GPT-2's and GPT-4's tokenizers (no network)")
+    parser.add_argument("--deadline", type=float, default=30, help="seconds to wait for each of those (default: 30)")
+    return parser.parse_args(argv)
+
+
+def num_tokens(tokenizer: RustBPETokenizer, text: str, name: str) -> int:
+    ids = tokenizer.encode(text)
+    if tokenizer.decode(ids) != text:
+        raise UserError(
+            f"the tokenizer does not give the text {name!r} back as it was; train it again (scripts.tok_train)"
+        )
+    return len(ids)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    data_dir = ensure_data(args.data_dir)
+    ours = get_tokenizer()
+    texts = {name: text.strip() for name, text in SAMPLES.items()}
+    for split in ("train", "val"):  # the tokenizer has seen the first of the two
+        texts[f"data-{split}"] = "\n".join(next(parquets_iter_batched(split, data_dir=data_dir)))
+    counts = {name: num_tokens(ours, text, name) for name, text in texts.items()}
+    sizes = {name: len(text.encode("utf-8")) for name, text in texts.items()}
+
+    print0(f"Ours: {ours.get_vocab_size():,} tokens, fingerprint {ours.fingerprint()}")
+    lines = ["| Text | Bytes | Tokens | Bytes per token |", "|---|---|---|---|"]
+    lines += [f"| {name} | {sizes[name]:,} | {counts[name]:,} | {sizes[name] / counts[name]:.2f} |" for name in texts]
+    for title, tiktoken_name in {} if args.no_compare else BASELINES.items():
+        try:
+            baseline = RustBPETokenizer.from_pretrained(tiktoken_name, deadline=args.deadline)
+        except UserError as e:
+            logger.warning(f"no comparison with {title}: {one_line(e)} (--no-compare leaves it out)")
+            continue
+        lines += ["", f"### Comparison with {title} ({baseline.get_vocab_size():,} tokens)", ""]
+        lines += [
+            f"| Text | Bytes | {title} tokens | Ratio | Our tokens | Ratio | Fewer tokens |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for name, text in texts.items():
+            theirs = num_tokens(baseline, text, name)
+            lines.append(
+                f"| {name} | {sizes[name]:,} | {theirs:,} | {sizes[name] / theirs:.2f} | {counts[name]:,} | "
+                f"{sizes[name] / counts[name]:.2f} | {(theirs - counts[name]) / theirs:+.1%} |"
+            )
+    report = "\n".join(lines)
+    print0(report)
+    get_report().log(section="Tokenizer evaluation", data=[report])
+
+
+if __name__ == "__main__":
+    run_main(main)

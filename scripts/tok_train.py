@@ -1,0 +1,85 @@
+"""
+Train the tokenizer: byte-pair encoding by rustbpe on the training split.
+
+    python -m scripts.tok_train --max-chars=2000000000 --vocab-size=65536
+
+Writes tokenizer.json and token_bytes.pt (how many bytes of text each token stands for, which turns a loss per token
+into bits per byte) into <base dir>/tokenizer.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+
+from nanochat_fp4.common import Progress, UserError, print0, run_main
+from nanochat_fp4.dataset import ensure_data, parquets_iter_batched
+from nanochat_fp4.report import get_report
+from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer_dir, save_token_bytes
+
+ROUND_TRIP_TEXT = "Hello world! It's a test: 123, 4567, 89.\n\tTabs,  spaces\r\n@#$%^&*() naïve 你好世界 🌍 <|bos|>"
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a BPE tokenizer")
+    parser.add_argument("--max-chars", type=int, default=10_000_000_000, help="characters to train on (default: 10B)")
+    parser.add_argument("--doc-cap", type=int, default=10_000, help="characters per document (default: 10,000)")
+    parser.add_argument("--vocab-size", type=int, default=32768, help="vocabulary size (default: 32768 = 2^15)")
+    parser.add_argument("--data-dir", default="", help="folder of text or parquet files (default: DATA_DIR)")
+    args = parser.parse_args(argv)
+    if args.max_chars < 1 or args.doc_cap < 1:
+        raise UserError("--max-chars and --doc-cap must be at least 1")
+    return args
+
+
+def documents(data_dir: str, max_chars: int, doc_cap: int, progress: Progress) -> Iterator[str]:
+    """The training documents, each cut to `doc_cap` characters, until `max_chars` characters were seen."""
+    seen = 0
+    for batch in parquets_iter_batched("train", data_dir=data_dir):
+        for text in batch:
+            text = text[:doc_cap]
+            seen += len(text)
+            progress.update(len(text))
+            yield text
+            if seen > max_chars:
+                return
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    print0(f"max_chars: {args.max_chars:,}\ndoc_cap: {args.doc_cap:,}\nvocab_size: {args.vocab_size:,}")
+    data_dir = ensure_data(args.data_dir)
+
+    start = time.monotonic()
+    with Progress(desc="read", unit="char") as progress:
+        texts = documents(data_dir, args.max_chars, args.doc_cap, progress)
+        tokenizer = RustBPETokenizer.train_from_iterator(texts, args.vocab_size)
+    train_time = time.monotonic() - start
+    vocab_size = tokenizer.get_vocab_size()
+    print0(f"Training time: {train_time:.2f}s")
+    if vocab_size < args.vocab_size:
+        print0(f"Note: the text yields only {vocab_size:,} tokens, fewer than --vocab-size {args.vocab_size:,}")
+    # Every text must come back as it went in, also one with bytes and names of tokens the training never saw.
+    if tokenizer.decode(tokenizer.encode(ROUND_TRIP_TEXT)) != ROUND_TRIP_TEXT:
+        raise UserError("the new tokenizer does not give a text back as it was; not saved. Try another --vocab-size")
+
+    tokenizer_dir = get_tokenizer_dir()
+    tokenizer.save(tokenizer_dir)
+    token_bytes = save_token_bytes(tokenizer, tokenizer_dir)
+
+    lengths = token_bytes[token_bytes > 0].float()
+    statistics = {
+        "train_time": train_time,
+        "num_special_tokens": len(tokenizer.get_special_tokens()),
+        "tokens": vocab_size,
+        "fingerprint": tokenizer.fingerprint(),
+        "data": data_dir,
+        "token_bytes_min": int(lengths.min()),
+        "token_bytes_max": int(lengths.max()),
+        "token_bytes_mean": lengths.mean().item(),
+        "token_bytes_std": lengths.std().item(),
+    }
+    get_report().log(section="Tokenizer training", data=[vars(args), statistics])
+
+
+if __name__ == "__main__":
+    run_main(main)
