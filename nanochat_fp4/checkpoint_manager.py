@@ -1,0 +1,590 @@
+"""
+Checkpoints that are there or not there, never half: nanochat's files, a manifest with their checksums, and fallbacks.
+
+    model_000100.pt         weights (rank 0)
+    optim_000100_rank0.pt   whatever a rank needs to go on: optimizer, random state, data position (every rank)
+    meta_000100.json        model config, method, settings, losses (rank 0)
+    manifest_000100.json    size and SHA-256 of the files above, and how many ranks wrote them
+
+A save first writes every file under a temporary name (`model_000100.pt.<random>.staged`) and flushes it to the disk.
+Then the manifest, which lists these names, appears in one rename: at that moment the checkpoint exists. Only after it
+the files get their own names. A process killed before that moment leaves an older checkpoint of the same step, if
+there was one, as it was; killed after it, readers find the files under their temporary names. So there is no moment at
+which a kill loses a checkpoint that existed, or makes one that is not complete.
+
+Files without a manifest are nanochat's own checkpoints; they are read with a warning that nothing vouches for them.
+Everything is loaded with weights_only=True: a checkpoint cannot run code.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanochat_fp4.common import (
+    UserError,
+    atomic_write,
+    fsync_dir,
+    get_base_dir,
+    get_dist_info,
+    is_ddp_initialized,
+    logger,
+    one_line,
+    sha256_file,
+)
+from nanochat_fp4.gpt import GPT, GPTConfig
+from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer
+
+FORMAT = "nanochat_fp4 checkpoint, version 1"
+
+SOURCES = {
+    "base": "base_checkpoints",
+    "mid": "mid_checkpoints",
+    "sft": "chatsft_checkpoints",
+    "rl": "chatrl_checkpoints",
+}
+
+
+class NoCheckpointError(UserError, FileNotFoundError):
+    """There is no checkpoint at all (rather than a damaged one)."""
+
+
+def _model_name(step: int) -> str:
+    return f"model_{step:06d}.pt"
+
+
+def _optim_name(step: int, rank: int) -> str:
+    return f"optim_{step:06d}_rank{rank:d}.pt"
+
+
+def _meta_name(step: int) -> str:
+    return f"meta_{step:06d}.json"
+
+
+def _manifest_name(step: int) -> str:
+    return f"manifest_{step:06d}.json"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Saving
+
+
+class _HashingFile:
+    """A file object for torch.save that computes the SHA-256 and size of what passes through."""
+
+    def __init__(self, f: Any):
+        self.f, self.sha256, self.size = f, hashlib.sha256(), 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        self.size += len(data)
+        try:
+            return self.f.write(data)
+        except OSError as e:
+            self.error = self.error or e
+            raise
+
+    def flush(self) -> None:
+        self.f.flush()
+
+
+def _stage(folder: Path, name: str, content: Any) -> dict[str, Any]:
+    """Write `content` (bytes, or an object for torch.save) under a temporary name; returns the manifest's entry."""
+    staged = f"{name}.{secrets.token_hex(4)}.staged"
+    try:
+        with open(folder / staged, "xb") as f:
+            hashing = _HashingFile(f)
+            if isinstance(content, bytes):
+                hashing.write(content)
+            else:
+                try:
+                    torch.save(content, hashing)
+                except RuntimeError as e:  # what torch.save makes of a failed write does not say why it failed
+                    raise hashing.error or e from e
+            f.flush()
+            os.fsync(f.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(folder / staged)
+        raise
+    return {"name": name, "staged": staged, "size": hashing.size, "sha256": hashing.sha256.hexdigest()}
+
+
+def _settle(folder: Path, entries: list[dict[str, Any]]) -> None:
+    """Give staged files their own names. What fails here is found under the temporary name by every reader."""
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            os.replace(folder / entry["staged"], folder / entry["name"])
+    fsync_dir(folder)
+
+
+def _exchange(value: Any) -> list[Any]:
+    """`value` of every rank, by rank."""
+    if not is_ddp_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _plain(value: Any) -> Any:
+    """For json: numbers from torch and numpy as Python's, everything else as text."""
+    return value.item() if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1 else str(value)
+
+
+def save_checkpoint(
+    checkpoint_dir: str | os.PathLike,
+    step: int,
+    model_data: dict[str, torch.Tensor] | None,
+    optimizer_data: Any,
+    meta_data: dict[str, Any] | None,
+    rank: int = 0,
+) -> bool:
+    """
+    Save a checkpoint; to be called by all ranks of a process group together. True once it is on the disk as a whole.
+
+    model_data, meta_data: used on rank 0. optimizer_data: of this rank, anything that torch.load(weights_only=True)
+    reads (tensors, numbers, strings, lists, dicts); None saves none. A full disk or a read-only folder is reported
+    (by a warning) and gives False on every rank; nothing that was there before changes.
+    """
+    folder = Path(checkpoint_dir)
+    entries: list[dict[str, Any]] = []
+    problem = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            # Other ranks may have begun with this step, but with no other: the rest is a killed save's. Before, because
+            # it may be what fills the disk.
+            _sweep(folder, lambda s: s != step)
+            meta = {**(meta_data or {}), "step": step, "format": FORMAT}
+            entries.append(_stage(folder, _model_name(step), model_data))
+            entries.append(_stage(folder, _meta_name(step), json.dumps(meta, indent=2, default=_plain).encode()))
+        if optimizer_data is not None:
+            entries.append(_stage(folder, _optim_name(step, rank), optimizer_data))
+    except (OSError, RuntimeError) as e:
+        problem = f"rank {rank}: {one_line(e)}"
+
+    results = _exchange((problem, entries))
+    problem = next((p for p, _ in results if p), None)
+    if rank == 0 and problem is None:
+        files = [entry for _, rank_entries in results for entry in rank_entries]
+        manifest = {"format": FORMAT, "step": step, "world_size": len(results), "files": files}
+        try:
+            atomic_write(folder / _manifest_name(step), json.dumps(manifest, indent=2) + "\n")
+        except OSError as e:
+            problem = one_line(e)
+    problem = _exchange(problem)[0]
+    if problem is not None:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                os.unlink(folder / entry["staged"])
+        if rank == 0:
+            logger.warning(
+                f"checkpoint of step {step} NOT saved in {folder}: {problem}; older checkpoints are as they were"
+            )
+        return False
+    _settle(folder, entries)
+    if rank == 0:
+        _sweep(folder, lambda s: s == step)
+        logger.info(f"Saved checkpoint of step {step} in {folder}")
+    return True
+
+
+def _sweep(folder: Path, which: Callable[[int], bool]) -> None:
+    """Finish what killed saves of some steps left: settle what a manifest lists, delete what none does."""
+    listed: set[str] = set()
+    for step in _manifest_steps(folder):
+        with contextlib.suppress(UserError):
+            entries = _read_manifest(folder, step)["files"]
+            listed |= {entry["staged"] for entry in entries}
+            if which(step):
+                _settle(folder, [entry for entry in entries if (folder / entry["staged"]).exists()])
+    for path in folder.iterdir():
+        staged = re.fullmatch(r"(?:model|optim|meta)_(\d+)[_.].*\.staged", path.name)
+        unfinished = re.fullmatch(r"\.manifest_(\d+)\.json\..*\.tmp", path.name)
+        match = staged or unfinished
+        if match and which(int(match.group(1))) and path.name not in listed:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def prune_checkpoints(checkpoint_dir: str | os.PathLike, keep_last: int) -> None:
+    """
+    Delete all but the newest `keep_last` complete checkpoints; nothing where keep_last < 1. Rank 0 does the work.
+
+    Checkpoints that are not complete do not count, and nanochat's own (without a manifest) are never deleted.
+    """
+    if keep_last < 1 or get_dist_info()[1] != 0:
+        return
+    folder = Path(checkpoint_dir)
+    complete = [step for step in _manifest_steps(folder) if _problem(folder, step, hashes=False) is None]
+    doomed = complete[keep_last:]
+    for step in _named_steps(folder, "meta"):
+        # The rest of a deletion that was cut short: ours, and without a manifest.
+        if not (folder / _manifest_name(step)).exists() and _is_ours(folder, step):
+            doomed.append(step)
+    for step in doomed:
+        # The manifest goes first, for without it the checkpoint no longer counts; the metadata goes last, because it
+        # is what tells the rest from a checkpoint of nanochat's.
+        names = [_manifest_name(step)]
+        names += sorted(p.name for p in folder.glob(f"optim_{step:06d}_rank*.pt")) + [
+            _model_name(step),
+            _meta_name(step),
+        ]
+        for name in names:
+            try:
+                os.unlink(folder / name)
+            except FileNotFoundError:
+                continue
+            except OSError as e:
+                logger.warning(f"cannot delete {folder / name} ({e.strerror})")
+                break
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Looking
+
+
+def _named_steps(folder: Path, kind: str) -> list[int]:
+    """Steps of all files <kind>_<step>.<suffix>, the newest first."""
+    if not folder.is_dir():
+        return []
+    matches = (re.fullmatch(rf"{kind}_(\d{{6,}})\.(?:pt|json)", name) for name in os.listdir(folder))
+    return sorted({int(m.group(1)) for m in matches if m}, reverse=True)
+
+
+def _manifest_steps(folder: Path) -> list[int]:
+    return _named_steps(folder, "manifest")
+
+
+def _is_ours(folder: Path, step: int) -> bool:
+    """False for a checkpoint that nanochat wrote."""
+    try:
+        meta = json.loads((folder / _meta_name(step)).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(meta, dict) and meta.get("format") == FORMAT
+
+
+def _read_manifest(folder: Path, step: int) -> dict[str, Any]:
+    """The manifest of a step, checked for its form. Raises UserError."""
+    path = folder / _manifest_name(step)
+    try:
+        manifest = json.loads(path.read_bytes())
+        good = manifest["format"] == FORMAT and manifest["step"] == step and manifest["world_size"] >= 1
+        for entry in manifest["files"]:
+            # Only names that a save makes: a manifest must not lead out of the folder.
+            kind = re.fullmatch(
+                rf"(model_{step:06d}\.pt|meta_{step:06d}\.json|optim_{step:06d}_rank\d+\.pt)", entry["name"]
+            )
+            staged = re.fullmatch(re.escape(entry["name"]) + r"\.[0-9a-f]+\.staged", entry["staged"])
+            good &= bool(kind and staged and isinstance(entry["size"], int) and isinstance(entry["sha256"], str))
+        names = {entry["name"] for entry in manifest["files"]}
+        good &= {_model_name(step), _meta_name(step)} <= names
+    except OSError as e:
+        raise UserError(f"{path.name} cannot be read ({e.strerror})") from e
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise UserError(f"{path.name} is damaged") from e
+    if not good:
+        raise UserError(f"{path.name} is damaged")
+    return manifest
+
+
+def _locate(folder: Path, entry: dict[str, Any]) -> Path:
+    """Where a listed file is: under its temporary name as long as that exists, since then it was not yet renamed."""
+    staged = folder / entry["staged"]
+    return staged if staged.exists() else folder / entry["name"]
+
+
+_verified: set[tuple[str, int, int, str]] = set()  # (path, size, mtime, sha256) that this process has hashed
+
+
+def _file_problem(folder: Path, entry: dict[str, Any], hashes: bool) -> str | None:
+    path = _locate(folder, entry)
+    try:
+        stat = path.stat()
+        if stat.st_size != entry["size"]:
+            return f"{entry['name']} has {stat.st_size:,} bytes instead of {entry['size']:,}"
+        key = (str(path), stat.st_size, stat.st_mtime_ns, entry["sha256"])
+        if hashes and key not in _verified:
+            if sha256_file(path) != entry["sha256"]:
+                return f"{entry['name']} differs from its checksum"
+            _verified.add(key)
+    except FileNotFoundError:
+        return f"{entry['name']} is missing"
+    except OSError as e:
+        return f"{entry['name']} cannot be read ({e.strerror})"
+    return None
+
+
+def _problem(folder: Path, step: int, hashes: bool = True) -> str | None:
+    """Why the checkpoint of a step cannot be used, or None. Without `hashes`, a quick look at sizes."""
+    if not (folder / _manifest_name(step)).exists():
+        # nanochat's own need a model and readable metadata; ours without a manifest were being deleted, or lost it.
+        if _is_ours(folder, step):
+            return f"{_manifest_name(step)} is missing"
+        for name in (_model_name(step), _meta_name(step)):
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+        return None
+    try:
+        manifest = _read_manifest(folder, step)
+    except UserError as e:
+        return str(e)
+    return next((p for p in (_file_problem(folder, entry, hashes) for entry in manifest["files"]) if p), None)
+
+
+def list_steps(checkpoint_dir: str | os.PathLike) -> list[int]:
+    """Steps that have a checkpoint, intact or not, the newest first. Empty where the folder does not exist."""
+    folder = Path(checkpoint_dir)
+    return sorted(set(_manifest_steps(folder)) | set(_named_steps(folder, "model")), reverse=True)
+
+
+def find_last_step(checkpoint_dir: str | os.PathLike) -> int:
+    """
+    Step of the newest intact checkpoint. Damaged ones that are newer are named in warnings and passed over.
+
+    Every listed file of every rank is hashed. Under a process group rank 0 looks and all ranks get its answer (they
+    must call together). Raises NoCheckpointError where there is none, UserError where none is intact.
+    """
+    folder = Path(checkpoint_dir)
+    answer: Any = None
+    if not is_ddp_initialized() or dist.get_rank() == 0:
+        problems = []
+        for step in list_steps(folder):
+            problem = _problem(folder, step)
+            if problem is None:
+                answer = step
+                break
+            problems.append(f"step {step}: {problem}")
+        for problem in problems if answer is not None else []:
+            logger.warning(f"damaged checkpoint in {folder} passed over: {problem}; falling back to step {answer}")
+        if answer is None and problems:
+            answer = (
+                f"no checkpoint in {folder} is intact ({'; '.join(problems[:5])}); restore a copy of one, or start a "
+                "new run under another --model-tag"
+            )
+    if is_ddp_initialized():
+        box = [answer]
+        dist.broadcast_object_list(box, src=0)
+        answer = box[0]
+    if answer is None:
+        raise NoCheckpointError(f"there are no checkpoints in {folder}; train a model first, or check --model-tag")
+    if isinstance(answer, str):
+        raise UserError(answer)
+    return answer
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def _torch_load(path: Path, name: str, device: Any) -> Any:
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError as e:
+        raise UserError(f"{path.parent / name} is missing; restore a copy, or use another step") from e
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as e:  # a damaged file makes torch.load raise nearly anything
+        raise UserError(
+            f"{path.parent / name} cannot be read as weights ({one_line(e)[:120]}); use another step"
+        ) from e
+
+
+def load_checkpoint(
+    checkpoint_dir: str | os.PathLike,
+    step: int | None,
+    device: str | torch.device,
+    load_optimizer: bool = False,
+    rank: int = 0,
+) -> tuple[dict[str, torch.Tensor], Any, dict[str, Any]]:
+    """
+    (model_data, optimizer_data or None, meta_data) of a step, checked against the manifest; tensors on `device`.
+
+    step=None takes the newest intact one (find_last_step); meta_data["step"] says which. A step that was asked for is
+    never replaced by another: where it is damaged, the UserError names the file and the newest intact step.
+    load_optimizer: also this rank's file, which exists only for as many ranks as wrote the checkpoint. The optimizer's
+    state is spread over the ranks, so a run is resumed with the world size that it had; any world size can load the
+    weights.
+    """
+    folder = Path(checkpoint_dir)
+    if step is None:
+        step = find_last_step(folder)
+    if step not in list_steps(folder):
+        known = ", ".join(map(str, list_steps(folder)[:10]))
+        raise NoCheckpointError(
+            f"there is no checkpoint of step {step} in {folder}; "
+            + (f"it has steps {known}" if known else "it has none: train a model first, or check --model-tag")
+        )
+    wanted = [_model_name(step), _meta_name(step)] + ([_optim_name(step, rank)] if load_optimizer else [])
+    has_manifest = (folder / _manifest_name(step)).exists()
+    if has_manifest:
+        problem = _listed_problem(folder, step, wanted, load_optimizer)
+    else:
+        problem = _problem(folder, step)
+    if problem is not None:
+        raise UserError(f"checkpoint of step {step} in {folder}: {problem}; {_way_out(folder, step)}")
+    if has_manifest:
+        paths = {e["name"]: _locate(folder, e) for e in _read_manifest(folder, step)["files"]}
+    else:
+        logger.warning(f"the checkpoint of step {step} in {folder} has no manifest, so nothing vouches for its files")
+        paths = {name: folder / name for name in wanted}
+    try:
+        meta = json.loads(paths[_meta_name(step)].read_bytes())
+        if not isinstance(meta, dict):
+            raise ValueError("not an object")
+    except (OSError, ValueError, RecursionError) as e:
+        raise UserError(
+            f"{folder / _meta_name(step)} is damaged ({one_line(e)[:100]}); {_way_out(folder, step)}"
+        ) from e
+    model_data = _torch_load(paths[_model_name(step)], _model_name(step), device)
+    if not isinstance(model_data, dict):
+        raise UserError(f"{folder / _model_name(step)} holds no state dict; {_way_out(folder, step)}")
+    optimizer_data = None
+    if load_optimizer:
+        optimizer_data = _torch_load(paths[_optim_name(step, rank)], _optim_name(step, rank), device)
+    return model_data, optimizer_data, meta
+
+
+def _listed_problem(folder: Path, step: int, wanted: list[str], load_optimizer: bool) -> str | None:
+    try:
+        manifest = _read_manifest(folder, step)
+    except UserError as e:
+        return str(e)
+    entries = {entry["name"]: entry for entry in manifest["files"]}
+    world_size = dist.get_world_size() if is_ddp_initialized() else get_dist_info()[3]
+    if load_optimizer and manifest["world_size"] != world_size:
+        raise UserError(
+            f"the checkpoint of step {step} in {folder} was written by {manifest['world_size']} process(es), and this "
+            f"run has {world_size}; resume with --nproc_per_node={manifest['world_size']}, or start a new run"
+        )
+    for name in wanted:
+        if name not in entries:
+            return f"{name} was not saved"
+        if problem := _file_problem(folder, entries[name], hashes=True):
+            return problem
+    return None
+
+
+def _way_out(folder: Path, step: int) -> str:
+    for other in list_steps(folder):
+        if other != step and _problem(folder, other) is None:
+            return f"step {other} is intact (--resume-from-step {other}, --model-step {other})"
+    return "there is no other; restore a copy, or start a new run"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+def _patch_old_nanochat(model_data: dict[str, torch.Tensor], model_config: dict[str, Any]) -> None:
+    """Checkpoints from before nanochat had windows and per-layer scalars: full context, scalars that do nothing."""
+    model_config.setdefault("window_pattern", "L")
+    n_layer = model_config.get("n_layer", 0)
+    model_data.setdefault("resid_lambdas", torch.ones(n_layer))
+    model_data.setdefault("x0_lambdas", torch.zeros(n_layer))
+
+
+def build_model(
+    checkpoint_dir: str | os.PathLike, step: int | None, device: str | torch.device, phase: str
+) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
+    """
+    (model, tokenizer, meta) of a checkpoint; the model is neither compiled nor converted, whatever it was trained with.
+
+    phase: 'train' or 'eval'. The method that it was trained with is in the meta data, where the script that trained it
+    put it. BF16 weights become FP32 on a CPU (and on mps), as in nanochat. Raises UserError (damaged checkpoint, config
+    that does not fit, another tokenizer than the one in the base directory).
+    """
+    if phase not in ("train", "eval"):
+        raise ValueError(f"phase must be 'train' or 'eval', not {phase!r}")
+    device = torch.device(device)
+    model_data, _, meta = load_checkpoint(checkpoint_dir, step, device)
+    where = f"checkpoint of step {meta.get('step', step)} in {checkpoint_dir}"
+    model_data = {name.removeprefix("_orig_mod."): tensor for name, tensor in model_data.items()}
+    if device.type in ("cpu", "mps"):
+        model_data = {
+            name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in model_data.items()
+        }
+    try:
+        model_config = dict(meta["model_config"])
+        _patch_old_nanochat(model_data, model_config)
+        config = GPTConfig(**model_config)
+        with torch.device("meta"):
+            model = GPT(config)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
+        raise UserError(f"{where}: its model config is not one of this GPT ({one_line(e)[:150]})") from e
+    model.to_empty(device=device)
+    model.init_weights()  # for what is not in the state dict: the rotary tables
+    try:
+        model.load_state_dict(model_data, strict=True, assign=True)
+    except RuntimeError as e:
+        raise UserError(f"{where}: its weights do not fit its model config ({one_line(e)[:200]})") from e
+    model.train(phase == "train")
+    tokenizer = get_tokenizer()
+    check_tokenizer(meta, tokenizer, where)
+    return model, tokenizer, meta
+
+
+def check_tokenizer(meta: dict[str, Any], tokenizer: RustBPETokenizer, where: str = "the checkpoint") -> None:
+    """Raise UserError unless the model was trained with this tokenizer (its fingerprint, or at least its size)."""
+    remedy = "use the base directory (NANOCHAT_BASE_DIR) in which it was trained, or train a new model"
+    before = (meta.get("run_config") or {}).get("tokenizer") or meta.get("tokenizer")
+    if isinstance(before, str) and before != tokenizer.fingerprint():
+        raise UserError(
+            f"{where} was trained with the tokenizer {before}, but the one here is {tokenizer.fingerprint()}; {remedy}"
+        )
+    size = meta.get("model_config", {}).get("vocab_size")
+    if size is not None and size != tokenizer.get_vocab_size():
+        raise UserError(
+            f"{where} has a vocabulary of {size} tokens, the tokenizer here {tokenizer.get_vocab_size()}; {remedy}"
+        )
+
+
+def find_largest_model(checkpoints_dir: str | os.PathLike) -> str:
+    """The model tag to take where none is given: the deepest of d<number>..., the newest of those; else the newest."""
+    folder = Path(checkpoints_dir)
+    tags = [p for p in folder.iterdir() if p.is_dir() and list_steps(p)] if folder.is_dir() else []
+    if not tags:
+        raise NoCheckpointError(f"there are no checkpoints in {folder}; train a model first")
+
+    def rank(path: Path) -> tuple[int, float]:
+        match = re.match(r"d(\d+)", path.name)
+        return (int(match.group(1)) if match else -1, path.stat().st_mtime)
+
+    return max(tags, key=rank).name
+
+
+def load_model_from_dir(
+    checkpoints_dir: str | os.PathLike,
+    device: str | torch.device,
+    phase: str,
+    model_tag: str | None = None,
+    step: int | None = None,
+) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
+    """build_model of a tag (default: find_largest_model) and step (default: the newest intact one)."""
+    if model_tag is None:
+        model_tag = find_largest_model(checkpoints_dir)
+        if get_dist_info()[1] == 0:
+            logger.info(f"no model tag given: taking {model_tag}")
+    model, tokenizer, meta = build_model(os.path.join(checkpoints_dir, model_tag), step, device, phase)
+    meta.setdefault("model_tag", model_tag)
+    return model, tokenizer, meta
+
+
+def load_model(
+    source: str, device: str | torch.device, phase: str, model_tag: str | None = None, step: int | None = None
+) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
+    """(model, tokenizer, meta) from the base directory; source: base | mid | sft | rl. See build_model."""
+    if source not in SOURCES:
+        raise UserError(f"unknown source {source!r}; use one of {', '.join(SOURCES)}")
+    return load_model_from_dir(os.path.join(get_base_dir(), SOURCES[source]), device, phase, model_tag, step)

@@ -1,0 +1,249 @@
+"""
+The CORE metric of a base model.
+
+    python -m scripts.base_eval
+    torchrun --nproc_per_node=8 -m scripts.base_eval
+
+It needs nanochat's eval bundle (core.yaml, eval_meta_data.csv, eval_data/, about 160 MB): from --bundle-dir, or from
+<base dir>/eval_bundle, where it is downloaded to if it is not there. Without it there is no CORE number.
+"""
+
+import argparse
+import contextlib
+import csv
+import os
+import random
+import tempfile
+import time
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nanochat_fp4 as nf
+from nanochat_fp4.common import (
+    Progress,
+    UserError,
+    atomic_write,
+    autodetect_device_type,
+    compute_cleanup,
+    compute_init,
+    download_file_with_lock,
+    get_base_dir,
+    one_line,
+    print0,
+    run_main,
+)
+from nanochat_fp4.core_eval import evaluate_task
+from nanochat_fp4.gpt import autocast
+from nanochat_fp4.report import get_report
+from nanochat_fp4.rows import MissingDataError, read_rows
+from scripts.post_training import checkpoint_method, load_stage_model
+
+EVAL_BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+SHUFFLE_SEED = 1337
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Evaluate the CORE metric of a base model")
+    add = parser.add_argument
+    add("--hf-path", default=None, help="HuggingFace model path to evaluate")
+    add("--max-per-task", type=int, default=-1, help="Max examples per task to evaluate (-1 = disable)")
+    add("--model-tag", default=None, help="model tag for checkpoint directory")
+    add("--step", type=int, default=None, help="model step to load")
+    add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
+    add("--bundle-dir", default=None, help="folder of the eval bundle (default: <base dir>/eval_bundle, downloaded)")
+    add("--method", default=None, help="QAT method of the forward pass (default: the one the model was trained with)")
+    add("--precision", default="nvfp4", choices=("nvfp4", "bf16"), help="forward pass as the method says, or in BF16")
+    return parser.parse_args(argv)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The bundle
+
+
+def _unpack(zip_path: str) -> None:
+    """Unpack beside the final place and move it there in one step."""
+    base_dir = get_base_dir()
+    with tempfile.TemporaryDirectory(dir=base_dir) as folder:
+        try:
+            with zipfile.ZipFile(zip_path) as archive:
+                archive.extractall(folder)
+            os.replace(os.path.join(folder, "eval_bundle"), os.path.join(base_dir, "eval_bundle"))
+        except (zipfile.BadZipFile, FileNotFoundError) as e:
+            raise UserError(f"{EVAL_BUNDLE_URL} is not the eval bundle ({one_line(e)}); use --bundle-dir") from e
+
+
+def find_bundle(bundle_dir: str | os.PathLike | None = None) -> Path:
+    """The folder of the eval bundle. Raises MissingDataError where it cannot be had or is not whole."""
+    folder = Path(bundle_dir) if bundle_dir else Path(get_base_dir()) / "eval_bundle"
+    if not bundle_dir and not folder.is_dir():
+        try:
+            path = download_file_with_lock(
+                EVAL_BUNDLE_URL, "eval_bundle.zip", postprocess_fn=_unpack, deadline=1800, timeout=10, attempts=2
+            )
+            if not folder.is_dir():  # the archive was there, what it holds was deleted
+                _unpack(path)
+        except UserError as e:
+            raise MissingDataError(
+                f"CORE needs the eval bundle, which is not in {folder} and cannot be downloaded "
+                f"({one_line(e)[:150]}); unpack {EVAL_BUNDLE_URL} somewhere and name the folder with --bundle-dir"
+            ) from e
+    for name in ("core.yaml", "eval_meta_data.csv", "eval_data"):
+        if not (folder / name).exists():
+            raise MissingDataError(
+                f"{folder / name} is missing, so {folder} is no eval bundle; unpack {EVAL_BUNDLE_URL} there"
+            )
+    return folder
+
+
+def read_bundle(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """(tasks of core.yaml, accuracy of guessing in percent by label). Raises UserError."""
+    import yaml  # comes with datasets and wandb
+
+    try:
+        tasks = yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
+        for task in tasks:
+            task["label"], task["icl_task_type"], task["dataset_uri"], task["num_fewshot"][0]  # noqa: B018
+    except (OSError, yaml.YAMLError, KeyError, TypeError, IndexError, UnicodeDecodeError) as e:
+        raise UserError(f"{folder / 'core.yaml'} is damaged ({one_line(e)[:100]}); unpack the bundle again") from e
+    try:
+        with open(folder / "eval_meta_data.csv", encoding="utf-8", newline="") as f:
+            guessing = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(f)}
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as e:
+        raise UserError(
+            f"{folder / 'eval_meta_data.csv'} is damaged ({one_line(e)[:100]}); unpack the bundle again"
+        ) from e
+    return tasks, guessing
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+def evaluate_model(
+    model: Any,
+    tokenizer: Any,
+    device: torch.device,
+    max_per_task: int = -1,
+    bundle_dir: str | os.PathLike | None = None,
+) -> dict[str, Any]:
+    """
+    {"results": accuracy by task, "centered_results": the same with guessing at 0, "core_metric": their mean}.
+
+    All ranks call this, inside the precision they want. max_per_task: the first so many questions of each task.
+    """
+    folder = find_bundle(bundle_dir)
+    tasks, guessing = read_bundle(folder)
+    results, centered = {}, {}
+    scale = nf.per_token_scale(model) if isinstance(model, torch.nn.Module) else contextlib.nullcontext()
+    with scale, Progress(total=len(tasks), desc="CORE", unit="task") as progress:
+        for task in tasks:
+            start = time.monotonic()
+            label = task["label"]
+            if label not in guessing:
+                raise UserError(f"{folder / 'eval_meta_data.csv'} has no row for {label!r}; unpack the bundle again")
+            data = read_rows(folder / "eval_data" / task["dataset_uri"])
+            random.Random(SHUFFLE_SEED).shuffle(data)
+            data = data[:max_per_task] if max_per_task > 0 else data
+            meta = {
+                "task_type": task["icl_task_type"],
+                "num_fewshot": task["num_fewshot"][0],
+                "continuation_delimiter": task.get("continuation_delimiter", " "),
+            }
+            try:
+                accuracy = evaluate_task(model, tokenizer, data, device, meta)
+            except (KeyError, IndexError, TypeError, ValueError) as e:
+                raise UserError(f"{task['dataset_uri']} of the eval bundle: {one_line(e)[:200]}") from e
+            chance = guessing[label] / 100
+            results[label], centered[label] = accuracy, (accuracy - chance) / (1 - chance)
+            progress.update(1, **{label: f"{accuracy:.3f} ({time.monotonic() - start:.0f}s)"})
+    return {
+        "results": results,
+        "centered_results": centered,
+        "core_metric": sum(centered.values()) / len(centered) if centered else 0.0,
+    }
+
+
+class HuggingFaceTokenizer:
+    """The two calls that CORE makes of a tokenizer, on one of transformers."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def get_bos_token_id(self) -> int:
+        bos = self.tokenizer.bos_token_id
+        return self.tokenizer.eos_token_id if bos is None else bos
+
+    def __call__(self, texts: Sequence[str], prepend: int) -> list[list[int]]:
+        return [[prepend, *self.tokenizer.encode(text, add_special_tokens=False)] for text in texts]
+
+
+class HuggingFaceModel:
+    """A model of transformers: ids -> logits. max_seq_len: GPT-2's fixed context, None where there is none."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.max_seq_len = getattr(model.config, "n_positions", None)
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids).logits
+
+
+def load_hf_model(path: str, device: torch.device) -> tuple[HuggingFaceModel, HuggingFaceTokenizer]:
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as e:
+        raise UserError("--hf-path needs the package transformers: pip install transformers") from e
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False).to(device).eval()
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as e:
+        raise UserError(f"--hf-path {path} cannot be loaded ({one_line(e)[:200]})") from e
+    return HuggingFaceModel(model), HuggingFaceTokenizer(tokenizer)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    _, rank, _, _, device = compute_init(args.device_type or autodetect_device_type())
+    try:
+        evaluate(args, device, rank)
+    finally:
+        compute_cleanup()
+
+
+def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
+    find_bundle(args.bundle_dir)  # before a model is loaded in vain
+    precision: Any = contextlib.nullcontext()
+    model_tag, method = None, "bf16"
+    if args.hf_path is not None:
+        model, tokenizer = load_hf_model(args.hf_path, device)
+        name, slug = args.hf_path, args.hf_path.replace("/", "-")
+    else:
+        model, tokenizer, meta = load_stage_model("base", device, "eval", args.model_tag, args.step)
+        method, model_tag = checkpoint_method(meta, args.method), meta["model_tag"]
+        nf.convert(model, method, backward=False, verbose=False)
+        if args.precision == "bf16":
+            precision, method = nf.full_precision(model), "bf16"
+        name, slug = f"base model {model_tag} (step {meta['step']})", f"base_model_{meta['step']:06d}"
+    print0(f"CORE of {name}, {method} forward")
+    with precision, autocast(device.type):
+        out = evaluate_model(model, tokenizer, device, max_per_task=args.max_per_task, bundle_dir=args.bundle_dir)
+
+    if rank == 0:
+        lines = [f"{'Task':<35}, {'Accuracy':<10}, {'Centered':<10}"]
+        for label, accuracy in out["results"].items():
+            lines.append(f"{label:<35}, {accuracy:<10.6f}, {out['centered_results'][label]:<10.6f}")
+        lines.append(f"{'CORE':<35}, {'':<10}, {out['core_metric']:<10.6f}")
+        folder = Path(get_base_dir()) / "base_eval" / (model_tag or "")
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(folder / f"{slug}.csv", "\n".join(lines) + "\n")
+        print0("\n".join(lines))
+    about = {"Model": name, "Forward": method, "CORE metric": out["core_metric"], "Max per task": args.max_per_task}
+    get_report(model_tag).log("Base model evaluation", [about, out["centered_results"]], {"CORE": out["core_metric"]})
+
+
+if __name__ == "__main__":
+    run_main(main)

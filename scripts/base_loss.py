@@ -1,0 +1,114 @@
+"""
+Bits per byte of a base model on train and validation text, and a few samples. From the root of the repository:
+
+    python -m scripts.base_loss
+    torchrun --standalone --nproc_per_node=8 -m scripts.base_loss
+
+Measured twice: with the forward pass of the method that the model was trained with, and in BF16 (FP32 on a CPU).
+"""
+
+import argparse
+
+import torch
+
+import nanochat_fp4 as nf
+from nanochat_fp4.checkpoint_manager import load_model
+from nanochat_fp4.common import (
+    Progress,
+    UserError,
+    autodetect_device_type,
+    compute_cleanup,
+    compute_init,
+    print0,
+    run_main,
+)
+from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.dataset import ensure_data
+from nanochat_fp4.gpt import autocast
+from nanochat_fp4.loss_eval import evaluate_bpb
+from nanochat_fp4.report import get_report
+from nanochat_fp4.tokenizer import get_token_bytes
+from nanochat_fp4.training import draw_samples, resolve_method
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Evaluate loss on train/val splits and sample from model")
+    add = parser.add_argument
+    add("--device-batch-size", type=int, default=32, help="per-device batch size")
+    add("--split-tokens", type=int, default=40 * 524288, help="number of tokens to evaluate per split")
+    add("--model-tag", default=None, help="model tag for checkpoint directory")
+    add("--model-step", type=int, default=None, help="model step to load")
+    add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
+    add(
+        "--data-dir",
+        default=None,
+        help="folder of parquet shards or text (default: $DATA_DIR, else what training used)",
+    )
+    add("--method", default=None, help="QAT method of the forward pass (default: the one the model was trained with)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    device_type = args.device_type or autodetect_device_type()
+    _, rank, _, world_size, device = compute_init(device_type)
+    try:
+        evaluate(args, device, rank, world_size)
+    finally:
+        compute_cleanup()
+
+
+def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_size: int) -> None:
+    data_dir = ensure_data(args.data_dir)
+    model, tokenizer, meta = load_model("base", device, phase="eval", model_tag=args.model_tag, step=args.model_step)
+    sequence_len = meta["model_config"]["sequence_len"]
+    tokens_per_step = args.device_batch_size * sequence_len * world_size
+    if args.split_tokens <= 0 or args.split_tokens % tokens_per_step:
+        raise UserError(
+            f"--split-tokens={args.split_tokens} is not a multiple of {tokens_per_step}, the tokens of a batch "
+            f"({args.device_batch_size} rows of {sequence_len} on {world_size} device(s)); choose a multiple"
+        )
+    method = resolve_method(args.method or meta["user_config"].get("method", "bf16"))
+    model_tag = meta.get("model_tag") or args.model_tag
+    nf.convert(model, method)
+    name = f"base model {model_tag} (step {meta['step']})"
+    print0(f"Evaluating {name} on {data_dir}")
+
+    steps = args.split_tokens // tokens_per_step
+    token_bytes = get_token_bytes(device=device)
+
+    def bpb(split: str, what: str) -> float:
+        loader = tokenizing_distributed_data_loader_bos_bestfit(
+            tokenizer, args.device_batch_size, sequence_len, split, device=device, data_dir=data_dir
+        )
+        with Progress(total=steps, desc=f"{split} bpb, {what}", unit="batch") as progress, autocast(device.type):
+
+            def batches():
+                for batch in loader:
+                    progress.update(1)
+                    yield batch
+
+            return evaluate_bpb(model, batches(), steps, token_bytes)
+
+    results = {}
+    for split in ("train", "val"):
+        results[f"{split}_bpb"] = results[f"{split}_bpb_bf16"] = bpb(split, method)
+        if method != "bf16":
+            with nf.full_precision(model):
+                results[f"{split}_bpb_bf16"] = bpb(split, "BF16 forward")
+        line = f"{split} bpb: {results[f'{split}_bpb']:.4f}"
+        print0(line + (f" ({method} forward), {results[f'{split}_bpb_bf16']:.4f} (BF16)" if method != "bf16" else ""))
+
+    samples = draw_samples(model, tokenizer) if rank == 0 else []
+    for sample in samples:
+        print0(f"  {sample}")
+    lines = {"model": name, "method": method, "tokens per split": args.split_tokens, **results}
+    get_report(model_tag).log(
+        "Base model loss",
+        [lines, {f"sample {i}": sample for i, sample in enumerate(samples)}],
+        results={"method": method, **results, "val_tokens": args.split_tokens, "samples": samples},
+    )
+
+
+if __name__ == "__main__":
+    run_main(main)

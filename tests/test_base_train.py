@@ -1,0 +1,622 @@
+"""Training end to end on a tiny model: resume to the bit, kills, signals, bad numbers, bad input, several processes."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanochat_fp4.checkpoint_manager import find_last_step, list_steps, load_checkpoint
+from nanochat_fp4.common import UserError
+from nanochat_fp4.gpt import GPT, GPTConfig
+from nanochat_fp4.report import read_jsonl
+from scripts import base_loss, base_train
+
+ROOT = Path(base_train.__file__).resolve().parent.parent
+# Two layers of width 128 (the smallest whose every GEMM can be rotated in groups of 128), 128 tokens a step.
+TINY = (
+    "--depth=2 --aspect-ratio=64 --head-dim=64 --max-seq-len=32 --device-batch-size=2 --total-batch-size=128 "
+    "--eval-tokens=128 --eval-every=4 --core-metric-every=-1 --sample-every=-1 --device-type=cpu"
+).split()
+METHODS = ("bf16", "nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search")
+
+
+def train(*flags: str, method: str = "clover", steps: int = 8) -> None:
+    base_train.main([*TINY, f"--method={method}", f"--num-iterations={steps}", *flags])
+
+
+def final_state(folder: Path, step: int) -> dict:
+    """Everything in a checkpoint that decides how a run goes on, and the losses that led there."""
+    model, _, meta = load_checkpoint(folder, step, "cpu")
+    ranks = [torch.load(p, weights_only=True) for p in sorted(folder.glob(f"optim_{step:06d}_rank*.pt"))]
+    timeless = {k: v for k, v in meta["loop_state"].items() if k != "training_seconds"}
+    for group in (g for rank in ranks for optimizer in rank["optimizers"] for g in optimizer["param_groups"]):
+        group.pop("differentiable", None)  # torch's load_state_dict adds it
+    records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] in ("train", "val")]
+    losses = [(r["event"], r["step"], r.get("loss"), r.get("bpb"), r.get("bpb_bf16")) for r in records]
+    return {"model": model, "ranks": ranks, "loop": timeless, "loss": meta["loss_state"], "losses": losses}
+
+
+def assert_same(a, b, path="") -> None:
+    assert type(a) is type(b), path
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{path}[{i}]")
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b), f"{path} differs"
+    else:
+        assert a == b, f"{path}: {a} != {b}"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The model is too small for two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Resume
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_resume_is_exact(tiny_base, method):
+    train("--save-every=3", "--keep-last=-1", method=method, steps=5)
+    folder = tiny_base / "base_checkpoints" / f"d2_{method}"
+    assert list_steps(folder) == [5, 3]
+    expected = final_state(folder, 5)
+    # Every loss moved: a model that does not train would resume exactly too.
+    losses = [loss for event, _, loss, _, _ in expected["losses"] if event == "train"]
+    assert len(losses) == len(set(losses)) == 5
+
+    train("--resume-from-step=3", method=method, steps=5)
+    assert_same(final_state(folder, 5), expected)
+
+
+def test_resume_continues_what_a_signal_stopped(tiny_base, monkeypatch, capsys):
+    train(steps=6, method="bf16")
+    folder = tiny_base / "base_checkpoints" / "d2_bf16"
+    expected = final_state(folder, 6)
+
+    for number, status in ((signal.SIGUSR1, 0), (signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        tag = f"stopped_{number}"
+        real, calls = base_train.gradient_norm, []
+
+        def signal_in_step_2(model, number=number, real=real, calls=calls):
+            calls.append(1)
+            if len(calls) == 3:
+                os.kill(os.getpid(), number)
+            return real(model)
+
+        with monkeypatch.context() as m:
+            m.setattr(base_train, "gradient_norm", signal_in_step_2)
+            if status:
+                with pytest.raises(SystemExit) as stopped:
+                    train(f"--model-tag={tag}", steps=6, method="bf16")
+                assert stopped.value.code == status
+            else:
+                train(f"--model-tag={tag}", steps=6, method="bf16")
+        out = capsys.readouterr().out
+        assert f"{signal.Signals(number).name}: stopped at step 3 of 6" in out and "--resume-from-step latest" in out
+        assert list_steps(tiny_base / "base_checkpoints" / tag) == [3]  # the step in progress was finished, no more
+        assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+
+        train(f"--model-tag={tag}", "--resume-from-step=latest", steps=6, method="bf16")
+        assert_same(final_state(tiny_base / "base_checkpoints" / tag, 6), expected)
+
+
+def test_signal_cuts_an_evaluation_short(tiny_base, monkeypatch):
+    real, calls = base_train.evaluate_bpb, []
+
+    def evaluate(model, batches, steps, token_bytes):
+        calls.append(1)
+        if len(calls) == 2:  # that of step 4
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return real(model, batches, steps, token_bytes)
+
+    with monkeypatch.context() as m:
+        m.setattr(base_train, "evaluate_bpb", evaluate)
+        train(steps=6, method="bf16")
+    folder = tiny_base / "base_checkpoints" / "d2_bf16"
+    assert list_steps(folder) == [4] and len(calls) == 2
+    assert load_checkpoint(folder, 4, "cpu")[2]["loop_state"]["evaluated_at"] == 0
+
+    train("--resume-from-step=latest", steps=6, method="bf16")  # evaluates step 4 after all
+    train("--model-tag=whole", steps=6, method="bf16")
+    assert_same(final_state(folder, 6), final_state(tiny_base / "base_checkpoints" / "whole", 6))
+
+
+def test_finished_run_has_nothing_to_do(tiny_base, capsys):
+    train(steps=2, method="bf16")
+    folder = tiny_base / "base_checkpoints" / "d2_bf16"
+    before = final_state(folder, 2)
+    section = tiny_base / "report" / "d2_bf16" / "base-model-training.json"
+    section.unlink()  # as if it was killed right after the last save
+    train("--resume-from-step=latest", steps=2, method="bf16")
+    assert "Nothing to do" in capsys.readouterr().out
+    assert_same(final_state(folder, 2), before)
+    assert json.loads(section.read_text())["results"]["val_bpb"] == before["loop"]["val_bpb"]
+
+
+def test_damaged_checkpoint_falls_back_to_the_one_before(tiny_base):
+    train("--save-every=3", "--keep-last=-1", steps=6, method="bf16")
+    folder = tiny_base / "base_checkpoints" / "d2_bf16"
+    expected = final_state(folder, 6)
+    path = folder / "model_000006.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    train("--resume-from-step=latest", steps=6, method="bf16")
+    assert_same(final_state(folder, 6), expected)
+
+
+def test_only_the_newest_checkpoints_are_kept(tiny_base):
+    train("--save-every=1", "--keep-last=2", steps=5, method="bf16")
+    assert list_steps(tiny_base / "base_checkpoints" / "d2_bf16") == [5, 4]
+
+
+def test_going_back_forgets_the_later_checkpoints(tiny_base):
+    """Else 'latest' would find a checkpoint of the abandoned run, and keep-last would keep that one."""
+    train("--save-every=2", "--keep-last=-1", steps=8, method="bf16")
+    folder = tiny_base / "base_checkpoints" / "d2_bf16"
+    assert list_steps(folder) == [8, 6, 4, 2]
+    train("--resume-from-step=2", "--keep-last=2", "--save-every=1", "--matrix-lr=0.01", steps=4, method="bf16")
+    assert list_steps(folder) == [4, 3]
+    steps = [r["step"] for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "train"]
+    assert steps == [0, 1, 2, 3]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# SIGKILL. The children are forked from a server that has imported everything, so that a run starts in milliseconds.
+
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["scripts.base_train"])
+
+
+def _child(argv: list[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
+        stream.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), {"stdout": 1, "stderr": 2}[name])
+    base_train.main(argv)
+
+
+def run_and_kill(argv: list[str], after: float | None) -> int:
+    """Exit status of a run that is killed `after` so many seconds, unless it is done before; -9 if it was killed."""
+    names = ("NANOCHAT_BASE_DIR", "DATA_DIR", "HF_HUB_OFFLINE", "WANDB_MODE", "MPLCONFIGDIR")
+    process = FORKSERVER.Process(target=_child, args=(argv, {n: os.environ[n] for n in names}))
+    process.start()
+    process.join(after)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return process.exitcode
+
+
+def kill_until_done(tiny_base: Path, method: str, kills: int, seed: int) -> int:
+    """Kill a run at random moments, `kills` times, let it finish, compare it with one that was left alone."""
+    steps = 8
+    argv = [*TINY, f"--method={method}", f"--num-iterations={steps}", "--save-every=1", "--resume-from-step=latest"]
+    warm = FORKSERVER.Process(target=int)  # the server's own start must not count, or every kill would come too late
+    warm.start()
+    warm.join()
+    started = time.monotonic()
+    assert run_and_kill([*argv, "--model-tag=whole"], None) == 0
+    duration = time.monotonic() - started
+    rng = random.Random(seed)
+    killed = 0
+    for _ in range(20 * kills):
+        killed += run_and_kill([*argv, "--model-tag=killed"], rng.uniform(0.05, 0.6) * duration) == -signal.SIGKILL
+        if killed >= kills:
+            break
+    assert run_and_kill([*argv, "--model-tag=killed"], None) == 0
+    folders = [tiny_base / "base_checkpoints" / tag for tag in ("killed", "whole")]
+    assert_same(*(final_state(folder, steps) for folder in folders))
+    return killed
+
+
+@pytest.mark.parametrize("method", ["bf16", "clover"])
+def test_kill_at_random_moments(tiny_base, method):
+    seed = int.from_bytes(os.urandom(4), "little")  # other moments at each run of the tests
+    print(f"seed {seed}")
+    assert kill_until_done(tiny_base, method, kills=3, seed=seed) >= 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", METHODS)
+def test_kill_at_many_random_moments(tiny_base, method):
+    assert kill_until_done(tiny_base, method, kills=100, seed=int.from_bytes(os.urandom(4), "little")) >= 50
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers that are not finite
+
+
+class Nan(torch.autograd.Function):
+    """The identity, but NaN in the forward pass, or infinity in the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, in_forward):
+        ctx.in_forward = in_forward
+        return x * float("nan") if in_forward else x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad if ctx.in_forward else grad * float("inf")), None
+
+
+@contextlib.contextmanager
+def broken_layer(where: str, name: str, steps: set[int]):
+    """NaN in what a layer computes ("forward") or in its input's gradient ("backward"), whenever a step is trained."""
+    now = 0
+    real_forward, real_update = GPT.forward, base_train.Progress.update
+
+    def forward(self, *args, **kwargs):
+        if not (self.training and torch.is_grad_enabled() and now in steps):
+            return real_forward(self, *args, **kwargs)
+        layer = self.get_submodule(name)
+        own = layer.forward
+        layer.forward = lambda x: Nan.apply(own(x), True) if where == "forward" else own(Nan.apply(x, False))
+        try:
+            return real_forward(self, *args, **kwargs)
+        finally:
+            del layer.forward
+
+    def update(self, n=1, **info):
+        nonlocal now
+        now += n  # a step is over, trained or skipped
+        return real_update(self, n, **info)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(GPT, "forward", forward)
+        m.setattr(base_train.Progress, "update", update)
+        yield
+
+
+@pytest.mark.parametrize(
+    "where, layer, named",
+    [
+        ("forward", "transformer.h.1.mlp.c_fc", "output of transformer.h.1.mlp.c_fc"),
+        ("backward", "transformer.h.0.attn.c_v", "gradient computed by transformer.h.0.attn.c_v"),
+    ],
+)
+def test_nan_stops_and_names_step_and_layer(tiny_base, where, layer, named):
+    with broken_layer(where, layer, {3}), pytest.raises(UserError) as error:
+        train("--eval-every=-1", steps=6)
+    assert "step 3" in str(error.value) and named in str(error.value) and "--on-nonfinite skip" in str(error.value)
+    folder = tiny_base / "base_checkpoints" / "d2_clover"
+    assert list_steps(folder) == [3]  # as it was before the bad step
+    assert all(torch.isfinite(t).all() for t in load_checkpoint(folder, 3, "cpu")[0].values())
+
+    train("--eval-every=-1", "--resume-from-step=latest", steps=6)
+    train("--eval-every=-1", "--model-tag=whole", steps=6)
+    assert_same(final_state(folder, 6), final_state(tiny_base / "base_checkpoints" / "whole", 6))
+
+
+def test_nan_can_be_skipped(tiny_base, capsys):
+    with broken_layer("forward", "transformer.h.0.mlp.c_proj", {2, 4}):
+        train("--eval-every=-1", "--on-nonfinite=skip", steps=6)
+    records = read_jsonl(tiny_base / "base_checkpoints" / "d2_clover" / "metrics.jsonl")
+    assert [r["step"] for r in records if r["event"] == "skip"] == [2, 4]
+    assert [r["step"] for r in records if r["event"] == "train"] == [0, 1, 3, 5]
+    assert all("transformer.h.0.mlp.c_proj" in r["place"] for r in records if r["event"] == "skip")
+    captured = capsys.readouterr()
+    assert "update skipped" in captured.err and re.search(r"Skipped updates +2", captured.out)
+
+
+def test_skipping_gives_up_when_nothing_else_happens(tiny_base):
+    with broken_layer("forward", "transformer.h.0.mlp.c_proj", set(range(2, 40))), pytest.raises(UserError) as error:
+        train("--eval-every=-1", "--on-nonfinite=skip", steps=30, method="bf16")
+    assert "step 11" in str(error.value)
+    assert list_steps(tiny_base / "base_checkpoints" / "d2_bf16") == [11]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_out_of_memory_names_the_size_that_fits_and_saves(tiny_base, monkeypatch):
+    train("--device-batch-size=1", "--model-tag=whole", "--eval-every=-1", steps=4, method="bf16")
+    real, calls = base_train.lr_multiplier, []
+
+    def full(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*args)
+
+    with monkeypatch.context() as m:
+        m.setattr(base_train, "lr_multiplier", full)
+        with pytest.raises(
+            UserError, match="out of memory at step 2 with --device-batch-size=2; --device-batch-size=1"
+        ):
+            train("--eval-every=-1", steps=4, method="bf16")
+    assert list_steps(tiny_base / "base_checkpoints" / "d2_bf16") == [2]
+    train("--eval-every=-1", "--device-batch-size=1", "--resume-from-step=latest", steps=4, method="bf16")
+
+
+def test_automatic_batch_size_is_kept_when_resuming(tiny_base, monkeypatch, capsys):
+    train("--device-batch-size=auto", "--save-every=2", "--keep-last=-1", "--eval-every=-1", steps=4, method="bf16")
+    assert "4 x 32 tokens, 1 process(es), 1 micro-batch(es)" in capsys.readouterr().out
+    monkeypatch.setattr(base_train, "auto_device_batch_size", lambda *args, **kwargs: 1)
+    train("--device-batch-size=auto", "--resume-from-step=2", "--eval-every=-1", steps=4, method="bf16")
+    assert "4 x 32 tokens, 1 process(es), 1 micro-batch(es)" in capsys.readouterr().out
+
+
+def test_micro_batches_do_not_change_what_is_learned(tiny_base):
+    """Without quantization one micro-batch of 4 rows and four of 1 differ only in the order of sums (FP32)."""
+    for size in (1, 4):
+        train(f"--device-batch-size={size}", f"--model-tag=b{size}", method="bf16", steps=4)
+    a, b = (final_state(tiny_base / "base_checkpoints" / f"b{size}", 4) for size in (1, 4))
+    assert len(a["losses"]) == 6
+    for (event, step, *x), (_, _, *y) in zip(a["losses"], b["losses"]):
+        for u, v in zip(x, y):
+            assert u is v is None or u == pytest.approx(v, rel=1e-4), (event, step)
+    # Both optimizers are blind to the gradient's scale, so the losses would not show a wrong share of a micro-batch.
+    records = [read_jsonl(tiny_base / "base_checkpoints" / f"b{size}" / "metrics.jsonl") for size in (1, 4)]
+    norms = [[r["grad_norm"] for r in rs if r["event"] == "train"] for rs in records]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several processes
+
+
+def torchrun(args: list[str], nproc: int = 2, **env) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"} | env
+    return subprocess.run([*command, *args], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+def test_two_processes_train_like_one(tiny_base):
+    """
+    The same rows in each step; only the order of sums differs, by some 1e-7 in FP32. Muon's orthogonalization makes
+    more of it where a gradient has small singular values, hence 1e-4 on the losses of the first six steps.
+    """
+    flags = [*TINY, "--method=bf16", "--num-iterations=6"]
+    base_train.main([*flags, "--model-tag=one"])
+    done = torchrun(["-m", "scripts.base_train", *flags, "--model-tag=two"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (read_jsonl(tiny_base / "base_checkpoints" / tag / "metrics.jsonl")[1:] for tag in ("one", "two"))
+    assert [(r["event"], r["step"]) for r in one] == [(r["event"], r["step"]) for r in two]
+    for a, b in zip(one, two):
+        key = "loss" if a["event"] == "train" else "bpb"
+        assert a[key] == pytest.approx(b[key], rel=1e-4), (a, b)
+
+
+def test_sigterm_to_torchrun_saves_on_all_ranks(tiny_base):
+    folder = tiny_base / "base_checkpoints" / "d2_bf16"
+    flags = [*TINY, "--method=bf16", "--num-iterations=2000", "--eval-every=-1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, "-m", "scripts.base_train", *flags],
+        env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() or '"step": 3,' not in (folder / "metrics.jsonl").read_text():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    (step,) = list_steps(folder)
+    assert f"SIGTERM: stopped at step {step} of 2000" in out, (out, err)
+    assert find_last_step(folder) == step  # both ranks' files are there and intact
+    assert len(list(folder.glob("optim_*_rank?.pt"))) == 2
+
+
+def test_torchrun_starts_again_where_it_was(tiny_base):
+    """One of two ranks is killed in step 5; torchrun starts both again, and the run ends as an undisturbed one."""
+    program = tiny_base / "killed_once.py"
+    program.write_text(
+        """
+import os, signal, sys
+from scripts import base_train
+real, calls = base_train.gradient_norm, []
+def gradient_norm(model):
+    calls.append(1)
+    if len(calls) == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(model)
+if "--model-tag=killed" in sys.argv:
+    base_train.gradient_norm = gradient_norm
+base_train.main()
+"""
+    )
+    flags = [*TINY, "--method=clover", "--num-iterations=8", "--save-every=2"]
+    for tag in ("killed", "whole"):
+        done = torchrun(["--max-restarts=1", str(program), *flags, f"--model-tag={tag}"])
+        assert done.returncode == 0, done.stderr[-3000:]
+    folders = [tiny_base / "base_checkpoints" / tag for tag in ("killed", "whole")]
+    assert [r["step"] for r in read_jsonl(folders[0] / "metrics.jsonl") if r["event"] == "start"] == [0, 4]
+    assert_same(*(final_state(folder, 8) for folder in folders))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bad input, and the rest
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--method=fp3"], "unknown method 'fp3'; use one of: bf16"),
+        (["--total-batch-size=100"], "--total-batch-size=100 is not a multiple of 32 tokens"),
+        (["--total-batch-size=96", "--device-batch-size=2"], "is not a multiple of 64 tokens"),
+        (["--num-iterations=-1", "--target-param-data-ratio=-1"], "no training horizon"),
+        (["--num-iterations=-1", "--target-flops=1"], "--target-flops asks for less than one step"),
+        (["--device-type=cuda"], "--device-type cuda"),
+        (["--data-dir=/nowhere"], "/nowhere"),
+        (["--window-pattern=X"], "window pattern 'X'"),
+        (["--depth=0"], "depth 0"),
+        (["--resume-from-step=5"], "no checkpoint of step 5"),
+    ],
+)
+def test_bad_input_is_one_line(tiny_base, flags, message):
+    if flags == ["--device-type=cuda"] and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises((UserError, ValueError)) as error:
+        train(*flags, method="bf16", steps=2) if "method" not in flags[0] else base_train.main([*TINY, *flags])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--device-batch-size=0", "--device-batch-size=some", "--resume-from-step=x", "--nope"]
+)
+def test_bad_flags_are_refused_by_the_parser(tiny_base, flag, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train(flag)
+    assert stopped.value.code == 2 and flag.split("=")[0] in capsys.readouterr().err
+
+
+def test_another_run_is_not_overwritten_or_resumed(tiny_base):
+    train(steps=2, method="bf16")
+    with pytest.raises(UserError, match="already holds a run .* --overwrite"):
+        train(steps=2, method="bf16")
+    for flags, method, named in (
+        (["--model-tag=d2_bf16"], "clover", "method was 'bf16' and is now 'clover'"),
+        (["--seed=7"], "bf16", "seed was 42 and is now 7"),
+        (["--max-seq-len=64"], "bf16", "sequence_len was 32 and is now 64"),
+    ):
+        with pytest.raises(UserError, match=named):
+            train(*flags, "--resume-from-step=latest", steps=4, method=method)
+    with pytest.raises(UserError, match="is not a multiple"):
+        train("--overwrite", "--device-batch-size=3", steps=1, method="bf16")
+    assert list_steps(tiny_base / "base_checkpoints" / "d2_bf16") == [2]  # a mistake deletes nothing
+    train("--overwrite", steps=1, method="bf16")
+    assert list_steps(tiny_base / "base_checkpoints" / "d2_bf16") == [1]
+
+
+def test_method_from_the_environment_and_flag_wins(tiny_base, monkeypatch):
+    monkeypatch.setenv("QAT_METHOD", "quartet2")
+    base_train.main([*TINY, "--num-iterations=1"])
+    base_train.main([*TINY, "--num-iterations=1", "--method=bf16"])
+    assert sorted(p.name for p in (tiny_base / "base_checkpoints").iterdir()) == ["d2_bf16", "d2_clover"]
+
+
+def test_full_disk_at_the_end_is_an_error_and_keeps_what_was_saved(tiny_base, monkeypatch):
+    real = base_train.save_checkpoint
+    with monkeypatch.context() as m:
+        m.setattr(base_train, "save_checkpoint", lambda folder, step, *a, **k: step < 3 and real(folder, step, *a, **k))
+        with pytest.raises(UserError, match="could not be saved"):
+            train("--save-every=2", steps=3, method="bf16")
+    assert list_steps(tiny_base / "base_checkpoints" / "d2_bf16") == [2]
+
+
+def test_telemetry_and_metrics(tiny_base, monkeypatch):
+    train("--telemetry-every=2", "--sample-every=4", steps=4)
+    records = read_jsonl(tiny_base / "base_checkpoints" / "d2_clover" / "metrics.jsonl")
+    events = [(r["event"], r["step"]) for r in records]
+    assert events == [
+        ("start", 0), ("val", 0), ("telemetry", 0), ("train", 0), ("train", 1), ("telemetry", 2), ("train", 2),
+        ("train", 3), ("val", 4), ("sample", 4),
+    ]  # fmt: skip
+    layers = records[5]["layers"]
+    assert len(layers) == 12 and 0 < layers["transformer.h.1.mlp.c_fc"]["output_error"] < 0.5
+    assert records[0]["config"]["method"] == "clover" and records[0]["environment"]["torch"] == torch.__version__
+    # Looking does not change the run.
+    train("--model-tag=blind", "--eval-every=-1", steps=4)
+    blind = read_jsonl(tiny_base / "base_checkpoints" / "blind" / "metrics.jsonl")
+    losses = [[r["loss"] for r in rs if r["event"] == "train"] for rs in (records, blind)]
+    assert losses[0] == losses[1]
+
+
+def test_core_metric_that_cannot_be_had_does_not_end_a_run(tiny_base, monkeypatch, capsys):
+    def missing(*args, **kwargs):
+        raise UserError("no network")
+
+    monkeypatch.setattr(base_train, "core_evaluation", lambda: missing)
+    train("--core-metric-every=1", "--eval-every=-1", method="bf16", steps=3)
+    assert capsys.readouterr().err.count("no CORE metric from here on: no network") == 1
+    monkeypatch.setattr(base_train, "core_evaluation", lambda: lambda *args, **kwargs: {"core_metric": 0.25})
+    train("--core-metric-every=1", "--eval-every=-1", "--model-tag=other", method="bf16", steps=3)
+    records = read_jsonl(tiny_base / "base_checkpoints" / "other" / "metrics.jsonl")
+    assert [(r["step"], r["core_metric"]) for r in records if r["event"] == "core"] == [(1, 0.25), (2, 0.25), (3, 0.25)]
+
+
+def test_loss_stage_reports_both_forwards(tiny_base, capsys):
+    train(steps=4)
+    base_loss.main(["--model-tag=d2_clover", "--device-batch-size=2", "--split-tokens=128", "--device-type=cpu"])
+    section = json.loads((tiny_base / "report" / "d2_clover" / "base-model-loss.json").read_text())
+    results = section["results"]
+    assert results["val_bpb"] != results["val_bpb_bf16"] and results["val_bpb"] == pytest.approx(3.7, abs=0.5)
+    assert len(results["samples"]) == 7
+    # The training loop and the loss stage measure the same thing.
+    meta = load_checkpoint(tiny_base / "base_checkpoints" / "d2_clover", 4, "cpu")[2]
+    assert results["val_bpb"] == pytest.approx(meta["loop_state"]["val_bpb"], rel=1e-6)
+    with pytest.raises(UserError, match="--split-tokens=100 is not a multiple of 64"):
+        base_loss.main(["--model-tag=d2_clover", "--device-batch-size=2", "--split-tokens=100", "--device-type=cpu"])
+
+
+def test_checkpoint_loads_into_an_unconverted_model(tiny_base):
+    train(steps=2)
+    model_data, _, meta = load_checkpoint(tiny_base / "base_checkpoints" / "d2_clover", 2, "cpu")
+    model = GPT(GPTConfig(**meta["model_config"]))
+    model.load_state_dict(model_data, strict=True)
+
+
+def test_script_ends_in_one_line_and_status_2(tiny_base):
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "QAT_METHOD": "fp3"}
+    command = [sys.executable, "-m", "scripts.base_train"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: QAT_METHOD: unknown method 'fp3'") and done.stderr.count("\n") == 1
+
+
+def test_faulty_backend_ends_the_run_before_it_begins(tiny_base, monkeypatch):
+    """A GEMM that returns zeros, as one has on a new GPU: without the self-check the loss would just not fall."""
+    from nanochat_fp4.nvfp4 import linear
+
+    real = linear.gemm
+    monkeypatch.setattr(linear, "gemm", lambda *args, **kwargs: real(*args, **kwargs) * 0)
+    with pytest.raises(UserError, match="self-check failed on cpu: clover: output is all zeros"):
+        train(steps=1)
+    assert list_steps(tiny_base / "base_checkpoints" / "d2_clover") == []
+
+
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def growth(monkeypatch, steps: int, method: str) -> float:
+    """MB that the process grew between a quarter of the run and its end."""
+    seen, update = [], base_train.Progress.update
+
+    def record(self, n=1, **info):
+        seen.append(resident_mb())
+        return update(self, n, **info)
+
+    monkeypatch.setattr(base_train.Progress, "update", record)
+    files = len(os.listdir("/proc/self/fd"))
+    train("--eval-every=30", "--save-every=30", method=method, steps=steps)
+    assert len(os.listdir("/proc/self/fd")) == files and len(seen) == steps
+    return seen[-1] - seen[steps // 4]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_memory_and_file_descriptors_do_not_grow(tiny_base, monkeypatch):
+    # An evaluation and a checkpoint every 30 steps. The model and its optimizers are 6 MB, the gradients 2 MB.
+    assert growth(monkeypatch, 120, "bf16") < 4
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["bf16", "clover"])
+def test_memory_does_not_grow_over_2000_steps(tiny_base, monkeypatch, method):
+    assert growth(monkeypatch, 2000, method) < 12
