@@ -1,0 +1,45 @@
+"""
+ARC (Clark et al., 2018): grade-school science questions with 3 to 5 choices, in an easy and a challenging part.
+
+https://huggingface.co/datasets/allenai/ai2_arc. Rows: question, choices {text, label}, answerKey.
+"""
+
+from typing import Any
+
+from eval.common import RowTask, one_of, render_mc, wrong_field
+
+
+def row_problem(row: dict) -> str | None:
+    if problem := wrong_field(row, question=str, choices=dict, answerKey=str):
+        return problem
+    if problem := wrong_field(row["choices"], text=list, label=list):
+        return f"in 'choices': {problem}"
+    if len(row["choices"]["text"]) != len(row["choices"]["label"]):
+        return "'choices' has not as many labels as texts"
+    if row["answerKey"] not in row["choices"]["label"]:
+        return f"'answerKey' {row['answerKey']!r} is none of the labels {row['choices']['label']}"
+    return None
+
+
+class ARC(RowTask):
+    VERSION = 1
+    eval_type = "categorical"
+
+    def __init__(self, subset: str, split: str, **kwargs: Any):
+        one_of("the ARC subset", subset, ("ARC-Easy", "ARC-Challenge"))
+        one_of("the ARC split", split, ("train", "validation", "test"))
+        super().__init__("allenai/ai2_arc", subset, split, row_problem, **kwargs)
+
+    def get_example(self, index: int) -> dict[str, Any]:
+        row = self.rows[index]
+        letters = row["choices"]["label"]  # A to D mostly, sometimes 1 to 4
+        return {
+            "messages": [
+                {"role": "user", "content": render_mc(row["question"], letters, row["choices"]["text"])},
+                {"role": "assistant", "content": row["answerKey"]},
+            ],
+            "letters": letters,
+        }
+
+    def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
+        return answer == conversation["messages"][-1]["content"]

@@ -1,0 +1,76 @@
+"""What several benchmarks share: where their rows are, how a choice is asked for, how a final number is read."""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from nanochat_fp4.chat_data import Task
+from nanochat_fp4.rows import Check, load_rows
+
+
+def resolve_eval_dir(flag: str | os.PathLike | None) -> str | None:
+    """The folder of benchmark files: --eval-dir, else $NANOCHAT_EVAL_DIR, else None (the hub)."""
+    return str(flag) if flag else os.environ.get("NANOCHAT_EVAL_DIR") or None
+
+
+class RowTask(Task):
+    """A task whose conversations are made from the rows of one published split."""
+
+    def __init__(
+        self,
+        dataset: str,
+        config: str,
+        split: str,
+        check: Check,
+        eval_dir: str | os.PathLike | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self.rows = load_rows(dataset, config, split, folder=resolve_eval_dir(eval_dir), check=check)
+
+    def num_examples(self) -> int:
+        return len(self.rows)
+
+
+def one_of(what: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is allowed."""
+    if value not in allowed:
+        raise ValueError(f"{what} is {value!r}; use one of {', '.join(allowed)}")
+
+
+def wrong_field(row: dict, **types: type) -> str | None:
+    """The first field of `row` that is missing or of another type, in words; None where all are as expected."""
+    for name, expected in types.items():
+        if name not in row:
+            return f"the field {name!r} is missing (there are {', '.join(map(repr, row)) or 'none'})"
+        # bool is an int in Python, but not in data
+        if not isinstance(row[name], expected) or isinstance(row[name], bool):
+            return f"the field {name!r} is {type(row[name]).__name__}, expected {expected.__name__}"
+    return None
+
+
+def render_mc(question: str, letters: Sequence[str], choices: Sequence[str]) -> str:
+    """
+    A multiple-choice question, in nanochat's wording.
+
+    The letter comes after its choice, which small models bind better, and right after the "=": the token of "A" is
+    another one than that of " A", and the answer to be compared is "A".
+    """
+    options = "".join(f"- {choice}={letter}\n" for letter, choice in zip(letters, choices))
+    return f"Multiple Choice question: {question}\n{options}\nRespond only with the letter of the correct answer."
+
+
+FINAL_NUMBER = re.compile(r"#### (\-?[0-9\.\,]+)")
+
+
+def extract_answer(text: str) -> str | None:
+    """The number after the first "####", without thousands separators, as GSM8K's own code reads it; None without."""
+    match = FINAL_NUMBER.search(text)
+    return match.group(1).strip().replace(",", "") if match else None
+
+
+def same_final_number(conversation: dict[str, Any], answer: str) -> bool:
+    """Whether `answer` ends in the number in which the conversation's own last part ends."""
+    expected = extract_answer(conversation["messages"][-1]["content"][-1]["text"])
+    return expected is not None and extract_answer(answer) == expected

@@ -1,0 +1,58 @@
+"""
+GSM8K (Cobbe et al., 2021): grade-school word problems, solved in words, with a calculator for the arithmetic.
+
+https://huggingface.co/datasets/openai/gsm8k. Rows: question, answer. In an answer "<<48/2=24>>" is a call of the
+calculator and its result, and "#### 72" the final number. While generating, the engine answers the calls.
+"""
+
+import re
+from typing import Any
+
+from eval.common import RowTask, extract_answer, one_of, same_final_number, wrong_field
+
+CALL = re.compile(r"(<<[^>]+>>)")
+
+
+def row_problem(row: dict) -> str | None:
+    if problem := wrong_field(row, question=str, answer=str):
+        return problem
+    if extract_answer(CALL.split(row["answer"])[-1]) is None:
+        return "'answer' does not end in '#### <number>'"
+    return None
+
+
+def answer_parts(answer: str) -> list[dict[str, str]]:
+    """The answer as parts of a message: text, and for each call an expression and what it gives."""
+    parts = []
+    for piece in CALL.split(answer):
+        if piece.startswith("<<") and piece.endswith(">>"):
+            expression, equals, result = piece[2:-2].rpartition("=")
+            if not equals:
+                expression, result = result, ""
+            parts.append({"type": "python", "text": expression})
+            parts.append({"type": "python_output", "text": result})
+        else:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+class GSM8K(RowTask):
+    VERSION = 1
+    eval_type = "generative"
+
+    def __init__(self, subset: str, split: str, **kwargs: Any):
+        one_of("the GSM8K subset", subset, ("main", "socratic"))
+        one_of("the GSM8K split", split, ("train", "test"))
+        super().__init__("openai/gsm8k", subset, split, row_problem, **kwargs)
+
+    def get_example(self, index: int) -> dict[str, Any]:
+        row = self.rows[index]
+        return {
+            "messages": [
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": answer_parts(row["answer"])},
+            ]
+        }
+
+    def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
+        return same_final_number(conversation, answer)

@@ -1,0 +1,63 @@
+"""
+HumanEval (Chen et al., 2021): write a Python function; it is right if it passes the problem's tests, in the sandbox.
+
+https://huggingface.co/datasets/openai/openai_humaneval. Rows: prompt (imports, signature, description),
+canonical_solution, entry_point, test (defines check(candidate)).
+"""
+
+import re
+from typing import Any
+
+from eval.common import RowTask, wrong_field
+from nanochat_fp4.execution import execute_code
+
+CODE_BLOCK = re.compile(r"```(?:python)?\s*\n(.*?)\n```", re.DOTALL)
+
+
+def row_problem(row: dict) -> str | None:
+    return wrong_field(row, prompt=str, canonical_solution=str, entry_point=str, test=str)
+
+
+def leading_imports(program: str) -> str:
+    """The import lines at the top of a program, comments and empty lines between them left out."""
+    imports = []
+    for line in map(str.strip, program.split("\n")):
+        if line.startswith(("import ", "from ")):
+            imports.append(line)
+        elif line and not line.startswith("#"):
+            break
+    return "\n".join(imports)
+
+
+def extract_program(completion: str) -> str:
+    """The first Markdown code block of a completion; all of it where there is none."""
+    match = CODE_BLOCK.search(completion)
+    return (match.group(1) if match else completion).strip()
+
+
+class HumanEval(RowTask):
+    VERSION = 1
+    eval_type = "generative"
+
+    def __init__(self, **kwargs: Any):
+        super().__init__("openai/openai_humaneval", "openai_humaneval", "test", row_problem, **kwargs)
+
+    def get_example(self, index: int) -> dict[str, Any]:
+        row = self.rows[index]
+        return {
+            "messages": [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": f"{row['prompt']}\n{row['canonical_solution']}"},
+            ],
+            "entry_point": row["entry_point"],
+            "test": row["test"],
+        }
+
+    def program(self, conversation: dict[str, Any], answer: str) -> str:
+        """What is run: the prompt's imports (an answer often leaves them out), the answer's code, the tests."""
+        imports = leading_imports(conversation["messages"][0]["content"])
+        call = f"check({conversation['entry_point']})"
+        return f"{imports}\n\n{extract_program(answer)}\n\n{conversation['test']}\n{call}"
+
+    def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
+        return execute_code(self.program(conversation, answer)).success

@@ -1,0 +1,114 @@
+"""
+Three small tasks made on the spot, so that the whole pipeline runs without a network. They are no benchmarks: nothing
+here can be compared with a number from elsewhere, and reports say "Local" in front of each name.
+
+Local-Choice      four choices, asked as ARC and MMLU are: which word begins with the letter?
+Local-Arithmetic  word problems with the calculator, answered as GSM8K is
+Local-Code        a one-line Python function, asked and judged as HumanEval is
+"""
+
+import random
+from typing import Any
+
+from eval.common import render_mc, same_final_number
+from eval.humaneval import extract_program
+from nanochat_fp4.chat_data import LOCAL_WORDS, Task, spelling_seed
+from nanochat_fp4.execution import execute_code
+
+LETTERS = ("A", "B", "C", "D")
+NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo", "Ida", "Jan")
+THINGS = ("apples", "books", "coins", "stamps", "shells", "cards", "pencils", "marbles")
+
+
+class _Local(Task):
+    """`size` conversations, each drawn with a seed of its own; test has other seeds than train."""
+
+    VERSION = 1
+
+    def __init__(self, size: int = 1000, split: str = "train", **kwargs: Any):
+        super().__init__(**kwargs)
+        spelling_seed(0, split)  # an unknown split is reported here
+        self.size, self.split = size, split
+
+    def num_examples(self) -> int:
+        return self.size
+
+    def get_example(self, index: int) -> dict[str, Any]:
+        return self.make(random.Random(spelling_seed(index, self.split)))
+
+    def make(self, rng: random.Random) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class LocalChoice(_Local):
+    eval_type = "categorical"
+
+    def make(self, rng: random.Random) -> dict[str, Any]:
+        initials = rng.sample(sorted({word[0] for word in LOCAL_WORDS}), len(LETTERS))
+        choices = [rng.choice([word for word in LOCAL_WORDS if word[0] == initial]) for initial in initials]
+        right = rng.randrange(len(LETTERS))
+        question = f"Which word begins with the letter {initials[right]}?"
+        return {
+            "messages": [
+                {"role": "user", "content": render_mc(question, LETTERS, choices)},
+                {"role": "assistant", "content": LETTERS[right]},
+            ],
+            "letters": LETTERS,
+        }
+
+    def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
+        return answer == conversation["messages"][-1]["content"]
+
+
+class LocalArithmetic(_Local):
+    eval_type = "generative"
+
+    def make(self, rng: random.Random) -> dict[str, Any]:
+        name, thing = rng.choice(NAMES), rng.choice(THINGS)
+        a, b = rng.randint(2, 20), rng.randint(2, 20)
+        kind = rng.randrange(3)
+        if kind == 0:
+            question = f"{name} has {a} {thing} and gets {b} more. How many {thing} does {name} have now?"
+            expression, result = f"{a}+{b}", a + b
+        elif kind == 1:
+            a += b
+            question = f"{name} had {a} {thing} and gave away {b}. How many {thing} are left?"
+            expression, result = f"{a}-{b}", a - b
+        else:
+            question = f"{name} has {a} boxes with {b} {thing} each. How many {thing} is that in all?"
+            expression, result = f"{a}*{b}", a * b
+        answer = [
+            {"type": "text", "text": f"{name} has {expression} = "},
+            {"type": "python", "text": expression},
+            {"type": "python_output", "text": str(result)},
+            {"type": "text", "text": f"{result} {thing}.\n#### {result}"},
+        ]
+        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+    def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
+        return same_final_number(conversation, answer)
+
+
+class LocalCode(_Local):
+    eval_type = "generative"
+
+    def make(self, rng: random.Random) -> dict[str, Any]:
+        word, n = rng.choice(("add", "subtract", "multiply")), rng.randint(1, 9)
+        operator = {"add": "+", "subtract": "-", "multiply": "*"}[word]
+        name = f"{word}_{n}"
+        prompt = f'def {name}(x):\n    """ {word} {n} """\n'
+        cases = [(x, eval_case(x, operator, n)) for x in rng.sample(range(-50, 50), 3)]
+        return {
+            "messages": [
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": f"{prompt}    return x {operator} {n}"},
+            ],
+            "test": "".join(f"assert {name}({x}) == {y}\n" for x, y in cases),
+        }
+
+    def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
+        return execute_code(f"{extract_program(answer)}\n\n{conversation['test']}").success
+
+
+def eval_case(x: int, operator: str, n: int) -> int:
+    return {"+": x + n, "-": x - n, "*": x * n}[operator]

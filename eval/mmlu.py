@@ -1,0 +1,52 @@
+"""
+MMLU (Hendrycks et al., 2021): multiple-choice questions on 57 subjects, four choices each, asked without examples.
+
+https://huggingface.co/datasets/cais/mmlu. Rows: question, choices (4 texts), answer (0 to 3), subject. The subset
+auxiliary_train (questions of ARC, MC_TEST, OBQA and RACE) is for training.
+"""
+
+from typing import Any
+
+from eval.common import RowTask, one_of, render_mc, wrong_field
+
+LETTERS = ("A", "B", "C", "D")
+
+
+def unwrap(row: dict) -> dict:
+    """On the hub the rows of auxiliary_train are wrapped once more."""
+    return row["train"] if isinstance(row.get("train"), dict) else row
+
+
+def row_problem(row: dict) -> str | None:
+    row = unwrap(row)
+    if problem := wrong_field(row, question=str, choices=list, answer=int, subject=str):
+        return problem
+    if len(row["choices"]) != len(LETTERS):
+        return f"'choices' has {len(row['choices'])} entries, expected {len(LETTERS)}"
+    if not 0 <= row["answer"] < len(LETTERS):
+        return f"'answer' is {row['answer']}, expected 0 to {len(LETTERS) - 1}"
+    return None
+
+
+class MMLU(RowTask):
+    VERSION = 1
+    eval_type = "categorical"
+
+    def __init__(self, subset: str, split: str, **kwargs: Any):
+        one_of("the MMLU subset", subset, ("all", "auxiliary_train"))
+        one_of("the MMLU split", split, ("train",) if subset == "auxiliary_train" else ("validation", "dev", "test"))
+        super().__init__("cais/mmlu", subset, split, row_problem, **kwargs)
+
+    def get_example(self, index: int) -> dict[str, Any]:
+        row = unwrap(self.rows[index])
+        return {
+            "messages": [
+                {"role": "user", "content": render_mc(row["question"], LETTERS, row["choices"])},
+                {"role": "assistant", "content": LETTERS[row["answer"]]},
+            ],
+            "subject": row["subject"],
+            "letters": LETTERS,
+        }
+
+    def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
+        return answer == conversation["messages"][-1]["content"]

@@ -1,0 +1,202 @@
+"""
+How a benchmark is run: all problems of a task, spread over the processes, several at a time.
+
+Categorical tasks take one forward pass per batch and compare the logits of the letters where the answer begins.
+Generative tasks let the engine answer, several prompts side by side, and judge the text. A problem's result does not
+depend on its neighbours: padding is causal, sampling draws per problem, and quantized activations have a scale per
+token (see engine.py).
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanochat_fp4.chat_data import Task
+from nanochat_fp4.common import Progress, get_dist_info, is_ddp_initialized
+from nanochat_fp4.engine import Engine
+from nanochat_fp4.gpt import autocast
+from nanochat_fp4.nvfp4.convert import per_token_scale
+
+
+@dataclass
+class Score:
+    """Result of one task. outcomes[i] says whether problem i was solved."""
+
+    outcomes: list[bool]
+    version: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return len(self.outcomes)
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.outcomes) / self.count
+
+    @property
+    def interval(self) -> float:
+        """Two standard deviations of the accuracy if problems are drawn at random: 2 sqrt(p (1 - p) / n)."""
+        return 2 * math.sqrt(self.accuracy * (1 - self.accuracy) / self.count)
+
+    def __str__(self) -> str:
+        return f"{100 * self.accuracy:.2f} ± {100 * self.interval:.2f}% ({sum(self.outcomes)}/{self.count})"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "accuracy": self.accuracy,
+            "interval": self.interval,
+            "count": self.count,
+            "version": self.version,
+            "outcomes": "".join("01"[bool(o)] for o in self.outcomes),
+            **self.settings,
+        }
+
+
+def run_task(
+    task: Task,
+    model: torch.nn.Module,
+    tokenizer: Any,
+    name: str = "",
+    batch_size: int = 8,
+    num_samples: int = 1,
+    max_new_tokens: int = 512,
+    temperature: float = 0.0,
+    top_k: int | None = 50,
+    max_problems: int | None = None,
+    seed: int = 42,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Score:
+    """
+    Evaluate `model` as it is (quantized, or inside full_precision) on a task; all ranks call this together.
+
+    max_problems: only the first so many (the order is fixed and shuffled). num_samples: answers drawn per problem, one
+    right answer is enough; they need temperature > 0 to differ. interrupted: asked before each batch; True ends the
+    evaluation early with the problems that are left counted as wrong. Raises ValueError.
+    """
+    count = len(task) if max_problems is None else min(len(task), max_problems)
+    if count < 1:
+        raise ValueError(
+            f"{name or type(task).__name__} has no problem to evaluate; check --max-problems and the files"
+        )
+    if batch_size < 1 or num_samples < 1 or max_new_tokens < 1:
+        raise ValueError(
+            f"--batch-size {batch_size}, --num-samples {num_samples} and --max-new-tokens {max_new_tokens} must be at "
+            "least 1"
+        )
+    _, rank, _, world_size = get_dist_info()
+    device = model.get_device()
+    outcomes = torch.zeros(count, dtype=torch.int32, device=device)
+    settings: dict[str, Any] = {}
+    if task.eval_type == "categorical":
+        evaluate: Callable = lambda batch: _choose(batch, model, tokenizer)  # noqa: E731
+    elif task.eval_type == "generative":
+        settings = {"num_samples": num_samples, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        settings |= {"top_k": top_k, "seed": seed} if temperature else {}
+        sampling = {"max_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+        evaluate = lambda batch: _answer(batch, task, model, tokenizer, num_samples, sampling)  # noqa: E731
+    else:
+        raise ValueError(f"{name}: unknown eval_type {task.eval_type!r}; use categorical or generative")
+
+    was_training = model.training
+    model.eval()
+    mine = range(rank, count, world_size)
+    done = right = 0
+    try:
+        with (
+            Progress(total=len(mine), desc=name or type(task).__name__, unit="problem") as progress,
+            torch.no_grad(),
+            autocast(torch.device(device).type),
+            per_token_scale(model),
+        ):
+            for batch in _batches(task, mine, tokenizer, batch_size):
+                if interrupted():
+                    break
+                for problem, answers in zip(batch, evaluate(batch)):
+                    solved = any(task.evaluate(problem.conversation, answer) for answer in answers)
+                    outcomes[problem.index] = int(solved)
+                    done, right = done + 1, right + solved
+                progress.update(len(batch), accuracy=f"{100 * right / done:.1f}%")
+    finally:
+        model.train(was_training)
+    if is_ddp_initialized():
+        dist.all_reduce(outcomes)
+    return Score([bool(o) for o in outcomes.tolist()], task.VERSION, settings)
+
+
+@dataclass
+class _Problem:
+    index: int
+    conversation: dict[str, Any]
+    prompt: list[int]
+
+
+def _batches(task: Task, indices: range, tokenizer: Any, batch_size: int, pool: int = 64) -> Iterator[list[_Problem]]:
+    """Batches of problems of similar length: sorted within pools of `pool` batches."""
+    for start in range(0, len(indices), pool * batch_size):
+        problems = []
+        for i in indices[start : start + pool * batch_size]:
+            conversation = task[i]
+            problems.append(_Problem(i, conversation, tokenizer.render_for_completion(conversation)))
+        problems.sort(key=lambda p: len(p.prompt))
+        for j in range(0, len(problems), batch_size):
+            yield problems[j : j + batch_size]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Choices
+
+
+@contextlib.contextmanager
+def _head_only_at(model: torch.nn.Module, positions: torch.Tensor) -> Iterator[None]:
+    """Inside, the head sees one position of each row: logits are (B, 1, V) instead of (B, T, V), gigabytes less."""
+    rows = torch.arange(len(positions), device=positions.device)
+    handle = model.lm_head.register_forward_pre_hook(lambda _, args: (args[0][rows, positions].unsqueeze(1),))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _letter_id(letter: str, tokenizer: Any) -> int:
+    ids = tokenizer.encode(letter)
+    if len(ids) != 1:
+        raise ValueError(
+            f"the answer {letter!r} is {len(ids)} tokens in this tokenizer; choices must be one token each"
+        )
+    return ids[0]
+
+
+def _choose(batch: list[_Problem], model: torch.nn.Module, tokenizer: Any) -> list[list[str]]:
+    """The most likely of each problem's letters as the first token of the answer."""
+    longest = max(len(p.prompt) for p in batch)
+    padding = tokenizer.get_bos_token_id()  # after the prompt, so nothing that counts can see it
+    device = model.get_device()
+    ids = torch.tensor([p.prompt + [padding] * (longest - len(p.prompt)) for p in batch], device=device)
+    last = torch.tensor([len(p.prompt) - 1 for p in batch], device=device)
+    with _head_only_at(model, last):
+        logits = model(ids)[:, 0]
+    answers = []
+    for row, problem in zip(logits, batch):
+        letters = problem.conversation["letters"]
+        scores = row[[_letter_id(letter, tokenizer) for letter in letters]]
+        answers.append([letters[int(scores.argmax())]])
+    return answers
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Free answers
+
+
+def _answer(
+    batch: list[_Problem], task: Task, model: torch.nn.Module, tokenizer: Any, num_samples: int, sampling: dict
+) -> list[list[str]]:
+    """num_samples answers to each problem, as text, special tokens (the calculator's) included."""
+    engine = Engine(model, tokenizer)
+    results = engine.generate_many([p.prompt for p in batch], num_samples=num_samples, **sampling)
+    return [[tokenizer.decode(tokens[len(p.prompt) :]) for tokens in samples] for p, samples in zip(batch, results)]

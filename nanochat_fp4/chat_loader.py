@@ -1,0 +1,218 @@
+"""
+Batches of conversations, for the two stages after pre-training.
+
+PackedConversations (mid-training): rows of T+1 tokens, each beginning with a conversation's BOS, filled by best fit as
+in pre-training; every token counts. ConversationBatches (SFT): one conversation a row, padded; only what the assistant
+says counts. Both are endless and deterministic, both resume exactly, and what an optimizer step sees does not depend on
+how many processes share it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanochat_fp4.chat_data import Task
+from nanochat_fp4.common import UserError
+
+DEFAULT_LANES = 8  # as in dataloader.py: 1, 2, 4 and 8 processes see the same rows
+IGNORE = -1  # target that does not count
+
+
+def _check(dataset: Task, **at_least_one: int) -> None:
+    if len(dataset) == 0:
+        raise UserError("there is no conversation to train on; check the data folders and --allow-missing")
+    for name, value in at_least_one.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+def _tokens(tokenizer: Any, dataset: Task, index: int, max_tokens: int) -> tuple[list[int], list[int]]:
+    try:
+        return tokenizer.render_conversation(dataset[index], max_tokens=max_tokens)
+    except ValueError as e:
+        raise UserError(f"conversation {index} of the mixture cannot be used: {e}; correct its source") from e
+
+
+class _Lane:
+    """One packer: conversations lane, lane + lanes, ... of the endless repetition of the dataset."""
+
+    def __init__(self, loader: "PackedConversations", lane: int):
+        self.loader, self.next = loader, lane
+        self.buffer: list[tuple[int, list[int]]] = []  # (number, tokens), in order of arrival
+
+    def _read(self, number: int) -> list[int]:
+        loader = self.loader
+        return _tokens(loader.tokenizer, loader.dataset, number % len(loader.dataset), loader.T)[0]
+
+    def next_row(self) -> tuple[list[int], int]:
+        """(T+1 tokens, conversations that went into them)."""
+        row: list[int] = []
+        used = 0
+        while len(row) < self.loader.T + 1:
+            while len(self.buffer) < self.loader.lane_buffer:
+                self.buffer.append((self.next, self._read(self.next)))
+                self.next += self.loader.lanes
+            room = self.loader.T + 1 - len(row)
+            # The longest that fits, the first of several; if none does, the oldest is cropped.
+            fitting = [i for i, (_, tokens) in enumerate(self.buffer) if len(tokens) <= room]
+            best = max(fitting, key=lambda i: len(self.buffer[i][1])) if fitting else 0
+            row += self.buffer.pop(best)[1][:room]
+            used += 1
+        return row, used
+
+    def state(self) -> dict[str, Any]:
+        return {"next": self.next, "buffer": [number for number, _ in self.buffer]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.next = int(state["next"])
+        self.buffer = [(int(number), self._read(int(number))) for number in state["buffer"]]
+
+
+class PackedConversations:
+    """
+    Endless iterator over (inputs, targets, state): int64 (B, T) each, and what brings back the batches after this one.
+
+    buffer_size: conversations that each of the packers holds back to choose from (nanochat's 100 per process; like
+    nanochat on 8 GPUs, there are 8 packers), at most a quarter of its share of the dataset.
+    state["consumed"]: conversations in this rank's rows so far; the sum over ranks says how far the epoch is.
+    Raises UserError (no conversation, one that cannot be rendered, a state of another run).
+    """
+
+    def __init__(
+        self,
+        dataset: Task,
+        tokenizer: Any,
+        B: int,
+        T: int,
+        device: torch.device | str,
+        rank: int = 0,
+        world_size: int = 1,
+        buffer_size: int = 100,
+        state: dict[str, Any] | None = None,
+    ):
+        _check(dataset, B=B, T=T, buffer_size=buffer_size)
+        self.dataset, self.tokenizer, self.B, self.T = dataset, tokenizer, B, T
+        self.device, self.rank, self.world_size = torch.device(device), rank, world_size
+        self.lanes = DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else world_size
+        self.lane_buffer = max(1, min(buffer_size, len(dataset) // (4 * self.lanes)))
+        self.row, self.consumed = rank, 0
+        self.my_lanes = {lane: _Lane(self, lane) for lane in range(rank, self.lanes, world_size)}
+        if state is not None:
+            self._restore(state)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        rows = []
+        for _ in range(self.B):
+            row, used = self.my_lanes[self.row % self.lanes].next_row()
+            rows.append(row)
+            self.row += self.world_size
+            self.consumed += used
+        batch = torch.tensor(rows, dtype=torch.long)
+        if self.device.type == "cuda":
+            batch = batch.pin_memory()
+        batch = batch.to(self.device, non_blocking=True)
+        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous(), self.state_dict()
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "conversations": len(self.dataset),
+            "T": self.T,
+            "lanes": self.lanes,
+            "lane_buffer": self.lane_buffer,
+            "world_size": self.world_size,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._config() | {
+            "row": self.row,
+            "consumed": self.consumed,
+            "lane_states": {str(lane): packer.state() for lane, packer in self.my_lanes.items()},
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        _check_state(state, self._config())
+        for lane, packer in self.my_lanes.items():
+            packer.restore(state["lane_states"][str(lane)])
+        self.row, self.consumed = int(state["row"]), int(state["consumed"])
+
+
+class ConversationBatches:
+    """
+    Endless iterator over (inputs, targets, state): int64 (B, length of the longest conversation - 1) each.
+
+    Micro-batch m of the run holds conversations m * B to (m + 1) * B - 1 of the repeated dataset, cut to max_tokens,
+    and goes to rank m % world_size. A target is -1 where the mask of render_conversation is 0, and in the padding. A
+    conversation in which the cut leaves nothing to learn is replaced by the next one that has something.
+    """
+
+    def __init__(
+        self,
+        dataset: Task,
+        tokenizer: Any,
+        B: int,
+        device: torch.device | str,
+        rank: int = 0,
+        world_size: int = 1,
+        max_tokens: int = 2048,
+        state: dict[str, Any] | None = None,
+    ):
+        _check(dataset, B=B, max_tokens=max_tokens)
+        self.dataset, self.tokenizer, self.B, self.max_tokens = dataset, tokenizer, B, max_tokens
+        self.device, self.rank, self.world_size = torch.device(device), rank, world_size
+        self.micro_batch = rank
+        if state is not None:
+            _check_state(state, self._config())
+            self.micro_batch = int(state["micro_batch"])
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+        return self
+
+    def _conversation(self, number: int) -> tuple[list[int], list[int]]:
+        for i in range(number, number + len(self.dataset)):
+            ids, mask = _tokens(self.tokenizer, self.dataset, i % len(self.dataset), self.max_tokens)
+            if any(mask[1:]):
+                return ids, mask
+        raise UserError(
+            f"no conversation has anything to learn within {self.max_tokens} tokens; train with a longer context"
+        )
+
+    def __next__(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        first = self.micro_batch * self.B
+        conversations = [self._conversation(number) for number in range(first, first + self.B)]
+        self.micro_batch += self.world_size
+        longest = max(len(ids) for ids, _ in conversations) - 1
+        padding = self.tokenizer.encode_special("<|assistant_end|>")
+        inputs = torch.full((self.B, longest), padding, dtype=torch.long)
+        targets = torch.full((self.B, longest), IGNORE, dtype=torch.long)
+        for row, (ids, mask) in enumerate(conversations):
+            tokens = torch.tensor(ids, dtype=torch.long)
+            inputs[row, : len(ids) - 1] = tokens[:-1]
+            targets[row, : len(ids) - 1] = torch.where(torch.tensor(mask[1:]) == 1, tokens[1:], IGNORE)
+        return inputs.to(self.device), targets.to(self.device), self.state_dict()
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "conversations": len(self.dataset),
+            "B": self.B,
+            "max_tokens": self.max_tokens,
+            "world_size": self.world_size,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._config() | {"micro_batch": self.micro_batch}
+
+
+def _check_state(state: Any, config: dict[str, Any]) -> None:
+    if not isinstance(state, dict):
+        raise UserError("the data position in the checkpoint is damaged; resume from an older checkpoint")
+    different = [f"{k} was {state.get(k)}, is {v}" for k, v in config.items() if state.get(k) != v]
+    if different:
+        raise UserError(
+            f"the data position does not fit: {'; '.join(different)}; resume with the data and settings that the run "
+            "began with"
+        )

@@ -1,0 +1,147 @@
+"""
+CORE, the metric of the DCLM paper (https://arxiv.org/abs/2406.11794): 22 tasks put to a base model, which has not
+learned to chat, with a few solved examples before each question.
+
+Three kinds of tasks, all judged by likelihood, in one forward pass per question:
+
+    multiple_choice     query + each choice        the choice with the lowest mean loss on its own tokens
+    schema              each context + ending      the context after which the ending has the lowest mean loss
+    language_modeling   context + continuation     every token of the continuation must be the most likely one
+
+Prompts are nanochat's at f5425245f, where they are Jinja templates.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+FEWSHOT_SEED = 1234  # example i draws its few-shot examples with this seed + i
+TASK_TYPES = ("multiple_choice", "schema", "language_modeling")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Prompts
+
+
+def render_prompts_mc(item: dict, delimiter: str, fewshot: Sequence[dict] = ()) -> list[str]:
+    """One prompt per choice; they differ in their endings."""
+    head = "".join(f"{e['query']}{delimiter}{e['choices'][e['gold']]}\n\n" for e in fewshot)
+    return [f"{head}{item['query']}{delimiter}{choice}" for choice in item["choices"]]
+
+
+def render_prompts_schema(item: dict, delimiter: str, fewshot: Sequence[dict] = ()) -> list[str]:
+    """One prompt per context; they agree in their endings."""
+    head = "".join(f"{e['context_options'][e['gold']]}{delimiter}{e['continuation']}\n\n" for e in fewshot)
+    return [f"{head}{context}{delimiter}{item['continuation']}" for context in item["context_options"]]
+
+
+def render_prompts_lm(item: dict, delimiter: str, fewshot: Sequence[dict] = ()) -> list[str]:
+    """
+    [prompt without the continuation, with it].
+
+    The first is stripped: its trailing space would belong to the next token of the second, and the one would not be a
+    beginning of the other in tokens.
+    """
+    head = "".join(f"{e['context'].strip()}{delimiter}{e['continuation']}\n\n" for e in fewshot)
+    prompt = f"{head}{item['context'].strip()}{delimiter}"
+    return [prompt.strip(), f"{prompt}{item['continuation']}"]
+
+
+def common_length(sequences: Sequence[Sequence[int]], from_end: bool = False) -> int:
+    """How many tokens all sequences have in common at their beginning (or end)."""
+    shortest = min(map(len, sequences))
+    for i in range(shortest):
+        at = -1 - i if from_end else i
+        if any(sequence[at] != sequences[0][at] for sequence in sequences):
+            return i
+    return shortest
+
+
+def render_question(
+    item: dict, tokenizer: Any, task_meta: dict[str, Any], fewshot: Sequence[dict]
+) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """(token sequences, the span [start, end) of each that is judged)."""
+    kind, delimiter = task_meta["task_type"], task_meta["continuation_delimiter"]
+    render = dict(zip(TASK_TYPES, (render_prompts_mc, render_prompts_schema, render_prompts_lm)))[kind]
+    sequences = tokenizer(render(item, delimiter, fewshot), prepend=tokenizer.get_bos_token_id())
+    if kind == "multiple_choice":
+        start = common_length(sequences)
+        return sequences, [(start, len(s)) for s in sequences]
+    if kind == "schema":
+        length = common_length(sequences, from_end=True)
+        return sequences, [(len(s) - length, len(s)) for s in sequences]
+    without, whole = sequences
+    if len(without) >= len(whole) or whole[: len(without)] != without:
+        raise ValueError(
+            f"the context is not a beginning of context and continuation in tokens: {item['context'][-60:]!r}"
+        )
+    return [whole], [(len(without), len(whole))]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Judging
+
+
+def crop(sequence: list[int], span: tuple[int, int], longest: int | None) -> tuple[list[int], tuple[int, int]]:
+    """The last `longest` tokens (a model with a fixed context cannot take more), and where the span is then."""
+    surplus = 0 if longest is None else max(0, len(sequence) - longest)
+    start, end = span[0] - surplus, span[1] - surplus
+    if start < 1:
+        raise ValueError(f"the answer does not fit into the model's context of {longest} tokens")
+    return sequence[surplus:], (start, end)
+
+
+@torch.no_grad()
+def evaluate_example(
+    index: int, model: Any, tokenizer: Any, data: Sequence[dict], device: torch.device | str, task_meta: dict[str, Any]
+) -> bool:
+    """Whether the model gets question `index` right. The few-shot examples are drawn from the other questions."""
+    item = data[index]
+    if task_meta["task_type"] not in TASK_TYPES:
+        raise ValueError(f"unknown task type {task_meta['task_type']!r}; known are {', '.join(TASK_TYPES)}")
+    others = [i for i in range(len(data)) if i != index]
+    if task_meta["num_fewshot"] > len(others):
+        raise ValueError(
+            f"{task_meta['num_fewshot']} examples are asked for and there are {len(others)} other questions"
+        )
+    chosen = random.Random(FEWSHOT_SEED + index).sample(others, task_meta["num_fewshot"])
+    sequences, spans = render_question(item, tokenizer, task_meta, [data[i] for i in chosen])
+    longest = getattr(model, "max_seq_len", None)
+    sequences, spans = map(list, zip(*(crop(s, span, longest) for s, span in zip(sequences, spans))))
+
+    padding = tokenizer.get_bos_token_id()  # at the end, where nothing that counts can see it
+    width = max(map(len, sequences))
+    ids = torch.tensor([s + [padding] * (width - len(s)) for s in sequences], device=device)
+    logits = model(ids)
+    if task_meta["task_type"] == "language_modeling":
+        start, end = spans[0]
+        return bool((logits[0, start - 1 : end - 1].argmax(-1) == ids[0, start:end]).all())
+    losses = [
+        float(F.cross_entropy(logits[row, start - 1 : end - 1].float(), ids[row, start:end]))
+        for row, (start, end) in enumerate(spans)
+    ]
+    return losses.index(min(losses)) == item["gold"]
+
+
+def evaluate_task(
+    model: Any,
+    tokenizer: Any,
+    data: Sequence[dict],
+    device: torch.device | str,
+    task_meta: dict[str, Any],
+    done: Any = lambda: None,
+) -> float:
+    """Share of the questions that the model gets right. All ranks call this; done() is called after each question."""
+    distributed = dist.is_available() and dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    correct = torch.zeros(len(data), device=device)
+    for index in range(rank, len(data), world_size):
+        correct[index] = float(evaluate_example(index, model, tokenizer, data, device, task_meta))
+        done()
+    if world_size > 1:
+        dist.all_reduce(correct)
+    return correct.mean().item()

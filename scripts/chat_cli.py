@@ -1,0 +1,142 @@
+"""
+Talk to a chat model in the terminal.
+
+    python -m scripts.chat_cli                     an interactive conversation
+    python -m scripts.chat_cli -p "Why is the sky blue?"
+
+One process. Calculator calls of the model are answered while it writes, as in the evaluation.
+"""
+
+import argparse
+import contextlib
+
+import torch
+
+import nanochat_fp4 as nf
+from nanochat_fp4.common import UserError, autodetect_device_type, compute_cleanup, compute_init, run_main
+from nanochat_fp4.engine import Engine
+from nanochat_fp4.gpt import autocast
+from scripts.post_training import checkpoint_method, load_stage_model
+
+MAX_TOKENS = 256  # of an answer
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Chat with the model")
+    add = parser.add_argument
+    add("-i", "--source", default="sft", choices=("base", "mid", "sft", "rl"), help="Source of the model: sft|mid|rl")
+    add("-g", "--model-tag", default=None, help="Model tag to load")
+    add("-s", "--step", type=int, default=None, help="Step to load")
+    add("-p", "--prompt", default=None, help="Prompt the model, get a single response back")
+    add("-t", "--temperature", type=float, default=0.6, help="Temperature for generation")
+    add("-k", "--top-k", type=int, default=50, help="Top-k sampling parameter")
+    add(
+        "--device-type",
+        default="",
+        choices=("", "cuda", "cpu", "mps"),
+        help="Device type for evaluation: cuda|cpu|mps. empty => autodetect",
+    )
+    add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    add(
+        "--method",
+        default=None,
+        help=f"QAT method of the forward pass (default: the one the model was trained with): {', '.join(nf.METHODS)}",
+    )
+    add("--precision", default="nvfp4", choices=("nvfp4", "bf16"), help="forward pass as the method says, or in BF16")
+    return parser.parse_args(argv)
+
+
+class Chat:
+    """A conversation as token ids, and the model that continues it."""
+
+    def __init__(self, engine: Engine, temperature: float, top_k: int):
+        self.engine, self.tokenizer = engine, engine.tokenizer
+        self.temperature, self.top_k = temperature, top_k
+        self.clear()
+
+    def clear(self) -> None:
+        self.tokens = [self.tokenizer.get_bos_token_id()]
+
+    def ask(self, text: str):
+        """Yield the answer piece by piece, as text. Raises UserError where the conversation no longer fits."""
+        special = self.tokenizer.encode_special
+        prompt = [*self.tokens, special("<|user_start|>"), *self.tokenizer.encode(text), special("<|user_end|>")]
+        prompt.append(special("<|assistant_start|>"))
+        room = self.engine.model.rotary_seq_len - len(prompt)
+        if room < 1:
+            raise UserError(
+                f"the conversation is {len(prompt)} tokens long and no longer fits; type 'clear', or shorten it"
+            )
+        answer: list[int] = []
+        end = special("<|assistant_end|>")
+        shown = ""
+        for column, _ in self.engine.generate(
+            prompt, max_tokens=min(MAX_TOKENS, room), temperature=self.temperature, top_k=self.top_k
+        ):
+            answer.append(column[0])
+            if column[0] in self.engine.terminal:
+                break
+            whole = self.tokenizer.decode(answer)
+            if not whole.endswith("\ufffd"):  # a character whose bytes are spread over tokens is shown when complete
+                yield whole[len(shown) :]
+                shown = whole
+        # The end belongs there even if the answer was cut off at MAX_TOKENS.
+        self.tokens = prompt + [t for t in answer if t not in self.engine.terminal] + [end]
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    if args.prompt is not None and not args.prompt.strip():
+        raise UserError("the prompt is empty; write one after -p, or leave out -p to chat")
+    if args.temperature < 0:
+        raise UserError(f"--temperature={args.temperature} is negative; use 0 for the most likely answer")
+    _, _, _, world_size, device = compute_init(args.device_type or autodetect_device_type())
+    try:
+        if world_size > 1:
+            raise UserError("chat_cli is one process; start it without torchrun")
+        converse(args, device)
+    finally:
+        compute_cleanup()
+
+
+def converse(args: argparse.Namespace, device: torch.device) -> None:
+    model, tokenizer, meta = load_stage_model(args.source, device, "eval", args.model_tag, args.step)
+    nf.convert(model, checkpoint_method(meta, args.method), backward=False, verbose=False)
+    chat = Chat(Engine(model, tokenizer), args.temperature, args.top_k)
+    precision = nf.full_precision(model) if args.precision == "bf16" else contextlib.nullcontext()
+    dtype = torch.float32 if args.dtype == "float32" else None
+    with precision, nf.per_token_scale(model), autocast(device.type, dtype):
+        if args.prompt is not None:
+            answer(chat, args.prompt.strip())
+            return
+        print("\nType 'quit' or 'exit' to end, 'clear' to start a new conversation.")
+        while True:
+            try:
+                text = input("\nUser: ").strip()
+            except (EOFError, KeyboardInterrupt):
+                print("\nGoodbye!")
+                return
+            if text.lower() in ("quit", "exit"):
+                print("Goodbye!")
+                return
+            if text.lower() == "clear":
+                chat.clear()
+                print("Conversation cleared.")
+            elif text:
+                try:
+                    answer(chat, text)
+                except KeyboardInterrupt:  # stops the answer, not the conversation
+                    print("\n(interrupted)")
+                except UserError as e:
+                    print(f"\n{e}")
+
+
+def answer(chat: Chat, text: str) -> None:
+    print("\nAssistant: ", end="", flush=True)
+    for piece in chat.ask(text):
+        print(piece, end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    run_main(main)

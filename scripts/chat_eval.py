@@ -1,0 +1,260 @@
+"""
+Evaluate a chat model on the benchmarks of eval/.
+
+    python -m scripts.chat_eval -i sft
+    python -m scripts.chat_eval -i mid -a "ARC-Easy|GSM8K" -x 200
+    torchrun --nproc_per_node=8 -m scripts.chat_eval -- -i sft
+    python -m scripts.chat_eval -i sft -a local            without a network: three small tasks, no benchmarks
+
+Results go to the report and to eval_<step>.json beside the checkpoint. Each accuracy comes with two standard
+deviations, and the precision of the forward pass is stated: the method's own (nvfp4), BF16, or both.
+"""
+
+import argparse
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nanochat_fp4 as nf
+from eval.arc import ARC
+from eval.common import resolve_eval_dir
+from eval.gsm8k import GSM8K
+from eval.humaneval import HumanEval
+from eval.local import LocalArithmetic, LocalChoice, LocalCode
+from eval.mmlu import MMLU
+from eval.run import Score, run_task
+from eval.spellingbee import SpellingBee
+from nanochat_fp4.chat_data import Task
+from nanochat_fp4.checkpoint_manager import SOURCES
+from nanochat_fp4.common import (
+    UserError,
+    atomic_write,
+    autodetect_device_type,
+    compute_cleanup,
+    compute_init,
+    get_base_dir,
+    print0,
+    run_main,
+)
+from nanochat_fp4.execution import SandboxError, describe_sandbox
+from nanochat_fp4.report import get_report
+from nanochat_fp4.rows import MissingDataError
+from scripts.post_training import changed_flags, checkpoint_method, load_stage_model, weights_digest
+
+TASKS: dict[str, Callable[[str | None], Task]] = {
+    "ARC-Easy": lambda eval_dir: ARC("ARC-Easy", "test", eval_dir=eval_dir),
+    "ARC-Challenge": lambda eval_dir: ARC("ARC-Challenge", "test", eval_dir=eval_dir),
+    "MMLU": lambda eval_dir: MMLU("all", "test", eval_dir=eval_dir),
+    "GSM8K": lambda eval_dir: GSM8K("main", "test", eval_dir=eval_dir),
+    "HumanEval": lambda eval_dir: HumanEval(eval_dir=eval_dir),
+    "SpellingBee": lambda eval_dir: SpellingBee(size=256, split="test", eval_dir=eval_dir),
+}
+LOCAL_TASKS: dict[str, Callable[[str | None], Task]] = {
+    "Local-Choice": lambda _: LocalChoice(size=256, split="test"),
+    "Local-Arithmetic": lambda _: LocalArithmetic(size=64, split="test"),
+    "Local-Code": lambda _: LocalCode(size=64, split="test"),
+}
+# Accuracy of guessing, where it is not 0.
+GUESSING = {"ARC-Easy": 0.25, "ARC-Challenge": 0.25, "MMLU": 0.25}
+RUNS_CODE = ("HumanEval", "Local-Code")
+PRECISIONS = ("nvfp4", "bf16", "both")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Evaluate the chat model")
+    add = parser.add_argument
+    add("-i", "--source", required=True, choices=("base", "mid", "sft", "rl"), help="Source of the model: sft|mid|rl")
+    add(
+        "-a",
+        "--task-name",
+        default=None,
+        help="Task name. Default = all tasks. Use | to split multiple tasks; 'local' is the tasks that need no files",
+    )
+    add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    add("-t", "--temperature", type=float, default=0.0)
+    add("-m", "--max-new-tokens", type=int, default=512)
+    add("-n", "--num-samples", type=int, default=1)
+    add("-k", "--top-k", type=int, default=50)
+    add("-b", "--batch-size", type=int, default=8, help="Problems at a time")
+    add("-g", "--model-tag", default=None, help="Model tag to load")
+    add("-s", "--step", type=int, default=None, help="Step to load")
+    add("-x", "--max-problems", type=int, default=None, help="Max problems to evaluate")
+    add(
+        "--device-type",
+        default="",
+        choices=("", "cuda", "cpu", "mps"),
+        help="Device type for evaluation: cuda|cpu|mps. empty => autodetect",
+    )
+    add(
+        "--eval-dir",
+        default=None,
+        help="folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md",
+    )
+    add("--allow-missing", action="store_true", help="leave out a benchmark that is not to be had, instead of stopping")
+    add(
+        "--method",
+        default=None,
+        help=f"QAT method of the forward pass (default: the one the model was trained with): {', '.join(nf.METHODS)}",
+    )
+    add(
+        "--precision",
+        default="nvfp4",
+        choices=PRECISIONS,
+        help="forward pass: as the method says, in BF16, or one after the other",
+    )
+    add("--seed", type=int, default=42, help="seed of sampling (temperature > 0)")
+    return parser.parse_args(argv)
+
+
+def chosen_tasks(names: str | None) -> list[str]:
+    """Names of the tasks, in order. Raises UserError."""
+    known = {**TASKS, **LOCAL_TASKS}
+    if names is None:
+        return list(TASKS)
+    chosen = []
+    for name in filter(None, (n.strip() for n in names.split("|"))):
+        if name == "local":
+            chosen += [t for t in LOCAL_TASKS if t not in chosen]
+        elif name not in known:
+            raise UserError(f"unknown task {name!r}; use one or several (with |) of {', '.join(known)}, local")
+        elif name not in chosen:
+            chosen.append(name)
+    if not chosen:
+        raise UserError(f"no task in -a {names!r}; use one or several (with |) of {', '.join(known)}, local")
+    return chosen
+
+
+def run_chat_eval(
+    task_name: str, model: torch.nn.Module, tokenizer: Any, eval_dir: str | None = None, **kwargs: Any
+) -> Score:
+    """Evaluate a task by its name; other arguments are those of eval.run.run_task. For use while training, too."""
+    task = {**TASKS, **LOCAL_TASKS}[task_name](resolve_eval_dir(eval_dir))
+    return run_task(task, model, tokenizer, task_name, **kwargs)
+
+
+def chatcore(scores: dict[str, Score]) -> float | None:
+    """Mean over nanochat's six tasks of accuracy, 0 at guessing and 1 at perfection; None without all six."""
+    if not all(name in scores for name in TASKS):
+        return None
+    centered = [(scores[n].accuracy - GUESSING.get(n, 0.0)) / (1 - GUESSING.get(n, 0.0)) for n in TASKS]
+    return sum(centered) / len(centered)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    names = chosen_tasks(args.task_name)
+    if args.max_problems is not None and args.max_problems < 1:
+        raise UserError(f"--max-problems={args.max_problems} leaves nothing to evaluate; use at least 1")
+    if args.temperature < 0:
+        raise UserError(f"--temperature={args.temperature} is negative; use 0 for the most likely answer")
+    _, rank, _, _, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
+    try:
+        evaluate(args, names, device, rank)
+    finally:
+        compute_cleanup()
+
+
+def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, rank: int) -> None:
+    # First what may be missing, so that nothing is computed in vain.
+    tasks: dict[str, Task] = {}
+    eval_dir = resolve_eval_dir(args.eval_dir)
+    for name in names:
+        try:
+            tasks[name] = {**TASKS, **LOCAL_TASKS}[name](eval_dir)
+        except MissingDataError as e:
+            if not args.allow_missing:
+                raise UserError(
+                    f"{name}: {e}. To evaluate the others add --allow-missing; without any network, -a local"
+                ) from e
+            print0(f"{name} is left out: {e}")
+    if not tasks:
+        raise UserError("none of the tasks is to be had; use --eval-dir, or -a local without a network")
+    sandbox = None
+    if any(name in RUNS_CODE for name in tasks):
+        try:
+            sandbox = describe_sandbox()
+        except SandboxError as e:
+            raise UserError(f"{e}; leave out {', '.join(n for n in tasks if n in RUNS_CODE)} with -a") from e
+        print0(sandbox)
+
+    model, tokenizer, meta = load_stage_model(args.source, device, "eval", args.model_tag, args.step)
+    method = checkpoint_method(meta, args.method)
+    nf.convert(model, method, backward=False, verbose=False)
+    precisions = ["nvfp4", "bf16"] if args.precision == "both" else [args.precision]
+    if method == "bf16":
+        precisions = ["bf16"]
+    model_tag, step = meta["model_tag"], meta.get("step", args.step)
+    what = f"{args.source} model {model_tag}, step {step}"
+    print0(f"Evaluating the {what}; {nf.backend()}")
+
+    path = Path(get_base_dir()) / SOURCES[args.source] / model_tag / f"eval_{step:06d}.json"
+    weights = {"weights_sha256": weights_digest(path.parent, step)}
+    stored = read_results(path, weights)
+    scores: dict[str, dict[str, Score]] = {precision: {} for precision in precisions}
+    for precision in precisions:
+        forward = f"{method} forward" if precision == "nvfp4" else "BF16 forward"
+        if precision == "bf16" and device.type == "cpu":
+            forward = "FP32 forward (a CPU computes in FP32 what a GPU computes in BF16)"
+        print0(f"\n{forward}:")
+        for name, task in tasks.items():
+            with nf.full_precision(model) if precision == "bf16" else contextlib.nullcontext():
+                score = run_task(
+                    task,
+                    model,
+                    tokenizer,
+                    name,
+                    batch_size=args.batch_size,
+                    num_samples=args.num_samples,
+                    max_new_tokens=args.max_new_tokens,
+                    temperature=args.temperature,
+                    top_k=args.top_k,
+                    max_problems=args.max_problems,
+                    seed=args.seed,
+                )
+            scores[precision][name] = score
+            print0(f"{name}: {score}")
+            if rank == 0:  # after each task, so that what is done is kept
+                stored.setdefault("results", {}).setdefault(precision, {})[name] = score.as_dict()
+                stored |= {"source": args.source, "model_tag": model_tag, "step": step, "method": method, **weights}
+                save_results(path, stored)
+
+    results: dict[str, Any] = {}
+    lines = {"Model": what, "Method": method, "Precision": ", ".join(precisions), "Sandbox": sandbox}
+    lines["Flags"] = changed_flags(args, parse_args(["-i", args.source]))
+    for precision, by_task in scores.items():
+        # With both, the method's own forward has the plain names and BF16 says so.
+        suffix = ", BF16 forward" if precision == "bf16" and method != "bf16" else ""
+        for name, score in by_task.items():
+            results[name + suffix] = {"accuracy": score.accuracy, "count": score.count, "interval": score.interval}
+            lines[name + suffix] = str(score)
+        if (core := chatcore(by_task)) is not None:
+            results["ChatCORE" + suffix] = core
+            lines["ChatCORE" + suffix] = f"{core:.4f}"
+            print0(f"ChatCORE{suffix}: {core:.4f}")
+    lines = {k: v for k, v in lines.items() if v is not None}
+    get_report(model_tag).log(f"Chat evaluation {args.source}", [lines], results)
+
+
+def read_results(path: Path, weights: dict[str, Any]) -> dict[str, Any]:
+    """What is stored of these weights already; nothing where it is damaged, or of a model that was trained anew."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        same = all(stored.get(key) == value for key, value in weights.items())
+        return stored if same and all(isinstance(r, dict) for r in stored["results"].values()) else {}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return {}
+
+
+def save_results(path: Path, stored: dict[str, Any]) -> None:
+    try:
+        atomic_write(path, json.dumps(stored, indent=2) + "\n")
+    except OSError as e:
+        print0(f"warning: {path} cannot be written ({e.strerror}); the results are in the report only")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,205 @@
+"""
+Supervised finetuning: conversations one by one, loss on what the assistant says.
+
+    python -m scripts.chat_sft
+    torchrun --standalone --nproc_per_node=8 -m scripts.chat_sft
+
+A tiny model on a CPU, without a network:
+
+    python -m scripts.chat_sft --data local --num-iterations=20
+
+nanochat's flags, mixture and loss mask.
+"""
+
+import os
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
+
+import argparse
+import sys
+
+import torch
+
+from eval.arc import ARC
+from eval.gsm8k import GSM8K
+from eval.local import LocalArithmetic, LocalChoice, LocalCode
+from eval.mmlu import MMLU
+from eval.run import run_task
+from eval.spellingbee import SpellingBee
+from nanochat_fp4.chat_data import (
+    LOCAL_IDENTITY,
+    LOCAL_WORDS,
+    CustomJSON,
+    SimpleSpelling,
+    SmolTalk,
+    identity_conversations,
+)
+from nanochat_fp4.chat_loader import ConversationBatches
+from nanochat_fp4.common import UserError, autodetect_device_type, compute_cleanup, compute_init, run_main
+from nanochat_fp4.training import StopRequested, StopSignals, mean_over_ranks
+from scripts.post_training import (
+    Plan,
+    PostTraining,
+    Source,
+    add_common_arguments,
+    changed_flags,
+    describe_sources,
+    load_sources,
+)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Supervised finetuning for chat",
+        epilog="SIGTERM, Ctrl-C and SIGUSR1 save a checkpoint and stop within one step.",
+    )
+    add_common_arguments(parser, init_lr_frac=0.02)
+    add = parser.add_argument
+    add("--source", default="mid", choices=("base", "mid"), help="base|mid - which checkpoint to load from")
+    # Training horizon
+    add("--num-epochs", type=int, default=1, help="number of epochs")
+    add("--num-iterations", type=int, default=-1, help="override number of iterations (-1 = use num_epochs)")
+    # Batch sizes
+    add("--device-batch-size", type=int, default=4, help="per-device batch size")
+    add("--target-examples-per-step", type=int, default=32, help="target examples per optimization step")
+    # Evaluation
+    add("--eval-every", type=int, default=100, help="evaluate val loss every N steps")
+    add("--eval-steps", type=int, default=100, help="number of batches for val loss evaluation")
+    add("--eval-metrics-every", type=int, default=200, help="evaluate accuracy metrics every N steps (-1 = disable)")
+    add("--eval-metrics-max-problems", type=int, default=1024, help="max problems per metric evaluation")
+    return parser.parse_args(argv)
+
+
+def train_sources(args: argparse.Namespace) -> list[Source]:
+    if args.data == "local":
+        return [
+            Source("identity conversations (local)", lambda: CustomJSON(LOCAL_IDENTITY)),
+            Source("Local-Choice", lambda: LocalChoice(size=500)),
+            Source("Local-Arithmetic", lambda: LocalArithmetic(size=500)),
+            Source("Local-Code", lambda: LocalCode(size=200)),
+            Source("SimpleSpelling (local words)", lambda: SimpleSpelling(size=300, words=LOCAL_WORDS)),
+            Source("SpellingBee (local words)", lambda: SpellingBee(size=300, words=LOCAL_WORDS)),
+        ]
+    smoltalk = "SmolTalk" if not args.sft_dir else f"conversations of {args.sft_dir} in place of SmolTalk"
+    return [
+        Source("ARC-Easy", lambda: ARC("ARC-Easy", "train", eval_dir=args.eval_dir)),
+        Source("ARC-Challenge", lambda: ARC("ARC-Challenge", "train", eval_dir=args.eval_dir)),
+        Source("GSM8K", lambda: GSM8K("main", "train", eval_dir=args.eval_dir)),
+        Source(smoltalk, lambda: SmolTalk("train", sft_dir=args.sft_dir, stop=10_000)),
+        Source("identity conversations", lambda: CustomJSON(identity_conversations())),
+        Source("SimpleSpelling", lambda: SimpleSpelling(size=300, eval_dir=args.eval_dir)),
+        Source("SpellingBee", lambda: SpellingBee(size=300, eval_dir=args.eval_dir)),
+    ]
+
+
+def val_sources(args: argparse.Namespace) -> list[Source]:
+    if args.data == "local":
+        return [Source("Local-Arithmetic", lambda: LocalArithmetic(size=200, split="test"))]
+    return [Source("SmolTalk", lambda: SmolTalk("test", sft_dir=args.sft_dir))]
+
+
+def metric_sources(args: argparse.Namespace) -> list[Source]:
+    """Choices, which are quick to evaluate, to watch while training."""
+    if args.data == "local":
+        return [Source("local_choice_acc", lambda: LocalChoice(size=200, split="test"))]
+    return [
+        Source("mmlu_acc", lambda: MMLU("all", "test", eval_dir=args.eval_dir)),
+        Source("arc_easy_acc", lambda: ARC("ARC-Easy", "test", eval_dir=args.eval_dir)),
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
+    try:
+        with StopSignals() as signals:
+            train(args, device, rank, world_size, signals)
+    finally:
+        compute_cleanup()
+    if signals.exit_code:
+        sys.exit(signals.exit_code)
+
+
+def train(args: argparse.Namespace, device: torch.device, rank: int, world_size: int, signals: StopSignals) -> None:
+    B, examples = args.device_batch_size, args.target_examples_per_step
+    if B < 1 or examples < 1 or examples % (B * world_size):
+        raise UserError(
+            f"--target-examples-per-step={examples} is not a multiple of {B * world_size} (--device-batch-size {B} on "
+            f"{world_size} device(s)); choose a multiple, or another --device-batch-size"
+        )
+    if args.eval_steps < 1:
+        raise UserError(f"--eval-steps={args.eval_steps} measures nothing; use at least 1")
+    run = PostTraining("sft", args.source, args, device, rank, world_size, signals)
+    tokenizer, max_tokens = run.tokenizer, run.config.sequence_len
+
+    sources = train_sources(args)
+    dataset = load_sources(sources, args.allow_missing, "training")
+    val_dataset = load_sources(val_sources(args), args.allow_missing, "validation")
+    num_iterations = args.num_iterations
+    if num_iterations < 1:
+        num_iterations = (len(dataset) // examples) * args.num_epochs
+        if num_iterations < 1:
+            raise UserError(
+                f"{len(dataset)} conversations, --target-examples-per-step={examples} and --num-epochs="
+                f"{args.num_epochs} make no step; lower the one or raise the other"
+            )
+    metrics = []
+    if args.eval_metrics_every > 0:
+        metrics = metric_sources(args)
+        load_sources(metrics, args.allow_missing, "metrics")
+
+    def validation_loss(forward: torch.nn.Module) -> float:
+        batches = ConversationBatches(val_dataset, tokenizer, B, device, rank, world_size, max_tokens)
+        losses = []
+        with torch.no_grad(), run.autocast():
+            for _, (x, y, _) in zip(range(args.eval_steps), signals.watch(batches, device)):
+                losses.append(forward(x, y))
+        return float(mean_over_ranks(torch.stack(losses).mean()))
+
+    def evaluate(forward: torch.nn.Module, step: int, last: bool) -> dict[str, float]:
+        numbers = {}
+        if last or (args.eval_every > 0 and step % args.eval_every == 0):
+            numbers["val_loss"] = validation_loss(forward)
+        if metrics and (last or (step > 0 and step % args.eval_metrics_every == 0)):
+            for source in metrics:
+                if source.task is not None:
+                    score = run_task(
+                        source.task,
+                        run.model,
+                        tokenizer,
+                        source.name,
+                        batch_size=2 * B,  # without gradients there is room for more
+                        max_problems=args.eval_metrics_max_problems,
+                        interrupted=lambda: signals.signum is not None,
+                    )
+                    if signals.received(device):
+                        raise StopRequested
+                    numbers[source.name] = score.accuracy
+        return numbers
+
+    def evaluate_due(step: int, last: bool) -> bool:
+        metrics_due = args.eval_metrics_every > 0 and step > 0 and step % args.eval_metrics_every == 0
+        return last or (args.eval_every > 0 and step % args.eval_every == 0) or metrics_due
+
+    plan = Plan(
+        make_loader=lambda state: ConversationBatches(
+            dataset, tokenizer, B, device, rank, world_size, max_tokens, state=state
+        ),
+        grad_accum_steps=examples // (B * world_size),
+        num_iterations=num_iterations,
+        conversations=len(dataset),
+        lr_multiplier=lambda progress: 1.0 - progress,
+        evaluate=evaluate,
+        evaluate_due=evaluate_due,
+        batch_config={"target_examples_per_step": examples, "device_batch_size": B},
+        setup={
+            "Flags": changed_flags(args, parse_args([])),
+            "Training rows": len(dataset),
+            "Examples per step": examples,
+        },
+    )
+    run.train(plan, run.model, describe_sources(sources), "Chat SFT")
+
+
+if __name__ == "__main__":
+    run_main(main)

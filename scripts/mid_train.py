@@ -1,0 +1,189 @@
+"""
+Mid-train the base model: teach it the tokens of conversations, multiple choice and tools, on packed conversations.
+
+    python -m scripts.mid_train
+    torchrun --standalone --nproc_per_node=8 -m scripts.mid_train -- --device-batch-size=16
+
+A tiny model on a CPU, without a network:
+
+    python -m scripts.mid_train --data local --device-batch-size=8 --total-batch-size=2048 --eval-tokens=8192 \\
+        --num-iterations=50
+
+nanochat's flags and mixture. Every token is trained on, those of the user as well.
+"""
+
+import os
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
+
+import argparse
+import sys
+
+import torch
+
+from eval.gsm8k import GSM8K
+from eval.local import LocalArithmetic, LocalChoice, LocalCode
+from eval.mmlu import MMLU
+from eval.spellingbee import SpellingBee
+from nanochat_fp4.chat_data import (
+    LOCAL_IDENTITY,
+    LOCAL_WORDS,
+    CustomJSON,
+    SimpleSpelling,
+    SmolTalk,
+    identity_conversations,
+)
+from nanochat_fp4.chat_loader import PackedConversations
+from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0, run_main
+from nanochat_fp4.loss_eval import evaluate_bpb
+from nanochat_fp4.tokenizer import get_token_bytes
+from nanochat_fp4.training import StopSignals, muon_momentum, plan_accumulation
+from scripts.post_training import (
+    Plan,
+    PostTraining,
+    Source,
+    add_common_arguments,
+    changed_flags,
+    describe_sources,
+    load_sources,
+)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Midtrain the model",
+        epilog="SIGTERM, Ctrl-C and SIGUSR1 save a checkpoint and stop within one step.",
+    )
+    add_common_arguments(parser, init_lr_frac=1.0)
+    add = parser.add_argument
+    # Training horizon
+    add("--num-iterations", type=int, default=-1, help="number of optimization steps (-1 = full epoch)")
+    # Batch sizes
+    add("--max-seq-len", type=int, default=None, help="max context length (default: that of the base model)")
+    add(
+        "--device-batch-size",
+        type=int,
+        default=None,
+        help="per-device batch size (default: 32, or that of the base training if it is smaller)",
+    )
+    add("--total-batch-size", type=int, default=524288, help="total batch size in tokens")
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="torch.compile the model (default: on a GPU only)",
+    )
+    # Evaluation
+    add("--eval-every", type=int, default=150, help="evaluate val bpb every N steps (-1 = disable)")
+    add("--eval-tokens", type=int, default=20 * 524288, help="number of tokens to evaluate val loss on")
+    # Output
+    add("--dry-run", action="store_true", help="log to wandb but skip checkpoints/report")
+    return parser.parse_args(argv)
+
+
+def train_sources(args: argparse.Namespace) -> list[Source]:
+    if args.data == "local":
+        return [
+            Source("identity conversations (local)", lambda: CustomJSON(LOCAL_IDENTITY)),
+            Source("Local-Choice", lambda: LocalChoice(size=2000)),
+            Source("Local-Arithmetic", lambda: LocalArithmetic(size=2000)),
+            Source("Local-Code", lambda: LocalCode(size=500)),
+            Source("SimpleSpelling (local words)", lambda: SimpleSpelling(size=2000, words=LOCAL_WORDS)),
+            Source("SpellingBee (local words)", lambda: SpellingBee(size=1000, words=LOCAL_WORDS)),
+        ]
+    identity = Source("identity conversations", lambda: CustomJSON(identity_conversations()))
+    again = Source("identity conversations", lambda: CustomJSON(identity_conversations()))  # two epochs of them
+    smoltalk = "SmolTalk" if not args.sft_dir else f"conversations of {args.sft_dir} in place of SmolTalk"
+    return [
+        Source(smoltalk, lambda: SmolTalk("train", sft_dir=args.sft_dir)),
+        Source("MMLU auxiliary_train", lambda: MMLU("auxiliary_train", "train", eval_dir=args.eval_dir)),
+        Source("GSM8K", lambda: GSM8K("main", "train", eval_dir=args.eval_dir)),
+        identity,
+        again,
+        Source("SimpleSpelling", lambda: SimpleSpelling(size=200_000, eval_dir=args.eval_dir)),
+        Source("SpellingBee", lambda: SpellingBee(size=80_000, eval_dir=args.eval_dir)),
+    ]
+
+
+def val_sources(args: argparse.Namespace) -> list[Source]:
+    if args.data == "local":
+        return [
+            Source("Local-Choice", lambda: LocalChoice(size=200, split="test")),
+            Source("Local-Arithmetic", lambda: LocalArithmetic(size=200, split="test")),
+            Source("SpellingBee (local words)", lambda: SpellingBee(size=100, split="test", words=LOCAL_WORDS)),
+        ]
+    return [
+        Source("SmolTalk", lambda: SmolTalk("test", sft_dir=args.sft_dir)),
+        # As many of these as there are in the training mixture, in proportion.
+        Source("MMLU", lambda: MMLU("all", "test", eval_dir=args.eval_dir, stop=5200)),
+        Source("GSM8K", lambda: GSM8K("main", "test", eval_dir=args.eval_dir, stop=420)),
+    ]
+
+
+def lr_multiplier(progress: float) -> float:
+    """1 for the first 80% of the epoch, then linear to 0."""
+    return 1.0 if progress < 0.8 else max(0.0, (1 - progress) / 0.2)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
+    try:
+        with StopSignals() as signals:
+            train(args, device, rank, world_size, signals)
+    finally:
+        compute_cleanup()
+    if signals.exit_code:
+        sys.exit(signals.exit_code)
+
+
+def train(args: argparse.Namespace, device: torch.device, rank: int, world_size: int, signals: StopSignals) -> None:
+    run = PostTraining("mid", "base", args, device, rank, world_size, signals)
+    tokenizer, T = run.tokenizer, args.max_seq_len or run.config.sequence_len
+    pretrained_with = run.parent_meta.get("device_batch_size")
+    if args.device_batch_size is None:
+        args.device_batch_size = min(32, pretrained_with or 32)
+    elif pretrained_with and args.device_batch_size > pretrained_with:
+        print0(
+            f"note: the base model was trained with --device-batch-size={pretrained_with}; {args.device_batch_size} "
+            "may not fit"
+        )
+    B = args.device_batch_size
+    grad_accum_steps = plan_accumulation(args.total_batch_size, B, T, world_size)
+    eval_steps = max(1, args.eval_tokens // (B * T * world_size))
+    token_bytes = get_token_bytes(device=device)
+
+    sources = train_sources(args)
+    dataset = load_sources(sources, args.allow_missing, "training")
+    val_dataset = load_sources(val_sources(args), args.allow_missing, "validation")
+
+    def evaluate(forward: torch.nn.Module, step: int, last: bool) -> dict[str, float]:
+        batches = PackedConversations(val_dataset, tokenizer, B, T, device, rank, world_size)
+        with run.autocast():
+            pairs = ((x, y) for x, y, _ in batches)
+            return {"val_bpb": evaluate_bpb(forward, signals.watch(pairs, device), eval_steps, token_bytes)}
+
+    plan = Plan(
+        make_loader=lambda state: PackedConversations(dataset, tokenizer, B, T, device, rank, world_size, state=state),
+        grad_accum_steps=grad_accum_steps,
+        num_iterations=args.num_iterations,
+        conversations=len(dataset),
+        lr_multiplier=lr_multiplier,
+        evaluate=evaluate,
+        evaluate_due=lambda step, last: args.eval_every > 0 and (last or step % args.eval_every == 0),
+        momentum=muon_momentum,
+        batch_config={"total_batch_size": args.total_batch_size, "device_batch_size": B, "max_seq_len": T},
+        setup={
+            "Flags": changed_flags(args, parse_args([])),
+            "Training conversations": len(dataset),
+            "Tokens per step": args.total_batch_size,
+        },
+        tokens_per_step=args.total_batch_size,
+    )
+    compiled = args.compile if args.compile is not None else device.type == "cuda"
+    forward = torch.compile(run.model, dynamic=False) if compiled else run.model
+    run.train(plan, forward, describe_sources(sources), "Midtraining")
+
+
+if __name__ == "__main__":
+    run_main(main)

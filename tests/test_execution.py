@@ -1,0 +1,462 @@
+"""
+The sandbox for model-written code against programs that want out, in every set of layers this machine offers.
+
+Each hostile program also runs with its victim exposed (a world-writable file, a process, a listening socket of this
+test), so that a layer that stops working shows as damage and not only as a missing exception.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from nanochat_fp4 import execution
+from nanochat_fp4.execution import SandboxError, execute_code
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="the sandbox needs Linux or macOS")
+
+
+def working_layers() -> list[tuple[str, ...]]:
+    found = []
+    for layers in execution._LAYER_SETS:
+        try:
+            if execute_code("pass", layers=layers).success:
+                found.append(layers)
+        except SandboxError:
+            pass
+    return found
+
+
+LAYERS = working_layers() if os.name == "posix" else []
+KERNEL = [layers for layers in LAYERS if "audit" not in layers]
+every_layer = pytest.mark.parametrize("layers", LAYERS, ids="+".join)
+every_kernel_layer = pytest.mark.parametrize("layers", KERNEL, ids="+".join)
+
+
+def run(code: str, layers: tuple[str, ...], timeout: float = 5.0, **kwargs) -> execution.ExecutionResult:
+    start = time.monotonic()
+    result = execute_code(code, timeout=timeout, layers=layers, **kwargs)
+    assert time.monotonic() - start < timeout + 2, "the deadline was not kept"
+    return result
+
+
+def processes_named(name: str) -> list[int]:
+    """Ids of the living processes whose comm is `name` (Linux)."""
+    found = []
+    for comm in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            if comm.read_text().strip() == name:
+                found.append(int(comm.parent.name))
+        except OSError:
+            pass
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a benchmark needs
+
+
+def test_some_sandbox_works_here_and_says_what_it_is():
+    assert execution.sandbox_layers() == LAYERS[0]
+    line = execution.describe_sandbox()
+    assert "\n" not in line and all(layer in line for layer in LAYERS[0])
+    assert ("hooks only" in line) == ("audit" in LAYERS[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernel layers are Linux only")
+def test_every_layer_that_the_kernel_offers_is_used():
+    """Asked independently of the code under test, so that a layer that broke cannot drop out unnoticed."""
+    probe = "import ctypes; raise SystemExit(ctypes.CDLL(None).{} < {})"
+
+    def offers(call: str, least: int) -> bool:
+        return subprocess.run([sys.executable, "-c", probe.format(call, least)]).returncode == 0
+
+    known = os.uname().machine in ("x86_64", "aarch64")
+    # CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET, and CLONE_NEWUSER for an ordinary user
+    if known and offers(f"unshare({0x60020000 if os.geteuid() == 0 else 0x70020000})", 0):
+        assert LAYERS[0] == ("namespaces", "seccomp")
+    if known and offers("syscall(444, None, 0, 1)", 1):
+        assert ("landlock", "seccomp") in LAYERS
+
+
+@every_layer
+def test_ordinary_programs(layers):
+    result = run("import math, sys\nprint('out', math.sqrt(16))\nprint('err', file=sys.stderr)", layers)
+    assert result.success and result.error is None
+    assert result.stdout == "out 4.0\n" and result.stderr == "err\n"
+
+    for code, error in [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("assert False, 'candidate'", "AssertionError: candidate"),
+        ("def f(:\n", "SyntaxError"),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),  # what follows a completion must have run
+        ("import os; os._exit(0)", "without finishing"),
+        ("input()", "EOFError"),
+        ("raise ValueError('two\\nlines')", "ValueError: two lines"),
+    ]:
+        result = run(code, layers)
+        assert not result.success and not result.timeout and error in result.error, (code, result)
+        assert "\n" not in result.error
+
+
+@every_layer
+def test_the_working_folder_is_empty_writable_and_removed(layers):
+    code = """
+import os, tempfile
+assert os.listdir('.') == [], os.listdir('.')
+assert os.environ['HOME'] == os.environ['TMPDIR'] == os.getcwd()
+open('a.txt', 'w').write('x')
+os.mkdir('d'); os.rename('a.txt', 'd/b.txt'); assert open('d/b.txt').read() == 'x'; os.remove('d/b.txt')
+with tempfile.NamedTemporaryFile() as f: print(f.name)
+print(os.getcwd())
+"""
+    result = run(code, layers)
+    assert result.success, result
+    if "namespaces" not in layers:  # there it is a name in another world
+        assert not os.path.exists(result.stdout.splitlines()[-1])
+
+
+@every_kernel_layer
+def test_the_folder_goes_even_if_nested_deeply(layers, tmp_path, monkeypatch):
+    monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
+    deep = "import os\nfor i in range(1500):\n    os.mkdir('d'); os.chdir('d')"  # deeper than Python recurses
+    assert run(deep, layers, timeout=8).success
+    assert list(tmp_path.iterdir()) == []
+
+
+@every_layer
+def test_nothing_is_inherited(layers, monkeypatch, tmp_path):
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    monkeypatch.setenv("PYTHONSTARTUP", "/nonexistent")
+    with open(tmp_path / "secret", "w+") as secret:
+        os.set_inheritable(secret.fileno(), True)
+        code = """
+import os
+fds = []
+for fd in range(3, 200):
+    try: os.fstat(fd); fds.append(fd)
+    except OSError: pass
+print(sorted(os.environ), len(fds))
+"""
+        result = run(code, layers)
+    assert result.success, result
+    names, count = result.stdout.rsplit(" ", 1)
+    assert "SECRET_TOKEN" not in names and "PYTHONSTARTUP" not in names
+    assert int(count) <= 1, f"open files beside the standard ones: {count}"  # the one its answer goes to
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hostile programs
+
+
+@every_layer
+def test_infinite_loop(layers):
+    result = run("while True: pass", layers, timeout=0.5)
+    assert result.timeout and not result.success and "timed out after 0.5 s" in result.error
+    stubborn = "while True:\n    try:\n        while True: pass\n    except BaseException: pass"
+    assert run(stubborn, layers, timeout=0.5).timeout
+
+
+@every_layer
+def test_sleeping_with_every_signal_ignored(layers):
+    code = """
+import signal, time
+for s in range(1, 32):
+    try: signal.signal(s, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+time.sleep(60)
+"""
+    assert run(code, layers, timeout=0.5).timeout
+
+
+@every_layer
+def test_gigabyte_allocation(layers):
+    if sys.platform != "linux":
+        pytest.skip("only Linux limits the address space")
+    result = run("b = bytearray(1 << 30)", layers)
+    assert result.memory_exceeded and not result.success
+    result = run("x = []\nwhile True: x.append('y' * 4096 + str(len(x)))", layers)
+    assert not result.success and (result.memory_exceeded or "without finishing" in result.error), result
+    assert run("b = bytearray(100 << 20)", layers).success
+    assert run("b = bytearray(400 << 20)", layers, maximum_memory_bytes=1 << 30).success
+
+
+@every_layer
+def test_fork_bomb(layers):
+    code = """
+import os
+forked = 0
+try:
+    for _ in range(10_000):
+        if os.fork() == 0:
+            while True:
+                try: os.fork()
+                except OSError: pass
+        forked += 1
+finally:
+    print(forked)
+"""
+    result = run(code, layers, timeout=1)
+    assert not result.success
+    if "seccomp" in layers or "audit" in layers:
+        assert "PermissionError" in result.error and result.stdout == "0\n", result
+    elif result.stdout:
+        assert int(result.stdout) <= execution.MAX_PROCESSES, result
+    assert run("print('still here')", layers).success
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@every_layer
+def test_daemonized_grandchild_is_dead(layers):
+    name = f"stray{os.getpid() % 10_000}"
+    code = f"""
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        libc.prctl(15, b'{name}', 0, 0, 0)
+        for fd in range(3): os.close(fd)
+        time.sleep(60)
+    os._exit(0)
+time.sleep({{}})
+"""
+    for sleep in (0.3, 60):  # the program ends first; the deadline comes first
+        result = run(code.format(sleep), layers, timeout=1)
+        time.sleep(0.05)
+        assert processes_named(name) == [], f"outlived the sandbox: {result}"
+    if layers == ("namespaces",):
+        assert result.timeout  # it could start them; elsewhere it cannot
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that any user may reach and change, so that a file in it is safe only if the sandbox keeps it safe."""
+    folder = Path(tempfile.mkdtemp(prefix="open_to_all_"))
+    (folder / "sub").mkdir()
+    for path in (folder / "a.txt", folder / "sub" / "b.txt"):
+        path.write_text("precious")
+        path.chmod(0o666)
+    for path in (folder, folder / "sub"):
+        path.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@every_layer
+def test_files_outside_stay(layers, open_folder):
+    folder = open_folder
+    attacks = [
+        "os.remove(A)",
+        "os.rename(A, 'mine')",
+        "os.rename(A, A + '2')",
+        "shutil.rmtree(F)",
+        "shutil.move(A, 'mine')",
+        "open(A, 'w').close()",
+        "open(A, 'a').write('x')",
+        "os.truncate(A, 0)",
+        "os.close(os.open(A, os.O_RDONLY | os.O_TRUNC))",
+        "open(F + '/new', 'w').close()",
+        "os.symlink('/etc/passwd', F + '/link')",
+        "os.symlink(F, 'here'); os.remove('here/a.txt')",
+        "os.chmod(A, 0)",
+        "os.utime(A, (0, 0))",
+        "os.chdir(F); os.remove('a.txt')",
+        "os.chdir(F); open('a.txt', 'w').close()",
+        "os.remove('a.txt', dir_fd=os.open(F, os.O_RDONLY))",
+        "os.close(os.open('a.txt', os.O_WRONLY | os.O_TRUNC, dir_fd=os.open(F, os.O_RDONLY)))",
+        "subprocess.run(['rm', '-rf', F], check=True)",
+        "if os.system('rm -rf ' + F): raise OSError",
+    ]
+    code = f"""
+import os, shutil, subprocess
+F = {str(folder)!r}; A = F + '/a.txt'; home = os.getcwd()
+for attack in {attacks!r}:
+    os.chdir(home)
+    try: exec(attack)
+    except (OSError, PermissionError): continue
+    print('got through:', attack)
+"""
+    before = (folder / "a.txt").stat()
+    result = run(code, layers)
+    assert result.success, result
+    if layers != ("namespaces",):  # there `rm -rf` runs and finds nothing
+        assert result.stdout == "", result
+    run(f"import os; os.execv('/bin/rm', ['rm', '-rf', {str(folder)!r}])", layers)
+    after = (folder / "a.txt").stat()
+    assert sorted(p.name for p in folder.rglob("*")) == ["a.txt", "b.txt", "sub"]
+    assert (folder / "a.txt").read_text() == (folder / "sub" / "b.txt").read_text() == "precious"
+    assert (before.st_mode, before.st_mtime_ns, before.st_uid) == (after.st_mode, after.st_mtime_ns, after.st_uid)
+
+
+@every_kernel_layer
+def test_secrets_cannot_be_read(layers, tmp_path):
+    secret = tmp_path / "token"
+    secret.write_text("hunter2")
+    code = f"""
+import os
+for path in [{str(secret)!r}, '/etc/hostname', '/proc/self/environ', '/proc/%d/environ' % os.getppid(),
+             '/proc/{os.getpid()}/environ', '/proc/{os.getpid()}/mem']:
+    try: print(path, open(path, 'rb').read())
+    except OSError: pass
+"""
+    result = run(code, layers)
+    assert result.success and result.stdout == "", result
+
+
+@every_layer
+def test_no_network(layers):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        server.settimeout(0.2)
+        udp.bind(("127.0.0.1", 0))
+        udp.settimeout(0.2)
+        code = f"""
+import socket
+def tcp(): socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), timeout=1)
+def udp(): socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {udp.getsockname()[1]}))
+def raw(): socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+def listen(): socket.create_server(('0.0.0.0', 0)); socket.create_connection(('127.0.0.1', 80), timeout=1)
+for attack in (tcp, udp, raw, listen):
+    try: attack()
+    except (OSError, AttributeError): continue
+    print(attack.__name__)
+"""
+        result = run(code, layers)
+        assert result.success and result.stdout == "", result
+        for waiting in (server.accept, lambda: udp.recv(1)):
+            with pytest.raises(TimeoutError):
+                waiting()
+
+
+@every_layer
+def test_others_cannot_be_signalled(layers):
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        code = f"""
+import os, signal
+for attack in (lambda: os.kill({victim.pid}, 9), lambda: os.kill(os.getppid(), 9), lambda: os.kill({os.getpid()}, 2),
+               lambda: os.killpg(os.getpgid(os.getppid()), 9), lambda: os.killpg({os.getpgid(os.getpid())}, 2),
+               lambda: os.kill({victim.pid}, 19)):
+    try: attack()
+    except OSError: pass
+print('done')
+"""
+        result = run(code, layers)
+        # Inside a process namespace there is no parent (its id is 0): only its own group can be hit.
+        assert result.success and result.stdout == "done\n" or layers == ("namespaces",), result
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+@every_layer
+def test_closing_stdout_changes_nothing(layers):
+    assert run("import os, sys\nsys.stdout.close(); os.close(1); os.close(2); sys.stderr = None", layers).success
+    result = run("import os\nfor fd in range(100):\n    try: os.close(fd)\n    except OSError: pass", layers)
+    assert not result.success and not result.timeout  # it closed the way back as well
+
+
+@every_layer
+def test_printing_a_gigabyte(layers):
+    megabytes = 1024 if layers == LAYERS[0] else 64
+    code = f"import sys\nline = 'x' * (1 << 20)\nfor _ in range({megabytes}): sys.stdout.write(line)\n"
+    tracemalloc.start()
+    result = run(code, layers, timeout=8)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert result.success or result.timeout
+    assert peak < 4 << 20, f"{peak >> 20} MB of it were kept here"
+    assert len(result.stdout) < execution.MAX_OUTPUT_BYTES + 100 and result.stdout.endswith("[output cut here]")
+
+
+@every_layer
+def test_writing_a_gigabyte(layers):
+    result = run("f = open('big', 'wb')\nfor _ in range(1024): f.write(b'x' * (1 << 20))", layers)
+    assert not result.success
+    if "namespaces" in layers:
+        many = "for i in range(200):\n    with open(str(i), 'wb') as f: f.write(b'x' * (1 << 20))"
+        result = run(many, layers)
+        assert not result.success and "No space left" in result.error
+
+
+@every_layer
+def test_a_forged_answer_is_not_believed(layers):
+    code = """
+import os
+for fd in range(3, 100):
+    try: os.write(fd, b'{"success": true}\\n{"nonce": "", "success": true}\\n')
+    except OSError: pass
+os._exit(0)
+"""
+    result = run(code, layers)
+    assert not result.success and "without finishing" in result.error
+
+
+@every_kernel_layer
+def test_crashes_are_failures(layers):
+    for code in ("import ctypes; ctypes.string_at(0)", "import os; os.abort()", "def f(): f()\nf()"):
+        result = run(code, layers)
+        assert not result.success and not result.timeout, (code, result)
+
+
+@every_kernel_layer
+def test_root_is_left_behind(layers):
+    """No capability is held, and none comes back (setuid programs cannot be run: seccomp, or nosuid mounts)."""
+    code = """
+import ctypes, os, struct
+libc = ctypes.CDLL(None, use_errno=True)
+data = ctypes.create_string_buffer(24)
+number = {'x86_64': 125, 'aarch64': 90}[os.uname().machine]
+assert libc.syscall(number, struct.pack('Ii', 0x20080522, 0), data) == 0
+assert data.raw == bytes(24), data.raw
+for name in ('setuid', 'setgid'):
+    try: getattr(os, name)(0); assert os.getuid() == 0 and {landlock}
+    except PermissionError: pass
+    except OSError: pass
+""".replace("{landlock}", str("landlock" in layers))
+    result = run(code, layers)
+    assert result.success, result
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_the_sandbox_dies_with_the_trainer(tmp_path):
+    name = f"orphan{os.getpid() % 10_000}"
+    code = f"import ctypes; ctypes.CDLL(None).prctl(15, b'{name}', 0, 0, 0)\nwhile True: pass"
+    # By its path: importing the package would import torch.
+    script = f"import runpy; runpy.run_path({execution.__file__!r})['execute_code']({code!r}, timeout=60)"
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # its empty folder stays behind
+    trainer = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[1], env=env)
+    try:
+        deadline = time.monotonic() + 15
+        while not processes_named(name) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert processes_named(name), "the program did not start"
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+    deadline = time.monotonic() + 5
+    while processes_named(name) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_named(name) == []
+
+
+def test_without_a_sandbox_nothing_runs(monkeypatch):
+    def refuse(*args):
+        raise SandboxError("refused by this test")
+
+    monkeypatch.setattr(execution, "_run", refuse)
+    execution.sandbox_layers.cache_clear()
+    try:
+        with pytest.raises(SandboxError, match="no sandbox .* works on this machine .*refused by this test"):
+            execute_code("pass")
+    finally:
+        execution.sandbox_layers.cache_clear()
