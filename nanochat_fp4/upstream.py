@@ -1,0 +1,475 @@
+"""
+Runs a script of your own, unmodified nanochat checkout with the linear layers of its model quantized.
+
+    NANOCHAT_DIR=~/nanochat QAT_METHOD=clover python -m nanochat_fp4.upstream scripts.base_train -- --depth=20
+    torchrun --nproc_per_node=8 -m nanochat_fp4.upstream scripts.base_train -- --depth=20
+
+No file of the checkout changes, and nothing is written there. Four methods of its GPT class are wrapped in memory:
+
+    __init__            counts models; a dry run ends here
+    init_weights        then nf.convert: the Parameters stay the same objects, and both revisions that this was made for
+                        (f5425245f and the newest) call it before weights are loaded, torch.compile and the optimizers
+    setup_optimizer(s)  first checks that the converted layers are still there; from then on each rank draws its own
+                        random numbers
+    forward             a loss is computed as in training; logits (samples, CORE, chat) with a scale for each token, so
+                        that an answer does not depend on what else is in the batch, or on the KV cache
+
+A checkout without these names cannot be patched, and the error says so. Messages go to stderr: stdout is the script's.
+"""
+
+import argparse
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import os
+import re
+import runpy
+import sys
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+import nanochat_fp4 as nf
+from nanochat_fp4.common import UserError, get_dist_info, one_line, print0, run_main
+from nanochat_fp4.training import resolve_method
+
+BACKWARD = ("full", "forward", "none")
+# Pre-training quantizes everything; later stages and evaluations keep the forward pass (the paper, Appendix C).
+STAGE_BACKWARD = {
+    "base_train": "full",
+    "mid_train": "forward",
+    "chat_sft": "forward",
+    "chat_rl": "forward",
+    "base_eval": "forward",
+    "base_loss": "forward",
+    "chat_eval": "forward",
+    "chat_cli": "forward",
+    "chat_web": "forward",
+    "infer_bench": "forward",
+    "tok_train": "none",  # no model there
+    "tok_eval": "none",
+}
+OWN_ROOT = Path(__file__).resolve().parent.parent
+
+
+def say(text: str) -> None:
+    """A line on stderr, from rank 0."""
+    print0(f"nanochat_fp4: {text}", file=sys.stderr, flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line and the environment ask for."""
+
+    script: str  # as after python -m: scripts.base_train
+    script_args: tuple[str, ...]
+    method: str
+    backward: str  # one of BACKWARD
+    skip: tuple[str, ...]
+    keep_first_blocks: int
+    keep_last_blocks: int
+    dry_run: bool
+
+    @property
+    def recipe(self) -> nf.Recipe | None:
+        """What every converted layer computes; None where nothing is quantized and the model stays as it is."""
+        recipe = nf.get_recipe("bf16" if self.backward == "none" else self.method)
+        if self.backward == "forward":
+            recipe = recipe.forward_only()
+        return recipe if recipe.quantizes else None
+
+    def what(self) -> str:
+        """'method clover, quantized: forward and backward'"""
+        recipe = self.recipe
+        if recipe is None:
+            return f"nothing is quantized (method {self.method}, --backward {self.backward})"
+        passes = [
+            *(["forward"] if recipe.output != nf.Gemm() else []),
+            *(["backward"] if recipe.forward_only() != recipe else []),
+        ]
+        known = self.script.rpartition(".")[2] in STAGE_BACKWARD
+        note = "" if known else " (an unknown script: see --backward)"
+        return f"method {self.method}, quantized: {' and '.join(passes)}{note}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message}; see python -m nanochat_fp4.upstream --help")
+
+
+def parse_args(argv: Sequence[str]) -> Options:
+    """Options from the arguments before the first --; the script gets those after it. Raises UserError."""
+    argv = list(argv)
+    cut = argv.index("--") if "--" in argv else len(argv)
+    parser = _Parser(
+        prog="python -m nanochat_fp4.upstream",
+        usage="NANOCHAT_DIR=~/nanochat %(prog)s [options] SCRIPT -- [the script's own arguments]",
+        description="Run a script of an unmodified nanochat checkout ($NANOCHAT_DIR) with its model quantized.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("script", metavar="SCRIPT", help="as after python -m in the checkout: scripts.base_train")
+    add("--method", help=f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}")
+    add(
+        "--backward",
+        help="full: quantize forward and backward; forward: the backward pass stays in BF16; none: everything does "
+        "(default: $QAT_BACKWARD, else full for base_train and forward for all other scripts)",
+    )
+    add(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave layers alone whose name matches, e.g. 'transformer.h.0.*'; can be repeated",
+    )
+    add("--keep-first-blocks", type=int, default=0, metavar="N", help="leave the first N blocks in BF16")
+    add("--keep-last-blocks", type=int, default=0, metavar="N", help="leave the last N blocks in BF16")
+    add("--dry-run", action="store_true", help="print what would be converted; stop before the weights are made")
+    args, unknown = parser.parse_known_args(argv[:cut])
+    if unknown:
+        raise UserError(f"unknown arguments: {' '.join(unknown)}; the script's own arguments go after --")
+    backward = args.backward or os.environ.get("QAT_BACKWARD") or default_backward(args.script)
+    if backward not in BACKWARD:
+        where = "--backward" if args.backward else "QAT_BACKWARD"
+        raise UserError(f"{where}: unknown value {backward!r}; use one of: {', '.join(BACKWARD)}")
+    return Options(
+        script=args.script,
+        script_args=tuple(argv[cut + 1 :]),
+        method=resolve_method(args.method),
+        backward=backward,
+        skip=tuple(args.skip),
+        keep_first_blocks=args.keep_first_blocks,
+        keep_last_blocks=args.keep_last_blocks,
+        dry_run=args.dry_run,
+    )
+
+
+def default_backward(script: str) -> str:
+    """What is quantized in a script where neither a flag nor the environment says it."""
+    return STAGE_BACKWARD.get(script.rpartition(".")[2], "forward")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The checkout
+
+
+def find_checkout() -> Path:
+    """The folder in NANOCHAT_DIR. Raises UserError if it is not a nanochat checkout."""
+    value = os.environ.get("NANOCHAT_DIR")
+    if not value:
+        raise UserError("NANOCHAT_DIR is not set; set it to your nanochat checkout, e.g. NANOCHAT_DIR=~/nanochat")
+    root = Path(value).expanduser().resolve()
+    if not root.is_dir():
+        raise UserError(f"NANOCHAT_DIR={value} is not a folder; set it to your nanochat checkout")
+    missing = [name for name in ("nanochat/gpt.py", "scripts") if not (root / name).exists()]
+    if missing:
+        raise UserError(f"NANOCHAT_DIR={value} is not a nanochat checkout: it has no {' and no '.join(missing)}")
+    return root
+
+
+def find_script(root: Path, script: str) -> Path:
+    """The file of a script named as after python -m. Raises UserError that lists what there is."""
+    path = root.joinpath(*script.split(".")).with_suffix(".py")
+    if re.fullmatch(r"\w+(\.\w+)+", script) and path.is_file():
+        return path
+    there = ", ".join(f"scripts.{p.stem}" for p in sorted((root / "scripts").glob("*.py")) if p.stem != "__init__")
+    raise UserError(f"there is no script {script!r} in {root}; there are: {there}")
+
+
+class CheckoutFinder(importlib.abc.MetaPathFinder):
+    """Top-level packages of the checkout come from the checkout, whatever else is on sys.path.
+
+    Its `scripts` and `tasks` have no __init__.py, so that a package of the same name anywhere on sys.path (this
+    project has one) would win over them, or its scripts would mix with theirs.
+    """
+
+    def __init__(self, root: Path):
+        folders = (p for p in root.iterdir() if p.is_dir() and p.name.isidentifier())
+        self.packages = {p.name: p for p in folders if any(p.glob("*.py"))}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        folder = self.packages.get(fullname)
+        if folder is None:
+            return None
+        init = folder / "__init__.py"
+        if init.exists():
+            return importlib.util.spec_from_file_location(fullname, init, submodule_search_locations=[str(folder)])
+        spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
+        spec.submodule_search_locations = [str(folder)]
+        return spec
+
+
+def enter_checkout(root: Path) -> None:
+    """Makes imports work as in `cd root; python -m ...`, and keeps Python from writing __pycache__ there.
+
+    The current directory, which python -m puts first, leaves sys.path, and so does the source tree this project lies
+    in, if it does: `import kernels` must find Hugging Face's package of that name (or none), and child processes, which
+    have sys.path but not the finder, the checkout's `scripts`.
+    """
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    entries = sys.path[1:] if Path(sys.path[0]).resolve() == Path.cwd() else sys.path
+    if (OWN_ROOT / "pyproject.toml").exists():
+        entries = [entry for entry in entries if Path(entry).resolve() != OWN_ROOT]
+    sys.path[:] = [str(root), *entries]
+    sys.meta_path.insert(0, CheckoutFinder(root))
+
+
+def import_gpt(root: Path) -> ModuleType:
+    """The checkout's nanochat.gpt. Raises UserError if a package is missing, or a module of nanochat itself."""
+    try:
+        return importlib.import_module("nanochat.gpt")
+    except ModuleNotFoundError as e:
+        if (e.name or "").split(".")[0] == "nanochat":
+            raise _changed(root, f"it has no module {e.name}") from e
+        raise UserError(
+            f"the checkout {root} needs the package {e.name}, which is not installed; install its requirements "
+            f"(pip install {e.name})"
+        ) from e
+    except ImportError as e:
+        raise _changed(root, one_line(e)) from e
+
+
+def _changed(root: Path, what: str) -> UserError:
+    return UserError(
+        f"the checkout {root} has changed too much to be patched: {what}; use a revision that has it (f5425245f and "
+        "92d63d4 do), or call nanochat_fp4.convert(model) in your own copy of the script, before torch.compile"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The patch
+
+
+class Patch:
+    """Wraps the methods of a checkout's GPT class, and keeps account of what happened to its models."""
+
+    def __init__(self, options: Options, root: Path):
+        self.options, self.root = options, root
+        self.recipe = options.recipe
+        self.built = 0  # models that were constructed, on the meta device too
+        self.initialized: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # and how often
+        self.converted = 0  # models, still alive or not
+        self.twice = False
+
+    def install(self, gpt: ModuleType) -> None:
+        """Raises UserError if the class is not as it has to be."""
+        model_class = getattr(gpt, "GPT", None)
+        if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
+            raise _changed(self.root, "nanochat.gpt has no model class GPT")
+        optimizer = next((n for n in ("setup_optimizer", "setup_optimizers") if hasattr(model_class, n)), None)
+        missing = [] if hasattr(model_class, "init_weights") else ["init_weights"]
+        missing += [] if optimizer else ["setup_optimizer (or setup_optimizers)"]
+        if missing:
+            raise _changed(self.root, f"GPT has no {' and no '.join(missing)}")
+        parameters = list(inspect.signature(model_class.forward).parameters)
+        if "targets" not in parameters:
+            raise _changed(self.root, f"GPT.forward has no argument targets (it has {', '.join(parameters)})")
+        dtype = getattr(sys.modules.get("nanochat.common"), "COMPUTE_DTYPE", None)
+        if self.recipe and dtype is torch.float16:
+            raise UserError(
+                f"the checkout computes in float16, and method {self.options.method} needs bfloat16 or float32; set "
+                "NANOCHAT_DTYPE=bfloat16 (or float32), or use --backward none"
+            )
+        _wrap(model_class, "__init__", self._after_init)
+        _wrap(model_class, "init_weights", self._after_init_weights)
+        _wrap(model_class, optimizer, before=self._before_optimizer)
+        if self.recipe:
+            model_class.forward = _per_token_logits(model_class.forward, parameters.index("targets") - 1)
+
+    def _after_init(self, model: nn.Module) -> None:
+        self.built += 1
+        if self.options.dry_run:
+            self._convert(model)
+            say("dry run: the script ends here, before any weights are made")
+            raise SystemExit(0)
+
+    def _after_init_weights(self, model: nn.Module) -> None:
+        self.initialized[model] = self.initialized.get(model, 0) + 1
+        if self.initialized[model] > 1:
+            self.twice = True
+        else:
+            self._convert(model)
+
+    def _convert(self, model: nn.Module) -> None:
+        options = self.options
+        self.converted += 1
+        if self.recipe is None:
+            say("converted no layer: the model computes exactly as the checkout has it")
+            return
+        classes = {name: type(m) for name, m in model.named_modules()}
+        try:
+            nf.convert(
+                model,
+                self.recipe,
+                skip=options.skip,
+                keep_first_blocks=options.keep_first_blocks,
+                keep_last_blocks=options.keep_last_blocks,
+                verbose=False,
+            )
+        except ValueError as e:
+            raise UserError(one_line(e)) from e
+        report = model.nf_report
+        for name in report.converted:
+            layer = model.get_submodule(name)
+            layer.__class__ = _quantized_subclass(type(layer), classes[name])
+        weights = sum(model.get_submodule(name).weight.numel() for name in report.converted)
+        say(f"{report.recipe}")
+        say(f"{nf.backend()}")
+        say(f"converted {len(report.converted)} linear layers, {weights:,} weights: {summarize(report.converted)}")
+        reasons: dict[str, list[str]] = {}
+        for name, reason in report.left_alone:
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            say(f"left alone: {summarize(names)} ({reason})")
+        for line in precision_lines(self.recipe):
+            say(line)
+        if model.get_submodule(report.converted[0]).weight.device.type == "cpu":
+            # Without a GPU the layers are computed by the reference, many small operations: to compile them takes a C++
+            # compiler ten minutes for two blocks, and around them every step anew.
+            model.forward = torch.compiler.disable(model.forward)
+            say("no GPU: torch.compile leaves this model alone")
+
+    def _before_optimizer(self, model: nn.Module) -> None:
+        if model not in self.initialized:
+            raise _changed(self.root, "the optimizer is set up for a GPT that init_weights was never called on")
+        if self.recipe is None:
+            return
+        lost = []
+        for name in model.nf_report.converted:
+            try:
+                layer = model.get_submodule(name)
+            except AttributeError:
+                layer = None
+            if not isinstance(layer, nf.QuantLinear):
+                lost.append(type(layer).__name__)
+        if lost:
+            raise UserError(
+                f"the script replaced {len(lost)} of {len(model.nf_report.converted)} converted layers by {lost[0]} "
+                f"after init_weights; method {self.options.method} and --fp8 exclude each other: drop one of them"
+            )
+        _, rank, _, world_size = get_dist_info()
+        if world_size > 1:
+            # nanochat gives every rank the same seed: right for the weights, which are made by now, and wrong for
+            # rotations and stochastic rounding, whose errors average out over ranks only if they are independent.
+            torch.manual_seed(torch.initial_seed() + rank)
+
+    def report_end(self) -> None:
+        """What the user must know when the script has ended: whether its model was converted, and once."""
+        script = self.options.script
+        if self.recipe and not self.built:
+            say(f"warning: {script} ended without building a GPT: nothing was quantized")
+        elif self.recipe and not self.converted:
+            say(f"warning: {script} built a GPT but never called init_weights: nothing was quantized")
+        elif self.recipe:
+            say(f"{script} ended; models converted: {self.converted}; {self.options.what()}")
+        if self.twice:
+            say("warning: init_weights ran more than once on one model; it was converted the first time, and stayed so")
+
+
+def _wrap(cls: type, name: str, after: Callable | None = None, before: Callable | None = None) -> None:
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def wrapper(self, *args: Any, **kwargs: Any) -> Any:
+        if before:
+            before(self)
+        result = original(self, *args, **kwargs)
+        if after:
+            after(self)
+        return result
+
+    setattr(cls, name, wrapper)
+
+
+def _per_token_logits(forward: Callable, targets_at: int) -> Callable:
+    """GPT.forward that gives each token a tensor scale of its own where it is asked for logits instead of a loss."""
+
+    @functools.wraps(forward)
+    def wrapper(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        targets = args[targets_at] if len(args) > targets_at else kwargs.get("targets")
+        if targets is not None:
+            return forward(self, *args, **kwargs)
+        with nf.per_token_scale(self):
+            return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+@functools.cache
+def _quantized_subclass(quantized: type, original: type) -> type:
+    """A class that computes like `quantized` and is an instance of the checkout's own Linear as well: the newest
+    nanochat counts FLOPs (and from them its training horizon and MFU) by isinstance."""
+    if issubclass(quantized, original):
+        return quantized
+    return type(quantized.__name__, (quantized, original), {"__module__": quantized.__module__})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Texts
+
+
+def summarize(names: Iterable[str]) -> str:
+    """['h.0.q', 'h.1.q', 'gate'] -> 'h.*.q (2), gate'"""
+    groups = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
+    return ", ".join(f"{name} ({count})" if "*" in name else name for name, count in groups.items())
+
+
+def precision_lines(recipe: nf.Recipe) -> list[str]:
+    """How the numbers that the script prints are computed."""
+    if recipe.output == nf.Gemm():
+        return ["loss, bits per byte and logits: BF16 forward (this method quantizes the backward pass only)"]
+    return [
+        "loss, in training and in evaluation (validation bits per byte): NVFP4 forward; nanochat's disable_fp8 does "
+        "not touch these layers; to have the number in BF16, evaluate the checkpoint with --backward none",
+        "logits (samples, CORE, chat): NVFP4 forward with a tensor scale of its own for every token",
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+def run_script(options: Options, path: Path, patch: Patch) -> None:
+    """Runs the script as __main__. Its own errors show themselves as always: traceback, exit status 1."""
+    sys.argv = [str(path), *options.script_args]
+    try:
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    except UserError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+    patch.report_end()
+
+
+def main() -> None:
+    options = parse_args(sys.argv[1:])
+    root = find_checkout()
+    path = find_script(root, options.script)
+    enter_checkout(root)
+    say(f"{options.script} of {root}: {options.what()}")
+    patch = Patch(options, root)
+    patch.install(import_gpt(root))
+    run_script(options, path, patch)
+
+
+if __name__ == "__main__":
+    run_main(main)
