@@ -1,0 +1,275 @@
+# What speedrun_fp4.sh and run1000_fp4.sh share: the stages from text to report, each skipped when its result is there.
+#
+# Source it after dev/setup.sh, call `choose NAME=default ...` for every number of the run, then `pipeline`.
+# A variable of the same name in the environment overrides a default. QAT_METHOD, COMPARE, STAGES, NPROC, PLAN_ONLY,
+# DATA_DIR, WANDB_RUN, NANOCHAT_BASE_DIR: see speedrun_fp4.sh.
+
+CHOSEN=()     # names, in the order they are printed
+CONFIG=""     # what makes two runs different runs
+DEFAULTS=""   # the same, had nothing been overridden
+
+# choose NAME=default...: set each variable that is not set.
+choose() {
+    local pair name
+    for pair in "$@"; do
+        name=${pair%%=*}
+        CHOSEN+=("$name")
+        [ -n "${!name:-}" ] || printf -v "$name" '%s' "${pair#*=}"
+        case $name in
+        # How often something is measured or saved does not make another run.
+        # Nor do the later stages make another base model.
+        EVAL_EVERY | EVAL_TOKENS | SPLIT_TOKENS | SAMPLE_EVERY | SAVE_EVERY | DEVICE_BATCH | EVAL_BATCH | CORE_EVERY) ;;
+        MID_ARGS | SFT_ARGS | EVAL_ARGS | CORE_ARGS) ;;
+        *)
+            CONFIG+="$name=${!name} "
+            DEFAULTS+="$pair "
+            ;;
+        esac
+        printf -v "DEFAULT_OF_$name" '%s' "${pair#*=}"
+    done
+}
+
+say() {
+    echo
+    echo "== $*"
+}
+
+print_plan() { # TITLE TAG...
+    local name default
+    echo "nanochat_fp4: $1"
+    echo "  machine   $MACHINE"
+    echo "  methods   ${METHODS[*]}   (QAT_METHOD; COMPARE=1 adds the bf16 baseline)"
+    echo "  runs      ${*:2}"
+    echo "  stages    $STAGES"
+    echo "  folder    $NANOCHAT_BASE_DIR   (NANOCHAT_BASE_DIR)"
+    echo "  numbers, each a variable that can be set:"
+    for name in "${CHOSEN[@]}"; do
+        [[ "${!name}" == *" "* ]] && echo "$name=\"${!name}\"" || echo "$name=${!name}"
+    done | fold_lines
+    for name in "${CHOSEN[@]}"; do
+        default="DEFAULT_OF_$name"
+        [ "${!name}" = "${!default}" ] || echo "  set by you: $name=${!name} (default: ${!default:-none})"
+    done
+}
+
+# Short items side by side, long ones on a line of their own.
+fold_lines() {
+    awk '{ if (line != "" && length(line) + length($0) > 100) { print "    " line; line = "" }
+           line = line (line == "" ? "" : "  ") $0 } END { print "    " line }'
+}
+
+# run COMMAND...: in the background and waited for, so that a signal sent to this script reaches the stage, which saves
+# and stops. (bash itself would only look at a signal after the command has ended, or leave the command behind.)
+CHILD=""
+run() {
+    local status=0
+    "$@" &
+    CHILD=$!
+    trap 'kill -TERM "$CHILD" 2>/dev/null || true' TERM INT
+    trap 'kill -USR1 "$CHILD" 2>/dev/null || true' USR1
+    wait "$CHILD" || status=$?
+    while kill -0 "$CHILD" 2>/dev/null; do # the wait was cut short by a signal
+        status=0
+        wait "$CHILD" || status=$?
+    done
+    CHILD=""
+    trap - TERM INT USR1
+    if [ "$status" -gt 0 ] && [ "$status" -lt 128 ] && [ "${MAY_BE_MISSING:-0}" != 0 ]; then
+        echo "going on without it"
+        return
+    fi
+    # 2 is bad input, explained by the stage in one line.
+    if [ "$status" -ne 0 ] && [ "$status" -ne 2 ]; then
+        echo "stopped (exit status $status); the same command again goes on from here" >&2
+    fi
+    [ "$status" -eq 0 ] || exit "$status"
+}
+
+# on_devices MODULE ARGS...: the stage in one process, or in one for each GPU.
+on_devices() {
+    if [ "$NPROC" -gt 1 ]; then
+        run "$PY" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" -m "$@"
+    else
+        run "$PY" -m "$@"
+    fi
+}
+
+newer() { [ -s "$1" ] && [ "$1" -nt "$2" ]; }
+
+newest_checkpoint() { # of a folder; the folder itself where there is none
+    local newest
+    newest=$(find "$1" -name 'meta_*.json' 2>/dev/null | sort | tail -n 1)
+    echo "${newest:-$1}"
+}
+
+tokenizer_vocab_size() { # without importing torch; base_train checks the file
+    "$PY" -c 'import json, sys; t = json.load(open(sys.argv[1])); print(len(t["tokens"]) + len(t["special_tokens"]))' \
+        "$NANOCHAT_BASE_DIR/tokenizer/tokenizer.json" 2>/dev/null
+}
+
+stage_tok() {
+    local folder=$NANOCHAT_BASE_DIR/tokenizer size download=""
+    if [ -s "$folder/tokenizer.json" ] && [ -s "$folder/token_bytes.pt" ]; then
+        size=$(tokenizer_vocab_size) || size=unreadable
+        # A small text may yield fewer tokens than were asked for.
+        if [ "$size" = "$VOCAB_SIZE" ] ||
+            grep -qsE "\"vocab_size\": $VOCAB_SIZE,?\$" "$NANOCHAT_BASE_DIR/report/tokenizer-training.json"; then
+            say "tokenizer: reusing $folder ($size tokens)"
+            data_ready
+            return
+        fi
+        die "$folder holds a tokenizer of $size tokens, this run wants $VOCAB_SIZE; set VOCAB_SIZE=$size, or choose another NANOCHAT_BASE_DIR"
+    fi
+    say "tokenizer: $VOCAB_SIZE tokens"
+    run "$PY" -m nanochat_fp4.dataset --ensure -n "$TOK_SHARDS"
+    if downloads; then
+        "$PY" -m nanochat_fp4.dataset -n "$NUM_SHARDS" >"$NANOCHAT_BASE_DIR/download.log" 2>&1 &
+        download=$!
+        echo "downloading the rest of $NUM_SHARDS shards in the background (log: $NANOCHAT_BASE_DIR/download.log)"
+    fi
+    run "$PY" -m scripts.tok_train --max-chars="$TOK_CHARS" --vocab-size="$VOCAB_SIZE"
+    # GPT-2's and GPT-4's tokenizers, to compare with, come from the network as well.
+    if downloads; then run "$PY" -m scripts.tok_eval; else run "$PY" -m scripts.tok_eval --no-compare; fi
+    if [ -n "$download" ]; then
+        echo "waiting for the download"
+        wait "$download" || die "the download stopped; see $NANOCHAT_BASE_DIR/download.log, then run the same command again"
+    fi
+}
+
+# Whether FineWeb-Edu comes from the hub: not with a folder of one's own, and not where the hub could not be reached.
+downloads() { [ -z "${DATA_DIR:-}" ] && compgen -G "$NANOCHAT_BASE_DIR/base_data/*.parquet" >/dev/null; }
+
+data_ready() {
+    downloads || return 0
+    run "$PY" -m nanochat_fp4.dataset -n "$NUM_SHARDS"
+}
+
+stage_base() { # METHOD TAG
+    local out=$NANOCHAT_BASE_DIR/base_checkpoints/$2
+    if newer "$NANOCHAT_BASE_DIR/report/$2/base-model-training.json" "$(newest_checkpoint "$out")"; then
+        say "base training, $1: reusing $out"
+        return
+    fi
+    say "base training, $1"
+    # shellcheck disable=SC2086  # BASE_ARGS holds several arguments
+    on_devices scripts.base_train --method="$1" --model-tag="$2" --depth="$DEPTH" --aspect-ratio="$ASPECT_RATIO" \
+        --head-dim="$HEAD_DIM" --max-seq-len="$SEQ_LEN" --window-pattern="$WINDOW_PATTERN" \
+        --num-iterations="$NUM_ITERATIONS" --target-param-data-ratio="$DATA_RATIO" --total-batch-size="$TOTAL_BATCH" \
+        --matrix-lr="$MATRIX_LR" --embedding-lr="$EMBEDDING_LR" --unembedding-lr="$UNEMBEDDING_LR" \
+        --device-batch-size="$DEVICE_BATCH" --eval-every="$EVAL_EVERY" --eval-tokens="$EVAL_TOKENS" \
+        --sample-every="$SAMPLE_EVERY" --core-metric-every="$CORE_EVERY" --save-every="$SAVE_EVERY" --seed="$SEED" \
+        --resume-from-step=latest --run="$WANDB_RUN" ${BASE_ARGS:-}
+}
+
+stage_loss() { # METHOD TAG
+    local checkpoint
+    checkpoint=$(newest_checkpoint "$NANOCHAT_BASE_DIR/base_checkpoints/$2")
+    if newer "$NANOCHAT_BASE_DIR/report/$2/base-model-loss.json" "$checkpoint"; then
+        say "base loss, $1: measured before"
+        return
+    fi
+    say "base loss, $1"
+    on_devices scripts.base_loss --model-tag="$2" --device-batch-size="$EVAL_BATCH" --split-tokens="$SPLIT_TOKENS"
+}
+
+# after_training SECTION SOURCE TAG WHAT MODULE ARGS...: a later stage, skipped when its section of the report is newer
+# than the checkpoint it starts from.
+after_training() {
+    local section=$1 source=$2 tag=$3 what=$4
+    shift 4
+    if newer "$NANOCHAT_BASE_DIR/report/$tag/$section.json" "$(newest_checkpoint "$NANOCHAT_BASE_DIR/$source/$tag")"; then
+        say "$what: done before"
+        return
+    fi
+    say "$what"
+    on_devices "$@"
+}
+
+# shellcheck disable=SC2086  # CORE_ARGS, MID_ARGS, SFT_ARGS and EVAL_ARGS hold several arguments
+stage_core() { # METHOD TAG
+    # Its tasks come from the network; without them the rest of the run is still worth having.
+    MAY_BE_MISSING=1 after_training base-model-evaluation base_checkpoints "$2" "CORE metric, $1" \
+        scripts.base_eval --model-tag="$2" ${CORE_ARGS:-}
+}
+
+# shellcheck disable=SC2086
+stage_mid() {
+    after_training midtraining base_checkpoints "$2" "midtraining, $1" \
+        scripts.mid_train --model-tag="$2" --run="$WANDB_RUN" --resume-from-step=latest ${MID_ARGS:-}
+    after_training chat-evaluation-mid mid_checkpoints "$2" "evaluation after midtraining, $1" \
+        scripts.chat_eval -i mid -g "$2" ${EVAL_ARGS:-}
+}
+
+# shellcheck disable=SC2086
+stage_sft() {
+    after_training chat-sft mid_checkpoints "$2" "SFT, $1" \
+        scripts.chat_sft --model-tag="$2" --run="$WANDB_RUN" --resume-from-step=latest ${SFT_ARGS:-}
+    after_training chat-evaluation-sft chatsft_checkpoints "$2" "evaluation after SFT, $1" \
+        scripts.chat_eval -i sft -g "$2" ${EVAL_ARGS:-}
+}
+
+stage_report() { # TAG...
+    local tag args=()
+    say "report"
+    for tag in "$@"; do args+=(--model-tag="$tag"); done
+    run "$PY" -m nanochat_fp4.report generate "${args[@]}"
+}
+
+default_stages() {
+    local stages="tok base loss"
+    [ "$NUM_GPUS" -eq 0 ] || [ ! -f scripts/base_eval.py ] || stages+=" core"
+    [ ! -f scripts/mid_train.py ] || stages+=" mid"
+    [ ! -f scripts/chat_sft.py ] || stages+=" sft"
+    echo "$stages report"
+}
+
+has_stage() { [[ " $STAGES " == *" $1 "* ]]; }
+
+# The method's own name (quartet2 is clover), or one line that lists the known ones.
+checked_method() {
+    "$PY" -c 'from nanochat_fp4.common import run_main; from nanochat_fp4.training import resolve_method
+run_main(lambda: print(resolve_method(None)))'
+}
+
+# pipeline TITLE: everything, after `choose`.
+pipeline() {
+    local suffix="" method tag tags=() stage known="tok base loss core mid sft report"
+    : "${QAT_METHOD:=clover}" "${COMPARE:=0}" "${WANDB_RUN:=dummy}" "${STAGES:=$(default_stages)}"
+    export QAT_METHOD
+    for stage in $STAGES; do
+        [[ " $known " == *" $stage "* ]] || die "STAGES: there is no stage '$stage'; the stages are: $known"
+    done
+    mkdir -p "$NANOCHAT_BASE_DIR" 2>/dev/null || die "cannot create $NANOCHAT_BASE_DIR; set NANOCHAT_BASE_DIR to a writable folder"
+    setup_environment
+    method=$(checked_method) || exit $?
+    METHODS=("$method")
+    if [ "$COMPARE" != 0 ] && [ "$method" != bf16 ]; then METHODS+=(bf16); fi
+    CONFIG+="DATA_DIR=${DATA_DIR:-} BASE_ARGS=${BASE_ARGS:-}"
+    DEFAULTS+="DATA_DIR= BASE_ARGS="
+    if [ "$CONFIG" != "$DEFAULTS" ]; then suffix=_$(printf '%s' "$CONFIG" | cksum | cut -d ' ' -f 1); fi
+    for method in "${METHODS[@]}"; do tags+=("d${DEPTH}_$method$suffix"); done
+    print_plan "$1" "${tags[@]}"
+    [ "${PLAN_ONLY:-0}" = 0 ] || return 0
+
+    ! has_stage tok || stage_tok
+    for i in "${!METHODS[@]}"; do
+        for stage in base loss core mid sft; do
+            ! has_stage "$stage" || "stage_$stage" "${METHODS[$i]}" "${tags[$i]}"
+        done
+    done
+    ! has_stage report || stage_report "${tags[@]}"
+}
+
+# Where everything goes, and on what machine we are.
+export PYTHONUNBUFFERED=1 # or a log would have the lines of stdout long after those of stderr
+export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
+NUM_GPUS=$(count_gpus)
+NPROC=${NPROC:-$((NUM_GPUS > 1 ? NUM_GPUS : 1))}
+if [ "$NUM_GPUS" -gt 0 ]; then
+    MACHINE="$NUM_GPUS x $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1), $NPROC process(es)"
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+else
+    MACHINE="no GPU, $NPROC process(es)"
+    # Threads that wait for one another should sleep: spinning, they slow a busy machine down many times.
+    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+fi

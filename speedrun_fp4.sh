@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# From nothing to a small GPT trained in NVFP4, and a report about it:
+#
+#     bash speedrun_fp4.sh
+#
+# On GPUs this is nanochat's speedrun: d20, 560M parameters, 11.2B tokens. On a CPU it is a small model that is done in
+# less than ten minutes on two cores. Run it again and it reuses what is there; interrupted, it goes on. Variables:
+#
+#     QAT_METHOD=clover       how to quantize: bf16, nvidia, four_over_six, tetrajet_v2, clover, clover_search, ...
+#     COMPARE=1               also train the bf16 baseline, and report the gap to it
+#     NANOCHAT_BASE_DIR=...   where data, checkpoints and the report go (default: ~/.cache/nanochat)
+#     DATA_DIR=...            train on a folder of text or parquet files of your own
+#     WANDB_RUN=name          log to Weights & Biases
+#     NPROC=2                 processes (default: one for each GPU)
+#     STAGES="tok base loss report"    only some stages
+#     PLAN_ONLY=1             print the plan and stop
+#     DEPTH=6 NUM_ITERATIONS=500 ...   any number that the plan prints
+#     BASE_ARGS="--matrix-lr=0.01"     more flags for scripts/base_train.py (MID_ARGS, SFT_ARGS, EVAL_ARGS likewise)
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+cd "$ROOT"
+source dev/setup.sh
+source dev/pipeline.sh
+
+if [ "$NUM_GPUS" -gt 0 ]; then
+    # Chinchilla: 20 tokens a parameter, 561M * 20 = 11.2B tokens = 54B characters at 4.8 a token; a shard holds 250M
+    # characters, so 216 shards, and best-fit packing crops 35% of them away: 216 / 0.65, rounded up, with some spare.
+    choose DEPTH=20 ASPECT_RATIO=64 HEAD_DIM=128 SEQ_LEN=2048 WINDOW_PATTERN=SSSL VOCAB_SIZE=65536 \
+        DATA_RATIO=20 NUM_ITERATIONS=-1 TOTAL_BATCH=524288 DEVICE_BATCH=auto SEED=42 \
+        MATRIX_LR=0.02 EMBEDDING_LR=0.3 UNEMBEDDING_LR=0.004 \
+        NUM_SHARDS=370 TOK_SHARDS=8 TOK_CHARS=2000000000 \
+        EVAL_EVERY=250 EVAL_TOKENS=10485760 SAMPLE_EVERY=2000 CORE_EVERY=-1 SAVE_EVERY=1000 \
+        EVAL_BATCH=32 SPLIT_TOKENS=20971520
+else
+    # Sized for less than ten minutes on two cores. base_train lowers learning rates by sqrt(batch / 2^19), which is too
+    # careful for a few hundred steps; these are nanochat's, with that undone.
+    choose DEPTH=2 ASPECT_RATIO=64 HEAD_DIM=64 SEQ_LEN=256 WINDOW_PATTERN=L VOCAB_SIZE=4096 \
+        DATA_RATIO=-1 NUM_ITERATIONS=300 TOTAL_BATCH=2048 DEVICE_BATCH=8 SEED=42 \
+        MATRIX_LR=0.32 EMBEDDING_LR=4.8 UNEMBEDDING_LR=0.064 \
+        NUM_SHARDS=2 TOK_SHARDS=2 TOK_CHARS=10000000 \
+        EVAL_EVERY=50 EVAL_TOKENS=16384 SAMPLE_EVERY=-1 CORE_EVERY=-1 SAVE_EVERY=25 \
+        EVAL_BATCH=8 SPLIT_TOKENS=65536 \
+        MID_ARGS="--data=local --device-batch-size=8 --total-batch-size=2048 --eval-tokens=8192 --num-iterations=60" \
+        SFT_ARGS="--data=local --num-iterations=20 --eval-steps=4 --eval-metrics-every=-1" \
+        EVAL_ARGS="--task-name=local --max-problems=32 --max-new-tokens=32"
+fi
+pipeline "speedrun"

@@ -1,0 +1,152 @@
+"""The house: imports run one way, everything imports without a GPU, and `import kernels` stays Hugging Face's."""
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# From the top of the house to its foundation; each layer may import itself and what stands below it.
+LAYERS = ("scripts", "eval", "nanochat_fp4", "nanochat_fp4.nvfp4", "nvfp4_kernels")
+FOLDERS = {
+    "scripts": ROOT / "scripts",
+    "eval": ROOT / "eval",
+    "nanochat_fp4": ROOT / "nanochat_fp4",
+    "nvfp4_kernels": ROOT / "kernels" / "nvfp4_kernels",
+}
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module of the project."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for file in sorted(folder.rglob("*.py")):
+            parts = (package, *file.relative_to(folder).with_suffix("").parts)
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+MODULES = modules()
+
+
+def layer(module: str) -> int | None:
+    """Index into LAYERS, or None for other people's packages."""
+    fitting = [i for i, name in enumerate(LAYERS) if module == name or module.startswith(name + ".")]
+    return max(fitting, default=None)
+
+
+def imports(module: str) -> set[str]:
+    """Names of the modules that a module imports anywhere, inside functions too; our own ones down to the module."""
+    file = MODULES[module]
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = importlib.util.resolve_name("." * node.level + base, package)
+            names |= {f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names}
+    return names
+
+
+def test_there_is_something_to_check():
+    assert {"nanochat_fp4.nvfp4.quantizers", "nanochat_fp4.gpt", "nvfp4_kernels", "scripts.base_train"} <= set(MODULES)
+    assert "nanochat_fp4.nvfp4.quantizers" in imports("nanochat_fp4.nvfp4.backends")
+    assert any(name.startswith("nvfp4_kernels") for name in imports("nanochat_fp4.nvfp4.backends"))
+    assert layer("nanochat_fp4.gpt") == 2 and layer("nanochat_fp4.nvfp4.format") == 3 and layer("torch") is None
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_one_way(module):
+    """scripts -> eval -> nanochat_fp4 -> nanochat_fp4.nvfp4 -> nvfp4_kernels, and never back up."""
+    upwards = {n for n in imports(module) if layer(n) is not None and layer(n) < layer(module)}
+    assert not upwards, f"{module} imports {', '.join(sorted(upwards))}, which stands above it"
+
+
+def test_no_cycles():
+    graph = {m: {n for n in imports(m) if n in MODULES and n != m} for m in MODULES}
+    done, path = set(), []
+
+    def visit(module):
+        assert module not in path, "import cycle: " + " -> ".join([*path[path.index(module) :], module])
+        if module in done:
+            return
+        path.append(module)
+        for needed in sorted(graph[module]):
+            visit(needed)
+        path.pop()
+        done.add(module)
+
+    for module in sorted(graph):
+        visit(module)
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if layer(m) >= 3])
+def test_the_numerics_need_torch_alone(module):
+    """nvfp4 and its kernels can be taken elsewhere: torch, Triton and the standard library."""
+    foreign = {n.partition(".")[0] for n in imports(module)} - {"nanochat_fp4", "nvfp4_kernels"}
+    assert foreign <= {"torch", "triton", *sys.stdlib_module_names}, foreign
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs the interpreter in the repository's root, without a GPU."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_everything_imports_without_a_gpu():
+    code = (
+        f"import sys, importlib; sys.path.insert(1, 'kernels')\nfor m in {sorted(MODULES)}: importlib.import_module(m)"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "", "importing a module printed something"
+
+
+def test_works_without_triton():
+    """macOS has none: the whole package imports, and the reference takes over."""
+    ours = sorted(m for m in MODULES if layer(m) < 4)
+    code = (
+        "import sys, importlib; sys.path.insert(1, 'kernels'); sys.modules['triton'] = None\n"
+        f"for m in {ours}: importlib.import_module(m)\n"
+        "import torch, nanochat_fp4 as nf; assert 'reference' in str(nf.backend()), nf.backend()\n"
+        "nf.QuantLinear(128, 128)(torch.randn(2, 128)).sum().backward()"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_kernels_is_somebody_elses_package(tmp_path):
+    """nanochat imports Hugging Face's `kernels` for FlashAttention-3 and swallows the error, so a folder of ours with
+    an __init__.py would take FA3 away without a word. Under `python -m pytest` the root comes first on sys.path; still
+    a package named kernels at its very end must be found, here one made for the occasion."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("get_kernel = 'theirs'\n")
+    probe = tmp_path / "test_probe.py"
+    probe.write_text(
+        "import importlib.util, sys\n"
+        f"sys.path.append({str(tmp_path)!r})\n"
+        "def test_probe():\n"
+        "    from pathlib import Path\n"
+        "    import nvfp4_kernels\n"
+        f"    root = Path({str(ROOT)!r})\n"
+        "    assert '' in sys.path or str(root) in sys.path\n"
+        "    assert Path(nvfp4_kernels.__file__).is_relative_to(root)\n"
+        "    spec = importlib.util.find_spec('kernels')\n"
+        "    assert spec.origin and not Path(spec.origin).is_relative_to(root), spec\n"
+        "    from kernels import get_kernel\n"
+    )
+    result = python("-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".", "-p", "no:cacheprovider", str(probe))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    # And where theirs is not installed, ours does not pretend to be it.
+    result = python("-c", "from kernels import get_kernel")
+    if importlib.util.find_spec("kernels").origin is None:
+        assert "ImportError" in result.stderr

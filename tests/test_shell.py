@@ -1,0 +1,230 @@
+"""speedrun_fp4.sh, run1000_fp4.sh and dev/setup.sh: plans, bad input, reuse. The training is that of a toy."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOY = {
+    "DEPTH": "1", "ASPECT_RATIO": "128", "HEAD_DIM": "64", "SEQ_LEN": "32", "VOCAB_SIZE": "300", "TOTAL_BATCH": "128",
+    "NUM_ITERATIONS": "2", "DEVICE_BATCH": "2", "EVAL_EVERY": "2", "EVAL_TOKENS": "64", "SAVE_EVERY": "1",
+    "EVAL_BATCH": "2", "SPLIT_TOKENS": "64", "STAGES": "tok base loss report",
+}  # fmt: skip
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+@pytest.fixture
+def environment(tiny_base, tmp_path):
+    """This interpreter as VENV, no GPU (a nvidia-smi that finds none), the toy's text and tokenizer."""
+    venv, fake = tmp_path / "venv", tmp_path / "bin"
+    (venv / "bin").mkdir(parents=True)
+    fake.mkdir()
+    (venv / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (fake / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    for program in (venv / "bin" / "python", fake / "nvidia-smi"):
+        program.chmod(0o755)
+    kept = {k: v for k, v in os.environ.items() if k not in TOY and k not in ("PYTHONPATH", "VENV", "STAGES")}
+    return kept | {"VENV": str(venv), "PATH": f"{fake}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+def bash(script: str, environment: dict, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", script], cwd=ROOT, env=environment | variables, capture_output=True, text=True, timeout=300
+    )
+
+
+def plan(done: subprocess.CompletedProcess) -> dict[str, str]:
+    """The numbers that a plan prints."""
+    assert done.returncode == 0, done.stderr
+    return {name: value.strip('"') for name, value in re.findall(r'(?<=  )([A-Z_]+)=("[^"]*"|\S+)', done.stdout)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plans
+
+
+def test_plan_on_a_cpu(environment):
+    done = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", NUM_ITERATIONS="77")
+    shown = plan(done)
+    assert shown["NUM_ITERATIONS"] == "77"
+    assert re.search(r"set by you: NUM_ITERATIONS=77 \(default: \d+\)", done.stdout)
+    assert re.search(r"methods +clover ", done.stdout) and "no GPU" in done.stdout
+    assert int(shown["DEPTH"]) <= 8 and int(shown["VOCAB_SIZE"]) <= 8192  # a small model
+    assert not list((Path(environment["NANOCHAT_BASE_DIR"])).glob("base_checkpoints"))  # nothing was started
+
+
+def test_plan_on_gpus_is_nanochats(environment):
+    smi = Path(environment["PATH"].split(":")[0]) / "nvidia-smi"
+    smi.write_text('#!/bin/sh\ncase "$1" in -L) echo "GPU 0: X"; echo "GPU 1: X";; *) echo "NVIDIA X";; esac\n')
+    done = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", COMPARE="1", QAT_METHOD="quartet2")
+    shown = plan(done)
+    expected = {
+        "DEPTH": "20", "ASPECT_RATIO": "64", "HEAD_DIM": "128", "SEQ_LEN": "2048", "VOCAB_SIZE": "65536",
+        "TOTAL_BATCH": "524288", "DATA_RATIO": "20", "DEVICE_BATCH": "auto", "NUM_SHARDS": "370",
+    }  # fmt: skip
+    assert {k: shown[k] for k in expected} == expected
+    assert "2 x NVIDIA X, 2 process(es)" in done.stdout and "clover bf16" in done.stdout
+    shown = plan(bash("run1000_fp4.sh", environment, PLAN_ONLY="1", QAT_METHOD=""))  # empty means the default
+    assert (shown["DEPTH"], shown["DEVICE_BATCH"], shown["DATA_RATIO"]) == ("32", "8", "20")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bad input: one line on stderr, a status that is not 0, and nothing begun
+
+
+@pytest.mark.parametrize(
+    "script, variables, message",
+    [
+        ("speedrun_fp4.sh", {"QAT_METHOD": "fp3"}, "error: QAT_METHOD: unknown method 'fp3'; use one of: bf16"),
+        ("speedrun_fp4.sh", {"STAGES": "tok fly"}, "error: STAGES: there is no stage 'fly'"),
+        ("speedrun_fp4.sh", {"VENV": "/nowhere"}, "error: VENV=/nowhere has no bin/python"),
+        ("speedrun_fp4.sh", {"NANOCHAT_BASE_DIR": "/dev/null/x"}, "error: cannot create /dev/null/x"),
+        ("speedrun_fp4.sh", {"DATA_DIR": "/nowhere", "STAGES": "base"}, "error: .*/nowhere is not there"),
+        ("speedrun_fp4.sh", {"VOCAB_SIZE": "999"}, "error: .* holds a tokenizer of 300 tokens, this run wants 999"),
+    ],
+)
+def test_bad_input(environment, script, variables, message):
+    done = bash(script, environment, **TOY | variables)
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if re.match(message, line)]
+    assert len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
+    assert not list(Path(environment["NANOCHAT_BASE_DIR"]).glob("base_checkpoints/*/model*"))
+
+
+def test_environment_without_a_module(environment):
+    Path(environment["VENV"], "bin", "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
+    done = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1")
+    assert done.returncode == 2 and re.match(r"error: VENV=\S+ lacks: torch .*; install them there", done.stderr)
+
+
+def test_no_python_that_fits(environment, tmp_path):
+    clone = tmp_path / "clone"
+    for name in ("dev/setup.sh", "requirements.txt", "constraints.txt", "pyproject.toml"):
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
+    script = 'set -euo pipefail; ROOT=$PWD; source dev/setup.sh; setup_environment; echo "$PY"'
+    environment = {k: v for k, v in environment.items() if k != "VENV"} | {"PYTHON": "python-that-is-not"}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=clone, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: PYTHON=python-that-is-not is not a Python 3.10")
+    assert not (clone / ".venv").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+def test_speedrun_compare_reuse_and_second_method(environment):
+    base = Path(environment["NANOCHAT_BASE_DIR"])
+    shutil.rmtree(base / "tokenizer")
+    first = bash("speedrun_fp4.sh", environment, COMPARE="1", **TOY)
+    assert first.returncode == 0, first.stderr[-2000:]
+    path = Path(first.stdout.splitlines()[-1])
+    assert path == base / "report" / "report.md" and path.is_file()
+    tags = [p.name for p in (base / "base_checkpoints").iterdir()]
+    clover, bf16 = (next(tag for tag in tags if tag.startswith(f"d1_{m}")) for m in ("clover", "bf16"))
+    text = path.read_text()
+    gap = re.search(rf"\| {clover} \|.*?([+-]\d+\.\d\d%)", text)
+    assert gap and f"| {bf16} |" in text and gap.group(1) in first.stdout and "## Samples" in text
+
+    state = {
+        p: p.stat().st_mtime_ns for p in base.rglob("*") if p.suffix in (".pt", ".json") and "report.json" not in p.name
+    }
+    started = time.monotonic()
+    second = bash("speedrun_fp4.sh", environment, COMPARE="1", **TOY)
+    assert second.returncode == 0 and second.stdout.splitlines()[-1] == str(path)
+    assert {p: p.stat().st_mtime_ns for p in state} == state  # nothing was made again
+    assert second.stdout.count("reusing") == 3 and time.monotonic() - started < 60
+
+    # Another method: the same tokenizer, a run of its own.
+    third = bash("speedrun_fp4.sh", environment, QAT_METHOD="nvidia", **TOY | {"STAGES": "tok base report"})
+    assert third.returncode == 0, third.stderr[-2000:]
+    assert "tokenizer: reusing" in third.stdout and "base training, nvidia" in third.stdout
+    text = path.read_text()
+    assert "| d1_nvidia" in text and f"| {clover} |" not in text
+
+
+@pytest.mark.slow
+def test_every_stage(environment):
+    """Through mid-training, SFT and both evaluations; a second time nothing is left to do."""
+    toy = {k: v for k, v in TOY.items() if k != "STAGES"} | {
+        "SEQ_LEN": "64",
+        "MID_ARGS": "--data=local --device-batch-size=2 --total-batch-size=128 --eval-tokens=128 --num-iterations=2",
+        "SFT_ARGS": "--data=local --num-iterations=2 --target-examples-per-step=4 --eval-metrics-every=-1",
+        "EVAL_ARGS": "--task-name=local --max-problems=4 --max-new-tokens=4",
+    }
+    first = bash("speedrun_fp4.sh", environment, **toy)
+    assert first.returncode == 0, first.stderr[-2000:]
+    text = Path(first.stdout.splitlines()[-1]).read_text()
+    for expected in (
+        "### Midtraining",
+        "### Chat SFT",
+        "### Chat evaluation mid",
+        "### Chat evaluation sft",
+        "## Bench",
+    ):
+        assert expected in text
+    second = bash("speedrun_fp4.sh", environment, **toy)
+    assert second.returncode == 0 and second.stdout.count("done before") == 4, second.stdout
+
+
+def test_speedrun_goes_on_after_a_signal(environment):
+    """SIGTERM to the script reaches the training, which saves; the same command finishes the run."""
+    base = Path(environment["NANOCHAT_BASE_DIR"])
+    variables = environment | TOY | {"NUM_ITERATIONS": "120", "QAT_METHOD": "bf16", "STAGES": "base report"}
+    variables |= {"SAVE_EVERY": "1000", "EVAL_EVERY": "-1"}
+    process = subprocess.Popen(
+        ["bash", "speedrun_fp4.sh"], cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not any('"step": 5,' in p.read_text() for p in base.glob("base_checkpoints/*/metrics.jsonl")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, (out, err)
+    assert "SIGTERM: stopped at step" in out and "the same command again goes on from here" in err
+    folder = next(base.glob("base_checkpoints/*"))
+    stopped = int(re.search(r"stopped at step (\d+)", out).group(1))
+    assert (folder / f"manifest_{stopped:06d}.json").is_file() and stopped < 120
+
+    done = subprocess.run(
+        ["bash", "speedrun_fp4.sh"], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0 and f"Resuming from step {stopped}" in done.stdout, done.stderr
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in steps if r["event"] == "train"] == list(range(120))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Facts that are kept twice
+
+
+def test_every_pin_is_within_pyproject_and_constraints():
+    """requirements.txt pins what pyproject.toml asks for, and constraints.txt says the same."""
+    from packaging.requirements import Requirement
+
+    lines = lambda name: [x.split("#")[0].strip() for x in (ROOT / name).read_text().splitlines()]  # noqa: E731
+    pins = [Requirement(line) for line in lines("requirements.txt") if line]
+    constraints = [Requirement(line) for line in lines("constraints.txt") if line]
+    section = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S).group(1)
+    for text in re.findall(r'"([^"]+)"', section):
+        wanted = Requirement(text)
+        own = [p for p in pins if p.name == wanted.name]
+        assert own, f"{wanted.name} is not in requirements.txt"
+        for pin in own:
+            version = next(iter(pin.specifier)).version
+            assert wanted.specifier.contains(version), f"{pin} is not within {wanted}"
+    for pin in pins:
+        same = [c for c in constraints if c.name == pin.name and c.specifier == pin.specifier]
+        assert same, f"{pin} is not in constraints.txt"
