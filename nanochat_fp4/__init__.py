@@ -1,7 +1,7 @@
 """nanochat trained fully in NVFP4: the public API of the numerics."""
 
 from nanochat_fp4.nvfp4.backends import backend
-from nanochat_fp4.nvfp4.convert import convert, full_precision, per_token_scale
+from nanochat_fp4.nvfp4.convert import convert, full_precision, per_token_scale, quantize_weights_once
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.linear import QuantLinear
@@ -24,5 +24,6 @@ __all__ = [
     "get_recipe",
     "per_token_scale",
     "quantize",
+    "quantize_weights_once",
     "rotate",
 ]

@@ -9,25 +9,28 @@ nanochat's GPT, as it is at revision f5425245f: the same function of the same st
 - logits capped softly at +-15
 
 All matrices are plain nn.Linear, so that nanochat_fp4.convert can put quantized layers in their place. What is kept for
-the backward pass is little: no logits (cross_entropy.py), and of ReLU^2 only what the next layer keeps anyway.
+the backward pass is little (docs/memory.md has the table): no logits (cross_entropy.py), of ReLU^2 only what the next
+layer keeps anyway or 8 bits, and queries and keys once. `GPT.recompute` trades time for less.
 
 Precision: parameters are FP32 (on CUDA the embedding is BF16, as in nanochat). Run the model inside
 `autocast(device_type)`: BF16 products on CUDA, FP32 elsewhere.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from nanochat_fp4 import flash_attention
 from nanochat_fp4.common import print0
 from nanochat_fp4.cross_entropy import linear_cross_entropy
+from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.optim import AdamW, Muon
 
 SOFTCAP = 15.0  # logits lie in (-15, 15)
@@ -111,6 +114,27 @@ def norm(x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
+class _NormFromOutput(torch.autograd.Function):
+    """
+    norm(x) for an output y that is kept anyway (queries and keys, by attention): its gradient is made from y and
+    1 / rms(x), an FP32 number a row, where autograd's own keeps x as well. With r = 1 / rms(x) and y = r x:
+
+        grad_x = r (grad_y - y mean(grad_y * y))
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        y, r = torch.ops.aten._fused_rms_norm(x, [x.size(-1)], None, NORM_EPS)
+        ctx.save_for_backward(y, r)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor) -> Tensor:
+        y, r = ctx.saved_tensors
+        g, y = grad_y.float(), y.float()
+        return (r * (g - y * (g * y).mean(-1, keepdim=True))).to(grad_y.dtype)
+
+
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i + D/2}) of x (B, T, H, D) by the angles behind cos and sin (1, T, 1, D/2)."""
     a, b = x.chunk(2, dim=-1)
@@ -119,27 +143,42 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class _ReluSquared(torch.autograd.Function):
     """
-    relu(x)^2, whose derivative 2 relu(x) is made from the result: 2 sqrt(y).
+    y = relu(x)^2, whose derivative is 2 relu(x).
 
-    The result is the next linear's input and kept by it (unquantized) anyway, so that this costs no memory; autograd's
-    own version keeps relu(x) as well. In BF16 the rounding of y adds at most 2^-9 of relative error, no more than
-    the rounding of the gradient itself.
+    Where the next linear keeps y unquantized, the derivative is made from y, 2 sqrt(y), and costs no memory; autograd's
+    own version keeps relu(x) as well. In BF16 the rounding of y adds at most 2^-9 of relative error, no more than the
+    rounding of the gradient itself.
+
+    Where it keeps 4-bit codes of y, they are too coarse: rounding to nearest would bias the gradient. Then `eight_bits`
+    keeps relu(x) in steps of 1/255 of each token's largest value, rounded stochastically, so that the gradient is right
+    on average: half the memory of y in BF16, and an error (5e-5 of the gradient's square) far below that of its
+    quantization (1e-2).
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, eight_bits: bool) -> Tensor:
         positive = F.relu(x)
         y = positive * positive
-        ctx.save_for_backward(y)
+        if eight_bits:
+            # An all-zero row has a step that nothing is divided by.
+            step = (positive.amax(-1, keepdim=True).float() / 255).clamp_min(torch.finfo(torch.float32).tiny)
+            rounded = positive.float() / step + torch.rand(x.shape, dtype=torch.float32, device=x.device)
+            ctx.save_for_backward(rounded.clamp_max(255).to(torch.uint8), step)  # the cast rounds down
+        else:
+            ctx.save_for_backward(y)
         return y
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grad_y * (2 * y.sqrt())
+    def backward(ctx, grad_y: Tensor) -> tuple[Tensor, None]:
+        kept, *step = ctx.saved_tensors  # asked for once: recomputed tensors can be had only once
+        if step:
+            return (grad_y * (2 * step[0] * kept)).to(grad_y.dtype), None
+        return grad_y * (2 * kept.sqrt()), None
 
 
 class CausalSelfAttention(nn.Module):
+    fused_linears = ("c_q", "c_k", "c_v")  # read the same input and are computed as one layer
+
     def __init__(self, config: GPTConfig, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
@@ -151,16 +190,14 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, C) -> q (B, T, H, D), k and v (B, T, H_kv, D). The one place that reads x."""
-        return (
-            self.c_q(x).unflatten(-1, (self.n_head, self.head_dim)),
-            self.c_k(x).unflatten(-1, (self.n_kv_head, self.head_dim)),
-            self.c_v(x).unflatten(-1, (self.n_kv_head, self.head_dim)),
-        )
+        """x (B, T, C) -> q (B, T, H, D), k and v (B, T, H_kv, D)."""
+        q, k, v = fused_linear(x, *(getattr(self, name) for name in self.fused_linears))
+        # A copy of v, which attention keeps: the view would keep q and k as they were before the rotation as well.
+        return tuple(t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v.contiguous()))
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], window_size: tuple[int, int], kv_cache: Any) -> Tensor:
         q, k, v = self.qkv(x)
-        q, k = (norm(apply_rotary_emb(t, *cos_sin)) for t in (q, k))
+        q, k = (_NormFromOutput.apply(apply_rotary_emb(t, *cos_sin)) for t in (q, k))
         if kv_cache is None:
             y = flash_attention.flash_attn_func(q, k, v, causal=True, window_size=window_size)
         else:
@@ -188,7 +225,8 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(_ReluSquared.apply(self.c_fc(x)))
+        eight_bits = torch.is_grad_enabled() and getattr(self.c_proj, "quantizes_input", False)
+        return self.c_proj(_ReluSquared.apply(self.c_fc(x), eight_bits))
 
 
 class Block(nn.Module):
@@ -197,9 +235,28 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer_idx)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], window_size: tuple[int, int], kv_cache: Any) -> Tensor:
-        x = x + self.attn(norm(x), cos_sin, window_size, kv_cache)
-        return x + self.mlp(norm(x))
+    def forward(
+        self,
+        x: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        window_size: tuple[int, int],
+        kv_cache: Any,
+        recompute: Literal["none", "mlp", "all"] = "none",
+    ) -> Tensor:
+        def attention(x: Tensor) -> Tensor:
+            return x + self.attn(norm(x), cos_sin, window_size, kv_cache)
+
+        def mlp(x: Tensor) -> Tensor:
+            return x + self.mlp(norm(x))
+
+        training = torch.is_grad_enabled()
+        x = _recomputed(attention, x) if training and recompute == "all" else attention(x)
+        return _recomputed(mlp, x) if training and recompute != "none" else mlp(x)
+
+
+def _recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x), of which only x is kept; the backward pass computes it again."""
+    return checkpoint(function, x, use_reentrant=False)
 
 
 class GPT(nn.Module):
@@ -210,7 +267,14 @@ class GPT(nn.Module):
             model = GPT(config)            # shapes only
         model.to_empty(device=device)      # memory
         model.init_weights()               # values, rotary tables, attention backend
+
+    recompute: what the backward pass computes a second time instead of keeping it. "none"; "mlp": norm, c_fc, ReLU^2
+        and the quantization of their results, for a ninth of the layers' matrix products; "all": queries, keys, values
+        and attention too, for a fifth and one attention. The result is the same to the bit; under torch.compile the
+        random numbers are others, drawn alike.
     """
+
+    recompute: Literal["none", "mlp", "all"] = "none"
 
     def __init__(self, config: GPTConfig, pad_vocab_size_to: int = 64):
         super().__init__()
@@ -355,7 +419,7 @@ class GPT(nn.Module):
         x = x0 = norm(self.transformer.wte(idx))
         for i, block in enumerate(self.transformer.h):
             x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
-            x = block(x, cos_sin, self.window_sizes[i], kv_cache)
+            x = block(x, cos_sin, self.window_sizes[i], kv_cache, self.recompute)
         x = norm(x)
 
         if targets is not None:

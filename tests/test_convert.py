@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4 import linear as linear_module
 from nanochat_fp4.nvfp4 import recipes
+from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
 
 
@@ -357,3 +359,108 @@ def test_contexts_reach_a_compiled_model():
 def test_backend_is_one_line():
     text = str(nf.backend())
     assert text and "\n" not in text
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Weights quantized once for several passes.
+
+
+class Fused(nn.Module):
+    """Two layers computed as one, and one alone."""
+
+    fused_linears = ("q", "k")
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False)
+        self.out = nn.Linear(96, 64)
+
+    def forward(self, x):
+        return self.out(torch.cat(fused_linear(x, self.q, self.k), -1).relu())
+
+
+def passes(model, forward, count=3):
+    """Outputs and accumulated gradients of `count` passes."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    outputs = [forward(torch.randn(32, 64)) for _ in range(count)]
+    for y in outputs:
+        y.square().mean().backward()
+    return [*outputs, *(p.grad.clone() for p in model.parameters())]
+
+
+def counted(monkeypatch):
+    """How often a weight is quantized: the operands with as many rows as a layer has output features."""
+    calls, real = [], linear_module.quantize_operand
+
+    def count(value, *args, **kw):
+        if isinstance(value, torch.Tensor) and value.shape[0] in (64, 96) and not kw.get("transpose"):
+            calls.append(value.shape)
+        return real(value, *args, **kw)
+
+    monkeypatch.setattr(linear_module, "quantize_operand", count)
+    return calls
+
+
+@pytest.mark.parametrize("method", ["clover", "nvidia", "tetrajet_v2", "fig1e_sr", "bf16"])
+def test_weights_quantized_once_change_no_bit(method, monkeypatch):
+    model = converted(Fused(), method)
+    want = passes(model, model)
+    calls = counted(monkeypatch)
+    with nf.quantize_weights_once(model):
+        got = passes(model, model)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    assert len(calls) == (2 if nf.get_recipe(method).output.b.rounding else 0 if method == "bf16" else 6)
+
+
+def test_new_weights_are_quantized_anew_for_the_next_step():
+    model = converted(Fused())
+    before = model.state_dict().keys()
+    for _ in range(2):
+        with nf.quantize_weights_once(model):
+            got = passes(model, model)
+            assert model.state_dict().keys() == before
+        want = passes(model, model)
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def test_compiled_code_takes_the_weights_of_each_step_and_is_not_compiled_again():
+    model = converted(Fused(), "fig2_1x16_four_over_six")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            with nf.quantize_weights_once(model):
+                got = passes(model, compiled)
+            want = passes(model, model)
+            assert all(torch.equal(a, b) for a, b in zip(got, want))
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def test_weights_that_change_inside_are_an_error():
+    model = converted(Fused())
+    with pytest.raises(RuntimeError, match="leave it before optimizer.step"):
+        with nf.quantize_weights_once(model):
+            passes(model, model)
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert model.q.weight_operand is None and model.q.stacked_operand is None
+    want = passes(model, model)
+    assert all(torch.equal(a, b) for a, b in zip(passes(model, model), want))
+
+
+def test_after_an_error_inside_nothing_is_kept():
+    model = converted(Fused())
+    with pytest.raises(KeyError):
+        with nf.quantize_weights_once(model):
+            raise KeyError
+    assert all(m.weight_operand is None and m.stacked_operand is None for m in (model.q, model.k, model.out))
+
+
+def test_weights_quantized_once_take_four_and_a_half_bits():
+    model = converted(Fused())
+    with nf.quantize_weights_once(model):
+        operands = [model.q.stacked_operand, model.out.weight_operand]
+        assert [m.weight_operand for m in (model.q, model.k)] == [None, None]
+        assert all(operand.decoded is None for operand in operands)
+        assert sum(operand.nbytes for operand in operands) == 96 * 64 * 2 * 9 // 16 + 2 * 4

@@ -11,7 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanochat_fp4.gpt import GPT, GPTConfig, autocast, config_from_depth, norm
+import nanochat_fp4 as nf
+from nanochat_fp4.gpt import (
+    GPT,
+    NORM_EPS,
+    GPTConfig,
+    _NormFromOutput,
+    _ReluSquared,
+    autocast,
+    config_from_depth,
+    norm,
+)
 
 TINY = dict(sequence_len=24, vocab_size=300, n_layer=5, n_head=4, n_kv_head=2, n_embd=64, window_pattern="SSSL")
 
@@ -299,6 +309,108 @@ def test_relu_squared_keeps_only_the_next_layers_input():
     saved, _loss = saved_bytes(model, lambda: model(ids, ids.roll(-1, 1)))
     hidden = [t for t in saved if t.numel() == 2 * 24 * 4 * 64]
     assert len(hidden) == model.config.n_layer  # one a layer: c_proj's input, shared with ReLU^2
+
+
+def test_quantized_relu_squared_keeps_eight_bits():
+    """And c_proj the codes of its input: nothing of the hidden layer is kept in 16 or 32 bits."""
+    model, ids = nf.convert(make(), "clover", verbose=False), tokens(2, 24)
+    saved, _loss = saved_bytes(model, lambda: model(ids, ids.roll(-1, 1)))
+    hidden = [t for t in saved if t.numel() == 2 * 24 * 4 * 64]
+    assert len(hidden) == model.config.n_layer and all(t.dtype == torch.uint8 for t in hidden)
+    saved, _logits = saved_bytes(model, lambda: torch.no_grad()(model)(ids))
+    assert not saved
+
+
+def relu_squared_gradients(x, grad, draws, dtype=torch.float32):
+    """The mean of several gradients with eight bits, in FP64, and the mean square error of one."""
+    mean, single = 0.0, 0.0
+    exact = 2 * F.relu(x.double()) * grad.double()
+    for _ in range(draws):
+        leaf = x.to(dtype).requires_grad_()
+        (g,) = torch.autograd.grad(_ReluSquared.apply(leaf, True), leaf, grad.to(dtype))
+        mean, single = mean + g.double() / draws, single + (g.double() - exact).square().sum() / draws
+    return mean, exact, single
+
+
+def test_relu_squared_with_eight_bits_is_right_on_average():
+    torch.manual_seed(0)
+    x, grad = torch.randn(64, 512), torch.randn(64, 512)
+    x[3], x[5] = 0, -1  # rows without anything positive
+    x[7] *= 1e-30
+    x[8] *= 1e15
+    mean, exact, _ = relu_squared_gradients(x, grad, draws=1)
+    for rows in (slice(7, 8), slice(8, 9), slice(9, 64)):  # each row has a scale of its own
+        error = (mean[rows] - exact[rows]).square().sum() / exact[rows].square().sum()
+        assert 1e-5 < error < 1e-4  # 512 normal numbers reach 3.1; steps of 3.1 / 255, error step^2 / 6 on half of them
+    assert not mean[[3, 5]].any()
+    rows = slice(9, 64)
+    draws = 256
+    mean, exact, single = relu_squared_gradients(x[rows], grad[rows], draws)
+    # Without a bias the mean's error falls as 1 / draws; 28,000 entries scatter by 1%.
+    assert float((mean - exact).square().sum()) == pytest.approx(float(single) / draws, rel=0.05)
+
+
+def test_relu_squared_shows_nan_and_infinity():
+    for bad in (float("nan"), float("inf")):
+        x = torch.randn(4, 32)
+        x[1, 3] = bad
+        leaf = x.requires_grad_()
+        (grad,) = torch.autograd.grad(_ReluSquared.apply(leaf, True), leaf, torch.ones(4, 32))
+        assert torch.isfinite(grad[[0, 2, 3]]).all() and not torch.isfinite(grad[1]).all()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-3)])
+def test_norm_from_its_output_has_the_gradient_of_norm(dtype, tolerance):
+    """FP32: sums in another order. BF16: y is rounded (2^-9) before it is used."""
+    x, grad = (3 * torch.randn(6, 5, 32)).to(dtype), torch.randn(6, 5, 32).to(dtype)
+    x[0, 0] *= 1e-6  # where the epsilon counts
+    leaf = x.clone().requires_grad_()
+    y = _NormFromOutput.apply(leaf)
+    assert torch.equal(y, norm(x)) and y.dtype == dtype
+    (got,) = torch.autograd.grad(y, leaf, grad)
+    exact = x.double().requires_grad_()
+    (want,) = torch.autograd.grad(F.rms_norm(exact, (32,), eps=NORM_EPS), exact, grad.double())
+    assert got.dtype == dtype and (got.double() - want).norm() / want.norm() < tolerance
+
+
+def test_queries_and_keys_are_kept_once():
+    model, ids = make(n_kv_head=4, window_pattern="L"), tokens(2, 24)
+    saved, _loss = saved_bytes(model, lambda: model(ids, ids.roll(-1, 1)))
+    heads = [t for t in saved if t.shape[-1] == 16 and t.numel() == 2 * 24 * 64]
+    assert len(heads) == 3 * model.config.n_layer  # queries, keys and values; what attention gives is c_proj's input
+    assert all(t.untyped_storage().nbytes() == 4 * t.numel() for t in heads)  # none is a view of something larger
+
+
+@pytest.mark.parametrize("method", ["bf16", "clover", "nvidia"])
+def test_recomputing_changes_no_bit_and_keeps_less(method):
+    model, ids = nf.convert(make(n_layer=3), method, verbose=False), tokens(2, 24)
+    results, kept = {}, {}
+    for model.recompute in ("none", "mlp", "all"):
+        model.zero_grad()
+        torch.manual_seed(4)
+        saved, loss = saved_bytes(model, lambda: model(ids, ids.roll(-1, 1)))
+        kept[model.recompute] = sum(t.untyped_storage().nbytes() for t in saved)
+        loss.backward()
+        results[model.recompute] = [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+    for name in ("mlp", "all"):
+        assert all(torch.equal(a, b) for a, b in zip(results[name], results["none"])), name
+    assert kept["all"] < 0.6 * kept["mlp"] < 0.6 * 0.9 * kept["none"]
+
+
+@pytest.mark.parametrize("method", ["bf16", "clover"])
+def test_fused_qkv_is_one_layer_on_the_stacked_weights(method):
+    model = nf.convert(make(n_layer=1), method, verbose=False)
+    attn = model.transformer.h[0].attn
+    x = torch.randn(2, 24, 64)
+    one = nf.QuantLinear(64, 128, method=method)
+    with torch.no_grad():
+        one.weight.copy_(torch.cat([attn.c_q.weight, attn.c_k.weight, attn.c_v.weight]))
+        got = torch.cat([t.flatten(2) for t in attn.qkv(x)], -1)
+        assert torch.equal(got, one(x))
+        apart = torch.cat([attn.c_q(x), attn.c_k(x), attn.c_v(x)], -1)
+    error = (got - apart).norm() / apart.norm()
+    # clover: only the weights' tensor scales differ, so that some block scales round the other way.
+    assert error < (0.1 if method == "clover" else 1e-6)
 
 
 def test_compiles_as_one_graph_and_once():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from nanochat_fp4.nvfp4.linear import QuantLinear, unsupported_reason
+from nanochat_fp4.nvfp4.linear import QuantLinear, can_be_fused, quantized_weight, unsupported_reason
 from nanochat_fp4.nvfp4.recipes import Recipe, get_recipe
 
 # Always left alone: the output head's error reaches the loss without any averaging, and all recipes keep it in BF16.
@@ -170,3 +170,38 @@ def per_token_scale(model: nn.Module) -> contextlib.AbstractContextManager[None]
     """Inside this context every token has a tensor_scale of its own, so its result does not depend on the other tokens
     of the batch: what generation needs, where a token is computed alone, in a prompt, or next to strangers."""
     return _override(model, "per_token", True)
+
+
+@contextlib.contextmanager
+def quantize_weights_once(model: nn.Module) -> Iterator[None]:
+    """Inside this context the weights' forward codes are those made at its beginning: for the micro-batches of one
+    optimizer step. Outputs and gradients are the same bits as without it.
+
+    Takes 4.5 bits a weight while it lasts, which autograd keeps of each forward pass anyway. Nothing of it is in state
+    dicts. Works with torch.compile (the codes are inputs of the graph, made anew for each step; compiled code cannot
+    look at the version of a parameter itself). Layers that are computed as one are found by their parent's attribute
+    `fused_linears`, a tuple of names. Raises RuntimeError at the end if a weight changed inside.
+    """
+    layers = {m for m in model.modules() if isinstance(m, QuantLinear) and m.quantization and m.recipe.quantizes}
+    alone = set(layers)
+    operands: list[tuple[QuantLinear, str]] = []
+    versions = {layer: layer.weight._version for layer in layers}
+    try:
+        for module in model.modules():
+            group = [getattr(module, name) for name in getattr(module, "fused_linears", ())]
+            if group and layers.issuperset(group) and can_be_fused(group):
+                group[0].stacked_operand = quantized_weight(group)
+                operands.append((group[0], "stacked_operand"))
+                alone.difference_update(group)
+        for layer in alone:
+            layer.weight_operand = quantized_weight([layer])
+            operands.append((layer, "weight_operand"))
+        yield
+    finally:
+        for layer, name in operands:
+            delattr(layer, name)
+    if any(layer.weight._version != version for layer, version in versions.items()):
+        raise RuntimeError(
+            "quantize_weights_once: weights changed inside the context, so gradients were computed for the old ones; "
+            "leave it before optimizer.step()"
+        )

@@ -9,6 +9,16 @@ Shapes: M tokens (all leading dimensions of the input), K in_features, N out_fea
 Kept for the backward pass: the codes of input and weight, 4.5 bits an element (the paper, Section 5); the unquantized
 tensors only where the recipe's forward does not quantize them.
 
+Layers that read the same tensor (q, k, v) share its codes, in one of two ways:
+* fused_linear computes them as one layer whose weight is their weights, one below the other (the paper, Appendix D.2):
+  one quantized input, one weight with one tensor_scale, one grad_output. To the bit a QuantLinear with that weight. It
+  differs from the layers one by one in the weights' and grad_outputs' tensor scale, and in drawing once instead of
+  three times.
+* Called one by one they take the codes that the one before them made, to the bit what each would have made, if it is
+  the same tensor, unchanged. (Under torch.compile the compiler finds that the operations are the same.)
+
+The weights' forward codes can be made once for several passes: convert.quantize_weights_once.
+
 Any number of tokens works. In wgrad the tokens are the contraction dimension, and in dgrad the out_features: where they
 are not a multiple of the rotation's group (128), or of 16, they are padded with zeros. Zeros add nothing to a product,
 and a rotated group that holds some is quantized like any other, so SR stays unbiased. So does MS-EDEN from about 24
@@ -18,6 +28,9 @@ a gradient whose mean is off by up to 0.5% of its square, a quarter of the noise
 Randomness: one 64-bit seed per layer and pass, drawn from the default generator of the layer's device, so that saving
 and restoring torch's generators resumes rotations and roundings to the bit. Passes without gradients draw nothing.
 """
+
+import weakref
+from collections.abc import Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -79,21 +92,28 @@ class _QuantLinear(torch.autograd.Function):
     def forward(
         ctx,
         x: torch.Tensor,
-        weight: torch.Tensor,
         recipe: Recipe,
         dtype: torch.dtype,
         per_token: bool,
         grad_enabled: bool,
+        xq: Value | None,
+        wq: Value | None,
+        *weights: torch.Tensor,
     ):
-        """x (M, K), weight (N, K) -> (M, N) in dtype, which is also what unquantized operands are multiplied in.
+        """x (M, K), weights (N_i, K), N = sum of N_i -> (M, N) in dtype, in which unquantized operands are multiplied.
 
         grad_enabled: the caller's torch.is_grad_enabled(); needs_input_grad does not know of no_grad.
+        xq, wq: the operands of the output GEMM where they are there already, else None.
         """
-        needs_dgrad, needs_wgrad = (needed and grad_enabled for needed in ctx.needs_input_grad[:2])
+        needs_dgrad = ctx.needs_input_grad[0] and grad_enabled
+        needs_wgrad = any(ctx.needs_input_grad[7:]) and grad_enabled
         seed = new_seed(x.device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
+        weight = _stacked(weights) if wq is None or recipe.grad_input.b.raw else None
         for_x, for_w = _operands(recipe.output, OUTPUT, seed, seed, x.device)
-        xq = quantize_operand(x, keep_codes=True, per_token=per_token, **for_x)
-        wq = quantize_operand(weight, keep_codes=True, **for_w)
+        if xq is None:
+            xq = quantize_operand(x, keep_codes=True, per_token=per_token, **for_x)
+        if wq is None:
+            wq = quantize_operand(weight, keep_codes=True, **for_w)
 
         # The backward GEMMs take the values used here, or ("raw") codes made now of the unquantized tensor.
         backward_w, backward_x = wq, xq
@@ -104,7 +124,8 @@ class _QuantLinear(torch.autograd.Function):
             _, for_x = _operands(recipe.grad_weight, GRAD_WEIGHT, seed, seed, x.device)
             backward_x = quantize_operand(x, transpose=True, keep_codes=True, **for_x)
         _save(ctx, backward_w if needs_dgrad else None, backward_x if needs_wgrad else None, seed)
-        ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.weight_dtype = recipe, dtype, x.dtype, weight.dtype
+        ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.weight_dtype = recipe, dtype, x.dtype, weights[0].dtype
+        ctx.needs_wgrad, ctx.rows = needs_wgrad, [w.shape[0] for w in weights]
         return gemm(xq, _output_needs(seed, wq), compute_dtype=dtype, out_dtype=dtype)
 
     @staticmethod
@@ -119,16 +140,20 @@ class _QuantLinear(torch.autograd.Function):
         e_dgrad, for_w = _operands(dgrad, GRAD_INPUT, seed, forward_seed if dgrad.b.raw else seed, device)
         e_wgrad, for_x = _operands(wgrad, GRAD_WEIGHT, seed, forward_seed if wgrad.b.raw else seed, device)
         e, et = quantize_grad_output(
-            grad_output, e_dgrad if ctx.needs_input_grad[0] else None, e_wgrad if ctx.needs_input_grad[1] else None
+            grad_output, e_dgrad if ctx.needs_input_grad[0] else None, e_wgrad if ctx.needs_wgrad else None
         )
-        grad_x = grad_w = None
+        grad_x, grad_ws = None, [None] * len(ctx.rows)
         if ctx.needs_input_grad[0]:
             wt = w if dgrad.b.raw else quantize_operand(w, transpose=True, **for_w)
             grad_x = gemm(e, wt, compute_dtype=dtype, out_dtype=ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_wgrad:
             xt = x if wgrad.b.raw else quantize_operand(x, transpose=True, **for_x)
-            grad_w = gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype)
-        return grad_x, grad_w, None, None, None, None
+            grad_ws = gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype).split(ctx.rows)
+        return grad_x, None, None, None, None, None, None, *grad_ws
+
+
+def _stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
 def _save(ctx, *values: Value | None) -> None:
@@ -146,6 +171,34 @@ def _saved(ctx) -> list[Value | None]:
     return [first if scales is None else NVFP4Tensor(first, scales, ts) for first, scales, ts in triples]
 
 
+# What a layer called outside of torch.compile quantized last: (weak reference to the input, its version, rounding,
+# per_token, operand, the layers that took it). It lives as long as the input does.
+_last_input: tuple | None = None
+
+
+def _forget(reference: weakref.ref) -> None:
+    global _last_input
+    if _last_input is not None and _last_input[0] is reference:
+        _last_input = None
+
+
+@torch.no_grad()
+def _quantized_input(layer: "QuantLinear", x: torch.Tensor, rows: torch.Tensor) -> Value | None:
+    """The forward operand of x, the one that the layer before this one made if it was of the same x; None where that
+    is left to the autograd function. A layer that asks twice is in a second pass, and is measured as such."""
+    global _last_input
+    gemm = layer.recipe.output
+    if torch.compiler.is_compiling() or gemm.a.rounding is None or gemm.random or x.is_inference():
+        return None
+    key = (x._version, gemm.a.rounding, layer.per_token)
+    if _last_input is None or _last_input[0]() is not x or _last_input[1] != key or id(layer) in _last_input[3]:
+        for_x, _ = _operands(gemm, OUTPUT, None, None, x.device)
+        operand = quantize_operand(rows, keep_codes=True, per_token=layer.per_token, **for_x)
+        _last_input = (weakref.ref(x, _forget), key, operand, set())
+    _last_input[3].add(id(layer))
+    return _last_input[2]
+
+
 class QuantLinear(torch.nn.Linear):
     """nn.Linear with the same parameters and state-dict keys, computed as `method` says.
 
@@ -157,6 +210,10 @@ class QuantLinear(torch.nn.Linear):
     recipe: Recipe
     quantization = True  # False inside full_precision(model): computes like nn.Linear
     per_token = False  # True inside per_token_scale(model): each row of the input has a tensor_scale of its own
+    # Inside quantize_weights_once(model): the operand that the weight is in the forward GEMM, and the operand of this
+    # weight with those of the layers that are computed with it by fused_linear below it.
+    weight_operand: NVFP4Tensor | None = None
+    stacked_operand: NVFP4Tensor | None = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, method: str | Recipe = "clover", **kw):
         super().__init__(in_features, out_features, bias=bias, **kw)
@@ -169,20 +226,32 @@ class QuantLinear(torch.nn.Linear):
             raise ValueError(f"QuantLinear: {reason}; use nn.Linear here, or skip this layer in convert")
         self.recipe = recipe
 
+    @property
+    def quantizes_input(self) -> bool:
+        """Whether codes of the input are kept for the backward pass and not the input itself."""
+        return self.quantization and self.recipe.output.a.rounding is not None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._compute(x, (self,))
+
+    def _compute(self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]") -> torch.Tensor:
+        """The outputs of layers like this one (itself the first), side by side."""
         device = x.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
         if not (self.quantization and self.recipe.quantizes and x.numel()):
-            # Outside autocast the weight follows the input, so that FP32 master weights serve BF16 activations.
-            weight = self.weight if autocast else self.weight.to(dtype)
-            bias = self.bias if autocast or self.bias is None else self.bias.to(dtype)
-            return torch.nn.functional.linear(x, weight, bias)
+            # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
+            weight = _stacked([layer.weight.to(dtype) for layer in layers])
+            return torch.nn.functional.linear(x, weight, self.bias if self.bias is None else self.bias.to(dtype))
         # Autocast stays on: where a product must be FP32 (rotate, gemm on a CPU), it is off around it. A context around
         # the whole would be traced by torch.compile into the backward, which CUDA's autocast does not survive.
         rows = x.reshape(-1, self.in_features)
-        y = _QuantLinear.apply(rows, self.weight, self.recipe, dtype, self.per_token, torch.is_grad_enabled())
-        y = y.view(*x.shape[:-1], self.out_features)
+        weights = [layer.weight for layer in layers]
+        xq = _quantized_input(self, x, rows)
+        wq = self.weight_operand if len(layers) == 1 else self.stacked_operand
+        grad_enabled = torch.is_grad_enabled()
+        y = _QuantLinear.apply(rows, self.recipe, dtype, self.per_token, grad_enabled, xq, wq, *weights)
+        y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(dtype)
 
     def extra_repr(self) -> str:
@@ -197,3 +266,47 @@ def unsupported_reason(linear: torch.nn.Linear, recipe: Recipe) -> str | None:
         if size % BLOCK:
             return f"{name} is {size}, expected a multiple of {BLOCK}"
     return None
+
+
+def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
+    """Whether fused_linear computes these layers as one: without bias and hooks, and all alike."""
+    first = linears[0]
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return all(
+        type(linear) is type(first)
+        and type(linear) in (torch.nn.Linear, QuantLinear)
+        and linear.bias is None
+        and not any(getattr(linear, name) for name in hooks)
+        and [getattr(linear, name, None) for name in ("recipe", "quantization", "per_token")]
+        == [getattr(first, name, None) for name in ("recipe", "quantization", "per_token")]
+        for linear in linears
+    )
+
+
+def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear) -> tuple[torch.Tensor, ...]:
+    """[linear(x) for each linear], computed as one layer; see the top of this file for what that changes.
+
+    The results are views of one tensor. Layers that are not alike, have a bias, or have hooks, which want to see each
+    of them, are called one by one.
+    """
+    if not can_be_fused(linears):
+        return tuple(linear(x) for linear in linears)
+    if isinstance(linears[0], QuantLinear):
+        y = linears[0]._compute(x, linears)
+    else:
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast else linears[0].weight.dtype
+        y = torch.nn.functional.linear(x, _stacked([linear.weight.to(dtype) for linear in linears]))
+    return y.split([linear.out_features for linear in linears], dim=-1)
+
+
+def quantized_weight(layers: Sequence[QuantLinear]) -> NVFP4Tensor | None:
+    """The weight operand of the output GEMM of these layers as one; None where it is not the same in each pass."""
+    recipe, weights = layers[0].recipe, [layer.weight for layer in layers]
+    if recipe.output.b.rounding is None or recipe.output.random:
+        return None
+    _, for_w = _operands(recipe.output, OUTPUT, None, None, weights[0].device)
+    with torch.no_grad():
+        operand = quantize_operand(_stacked(weights), keep_codes=True, **for_w)
+    operand.decoded = None  # four times the memory of the codes
+    return operand
