@@ -157,6 +157,22 @@ def test_any_input(pair):
                 assert_close(f"{pair} {side} {shape} {dtype}", got, want)
 
 
+@pytest.mark.skipif(ON_GPU and torch.cuda.get_device_capability() >= (10, 0), reason="what this GPU does anyway")
+@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize("pair", ["clover", "tetrajet_v2"])
+def test_a_program_for_each_operand_is_one_for_both(pair, emulated, monkeypatch):
+    """As on sm_100 and later: the same bits."""
+    x = graded(140, 40)
+    together = kernel(x, PAIRS[pair], emulated)
+    real = rotate._launch_options
+    monkeypatch.setattr(rotate, "_launch_options", lambda both: {**real(both), "SPLIT": both})
+    for got, want in zip(kernel(x, PAIRS[pair], emulated), together):
+        got, want = (t if isinstance(t, tuple) else (t.codes, t.scales, t.tensor_scale) for t in (got, want))
+        for name, g, w in zip(("values", "scales", "tensor_scale"), got, want):
+            if w is not None:
+                assert_same_bits(name, g, w)
+
+
 @pytest.mark.parametrize("pair", ["clover", "clover_search_3", "tetrajet_v2", "nvidia"])
 def test_an_emulated_operand_is_the_decode_of_the_codes(pair):
     """MS-EDEN's one pass cannot know tensor_scale: scales that end in E4M3's subnormal range are repaired."""
@@ -346,11 +362,12 @@ def test_dispatch_of_grad_output(name, monkeypatch):
 # A whole layer.
 
 
-SLOW_METHODS = {m for m in METHOD_TABLE if m.startswith("fig")} - {"fig1d_sr", "fig2_16x16_rtn"}
+WITH_KERNELS = [m for m in METHOD_TABLE if m != "bf16" and METHOD_TABLE[m].block <= 16]
+FAST_METHODS = ("nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search", "fig1d_sr", "fig2_16x16_rtn")
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW_METHODS)) for m in METHOD_TABLE if m != "bf16"]
+    "method", [pytest.param(m, marks=[pytest.mark.slow] * (m not in FAST_METHODS)) for m in WITH_KERNELS]
 )
 def test_quant_linear_with_kernels_is_the_reference(method, monkeypatch):
     """The same seeds give the same results: the output to the bit (nothing is rotated in the forward pass), gradients
@@ -379,7 +396,6 @@ def test_quant_linear_with_kernels_is_the_reference(method, monkeypatch):
             assert relative_square_error(got, want) < 1e-4, name
 
 
-@pytest.mark.xfail(not ON_GPU, reason="on a CPU gemm multiplies two BF16 operands in BF16")
 def test_a_gemm_of_emulated_operands_is_that_of_their_codes():
     x = torch.randn(128, 128)
     fp32 = {"compute_dtype": torch.float32, "out_dtype": torch.float32}

@@ -110,11 +110,12 @@ def test_everything_imports_without_a_gpu():
     assert result.stdout == "", "importing a module printed something"
 
 
-def test_works_without_triton():
-    """macOS has none: the whole package imports, and the reference takes over."""
+@pytest.mark.parametrize("missing", ["triton", "nvfp4_kernels"])
+def test_works_without_the_kernels(missing):
+    """macOS has no Triton, and a clone that is not installed no kernels: all imports, and the reference takes over."""
     ours = sorted(m for m in MODULES if layer(m) < 4)
     code = (
-        "import sys, importlib; sys.path.insert(1, 'kernels'); sys.modules['triton'] = None\n"
+        f"import sys, importlib; sys.path.insert(1, 'kernels'); sys.modules[{missing!r}] = None\n"
         f"for m in {ours}: importlib.import_module(m)\n"
         "import torch, nanochat_fp4 as nf; assert 'reference' in str(nf.backend()), nf.backend()\n"
         "nf.QuantLinear(128, 128)(torch.randn(2, 128)).sum().backward()"

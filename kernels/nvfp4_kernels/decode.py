@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from nvfp4_kernels import _math as m
-from nvfp4_kernels._ops import operator
+from nvfp4_kernels._ops import NO_FUSION, operator
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     values = torch.empty(codes.shape[0], codes.shape[1] * 2, dtype=torch.bfloat16, device=codes.device)
     nb = 256
     blocks = scales.numel()
-    decode_kernel[(triton.cdiv(blocks, nb),)](codes, scales.view(torch.uint8), values, blocks, nb)
+    decode_kernel[(triton.cdiv(blocks, nb),)](codes, scales.view(torch.uint8), values, blocks, nb, **NO_FUSION)
     return values
 
 

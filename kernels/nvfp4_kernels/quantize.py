@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 
 from nvfp4_kernels import _math as m
-from nvfp4_kernels._ops import operator
-
-NO_FUSION = {"enable_fp_fusion": False}  # a fused multiply-add rounds once where the reference rounds twice
+from nvfp4_kernels._ops import NO_FUSION, operator
 
 
 @triton.jit
@@ -192,7 +190,9 @@ def _amax_bits(x: torch.Tensor) -> torch.Tensor:
     result = torch.zeros((), dtype=torch.int32, device=x.device)
     block, numel = 4096, x.numel()
     per_program = max(1, min(32, numel // (block * 132 * 8)))
-    amax_kernel[(triton.cdiv(numel, block * per_program),)](x, result, numel, per_program, block, num_warps=8)
+    amax_kernel[(triton.cdiv(numel, block * per_program),)](
+        x, result, numel, per_program, block, num_warps=8, **NO_FUSION
+    )
     return result
 
 

@@ -28,14 +28,21 @@ import triton
 import triton.language as tl
 
 from nvfp4_kernels import _math as m
-from nvfp4_kernels._ops import operator
-from nvfp4_kernels.quantize import NO_FUSION, fit_blocks
+from nvfp4_kernels._ops import NO_FUSION, operator
+from nvfp4_kernels.quantize import fit_blocks
 from nvfp4_kernels.scales import finish, repair, tensor_scale_kernel
 
 TILE = 128
-# 128 registers: two programs to a multiprocessor, one of which computes while the other waits for memory.
-LAUNCH = {"num_warps": 8, "maxnreg": 128, **NO_FUSION}
 AMAX, ALIGNED, EDEN, EDEN_EMULATED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@functools.cache
+def _launch_options(both: bool) -> dict:
+    """sm_90: 128 registers hold a tile and both of its operands, and two programs fit a multiprocessor, of which one
+    computes while the other waits for memory. From sm_100 on they would spill, so the programs may have all registers,
+    and E and E^T have one each, the second of which finds its tile in the L2 cache."""
+    arch = 90 if m.INTERPRETED.value else triton.runtime.driver.active.get_current_target().arch
+    return {"num_warps": 8, "SPLIT": both and arch >= 100, "maxnreg": 128 if arch < 100 else None, **NO_FUSION}
 
 
 @functools.cache
@@ -252,10 +259,14 @@ def rotate_quantize_kernel(
     COL_STOCHASTIC: tl.constexpr,
     COL_STORE_CODES: tl.constexpr,
     COL_TAIL: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
+    """SPLIT: one program makes the row operand of a tile, the next the col operand; otherwise one makes both."""
     row_tiles = tl.cdiv(rows, 128)
     column_tiles = tl.cdiv(columns, 128)
-    tile = tl.program_id(0)
+    programs: tl.constexpr = 2 if SPLIT else 1
+    tile = tl.program_id(0) // programs
+    side = tl.program_id(0) % programs
     tile_row = tile // column_tiles
     tile_column = tile % column_tiles
     r = tile_row * 128 + tl.arange(0, 128)
@@ -285,60 +296,62 @@ def rotate_quantize_kernel(
             mid = rest.to(tl.bfloat16)
             lo = (rest - mid.to(tl.float32)).to(tl.bfloat16)
     if ROW:
-        if ROW_RHT_DIM:
-            matrix = _rotation(row_hadamard_ptr, row_flips_ptr)
-            y = _rotate(hi, mid, lo, matrix, FP32, False) * (norm_scale * ROW_NORM)
-        else:
-            y = tl.reshape(x.to(tl.float32), (1024, 16))
-        _emit(
-            y,
-            tile_row * 128,
-            tile_column,
-            rows,
-            column_tiles,
-            tile,
-            row_amax_ptr,
-            row_seed_ptr,
-            row_codes_ptr,
-            row_scales_ptr,
-            row_correction_ptr,
-            row_decoded_ptr,
-            row_smallest_ptr,
-            row_stream,
-            ROW_KIND,
-            ROW_DIVISOR,
-            ROW_GRID_MAX,
-            ROW_CANDIDATES,
-            ROW_STOCHASTIC,
-            ROW_STORE_CODES,
-            ROW_TAIL,
-        )
+        if side == 0:
+            if ROW_RHT_DIM:
+                matrix = _rotation(row_hadamard_ptr, row_flips_ptr)
+                y = _rotate(hi, mid, lo, matrix, FP32, False) * (norm_scale * ROW_NORM)
+            else:
+                y = tl.reshape(x.to(tl.float32), (1024, 16))
+            _emit(
+                y,
+                tile_row * 128,
+                tile_column,
+                rows,
+                column_tiles,
+                tile,
+                row_amax_ptr,
+                row_seed_ptr,
+                row_codes_ptr,
+                row_scales_ptr,
+                row_correction_ptr,
+                row_decoded_ptr,
+                row_smallest_ptr,
+                row_stream,
+                ROW_KIND,
+                ROW_DIVISOR,
+                ROW_GRID_MAX,
+                ROW_CANDIDATES,
+                ROW_STOCHASTIC,
+                ROW_STORE_CODES,
+                ROW_TAIL,
+            )
     if COL:
-        matrix = _rotation(col_hadamard_ptr, col_flips_ptr)
-        y = _rotate(hi, mid, lo, matrix, FP32, True) * (norm_scale * COL_NORM)
-        _emit(
-            y,
-            tile_column * 128,
-            tile_row,
-            columns,
-            row_tiles,
-            tile_column * row_tiles + tile_row,
-            col_amax_ptr,
-            col_seed_ptr,
-            col_codes_ptr,
-            col_scales_ptr,
-            col_correction_ptr,
-            col_decoded_ptr,
-            col_smallest_ptr,
-            col_stream,
-            COL_KIND,
-            COL_DIVISOR,
-            COL_GRID_MAX,
-            COL_CANDIDATES,
-            COL_STOCHASTIC,
-            COL_STORE_CODES,
-            COL_TAIL,
-        )
+        if side == programs - 1:
+            matrix = _rotation(col_hadamard_ptr, col_flips_ptr)
+            y = _rotate(hi, mid, lo, matrix, FP32, True) * (norm_scale * COL_NORM)
+            _emit(
+                y,
+                tile_column * 128,
+                tile_row,
+                columns,
+                row_tiles,
+                tile_column * row_tiles + tile_row,
+                col_amax_ptr,
+                col_seed_ptr,
+                col_codes_ptr,
+                col_scales_ptr,
+                col_correction_ptr,
+                col_decoded_ptr,
+                col_smallest_ptr,
+                col_stream,
+                COL_KIND,
+                COL_DIVISOR,
+                COL_GRID_MAX,
+                COL_CANDIDATES,
+                COL_STOCHASTIC,
+                COL_STORE_CODES,
+                COL_TAIL,
+            )
 
 
 @dataclass(frozen=True)
@@ -442,7 +455,7 @@ class _Output:
         if o.ms_eden:
             return [self.codes, *finish(self.scales, self.correction, self.amax, self.seed, o)]
         tensor_scale = torch.empty((), dtype=torch.float32, device=self.amax.device)
-        tensor_scale_kernel[(1,)](self.amax, tensor_scale, o.divisor, False)
+        tensor_scale_kernel[(1,)](self.amax, tensor_scale, o.divisor, False, **NO_FUSION)
         if o.emulated:
             return [self.decoded, tensor_scale]
         return [self.codes, self.scales.view(torch.float8_e4m3fn), tensor_scale]
@@ -483,16 +496,19 @@ def rotate_quantize(
     rht = [(o.rht_dim, o.rht_stream) if o else (0, 0) for o in (row_operand, col_operand)]
     seeds = (x if s is None else s for s in (row_rht_seed, col_rht_seed))
     arguments = [v for seed, (_, stream) in zip(seeds, rht) for v in (seed, stream)]
-    prepare_kernel[(1,)](*arguments, flips, amax, rht[0][0], rht[1][0])
+    prepare_kernel[(1,)](*arguments, flips, amax, rht[0][0], rht[1][0], **NO_FUSION)
     outputs = (
         _Output(row_operand, rows, columns, x, row_seed, flips[0], amax[0]),
         _Output(col_operand, columns, rows, x, col_seed, flips[1], amax[1]),
     )
-    grid = (triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)
+    tiles = triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
     sources = (x, x_scales.view(torch.uint8), x_tensor_scale) if from_codes else (x, x, x)
 
     def launch(amax_only: bool) -> None:
-        rotate_quantize_kernel[grid](
+        row_constants = _constants("ROW", row_operand, outputs[0].columns, amax_only)
+        col_constants = _constants("COL", col_operand, outputs[1].columns, amax_only)
+        options = _launch_options(row_constants["ROW"] and col_constants["COL"])
+        rotate_quantize_kernel[(tiles * (2 if options["SPLIT"] else 1),)](
             *sources,
             rows,
             columns,
@@ -500,9 +516,9 @@ def rotate_quantize(
             *outputs[1].arguments(),
             FROM_CODES=from_codes,
             FP32=x.dtype == torch.float32,
-            **_constants("ROW", row_operand, outputs[0].columns, amax_only),
-            **_constants("COL", col_operand, outputs[1].columns, amax_only),
-            **LAUNCH,
+            **row_constants,
+            **col_constants,
+            **options,
         )
 
     if any(o is not None and not o.ms_eden for o in (row_operand, col_operand)):

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from nvfp4_kernels import _math as m
+from nvfp4_kernels._ops import NO_FUSION
 
 
 @triton.jit
@@ -106,7 +107,7 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
         operand.stream,
         DIVISOR=operand.divisor,
         NB=nb,
-        enable_fp_fusion=False,
+        **NO_FUSION,
     )
     return scales.view(torch.float8_e4m3fn), tensor_scale
 
@@ -126,5 +127,5 @@ def repair(decoded, pseudo, correction, smallest, amax, seed, operand) -> None:
         operand.stream,
         DIVISOR=operand.divisor,
         ROWS=32,
-        enable_fp_fusion=False,
+        **NO_FUSION,
     )

@@ -11,9 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from nanochat_fp4.nvfp4 import cublas
+from nanochat_fp4.nvfp4 import native
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor
-from nanochat_fp4.nvfp4.gemm import Decoded, Value, decoded_codes, kernels_unavailable_reason
+from nanochat_fp4.nvfp4.gemm import (
+    Decoded,
+    Value,
+    cublas_unavailable_reason,
+    decoded_codes,
+    kernels_unavailable_reason,
+)
 from nanochat_fp4.nvfp4.quantizers import Rounding, get_rounding, quantize_reference
 
 
@@ -30,20 +36,25 @@ class Backend:
 
 
 def backend() -> Backend:
-    """Which kernels this machine uses, and why. Raises ValueError if NVFP4_KERNELS asks for what cannot run here."""
+    """Which kernels this machine uses, and why. On a Blackwell this runs the probe of its FP4 GEMMs (native.py).
+
+    Raises ValueError if NVFP4_KERNELS or NVFP4_GEMM asks for what cannot run here.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernels = use_kernels(device)
+    name, why_not = native.choice(device.type)
     if device.type == "cpu":
         reason = "no CUDA device" + (", kernels under Triton's interpreter" if kernels else "")
         return Backend("Triton" if kernels else "PyTorch reference", "decode + FP32 matmul", reason)
     major, minor = torch.cuda.get_device_capability()
-    why = cublas.unavailable_reason()
-    gemm = "decode to BF16 + cuBLAS" + (
-        " with the tensor scales as alpha" if why is None else f", scaled after ({why})"
-    )
-    return Backend(
-        "Triton" if kernels else "PyTorch reference", gemm, f"{torch.cuda.get_device_name()}, sm_{major}{minor}"
-    )
+    reason = f"{torch.cuda.get_device_name()}, sm_{major}{minor}" + (f"; {why_not}" if why_not else "")
+    if name:
+        gemm = f"FP4 tensor cores ({name})"
+    else:
+        why = cublas_unavailable_reason()
+        after = " with the tensor scales as alpha" if why is None else f", scaled after ({why})"
+        gemm = f"decode to BF16 + cuBLAS{after}"
+    return Backend("Triton" if kernels else "PyTorch reference", gemm, reason)
 
 
 def use_kernels(device: torch.device) -> bool:
@@ -97,22 +108,24 @@ def quantize_operand(
     rounding None returns the value as it is (transposed). Otherwise the contraction dimension is padded with zeros to a
     multiple of 16, or of rht_dim: zeros add nothing to a product, and a rotated group that holds some is quantized like
     any other, so the result stays unbiased for any number of tokens.
-    keep_codes: the codes will be saved; otherwise the kernels may make only what the GEMM of this machine reads.
+    keep_codes: the codes will be saved; otherwise the kernels make only what the GEMM of this machine reads: codes on
+    FP4 tensor cores, and the decoded BF16 operand elsewhere.
     """
     if rounding is None:
         return _transposed(value) if transpose else value
     spec = get_rounding(rounding)
     device = value.codes.device if isinstance(value, NVFP4Tensor) else value.device
-    if use_kernels(device) and not per_token:
+    if use_kernels(device) and not per_token and not spec.mx:
         if rht_dim and not (isinstance(value, NVFP4Tensor) and not transpose):
             arguments = {"rounding": rounding, "stream": stream, "rht_dim": rht_dim, "rht_stream": rht_stream}
             arguments |= {"seed": seed, "rht_seed": rht_seed}
             row, col = (None, arguments) if transpose else (arguments, None)
-            return _rotate_quantize(value, row, col, emulated=not keep_codes)[1 if transpose else 0]
+            emulated = not keep_codes and native.implementation(device.type) is None
+            return _rotate_quantize(value, row, col, emulated)[1 if transpose else 0]
         if not rht_dim:
             return _quantize_rows(_contracted_last(value, transpose, BLOCK), spec, seed, stream)
-    return quantize_reference(
-        _contracted_last(value, transpose, rht_dim or BLOCK),
+    t = quantize_reference(
+        _contracted_last(value, transpose, max(rht_dim, spec.block)),
         spec,
         seed=0 if seed is None else seed,
         stream=stream,
@@ -121,6 +134,13 @@ def quantize_operand(
         rht_stream=rht_stream,
         per_token=per_token,
     )
+    return _values(t, spec) if spec.mx else t
+
+
+def _values(t: NVFP4Tensor, spec: Rounding) -> Value:
+    """MXFP4 and MXFP8 exist to be compared with: no kernels, no GEMM of their own; their values are exact in BF16."""
+    values = t.decoded.to(torch.bfloat16) if t.decoded.is_cuda else t.decoded
+    return values if spec.prescale == 1 else Decoded(values, t.tensor_scale)
 
 
 def quantize_grad_output(e: torch.Tensor, for_dgrad: dict | None, for_wgrad: dict | None) -> tuple[Value, Value]:
@@ -128,9 +148,10 @@ def quantize_grad_output(e: torch.Tensor, for_dgrad: dict | None, for_wgrad: dic
 
     The arguments are those of quantize_operand. The kernels read grad_output once for both.
     """
-    if for_dgrad and for_wgrad and for_dgrad["rounding"] and for_wgrad["rounding"] and use_kernels(e.device):
+    roundings = [a["rounding"] for a in (for_dgrad, for_wgrad) if a]
+    if len(roundings) == 2 and all(r and not get_rounding(r).mx for r in roundings) and use_kernels(e.device):
         if for_wgrad["rht_dim"]:
-            return _rotate_quantize(e, for_dgrad, for_wgrad, emulated=True)
+            return _rotate_quantize(e, for_dgrad, for_wgrad, native.implementation(e.device.type) is None)
     return (
         None if for_dgrad is None else quantize_operand(e, **for_dgrad),
         None if for_wgrad is None else quantize_operand(e, transpose=True, **for_wgrad),
@@ -155,7 +176,9 @@ def _quantize_rows(x: torch.Tensor, spec: Rounding, seed: torch.Tensor | None, s
     from nvfp4_kernels.quantize import quantize
 
     constants = (spec.grid_max, spec.scale_cap, list(spec.candidates), spec.stochastic, spec.block_rows)
-    return NVFP4Tensor(*quantize(x, None, seed, stream, *constants, True))
+    decode = native.implementation(x.device.type) is None
+    codes, scales, tensor_scale, decoded = quantize(x, None, seed, stream, *constants, decode)
+    return NVFP4Tensor(codes, scales, tensor_scale, decoded if decode else None)
 
 
 @torch.compiler.assume_constant_result
@@ -190,7 +213,7 @@ def _rotate_quantize(value: Value, row: dict | None, col: dict | None, emulated:
         if spec is None:
             results.append(None)
         elif not emulated:
-            results.append(NVFP4Tensor(tensors[0], tensors[1], tensors[2]))
+            results.append(NVFP4Tensor(*tensors[:3]))
             tensors = tensors[3:]
         elif get_rounding(spec["rounding"]).ms_eden:  # its tensor_scale is a power of two, and multiplied in
             results.append(Decoded(tensors[0]))

@@ -1,16 +1,18 @@
 """The GEMM of two operands, Y = A . B^T, with A and B in NVFP4, in a float dtype, or mixed.
 
-`emulated` multiplies decoded codes (exact in BF16) with FP32 accumulation and applies the product of the tensor scales
-to the accumulator before the one rounding to the output dtype: the arithmetic of Blackwell's NVFP4 tensor cores up to
-the order of summation. On CUDA that is one cuBLAS call whose alpha stays on the device (cublas.py); where cuBLAS cannot
-be reached this way, the product is kept in FP32 and scaled in a second step, with the same result and more traffic.
+Where a Blackwell's tensor cores multiply NVFP4 (native.py), two operands with codes go there. Otherwise it is emulated:
+the product of decoded codes (exact in BF16) with FP32 accumulation, and the product of the tensor scales applied to the
+accumulator before the one rounding to the output dtype: the arithmetic of the tensor cores up to the order of
+summation. On CUDA that is one cuBLAS call whose alpha stays on the device (nvfp4_kernels/cublas.py); where cuBLAS
+cannot be reached this way, the product is kept in FP32 and scaled in a second step, with the same result and more
+traffic.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from nanochat_fp4.nvfp4 import cublas
+from nanochat_fp4.nvfp4 import native
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 
 
@@ -31,20 +33,27 @@ def gemm(a: Value, b: Value, *, compute_dtype: torch.dtype, out_dtype: torch.dty
     compute_dtype: what an operand that is not NVFP4 is cast to (the dtype that the layer computes in without us).
     An operand that was padded along K (zeros, so nothing changes) may meet one that was not.
     """
+    if isinstance(a, NVFP4Tensor) and isinstance(b, NVFP4Tensor) and native.takes(a, b):
+        name = native.implementation(a.codes.device.type)
+        if name is not None:
+            return native.mm(a, b, out_dtype, name)
     alpha = _product_of_tensor_scales(a, b)
     x, y = _decoded(a, compute_dtype), _decoded(b, compute_dtype)
     k = min(x.shape[-1], y.shape[-1])
     x, y = x[:, :k], y[:, :k]
     if not x.is_cuda:  # decoded values in FP32: nothing is lost, and CPUs are not faster in BF16
-        product = _matmul(x, y, torch.promote_types(x.dtype, y.dtype))
+        plain = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        product = _matmul(x, y, compute_dtype if plain else torch.float32)
         return (product if alpha is None else product * alpha).to(out_dtype)
     if x.dtype != torch.bfloat16 or y.dtype != torch.bfloat16:
         product = _matmul(x, y, torch.float32)
         return (product if alpha is None else product * alpha).to(out_dtype)
     if alpha is None and out_dtype == torch.bfloat16:
         return x @ y.T
-    if (alpha is None or alpha.dim() == 0) and cublas.unavailable_reason() is None:
-        return cublas.mm_alpha(_dense(x), _dense(y), alpha, out_dtype)
+    if (alpha is None or alpha.dim() == 0) and cublas_unavailable_reason() is None:
+        from nvfp4_kernels.cublas import mm_alpha
+
+        return mm_alpha(_dense(x), _dense(y), alpha, out_dtype)
     product = torch.mm(x, y.T, out_dtype=torch.float32)
     return (product if alpha is None else product * alpha).to(out_dtype)
 
@@ -80,6 +89,16 @@ def kernels_unavailable_reason() -> str | None:
     except ImportError as error:
         return f"the Triton kernels cannot be imported ({error})"
     return None
+
+
+@torch.compiler.assume_constant_result
+def cublas_unavailable_reason() -> str | None:
+    """Why cuBLAS cannot be called with alpha on the device, or None."""
+    try:
+        from nvfp4_kernels import cublas
+    except ImportError as error:
+        return f"the kernels cannot be imported ({error})"
+    return cublas.unavailable_reason()
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import ctypes
 import functools
 
 import torch
+
 from nvfp4_kernels._ops import operator
 
 R_32F, R_16BF = 0, 14  # cudaDataType_t

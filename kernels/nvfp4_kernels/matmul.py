@@ -1,0 +1,174 @@
+"""NVFP4 GEMMs on FP4 tensor cores (sm_100, sm_120): C = A . B^T from codes, row-major scales and tensor scales.
+
+`scaled_mm` is torch's, that is, cuBLAS's, and wants the scales swizzled; `dot_scaled` is Triton's (3.6 and later), for
+a GPU where the first does not pass the start-up probe. Both apply the tensor scales to the FP32 accumulator. Neither
+has run on a Blackwell yet: the tests compile them, interpret dot_scaled, and check what scaled_mm is given.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nvfp4_kernels import _math as m
+from nvfp4_kernels._ops import NO_FUSION, operator
+
+
+@triton.jit
+def _decode_block(codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Bytes of codes (ROWS, COLUMNS / 2), bytes of scales (ROWS, COLUMNS / 16) -> float32 (ROWS, COLUMNS)."""
+    code = codes.to(tl.int32)
+    value = m.decode_e2m1(tl.reshape(tl.join(code & 0xF, code >> 4), (ROWS, COLUMNS // 16, 16)))
+    return tl.reshape(value * m.decode_e4m3(scales)[:, :, None], (ROWS, COLUMNS))
+
+
+@triton.jit
+def dot_scaled_kernel(
+    a_ptr,
+    a_scales_ptr,
+    a_tensor_scale_ptr,
+    b_ptr,
+    b_scales_ptr,
+    b_tensor_scale_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    # Programs that run at the same time share rows of A and B: eight row blocks, then the next column block.
+    row_blocks, column_blocks = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    program = tl.program_id(0)
+    group = program // (8 * column_blocks)
+    height = tl.minimum(row_blocks - group * 8, 8)
+    row_block = group * 8 + program % (8 * column_blocks) % height
+    column_block = program % (8 * column_blocks) // height
+
+    r = row_block * BM + tl.arange(0, BM)
+    c = column_block * BN + tl.arange(0, BN)
+    byte, group16 = tl.arange(0, BK // 2), tl.arange(0, BK // 16)
+    a_row, b_row = r.to(tl.int64)[:, None], c.to(tl.int64)[:, None]
+    accumulator = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        in_bytes, in_groups = (k // 2 + byte < K // 2)[None, :], (k // 16 + group16 < K // 16)[None, :]
+        a_at, b_at = a_row * (K // 2) + k // 2 + byte[None, :], b_row * (K // 2) + k // 2 + byte[None, :]
+        a = tl.load(a_ptr + a_at, mask=(r < M)[:, None] & in_bytes, other=0)
+        b = tl.load(b_ptr + b_at, mask=(c < N)[:, None] & in_bytes, other=0)
+        a_at, b_at = a_row * (K // 16) + k // 16 + group16[None, :], b_row * (K // 16) + k // 16 + group16[None, :]
+        a_scale = tl.load(a_scales_ptr + a_at, mask=(r < M)[:, None] & in_groups, other=0)
+        b_scale = tl.load(b_scales_ptr + b_at, mask=(c < N)[:, None] & in_groups, other=0)
+        if m.INTERPRETED:  # which has no dot_scaled
+            a, b = _decode_block(a, a_scale, BM, BK), _decode_block(b, b_scale, BN, BK)
+            accumulator = tl.dot(a, tl.trans(b), accumulator, input_precision="ieee")
+        else:
+            a_scale, b_scale = a_scale.to(tl.float8e4nv, bitcast=True), b_scale.to(tl.float8e4nv, bitcast=True)
+            accumulator = tl.dot_scaled(a, a_scale, "e2m1", tl.trans(b), b_scale, "e2m1", accumulator)
+    alpha = tl.load(a_tensor_scale_ptr) * tl.load(b_tensor_scale_ptr)
+    out = (accumulator * alpha).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + a_row * N + c[None, :], out, mask=(r < M)[:, None] & (c < N)[None, :])
+
+
+@operator(
+    "dot_scaled(Tensor a, Tensor a_scales, Tensor a_tensor_scale, Tensor b, Tensor b_scales, Tensor b_tensor_scale, "
+    "ScalarType out_dtype) -> Tensor"
+)
+def dot_scaled(
+    a: torch.Tensor,
+    a_scales: torch.Tensor,
+    a_tensor_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scales: torch.Tensor,
+    b_tensor_scale: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """a (M, K) . b (N, K)^T -> (M, N) in out_dtype, BF16 or FP32.
+
+    Codes uint8 (rows, K/2), scales float8_e4m3fn (rows, K/16), tensor scales float32 ().
+    """
+    rows, columns, k = a.shape[0], b.shape[0], a.shape[1] * 2
+    out = torch.empty(rows, columns, dtype=out_dtype, device=a.device)
+    bm, bn, bk = 128, 128, 128
+    dot_scaled_kernel[(triton.cdiv(rows, bm) * triton.cdiv(columns, bn),)](
+        a.contiguous(),
+        a_scales.contiguous().view(torch.uint8),
+        a_tensor_scale,
+        b.contiguous(),
+        b_scales.contiguous().view(torch.uint8),
+        b_tensor_scale,
+        out,
+        rows,
+        columns,
+        k,
+        BM=bm,
+        BN=bn,
+        BK=bk,
+        num_warps=8,
+        num_stages=3,
+        **NO_FUSION,
+    )
+    return out
+
+
+@dot_scaled.register_fake
+def _(a, a_scales, a_tensor_scale, b, b_scales, b_tensor_scale, out_dtype):
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+@triton.jit
+def swizzle_kernel(scales_ptr, swizzled_ptr, rows, columns, column_tiles, TILES: tl.constexpr):
+    lane = tl.arange(0, 128)
+    r = tl.program_id(0).to(tl.int64) * 128 + lane
+    c = tl.program_id(1) * (4 * TILES) + tl.arange(0, 4 * TILES)
+    mask = (r < rows)[:, None] & (c < columns)[None, :]
+    scale = tl.load(scales_ptr + r[:, None] * columns + c[None, :], mask=mask, other=0)
+    tile = tl.program_id(0).to(tl.int64) * column_tiles + c // 4
+    within = (lane % 32 * 16 + lane // 32 * 4)[:, None] + (c % 4)[None, :]
+    tl.store(swizzled_ptr + tile[None, :] * 512 + within, scale, mask=(c // 4 < column_tiles)[None, :])
+
+
+def swizzle(scales: torch.Tensor) -> torch.Tensor:
+    """Row-major scales float8_e4m3fn (R, G) -> the layout of format.swizzle_scales, flat."""
+    rows, columns = scales.shape
+    row_tiles, column_tiles, tiles = triton.cdiv(rows, 128), triton.cdiv(columns, 4), 16
+    swizzled = torch.empty(row_tiles * column_tiles * 512, dtype=torch.uint8, device=scales.device)
+    grid = (row_tiles, triton.cdiv(column_tiles, tiles))
+    source = scales.contiguous().view(torch.uint8)
+    swizzle_kernel[grid](source, swizzled, rows, columns, column_tiles, TILES=tiles, **NO_FUSION)
+    return swizzled.view(scales.dtype)
+
+
+@operator(
+    "scaled_mm(Tensor a, Tensor a_scales, Tensor a_tensor_scale, Tensor b, Tensor b_scales, Tensor b_tensor_scale, "
+    "ScalarType out_dtype) -> Tensor"
+)
+def scaled_mm(
+    a: torch.Tensor,
+    a_scales: torch.Tensor,
+    a_tensor_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scales: torch.Tensor,
+    b_tensor_scale: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """As dot_scaled, K a multiple of 32 and N of 16."""
+    from torch.nn.functional import ScalingType, SwizzleType
+
+    recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    layout = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    return torch.nn.functional.scaled_mm(
+        a.contiguous().view(torch.float4_e2m1fn_x2),
+        b.contiguous().view(torch.float4_e2m1fn_x2).T,
+        [swizzle(a_scales), a_tensor_scale],
+        recipe,
+        [swizzle(b_scales), b_tensor_scale],
+        recipe,
+        swizzle_a=layout,
+        swizzle_b=layout,
+        output_dtype=out_dtype,
+    )
+
+
+@scaled_mm.register_fake
+def _(a, a_scales, a_tensor_scale, b, b_scales, b_tensor_scale, out_dtype):
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)

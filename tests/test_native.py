@@ -1,0 +1,183 @@
+"""The choice of a native NVFP4 GEMM, and what it is given, on a machine that has none: the hardware is simulated.
+
+torch's scaled_mm is replaced by a function that first asks torch's own shape checks (on meta tensors), then computes
+the product from what it got: swizzled scales, transposed codes. So a layer through it must equal the emulated layer.
+"""
+
+import pytest
+import torch
+from _assertions import relative_square_error
+
+import nanochat_fp4 as nf
+from nanochat_fp4.common import UserError
+from nanochat_fp4.nvfp4 import native
+from nanochat_fp4.nvfp4.format import decode, unswizzle_scales
+
+pytest.importorskip("triton")
+needs_scaled_mm = pytest.mark.skipif(not hasattr(torch.nn.functional, "scaled_mm"), reason="torch before 2.10")
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="simulates the hardware, in Triton's interpreter")
+pytestmark = [needs_scaled_mm, on_a_cpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+
+def simulated_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, output_dtype):
+    def meta(t):
+        return [v.to("meta") for v in t] if isinstance(t, list) else t.to("meta")
+
+    checked = REAL_SCALED_MM(
+        meta(a), meta(b.T).T, meta(scale_a), recipe_a, meta(scale_b), recipe_b,
+        swizzle_a=swizzle_a, swizzle_b=swizzle_b, output_dtype=output_dtype,
+    )  # fmt: skip
+    x, y = (
+        decode(codes.view(torch.uint8), unswizzle_scales(scales, codes.shape[0], codes.shape[1] // 8))
+        for codes, scales in ((a, scale_a[0]), (b.T, scale_b[0]))
+    )
+    product = ((x @ y.T) * (scale_a[1] * scale_b[1])).to(output_dtype)
+    assert (product.shape, product.dtype) == (checked.shape, checked.dtype)
+    return product
+
+
+REAL_SCALED_MM = getattr(torch.nn.functional, "scaled_mm", None)
+
+
+@pytest.fixture
+def blackwell(monkeypatch):
+    """As if the CPU had FP4 tensor cores, reached through torch's scaled_mm; kernels in Triton's interpreter."""
+    monkeypatch.setattr(native, "no_hardware_reason", lambda device_type: None)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", simulated_scaled_mm)
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    monkeypatch.delenv("NVFP4_GEMM", raising=False)
+    native.choice.cache_clear()
+    yield monkeypatch
+    native.choice.cache_clear()
+
+
+def step(method, tokens=40, in_features=64, out_features=48, dtype=torch.float32):
+    torch.manual_seed(0)
+    layer = nf.QuantLinear(in_features, out_features, method=method)
+    x = torch.randn(tokens, in_features).to(dtype).requires_grad_()
+    y = layer(x)
+    return y, *torch.autograd.grad(y, (x, layer.weight), torch.randn(tokens, out_features).to(dtype))
+
+
+@pytest.mark.parametrize("method, native_gemms", [("clover", 3), ("tetrajet_v2", 3), ("nvidia", 2)])
+@pytest.mark.parametrize("name", native.IMPLEMENTATIONS)
+def test_a_layer_is_the_emulated_layer(blackwell, method, native_gemms, name):
+    """Same codes, same products; FP32 sums in another order, and MS-EDEN's tensor_scale applied after, not before."""
+    blackwell.setenv("NVFP4_GEMM", "emulated")
+    want = step(method)
+    blackwell.setenv("NVFP4_GEMM", name)
+    native.choice.cache_clear()
+    calls, real = [], native.mm
+    blackwell.setattr(native, "mm", lambda *a: calls.append(a[3]) or real(*a))
+    got = step(method)
+    # nvidia's dgrad takes the forward's weight the other way round, whose codes no tensor core can read.
+    assert calls[-native_gemms:] == [name] * native_gemms
+    for g, w in zip(got, want):
+        assert relative_square_error(g.detach(), w.detach()) < 1e-12
+
+
+def test_the_choice_and_its_reasons(blackwell):
+    assert native.choice("cpu") == ("scaled_mm", "")
+    assert native.implementation("cpu") == "scaled_mm"
+
+
+def zeros(*args, **kw):
+    return 0 * simulated_scaled_mm(*args, **kw)
+
+
+def without_tensor_scales(a, b, scale_a, recipe_a, scale_b, *args, **kw):
+    one = torch.ones(())
+    return simulated_scaled_mm(a, b, [scale_a[0], one], recipe_a, [scale_b[0], one], *args, **kw)
+
+
+def rows_swapped(*args, **kw):
+    return simulated_scaled_mm(*args, **kw).flip(0)
+
+
+def raises(*args, **kw):
+    raise NotImplementedError("CUBLAS_STATUS_NOT_SUPPORTED\nand a long story")
+
+
+@pytest.mark.parametrize(
+    "fault, reason",
+    [
+        (zeros, "scaled_mm returns zeros"),
+        (without_tensor_scales, "scaled_mm has a relative square error of"),
+        (rows_swapped, "scaled_mm has a relative square error of"),
+        (raises, "scaled_mm raises CUBLAS_STATUS_NOT_SUPPORTED"),
+    ],
+)
+def test_a_library_that_is_wrong_is_not_used(blackwell, fault, reason):
+    blackwell.setattr(torch.nn.functional, "scaled_mm", fault)
+    name, why = native.choice("cpu")
+    assert name == "dot_scaled" and why.startswith(reason) and "\n" not in why
+    # Asked for, it is refused instead.
+    blackwell.setenv("NVFP4_GEMM", "scaled_mm")
+    native.choice.cache_clear()
+    with pytest.raises(ValueError, match=f"NVFP4_GEMM=scaled_mm, but {reason}.*NVFP4_GEMM=emulated"):
+        native.choice("cpu")
+
+
+def test_nothing_works(blackwell):
+    blackwell.setattr(native, "mm", lambda a, b, dtype, name: torch.zeros(a.codes.shape[0], b.codes.shape[0]))
+    assert native.choice("cpu") == (None, "scaled_mm returns zeros; dot_scaled returns zeros")
+    assert all(torch.isfinite(t).all() and t.any() for t in step("clover"))
+
+
+def test_operands_that_tensor_cores_do_not_take(blackwell):
+    """K = 48 is no whole number of 16-byte rows of codes: the forward is emulated, and its result the same."""
+    got = step("clover", in_features=48)
+    blackwell.setenv("NVFP4_GEMM", "emulated")
+    native.choice.cache_clear()
+    for g, w in zip(got, step("clover", in_features=48)):
+        assert relative_square_error(g.detach(), w.detach()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [("fast", "NVFP4_GEMM is 'fast', expected auto, emulated, scaled_mm or dot_scaled"),
+     ("scaled_mm", "NVFP4_GEMM=scaled_mm, but no CUDA device")],
+)  # fmt: skip
+def test_a_wish_that_cannot_be_met(monkeypatch, value, text):
+    monkeypatch.setenv("NVFP4_GEMM", value)
+    native.choice.cache_clear()
+    with pytest.raises(ValueError, match=text):
+        nf.backend()
+    native.choice.cache_clear()
+
+
+def test_the_doctor_runs_through_it(blackwell):
+    """Forward and backward of a layer against the reference; a fault that the GEMM's own probe does not meet."""
+    from nanochat_fp4 import doctor
+
+    assert "passed" in doctor.probe("cpu", "clover")
+
+    def wrong_where_n_is_96(a, b, *args, **kw):
+        y = simulated_scaled_mm(a, b, *args, **kw)
+        return 0 * y if y.shape[1] == 96 else y
+
+    blackwell.setattr(torch.nn.functional, "scaled_mm", wrong_where_n_is_96)
+    native.choice.cache_clear()
+    with pytest.raises(UserError, match="grad_input is all zeros"):
+        doctor.probe("cpu", "clover")
+
+
+@pytest.mark.parametrize("m, n, k", [(16384, 9216, 3072), (7, 48, 64), (33, 144, 96), (129, 272, 32), (1, 16, 128)])
+def test_torchs_shape_checks_take_our_layout(m, n, k):
+    """The operator itself on meta tensors: large shapes, and the smallest ones."""
+    from torch.nn.functional import ScalingType, SwizzleType
+
+    from nanochat_fp4.nvfp4.format import swizzle_scales
+
+    def operand(rows):
+        codes = torch.empty(rows, k // 2, dtype=torch.uint8, device="meta")
+        scales = torch.empty(rows, k // 16, dtype=torch.float8_e4m3fn, device="meta")
+        return codes.view(torch.float4_e2m1fn_x2), [swizzle_scales(scales), torch.empty((), device="meta")]
+
+    (a, a_scales), (b, b_scales) = operand(m), operand(n)
+    recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    layout = {"swizzle_a": [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]}
+    layout["swizzle_b"] = layout["swizzle_a"]
+    for dtype in (torch.bfloat16, torch.float32):
+        y = REAL_SCALED_MM(a, b.T, a_scales, recipe, b_scales, recipe, **layout, output_dtype=dtype)
+        assert y.shape == (m, n) and y.dtype == dtype
