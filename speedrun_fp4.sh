@@ -35,7 +35,7 @@ else
     # Sized for less than ten minutes on two cores. base_train lowers learning rates by sqrt(batch / 2^19), which is too
     # careful for a few hundred steps; these are nanochat's, with that undone.
     choose DEPTH=2 ASPECT_RATIO=64 HEAD_DIM=64 SEQ_LEN=256 WINDOW_PATTERN=L VOCAB_SIZE=4096 \
-        DATA_RATIO=-1 NUM_ITERATIONS=300 TOTAL_BATCH=2048 DEVICE_BATCH=8 SEED=42 \
+        DATA_RATIO=-1 NUM_ITERATIONS=240 TOTAL_BATCH=2048 DEVICE_BATCH=8 SEED=42 \
         MATRIX_LR=0.32 EMBEDDING_LR=4.8 UNEMBEDDING_LR=0.064 \
         NUM_SHARDS=2 TOK_SHARDS=2 TOK_CHARS=10000000 \
         EVAL_EVERY=50 EVAL_TOKENS=16384 SAMPLE_EVERY=-1 CORE_EVERY=-1 SAVE_EVERY=25 \
