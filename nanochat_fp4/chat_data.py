@@ -188,7 +188,7 @@ def identity_conversations() -> str:
     """
     try:
         return download_file_with_lock(
-            IDENTITY_URL, "identity_conversations.jsonl", deadline=60, timeout=10, attempts=1, sha256=None
+            IDENTITY_URL, "identity_conversations.jsonl", deadline=60, timeout=10, attempts=1, validate=CustomJSON
         )
     except UserError as e:
         raise MissingDataError(
@@ -294,7 +294,9 @@ def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:
             raise MissingDataError(f"{path} is missing; put {WORD_LIST_URL} there, or leave out --eval-dir")
     else:
         try:
-            path = download_file_with_lock(WORD_LIST_URL, "words_alpha.txt", deadline=120, timeout=10, attempts=2)
+            path = download_file_with_lock(
+                WORD_LIST_URL, "words_alpha.txt", deadline=120, timeout=10, attempts=2, validate=_check_words
+            )
         except UserError as e:
             raise MissingDataError(
                 f"the word list cannot be downloaded ({one_line(e)[:150]}); give a folder that has "
@@ -304,6 +306,12 @@ def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:
     if not words:
         raise UserError(f"{path} is empty; get it again from {WORD_LIST_URL}")
     return words
+
+
+def _check_words(path: str) -> None:
+    """Raise UserError where a download is not the word list: nobody publishes a hash of it."""
+    if not all(line.strip().isalpha() for _, line in read_lines(Path(path))):
+        raise UserError("it is not a list of words, one a line")
 
 
 def spelling_seed(index: int, split: str) -> int:

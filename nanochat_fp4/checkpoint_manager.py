@@ -23,6 +23,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,18 @@ import torch.distributed as dist
 from nanochat_fp4.common import (
     UserError,
     atomic_write,
+    format_bytes,
     fsync_dir,
     get_base_dir,
     get_dist_info,
     is_ddp_initialized,
     logger,
     one_line,
+    physical_memory,
     sha256_file,
 )
-from nanochat_fp4.gpt import GPT, GPTConfig
+from nanochat_fp4.gpt import GPT, ROTARY_FACTOR, GPTConfig
+from nanochat_fp4.llama import Llama, LlamaConfig
 from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer
 
 FORMAT = "nanochat_fp4 checkpoint, version 1"
@@ -55,6 +59,12 @@ SOURCES = {
 
 class NoCheckpointError(UserError, FileNotFoundError):
     """There is no checkpoint at all (rather than a damaged one)."""
+
+
+def check_model_tag(model_tag: str | None) -> None:
+    """Raise UserError unless a --model-tag names one folder: it becomes part of paths, also of what is deleted."""
+    if model_tag and (Path(model_tag).name != model_tag or model_tag in (".", "..") or not model_tag.isprintable()):
+        raise UserError(f"--model-tag={model_tag!r} is not the name of one folder; use a name without slashes")
 
 
 def _model_name(step: int) -> str:
@@ -517,22 +527,59 @@ def build_model(
         }
     try:
         model_config = dict(meta["model_config"])
-        _patch_old_nanochat(model_data, model_config)
-        config = GPTConfig(**model_config)
+        is_llama = model_config.pop("family", None) == "llama"
+        if not is_llama:
+            _patch_old_nanochat(model_data, model_config)
+        config = LlamaConfig(**model_config) if is_llama else GPTConfig(**model_config)
+        numbers = {k: v for k, v in asdict(config).items() if k not in ("window_pattern", "family")}
+        if not all(isinstance(v, int) and v > 0 for v in numbers.values()):
+            raise ValueError(f"these must be positive whole numbers: {numbers}")
+        # Before anything is made of these numbers: a wrong one could ask for more memory or time than there is.
+        layers = len({name.split(".")[2] for name in model_data if name.startswith("transformer.h.")})
+        if config.n_layer != layers:
+            raise UserError(f"{where}: its weights do not fit its model config ({layers} layers, not {config.n_layer})")
+        check_model_fits(config, device)
         with torch.device("meta"):
-            model = GPT(config)
+            model = Llama(config) if is_llama else GPT(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
         raise UserError(f"{where}: its model config is not one of this GPT ({one_line(e)[:150]})") from e
     model.to_empty(device=device)
     model.init_weights()  # for what is not in the state dict: the rotary tables
-    try:
-        model.load_state_dict(model_data, strict=True, assign=True)
-    except RuntimeError as e:
-        raise UserError(f"{where}: its weights do not fit its model config ({one_line(e)[:200]})") from e
+    load_weights(model, model_data, checkpoint_dir, meta.get("step", step))
     model.train(phase == "train")
     tokenizer = get_tokenizer()
     check_tokenizer(meta, tokenizer, where)
     return model, tokenizer, meta
+
+
+def check_model_fits(config: GPTConfig, device: torch.device) -> None:
+    """Raise UserError where the weights alone are more than the device's memory, before anything is allocated."""
+    matrices = 12 * config.n_layer * config.n_embd**2 + 2 * config.vocab_size * config.n_embd
+    tables = 2 * ROTARY_FACTOR * config.sequence_len * (config.n_embd // config.n_head)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = physical_memory()
+    if 4 * (matrices + tables) > memory:
+        raise UserError(
+            f"a model of {config.n_layer} layers of width {config.n_embd} for {config.sequence_len} tokens has weights "
+            f"of {format_bytes(4 * (matrices + tables))}, and this device has {format_bytes(memory)} of memory; lower "
+            "--depth, --aspect-ratio or --max-seq-len"
+        )
+
+
+def load_weights(model: GPT, model_data: dict[str, torch.Tensor], checkpoint_dir: str | os.PathLike, step: int) -> None:
+    """model.load_state_dict that takes the checkpoint's tensors over and raises UserError where they do not fit."""
+    try:
+        shapes = {name: p.shape for name, p in model.state_dict().items()}
+        model.load_state_dict(model_data, strict=True, assign=True)
+        if any(p.shape != shapes[name] or not p.is_floating_point() for name, p in model.state_dict().items()):
+            raise TypeError("a weight that is no floating-point tensor")
+    except (RuntimeError, AttributeError, TypeError) as e:
+        raise UserError(
+            f"checkpoint of step {step} in {checkpoint_dir}: its weights do not fit its model config "
+            f"({one_line(e)[:200]})"
+        ) from e
 
 
 def check_tokenizer(meta: dict[str, Any], tokenizer: RustBPETokenizer, where: str = "the checkpoint") -> None:
@@ -572,6 +619,7 @@ def load_model_from_dir(
     step: int | None = None,
 ) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
     """build_model of a tag (default: find_largest_model) and step (default: the newest intact one)."""
+    check_model_tag(model_tag)
     if model_tag is None:
         model_tag = find_largest_model(checkpoints_dir)
         if get_dist_info()[1] == 0:

@@ -13,6 +13,7 @@ import platform
 import random
 import re
 import secrets
+import shutil
 import subprocess
 import sys
 import threading
@@ -51,8 +52,8 @@ def run_main(main: Callable[[], Any]) -> None:
     """
     Entry point of every script: `if __name__ == "__main__": run_main(main)`.
 
-    A UserError or ValueError (which is how library code reports bad input), a full or read-only disk, and a GPU out of
-    memory end in `error: <one line>` on stderr and exit status 2; Ctrl-C ends in exit status 130.
+    A UserError or ValueError (which is how library code reports bad input), a full or read-only disk, and a GPU or CPU
+    out of memory end in `error: <one line>` on stderr and exit status 2; Ctrl-C ends in exit status 130.
     NANOCHAT_TRACEBACK=1 prints the traceback as well. Any other exception is a bug and is left to show itself.
     """
     setup_default_logging()
@@ -60,23 +61,33 @@ def run_main(main: Callable[[], Any]) -> None:
     try:
         main()
         return
-    except (KeyboardInterrupt, torch.cuda.OutOfMemoryError, UserError, ValueError, OSError) as e:
+    except (KeyboardInterrupt, MemoryError, RuntimeError, UserError, ValueError, OSError) as e:
         if isinstance(e, KeyboardInterrupt):
             message, status = "interrupted", 130
-        elif isinstance(e, torch.cuda.OutOfMemoryError):
-            message = f"out of GPU memory ({one_line(e).split('. ')[0]}); lower --device-batch-size and run again"
+        elif is_out_of_memory(e):
+            where = "GPU memory" if isinstance(e, torch.OutOfMemoryError) else "memory"
+            message = f"out of {where} ({one_line(e).split('. ')[0][:200]}); lower --device-batch-size and run again"
         elif isinstance(e, UserError | ValueError):
             message = one_line(e)
-        elif e.errno in _USER_ERRNOS:
+        elif isinstance(e, OSError) and e.errno in _USER_ERRNOS:
             message = f"{one_line(e)}; free some space or choose a writable folder (NANOCHAT_BASE_DIR)"
         else:
             raise
         if os.environ.get("NANOCHAT_TRACEBACK", "0") not in ("", "0"):
             traceback.print_exc()
+    finally:
+        _let_go_of_stdout()
     rank = os.environ.get("RANK", "0")
     prefix = "error" if rank == "0" else f"error (rank {rank})"
-    print(f"{prefix}: {message}", file=sys.stderr, flush=True)
+    _print(f"{prefix}: {message}", file=sys.stderr, flush=True)
     sys.exit(status)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on the GPU or (a RuntimeError in torch) on the CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -146,6 +157,11 @@ def sha256_file(path: str | os.PathLike) -> str:
     return digest.hexdigest()
 
 
+def physical_memory() -> int:
+    """Bytes of memory in this machine; 8 GB where it does not say."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 << 30
+
+
 def format_bytes(num: float) -> str:
     """1536 -> '1.5 KB' (decimal prefixes from MB on are not worth the confusion: 1 KB is 1024 bytes here)."""
     for unit in ("bytes", "KB", "MB", "GB"):
@@ -169,10 +185,25 @@ def format_seconds(seconds: float) -> str:
 # Printing, logging, progress
 
 
-def print0(*args: Any, **kwargs: Any) -> None:
-    """print on rank 0 only."""
-    if os.environ.get("RANK", "0") == "0":
+def _print(*args: Any, **kwargs: Any) -> None:
+    """print that never ends a run: the log's reader may be gone (a closed pipe or terminal), or its disk full."""
+    with contextlib.suppress(OSError):
         print(*args, **kwargs)
+
+
+def _let_go_of_stdout() -> None:
+    """Flush stdout now; where nobody takes it any more, drop the rest, or Python would fail at its very end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):  # no file behind it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print0(*args: Any, **kwargs: Any) -> None:
+    """print on rank 0 only. A log that cannot be written is no reason to stop: the text is lost, the run goes on."""
+    if os.environ.get("RANK", "0") == "0":
+        _print(*args, **kwargs)
 
 
 def print_banner() -> None:
@@ -263,9 +294,10 @@ class Progress:
             self.n += n
             self.info.update(info)
             if self.bar is not None:
-                if info:
-                    self.bar.set_postfix({k: str(v) for k, v in self.info.items()}, refresh=False)
-                self.bar.update(n)
+                with contextlib.suppress(OSError):  # the terminal is gone, the work is not
+                    if info:
+                        self.bar.set_postfix({k: str(v) for k, v in self.info.items()}, refresh=False)
+                    self.bar.update(n)
             elif time.monotonic() - self.last_line >= self.every:
                 self._line()
 
@@ -289,21 +321,23 @@ class Progress:
     def _line(self) -> None:
         self.last_line = time.monotonic()
         if not self.silent:
-            print(self.line(), file=self.file, flush=True)
+            _print(self.line(), file=self.file, flush=True)
 
     def write(self, text: str) -> None:
         """A line of its own that does not tear the bar."""
         if self.bar is not None:
-            self.bar.write(text, file=self.file)
+            with contextlib.suppress(OSError):
+                self.bar.write(text, file=self.file)
         elif not self.silent:
-            print(text, file=self.file, flush=True)
+            _print(text, file=self.file, flush=True)
 
     def close(self) -> None:
         if self.closed:
             return
         self.closed = True
         if self.bar is not None:
-            self.bar.close()
+            with contextlib.suppress(OSError):
+                self.bar.close()
         else:
             self._line()
 
@@ -380,10 +414,11 @@ def download_file(
 
     The size is checked against `size`, or else against what the server states; the SHA-256 against `sha256`, or else
     against the one a Hugging Face hub publishes for its large files; `validate(temporary path)` may raise UserError to
-    reject the content. Only then does the file get its name. A failed
-    attempt is repeated up to `attempts` times with 1, 2, 4, ... seconds between, and continues where it stopped; no
-    answer for `timeout` seconds is a failure, and after `deadline` seconds all is over. `progress` is told the bytes
-    as they arrive, `stop` ends the work early (both for downloads in threads).
+    reject the content. Only then does the file get its name. The size is logged (where no `progress` shows it) and
+    compared with the free disk space before the first byte is written. A failed attempt is repeated up to `attempts`
+    times with 1, 2, 4, ... seconds between, and continues where it stopped; no answer for `timeout` seconds is a
+    failure, and after `deadline` seconds all is over. `progress` is told the bytes as they arrive, `stop` ends the work
+    early (both for downloads in threads).
     Raises UserError with what was tried and `hint`, which should name the way around the network.
     """
     path = Path(path)
@@ -423,6 +458,15 @@ def download_file(
                     discard()
                     have = 0
                 whole = size or _whole_size(response, have) or published.size
+                free = shutil.disk_usage(path.parent).free
+                if whole is not None and whole - have > free:
+                    raise UserError(
+                        f"{path.name} needs {format_bytes(whole - have)}, but {path.parent} has {format_bytes(free)} "
+                        f"left; free some space, or set NANOCHAT_BASE_DIR to a larger disk{hint}"
+                    )
+                if progress is None and attempt == 1:
+                    size_text = "size not stated" if whole is None else format_bytes(whole)
+                    logger.info(f"downloading {path.name}: {size_text}, {format_bytes(free)} free in {path.parent}")
                 with open(part, "ab" if have else "wb") as f:
                     while chunk := response.read(1 << 20):
                         f.write(chunk)
@@ -581,6 +625,8 @@ def seed_everything(seed: int, rank: int | None = None) -> int:
     noise and rotations from then on (independent noise averages out over ranks, shared noise would not). The seed of a
     rank is a SHA-256 of (seed, rank), so neighbouring seeds and ranks do not overlap.
     """
+    if not -(2**63) <= seed < 2**64:
+        raise UserError(f"--seed={seed} does not fit into 64 bits; use a number from 0 to {2**64 - 1}")
     if rank is not None:
         digest = hashlib.sha256(f"nanochat_fp4 seed {seed} rank {rank}".encode()).digest()
         seed = int.from_bytes(digest[:8], "little") >> 1  # 63 bits: what torch.manual_seed takes without a sign

@@ -201,7 +201,7 @@ def read_jsonl(path: str | os.PathLike) -> list[dict]:
         for line in f:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
                 records.append(record)

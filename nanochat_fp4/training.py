@@ -8,6 +8,7 @@ Every helper works under torchrun; those that talk to other ranks say so and mus
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -27,8 +28,10 @@ from nanochat_fp4.common import (
     atomic_write,
     format_bytes,
     is_ddp_initialized,
+    is_out_of_memory,
     logger,
     one_line,
+    physical_memory,
     print0,
 )
 from nanochat_fp4.engine import Engine
@@ -60,6 +63,17 @@ def default_model_tag(depth: int, method: str) -> str:
     return f"d{depth}_{method}"
 
 
+def parse_finite(text: str) -> float:
+    """argparse type of every flag that is a number with a fraction: NaN and infinity are refused."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return value
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Micro-batch
 
@@ -82,13 +96,6 @@ def parse_device_batch_size(text: str) -> int | str:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is neither 'auto' nor a positive whole number")
     return int(text)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on the GPU or (a RuntimeError there) on the CPU."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
 
 
 def largest_micro_batch(
@@ -169,8 +176,7 @@ def auto_device_batch_size(
 
         size = largest_micro_batch(rows, peak_bytes, budget, below=below) or 0
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 << 30
-        budget = memory // 4
+        budget = physical_memory() // 4
         candidates = [n for n in range(1, min(rows, 32) + 1) if rows % n == 0 and (below is None or n < below)]
         size = max((n for n in candidates if n == 1 or n * cpu_row_bytes <= budget), default=0)
     if is_ddp_initialized():
@@ -450,7 +456,7 @@ class MetricsLog:
     metrics.jsonl beside the checkpoints: one JSON object a line, so that curves survive whatever ends the run.
 
     A line is appended by a single write, so a reader or a kill leaves at most one incomplete line, which readers skip
-    and `rewind` removes. Records carry "event" (start, train, val, sample, telemetry, skip) and "step".
+    and `rewind` removes. Records carry "event" (start, train, val, core, sample, telemetry, spike, skip) and "step".
     """
 
     def __init__(self, folder: str | os.PathLike, enabled: bool = True):
@@ -480,17 +486,22 @@ class MetricsLog:
     def rewind(self, step: int) -> None:
         """
         Forget what happened after the checkpoint of `step`, so that a resumed run does not log a step twice; step 0
-        forgets everything. A "train" record of step s is made by the step that leads to checkpoint s + 1; any other
-        record of step s is made before step s is trained, when checkpoint s may already hold its result: kept.
+        forgets everything. A "train", "spike" or "skip" record of step s is made by the step that leads to checkpoint
+        s + 1; any other record of step s is made before step s is trained, when checkpoint s may already hold its
+        result: kept.
         """
         if not self.enabled or not self.path.exists():
             return
         if step == 0:
             self.path.unlink()
             return
-        kept = [
-            r for r in read_jsonl(self.path) if r.get("step", -1) < step + (r.get("event") not in ("train", "skip"))
-        ]
+
+        def happened(record: dict[str, Any]) -> bool:
+            at = record.get("step")
+            in_step = record.get("event") in ("train", "spike", "skip")
+            return isinstance(at, int) and at < step + (not in_step)
+
+        kept = [record for record in read_jsonl(self.path) if happened(record)]
         atomic_write(self.path, "".join(json.dumps(r) + "\n" for r in kept))
 
 
@@ -638,6 +649,8 @@ def find_resume_step(args: argparse.Namespace, checkpoint_dir: Path, rank: int) 
     if args.overwrite:
         if rank == 0:
             shutil.rmtree(checkpoint_dir, ignore_errors=True)
+            if list_steps(checkpoint_dir):  # else the new run's "latest" would be one of the old one's
+                raise UserError(f"--overwrite cannot delete {checkpoint_dir}; delete it, or choose another --model-tag")
     elif steps := list_steps(checkpoint_dir):
         raise UserError(
             f"{checkpoint_dir} already holds a run (checkpoint of step {steps[0]}); go on with --resume-from-step "
@@ -661,6 +674,50 @@ def check_same_run(now: dict[str, Any], before: Any, checkpoint_dir: str | os.Pa
             f"the checkpoint in {checkpoint_dir} belongs to another run: {'; '.join(different)}. Resume it with the "
             "settings it has, or choose another --model-tag"
         )
+
+
+def restore_state(
+    optimizers: Sequence[torch.optim.Optimizer],
+    rank_state: Any,
+    device: torch.device,
+    checkpoint_dir: str | os.PathLike,
+) -> None:
+    """
+    Put the optimizers and torch's generators where a checkpoint left them. Raises UserError where it holds something
+    else: its checksums only say that it is what was written.
+    """
+    try:
+        for optimizer, state in zip(optimizers, rank_state["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        set_rng_state(rank_state["rng"], device)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as e:
+        raise UserError(
+            f"the optimizer state of the checkpoint in {checkpoint_dir} is not one of this run "
+            f"({type(e).__name__}: {one_line(e)[:150]}); resume from another step"
+        ) from e
+
+
+def restore_dict(new: dict[str, Any], meta: dict[str, Any], key: str, checkpoint_dir: str | os.PathLike) -> dict:
+    """
+    `new`, the state of a run that begins, updated with meta[key] of a checkpoint. Raises UserError where a value there
+    is not of the kind that `new` has (None stands for a number that is not known yet).
+    """
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    def fits(value: Any, like: Any) -> bool:
+        if like is None:
+            return value is None or is_number(value)
+        return is_number(value) if is_number(like) else type(value) is type(like)
+
+    saved = meta.get(key)
+    if not isinstance(saved, dict) or not all(fits(saved[k], like) for k, like in new.items() if k in saved):
+        raise UserError(
+            f"the {key} in the metadata of the checkpoint in {checkpoint_dir} is not one of this run; resume from "
+            "another step"
+        )
+    return new | {k: saved[k] for k in new if k in saved}
 
 
 def forget_later_checkpoints(checkpoint_dir: str | os.PathLike, step: int) -> None:

@@ -31,7 +31,10 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.checkpoint_manager import (
+    check_model_fits,
+    check_model_tag,
     load_checkpoint,
+    load_weights,
     prune_checkpoints,
     save_checkpoint,
 )
@@ -45,6 +48,7 @@ from nanochat_fp4.common import (
     format_seconds,
     get_base_dir,
     get_peak_flops,
+    is_out_of_memory,
     one_line,
     print0,
     run_main,
@@ -77,16 +81,18 @@ from nanochat_fp4.training import (
     forget_later_checkpoints,
     get_rng_state,
     gradient_norm,
-    is_out_of_memory,
     layer_telemetry,
     lr_multiplier,
     mean_over_ranks,
     muon_momentum,
     name_nonfinite,
     parse_device_batch_size,
+    parse_finite,
     plan_accumulation,
     preserved_rng,
     resolve_method,
+    restore_dict,
+    restore_state,
     set_rng_state,
     summarize_telemetry,
     weight_decay_at,
@@ -94,6 +100,7 @@ from nanochat_fp4.training import (
 
 REFERENCE_BATCH_SIZE = 2**19  # tokens; nanochat's learning rates are tuned for it
 REFERENCE_DEPTH = 12  # and its weight decay for this
+MAX_STEPS = 10**9  # more is a slip of the finger
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -144,11 +151,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     # Training horizon (only one used, in order of precedence)
     add("--num-iterations", type=int, default=-1, help="explicit number of optimization steps (-1 = disable)")
     add(
-        "--target-flops", type=float, default=-1.0, help="calculate num_iterations to reach target_flops (-1 = disable)"
+        "--target-flops",
+        type=parse_finite,
+        default=-1.0,
+        help="calculate num_iterations to reach target_flops (-1 = disable)",
     )
     add(
         "--target-param-data-ratio",
-        type=float,
+        type=parse_finite,
         default=8,
         help="calculate num_iterations to maintain data:param ratio (Chinchilla=20, -1 = disable)",
     )
@@ -160,16 +170,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="per-device batch size, or 'auto' for the largest that fits; the total batch stays the same",
     )
     add("--total-batch-size", type=int, default=524288, help="total batch size in tokens")
-    add("--embedding-lr", type=float, default=0.3, help="learning rate for embedding parameters (Adam)")
-    add("--unembedding-lr", type=float, default=0.004, help="learning rate for unembedding parameters (Adam)")
-    add("--weight-decay", type=float, default=0.2, help="cautious weight decay for the Muon optimizer (for weights)")
-    add("--matrix-lr", type=float, default=0.02, help="learning rate for matrix parameters (Muon)")
-    add("--scalar-lr", type=float, default=0.5, help="learning rate for scalars (resid_lambdas, x0_lambdas)")
-    add("--adam-beta1", type=float, default=0.8, help="Adam beta1 for embedding/unembedding")
-    add("--adam-beta2", type=float, default=0.95, help="Adam beta2 for embedding/unembedding")
-    add("--warmup-ratio", type=float, default=0.0, help="ratio of iterations for LR warmup")
-    add("--warmdown-ratio", type=float, default=0.4, help="ratio of iterations for LR warmdown")
-    add("--final-lr-frac", type=float, default=0.0, help="final LR as fraction of initial LR")
+    add("--embedding-lr", type=parse_finite, default=0.3, help="learning rate for embedding parameters (Adam)")
+    add("--unembedding-lr", type=parse_finite, default=0.004, help="learning rate for unembedding parameters (Adam)")
+    add(
+        "--weight-decay",
+        type=parse_finite,
+        default=0.2,
+        help="cautious weight decay for the Muon optimizer (for weights)",
+    )
+    add("--matrix-lr", type=parse_finite, default=0.02, help="learning rate for matrix parameters (Muon)")
+    add("--scalar-lr", type=parse_finite, default=0.5, help="learning rate for scalars (resid_lambdas, x0_lambdas)")
+    add("--adam-beta1", type=parse_finite, default=0.8, help="Adam beta1 for embedding/unembedding")
+    add("--adam-beta2", type=parse_finite, default=0.95, help="Adam beta2 for embedding/unembedding")
+    add("--warmup-ratio", type=parse_finite, default=0.0, help="ratio of iterations for LR warmup")
+    add("--warmdown-ratio", type=parse_finite, default=0.4, help="ratio of iterations for LR warmdown")
+    add("--final-lr-frac", type=parse_finite, default=0.0, help="final LR as fraction of initial LR")
     add(
         "--on-nonfinite",
         choices=("stop", "skip"),
@@ -206,8 +221,12 @@ def _step_or_latest(text: str) -> int | str:
 
 def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params: int) -> int:
     """Number of optimizer steps from --num-iterations, --target-flops or --target-param-data-ratio."""
+    if args.num_iterations > MAX_STEPS:
+        raise UserError(f"--num-iterations={args.num_iterations} is more than {MAX_STEPS:,} steps; lower it")
     if args.num_iterations > 0:
         return args.num_iterations
+    if args.total_batch_size < 1:
+        raise UserError(f"--total-batch-size={args.total_batch_size} is less than one token; raise it")
     if args.target_flops > 0:
         steps, what = round(args.target_flops / (flops_per_token * args.total_batch_size)), "--target-flops"
     elif args.target_param_data_ratio > 0:
@@ -217,6 +236,8 @@ def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params
         raise UserError("no training horizon; set --num-iterations, --target-flops or --target-param-data-ratio")
     if steps < 1:
         raise UserError(f"{what} asks for less than one step of {args.total_batch_size} tokens; raise it")
+    if steps > MAX_STEPS:
+        raise UserError(f"{what} asks for {float(steps):.3g} steps of {args.total_batch_size} tokens; lower it")
     return steps
 
 
@@ -239,6 +260,7 @@ def out_of_memory(step: int, device_batch_size: int, fits: int | None, saved: bo
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     method = resolve_method(args.method)
+    check_model_tag(args.model_tag)
     device_type = args.device_type or autodetect_device_type()
     ddp, rank, _, world_size, device = compute_init(device_type, args.seed)
     try:
@@ -265,6 +287,7 @@ def train(
     config = config_from_depth(
         args.depth, tokenizer.get_vocab_size(), args.max_seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
     )
+    check_model_fits(config, device)
     with torch.device("meta"):
         model = GPT(config)
     model.to_empty(device=device)
@@ -302,7 +325,7 @@ def train(
     if step is not None:
         model_data, rank_state, meta = load_checkpoint(checkpoint_dir, step, device, load_optimizer=True, rank=rank)
         check_same_run(run_config, meta.get("run_config"), checkpoint_dir)
-        model.load_state_dict(model_data, strict=True, assign=True)
+        load_weights(model, model_data, checkpoint_dir, step)
         del model_data
     resumed_step, step = step, step or 0
     metrics.rewind(step)
@@ -379,17 +402,16 @@ def train(
     # State of the loop: new, or as it was
     loop = {"val_bpb": None, "val_bpb_bf16": None, "min_val_bpb": None, "evaluated_at": -1, "training_seconds": 0.0}
     loader_state = None
+    monitor = LossMonitor()
     if resumed_step is not None:
-        for optimizer, state in zip(optimizers, rank_state["optimizers"]):
-            optimizer.load_state_dict(state)
-        set_rng_state(rank_state["rng"], device)
-        loader_state = rank_state["dataloader"]
-        loop |= meta["loop_state"]
+        restore_state(optimizers, rank_state, device, checkpoint_dir)
+        loader_state = rank_state.get("dataloader")
+        loop = restore_dict(loop, meta, "loop_state", checkpoint_dir)
+        monitor = LossMonitor(restore_dict(monitor.state, meta, "loss_state", checkpoint_dir))
         changed = {k: v for k, v in meta.get("tunable", {}).items() if v != tunable.get(k)}
         print0(f"Resuming from step {step}")
         for name, value in changed.items():
             print0(f"  note: {name} was {value} so far and is {tunable.get(name)} from here on")
-    monitor = LossMonitor(meta.get("loss_state"))
     rank_state.clear()
     skipped_in_a_row = 0
 
@@ -540,7 +562,7 @@ def train(
             core_metric = measure_core()
         if not stopping and master and due(args.sample_every) and step > 0:
             samples = show_samples()
-        if not stopping and not last_step and due(args.telemetry_every) and method != "bf16":
+        if not stopping and not last_step and step != resumed_step and due(args.telemetry_every) and method != "bf16":
             measure_layers()
         if step != resumed_step and (
             last_step or stopping or (step > 0 and args.save_every > 0 and step % args.save_every == 0)
@@ -617,10 +639,10 @@ def train(
             continue
 
         skipped_in_a_row = 0
+        average = monitor.state["mean"]
         if monitor.update(step_loss):
-            progress.write(
-                f"warning: step {step}: loss {step_loss:.4f} is a spike (average {monitor.state['mean']:.4f})"
-            )
+            progress.write(f"warning: step {step}: loss {step_loss:.4f} is a spike (average {average:.4f})")
+            metrics.append("spike", step, loss=step_loss, average=average)
         tokens_per_second = args.total_batch_size / dt
         mfu = 100 * flops_per_token * tokens_per_second / (peak_flops * world_size) if peak_flops else None
         loop["training_seconds"] += dt
@@ -635,6 +657,7 @@ def train(
                 {
                     "step": step, "train/loss": monitor.smoothed, "train/lrm": lrm, "train/dt": dt,
                     "train/tok_per_sec": tokens_per_second, "train/grad_norm": float(grad_norm),
+                    "train/spikes": monitor.state["spikes"], "train/skipped": monitor.state["skipped"],
                     "total_training_flops": flops_per_token * args.total_batch_size * step,
                     "total_training_time": loop["training_seconds"], **({"train/mfu": mfu} if mfu is not None else {}),
                 }

@@ -24,6 +24,7 @@ from nanochat_fp4.checkpoint_manager import (
     SOURCES,
     NoCheckpointError,
     build_model,
+    check_model_tag,
     find_largest_model,
     load_checkpoint,
     prune_checkpoints,
@@ -36,6 +37,7 @@ from nanochat_fp4.common import (
     format_seconds,
     get_base_dir,
     get_peak_flops,
+    is_out_of_memory,
     print0,
     seed_everything,
     setup_wandb,
@@ -57,12 +59,16 @@ from nanochat_fp4.training import (
     forget_later_checkpoints,
     get_rng_state,
     gradient_norm,
-    is_out_of_memory,
+    layer_telemetry,
     mean_over_ranks,
     name_nonfinite,
+    parse_finite,
     preserved_rng,
     resolve_method,
+    restore_dict,
+    restore_state,
     set_rng_state,
+    summarize_telemetry,
 )
 
 MADE_BY = {
@@ -111,6 +117,12 @@ def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -
         choices=QUANTIZATIONS,
         help="quantize the forward pass only, forward and backward, or nothing",
     )
+    add(
+        "--telemetry-every",
+        type=int,
+        default=-1,
+        help="measure each layer's quantization error every N steps (-1 = disable)",
+    )
     # Model loading
     add("--model-tag", default=None, help="model tag to load from, and to save under")
     add("--model-step", type=int, default=None, help="model step to load from")
@@ -129,11 +141,11 @@ def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -
     )
     add("--allow-missing", action="store_true", help="leave out a dataset that is not to be had, instead of stopping")
     # Optimization
-    add("--embedding-lr", type=float, default=0.2, help="learning rate for embedding parameters (Adam)")
-    add("--unembedding-lr", type=float, default=0.004, help="learning rate for unembedding parameters (Adam)")
-    add("--matrix-lr", type=float, default=0.02, help="learning rate for matrix parameters (Muon)")
-    add("--weight-decay", type=float, default=0.0, help="weight decay of the matrix parameters (Muon)")
-    add("--init-lr-frac", type=float, default=init_lr_frac, help="initial LR as fraction of base LR")
+    add("--embedding-lr", type=parse_finite, default=0.2, help="learning rate for embedding parameters (Adam)")
+    add("--unembedding-lr", type=parse_finite, default=0.004, help="learning rate for unembedding parameters (Adam)")
+    add("--matrix-lr", type=parse_finite, default=0.02, help="learning rate for matrix parameters (Muon)")
+    add("--weight-decay", type=parse_finite, default=0.0, help="weight decay of the matrix parameters (Muon)")
+    add("--init-lr-frac", type=parse_finite, default=init_lr_frac, help="initial LR as fraction of base LR")
     add(
         "--on-nonfinite",
         choices=("stop", "skip"),
@@ -216,6 +228,7 @@ def checkpoint_method(meta: dict[str, Any], flag: str | None = None) -> str:
 
 def find_model_tag(source: str, model_tag: str | None) -> str:
     """The tag to take from a stage. Raises UserError that names the command which makes one."""
+    check_model_tag(model_tag)
     folder = Path(get_base_dir()) / SOURCES[source]
     made_by = MADE_BY.get(source)
     try:
@@ -292,6 +305,7 @@ class PostTraining:
         self.device, self.rank, self.world_size, self.master = device, rank, world_size, rank == 0
         dry_run = getattr(args, "dry_run", False)
         args.eval_dir = resolve_eval_dir(args.eval_dir)
+        check_model_tag(args.model_tag)
         self.model_tag = args.model_tag or find_model_tag(source, None)
         self.checkpoint_dir = Path(get_base_dir()) / SOURCES[name] / self.model_tag
         # What --overwrite deletes stays until the data and all flags are known to be good: see train.
@@ -301,6 +315,7 @@ class PostTraining:
         self.resumed_step = find_resume_step(args, self.checkpoint_dir, rank) if looks else None
         self.rank_state: dict[str, Any] = {}
         self.meta: dict[str, Any] = {}
+        self.telemetry: str | None = None  # the newest summary
         if self.resumed_step is None:
             self.model, self.tokenizer, self.parent_meta = load_stage_model(
                 source, device, "train", self.model_tag, args.model_step
@@ -415,16 +430,16 @@ class PostTraining:
             "done": False,
         }
         loader_state = None
+        monitor = LossMonitor()
         step = self.resumed_step or 0
         if self.resumed_step is not None:
             check_same_run(self.run_config, self.meta.get("run_config"), self.checkpoint_dir)
-            for optimizer, state in zip(self.optimizers, self.rank_state["optimizers"]):
-                optimizer.load_state_dict(state)
-            set_rng_state(self.rank_state["rng"], device)
-            loader_state = self.rank_state["loader"]
-            self.loop |= self.meta["loop_state"]
+            restore_state(self.optimizers, self.rank_state, device, self.checkpoint_dir)
+            loader_state = self.rank_state.get("loader")
+            self.loop = restore_dict(self.loop, self.meta, "loop_state", self.checkpoint_dir)
+            monitor = LossMonitor(restore_dict(monitor.state, self.meta, "loss_state", self.checkpoint_dir))
             print0(f"Resuming from step {step}")
-        self.monitor = LossMonitor(self.meta.get("loss_state"))
+        self.monitor = monitor
         self.rank_state.clear()
         loader = plan.make_loader(loader_state)
         if self.overwrites:
@@ -468,6 +483,8 @@ class PostTraining:
 
             if x is None:
                 x, y, next_loader_state = next(loader)
+            if args.telemetry_every > 0 and step % args.telemetry_every == 0 and step != self.resumed_step:
+                self.measure_layers(x, y, step, progress, metrics, wandb_run)
             synchronize()
             t0 = time.monotonic()
             rng_before, loader_before = get_rng_state(device), loader_state
@@ -513,9 +530,6 @@ class PostTraining:
                 ) from None
             synchronize()
             dt = time.monotonic() - t0
-            self.loop["progress"] = (
-                round(consumed * self.world_size) / plan.conversations if by_epoch else (step + 1) / plan.num_iterations
-            )
 
             if any_bad > 0:
                 place = first_message(self.name_the_layer(micro_batches) if bad else None)
@@ -532,13 +546,19 @@ class PostTraining:
                     )
                 self.monitor.state["skipped"] += 1
                 progress.write(f"warning: {what}; update skipped")
+            self.loop["progress"] = (
+                round(consumed * self.world_size) / plan.conversations if by_epoch else (step + 1) / plan.num_iterations
+            )
+            if any_bad > 0:
                 step += 1
                 progress.update(1)
                 continue
 
             skipped_in_a_row = 0
+            average = self.monitor.state["mean"]
             if self.monitor.update(step_loss):
-                progress.write(f"warning: step {step}: loss {step_loss:.4f} is a spike")
+                progress.write(f"warning: step {step}: loss {step_loss:.4f} is a spike (average {average:.4f})")
+                metrics.append("spike", step, loss=step_loss, average=average)
             self.loop["training_seconds"] += dt
             tokens = round(counted * self.world_size) if plan.tokens_per_step is None else plan.tokens_per_step
             tokens_per_second = tokens / dt
@@ -551,6 +571,7 @@ class PostTraining:
             }  # fmt: skip
             metrics.append("train", step, **record)
             if step % 10 == 0:
+                record |= {k: self.monitor.state[k] for k in ("spikes", "skipped")}
                 wandb_run.log({"step": step, **{f"train/{k}": v for k, v in record.items() if v is not None}})
             step += 1
             shown = {"loss": f"{self.monitor.smoothed:.4f}", "lrm": f"{lrm:.2f}", "tok/s": f"{tokens_per_second:,.0f}"}
@@ -596,6 +617,22 @@ class PostTraining:
         metrics.append("val", step, **numbers)
         wandb_run.log({"step": step, **numbers})
 
+    def measure_layers(
+        self, x: torch.Tensor, y: torch.Tensor, step: int, progress: Progress, metrics: MetricsLog, wandb_run: Any
+    ) -> None:
+        """Telemetry of every quantized layer on the first row that is trained on next."""
+
+        def forward_backward() -> None:
+            with self.autocast():
+                self.model(x[:1], y[:1]).backward()
+
+        with preserved_rng(self.device):
+            telemetry = layer_telemetry(self.model, forward_backward)
+        self.telemetry = f"step {step}: {summarize_telemetry(telemetry)}"
+        progress.write(self.telemetry)
+        metrics.append("telemetry", step, layers=telemetry)
+        wandb_run.log({"step": step, **{f"telemetry/{n}/{k}": v for n, t in telemetry.items() for k, v in t.items()}})
+
     def name_the_layer(self, micro_batches: list) -> str:
         place = ""
         for x, y, rng in micro_batches:
@@ -620,7 +657,9 @@ class PostTraining:
             "Peak memory usage": peak,
             "Training loss (smoothed)": self.monitor.smoothed,
             **{f"Best {key}": value for key, value in self.loop["best"].items()},
+            "Loss spikes": self.monitor.state["spikes"],
             "Skipped updates": self.monitor.state["skipped"],
+            "Quantization error": self.telemetry,
         }
         outcome = {k: v for k, v in outcome.items() if v is not None}
         announce({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in outcome.items()})

@@ -2,8 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+
+from nanochat_fp4.checkpoint_manager import load_checkpoint
+from nanochat_fp4.report import read_jsonl
 
 DRAWS = (1, 4, 16, 64, 256, 1024)
 
@@ -93,3 +98,41 @@ def assert_unbiased(label: str, c: Concentration) -> None:
     # entries used here, which rotations correlate. 0.7 leaves room for that, and rejects a bias of half of single / B.
     draws = max(c.errors)
     assert c.gain > 0.7 * draws, f"{label}: the mean of {draws} draws is not {draws} times better: {c}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Runs that must be the same
+
+
+def final_state(folder: Path, step: int) -> dict[str, Any]:
+    """Everything in a training run's checkpoint that decides how it goes on, and the records that led there."""
+    model, _, meta = load_checkpoint(folder, step, "cpu")
+    ranks = [torch.load(p, weights_only=True) for p in sorted(folder.glob(f"optim_{step:06d}_rank*.pt"))]
+    for group in (g for rank in ranks for optimizer in rank["optimizers"] for g in optimizer["param_groups"]):
+        group.pop("differentiable", None)  # torch's load_state_dict adds it
+    timed = ("seconds", "tokens_per_second", "mfu")
+    records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] in ("train", "val", "skip", "spike")]
+    return {
+        "model": model,
+        "ranks": ranks,
+        "loop": {k: v for k, v in meta["loop_state"].items() if k != "training_seconds"},
+        "loss": meta["loss_state"],
+        "records": [{k: v for k, v in r.items() if k not in timed} for r in records],
+    }
+
+
+def assert_same(a: Any, b: Any, path: str = "") -> None:
+    """Two nested structures of the same types and values, tensors to the bit."""
+    assert type(a) is type(b), path
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{path}[{i}]")
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b), f"{path} differs"
+    else:
+        assert a == b, f"{path}: {a} != {b}"

@@ -139,6 +139,17 @@ def _tiny_base(tmp_path_factory):
     return base
 
 
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory, _tiny_base):
+    """Forks runs of the scripts, to be killed or given odd arguments: see _forking.py."""
+    from _forking import ForkServer
+
+    names = ("PATH", "HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "WANDB_MODE", "MPLCONFIGDIR", "TRITON_INTERPRET")
+    environment = {n: os.environ[n] for n in names if n in os.environ} | {"DATA_DIR": str(_tiny_base / "text")}
+    with ForkServer(tmp_path_factory.mktemp("forked"), environment) as server:
+        yield server
+
+
 @pytest.fixture
 def tiny_base(_tiny_base, tmp_path, monkeypatch):
     """NANOCHAT_BASE_DIR with text (DATA_DIR) and a tokenizer, to be trained in."""

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from _assertions import assert_same, final_state
 
 from eval.local import LocalArithmetic, LocalChoice
 from nanochat_fp4 import core_eval
@@ -79,40 +79,6 @@ def sft(*flags, steps=6):
 
 
 STAGES = {"mid": (mid, "mid_checkpoints"), "sft": (sft, "chatsft_checkpoints")}
-
-
-def final_state(folder: Path, step: int) -> dict:
-    """Everything in a checkpoint that decides how a run goes on, and the numbers that led there."""
-    model, state, meta = load_checkpoint(folder, step, "cpu", load_optimizer=True)
-    for optimizer in state["optimizers"]:
-        for group in optimizer["param_groups"]:
-            group.pop("differentiable", None)  # torch's load_state_dict adds it
-    loop = {k: v for k, v in meta["loop_state"].items() if k != "training_seconds"}
-    records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] in ("train", "val")]
-    timed = ("seconds", "tokens_per_second")
-    return {
-        "model": model,
-        "rank": state,
-        "loop": loop,
-        "loss": meta["loss_state"],
-        "records": [{k: v for k, v in r.items() if k not in timed} for r in records],
-    }
-
-
-def assert_same(a, b, path="") -> None:
-    assert type(a) is type(b), path
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), path
-        for key in a:
-            assert_same(a[key], b[key], f"{path}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), path
-        for i, (x, y) in enumerate(zip(a, b)):
-            assert_same(x, y, f"{path}[{i}]")
-    elif isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype and torch.equal(a, b), f"{path} differs"
-    else:
-        assert a == b, f"{path}: {a} != {b}"
 
 
 def one_line(error) -> str:
@@ -383,25 +349,6 @@ def test_signals_save_and_stop(base, stage, monkeypatch, capsys):
     assert "SIGTERM: stopped at step 2" in capsys.readouterr().out and list_steps(folder) == [2]
     run("--resume-from-step=latest", steps=4)
     assert_same(final_state(folder, 4), expected)
-
-
-def test_killed_at_once_and_resumed(base):
-    """SIGKILL after the first checkpoint of a run in a process of its own."""
-    flags = ["--quantization=none", "--eval-every=-1", "--save-every=1", "--keep-last=-1"]
-    command = [sys.executable, "-m", "scripts.mid_train", *MID, "--num-iterations=5", *flags]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    folder = base / "mid_checkpoints" / "d2_clover"
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while process.poll() is None and not (folder / "manifest_000002.json").exists():
-            time.sleep(0.005)
-        process.kill()
-    finally:
-        process.wait()
-    mid("--resume-from-step=latest", *flags, steps=5)
-    resumed = final_state(folder, 5)
-    mid("--overwrite", *flags, steps=5)
-    assert_same(final_state(folder, 5)["model"], resumed["model"])
 
 
 def test_micro_batches_share_the_gradient(base):

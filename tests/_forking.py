@@ -1,0 +1,306 @@
+"""
+Runs of the scripts in processes that can be killed: a server that has imported everything forks one for each run.
+
+    with ForkServer(folder, environment) as server:
+        run = server.run("scripts.base_train", argv, after=0.3)    # SIGKILL after 0.3 seconds
+        run = server.run("scripts.base_train", argv, operation=17) # SIGKILL at the 17th file operation of a save
+        run.status, run.seconds, run.operations, run.log
+
+A fork starts in milliseconds where a new Python needs seconds to import torch. The server has no threads (a fork of a
+process that has some can hang), which is why pytest's own process cannot do it.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = ("base_train", "base_loss", "base_eval", "mid_train", "chat_sft", "chat_eval", "chat_cli", "tok_train")
+
+
+@dataclass
+class Run:
+    """How a forked run ended. status: the exit status, or minus the signal that ended it; None: the deadline did."""
+
+    status: int | None
+    seconds: float
+    operations: int | None  # file operations of saves, where it lived to count them
+    log: str
+
+
+class ForkServer:
+    """A process with all scripts imported. `environment` replaces this process's; `folder` is for logs."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]):
+        self.folder, self.count = Path(folder), 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")])
+        environment = environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "import _forking; _forking.serve()"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=self.folder,
+        )  # fmt: skip
+        assert self.process.stdout.readline() == "ready\n"
+
+    def run(self, module: str, argv: list[str], deadline: float = 60.0, **job: Any) -> Run:
+        """
+        main(argv) of a module, through run_main.
+
+        env: more of the environment. after, number: send this signal (default SIGKILL) after so many seconds.
+        operation: die at the n-th file operation of saves. fault: a function of this file and its arguments.
+        ranks: so many processes with gloo between them; rank: the one that `after` and `operation` are for. When one
+        ends with anything but success, the others are killed, as torchrun does.
+        """
+        self.count += 1
+        log = self.folder / f"log_{self.count:05d}.txt"
+        job |= {"module": module, "argv": argv, "deadline": deadline, "log": str(log)}
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        return Run(**answer, log=log.read_text(errors="replace"))
+
+    def __enter__(self) -> "ForkServer":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The server
+
+
+def serve() -> None:
+    import importlib
+
+    import torch
+
+    torch.set_num_threads(1)
+    for name in MODULES:
+        importlib.import_module(f"scripts.{name}")
+    answers = os.fdopen(os.dup(1), "w")
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_fork(json.loads(line))), file=answers, flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _fork(job: dict[str, Any]) -> dict[str, Any]:
+    read, write = os.pipe()
+    start = time.monotonic()
+    ranks, chosen = job.get("ranks", 1), job.get("rank", 0)
+    port = str(_free_port())
+    pids: dict[int, int] = {}  # of the living, by rank
+    for rank in range(ranks):
+        pids[rank] = os.fork()
+        if pids[rank] == 0:
+            os.close(read)
+            if ranks > 1:
+                where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+                os.environ.update(where, RANK=str(rank), LOCAL_RANK=str(rank))
+            _child(job, rank == chosen, write)
+    os.close(write)
+    status = 0
+    signal_at = start + job["after"] if "after" in job else None
+    while pids:
+        now = time.monotonic()
+        for rank, pid in list(pids.items()):
+            done, code = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del pids[rank]
+                status = status or os.waitstatus_to_exitcode(code)
+        if signal_at is not None and now >= signal_at and chosen in pids:
+            os.kill(pids[chosen], job.get("number", signal.SIGKILL))
+            signal_at = None
+        late = now > start + job["deadline"]
+        if late or status and pids:
+            status = None if late else status
+            for pid in pids.values():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            break
+        time.sleep(0.002)
+    with os.fdopen(read) as f:
+        count = f.read()
+    return {"status": status, "seconds": time.monotonic() - start, "operations": int(count) if count else None}
+
+
+def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
+    status = 70
+    try:
+        os.environ.update(job.get("env", {}))
+        log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for fd, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(fd, target)
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
+        os.close(log)
+        os.close(null)
+        operations = _die_in_a_save(job.get("operation") if chosen else None)
+        if "fault" in job:
+            globals()[job["fault"][0]](*job["fault"][1:])
+
+        import importlib
+
+        from nanochat_fp4.common import run_main
+
+        sys.argv = [job["module"], *job["argv"]]
+        module = importlib.import_module(job["module"])
+        try:
+            run_main(lambda: module.main(job["argv"]))
+            status = 0
+        except SystemExit as e:
+            status = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            status = 1
+        if chosen:
+            os.write(write, str(operations[0]).encode())
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+    finally:
+        os._exit(status)
+
+
+def _die_in_a_save(n: int | None) -> list[int]:
+    """Count what a save does to files, in the list that is returned; SIGKILL at the n-th of it."""
+    from nanochat_fp4 import checkpoint_manager as cm
+
+    count, saving = [0], [0]
+
+    def counted(function: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if saving[0]:
+                count[0] += 1
+                if count[0] == n:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    def in_a_save(function: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            saving[0] += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                saving[0] -= 1
+
+        return wrapped
+
+    from scripts import base_train, post_training
+
+    # A killed process, unlike a power cut, loses nothing that was written: fsync only takes time here.
+    os.fsync = counted(lambda fd: None)
+    os.replace, os.unlink = counted(os.replace), counted(os.unlink)
+    cm._HashingFile.write = counted(cm._HashingFile.write)
+    for module in (base_train, post_training):
+        for name in ("save_checkpoint", "prune_checkpoints", "forget_later_checkpoints"):
+            setattr(module, name, in_a_save(getattr(module, name)))
+    return count
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Faults: called in the child before the script
+
+
+def at_step(first: int, begin: Any, last: int, end: Any) -> None:
+    """begin() inside step `first` (from 0) of training, end() inside step `last`."""
+    from scripts import base_train, post_training
+
+    calls = [0]
+
+    def wrapper(real: Any) -> Any:
+        def gradient_norm(model: Any) -> Any:
+            if calls[0] == first:
+                begin()
+            if calls[0] == last:
+                end()
+            calls[0] += 1
+            return real(model)
+
+        return gradient_norm
+
+    for module in (base_train, post_training):
+        module.gradient_norm = wrapper(module.gradient_norm)
+
+
+def _must_be_intact(folder: str, step: int) -> None:
+    """Ends the child with status 71 unless `step` is the newest intact checkpoint and nothing is left half-way."""
+    from nanochat_fp4.checkpoint_manager import find_last_step
+
+    if find_last_step(folder) != step or list(Path(folder).glob("*.staged")):
+        os._exit(71)
+
+
+def disk_full(folder: str, first: int, last: int) -> None:
+    """From step `first` on the kernel refuses every file of more than 200 KB; at `last` there is room again."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def end() -> None:
+        _must_be_intact(folder, first)
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+    at_step(first, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, unlimited[1])), last, end)
+
+
+def read_only(folder: str, first: int, last: int) -> None:
+    """From step `first` to `last` nothing can be made or deleted in the folder, not even by root."""
+    _give_up_root_rights()
+
+    def end() -> None:
+        _must_be_intact(folder, first)
+        os.chmod(folder, 0o755)
+
+    at_step(first, lambda: os.chmod(folder, 0o555), last, end)
+
+
+def _give_up_root_rights() -> None:
+    """Without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH root is bound by the rights of files, as anybody is."""
+    if os.geteuid() != 0:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    data = (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, data) == 0
+    for i in (0, 1):  # effective, permitted
+        data[i] &= ~0b110
+    assert libc.capset(header, data) == 0
+
+
+def log_is_gone(how: str) -> None:
+    """Whoever reads stdout and stderr has gone (a pipe), or the disk they are written to is full."""
+    if how == "pipe":
+        read, write = os.pipe()
+        os.close(read)
+    else:
+        write = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(write, 1)
+    os.dup2(write, 2)
+    os.close(write)
+
+
+def bounded(seconds: float, gigabytes: float) -> None:
+    """For made-up command lines: a run that is valid is asked to stop after some time, and has so much memory."""
+    limit = int(gigabytes * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -1,0 +1,494 @@
+"""
+What a long run meets, done to small ones: kills at any moment, full and read-only disks, signals, logs that nobody
+reads, bad numbers, leaks; and the same seed twice. docs/reliability.md says which promise each test holds.
+"""
+
+import gc
+import http.server
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from _assertions import assert_same, assert_same_operand, final_state
+from _forking import ForkServer, Run
+from test_post_training import save_base
+
+import nanochat_fp4 as nf
+from eval.local import LocalArithmetic
+from nanochat_fp4 import chat_data, common, report, training
+from nanochat_fp4.checkpoint_manager import find_last_step, list_steps
+from nanochat_fp4.common import UserError
+from nanochat_fp4.gpt import GPT
+from nanochat_fp4.report import read_jsonl
+from nanochat_fp4.rows import MissingDataError
+from scripts import base_loss, base_train, chat_cli, chat_eval, chat_sft, mid_train, post_training, tok_train
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")
+
+# One layer of width 128 (the smallest whose every GEMM can be rotated in groups of 128), two micro-batches a step.
+BASE = (
+    "--depth=1 --aspect-ratio=128 --head-dim=64 --max-seq-len=32 --device-batch-size=2 --total-batch-size=128 "
+    "--eval-tokens=128 --eval-every=3 --core-metric-every=-1 --sample-every=-1 --device-type=cpu"
+).split()
+MID = (
+    "--data=local --device-type=cpu --device-batch-size=2 --total-batch-size=512 --eval-every=3 --eval-tokens=512"
+).split()
+SFT = (
+    "--data=local --device-type=cpu --device-batch-size=2 --target-examples-per-step=4 --eval-every=3 --eval-steps=2 "
+    "--eval-metrics-every=-1"
+).split()
+# stage -> module, its flags, where its checkpoints go, the stage whose model it takes
+STAGES = {
+    "base": ("scripts.base_train", BASE, "base_checkpoints", None),
+    "mid": ("scripts.mid_train", MID, "mid_checkpoints", "base_checkpoints"),
+    "sft": ("scripts.chat_sft", SFT, "chatsft_checkpoints", "mid_checkpoints"),
+}
+METHODS = ("bf16", "nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search")
+STEPS = 4
+TAG = "run"
+
+
+class Case:
+    """A stage with a method, its undisturbed run, and a base directory to disturb it in."""
+
+    def __init__(self, server: ForkServer, tiny_base: Path, stage: str, method: str, *flags: str, steps: int = STEPS):
+        self.module, arguments, place, parent = STAGES[stage]
+        self.server, self.steps = server, steps
+        self.argv = [*arguments, f"--model-tag={TAG}", f"--num-iterations={steps}", "--save-every=1", *flags]
+        self.argv += [f"--method={method}"] if stage == "base" else []
+        if parent:
+            save_base(tiny_base, tag=TAG, method=method, source=parent, n_layer=1)
+        self.base, whole = tiny_base, tiny_base.with_name(f"whole_{stage}_{method}_{len(flags)}")
+        shutil.copytree(tiny_base, whole)
+        self.folder = tiny_base / place / TAG
+        self.whole = self.run(base=whole)
+        assert self.whole.status == 0, self.whole.log
+        self.expected = final_state(whole / place / TAG, steps)
+        assert len([r for r in self.expected["records"] if r["event"] == "train"]) == steps
+
+    def run(self, *flags: str, base: Path | None = None, **job) -> Run:
+        return self.server.run(
+            self.module, [*self.argv, *flags], env={"NANOCHAT_BASE_DIR": str(base or self.base)}, **job
+        )
+
+    def assert_as_undisturbed(self) -> None:
+        assert_same(final_state(self.folder, self.steps), self.expected)
+        assert not list(self.folder.glob("*.staged"))
+
+    def start_over(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@pytest.fixture
+def one_thread():
+    """The model is too small for two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# SIGKILL, at least 25 times in every run of the tests
+
+KILLS = {("base", method): 3 for method in METHODS} | {("mid", "clover"): 4, ("sft", "clover"): 4}
+assert sum(KILLS.values()) >= 25
+
+
+def kill_until_enough(case: Case, kills: int, rng: random.Random) -> dict[str, int]:
+    """
+    Runs that are killed, every other time inside a save, and resumed until they are through; then again from the start,
+    until there were `kills` kills. Each that comes through must equal the undisturbed one to the bit.
+    """
+    seen = {"kills": 0, "inside a save": 0, "runs": 0}
+    inside = False
+    while True:
+        if seen["kills"] >= kills:
+            how = {}
+        elif inside:
+            how = {"operation": rng.randint(1, case.whole.operations)}
+        else:
+            how = {"after": rng.uniform(0.05, 1.0) * case.whole.seconds}
+        run = case.run("--resume-from-step=latest", **how)
+        if run.status == -signal.SIGKILL:
+            seen["kills"] += 1
+            seen["inside a save"] += inside
+            inside = not inside
+            continue
+        assert run.status == 0, run.log
+        case.assert_as_undisturbed()
+        seen["runs"] += 1
+        if seen["kills"] >= kills:
+            return seen
+        case.start_over()
+
+
+@pytest.mark.parametrize("stage, method", KILLS)
+def test_a_killed_run_ends_with_the_same_bits(fork_server, tiny_base, stage, method):
+    seed = int.from_bytes(os.urandom(4), "little")  # other moments in every run of the tests
+    print(f"seed {seed}")
+    case = Case(fork_server, tiny_base, stage, method)
+    assert case.whole.operations > 50  # so the saves were watched
+    kills = KILLS[stage, method]
+    seen = kill_until_enough(case, kills, random.Random(seed))
+    assert seen["kills"] >= kills and seen["inside a save"] >= kills // 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage, flags", [("base", ()), ("mid", ("--quantization=full",)), ("sft", ())])
+@pytest.mark.parametrize("method", [m for m in nf.METHODS if m != "quartet2"])
+def test_runs_killed_many_times_end_with_the_same_bits(fork_server, tiny_base, stage, flags, method):
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {seed}")
+    case = Case(fork_server, tiny_base, stage, method, *flags, steps=8)
+    print(kill_until_enough(case, 40, random.Random(seed)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Disks
+
+
+@pytest.mark.parametrize("stage, fault", [("base", "disk_full"), ("base", "read_only"), ("sft", "disk_full")])
+def test_a_disk_that_fails_for_a_while_costs_checkpoints_and_nothing_else(fork_server, tiny_base, stage, fault):
+    """The kernel refuses to write from step 1 to 3: two saves fail with a warning, the run ends as it would have."""
+    case = Case(fork_server, tiny_base, stage, "bf16")
+    run = case.run(fault=(fault, str(case.folder), 1, 3))
+    assert run.status == 0, run.log
+    reason = {"disk_full": "File too large", "read_only": "Permission denied"}[fault]
+    lost = re.findall(rf"checkpoint of step (\d) NOT saved in .*{reason}.*older checkpoints are as they were", run.log)
+    assert lost == ["2", "3"], run.log
+    case.assert_as_undisturbed()
+
+
+def test_a_disk_that_stays_full_is_an_error_at_the_end(fork_server, tiny_base):
+    case = Case(fork_server, tiny_base, "base", "bf16")
+    run = case.run(fault=("disk_full", str(case.folder), 2, 99))
+    assert run.status == 2 and run.log.splitlines()[-1].startswith(f"error: step {STEPS} could not be saved"), run.log
+    assert "Traceback" not in run.log and find_last_step(case.folder) == 2
+    assert case.run("--resume-from-step=latest").status == 0
+    case.assert_as_undisturbed()
+
+
+@pytest.mark.parametrize("how", ["pipe", "full"])
+def test_a_log_that_nobody_takes_does_not_stop_the_run(fork_server, tiny_base, how):
+    case = Case(fork_server, tiny_base, "base", "bf16")
+    assert case.run(fault=("log_is_gone", how)).status == 0
+    case.assert_as_undisturbed()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Signals from outside, at any moment
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 0)])
+def test_a_signal_at_any_moment_saves_within_a_step(fork_server, tiny_base, stage, number, status):
+    case = Case(fork_server, tiny_base, stage, "bf16")
+    rng = random.Random(int.from_bytes(os.urandom(4), "little"))
+    for _ in range(20):
+        run = case.run(after=rng.uniform(0.3, 0.9) * case.whole.seconds, number=int(number))
+        if "stopped at step" in run.log:
+            break
+        # It came before the script had taken the signals over, or after the last step: nothing to be seen here.
+        assert run.status in (0, status, -number), run.log
+        case.start_over()
+    assert run.status == status, run.log
+    step = int(re.search(r"stopped at step (\d+)", run.log).group(1))
+    trained = [r["step"] for r in read_jsonl(case.folder / "metrics.jsonl") if r["event"] == "train"]
+    assert find_last_step(case.folder) == step and trained == list(range(step))
+    assert case.run("--resume-from-step=latest").status == 0
+    case.assert_as_undisturbed()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Two processes: gloo between two forks
+
+
+def test_one_of_two_ranks_is_killed_and_both_go_on(fork_server, tiny_base):
+    """Rank 1 or rank 0 dies, at any moment or inside a save; whoever starts both again gets the same bits."""
+    case = Case(fork_server, tiny_base, "base", "clover")
+    two = tiny_base.with_name("two")
+    shutil.copytree(tiny_base, two)
+    whole = case.run(base=two, ranks=2)
+    assert whole.status == 0, whole.log
+    expected = final_state(two / "base_checkpoints" / TAG, STEPS)
+    assert len(expected["ranks"]) == 2
+    rng = random.Random(int.from_bytes(os.urandom(4), "little"))
+    killed = 0
+    while True:
+        inside = {"operation": rng.randint(1, 40), "rank": killed % 2}
+        outside = {"after": rng.uniform(0.2, 1.0) * whole.seconds, "rank": killed % 2}
+        how = {} if killed == 4 else inside if killed < 2 else outside
+        run = case.run("--resume-from-step=latest", ranks=2, **how)
+        if run.status == 0:
+            break
+        assert run.status == -signal.SIGKILL, run.log
+        killed += 1
+    assert_same(final_state(case.folder, STEPS), expected)
+    assert killed >= 2
+
+
+def test_one_process_and_two_agree(fork_server, tiny_base):
+    """
+    The same rows in each step. Without quantization only the order of sums differs (FP32, 1e-7, of which Muon makes
+    1e-4 at most in these steps). With it, blocks are the same but tensor scales and noise are not: as far apart as two
+    seeds are.
+    """
+    for method, tolerance in (("bf16", 1e-4), ("clover", 2e-2)):
+        case = Case(fork_server, tiny_base, "base", method)
+        two = case.run(ranks=2)
+        assert two.status == 0, two.log
+        pairs = zip(final_state(case.folder, STEPS)["records"], case.expected["records"])
+        for a, b in pairs:
+            key = "loss" if a["event"] == "train" else "bpb"
+            assert a["event"] == b["event"] and a[key] == pytest.approx(b[key], rel=tolerance), (method, a, b)
+        case.start_over()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reproducibility
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(fork_server, tiny_base):
+    """Two processes, the same command; every method was also compared so in the tests of kills."""
+    case = Case(fork_server, tiny_base, "base", "clover")
+    assert case.run().status == 0
+    case.assert_as_undisturbed()
+    case.start_over()
+    assert case.run("--seed=43").status == 0
+    other = final_state(case.folder, STEPS)
+    losses = [[r["loss"] for r in state["records"] if r["event"] == "train"] for state in (case.expected, other)]
+    assert all(a != b for a, b in zip(*losses))
+
+
+@pytest.mark.parametrize("method", ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"])
+def test_quantized_weights_do_not_depend_on_the_micro_batch(tiny_base, one_thread, monkeypatch, method):
+    """One step in 4, 2 and 1 micro-batches: the forward pass uses the same codes of every weight in each of them."""
+    from nanochat_fp4.nvfp4 import linear
+
+    operands: list = []
+    real = linear.quantize_operand
+
+    def recording(tensor, **kwargs):
+        operand = real(tensor, **kwargs)
+        if kwargs["stream"] == linear.OUTPUT + 1:  # the weight of the forward GEMM
+            operands.append(operand)
+        return operand
+
+    monkeypatch.setattr(linear, "quantize_operand", recording)
+    layers = 4  # q, k and v as one, the attention's output, two of the MLP
+    first = None
+    for size in (1, 2, 4):
+        operands.clear()
+        flags = [f"--device-batch-size={size}", "--overwrite", "--eval-every=-1", "--num-iterations=1"]
+        base_train.main([*BASE, *flags, f"--method={method}"])
+        trained = operands[-layers * (4 // size) :]  # those before are of the self-check
+        first = first or trained[:layers]
+        assert len({operand.codes.shape for operand in first}) > 1 and len(trained) == layers * (4 // size)
+        for i, operand in enumerate(trained):
+            assert_same_operand(f"micro-batches of {size}", operand, first[i % layers])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers
+
+
+class Recorder:
+    """Stands for a wandb run."""
+
+    def __init__(self):
+        self.logged: dict[str, list] = {}
+
+    def log(self, values):
+        for key, value in values.items():
+            self.logged.setdefault(key, []).append(value)
+
+    def finish(self):
+        pass
+
+
+def run_stage(stage: str, base: Path, *flags: str, steps: int = 4) -> Path:
+    """A stage in this process; returns the folder of its checkpoints."""
+    _, arguments, place, parent = STAGES[stage]
+    if parent and not (base / parent / TAG).exists():
+        save_base(base, tag=TAG, source=parent, n_layer=1)
+    main = {"base": base_train, "mid": mid_train, "sft": chat_sft}[stage].main
+    main([*arguments, f"--model-tag={TAG}", f"--num-iterations={steps}", *flags])
+    return base / place / TAG
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, one_thread, monkeypatch, stage):
+    recorder = Recorder()
+    for module in (base_train, post_training):
+        monkeypatch.setattr(module, "setup_wandb", lambda *args: recorder)
+    folder = run_stage(stage, tiny_base, "--telemetry-every=2", "--eval-every=-1")
+    records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "telemetry"]
+    assert [r["step"] for r in records] == [0, 2] and len(records[1]["layers"]) == 6
+    numbers = {"input_zeros", "input_saturated", "output_error", "grad_input_error", "grad_weight_error"}
+    numbers |= {"grad_input_cosine", "grad_weight_cosine"}
+    for layer, measured in records[1]["layers"].items():
+        assert set(measured) == numbers, layer
+        assert 0.02 < measured["output_error"] < 0.4 and 0 < measured["input_zeros"] < 0.9, layer
+        # Post-training leaves the backward pass unquantized, but gives it the forward's operands.
+        assert 0.8 < measured["grad_weight_cosine"] < 1 and 0.8 < measured["grad_input_cosine"] <= 1, layer
+        for name, value in measured.items():
+            assert recorder.logged[f"telemetry/{layer}/{name}"][-1] == value
+    if stage == "base":
+        text = Path(report.get_report().generate(print_summary=False)).read_text()
+        assert "Quantization error" in text and "| mlp.c_fc |" in text
+    else:
+        name = {"mid": "midtraining", "sft": "chat-sft"}[stage]
+        assert "Quantization error" in (tiny_base / "report" / TAG / f"{name}.json").read_text()
+    observed = losses(folder)
+    run_stage(stage, tiny_base, "--eval-every=-1", "--overwrite")
+    assert losses(folder) == observed  # looking does not change the run
+
+
+def losses(folder: Path) -> list[float]:
+    return [r["loss"] for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "train"]
+
+
+class Damage:
+    """GPT.forward whose loss, in one step of training, is multiplied by `factor`."""
+
+    def __init__(self, monkeypatch, step: int, factor: float):
+        self.real, self.calls, self.step, self.factor = GPT.forward, 0, step, factor
+        monkeypatch.setattr(GPT, "forward", lambda model, *args, **kwargs: self.forward(model, *args, **kwargs))
+
+    def forward(self, model, *args, **kwargs):
+        out = self.real(model, *args, **kwargs)
+        if model.training and torch.is_grad_enabled():
+            self.calls += 1
+            if (self.calls - 1) // 2 == self.step:  # of two micro-batches
+                return out * self.factor
+        return out
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_bad_numbers_a_run_goes_on_as_it_would_have(tiny_base, one_thread, monkeypatch, stage):
+    """NaN in one step: the run stops before it; resumed where the fault does not come again, it is as undisturbed."""
+    flags = ["--eval-every=-1"]
+    if stage == "mid":  # by epoch, where learning rates depend on how much was consumed
+        few = lambda args: [post_training.Source("few", lambda: LocalArithmetic(size=60))]  # noqa: E731
+        monkeypatch.setattr(mid_train, "train_sources", few)
+        flags += ["--total-batch-size=512", "--device-batch-size=2"]
+    steps = -1 if stage == "mid" else 5
+    folder = run_stage(stage, tiny_base, *flags, steps=steps)
+    last = list_steps(folder)[0]
+    assert last > 4
+    expected = final_state(folder, last)
+    with monkeypatch.context() as m:
+        Damage(m, last - 1, float("nan"))
+        with pytest.raises(UserError, match=rf"step {last - 1}: loss nan, first not finite: .*--on-nonfinite skip"):
+            run_stage(stage, tiny_base, "--overwrite", *flags, steps=steps)
+    assert list_steps(folder) == [last - 1]
+    run_stage(stage, tiny_base, "--resume-from-step=latest", *flags, steps=steps)
+    resumed = final_state(folder, last)
+    resumed["records"] = [r for r in resumed["records"] if r["event"] != "skip"]
+    assert_same(resumed, expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bad_numbers_can_be_skipped_and_spikes_are_seen(tiny_base, one_thread, monkeypatch, capsys, stage):
+    monkeypatch.setattr(training.LossMonitor, "SPIKE_AFTER", 3)
+    with monkeypatch.context() as m:
+        Damage(m, 2, float("nan"))
+        folder = run_stage(stage, tiny_base, "--on-nonfinite=skip", "--eval-every=-1", steps=4)
+    events = [(r["event"], r["step"]) for r in read_jsonl(folder / "metrics.jsonl") if r["event"] != "val"]
+    assert events == [("start", 0), ("train", 0), ("train", 1), ("skip", 2), ("train", 3)]
+    captured = capsys.readouterr()
+    assert "warning: step 2: loss nan" in captured.err and re.search(r"Skipped updates +1\n", captured.out)
+    with monkeypatch.context() as m:
+        Damage(m, 4, 30.0)
+        run_stage(stage, tiny_base, "--overwrite", "--eval-every=-1", steps=6)
+    spikes = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "spike"]
+    assert [r["step"] for r in spikes] == [4] and spikes[0]["loss"] > 2 * spikes[0]["average"]
+    captured = capsys.readouterr()
+    assert "warning: step 4: loss" in captured.err and re.search(r"Loss spikes +1\n", captured.out)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a stage leaves behind in its process
+
+
+def children() -> list[str]:
+    """Living processes that this one started."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        found += (task / "children").read_text().split()
+    return found
+
+
+def test_stages_leave_no_open_files_and_no_processes(tiny_base, one_thread, monkeypatch, capsys):
+    monkeypatch.setattr(chat_cli, "MAX_TOKENS", 4)
+    evaluate = "-i sft -a local -x 2 -m 4 -b 2 --device-type cpu".split()
+    stages = {
+        "tok_train": lambda: tok_train.main(["--vocab-size=290", "--max-chars=50000"]),
+        "base": lambda: run_stage("base", tiny_base, "--telemetry-every=1", steps=2),
+        "base_loss": lambda: base_loss.main(["--device-batch-size=2", "--split-tokens=128", "--device-type=cpu"]),
+        "mid": lambda: mid_train.main([*MID, f"--model-tag={TAG}", "--num-iterations=2"]),
+        "sft": lambda: chat_sft.main([*SFT, f"--model-tag={TAG}", "--num-iterations=2"]),
+        "chat_eval": lambda: chat_eval.main(evaluate),
+        "chat_cli": lambda: chat_cli.main(["-p", "hi", "--device-type=cpu"]),
+        "report": lambda: report.main([]),
+    }
+    server_and_the_like = children()
+    for name, stage in stages.items():
+        files = sorted(os.listdir("/proc/self/fd"))
+        threads = threading.active_count()
+        stage()
+        gc.collect()
+        assert sorted(os.listdir("/proc/self/fd")) == files, name
+        assert children() == server_and_the_like, name
+        assert threading.active_count() == threads, name
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Disk space
+
+
+def test_downloads_are_stated_and_checked(tmp_path, base_dir, monkeypatch, caplog):
+    """The size is logged; where it does not fit, not a byte is written; what comes is looked at before it is used."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", "300000")
+            self.end_headers()
+            self.wfile.write(bytes(300_000))
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/words.txt"
+        usage = shutil.disk_usage(tmp_path)
+        with monkeypatch.context() as m:
+            m.setattr(common.shutil, "disk_usage", lambda path: usage._replace(free=200_000))
+            with pytest.raises(
+                UserError, match="words.txt needs 293.0 KB, but .* has 195.3 KB left.*NANOCHAT_BASE_DIR"
+            ):
+                common.download_file(url, tmp_path / "words.txt")
+        assert list(tmp_path.iterdir()) == []
+        with caplog.at_level(logging.INFO, logger="nanochat_fp4"):
+            common.download_file(url, tmp_path / "words.txt")
+        assert "downloading words.txt: 293.0 KB" in caplog.text and (tmp_path / "words.txt").stat().st_size == 300_000
+        # What has no published hash is looked at: this is neither words nor conversations, as a log-in page would be.
+        monkeypatch.setattr(chat_data, "WORD_LIST_URL", url)
+        monkeypatch.setattr(chat_data, "IDENTITY_URL", url)
+        monkeypatch.setattr(common, "BACKOFF_SECONDS", 0.0)
+        loads = {chat_data.load_words: "not a list of words", chat_data.identity_conversations: "cannot be downloaded"}
+        for load, problem in loads.items():
+            with pytest.raises(MissingDataError, match=problem):
+                load()
+        assert not [p for p in base_dir.iterdir() if p.suffix in (".txt", ".jsonl")]
+        server.shutdown()
