@@ -7,6 +7,10 @@
   the contraction, dimension.
 * tensor_scale: one FP32 number per tensor (or one per row, for generation), which brings the scales into E4M3's range.
 
+The container also holds the formats of other systems, which exist here to be compared with (quantizers.MX_ROUNDINGS):
+MXFP4 and MXFP8 of the Open Compute Project, with one power of two (E8M0, `torch.float8_e8m0fnu`) for each 32 values,
+codes as above or, in MXFP8, E4M3 numbers, and a constant for tensor_scale.
+
 E2M1 x E4M3 has a 6-bit significand, so `decode` (everything but tensor_scale) is exact in BF16. That is why a BF16
 GEMM on decoded operands, with the tensor scales applied to its FP32 accumulator, is the same arithmetic as a
 Blackwell's NVFP4 GEMM up to the order of summation.
@@ -34,8 +38,9 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 class NVFP4Tensor:
     """A tensor in NVFP4; rows are the flattened leading dimensions, blocks run along the last one.
 
-    codes:        uint8 (..., K/2), two E2M1 codes a byte, even index in the low nibble
-    scales:       float8_e4m3fn (..., K/16), row-major (swizzle_scales makes the tensor-core layout)
+    codes:        uint8 (..., K/2), two E2M1 codes a byte, even index in the low nibble; MXFP8: float8_e4m3fn (..., K)
+    scales:       float8_e4m3fn (..., K/16), row-major (swizzle_scales makes the tensor-core layout); MXFP4 and MXFP8:
+                  float8_e8m0fnu (..., K/32)
     tensor_scale: float32 () or, quantized per token, (..., 1)
     decoded:      optional cache of `decode(codes, scales)`, for a GEMM that follows at once; never saved
     """
@@ -47,7 +52,8 @@ class NVFP4Tensor:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * 2))
+        per_code = 2 if self.codes.dtype == torch.uint8 else 1
+        return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * per_code))
 
     @property
     def nbytes(self) -> int:
@@ -90,8 +96,9 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Packed codes (..., K/2) and scales (..., K/16) -> code * scale (..., K), exact in BF16 and FP32."""
-    values = decode_e2m1(unpack(codes)).unflatten(-1, (-1, BLOCK))
+    """Codes and scales of an NVFP4Tensor -> code * scale (..., K), exact in BF16 and FP32."""
+    values = decode_e2m1(unpack(codes)) if codes.dtype == torch.uint8 else codes.to(torch.float32)
+    values = values.unflatten(-1, (scales.shape[-1], -1))
     return (values * scales.to(torch.float32).unsqueeze(-1)).flatten(-2).to(dtype)
 
 

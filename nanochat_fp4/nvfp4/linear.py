@@ -36,7 +36,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from nanochat_fp4.nvfp4.backends import new_seed, quantize_grad_output, quantize_operand
-from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor
+from nanochat_fp4.nvfp4.estimators import prepare
+from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.gemm import Value, gemm
 from nanochat_fp4.nvfp4.recipes import Gemm, Recipe, get_recipe
 
@@ -247,8 +248,12 @@ class QuantLinear(torch.nn.Linear):
         # the whole would be traced by torch.compile into the backward, which CUDA's autocast does not survive.
         rows = x.reshape(-1, self.in_features)
         weights = [layer.weight for layer in layers]
-        xq = _quantized_input(self, x, rows)
-        wq = self.weight_operand if len(layers) == 1 else self.stacked_operand
+        if self.recipe.forward_rht_dim or self.recipe.mask:
+            rows, weight = prepare(rows, _stacked(weights), self.recipe)
+            xq, wq, weights = None, None, [weight]
+        else:
+            xq = _quantized_input(self, x, rows)
+            wq = self.weight_operand if len(layers) == 1 else self.stacked_operand
         grad_enabled = torch.is_grad_enabled()
         y = _QuantLinear.apply(rows, self.recipe, dtype, self.per_token, grad_enabled, xq, wq, *weights)
         y = y.view(*x.shape[:-1], y.shape[-1])
@@ -263,8 +268,8 @@ def unsupported_reason(linear: torch.nn.Linear, recipe: Recipe) -> str | None:
     if not recipe.quantizes:
         return None
     for name, size in (("in_features", linear.in_features), ("out_features", linear.out_features)):
-        if size % BLOCK:
-            return f"{name} is {size}, expected a multiple of {BLOCK}"
+        if size % recipe.block:
+            return f"{name} is {size}, expected a multiple of {recipe.block}"
     return None
 
 
@@ -303,7 +308,7 @@ def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear) -> tuple[torch.Tens
 def quantized_weight(layers: Sequence[QuantLinear]) -> NVFP4Tensor | None:
     """The weight operand of the output GEMM of these layers as one; None where it is not the same in each pass."""
     recipe, weights = layers[0].recipe, [layer.weight for layer in layers]
-    if recipe.output.b.rounding is None or recipe.output.random:
+    if recipe.output.b.rounding is None or recipe.output.random or recipe.forward_rht_dim or recipe.mask:
         return None
     _, for_w = _operands(recipe.output, OUTPUT, None, None, weights[0].device)
     with torch.no_grad():

@@ -23,6 +23,10 @@ A power of two, because only a shift leaves the 3 mantissa bits of p_b on E4M3's
 was on the grid is rounded with little noise. With tensor_scale = amax / (s * cap) itself the error is 5% to 12% larger.
 `ms_eden_direct` is Algorithm 1 to the letter (align, round to E4M3, then correct); the two have the same error.
 
+Other systems. MXFP4 and MXFP8 (MX_ROUNDINGS) differ in the scale alone: a power of two (E8M0) for 32 values, rounded
+down as the Open Compute Project's specification has it, or up so that nothing is clipped, and no tensor_scale but a
+constant. They are there to be compared with, run as this reference on every machine, and have no kernels.
+
 Bit-exactness. The kernels compute the same FP32 operations. Division happens once a block, by reciprocal for the
 elements; sums over a block are taken in fixed point (`_fixed_sum`), so no order or layout can change them, and in units
 of the block's scale, so that magnitudes of 1e30 and 1e-30 neither overflow nor vanish.
@@ -69,6 +73,10 @@ SEARCH_6 = (1.0, 3 / 2, 15 / 16, 11 / 8, 13 / 8, 17 / 16)
 # of values and codes below 64; an FP32 number near 3/4 of the next power of two has this resolution.
 ERROR_BITS, PRODUCT_BITS = 18, 16
 
+MX_BLOCK = 32  # values that share a power of two in MXFP4 and MXFP8 (Open Compute Project, MX 1.0)
+# The clipping of a Gaussian that minimizes RTN's error on the E2M1 grid, in standard deviations (QuEST, as in Quartet).
+QUEST_CLIP = 2.92247856
+
 CHUNK = 1 << 17  # elements at a time on a CPU: the intermediate tensors stay in its cache
 
 
@@ -82,6 +90,11 @@ class Rounding:
     stochastic: elements are rounded stochastically (SR), else to nearest, ties to even (RTN)
     block_rows: rows that share a scale: 1, or 16 for square blocks
     ms_eden:    rotate by an RHT of 128, correct the scales by S, round them stochastically
+    mx:         "" for NVFP4's scales; "floor" or "ceil" for a power of two, the one below or above amax / s
+    block:      values that share a scale: 16, or 32 in MXFP4 and MXFP8
+    clip:       instead of amax, so many standard deviations of the block (mx only)
+    prescale:   elements are multiplied by it before they are rounded, and divided afterwards (mx only)
+    element:    "e2m1", or "e4m3" (mx only, to nearest): MXFP8
     """
 
     grid_max: float = E2M1_MAX
@@ -90,6 +103,11 @@ class Rounding:
     stochastic: bool = False
     block_rows: int = 1
     ms_eden: bool = False
+    mx: str = ""
+    block: int = BLOCK
+    clip: float = 0.0
+    prescale: float = 1.0
+    element: str = "e2m1"
 
     @property
     def random(self) -> bool:
@@ -110,6 +128,19 @@ ROUNDINGS: dict[str, Rounding] = {
     "ms_eden_search_3": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_3, ms_eden=True),
     "ms_eden_search_6": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_6, ms_eden=True),
 }
+# Other systems. Rounded down, the largest value of a block may be almost 8 and is clipped to 6; Tseng et al. therefore
+# shrink by 3/4 before stochastic rounding. Rounded up (NVIDIA), nothing is clipped and up to a binade is not used.
+_UP = {"mx": "ceil", "block": MX_BLOCK}
+MX_ROUNDINGS: dict[str, Rounding] = {
+    "mxfp4_ocp": Rounding(grid_max=4.0, mx="floor", block=MX_BLOCK),  # 4: the largest power of two of E2M1
+    "mxfp4": Rounding(**_UP),
+    "mxfp4_32x32": Rounding(**_UP, block_rows=MX_BLOCK),
+    "mxfp4_sr": Rounding(**_UP, stochastic=True),
+    "mxfp4_sr_prescaled": Rounding(grid_max=3.0, mx="floor", block=MX_BLOCK, stochastic=True, prescale=3 / 4),
+    "mxfp4_quest": Rounding(mx="floor", block=MX_BLOCK, clip=QUEST_CLIP),
+    "mxfp8": Rounding(grid_max=E4M3_MAX, **_UP, element="e4m3"),
+}
+ROUNDINGS |= MX_ROUNDINGS
 # The plain names try 3: 6 lower the error by another 5%, at 1.5 times the cost of a whole training step on an H200.
 ROUNDINGS["scale_search"] = ROUNDINGS["scale_search_3"]
 ROUNDINGS["ms_eden_search"] = ROUNDINGS["ms_eden_search_3"]
@@ -191,7 +222,7 @@ def _fixed_sum(x: torch.Tensor, fraction_bits: int) -> torch.Tensor:
 
 
 def _block_amax(u: torch.Tensor, block_rows: int) -> torch.Tensor:
-    """(R, G, 16) -> (R, G): the largest magnitude of the 1x16 block, or of the block_rows x 16 block it lies in."""
+    """(R, G, B) -> (R, G): the largest magnitude of the 1x16 block, or of the block_rows x 16 block it lies in."""
     return _over_rows(u.abs().amax(dim=-1), block_rows, lambda rows: rows.amax(dim=-1))
 
 
@@ -211,18 +242,23 @@ def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _search(u: torch.Tensor, rounding: Rounding, round_scale, draw=None):
-    """The block scale and the element grid that fit u (R, G, 16) best: (q (R, G, 16), scale (R, G)), both float32.
+    """The block scale and the element grid that fit u (R, G, B) best: (q (R, G, B), scale (R, G)), both float32.
 
     round_scale: (wanted scale, block amax), float32 (R, G) -> float32 values that the scale may take;
     draw: candidate number -> uniforms like u. Each candidate of a stochastic rounding draws its own.
     """
     amax = _block_amax(u, rounding.block_rows)
+    if rounding.clip:
+        amax = u.std(dim=-1, correction=0) * rounding.clip
     base = _divide(amax, rounding.grid_max)
     best_q = best_scale = best_error = None
     for candidate, multiple in enumerate(rounding.candidates):
         scale = round_scale(base * multiple, amax)
         y = u * _reciprocal(scale).unsqueeze(-1)
-        q = stochastic_round_e2m1(y, draw(candidate)) if rounding.stochastic else round_e2m1(y)
+        if rounding.element == "e4m3":
+            q = y.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+        else:
+            q = stochastic_round_e2m1(y, draw(candidate)) if rounding.stochastic else round_e2m1(y)
         if len(rounding.candidates) == 1:
             return q, scale
         difference = q - y
@@ -246,12 +282,15 @@ def _divide(x: torch.Tensor, constant: float) -> torch.Tensor:
 
 
 def _round_block_scale(rounding: Rounding):
-    """RTN_E4M3, but the next larger scale where the block would be clipped.
+    """RTN_E4M3, but the next larger scale where the block would be clipped; for MX a power of two.
 
     In E4M3's normal range rounding lowers a scale by a factor 16/17 at most, and nothing is clipped: SR's values stay
     within 6 by its choice of s, nearest rounding takes everything below 7 to 6. Only subnormal scales can be too small
     (or zero), and a block with such a scale would lose its largest values, or all.
     """
+    if rounding.mx:
+        power_of_two = power_of_two_floor if rounding.mx == "floor" else power_of_two_ceil
+        return lambda wanted, amax: power_of_two(wanted).clamp(min=TENSOR_SCALE_MIN)
     limit = E2M1_MAX if rounding.stochastic else E2M1_OVERFLOW
 
     def round_scale(wanted: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
@@ -282,7 +321,9 @@ def quantize_reference(
     rht_stream: int = 0,
     per_token: bool = False,
 ) -> NVFP4Tensor:
-    """x (..., K), any float dtype, K % 16 == 0 -> NVFP4Tensor with `decoded` in float32. Checks nothing; no host sync.
+    """x (..., K), any float dtype, K a multiple of the block -> NVFP4Tensor with `decoded` in float32.
+
+    Checks nothing; no host sync.
 
     seed, stream:          the noise of SR
     rht_dim, rht_seed, rht_stream: rotate first (K % rht_dim == 0); rht_seed defaults to seed. MS-EDEN needs 128.
@@ -297,9 +338,15 @@ def quantize_reference(
     tensor_scale = _divide(amax, rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
     if rounding.ms_eden:
         tensor_scale = power_of_two_ceil(tensor_scale)
+    if rounding.mx:
+        tensor_scale = torch.full_like(tensor_scale, 1 / rounding.prescale)
 
     # Chunks of whole blocks of rows; the result does not depend on their size.
-    chunk = max(BLOCK, CHUNK // rows.shape[1] // BLOCK * BLOCK) if x.device.type == "cpu" else max(rows.shape[0], 1)
+    chunk = (
+        max(MX_BLOCK, CHUNK // rows.shape[1] // MX_BLOCK * MX_BLOCK)
+        if x.device.type == "cpu"
+        else max(rows.shape[0], 1)
+    )
     align = _align_post_hoc if rounding.ms_eden else _align_first
     parts = []
     for start in range(0, rows.shape[0], chunk):
@@ -308,8 +355,10 @@ def quantize_reference(
     q, pseudo_scales, correction = (torch.cat(p) if len(parts) > 1 else p[0] for p in zip(*parts))
     scales = _finish_scales(pseudo_scales, correction, rounding, tensor_scale, seed, stream)
     decoded = (q * scales.to(torch.float32).unsqueeze(-1)).flatten(-2)
+    q = q.flatten(-2)
+    codes = pack(encode_e2m1(q)) if rounding.element == "e2m1" else q.to(torch.float8_e4m3fn)
     return NVFP4Tensor(
-        codes=pack(encode_e2m1(q.flatten(-2))).view(*leading, -1),
+        codes=codes.view(*leading, -1),
         scales=scales.view(*leading, -1),
         tensor_scale=tensor_scale.view(*leading, 1) if per_token else tensor_scale,
         decoded=decoded.view(*leading, -1),
@@ -318,7 +367,7 @@ def quantize_reference(
 
 def _align_first(rows, rounding, tensor_scale, seed, stream, start):
     """Aligned with the known tensor_scale: (q, E4M3 scales in float32, no correction)."""
-    u = (rows * (1.0 / tensor_scale)).unflatten(-1, (-1, BLOCK))
+    u = (rows * (1.0 / tensor_scale)).unflatten(-1, (-1, rounding.block))
 
     def draw(candidate):
         return uniform_elements(seed, start * rows.shape[1], u.numel(), stream, candidate, u.device).view(u.shape)
@@ -356,6 +405,8 @@ def _eden_correction(u, q, scales):
 
 def _finish_scales(pseudo_scales, correction, rounding, tensor_scale, seed, stream):
     """Kernel two: aligns the pseudo-scales, corrects and rounds them; for the others they are E4M3 already."""
+    if rounding.mx:
+        return pseudo_scales.to(torch.float8_e8m0fnu)
     if not rounding.ms_eden:
         return round_e4m3(pseudo_scales)
     uniform = uniform_scales(seed, pseudo_scales.numel(), stream, pseudo_scales.device).view(pseudo_scales.shape)
@@ -377,18 +428,18 @@ def ms_eden_direct(x: torch.Tensor, rounding: Rounding, seed: torch.Tensor | int
 
 
 def quantize(x: torch.Tensor, rounding: str, seed: torch.Tensor | int = 0) -> NVFP4Tensor:
-    """Quantizes x (..., K) to NVFP4 along its last dimension with a rounding of ROUNDINGS (the paper's Table 1).
+    """Quantizes x (..., K) along its last dimension with a rounding of ROUNDINGS (the paper's Table 1): NVFP4, or MX.
 
     seed (an int, or an int64 tensor) determines rotation and rounding; the deterministic roundings ignore it.
     The ms_eden roundings return the operand in rotated space: it approximates rotate(x, seed).
-    Raises ValueError for an unknown rounding, an integer tensor, a K that is not a multiple of 16 (128 for ms_eden),
-    an empty tensor, and for values that are NaN or Inf in FP32, before or after the rotation.
+    Raises ValueError for an unknown rounding, an integer tensor, a K that is not a multiple of 16 (128 for ms_eden, 32
+    for MX), an empty tensor, and for values that are NaN or Inf in FP32, before or after the rotation.
     """
     spec = get_rounding(rounding)
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise ValueError(f"quantize: expected a floating-point tensor, got {kind}; convert it with .float()")
-    multiple = RHT_DIM if spec.ms_eden else BLOCK
+    multiple = RHT_DIM if spec.ms_eden else spec.block
     if x.dim() == 0 or x.numel() == 0 or x.shape[-1] % multiple:
         raise ValueError(
             f"quantize: shape {tuple(x.shape)} for {rounding!r}, expected a non-empty (..., K) with K a multiple of "

@@ -11,6 +11,9 @@ is taken, and for each GEMM whether both operands are rotated first (RHT along t
 for both, redrawn at every backward). In the backward pass input and weight are, by default, the values that the forward
 GEMM used (if it used 4-bit codes, those codes, dequantized): the gradients of the quantized forward, by the chain rule.
 
+Two more fields belong to single systems: a rotation of the forward GEMM that its gradients are rotated back from, and a
+mask on gradients where the forward's rounding is not to be trusted (estimators.py).
+
 To add a method, add a row to METHOD_TABLE.
 """
 
@@ -19,6 +22,8 @@ from dataclasses import dataclass, field, replace
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.quantizers import get_rounding
 
+RHT_DIMS = (0, 16, 32, 64, 128)
+MASKS = ("", "clipped", "uncertain")  # estimators.py
 NVIDIA_RHT_DIM = 16  # NVIDIA et al. (2025): rotate in blocks of 16, which fuse into any quantization kernel
 
 
@@ -72,9 +77,21 @@ class Recipe:
     output: Gemm = field(default_factory=Gemm)
     grad_input: Gemm = field(default_factory=Gemm)
     grad_weight: Gemm = field(default_factory=Gemm)
+    forward_rht_dim: int = (
+        0  # both operands of the layer rotated along in_features, signs fixed, gradients rotated back
+    )
+    mask: str = (
+        ""  # of MASKS: no gradient for elements of input and weight that the forward's rounding clips, or misses
+    )
     summary: str = ""
 
     def __post_init__(self) -> None:
+        if self.mask not in MASKS:
+            raise ValueError(f"recipe {self.name!r}: unknown mask {self.mask!r}; known: {', '.join(MASKS[1:])}")
+        if (self.mask or self.forward_rht_dim) and not (self.output.a.rounding and self.output.b.rounding):
+            raise ValueError(
+                f"recipe {self.name!r}: a mask or a forward rotation needs both operands of output rounded"
+            )
         for gemm_name in ("output", "grad_input", "grad_weight"):
             gemm = getattr(self, gemm_name)
             where = f"recipe {self.name!r}, {gemm_name}"
@@ -85,10 +102,22 @@ class Recipe:
                 )
             if any(r.ms_eden for r in roundings) and gemm.rht_dim != RHT_DIM:
                 raise ValueError(f"{where}: ms_eden works on rotated operands; set rht_dim={RHT_DIM} and quantize both")
+            kept = [o.rounding for o in (gemm.a, gemm.b) if o.rounding and (gemm_name == "output" or o.raw)]
+            if any(get_rounding(r).prescale != 1 for r in kept):
+                raise ValueError(
+                    f"{where}: a prescaled rounding is for operands of the backward GEMMs that are not raw"
+                )
             if gemm.a.raw or (gemm.b.raw and gemm_name == "output"):
                 raise ValueError(f"{where}: raw only means something for input and weight in the backward GEMMs")
-            if gemm.rht_dim not in (0, 16, 32, 64, 128):
-                raise ValueError(f"{where}: rht_dim is {gemm.rht_dim}, expected 0, 16, 32, 64 or 128")
+            if gemm.rht_dim not in RHT_DIMS or self.forward_rht_dim not in RHT_DIMS:
+                dim = gemm.rht_dim if gemm.rht_dim not in RHT_DIMS else self.forward_rht_dim
+                raise ValueError(f"{where}: rht_dim is {dim}, expected 0, 16, 32, 64 or 128")
+
+    @property
+    def block(self) -> int:
+        """What in_features and out_features must be multiples of."""
+        operands = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
+        return max([self.forward_rht_dim, *(get_rounding(r).block for r in operands if r)], default=0)
 
     @property
     def quantizes(self) -> bool:
@@ -111,7 +140,9 @@ class Recipe:
         return replace(self, grad_input=Gemm(), grad_weight=Gemm())
 
     def __str__(self) -> str:
-        return f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
+        text = f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
+        text += f"; forward RHT-{self.forward_rht_dim}" if self.forward_rht_dim else ""
+        return text + (f"; mask {self.mask}" if self.mask else "")
 
 
 def both(rounding: str, rht_dim: int = 0) -> Gemm:
@@ -186,7 +217,104 @@ def _rows() -> list[Recipe]:
     return rows
 
 
-METHOD_TABLE: dict[str, Recipe] = {recipe.name: recipe for recipe in _rows()}
+def _other_systems() -> list[Recipe]:
+    """What the sources compare with, and NVIDIA's recipe with one ingredient changed at a time."""
+    rtn, sr, unquantized = Operand("rtn"), Operand("sr"), Operand()
+    raw_rtn, square = Operand("rtn", raw=True), Operand("rtn_16x16")
+    nvidia_wgrad = Gemm(sr, raw_rtn, NVIDIA_RHT_DIM)
+
+    def nvidia(name: str, summary: str, **changes: Gemm) -> Recipe:
+        gemms = {"output": Gemm(rtn, square), "grad_input": Gemm(sr, unquantized), "grad_weight": nvidia_wgrad}
+        return Recipe(f"nvidia_{name}", **(gemms | changes), summary=f"nvidia {summary}")
+
+    mx, mx_sr, tseng_sr = "mxfp4", Operand("mxfp4_sr"), "mxfp4_sr_prescaled"
+    return [
+        nvidia(
+            "fixed_signs",
+            "with one sign vector for the whole run, as published",
+            grad_weight=replace(nvidia_wgrad, fixed_signs=True),
+        ),
+        nvidia(
+            "1d",
+            "without square weight blocks: 1x16, rounded again along the other dimension for dgrad",
+            output=both("rtn"),
+            grad_input=Gemm(sr, raw_rtn),
+        ),
+        nvidia("no_rht", "without the rotation in wgrad", grad_weight=Gemm(sr, raw_rtn)),
+        nvidia(
+            "no_sr",
+            "with gradients rounded to nearest",
+            grad_input=Gemm(rtn, unquantized),
+            grad_weight=Gemm(rtn, raw_rtn, NVIDIA_RHT_DIM),
+        ),
+        Recipe(
+            "mxfp4_nvidia",
+            output=Gemm(Operand(mx), Operand("mxfp4_32x32")),
+            grad_input=Gemm(mx_sr, unquantized),
+            grad_weight=Gemm(mx_sr, Operand(mx, raw=True), NVIDIA_RHT_DIM),
+            summary="nvidia in MXFP4: 32 values a scale, a power of two rounded up, 32x32 weight blocks",
+        ),
+        Recipe(
+            "quartet",
+            output=both("mxfp4_quest"),
+            grad_input=both(tseng_sr, 32),
+            grad_weight=both(tseng_sr, 32),
+            forward_rht_dim=32,
+            mask="clipped",
+            summary="Castro et al. (2025), Quartet: MXFP4, clipped by QuEST after a Hadamard rotation; SR and RHT-32",
+        ),
+        Recipe(
+            "tseng",
+            grad_input=both(tseng_sr, 64),
+            grad_weight=both(tseng_sr, 64),
+            summary="Tseng et al. (2025): BF16 forward; MXFP4 backward with SR and RHT-64",
+        ),
+        Recipe(
+            "chmiel",
+            output=both("rtn"),
+            grad_input=Gemm(sr, raw_rtn),
+            grad_weight=Gemm(sr, Operand("sr", raw=True)),
+            summary="Chmiel et al. (2025): NVFP4, RTN forward; SR of gradients, and of the input in wgrad; no rotation",
+        ),
+        Recipe(
+            "fp8",
+            output=both("mxfp8"),
+            grad_input=Gemm(Operand("mxfp8"), Operand("mxfp8", raw=True)),
+            grad_weight=Gemm(Operand("mxfp8"), Operand("mxfp8", raw=True)),
+            summary="the FP8 baseline: MXFP8, E4M3 for all operands, each from the unquantized tensor",
+        ),
+    ]
+
+
+def _variations() -> list[Recipe]:
+    """Parts of clover, to see what its gap is made of, and remedies for it."""
+    four_over_six, search, fp8 = "four_over_six", "scale_search", Operand("mxfp8")
+    eden, eden_search = both("ms_eden", RHT_DIM), both("ms_eden_search", RHT_DIM)
+    clover = {"output": both(four_over_six), "grad_input": eden, "grad_weight": eden}
+    x = weight = Operand(four_over_six)
+
+    def remedy(name: str, summary: str, **changes) -> Recipe:
+        return Recipe(f"clover_{name}", **(clover | changes), summary=f"clover {summary}")
+
+    return [
+        Recipe("clover_input", output=Gemm(x, Operand()), summary="clover's input in the forward, nothing else"),
+        Recipe("clover_weight", output=Gemm(Operand(), weight), summary="clover's weight in the forward, nothing else"),
+        remedy("search_forward", "with scale search in the forward alone", output=both(search)),
+        remedy(
+            "search_backward",
+            "with scale search in the backward alone",
+            grad_input=eden_search,
+            grad_weight=eden_search,
+        ),
+        remedy("masked", "without gradients where rounding misses by more than 1/2 of the scale", mask="uncertain"),
+        remedy("rotated", "with its forward rotated as well", forward_rht_dim=RHT_DIM),
+        remedy("fp8_input", "with the forward's input in FP8: 1/3 of the work in 8 bits", output=Gemm(fp8, weight)),
+        remedy("fp8_weight", "with the forward's weight in FP8: 1/3 of the work in 8 bits", output=Gemm(x, fp8)),
+        remedy("fp8_forward", "with its forward in FP8: 1/3 of the work in 8 bits", output=both("mxfp8")),
+    ]
+
+
+METHOD_TABLE: dict[str, Recipe] = {r.name: r for r in (*_rows(), *_other_systems(), *_variations())}
 ALIASES = {"quartet2": "clover"}  # the paper's public name
 
 
