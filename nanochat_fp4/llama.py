@@ -1,0 +1,241 @@
+"""
+The Llama-like family of the paper's Tables 3 and 4, beside nanochat's GPT: for Figures 1, 2 and 4.
+
+Llama 2's block (RMSNorm with weights, rotary positions, SwiGLU, no biases), untied embeddings, heads of 128, trained by
+AdamW with a cosine schedule. Sizes are named by their parameters without embeddings, which is also what a
+tokens-per-parameter ratio counts. What the paper does not say is taken from the code that it published: the width of
+the MLP (2/3 of 4 widths, rounded up to 256), the initialization (normal, std 0.02, and 0.02 / sqrt(2 layers) for what
+adds to the residual stream), betas of 0.9 and 0.95, no weight decay for embedding and norms, eps 1e-5 in the norms. Its
+cosine ends at a tenth here.
+
+The class has GPT's interface (gpt.py), so that the training script, the engine and the checkpoints take either one.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat_fp4 import flash_attention
+from nanochat_fp4.common import UserError, is_ddp_initialized
+from nanochat_fp4.cross_entropy import linear_cross_entropy
+from nanochat_fp4.gpt import ROTARY_BASE, ROTARY_FACTOR, apply_rotary_emb
+from nanochat_fp4.optim import AdamW
+
+NORM_EPS = 1e-5
+HIDDEN_MULTIPLE = 256
+INIT_STD = 0.02
+# linear_cross_entropy caps logits softly; at this cap one of 30 changes by 1e-6, less than FP32's rounding of the loss.
+NO_SOFTCAP = 1e5
+WEIGHT_DECAY, CLIP_NORM, WARMUP, FINAL_LR = 0.1, 1.0, 0.1, 0.1  # Table 4; the last one see above
+
+
+class Size(NamedTuple):
+    layers: int
+    width: int
+    heads: int
+    learning_rate: float
+
+
+# Table 3; tiny is not the paper's: for tests and CPUs.
+SIZES = {
+    "30M": Size(6, 640, 5, 0.0012),
+    "50M": Size(7, 768, 6, 0.0012),
+    "100M": Size(8, 1024, 8, 0.0009),
+    "200M": Size(10, 1280, 10, 0.00072),
+    "tiny": Size(2, 128, 1, 0.003),
+}
+
+
+@dataclass
+class LlamaConfig:
+    sequence_len: int = 512
+    vocab_size: int = 32768
+    n_layer: int = 6
+    n_head: int = 5
+    n_kv_head: int = 5
+    n_embd: int = 640
+    family: str = "llama"
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def hidden(self) -> int:
+        """Width of the MLP."""
+        return -(-(8 * self.n_embd // 3) // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
+
+
+def config_from_size(size: str, vocab_size: int, sequence_len: int = 512) -> LlamaConfig:
+    """Raises UserError for a size that is not in the table."""
+    if size not in SIZES:
+        raise UserError(f"--llama={size!r} is not a size of the family; use one of {', '.join(SIZES)}")
+    layers, width, heads, _ = SIZES[size]
+    return LlamaConfig(sequence_len, vocab_size, layers, heads, heads, width)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, statistics in FP32, result in x's dtype."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return (F.rms_norm(x.float(), (x.size(-1),), eps=NORM_EPS) * self.weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx, self.n_head = layer_idx, config.n_head
+        for name in ("c_q", "c_k", "c_v", "c_proj"):
+            setattr(self, name, nn.Linear(config.n_embd, config.n_embd, bias=False))
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Any) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (self.n_head, -1)) for linear in (self.c_q, self.c_k, self.c_v))
+        q, k = (apply_rotary_emb(t.float(), *cos_sin).to(v.dtype) for t in (q, k))
+        if kv_cache is None:
+            y = flash_attention.flash_attn_func(q, k, v, causal=True)
+        else:
+            k_cache, v_cache = kv_cache.get_layer_cache(self.layer_idx)
+            y = flash_attention.flash_attn_with_kvcache(
+                q, k_cache, v_cache, k=k, v=v, cache_seqlens=kv_cache.cache_seqlens, position=kv_cache.get_pos()
+            )
+            if self.layer_idx == kv_cache.n_layers - 1:
+                kv_cache.advance(q.size(1))
+        return self.c_proj(y.flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.c_gate = nn.Linear(config.n_embd, config.hidden, bias=False)
+        self.c_fc = nn.Linear(config.n_embd, config.hidden, bias=False)
+        self.c_proj = nn.Linear(config.hidden, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.silu(self.c_gate(x)) * self.c_fc(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig, layer_idx: int):
+        super().__init__()
+        self.ln_1, self.attn = RMSNorm(config.n_embd), Attention(config, layer_idx)
+        self.ln_2, self.mlp = RMSNorm(config.n_embd), MLP(config)
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Any) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cos_sin, kv_cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Llama(nn.Module):
+    """Built as gpt.GPT is: on the meta device, to_empty, init_weights."""
+
+    def __init__(self, config: LlamaConfig, pad_vocab_size_to: int = 64):
+        super().__init__()
+        self.config = config
+        padded_vocab_size = -(-config.vocab_size // pad_vocab_size_to) * pad_vocab_size_to
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(padded_vocab_size, config.n_embd),
+                "h": nn.ModuleList([Block(config, i) for i in range(config.n_layer)]),
+                "ln_f": RMSNorm(config.n_embd),
+            }
+        )
+        self.lm_head = nn.Linear(config.n_embd, padded_vocab_size, bias=False)
+        self.rotary_seq_len = config.sequence_len * ROTARY_FACTOR
+        for name, table in zip(("cos", "sin"), self._rotary_tables()):
+            self.register_buffer(name, table, persistent=False)
+
+    def _rotary_tables(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of position * base^(-2i / head_dim), each (1, positions, 1, head_dim / 2), FP32."""
+        device = self.get_device()
+        exponent = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device=device) / self.config.head_dim
+        position = torch.arange(self.rotary_seq_len, dtype=torch.float32, device=device)
+        angle = torch.outer(position, 1.0 / ROTARY_BASE**exponent)[None, :, None, :]
+        return angle.cos(), angle.sin()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draws all weights from torch's default generator."""
+        for name, p in self.named_parameters():
+            if p.ndim < 2:
+                nn.init.ones_(p)
+                continue
+            depth_scale = (2 * self.config.n_layer) ** -0.5 if name.endswith("c_proj.weight") else 1.0
+            nn.init.normal_(p, std=INIT_STD * depth_scale)
+        self.cos, self.sin = self._rotary_tables()
+        if self.get_device().type != "meta":
+            flash_attention.setup(self.get_device().type)
+
+    def get_device(self) -> torch.device:
+        return self.transformer.wte.weight.device
+
+    def num_scaling_params(self) -> int:
+        """Parameters of the blocks: the N of the paper's tokens-per-parameter ratios."""
+        return sum(p.numel() for p in self.transformer.h.parameters())
+
+    def estimate_flops(self) -> int:
+        """Per token of training, as gpt.GPT.estimate_flops counts: 6 a matrix weight, and attention."""
+        matrix_weights = self.num_scaling_params() + self.lm_head.weight.numel()
+        return 6 * matrix_weights + 12 * self.config.n_layer * self.config.n_embd * self.config.sequence_len
+
+    def setup_optimizers(self, lr: float) -> list[torch.optim.Optimizer]:
+        """[AdamW], with weight decay for the matrices of blocks and head; groups remember their rate as initial_lr."""
+        decayed = [p for n, p in self.named_parameters() if p.ndim == 2 and "wte" not in n]
+        others = [p for n, p in self.named_parameters() if p.ndim < 2 or "wte" in n]
+        groups = [dict(params=decayed, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
+        adamw = AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+        for group in adamw.param_groups:
+            group["initial_lr"] = group["lr"]
+        return [adamw]
+
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, kv_cache: Any = None, loss_reduction: str = "mean"
+    ) -> Tensor:
+        """idx (B, T) -> logits (B, T, vocab_size) FP32, or the loss in nats: see gpt.GPT.forward."""
+        start = 0 if kv_cache is None else kv_cache.get_pos()
+        end = start + idx.size(1)
+        if end > self.rotary_seq_len:
+            raise ValueError(f"position {end} is beyond the {self.rotary_seq_len} of this model; shorten the input")
+        cos_sin = self.cos[:, start:end], self.sin[:, start:end]
+        x = self.transformer.wte(idx)
+        for block in self.transformer.h:
+            x = block(x, cos_sin, kv_cache)
+        x = self.transformer.ln_f(x)
+        if targets is not None:
+            weight, vocab_size = self.lm_head.weight, self.config.vocab_size
+            return linear_cross_entropy(x, weight, targets, vocab_size, NO_SOFTCAP, loss_reduction)
+        return self.lm_head(x)[..., : self.config.vocab_size].float()
+
+
+def lr_multiplier(step: int, num_iterations: int) -> float:
+    """Linear warm-up over the first tenth, then a cosine down to a tenth of the rate."""
+    warmup = round(WARMUP * num_iterations)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, num_iterations - warmup)
+    return FINAL_LR + (1 - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module) -> Tensor:
+    """Averages the gradients over the ranks and scales them to a norm of at most CLIP_NORM, in place; the norm, ()."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    if is_ddp_initialized():  # before clipping, which is not linear; the optimizer's own average changes nothing then
+        for grad in grads:
+            dist.all_reduce(grad)
+            grad /= dist.get_world_size()
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in grads]))
+    scale = (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(scale)
+    return norm

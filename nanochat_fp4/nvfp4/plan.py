@@ -1,0 +1,116 @@
+"""Which method each layer computes with at each point of a run: one method, or changes in time and between layers.
+
+    MethodPlan.parse("clover", layers="*.c_fc=fp8", phases="0.85=bf16")
+
+computes with clover, the MLP's first layers with fp8, and from 85% of the steps on everything in BF16. That is enough
+for a late switch of both passes (0.85=bf16) or of the forward alone (0.85=fig1e_ms_eden, whose row quantizes only the
+backward), for a warm-up (bf16 with phases 0.1=clover), and to quantize one kind of layer or one phase alone.
+"""
+
+import fnmatch
+from dataclasses import dataclass
+
+from torch import nn
+
+from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.quantizers import get_rounding
+from nanochat_fp4.nvfp4.recipes import Recipe, get_recipe
+
+
+def _pairs(text: str, what: str, form: str) -> list[tuple[str, Recipe]]:
+    pairs = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, method = item.partition("=")
+        if not (key and equals and method):
+            raise ValueError(f"{what}: {item!r} is not of the form {form}")
+        pairs.append((key.strip(), get_recipe(method.strip())))
+    return pairs
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """method: of the whole run, unless a phase or a layer says more. layers: (glob pattern of names, method), the first
+    that fits counts. phases: (fraction of the steps, the method from there on), in order. While the method of a phase
+    quantizes nothing, so do all layers."""
+
+    method: Recipe
+    layers: tuple[tuple[str, Recipe], ...] = ()
+    phases: tuple[tuple[float, Recipe], ...] = ()
+
+    @classmethod
+    def parse(cls, method: str | Recipe, layers: str = "", phases: str = "") -> "MethodPlan":
+        """layers: "pattern=method,...", phases: "fraction=method,...". Raises ValueError, in one line."""
+        steps = []
+        for key, recipe in _pairs(phases, "phases", "fraction=method"):
+            try:
+                fraction = float(key)
+            except ValueError:
+                fraction = -1.0
+            if not 0 <= fraction <= 1 or (steps and fraction <= steps[-1][0]):
+                raise ValueError(
+                    f"phases: {key!r} is no fraction of the steps, from 0 to 1 and rising; write 0.85=bf16"
+                )
+            steps.append((fraction, recipe))
+        return cls(get_recipe(method), tuple(_pairs(layers, "layers", "pattern=method")), tuple(steps))
+
+    def at(self, progress: float) -> Recipe:
+        """The method of the phase that `progress` (0 to 1) is in."""
+        current = self.method
+        for fraction, recipe in self.phases:
+            if progress >= fraction:
+                current = recipe
+        return current
+
+    def of_layer(self, name: str, progress: float) -> Recipe:
+        current = self.at(progress)
+        if current.quantizes or not self.method.quantizes:
+            for pattern, recipe in self.layers:
+                if fnmatch.fnmatchcase(name, pattern):
+                    return recipe
+        return current
+
+    def apply(self, model: nn.Module, progress: float) -> bool:
+        """Gives each QuantLinear of the model its recipe; whether one changed (compiled code is then out of date).
+
+        Raises ValueError for a pattern that matches no layer, and for a layer that its recipe does not fit.
+        """
+        layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+        for pattern, _ in self.layers:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in layers):
+                raise ValueError(f"layers: {pattern!r} matches no layer; there are: {', '.join(list(layers)[:6])}, ...")
+        changed = False
+        for name, layer in layers.items():
+            recipe = self.of_layer(name, progress)
+            if layer.recipe != recipe:
+                layer.set_recipe(recipe)
+                changed = True
+        return changed
+
+    def work(self, model: nn.Module) -> dict[int, float]:
+        """Shares of the multiply-adds of all steps in 4, 8 and 16 bits, the wider operand of a GEMM counting: {4: ...}.
+
+        That is what a machine with tensor cores for each format would run; of the quantized layers alone.
+        """
+        edges = [0.0, *[fraction for fraction, _ in self.phases], 1.0]
+        shares = {4: 0.0, 8: 0.0, 16: 0.0}
+        for start, end in zip(edges, edges[1:]):
+            for name, layer in model.named_modules():
+                if isinstance(layer, QuantLinear):
+                    for bits in gemm_bits(self.of_layer(name, start)):
+                        shares[bits] += (end - start) * layer.weight.numel()
+        total = sum(shares.values())
+        return {bits: share / total for bits, share in shares.items()} if total else shares
+
+
+def gemm_bits(recipe: Recipe) -> tuple[int, int, int]:
+    """Bits of the wider operand of output, grad_input and grad_weight: 4, 8, or 16 where one is not quantized."""
+
+    def bits(rounding: str | None) -> int:
+        return 16 if rounding is None else 4 if get_rounding(rounding).element == "e2m1" else 8
+
+    def wider(gemm, kept: str | None) -> int:
+        return max(bits(gemm.a.rounding), bits(gemm.b.rounding or (None if gemm.b.raw else kept)))
+
+    output = max(bits(recipe.output.a.rounding), bits(recipe.output.b.rounding))
+    grad_input = wider(recipe.grad_input, recipe.output.b.rounding)
+    return output, grad_input, wider(recipe.grad_weight, recipe.output.a.rounding)
