@@ -17,21 +17,21 @@ from nanochat_fp4.nvfp4.format import NVFP4Tensor, swizzle_scales, unswizzle_sca
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-UNROTATED = [name for name, rounding in ROUNDINGS.items() if not rounding.ms_eden and name != "scale_search"]
+UNROTATED = [name for name, r in ROUNDINGS.items() if not r.ms_eden and not r.mx and name != "scale_search"]
 DTYPES = [torch.float32, torch.bfloat16]
 SEED, STREAM = 5, 3
 
 
-def kernel(x, name, amax_of=None, seed=SEED, want_decoded=True) -> NVFP4Tensor:
+def kernel(x, name, amax_of=None, seed=SEED, want_decoded=True, per_token=False) -> NVFP4Tensor:
     r = ROUNDINGS[name]
-    constants = (r.grid_max, r.scale_cap, list(r.candidates), r.stochastic, r.block_rows, want_decoded)
+    constants = (r.grid_max, r.scale_cap, list(r.candidates), r.stochastic, r.block_rows, want_decoded, per_token)
     out = quantize(x.to(DEVICE), amax_of, torch.tensor(seed, device=DEVICE), STREAM, *constants)
     return NVFP4Tensor(*(t.cpu() for t in out))
 
 
-def assert_as_reference(label, x, name, seed=SEED) -> NVFP4Tensor:
-    got = kernel(x, name, seed=seed)
-    want = quantize_reference(x, ROUNDINGS[name], seed=seed, stream=STREAM)
+def assert_as_reference(label, x, name, seed=SEED, per_token=False) -> NVFP4Tensor:
+    got = kernel(x, name, seed=seed, per_token=per_token)
+    want = quantize_reference(x, ROUNDINGS[name], seed=seed, stream=STREAM, per_token=per_token)
     assert_same_bits(f"{label}: tensor_scale", got.tensor_scale, want.tensor_scale)
     assert_same_bits(f"{label}: scales", got.scales, want.scales)
     assert_same_bits(f"{label}: codes", got.codes, want.codes)
@@ -88,6 +88,25 @@ def test_ties(name):
     x = ties()
     assert torch.equal(x.bfloat16().float(), x)
     assert_as_reference(name, x.bfloat16(), name)
+
+
+@pytest.mark.parametrize("name", ["rtn", "four_over_six", "scale_search", "sr"])
+def test_a_tensor_scale_per_token(name):
+    """As generation wants it: rows of very different magnitudes, of zeros, and one with a NaN, which stays alone."""
+    shapes = [(33, 64), (1, 144)] + ([(4, 4096), (513, 528)] if DEVICE.type == "cuda" else [])
+    for shape in shapes:
+        x = uneven(*shape) * torch.logspace(-10, 10, shape[0]).unsqueeze(1)
+        got = assert_as_reference(f"{name} {shape}", x, name, per_token=True)
+        assert got.tensor_scale.shape == (shape[0], 1)
+        assert_as_reference(f"{name} {shape} BF16", x.bfloat16(), name, per_token=True)
+    x = torch.randn(3, 32)
+    x[1, 5] = float("nan")
+    assert kernel(x, name, per_token=True).tensor_scale.isfinite().flatten().tolist() == [True, False, True]
+
+
+def test_a_tensor_scale_per_token_of_square_blocks_is_refused():
+    with pytest.raises(ValueError, match="blocks of 16 rows"):
+        kernel(torch.randn(32, 32), "rtn_16x16", per_token=True)
 
 
 @pytest.mark.parametrize("name", ["four_over_six", "sr", "rtn_16x16"])

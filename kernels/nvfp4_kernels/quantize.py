@@ -96,14 +96,19 @@ def quantize_kernel(
     CANDIDATES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     DECODE: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
     NB: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
 ):
-    """PER_PROGRAM times NB blocks of 16 contiguous elements a program. x may be FP32 or BF16; scales are E4M3 bytes."""
-    tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, False)
-    if tl.program_id(0) == 0:
-        tl.store(tensor_scale_ptr, tensor_scale)
-    inverse_tensor_scale = tl.math.div_rn(1.0, tensor_scale)
+    """PER_PROGRAM times NB blocks of 16 contiguous elements a program. x may be FP32 or BF16; scales are E4M3 bytes.
+
+    PER_TOKEN: an amax and a tensor_scale for each row of `columns` elements.
+    """
+    if not PER_TOKEN:
+        tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, False)
+        if tl.program_id(0) == 0:
+            tl.store(tensor_scale_ptr, tensor_scale)
+        inverse_tensor_scale = tl.math.div_rn(1.0, tensor_scale)
 
     seed = 0
     if STOCHASTIC:
@@ -114,8 +119,16 @@ def quantize_kernel(
         element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
         x = tl.load(x_ptr + element, mask=mask[:, None], other=0.0).to(tl.float32)
 
+        if PER_TOKEN:
+            row = block // (columns // 16)
+            row_amax = m.from_bits(tl.load(amax_ptr + row, mask=mask, other=0))
+            row_scale = m.tensor_scale_of(row_amax, DIVISOR, False)
+            tl.store(tensor_scale_ptr + row, row_scale, mask=mask & (block % (columns // 16) == 0))
+            inverse_tensor_scale = tl.math.div_rn(1.0, row_scale)
+            u = x * inverse_tensor_scale[:, None]
+        else:
+            u = x * inverse_tensor_scale
         amax = tl.max(tl.abs(x), axis=1) * inverse_tensor_scale
-        u = x * inverse_tensor_scale
         noise_index = block[:, None] * 2 + tl.arange(0, 2)[None, :]
         q, scale = fit_blocks(u, amax, seed, noise_index, stream, GRID_MAX, CANDIDATES, STOCHASTIC, False, NB, 16)
 
@@ -143,6 +156,7 @@ def quantize_16x16_kernel(
     CANDIDATES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     DECODE: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
     NB: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
 ):
@@ -203,7 +217,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 @operator(
     "quantize(Tensor x, Tensor? amax, Tensor? seed, int stream, float grid_max, float scale_cap, float[] candidates, "
-    "bool stochastic, int block_rows, bool decode) -> (Tensor, Tensor, Tensor, Tensor)"
+    "bool stochastic, int block_rows, bool decode, bool per_token=False) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def quantize(
     x: torch.Tensor,
@@ -216,18 +230,26 @@ def quantize(
     stochastic: bool,
     block_rows: int,
     decode: bool,
+    per_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x (R, K) FP32 or BF16, K % 16 == 0, amax float32 () or None to find it first ->
     codes uint8 (R, K/2), scales float8_e4m3fn (R, K/16), tensor_scale float32 (), decoded BF16 (R, K), or (0,) without.
 
+    per_token: a tensor_scale for each row, (R, 1), so that no row depends on another; amax float32 (R,) or None.
     The other arguments are the fields of quantizers.Rounding. Raises ValueError for shapes and dtypes it cannot take.
     """
     _check(x, block_rows)
+    if per_token and block_rows != 1:
+        raise ValueError("nvfp4::quantize: blocks of 16 rows cannot have a tensor_scale per token")
     x = x.contiguous()
     rows, columns = x.shape
+    if amax is None:
+        amax = x.abs().amax(-1).float().view(torch.int32) if per_token else _amax_bits(x)
+    else:
+        amax = amax.view(torch.int32)
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
     scales = torch.empty(rows, columns // 16, dtype=torch.uint8, device=x.device)
-    tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
+    tensor_scale = torch.empty((rows, 1) if per_token else (), dtype=torch.float32, device=x.device)
     decoded = torch.empty((rows, columns) if decode else (0,), dtype=torch.bfloat16, device=x.device)
     blocks = rows * columns // 16
     if block_rows == 1:
@@ -238,7 +260,7 @@ def quantize(
         programs = triton.cdiv(triton.cdiv(rows, 16) * (columns // 16), nb)
     kernel[(programs,)](
         x,
-        _amax_bits(x) if amax is None else amax.view(torch.int32),
+        amax,
         x if seed is None else seed,
         codes,
         scales,
@@ -252,6 +274,7 @@ def quantize(
         CANDIDATES=tuple(candidates),
         STOCHASTIC=stochastic,
         DECODE=decode,
+        PER_TOKEN=per_token,
         NB=nb,
         PER_PROGRAM=per_program,
         num_warps=4,
@@ -261,12 +284,12 @@ def quantize(
 
 
 @quantize.register_fake
-def _(x, amax, seed, stream, grid_max, scale_cap, candidates, stochastic, block_rows, decode):
+def _(x, amax, seed, stream, grid_max, scale_cap, candidates, stochastic, block_rows, decode, per_token=False):
     rows, columns = x.shape
     return (
         x.new_empty(rows, columns // 2, dtype=torch.uint8),
         x.new_empty(rows, columns // 16, dtype=torch.float8_e4m3fn),
-        x.new_empty((), dtype=torch.float32),
+        x.new_empty((rows, 1) if per_token else (), dtype=torch.float32),
         x.new_empty((rows, columns) if decode else (0,), dtype=torch.bfloat16),
     )
 

@@ -115,7 +115,7 @@ def quantize_operand(
         return _transposed(value) if transpose else value
     spec = get_rounding(rounding)
     device = value.codes.device if isinstance(value, NVFP4Tensor) else value.device
-    if use_kernels(device) and not per_token and not spec.mx:
+    if use_kernels(device) and not spec.mx and not (per_token and (rht_dim or spec.block_rows > 1)):
         if rht_dim and not (isinstance(value, NVFP4Tensor) and not transpose):
             arguments = {"rounding": rounding, "stream": stream, "rht_dim": rht_dim, "rht_stream": rht_stream}
             arguments |= {"seed": seed, "rht_seed": rht_seed}
@@ -123,7 +123,7 @@ def quantize_operand(
             emulated = not keep_codes and native.implementation(device.type) is None
             return _rotate_quantize(value, row, col, emulated)[1 if transpose else 0]
         if not rht_dim:
-            return _quantize_rows(_contracted_last(value, transpose, BLOCK), spec, seed, stream)
+            return _quantize_rows(_contracted_last(value, transpose, BLOCK), spec, seed, stream, per_token)
     t = quantize_reference(
         _contracted_last(value, transpose, max(rht_dim, spec.block)),
         spec,
@@ -172,12 +172,14 @@ def _contracted_last(value: Value, transpose: bool, multiple: int) -> torch.Tens
     return torch.nn.functional.pad(x, (0, missing)) if missing else x  # pad copies even where it adds nothing
 
 
-def _quantize_rows(x: torch.Tensor, spec: Rounding, seed: torch.Tensor | None, stream: int) -> NVFP4Tensor:
+def _quantize_rows(
+    x: torch.Tensor, spec: Rounding, seed: torch.Tensor | None, stream: int, per_token: bool
+) -> NVFP4Tensor:
     from nvfp4_kernels.quantize import quantize
 
     constants = (spec.grid_max, spec.scale_cap, list(spec.candidates), spec.stochastic, spec.block_rows)
-    decode = native.implementation(x.device.type) is None
-    codes, scales, tensor_scale, decoded = quantize(x, None, seed, stream, *constants, decode)
+    decode = per_token or native.implementation(x.device.type) is None
+    codes, scales, tensor_scale, decoded = quantize(x, None, seed, stream, *constants, decode, per_token)
     return NVFP4Tensor(codes, scales, tensor_scale, decoded if decode else None)
 
 
