@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4 import llama
 from nanochat_fp4.checkpoint_manager import (
     check_model_fits,
     check_model_tag,
@@ -50,6 +51,7 @@ from nanochat_fp4.common import (
     get_peak_flops,
     is_out_of_memory,
     one_line,
+    parse_finite,
     print0,
     run_main,
     seed_everything,
@@ -63,6 +65,7 @@ from nanochat_fp4.dataset import ensure_data
 from nanochat_fp4.doctor import probe
 from nanochat_fp4.gpt import GPT, autocast, config_from_depth
 from nanochat_fp4.loss_eval import evaluate_bpb
+from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.report import get_report
 from nanochat_fp4.tokenizer import get_token_bytes, get_tokenizer
 from nanochat_fp4.training import (
@@ -87,7 +90,6 @@ from nanochat_fp4.training import (
     muon_momentum,
     name_nonfinite,
     parse_device_batch_size,
-    parse_finite,
     plan_accumulation,
     preserved_rng,
     resolve_method,
@@ -100,6 +102,7 @@ from nanochat_fp4.training import (
 
 REFERENCE_BATCH_SIZE = 2**19  # tokens; nanochat's learning rates are tuned for it
 REFERENCE_DEPTH = 12  # and its weight decay for this
+METHOD_CHANGES = ("layer_methods", "method_phases")
 MAX_STEPS = 10**9  # more is a slip of the finger
 
 
@@ -133,6 +136,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     # Quantization
     add("--method", default=None, help=f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}")
     add(
+        "--layer-methods",
+        default="",
+        help="methods of single layers, 'pattern=method,...', for example '*.c_fc=fp8'",
+    )
+    add(
+        "--method-phases",
+        default="",
+        help="changes of the method in the course of the run, 'fraction of the steps=method,...': '0.85=bf16'",
+    )
+    add(
         "--telemetry-every",
         type=int,
         default=-1,
@@ -147,6 +160,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--window-pattern",
         default="SSSL",
         help="sliding window pattern tiled across layers: L=full, S=half context (e.g. 'SSL')",
+    )
+    add(
+        "--llama",
+        default="",
+        help=f"instead of nanochat's GPT one of the paper's Llama-like models ({', '.join(llama.SIZES)}), with its "
+        "optimizer, rates and schedule; the paper has --max-seq-len=512 --total-batch-size=262144",
     )
     # Training horizon (only one used, in order of precedence)
     add("--num-iterations", type=int, default=-1, help="explicit number of optimization steps (-1 = disable)")
@@ -288,8 +307,10 @@ def train(
         args.depth, tokenizer.get_vocab_size(), args.max_seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
     )
     check_model_fits(config, device)
+    if args.llama:
+        config = llama.config_from_size(args.llama, tokenizer.get_vocab_size(), args.max_seq_len)
     with torch.device("meta"):
-        model = GPT(config)
+        model = llama.Llama(config) if args.llama else GPT(config)
     model.to_empty(device=device)
     model.init_weights()
     num_params, flops_per_token = model.num_scaling_params(), model.estimate_flops()
@@ -302,11 +323,12 @@ def train(
         "seed": args.seed,
         "tokenizer": tokenizer.fingerprint(),
     }
+    run_config |= {k: getattr(args, k) for k in METHOD_CHANGES if getattr(args, k)}
     tunable = {k: v for k, v in vars(args).items() if k.endswith(("_lr", "_decay", "_beta1", "_beta2", "_frac"))}
     tunable |= {"warmup_ratio": args.warmup_ratio, "warmdown_ratio": args.warmdown_ratio}
     tunable |= {"num_iterations": num_iterations, "data_dir": str(data_dir)}
     # Two runs with the same key differ in the method only (or in how they are spread over devices).
-    comparable = {k: v for k, v in (run_config | tunable).items() if k not in ("method", "world_size")}
+    comparable = {k: v for k, v in (run_config | tunable).items() if k not in ("method", "world_size", *METHOD_CHANGES)}
     config_key = hashlib.sha256(json.dumps(comparable, sort_keys=True).encode()).hexdigest()[:12]
 
     # Before --overwrite deletes anything
@@ -316,7 +338,8 @@ def train(
 
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoint to go on from
-    model_tag = args.model_tag or default_model_tag(args.depth, method)
+    default_tag = f"llama-{args.llama}_{method}" if args.llama else default_model_tag(args.depth, method)
+    model_tag = args.model_tag or default_tag
     checkpoint_dir = Path(get_base_dir()) / "base_checkpoints" / model_tag
     step = find_resume_step(args, checkpoint_dir, rank)
     metrics = MetricsLog(checkpoint_dir, enabled=master)
@@ -331,6 +354,8 @@ def train(
     metrics.rewind(step)
 
     nf.convert(model, method)
+    plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
+    plan.apply(model, step / num_iterations)
     raw_model = model  # for state dicts and whatever changes shape from call to call
     seed_everything(args.seed, rank)  # from here on each rank draws its own rotations and noise
 
@@ -370,6 +395,7 @@ def train(
     if method != "bf16":
         backend += f"; {probe(device, method)}"  # a silent fault of kernels or GEMMs ends the run here
     total_tokens = args.total_batch_size * num_iterations
+    work = plan.work(raw_model)
     print0(f"Training {model_tag}:")
     announce(
         {
@@ -379,6 +405,7 @@ def train(
             f"{total_tokens / num_params:.2f} per parameter, {flops_per_token * total_tokens:.2e} FLOPs",
             "batch": f"{device_batch_size} x {args.max_seq_len} tokens, {world_size} process(es), "
             f"{grad_accum_steps} micro-batch(es) a step",
+            "GEMM work": ", ".join(f"{100 * share:.1f}% in {bits} bits" for bits, share in work.items() if share),
             "backend": backend,
             "output": checkpoint_dir,
         }
@@ -388,15 +415,17 @@ def train(
     # Optimizers: learning rates are for batches of 2^19 tokens, the weight decay is for depth 12
     batch_lr_scale = (args.total_batch_size / REFERENCE_BATCH_SIZE) ** 0.5
     weight_decay = args.weight_decay * (REFERENCE_DEPTH / args.depth) ** 2
-    optimizers = raw_model.setup_optimizers(
-        unembedding_lr=args.unembedding_lr * batch_lr_scale,
-        embedding_lr=args.embedding_lr * batch_lr_scale,
-        matrix_lr=args.matrix_lr * batch_lr_scale,
-        weight_decay=weight_decay,
-        adam_betas=(args.adam_beta1, args.adam_beta2),
-        scalar_lr=args.scalar_lr * batch_lr_scale,
-    )
-    muon = optimizers[-1]
+    hyperparameters = {
+        "unembedding_lr": args.unembedding_lr * batch_lr_scale,
+        "embedding_lr": args.embedding_lr * batch_lr_scale,
+        "matrix_lr": args.matrix_lr * batch_lr_scale,
+        "weight_decay": weight_decay,
+        "adam_betas": (args.adam_beta1, args.adam_beta2),
+        "scalar_lr": args.scalar_lr * batch_lr_scale,
+    }
+    if args.llama:
+        hyperparameters = {"lr": llama.SIZES[args.llama].learning_rate}
+    optimizers = raw_model.setup_optimizers(**hyperparameters)
 
     # ------------------------------------------------------------------------------------------------------------------
     # State of the loop: new, or as it was
@@ -435,7 +464,7 @@ def train(
     wandb_run = setup_wandb(args.run, "nanochat", user_config)
     metrics.append(
         "start", step, method=method, num_iterations=num_iterations, total_batch_size=args.total_batch_size,
-        num_params=num_params, config_key=config_key, backend=backend, world_size=world_size,
+        num_params=num_params, gemm_work=work, config_key=config_key, backend=backend, world_size=world_size,
         device_batch_size=device_batch_size, config=user_config, environment=environment_info() if master else None,
     )  # fmt: skip
 
@@ -576,6 +605,10 @@ def train(
         if last_step or stopping:
             break
 
+        if plan.apply(raw_model, step / num_iterations):
+            progress.write(f"step {step:05d} | from here on {plan.at(step / num_iterations)}")
+            if compiled:
+                torch._dynamo.reset()  # recipes are constants of compiled code
         synchronize()
         t0 = time.monotonic()
         rng_before, loader_before = get_rng_state(device), loader_state
@@ -590,16 +623,18 @@ def train(
                 (loss / grad_accum_steps).backward()  # gradients add up, so each micro-batch counts with its share
                 loader_state = next_loader_state
                 x, y, next_loader_state = next(loader)  # made on the CPU while the GPU works
-            grad_norm = gradient_norm(raw_model)
+            grad_norm = llama.clip_gradients(raw_model) if args.llama else gradient_norm(raw_model)
             step_loss = torch.stack(losses).mean()
             bad = ~(torch.isfinite(step_loss) & torch.isfinite(grad_norm))
             step_loss, any_bad = mean_over_ranks(torch.stack([step_loss, bad.float()])).tolist()
             if any_bad == 0:
                 lrm = lr_multiplier(step, num_iterations, args.warmup_ratio, args.warmdown_ratio, args.final_lr_frac)
+                if args.llama:
+                    lrm = llama.lr_multiplier(step, num_iterations)
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
                         group["lr"] = group["initial_lr"] * lrm
-                for group in muon.param_groups:
+                for group in () if args.llama else optimizers[-1].param_groups:
                     group["momentum"] = muon_momentum(step)
                     group["weight_decay"] = weight_decay_at(step, num_iterations, weight_decay)
                 for optimizer in optimizers:
