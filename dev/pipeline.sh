@@ -29,6 +29,20 @@ choose() {
     done
 }
 
+# What the small models that a CPU trains have in common. base_train lowers learning rates by sqrt(batch / 2^19), which is
+# too careful for a few hundred steps; these are nanochat's, with that undone.
+choose_for_a_cpu() {
+    choose HEAD_DIM=64 SEQ_LEN=256 WINDOW_PATTERN=L VOCAB_SIZE=4096 \
+        DATA_RATIO=-1 TOTAL_BATCH=2048 DEVICE_BATCH=8 SEED=42 \
+        MATRIX_LR=0.32 EMBEDDING_LR=4.8 UNEMBEDDING_LR=0.064 \
+        NUM_SHARDS=2 TOK_SHARDS=2 TOK_CHARS=10000000 \
+        EVAL_EVERY=40 EVAL_TOKENS=16384 SAMPLE_EVERY=-1 CORE_EVERY=-1 SAVE_EVERY=20 \
+        EVAL_BATCH=8 SPLIT_TOKENS=65536 \
+        MID_ARGS="--data=local --device-batch-size=8 --total-batch-size=2048 --eval-tokens=8192 --num-iterations=60" \
+        SFT_ARGS="--data=local --num-iterations=20 --eval-steps=4 --eval-metrics-every=-1" \
+        EVAL_ARGS="--task-name=local --max-problems=32 --max-new-tokens=32"
+}
+
 say() {
     echo
     echo "== $*"

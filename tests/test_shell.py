@@ -60,6 +60,8 @@ def test_plan_on_a_cpu(environment):
     assert re.search(r"methods +clover ", done.stdout) and "no GPU" in done.stdout
     assert int(shown["DEPTH"]) <= 8 and int(shown["VOCAB_SIZE"]) <= 8192  # a small model
     assert not list((Path(environment["NANOCHAT_BASE_DIR"])).glob("base_checkpoints"))  # nothing was started
+    deeper = plan(bash("run1000_fp4.sh", environment, PLAN_ONLY="1"))
+    assert int(shown["DEPTH"]) < int(deeper["DEPTH"]) <= 8
 
 
 def test_plan_on_gpus_is_nanochats(environment):
