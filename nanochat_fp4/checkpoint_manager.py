@@ -63,8 +63,13 @@ class NoCheckpointError(UserError, FileNotFoundError):
 
 def check_model_tag(model_tag: str | None) -> None:
     """Raise UserError unless a --model-tag names one folder: it becomes part of paths, also of what is deleted."""
-    if model_tag and (Path(model_tag).name != model_tag or model_tag in (".", "..") or not model_tag.isprintable()):
-        raise UserError(f"--model-tag={model_tag!r} is not the name of one folder; use a name without slashes")
+    if not model_tag:
+        return
+    long = len(os.fsencode(model_tag)) > 100
+    if long or Path(model_tag).name != model_tag or model_tag in (".", "..") or not model_tag.isprintable():
+        raise UserError(
+            f"--model-tag={model_tag[:100]!r} is not the name of one folder; use up to 100 characters without slashes"
+        )
 
 
 def _model_name(step: int) -> str:
@@ -541,7 +546,7 @@ def build_model(
         check_model_fits(config, device)
         with torch.device("meta"):
             model = Llama(config) if is_llama else GPT(config)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as e:
         raise UserError(f"{where}: its model config is not one of this GPT ({one_line(e)[:150]})") from e
     model.to_empty(device=device)
     model.init_weights()  # for what is not in the state dict: the rotary tables

@@ -4,10 +4,12 @@ What every script needs: one-line errors, the base directory, devices and ranks,
 Nothing here knows about models or numerics, and nothing here imports another module of this package.
 """
 
+import argparse
 import contextlib
 import errno
 import hashlib
 import logging
+import math
 import os
 import platform
 import random
@@ -40,6 +42,7 @@ class UserError(Exception):
 
 # A full or read-only disk is the user's to fix, too; any other OSError is ours and keeps its traceback.
 _USER_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+_PATH_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}  # a path that cannot be what it should
 
 
 def one_line(error: BaseException | str) -> str:
@@ -53,7 +56,8 @@ def run_main(main: Callable[[], Any]) -> None:
     Entry point of every script: `if __name__ == "__main__": run_main(main)`.
 
     A UserError or ValueError (which is how library code reports bad input), a full or read-only disk, and a GPU or CPU
-    out of memory end in `error: <one line>` on stderr and exit status 2; Ctrl-C ends in exit status 130.
+    out of memory, and a number that no machine has a word for, end in `error: <one line>` on stderr and exit status 2;
+    Ctrl-C ends in exit status 130.
     NANOCHAT_TRACEBACK=1 prints the traceback as well. Any other exception is a bug and is left to show itself.
     """
     setup_default_logging()
@@ -61,7 +65,7 @@ def run_main(main: Callable[[], Any]) -> None:
     try:
         main()
         return
-    except (KeyboardInterrupt, MemoryError, RuntimeError, UserError, ValueError, OSError) as e:
+    except (KeyboardInterrupt, Exception) as e:
         if isinstance(e, KeyboardInterrupt):
             message, status = "interrupted", 130
         elif is_out_of_memory(e):
@@ -69,8 +73,12 @@ def run_main(main: Callable[[], Any]) -> None:
             message = f"out of {where} ({one_line(e).split('. ')[0][:200]}); lower --device-batch-size and run again"
         elif isinstance(e, UserError | ValueError):
             message = one_line(e)
+        elif isinstance(e, OverflowError) or "Overflow when unpacking" in str(e):  # Python's, and torch's TypeError
+            message = f"a number is too large ({one_line(e)[:150]}); see the command's --help"
         elif isinstance(e, OSError) and e.errno in _USER_ERRNOS:
             message = f"{one_line(e)}; free some space or choose a writable folder (NANOCHAT_BASE_DIR)"
+        elif isinstance(e, OSError) and e.errno in _PATH_ERRNOS:
+            message = f"{one_line(e)[:300]}; choose another path"
         else:
             raise
         if os.environ.get("NANOCHAT_TRACEBACK", "0") not in ("", "0"):
@@ -126,6 +134,8 @@ def atomic_open(path: str | os.PathLike) -> Iterator[Any]:
     goes. A killed process leaves a `.<name>.<random>.tmp` behind, which nothing here ever reads.
     """
     path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "there is a folder of that name", str(path))
     tmp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     # O_EXCL and mode 0666 (minus the umask): the rights an ordinary open() would give, unlike tempfile's 0600.
     fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
@@ -160,6 +170,17 @@ def sha256_file(path: str | os.PathLike) -> str:
 def physical_memory() -> int:
     """Bytes of memory in this machine; 8 GB where it does not say."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 << 30
+
+
+def parse_finite(text: str) -> float:
+    """argparse type of every flag that is a number with a fraction: NaN and infinity are refused."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return value
 
 
 def format_bytes(num: float) -> str:

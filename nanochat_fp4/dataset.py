@@ -47,6 +47,7 @@ from nanochat_fp4.common import (
     format_bytes,
     get_base_dir,
     one_line,
+    parse_finite,
     print0,
     run_main,
 )
@@ -654,10 +655,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Download, build or check the training text")
     parser.add_argument("-n", "--num-files", type=int, default=-1, help="number of shards to download (-1 = all 1823)")
     parser.add_argument("-w", "--num-workers", type=int, default=4, help="parallel downloads (default: 4)")
-    parser.add_argument("--deadline", type=float, default=1800, help="seconds after which a shard's download gives up")
+    parser.add_argument(
+        "--deadline", type=parse_finite, default=1800, help="seconds after which a shard's download gives up"
+    )
     parser.add_argument("--data-dir", default="", help="check (and convert) a folder of your own instead")
     parser.add_argument("--embedded", action="store_true", help="build the embedded corpus instead")
-    parser.add_argument("--size-mb", type=float, default=None, help=f"its size (default: {EMBEDDED_MB:g})")
+    parser.add_argument("--size-mb", type=parse_finite, default=None, help=f"its size (default: {EMBEDDED_MB:g})")
     parser.add_argument(
         "--ensure", action="store_true", help="DATA_DIR, downloaded shards, the hub or the embedded corpus"
     )

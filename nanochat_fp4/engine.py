@@ -86,6 +86,9 @@ class KVCache:
         self.advance(position)
 
 
+COLDEST = 1e-6  # below this temperature the quotients overflow, and nothing but the most likely token is left
+
+
 @torch.inference_mode()
 def sample_next_token(
     logits: Tensor, rngs: list[torch.Generator], temperature: float = 1.0, top_k: int | None = None
@@ -94,11 +97,13 @@ def sample_next_token(
     logits (B, vocab_size) -> one token id a row, (B, 1). Row i draws from rngs[i].
 
     temperature 0 takes the most likely token (the lowest id among equals) and draws nothing; top_k (None or 0: all)
-    keeps the top_k most likely ones. Raises ValueError for a negative temperature.
+    keeps the top_k most likely ones. Raises ValueError for a negative temperature or top_k.
     """
-    if temperature < 0:
+    if top_k is not None and top_k < 0:
+        raise ValueError(f"top_k {top_k} is negative; use 0 for all tokens")
+    if not temperature >= 0:
         raise ValueError(f"temperature {temperature} is negative; use 0 for the most likely token, or a positive one")
-    if temperature == 0:
+    if temperature < COLDEST:
         return logits.argmax(dim=-1, keepdim=True)
     ids = None
     if top_k:

@@ -126,7 +126,9 @@ class RustBPETokenizer:
             if not isinstance(enc, tiktoken.Encoding):
                 raise pickle.UnpicklingError("it holds no tiktoken Encoding")
             return cls(enc, "<|bos|>")
-        except Exception as e:  # an unpickler raises nearly anything on damaged input
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:  # nearly anything on damaged input, and a panic of tiktoken's Rust is no Exception
             raise UserError(f"{pickle_path} is not a nanochat tokenizer ({one_line(e)[:150]}); train a new one") from e
 
     @classmethod

@@ -8,7 +8,6 @@ Every helper works under torchrun; those that talk to other ranks say so and mus
 import argparse
 import contextlib
 import json
-import math
 import os
 import shutil
 import signal
@@ -61,17 +60,6 @@ def resolve_method(flag: str | None) -> str:
 def default_model_tag(depth: int, method: str) -> str:
     """Folder of a run's checkpoints: nanochat's d20, and the method, so that methods do not overwrite one another."""
     return f"d{depth}_{method}"
-
-
-def parse_finite(text: str) -> float:
-    """argparse type of every flag that is a number with a fraction: NaN and infinity are refused."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
-    return value
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import contextlib
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import UserError, autodetect_device_type, compute_cleanup, compute_init, run_main
+from nanochat_fp4.common import UserError, autodetect_device_type, compute_cleanup, compute_init, parse_finite, run_main
 from nanochat_fp4.engine import Engine
 from nanochat_fp4.gpt import autocast
 from scripts.post_training import checkpoint_method, load_stage_model
@@ -28,7 +28,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("-g", "--model-tag", default=None, help="Model tag to load")
     add("-s", "--step", type=int, default=None, help="Step to load")
     add("-p", "--prompt", default=None, help="Prompt the model, get a single response back")
-    add("-t", "--temperature", type=float, default=0.6, help="Temperature for generation")
+    add("-t", "--temperature", type=parse_finite, default=0.6, help="Temperature for generation")
     add("-k", "--top-k", type=int, default=50, help="Top-k sampling parameter")
     add(
         "--device-type",

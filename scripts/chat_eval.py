@@ -37,6 +37,7 @@ from nanochat_fp4.common import (
     compute_cleanup,
     compute_init,
     get_base_dir,
+    parse_finite,
     print0,
     run_main,
 )
@@ -75,7 +76,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="Task name. Default = all tasks. Use | to split multiple tasks; 'local' is the tasks that need no files",
     )
     add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    add("-t", "--temperature", type=float, default=0.0)
+    add("-t", "--temperature", type=parse_finite, default=0.0)
     add("-m", "--max-new-tokens", type=int, default=512)
     add("-n", "--num-samples", type=int, default=1)
     add("-k", "--top-k", type=int, default=50)

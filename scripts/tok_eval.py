@@ -9,7 +9,7 @@ even try).
 
 import argparse
 
-from nanochat_fp4.common import UserError, logger, one_line, print0, run_main
+from nanochat_fp4.common import UserError, logger, one_line, parse_finite, print0, run_main
 from nanochat_fp4.dataset import ensure_data, parquets_iter_batched
 from nanochat_fp4.report import get_report
 from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer
@@ -61,7 +61,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Evaluate the compression of the tokenizer")
     parser.add_argument("--data-dir", default="", help="folder of text or parquet files (default: DATA_DIR)")
     parser.add_argument("--no-compare", action="store_true", help="without GPT-2's and GPT-4's tokenizers (no network)")
-    parser.add_argument("--deadline", type=float, default=30, help="seconds to wait for each of those (default: 30)")
+    parser.add_argument(
+        "--deadline", type=parse_finite, default=30, help="seconds to wait for each of those (default: 30)"
+    )
     return parser.parse_args(argv)
 
 

@@ -19,6 +19,9 @@ from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer_dir, save_tok
 ROUND_TRIP_TEXT = "Hello world! It's a test: 123, 4567, 89.\n\tTabs,  spaces\r\n@#$%^&*() naïve 你好世界 🌍 <|bos|>"
 
 
+MAX_VOCAB_SIZE = 2**24  # ids are 32-bit numbers, and no text yields more
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a BPE tokenizer")
     parser.add_argument("--max-chars", type=int, default=10_000_000_000, help="characters to train on (default: 10B)")
@@ -28,6 +31,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.max_chars < 1 or args.doc_cap < 1:
         raise UserError("--max-chars and --doc-cap must be at least 1")
+    if args.vocab_size > MAX_VOCAB_SIZE:
+        raise UserError(f"--vocab-size={args.vocab_size} is too large; use up to {MAX_VOCAB_SIZE}")
     return args
 
 
