@@ -84,7 +84,7 @@ class Context:
         extra = args.extra.split()
         if self.quick:
             length = {"tokens": length["tokens"] or 10 * 512, "ratio": 0.0}
-            extra = ["--eval-tokens=2048", "--eval-every=5", *extra]
+            extra = ["--eval-every=5", *extra]
         elif not any(length.values()):
             length["ratio"] = ratio
         seeds = range(1, (args.seeds or (2 if self.quick else 3)) + 1)
@@ -135,7 +135,8 @@ def unbiasedness_gain(rounding: str, draws: int) -> float:
 
 
 def table1(context: Context) -> Outcome:
-    samples, draws = (1 << 19, 128) if context.quick else (1 << 22, 1024)
+    samples = context.args.samples or (1 << 19 if context.quick else 1 << 22)
+    draws = context.args.draws or (128 if context.quick else 1024)
     rows, numbers = [], {}
     names = [n for n in nf.ROUNDINGS if n not in ("scale_search", "ms_eden_search")]  # names for one of the others
     for name in names:
@@ -553,8 +554,13 @@ def systems(context: Context) -> Outcome:
         ),
     ]
     title = "Other systems: FP8, NVIDIA's recipe piece by piece, Chmiel, Tseng, Quartet, MXFP4"
-    return training(context, "systems", title, OTHER_SYSTEMS, claims, ["d8"], 20.0)[0]
+    chosen = [m for m in OTHER_SYSTEMS if m in QUICK or not context.quick]
+    return training(context, "systems", title, chosen, claims, ["d8"], 20.0)[0]
 
+
+# With --quick one of each sort.
+QUICK = ("bf16", "fp8", "clover", "nvidia", "quartet", "mxfp4_nvidia", "clover_masked", "clover_late_forward",
+         "clover_up_fp8")  # fmt: skip
 
 REMEDIES = (
     "clover_search", "clover_search_forward", "clover_search_backward", "clover_masked", "clover_rotated",
@@ -565,7 +571,8 @@ REMEDIES = (
 
 
 def remedies(context: Context) -> Outcome:
-    methods = ["bf16", "clover", *REMEDIES]
+    chosen = [m for m in REMEDIES if m in QUICK or not context.quick]
+    methods = ["bf16", "clover", *chosen]
     outcome, results = training(context, "remedies", "Remedies on top of Clover", methods, [], ["d8"], 20.0)
     outcome.header = ["size", "method", "work in 8 / 16 bits, %", *outcome.header[3:], "minus clover"]
     for row in outcome.rows:
@@ -786,7 +793,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("name", help=f"all, list, or one of {', '.join([*ITEMS, *SAME])}")
     parser.add_argument("--quick", action="store_true", help="small sizes, on a CPU: a check of the command")
-    parser.add_argument("--draws", type=int, default=0, help="fig9: backward passes")
+    parser.add_argument("--samples", type=int, default=0, help="table1: numbers that are rounded")
+    parser.add_argument(
+        "--draws", type=int, default=0, help="table1: products; fig9: backward passes that are averaged"
+    )
     parser.add_argument("--models", default="", help="fig6: of 800M,3B,7B,22B")
     sweep.add_sweep_arguments(parser)
     parser.set_defaults(seeds=0)

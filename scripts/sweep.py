@@ -90,13 +90,15 @@ def parse_number(text: str) -> int:
 def size_flags(size: str) -> list[str]:
     """Flags of base_train that make a model of that size, its batch and its sequence length. Raises UserError."""
     if match := re.fullmatch(r"d(\d+)", size):
-        return [f"--depth={match[1]}", "--max-seq-len=1024", "--window-pattern=L", "--total-batch-size=65536"]
+        shape = [f"--depth={match[1]}", "--max-seq-len=1024", "--window-pattern=L", "--total-batch-size=65536"]
+        return [*shape, "--eval-tokens=2097152"]
     if size.startswith("llama-"):  # Table 4: sequences of 512, 512 of them a step
-        return [f"--llama={size.removeprefix('llama-')}", "--max-seq-len=512", "--total-batch-size=262144"]
+        shape = [f"--llama={size.removeprefix('llama-')}", "--max-seq-len=512", "--total-batch-size=262144"]
+        return [*shape, "--eval-tokens=2097152"]
     if size == "tiny":  # two layers of width 128, the smallest whose every GEMM can be rotated in groups of 128
         return (
             "--depth=2 --aspect-ratio=64 --head-dim=64 --max-seq-len=64 --window-pattern=L --device-batch-size=8 "
-            "--total-batch-size=512 --matrix-lr=0.32 --embedding-lr=4.8 --unembedding-lr=0.064"
+            "--total-batch-size=512 --matrix-lr=0.32 --embedding-lr=4.8 --unembedding-lr=0.064 --eval-tokens=2048"
         ).split()
     raise UserError(f"unknown size {size!r}; use d<depth>, llama-30M, llama-50M, llama-100M, llama-200M or tiny")
 

@@ -1,0 +1,296 @@
+"""Sweeps: what is run and with which flags, error bars against numbers by hand, resuming, failures, signals, devices.
+
+Training is replaced by something that writes the metrics of a run, but for one real run at the end.
+"""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import nanochat_fp4 as nf
+from nanochat_fp4.common import UserError
+from nanochat_fp4.nvfp4.plan import MethodPlan
+from scripts import base_train, sweep
+
+
+def result(method: str, seed: int, bpb: float, size: str = "tiny") -> dict:
+    return {"method": method, "size": size, "seed": seed, "val_bpb": bpb, "val_bpb_bf16": bpb, "training_seconds": 60}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is run
+
+
+def test_a_plan_is_whole_seeds_with_equal_flags_but_for_method_and_seed():
+    runs = sweep.plan(["bf16", "clover"], ["d6", "llama-30M"], [1, 2], tokens=10_000_000)
+    assert [(r.seed, r.size, r.method) for r in runs] == [
+        (s, size, m) for s in (1, 2) for size in ("d6", "llama-30M") for m in ("bf16", "clover")
+    ]
+    by_size = {}
+    for r in runs:
+        own = {f"--method={r.method}", f"--seed={r.seed}"}
+        assert own <= set(r.flags)
+        by_size.setdefault(r.size, set()).add(tuple(f for f in r.flags if f not in own))
+    assert all(len(flags) == 1 for flags in by_size.values())
+    # Tokens are turned into whole steps of each size's own batch.
+    assert "--num-iterations=152" in runs[0].flags and "--num-iterations=38" in runs[2].flags
+    assert len({r.tag for r in runs}) == len(runs)
+
+
+def test_the_tag_changes_with_any_flag():
+    def tag(**kw):
+        return sweep.plan(["clover"], ["tiny"], [1], **{"tokens": 1000, **kw})[0].tag
+
+    assert tag() == tag()
+    assert len({tag(), tag(tokens=2000), tag(extra=["--matrix-lr=0.1"]), tag(tokens=0, ratio=20.0)}) == 4
+
+
+@pytest.mark.parametrize("text, value", [("100M", 10**8), ("1.5k", 1500), ("2B", 2 * 10**9), ("7", 7)])
+def test_numbers_of_tokens(text, value):
+    assert sweep.parse_number(text) == value
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: sweep.parse_number("many"), "'many' is not a number of tokens; write for example 100M"),
+        (lambda: sweep.size_flags("huge"), "unknown size 'huge'; use d<depth>, llama-30M"),
+        (lambda: sweep.method_flags("cloover"), "unknown method 'cloover'; use one of bf16, .*clover_late_bf16"),
+        (lambda: sweep.plan(["bf16"], ["tiny"], [1]), "either --tokens=100M or --ratio=20"),
+        (lambda: sweep.plan(["bf16"], ["tiny"], [1], tokens=1, ratio=1.0), "either --tokens=100M or --ratio=20"),
+        (lambda: sweep.main(["--sizes=", "--tokens=1M"]), "--sizes, --methods and --seeds must name at least one"),
+    ],
+)
+def test_bad_input_is_one_line(call, message):
+    with pytest.raises(UserError, match=message) as e:
+        call()
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("variant", sweep.VARIANTS)
+def test_every_variant_is_a_plan_of_base_train(variant):
+    """Flags that it knows, methods that exist, and patterns that meet layers of both families."""
+    args = base_train.parse_args(list(sweep.method_flags(variant)))
+    assert args.method in nf.METHODS
+    plan = MethodPlan.parse(args.method, args.layer_methods, args.method_phases)
+    changed = plan.layers or plan.phases or args.matrix_lr != 0.02 or args.weight_decay != 0.2
+    assert changed, "as its method alone"
+
+
+@pytest.mark.parametrize(
+    "kind, names", [("qkv", "c_q c_k c_v"), ("out", "c_proj"), ("up", "c_fc c_gate"), ("down", "")]
+)
+def test_kinds_of_layers(kind, names):
+    from fnmatch import fnmatchcase
+
+    every = [f"transformer.h.3.attn.{n}" for n in ("c_q", "c_k", "c_v", "c_proj")]
+    every += [f"transformer.h.3.mlp.{n}" for n in ("c_fc", "c_gate", "c_proj")]
+    fitting = [n for n in every if fnmatchcase(n, sweep.LAYER_KINDS[kind])]
+    part = "mlp" if kind in ("up", "down") else "attn"
+    assert fitting == [f"transformer.h.3.{part}.{n}" for n in names.split()]
+    assert sum(fnmatchcase(n, p) for n in every for p in sweep.LAYER_KINDS.values()) == len(every)  # each one kind
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Statistics
+
+
+def test_estimate_by_hand():
+    e = sweep.estimate([1.0, 2.0, 3.0, 4.0])
+    # Mean 2.5, standard deviation 1.2910, t(3) = 3.182: 3.182 * 1.2910 / 2.
+    assert e.mean == 2.5 and e.half == pytest.approx(2.0540, abs=1e-3) and e.decided
+    assert str(e) == "+2.50 ± 2.05"
+    one = sweep.estimate([0.5])
+    assert one.mean == 0.5 and math.isnan(one.half) and not one.decided and str(one) == "+0.50"
+    assert not sweep.estimate([-1.0, 1.0]).decided and sweep.estimate([]).n == 0
+
+
+def test_intervals_cover_the_truth_95_times_of_100():
+    generator = random.Random(0)
+    covered = 0
+    for _ in range(2000):
+        e = sweep.estimate([generator.gauss(1.0, 2.0) for _ in range(3)])
+        covered += abs(e.mean - 1.0) <= e.half
+    assert 0.935 < covered / 2000 < 0.965  # 2000 experiments: 0.5% of standard error
+
+
+def test_gaps_and_differences_are_paired():
+    """Seeds differ by far more than methods: only pairs of a seed see the gap of exactly 2%, and 1 point less."""
+    results = []
+    for seed, base in ((1, 1.0), (2, 1.7), (3, 0.4)):
+        results += [
+            result("bf16", seed, base),
+            result("nvidia", seed, base * 1.02),
+            result("clover", seed, base * 1.01),
+        ]
+    gap = sweep.gap(results, "tiny", "nvidia")
+    assert gap.mean == pytest.approx(2.0) and gap.half == pytest.approx(0.0, abs=1e-9) and gap.n == 3
+    d = sweep.difference(results, "tiny", "clover", "nvidia")
+    assert d.mean == pytest.approx(-1.0) and d.decided
+    # A seed that one of them lacks does not count.
+    assert sweep.gap(results[:-3] + results[-3:-2], "tiny", "nvidia").n == 2
+    header, rows = sweep.summary(results, ["bf16", "nvidia", "clover"], ["tiny"], "bf16", "clover")
+    assert rows[1][4] == "+2.00 ± 0.00" and rows[2][4] == "+1.00 ± 0.00" and rows[0][4] == "-"
+    assert rows[1][header.index("minus clover")] == "+1.00 ± 0.00"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+def write_metrics(folder, tag, steps=2, bpb=1.5, complete=True):
+    path = folder / "base_checkpoints" / tag
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "model_000002.pt").write_text("weights")
+    records = [
+        {"event": "start", "step": 0, "num_iterations": steps, "total_batch_size": 512, "num_params": 7,
+         "backend": "b", "environment": {}, "gemm_work": {"4": 1.0}},
+        {"event": "val", "step": 0, "bpb": 3.0, "bpb_bf16": 3.0, "tokens": 64},
+        {"event": "train", "step": 0, "loss": 4.0, "seconds": 1.0},
+    ]  # fmt: skip
+    if complete:
+        records.append({"event": "val", "step": steps, "bpb": bpb, "bpb_bf16": bpb - 0.1, "tokens": 64})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path):
+    """(a sweep on the CPU, tags in the order of their training); base_train writes metrics and nothing else."""
+    order = []
+
+    def main(argv):
+        args = base_train.parse_args(argv)
+        assert os.environ["NANOCHAT_BASE_DIR"] == str(tmp_path) and args.resume_from_step == "latest"
+        order.append(args.model_tag)
+        if args.method == "nvidia":
+            raise UserError("out of luck; try again")
+        if args.method == "tetrajet_v2":
+            raise SystemExit(143)
+        write_metrics(tmp_path, args.model_tag, complete=args.method != "four_over_six")
+
+    monkeypatch.setattr(base_train, "main", main)
+    return sweep.Sweep(tmp_path, "data", ["cpu"], keep=("bf16",)), order
+
+
+def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
+    s, order = trained
+    runs = sweep.plan(["bf16", "clover"], ["tiny"], [1, 2], tokens=1024)
+    results = sweep.run_sweep(s, "name", runs)
+    assert order == [r.tag for r in runs] and len(results) == 4
+    assert "4 of 4 runs done" in capsys.readouterr().out
+    assert results[0]["curve"] == [[0, 3.0, 3.0], [2, 1.5, 1.4]] and results[0]["tokens"] == 1024
+    kept = [(s.folder / "base_checkpoints" / r.tag / "model_000002.pt").exists() for r in runs]
+    assert kept == [True, False, True, False]  # keep: bf16
+    order.clear()
+    sweep.run_sweep(s, "name", runs)
+    assert order == []
+    s.result_path(runs[2]).write_text('{"cut sho')  # as a full disk would leave it
+    sweep.run_sweep(s, "name", runs)
+    assert order == [runs[2].tag]
+    content = json.loads((s.folder / "name.json").read_text())
+    assert content["done"] == 4 and content["gaps"]["tiny clover"]["n"] == 2
+    assert (s.folder / "name.md").read_text().startswith("| size | method |")
+
+
+def test_failures_are_named_and_do_not_stop_the_others(trained):
+    s, order = trained
+    runs = sweep.plan(["nvidia", "four_over_six", "bf16"], ["tiny"], [1], tokens=1024)
+    with pytest.raises(
+        UserError, match=r"2 of 3 runs failed: tiny_nvidia.*out of luck.*four_over_six.*ended early"
+    ) as e:
+        sweep.run_sweep(s, "name", runs)
+    assert "\n" not in str(e.value) and len(order) == 3
+    assert s.result(runs[2]) and not s.result(runs[0])
+
+
+def test_a_signal_stops_the_sweep_with_its_status(trained, capsys):
+    s, order = trained
+    with pytest.raises(sweep.Interrupted) as e:
+        sweep.run_sweep(s, "name", sweep.plan(["tetrajet_v2", "bf16"], ["tiny"], [1], tokens=1024))
+    assert len(order) == 1 and e.value.args == (143,)
+    with pytest.raises(SystemExit) as stopped:
+        sweep.stopped(e.value)
+    assert stopped.value.code == 143 and "same command again" in capsys.readouterr().out
+
+
+@pytest.fixture
+def processes(monkeypatch, tmp_path):
+    """A sweep over two devices whose processes are these few lines instead of base_train."""
+    code = (
+        "import json, os, pathlib, signal, sys, time\n"
+        "tag = next(a for a in sys.argv if a.startswith('--model-tag=')).partition('=')[2]\n"
+        "folder = pathlib.Path(os.environ['NANOCHAT_BASE_DIR'])\n"
+        "log = folder / 'order.jsonl'\n"
+        "def note(what): open(log, 'a').write(json.dumps([what, tag, os.environ['CUDA_VISIBLE_DEVICES']]) + '\\n')\n"
+        "signal.signal(signal.SIGTERM, lambda *a: (note('stopped'), sys.exit(143)))\n"
+        "note('start')\n"
+        "time.sleep(30 if 'clover' in tag else 0.3)\n"
+        "note('end')\n"
+        "sys.exit('boom' if 'nvidia' in tag else 0)\n"
+    )
+    popen = subprocess.Popen
+
+    def start(command, **kw):
+        assert command[1:3] == ["-m", "scripts.base_train"] and "--device-type=cuda" in command
+        return popen([sys.executable, "-c", code, *command[3:]], **kw)
+
+    monkeypatch.setattr(sweep.subprocess, "Popen", start)
+    s = sweep.Sweep(tmp_path, "data", ["3", "5"])
+
+    def order():
+        return [json.loads(line) for line in (tmp_path / "order.jsonl").read_text().splitlines()]
+
+    return s, order
+
+
+def test_two_devices_work_at_the_same_time_and_one_after_another(processes):
+    s, order = processes
+    runs = sweep.plan(["bf16", "fp8", "nvidia", "chmiel"], ["tiny"], [1], tokens=1024)
+    for r in runs:
+        write_metrics(s.folder, r.tag, complete=r.method != "nvidia")
+    with pytest.raises(UserError, match="1 of 4 runs failed: tiny_nvidia_s1_.*status 1: boom"):
+        s.train(runs)
+    seen = order()
+    assert [e[0] for e in seen[:2]] == ["start", "start"] and {e[2] for e in seen[:2]} == {"3", "5"}
+    assert sorted(e[1] for e in seen if e[0] == "end") == sorted(r.tag for r in runs)
+    assert len(s.results(runs)) == 3
+
+
+def test_a_signal_reaches_every_process_and_nothing_new_is_started(processes):
+    s, order = processes
+    runs = sweep.plan(["clover", "clover_search", "bf16"], ["tiny"], [1], tokens=1024)
+
+    def interrupt():
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if (s.folder / "order.jsonl").exists() and len(order()) == 2:
+                break
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    import threading
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(sweep.Interrupted) as e:
+        s.train(runs)
+    assert e.value.args == (143,)
+    assert sorted(x[0] for x in order()) == ["start", "start", "stopped", "stopped"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_real_run(tiny_base, capsys):
+    sweep.main(
+        "--methods=bf16 --sizes=tiny --seeds=1 --tokens=1024 --name=real --extra=--eval-tokens=512".split()
+        + ["--variant=mine: --method=clover --method-phases=0.5=bf16"]
+    )
+    content = json.loads((tiny_base / "sweeps" / "real.json").read_text())
+    assert content["done"] == 2 and [r["method"] for r in content["results"]] == ["bf16", "mine"]
+    assert content["results"][1]["gemm_work"] == {"4": 0.5, "8": 0.0, "16": 0.5}
+    assert "written to" in capsys.readouterr().out
