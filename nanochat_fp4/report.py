@@ -140,7 +140,11 @@ class Report:
         _add_gaps(runs)
         shown = [s for s in sections if s["model_tag"] is None or s["model_tag"] in tags]
         metrics = {tag: metrics[tag] for tag in tags if tag in metrics}
-        plots = _plot(self.report_dir, metrics, runs, notes)
+        stages = {"base": metrics}
+        for stage, folder in (("mid", "mid_checkpoints"), ("sft", "chatsft_checkpoints")):
+            found = _read_metrics(self.report_dir.parent / folder, notes)
+            stages[stage] = {tag: found[tag] for tag in tags if tag in found}
+        plots = _plot(self.report_dir, stages, runs, notes)
 
         markdown = _render(runs, shown, metrics, plots, notes)
         self.report_dir.mkdir(parents=True, exist_ok=True)
@@ -475,21 +479,34 @@ def _render(
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _plot(report_dir: Path, metrics: dict[str, list[dict]], runs: list[dict], notes: list[str]) -> list[str]:
-    """loss.png and bpb.png, every run a line. Returns the file names that were written."""
+# File name -> title of the y axis.
+_PLOTS = {
+    "loss": "training loss (nats per token, smoothed)",
+    "bpb": "validation bits per byte",
+    "loss_mid": "midtraining loss (nats per token, smoothed)",
+    "loss_sft": "SFT loss (nats per token, smoothed)",
+}
+
+
+def _plot(report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list[dict], notes: list[str]) -> list[str]:
+    """The files of _PLOTS, every run a line. stages: base, mid, sft -> tag -> records of metrics.jsonl. Returns the
+    file names that were written."""
     methods = {r["model_tag"]: r["method"] for r in runs}
 
-    def points(tag: str, event: str, key: str) -> tuple[list[float], list[float]]:
-        pairs = [(_number(r.get("step")), _number(r.get(key))) for r in metrics[tag] if r.get("event") == event]
+    def points(records: list[dict], event: str, key: str) -> tuple[list[float], list[float]]:
+        pairs = [(_number(r.get("step")), _number(r.get(key))) for r in records if r.get("event") == event]
         pairs = [pair for pair in pairs if None not in pair]
         return [x for x, _ in pairs], [y for _, y in pairs]
 
-    curves: dict[str, list[tuple[str, str, list, list]]] = {"loss": [], "bpb": []}
-    for tag in metrics:
-        curves["loss"].append((tag, "-", *points(tag, "train", "smoothed_loss")))
-        curves["bpb"].append((tag, "-", *points(tag, "val", "bpb")))
+    curves: dict[str, list[tuple[str, str, list, list]]] = {name: [] for name in _PLOTS}
+    for stage, metrics in stages.items():
+        name = "loss" if stage == "base" else f"loss_{stage}"
+        for tag, records in metrics.items():
+            curves[name].append((tag, "-", *points(records, "train", "smoothed_loss")))
+    for tag, records in stages["base"].items():
+        curves["bpb"].append((tag, "-", *points(records, "val", "bpb")))
         if methods.get(tag) != "bf16":  # there it would be the same line again
-            curves["bpb"].append((f"{tag}, BF16 forward", "--", *points(tag, "val", "bpb_bf16")))
+            curves["bpb"].append((f"{tag}, BF16 forward", "--", *points(records, "val", "bpb_bf16")))
     if not any(x for lines in curves.values() for _, _, x, _ in lines):
         return []
     try:
@@ -501,7 +518,7 @@ def _plot(report_dir: Path, metrics: dict[str, list[dict]], runs: list[dict], no
         notes.append(f"no plots: matplotlib cannot be imported ({e})")
         return []
     written = []
-    for name, axis in (("loss", "training loss (nats per token, smoothed)"), ("bpb", "validation bits per byte")):
+    for name, axis in _PLOTS.items():
         lines = [line for line in curves[name] if line[2]]
         if not lines:
             continue
