@@ -36,7 +36,7 @@ from nanochat_fp4.optim import AdamW, Muon
 SOFTCAP = 15.0  # logits lie in (-15, 15)
 ROTARY_BASE = 10000.0
 ROTARY_FACTOR = 10  # rotary tables reach to this many times the sequence length
-# F.rms_norm's own default for FP32 and BF16 alike, written out because the default is not the same in every release.
+# F.rms_norm's default for FP32 and BF16 alike, written out because the default is not the same in every release.
 NORM_EPS = torch.finfo(torch.float32).eps
 
 
@@ -107,32 +107,34 @@ def autocast(device_type: str, dtype: torch.dtype | None = None) -> contextlib.A
     return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device_type, dtype=dtype)
 
 
-def norm(x: Tensor) -> Tensor:
-    """RMSNorm over the last dimension without weights: statistics in FP32, result in x's dtype."""
-    # autocast of newer releases would give FP32 back, and with it an FP32 residual stream.
-    with torch.autocast(x.device.type, enabled=False):
-        return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
-
-
-class _NormFromOutput(torch.autograd.Function):
+class _Norm(torch.autograd.Function):
     """
-    norm(x) for an output y that is kept anyway (queries and keys, by attention): its gradient is made from y and
-    1 / rms(x), an FP32 number a row, where autograd's own keeps x as well. With r = 1 / rms(x) and y = r x:
+    RMSNorm over the last dimension, y = r x with r = 1 / rms(x), an FP32 number a row. Kept for the gradient,
 
-        grad_x = r (grad_y - y mean(grad_y * y))
+        grad_x = r (grad_y - y mean(grad_y * y)),
+
+    is r, and x or y, whichever somebody else keeps as well: y of queries and keys (attention does), else x.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, keep_output: bool) -> Tensor:
         y, r = torch.ops.aten._fused_rms_norm(x, [x.size(-1)], None, NORM_EPS)
-        ctx.save_for_backward(y, r)
+        ctx.save_for_backward(y if keep_output else x, r)
+        ctx.keep_output = keep_output
         return y
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor) -> Tensor:
-        y, r = ctx.saved_tensors
-        g, y = grad_y.float(), y.float()
-        return (r * (g - y * (g * y).mean(-1, keepdim=True))).to(grad_y.dtype)
+    def backward(ctx, grad_y: Tensor) -> tuple[Tensor, None]:
+        kept, r = ctx.saved_tensors
+        g, y = grad_y.float(), kept.float() if ctx.keep_output else kept.float() * r
+        return (r * (g - y * (g * y).mean(-1, keepdim=True))).to(grad_y.dtype), None
+
+
+def norm(x: Tensor, keep_output: bool = False) -> Tensor:
+    """RMSNorm over the last dimension without weights: statistics in FP32, result in x's dtype."""
+    # autocast of newer releases would give FP32 back, and with it an FP32 residual stream.
+    with torch.autocast(x.device.type, enabled=False):
+        return _Norm.apply(x, keep_output)
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -197,7 +199,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], window_size: tuple[int, int], kv_cache: Any) -> Tensor:
         q, k, v = self.qkv(x)
-        q, k = (_NormFromOutput.apply(apply_rotary_emb(t, *cos_sin)) for t in (q, k))
+        q, k = (norm(apply_rotary_emb(t, *cos_sin), keep_output=True) for t in (q, k))
         if kv_cache is None:
             y = flash_attention.flash_attn_func(q, k, v, causal=True, window_size=window_size)
         else:
@@ -226,7 +228,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         eight_bits = torch.is_grad_enabled() and getattr(self.c_proj, "quantizes_input", False)
-        return self.c_proj(_ReluSquared.apply(self.c_fc(x), eight_bits))
+        x = self.c_fc(x)
+        x = _ReluSquared.apply(x, eight_bits)
+        return self.c_proj(x)
 
 
 class Block(nn.Module):

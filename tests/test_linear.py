@@ -6,14 +6,18 @@ import math
 import pytest
 import torch
 from _assertions import assert_unbiased, concentrate, relative_square_error
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4 import linear as linear_module
 from nanochat_fp4.nvfp4.hadamard import rotation_matrix
+from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
 from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, Gemm, Operand, Recipe, both
 
-METHODS = list(METHOD_TABLE)
+METHODS = [m for m in METHOD_TABLE if METHOD_TABLE[m].block <= 16]  # the others: test_estimators.py
 TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"]
 
 
@@ -337,6 +341,137 @@ def test_nothing_is_kept_that_no_gradient_needs():
         linear(torch.randn(64, 256, requires_grad=True))  # a frozen layer: no grad_weight, so no input
     assert first == 64 * 256 * 9 // 16 + 1
     assert sum(t.numel() for t in saved) == 256 * 256 * 9 // 16 + 1
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Layers that share an input.
+
+
+def qkv(method, sizes=(128, 64, 64)):
+    return [layer(method, 64, size) for size in sizes]
+
+
+def stacked(layers, method):
+    """One layer whose weight is the others', one below the other."""
+    linear = nf.QuantLinear(64, sum(m.out_features for m in layers), method=method)
+    with torch.no_grad():
+        linear.weight.copy_(torch.cat([m.weight for m in layers]))
+    return linear
+
+
+def run_with(function, x, weights, e, seed=3):
+    torch.manual_seed(seed)
+    y = function(x)
+    return y.detach(), *torch.autograd.grad(y, (x, *weights), e)
+
+
+def saved_storages(function) -> dict:
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        result = function()  # noqa: F841  (alive until the storages are counted)
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+
+
+@pytest.mark.parametrize("method", ["bf16", *TRAINING])
+def test_fused_layers_are_one_layer_to_the_bit(method):
+    layers, x, e = qkv(method), torch.randn(32, 64, requires_grad=True), torch.randn(32, 256)
+    one = stacked(layers, method)
+    got = run_with(lambda x: torch.cat(fused_linear(x, *layers), -1), x, [m.weight for m in layers], e)
+    want = run_with(one, x, [one.weight], e)
+    for name, g, w in zip(("output", "grad_input", "grad_weight"), (*got[:2], torch.cat(got[2:])), want):
+        assert torch.equal(g, w), name
+
+
+def test_fused_plain_layers_are_those_layers():
+    layers = [torch.nn.Linear(64, n, bias=False) for n in (128, 64)]
+    x = torch.randn(2, 16, 64)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        got, want = fused_linear(x, *layers), [m(x) for m in layers]
+    for g, w in zip(got, want):
+        assert g.dtype == torch.bfloat16 and g.shape == w.shape
+        assert relative_square_error(g, w) < 1e-5  # sums in another order, rounded to BF16
+
+
+def test_fused_layers_keep_one_input():
+    layers, x = qkv("clover"), torch.randn(384, 64, requires_grad=True)
+    storages = saved_storages(lambda: fused_linear(x, *layers))
+    assert sum(storages.values()) <= 4.5 / 8 * (x.numel() + 256 * 64) * 1.01
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layers: layers[1].set_recipe(nf.get_recipe("nvidia")),
+        lambda layers: layers[2].register_parameter("bias", torch.nn.Parameter(torch.randn(64))),
+        lambda layers: layers[0].register_forward_hook(lambda m, args, y: y * 2),
+        lambda layers: setattr(layers[1], "quantization", False),
+        lambda layers: setattr(layers[1], "forward", lambda x: x),
+    ],
+    ids=["recipe", "bias", "hook", "full precision", "forward"],
+)
+def test_layers_that_are_not_alike_are_computed_one_by_one(change):
+    layers, x = qkv("clover"), torch.randn(32, 64)
+    change(layers)
+    for got, linear in zip(fused_linear(x, *layers), layers):
+        assert torch.equal(got, linear(x))
+
+
+@pytest.mark.parametrize("method", TRAINING)
+def test_layers_called_in_turn_share_the_input_and_change_no_bit(method):
+    """The input's codes are quantized and kept once; each layer still draws its own random numbers."""
+    layers, x, e = qkv(method), torch.randn(384, 64, requires_grad=True), torch.randn(384, 256)
+
+    def run(inputs):
+        return run_with(lambda x: torch.cat([m(i(x)) for m, i in zip(layers, inputs)], -1), x, weights, e)
+
+    weights = [m.weight for m in layers]
+    same, copies = [lambda x: x] * 3, [lambda x: x.clone()] * 3
+    assert all(torch.equal(a, b) for a, b in zip(run(same), run(copies)))
+    shared = saved_storages(lambda: [m(x) for m in layers])
+    apart = saved_storages(lambda: [m(x.clone()) for m in layers])
+    codes = x.numel() * 9 // 16
+    if nf.get_recipe(method).grad_weight.b.raw:  # rotated with each layer's own signs: nothing to share
+        assert sum(apart.values()) == sum(shared.values())
+    else:
+        assert abs(sum(apart.values()) - sum(shared.values()) - 2 * codes) <= 2 * 4  # and two tensor scales
+
+
+def test_an_input_that_changed_is_quantized_again():
+    a, b = qkv("clover")[1:]
+    x = torch.randn(32, 64)
+    a(x)
+    x.mul_(-1.5)
+    assert torch.equal(b(x), b(x.clone()))
+    other = torch.randn(32, 64)
+    a(x)
+    assert torch.equal(b(other), b(other.clone()))
+    with nf.per_token_scale(b):
+        a(x)
+        assert torch.equal(b(x), b(x.clone()))
+
+
+def test_the_shared_input_is_forgotten_with_its_tensor():
+    linear, x = layer("clover"), torch.randn(16, 128)
+    linear(x)
+    assert linear_module._last_input is not None
+    del x
+    assert linear_module._last_input is None
+
+
+def test_compiled_layers_share_the_input_too():
+    """The compiler merges equal operations: of the input of three layers it keeps one tensor of scales, and codes."""
+    x, kept = torch.randn(384, 64, requires_grad=True), []
+
+    def compiler(graph, example_inputs):
+        kept.extend(n.meta["val"] for n in graph.graph.output_node().all_input_nodes)
+        return make_boxed_func(graph.forward)
+
+    layers = qkv("clover")
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    torch.compile(lambda x: [m(x) for m in layers], backend=backend, fullgraph=True)(x)
+    assert [tuple(t.shape) for t in kept if t.dtype == torch.float8_e4m3fn and len(t) == 384] == [(384, 4)]
+    assert sum(t.numel() for t in kept if t.dtype == torch.uint8 and len(t) == 384) <= 384 * 64  # one byte a code here
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -274,13 +274,14 @@ def unsupported_reason(linear: torch.nn.Linear, recipe: Recipe) -> str | None:
 
 
 def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
-    """Whether fused_linear computes these layers as one: without bias and hooks, and all alike."""
+    """Whether fused_linear computes these layers as one: without bias, hooks, or a forward of their own, and alike."""
     first = linears[0]
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return all(
         type(linear) is type(first)
         and type(linear) in (torch.nn.Linear, QuantLinear)
         and linear.bias is None
+        and "forward" not in vars(linear)
         and not any(getattr(linear, name) for name in hooks)
         and [getattr(linear, name, None) for name in ("recipe", "quantization", "per_token")]
         == [getattr(first, name, None) for name in ("recipe", "quantization", "per_token")]
@@ -291,8 +292,8 @@ def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
 def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear) -> tuple[torch.Tensor, ...]:
     """[linear(x) for each linear], computed as one layer; see the top of this file for what that changes.
 
-    The results are views of one tensor. Layers that are not alike, have a bias, or have hooks, which want to see each
-    of them, are called one by one.
+    The results are views of one tensor. Layers that are not alike, have a bias, or have hooks or a replaced forward,
+    which want to see each of them, are called one by one.
     """
     if not can_be_fused(linears):
         return tuple(linear(x) for linear in linears)
