@@ -18,6 +18,7 @@ import os
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
 
 import argparse
+import contextlib
 import hashlib
 import json
 import sys
@@ -188,6 +189,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=32,
         help="per-device batch size, or 'auto' for the largest that fits; the total batch stays the same",
     )
+    add(
+        "--recompute",
+        choices=("none", "mlp", "all"),
+        default="none",
+        help="compute the MLP, or attention as well, again in the backward pass instead of keeping it: less memory",
+    )
     add("--total-batch-size", type=int, default=524288, help="total batch size in tokens")
     add("--embedding-lr", type=parse_finite, default=0.3, help="learning rate for embedding parameters (Adam)")
     add("--unembedding-lr", type=parse_finite, default=0.004, help="learning rate for unembedding parameters (Adam)")
@@ -280,6 +287,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     method = resolve_method(args.method)
     check_model_tag(args.model_tag)
+    if args.llama and args.recompute != "none":
+        raise UserError("--recompute is not for the --llama models; leave one of them out")
     device_type = args.device_type or autodetect_device_type()
     ddp, rank, _, world_size, device = compute_init(device_type, args.seed)
     try:
@@ -323,7 +332,7 @@ def train(
         "seed": args.seed,
         "tokenizer": tokenizer.fingerprint(),
     }
-    run_config |= {k: getattr(args, k) for k in METHOD_CHANGES if getattr(args, k)}
+    run_config |= {k: getattr(args, k) or None for k in METHOD_CHANGES}
     tunable = {k: v for k, v in vars(args).items() if k.endswith(("_lr", "_decay", "_beta1", "_beta2", "_frac"))}
     tunable |= {"warmup_ratio": args.warmup_ratio, "warmdown_ratio": args.warmdown_ratio}
     tunable |= {"num_iterations": num_iterations, "data_dir": str(data_dir)}
@@ -356,6 +365,7 @@ def train(
     nf.convert(model, method)
     plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
     plan.apply(model, step / num_iterations)
+    model.recompute = args.recompute
     raw_model = model  # for state dicts and whatever changes shape from call to call
     seed_everything(args.seed, rank)  # from here on each rank draws its own rotations and noise
 
@@ -383,6 +393,7 @@ def train(
             return None
 
     tunable["device_batch_size"] = device_batch_size
+    tunable["recompute"] = args.recompute
     grad_accum_steps = plan_accumulation(args.total_batch_size, device_batch_size, args.max_seq_len, world_size)
     tokens_per_micro_batch = device_batch_size * args.max_seq_len * world_size
     eval_steps = max(1, args.eval_tokens // tokens_per_micro_batch)
@@ -614,15 +625,16 @@ def train(
         rng_before, loader_before = get_rng_state(device), loader_state
         micro_batches, micro_rng, losses = [], [], []
         try:
-            for _ in range(grad_accum_steps):
-                micro_batches.append((x, y))
-                micro_rng.append(get_rng_state(device))
-                with ctx():
-                    loss = model(x, y)
-                losses.append(loss.detach())
-                (loss / grad_accum_steps).backward()  # gradients add up, so each micro-batch counts with its share
-                loader_state = next_loader_state
-                x, y, next_loader_state = next(loader)  # made on the CPU while the GPU works
+            with nf.quantize_weights_once(raw_model) if grad_accum_steps > 1 else contextlib.nullcontext():
+                for _ in range(grad_accum_steps):
+                    micro_batches.append((x, y))
+                    micro_rng.append(get_rng_state(device))
+                    with ctx():
+                        loss = model(x, y)
+                    losses.append(loss.detach())
+                    (loss / grad_accum_steps).backward()  # gradients add up, so each micro-batch counts with its share
+                    loader_state = next_loader_state
+                    x, y, next_loader_state = next(loader)  # made on the CPU while the GPU works
             grad_norm = llama.clip_gradients(raw_model) if args.llama else gradient_norm(raw_model)
             step_loss = torch.stack(losses).mean()
             bad = ~(torch.isfinite(step_loss) & torch.isfinite(grad_norm))
