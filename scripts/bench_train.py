@@ -1,0 +1,688 @@
+"""Training throughput and memory of whole models, methods against BF16 in the same run: tokens/s, MFU, peak memory, the
+largest micro-batch, where the time goes (the paper's Table 7), recompilations.
+
+    python -m scripts.bench_train                                          # d26, BF16 and clover, no cap
+    python -m scripts.bench_train --memory-cap 32GiB --recompute none,mlp  # as if on an RTX 5090
+    python -m scripts.bench_train --depth 20,26,32 --methods clover,nvidia --micro-batch 8
+    python -m scripts.bench_train --depth 20 --methods "" --micro-batch 16 --nanochat ~/nanochat   # BF16, both
+    python -m scripts.bench_train --roofline rtx5090                       # from which width 4 bits pay; no GPU
+    python -m scripts.bench_train --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 \\
+        --micro-batch 2 --rounds 2                                         # on a CPU: does it work
+
+One model, one set of weights and optimizers: a method is a recipe of its layers, and the methods take turns. A step is
+that of scripts.base_train on made-up tokens: accumulation over micro-batches, the weights' codes made once, Muon and
+AdamW. The times of a micro-batch, of making the codes and of the update are medians over all rounds, and
+
+    tokens/s = total batch / (micro-batches * micro-batch time + codes + update)
+
+Peak memory is that of a whole step, gradients and optimizer states included. The largest micro-batch is found by steps
+that are run: the memory of 1 and 2 rows gives a prediction, which is tried out. Their difference is what a token keeps
+in memory. --memory-cap is a hard limit on PyTorch's allocator.
+"""
+
+import os
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
+
+import argparse
+import gc
+import importlib
+import json
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import nanochat_fp4 as nf
+from nanochat_fp4.common import (
+    UserError,
+    environment_info,
+    format_bytes,
+    get_peak_flops,
+    is_out_of_memory,
+    one_line,
+    print0,
+    run_main,
+)
+from nanochat_fp4.doctor import layer_problem
+from nanochat_fp4.gpt import GPT, autocast, config_from_depth
+from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.recipes import get_recipe
+from nanochat_fp4.training import largest_micro_batch
+from scripts import bench_common as common
+
+RECOMPUTE = ("none", "mlp", "all")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is compared
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method, and what it computes twice."""
+
+    method: str
+    recompute: str = "none"
+
+    def __str__(self) -> str:
+        return self.method + ("" if self.recompute == "none" else f", {self.recompute} again")
+
+
+class Trainer:
+    """A model with its optimizers that can do the parts of a training step, as any of the variants."""
+
+    def __init__(self, config, device: torch.device, compiled: bool):
+        with torch.device("meta"):
+            model = GPT(config)
+        model.to_empty(device=device)
+        model.init_weights()
+        self.device, self.model = device, nf.convert(model, "bf16", verbose=False)
+        self.optimizers = model.setup_optimizers()
+        self.sequence_len, self.vocab_size = config.sequence_len, config.vocab_size
+        self.flops_per_token, self.num_params = model.estimate_flops(), model.num_scaling_params()
+        self.forward = torch.compile(model, dynamic=False) if compiled else model
+
+    def become(self, variant: Variant) -> None:
+        recipe = get_recipe(variant.method)
+        for module in self.model.modules():
+            if isinstance(module, QuantLinear):
+                module.set_recipe(recipe)
+        self.model.recompute = variant.recompute
+
+    def weights_once(self):
+        return nf.quantize_weights_once(self.model)
+
+    def tokens(self, rows: int) -> torch.Tensor:
+        return torch.randint(self.vocab_size, (rows, self.sequence_len), device=self.device)
+
+    def micro_batch(self, ids: torch.Tensor) -> None:
+        with torch.profiler.record_function("phase: forward"), autocast(self.device.type):
+            loss = self.forward(ids, ids)
+        with torch.profiler.record_function("phase: backward"):
+            loss.backward()
+
+    def update(self) -> None:
+        with torch.profiler.record_function("phase: update"):
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.model.zero_grad(set_to_none=True)
+
+    def passes(self, rows: int) -> None:
+        """Two micro-batches: the second one finds gradients to add to."""
+        ids = self.tokens(rows)
+        with self.weights_once():
+            for _ in range(2):
+                self.micro_batch(ids)
+
+
+class NanochatTrainer(Trainer):
+    """The model and optimizers of a real checkout, of the revision that this project is compatible with."""
+
+    def __init__(self, folder: str, config, device: torch.device, compiled: bool):
+        sys.path.insert(0, folder)
+        try:
+            theirs = importlib.import_module("nanochat.gpt")
+        except ImportError as error:
+            raise UserError(f"--nanochat: no nanochat.gpt can be imported from {folder} ({one_line(error)})") from None
+        finally:
+            sys.path.remove(folder)
+        fields = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
+        with torch.device("meta"):
+            model = theirs.GPT(theirs.GPTConfig(**{name: getattr(config, name) for name in fields}))
+        model.to_empty(device=device)
+        model.init_weights()
+        self.device, self.model = device, model
+        set_up = getattr(model, "setup_optimizers", None) or model.setup_optimizer
+        optimizers = set_up()
+        self.optimizers = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+        self.sequence_len, self.vocab_size = config.sequence_len, config.vocab_size
+        self.forward = torch.compile(model, dynamic=False) if compiled else model
+
+    def become(self, variant: Variant) -> None:
+        pass
+
+    def weights_once(self):
+        return nullcontext()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def parse_bytes(text: str) -> int:
+    """argparse type: 32GiB, 24GB, 512MiB."""
+    match = re.fullmatch(r"([\d.]+)\s*([KMGT])(i?)B?", text, re.IGNORECASE)
+    try:
+        number = float(match.group(1)) if match else 0.0
+    except ValueError:
+        number = 0.0
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory; write for example 32GiB")
+    power = "KMGT".index(match.group(2).upper()) + 1
+    return int(number * (1024 if match.group(3) else 1000) ** power)
+
+
+@dataclass
+class Memory:
+    """Peaks of the steps that were run, in bytes: of the passes by rows of a micro-batch, None where memory ran out;
+    and of the update, which does not depend on them."""
+
+    passes: dict[int, int | None] = field(default_factory=dict)
+    update: int = 0
+
+    def peak(self, rows: int) -> int | None:
+        passes = self.passes.get(rows)
+        return None if passes is None else max(passes, self.update)
+
+    def per_token(self, sequence_len: int) -> float | None:
+        """Bytes that a token more of a micro-batch takes, from the two smallest sizes that fit."""
+        sizes = sorted(n for n, peak in self.passes.items() if peak is not None)[:2]
+        if len(sizes) < 2:
+            return None
+        a, b = sizes
+        return (self.passes[b] - self.passes[a]) / ((b - a) * sequence_len)
+
+
+def peaks_of_a_step(trainer: Trainer, rows: int) -> tuple[int, int]:
+    """Bytes at the peak of two micro-batches and of the update. torch.OutOfMemoryError where they do not fit."""
+
+    def peak(work: Callable[[], None]) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    try:
+        return peak(lambda: trainer.passes(rows)), peak(trainer.update)
+    finally:
+        trainer.model.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def find_micro_batch(trainer: Trainer, rows: int, budget: int, peaks: Callable = peaks_of_a_step) -> tuple[int, Memory]:
+    """(the largest micro-batch whose step fits, the peaks). Raises UserError where not even one row fits."""
+    memory = Memory()
+
+    def measured(size: int) -> int:
+        memory.passes[size] = None
+        memory.passes[size], memory.update = peaks(trainer, size)
+        return memory.passes[size]
+
+    size = largest_micro_batch(rows, measured, budget)
+    if size is None:
+        raise UserError(
+            f"not even one row of {trainer.sequence_len} tokens fits into {format_bytes(budget)}; lower --depth or "
+            "--seq-len, or raise --memory-cap"
+        )
+    return size, memory
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Time
+
+
+class Stopwatch:
+    """Milliseconds of pieces of work, by CUDA events or the CPU's clock."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self.pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.times: dict[str, list[float]] = {}
+
+    def time(self, name: str, function: Callable[[], object]) -> object:
+        if not self.cuda:
+            start = time.perf_counter()
+            result = function()
+            self.times.setdefault(name, []).append((time.perf_counter() - start) * 1e3)
+            return result
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = function()
+        end.record()
+        self.pending.append((name, start, end))
+        return result
+
+    def medians(self) -> dict[str, float]:
+        if self.pending:
+            torch.cuda.synchronize()
+        for name, start, end in self.pending:
+            self.times.setdefault(name, []).append(start.elapsed_time(end))
+        self.pending.clear()
+        return {name: statistics.median(values) for name, values in self.times.items()}
+
+
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def run_steps(trainer: Trainer, rows: int, micro_batches: int, watch: Stopwatch) -> None:
+    """One optimizer step of a few timed micro-batches."""
+    ids = trainer.tokens(rows)
+    codes = trainer.weights_once()
+    watch.time("codes", codes.__enter__)
+    try:
+        for _ in range(micro_batches):
+            watch.time("micro-batch", lambda: trainer.micro_batch(ids))
+    finally:
+        codes.__exit__(None, None, None)
+    watch.time("update", trainer.update)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Table 7: where the time goes
+
+# Kinds of work, by parts of the names of a kernel or of the operators that launched it; the first that fits counts.
+KINDS = (
+    ("LM head and loss", ("linear_cross_entropy", "_chunk_loss", "chunk_loss")),
+    ("attention", ("flash", "fmha", "attention", "flex", "sdpa")),
+    ("abs-max", ("amax_kernel", "nvfp4::amax")),
+    ("decode", ("decode_kernel", "nvfp4::decode")),
+    ("rotate and quantize", ("rotate_quantize", "repair", "prepare_kernel", "finish_kernel", "nvfp4::rotate")),
+    ("quantize", ("quantize", "tensor_scale", "nvfp4::", "swizzle")),
+    ("GEMM", ("gemm", "nvjet", "cutlass", "mm_alpha", "_mm", "::mm", "::addmm", "::bmm", "::matmul", "dot_scaled")),
+    ("RMSNorm", ("rms_norm", "_Norm")),
+    ("ReLU^2", ("relu", "_ReluSquared", "uint8")),
+    ("embedding", ("embedding",)),
+    ("gradient accumulation", ("AccumulateGrad",)),
+    ("communication and copies", ("memcpy", "memset", "copy_", "::cat", "::clone", "nccl")),
+)  # fmt: skip
+OTHER = "other element-wise"
+PHASES = ("forward", "backward", "update")
+
+
+def kind_of(names: list[str]) -> str:
+    """The kind of work of a kernel: names are its own, then those of what launched it, inside out."""
+    for kind, parts in KINDS:
+        if any(part.lower() in name.lower() for name in names for part in parts):
+            return kind
+    return OTHER
+
+
+def time_by_operation(trainer: Trainer, rows: int) -> list[dict]:
+    """Milliseconds by phase and kind of work, of a micro-batch and an update: a GPU's kernels, or a CPU's operators."""
+    cuda = trainer.device.type == "cuda"
+    ids = trainer.tokens(rows)
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with torch.profiler.profile(activities=activities) as profile:
+            with trainer.weights_once():
+                trainer.micro_batch(ids)
+            trainer.update()
+            if cuda:
+                torch.cuda.synchronize()
+        profile.export_chrome_trace(str(path))
+        return summarize(json.loads(path.read_text())["traceEvents"])
+
+
+def summarize(trace: list[dict]) -> list[dict]:
+    """Records {phase, kind, ms} of a trace's events. A kernel belongs to the phase and to the operators that launched
+    it; where there are none, as on a CPU, the operators' own time counts."""
+    events = [e for e in trace if e.get("ph") == "X"]
+    spans = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("phase: ")]
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    launches = {
+        e["args"]["correlation"]: e
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+    }
+    operators: dict[object, list[dict]] = {}
+    for e in events:
+        if e.get("cat") == "cpu_op":
+            operators.setdefault(e["tid"], []).append(e)
+
+    def phase_at(moment: float) -> str | None:
+        return next((e["name"][7:] for e in spans if e["ts"] <= moment <= e["ts"] + e["dur"]), None)
+
+    work: list[tuple[float, list[str], float]] = []  # (moment of the launch, names from the inside out, microseconds)
+    if kernels:
+        for kernel in kernels:
+            launch = launches.get(kernel.get("args", {}).get("correlation"))
+            if launch is not None:
+                around = [e for e in operators.get(launch["tid"], []) if e["ts"] <= launch["ts"] <= e["ts"] + e["dur"]]
+                names = [e["name"] for e in sorted(around, key=lambda e: e["dur"])]
+                work.append((launch["ts"], [kernel["name"], *names], kernel["dur"]))
+    else:
+        for thread in operators.values():
+            open_ones: list[dict] = []
+            own = {id(e): e["dur"] for e in thread}
+            for e in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):
+                while open_ones and open_ones[-1]["ts"] + open_ones[-1]["dur"] <= e["ts"]:
+                    open_ones.pop()
+                if open_ones:
+                    own[id(open_ones[-1])] -= e["dur"]
+                open_ones.append(e)
+                work.append((e["ts"], [o["name"] for o in reversed(open_ones)], e))
+            work = [(ts, names, own[id(e)] if isinstance(e, dict) else e) for ts, names, e in work]
+
+    total: dict[tuple[str, str], float] = {}
+    for moment, names, microseconds in work:
+        phase = phase_at(moment)
+        if phase is not None:
+            key = (phase, kind_of(names))
+            total[key] = total.get(key, 0.0) + microseconds / 1e3
+    return [{"phase": p, "kind": k, "ms": ms} for (p, k), ms in sorted(total.items(), key=lambda item: -item[1])]
+
+
+def show_table_7(title: str, records: list[dict]) -> str:
+    """Forward and backward side by side, in percent of both together, as the paper has it; and the update."""
+    sums = {p: sum(r["ms"] for r in records if r["phase"] == p) for p in PHASES}
+    whole = (sums["forward"] + sums["backward"]) or 1.0
+    columns = [[r for r in records if r["phase"] == p and r["ms"] > 0.005 * whole] for p in ("forward", "backward")]
+    rows = []
+    for i in range(max(map(len, columns), default=0)):
+        row = []
+        for column in columns:
+            r = column[i] if i < len(column) else None
+            row += [r["kind"], f"{100 * r['ms'] / whole:.0f}%", f"{r['ms']:.2f}"] if r else ["", "", ""]
+        rows.append(row)
+    table = common.table(["forward", "share", "ms", "backward", "share", "ms"], rows)
+    untouched = sum(r["ms"] for r in records if r["phase"] != "update" and r["kind"] != "GEMM") / whole
+    return (
+        f"Time by operation, {title}: forward {sums['forward']:.1f} ms, backward {sums['backward']:.1f} ms, update "
+        f"{sums['update']:.1f} ms; {100 * untouched:.0f}% of forward and backward is not in the layers' GEMMs\n{table}"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The benchmark
+
+
+def bench_depth(args: argparse.Namespace, depth: int, device: torch.device) -> tuple[list[dict], list[dict]]:
+    """(a record for each variant, the records of time by operation) of one depth."""
+    config = config_from_depth(
+        depth, args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
+    )
+    rows_per_step = args.total_batch_size // args.seq_len
+    cuda = device.type == "cuda"
+    ours = Trainer(config, device, args.compile)
+    print0(f"d{depth}: {ours.num_params:,} parameters, width {config.n_embd}, {config.sequence_len} tokens a row")
+    trainers: dict[Variant, Trainer] = {Variant(m, r): ours for r in args.recompute for m in args.methods}
+    if args.nanochat:
+        trainers[Variant("nanochat")] = NanochatTrainer(args.nanochat, config, device, args.compile)
+
+    # Micro-batches: the variants one after the other. The first step makes the optimizers' states.
+    sizes: dict[Variant, int] = {}
+    memories: dict[Variant, Memory] = {}
+    for variant, trainer in trainers.items():
+        trainer.become(variant)
+        memories[variant] = Memory()
+        try:
+            trainer.passes(1)
+            trainer.update()
+            if args.micro_batch == "auto":
+                sizes[variant], memories[variant] = find_micro_batch(trainer, rows_per_step, args.budget)
+            else:
+                sizes[variant] = args.micro_batch
+                if cuda and not args.nanochat:  # two models at once: their memory would mean nothing
+                    for size in sorted({1, args.micro_batch}):
+                        memories[variant].passes[size], memories[variant].update = peaks_of_a_step(trainer, size)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UserError(
+                f"{variant} at d{depth} runs out of memory with a micro-batch of {sizes.get(variant, 1)}; lower "
+                "--micro-batch, --depth or --seq-len"
+            ) from None
+        print0(f"  {variant}: micro-batch {sizes[variant]}")
+
+    # Time: in turns. The first round warms up.
+    watches = {variant: Stopwatch(device) for variant in trainers}
+    graphs = 0
+    for i in range(args.rounds + 1):
+        if i == 1:
+            graphs = compiled_graphs()
+        for variant, trainer in trainers.items():
+            trainer.become(variant)
+            run_steps(trainer, sizes[variant], args.calls, watches[variant] if i else Stopwatch(device))
+    recompiles = compiled_graphs() - graphs
+
+    peak_flops = get_peak_flops(torch.cuda.get_device_name(device)) if cuda else None
+    records = []
+    for variant in trainers:
+        size, ms = sizes[variant], watches[variant].medians()
+        count = rows_per_step // size
+        step_ms = count * ms["micro-batch"] + ms["codes"] + ms["update"]
+        tokens_per_second = count * size * args.seq_len / step_ms * 1e3
+        records.append(
+            {
+                "depth": depth, "width": config.n_embd, "variant": str(variant), "method": variant.method,
+                "recompute": variant.recompute, "micro_batch": size, "micro_batches": count,
+                "micro_batch_ms": ms["micro-batch"], "codes_ms": ms["codes"], "update_ms": ms["update"],
+                "tokens_per_second": tokens_per_second,
+                "mfu": 100 * ours.flops_per_token * tokens_per_second / peak_flops if peak_flops else None,
+                "peak_bytes": memories[variant].peak(size),
+                "bytes_per_token": memories[variant].per_token(args.seq_len),
+                "recompiles": recompiles,
+            }
+        )  # fmt: skip
+    baseline = next((r for r in records if r["variant"] == "bf16"), None)
+    for r in records:
+        r["ratio"] = r["tokens_per_second"] / baseline["tokens_per_second"] if baseline else None
+        known = baseline and baseline["bytes_per_token"] and r["bytes_per_token"]
+        r["memory_ratio"] = r["bytes_per_token"] / baseline["bytes_per_token"] if known else None
+
+    operations = []
+    if args.table7:
+        for variant, trainer in trainers.items():
+            trainer.become(variant)
+            found = time_by_operation(trainer, sizes[variant])
+            operations += [{"depth": depth, "variant": str(variant), **r} for r in found]
+            print0(show_table_7(f"d{depth}, {variant}, micro-batch {sizes[variant]}", found) + "\n")
+    return records, operations
+
+
+def show(records: list[dict]) -> str:
+    def cell(value: float | None, form: str) -> str:
+        return "-" if value is None else form.format(value)
+
+    header = ["", "variant", "micro-batch", "tokens/s", "x BF16", "MFU", "peak GiB", "MB/token", "x BF16 "]
+    rows = [
+        [
+            f"d{r['depth']}", r["variant"], r["micro_batch"], round(r["tokens_per_second"]), cell(r["ratio"], "{:.2f}"),
+            cell(r["mfu"], "{:.1f}%"), cell(r["peak_bytes"] and r["peak_bytes"] / 2**30, "{:.2f}"),
+            cell(r["bytes_per_token"] and r["bytes_per_token"] / 1e6, "{:.3f}"), cell(r["memory_ratio"], "{:.2f}"),
+        ]
+        for r in records
+    ]  # fmt: skip
+    return common.table(header, rows)
+
+
+def plot(records: list[dict], hardware: str, target: Path) -> None:
+    """Bars: tokens/s, and the largest micro-batch, of each variant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    labels = [f"d{r['depth']} {r['variant']}" for r in records]
+    figure, axes = plt.subplots(1, 2, figsize=(12, 1.5 + 0.4 * len(records)), sharey=True)
+    for axis, key, title in zip(axes, ("tokens_per_second", "micro_batch"), ("tokens/s", "micro-batch, rows")):
+        values = [r[key] for r in records]
+        bars = axis.barh(labels, values, color=["0.6" if r["variant"] == "bf16" else "tab:green" for r in records])
+        axis.bar_label(bars, [f"{v:,.0f}" for v in values], padding=3)
+        axis.set_xlabel(title)
+        axis.margins(x=0.15)
+    axes[0].invert_yaxis()
+    figure.suptitle(hardware, fontsize="small")
+    figure.tight_layout()
+    figure.savefig(target, dpi=120)
+    plt.close(figure)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Prediction: at which width 4 bits begin to pay
+
+
+def block_ms(method: str, width: int, tokens: int, machine: common.Machine) -> float:
+    """Predicted time of forward and backward of the linear layers of a block."""
+    recipe = get_recipe(method)
+    native = machine.fp4 is not None and recipe.quantizes
+    layers = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
+    steps = [
+        s for k, n in layers for s in common.layer_steps(recipe, tokens, k, n, backward=True, native=native)
+    ]  # fmt: skip
+    return sum(common.predicted_ms(step, machine) for step in steps)
+
+
+def predict(machine: common.Machine, methods: list[str], tokens: int) -> list[dict]:
+    """For each method its ratio to BF16 by width, and the first width (a multiple of 128) from where it is faster."""
+    widths = list(range(128, 16384 + 1, 128))
+    records = []
+    for method in methods:
+        ratios = {w: block_ms(method, w, tokens, machine) / block_ms("bf16", w, tokens, machine) for w in widths}
+        slower = [w for w, ratio in ratios.items() if ratio >= 1]
+        first = next((w for w in widths if not slower or w > slower[-1]), None)
+        shown = {w: ratios[w] for w in (768, 1280, 1664, 2048, 4096, 8192)}
+        records.append({"machine": machine.name, "method": method, "tokens": tokens, "ratios": shown, "width": first})
+    return records
+
+
+def show_prediction(machine: common.Machine, records: list[dict]) -> str:
+    gemm = "native NVFP4 GEMM" if machine.fp4 else "emulated: decode to BF16, BF16 GEMM"
+    lines = [
+        f"PREDICTION for {machine.name}, not a measurement: {gemm}; {machine.source}. Time of a block's linear layers "
+        f"over BF16's, {records[0]['tokens']} tokens; launches and everything outside of them left out"
+    ]
+    widths = list(records[0]["ratios"])
+    rows = [[r["method"], *(f"{r['ratios'][w]:.2f}" for w in widths), r["width"] or "none"] for r in records]
+    lines.append(common.table(["method", *(f"width {w}" for w in widths), "faster from width"], rows))
+    return "\n".join(lines)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    add = parser.add_argument
+    add("--depth", default="26", help="depths, with commas")
+    add("--methods", default="clover", help="of nf.METHODS, with commas; bf16 is always there")
+    add("--recompute", default="none", help=f"of {', '.join(RECOMPUTE)}, with commas: what is computed twice")
+    add("--micro-batch", default="auto", help="rows, or auto for the largest that fits (needs a GPU)")
+    add("--memory-cap", type=parse_bytes, help="hard limit on the GPU's memory, e.g. 32GiB")
+    add("--total-batch-size", type=int, default=524288, help="tokens of an optimizer step")
+    add("--seq-len", type=int, default=2048)
+    add("--vocab-size", type=int, default=65536)
+    add("--aspect-ratio", type=int, default=64, help="width = depth * aspect_ratio")
+    add("--head-dim", type=int, default=128)
+    add("--window-pattern", default="SSSL")
+    add("--rounds", type=int, default=4, help="times that the variants take turns, after one to warm up")
+    add("--calls", type=int, default=4, help="timed micro-batches of a variant in a round")
+    add("--compile", action=argparse.BooleanOptionalAction, default=None, help="(default: on a GPU only)")
+    add("--table7", action=argparse.BooleanOptionalAction, default=True, help="profile: time by operation")
+    add("--nanochat", default="", help="a checkout of nanochat to time as well, in BF16 (revision f5425245f)")
+    add("--tokens", type=int, default=common.TOKENS, help="tokens of a micro-batch, for --roofline")
+    common.add_common_arguments(parser)
+    args = parser.parse_args(argv)
+
+    args.depth = [int(d) if d.isdigit() else 0 for d in args.depth.split(",") if d]
+    if not args.depth or min(args.depth) < 1:
+        raise UserError("--depth must be one or several positive whole numbers, with commas")
+    try:
+        names = [get_recipe(m).name for m in args.methods.split(",") if m]
+    except ValueError as error:
+        raise UserError(f"--methods: {error}") from None
+    args.methods = list(dict.fromkeys(["bf16", *names]))
+    args.recompute = [r for r in args.recompute.split(",") if r]
+    if not args.recompute or not set(args.recompute) <= set(RECOMPUTE):
+        raise UserError(f"--recompute must be some of {', '.join(RECOMPUTE)}, with commas")
+    if args.micro_batch != "auto":
+        if not args.micro_batch.isdigit() or int(args.micro_batch) < 1:
+            raise UserError(f"--micro-batch is {args.micro_batch!r}, expected 'auto' or a positive whole number")
+        args.micro_batch = int(args.micro_batch)
+    if min(args.rounds, args.calls, args.seq_len, args.vocab_size, args.total_batch_size, args.tokens) < 1:
+        raise UserError("--rounds, --calls, --seq-len, --vocab-size, --total-batch-size, --tokens must be at least 1")
+    rows = 1 if args.micro_batch == "auto" else args.micro_batch
+    if args.nanochat and (args.micro_batch == "auto" or args.memory_cap):
+        raise UserError("--nanochat holds two models at once; give --micro-batch a number, and no --memory-cap")
+    if args.total_batch_size % (rows * args.seq_len):
+        raise UserError(
+            f"--total-batch-size {args.total_batch_size} is not a multiple of a micro-batch of {rows} rows of "
+            f"{args.seq_len} tokens; choose a multiple"
+        )
+    return args
+
+
+def set_up_device(args: argparse.Namespace) -> torch.device:
+    """The device, its memory limited to the cap; sets args.budget and the default of args.compile."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    args.compile = cuda if args.compile is None else args.compile
+    args.budget = 0
+    if not cuda:
+        if args.memory_cap or args.micro_batch == "auto":
+            raise UserError(
+                "there is no CUDA device, so there is no memory to measure: give --micro-batch a number, and small "
+                f"sizes (see the top of scripts/bench_train.py), or predict: --roofline {'|'.join(common.MACHINES)}"
+            )
+        return device
+    free, total = torch.cuda.mem_get_info()
+    args.budget = free
+    if args.memory_cap:
+        if args.memory_cap > free:
+            raise UserError(
+                f"--memory-cap {format_bytes(args.memory_cap)} is more than the {format_bytes(free)} that are free on "
+                "this GPU; lower it, or leave it out"
+            )
+        torch.cuda.set_per_process_memory_fraction(args.memory_cap / total)
+        args.budget = args.memory_cap
+    # A graph for each variant and micro-batch size, of one model.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    torch.set_float32_matmul_precision("high")
+    return device
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    settings = {k: v for k, v in vars(args).items() if k not in ("json",)}
+    if args.roofline:
+        machine = common.MACHINES[args.roofline]
+        settings["prediction_for"] = common.describe(machine)
+        records = predict(machine, args.methods[1:] or ["clover"], args.tokens)
+        print0(show_prediction(machine, records))
+        name = f"bench_train_{args.roofline}_predicted"
+        print0(f"written to {common.write_json(name, args.json, settings, records)}")
+        return
+
+    device = set_up_device(args)
+    info = environment_info()
+    cap = f", at most {format_bytes(args.memory_cap)}" if args.memory_cap else ""
+    hardware = f"{info['gpu'] or info['cpu']}{cap}; torch {info['torch']}; {nf.backend()}"
+    print0(hardware)
+    problems = [p for m in args.methods if m != "bf16" and (p := layer_problem(device, m))]
+    if problems:
+        raise UserError(f"not timed, because the result is wrong: {'; '.join(problems)}")
+    records, operations = [], []
+    for depth in args.depth:
+        try:
+            found = bench_depth(args, depth, device)
+        except ValueError as error:
+            raise UserError(f"d{depth}: {one_line(error)}") from None
+        records += found[0]
+        operations += found[1]
+        gc.collect()
+        if device.type == "cuda":
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+    print0(show(records))
+    print0(f"recompilations after the warm-up: {sum(r['recompiles'] for r in records) // len(records)}")
+    settings["hardware"] = hardware
+    target = common.write_json("bench_train", args.json, settings, [*records, *operations])
+    plot(records, hardware, target.with_suffix(".png"))
+    print0(f"written to {target} and {target.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    run_main(main)
