@@ -40,6 +40,23 @@ DESIGN = {
     "fig2_16x16_rtn": ("rtn x rtn_16x16", NONE, NONE),
     "fig2_1x16_four_over_six": ("four_over_six x four_over_six", NONE, NONE),
     "fig2_16x16_four_over_six": ("four_over_six x four_over_six_16x16", NONE, NONE),
+    # NVIDIA's recipe with one ingredient changed; the other systems that the sources name.
+    "nvidia_1d": ("rtn x rtn", "sr x raw rtn", "sr x raw rtn, RHT-16"),
+    "nvidia_no_rht": ("rtn x rtn_16x16", "sr x -", "sr x raw rtn"),
+    "nvidia_no_sr": ("rtn x rtn_16x16", "rtn x -", "rtn x raw rtn, RHT-16"),
+    "mxfp4_nvidia": ("mxfp4 x mxfp4_32x32", "mxfp4_sr x -", "mxfp4_sr x raw mxfp4, RHT-16"),
+    "quartet": (
+        "mxfp4_quest x mxfp4_quest",
+        "mxfp4_sr_prescaled x mxfp4_sr_prescaled, RHT-32",
+        "mxfp4_sr_prescaled x mxfp4_sr_prescaled, RHT-32",
+    ),
+    "tseng": (
+        NONE,
+        "mxfp4_sr_prescaled x mxfp4_sr_prescaled, RHT-64",
+        "mxfp4_sr_prescaled x mxfp4_sr_prescaled, RHT-64",
+    ),
+    "chmiel": ("rtn x rtn", "sr x raw rtn", "sr x raw sr"),
+    "fp8": ("mxfp8 x mxfp8", "mxfp8 x raw mxfp8", "mxfp8 x raw mxfp8"),
 }
 
 
@@ -49,6 +66,26 @@ def test_row_is_the_designs(method):
     assert r.name == method and r.summary
     assert (str(r.output), str(r.grad_input), str(r.grad_weight)) == DESIGN[method]
     assert not any(g.fixed_signs for g in (r.output, r.grad_input, r.grad_weight))
+
+
+def test_what_else_sets_a_system_apart():
+    fixed = get_recipe("nvidia_fixed_signs")
+    assert dataclasses.replace(fixed.grad_weight, fixed_signs=False) == get_recipe("nvidia").grad_weight
+    assert fixed.grad_weight.fixed_signs and fixed.output == get_recipe("nvidia").output
+    quartet = get_recipe("quartet")
+    assert (quartet.forward_rht_dim, quartet.mask) == (32, "clipped")
+    assert str(quartet).endswith("; forward RHT-32; mask clipped")
+
+
+def test_remedies_are_clover_with_something_changed():
+    clover = get_recipe("clover")
+    remedies = [r for r in METHOD_TABLE.values() if r.name.startswith("clover_") and r.grad_input.a.rounding]
+    assert len(remedies) >= 8
+    for r in remedies:
+        fields = [f.name for f in dataclasses.fields(r) if f.name not in ("name", "summary")]
+        changed = {f for f in fields if getattr(r, f) != getattr(clover, f)}
+        expected = {"clover_search": 3, "clover_search_backward": 2}.get(r.name, 1)
+        assert len(changed) == expected, (r.name, changed)
 
 
 def test_names():

@@ -47,9 +47,7 @@ class MethodPlan:
             except ValueError:
                 fraction = -1.0
             if not 0 <= fraction <= 1 or (steps and fraction <= steps[-1][0]):
-                raise ValueError(
-                    f"phases: {key!r} is no fraction of the steps, from 0 to 1 and rising; write 0.85=bf16"
-                )
+                raise ValueError(f"phases: {key!r} is not a fraction of the steps, from 0 to 1 and rising: 0.85=bf16")
             steps.append((fraction, recipe))
         return cls(get_recipe(method), tuple(_pairs(layers, "layers", "pattern=method")), tuple(steps))
 

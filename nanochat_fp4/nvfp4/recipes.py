@@ -89,9 +89,7 @@ class Recipe:
         if self.mask not in MASKS:
             raise ValueError(f"recipe {self.name!r}: unknown mask {self.mask!r}; known: {', '.join(MASKS[1:])}")
         if (self.mask or self.forward_rht_dim) and not (self.output.a.rounding and self.output.b.rounding):
-            raise ValueError(
-                f"recipe {self.name!r}: a mask or a forward rotation needs both operands of output rounded"
-            )
+            raise ValueError(f"recipe {self.name!r}: mask and forward_rht_dim need both operands of output rounded")
         for gemm_name in ("output", "grad_input", "grad_weight"):
             gemm = getattr(self, gemm_name)
             where = f"recipe {self.name!r}, {gemm_name}"
@@ -104,9 +102,7 @@ class Recipe:
                 raise ValueError(f"{where}: ms_eden works on rotated operands; set rht_dim={RHT_DIM} and quantize both")
             kept = [o.rounding for o in (gemm.a, gemm.b) if o.rounding and (gemm_name == "output" or o.raw)]
             if any(get_rounding(r).prescale != 1 for r in kept):
-                raise ValueError(
-                    f"{where}: a prescaled rounding is for operands of the backward GEMMs that are not raw"
-                )
+                raise ValueError(f"{where}: a prescaled rounding is for backward operands that are not raw")
             if gemm.a.raw or (gemm.b.raw and gemm_name == "output"):
                 raise ValueError(f"{where}: raw only means something for input and weight in the backward GEMMs")
             if gemm.rht_dim not in RHT_DIMS or self.forward_rht_dim not in RHT_DIMS:

@@ -1,0 +1,154 @@
+"""Methods that change between layers and in the course of a run."""
+
+import pytest
+import torch
+
+import nanochat_fp4 as nf
+from nanochat_fp4.checkpoint_manager import load_checkpoint
+from nanochat_fp4.common import UserError
+from nanochat_fp4.nvfp4.plan import MethodPlan, gemm_bits
+from nanochat_fp4.nvfp4.recipes import get_recipe
+from nanochat_fp4.report import read_jsonl
+from scripts import base_train
+
+
+def model(method="clover"):
+    net = torch.nn.Sequential()
+    net.add_module("up", torch.nn.Linear(32, 128, bias=False))
+    net.add_module("down", torch.nn.Linear(128, 32, bias=False))
+    return nf.convert(net, method, verbose=False)
+
+
+def names(net):
+    return [layer.recipe.name for layer in net]
+
+
+def test_phases_and_layers():
+    net = model()
+    plan = MethodPlan.parse("clover", layers="u*=fp8", phases="0.5=nvidia, 0.85=bf16")
+    assert plan.apply(net, 0.0) and names(net) == ["fp8", "clover"]
+    assert not plan.apply(net, 0.49)
+    assert plan.apply(net, 0.5) and names(net) == ["fp8", "nvidia"]
+    assert plan.apply(net, 0.9) and names(net) == ["bf16", "bf16"]  # nothing is quantized: no layer either
+
+
+def test_layers_of_an_unquantized_model():
+    net = model("bf16")
+    MethodPlan.parse("bf16", layers="down=clover_input").apply(net, 0.3)
+    assert names(net) == ["bf16", "clover_input"]
+
+
+def test_the_first_pattern_counts():
+    net = model()
+    MethodPlan.parse("clover", layers="up=fp8,*=nvidia").apply(net, 0.0)
+    assert names(net) == ["fp8", "nvidia"]
+
+
+def test_work_by_hand():
+    """Two layers of equal size, three GEMMs each. clover_fp8_forward: one of three in 8 bits."""
+    share = MethodPlan.parse("clover", layers="up=clover_fp8_forward", phases="0.8=bf16").work(model())
+    assert (
+        share[8] == pytest.approx(0.8 / 6)
+        and share[16] == pytest.approx(0.2)
+        and sum(share.values()) == pytest.approx(1)
+    )
+    assert MethodPlan.parse("bf16", phases="0.1=clover").work(model())[16] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    "method, bits",
+    [
+        ("bf16", (16, 16, 16)),
+        ("clover", (4, 4, 4)),
+        ("nvidia", (4, 4, 4)),  # dgrad: the forward's 4-bit weight
+        ("fig1b_sr", (16, 16, 16)),  # dgrad: a 4-bit gradient and an unquantized weight
+        ("fig1e_ms_eden", (16, 4, 4)),
+        ("tseng", (16, 4, 4)),
+        ("fp8", (8, 8, 8)),
+        ("clover_fp8_input", (8, 4, 4)),
+        ("clover_weight", (16, 16, 16)),
+    ],
+)
+def test_bits_of_a_gemm_are_those_of_its_wider_operand(method, bits):
+    assert gemm_bits(get_recipe(method)) == bits
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"layers": "up"}, "layers: 'up' is not of the form pattern=method"),
+        ({"layers": "up=cloover"}, "unknown QAT method 'cloover'"),
+        ({"phases": "late=bf16"}, "phases: 'late' is not a fraction of the steps"),
+        ({"phases": "1.5=bf16"}, "phases: '1.5' is not a fraction"),
+        ({"phases": "nan=bf16"}, "phases: 'nan' is not a fraction"),
+        ({"phases": "0.5=bf16,0.4=clover"}, "phases: '0.4' is not a fraction of the steps, from 0 to 1 and rising"),
+    ],
+)
+def test_bad_plans_are_one_line(kwargs, message):
+    with pytest.raises(ValueError, match=message) as e:
+        MethodPlan.parse("clover", **kwargs)
+    assert "\n" not in str(e.value)
+
+
+def test_a_pattern_without_a_layer_is_refused():
+    with pytest.raises(ValueError, match="layers: 'mlp.*' matches no layer; there are: up, down"):
+        MethodPlan.parse("clover", layers="mlp.*=fp8").apply(model(), 0.0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In training
+
+TINY = (
+    "--depth=2 --aspect-ratio=64 --head-dim=64 --max-seq-len=32 --device-batch-size=2 --total-batch-size=128 "
+    "--eval-tokens=128 --eval-every=-1 --core-metric-every=-1 --sample-every=-1 --device-type=cpu --num-iterations=4"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def weights(base, tag, step=4):
+    return load_checkpoint(base / "base_checkpoints" / tag, step, "cpu")[0]
+
+
+def losses(base, tag):
+    records = read_jsonl(base / "base_checkpoints" / tag / "metrics.jsonl")
+    return [r["loss"] for r in records if r["event"] == "train"]
+
+
+def test_phases_of_a_run(tiny_base):
+    """A run whose every step is bf16 is the bf16 run; one that switches is the method's run up to there; and resumed
+    within a phase it is the same run."""
+    base_train.main([*TINY, "--method=bf16", "--model-tag=bf16"])
+    base_train.main([*TINY, "--method=clover", "--model-tag=clover"])
+    base_train.main([*TINY, "--method=clover", "--method-phases=0=bf16", "--model-tag=never"])
+    late = [
+        *TINY,
+        "--method=clover",
+        "--method-phases=0.5=bf16",
+        "--model-tag=late",
+        "--save-every=1",
+        "--keep-last=-1",
+    ]
+    base_train.main(late)
+    plain, never = weights(tiny_base, "bf16"), weights(tiny_base, "never")
+    assert all(torch.equal(plain[k], never[k]) for k in plain)
+    assert losses(tiny_base, "late")[:2] == losses(tiny_base, "clover")[:2] != losses(tiny_base, "bf16")[:2]
+    assert losses(tiny_base, "late")[3] != losses(tiny_base, "clover")[3]
+    whole = weights(tiny_base, "late")
+    for step in (1, 3):
+        base_train.main([*late, f"--resume-from-step={step}"])
+        again = weights(tiny_base, "late")
+        assert all(torch.equal(whole[k], again[k]) for k in whole), step
+    with pytest.raises(UserError, match="method_phases"):  # another run
+        base_train.main([*TINY, "--method=clover", "--model-tag=late", "--resume-from-step=3"])
+
+
+def test_layers_of_a_run(tiny_base, capsys):
+    base_train.main([*TINY, "--method=clover", "--layer-methods=*.mlp.c_fc=bf16,*.attn.c_q=bf16", "--num-iterations=1"])
+    assert "GEMM work  58.3% in 4 bits, 41.7% in 16 bits" in capsys.readouterr().out  # 4 + 1 of 12 squares of the width
