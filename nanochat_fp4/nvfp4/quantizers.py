@@ -351,12 +351,13 @@ def quantize_reference(
     parts = []
     for start in range(0, rows.shape[0], chunk):
         part_scale = tensor_scale[start : start + chunk] if per_token else tensor_scale
-        parts.append(align(rows[start : start + chunk], rounding, part_scale, seed, stream, start))
-    q, pseudo_scales, correction = (torch.cat(p) if len(parts) > 1 else p[0] for p in zip(*parts))
+        q, *scales = align(rows[start : start + chunk], rounding, part_scale, seed, stream, start)
+        grid = q.flatten(-2)
+        codes = pack(encode_e2m1(grid)) if rounding.element == "e2m1" else grid.to(torch.float8_e4m3fn)
+        parts.append((q, codes, *scales))
+    q, codes, pseudo_scales, correction = (torch.cat(p) if len(parts) > 1 else p[0] for p in zip(*parts))
     scales = _finish_scales(pseudo_scales, correction, rounding, tensor_scale, seed, stream)
     decoded = (q * scales.to(torch.float32).unsqueeze(-1)).flatten(-2)
-    q = q.flatten(-2)
-    codes = pack(encode_e2m1(q)) if rounding.element == "e2m1" else q.to(torch.float8_e4m3fn)
     return NVFP4Tensor(
         codes=codes.view(*leading, -1),
         scales=scales.view(*leading, -1),
