@@ -26,7 +26,6 @@ TINY = (
     "--depth=2 --aspect-ratio=64 --head-dim=64 --max-seq-len=32 --device-batch-size=2 --total-batch-size=128 "
     "--eval-tokens=128 --eval-every=4 --core-metric-every=-1 --sample-every=-1 --device-type=cpu"
 ).split()
-METHODS = ("bf16", "nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search")
 
 
 def train(*flags: str, method: str = "clover", steps: int = 8) -> None:
@@ -46,7 +45,7 @@ def one_thread():
 # Resume
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["bf16", "clover"])  # the others are killed and resumed in test_reliability.py
 def test_resume_is_exact(tiny_base, method):
     train("--save-every=3", "--keep-last=-1", method=method, steps=5)
     folder = tiny_base / "base_checkpoints" / f"d2_{method}"
@@ -275,10 +274,10 @@ def test_micro_batches_do_not_change_what_is_learned(tiny_base):
     a, b = (final_state(tiny_base / "base_checkpoints" / f"b{size}", 4) for size in (1, 4))
     assert len(a["records"]) == 6
     for x, y in zip(a["records"], b["records"]):
-        for key in ("loss", "bpb"):
-            assert x.get(key) == pytest.approx(y.get(key), rel=1e-4), (x, y)
+        key = "loss" if x["event"] == "train" else "bpb"
+        assert x["event"] == y["event"] and x[key] == pytest.approx(y[key], rel=1e-4), (x, y)
         # Optimizers are blind to the scale of a gradient, so losses would not show a wrong share of a micro-batch.
-        assert x.get("grad_norm") == pytest.approx(y.get("grad_norm"), rel=1e-3), (x, y)
+        assert x.get("grad_norm", 0) == pytest.approx(y.get("grad_norm", 0), rel=1e-3), (x, y)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -289,22 +288,6 @@ def torchrun(args: list[str], nproc: int = 2, **env) -> subprocess.CompletedProc
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"} | env
     return subprocess.run([*command, *args], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
-
-
-def test_two_processes_train_like_one(tiny_base):
-    """
-    The same rows in each step; only the order of sums differs, by some 1e-7 in FP32. Muon's orthogonalization makes
-    more of it where a gradient has small singular values, hence 1e-4 on the losses of the first six steps.
-    """
-    flags = [*TINY, "--method=bf16", "--num-iterations=6"]
-    base_train.main([*flags, "--model-tag=one"])
-    done = torchrun(["-m", "scripts.base_train", *flags, "--model-tag=two"])
-    assert done.returncode == 0, done.stderr[-2000:]
-    one, two = (read_jsonl(tiny_base / "base_checkpoints" / tag / "metrics.jsonl")[1:] for tag in ("one", "two"))
-    assert [(r["event"], r["step"]) for r in one] == [(r["event"], r["step"]) for r in two]
-    for a, b in zip(one, two):
-        key = "loss" if a["event"] == "train" else "bpb"
-        assert a[key] == pytest.approx(b[key], rel=1e-4), (a, b)
 
 
 def test_sigterm_to_torchrun_saves_on_all_ranks(tiny_base):

@@ -4,6 +4,7 @@ reads, bad numbers, leaks; and the same seed twice. docs/reliability.md says whi
 """
 
 import gc
+import hashlib
 import http.server
 import logging
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _assertions import assert_same, assert_same_operand, final_state
+from _assertions import assert_same, bits, final_state
 from _forking import ForkServer, Run
 from test_post_training import save_base
 
@@ -270,30 +271,27 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(fork_server, tin
 
 @pytest.mark.parametrize("method", ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"])
 def test_quantized_weights_do_not_depend_on_the_micro_batch(tiny_base, one_thread, monkeypatch, method):
-    """One step in 4, 2 and 1 micro-batches: the forward pass uses the same codes of every weight in each of them."""
+    """One step in 4, 2 and 1 micro-batches: the forward passes use the same codes and scales of every weight."""
     from nanochat_fp4.nvfp4 import linear
 
-    operands: list = []
+    used: set[str] = set()
     real = linear.quantize_operand
 
     def recording(tensor, **kwargs):
         operand = real(tensor, **kwargs)
         if kwargs["stream"] == linear.OUTPUT + 1:  # the weight of the forward GEMM
-            operands.append(operand)
+            parts = (operand.codes, operand.scales, operand.tensor_scale)
+            used.add(hashlib.sha256(b"".join(bits(t).numpy().tobytes() for t in parts)).hexdigest())
         return operand
 
     monkeypatch.setattr(linear, "quantize_operand", recording)
-    layers = 4  # q, k and v as one, the attention's output, two of the MLP
-    first = None
+    found = []
     for size in (1, 2, 4):
-        operands.clear()
+        used.clear()
         flags = [f"--device-batch-size={size}", "--overwrite", "--eval-every=-1", "--num-iterations=1"]
         base_train.main([*BASE, *flags, f"--method={method}"])
-        trained = operands[-layers * (4 // size) :]  # those before are of the self-check
-        first = first or trained[:layers]
-        assert len({operand.codes.shape for operand in first}) > 1 and len(trained) == layers * (4 // size)
-        for i, operand in enumerate(trained):
-            assert_same_operand(f"micro-batches of {size}", operand, first[i % layers])
+        found.append(set(used))
+    assert found[0] == found[1] == found[2] and len(found[0]) >= 4  # and those of the self-check, always the same
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -432,8 +430,8 @@ def test_stages_leave_no_open_files_and_no_processes(tiny_base, one_thread, monk
     evaluate = "-i sft -a local -x 2 -m 4 -b 2 --device-type cpu".split()
     stages = {
         "tok_train": lambda: tok_train.main(["--vocab-size=290", "--max-chars=50000"]),
-        "base": lambda: run_stage("base", tiny_base, "--telemetry-every=1", steps=2),
-        "base_loss": lambda: base_loss.main(["--device-batch-size=2", "--split-tokens=128", "--device-type=cpu"]),
+        "base": lambda: run_stage("base", tiny_base, "--max-seq-len=128", "--total-batch-size=512", steps=2),
+        "base_loss": lambda: base_loss.main(["--device-batch-size=2", "--split-tokens=256", "--device-type=cpu"]),
         "mid": lambda: mid_train.main([*MID, f"--model-tag={TAG}", "--num-iterations=2"]),
         "sft": lambda: chat_sft.main([*SFT, f"--model-tag={TAG}", "--num-iterations=2"]),
         "chat_eval": lambda: chat_eval.main(evaluate),
@@ -442,6 +440,8 @@ def test_stages_leave_no_open_files_and_no_processes(tiny_base, one_thread, monk
     }
     server_and_the_like = children()
     for name, stage in stages.items():
+        if name == "report":
+            stage()  # matplotlib keeps its fonts open from its first plot on
         files = sorted(os.listdir("/proc/self/fd"))
         threads = threading.active_count()
         stage()
