@@ -22,6 +22,7 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.common import UserError, autodetect_device_type, one_line, run_main
 from nanochat_fp4.nvfp4.backends import quantize_operand, use_kernels
+from nanochat_fp4.nvfp4.estimators import prepare
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.gemm import Decoded
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
@@ -92,14 +93,19 @@ def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
     def used(t: torch.Tensor, rounding: str | None) -> torch.Tensor:
         return t if rounding is None else quantize_reference(t, get_rounding(rounding)).dequantize()
 
-    xq, wq = used(x, recipe.output.a.rounding), used(w, recipe.output.b.rounding)
-    x_wgrad, w_dgrad = (x if recipe.grad_weight.b.raw else xq), (w if recipe.grad_input.b.raw else wq)
+    x, w = x.requires_grad_(), w.requires_grad_()
+    xp, wp = prepare(x, w, recipe)  # x and w themselves, but for a rotated forward or a mask
+    xq, wq = used(xp.detach(), recipe.output.a.rounding), used(wp.detach(), recipe.output.b.rounding)
+    x_wgrad = xp.detach() if recipe.grad_weight.b.raw else xq
+    w_dgrad = wp.detach() if recipe.grad_input.b.raw else wq
+    (grad_input,) = torch.autograd.grad(xp, x, e @ w_dgrad)
+    (grad_weight,) = torch.autograd.grad(wp, w, e.T @ x_wgrad)
     for name, got, want, gemm in (
         ("output", output.detach(), xq @ wq.T, None),
-        ("grad_input", gradients[0], e @ w_dgrad, recipe.grad_input),
-        ("grad_weight", gradients[1], e.T @ x_wgrad, recipe.grad_weight),
+        ("grad_input", gradients[0], grad_input, recipe.grad_input),
+        ("grad_weight", gradients[1], grad_weight, recipe.grad_weight),
     ):
-        rounded = gemm is not None and (gemm.a.rounding or gemm.b.rounding)
+        rounded = recipe.forward_rht_dim or (gemm is not None and (gemm.a.rounding or gemm.b.rounding))
         limit = ROUNDING_ERROR if rounded else SUM_ERROR
         got = got.float().cpu()
         if not torch.isfinite(got).all():

@@ -303,7 +303,7 @@ def _variations() -> list[Recipe]:
             grad_weight=eden_search,
         ),
         remedy("masked", "without gradients where rounding misses by more than 1/2 of the scale", mask="uncertain"),
-        remedy("rotated", "with its forward rotated as well", forward_rht_dim=RHT_DIM),
+        remedy("rotated", "with its forward rotated as well (RHT-32, fixed signs)", forward_rht_dim=32),
         remedy("fp8_input", "with the forward's input in FP8: 1/3 of the work in 8 bits", output=Gemm(fp8, weight)),
         remedy("fp8_weight", "with the forward's weight in FP8: 1/3 of the work in 8 bits", output=Gemm(x, fp8)),
         remedy("fp8_forward", "with its forward in FP8: 1/3 of the work in 8 bits", output=both("mxfp8")),
