@@ -416,24 +416,15 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device) -> t
     memories: dict[Variant, Memory] = {}
     for variant, trainer in trainers.items():
         trainer.become(variant)
-        memories[variant] = Memory()
-        try:
-            trainer.passes(1)
-            trainer.update()
-            if args.micro_batch == "auto":
-                sizes[variant], memories[variant] = find_micro_batch(trainer, rows_per_step, args.budget)
-            else:
-                sizes[variant] = args.micro_batch
-                if cuda and not args.nanochat:  # two models at once: their memory would mean nothing
-                    for size in sorted({1, args.micro_batch}):
-                        memories[variant].passes[size], memories[variant].update = peaks_of_a_step(trainer, size)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise UserError(
-                f"{variant} at d{depth} runs out of memory with a micro-batch of {sizes.get(variant, 1)}; lower "
-                "--micro-batch, --depth or --seq-len"
-            ) from None
+        trainer.passes(1 if args.micro_batch == "auto" else args.micro_batch)
+        trainer.update()
+        if args.micro_batch == "auto":
+            sizes[variant], memories[variant] = find_micro_batch(trainer, rows_per_step, args.budget)
+        else:
+            sizes[variant], memories[variant] = args.micro_batch, Memory()
+            if cuda and not args.nanochat:  # two models at once: their memory would mean nothing
+                peaks = peaks_of_a_step(trainer, args.micro_batch)
+                memories[variant].passes[args.micro_batch], memories[variant].update = peaks
         print0(f"  {variant}: micro-batch {sizes[variant]}")
 
     # Time: in turns. The first round warms up.
@@ -670,6 +661,10 @@ def main(argv: list[str] | None = None) -> None:
             found = bench_depth(args, depth, device)
         except ValueError as error:
             raise UserError(f"d{depth}: {one_line(error)}") from None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UserError(f"d{depth}: out of memory; lower --micro-batch, --depth or --seq-len") from None
         records += found[0]
         operations += found[1]
         gc.collect()

@@ -1,0 +1,325 @@
+"""The benchmark of whole models, on a CPU and tiny: what it runs, counts and writes. A GPU's figures are made up."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanochat_fp4.common import UserError
+from nanochat_fp4.gpt import config_from_depth
+from nanochat_fp4.nvfp4.linear import QuantLinear
+from scripts import bench_common as common
+from scripts import bench_train
+from scripts.bench_train import Trainer, Variant
+
+ROOT = Path(__file__).parent.parent
+SIZES = ["--depth", "1", "--aspect-ratio", "32", "--head-dim", "32", "--seq-len", "32", "--vocab-size", "64"]
+SIZES += ["--total-batch-size", "128", "--rounds", "1", "--calls", "1"]
+TINY = [*SIZES, "--micro-batch", "2"]
+
+
+def tiny_trainer(compiled=False) -> Trainer:
+    config = config_from_depth(1, 64, sequence_len=32, head_dim=32, aspect_ratio=32)
+    return Trainer(config, torch.device("cpu"), compiled)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A run
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU micro-batches are measured")
+def test_one_command_measures_everything(base_dir, capsys):
+    bench_train.main([*TINY, "--recompute", "none,all"])
+    out = capsys.readouterr().out
+    content = json.loads((base_dir / "bench" / "bench_train.json").read_text())
+    assert content["settings"]["hardware"] == out.splitlines()[0] and "PyTorch reference" in out.splitlines()[0]
+    assert content["settings"]["micro_batch"] == 2 and "torch" in content["environment"]
+    records = [r for r in content["records"] if "tokens_per_second" in r]
+    assert [r["variant"] for r in records] == ["bf16", "clover", "bf16, all again", "clover, all again"]
+    for r in records:
+        assert (r["depth"], r["micro_batch"], r["micro_batches"], r["recompiles"]) == (1, 2, 2, 0)
+        step = 2 * r["micro_batch_ms"] + r["codes_ms"] + r["update_ms"]
+        assert r["tokens_per_second"] == pytest.approx(128 / step * 1e3)
+        assert r["ratio"] == pytest.approx(r["tokens_per_second"] / records[0]["tokens_per_second"])
+        assert r["mfu"] is None and r["peak_bytes"] is None and f"{round(r['tokens_per_second'])}" in out
+    operations = {(r["variant"], r["phase"], r["kind"]) for r in content["records"] if "kind" in r}
+    for variant in ("bf16", "clover, all again"):
+        for work in (("forward", "GEMM"), ("forward", "LM head and loss"), ("backward", "GEMM"), ("update", "GEMM")):
+            assert (variant, *work) in operations
+    assert "recompilations after the warm-up: 0" in out and "Time by operation, d1, clover, micro-batch 2" in out
+    assert (base_dir / "bench" / "bench_train.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_variants_are_what_they_say():
+    trainer = tiny_trainer()
+    layers = [m for m in trainer.model.modules() if isinstance(m, QuantLinear)]
+    assert len(layers) == 6
+    seen = []
+    for layer in layers:
+        layer.register_forward_hook(lambda m, args, y: seen.append(m.recipe.name))
+    for variant in (Variant("clover"), Variant("bf16", "all"), Variant("nvidia", "mlp")):
+        trainer.become(variant)
+        seen.clear()
+        trainer.passes(1)
+        # Two passes of six layers, and what is computed again: c_fc, or q, k and v too. Both c_proj come last, and
+        # what they keep is their input.
+        again = {"none": 0, "mlp": 1, "all": 4}[variant.recompute]
+        assert seen == [variant.method] * 2 * (6 + again)
+
+
+def test_a_step_trains():
+    trainer = tiny_trainer()
+    trainer.become(Variant("clover"))
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.passes(1)
+    assert all(p.grad is not None for p in trainer.model.parameters())
+    trainer.update()
+    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters()))
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_recompilations_are_counted(monkeypatch):
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **kw: real(model, **{**kw, "backend": "eager"}))
+    torch._dynamo.reset()
+    trainer = tiny_trainer(compiled=True)
+    run = lambda rows: bench_train.run_steps(trainer, rows, 1, bench_train.Stopwatch(trainer.device))  # noqa: E731
+    run(1)
+    before = bench_train.compiled_graphs()
+    assert before > 0
+    run(1)
+    assert bench_train.compiled_graphs() == before
+    run(2)  # another shape
+    assert bench_train.compiled_graphs() > before
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+class FakeTrainer:
+    sequence_len = 10
+
+
+def fake_peaks(constant, per_row, memory, update=0):
+    tried = []
+
+    def peaks(trainer, rows):
+        tried.append(rows)
+        if constant + per_row * rows > memory:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return constant + per_row * rows, update
+
+    return peaks, tried
+
+
+def test_the_largest_micro_batch_is_tried_out():
+    peaks, tried = fake_peaks(1000, 100, memory=2700, update=1500)
+    size, memory = bench_train.find_micro_batch(FakeTrainer, 64, 2700, peaks)
+    assert size == 16 and tried == [1, 2, 16]
+    assert memory.per_token(10) == 10 and memory.peak(16) == 2600 and memory.peak(2) == 1500  # the update needs more
+    peaks, tried = fake_peaks(1000, 100, memory=2000)  # less than the budget promises: fragments
+    size, memory = bench_train.find_micro_batch(FakeTrainer, 64, 2700, peaks)
+    assert size == 8 and tried == [1, 2, 16, 8] and memory.peak(16) is None
+
+
+def test_only_one_row_or_none():
+    peaks, _ = fake_peaks(1000, 100, memory=1150)
+    size, memory = bench_train.find_micro_batch(FakeTrainer, 64, 1150, peaks)
+    assert size == 1 and memory.per_token(10) is None
+    with pytest.raises(UserError, match="not even one row of 10 tokens fits into"):
+        bench_train.find_micro_batch(FakeTrainer, 64, 1000, fake_peaks(1000, 100, memory=1000)[0])
+
+
+def test_other_errors_are_not_taken_for_memory():
+    def peaks(trainer, rows):
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        bench_train.find_micro_batch(FakeTrainer, 64, 1000, peaks)
+
+
+@pytest.mark.parametrize(
+    "text, expected", [("32GiB", 32 << 30), ("24GB", 24 * 10**9), ("1.5 gib", 3 << 29), ("512M", 512 * 10**6)]
+)
+def test_amounts_of_memory(text, expected):
+    assert bench_train.parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["32", "GiB", "-1GiB", "0GiB", "1..5GiB", "32PiB"])
+def test_no_amounts_of_memory(text):
+    with pytest.raises(Exception, match="is not an amount of memory"):
+        bench_train.parse_bytes(text)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Time by operation
+
+
+def event(cat, name, ts, dur, tid=1, **args):
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+
+def test_kernels_belong_to_what_launched_them():
+    """A trace as a GPU's profile exports it: kernels run later than they are launched, in another row."""
+    trace = [
+        event("user_annotation", "phase: forward", 0, 100),
+        event("user_annotation", "phase: backward", 100, 100),
+        event("user_annotation", "phase: update", 200, 50),
+        event("cpu_op", "nanochat_fp4::linear_cross_entropy_sum", 60, 30),
+        event("cpu_op", "aten::mm", 65, 10),
+        event("cuda_runtime", "cudaLaunchKernel", 10, 2, correlation=1),
+        event("cuda_driver", "cuLaunchKernelEx", 20, 2, correlation=2),
+        event("cuda_runtime", "cudaLaunchKernel", 70, 2, correlation=3),
+        event("cuda_driver", "cuLaunchKernelEx", 150, 2, tid=2, correlation=4),
+        event("cuda_runtime", "cudaMemcpyAsync", 210, 2, correlation=5),
+        event("cuda_runtime", "cudaLaunchKernel", 300, 2, correlation=6),  # after all phases
+        event("kernel", "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", 400, 5000, tid=7, correlation=1),
+        event("kernel", "quantize_kernel", 5400, 2000, tid=7, correlation=2),
+        event("kernel", "nvjet_tst_192x192", 7400, 3000, tid=7, correlation=3),
+        event("kernel", "rotate_quantize_kernel", 10400, 4000, tid=7, correlation=4),
+        event("gpu_memcpy", "Memcpy DtoD", 14400, 1000, tid=7, correlation=5),
+        event("kernel", "nvjet_tst_192x192", 15400, 9000, tid=7, correlation=6),
+        {"ph": "M", "name": "process_name"},
+    ]
+    records = bench_train.summarize(trace)
+    assert {(r["phase"], r["kind"]): r["ms"] for r in records} == {
+        ("forward", "GEMM"): 5.0,
+        ("forward", "quantize"): 2.0,
+        ("forward", "LM head and loss"): 3.0,
+        ("backward", "rotate and quantize"): 4.0,
+        ("update", "communication and copies"): 1.0,
+    }
+    text = bench_train.show_table_7("d26", records)
+    # 14 ms of forward and backward, 5 of them in the GEMMs of layers
+    assert "forward 10.0 ms, backward 4.0 ms, update 1.0 ms; 64% of forward and backward is not" in text
+    assert "GEMM 36% 5.00 rotate and quantize 29% 4.00" in " ".join(text.split())
+
+
+def test_without_kernels_operators_count_for_themselves():
+    trace = [
+        event("user_annotation", "phase: forward", 0, 100),
+        event("cpu_op", "aten::linear", 10, 50),
+        event("cpu_op", "aten::mm", 20, 30),
+        event("cpu_op", "aten::relu", 70, 10),
+        event("cpu_op", "aten::mm", 20, 5, tid=2),
+    ]
+    records = bench_train.summarize(trace)
+    expected = {"GEMM": 0.035, "other element-wise": 0.02, "ReLU^2": 0.01}
+    assert {r["kind"]: r["ms"] for r in records} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("amax_kernel", "abs-max"),
+        ("quantize_kernel", "quantize"),
+        ("quantize_16x16_kernel", "quantize"),
+        ("rotate_quantize_kernel", "rotate and quantize"),
+        ("repair_kernel", "rotate and quantize"),
+        ("decode_kernel", "decode"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
+        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90>>", "attention"),
+        ("triton_tem_fused_flex_attention_2", "attention"),
+        ("triton_per_fused__fused_rms_norm_add_mul_3", "RMSNorm"),
+        ("triton_red_fused__to_copy_amax_clamp_relu_7", "ReLU^2"),
+        ("triton_poi_fused_add_mul_1", "other element-wise"),
+    ],
+)
+def test_kinds_of_kernels(name, kind):
+    assert bench_train.kind_of([name]) == kind
+
+
+def test_every_kernel_of_ours_has_a_kind():
+    """A kernel added later must not count as the model's own work."""
+    names = {
+        name
+        for path in (ROOT / "kernels" / "nvfp4_kernels").glob("*.py")
+        for name in re.findall(r"@triton\.jit\ndef (\w+_kernel)\(", path.read_text())
+    }
+    assert len(names) > 5
+    assert {n for n in names if bench_train.kind_of([n]) == bench_train.OTHER} == set()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Prediction
+
+
+@pytest.mark.parametrize("machine", sorted(common.MACHINES))
+def test_break_even_is_a_prediction(machine, base_dir, capsys):
+    bench_train.main(["--roofline", machine, "--methods", "clover,nvidia"])
+    out = capsys.readouterr().out
+    assert out.startswith(f"PREDICTION for {common.MACHINES[machine].name}, not a measurement")
+    content = json.loads((base_dir / "bench" / f"bench_train_{machine}_predicted.json").read_text())
+    clover, nvidia = content["records"]
+    assert (clover["method"], nvidia["method"]) == ("clover", "nvidia")
+    for r in (clover, nvidia):
+        ratios = list(r["ratios"].values())
+        assert ratios == sorted(ratios, reverse=True)  # GEMMs grow faster than what surrounds them
+        if machine == "h200":  # the GEMM is not faster there
+            assert r["width"] is None and min(ratios) > 1
+        else:
+            assert r["width"] % 128 == 0
+            model = common.MACHINES[machine]
+            for width, faster in ((r["width"], True), (r["width"] - 128, False)):
+                times = [bench_train.block_ms(m, width, common.TOKENS, model) for m in (r["method"], "bf16")]
+                assert (times[0] < times[1]) == faster
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--depth", "20,x"], "--depth must be"),
+        (["--depth", ""], "--depth must be"),
+        (["--methods", "clever"], "--methods: unknown QAT method 'clever'"),
+        (["--recompute", "some"], "--recompute must be some of none, mlp, all"),
+        (["--micro-batch", "0"], "expected 'auto' or a positive whole number"),
+        (["--rounds", "0"], "must be at least 1"),
+        (["--micro-batch", "3"], "not a multiple of a micro-batch of 3 rows of 2048 tokens"),
+        (["--nanochat", "x"], "give --micro-batch a number"),
+        ([*TINY, "--nanochat", "/nowhere"], "no nanochat.gpt can be imported from /nowhere"),
+    ],
+)
+def test_bad_arguments(argv, message):
+    with pytest.raises(UserError, match=message):
+        bench_train.main(argv)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_cuda_one_line():
+    with pytest.raises(UserError, match="no CUDA device"):
+        bench_train.main(["--micro-batch", "2", "--memory-cap", "32GiB"])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    command = [sys.executable, "-m", "scripts.bench_train"]
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert "no CUDA device" in result.stderr and "--roofline" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_memory_that_runs_out_is_one_line(monkeypatch):
+    def passes(self, rows):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Trainer, "passes", passes)
+    with pytest.raises(UserError, match="d1: out of memory; lower --micro-batch"):
+        bench_train.main(TINY)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(base_dir, capsys):
+    sizes = ["--depth", "2", "--seq-len", "256", "--vocab-size", "512", "--total-batch-size", "2048"]
+    bench_train.main([*sizes, "--no-compile", "--rounds", "1", "--calls", "1"])
+    content = json.loads((base_dir / "bench" / "bench_train.json").read_text())
+    records = [r for r in content["records"] if "tokens_per_second" in r]
+    assert all(r["peak_bytes"] > 0 and r["bytes_per_token"] > 0 and r["micro_batch"] == 8 for r in records)
+    kinds = {(r["variant"], r["kind"]) for r in content["records"] if "kind" in r}
+    assert {("clover", "quantize"), ("clover", "rotate and quantize"), ("bf16", "GEMM")} <= kinds
