@@ -33,7 +33,7 @@ from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestf
 from nanochat_fp4.gpt import autocast
 from nanochat_fp4.nvfp4.quantizers import get_rounding, mean_squared_error, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, get_recipe
-from scripts import sweep, traffic
+from scripts import bench_common, bench_linear, sweep, traffic
 from scripts.bench_common import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -306,7 +306,8 @@ def fig9(context: Context) -> Outcome:
             nonlocal model, tag, data
             if model is None:
                 model, tag, data = trained_model(context, "d8")
-            return concentration(model[0], get_recipe(method), model[1], model[2], draws)
+            value = concentration(model[0], get_recipe(method), model[1], model[2], draws)
+            return value | {"measured_on": f"{tag}, data {data}, a batch of 4 validation sequences"}
 
         settings = {"method": method, "draws": draws, "sizes": context.args.sizes, "extra": context.args.extra}
         settings |= {"tokens": context.args.tokens, "ratio": context.args.ratio, "quick": context.quick}
@@ -341,7 +342,7 @@ def fig9(context: Context) -> Outcome:
         ],
         {"curves": curves},
         plot,
-        f"{tag or 'the model of the first run'}, a batch of 4 validation sequences",
+        curves[FIG9_METHODS[0]]["measured_on"],
     )
 
 
@@ -393,6 +394,7 @@ def training(
             shown = "-" if method == "bf16" else str(value)
             mean = sum(bpb.values()) / len(bpb)
             rows.append([size, method, (paper or {}).get(method, "-"), f"{mean:.4f}", shown, len(bpb)])
+    claims = [c for c in claims if {c.better, c.worse} <= set(names)]
     said = [f"the paper: {c.text}. Here, {size}: {c.verdict(results, size)}" for c in claims for size in found]
 
     def plot(axes) -> None:
@@ -604,14 +606,14 @@ def attribution_methods() -> list[str]:
     for first, last in ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0)):
         end = f",{last}=bf16" if last < 1 else ""
         methods[f"steps {100 * first:.0f}-{100 * last:.0f}%"] = sweep.changed("bf16", "", f"{first}=clover{end}")
-    return [f"{label.replace(', ', '/').replace(' ', '_')}: {' '.join(flags)}" for label, flags in methods.items()]
+    return [f"{label.replace(', ', '-').replace(' ', '_')}: {' '.join(flags)}" for label, flags in methods.items()]
 
 
 def attribution(context: Context) -> Outcome:
     """Gaps of parts of clover, and what their operands look like."""
     methods = attribution_methods()
     if context.quick:  # one of each sort
-        wanted = ("bf16", "all", "forward/input", "forward/up", "all_but_up", "steps_75-100%")
+        wanted = ("bf16", "all", "forward-input", "forward-up", "all_but_up", "steps_75-100%")
         methods = [m for m in methods if m.partition(":")[0] in wanted]
     title = "Where Clover's gap comes from: only this part is quantized"
     outcome, _ = training(context, "attribution", title, methods, [], ["d8"], 20.0)
@@ -695,24 +697,29 @@ def operands(context: Context) -> Outcome:
 
 def fig6(context: Context) -> Outcome:
     on_gpu = torch.cuda.is_available() and not context.quick
-    modes = [["--graph"]] if on_gpu else [["--roofline=rtx5090"], ["--roofline=h200"]]
+    machines = [torch.cuda.get_device_name()] if on_gpu else ["rtx5090", "h200"]
     models = context.args.models or ("800M,3B,7B" if on_gpu else "800M,3B,7B,22B")
     rows, numbers = [], {}
-    for flags in modes:
 
-        def measure(flags=flags):
-            path = context.folder / "bench_linear.json"
-            command = [sys.executable, "-m", "scripts.bench_linear", f"--models={models}", f"--json={path}", *flags]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-            if done.returncode:
-                raise UserError(f"bench_linear failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-            return json.loads(path.read_text())
+    def measure() -> list[dict]:
+        path = context.folder / "bench_linear.json"
+        command = [sys.executable, "-m", "scripts.bench_linear", "--graph", f"--models={models}", f"--json={path}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"bench_linear failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+        return json.loads(path.read_text())["records"]
 
-        settings = {"models": models, "flags": flags, "gpu": environment_info()["gpu"]}
-        content = context.piece("fig6", settings, measure)
-        label = f"predicted, {flags[0].partition('=')[2]}" if not on_gpu else environment_info()["gpu"]
-        numbers[label] = content["records"]
-        for r in content["records"]:
+    for machine in machines:
+        if on_gpu:
+            records = context.piece("fig6", {"models": models, "machine": machine}, measure)
+        else:
+            methods = ["bf16", *bench_linear.METHODS]
+            records = bench_linear.predict(
+                bench_common.MACHINES[machine], models.split(","), methods, bench_common.TOKENS
+            )
+        label = machine if on_gpu else f"predicted, {machine}"
+        numbers[label] = records
+        for r in records:
             if r["pass"] == "forward+backward" and r["method"] != "bf16" and r["ratio"]:
                 paper = "up to 4.2 (RTX 5090)" if r["method"] == "clover" else "-"
                 where = label if r["mode"] in ("predicted", "eager") else f"{label}, {r['mode']}"

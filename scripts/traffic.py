@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from nanochat_fp4.common import UserError
 
@@ -97,12 +98,10 @@ def requantization() -> dict[str, list[dict]]:
     post hoc: MS-EDEN as it trains
     Per launch: kernel, bits read and written per element by argument, rotations per element.
     """
-    os.environ["NVFP4_KERNELS"] = "triton"
-    import torch
-
     from nanochat_fp4.nvfp4.backends import quantize_operand
     from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference
 
+    before = os.environ.get("NVFP4_KERNELS", "auto")
     torch.manual_seed(0)
     codes = quantize_reference(torch.randn(ROWS, COLUMNS), get_rounding("four_over_six"))
     codes.decoded = None
@@ -111,7 +110,13 @@ def requantization() -> dict[str, list[dict]]:
     for alignment, rounding in (("naive", "rtn"), ("post hoc", "ms_eden")):
 
         def requantize(rounding=rounding):
-            quantize_operand(codes, rounding, transpose=True, keep_codes=True, seed=seed, rht_dim=128, rht_seed=seed)
+            os.environ["NVFP4_KERNELS"] = "triton"
+            try:
+                quantize_operand(
+                    codes, rounding, transpose=True, keep_codes=True, seed=seed, rht_dim=128, rht_seed=seed
+                )
+            finally:
+                os.environ["NVFP4_KERNELS"] = before
 
         result[alignment] = [
             {
@@ -131,7 +136,9 @@ def of_operand(bits: dict[str, float]) -> float:
 
 
 def measure() -> dict[str, list[dict]]:
-    """requantization(), in a process whose kernels are interpreted, whatever this one does."""
+    """requantization(); where this process compiles its kernels, in another one that interprets them."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return requantization()
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     command = [sys.executable, "-m", "scripts.traffic"]
