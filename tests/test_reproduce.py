@@ -1,0 +1,182 @@
+"""`python -m scripts.reproduce`: every item in its smallest form, its numbers, resuming; the counting of Table 2."""
+
+import json
+
+import pytest
+import torch
+
+from nanochat_fp4.common import UserError
+from nanochat_fp4.nvfp4.recipes import get_recipe
+from scripts import reproduce, sweep, traffic
+
+SMALL = "--quick --seeds=1 --tokens=512 --samples=65536 --draws=4 --extra=--eval-tokens=512".split()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """The folder of `reproduce all --quick` with the smallest runs there are: one step, one seed."""
+    folder = tmp_path_factory.mktemp("reproduce")
+    reproduce.main(["all", *SMALL, f"--folder={folder}"])
+    return folder
+
+
+@pytest.mark.parametrize("name", reproduce.ITEMS)
+def test_every_item_prints_writes_and_plots(everything, name, capsys):
+    content = json.loads((everything / f"{name}.json").read_text())
+    assert content["quick"] and len(content["table"]) >= 3
+    for fact in ("QUICK", "cores", "torch", "commit"):
+        assert fact in content["measured_on"]
+    assert (everything / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    reproduce.main([name, *SMALL, f"--folder={everything}"])  # again: from what is there
+    out = capsys.readouterr().out
+    assert content["title"] in out and content["measured_on"].partition("; torch")[0] in out
+
+
+def test_runs_are_shared_between_figures(everything):
+    """bf16 and clover are in most of them, and trained once each."""
+    runs = [json.loads(p.read_text()) for p in (everything / "runs").glob("*.json")]
+    flags = [tuple(sorted(f for f in r["flags"])) for r in runs]
+    assert [r["method"] for r in runs].count("bf16") == 1
+    assert len(set(flags)) >= len(flags) - 2  # attribution has names of its own for clover and its forward
+
+
+def test_table_2_is_counted(everything):
+    numbers = json.loads((everything / "table2.json").read_text())["numbers"]
+    table = {(row[0], row[1]): row[3] for row in json.loads((everything / "table2.json").read_text())["table"][1:]}
+    assert table["naive", "bits read per element"] == "4.5 + 4.5" and table["naive", "rotations per element"] == "2"
+    assert table["naive", "bits written per element"] == "0 + 4.5"
+    # The paper's 4.5 + 1 and 5 + 0.5, and EDEN's S: 32 bits for 128 elements, written and read.
+    assert table["post hoc", "bits read per element"] == "4.5 + 1.25"
+    assert table["post hoc", "bits written per element"] == "5.25 + 0.5"
+    assert table["post hoc", "rotations per element"] == "1"
+    assert numbers["saving"] == pytest.approx(1 - 11.5 / 13.5)
+
+
+def test_fig9_knows_biased_from_unbiased():
+    """On a small model, with a forward that is left alone: MS-EDEN's error falls with slope -1, nearest rounding's
+    does not fall."""
+    from nanochat_fp4.gpt import GPT, GPTConfig
+
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(sequence_len=32, vocab_size=64, n_layer=1, n_head=2, n_kv_head=2, n_embd=128))
+    model.init_weights()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.05 * torch.randn_like(p)
+    x = torch.randint(64, (4, 32))
+    draws = [1, 8, 16, 32]
+    slopes = {}
+    for method in ("fig1e_ms_eden", "nvidia_no_sr"):
+        curve = reproduce.concentration(model, get_recipe(method), x, x.roll(-1, 1), draws)
+        slopes[method] = reproduce.slope(curve["errors"])
+    assert slopes["fig1e_ms_eden"] == pytest.approx(-1, abs=0.2)
+    assert slopes["nvidia_no_sr"] > -0.5
+
+
+def test_slope_by_hand():
+    assert reproduce.slope({b: 0.3 / b for b in (1, 2, 4, 8)}) == pytest.approx(-1)
+    assert reproduce.slope({1: 5.0, 2: 0.1, 4: 0.1, 8: 0.1}) == pytest.approx(0)  # the last three
+
+
+def test_gain_of_averaging_products():
+    assert reproduce.unbiasedness_gain("sr", 64) > 0.7 * 64
+    assert reproduce.unbiasedness_gain("rtn", 64) == pytest.approx(1)
+    assert reproduce.unbiasedness_gain("sr_four_over_six", 256) < 0.6 * 256
+
+
+def results(**bpb):
+    return [
+        {"method": m, "size": "tiny", "seed": s, "val_bpb": v, "val_bpb_bf16": v}
+        for m, values in bpb.items()
+        for s, v in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize(
+    "better, worse, verdict",
+    [
+        ([1.01, 1.01, 1.011], [1.02, 1.021, 1.02], "agrees (-1.00"),
+        ([1.02, 1.021, 1.02], [1.01, 1.01, 1.011], "DISAGREES (+1.00"),
+        ([1.01, 1.03, 1.02], [1.02, 1.02, 1.01], "undecided"),
+        ([1.01], [1.02], "undecided"),  # one seed decides nothing
+        ([], [1.02], "no runs"),
+    ],
+)
+def test_a_claim_of_the_paper_is_judged_with_error_bars(better, worse, verdict):
+    runs = results(bf16=[1.0, 1.0, 1.0], clover=better, nvidia=worse)
+    assert reproduce.Claim("", "clover", "nvidia").verdict(runs, "tiny").startswith(verdict)
+
+
+def test_what_was_interrupted_goes_on_and_what_changed_is_done_again(tmp_path):
+    import argparse
+
+    context, calls = reproduce.Context(tmp_path, True, argparse.Namespace()), []
+
+    def compute():
+        calls.append(1)
+        return {"n": len(calls)}
+
+    assert context.piece("a", {"x": 1}, compute) == context.piece("a", {"x": 1}, compute) == {"n": 1}
+    assert context.piece("a", {"x": 2}, compute) == {"n": 2}
+    for path in (tmp_path / "pieces").iterdir():
+        path.write_text('{"settings"')  # cut short
+    assert context.piece("a", {"x": 1}, compute) == {"n": 3}
+
+
+def test_operand_statistics_by_hand():
+    generator = torch.Generator().manual_seed(0)
+    s = reproduce.operand_statistics(torch.randn(512, 128, generator=generator))
+    assert s["kurtosis"] == pytest.approx(3, abs=0.1) and s["error"] == pytest.approx(0.0076, rel=0.05)
+    assert s["top channels"] == pytest.approx(1 / 128, rel=0.3) and s["rank"] > 0.85
+    x = torch.randn(512, 1, generator=generator) * torch.ones(128)
+    assert reproduce.operand_statistics(x)["rank"] == pytest.approx(1 / 128, rel=1e-3)
+    x = torch.randn(512, 128, generator=generator)
+    x[:, 7] *= 100
+    assert reproduce.operand_statistics(x)["top channels"] > 0.95
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(UserError, match="'fig3' is no table or figure; use all, list, or one of table1, table2"):
+        reproduce.main(["fig3"])
+
+
+def test_other_names(capsys):
+    reproduce.main(["list"])
+    assert "table6 (= fig6)" in capsys.readouterr().out
+
+
+def test_the_attribution_takes_clover_apart():
+    runs = sweep.plan(reproduce.attribution_methods(), ["d6"], [1], tokens=10**6)
+    by_name = {r.method: r for r in runs}
+    assert len(by_name) == len(runs) == 28 and all(len(r.tag.encode()) <= 100 for r in runs)
+    assert "--layer-methods=*.attn.c_[qkv]=clover_input" in by_name["input-qkv"].flags
+    assert "--method-phases=0.75=clover" in by_name["steps_75-100%"].flags
+
+
+def test_counting_sees_masks_and_products():
+    """A kernel whose traffic is known: 100 of 128 numbers read and written, one product of two 16 x 16 matrices."""
+    triton = pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("counts interpreted kernels")
+    tl = triton.language
+
+    @triton.jit
+    def kernel(x_ptr, y_ptr, n):
+        i = tl.arange(0, 128)
+        tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n), mask=i < n)
+        j = tl.arange(0, 16)
+        a = tl.load(x_ptr + j[:, None] * 0 + j[None, :])  # 16 different numbers, each asked for 16 times
+        tl.store(y_ptr + j, tl.sum(tl.dot(a, a), axis=0))
+
+    x, y = torch.randn(128), torch.zeros(128)
+    (launch,) = traffic.count_launches(lambda: kernel[(1,)](x, y, 100))
+    assert launch.read == {"x": 4 * (100 + 16)} and launch.written == {"y": 4 * (100 + 16)}
+    assert launch.multiply_adds == 16**3 and launch.kernel == "kernel"
