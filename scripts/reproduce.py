@@ -744,6 +744,78 @@ def fig6(context: Context) -> Outcome:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Table 7: time by operation
+
+# kind of work as scripts.bench_train names it: (forward, backward), percent of the pass; the paper's Table 7, whose
+# rows of one kind are added up: LM head and loss; grad quant. and act. requant.
+TABLE_7 = {
+    "GEMM": (24, 19),
+    "attention": (21, 18),
+    "LM head and loss": (18, 13),
+    "quantize": (8, None),
+    "rotate and quantize": (None, 21),
+    "abs-max": (5, None),
+    "ReLU^2": (7, 4),
+    "RMSNorm": (6, 7),
+    "gradient accumulation": (None, 3),
+}
+
+
+def table7(context: Context) -> Outcome:
+    on_gpu = torch.cuda.is_available() and not context.quick
+    flags = ["--depth=26", "--methods=clover", "--total-batch-size=524288"]
+    if not on_gpu:
+        flags = (
+            "--depth=2 --methods=clover --head-dim=64 --seq-len=64 --vocab-size=256 --total-batch-size=128 "
+            "--micro-batch=2 --rounds=1 --calls=1"
+        ).split()
+
+    def measure() -> list[dict]:
+        path = context.folder / "bench_train.json"
+        command = [sys.executable, "-m", "scripts.bench_train", f"--json={path}", *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"bench_train failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+        return json.loads(path.read_text())["records"]
+
+    records = context.piece("table7", {"flags": flags, "gpu": environment_info()["gpu"]}, measure)
+    ms = {(r["phase"], r["kind"]): r["ms"] for r in records if r.get("variant") == "clover" and "phase" in r}
+    sums = {phase: sum(v for (p, _), v in ms.items() if p == phase) for phase in ("forward", "backward")}
+    kinds = [*TABLE_7, *sorted({k for p, k in ms if p in sums} - set(TABLE_7))]
+    shares = {k: [100 * ms.get((p, k), 0.0) / sums[p] for p in sums] for k in kinds}
+    rows = [
+        [
+            kind,
+            *(
+                v
+                for said, here in zip(TABLE_7.get(kind, (None, None)), shares[kind])
+                for v in (said or "-", f"{here:.0f}")
+            ),
+        ]
+        for kind in kinds
+    ]
+
+    def plot(axes) -> None:
+        at = range(len(kinds))
+        for i, phase in enumerate(sums):
+            axes.barh([j + 0.2 * (2 * i - 1) for j in at], [shares[k][i] for k in kinds], 0.4, label=phase)
+        axes.set_yticks(list(at), kinds, fontsize=7)
+        axes.set_xlabel("% of the pass")
+        axes.legend()
+
+    what = "d26, micro-batch as large as fits" if on_gpu else "a model of two layers: a check of the command"
+    return Outcome(
+        "Table 7: time by operation, clover, % of the pass (paper: 1.1B parameters on an RTX 5090)",
+        ["operation", "forward, paper", "here", "backward, paper", "here"],
+        rows,
+        [f"forward {sums['forward']:.1f} ms, backward {sums['backward']:.1f} ms a micro-batch"],
+        {"records": records},
+        plot,
+        what,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The command
 
 ITEMS: dict[str, Callable[[Context], Outcome]] = {
@@ -755,6 +827,7 @@ ITEMS: dict[str, Callable[[Context], Outcome]] = {
     "fig5": fig5,
     "table5": table5,
     "fig6": fig6,
+    "table7": table7,
     "fig9": fig9,
     "systems": systems,
     "attribution": attribution,

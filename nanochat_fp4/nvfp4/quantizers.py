@@ -357,7 +357,8 @@ def quantize_reference(
         parts.append((q, codes, *scales))
     q, codes, pseudo_scales, correction = (torch.cat(p) if len(parts) > 1 else p[0] for p in zip(*parts))
     scales = _finish_scales(pseudo_scales, correction, rounding, tensor_scale, seed, stream)
-    decoded = (q * scales.to(torch.float32).unsqueeze(-1)).flatten(-2)
+    exact = pseudo_scales if rounding.mx else scales.to(torch.float32)  # compilers know little of E8M0
+    decoded = (q * exact.unsqueeze(-1)).flatten(-2)
     return NVFP4Tensor(
         codes=codes.view(*leading, -1),
         scales=scales.view(*leading, -1),
