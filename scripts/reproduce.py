@@ -91,8 +91,8 @@ class Context:
         vocab_size = args.vocab_size or (512 if self.quick else 0)
         where = sweep.prepare(self.folder, args.data_dir, vocab_size, 1.0 if self.quick else None)
         plan = sweep.plan(methods, chosen, seeds, **length, extra=extra)
-        devices = ["cpu"] if self.quick and not args.sizes else sweep.visible_devices()
-        return sweep.Sweep(self.folder, where, devices, keep=("bf16",)), plan
+        devices = ["cpu"] if self.quick and not args.sizes else sweep.visible_devices(args.jobs)
+        return sweep.Sweep(self.folder, where, devices), plan
 
 
 def footer(context: Context, measured_on: str) -> str:
@@ -280,7 +280,7 @@ def trained_model(context: Context, size: str) -> tuple[Any, str, str]:
     """(a bf16 model of that size on this machine's device, its checkpoint's tag, the data's folder); trained first if
     it is not there."""
     where, plan = context.runs(["bf16"], [size], ratio=20.0)
-    run = plan[0]
+    where, run = replace(where, keep=("bf16",)), plan[0]
     checkpoints = where.folder / "base_checkpoints"
     if not list((checkpoints / run.tag).glob("model_*")):
         where.result_path(run).unlink(missing_ok=True)

@@ -172,8 +172,8 @@ class Interrupted(Exception):
 class Sweep:
     """Where the runs of a sweep lie, what they read and what they run on.
 
-    folder: of this sweep, which is also the base directory of its runs; devices: "cpu" (in this process) or indices of
-    GPUs; data_dir: as ensure_data returned it. keep: methods whose checkpoints stay.
+    folder: of this sweep, which is also the base directory of its runs; devices: "cpu" (in this process) or names of
+    GPUs, one for each run at a time; data_dir: as ensure_data returned it. keep: methods whose checkpoints stay.
     """
 
     folder: Path
@@ -276,21 +276,21 @@ class Sweep:
 
     def _on_gpus(self, waiting: Sequence[Run], progress) -> list[str]:
         waiting, failed = list(waiting), []
-        running: dict[str, tuple[Run, subprocess.Popen, float]] = {}
+        running: dict[int, tuple[Run, subprocess.Popen, float]] = {}
         with caught_signals() as signals:
             while (waiting and not signals) or running:
-                for device in self.devices:
-                    if device not in running and waiting and not signals:
+                for slot, device in enumerate(self.devices):
+                    if slot not in running and waiting and not signals:
                         run = waiting.pop(0)
-                        running[device] = (run, self._start(run, device), time.monotonic())
+                        running[slot] = (run, self._start(run, device), time.monotonic())
                 if signals:
                     for _, process, _ in running.values():
                         if process.poll() is None:
                             process.terminate()
-                for device, (run, process, started) in list(running.items()):
+                for slot, (run, process, started) in list(running.items()):
                     if process.poll() is None:
                         continue
-                    del running[device]
+                    del running[slot]
                     if self.finish(run, started) is None and not signals:
                         last = self.log_path(run).read_text(errors="replace").strip().splitlines()[-1:]
                         failed.append(f"{run.tag} (status {process.returncode}: {''.join(last)[:200]})")
@@ -336,12 +336,12 @@ def caught_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def visible_devices() -> list[str]:
-    """One name for each GPU, as CUDA_VISIBLE_DEVICES takes it, or ["cpu"]."""
+def visible_devices(jobs: int = 1) -> list[str]:
+    """The name of each GPU, as CUDA_VISIBLE_DEVICES takes it, `jobs` times; or ["cpu"]."""
     if not torch.cuda.is_available():
         return ["cpu"]
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return names.split(",") if names else [str(i) for i in range(torch.cuda.device_count())]
+    return (names.split(",") if names else [str(i) for i in range(torch.cuda.device_count())]) * jobs
 
 
 def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: float | None = None) -> str:
@@ -504,6 +504,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data-dir", default=None, help="folder of text or parquet files (default: as for base_train)")
     add("--vocab-size", type=int, default=0, help="of a new tokenizer, where the base directory has none (32768)")
     add("--folder", default="", help="where runs and results go (default: sweeps/ in the base directory)")
+    add("--jobs", type=int, default=1, help="runs at the same time on each GPU: small models leave it idle")
     add("--extra", default="", help="further flags of base_train for all runs, in one string")
 
 
@@ -520,8 +521,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     methods = [*filter(None, args.methods.split(",")), *args.variant]
     sizes = [s for s in args.sizes.split(",") if s]
-    if not sizes or not methods or args.seeds < 1:
-        raise UserError("--sizes, --methods and --seeds must name at least one each")
+    if not sizes or not methods or min(args.seeds, args.jobs) < 1:
+        raise UserError("--sizes, --methods, --seeds and --jobs must be at least one each")
     length = {"tokens": parse_number(args.tokens) if args.tokens else 0, "ratio": args.ratio}
     runs = plan(methods, sizes, range(1, args.seeds + 1), **length, extra=args.extra.split())
     folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"
@@ -530,7 +531,7 @@ def main(argv: list[str] | None = None) -> None:
             print0(run.tag, *run.flags)
         return
     data = prepare(folder, args.data_dir, args.vocab_size)
-    sweep = Sweep(folder, data, visible_devices(), args.keep.split(","))
+    sweep = Sweep(folder, data, visible_devices(args.jobs), args.keep.split(","))
     try:
         results = run_sweep(sweep, args.name, runs, args.baseline, args.other)
     except Interrupted as e:

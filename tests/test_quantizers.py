@@ -632,6 +632,17 @@ def test_mx_stochastic_rounding_is_unbiased_and_never_clips(name):
     assert_unbiased(name, concentrate(lambda b: draws[b - 1], (x.double() / scale,), 256)[0])
 
 
+def test_prescaled_by_definition():
+    """Tseng et al.: 3/4 of the values on the grid of OCP's own scale, so that 8 becomes 6, and 4/3 of the result."""
+    x = torch.randn(16, 64) * torch.logspace(-2, 2, 16).unsqueeze(1)
+    t = quantize(x, "mxfp4_sr_prescaled", seed=1)
+    exponent = torch.floor(torch.log2(x.unflatten(-1, (-1, 32)).abs().amax(-1))) - 2
+    assert torch.equal(t.scales.float(), torch.exp2(exponent)) and t.tensor_scale == torch.tensor(4 / 3)
+    wanted = (x * 0.75).unflatten(-1, (-1, 32)) / t.scales.float().unsqueeze(-1)
+    rounded = t.decode().unflatten(-1, (-1, 32)) / t.scales.float().unsqueeze(-1)
+    assert wanted.abs().max() < 6 and (wanted - rounded).abs().max() <= 2  # a neighbour on the grid
+
+
 def test_nearest_mx_rounding_is_biased_where_it_clips():
     x = torch.full((1, 32), 7.9)
     assert quantize(x, "mxfp4_ocp").dequantize().unique().tolist() == [6.0]

@@ -65,7 +65,10 @@ def test_numbers_of_tokens(text, value):
         (lambda: sweep.method_flags("cloover"), "unknown method 'cloover'; use one of bf16, .*clover_late_bf16"),
         (lambda: sweep.plan(["bf16"], ["tiny"], [1]), "either --tokens=100M or --ratio=20"),
         (lambda: sweep.plan(["bf16"], ["tiny"], [1], tokens=1, ratio=1.0), "either --tokens=100M or --ratio=20"),
-        (lambda: sweep.main(["--sizes=", "--tokens=1M"]), "--sizes, --methods and --seeds must name at least one"),
+        (
+            lambda: sweep.main(["--sizes=", "--tokens=1M"]),
+            "--sizes, --methods, --seeds and --jobs must be at least one",
+        ),
     ],
 )
 def test_bad_input_is_one_line(call, message):
