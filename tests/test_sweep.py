@@ -88,7 +88,7 @@ def test_every_variant_is_a_plan_of_base_train(variant):
 
 
 @pytest.mark.parametrize(
-    "kind, names", [("qkv", "c_q c_k c_v"), ("out", "c_proj"), ("up", "c_fc c_gate"), ("down", "")]
+    "kind, names", [("qkv", "c_q c_k c_v"), ("out", "c_proj"), ("up", "c_fc c_gate"), ("down", "c_proj")]
 )
 def test_kinds_of_layers(kind, names):
     from fnmatch import fnmatchcase
