@@ -461,10 +461,10 @@ FULL_CLAIMS = [
 
 
 def reduction(outcome: Outcome, results: list[dict], said: str) -> None:
-    """Adds by how much clover's mean gap is below the best of the other systems'."""
+    """Adds by how much clover's mean gap is below the best of the other systems, where all gaps are clear of zero."""
     for size in dict.fromkeys(r["size"] for r in results):
         gaps = {m: sweep.gap(results, size, m) for m in ("nvidia", "four_over_six", "tetrajet_v2", "clover")}
-        if all(g.n for g in gaps.values()) and min(g.mean for g in gaps.values()) > 0:
+        if all(g.decided and g.mean > 0 for g in gaps.values()):
             best = min(v.mean for m, v in gaps.items() if m != "clover")
             outcome.notes.insert(
                 0, f"clover's mean gap is {100 * (1 - gaps['clover'].mean / best):.0f}% below the best of nvidia, "

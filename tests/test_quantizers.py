@@ -632,7 +632,7 @@ def test_mx_stochastic_rounding_is_unbiased_and_never_clips(name):
     assert_unbiased(name, concentrate(lambda b: draws[b - 1], (x.double() / scale,), 256)[0])
 
 
-def test_prescaled_by_definition():
+def test_mx_prescaled_by_definition():
     """Tseng et al.: 3/4 of the values on the grid of OCP's own scale, so that 8 becomes 6, and 4/3 of the result."""
     x = torch.randn(16, 64) * torch.logspace(-2, 2, 16).unsqueeze(1)
     t = quantize(x, "mxfp4_sr_prescaled", seed=1)
