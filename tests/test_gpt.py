@@ -359,7 +359,7 @@ def test_relu_squared_shows_nan_and_infinity():
 
 
 @pytest.mark.parametrize("keep_output", [False, True])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
 def test_gradient_of_norm(dtype, tolerance, keep_output):
     """FP32: sums in another order. BF16: y (2^-9) and the gradient (2^-9) are rounded."""
     x, grad = (3 * torch.randn(6, 5, 32)).to(dtype), torch.randn(6, 5, 32).to(dtype)
@@ -370,7 +370,8 @@ def test_gradient_of_norm(dtype, tolerance, keep_output):
     (got,) = torch.autograd.grad(y, leaf, grad)
     exact = x.double().requires_grad_()
     (want,) = torch.autograd.grad(F.rms_norm(exact, (32,), eps=NORM_EPS), exact, grad.double())
-    assert got.dtype == y.dtype == dtype and (got.double() - want).norm() / want.norm() < tolerance
+    assert got.dtype == y.dtype == dtype
+    assert ((got.double() - want).norm(dim=-1) / want.norm(dim=-1)).max() < tolerance  # of each row
 
 
 def test_queries_and_keys_are_kept_once():
