@@ -150,7 +150,8 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
         null = os.open(os.devnull, os.O_RDONLY)
         for fd, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(fd, target)
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
+        sys.stdin, sys.stdout = open(0), open(1, "w", buffering=1)
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")
         os.close(log)
         os.close(null)
         operations = _die_in_a_save(job.get("operation") if chosen else None)

@@ -1,6 +1,6 @@
 """
 Damaged files and made-up command lines: every file that is read, every script. Whatever comes, the answer is a result
-or one line, soon, and nothing that was there before is harmed. --soak tries twenty times as many. Also: the calls that
+or one line, soon, and nothing that was there before is harmed. --soak tries forty times as many. Also: the calls that
 could run what is in a file, which are nowhere in the code.
 """
 
@@ -47,8 +47,8 @@ from nanochat_fp4.training import MetricsLog
 from scripts import base_eval, base_train, chat_eval
 
 INPUTS = 40  # damaged versions of each kind of file, in a normal run
-COMMANDS = 20  # command lines of each script
-SOAK = 20  # times as many
+COMMANDS = 10  # command lines of each script
+SOAK = 40  # times as many
 
 
 @pytest.fixture(autouse=True)

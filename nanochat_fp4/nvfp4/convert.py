@@ -87,7 +87,8 @@ def convert(
         raise ValueError(f"convert: no linear layer could be converted ({reasons or 'the model has none'})")
     model.nf_report = report
     if verbose and int(_rank()) == 0:
-        print(report)
+        with contextlib.suppress(OSError):  # a log that nobody takes is no reason to end a run
+            print(report)
     return model
 
 
