@@ -58,22 +58,20 @@ def _line() -> str:
 
 
 def kept_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> dict[str, int]:
-    """{line of gpt.py: bytes} that autograd keeps of forward(), its result included."""
+    """{line of gpt.py: bytes} that autograd keeps of forward() until its result is let go of."""
     seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
     lines: dict[str, int] = {}
-    alive = []
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         storage = t.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
-            alive.append(t)  # so that no later tensor gets its address
             line = _line()
             lines[line] = lines.get(line, 0) + storage.nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        alive.append(forward())
+        forward()
     return lines
 
 

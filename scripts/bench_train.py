@@ -172,22 +172,20 @@ def parse_bytes(text: str) -> int:
 
 @dataclass
 class Memory:
-    """Peaks of the steps that were run, in bytes: of the passes by rows of a micro-batch, None where memory ran out;
-    and of the update, which does not depend on them."""
+    """Peaks of the steps that fit, in bytes: of the passes by rows of a micro-batch, and of the update, which does not
+    depend on them."""
 
-    passes: dict[int, int | None] = field(default_factory=dict)
+    passes: dict[int, int] = field(default_factory=dict)
     update: int = 0
 
     def peak(self, rows: int) -> int | None:
-        passes = self.passes.get(rows)
-        return None if passes is None else max(passes, self.update)
+        return max(self.passes[rows], self.update) if rows in self.passes else None
 
     def per_token(self, sequence_len: int) -> float | None:
         """Bytes that a token more of a micro-batch takes, from the two smallest sizes that fit."""
-        sizes = sorted(n for n, peak in self.passes.items() if peak is not None)[:2]
-        if len(sizes) < 2:
+        if len(self.passes) < 2:
             return None
-        a, b = sizes
+        a, b = sorted(self.passes)[:2]
         return (self.passes[b] - self.passes[a]) / ((b - a) * sequence_len)
 
 
@@ -213,7 +211,6 @@ def find_micro_batch(trainer: Trainer, rows: int, budget: int, peaks: Callable =
     memory = Memory()
 
     def measured(size: int) -> int:
-        memory.passes[size] = None
         memory.passes[size], memory.update = peaks(trainer, size)
         return memory.passes[size]
 
