@@ -27,10 +27,10 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4 import llama
 from nanochat_fp4.checkpoint_manager import load_model_from_dir
 from nanochat_fp4.common import UserError, atomic_open, atomic_write, environment_info, get_base_dir, print0, run_main
 from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestfit
-from nanochat_fp4.gpt import autocast
 from nanochat_fp4.nvfp4.quantizers import get_rounding, mean_squared_error, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, get_recipe
 from scripts import bench_common, bench_linear, sweep, traffic
@@ -246,8 +246,7 @@ def block_gradient(model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Gradient of the loss for the attention weights of block 0, float64, flat: the furthest from the loss, so that
     all layers' rounding is in it."""
     weights = list(model.transformer.h[0].attn.parameters())
-    with autocast(x.device.type):
-        grads = torch.autograd.grad(model(x, y), weights)
+    grads = torch.autograd.grad(model(x, y), weights)
     return torch.cat([g.double().flatten() for g in grads])
 
 
@@ -292,7 +291,8 @@ def trained_model(context: Context, size: str) -> tuple[Any, str, str]:
             tokenizer, 4, model.config.sequence_len, "val", device=device, data_dir=where.data_dir
         )
         x, y = next(iter(batches))
-    return (model, x, y), run.tag, where.data_dir
+    # FP32 throughout: BF16's rounding of activations and gradients would be a floor under what is measured.
+    return (model.float(), x, y), run.tag, where.data_dir
 
 
 def fig9(context: Context) -> Outcome:
@@ -585,8 +585,14 @@ def remedies(context: Context) -> Outcome:
     return outcome
 
 
-def attribution_methods() -> list[str]:
-    """ "label: flags" of the runs that take clover apart: operand, layer kind, half of the depth, phase of the run."""
+def depth_of(size: str) -> int:
+    """Blocks of a size of the sweeps. Raises UserError."""
+    sweep.size_flags(size)
+    return {"tiny": 2}.get(size) or (llama.SIZES[size[6:]].layers if size.startswith("llama-") else int(size[1:]))
+
+
+def attribution_methods(depth: int) -> list[str]:
+    """The runs that take clover apart, as "label: flags": operand, kind of layer, half of the depth, phase of the run."""
     forward = "fig2_1x16_four_over_six"  # the forward of clover alone
     methods = {
         "bf16": sweep.changed("bf16"),
@@ -603,6 +609,9 @@ def attribution_methods() -> list[str]:
         methods[f"input, {kind}"] = sweep.changed("bf16", f"{pattern}=clover_input")
         methods[f"weight, {kind}"] = sweep.changed("bf16", f"{pattern}=clover_weight")
         methods[f"all but {kind}"] = sweep.changed("clover", f"{pattern}=bf16")
+    for half, blocks in (("first", range(depth // 2)), ("second", range(depth // 2, depth))):
+        patterns = ",".join(f"transformer.h.{i}.*={forward}" for i in blocks)
+        methods[f"forward, {half} half"] = sweep.changed("bf16", patterns)
     for first, last in ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0)):
         end = f",{last}=bf16" if last < 1 else ""
         methods[f"steps {100 * first:.0f}-{100 * last:.0f}%"] = sweep.changed("bf16", "", f"{first}=clover{end}")
@@ -611,12 +620,15 @@ def attribution_methods() -> list[str]:
 
 def attribution(context: Context) -> Outcome:
     """Gaps of parts of clover, and what their operands look like."""
-    methods = attribution_methods()
+    size = context.args.sizes or ("tiny" if context.quick else "d8")
+    if "," in size:
+        raise UserError(f"--sizes={size}: the attribution is of one size at a time, for example d8")
+    methods = attribution_methods(depth_of(size))
     if context.quick:  # one of each sort
         wanted = ("bf16", "all", "forward-input", "forward-up", "all_but_up", "steps_75-100%")
         methods = [m for m in methods if m.partition(":")[0] in wanted]
     title = "Where Clover's gap comes from: only this part is quantized"
-    outcome, _ = training(context, "attribution", title, methods, [], ["d8"], 20.0)
+    outcome, _ = training(context, "attribution", title, methods, [], [size], 20.0)
     outcome.rows = [[row[0], row[1], *row[3:]] for row in outcome.rows]
     outcome.header = ["size", "quantized", *outcome.header[3:]]
     return outcome
@@ -661,8 +673,7 @@ def operands(context: Context) -> Outcome:
                             )
 
                     hooks.append(layer.register_forward_hook(keep))
-        with autocast(x.device.type):
-            model(x, y).backward()
+        model(x, y).backward()
         for hook in hooks:
             hook.remove()
         mean = {

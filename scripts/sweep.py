@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4 import llama
 from nanochat_fp4.common import (
     UserError,
     atomic_write,
@@ -93,7 +94,9 @@ def size_flags(size: str) -> list[str]:
         shape = [f"--depth={match[1]}", "--max-seq-len=1024", "--window-pattern=L", "--total-batch-size=65536"]
         return [*shape, "--eval-tokens=2097152"]
     if size.startswith("llama-"):  # Table 4: sequences of 512, 512 of them a step
-        shape = [f"--llama={size.removeprefix('llama-')}", "--max-seq-len=512", "--total-batch-size=262144"]
+        name = size.removeprefix("llama-")
+        llama.config_from_size(name, vocab_size=1)
+        shape = [f"--llama={name}", "--max-seq-len=512", "--total-batch-size=262144"]
         return [*shape, "--eval-tokens=2097152"]
     if size == "tiny":  # two layers of width 128, the smallest whose every GEMM can be rotated in groups of 128
         return (

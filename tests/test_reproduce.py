@@ -154,11 +154,14 @@ def test_other_names(capsys):
 
 
 def test_the_attribution_takes_clover_apart():
-    runs = sweep.plan(reproduce.attribution_methods(), ["d6"], [1], tokens=10**6)
+    runs = sweep.plan(reproduce.attribution_methods(reproduce.depth_of("d6")), ["d6"], [1], tokens=10**6)
     by_name = {r.method: r for r in runs}
-    assert len(by_name) == len(runs) == 28 and all(len(r.tag.encode()) <= 100 for r in runs)
+    assert len(by_name) == len(runs) == 30 and all(len(r.tag.encode()) <= 100 for r in runs)
     assert "--layer-methods=*.attn.c_[qkv]=clover_input" in by_name["input-qkv"].flags
     assert "--method-phases=0.75=clover" in by_name["steps_75-100%"].flags
+    (halves,) = (f for f in by_name["forward-second_half"].flags if f.startswith("--layer-methods="))
+    assert [part.split(".")[2] for part in halves.split(",")] == ["3", "4", "5"]
+    assert [reproduce.depth_of(s) for s in ("tiny", "llama-200M", "d20")] == [2, 10, 20]
 
 
 def test_counting_sees_masks_and_products():
