@@ -592,7 +592,7 @@ def depth_of(size: str) -> int:
 
 
 def attribution_methods(depth: int) -> list[str]:
-    """The runs that take clover apart, as "label: flags": operand, kind of layer, half of the depth, phase of the run."""
+    """The runs that take clover apart, as "label: flags": operand, kind of layer, half of the depth, phase."""
     forward = "fig2_1x16_four_over_six"  # the forward of clover alone
     methods = {
         "bf16": sweep.changed("bf16"),
