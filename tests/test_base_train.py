@@ -14,6 +14,7 @@ import pytest
 import torch
 from _assertions import assert_same, final_state
 
+import nanochat_fp4 as nf
 from nanochat_fp4.checkpoint_manager import find_last_step, list_steps, load_checkpoint
 from nanochat_fp4.common import UserError
 from nanochat_fp4.gpt import GPT, GPTConfig
@@ -278,6 +279,25 @@ def test_micro_batches_do_not_change_what_is_learned(tiny_base):
         assert x["event"] == y["event"] and x[key] == pytest.approx(y[key], rel=1e-4), (x, y)
         # Optimizers are blind to the scale of a gradient, so losses would not show a wrong share of a micro-batch.
         assert x.get("grad_norm", 0) == pytest.approx(y.get("grad_norm", 0), rel=1e-3), (x, y)
+
+
+def test_weights_are_quantized_once_a_step(tiny_base, monkeypatch):
+    entered = []
+    real = nf.quantize_weights_once
+    monkeypatch.setattr(nf, "quantize_weights_once", lambda model: entered.append(model) or real(model))
+    train("--eval-every=-1", steps=2)  # two micro-batches a step
+    assert len(entered) == 2
+    train("--eval-every=-1", "--device-batch-size=4", "--overwrite", steps=2)  # one: nothing to save
+    assert len(entered) == 2
+
+
+def test_computing_again_trains_the_same_bits(tiny_base):
+    for again in ("none", "all"):
+        train("--eval-every=-1", f"--recompute={again}", f"--model-tag={again}", steps=2)
+    a, b = (load_checkpoint(tiny_base / "base_checkpoints" / tag, 2, "cpu")[0] for tag in ("none", "all"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    with pytest.raises(UserError, match="--recompute is not for the --llama models"):
+        base_train.main(["--llama=30M", "--recompute=mlp"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
