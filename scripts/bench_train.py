@@ -608,6 +608,8 @@ def set_up_device(args: argparse.Namespace) -> torch.device:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     args.compile = cuda if args.compile is None else args.compile
+    # A graph for each variant and micro-batch size, of one model.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     args.budget = 0
     if not cuda:
         if args.memory_cap or args.micro_batch == "auto":
@@ -626,8 +628,6 @@ def set_up_device(args: argparse.Namespace) -> torch.device:
             )
         torch.cuda.set_per_process_memory_fraction(args.memory_cap / total)
         args.budget = args.memory_cap
-    # A graph for each variant and micro-batch size, of one model.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     torch.set_float32_matmul_precision("high")
     return device
 

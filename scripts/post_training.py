@@ -7,6 +7,7 @@ checkpoint: `--resume-from-step latest` ends with the same bits as a run that wa
 """
 
 import argparse
+import contextlib
 import json
 import os
 import time
@@ -491,15 +492,16 @@ class PostTraining:
             micro_batches, losses, counted = [], [], 0
             lrm = plan.lr_multiplier(self.loop["progress"] if by_epoch else step / plan.num_iterations)
             try:
-                for _ in range(plan.grad_accum_steps):
-                    micro_batches.append((x, y, get_rng_state(device)))
-                    with self.autocast():
-                        loss = forward(x, y)
-                    losses.append(loss.detach())
-                    counted = counted + (y >= 0).sum()
-                    (loss / plan.grad_accum_steps).backward()
-                    loader_state = next_loader_state
-                    x, y, next_loader_state = next(loader)  # made on the CPU while the GPU works
+                with nf.quantize_weights_once(model) if plan.grad_accum_steps > 1 else contextlib.nullcontext():
+                    for _ in range(plan.grad_accum_steps):
+                        micro_batches.append((x, y, get_rng_state(device)))
+                        with self.autocast():
+                            loss = forward(x, y)
+                        losses.append(loss.detach())
+                        counted = counted + (y >= 0).sum()
+                        (loss / plan.grad_accum_steps).backward()
+                        loader_state = next_loader_state
+                        x, y, next_loader_state = next(loader)  # made on the CPU while the GPU works
                 grad_norm = gradient_norm(model)
                 step_loss = torch.stack(losses).mean()
                 bad = ~(torch.isfinite(step_loss) & torch.isfinite(grad_norm))
