@@ -387,7 +387,15 @@ def test_bad_input_is_one_line(tiny_base, flags, message):
 
 
 @pytest.mark.parametrize(
-    "flag", ["--device-batch-size=0", "--device-batch-size=some", "--resume-from-step=x", "--nope"]
+    "flag",
+    [
+        "--device-batch-size=0",
+        "--device-batch-size=some",
+        "--resume-from-step=x",
+        "--nope",
+        "--matrix-lr=nan",
+        "--target-flops=inf",
+    ],
 )
 def test_bad_flags_are_refused_by_the_parser(tiny_base, flag, capsys):
     with pytest.raises(SystemExit) as stopped:
