@@ -548,6 +548,26 @@ OTHER_SYSTEMS = (
 )  # fmt: skip
 
 
+def one_size(context: Context) -> str:
+    """The size of an item whose layers are named one by one. Raises UserError for several."""
+    size = context.args.sizes or ("tiny" if context.quick else "d8")
+    if "," in size:
+        raise UserError(f"--sizes={size}: this item is of one size at a time, for example d8")
+    return size
+
+
+def depth_of(size: str) -> int:
+    """Blocks of a size of the sweeps. Raises UserError."""
+    sweep.size_flags(size)
+    return {"tiny": 2}.get(size) or (llama.SIZES[size[6:]].layers if size.startswith("llama-") else int(size[1:]))
+
+
+def ends_in_bf16(method: str, size: str) -> str:
+    """The variant "label: flags" of a method with its first and last block in BF16; NVIDIA keeps some at the ends."""
+    blocks = f"transformer.h.0.*=bf16,transformer.h.{depth_of(size) - 1}.*=bf16"
+    return f"{method}_ends_bf16: {' '.join(sweep.changed(method, blocks))}"
+
+
 def systems(context: Context) -> Outcome:
     claims = [
         Claim("NVFP4 has a smaller gap than MXFP4 (NVIDIA: 1.5% and 2.5%)", "nvidia", "mxfp4_nvidia"),
@@ -557,7 +577,8 @@ def systems(context: Context) -> Outcome:
     ]
     title = "Other systems: FP8, NVIDIA's recipe piece by piece, Chmiel, Tseng, Quartet, MXFP4"
     chosen = [m for m in OTHER_SYSTEMS if m in QUICK or not context.quick]
-    return training(context, "systems", title, chosen, claims, ["d8"], 20.0)[0]
+    chosen.append(ends_in_bf16("nvidia", one_size(context)))
+    return training(context, "systems", title, chosen, claims, [one_size(context)], 20.0)[0]
 
 
 # With --quick one of each sort.
@@ -565,17 +586,18 @@ QUICK = ("bf16", "fp8", "clover", "nvidia", "quartet", "mxfp4_nvidia", "clover_m
          "clover_up_fp8")  # fmt: skip
 
 REMEDIES = (
-    "clover_search", "clover_search_forward", "clover_search_backward", "clover_masked", "clover_rotated",
-    "clover_warmup", "clover_late_bf16", "clover_late_forward", "clover_late_backward", "clover_late_fp8",
-    "clover_up_fp8", "clover_qkv_fp8", "clover_up_bf16", "clover_fp8_input", "clover_fp8_weight", "clover_fp8_forward",
-    "clover_rates_up", "clover_rates_down", "clover_less_decay",
+    "clover_search", "clover_search_forward", "clover_search_backward", "clover_weight_search", "clover_masked",
+    "clover_rotated", "clover_warmup", "clover_late_bf16", "clover_late_forward", "clover_late_backward",
+    "clover_late_fp8", "clover_up_fp8", "clover_qkv_fp8", "clover_up_bf16", "clover_fp8_input", "clover_fp8_weight",
+    "clover_fp8_forward", "clover_rates_up", "clover_rates_down", "clover_less_decay",
 )  # fmt: skip
 
 
 def remedies(context: Context) -> Outcome:
     chosen = [m for m in REMEDIES if m in QUICK or not context.quick]
-    methods = ["bf16", "clover", *chosen]
-    outcome, results = training(context, "remedies", "Remedies on top of Clover", methods, [], ["d8"], 20.0)
+    size = one_size(context)
+    methods = ["bf16", "clover", *chosen, ends_in_bf16("clover", size)]
+    outcome, results = training(context, "remedies", "Remedies on top of Clover", methods, [], [size], 20.0)
     outcome.header = ["size", "method", "work in 8 / 16 bits, %", *outcome.header[3:], "minus clover"]
     for row in outcome.rows:
         work = next(r["gemm_work"] for r in results if (r["size"], r["method"]) == (row[0], row[1]))
@@ -583,12 +605,6 @@ def remedies(context: Context) -> Outcome:
         row.append("-" if row[1] == "clover" else str(sweep.difference(results, row[0], row[1], "clover")))
     outcome.notes.append("work: shares of the linear layers' multiply-adds over all steps, by a GEMM's wider operand")
     return outcome
-
-
-def depth_of(size: str) -> int:
-    """Blocks of a size of the sweeps. Raises UserError."""
-    sweep.size_flags(size)
-    return {"tiny": 2}.get(size) or (llama.SIZES[size[6:]].layers if size.startswith("llama-") else int(size[1:]))
 
 
 def attribution_methods(depth: int) -> list[str]:
@@ -620,9 +636,7 @@ def attribution_methods(depth: int) -> list[str]:
 
 def attribution(context: Context) -> Outcome:
     """Gaps of parts of clover, and what their operands look like."""
-    size = context.args.sizes or ("tiny" if context.quick else "d8")
-    if "," in size:
-        raise UserError(f"--sizes={size}: the attribution is of one size at a time, for example d8")
+    size = one_size(context)
     methods = attribution_methods(depth_of(size))
     if context.quick:  # one of each sort
         wanted = ("bf16", "all", "forward-input", "forward-up", "all_but_up", "steps_75-100%")

@@ -302,6 +302,11 @@ def _variations() -> list[Recipe]:
             grad_input=eden_search,
             grad_weight=eden_search,
         ),
+        remedy(
+            "weight_search",
+            "with scale search for the forward's weight, which a step pays once",
+            output=Gemm(x, Operand(search)),
+        ),
         remedy("masked", "without gradients where rounding misses by more than 1/2 of the scale", mask="uncertain"),
         remedy("rotated", "with its forward rotated as well (RHT-32, fixed signs)", forward_rht_dim=32),
         remedy("fp8_input", "with the forward's input in FP8: 1/3 of the work in 8 bits", output=Gemm(fp8, weight)),
