@@ -90,7 +90,7 @@ class Context:
         seeds = range(1, (args.seeds or (2 if self.quick else 3)) + 1)
         vocab_size = args.vocab_size or (512 if self.quick else 0)
         where = sweep.prepare(self.folder, args.data_dir, vocab_size, 1.0 if self.quick else None)
-        plan = sweep.plan(methods, chosen, seeds, **length, extra=extra)
+        plan = sweep.plan(methods, chosen, seeds, **length, extra=extra, data=sweep.data_key(where))
         devices = ["cpu"] if self.quick and not args.sizes else sweep.visible_devices(args.jobs)
         return sweep.Sweep(self.folder, where, devices), plan
 
@@ -311,6 +311,7 @@ def fig9(context: Context) -> Outcome:
 
         settings = {"method": method, "draws": draws, "sizes": context.args.sizes, "extra": context.args.extra}
         settings |= {"tokens": context.args.tokens, "ratio": context.args.ratio, "quick": context.quick}
+        settings |= {"data_dir": context.args.data_dir}
         value = context.piece("fig9", settings, compute)
         value["errors"] = {int(b): e for b, e in value["errors"].items()}
         curves[method] = value
@@ -697,6 +698,7 @@ def operands(context: Context) -> Outcome:
         return {"operands": mean, "measured_on": f"{tag}, data {data}, a batch of 4 validation sequences"}
 
     settings = {"sizes": context.args.sizes, "extra": context.args.extra, "tokens": context.args.tokens}
+    settings |= {"data_dir": context.args.data_dir}
     value = context.piece("operands", settings | {"ratio": context.args.ratio, "quick": context.quick}, compute)
     names = ["error", "kurtosis", "peak", "top channels", "rank"]
     found = [(kind, o, s) for kind, by_operand in value["operands"].items() for o, s in by_operand.items()]

@@ -6,7 +6,7 @@
 One process for each GPU takes run after run; without a GPU one after another in this process. Within a seed all methods
 have the same initialization and the same data in the same order, so that differences are paired. A run that is done is
 one small JSON file, <folder>/runs/<size>_<method>_s<seed>_<key>.json, with its validation curve; the key stands for all
-its flags, so that sweeps of one folder share runs. The table is printed again after every run, and written with all
+its flags and the text, so that sweeps of one folder share runs. The table is printed again after every run, and written with all
 numbers to <folder>/<name>.json and .md.
 
 --sizes: d<depth> is a nanochat of that depth, llama-30M to llama-200M the family of the paper's Tables 3 and 4, tiny a
@@ -119,16 +119,17 @@ def method_flags(method: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: label of the method, size, seed, and all flags of base_train but the tag and the data."""
+    """One training run: label of the method, size, seed, all flags of base_train but the tag, and data_key's value."""
 
     method: str
     size: str
     seed: int
     flags: tuple[str, ...]
+    data: str = ""
 
     @property
     def tag(self) -> str:
-        key = hashlib.sha256("\n".join(self.flags).encode()).hexdigest()[:8]
+        key = hashlib.sha256("\n".join([*self.flags, self.data]).encode()).hexdigest()[:8]
         return f"{self.size}_{self.method}_s{self.seed}_{key}"
 
 
@@ -140,11 +141,12 @@ def plan(
     tokens: int = 0,
     ratio: float = 0.0,
     extra: Sequence[str] = (),
+    data: str = "",
 ) -> list[Run]:
     """All runs, seed after seed, so that an interrupted sweep has whole seeds.
 
     tokens, ratio: how long a run is, in tokens or in tokens per parameter, exactly one of them; extra: flags of
-    base_train for all. Raises UserError.
+    base_train for all; data: data_key of the text. Raises UserError.
     """
     if bool(tokens) == bool(ratio):
         raise UserError("say how long a run is: either --tokens=100M or --ratio=20 (tokens per parameter)")
@@ -159,7 +161,7 @@ def plan(
                 horizon = f"--target-param-data-ratio={ratio:g}"
             for method in methods:
                 flags = (*shape, horizon, *method_flags(method), f"--seed={seed}")
-                runs.append(Run(method.partition(":")[0].strip(), size, seed, flags))
+                runs.append(Run(method.partition(":")[0].strip(), size, seed, flags, data))
     return runs
 
 
@@ -367,6 +369,12 @@ def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: fl
     return data
 
 
+def data_key(data_dir: str) -> str:
+    """Stands for the text in a folder, wherever it lies: names and sizes of its shards."""
+    shards = sorted((p.name, p.stat().st_size) for p in Path(data_dir).glob("*.parquet"))
+    return hashlib.sha256(json.dumps(shards).encode()).hexdigest()[:12]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Statistics
 
@@ -527,13 +535,16 @@ def main(argv: list[str] | None = None) -> None:
     if not sizes or not methods or min(args.seeds, args.jobs) < 1:
         raise UserError("--sizes, --methods, --seeds and --jobs must be at least one each")
     length = {"tokens": parse_number(args.tokens) if args.tokens else 0, "ratio": args.ratio}
-    runs = plan(methods, sizes, range(1, args.seeds + 1), **length, extra=args.extra.split())
+    options = {"extra": args.extra.split(), **length}
+    seeds = range(1, args.seeds + 1)
+    plan(methods, sizes, seeds, **options)  # bad flags are refused before the data is made
     folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"
+    data = prepare(folder, args.data_dir, args.vocab_size)
+    runs = plan(methods, sizes, seeds, **options, data=data_key(data))
     if args.plan:
         for run in runs:
             print0(run.tag, *run.flags)
         return
-    data = prepare(folder, args.data_dir, args.vocab_size)
     sweep = Sweep(folder, data, visible_devices(args.jobs), args.keep.split(","))
     try:
         results = run_sweep(sweep, args.name, runs, args.baseline, args.other)

@@ -49,7 +49,16 @@ def test_the_tag_changes_with_any_flag():
         return sweep.plan(["clover"], ["tiny"], [1], **{"tokens": 1000, **kw})[0].tag
 
     assert tag() == tag()
-    assert len({tag(), tag(tokens=2000), tag(extra=["--matrix-lr=0.1"]), tag(tokens=0, ratio=20.0)}) == 4
+    others = tag(tokens=2000), tag(extra=["--matrix-lr=0.1"]), tag(tokens=0, ratio=20.0), tag(data="other")
+    assert len({tag(), *others}) == 5
+
+
+def test_the_data_key_is_of_the_text_and_not_of_its_place(tmp_path):
+    for folder, text in (("a", b"one"), ("b", b"one"), ("c", b"three")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "shard_00000.parquet").write_bytes(text)
+    a, b, c = (sweep.data_key(tmp_path / f) for f in "abc")
+    assert a == b != c
 
 
 @pytest.mark.parametrize("text, value", [("100M", 10**8), ("1.5k", 1500), ("2B", 2 * 10**9), ("7", 7)])
