@@ -278,7 +278,7 @@ def slope(errors: dict[int, float], last: int = 3) -> float:
 def trained_model(context: Context, size: str) -> tuple[Any, str, str]:
     """(a bf16 model of that size on this machine's device, its checkpoint's tag, the data's folder); trained first if
     it is not there."""
-    where, plan = context.runs(["bf16"], [size], ratio=20.0)
+    where, plan = context.runs(["bf16"], [size], ratio=2.0)
     where, run = replace(where, keep=("bf16",)), plan[0]
     checkpoints = where.folder / "base_checkpoints"
     if not list((checkpoints / run.tag).glob("model_*")):
@@ -914,6 +914,8 @@ def main(argv: list[str] | None = None) -> None:
     names = list(ITEMS) if args.name == "all" else [SAME.get(args.name, args.name)]
     if names[0] not in ITEMS:
         raise UserError(f"{args.name!r} is no table or figure; use all, list, or one of {', '.join([*ITEMS, *SAME])}")
+    if min(args.seeds, args.samples) < 0 or args.jobs < 1 or (args.draws and args.draws < 4):
+        raise UserError("--seeds and --samples cannot be negative, --jobs is at least 1 and --draws at least 4")
     default = Path(get_base_dir()) / ("reproduce_quick" if args.quick else "reproduce")
     context = Context(Path(args.folder) if args.folder else default, args.quick, args)
     context.folder.mkdir(parents=True, exist_ok=True)

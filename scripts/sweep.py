@@ -6,8 +6,8 @@
 One process for each GPU takes run after run; without a GPU one after another in this process. Within a seed all methods
 have the same initialization and the same data in the same order, so that differences are paired. A run that is done is
 one small JSON file, <folder>/runs/<size>_<method>_s<seed>_<key>.json, with its validation curve; the key stands for all
-its flags and the text, so that sweeps of one folder share runs. The table is printed again after every run, and written with all
-numbers to <folder>/<name>.json and .md.
+its flags and the text, so that sweeps of one folder share runs. The table is printed again after every run, and written
+with all numbers to <folder>/<name>.json and .md.
 
 --sizes: d<depth> is a nanochat of that depth, llama-30M to llama-200M the family of the paper's Tables 3 and 4, tiny a
 model for a CPU. --methods: names of nf.METHODS or of VARIANTS below, or --variant "label: flags of base_train".

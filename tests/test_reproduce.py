@@ -148,6 +148,17 @@ def test_unknown_names_are_refused():
         reproduce.main(["fig3"])
 
 
+@pytest.mark.parametrize("flag", ["--seeds=-1", "--samples=-5", "--draws=3", "--jobs=0"])
+def test_counts_that_mean_nothing_are_refused(flag):
+    with pytest.raises(UserError, match="--jobs is at least 1 and --draws at least 4"):
+        reproduce.main(["table1", flag])
+
+
+def test_an_item_of_one_size_refuses_two(tmp_path):
+    with pytest.raises(UserError, match="--sizes=d6,d8: this item is of one size at a time"):
+        reproduce.main(["attribution", "--sizes=d6,d8", f"--folder={tmp_path}"])
+
+
 def test_other_names(capsys):
     reproduce.main(["list"])
     assert "table6 (= fig6)" in capsys.readouterr().out
