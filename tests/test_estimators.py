@@ -5,6 +5,7 @@ import torch
 from _assertions import assert_unbiased, concentrate, relative_square_error
 
 import nanochat_fp4 as nf
+from nanochat_fp4 import doctor
 from nanochat_fp4.nvfp4.estimators import FIXED_SEED, trusted
 from nanochat_fp4.nvfp4.hadamard import rotate, rotation_matrix
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize
@@ -40,6 +41,21 @@ def test_any_number_of_tokens_is_finite_and_close(method, tokens):
         assert got.shape == want.shape
         # Quartet's scale is a power of two below its MSE-optimal one: up to a half of it; the others are closer.
         assert relative_square_error(got, want) < (0.25 if method == "quartet" else 0.15)
+
+
+@pytest.mark.parametrize("method", ["fp8", "quartet", "mxfp4_nvidia", "clover_fp8_input", "clover_fp8_weight"])
+def test_beside_kernels(method, monkeypatch):
+    """Where NVFP4 has kernels, MXFP4 and MXFP8 still take the reference, alone and with an NVFP4 operand beside them;
+    the kernels' rotation sums in another order and tips a few codes."""
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # there interpreted
+    x, e, results = torch.randn(40, 64).to(device), torch.randn(40, 96).to(device), []
+    for wanted in ("triton", "reference"):
+        monkeypatch.setenv("NVFP4_KERNELS", wanted)
+        results.append(backward(layer(method, 64, 96).to(device), x, e))
+        assert method in doctor.probe(device, method)
+    for got, want in zip(*results):
+        assert relative_square_error(got, want) < 1e-4
 
 
 def test_quartet_by_hand():
