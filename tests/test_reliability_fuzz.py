@@ -453,18 +453,19 @@ SCRIPTS = dict.fromkeys(
     "scripts.base_train": "--depth=1 --aspect-ratio=64 --head-dim=64 --max-seq-len=16 --device-batch-size=2 "
     "--total-batch-size=32 --eval-tokens=32 --core-metric-every=-1 --sample-every=-1 --num-iterations=1 "
     f"--model-tag=new {TINY}",
-    "scripts.mid_train": "--data=local --device-batch-size=2 --total-batch-size=32 --eval-tokens=32 --num-iterations=1 "
-    f"--model-tag=run {TINY}",
+    "scripts.mid_train": "--data=local --device-batch-size=2 --total-batch-size=256 --eval-tokens=256 "
+    f"--num-iterations=1 --model-tag=for_mid {TINY}",
     "scripts.chat_sft": "--data=local --device-batch-size=2 --target-examples-per-step=2 --eval-steps=1 "
-    f"--eval-metrics-every=-1 --num-iterations=1 --model-tag=run {TINY}",
+    f"--eval-metrics-every=-1 --num-iterations=1 --model-tag=for_sft {TINY}",
     "scripts.chat_eval": f"-i sft -a Local-Choice -x 2 -b 2 -m 4 {TINY}",
     "scripts.chat_cli": f"-p hello {TINY}",
-    "scripts.base_loss": f"--device-batch-size=2 --split-tokens=32 {TINY}",
+    "scripts.base_loss": f"--device-batch-size=2 --split-tokens=256 {TINY}",
     "scripts.base_eval": f"--max-per-task=2 --bundle-dir=bundle {TINY}",
     "scripts.tok_train": "--vocab-size=290 --max-chars=20000",
     "scripts.tok_eval": "--no-compare",
-    "scripts.sweep": "--sizes=tiny --seeds=1 --plan",
+    "scripts.sweep": "--sizes=tiny --seeds=1 --tokens=1M --plan",
     "scripts.reproduce": "list",
+    "scripts.bench_memory": "--depth=1 --methods=bf16",
     "nanochat_fp4.dataset": "--embedded --size-mb=0.2",
     "nanochat_fp4.tokenizer": "",
     "nanochat_fp4.report": "",
@@ -530,8 +531,10 @@ def base(tmp_path_factory, _tiny_base, fork_server):
     with pytest.MonkeyPatch.context() as m:
         m.setenv("NANOCHAT_BASE_DIR", str(base))
         for place in ("base_checkpoints", "mid_checkpoints", "chatsft_checkpoints"):
-            small = {"n_layer": 1, "n_embd": 64, "n_head": 1, "n_kv_head": 1, "sequence_len": 64}
+            small = {"n_layer": 1, "n_embd": 64, "n_head": 1, "n_kv_head": 1, "sequence_len": 128}
             save_base(base, tag="run", source=place, method="fig2_1x16_rtn", **small)
+        save_base(base, tag="for_mid", source="base_checkpoints", **small)
+        save_base(base, tag="for_sft", source="mid_checkpoints", **small)
         report.get_report("run").log("Base model training", [{"a": 1}], {"val_bpb": 1.0, "method": "bf16"})
     if not (fork_server.folder / "bundle").exists():
         make_bundle(fork_server.folder / "bundle")  # where the server's runs are at home
@@ -544,17 +547,22 @@ def content(base: Path) -> dict[str, bytes]:
     return {str(p.relative_to(base)): p.read_bytes() for p in paths if "matplotlib" not in p.parts}
 
 
+NOT_HERE = {"scripts.bench_linear", "scripts.bench_quantize", "scripts.bench_train"}  # want a GPU
+NOT_HERE |= {"nanochat_fp4.upstream"}  # wants a checkout of nanochat
+
+
 def try_commands(server: ForkServer, base: Path, module: str, count: int, rng: random.Random, tmp: Path) -> dict:
     actions, outcome = options(module), {}
     before = content(base)
-    for i in range(count):
-        argv = made_up(module, actions, rng)
+    for i in range(count + 1):
+        argv = made_up(module, actions, rng) if i else SCRIPTS[module].split()
         mine = tmp / str(i)
         shutil.copytree(base, mine)
         run = server.run(module, argv, deadline=30, env={"NANOCHAT_BASE_DIR": str(mine)}, fault=("bounded", 4.0, 8.0))
         said = f"{module} {argv!r}: status {run.status}\n{run.log[-3000:]}"
         assert run.status is not None, f"hangs: {said}"
         assert run.status in (0, 2, 130) and "Traceback" not in run.log, said
+        assert i or run.status == 0 or module in NOT_HERE, said  # what the made-up arguments are added to works
         if run.status == 2:
             last = run.log.strip().splitlines()[-1]
             assert "error: " in last and len(last) < 2000, said
