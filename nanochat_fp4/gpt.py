@@ -153,7 +153,7 @@ class _ReluSquared(torch.autograd.Function):
 
     Where it keeps 4-bit codes of y, they are too coarse: rounding to nearest would bias the gradient. Then `eight_bits`
     keeps relu(x) in steps of 1/255 of each token's largest value, rounded stochastically, so that the gradient is right
-    on average: half the memory of y in BF16, and an error (5e-5 of the gradient's square) far below that of its
+    on average: half the memory of y in BF16, and an error (4e-5 of the gradient's square) far below that of its
     quantization (1e-2).
     """
 

@@ -91,7 +91,7 @@ def test_recompilations_are_counted(monkeypatch):
 
     def run(rows=1):
         before = bench_train.compiled_graphs()
-        for variant in (Variant("bf16"), Variant("clover")):
+        for variant in (Variant("bf16"), Variant("fig2_1x16_rtn")):
             trainer.become(variant)
             bench_train.run_steps(trainer, rows, 1, bench_train.Stopwatch(trainer.device))
         return bench_train.compiled_graphs() - before

@@ -466,7 +466,7 @@ def test_compiled_layers_share_the_input_too():
         kept.extend(n.meta["val"] for n in graph.graph.output_node().all_input_nodes)
         return make_boxed_func(graph.forward)
 
-    layers = qkv("clover")
+    layers = qkv("fig2_1x16_rtn")
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
     torch.compile(lambda x: [m(x) for m in layers], backend=backend, fullgraph=True)(x)
