@@ -315,9 +315,10 @@ def train(
     config = config_from_depth(
         args.depth, tokenizer.get_vocab_size(), args.max_seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
     )
-    check_model_fits(config, device)
     if args.llama:
         config = llama.config_from_size(args.llama, tokenizer.get_vocab_size(), args.max_seq_len)
+    else:
+        check_model_fits(config, device)
     with torch.device("meta"):
         model = llama.Llama(config) if args.llama else GPT(config)
     model.to_empty(device=device)
