@@ -284,6 +284,7 @@ if [ "$NUM_GPUS" -gt 0 ]; then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 else
     MACHINE="no GPU, $NPROC process(es)"
-    # Threads that wait for one another should sleep: spinning, they slow a busy machine down many times.
-    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+    # The operations of a small model are short: one thread is faster than two that wake each other up, and unlike two
+    # that spin (OMP_NUM_THREADS=2 OMP_WAIT_POLICY=ACTIVE, 1.5 times faster still) it minds no company.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 fi
