@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,9 @@ from nanochat_fp4.checkpoint_manager import NoCheckpointError, find_last_step, l
 from nanochat_fp4.common import (
     UserError,
     atomic_write,
+    autodetect_device_type,
+    compute_cleanup,
+    compute_init,
     format_bytes,
     is_ddp_initialized,
     is_out_of_memory,
@@ -40,6 +44,64 @@ from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.quantizers import quantize
 from nanochat_fp4.nvfp4.recipes import get_recipe, method_names
 from nanochat_fp4.report import read_jsonl
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A stage as a program
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that every training stage has, with the same meaning and default."""
+    add = parser.add_argument
+    # Logging
+    add(
+        "--run",
+        default=os.environ.get("WANDB_RUN") or "dummy",
+        help="wandb run name (default: $WANDB_RUN; 'dummy' disables wandb logging)",
+    )
+    add(
+        "--telemetry-every",
+        type=int,
+        default=-1,
+        help="measure each layer's quantization error every N steps (-1 = disable)",
+    )
+    # Runtime
+    add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
+    add(
+        "--on-nonfinite",
+        choices=("stop", "skip"),
+        default="stop",
+        help="NaN or infinity in loss or gradient: save and stop, or skip the update",
+    )
+    # Checkpoints
+    add("--save-every", type=int, default=-1, help="save checkpoints every N steps (-1 = only at end)")
+    add("--keep-last", type=int, default=2, help="keep so many of the newest checkpoints (-1 = all)")
+    add(
+        "--resume-from-step",
+        type=_step_or_latest,
+        default=-1,
+        help="resume from this step, or from the 'latest' intact checkpoint if there is one (-1 = disable)",
+    )
+    add("--overwrite", action="store_true", help="start over although this stage has checkpoints under the model tag")
+
+
+def _step_or_latest(text: str) -> int | str:
+    return text if text == "latest" else int(text)
+
+
+def run_stage(args: argparse.Namespace, train: Callable[[torch.device, int, int, "StopSignals"], None]) -> None:
+    """Calls train(device, rank, world_size, signals) in the process group that torchrun asks for, if it does.
+
+    Exits with the status of the signal that stopped it, if one did.
+    """
+    _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
+    try:
+        with StopSignals() as signals:
+            train(device, rank, world_size, signals)
+    finally:
+        compute_cleanup()
+    if signals.exit_code:
+        sys.exit(signals.exit_code)
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Method and name of a run

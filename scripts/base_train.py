@@ -19,9 +19,9 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read 
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -43,9 +43,6 @@ from nanochat_fp4.checkpoint_manager import (
 from nanochat_fp4.common import (
     Progress,
     UserError,
-    autodetect_device_type,
-    compute_cleanup,
-    compute_init,
     environment_info,
     format_seconds,
     get_base_dir,
@@ -75,6 +72,7 @@ from nanochat_fp4.training import (
     MetricsLog,
     StopRequested,
     StopSignals,
+    add_run_arguments,
     announce,
     auto_device_batch_size,
     check_same_run,
@@ -96,6 +94,7 @@ from nanochat_fp4.training import (
     resolve_method,
     restore_dict,
     restore_state,
+    run_stage,
     set_rng_state,
     summarize_telemetry,
     weight_decay_at,
@@ -114,14 +113,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "130 and 0. Bad input and numerical trouble end in one line and exit status 2.",
     )
     add = parser.add_argument
-    # Logging
-    add(
-        "--run",
-        default=os.environ.get("WANDB_RUN") or "dummy",
-        help="wandb run name (default: $WANDB_RUN; 'dummy' disables wandb logging)",
-    )
-    # Runtime
-    add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
+    add_run_arguments(parser)
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,
@@ -145,12 +137,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--method-phases",
         default="",
         help="changes of the method in the course of the run, 'fraction of the steps=method,...': '0.85=bf16'",
-    )
-    add(
-        "--telemetry-every",
-        type=int,
-        default=-1,
-        help="measure each layer's quantization error every N steps (-1 = disable)",
     )
     # Model architecture
     add("--depth", type=int, default=20, help="depth of the Transformer model")
@@ -211,38 +197,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--warmup-ratio", type=parse_finite, default=0.0, help="ratio of iterations for LR warmup")
     add("--warmdown-ratio", type=parse_finite, default=0.4, help="ratio of iterations for LR warmdown")
     add("--final-lr-frac", type=parse_finite, default=0.0, help="final LR as fraction of initial LR")
-    add(
-        "--on-nonfinite",
-        choices=("stop", "skip"),
-        default="stop",
-        help="NaN or infinity in loss or gradient: save and stop, or skip the update",
-    )
     # Evaluation
     add("--eval-every", type=int, default=250, help="evaluate val bpb every N steps (-1 = disable)")
     add("--eval-tokens", type=int, default=20 * 524288, help="number of tokens to evaluate val loss on")
     add("--core-metric-every", type=int, default=2000, help="evaluate CORE metric every N steps (-1 = disable)")
     add("--core-metric-max-per-task", type=int, default=500, help="examples per task for CORE metric")
     add("--sample-every", type=int, default=2000, help="sample from model every N steps (-1 = disable)")
-    # Checkpoints
-    add("--save-every", type=int, default=-1, help="save checkpoints every N steps (-1 = only at end)")
-    add("--keep-last", type=int, default=2, help="keep so many of the newest checkpoints (-1 = all)")
-    add(
-        "--resume-from-step",
-        type=_step_or_latest,
-        default=-1,
-        help="resume training from this step, or from the 'latest' intact checkpoint if there is one (-1 = disable)",
-    )
-    add("--overwrite", action="store_true", help="start over although the model tag has checkpoints")
     add(
         "--model-tag",
         default=None,
         help="checkpoint directory name (default: d<depth>_<method>, so that methods do not overwrite one another)",
     )
     return parser.parse_args(argv)
-
-
-def _step_or_latest(text: str) -> int | str:
-    return text if text == "latest" else int(text)
 
 
 def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params: int) -> int:
@@ -289,15 +255,7 @@ def main(argv: list[str] | None = None) -> None:
     check_model_tag(args.model_tag)
     if args.llama and args.recompute != "none":
         raise UserError("--recompute is not for the --llama models; leave one of them out")
-    device_type = args.device_type or autodetect_device_type()
-    ddp, rank, _, world_size, device = compute_init(device_type, args.seed)
-    try:
-        with StopSignals() as signals:
-            train(args, method, device, rank, world_size, signals)
-    finally:
-        compute_cleanup()
-    if signals.exit_code:
-        sys.exit(signals.exit_code)
+    run_stage(args, functools.partial(train, args, method))
 
 
 def train(

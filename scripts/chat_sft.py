@@ -16,7 +16,7 @@ import os
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
 
 import argparse
-import sys
+import functools
 
 import torch
 
@@ -35,8 +35,8 @@ from nanochat_fp4.chat_data import (
     identity_conversations,
 )
 from nanochat_fp4.chat_loader import ConversationBatches
-from nanochat_fp4.common import UserError, autodetect_device_type, compute_cleanup, compute_init, run_main
-from nanochat_fp4.training import StopRequested, StopSignals, mean_over_ranks
+from nanochat_fp4.common import UserError, run_main
+from nanochat_fp4.training import StopRequested, StopSignals, mean_over_ranks, run_stage
 from scripts.post_training import (
     Plan,
     PostTraining,
@@ -110,14 +110,7 @@ def metric_sources(args: argparse.Namespace) -> list[Source]:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
-    try:
-        with StopSignals() as signals:
-            train(args, device, rank, world_size, signals)
-    finally:
-        compute_cleanup()
-    if signals.exit_code:
-        sys.exit(signals.exit_code)
+    run_stage(args, functools.partial(train, args))
 
 
 def train(args: argparse.Namespace, device: torch.device, rank: int, world_size: int, signals: StopSignals) -> None:

@@ -17,7 +17,7 @@ import os
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
 
 import argparse
-import sys
+import functools
 
 import torch
 
@@ -34,10 +34,10 @@ from nanochat_fp4.chat_data import (
     identity_conversations,
 )
 from nanochat_fp4.chat_loader import PackedConversations
-from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0, run_main
+from nanochat_fp4.common import print0, run_main
 from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.tokenizer import get_token_bytes
-from nanochat_fp4.training import StopSignals, muon_momentum, plan_accumulation
+from nanochat_fp4.training import StopSignals, muon_momentum, plan_accumulation, run_stage
 from scripts.post_training import (
     Plan,
     PostTraining,
@@ -127,14 +127,7 @@ def lr_multiplier(progress: float) -> float:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
-    try:
-        with StopSignals() as signals:
-            train(args, device, rank, world_size, signals)
-    finally:
-        compute_cleanup()
-    if signals.exit_code:
-        sys.exit(signals.exit_code)
+    run_stage(args, functools.partial(train, args))
 
 
 def train(args: argparse.Namespace, device: torch.device, rank: int, world_size: int, signals: StopSignals) -> None:

@@ -54,6 +54,7 @@ from nanochat_fp4.training import (
     MetricsLog,
     StopRequested,
     StopSignals,
+    add_run_arguments,
     announce,
     check_same_run,
     find_resume_step,
@@ -84,21 +85,10 @@ QUANTIZATIONS = ("forward", "full", "none")
 # Flags
 
 
-def step_or_latest(text: str) -> int | str:
-    return text if text == "latest" else int(text)
-
-
 def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -> None:
     """nanochat's flags that both stages have, and ours."""
     add = parser.add_argument
-    # Logging
-    add(
-        "--run",
-        default=os.environ.get("WANDB_RUN") or "dummy",
-        help="wandb run name (default: $WANDB_RUN; 'dummy' disables wandb logging)",
-    )
-    # Runtime
-    add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
+    add_run_arguments(parser)
     add(
         "--dtype",
         default="bfloat16",
@@ -117,12 +107,6 @@ def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -
         default="forward",
         choices=QUANTIZATIONS,
         help="quantize the forward pass only, forward and backward, or nothing",
-    )
-    add(
-        "--telemetry-every",
-        type=int,
-        default=-1,
-        help="measure each layer's quantization error every N steps (-1 = disable)",
     )
     # Model loading
     add("--model-tag", default=None, help="model tag to load from, and to save under")
@@ -147,22 +131,6 @@ def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -
     add("--matrix-lr", type=parse_finite, default=0.02, help="learning rate for matrix parameters (Muon)")
     add("--weight-decay", type=parse_finite, default=0.0, help="weight decay of the matrix parameters (Muon)")
     add("--init-lr-frac", type=parse_finite, default=init_lr_frac, help="initial LR as fraction of base LR")
-    add(
-        "--on-nonfinite",
-        choices=("stop", "skip"),
-        default="stop",
-        help="NaN or infinity in loss or gradient: save and stop, or skip the update",
-    )
-    # Checkpoints
-    add("--save-every", type=int, default=-1, help="save checkpoints every N steps (-1 = only at end)")
-    add("--keep-last", type=int, default=2, help="keep so many of the newest checkpoints (-1 = all)")
-    add(
-        "--resume-from-step",
-        type=step_or_latest,
-        default=-1,
-        help="resume from this step, or from the 'latest' intact checkpoint if there is one (-1 = disable)",
-    )
-    add("--overwrite", action="store_true", help="start over although this stage of the model has checkpoints")
 
 
 def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str:
