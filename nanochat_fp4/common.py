@@ -227,10 +227,6 @@ def print0(*args: Any, **kwargs: Any) -> None:
         _print(*args, **kwargs)
 
 
-def print_banner() -> None:
-    print0("nanochat_fp4: nanochat in NVFP4")
-
-
 class _StderrHandler(logging.StreamHandler):
     """Writes to whatever sys.stderr is at that moment, so that redirecting it later works."""
 

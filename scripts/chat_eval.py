@@ -129,14 +129,6 @@ def chosen_tasks(names: str | None) -> list[str]:
     return chosen
 
 
-def run_chat_eval(
-    task_name: str, model: torch.nn.Module, tokenizer: Any, eval_dir: str | None = None, **kwargs: Any
-) -> Score:
-    """Evaluate a task by its name; other arguments are those of eval.run.run_task. For use while training, too."""
-    task = {**TASKS, **LOCAL_TASKS}[task_name](resolve_eval_dir(eval_dir))
-    return run_task(task, model, tokenizer, task_name, **kwargs)
-
-
 def chatcore(scores: dict[str, Score]) -> float | None:
     """Mean over nanochat's six tasks of accuracy, 0 at guessing and 1 at perfection; None without all six."""
     if not all(name in scores for name in TASKS):
