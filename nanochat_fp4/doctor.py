@@ -26,6 +26,7 @@ from nanochat_fp4.nvfp4.estimators import prepare
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.gemm import Decoded
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
+from nanochat_fp4.nvfp4.native import relative_square_error
 from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference
 from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, Recipe, get_recipe
 
@@ -116,10 +117,6 @@ def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
         if not error < limit:
             return f"{recipe.name}: {name} has a relative square error of {error:.1e}, expected below {limit:.0e}"
     return None
-
-
-def relative_square_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).double().square().sum() / want.double().square().sum())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -79,6 +79,11 @@ def no_hardware_reason(device_type: str) -> str | None:
     return None
 
 
+def relative_square_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """|got - want|^2 / |want|^2, summed in FP64."""
+    return float((got - want).double().square().sum() / want.double().square().sum())
+
+
 def probe(device: torch.device, function: Callable[..., torch.Tensor]) -> str | None:
     """What is wrong with function(a, b, out_dtype), a GEMM of NVFP4 operands on this device, or None."""
     generator = torch.Generator().manual_seed(4)
@@ -102,7 +107,7 @@ def probe(device: torch.device, function: Callable[..., torch.Tensor]) -> str | 
                 return f"raises {lines[0][:200]}"
             if not got.any():
                 return "returns zeros"
-            error = float((got - want).double().square().sum() / want.double().square().sum())
+            error = relative_square_error(got, want)
             if not error < PROBE_ERROR:
                 return (
                     f"has a relative square error of {error:.1e} on {m} x {n} x {k}, expected below {PROBE_ERROR:.0e}"
