@@ -7,8 +7,8 @@ import shutil
 import tempfile
 
 # Before anything imports torch or triton: without a GPU, Triton kernels run in the interpreter.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else threads that wait for each other take the core of others
+# One thread: tensors this small are faster without a second one, and much faster on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 _BASE_DIR = tempfile.mkdtemp(prefix="nanochat_fp4_tests_")
 for _name in ("QAT_METHOD", "DATA_DIR", "WANDB_RUN", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NANOCHAT_TRACEBACK"):
     os.environ.pop(_name, None)
@@ -25,7 +25,7 @@ import random  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):

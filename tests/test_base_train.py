@@ -33,15 +33,6 @@ def train(*flags: str, method: str = "clover", steps: int = 8) -> None:
     base_train.main([*TINY, f"--method={method}", f"--num-iterations={steps}", *flags])
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The model is too small for two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Resume
 

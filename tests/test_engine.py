@@ -15,15 +15,6 @@ SPECIAL = {
 BOS, PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END, ASSISTANT_END = SPECIAL.values()
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small are faster without a second thread, and much faster on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class ByteTokenizer:
     """Ids 0-255 are bytes, then the special tokens."""
 

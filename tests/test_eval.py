@@ -61,14 +61,6 @@ TASKS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def eval_dir(tmp_path):
     """Benchmark files of one row each, in the published formats."""

@@ -25,15 +25,6 @@ from nanochat_fp4.gpt import (
 TINY = dict(sequence_len=24, vocab_size=300, n_layer=5, n_head=4, n_kv_head=2, n_embd=64, window_pattern="SSSL")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small are faster without a second thread, and much faster on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def make(seed=0, **changes):
     """A tiny model with weights that are nowhere zero, so that every path contributes."""
     model = GPT(GPTConfig(**{**TINY, **changes}))

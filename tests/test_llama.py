@@ -14,14 +14,6 @@ from nanochat_fp4.llama import Llama, LlamaConfig, config_from_size
 from scripts import base_train
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make(**changes) -> Llama:
     model = Llama(LlamaConfig(**{"sequence_len": 16, "vocab_size": 100, "n_layer": 2, "n_head": 2, "n_kv_head": 2,
                                  "n_embd": 64, **changes}))  # fmt: skip

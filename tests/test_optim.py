@@ -17,15 +17,6 @@ MATRICES = [(24, 24)] * 5 + [(16, 48)] * 3 + [(48, 16)] * 2 + [(6, 40)]
 OTHERS = [(64, 32), (33, 32), (7,)]  # split by rows over 2 processes, not divisible, too small
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small are faster without a second thread, and much faster on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def parameters(shapes, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]

@@ -104,14 +104,6 @@ TINY = (
 ).split()
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def weights(base, tag, step=4):
     return load_checkpoint(base / "base_checkpoints" / tag, step, "cpu")[0]
 

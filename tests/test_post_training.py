@@ -34,15 +34,6 @@ SFT = (
 ).split()
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The model is too small for two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def save_base(base: Path, tag: str = "d2_clover", method: str = "clover", source: str = "base_checkpoints", **changes):
     """A checkpoint as base_train writes it, of a model that was not trained."""
     tokenizer = get_tokenizer()

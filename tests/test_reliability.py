@@ -87,15 +87,6 @@ class Case:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-@pytest.fixture
-def one_thread():
-    """The model is too small for two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # SIGKILL, at least 25 times in every run of the tests
 
@@ -284,7 +275,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(fork_server, tin
 
 
 @pytest.mark.parametrize("method", ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"])
-def test_quantized_weights_do_not_depend_on_the_micro_batch(tiny_base, one_thread, monkeypatch, method):
+def test_quantized_weights_do_not_depend_on_the_micro_batch(tiny_base, monkeypatch, method):
     """One step in 4, 2 and 1 micro-batches: the forward passes use the same codes and scales of every weight."""
     from nanochat_fp4.nvfp4 import linear
 
@@ -337,7 +328,7 @@ def run_stage(stage: str, base: Path, *flags: str, steps: int = 4) -> Path:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, one_thread, monkeypatch, stage):
+def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch, stage):
     recorder = Recorder()
     for module in (base_train, post_training):
         monkeypatch.setattr(module, "setup_wandb", lambda *args: recorder)
@@ -385,7 +376,7 @@ class Damage:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_after_bad_numbers_a_run_goes_on_as_it_would_have(tiny_base, one_thread, monkeypatch, stage):
+def test_after_bad_numbers_a_run_goes_on_as_it_would_have(tiny_base, monkeypatch, stage):
     """NaN in one step: the run stops before it; resumed where the fault does not come again, it is as undisturbed."""
     flags = ["--eval-every=-1"]
     if stage == "mid":  # by epoch, where learning rates depend on how much was consumed
@@ -409,7 +400,7 @@ def test_after_bad_numbers_a_run_goes_on_as_it_would_have(tiny_base, one_thread,
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_bad_numbers_can_be_skipped_and_spikes_are_seen(tiny_base, one_thread, monkeypatch, capsys, stage):
+def test_bad_numbers_can_be_skipped_and_spikes_are_seen(tiny_base, monkeypatch, capsys, stage):
     monkeypatch.setattr(training.LossMonitor, "SPIKE_AFTER", 3)
     with monkeypatch.context() as m:
         Damage(m, 2, float("nan"))
@@ -439,7 +430,7 @@ def children() -> list[str]:
     return found
 
 
-def test_stages_leave_no_open_files_and_no_processes(tiny_base, one_thread, monkeypatch, capsys):
+def test_stages_leave_no_open_files_and_no_processes(tiny_base, monkeypatch, capsys):
     monkeypatch.setattr(chat_cli, "MAX_TOKENS", 4)
     evaluate = "-i sft -a local -x 2 -m 4 -b 2 --device-type cpu".split()
     stages = {

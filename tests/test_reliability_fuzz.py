@@ -51,14 +51,6 @@ COMMANDS = 10  # command lines of each script
 SOAK = 40  # times as many
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Damage
 

@@ -12,14 +12,6 @@ from scripts import reproduce, sweep, traffic
 SMALL = "--quick --seeds=1 --tokens=512 --samples=65536 --draws=4 --extra=--eval-tokens=512".split()
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
     """The folder of `reproduce all --quick` with the smallest runs there are: one step, one seed."""
