@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -242,9 +243,13 @@ def processes(monkeypatch, tmp_path):
         "folder = pathlib.Path(os.environ['NANOCHAT_BASE_DIR'])\n"
         "log = folder / 'order.jsonl'\n"
         "def note(what): open(log, 'a').write(json.dumps([what, tag, os.environ['CUDA_VISIBLE_DEVICES']]) + '\\n')\n"
-        "signal.signal(signal.SIGTERM, lambda *a: (note('stopped'), sys.exit(143)))\n"
+        "def stop(*a):\n"
+        "    note('stopped')\n"
+        "    if 'deaf' not in tag: sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
         "note('start')\n"
-        "time.sleep(30 if 'clover' in tag else 0.3)\n"
+        "deadline = time.monotonic() + (30 if 'clover' in tag else 0.3)\n"
+        "while time.monotonic() < deadline: time.sleep(0.02)\n"
         "note('end')\n"
         "sys.exit('boom' if 'nvidia' in tag else 0)\n"
     )
@@ -276,26 +281,40 @@ def test_two_devices_work_at_the_same_time_and_one_after_another(processes):
     assert len(s.results(runs)) == 3
 
 
-def test_a_signal_reaches_every_process_and_nothing_new_is_started(processes):
-    s, order = processes
-    runs = sweep.plan(["clover", "clover_search", "bf16"], ["tiny"], [1], tokens=1024)
+def kill_when(condition, times: int = 1) -> None:
+    """SIGTERM to this process once condition() holds, and again each half second; from a thread of its own."""
 
     def interrupt():
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if (s.folder / "order.jsonl").exists() and len(order()) == 2:
-                break
+        while time.monotonic() < deadline and not condition():
             time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    import threading
+        for i in range(times):
+            time.sleep(0.5 * (i > 0))
+            os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt).start()
+
+
+def test_a_signal_reaches_every_process_and_nothing_new_is_started(processes):
+    s, order = processes
+    runs = sweep.plan(["clover", "clover_search", "bf16"], ["tiny"], [1], tokens=1024)
+    kill_when(lambda: (s.folder / "order.jsonl").exists() and len(order()) == 2)
     with pytest.raises(sweep.Interrupted) as e:
         s.train(runs)
     assert e.value.args == (143,)
     assert sorted(x[0] for x in order()) == ["start", "start", "stopped", "stopped"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_second_signal_kills_what_does_not_stop(processes):
+    s, order = processes
+    runs = sweep.plan(["clover_deaf: --method=clover"], ["tiny"], [1], tokens=1024)
+    kill_when(lambda: (s.folder / "order.jsonl").exists() and len(order()) == 1, times=2)
+    begin = time.monotonic()
+    with pytest.raises(sweep.Interrupted):
+        s.train(runs)
+    assert time.monotonic() - begin < 20  # its 30 seconds were not waited for
+    assert {x[0] for x in order()} == {"start", "stopped"}
 
 
 def test_a_real_run(tiny_base, capsys):
