@@ -17,6 +17,7 @@ Precision: parameters are FP32 (on CUDA the embedding is BF16, as in nanochat). 
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -263,6 +264,35 @@ def _recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return checkpoint(function, x, use_reentrant=False)
 
 
+def _layer(
+    block: Block,
+    x: Tensor,
+    x0: Tensor,
+    resid_lambda: Tensor,
+    x0_lambda: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
+    window_size: tuple[int, int],
+    kv_cache: Any,
+    recompute: Literal["none", "mlp", "all"],
+) -> Tensor:
+    """The block on its mix of the residual stream x and the normalized embedding x0, both (B, T, C) -> (B, T, C)."""
+    x = resid_lambda * x + x0_lambda * x0
+    return block(x, cos_sin, window_size, kv_cache, recompute)
+
+
+def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
+    """model.forward by layers compiled with torch.compile(fullgraph=True): one for each window, not one for each layer.
+
+    The time to compile does not depend on the depth; what is between the layers (embedding, last norm, loss) is a few
+    launches. Every batch shape is compiled for itself. A model that is no GPT is compiled as a whole.
+    """
+    if not isinstance(model, GPT):
+        return torch.compile(model, dynamic=False)
+    # Windows, micro-batch sizes, with and without gradients, and a plan's methods are all compiled from one function.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return functools.partial(model, layer=torch.compile(_layer, dynamic=False, fullgraph=True))
+
+
 class GPT(nn.Module):
     """
     Built in three steps, so that a large model is never made twice:
@@ -400,14 +430,19 @@ class GPT(nn.Module):
         return [adamw, muon]
 
     def forward(
-        self, idx: Tensor, targets: Tensor | None = None, kv_cache: Any = None, loss_reduction: str = "mean"
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        kv_cache: Any = None,
+        loss_reduction: str = "mean",
+        layer: Callable[..., Tensor] = _layer,
     ) -> Tensor:
         """
         idx (B, T) int64 -> capped logits (B, T, vocab_size) FP32, or, with targets (B, T; -1 where none counts), the
         cross-entropy in nats, FP32: () for loss_reduction "mean" and "sum", (B * T,) for "none".
 
-        With a kv_cache (engine.KVCache) the tokens continue what it holds, and it is extended.
-        Raises ValueError for positions beyond the rotary tables and for idx on another device.
+        With a kv_cache (engine.KVCache) the tokens continue what it holds, and it is extended. `layer` is what
+        compile_layers replaces. Raises ValueError for positions beyond the rotary tables and for idx on another device.
         """
         start = 0 if kv_cache is None else kv_cache.get_pos()
         end = start + idx.size(1)
@@ -420,10 +455,11 @@ class GPT(nn.Module):
             raise ValueError(f"tokens are on {idx.device} and the model on {self.cos.device}; move the tokens there")
         cos_sin = self.cos[:, start:end], self.sin[:, start:end]
 
-        x = x0 = norm(self.transformer.wte(idx))
-        for i, block in enumerate(self.transformer.h):
-            x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
-            x = block(x, cos_sin, self.window_sizes[i], kv_cache, self.recompute)
+        x0 = norm(self.transformer.wte(idx))
+        x = x0.view_as(x0)  # an object of its own: one input in the place of two would be compiled separately
+        lambdas = zip(self.resid_lambdas.unbind(), self.x0_lambdas.unbind())
+        for block, scalars, window_size in zip(self.transformer.h, lambdas, self.window_sizes):
+            x = layer(block, x, x0, *scalars, cos_sin, window_size, kv_cache, self.recompute)
         x = norm(x)
 
         if targets is not None:

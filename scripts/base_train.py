@@ -61,7 +61,7 @@ from nanochat_fp4.dataloader import (
 )
 from nanochat_fp4.dataset import ensure_data
 from nanochat_fp4.doctor import probe
-from nanochat_fp4.gpt import GPT, autocast, config_from_depth
+from nanochat_fp4.gpt import GPT, autocast, compile_layers, config_from_depth
 from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.report import get_report
@@ -360,7 +360,7 @@ def train(
     peak_flops = get_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     compiled = args.compile if args.compile is not None else device.type == "cuda"
     if compiled:
-        model = torch.compile(model, dynamic=False)  # every training batch has the same shape
+        model = compile_layers(model)
     backend = str(nf.backend())
     if method != "bf16":
         backend += f"; {probe(device, method)}"  # a silent fault of kernels or GEMMs ends the run here
@@ -464,7 +464,7 @@ def train(
             prune_checkpoints(checkpoint_dir, args.keep_last)
         return saved
 
-    def validation_bpb(forward: torch.nn.Module) -> float:
+    def validation_bpb(forward: Callable[..., torch.Tensor]) -> float:
         batches = tokenizing_distributed_data_loader_bos_bestfit(
             tokenizer, device_batch_size, args.max_seq_len, "val", device=device, data_dir=data_dir
         )
@@ -473,14 +473,14 @@ def train(
 
     def evaluate() -> None:
         """Validation BPB with the method's own forward pass, and in BF16 (FP32 on a CPU)."""
-        model.eval()
+        raw_model.eval()
         with preserved_rng(device):
             bpb = bpb_bf16 = validation_bpb(model)
             if method != "bf16":
                 # Not compiled: the same layers compiled for another forward would be a second compilation.
                 with nf.full_precision(raw_model):
                     bpb_bf16 = validation_bpb(raw_model)
-        model.train()
+        raw_model.train()
         loop.update(val_bpb=bpb, val_bpb_bf16=bpb_bf16, evaluated_at=step)
         loop["min_val_bpb"] = bpb if loop["min_val_bpb"] is None else min(loop["min_val_bpb"], bpb)
         text = f"step {step:05d} | validation bpb {bpb:.4f}"
@@ -555,7 +555,7 @@ def train(
             try:
                 evaluate()
             except StopRequested:
-                model.train()
+                raw_model.train()
                 stopping = True
         if not stopping and due(args.core_metric_every) and step > 0:
             core_metric = measure_core()

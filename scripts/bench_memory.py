@@ -30,7 +30,7 @@ MARKER = "<!-- scripts.bench_memory -->"
 
 # Parts of the lines of gpt.py that keep tensors, and what these are.
 NAMES = {
-    "self.resid_lambdas[i] * x": "residual stream, for the gradient of resid_lambda",
+    "= resid_lambda * x": "residual stream, for the gradient of resid_lambda",
     "_recomputed(attention": "residual stream into attention, to start again from",
     "self.attn(norm(x)": "residual stream into the norm before attention",
     "fused_linear(x": "input of c_q, c_k, c_v",

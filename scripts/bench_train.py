@@ -52,7 +52,7 @@ from nanochat_fp4.common import (
     run_main,
 )
 from nanochat_fp4.doctor import layer_problem
-from nanochat_fp4.gpt import GPT, autocast, config_from_depth
+from nanochat_fp4.gpt import GPT, autocast, compile_layers, config_from_depth
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.recipes import get_recipe
 from nanochat_fp4.training import largest_micro_batch
@@ -88,7 +88,7 @@ class Trainer:
         self.optimizers = model.setup_optimizers()
         self.sequence_len, self.vocab_size = config.sequence_len, config.vocab_size
         self.flops_per_token, self.num_params = model.estimate_flops(), model.num_scaling_params()
-        self.forward = torch.compile(model, dynamic=False) if compiled else model
+        self.forward = compile_layers(model) if compiled else model
 
     def become(self, variant: Variant) -> None:
         recipe = get_recipe(variant.method)
@@ -343,12 +343,19 @@ def summarize(trace: list[dict]) -> list[dict]:
 
     work: list[tuple[float, list[str], float]] = []  # (moment of the launch, names from the inside out, microseconds)
     if kernels:
-        for kernel in kernels:
-            launch = launches.get(kernel.get("args", {}).get("correlation"))
-            if launch is not None:
-                around = [e for e in operators.get(launch["tid"], []) if e["ts"] <= launch["ts"] <= e["ts"] + e["dur"]]
-                names = [e["name"] for e in sorted(around, key=lambda e: e["dur"])]
-                work.append((launch["ts"], [kernel["name"], *names], kernel["dur"]))
+        for ops in operators.values():
+            ops.sort(key=lambda e: (e["ts"], -e["dur"]))
+        open_at: dict[object, tuple[int, list[dict]]] = {}  # thread: (operators seen, those that are open)
+        pairs = ((launches.get(k.get("args", {}).get("correlation")), k) for k in kernels)
+        for launch, kernel in sorted((p for p in pairs if p[0] is not None), key=lambda p: p[0]["ts"]):
+            moment, ops = launch["ts"], operators.get(launch["tid"], [])
+            seen, around = open_at.get(launch["tid"], (0, []))
+            while seen < len(ops) and ops[seen]["ts"] <= moment:
+                around.append(ops[seen])
+                seen += 1
+            around = [e for e in around if moment <= e["ts"] + e["dur"]]
+            open_at[launch["tid"]] = seen, around
+            work.append((moment, [kernel["name"], *(e["name"] for e in reversed(around))], kernel["dur"]))
     else:
         for thread in operators.values():
             open_ones: list[dict] = []
@@ -608,8 +615,6 @@ def set_up_device(args: argparse.Namespace) -> torch.device:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     args.compile = cuda if args.compile is None else args.compile
-    # A graph for each variant and micro-batch size, of one model.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     args.budget = 0
     if not cuda:
         if args.memory_cap or args.micro_batch == "auto":

@@ -35,6 +35,7 @@ from nanochat_fp4.chat_data import (
 )
 from nanochat_fp4.chat_loader import PackedConversations
 from nanochat_fp4.common import print0, run_main
+from nanochat_fp4.gpt import compile_layers
 from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.tokenizer import get_token_bytes
 from nanochat_fp4.training import StopSignals, muon_momentum, plan_accumulation, run_stage
@@ -174,7 +175,7 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, world_size:
         tokens_per_step=args.total_batch_size,
     )
     compiled = args.compile if args.compile is not None else device.type == "cuda"
-    forward = torch.compile(run.model, dynamic=False) if compiled else run.model
+    forward = compile_layers(run.model) if compiled else run.model
     run.train(plan, forward, describe_sources(sources), "Midtraining")
 
 

@@ -18,6 +18,7 @@ from nanochat_fp4.gpt import (
     GPTConfig,
     _ReluSquared,
     autocast,
+    compile_layers,
     config_from_depth,
     norm,
 )
@@ -428,6 +429,38 @@ def test_compiles_as_one_graph_and_once():
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.grad, grads[name], msg=name)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_layers_compile_once_for_each_window(monkeypatch, recompute):
+    """As many graphs whatever the depth and the step, and the same loss and gradients."""
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **kw: real(function, **kw, backend=backend))
+    for n_layer in (4, 6):
+        model, ids = make(n_layer=n_layer, window_pattern="SSL"), tokens(2, 24)
+        model.recompute = recompute
+        torch._dynamo.reset()
+        graphs.clear()
+        compiled = compile_layers(model)
+        for step in range(2):
+            model.zero_grad()
+            expected = model(ids, ids.roll(-1, 1))
+            expected.backward()
+            grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+            model.zero_grad()
+            loss = compiled(ids, ids.roll(-1, 1))
+            loss.backward()
+            torch.testing.assert_close(loss, expected)
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(p.grad, grads[name], msg=name)
+            assert len(graphs) == 2, f"{n_layer} layers, step {step}"
+    torch.testing.assert_close(compiled(ids), model(ids))  # no targets: logits
 
 
 @pytest.mark.slow
