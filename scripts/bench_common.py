@@ -4,7 +4,11 @@ Bytes are what a kernel must move if every tensor is read or written once (the c
 """
 
 import argparse
+import contextlib
+import ctypes
 import json
+import statistics
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -171,6 +175,75 @@ def layer_steps(recipe: Recipe, m: int, k: int, n: int, *, backward: bool, nativ
     ):
         steps.append(gemm_step(name, r, c, d, bool(gemm.a.rounding), bool(gemm.b.rounding or kept), native))
     return steps
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Clocks and power.
+
+# What NVML says holds the clock down (nvml.h, nvmlClocksEventReason...). An idle GPU is none of them.
+LIMITS = {0x04: "power", 0x08: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "power brake", 0x02: "set", 0x100: "set"}
+
+
+class Monitor:
+    """Samples a GPU's SM clock, power and what limits the clock ten times a second, inside each `with` of it.
+
+    Read from NVML, which comes with the driver; nothing is set. Power is what NVML gives, on a Hopper the mean of the
+    last second. Without NVML (or CUDA) there are no samples.
+    """
+
+    def __init__(self, interval: float = 0.1):
+        self.interval = interval
+        self.samples: list[tuple[float, float, int]] = []  # MHz, W, bits of LIMITS
+        self._library = self._handle = None
+        if torch.cuda.is_available():
+            with contextlib.suppress(OSError, AttributeError):
+                self._library = ctypes.CDLL("libnvidia-ml.so.1")
+                self._limits = self._library.nvmlDeviceGetCurrentClocksThrottleReasons
+                uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+                handle = ctypes.c_void_p()
+                found = self._library.nvmlInit_v2() == 0
+                if found and self._library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)) == 0:
+                    self._handle = handle
+
+    def read(self) -> tuple[float, float, int] | None:
+        """One sample; None where there is nothing to be had."""
+        if self._handle is None:
+            return None
+        mhz, milliwatts, limits = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_ulonglong()
+        library, handle = self._library, self._handle
+        failed = library.nvmlDeviceGetClockInfo(handle, 1, ctypes.byref(mhz))  # 1: the SMs
+        failed = failed or library.nvmlDeviceGetPowerUsage(handle, ctypes.byref(milliwatts))
+        failed = failed or self._limits(handle, ctypes.byref(limits))
+        return None if failed else (float(mhz.value), milliwatts.value / 1000, limits.value)
+
+    def __enter__(self) -> "Monitor":
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._stop.wait(self.interval):
+            sample = self.read()
+            if sample is not None:
+                self.samples.append(sample)
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def summary(self) -> dict[str, float | str | None]:
+        """{mhz, watts: means; limit: what held the clock down, and in which share of the samples}; None if unknown."""
+        if not self.samples:
+            return {"mhz": None, "watts": None, "limit": None}
+        mhz, watts, limits = zip(*self.samples)
+        shares = {}
+        for name in dict.fromkeys(LIMITS.values()):
+            count = sum(any(bits & bit for bit, n in LIMITS.items() if n == name) for bits in limits)
+            if count:
+                shares[name] = f"{name} {count / len(limits):.0%}"
+        limit = ", ".join(shares.values()) or "none"
+        return {"mhz": statistics.fmean(mhz), "watts": statistics.fmean(watts), "limit": limit}
 
 
 # --------------------------------------------------------------------------------------------------------------------

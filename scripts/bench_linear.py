@@ -1,20 +1,29 @@
 """Time of the linear layers of the paper's Table 6, forward and forward+backward, against BF16 in the same run.
 
     python -m scripts.bench_linear                                      # 800M, 3B, 7B; the training methods
-    python -m scripts.bench_linear --models 3B --methods clover --graph
+    python -m scripts.bench_linear --models 3B --methods clover --passes forward+backward --modes graph,eager --turns
     python -m scripts.bench_linear --roofline rtx5090                   # a prediction; needs no GPU
 
 The baseline is nn.Linear with FP32 weights under BF16 autocast, as nanochat trains; every method runs under the same
-autocast on the same tensors. A number is the sum over a model's four layers of the median time of a call; the methods
-take turns in several rounds, so that clocks and temperature favour none. --graph times replays of CUDA graphs, of both
-sides: the GPU's work without the host's.
+autocast on the same tensors. A call is all four layers of a model, one after the other: as a CUDA graph (the GPU's work
+without the host's), or eagerly.
+
+A GPU at its power limit lowers its clock, and how far depends on what it computes. So each method is timed in a steady
+state of its own, as in a training run: --seconds of calls to warm up, then as many that are timed, twice, in opposite
+orders of the methods. A number is the median of all timed calls; "spread" is how far the medians of the two visits are
+apart; MHz, W and what limits the clock were sampled by NVML while the calls ran. --turns times the methods a second
+way: in turns of a few calls, in which each of them runs in the clock that the others left.
 
 Nothing is timed before its result was compared: with the reference (nanochat_fp4.doctor), and, on the very tensors that
 are timed, with BF16.
 """
 
 import argparse
+import contextlib
+import functools
+import math
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -26,7 +35,8 @@ from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, get_recipe
 from scripts import bench_common as common
 
 METHODS = ("clover", "clover_search", "nvidia", "tetrajet_v2")
-PASSES = ("forward", "forward+backward")
+PASSES = {"forward": "forward", "forward+backward": "forward_backward"}  # and the method of Layer
+MODES = ("graph", "eager")
 # Relative square errors against BF16: rounding of two operands in the forward pass (0.02), of four in a gradient.
 FORWARD_LIMIT, GRADIENT_LIMIT = 0.05, 0.15
 
@@ -69,22 +79,50 @@ def graphed(function: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def medians(functions: dict[str, Callable[[], object]], rounds: int, calls: int) -> dict[str, float]:
-    """Median milliseconds of each function's calls; they take turns."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for name in functions:
-        functions[name]()
+def timed(function: Callable[[], object], calls: int) -> list[float]:
+    """Milliseconds of each of so many calls."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    events[0].record()
+    for event in events[1:]:
+        function()
+        event.record()
     torch.cuda.synchronize()
-    for _ in range(rounds):
-        for name, function in functions.items():
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 2)]
-            for i in range(calls + 1):  # the first one finds the caches of another method
-                events[i].record()
-                function()
-            events[calls + 1].record()
-            torch.cuda.synchronize()
-            times[name] += [events[i].elapsed_time(events[i + 1]) for i in range(1, calls + 1)]
-    return {name: statistics.median(values) for name, values in times.items()}
+    return [a.elapsed_time(b) for a, b in zip(events, events[1:])]
+
+
+def steady(functions: dict[str, Callable[[], object]], seconds: float) -> dict[str, dict]:
+    """{name: {ms, spread, mhz, watts, limit}}: each function's own steady state, visited twice."""
+    visits: dict[str, list[list[float]]] = {name: [] for name in functions}
+    monitors = {name: common.Monitor() for name in functions}
+    for order in (list(functions), list(reversed(functions))):
+        for name in order:
+            start, count = time.perf_counter(), 0
+            while time.perf_counter() - start < seconds:
+                timed(functions[name], 5)
+                count += 5
+            calls = math.ceil(count * seconds / (time.perf_counter() - start))
+            with monitors[name]:
+                visits[name].append(timed(functions[name], max(5, calls)))
+    result = {}
+    for name, (first, second) in visits.items():
+        a, b = statistics.median(first), statistics.median(second)
+        result[name] = {"ms": statistics.median(first + second), "spread": abs(a - b) / min(a, b)}
+        result[name] |= monitors[name].summary()
+    return result
+
+
+def in_turns(functions: dict[str, Callable[[], object]], seconds: float, calls: int = 5) -> dict[str, dict]:
+    """{name: {ms, mhz, watts, limit}}: the functions take turns of so many calls. The GPU's state is that of all."""
+    times: dict[str, list[float]] = {}
+    monitor = common.Monitor()
+    for watching in (contextlib.nullcontext(), monitor):  # to warm up, and to time
+        times = {name: [] for name in functions}
+        start = time.perf_counter()
+        with watching:
+            while not all(times.values()) or time.perf_counter() - start < seconds:
+                for name, function in functions.items():
+                    times[name] += timed(function, calls + 1)[1:]  # the first finds the caches of another function
+    return {name: {"ms": statistics.median(values), **monitor.summary()} for name, values in times.items()}
 
 
 def wrong(label: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> str | None:
@@ -97,56 +135,69 @@ def wrong(label: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, .
     return None
 
 
-def measure(models: list[str], methods: list[str], tokens: int, modes: list[str], rounds: int, calls: int):
-    """(records, problems): one record for each model, mode, pass and method that is right."""
+def layers_of(model: str, methods: list[str], tokens: int, device, problems: dict[str, str]) -> dict[str, list[Layer]]:
+    """The layers of each method, on the same tensors; a method that is wrong goes to `problems` instead."""
+    layers: dict[str, list[Layer]] = {m: [] for m in methods if m not in problems}
+    for layer_name, (k, n) in common.LAYER_SETS[model].items():
+        torch.manual_seed(0)
+        weight = torch.randn(n, k, device=device) * k**-0.5
+        x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16).requires_grad_()
+        e = torch.randn(tokens, n, device=device, dtype=torch.bfloat16)
+        for method in layers:
+            layers[method].append(Layer(method, k, n, weight, x, e))
+        want = layers["bf16"][-1].forward_backward()
+        for method in list(layers):
+            problem = wrong(f"{method}, {model} {layer_name}", layers[method][-1].forward_backward(), want)
+            if problem:
+                problems[method] = problem
+                del layers[method]
+    return layers
+
+
+def measure(
+    models: list[str], methods: list[str], tokens: int, modes: list[str], passes: list[str], ways: dict[str, Callable]
+) -> tuple[list[dict], list[str]]:
+    """(records, problems): one record for each model, mode, pass, way of timing and method that is right."""
     device = common.need_cuda("bench_linear")
     problems = {m: p for m in methods if (p := layer_problem(device, m))}
+    if "bf16" in problems:
+        return [], list(problems.values())
     records = []
     for model in models:
-        total: dict[tuple[str, str, str], float] = {}
-        for layer_name, (k, n) in common.LAYER_SETS[model].items():
-            torch.manual_seed(0)
-            weight = torch.randn(n, k, device=device) * k**-0.5
-            x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16).requires_grad_()
-            e = torch.randn(tokens, n, device=device, dtype=torch.bfloat16)
-            layers = {m: Layer(m, k, n, weight, x, e) for m in methods if m not in problems}
-            want = layers["bf16"].forward_backward() if "bf16" in layers else None
-            for method in list(layers):
-                problem = want and wrong(f"{method}, {model} {layer_name}", layers[method].forward_backward(), want)
-                if problem:
-                    problems[method] = problem
-                    del layers[method]
-            del want
-            for mode in modes:
-                for which, run in zip(PASSES, ("forward", "forward_backward")):
-                    functions = {m: getattr(layer, run) for m, layer in layers.items()}
-                    if mode == "graph":
-                        functions = {m: graphed(f) for m, f in functions.items()}
-                    for method, ms in medians(functions, rounds, calls).items():
-                        total[mode, which, method] = total.get((mode, which, method), 0.0) + ms
-                    del functions
-            del layers, weight, x, e
-            torch.cuda.empty_cache()
         flops = sum(2.0 * tokens * k * n for k, n in common.LAYER_SETS[model].values())
-        for (mode, which, method), ms in total.items():
-            if method in problems:
-                continue
-            baseline = total.get((mode, which, "bf16"))
-            work = flops * (1 if which == "forward" else 3)
-            records.append(
-                {
-                    "model": model, "mode": mode, "pass": which, "method": method, "ms": ms,
-                    "ratio": ms / baseline if baseline else None, "tflops": work / ms / 1e9,
-                }
-            )  # fmt: skip
-    return records, list(problems.values())
+        layers = layers_of(model, methods, tokens, device, problems)
+        for mode in modes:
+            for which in passes:
+                run = PASSES[which]
+                functions = {m: functools.partial(call, [getattr(x, run) for x in ls]) for m, ls in layers.items()}
+                if mode == "graph":
+                    functions = {m: graphed(f) for m, f in functions.items()}
+                work = flops * (1 if which == "forward" else 3)
+                for way, measured in ways.items():
+                    found = measured(functions)
+                    for method, numbers in found.items():
+                        record = {"model": model, "mode": mode, "pass": which, "timing": way, "method": method}
+                        ratio = numbers["ms"] / found["bf16"]["ms"]
+                        records.append(record | numbers | {"ratio": ratio, "tflops": work / numbers["ms"] / 1e9})
+                del functions
+        del layers
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return [r for r in records if r["method"] not in problems], list(problems.values())
 
 
-def predict(machine: common.Machine, models: list[str], methods: list[str], tokens: int) -> list[dict]:
+def call(functions: list[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
+
+
+def predict(
+    machine: common.Machine, models: list[str], methods: list[str], tokens: int, passes: list[str]
+) -> list[dict]:
     """The same records from byte, instruction and FLOP counts alone."""
     records = []
     for model in models:
-        for which in PASSES:
+        for which in passes:
             times = {}
             for method in methods:
                 recipe = get_recipe(method)
@@ -162,22 +213,29 @@ def predict(machine: common.Machine, models: list[str], methods: list[str], toke
             flops = sum(2.0 * tokens * k * n for k, n in common.LAYER_SETS[model].values())
             for method, ms in times.items():
                 work = flops * (1 if which == "forward" else 3)
-                ratio = ms / times["bf16"] if "bf16" in times else None
+                ratio = ms / times["bf16"]
                 records.append(
                     {
-                        "model": model, "mode": "predicted", "pass": which, "method": method, "ms": ms,
-                        "ratio": ratio, "tflops": work / ms / 1e9,
+                        "model": model, "mode": "predicted", "pass": which, "timing": "-", "method": method,
+                        "ms": ms, "ratio": ratio, "tflops": work / ms / 1e9,
                     }
                 )  # fmt: skip
     return records
 
 
 def show(records: list[dict]) -> str:
-    header = ["model", "mode", "pass", "method", "ms", "x BF16", "TFLOP/s"]
+    def cell(value: float | None, form: str) -> str:
+        return "-" if value is None else form.format(value)
+
+    header = ["model", "mode", "pass", "timing", "method", "ms", "x BF16", "TFLOP/s", "spread", "SM MHz", "W", "limit"]
     rows = [
-        [r["model"], r["mode"], r["pass"], r["method"], r["ms"], r["ratio"] or float("nan"), round(r["tflops"])]
-        for r in sorted(records, key=lambda r: (r["mode"], r["pass"]))
-    ]
+        [
+            r["model"], r["mode"], r["pass"], r["timing"], r["method"], r["ms"], r["ratio"], round(r["tflops"]),
+            cell(r.get("spread"), "{:.1%}"), cell(r.get("mhz"), "{:.0f}"), cell(r.get("watts"), "{:.0f}"),
+            r.get("limit") or "-",
+        ]
+        for r in sorted(records, key=lambda r: (r["mode"], r["pass"], r["timing"]))
+    ]  # fmt: skip
     return common.table(header, rows)
 
 
@@ -186,32 +244,39 @@ def main() -> None:
     parser.add_argument("--models", default="800M,3B,7B", help=f"of {', '.join(common.LAYER_SETS)}")
     parser.add_argument("--methods", default=",".join(METHODS), help="of nf.METHODS, or all; bf16 is always there")
     parser.add_argument("--tokens", type=int, default=common.TOKENS, help="rows of the input")
-    parser.add_argument("--graph", action="store_true", help="also time CUDA graph replays")
-    parser.add_argument("--rounds", type=int, default=4, help="times that the methods take turns")
-    parser.add_argument("--calls", type=int, default=5, help="timed calls of a method in a round")
+    parser.add_argument("--modes", default="graph", help=f"of {', '.join(MODES)}, with commas")
+    parser.add_argument("--passes", default=",".join(PASSES), help="with commas")
+    parser.add_argument("--seconds", type=float, default=1.0, help="to warm up, and to time, in each visit")
+    parser.add_argument("--turns", action="store_true", help="also time the methods in turns of five calls")
     common.add_common_arguments(parser)
     args = parser.parse_args()
     models = [m for m in args.models.split(",") if m]
     if not models or not set(models) <= set(common.LAYER_SETS):
         raise UserError(f"--models is {args.models!r}, expected some of {', '.join(common.LAYER_SETS)}, with commas")
-    if min(args.tokens, args.rounds, args.calls) < 1:
-        raise UserError("--tokens, --rounds and --calls must be at least 1")
+    modes, passes = ([v for v in value.split(",") if v] for value in (args.modes, args.passes))
+    for flag, given, known in (("modes", modes, MODES), ("passes", passes, PASSES)):
+        if not given or not set(given) <= set(known):
+            raise UserError(f"--{flag} is {getattr(args, flag)!r}, expected some of {', '.join(known)}, with commas")
+    if args.tokens < 1 or not 0 < args.seconds < 3600:
+        raise UserError("--tokens must be at least 1, --seconds positive and less than an hour")
     names = METHOD_TABLE if args.methods == "all" else [get_recipe(m).name for m in args.methods.split(",") if m]
     methods = ["bf16", *[m for m in dict.fromkeys(names) if m != "bf16"]]
 
-    settings = {"models": models, "methods": methods, "tokens": args.tokens, "rounds": args.rounds, "calls": args.calls}
+    settings = {"models": models, "methods": methods, "tokens": args.tokens, "seconds": args.seconds}
     problems: list[str] = []
     if args.roofline:
         machine = common.MACHINES[args.roofline]
         settings["prediction_for"] = common.describe(machine)
         gemm = "native NVFP4 GEMM" if machine.fp4 else "emulated: decode to BF16, BF16 GEMM"
         print(f"PREDICTION for {machine.name}, not a measurement: {gemm}; {machine.source}")
-        records = predict(machine, models, methods, args.tokens)
+        records = predict(machine, models, methods, args.tokens, passes)
     else:
         common.need_cuda("bench_linear")
         print(f"{torch.cuda.get_device_name()}; {nf.backend()}; {args.tokens} tokens")
-        modes = ["eager", "graph"] if args.graph else ["eager"]
-        records, problems = measure(models, methods, args.tokens, modes, args.rounds, args.calls)
+        ways = {"steady": functools.partial(steady, seconds=args.seconds)}
+        if args.turns:
+            ways["turns"] = functools.partial(in_turns, seconds=args.seconds)
+        records, problems = measure(models, methods, args.tokens, modes, passes, ways)
     print(show(records))
     name = f"bench_linear_{args.roofline}_predicted" if args.roofline else "bench_linear"
     print(f"written to {common.write_json(name, args.json, settings, records)}")

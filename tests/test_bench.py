@@ -1,5 +1,6 @@
 """The benchmarks: budgets, predictions, refusal to time what is wrong, tables and JSON. Times themselves need a GPU."""
 
+import functools
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from scripts import bench_common as common
 from scripts import bench_linear, bench_quantize
 
 ROOT = Path(__file__).parent.parent
+PASSES = list(bench_linear.PASSES)
 TINY = {"tiny": {"up": (128, 256), "down": (256, 128)}}
 
 
@@ -63,7 +65,9 @@ def test_every_method_does_the_flops_of_three_gemms(method, native):
 
 def test_prediction_agrees_with_the_measured_baseline():
     """BF16 on an H200 took 7.7, 17.0 and 30.3 ms for forward and backward; overheads are not predicted."""
-    records = bench_linear.predict(common.MACHINES["h200"], ["800M", "3B", "7B"], ["bf16", "clover"], common.TOKENS)
+    records = bench_linear.predict(
+        common.MACHINES["h200"], ["800M", "3B", "7B"], ["bf16", "clover"], common.TOKENS, PASSES
+    )
     ms = [r["ms"] for r in records if r["method"] == "bf16" and r["pass"] == "forward+backward"]
     assert all(0.9 * measured < predicted < measured for predicted, measured in zip(ms, (7.7, 17.0, 30.3)))
     assert all(1 < r["ratio"] < 1.5 for r in records if r["method"] == "clover")
@@ -120,7 +124,10 @@ def test_without_cuda_one_line(script):
     [
         (bench_linear, ["--models", "3B,4B"], "--models is '3B,4B'"),
         (bench_linear, ["--models", ""], "expected some of 800M, 3B"),
-        (bench_linear, ["--rounds", "0"], "at least 1"),
+        (bench_linear, ["--tokens", "0"], "at least 1"),
+        (bench_linear, ["--seconds", "nan"], "--seconds positive"),
+        (bench_linear, ["--passes", "backward"], "--passes is 'backward', expected some of forward, forward"),
+        (bench_linear, ["--modes", ""], "expected some of graph, eager"),
         (bench_linear, ["--methods", "clever"], "unknown QAT method 'clever'"),
         (bench_quantize, ["--rows", "100"], "multiples of 128"),
         (bench_quantize, ["--only", "nothing"], "matches none of: amax"),
@@ -147,16 +154,109 @@ def on_a_cpu(monkeypatch):
     monkeypatch.delenv("NVFP4_KERNELS", raising=False)
     monkeypatch.setattr(common, "need_cuda", lambda script: cpu)
     monkeypatch.setattr(common, "LAYER_SETS", TINY)
-    monkeypatch.setattr(bench_linear, "medians", lambda fs, rounds, calls: {name: timed(f) for name, f in fs.items()})
+    monkeypatch.setattr(bench_linear, "timed", lambda function, calls: [timed(function) for _ in range(calls)])
     monkeypatch.setattr(bench_quantize, "median_ms", timed)
     return cpu
 
 
+STEADY = {"steady": functools.partial(bench_linear.steady, seconds=0.01)}
+BOTH = STEADY | {"turns": functools.partial(bench_linear.in_turns, seconds=0.01)}
+
+
+class Clock:
+    """Functions that take as long as they say, on a clock of their own: it slows down while `hot` is called."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.heat, self.log = 0.0, 0.0, []
+        monkeypatch.setattr(bench_linear.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(bench_linear, "timed", self.timed)
+
+    def function(self, name: str, heats: bool):
+        def run() -> float:
+            self.heat = min(1.0, self.heat + 0.02) if heats else max(0.0, self.heat - 0.02)
+            self.log.append(name)
+            seconds = 0.01 * (1 + self.heat)
+            self.now += seconds
+            return seconds * 1e3
+
+        return run
+
+    def timed(self, function, calls):
+        return [function() for _ in range(calls)]
+
+
+def test_steady_times_each_function_in_the_state_that_it_brings_about(monkeypatch):
+    clock = Clock(monkeypatch)
+    functions = {"hot": clock.function("hot", True), "cool": clock.function("cool", False)}
+    found = bench_linear.steady(functions, 2.0)
+    assert found["hot"]["ms"] == pytest.approx(20) and found["cool"]["ms"] == pytest.approx(10)
+    assert found["hot"]["spread"] == pytest.approx(0) and found["hot"]["mhz"] is None
+    order = [a for a, b in zip(clock.log, [*clock.log[1:], None]) if a != b]
+    assert order == ["hot", "cool", "hot"]  # the second time in the opposite order
+    assert clock.log.count("cool") * 0.01 > 7  # twice to warm up, twice timed
+    turns = bench_linear.in_turns(functions, 2.0)
+    assert turns["hot"]["ms"] / turns["cool"]["ms"] < 1.1  # each in the state that the other left
+
+
+def test_spread_shows_a_drift(monkeypatch):
+    clock = Clock(monkeypatch)
+    slower = iter(range(1, 100_000))
+
+    def drifting() -> float:
+        ms = 10 + 0.01 * next(slower)
+        clock.now += ms / 1e3
+        return ms
+
+    assert bench_linear.steady({"drifting": drifting}, 1.0)["drifting"]["spread"] > 0.05
+
+
+class FakeNvml:
+    """The three functions of NVML that are asked; `fails` names one that returns an error."""
+
+    def __init__(self, fails: str = ""):
+        self.fails = fails
+
+    def answer(self, name: str, reference, value: int) -> int:
+        reference._obj.value = value
+        return 999 if name == self.fails else 0
+
+    def nvmlDeviceGetClockInfo(self, handle, clock, reference):
+        return self.answer("clock", reference, 1500 if clock == 1 else 7)
+
+    def nvmlDeviceGetPowerUsage(self, handle, reference):
+        return self.answer("power", reference, 699_500)
+
+    def limits(self, handle, reference):
+        return self.answer("limits", reference, 0x4)
+
+
+@pytest.mark.parametrize("fails", ["", "clock", "power", "limits"])
+def test_monitor_reads_nvml(fails):
+    monitor = common.Monitor(interval=0.001)
+    monitor._handle, monitor._library = object(), FakeNvml(fails)
+    monitor._limits = monitor._library.limits
+    with monitor:
+        time.sleep(0.05)
+    known = {"mhz": 1500.0, "watts": 699.5, "limit": "power 100%"}
+    assert monitor.summary() == ({name: None for name in known} if fails else known)
+    assert not monitor._thread.is_alive()
+
+
+def test_monitor_says_how_often_what_limited_the_clock():
+    monitor = common.Monitor()
+    monitor.samples = [(1000.0, 500.0, 0x0), (1200.0, 700.0, 0x4), (1400.0, 600.0, 0x4 | 0x40), (1200.0, 600.0, 0x1)]
+    assert monitor.summary() == {"mhz": 1200.0, "watts": 600.0, "limit": "power 50%, heat 25%"}
+    monitor.samples = [(1980.0, 300.0, 0x1)]  # idle: nothing holds it down
+    assert monitor.summary()["limit"] == "none"
+
+
 def test_measure_layers(on_a_cpu):
     methods = ["bf16", *bench_linear.METHODS]
-    records, problems = bench_linear.measure(["tiny"], methods, 256, ["eager"], 1, 1)
+    records, problems = bench_linear.measure(["tiny"], methods, 256, ["eager"], PASSES, BOTH)
     assert problems == []
-    assert [(r["pass"], r["method"]) for r in records] == [(p, m) for p in bench_linear.PASSES for m in methods]
+    expected = [(p, way, m) for p in PASSES for way in BOTH for m in methods]
+    assert [(r["pass"], r["timing"], r["method"]) for r in records] == expected
+    assert all(("spread" in r) == (r["timing"] == "steady") for r in records)
     assert all(r["ms"] > 0 and r["tflops"] > 0 for r in records)
     assert all(r["ratio"] == 1 for r in records if r["method"] == "bf16")
     assert "x BF16" in bench_linear.show(records)
@@ -165,7 +265,7 @@ def test_measure_layers(on_a_cpu):
 def test_a_wrong_method_is_not_timed(on_a_cpu, monkeypatch):
     real = linear.gemm
     monkeypatch.setattr(linear, "gemm", lambda a, b, **kw: torch.zeros_like(real(a, b, **kw)))
-    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 256, ["eager"], 1, 1)
+    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 256, ["eager"], PASSES, STEADY)
     assert {r["method"] for r in records} == {"bf16"}
     assert problems == ["clover: output is all zeros"]
 
@@ -179,7 +279,7 @@ def test_a_method_that_is_wrong_only_at_the_benchmarks_shape_is_not_timed(on_a_c
         return y * (torch.arange(len(y)) < 200).unsqueeze(1) if len(y) == 256 else y
 
     monkeypatch.setattr(linear, "gemm", gemm)
-    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 256, ["eager"], 1, 1)
+    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 256, ["eager"], PASSES, STEADY)
     assert {r["method"] for r in records} == {"bf16"}
     assert len(problems) == 1 and "tiny up: output is off BF16" in problems[0]
 
@@ -212,8 +312,10 @@ def test_a_kernel_that_fails_its_check_is_not_timed(on_a_cpu, monkeypatch):
 @pytest.mark.gpu
 def test_on_a_gpu(monkeypatch):
     monkeypatch.setattr(common, "LAYER_SETS", {"tiny": {"up": (512, 1024)}})
-    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 1024, ["eager", "graph"], 2, 2)
+    ways = {"steady": functools.partial(bench_linear.steady, seconds=0.5)}
+    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 1024, ["eager", "graph"], PASSES, ways)
     assert problems == [] and len(records) == 8 and all(0 < r["ms"] < 100 for r in records)
+    assert all(100 < r["mhz"] < 4000 and 10 < r["watts"] < 2000 for r in records)
 
 
 @pytest.mark.gpu
