@@ -1,0 +1,106 @@
+"""dev/compare_quartet2.py, with a made-up checkout in the place of the published one: loading, checking, messages."""
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanochat_fp4.common import UserError
+from scripts import bench_common as common
+from scripts import bench_linear
+
+SCRIPT = Path(__file__).parent.parent / "dev" / "compare_quartet2.py"
+# As the published module is, seen from outside: absolute imports, scipy, a linear with these options.
+SCHEME = """
+import torch
+from scipy.linalg import hadamard
+from models.quantization.quantizers.helper import FACTOR
+
+class Quartet_II_Linear(torch.nn.Linear):
+    def __init__(self, *args, hadamard_dim, delayed_amax, four_over_six, **kwargs):
+        super().__init__(*args, **kwargs)
+        assert hadamard(hadamard_dim).shape == (128, 128) and four_over_six
+        self.delayed_amax = delayed_amax
+
+    def forward(self, x):
+        assert x.dim() == 3
+        return torch.nn.functional.linear(x, self.weight) * (FACTOR if self.delayed_amax else 1)
+"""
+
+
+@pytest.fixture
+def script(monkeypatch):
+    spec = importlib.util.spec_from_file_location("compare_quartet2", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    spec.loader.exec_module(module)
+    yield module
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("models", "scipy"):
+            del sys.modules[name]
+
+
+def checkout(folder: Path, scheme: str = SCHEME, factor: float = 1.0) -> Path:
+    package = folder / "src" / "models" / "quantization"
+    for name in ("schemes", "quantizers"):
+        (package / name).mkdir(parents=True)
+    for init in folder.rglob("*/"):
+        (init / "__init__.py").write_text("import fast_hadamard_transform_that_nobody_has")
+    (package / "quantizers" / "helper.py").write_text(f"FACTOR = {factor}")
+    (package / "schemes" / "quartet_2.py").write_text(scheme)
+    return folder
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    def timed(function, calls):
+        start = time.perf_counter()
+        function()
+        return [(time.perf_counter() - start) * 1e3] * calls
+
+    monkeypatch.setattr(common, "need_cuda", lambda script: torch.device("cpu"))
+    monkeypatch.setattr(common, "LAYER_SETS", {"3B": {"up": (128, 256), "down": (256, 128)}})
+    monkeypatch.setattr(common, "TOKENS", 256)
+    monkeypatch.setattr(bench_linear, "timed", timed)
+
+
+def test_all_four_are_timed(script, on_a_cpu, tmp_path):
+    records, problems = script.compare(checkout(tmp_path), "3B", 0.01)
+    assert problems == []
+    assert [r["name"] for r in records] == ["bf16", "clover", "published, exact amax", "published, delayed amax"]
+    for r in records:
+        assert r["ratio"] == pytest.approx(r["ms"] / records[0]["ms"])
+        assert r["times_clover"] == pytest.approx(r["ms"] / records[1]["ms"])
+    assert "published, delayed amax" in script.show(records)
+
+
+def test_a_wrong_result_is_not_timed(script, on_a_cpu, tmp_path):
+    records, problems = script.compare(checkout(tmp_path, factor=2.0), "3B", 0.01)
+    assert [r["name"] for r in records] == ["bf16", "clover", "published, exact amax"]
+    assert len(problems) == 1 and "published, delayed amax, 3B: output is off BF16" in problems[0]
+
+
+@pytest.mark.parametrize(
+    "scheme, message",
+    [
+        ("import a_package_that_nobody_has", "quartet_2.py cannot be imported: .*a_package_that_nobody_has"),
+        ("Quartet_III_Linear = None", "has no Quartet_II_Linear"),
+    ],
+)
+def test_another_revision(script, tmp_path, scheme, message):
+    with pytest.raises(UserError, match=message):
+        script.load(checkout(tmp_path, scheme))
+
+
+def test_no_checkout(script, tmp_path):
+    with pytest.raises(UserError, match="is no checkout of IST-DASLab/Quartet-II: there is no .*quartet_2.py"):
+        script.load(tmp_path)
+
+
+def test_hadamard(script):
+    h = torch.from_numpy(script.hadamard(128))
+    assert torch.equal(h @ h.T, 128 * torch.eye(128, dtype=h.dtype)) and h.abs().eq(1).all() and h[0].eq(1).all()
