@@ -730,7 +730,8 @@ def fig6(context: Context) -> Outcome:
 
     def measure() -> list[dict]:
         path = context.folder / "bench_linear.json"
-        command = [sys.executable, "-m", "scripts.bench_linear", "--graph", f"--models={models}", f"--json={path}"]
+        command = [sys.executable, "-m", "scripts.bench_linear", f"--models={models}", f"--json={path}"]
+        command.append("--passes=forward+backward")
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"bench_linear failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
@@ -741,8 +742,9 @@ def fig6(context: Context) -> Outcome:
             records = context.piece("fig6", {"models": models, "machine": machine}, measure)
         else:
             methods = ["bf16", *bench_linear.METHODS]
+            passes = ["forward+backward"]
             records = bench_linear.predict(
-                bench_common.MACHINES[machine], models.split(","), methods, bench_common.TOKENS
+                bench_common.MACHINES[machine], models.split(","), methods, bench_common.TOKENS, passes
             )
         label = machine if on_gpu else f"predicted, {machine}"
         numbers[label] = records
