@@ -20,6 +20,8 @@ from nanochat_fp4.nvfp4.quantizers import get_rounding
 from scripts import bench_common as common
 from scripts.bench_common import BF16, CODES, PSEUDO, Step
 
+SECOND_KERNEL = "scales: the second kernel of clover"
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -125,7 +127,7 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         return lambda: finish(pseudo, correction, largest, seed, operand)
 
     scales_step = Step("scales", elements * (PSEUDO + 1 / 16), elements / 16 * 40)
-    add("scales: the second kernel of clover", scales_step, [("ms_eden", 128)], scales_setup)
+    add(SECOND_KERNEL, scales_step, [("ms_eden", 128)], scales_setup)
     return result
 
 
@@ -167,6 +169,15 @@ def _record(name: str, kernel: Kernel, ms: float, copy: float) -> dict:
     return {"kernel": name, "bytes": num_bytes, "ms": ms, "gb_per_s": bandwidth, "share_of_copy": bandwidth / copy}
 
 
+def second_kernel_share(records: list[dict]) -> float | None:
+    """Time of the scales-only kernels of clover's grad_output over that of the kernel before them; None if not timed.
+
+    The kernel that makes codes is timed with one second kernel for each of its two operands."""
+    ms = {r["kernel"]: r["ms"] for r in records}
+    second, both = ms.get(SECOND_KERNEL), ms.get("grad_output clover -> codes")
+    return 2 * second / (both - 2 * second) if second and both else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=16384, help="rows of the tensor, a multiple of 128")
@@ -198,6 +209,9 @@ def main() -> None:
         [r["kernel"], r["bytes"] / 1e6, r["ms"], round(r["gb_per_s"]), f"{r['share_of_copy']:.0%}"] for r in records
     ]
     print(common.table([f"{args.rows} x {args.columns}", "MB", "ms", "GB/s", "of copy"], rows))
+    settings["second_kernel_share"] = share = second_kernel_share(records)
+    if share is not None:
+        print(f"second kernel of post hoc alignment: {share:.1%} of the first, for both operands of grad_output")
     name = f"bench_quantize_{args.roofline}_predicted" if args.roofline else "bench_quantize"
     print(f"written to {common.write_json(name, args.json, settings, records)}")
     if problems:

@@ -296,6 +296,17 @@ def test_measure_every_kernel(on_a_cpu, monkeypatch):
     assert decode["share_of_copy"] == pytest.approx(decode["bytes"] / decode["ms"] / 1e6 / 100)
 
 
+def test_the_second_kernels_share():
+    """One for each operand of grad_output, timed together with the first kernel and alone."""
+    records = [
+        {"kernel": bench_quantize.SECOND_KERNEL, "ms": 0.1},
+        {"kernel": "grad_output clover -> codes", "ms": 1.2},
+    ]
+    assert bench_quantize.second_kernel_share(records) == pytest.approx(0.2)
+    assert bench_quantize.second_kernel_share(records[:1]) is None
+    assert bench_quantize.second_kernel_share(records[1:]) is None
+
+
 def test_a_kernel_that_fails_its_check_is_not_timed(on_a_cpu, monkeypatch):
     pytest.importorskip("triton")
     chosen = {
