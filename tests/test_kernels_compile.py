@@ -167,16 +167,14 @@ def test_clovers_kernels_compile(clover, arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_clovers_kernels_do_not_spill(clover, arch):
-    """But for a few bytes in sm_90's pass over grad_output, whose two operands just fit 128 registers."""
+    """But for a few bytes in sm_90's rotating kernel, which has 128 registers so that four programs fit."""
     spilling = [r for r in clover[arch] if r["spills"] and r["stack"] > allowed_stack(r, arch)]
     assert not spilling, table(spilling)
 
 
 def allowed_stack(record, arch) -> int:
-    """Bytes of local memory a thread. They stay in the L1 cache; of a 128 x 128 tile a thread reads 128 bytes. How many
-    depends on Triton: 8 with 3.6, none with 3.7, 48 with 3.9."""
-    both = "'ROW': True" in record["constants"] and "'COL': True" in record["constants"]
-    return 48 if both and arch == 90 else 0
+    """Bytes of local memory a thread; they stay in the L1 cache. Of a strip of 64 x 128 a thread reads 128 bytes."""
+    return 48 if record["kernel"] == "rotate_quantize_kernel" and arch == 90 else 0
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -198,7 +196,7 @@ def test_the_native_gemm_is_an_fp4_instruction(clover, arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_how_many_rotating_programs_fit_a_multiprocessor(clover, arch):
     """Of 65536 registers and 227 KiB of shared memory (sm_120: 99 KiB)."""
-    programs, memory = {90: (2, 227), 100: (1, 227), 120: (1, 99)}[arch]
+    programs, memory = {90: (4, 227), 100: (2, 227), 120: (1, 99)}[arch]
     for r in clover[arch]:
         if r["kernel"] == "rotate_quantize_kernel":
             assert programs * r["registers"] * r["warps"] * 32 <= 65536

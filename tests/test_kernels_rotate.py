@@ -157,20 +157,19 @@ def test_any_input(pair):
                 assert_close(f"{pair} {side} {shape} {dtype}", got, want)
 
 
-@pytest.mark.skipif(ON_GPU and torch.cuda.get_device_capability() >= (10, 0), reason="what this GPU does anyway")
 @pytest.mark.parametrize("emulated", [False, True])
 @pytest.mark.parametrize("pair", ["clover", "tetrajet_v2"])
-def test_a_program_for_each_operand_is_one_for_both(pair, emulated, monkeypatch):
-    """As on sm_100 and later: the same bits."""
-    x = graded(140, 40)
-    together = kernel(x, PAIRS[pair], emulated)
-    real = rotate._launch_options
-    monkeypatch.setattr(rotate, "_launch_options", lambda both: {**real(both), "SPLIT": both})
-    for got, want in zip(kernel(x, PAIRS[pair], emulated), together):
-        got, want = (t if isinstance(t, tuple) else (t.codes, t.scales, t.tensor_scale) for t in (got, want))
-        for name, g, w in zip(("values", "scales", "tensor_scale"), got, want):
-            if w is not None:
-                assert_same_bits(name, g, w)
+def test_how_many_programs_share_the_work_changes_nothing(pair, emulated, monkeypatch):
+    """A GPU of another size: the same bits, whether a program makes one strip or all of them."""
+    x = graded(140, 300)
+    want = kernel(x, PAIRS[pair], emulated)
+    for programs in (2, 5, 1000):
+        monkeypatch.setattr(rotate, "_programs", lambda device, programs=programs: programs)
+        for got, expected in zip(kernel(x, PAIRS[pair], emulated), want):
+            got, expected = (t if isinstance(t, tuple) else (t.codes, t.scales, t.tensor_scale) for t in (got, expected))
+            for name, g, w in zip(("values", "scales", "tensor_scale"), got, expected):
+                if w is not None:
+                    assert_same_bits(name, g, w)
 
 
 @pytest.mark.parametrize("pair", ["clover", "clover_search_3", "tetrajet_v2", "nvidia"])

@@ -219,7 +219,12 @@ def philox4(seed, index, PURPOSE: tl.constexpr, stream):
 def scale_uniforms(seed, index, stream, NB: tl.constexpr):
     """Uniforms in [0, 1) for scales 4 * index .. 4 * index + 3: index int64 (NB / 4,) -> float32 (NB,)."""
     a, b, c, d = philox4(seed, index, SCALE, stream)
-    word = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (NB,))
+    return unit_interval(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (NB,)))
+
+
+@triton.jit
+def unit_interval(word):
+    """32 random bits, uint32 -> a multiple of 2^-24 in [0, 1)."""
     return (word >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
 
 

@@ -1,9 +1,11 @@
 """Quantization along a contraction dimension that is rotated first: the operands of the backward GEMMs.
 
-One program takes a 128 x 128 tile of grad_output (BF16 or FP32), or of an operand's 4-bit codes, and makes of it, as
-asked, the operand contracted over the columns ("row": E of dgrad) and the one contracted over the rows ("col": E^T of
-wgrad, W^T of dgrad and X^T of wgrad, requantized from their codes), each rotated by one matrix product on the tensor
-cores. Nothing is read or rotated twice in MS-EDEN (post hoc range alignment, the paper, Section 7).
+Of grad_output (BF16 or FP32), or of an operand's 4-bit codes, one launch makes, as asked, the operand contracted over
+the columns ("row": E of dgrad) and the one contracted over the rows ("col": E^T of wgrad, W^T of dgrad and X^T of wgrad,
+requantized from their codes), each rotated by one matrix product on the tensor cores. A program makes strips of one of
+them, 64 rows by a group of 128, one after another, so that it reads H once; the programs of both operands go through
+the tensor side by side, and the second to come finds its tile in the L2 cache. Nothing is read from memory or rotated
+twice in MS-EDEN (post hoc range alignment, the paper, Section 7).
 
 Three kinds of output:
 
@@ -32,17 +34,23 @@ from nvfp4_kernels._ops import NO_FUSION, operator
 from nvfp4_kernels.quantize import fit_blocks
 from nvfp4_kernels.scales import finish, repair, tensor_scale_kernel
 
-TILE = 128
+TILE = 128  # a group of the rotation
+STRIP = 64  # rows of an operand that a program makes at a time: what one warp group multiplies
 AMAX, ALIGNED, EDEN, EDEN_EMULATED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @functools.cache
-def _launch_options(both: bool) -> dict:
-    """sm_90: 128 registers hold a tile and both of its operands, and two programs fit a multiprocessor, of which one
-    computes while the other waits for memory. From sm_100 on they would spill, so the programs may have all registers,
-    and E and E^T have one each, the second of which finds its tile in the L2 cache."""
+def _launch_options() -> dict:
+    """sm_90: with 128 registers four programs fit a multiprocessor, of which three compute while one waits for memory.
+    From sm_100 on the compiler would spill there."""
     arch = 90 if m.INTERPRETED.value else triton.runtime.driver.active.get_current_target().arch
-    return {"num_warps": 8, "SPLIT": both and arch >= 100, "maxnreg": 128 if arch < 100 else None, **NO_FUSION}
+    return {"num_warps": 4, "num_stages": 1, "maxnreg": 128 if arch < 100 else None, **NO_FUSION}
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """How many programs share the strips: four for each multiprocessor."""
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6
 
 
 @functools.cache
@@ -92,13 +100,13 @@ def _rotation(hadamard_ptr, flips_ptr):
 
 @triton.jit
 def _blocks(accumulator):
-    """(128, 128) with permuted columns -> blocks (1024, 16) in their true order.
+    """(64, 128) with permuted columns -> blocks (512, 16) in their true order.
 
     On tensor cores of sm_80 to sm_120 a thread holds columns 8 j + 2 q + i of its rows. `_hadamard` put whole blocks
     there, so that this is a renaming, and sums and maxima over a block stay inside a thread.
     """
-    x = tl.reshape(accumulator, (128, 2, 8, 4, 2))
-    return tl.reshape(tl.permute(x, (0, 3, 1, 2, 4)), (1024, 16))
+    x = tl.reshape(accumulator, (64, 2, 8, 4, 2))
+    return tl.reshape(tl.permute(x, (0, 3, 1, 2, 4)), (512, 16))
 
 
 @triton.jit
@@ -112,7 +120,7 @@ def _dot(a, b, accumulator, TRANSPOSE: tl.constexpr):
 
 @triton.jit
 def _rotate(hi, mid, lo, matrix, THREE_PARTS: tl.constexpr, TRANSPOSE: tl.constexpr):
-    y = _dot(hi, matrix, tl.zeros((128, 128), tl.float32), TRANSPOSE)
+    y = _dot(hi, matrix, tl.zeros((64, 128), tl.float32), TRANSPOSE)
     if THREE_PARTS:
         y = _dot(mid, matrix, y, TRANSPOSE)
         y = _dot(lo, matrix, y, TRANSPOSE)
@@ -126,14 +134,12 @@ def _emit(
     group,
     rows,
     groups,
-    tile,
     amax_ptr,
     seed_ptr,
     codes_ptr,
     scales_ptr,
     correction_ptr,
     decoded_ptr,
-    smallest_ptr,
     stream,
     KIND: tl.constexpr,
     DIVISOR: tl.constexpr,
@@ -143,11 +149,12 @@ def _emit(
     STORE_CODES: tl.constexpr,
     BLOCKS_PER_ROW_TAIL: tl.constexpr,
 ):
-    """Quantizes y (1024, 16), the rows row0 .. row0 + 127 of group `group` of 128 columns, and stores what KIND says.
+    """Quantizes y (512, 16), the rows row0 .. row0 + 63 of group `group` of 128 columns, and stores what KIND says.
 
     `rows` and `groups` are the output's extent; tail: blocks that the last group of a row has (8 unless K % 128).
+    Returns the blocks' largest magnitudes (512,).
     """
-    line = tl.arange(0, 1024)
+    line = tl.arange(0, 512)
     row = row0 + line // 8
     block_in_group = line % 8
     blocks_per_row = groups * 8 - (8 - BLOCKS_PER_ROW_TAIL)
@@ -156,11 +163,6 @@ def _emit(
     element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
     absolute = m.max_with_nan(y)
     q = y
-    # Triton 3.7's compiler for sm_100 cannot reduce what came from a matrix product to a scalar; a tensor of one works.
-    one = tl.arange(0, 1)
-    if KIND != ALIGNED:
-        tl.atomic_max(amax_ptr + one, tl.max(tl.reshape(m.bits(absolute), (1, 1024)), axis=1), sem="relaxed")
-
     if KIND == ALIGNED:
         tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, False)
         inverse_tensor_scale = tl.math.div_rn(1.0, tensor_scale)
@@ -170,44 +172,152 @@ def _emit(
         if STOCHASTIC:
             seed = tl.load(seed_ptr)
         noise_index = block[:, None] * 2 + tl.arange(0, 2)[None, :]
-        q, scale = fit_blocks(u, amax, seed, noise_index, stream, GRID_MAX, CANDIDATES, STOCHASTIC, False, 1024, 16)
+        q, scale = fit_blocks(u, amax, seed, noise_index, stream, GRID_MAX, CANDIDATES, STOCHASTIC, False, 512, 16)
         if STORE_CODES:
             tl.store(scales_ptr + block, m.encode_e4m3(scale), mask=mask)
         else:
             tl.store(decoded_ptr + element, (q * scale[:, None]).to(tl.bfloat16), mask=mask[:, None])
     elif KIND != AMAX:
-        q, scale = fit_blocks(y, absolute, 0, line, stream, GRID_MAX, CANDIDATES, False, True, 1024, 16)
+        q, scale = fit_blocks(y, absolute, 0, line, stream, GRID_MAX, CANDIDATES, False, True, 512, 16)
 
         # S = <x, x> / <x, q>, in units of the blocks' scales: quantizers._eden_correction.
-        largest = tl.max(tl.reshape(scale, (128, 8)), axis=1)
+        largest = tl.max(tl.reshape(scale, (64, 8)), axis=1)
         largest = tl.maximum(m.power_of_two_floor(largest), m.TENSOR_SCALE_MIN)
         half = 0.5 * m.power_of_two_reciprocal(largest)
-        weight = scale * tl.reshape(tl.broadcast_to(half[:, None], (128, 8)), (1024,))
+        weight = scale * tl.reshape(tl.broadcast_to(half[:, None], (64, 8)), (512,))
         weight = weight * weight
         y = y * m.reciprocal(scale)[:, None]
         xx = (m.product_sum(y, y) * weight).to(tl.int32)
         xq = (m.product_sum(y, q) * weight).to(tl.int32)
-        xx = tl.sum(tl.reshape(xx, (128, 8)), axis=1).to(tl.float32)
-        xq = tl.sum(tl.reshape(xq, (128, 8)), axis=1).to(tl.float32)
+        xx = tl.sum(tl.reshape(xx, (64, 8)), axis=1).to(tl.float32)
+        xq = tl.sum(tl.reshape(xq, (64, 8)), axis=1).to(tl.float32)
         s = tl.where(xq > 0, tl.math.div_rn(xx, tl.where(xq > 0, xq, 1.0)), 1.0)
-        s_row = row0 + tl.arange(0, 128)
+        s_row = row0 + tl.arange(0, 64)
         tl.store(correction_ptr + s_row.to(tl.int64) * groups + group, s, mask=s_row < rows)
         tl.store(scales_ptr + block, scale.to(tl.bfloat16), mask=mask)
 
         if KIND == EDEN_EMULATED:
-            # Two Philox calls' words for the 8 blocks of a row's group.
-            call = row0 + tl.arange(0, 256) // 2
-            index = (call.to(tl.int64) * blocks_per_row + group * 8) // 4 + tl.arange(0, 256) % 2
-            uniform = m.scale_uniforms(tl.load(seed_ptr), index, stream, 1024)
-            corrected = scale * tl.reshape(tl.broadcast_to(s[:, None], (128, 8)), (1024,))
+            # A Philox call makes the numbers of four blocks. Computed for each pair of them, it needs no exchange: a
+            # thread holds pairs.
+            pair = tl.arange(0, 256)
+            first_block = (row0 + pair // 4).to(tl.int64) * blocks_per_row + group * 8
+            words = m.philox4(tl.load(seed_ptr), first_block // 4 + pair % 4 // 2, m.SCALE, stream)
+            low = tl.where(pair % 2 == 0, words[0], words[2])
+            high = tl.where(pair % 2 == 0, words[1], words[3])
+            uniform = m.unit_interval(tl.reshape(tl.join(low, high), (512,)))
+            corrected = scale * tl.reshape(tl.broadcast_to(s[:, None], (64, 8)), (512,))
             e = tl.maximum(m.power_of_two_floor(corrected), m.TENSOR_SCALE_MIN)
             final = m.stochastic_round_m3(corrected, e, uniform)
             tl.store(decoded_ptr + element, (q * final[:, None]).to(tl.bfloat16), mask=mask[:, None])
-            nonzero = tl.where(corrected > 0, corrected, float("inf"))
-            tl.store(smallest_ptr + tile + one, tl.min(tl.reshape(nonzero, (1, 1024)), axis=1))
     if STORE_CODES:
         byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-        tl.store(codes_ptr + byte, m.pack(m.encode_e2m1(q, y), 1024), mask=mask[:, None])
+        tl.store(codes_ptr + byte, m.pack(m.encode_e2m1(q, y), 512), mask=mask[:, None])
+    return absolute
+
+
+@triton.jit
+def _make(
+    first,
+    step,
+    x_ptr,
+    x_scales_ptr,
+    x_tensor_scale_ptr,
+    rows,
+    columns,
+    hadamard_ptr,
+    flips_ptr,
+    amax_ptr,
+    seed_ptr,
+    codes_ptr,
+    scales_ptr,
+    correction_ptr,
+    decoded_ptr,
+    stream,
+    COL: tl.constexpr,
+    FROM_CODES: tl.constexpr,
+    FP32: tl.constexpr,
+    KIND: tl.constexpr,
+    RHT_DIM: tl.constexpr,
+    NORM: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    GRID_MAX: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    STORE_CODES: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Strips first, first + step, ... of the operand contracted over the columns, or (COL) over the rows.
+
+    Strips are numbered so that both operands go through x in one order: the two halves of a 128 x 128 tile, the tiles
+    of 128 rows from left to right, then the next rows.
+    """
+    column_tiles = tl.cdiv(columns, 128)
+    row_tiles = tl.cdiv(rows, 128)
+    norm = NORM
+    if FROM_CODES:
+        norm = tl.load(x_tensor_scale_ptr) * NORM
+    if RHT_DIM:
+        matrix = _rotation(hadamard_ptr, flips_ptr)
+    largest = tl.zeros((512,), tl.float32)
+    for strip in range(first, 2 * row_tiles * column_tiles, step):
+        tile_row = strip // 2 // column_tiles
+        tile_column = strip // 2 % column_tiles
+        if COL:
+            r = tile_row * 128 + tl.arange(0, 128)
+            c = tile_column * 128 + strip % 2 * 64 + tl.arange(0, 64)
+        else:
+            r = tile_row * 128 + strip % 2 * 64 + tl.arange(0, 64)
+            c = tile_column * 128 + tl.arange(0, 128)
+        if FROM_CODES:  # contracted over the rows
+            half = tile_column * 64 + strip % 2 * 32 + tl.arange(0, 32)
+            byte_mask = (r < rows)[:, None] & (half < columns // 2)[None, :]
+            byte = tl.load(x_ptr + r.to(tl.int64)[:, None] * (columns // 2) + half[None, :], mask=byte_mask, other=0)
+            byte = byte.to(tl.int32)
+            value = m.decode_e2m1(tl.reshape(tl.join(byte & 0xF, byte >> 4), (128, 4, 16)))
+            g = tile_column * 8 + strip % 2 * 4 + tl.arange(0, 4)
+            at = r.to(tl.int64)[:, None] * (columns // 16) + g[None, :]
+            scale = tl.load(x_scales_ptr + at, mask=(r < rows)[:, None] & (g < columns // 16)[None, :], other=0)
+            hi = tl.reshape((value * m.decode_e4m3(scale)[:, :, None]).to(tl.bfloat16), (128, 64))
+            y = _rotate(hi, hi, hi, matrix, False, True) * norm
+        else:
+            mask = (r < rows)[:, None] & (c < columns)[None, :]
+            x = tl.load(x_ptr + r.to(tl.int64)[:, None] * columns + c[None, :], mask=mask, other=0.0)
+            if RHT_DIM:
+                hi = x.to(tl.bfloat16)
+                mid = hi
+                lo = hi
+                if FP32:
+                    rest = x - hi.to(tl.float32)
+                    mid = rest.to(tl.bfloat16)
+                    lo = (rest - mid.to(tl.float32)).to(tl.bfloat16)
+                y = _rotate(hi, mid, lo, matrix, FP32, COL) * norm
+            else:
+                y = tl.reshape(x.to(tl.float32), (512, 16))
+        absolute = _emit(
+            y,
+            (tile_column if COL else tile_row) * 128 + strip % 2 * 64,
+            tile_row if COL else tile_column,
+            columns if COL else rows,
+            row_tiles if COL else column_tiles,
+            amax_ptr,
+            seed_ptr,
+            codes_ptr,
+            scales_ptr,
+            correction_ptr,
+            decoded_ptr,
+                    stream,
+            KIND,
+            DIVISOR,
+            GRID_MAX,
+            CANDIDATES,
+            STOCHASTIC,
+            STORE_CODES,
+            TAIL,
+        )
+        if KIND != ALIGNED:
+            largest = tl.maximum(largest, absolute, propagate_nan=tl.PropagateNan.ALL)
+    if KIND != ALIGNED:
+        tl.atomic_max(amax_ptr, tl.max(m.bits(largest), axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -225,7 +335,6 @@ def rotate_quantize_kernel(
     row_scales_ptr,
     row_correction_ptr,
     row_decoded_ptr,
-    row_smallest_ptr,
     row_stream,
     col_hadamard_ptr,
     col_flips_ptr,
@@ -235,7 +344,6 @@ def rotate_quantize_kernel(
     col_scales_ptr,
     col_correction_ptr,
     col_decoded_ptr,
-    col_smallest_ptr,
     col_stream,
     FROM_CODES: tl.constexpr,
     FP32: tl.constexpr,
@@ -259,65 +367,37 @@ def rotate_quantize_kernel(
     COL_STOCHASTIC: tl.constexpr,
     COL_STORE_CODES: tl.constexpr,
     COL_TAIL: tl.constexpr,
-    SPLIT: tl.constexpr,
 ):
-    """SPLIT: one program makes the row operand of a tile, the next the col operand; otherwise one makes both."""
-    row_tiles = tl.cdiv(rows, 128)
-    column_tiles = tl.cdiv(columns, 128)
-    programs: tl.constexpr = 2 if SPLIT else 1
-    tile = tl.program_id(0) // programs
-    side = tl.program_id(0) % programs
-    tile_row = tile // column_tiles
-    tile_column = tile % column_tiles
-    r = tile_row * 128 + tl.arange(0, 128)
-    c = tile_column * 128 + tl.arange(0, 128)
-    norm_scale = 1.0
-    if FROM_CODES:
-        half = tile_column * 64 + tl.arange(0, 64)
-        byte_mask = (r < rows)[:, None] & (half < columns // 2)[None, :]
-        byte = tl.load(x_ptr + r.to(tl.int64)[:, None] * (columns // 2) + half[None, :], mask=byte_mask, other=0)
-        byte = byte.to(tl.int32)
-        value = m.decode_e2m1(tl.reshape(tl.join(byte & 0xF, byte >> 4), (128, 8, 16)))
-        g = tile_column * 8 + tl.arange(0, 8)
-        scale_mask = (r < rows)[:, None] & (g < columns // 16)[None, :]
-        scale = tl.load(x_scales_ptr + r.to(tl.int64)[:, None] * (columns // 16) + g[None, :], mask=scale_mask, other=0)
-        hi = tl.reshape((value * m.decode_e4m3(scale)[:, :, None]).to(tl.bfloat16), (128, 128))
-        mid = hi
-        lo = hi
-        norm_scale = tl.load(x_tensor_scale_ptr)
-    else:
-        mask = (r < rows)[:, None] & (c < columns)[None, :]
-        x = tl.load(x_ptr + r.to(tl.int64)[:, None] * columns + c[None, :], mask=mask, other=0.0)
-        hi = x.to(tl.bfloat16)
-        mid = hi
-        lo = hi
-        if FP32:
-            rest = x - hi.to(tl.float32)
-            mid = rest.to(tl.bfloat16)
-            lo = (rest - mid.to(tl.float32)).to(tl.bfloat16)
+    """Where both operands are wanted, programs of even number make row's strips, the others col's."""
+    sides: tl.constexpr = 2 if ROW and COL else 1
+    first = tl.program_id(0) // sides
+    step = tl.num_programs(0) // sides
+    side = tl.program_id(0) % sides
     if ROW:
         if side == 0:
-            if ROW_RHT_DIM:
-                matrix = _rotation(row_hadamard_ptr, row_flips_ptr)
-                y = _rotate(hi, mid, lo, matrix, FP32, False) * (norm_scale * ROW_NORM)
-            else:
-                y = tl.reshape(x.to(tl.float32), (1024, 16))
-            _emit(
-                y,
-                tile_row * 128,
-                tile_column,
+            _make(
+                first,
+                step,
+                x_ptr,
+                x_scales_ptr,
+                x_tensor_scale_ptr,
                 rows,
-                column_tiles,
-                tile,
+                columns,
+                row_hadamard_ptr,
+                row_flips_ptr,
                 row_amax_ptr,
                 row_seed_ptr,
                 row_codes_ptr,
                 row_scales_ptr,
                 row_correction_ptr,
                 row_decoded_ptr,
-                row_smallest_ptr,
-                row_stream,
+                            row_stream,
+                False,
+                FROM_CODES,
+                FP32,
                 ROW_KIND,
+                ROW_RHT_DIM,
+                ROW_NORM,
                 ROW_DIVISOR,
                 ROW_GRID_MAX,
                 ROW_CANDIDATES,
@@ -326,25 +406,30 @@ def rotate_quantize_kernel(
                 ROW_TAIL,
             )
     if COL:
-        if side == programs - 1:
-            matrix = _rotation(col_hadamard_ptr, col_flips_ptr)
-            y = _rotate(hi, mid, lo, matrix, FP32, True) * (norm_scale * COL_NORM)
-            _emit(
-                y,
-                tile_column * 128,
-                tile_row,
+        if side == sides - 1:
+            _make(
+                first,
+                step,
+                x_ptr,
+                x_scales_ptr,
+                x_tensor_scale_ptr,
+                rows,
                 columns,
-                row_tiles,
-                tile_column * row_tiles + tile_row,
+                col_hadamard_ptr,
+                col_flips_ptr,
                 col_amax_ptr,
                 col_seed_ptr,
                 col_codes_ptr,
                 col_scales_ptr,
                 col_correction_ptr,
                 col_decoded_ptr,
-                col_smallest_ptr,
-                col_stream,
+                            col_stream,
+                True,
+                FROM_CODES,
+                FP32,
                 COL_KIND,
+                COL_RHT_DIM,
+                COL_NORM,
                 COL_DIVISOR,
                 COL_GRID_MAX,
                 COL_CANDIDATES,
@@ -417,7 +502,7 @@ class _Output:
     def __init__(self, operand: Operand | None, rows: int, contraction: int, x: torch.Tensor, seed, flips, amax):
         self.operand, self.flips, self.amax = operand, flips, amax
         self.columns = operand.padded(contraction) if operand else 16
-        self.codes = self.scales = self.correction = self.decoded = self.smallest = self.hadamard = x
+        self.codes = self.scales = self.correction = self.decoded = self.hadamard = x
         self.seed = x if seed is None else seed
         if operand is None:
             return
@@ -435,13 +520,11 @@ class _Output:
         if o.ms_eden:
             self.scales = empty(rows, self.columns // 16, dtype=torch.bfloat16)
             self.correction = empty(rows, groups, dtype=torch.float32)
-            if o.emulated:
-                self.smallest = empty(-(-rows // TILE), groups, dtype=torch.float32)
         elif not o.emulated:
             self.scales = empty(rows, self.columns // 16, dtype=torch.uint8)
 
     def arguments(self) -> tuple:
-        buffers = (self.codes, self.scales, self.correction, self.decoded, self.smallest)
+        buffers = (self.codes, self.scales, self.correction, self.decoded)
         return (self.hadamard, self.flips, self.amax, self.seed, *buffers, self.operand.stream if self.operand else 0)
 
     def finish(self) -> list[torch.Tensor]:
@@ -450,7 +533,7 @@ class _Output:
         if o is None:
             return []
         if o.ms_eden and o.emulated:
-            repair(self.decoded, self.scales, self.correction, self.smallest, self.amax, self.seed, o)
+            repair(self.decoded, self.scales, self.correction, self.amax, self.seed, o)
             return [self.decoded]
         if o.ms_eden:
             return [self.codes, *finish(self.scales, self.correction, self.amax, self.seed, o)]
@@ -507,8 +590,9 @@ def rotate_quantize(
     def launch(amax_only: bool) -> None:
         row_constants = _constants("ROW", row_operand, outputs[0].columns, amax_only)
         col_constants = _constants("COL", col_operand, outputs[1].columns, amax_only)
-        options = _launch_options(row_constants["ROW"] and col_constants["COL"])
-        rotate_quantize_kernel[(tiles * (2 if options["SPLIT"] else 1),)](
+        sides = row_constants["ROW"] + col_constants["COL"]
+        programs = min(2 * tiles, _programs(x.device) // sides) * sides
+        rotate_quantize_kernel[(programs,)](
             *sources,
             rows,
             columns,
@@ -518,7 +602,7 @@ def rotate_quantize(
             FP32=x.dtype == torch.float32,
             **row_constants,
             **col_constants,
-            **options,
+            **_launch_options(),
         )
 
     if any(o is not None and not o.ms_eden for o in (row_operand, col_operand)):

@@ -2,8 +2,8 @@
 
 `finish` aligns the pseudo-scales with the amax that the first kernel found, applies EDEN's correction S, and rounds
 them stochastically to E4M3: 2.5 bytes read and 1 written per 16 elements. `repair` is its counterpart where the first
-kernel has already written the BF16 operand: it reads one number a tile, and rounds again only the blocks whose scale
-falls into E4M3's subnormal range, which the first kernel could not know.
+kernel has already written the BF16 operand: it reads the same, and rounds again only the blocks whose scale falls into
+E4M3's subnormal range, which the first kernel could not know.
 """
 
 import torch
@@ -51,43 +51,33 @@ def repair_kernel(
     decoded_ptr,
     pseudo_ptr,
     correction_ptr,
-    smallest_ptr,
     amax_ptr,
     seed_ptr,
-    rows,
-    groups,
+    blocks,
     stream,
     DIVISOR: tl.constexpr,
-    ROWS: tl.constexpr,
+    NB: tl.constexpr,
 ):
-    """One tile of 128 rows and one group of 128 columns a program, ROWS rows at a time."""
     tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, True)
-    tile = tl.program_id(0)
-    if tl.load(smallest_ptr + tile) < tensor_scale * m.E4M3_MIN_NORMAL:
-        group = tile % groups
-        seed = tl.load(seed_ptr)
-        for i in range(0, 128, ROWS):
-            row0 = tile // groups * 128 + i
-            line = tl.arange(0, ROWS * 8)
-            row = row0 + line // 8
-            mask = row < rows
-            block = (row.to(tl.int64) * groups + group) * 8 + line % 8
-            pseudo = tl.load(pseudo_ptr + block, mask=mask, other=0.0).to(tl.float32)
-            correction = tl.load(correction_ptr + block // 8, mask=mask, other=1.0)
-            call = row0 + tl.arange(0, ROWS * 2) // 2
-            index = (call.to(tl.int64) * groups + group) * 2 + tl.arange(0, ROWS * 2) % 2
-            uniform = m.scale_uniforms(seed, index, stream, ROWS * 8)
-            # What the first kernel rounded to, free of E4M3's range, and what it should have been.
-            corrected = pseudo * m.power_of_two_reciprocal(tensor_scale) * correction
-            e = tl.maximum(m.power_of_two_floor(corrected), m.TENSOR_SCALE_MIN)
-            before = m.stochastic_round_m3(corrected, e, uniform)
-            after = m.stochastic_round_e4m3(corrected, uniform)
-            wrong = mask & (before != after)
-            element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-            value = tl.load(decoded_ptr + element, mask=wrong[:, None], other=0.0).to(tl.float32)
-            # decoded / before is the E2M1 value times tensor_scale: both divisions are exact.
-            q = tl.math.div_rn(value, tl.where(wrong, before, 1.0)[:, None])
-            tl.store(decoded_ptr + element, (q * after[:, None]).to(tl.bfloat16), mask=wrong[:, None])
+    first = tl.program_id(0).to(tl.int64) * NB
+    block = first + tl.arange(0, NB)
+    mask = block < blocks
+    pseudo = tl.load(pseudo_ptr + block, mask=mask, other=0.0).to(tl.float32)
+    correction = tl.load(correction_ptr + block // 8, mask=mask, other=1.0)
+    corrected = pseudo * m.power_of_two_reciprocal(tensor_scale) * correction
+    subnormal = (corrected > 0) & (corrected < m.E4M3_MIN_NORMAL)
+    if tl.max(subnormal.to(tl.int32), axis=0) > 0:
+        uniform = m.scale_uniforms(tl.load(seed_ptr), first // 4 + tl.arange(0, NB // 4), stream, NB)
+        # What the first kernel rounded to, free of E4M3's range, and what it should have been.
+        e = tl.maximum(m.power_of_two_floor(corrected), m.TENSOR_SCALE_MIN)
+        before = m.stochastic_round_m3(corrected, e, uniform)
+        after = m.stochastic_round_e4m3(corrected, uniform)
+        wrong = subnormal & (before != after)
+        element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+        value = tl.load(decoded_ptr + element, mask=wrong[:, None], other=0.0).to(tl.float32)
+        # decoded / before is the E2M1 value times tensor_scale: both divisions are exact.
+        q = tl.math.div_rn(value, tl.where(wrong, before, 1.0)[:, None])
+        tl.store(decoded_ptr + element, (q * after[:, None]).to(tl.bfloat16), mask=wrong[:, None])
 
 
 def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, seed: torch.Tensor, operand):
@@ -112,20 +102,18 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
     return scales.view(torch.float8_e4m3fn), tensor_scale
 
 
-def repair(decoded, pseudo, correction, smallest, amax, seed, operand) -> None:
-    """decoded BF16 (R, K), in place; smallest float32 (R/128, K/128): the smallest corrected scale of each tile."""
-    rows, groups = decoded.shape[0], correction.shape[1]
-    repair_kernel[(smallest.numel(),)](
+def repair(decoded, pseudo, correction, amax, seed, operand) -> None:
+    """decoded BF16 (R, K), in place; the others as for finish."""
+    nb = 512
+    repair_kernel[(triton.cdiv(pseudo.numel(), nb),)](
         decoded,
         pseudo,
         correction,
-        smallest,
         amax,
         seed,
-        rows,
-        groups,
+        pseudo.numel(),
         operand.stream,
         DIVISOR=operand.divisor,
-        ROWS=32,
+        NB=nb,
         **NO_FUSION,
     )
