@@ -165,9 +165,9 @@ def test_how_many_programs_share_the_work_changes_nothing(pair, emulated, monkey
     want = kernel(x, PAIRS[pair], emulated)
     for programs in (2, 5, 1000):
         monkeypatch.setattr(rotate, "_programs", lambda device, programs=programs: programs)
-        for got, expected in zip(kernel(x, PAIRS[pair], emulated), want):
-            got, expected = (t if isinstance(t, tuple) else (t.codes, t.scales, t.tensor_scale) for t in (got, expected))
-            for name, g, w in zip(("values", "scales", "tensor_scale"), got, expected):
+        for operands in zip(kernel(x, PAIRS[pair], emulated), want):
+            got, first = (t if isinstance(t, tuple) else (t.codes, t.scales, t.tensor_scale) for t in operands)
+            for name, g, w in zip(("values", "scales", "tensor_scale"), got, first):
                 if w is not None:
                     assert_same_bits(name, g, w)
 

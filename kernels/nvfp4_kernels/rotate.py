@@ -1,11 +1,11 @@
 """Quantization along a contraction dimension that is rotated first: the operands of the backward GEMMs.
 
 Of grad_output (BF16 or FP32), or of an operand's 4-bit codes, one launch makes, as asked, the operand contracted over
-the columns ("row": E of dgrad) and the one contracted over the rows ("col": E^T of wgrad, W^T of dgrad and X^T of wgrad,
-requantized from their codes), each rotated by one matrix product on the tensor cores. A program makes strips of one of
-them, 64 rows by a group of 128, one after another, so that it reads H once; the programs of both operands go through
-the tensor side by side, and the second to come finds its tile in the L2 cache. Nothing is read from memory or rotated
-twice in MS-EDEN (post hoc range alignment, the paper, Section 7).
+the columns ("row": E of dgrad) and the one contracted over the rows ("col": E^T of wgrad, and requantized from their
+codes W^T of dgrad and X^T of wgrad), each rotated by one matrix product on the tensor cores. A program makes strips of
+one of them, 64 rows by a group of 128, one after another, so that it reads H once. The programs of both operands go
+through the tensor side by side: the second to come finds its tile in the L2 cache. In MS-EDEN nothing is read from
+memory or rotated twice (post hoc range alignment, the paper, Section 7).
 
 Three kinds of output:
 
@@ -305,7 +305,7 @@ def _make(
             scales_ptr,
             correction_ptr,
             decoded_ptr,
-                    stream,
+            stream,
             KIND,
             DIVISOR,
             GRID_MAX,
@@ -391,7 +391,7 @@ def rotate_quantize_kernel(
                 row_scales_ptr,
                 row_correction_ptr,
                 row_decoded_ptr,
-                            row_stream,
+                row_stream,
                 False,
                 FROM_CODES,
                 FP32,
@@ -423,7 +423,7 @@ def rotate_quantize_kernel(
                 col_scales_ptr,
                 col_correction_ptr,
                 col_decoded_ptr,
-                            col_stream,
+                col_stream,
                 True,
                 FROM_CODES,
                 FP32,
