@@ -10,6 +10,10 @@ machine without a network to which this repository, the checkouts and `prepared`
 
     python dev/compare_upstream.py run --base prepared ~/nanochat-f5425245f ~/nanochat
 
+trains one after the other. Of runs that were started apart, each on a GPU of its own, the logs are put together by
+
+    python dev/compare_upstream.py table compare_upstream_logs/*.log
+
 It needs what the checkouts import: torch, tiktoken, pyarrow, requests, filelock, pyyaml, jinja2. wandb, rustbpe, psutil
 and tokenizers are replaced by empty modules where they are missing: pre-training does not call them.
 """
@@ -114,12 +118,23 @@ def train(args: argparse.Namespace) -> None:
                 flags = script_flags(args)
                 log = args.out / f"{checkout.name}_{method}.log"
                 options = [f"--method={method}", "scripts.base_train", "--", *flags]
-                results[checkout.name, method] = upstream(options, env, log, args.nproc)
+                results[log.stem] = upstream(options, env, log, args.nproc)
                 if args.offline_eval:
                     for backward in ("forward", "none"):
                         offline_eval(args, checkout, method, backward, env)
                 shutil.rmtree(base)  # checkpoints: gigabytes
     print("\n" + table(results, args.every))
+
+
+def show_logs(args: argparse.Namespace) -> None:
+    missing = [str(log) for log in args.logs if not log.is_file()]
+    if missing:
+        sys.exit(f"error: there is no {', '.join(missing)}; name logs that `run` wrote")
+    results = {log.stem: log.read_text(errors="replace") for log in args.logs}
+    empty = [name for name, text in results.items() if not STEP_LINE.search(text)]
+    if empty:
+        print(f"no training step in {', '.join(empty)}")
+    print(table({name: text for name, text in results.items() if name not in empty}, args.every))
 
 
 def script_flags(args: argparse.Namespace) -> list[str]:
@@ -150,8 +165,8 @@ def offline_eval(args: argparse.Namespace, checkout: Path, method: str, backward
     upstream([f"--method={method}", f"--backward={backward}", script, "--", *options], env, log, args.nproc)
 
 
-def table(results: dict[tuple[str, str], str], every: int) -> str:
-    """Losses of all runs, one column each: every so many steps, the last, validation bits per byte, time of a step."""
+def table(results: dict[str, str], every: int) -> str:
+    """Losses of all runs (name -> log), a column each: every so many steps, the last, validation BPB, time of a step."""
     losses = {run: {int(s): loss for s, loss, _ in STEP_LINE.findall(text)} for run, text in results.items()}
     last = max((step for column in losses.values() for step in column), default=0)
     rows: list[tuple[str, list[str]]] = []
@@ -166,7 +181,7 @@ def table(results: dict[tuple[str, str], str], every: int) -> str:
         ms = sorted(float(dt) for _, _, dt in STEP_LINE.findall(text))
         times.append(f"{ms[len(ms) // 2]:.1f}" if ms else "-")
     rows.append(("ms (median)", times))
-    header = ["", *(f"{name} {method}" for name, method in results)]
+    header = ["", *results]
     lines = [header] + [[label, *cells] for label, cells in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
@@ -174,7 +189,7 @@ def table(results: dict[tuple[str, str], str], every: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="prepare|run")
+    commands = parser.add_subparsers(required=True, metavar="prepare|run|table")
     sub = commands.add_parser("prepare", help="shards and a tokenizer, for `run`")
     sub.set_defaults(function=prepare)
     sub.add_argument("--corpus", type=Path, required=True, help="folder of parquet shards; the last is validation")
@@ -196,8 +211,13 @@ def main() -> None:
     sub.add_argument("--total-batch-size", type=int, default=131072, help="tokens a step")
     sub.add_argument("--eval-tokens", type=int, default=524288)
     sub.add_argument("--nproc", type=int, default=1, help="processes (GPUs), through torchrun")
-    sub.add_argument("--every", type=int, default=5, help="print the loss of every so many steps")
+    every = {"type": int, "default": 5, "help": "print the loss of every so many steps"}
+    sub.add_argument("--every", **every)
     sub.add_argument("--offline-eval", action="store_true", help="evaluate the checkpoints too, in NVFP4 and in BF16")
+    sub = commands.add_parser("table", help="the losses in the logs of several `run`s side by side")
+    sub.set_defaults(function=show_logs)
+    sub.add_argument("logs", type=Path, nargs="+")
+    sub.add_argument("--every", **every)
     argv = sys.argv[1:]
     cut = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:cut])
