@@ -6,7 +6,7 @@ Trains the same models with two versions of this project and prints how far thei
         -- --depth=12 --window-pattern=L --num-iterations=500 --device-batch-size=8 --total-batch-size=32768
 
 What follows -- goes to scripts.base_train of both. The same seed means the same weights at the start and the same text
-in the same order, so that losses are compared in pairs; rotations and stochastic rounding differ. A run that is complete
+in the same order, so that losses are compared in pairs; rotations and stochastic rounding differ. A run that is done
 in --out is not repeated: the same command again goes on, and prints the table.
 """
 

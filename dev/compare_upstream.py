@@ -166,7 +166,7 @@ def offline_eval(args: argparse.Namespace, checkout: Path, method: str, backward
 
 
 def table(results: dict[str, str], every: int) -> str:
-    """Losses of all runs (name -> log), a column each: every so many steps, the last, validation BPB, time of a step."""
+    """A column for each run (name -> log): loss every so many steps and last, validation BPB, time of a step."""
     losses = {run: {int(s): loss for s, loss, _ in STEP_LINE.findall(text)} for run, text in results.items()}
     last = max((step for column in losses.values() for step in column), default=0)
     rows: list[tuple[str, list[str]]] = []
