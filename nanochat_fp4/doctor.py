@@ -28,7 +28,7 @@ from nanochat_fp4.nvfp4.gemm import Decoded
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.native import relative_square_error
 from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference
-from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, Recipe, get_recipe
+from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, Operand, Recipe, get_recipe
 
 # Tokens, in_features, out_features: no multiples of 128, so that padding is part of the check.
 LAYER = (144, 96, 160)
@@ -91,18 +91,26 @@ def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
     except RuntimeError as error:  # a kernel that does not compile or launch
         return f"{recipe.name}: {one_line(error)[:200]}"
 
-    def used(t: torch.Tensor, rounding: str | None) -> torch.Tensor:
-        return t if rounding is None else quantize_reference(t, get_rounding(rounding)).dequantize()
+    def used(t: torch.Tensor, operand: Operand) -> list[torch.Tensor]:
+        """The terms that stand for t in the output GEMM."""
+        if operand.rounding is None:
+            return [t]
+        found: list[torch.Tensor] = []
+        for _ in range(operand.terms):
+            found.append(quantize_reference(t - sum(found), get_rounding(operand.rounding)).dequantize())
+        return found
 
     x, w = x.requires_grad_(), w.requires_grad_()
     xp, wp = prepare(x, w, recipe)  # x and w themselves, but for a rotated forward or a mask
-    xq, wq = used(xp.detach(), recipe.output.a.rounding), used(wp.detach(), recipe.output.b.rounding)
+    x_terms, w_terms = used(xp.detach(), recipe.output.a), used(wp.detach(), recipe.output.b)
+    output_of_terms = sum(a @ b.T for i, a in enumerate(x_terms) for j, b in enumerate(w_terms) if i + j < 2)
+    xq, wq = sum(x_terms), sum(w_terms)
     x_wgrad = xp.detach() if recipe.grad_weight.b.raw else xq
     w_dgrad = wp.detach() if recipe.grad_input.b.raw else wq
     (grad_input,) = torch.autograd.grad(xp, x, e @ w_dgrad)
     (grad_weight,) = torch.autograd.grad(wp, w, e.T @ x_wgrad)
     for name, got, want, gemm in (
-        ("output", output.detach(), xq @ wq.T, None),
+        ("output", output.detach(), output_of_terms, None),
         ("grad_input", gradients[0], grad_input, recipe.grad_input),
         ("grad_weight", gradients[1], grad_weight, recipe.grad_weight),
     ):

@@ -589,7 +589,7 @@ QUICK = ("bf16", "fp8", "clover", "nvidia", "quartet", "mxfp4_nvidia", "clover_m
 REMEDIES = (
     "clover_search", "clover_search_forward", "clover_search_backward", "clover_weight_search", "clover_masked",
     "clover_rotated", "clover_warmup", "clover_late_bf16", "clover_late_forward", "clover_late_backward",
-    "clover_late_fp8", "clover_up_fp8", "clover_qkv_fp8", "clover_up_bf16", "clover_fp8_input", "clover_fp8_weight",
+    "clover_refined", "clover_late_refined", "clover_late_refined_30", "clover_late_fp8", "clover_up_fp8", "clover_qkv_fp8", "clover_up_bf16", "clover_fp8_input", "clover_fp8_weight",
     "clover_fp8_forward", "clover_rates_up", "clover_rates_down", "clover_less_decay",
 )  # fmt: skip
 
@@ -599,12 +599,15 @@ def remedies(context: Context) -> Outcome:
     size = one_size(context)
     methods = ["bf16", "clover", *chosen, ends_in_bf16("clover", size)]
     outcome, results = training(context, "remedies", "Remedies on top of Clover", methods, [], [size], 20.0)
-    outcome.header = ["size", "method", "work in 8 / 16 bits, %", *outcome.header[3:], "minus clover"]
+    outcome.header = ["size", "method", "work in 4 / 8 / 16 bits, %", *outcome.header[3:], "minus clover"]
     for row in outcome.rows:
         work = next(r["gemm_work"] for r in results if (r["size"], r["method"]) == (row[0], row[1]))
-        row[2] = f"{100 * work['8']:.1f} / {100 * work['16']:.1f}"
+        row[2] = " / ".join(f"{100 * work[bits]:.1f}" for bits in ("4", "8", "16"))
         row.append("-" if row[1] == "clover" else str(sweep.difference(results, row[0], row[1], "clover")))
-    outcome.notes.append("work: shares of the linear layers' multiply-adds over all steps, by a GEMM's wider operand")
+    outcome.notes.append(
+        "work: the linear layers' multiply-adds over all steps, by a GEMM's wider operand, 100% being those of one format; "
+        "operands of two terms have more products"
+    )
     return outcome
 
 

@@ -10,6 +10,7 @@ from torch import nn
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import linear as linear_module
 from nanochat_fp4.nvfp4 import recipes
+from nanochat_fp4.nvfp4.format import terms
 from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
 
@@ -402,7 +403,7 @@ def counted(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("method", ["clover", "nvidia", "tetrajet_v2", "fig1e_sr", "bf16"])
+@pytest.mark.parametrize("method", ["clover", "clover_refined", "nvidia", "tetrajet_v2", "fig1e_sr", "bf16"])
 def test_weights_quantized_once_change_no_bit(method, monkeypatch):
     model = converted(Fused(), method)
     want = passes(model, model)
@@ -425,8 +426,9 @@ def test_new_weights_are_quantized_anew_for_the_next_step():
         torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
-def test_compiled_code_takes_the_weights_of_each_step_and_is_not_compiled_again():
-    model = converted(Fused(), "fig2_1x16_four_over_six")
+@pytest.mark.parametrize("method", ["fig2_1x16_four_over_six", "clover_refined"])
+def test_compiled_code_takes_the_weights_of_each_step_and_is_not_compiled_again(method):
+    model = converted(Fused(), method)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -457,10 +459,11 @@ def test_after_an_error_inside_nothing_is_kept():
     assert all(m.weight_operand is None and m.stacked_operand is None for m in (model.q, model.k, model.out))
 
 
-def test_weights_quantized_once_take_four_and_a_half_bits():
-    model = converted(Fused())
+@pytest.mark.parametrize("method, count", [("clover", 1), ("clover_refined", 2)])
+def test_weights_quantized_once_take_four_and_a_half_bits_a_term(method, count):
+    model = converted(Fused(), method)
     with nf.quantize_weights_once(model):
         operands = [model.q.stacked_operand, model.out.weight_operand]
         assert [m.weight_operand for m in (model.q, model.k)] == [None, None]
-        assert all(operand.decoded is None for operand in operands)
-        assert sum(operand.nbytes for operand in operands) == 96 * 64 * 2 * 9 // 16 + 2 * 4
+        assert all(term.decoded is None for operand in operands for term in terms(operand))
+        assert sum(operand.nbytes for operand in operands) == count * (96 * 64 * 2 * 9 // 16 + 2 * 4)

@@ -18,7 +18,7 @@ from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_referenc
 from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, Gemm, Operand, Recipe, both
 
 METHODS = [m for m in METHOD_TABLE if METHOD_TABLE[m].block <= 16]  # the others: test_estimators.py
-TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"]
+TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search", "clover_refined"]
 
 
 def layer(method, in_features=128, out_features=128, **kw) -> nf.QuantLinear:
@@ -68,19 +68,33 @@ def by_hand(method, x, w, e, seed):
         et = q(e.T, sr, seed=second, stream=4, rht=16, rht_seed=first, rht_stream=4)
         grad_input = (eq.decode() @ wq.decode()) * (eq.tensor_scale * wq.tensor_scale)
         return product(xq, wq), grad_input, product(et, xt)
+    if method == "clover_refined":  # three products forward; backward the requantized sums
+        (x1, x2), (w1, w2) = two_terms(x), two_terms(w)
+        y = product(x1, w1) + product(x1, w2) + product(x2, w1)
+        xs, ws = x1.dequantize() + x2.dequantize(), w1.dequantize() + w2.dequantize()
+        return y, *requantized(e, xs, ws, "ms_eden")
     forward, rounding = {
         "tetrajet_v2": ("rtn", "sr"),
         "clover": ("four_over_six", "ms_eden"),
         "clover_search": ("scale_search", "ms_eden_search"),
     }[method]
     xq, wq = q(x, forward), q(w, forward)
+    return product(xq, wq), *requantized(e, xq.dequantize(), wq.dequantize(), rounding)
+
+
+def two_terms(x):
+    first = q(x, "four_over_six")
+    return first, q(x - first.dequantize(), "four_over_six")
+
+
+def requantized(e, x, w, rounding):
+    """grad_input and grad_weight, both operands of both rotated and rounded."""
     s = draw_seed()
     dgrad = {"seed": s, "rht": 128, "rht_seed": s, "rht_stream": 2}
     wgrad = {"seed": s, "rht": 128, "rht_seed": s, "rht_stream": 4}
     return (
-        product(xq, wq),
-        product(q(e, rounding, stream=2, **dgrad), q(wq.dequantize().T, rounding, stream=3, **dgrad)),
-        product(q(e.T, rounding, stream=4, **wgrad), q(xq.dequantize().T, rounding, stream=5, **wgrad)),
+        product(q(e, rounding, stream=2, **dgrad), q(w.T, rounding, stream=3, **dgrad)),
+        product(q(e.T, rounding, stream=4, **wgrad), q(x.T, rounding, stream=5, **wgrad)),
     )
 
 
@@ -143,6 +157,8 @@ def gradients(method, tokens=128, in_features=32, out_features=128, draws=1024, 
     w = linear.weight.detach()
 
     def used(t, operand):
+        if operand.terms == 2:
+            return sum(term.dequantize() for term in two_terms(t.detach()))
         return t.detach() if operand.rounding is None else quantize(t.detach(), operand.rounding).dequantize()
 
     wq = used(w, recipe.output.b).double()
@@ -155,7 +171,7 @@ def gradients(method, tokens=128, in_features=32, out_features=128, draws=1024, 
     return concentrate(draw, (e.double() @ wq, e.double().T @ xq), draws)
 
 
-@pytest.mark.parametrize("method", ["tetrajet_v2", "clover", "clover_search"])
+@pytest.mark.parametrize("method", ["tetrajet_v2", "clover", "clover_search", "clover_refined"])
 def test_backward_passes_are_unbiased_to_1024_draws(method):
     grad_input, grad_weight = gradients(method, again=False)  # nothing is drawn in their forward pass
     assert_unbiased(f"{method} grad_input", grad_input)
@@ -320,14 +336,15 @@ def test_no_second_derivative():
 
 @pytest.mark.parametrize("method", [*TRAINING, "fig2_1x16_four_over_six"])
 def test_only_codes_are_kept_for_the_backward_pass(method):
-    """4.5 bits for each element of input and weight, and 1% for the rest (tensor scales, the seed)."""
+    """4.5 bits for each element of input and weight, twice that in two terms; 1% for the rest (tensor scales, seed)."""
     linear, x = layer(method, 256, 512), torch.randn(384, 256, requires_grad=True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         linear(x)
     assert all(t.dtype in (torch.uint8, torch.float8_e4m3fn) or t.dim() == 0 for t in saved)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
-    assert sum(storages.values()) <= 4.5 / 8 * (x.numel() + linear.weight.numel()) * 1.01
+    bits = 4.5 * linear.recipe.output.a.terms
+    assert sum(storages.values()) <= bits / 8 * (x.numel() + linear.weight.numel()) * 1.01
 
 
 def test_nothing_is_kept_that_no_gradient_needs():
@@ -429,11 +446,12 @@ def test_layers_called_in_turn_share_the_input_and_change_no_bit(method):
     assert all(torch.equal(a, b) for a, b in zip(run(same), run(copies)))
     shared = saved_storages(lambda: [m(x) for m in layers])
     apart = saved_storages(lambda: [m(x.clone()) for m in layers])
-    codes = x.numel() * 9 // 16
+    count = nf.get_recipe(method).output.a.terms
+    codes = count * x.numel() * 9 // 16
     if nf.get_recipe(method).grad_weight.b.raw:  # rotated with each layer's own signs: nothing to share
         assert sum(apart.values()) == sum(shared.values())
     else:
-        assert abs(sum(apart.values()) - sum(shared.values()) - 2 * codes) <= 2 * 4  # and two tensor scales
+        assert abs(sum(apart.values()) - sum(shared.values()) - 2 * codes) <= 2 * 4 * count  # and the tensor scales
 
 
 def test_an_input_that_changed_is_quantized_again():
@@ -448,6 +466,9 @@ def test_an_input_that_changed_is_quantized_again():
     with nf.per_token_scale(b):
         a(x)
         assert torch.equal(b(x), b(x.clone()))
+    refined = layer("clover_refined", 64, 64)  # the same rounding, but two terms
+    a(x)
+    assert torch.equal(refined(x), refined(x.clone()))
 
 
 def test_the_shared_input_is_forgotten_with_its_tensor():
@@ -635,7 +656,12 @@ def compiled_and_eager(method, backend, layers, autocast):
 
 @pytest.mark.parametrize(
     "method, backend, layers, autocast",
-    [("clover", "aot_eager", 1, True), ("nvidia", "aot_eager", 2, False), ("tetrajet_v2", "eager", 1, True)],
+    [
+        ("clover", "aot_eager", 1, True),
+        ("clover_refined", "aot_eager", 1, True),
+        ("nvidia", "aot_eager", 2, False),
+        ("tetrajet_v2", "eager", 1, True),
+    ],
 )
 def test_compiles_into_one_graph_with_the_same_bits(method, backend, layers, autocast):
     """aot_eager also traces the backward pass, under the autocast of the forward, which must not reach the rotations;

@@ -7,7 +7,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.checkpoint_manager import load_checkpoint
 from nanochat_fp4.common import UserError
 from nanochat_fp4.nvfp4.plan import MethodPlan, gemm_bits
-from nanochat_fp4.nvfp4.recipes import get_recipe
+from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, get_recipe
 from nanochat_fp4.report import read_jsonl
 from scripts import base_train
 
@@ -71,6 +71,14 @@ def test_work_by_hand():
 )
 def test_bits_of_a_gemm_are_those_of_its_wider_operand(method, bits):
     assert gemm_bits(get_recipe(method)) == bits
+
+
+def test_the_products_of_two_terms_are_all_counted():
+    """Two more products of three GEMMs, in 15% of the steps: a tenth on top."""
+    work = MethodPlan.parse("clover", phases="0.85=clover_refined").work(model())
+    assert work == pytest.approx({4: 1.1, 8: 0.0, 16: 0.0})
+    input_only = Recipe("mine", output=Gemm(Operand("rtn", terms=2), Operand("rtn")))
+    assert MethodPlan(input_only).work(model())[4] == pytest.approx(2 / 3)  # its backward is in 16 bits
 
 
 @pytest.mark.parametrize(

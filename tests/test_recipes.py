@@ -150,6 +150,15 @@ def test_which_passes_draw_random_numbers(method, forward, backward):
         ({"grad_weight": Gemm(Operand("sr"), Operand("sr"), 48)}, "grad_weight: rht_dim is 48, expected 0, 16, 32"),
         ({"grad_weight": Gemm(Operand("sr", raw=True), Operand("sr"))}, "grad_weight: raw only means something"),
         ({"output": Gemm(Operand("rtn"), Operand("rtn", raw=True))}, "output: raw only means something"),
+        ({"grad_input": Gemm(Operand("sr"), Operand("rtn", terms=2))}, "grad_input: two terms .* got 2 for rtn"),
+        ({"output": Gemm(Operand("sr", terms=2), Operand("rtn"))}, "output: two terms are for .* got 2 for sr"),
+        ({"output": Gemm(Operand("mxfp4", terms=2))}, "output: two terms are for .* got 2 for mxfp4"),
+        ({"output": Gemm(Operand(terms=2))}, "output: two terms are for .* got 2 for None"),
+        ({"output": Gemm(Operand("rtn", terms=3))}, "output: two terms are for .* got 3 for rtn"),
+        (
+            {"output": Gemm(Operand("rtn", terms=2), Operand("rtn")), "mask": "clipped"},
+            "output: two terms are for .* without a mask",
+        ),
     ],
 )
 def test_impossible_rows_name_the_gemm(fields, message):

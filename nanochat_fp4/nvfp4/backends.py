@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from nanochat_fp4.nvfp4 import native
-from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor
+from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, TwoTerms
 from nanochat_fp4.nvfp4.gemm import (
     Decoded,
     Value,
@@ -94,6 +94,7 @@ def quantize_operand(
     value: Value,
     rounding: str | None,
     *,
+    terms: int = 1,
     transpose: bool = False,
     keep_codes: bool = False,
     seed: torch.Tensor | None = None,
@@ -110,7 +111,15 @@ def quantize_operand(
     any other, so the result stays unbiased for any number of tokens.
     keep_codes: the codes will be saved; otherwise the kernels make only what the GEMM of this machine reads: codes on
     FP4 tensor cores, and the decoded BF16 operand elsewhere.
+    terms: 2 for the sum of two quantized tensors: that of the value, and that of what it leaves of the value. A value
+    of two terms is quantized, or returned with rounding None, as the FP32 tensor that it is.
     """
+    if isinstance(value, TwoTerms):
+        value = _float(value.first) + _float(value.rest)
+    if terms == 2:
+        one = {"keep_codes": keep_codes, "seed": seed, "stream": stream, "per_token": per_token}
+        first = quantize_operand(value, rounding, **one)
+        return TwoTerms(first, quantize_operand(value.float() - _float(first), rounding, **one))
     if rounding is None:
         return _transposed(value) if transpose else value
     spec = get_rounding(rounding)
@@ -135,6 +144,11 @@ def quantize_operand(
         per_token=per_token,
     )
     return _values(t, spec) if spec.mx else t
+
+
+def _float(t: NVFP4Tensor) -> torch.Tensor:
+    """Its values, FP32 (R, K): exact products of code and scale, times tensor_scale, rounded once."""
+    return decoded_codes(t).float() * t.tensor_scale
 
 
 def _values(t: NVFP4Tensor, spec: Rounding) -> Value:

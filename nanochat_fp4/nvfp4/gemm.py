@@ -6,14 +6,18 @@ accumulator before the one rounding to the output dtype: the arithmetic of the t
 summation. On CUDA that is one cuBLAS call whose alpha stays on the device (nvfp4_kernels/cublas.py); where cuBLAS
 cannot be reached this way, the product is kept in FP32 and scaled in a second step, with the same result and more
 traffic.
+
+An operand that is the sum of two NVFP4 terms is multiplied term by term, A1 . B1 + A1 . B2 + A2 . B1: every product is
+one of 4-bit operands. A2 . B2 is left out; it is of the size of the error that the two terms have anyway.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
 from nanochat_fp4.nvfp4 import native
-from nanochat_fp4.nvfp4.format import NVFP4Tensor
+from nanochat_fp4.nvfp4.format import NVFP4Tensor, TwoTerms, terms
 
 
 @dataclass
@@ -24,7 +28,7 @@ class Decoded:
     tensor_scale: torch.Tensor | None = None
 
 
-Value = torch.Tensor | NVFP4Tensor | Decoded
+Value = torch.Tensor | NVFP4Tensor | Decoded | TwoTerms
 
 
 def gemm(a: Value, b: Value, *, compute_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.Tensor:
@@ -33,6 +37,10 @@ def gemm(a: Value, b: Value, *, compute_dtype: torch.dtype, out_dtype: torch.dty
     compute_dtype: what an operand that is not NVFP4 is cast to (the dtype that the layer computes in without us).
     An operand that was padded along K (zeros, so nothing changes) may meet one that was not.
     """
+    if isinstance(a, TwoTerms) or isinstance(b, TwoTerms):
+        pairs = [(x, y) for i, x in enumerate(terms(a)) for j, y in enumerate(terms(b)) if i + j < 2]
+        products = [gemm(x, y, compute_dtype=compute_dtype, out_dtype=torch.float32) for x, y in pairs]
+        return functools.reduce(torch.add, products).to(out_dtype)
     if isinstance(a, NVFP4Tensor) and isinstance(b, NVFP4Tensor) and native.takes(a, b):
         name = native.implementation(a.codes.device.type)
         if name is not None:

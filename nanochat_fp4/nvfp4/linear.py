@@ -17,6 +17,11 @@ Layers that read the same tensor (q, k, v) share its codes, in one of two ways:
 * Called one by one they take the codes that the one before them made, to the bit what each would have made, if it is
   the same tensor, unchanged. (Under torch.compile the compiler finds that the operations are the same.)
 
+Where a recipe gives the forward's operands two terms, X ~ X1 + X2 with X1 = Q(X) and X2 = Q(X - X1), and W alike, then
+Y = X1 W1^T + X1 W2^T + X2 W1^T, and the backward GEMMs take the sums: dX = E (W1 + W2), dW = E^T (X1 + X2), requantized
+to one term. That is the gradient of this very Y. Rounding counts as the identity in a gradient, so dX1/dX = 1 and
+dX2/dX = 1 - 1 = 0; and dY/dX1 is all of W1 + W2. Kept then: the codes of both terms, 9 bits an element.
+
 The weights' forward codes can be made once for several passes: convert.quantize_weights_once.
 
 Any number of tokens works. In wgrad the tokens are the contraction dimension, and in dgrad the out_features: where they
@@ -37,7 +42,7 @@ from torch.autograd.function import once_differentiable
 
 from nanochat_fp4.nvfp4.backends import new_seed, quantize_grad_output, quantize_operand
 from nanochat_fp4.nvfp4.estimators import prepare
-from nanochat_fp4.nvfp4.format import NVFP4Tensor
+from nanochat_fp4.nvfp4.format import NVFP4Tensor, TwoTerms, terms
 from nanochat_fp4.nvfp4.gemm import Value, gemm
 from nanochat_fp4.nvfp4.recipes import Gemm, Recipe, get_recipe
 
@@ -53,8 +58,8 @@ def _operands(
         rht_seed = torch.zeros((), dtype=torch.int64, device=device)
     shared = {"seed": seed, "rht_dim": spec.rht_dim, "rht_seed": rht_seed, "rht_stream": stream}
     return (
-        {"rounding": spec.a.rounding, "stream": stream, **shared},
-        {"rounding": spec.b.rounding, "stream": stream + 1, **shared},
+        {"rounding": spec.a.rounding, "terms": spec.a.terms, "stream": stream, **shared},
+        {"rounding": spec.b.rounding, "terms": spec.b.terms, "stream": stream + 1, **shared},
     )
 
 
@@ -78,6 +83,8 @@ def _(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def _output_needs(seed: torch.Tensor | None, wq: Value) -> Value:
     if seed is None or not torch.compiler.is_compiling():
         return wq
+    if isinstance(wq, TwoTerms):
+        return TwoTerms(_output_needs(seed, wq.first), wq.rest)
     if isinstance(wq, NVFP4Tensor):
         return NVFP4Tensor(wq.codes, wq.scales, _after(wq.tensor_scale, seed), wq.decoded)
     return _after(wq, seed)
@@ -158,18 +165,19 @@ def _stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _save(ctx, *values: Value | None) -> None:
-    """Saves tensors as they are and NVFP4 tensors as codes, scales and tensor_scale."""
+    """Saves tensors as they are and NVFP4 tensors as codes, scales and tensor_scale, of each term."""
     tensors: list[torch.Tensor | None] = []
-    for value in values:
-        quantized = isinstance(value, NVFP4Tensor)
-        tensors += [value.codes, value.scales, value.tensor_scale] if quantized else [value, None, None]
+    for term in (term for value in values for term in (*terms(value), None)[:2]):
+        quantized = isinstance(term, NVFP4Tensor)
+        tensors += [term.codes, term.scales, term.tensor_scale] if quantized else [term, None, None]
     ctx.save_for_backward(*tensors)
 
 
 def _saved(ctx) -> list[Value | None]:
     tensors = ctx.saved_tensors
     triples = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
-    return [first if scales is None else NVFP4Tensor(first, scales, ts) for first, scales, ts in triples]
+    values = [first if scales is None else NVFP4Tensor(first, scales, ts) for first, scales, ts in triples]
+    return [first if rest is None else TwoTerms(first, rest) for first, rest in zip(values[::2], values[1::2])]
 
 
 # What a layer called outside of torch.compile quantized last: (weak reference to the input, its version, rounding,
@@ -191,7 +199,7 @@ def _quantized_input(layer: "QuantLinear", x: torch.Tensor, rows: torch.Tensor) 
     gemm = layer.recipe.output
     if torch.compiler.is_compiling() or gemm.a.rounding is None or gemm.random or x.is_inference():
         return None
-    key = (x._version, gemm.a.rounding, layer.per_token)
+    key = (x._version, gemm.a, layer.per_token)
     if _last_input is None or _last_input[0]() is not x or _last_input[1] != key or id(layer) in _last_input[3]:
         for_x, _ = _operands(gemm, OUTPUT, None, None, x.device)
         operand = quantize_operand(rows, keep_codes=True, per_token=layer.per_token, **for_x)
@@ -213,8 +221,8 @@ class QuantLinear(torch.nn.Linear):
     per_token = False  # True inside per_token_scale(model): each row of the input has a tensor_scale of its own
     # Inside quantize_weights_once(model): the operand that the weight is in the forward GEMM, and the operand of this
     # weight with those of the layers that are computed with it by fused_linear below it.
-    weight_operand: NVFP4Tensor | None = None
-    stacked_operand: NVFP4Tensor | None = None
+    weight_operand: NVFP4Tensor | TwoTerms | None = None
+    stacked_operand: NVFP4Tensor | TwoTerms | None = None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, method: str | Recipe = "clover", **kw):
         super().__init__(in_features, out_features, bias=bias, **kw)
@@ -306,7 +314,7 @@ def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear) -> tuple[torch.Tens
     return y.split([linear.out_features for linear in linears], dim=-1)
 
 
-def quantized_weight(layers: Sequence[QuantLinear]) -> NVFP4Tensor | None:
+def quantized_weight(layers: Sequence[QuantLinear]) -> NVFP4Tensor | TwoTerms | None:
     """The weight operand of the output GEMM of these layers as one; None where it is not the same in each pass."""
     recipe, weights = layers[0].recipe, [layer.weight for layer in layers]
     if recipe.output.b.rounding is None or recipe.output.random or recipe.forward_rht_dim or recipe.mask:
@@ -314,5 +322,6 @@ def quantized_weight(layers: Sequence[QuantLinear]) -> NVFP4Tensor | None:
     _, for_w = _operands(recipe.output, OUTPUT, None, None, weights[0].device)
     with torch.no_grad():
         operand = quantize_operand(_stacked(weights), keep_codes=True, **for_w)
-    operand.decoded = None  # four times the memory of the codes
+    for term in terms(operand):
+        term.decoded = None  # four times the memory of the codes
     return operand

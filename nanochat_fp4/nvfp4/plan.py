@@ -85,18 +85,20 @@ class MethodPlan:
         return changed
 
     def work(self, model: nn.Module) -> dict[int, float]:
-        """Shares of the multiply-adds of all steps in 4, 8 and 16 bits, the wider operand of a GEMM counting: {4: ...}.
+        """Multiply-adds in 4, 8 and 16 bits, the wider operand of a GEMM counting, as shares of those of all steps in
+        one format: {4: ...}. They add up to more than 1 where operands have two terms, whose products are all counted.
 
         That is what a machine with tensor cores for each format would run; of the quantized layers alone.
         """
         edges = [0.0, *[fraction for fraction, _ in self.phases], 1.0]
-        shares = {4: 0.0, 8: 0.0, 16: 0.0}
+        shares, total = {4: 0.0, 8: 0.0, 16: 0.0}, 0.0
         for start, end in zip(edges, edges[1:]):
             for name, layer in model.named_modules():
                 if isinstance(layer, QuantLinear):
-                    for bits in gemm_bits(self.of_layer(name, start)):
-                        shares[bits] += (end - start) * layer.weight.numel()
-        total = sum(shares.values())
+                    recipe, work = self.of_layer(name, start), (end - start) * layer.weight.numel()
+                    for bits, products in zip(gemm_bits(recipe), (recipe.output_products, 1, 1)):
+                        shares[bits] += work * products
+                        total += work
         return {bits: share / total for bits, share in shares.items()} if total else shares
 
 

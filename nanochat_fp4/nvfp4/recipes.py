@@ -32,19 +32,22 @@ class Operand:
     """How one operand of a GEMM is rounded.
 
     rounding: a name of ROUNDINGS, or None: the value that the forward GEMM used, or grad_output itself
+    terms:    2 for the sum of two quantized tensors, the second of what the first one leaves (input and weight in the
+              output GEMM only): an error like FP8's from products of 4-bit operands, of which there are more
     raw:      taken from the unquantized tensor although the forward GEMM used a quantized one (input and weight in the
               backward GEMMs only); then it is quantized during the forward pass, so that only its codes are kept
     """
 
     rounding: str | None = None
     raw: bool = False
+    terms: int = 1
 
     def __post_init__(self) -> None:
         if self.rounding is not None:
             get_rounding(self.rounding)
 
     def __str__(self) -> str:
-        return ("raw " if self.raw else "") + (self.rounding or "-")
+        return ("raw " if self.raw else "") + (self.rounding or "-") + (" + rest" if self.terms == 2 else "")
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,15 @@ class Recipe:
                 raise ValueError(f"{where}: a prescaled rounding is for backward operands that are not raw")
             if gemm.a.raw or (gemm.b.raw and gemm_name == "output"):
                 raise ValueError(f"{where}: raw only means something for input and weight in the backward GEMMs")
+            for o in (gemm.a, gemm.b):
+                spec = get_rounding(o.rounding) if o.rounding else None
+                if o.terms not in (1, 2) or (
+                    o.terms == 2 and (gemm_name != "output" or not spec or spec.random or spec.mx or self.mask)
+                ):
+                    raise ValueError(
+                        f"{where}: two terms are for operands of output with an NVFP4 rounding that draws nothing, "
+                        f"without a mask; got {o.terms} for {o.rounding}"
+                    )
             if gemm.rht_dim not in RHT_DIMS or self.forward_rht_dim not in RHT_DIMS:
                 dim = gemm.rht_dim if gemm.rht_dim not in RHT_DIMS else self.forward_rht_dim
                 raise ValueError(f"{where}: rht_dim is {dim}, expected 0, 16, 32, 64 or 128")
@@ -114,6 +126,11 @@ class Recipe:
         """What in_features and out_features must be multiples of."""
         operands = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
         return max([self.forward_rht_dim, *(get_rounding(r).block for r in operands if r)], default=0)
+
+    @property
+    def output_products(self) -> int:
+        """How many products of 4-bit (or other) operands the output GEMM is: one more for each second term."""
+        return self.output.a.terms + self.output.b.terms - 1
 
     @property
     def quantizes(self) -> bool:
@@ -308,6 +325,11 @@ def _variations() -> list[Recipe]:
             output=Gemm(x, Operand(search)),
         ),
         remedy("masked", "without gradients where rounding misses by more than 1/2 of the scale", mask="uncertain"),
+        remedy(
+            "refined",
+            "with two terms of 4 bits for both operands of its forward: three 4-bit GEMMs in the place of one",
+            output=Gemm(Operand(four_over_six, terms=2), Operand(four_over_six, terms=2)),
+        ),
         remedy("rotated", "with its forward rotated as well (RHT-32, fixed signs)", forward_rht_dim=32),
         remedy("fp8_input", "with the forward's input in FP8: 1/3 of the work in 8 bits", output=Gemm(fp8, weight)),
         remedy("fp8_weight", "with the forward's weight in FP8: 1/3 of the work in 8 bits", output=Gemm(x, fp8)),
