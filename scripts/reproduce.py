@@ -589,8 +589,9 @@ QUICK = ("bf16", "fp8", "clover", "nvidia", "quartet", "mxfp4_nvidia", "clover_m
 REMEDIES = (
     "clover_search", "clover_search_forward", "clover_search_backward", "clover_weight_search", "clover_masked",
     "clover_rotated", "clover_warmup", "clover_late_bf16", "clover_late_forward", "clover_late_backward",
-    "clover_refined", "clover_late_refined", "clover_late_refined_30", "clover_late_fp8", "clover_up_fp8", "clover_qkv_fp8", "clover_up_bf16", "clover_fp8_input", "clover_fp8_weight",
-    "clover_fp8_forward", "clover_rates_up", "clover_rates_down", "clover_less_decay",
+    "clover_refined", "clover_late_refined", "clover_late_refined_30", "clover_late_fp8", "clover_up_fp8",
+    "clover_qkv_fp8", "clover_up_bf16", "clover_fp8_input", "clover_fp8_weight", "clover_fp8_forward",
+    "clover_rates_up", "clover_rates_down", "clover_less_decay",
 )  # fmt: skip
 
 
@@ -605,8 +606,8 @@ def remedies(context: Context) -> Outcome:
         row[2] = " / ".join(f"{100 * work[bits]:.1f}" for bits in ("4", "8", "16"))
         row.append("-" if row[1] == "clover" else str(sweep.difference(results, row[0], row[1], "clover")))
     outcome.notes.append(
-        "work: the linear layers' multiply-adds over all steps, by a GEMM's wider operand, 100% being those of one format; "
-        "operands of two terms have more products"
+        "work: the linear layers' multiply-adds over all steps, by a GEMM's wider operand; more than 100% where operands "
+        "have two terms"
     )
     return outcome
 
