@@ -24,7 +24,7 @@ from nanochat_fp4.common import UserError
 ROOT = Path(__file__).resolve().parent.parent
 ROWS, COLUMNS = 256, 256  # whole tiles: nothing is padded
 # The rotation and what draws it: a constant of a few KB that stays in the caches, however often tiles read it.
-SHARED = ("hadamard", "flips", "seed", "amax", "tensor_scale")
+SHARED = ("hadamard", "seed", "rht_seed", "amax", "tensor_scale")
 
 
 @dataclass

@@ -159,7 +159,7 @@ def test_clovers_kernels_compile(clover, arch):
     # Rotations: E and E^T in one launch, and the requantization of weight and input, which are one kernel; for the
     # emulated GEMM and, on a Blackwell, for the native one.
     assert names["rotate_quantize_kernel"] == (4 if arch in NATIVE else 2)
-    expected = {"amax", "quantize", "prepare", "rotate_quantize", "repair", "decode", "swizzle"}
+    expected = {"amax", "quantize", "rotate_quantize", "repair", "decode", "swizzle"}
     expected = {f"{name}_kernel" for name in expected}
     assert expected | ({"dot_scaled_kernel", "finish_kernel"} if arch in NATIVE else set()) == set(names)
     assert all(re.fullmatch(rf"sm_{arch}[af]?", r["target"]) for r in clover[arch])

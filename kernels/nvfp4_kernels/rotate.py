@@ -64,38 +64,15 @@ def _hadamard(dim: int, device: torch.device) -> torch.Tensor:
 
 
 @triton.jit
-def prepare_kernel(
-    row_seed_ptr,
-    row_stream,
-    col_seed_ptr,
-    col_stream,
-    flips_ptr,
-    amax_ptr,
-    ROW_DIM: tl.constexpr,
-    COL_DIM: tl.constexpr,
-):
-    """The sign bits of both rotations, int16 (2, 128), philox.random_signs; and a zero for each amax, int32 (2,)."""
+def _rotation(hadamard_ptr, seed_ptr, stream, DIM: tl.constexpr):
+    """diag(signs) H (128, 128) of hadamard.rotation_matrix: philox.random_signs flips the sign bits of H's rows."""
     k = tl.arange(0, 128)
-    tl.store(amax_ptr + tl.arange(0, 2), tl.zeros((2,), tl.int32))
-    if ROW_DIM:
-        tl.store(flips_ptr + k, _flips(row_seed_ptr, row_stream, k % ROW_DIM))
-    if COL_DIM:
-        tl.store(flips_ptr + 128 + k, _flips(col_seed_ptr, col_stream, k % COL_DIM))
-
-
-@triton.jit
-def _flips(seed_ptr, stream, j):
+    j = k % DIM
     a, b, c, d = m.philox4(tl.load(seed_ptr), j.to(tl.int64) * 0, m.SIGN, stream)
     word = tl.where(j < 32, a, tl.where(j < 64, b, tl.where(j < 96, c, d)))
-    return ((word >> (j % 32).to(tl.uint32)) & 1).to(tl.int16) << 15
-
-
-@triton.jit
-def _rotation(hadamard_ptr, flips_ptr):
-    """diag(signs) H (128, 128) of hadamard.rotation_matrix: the sign bits of H's rows flipped in place."""
-    k = tl.arange(0, 128)
+    flips = ((word >> (j % 32).to(tl.uint32)) & 1).to(tl.int16) << 15
     h = tl.load(hadamard_ptr + k[:, None] * 128 + k[None, :])
-    return (h ^ tl.load(flips_ptr + k)[:, None]).to(tl.bfloat16, bitcast=True)
+    return (h ^ flips[:, None]).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -225,7 +202,7 @@ def _make(
     rows,
     columns,
     hadamard_ptr,
-    flips_ptr,
+    rht_seed_ptr,
     amax_ptr,
     seed_ptr,
     codes_ptr,
@@ -233,6 +210,7 @@ def _make(
     correction_ptr,
     decoded_ptr,
     stream,
+    rht_stream,
     COL: tl.constexpr,
     FROM_CODES: tl.constexpr,
     FP32: tl.constexpr,
@@ -257,7 +235,7 @@ def _make(
     if FROM_CODES:
         norm = tl.load(x_tensor_scale_ptr) * NORM
     if RHT_DIM:
-        matrix = _rotation(hadamard_ptr, flips_ptr)
+        matrix = _rotation(hadamard_ptr, rht_seed_ptr, rht_stream, RHT_DIM)
     largest = tl.zeros((512,), tl.float32)
     for strip in range(first, 2 * row_tiles * column_tiles, step):
         tile_row = strip // 2 // column_tiles
@@ -328,7 +306,7 @@ def rotate_quantize_kernel(
     rows,
     columns,
     row_hadamard_ptr,
-    row_flips_ptr,
+    row_rht_seed_ptr,
     row_amax_ptr,
     row_seed_ptr,
     row_codes_ptr,
@@ -336,8 +314,9 @@ def rotate_quantize_kernel(
     row_correction_ptr,
     row_decoded_ptr,
     row_stream,
+    row_rht_stream,
     col_hadamard_ptr,
-    col_flips_ptr,
+    col_rht_seed_ptr,
     col_amax_ptr,
     col_seed_ptr,
     col_codes_ptr,
@@ -345,6 +324,7 @@ def rotate_quantize_kernel(
     col_correction_ptr,
     col_decoded_ptr,
     col_stream,
+    col_rht_stream,
     FROM_CODES: tl.constexpr,
     FP32: tl.constexpr,
     ROW: tl.constexpr,
@@ -384,7 +364,7 @@ def rotate_quantize_kernel(
                 rows,
                 columns,
                 row_hadamard_ptr,
-                row_flips_ptr,
+                row_rht_seed_ptr,
                 row_amax_ptr,
                 row_seed_ptr,
                 row_codes_ptr,
@@ -392,6 +372,7 @@ def rotate_quantize_kernel(
                 row_correction_ptr,
                 row_decoded_ptr,
                 row_stream,
+                row_rht_stream,
                 False,
                 FROM_CODES,
                 FP32,
@@ -416,7 +397,7 @@ def rotate_quantize_kernel(
                 rows,
                 columns,
                 col_hadamard_ptr,
-                col_flips_ptr,
+                col_rht_seed_ptr,
                 col_amax_ptr,
                 col_seed_ptr,
                 col_codes_ptr,
@@ -424,6 +405,7 @@ def rotate_quantize_kernel(
                 col_correction_ptr,
                 col_decoded_ptr,
                 col_stream,
+                col_rht_stream,
                 True,
                 FROM_CODES,
                 FP32,
@@ -499,11 +481,11 @@ def _constants(prefix: str, operand: Operand | None, columns: int, amax_only: bo
 class _Output:
     """Buffers of one operand (rows, K), K padded, and the kernel arguments that point at them."""
 
-    def __init__(self, operand: Operand | None, rows: int, contraction: int, x: torch.Tensor, seed, flips, amax):
-        self.operand, self.flips, self.amax = operand, flips, amax
+    def __init__(self, operand: Operand | None, rows: int, contraction: int, x: torch.Tensor, seed, rht_seed, amax):
+        self.operand, self.amax = operand, amax
         self.columns = operand.padded(contraction) if operand else 16
         self.codes = self.scales = self.correction = self.decoded = self.hadamard = x
-        self.seed = x if seed is None else seed
+        self.seed, self.rht_seed = (x if s is None else s for s in (seed, rht_seed))
         if operand is None:
             return
         o, groups = operand, -(-self.columns // TILE)
@@ -525,7 +507,8 @@ class _Output:
 
     def arguments(self) -> tuple:
         buffers = (self.codes, self.scales, self.correction, self.decoded)
-        return (self.hadamard, self.flips, self.amax, self.seed, *buffers, self.operand.stream if self.operand else 0)
+        streams = (self.operand.stream, self.operand.rht_stream) if self.operand else (0, 0)
+        return (self.hadamard, self.rht_seed, self.amax, self.seed, *buffers, *streams)
 
     def finish(self) -> list[torch.Tensor]:
         """[decoded], [decoded, tensor_scale] or [codes, scales, tensor_scale]: see rotate_quantize."""
@@ -574,15 +557,10 @@ def rotate_quantize(
     row_operand, col_operand = _unpacked(tuple(row)), _unpacked(tuple(col))
     if (from_codes and row_operand) or (col_operand and not col_operand.rht_dim):
         raise ValueError("nvfp4::rotate_quantize: a col operand must be rotated, and codes are requantized as col only")
-    amax = torch.empty(2, dtype=torch.int32, device=x.device)
-    flips = torch.empty(2, TILE, dtype=torch.int16, device=x.device)
-    rht = [(o.rht_dim, o.rht_stream) if o else (0, 0) for o in (row_operand, col_operand)]
-    seeds = (x if s is None else s for s in (row_rht_seed, col_rht_seed))
-    arguments = [v for seed, (_, stream) in zip(seeds, rht) for v in (seed, stream)]
-    prepare_kernel[(1,)](*arguments, flips, amax, rht[0][0], rht[1][0], **NO_FUSION)
+    amax = torch.zeros(2, dtype=torch.int32, device=x.device)
     outputs = (
-        _Output(row_operand, rows, columns, x, row_seed, flips[0], amax[0]),
-        _Output(col_operand, columns, rows, x, col_seed, flips[1], amax[1]),
+        _Output(row_operand, rows, columns, x, row_seed, row_rht_seed, amax[0]),
+        _Output(col_operand, columns, rows, x, col_seed, col_rht_seed, amax[1]),
     )
     tiles = triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
     sources = (x, x_scales.view(torch.uint8), x_tensor_scale) if from_codes else (x, x, x)
