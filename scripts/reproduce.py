@@ -6,6 +6,8 @@
     python -m scripts.reproduce list
     python -m scripts.reproduce attribution           # where Clover's gap comes from; also: operands, remedies, systems
 
+    python -m scripts.reproduce table5 --results docs/results/d6.json   # from the runs of that sweep, without training
+
 Each prints a table, writes <folder>/<name>.json and <name>.png, and says on what hardware, data, tokens, seeds and
 commit it was measured. What is done is kept, piece by piece, so that the same command goes on where it was interrupted.
 Figures that need training runs share them (scripts/sweep.py).
@@ -43,7 +45,8 @@ ROOT = Path(__file__).resolve().parent.parent
 class Outcome:
     """What an item of the paper gave: a table (with the paper's numbers in it), notes, all numbers, and a plot.
 
-    plot: draws into a matplotlib Axes. measured_on: data, tokens and seeds, for the last line.
+    plot: draws into a matplotlib Axes. measured_on: data, tokens and seeds, for the last line. environment: of the
+    machine that measured, where that is not this one.
     """
 
     title: str
@@ -53,6 +56,7 @@ class Outcome:
     numbers: dict[str, Any] = field(default_factory=dict)
     plot: Callable[[Any], None] | None = None
     measured_on: str = ""
+    environment: dict[str, Any] | None = None
 
 
 @dataclass
@@ -95,9 +99,8 @@ class Context:
         return sweep.Sweep(self.folder, where, devices), plan
 
 
-def footer(context: Context, measured_on: str) -> str:
+def footer(context: Context, measured_on: str, info: dict[str, Any]) -> str:
     """Hardware, data, commit: what a number needs beside it."""
-    info = environment_info()
     hardware = f"{info['gpu_count']} x {info['gpu']}" if info["gpu"] else f"{info['cpu']}, {info['cpu_count']} cores"
     parts = ["QUICK: small sizes, a check of the command" if context.quick else "", hardware, measured_on]
     return "; ".join(p for p in [*parts, f"torch {info['torch']}", f"commit {info['commit'] or 'unknown'}"] if p)
@@ -376,14 +379,25 @@ def training(
     claims: Sequence[Claim],
     sizes: Sequence[str],
     ratio: float,
-    paper: dict[str, str] | None = None,
+    paper: dict[str, tuple[float, ...]] | None = None,
     notes: Sequence[str] = (),
 ) -> tuple[Outcome, list[dict]]:
-    """Trains the methods and tabulates their gaps to bf16 beside the paper's numbers, where it has any."""
-    where, plan = context.runs(methods, sizes, ratio)
-    results = sweep.run_sweep(where, f"{name}_runs", plan)
-    names = list(dict.fromkeys(r.method for r in plan))
-    found = list(dict.fromkeys(r.size for r in plan))
+    """Trains the methods, or takes their runs from --results, and tabulates their gaps to bf16 beside the paper's
+    numbers: of bf16 the BPB, of the others the gaps in percent, for several models."""
+    environment, data = None, ""
+    if context.args.results:
+        content = sweep.stored(context.args.results)
+        environment, data = content["environment"], content["data"]
+        wanted = [s for s in context.args.sizes.split(",") if s]
+        results = [r for r in content["results"] if r["size"] in wanted or not wanted]
+        results = [r for r in results if r["method"] in sweep.labels(methods)]
+        if not results:
+            raise UserError(f"{context.args.results} has no run of {name}'s methods (of these sizes)")
+    else:
+        where, plan = context.runs(methods, sizes, ratio)
+        results, data = sweep.run_sweep(where, f"{name}_runs", plan), sweep.data_name(where.data_dir)
+    names = [m for m in sweep.labels(methods) if any(r["method"] == m for r in results)]
+    found = list(dict.fromkeys(r["size"] for r in results))
     rows, gaps = [], {}
     for size in found:
         for method in names:
@@ -394,7 +408,9 @@ def training(
             gaps[size, method] = value
             shown = "-" if method == "bf16" else str(value)
             mean = sum(bpb.values()) / len(bpb)
-            rows.append([size, method, (paper or {}).get(method, "-"), f"{mean:.4f}", shown, len(bpb)])
+            form = "{:.4f}" if method == "bf16" else "{:+.2f}"
+            said = " / ".join(form.format(v) for v in (paper or {}).get(method, ())) or "-"
+            rows.append([size, method, said, f"{mean:.4f}", shown, len(bpb)])
     claims = [c for c in claims if {c.better, c.worse} <= set(names)]
     said = [f"the paper: {c.text}. Here, {size}: {c.verdict(results, size)}" for c in claims for size in found]
 
@@ -405,23 +421,27 @@ def training(
             values = [gaps.get((size, m)) for m in others]
             means = [v.mean if v else 0.0 for v in values]
             errors = [v.half if v and v.n > 1 else 0.0 for v in values]
-            axes.bar(at, means, 0.8 / len(found), yerr=errors, capsize=2, label=size)
+            axes.bar(at, means, 0.8 / len(found), yerr=errors, capsize=2, label=f"{size}, here")
+        published = {j: paper[m] for j, m in enumerate(others) if paper and m in paper}
+        for marker, model, values in zip("os", PAPER_MODELS, zip(*published.values())):
+            axes.plot(list(published), values, f"k{marker}", mfc="none", label=f"{model}, paper")
         axes.set_xticks(range(len(others)), others, rotation=45, ha="right", fontsize=7)
         axes.set_ylabel("increase of validation BPB over bf16, %")
         axes.legend(fontsize=7)
 
-    seeds, tokens = sorted({r.seed for r in plan}), sorted({r["tokens"] for r in results})
+    seeds, tokens = sorted({r["seed"] for r in results}), sorted({r["tokens"] for r in results})
+    numbers: dict[str, Any] = {"gaps": {f"{size} {m}": dataclasses.asdict(v) for (size, m), v in gaps.items()}}
+    if not context.args.results:
+        numbers["results"] = [{k: v for k, v in r.items() if k != "environment"} for r in results]
     outcome = Outcome(
         title,
         ["size", "method", "paper, %", "val BPB", "gap to bf16, %", "seeds"],
         rows,
         [*said, "intervals are 95%, paired by seed: the same initialization and data for all methods", *notes],
-        {
-            "gaps": {f"{size} {m}": dataclasses.asdict(v) for (size, m), v in gaps.items()},
-            "results": [{k: v for k, v in r.items() if k != "environment"} for r in results],
-        },
+        numbers,
         plot,
-        f"data {where.data_dir}, {'/'.join(f'{t:,}' for t in tokens)} training tokens, seeds {seeds}",
+        f"data {data}, {'/'.join(f'{t:,}' for t in tokens)} training tokens, seeds {seeds}",
+        environment,
     )
     return outcome, results
 
@@ -482,13 +502,14 @@ def fig4(context: Context) -> Outcome:
     return outcome
 
 
-# Increase of validation BPB over BF16; the paper's Table 5, d20 (560M parameters) and d32 (1.9B).
+# Validation BPB of bf16, and its increase over that in percent; the paper's Table 5.
+PAPER_MODELS = ("d20 (560M, 11B tokens)", "d32 (1.9B, 38B tokens)")
 TABLE_5 = {
-    "nvidia": "1.57 / 1.92",
-    "four_over_six": "1.52 / 1.76",
-    "tetrajet_v2": "1.56 / 1.72",
-    "clover": "1.22 / 1.44",
-    "bf16": "BPB 0.7693 / 0.6925",
+    "bf16": (0.7693, 0.6925),
+    "nvidia": (1.57, 1.92),
+    "four_over_six": (1.52, 1.76),
+    "tetrajet_v2": (1.56, 1.72),
+    "clover": (1.22, 1.44),
 }
 
 
@@ -504,21 +525,25 @@ def table5(context: Context) -> Outcome:
 
 def fig5(context: Context) -> Outcome:
     outcome, results = training(
-        context, "table5", "Figure 5: increase of validation BPB over BF16 in the course of training", FULL_METHODS,
-        FULL_CLAIMS, ["d8"], 20.0, TABLE_5,
+        context, "table5", "Figure 5", FULL_METHODS, FULL_CLAIMS, ["d8"], 20.0, TABLE_5,
     )  # fmt: skip
+    # Runs that were evaluated at the ends alone: the mean training loss of parts of the run, on the same batches.
+    loss = any(len(r["curve"]) < 4 for r in results) and all("loss_curve" in r for r in results)
+    what = "training loss" if loss else "validation BPB"
     curves: dict[str, dict[str, list]] = {}
     for size in dict.fromkeys(r["size"] for r in results):
-        base = {r["seed"]: dict((s, b) for s, b, _ in r["curve"]) for r in results if r["method"] == "bf16"}
+        of_size = {(r["method"], r["seed"]): r["loss_curve" if loss else "curve"] for r in results if r["size"] == size}
+        base = {seed: {c[0]: c[1] for c in curve} for (method, seed), curve in of_size.items() if method == "bf16"}
         for method in FULL_METHODS[1:]:
-            mine = [r for r in results if r["size"] == size and r["method"] == method and r["seed"] in base]
             points: dict[int, list[float]] = {}
-            for r in mine:
-                for step, bpb, _ in r["curve"]:
-                    if step and step in base[r["seed"]]:
-                        points.setdefault(step, []).append(100 * (bpb / base[r["seed"]][step] - 1))
-            curves.setdefault(size, {})[method] = [[s, sum(v) / len(v)] for s, v in sorted(points.items())]
+            for seed in base:
+                for step, value, *_ in of_size.get((method, seed), ()):
+                    if step and step in base[seed]:
+                        points.setdefault(step, []).append(100 * (value / base[seed][step] - 1))
+            if points:
+                curves.setdefault(size, {})[method] = [[s, sum(v) / len(v)] for s, v in sorted(points.items())]
     outcome.numbers["curves"] = curves
+    outcome.title = f"Figure 5: increase of the {what} over BF16 in the course of training"
     outcome.header, outcome.rows = (
         ["size", "method", "gap in % at steps"],
         [
@@ -533,7 +558,7 @@ def fig5(context: Context) -> Outcome:
             for method, points in methods.items():
                 axes.plot(*zip(*points), label=f"{method}, {size}" if len(curves) > 1 else method)
         axes.set_xlabel("step")
-        axes.set_ylabel("increase of validation BPB over bf16, %")
+        axes.set_ylabel(f"increase of the {what} over bf16, %")
         axes.legend(fontsize=7)
 
     outcome.plot = plot
@@ -598,17 +623,25 @@ REMEDIES = (
 def remedies(context: Context) -> Outcome:
     chosen = [m for m in REMEDIES if m in QUICK or not context.quick]
     size = one_size(context)
-    methods = ["bf16", "clover", *chosen, ends_in_bf16("clover", size)]
+    chosen = [*(FULL_METHODS if context.args.results else ("bf16", "clover")), *chosen, ends_in_bf16("clover", size)]
+    methods = list(dict.fromkeys(chosen))
     outcome, results = training(context, "remedies", "Remedies on top of Clover", methods, [], [size], 20.0)
-    outcome.header = ["size", "method", "work in 4 / 8 / 16 bits, %", *outcome.header[3:], "minus clover"]
+    outcome.header = ["size", "method", "work in 4 / 8 / 16 bits, %", *outcome.header[3:]]
+    outcome.header += ["minus clover", "of clover's", "BF16 forward: gap", "of clover's"]
     for row in outcome.rows:
-        work = next(r["gemm_work"] for r in results if (r["size"], r["method"]) == (row[0], row[1]))
+        size, method = row[:2]
+        work = next(r["gemm_work"] for r in results if (r["size"], r["method"]) == (size, method))
         row[2] = " / ".join(f"{100 * work[bits]:.1f}" for bits in ("4", "8", "16"))
-        row.append("-" if row[1] == "clover" else str(sweep.difference(results, row[0], row[1], "clover")))
-    outcome.notes.append(
-        "work: the linear layers' multiply-adds over all steps, by a GEMM's wider operand; more than 100% where operands "
-        "have two terms"
-    )
+        row.append("-" if method == "clover" else str(sweep.difference(results, size, method, "clover")))
+        for value in ("val_bpb", "val_bpb_bf16"):
+            gap, clover = (sweep.gap(results, size, m, value=value) for m in (method, "clover"))
+            own = [str(gap)] if value != "val_bpb" else []
+            row += ["-"] * (1 + len(own)) if method == "bf16" else [*own, f"{gap.mean / clover.mean:.2f}x"]
+    outcome.notes += [
+        "work: the linear layers' multiply-adds over all steps, by a GEMM's wider operand; more than 100% where "
+        "operands have two terms",
+        "a run is evaluated with the forward pass that it ends with; BF16 forward: the same weights, evaluated alike",
+    ]
     return outcome
 
 
@@ -872,7 +905,8 @@ SAME = {"table6": "fig6"}
 
 def save(context: Context, name: str, outcome: Outcome) -> None:
     """Prints the item and writes its JSON and its plot."""
-    last = footer(context, outcome.measured_on)
+    info = outcome.environment or environment_info()
+    last = footer(context, outcome.measured_on, info)
     lines = [f"\n{outcome.title}", table(outcome.header, outcome.rows), *[f"- {note}" for note in outcome.notes], last]
     print0("\n".join(lines))
     content = {
@@ -882,7 +916,7 @@ def save(context: Context, name: str, outcome: Outcome) -> None:
         "table": [outcome.header, *outcome.rows],
         "notes": outcome.notes,
         "measured_on": last,
-        "environment": environment_info(),
+        "environment": info,
         "numbers": outcome.numbers,
     }
     path = context.folder / f"{name}.json"
@@ -911,6 +945,9 @@ def main(argv: list[str] | None = None) -> None:
         "--draws", type=int, default=0, help="table1: products; fig9: backward passes that are averaged"
     )
     parser.add_argument("--models", default="", help="fig6: of 800M,3B,7B,22B")
+    parser.add_argument(
+        "--results", default="", help="take the training runs from this JSON file of scripts.sweep, and train nothing"
+    )
     sweep.add_sweep_arguments(parser)
     parser.set_defaults(seeds=0)
     args = parser.parse_args(argv)

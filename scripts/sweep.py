@@ -7,7 +7,7 @@ One process for each GPU takes run after run; without a GPU one after another in
 have the same initialization and the same data in the same order, so that differences are paired. A run that is done is
 one small JSON file, <folder>/runs/<size>_<method>_s<seed>_<key>.json, with its validation curve; the key stands for all
 its flags and the text, so that sweeps of one folder share runs. The table is printed again after every run, and written
-with all numbers to <folder>/<name>.json and .md.
+with all numbers to <folder>/<name>.json and .md; scripts.reproduce --results makes its tables and plots of that file.
 
 --sizes: d<depth> is a nanochat of that depth, llama-30M to llama-200M the family of the paper's Tables 3 and 4, tiny a
 model for a CPU. --methods: names of nf.METHODS or of VARIANTS below, or --variant "label: flags of base_train".
@@ -226,6 +226,7 @@ class Sweep:
             "val_bpb": values[-1]["bpb"],
             "val_bpb_bf16": values[-1]["bpb_bf16"],
             "curve": [[r["step"], r["bpb"], r["bpb_bf16"]] for r in values],
+            "loss_curve": thinned(losses),
             "train_loss": statistics.fmean(r["loss"] for r in losses[-max(1, len(losses) // 20) :]),
             "steps": start["num_iterations"],
             "tokens": start["num_iterations"] * start["total_batch_size"],
@@ -372,6 +373,13 @@ def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: fl
     return data
 
 
+def thinned(losses: Sequence[dict], points: int = 50) -> list[list[float]]:
+    """ "train" records -> [step behind it, mean training loss] of `points` parts of the run, or of each step."""
+    size = -(-len(losses) // points)
+    parts = [losses[i : i + size] for i in range(0, len(losses), size)] if losses else []
+    return [[part[-1]["step"] + 1, round(statistics.fmean(r["loss"] for r in part), 5)] for part in parts]
+
+
 def data_key(data_dir: str) -> str:
     """Stands for the text in a folder, wherever it lies: names and sizes of its shards."""
     shards = sorted((p.name, p.stat().st_size) for p in Path(data_dir).glob("*.parquet"))
@@ -451,6 +459,22 @@ def summary(results: Sequence[dict], methods: Sequence[str], sizes: Sequence[str
     return header, rows
 
 
+def data_name(data_dir: str) -> str:
+    """What a table says of its text: the folder's name, and data_key."""
+    return f"{Path(data_dir).name} ({data_key(data_dir)})"
+
+
+def stored(path: str | Path) -> dict:
+    """What `report` wrote: at least "data", "environment" and "results". Raises UserError."""
+    try:
+        content = json.loads(Path(path).read_text())
+        if content["results"] and content["environment"] and content["data"]:
+            return content
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} is not a file of scripts.sweep ({type(e).__name__}: {one_line(e)[:80]})") from None
+    raise UserError(f"{path} holds no results; run its sweep first")
+
+
 def labels(methods: Iterable[str]) -> list[str]:
     return [m.partition(":")[0].strip() for m in methods]
 
@@ -465,13 +489,15 @@ def report(sweep: Sweep, name: str, runs: Sequence[Run], baseline: str, other: s
         "name": name,
         "runs": len(runs),
         "done": len(results),
-        "data_dir": sweep.data_dir,
+        "data": data_name(sweep.data_dir),
         "environment": environment_info(),
         "table": [header, *rows],
         "gaps": {f"{size} {m}": dataclasses.asdict(gap(results, size, m, baseline)) for size in sizes for m in methods},
         "results": [{k: v for k, v in r.items() if k != "environment"} for r in results],
     }
-    atomic_write(sweep.folder / f"{name}.json", json.dumps(content, indent=1) + "\n")
+    runs_text = ",\n".join(json.dumps(r) for r in content["results"])  # a line for each
+    lines = [f'"{k}": ' + (f"[\n{runs_text}\n]" if k == "results" else json.dumps(v)) for k, v in content.items()]
+    atomic_write(sweep.folder / f"{name}.json", "{\n" + ",\n".join(lines) + "\n}\n")
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in (header, ["---"] * len(header), *rows)]
     atomic_write(sweep.folder / f"{name}.md", "\n".join(lines) + "\n")
     return text

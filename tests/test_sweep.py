@@ -211,6 +211,24 @@ def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
     content = json.loads((s.folder / "name.json").read_text())
     assert content["done"] == 4 and content["gaps"]["tiny clover"]["n"] == 2
     assert (s.folder / "name.md").read_text().startswith("| size | method |")
+    assert sweep.stored(s.folder / "name.json")["results"] == content["results"]
+    assert len((s.folder / "name.json").read_text().splitlines()) < 20  # a line for each run
+
+
+def test_the_loss_curve_is_means_of_parts():
+    losses = [{"step": i, "loss": float(i)} for i in range(10)]
+    assert sweep.thinned(losses, 3) == [[4, 1.5], [8, 5.5], [10, 8.5]]
+    assert sweep.thinned(losses) == [[i + 1, float(i)] for i in range(10)]
+    assert sweep.thinned([]) == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"results": []}', '{"results": [], "environment": {}, "data": "x"}'])
+def test_files_that_are_no_results_are_refused(tmp_path, text):
+    (tmp_path / "d6.json").write_text(text)
+    with pytest.raises(UserError, match="d6.json (is not a file of scripts.sweep|holds no results)"):
+        sweep.stored(tmp_path / "d6.json")
+    with pytest.raises(UserError, match="nothing.json is not a file of scripts.sweep"):
+        sweep.stored(tmp_path / "nothing.json")
 
 
 def test_failures_are_named_and_do_not_stop_the_others(trained):
