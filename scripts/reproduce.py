@@ -421,7 +421,7 @@ def training(
             values = [gaps.get((size, m)) for m in others]
             means = [v.mean if v else 0.0 for v in values]
             errors = [v.half if v and v.n > 1 else 0.0 for v in values]
-            axes.bar(at, means, 0.8 / len(found), yerr=errors, capsize=2, label=f"{size}, here")
+            axes.bar(at, means, 0.8 / len(found), yerr=errors, capsize=3, alpha=0.6, label=f"{size}, here")
         published = {j: paper[m] for j, m in enumerate(others) if paper and m in paper}
         for marker, model, values in zip("os", PAPER_MODELS, zip(*published.values())):
             axes.plot(list(published), values, f"k{marker}", mfc="none", label=f"{model}, paper")
@@ -514,7 +514,7 @@ TABLE_5 = {
 
 
 def table5(context: Context) -> Outcome:
-    title = "Table 5: validation bits per byte of nanochat, increase over BF16 (paper: d20 / d32)"
+    title = "Table 5: nanochat's validation BPB, increase over BF16 (paper: d20 / d32)"
     outcome, results = training(context, "table5", title, FULL_METHODS, FULL_CLAIMS, ["d8"], 20.0, TABLE_5)
     reduction(outcome, results, "15% to 25%")
     outcome.notes.append(
