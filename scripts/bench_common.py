@@ -279,11 +279,12 @@ def table(header: list[str], rows: list[list[object]]) -> str:
     return "\n".join([line(cells[0]), "  ".join("-" * w for w in widths), *map(line, cells[1:])])
 
 
-def write_json(name: str, path: str, settings: dict, records: list[dict]) -> Path:
-    """The records, what was asked for and the machine; returns where."""
+def write_json(name: str, path: str, settings: dict, records: list[dict], environment: dict | None = None) -> Path:
+    """The records, what was asked for and the machine (asked again unless given); returns where."""
     target = Path(path) if path else Path(get_base_dir()) / "bench" / f"{name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    content = {"benchmark": name, "settings": settings, "environment": environment_info(), "records": records}
+    content = {"benchmark": name, "settings": settings, "environment": environment or environment_info()}
+    content["records"] = records
     atomic_write(target, json.dumps(content, indent=1, default=str) + "\n")
     return target
 

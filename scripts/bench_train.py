@@ -16,8 +16,13 @@ AdamW. The times of a micro-batch, of making the codes and of the update are med
     tokens/s = total batch / (micro-batches * micro-batch time + codes + update)
 
 Peak memory is that of a whole step, gradients and optimizer states included. The largest micro-batch is found by steps
-that are run: the memory of 1 and 2 rows gives a prediction, which is tried out. Their difference is what a token keeps
-in memory. --memory-cap is a hard limit on PyTorch's allocator.
+that are run: what 1 and 2 rows take without torch.compile predicts it, then one row and the prediction are tried out,
+compiled. The difference of these two peaks is what a token keeps in memory. --memory-cap is a hard limit on PyTorch's
+allocator.
+
+Nothing that was measured is lost: rows are printed, and the JSON is written, after each search and each round of turns
+(by --recompute: first all methods with the first of its values, then again with those of the next). A variant that
+fails is a row that says why, the others go on, and the exit status is 2.
 """
 
 import os
@@ -33,8 +38,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,7 +61,6 @@ from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.gpt import GPT, autocast, compile_layers, config_from_depth
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.recipes import get_recipe
-from nanochat_fp4.training import largest_micro_batch
 from scripts import bench_common as common
 
 RECOMPUTE = ("none", "mlp", "all")
@@ -99,6 +104,14 @@ class Trainer:
 
     def weights_once(self):
         return nf.quantize_weights_once(self.model)
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        compiled, self.forward = self.forward, self.model
+        try:
+            yield
+        finally:
+            self.forward = compiled
 
     def tokens(self, rows: int) -> torch.Tensor:
         return torch.randint(self.vocab_size, (rows, self.sequence_len), device=self.device)
@@ -181,12 +194,12 @@ class Memory:
     def peak(self, rows: int) -> int | None:
         return max(self.passes[rows], self.update) if rows in self.passes else None
 
-    def per_token(self, sequence_len: int) -> float | None:
-        """Bytes that a token more of a micro-batch takes, from the two smallest sizes that fit."""
+    def per_row(self) -> float | None:
+        """Bytes that a row more of a micro-batch takes, from the smallest and the largest size that fit."""
         if len(self.passes) < 2:
             return None
-        a, b = sorted(self.passes)[:2]
-        return (self.passes[b] - self.passes[a]) / ((b - a) * sequence_len)
+        a, b = min(self.passes), max(self.passes)
+        return (self.passes[b] - self.passes[a]) / (b - a)
 
 
 def peaks_of_a_step(trainer: Trainer, rows: int) -> tuple[int, int]:
@@ -207,20 +220,48 @@ def peaks_of_a_step(trainer: Trainer, rows: int) -> tuple[int, int]:
 
 
 def find_micro_batch(trainer: Trainer, rows: int, budget: int, peaks: Callable = peaks_of_a_step) -> tuple[int, Memory]:
-    """(the largest micro-batch whose step fits, the peaks). Raises UserError where not even one row fits."""
-    memory = Memory()
+    """(the largest micro-batch whose step fits, the peaks of those that were tried), for `rows` rows a step.
 
-    def measured(size: int) -> int:
-        memory.passes[size], memory.update = peaks(trainer, size)
-        return memory.passes[size]
+    Sizes are the divisors of `rows`. Every size has to be compiled, so few are tried: one row, and what 1 and 2 rows
+    without torch.compile predict (which also makes the optimizers' states). From there it goes down while a size does
+    not fit, or up while the compiled peaks say that the next one does. Raises UserError where not even one row fits.
+    """
 
-    size = largest_micro_batch(rows, measured, budget)
-    if size is None:
+    def measure(size: int, memory: Memory) -> bool:
+        try:
+            peak, memory.update = peaks(trainer, size)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        if peak <= budget:
+            memory.passes[size] = peak
+        return size in memory.passes
+
+    with trainer.uncompiled():
+        trial = Memory()
+        for size in (1, 1, 2):  # the first step makes the optimizers' states
+            measure(size, trial)
+    memory, sizes = Memory(), [n for n in range(1, rows + 1) if rows % n == 0]
+    if not measure(1, memory):
         raise UserError(
             f"not even one row of {trainer.sequence_len} tokens fits into {format_bytes(budget)}; lower --depth or "
             "--seq-len, or raise --memory-cap"
         )
-    return size, memory
+    per_row = max(1.0, trial.per_row() or budget)
+    predicted = [i for i, n in enumerate(sizes) if memory.passes[1] + per_row * (n - 1) <= budget]
+    i = min(max(1, *predicted), len(sizes) - 1)
+    if i and measure(sizes[i], memory):
+        while i + 1 < len(sizes):
+            more = memory.per_row() * (sizes[i + 1] - sizes[i])
+            if memory.passes[sizes[i]] + more > budget or not measure(sizes[i + 1], memory):
+                break
+            i += 1
+    else:
+        i = max(0, i - 1)
+        while i and not measure(sizes[i], memory):
+            i -= 1
+    return sizes[i], memory
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -402,79 +443,163 @@ def show_table_7(title: str, records: list[dict]) -> str:
 # The benchmark
 
 
-def bench_depth(args: argparse.Namespace, depth: int, device: torch.device) -> tuple[list[dict], list[dict]]:
-    """(a record for each variant, the records of time by operation) of one depth."""
+class Results:
+    """What was measured so far: a record for each variant of a depth, and those of time by operation."""
+
+    def __init__(self, settings: dict, path: str):
+        self.settings, self.path, self.environment = settings, path, environment_info()
+        self.records: list[dict] = []
+        self.operations: list[dict] = []
+
+    def add(self, depth: int, variant: Variant, **known: object) -> dict:
+        """A new record; what is not known yet is None."""
+        unknown = (
+            "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "tokens_per_second", "ratio",
+            "mfu", "peak_bytes", "bytes_per_token", "memory_ratio", "recompiles", "problem",
+        )  # fmt: skip
+        record = {"depth": depth, "variant": str(variant), "method": variant.method, "recompute": variant.recompute}
+        self.records.append(record | dict.fromkeys(unknown) | known)
+        return self.records[-1]
+
+    def write(self) -> Path:
+        records = [*self.records, *self.operations]
+        return common.write_json("bench_train", self.path, self.settings, records, self.environment)
+
+    @contextmanager
+    def attempt(self, record: dict, what: str) -> Iterator[None]:
+        """An error inside becomes the record's problem; either way everything so far is written."""
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                record["problem"] = f"{what}: out of memory; lower --micro-batch, --depth or --seq-len"
+            elif isinstance(error, UserError | ValueError):
+                record["problem"] = f"{what}: {one_line(error)}"
+            else:
+                traceback.print_exc()
+                record["problem"] = f"{what}: {type(error).__name__}: {one_line(error)}"
+            print0(f"FAILED d{record['depth']} {record['variant']}, {record['problem']}", flush=True)
+        gc.collect()
+        self.write()
+
+
+def time_in_turns(args: argparse.Namespace, trainers: dict[Variant, Trainer], records: dict, results: Results) -> None:
+    """The variants that have no problem, one after the other, round by round; the first round warms up. Their records
+    change together, after each round, so that their times always come from the same rounds."""
+    watches: dict[Variant, Stopwatch] = {}
+    if all(records[v]["problem"] for v in trainers):
+        return
+    for i in range(args.rounds + 1):
+        for variant, trainer in trainers.items():
+            record = records[variant]
+            if record["problem"]:
+                continue
+            device = trainer.device
+            watch = Stopwatch(device) if i == 0 else watches.setdefault(variant, Stopwatch(device))
+            graphs = compiled_graphs()
+            with results.attempt(record, f"round {i}"):
+                trainer.become(variant)
+                run_steps(trainer, record["micro_batch"], args.calls, watch)
+                if i:
+                    record["recompiles"] = (record["recompiles"] or 0) + compiled_graphs() - graphs
+        if i == 0:
+            continue
+        for variant, trainer in trainers.items():
+            if records[variant]["problem"] is None:
+                add_times(args, records[variant], watches[variant].medians(), trainer)
+        add_ratios(list(records.values()))
+        results.write()
+        print0(f"after round {i} of {args.rounds}:\n{show(list(records.values()))}", flush=True)
+
+
+def add_times(args: argparse.Namespace, record: dict, ms: dict[str, float], trainer: Trainer) -> None:
+    size = record["micro_batch"]
+    count = args.total_batch_size // args.seq_len // size
+    step_ms = count * ms["micro-batch"] + ms["codes"] + ms["update"]
+    speed = count * size * args.seq_len / step_ms * 1e3
+    cuda = trainer.device.type == "cuda"
+    peak_flops = get_peak_flops(torch.cuda.get_device_name(trainer.device)) if cuda else None
+    record |= {
+        "micro_batches": count, "micro_batch_ms": ms["micro-batch"], "codes_ms": ms["codes"],
+        "update_ms": ms["update"], "tokens_per_second": speed,
+        "mfu": 100 * record["flops_per_token"] * speed / peak_flops if peak_flops else None,
+    }  # fmt: skip
+
+
+def add_ratios(records: list[dict]) -> None:
+    """To BF16 that computes nothing twice, where it was measured."""
+    base = next((r for r in records if r["variant"] == "bf16"), {})
+    for ratio, key in (("ratio", "tokens_per_second"), ("memory_ratio", "bytes_per_token")):
+        for r in records:
+            r[ratio] = r[key] / base[key] if r[key] and base.get(key) else None
+
+
+def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, results: Results) -> None:
     config = config_from_depth(
         depth, args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
     )
     rows_per_step = args.total_batch_size // args.seq_len
-    cuda = device.type == "cuda"
     ours = Trainer(config, device, args.compile)
     print0(f"d{depth}: {ours.num_params:,} parameters, width {config.n_embd}, {config.sequence_len} tokens a row")
-    trainers: dict[Variant, Trainer] = {Variant(m, r): ours for r in args.recompute for m in args.methods}
-    if args.nanochat:
-        trainers[Variant("nanochat")] = NanochatTrainer(args.nanochat, config, device, args.compile)
+    known = {"width": config.n_embd, "flops_per_token": ours.flops_per_token}
+    trainers: dict[Variant, Trainer] = {}
+    records: dict[Variant, dict] = {}
+    for recompute in args.recompute:
+        added: dict[Variant, Trainer] = {Variant(method, recompute): ours for method in args.methods}
+        nanochat = Variant("nanochat")
+        if args.nanochat and not trainers:
+            added[nanochat] = ours
+        for variant in added:
+            problem = args.problems.get(variant.method)
+            records[variant] = results.add(depth, variant, **known, problem=problem)
+        for variant, trainer in added.items():
+            record = records[variant]
+            if record["problem"]:
+                continue
+            with results.attempt(record, "micro-batch"):
+                if variant == nanochat:
+                    trainer = NanochatTrainer(args.nanochat, config, device, args.compile)
+                trainers[variant] = trainer
+                trainer.become(variant)
+                find_memory(args, record, trainer, rows_per_step)
+                add_ratios(list(records.values()))
+                print0(f"{variant}: {describe_memory(record)}", flush=True)
+        time_in_turns(args, trainers, records, results)
 
-    # Micro-batches: the variants one after the other. The first step makes the optimizers' states.
-    sizes: dict[Variant, int] = {}
-    memories: dict[Variant, Memory] = {}
     for variant, trainer in trainers.items():
-        trainer.become(variant)
-        trainer.passes(1 if args.micro_batch == "auto" else args.micro_batch)
-        trainer.update()
-        if args.micro_batch == "auto":
-            sizes[variant], memories[variant] = find_micro_batch(trainer, rows_per_step, args.budget)
-        else:
-            sizes[variant], memories[variant] = args.micro_batch, Memory()
-            if cuda and not args.nanochat:  # two models at once: their memory would mean nothing
-                peaks = peaks_of_a_step(trainer, args.micro_batch)
-                memories[variant].passes[args.micro_batch], memories[variant].update = peaks
-        print0(f"  {variant}: micro-batch {sizes[variant]}")
+        record = records[variant]
+        if args.table7 and record["problem"] is None:
+            with results.attempt(record, "time by operation"):
+                trainer.become(variant)
+                found = time_by_operation(trainer, record["micro_batch"])
+                results.operations += [{"depth": depth, "variant": str(variant), **r} for r in found]
+                title = f"d{depth}, {variant}, micro-batch {record['micro_batch']}"
+                print0(show_table_7(title, found) + "\n", flush=True)
 
-    # Time: in turns. The first round warms up.
-    watches = {variant: Stopwatch(device) for variant in trainers}
-    graphs = 0
-    for i in range(args.rounds + 1):
-        if i == 1:
-            graphs = compiled_graphs()
-        for variant, trainer in trainers.items():
-            trainer.become(variant)
-            run_steps(trainer, sizes[variant], args.calls, watches[variant] if i else Stopwatch(device))
-    recompiles = compiled_graphs() - graphs
 
-    peak_flops = get_peak_flops(torch.cuda.get_device_name(device)) if cuda else None
-    records = []
-    for variant in trainers:
-        size, ms = sizes[variant], watches[variant].medians()
-        count = rows_per_step // size
-        step_ms = count * ms["micro-batch"] + ms["codes"] + ms["update"]
-        tokens_per_second = count * size * args.seq_len / step_ms * 1e3
-        records.append(
-            {
-                "depth": depth, "width": config.n_embd, "variant": str(variant), "method": variant.method,
-                "recompute": variant.recompute, "micro_batch": size, "micro_batches": count,
-                "micro_batch_ms": ms["micro-batch"], "codes_ms": ms["codes"], "update_ms": ms["update"],
-                "tokens_per_second": tokens_per_second,
-                "mfu": 100 * ours.flops_per_token * tokens_per_second / peak_flops if peak_flops else None,
-                "peak_bytes": memories[variant].peak(size),
-                "bytes_per_token": memories[variant].per_token(args.seq_len),
-                "recompiles": recompiles,
-            }
-        )  # fmt: skip
-    baseline = next((r for r in records if r["variant"] == "bf16"), None)
-    for r in records:
-        r["ratio"] = r["tokens_per_second"] / baseline["tokens_per_second"] if baseline else None
-        known = baseline and baseline["bytes_per_token"] and r["bytes_per_token"]
-        r["memory_ratio"] = r["bytes_per_token"] / baseline["bytes_per_token"] if known else None
+def find_memory(args: argparse.Namespace, record: dict, trainer: Trainer, rows: int) -> None:
+    """The micro-batch of a variant, its peak, and what a token takes, as far as they can be had."""
+    memory = Memory()
+    if args.micro_batch == "auto":
+        record["micro_batch"], memory = find_micro_batch(trainer, rows, args.budget)
+    else:
+        size = record["micro_batch"] = args.micro_batch
+        trainer.passes(size)
+        trainer.update()  # makes the optimizers' states
+        if trainer.device.type == "cuda" and not args.nanochat:  # two models at once: their memory would mean nothing
+            memory.passes[size], memory.update = peaks_of_a_step(trainer, size)
+    per_row = memory.per_row()
+    record["peak_bytes"] = memory.peak(record["micro_batch"])
+    record["bytes_per_token"] = per_row and per_row / args.seq_len
 
-    operations = []
-    if args.table7:
-        for variant, trainer in trainers.items():
-            trainer.become(variant)
-            found = time_by_operation(trainer, sizes[variant])
-            operations += [{"depth": depth, "variant": str(variant), **r} for r in found]
-            print0(show_table_7(f"d{depth}, {variant}, micro-batch {sizes[variant]}", found) + "\n")
-    return records, operations
+
+def describe_memory(record: dict) -> str:
+    text = f"micro-batch {record['micro_batch']}"
+    if record["peak_bytes"]:
+        text += f", peak {record['peak_bytes'] / 2**30:.2f} GiB"
+    if record["bytes_per_token"]:
+        text += f", {record['bytes_per_token'] / 1e6:.3f} MB/token"
+    return text
 
 
 def show(records: list[dict]) -> str:
@@ -484,8 +609,9 @@ def show(records: list[dict]) -> str:
     header = ["", "variant", "micro-batch", "tokens/s", "x BF16", "MFU", "peak GiB", "MB/token", "x BF16 "]
     rows = [
         [
-            f"d{r['depth']}", r["variant"], r["micro_batch"], round(r["tokens_per_second"]), cell(r["ratio"], "{:.2f}"),
-            cell(r["mfu"], "{:.1f}%"), cell(r["peak_bytes"] and r["peak_bytes"] / 2**30, "{:.2f}"),
+            f"d{r['depth']}", r["variant"] + (" FAILED" if r["problem"] else ""), cell(r["micro_batch"], "{}"),
+            cell(r["tokens_per_second"], "{:.0f}"), cell(r["ratio"], "{:.2f}"), cell(r["mfu"], "{:.1f}%"),
+            cell(r["peak_bytes"] and r["peak_bytes"] / 2**30, "{:.2f}"),
             cell(r["bytes_per_token"] and r["bytes_per_token"] / 1e6, "{:.3f}"), cell(r["memory_ratio"], "{:.2f}"),
         ]
         for r in records
@@ -653,32 +779,44 @@ def main(argv: list[str] | None = None) -> None:
     info = environment_info()
     cap = f", at most {format_bytes(args.memory_cap)}" if args.memory_cap else ""
     hardware = f"{info['gpu'] or info['cpu']}{cap}; torch {info['torch']}; {nf.backend()}"
-    print0(hardware)
-    problems = [p for m in args.methods if m != "bf16" and (p := layer_problem(device, m))]
-    if problems:
-        raise UserError(f"not timed, because the result is wrong: {'; '.join(problems)}")
-    records, operations = [], []
+    print0(hardware, flush=True)
+    settings["hardware"] = hardware
+    results = Results(settings, args.json)
+    args.problems = {m: p for m in args.methods if m != "bf16" and (p := method_problem(device, m))}
     for depth in args.depth:
         try:
-            found = bench_depth(args, depth, device)
-        except ValueError as error:
-            raise UserError(f"d{depth}: {one_line(error)}") from None
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise UserError(f"d{depth}: out of memory; lower --micro-batch, --depth or --seq-len") from None
-        records += found[0]
-        operations += found[1]
+            bench_depth(args, depth, device, results)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            advice = "out of memory; lower --depth" if is_out_of_memory(error) else one_line(error)
+            results.add(depth, Variant("bf16"), problem=advice)
         gc.collect()
         if device.type == "cuda":
             torch._dynamo.reset()
             torch.cuda.empty_cache()
+    records = results.records
     print0(show(records))
-    print0(f"recompilations after the warm-up: {sum(r['recompiles'] for r in records) // len(records)}")
-    settings["hardware"] = hardware
-    target = common.write_json("bench_train", args.json, settings, [*records, *operations])
-    plot(records, hardware, target.with_suffix(".png"))
-    print0(f"written to {target} and {target.with_suffix('.png')}")
+    print0(f"recompilations after the warm-up: {sum(r['recompiles'] or 0 for r in records)}")
+    target = results.write()
+    print0(f"written to {target}")
+    timed = [r for r in records if r["tokens_per_second"]]
+    if timed:
+        plot(timed, hardware, target.with_suffix(".png"))
+        print0(f"written to {target.with_suffix('.png')}")
+    failed = [f"d{r['depth']} {r['variant']}: {r['problem']}" for r in records if r["problem"]]
+    if failed:
+        raise UserError(f"{len(failed)} of {len(records)} variants failed: {'; '.join(failed)}")
+
+
+def method_problem(device: torch.device, method: str) -> str | None:
+    """Why a method is not timed, if its layer is wrong or does not run."""
+    try:
+        problem = layer_problem(device, method)
+    except Exception as error:
+        traceback.print_exc()
+        problem = f"{type(error).__name__}: {one_line(error)}"
+    if problem:
+        print0(f"FAILED {method}: not timed, because the result is wrong: {problem}", flush=True)
+    return problem and f"wrong result: {problem}"
 
 
 if __name__ == "__main__":

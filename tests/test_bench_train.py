@@ -1,8 +1,10 @@
 """The benchmark of whole models, on a CPU and tiny: what it runs, counts and writes. A GPU's figures are made up."""
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -107,36 +109,64 @@ def test_recompilations_are_counted(monkeypatch):
 
 class FakeTrainer:
     sequence_len = 10
+    compiled = True
+
+    @contextlib.contextmanager
+    def uncompiled(self):
+        self.compiled = False
+        yield
+        self.compiled = True
 
 
-def fake_peaks(constant, per_row, memory, update=0):
+def fake_peaks(constant, per_row, memory, update=0, uncompiled=None):
+    """Memory of `constant` and `per_row` bytes, or `uncompiled` a row; the sizes that are compiled."""
     tried = []
 
     def peaks(trainer, rows):
-        tried.append(rows)
-        if constant + per_row * rows > memory:
+        if trainer.compiled:
+            tried.append(rows)
+        peak = constant + (per_row if trainer.compiled else uncompiled or per_row) * rows
+        if peak > memory:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return constant + per_row * rows, update
+        return peak, update
 
     return peaks, tried
 
 
-def test_the_largest_micro_batch_is_tried_out():
-    peaks, tried = fake_peaks(1000, 100, memory=2700, update=1500)
-    size, memory = bench_train.find_micro_batch(FakeTrainer, 64, 2700, peaks)
-    assert size == 16 and tried == [1, 2, 16]
-    assert memory.per_token(10) == 10 and memory.peak(16) == 2600 and memory.peak(2) == 1500  # the update needs more
-    peaks, tried = fake_peaks(1000, 100, memory=2000)  # less than the budget promises: fragments
-    size, memory = bench_train.find_micro_batch(FakeTrainer, 64, 2700, peaks)
-    assert size == 8 and tried == [1, 2, 16, 8] and memory.peak(16) is None
+def test_two_sizes_are_compiled():
+    peaks, tried = fake_peaks(1000, 100, memory=2700, update=1500, uncompiled=106)
+    size, memory = bench_train.find_micro_batch(FakeTrainer(), 64, 2700, peaks)
+    assert size == 16 and tried == [1, 16]
+    assert memory.per_row() == 100 and memory.peak(16) == 2600 and memory.peak(1) == 1500  # the update needs more
 
 
-def test_only_one_row_or_none():
-    peaks, _ = fake_peaks(1000, 100, memory=1150)
-    size, memory = bench_train.find_micro_batch(FakeTrainer, 64, 1150, peaks)
-    assert size == 1 and memory.per_token(10) is None
+@pytest.mark.parametrize(
+    "memory, uncompiled, size, expected",
+    [
+        (2000, 100, 8, [1, 16, 8]),  # less than the budget promises: fragments
+        (2700, 120, 16, [1, 8, 16]),  # compiled rows take less than was predicted
+        (2700, 40, 16, [1, 32, 16]),  # or more
+        (2700, 5000, 16, [1, 2, 4, 8, 16]),  # nothing could be predicted
+        (1150, 100, 1, [1, 2]),
+    ],
+)
+def test_the_largest_micro_batch_is_tried_out(memory, uncompiled, size, expected):
+    peaks, tried = fake_peaks(1000, 100, memory, uncompiled=uncompiled)
+    found, known = bench_train.find_micro_batch(FakeTrainer(), 64, 2700, peaks)
+    assert found == size and tried == expected and (known.per_row() is None) == (size == 1)
+    assert all(known.peak(n) is None for n in expected if n > size)
+
+
+def test_all_rows_of_a_step_fit():
+    peaks, tried = fake_peaks(1000, 100, memory=10**6)
+    assert bench_train.find_micro_batch(FakeTrainer(), 64, 10**6, peaks)[0] == 64 and tried == [1, 64]
+    peaks, tried = fake_peaks(1000, 100, memory=10**6)
+    assert bench_train.find_micro_batch(FakeTrainer(), 1, 10**6, peaks)[0] == 1 and tried == [1]
+
+
+def test_not_even_one_row():
     with pytest.raises(UserError, match="not even one row of 10 tokens fits into"):
-        bench_train.find_micro_batch(FakeTrainer, 64, 1000, fake_peaks(1000, 100, memory=1000)[0])
+        bench_train.find_micro_batch(FakeTrainer(), 64, 1000, fake_peaks(1000, 100, memory=1000)[0])
 
 
 def test_other_errors_are_not_taken_for_memory():
@@ -144,7 +174,7 @@ def test_other_errors_are_not_taken_for_memory():
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        bench_train.find_micro_batch(FakeTrainer, 64, 1000, peaks)
+        bench_train.find_micro_batch(FakeTrainer(), 64, 1000, peaks)
 
 
 @pytest.mark.parametrize(
@@ -313,8 +343,95 @@ def test_memory_that_runs_out_is_one_line(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Trainer, "passes", passes)
-    with pytest.raises(UserError, match="d1: out of memory; lower --micro-batch"):
+    with pytest.raises(UserError, match="2 of 2 variants failed: d1 bf16: micro-batch: out of memory; lower --micro-b"):
         bench_train.main(TINY)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Nothing that was measured is lost
+
+
+def written(base_dir) -> dict[str, dict]:
+    content = json.loads((base_dir / "bench" / "bench_train.json").read_text())
+    return {r["variant"]: r for r in content["records"] if "tokens_per_second" in r}
+
+
+def test_what_was_measured_survives_a_kill(base_dir):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    command = [sys.executable, "-m", "scripts.bench_train", *TINY, "--recompute", "none,all", "--rounds", "100000"]
+    process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        for line in process.stdout:
+            if line.startswith("after round 2 "):
+                break
+        assert [process.stdout.readline() for _ in range(4)][-1].startswith("d1  clover ")  # a pipe is not a terminal
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == -signal.SIGTERM
+    finally:
+        process.kill()
+    records = written(base_dir)
+    assert list(records) == ["bf16", "clover"]  # what computes nothing twice comes first
+    assert all(r["micro_batch"] == 2 and r["tokens_per_second"] > 0 and r["ratio"] > 0 for r in records.values())
+
+
+def test_sizes_are_written_before_anything_is_timed(base_dir, monkeypatch):
+    def run_steps(*args):
+        assert [r["micro_batch"] for r in written(base_dir).values()] == [2, 2]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_train, "run_steps", run_steps)
+    with pytest.raises(KeyboardInterrupt):
+        bench_train.main(TINY)
+    assert [r["tokens_per_second"] for r in written(base_dir).values()] == [None, None]
+
+
+@pytest.mark.parametrize("part", ["passes", "run_steps", "time_by_operation"])
+def test_one_variant_that_fails_leaves_the_others(part, base_dir, monkeypatch, capsys):
+    where = Trainer if part == "passes" else bench_train
+    real = getattr(where, part)
+    errors = iter([torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("a bug")])
+
+    def fails(trainer, *args):
+        if trainer.now == "nvidia":
+            raise next(errors)
+        return real(trainer, *args)
+
+    become = Trainer.become
+    monkeypatch.setattr(Trainer, "become", lambda self, v: (become(self, v), setattr(self, "now", v.method))[0])
+    monkeypatch.setattr(where, part, fails)
+    with pytest.raises(UserError, match=r"2 of 6 variants failed: d1 nvidia: .*: out of memory; .*RuntimeError: a bug"):
+        bench_train.main([*TINY, "--methods", "nvidia,clover", "--recompute", "none,all"])
+    records = written(base_dir)
+    for name, r in records.items():
+        assert (r["problem"] is None) == ("nvidia" not in name)
+        assert (r["tokens_per_second"] is None) == ("nvidia" in name and part != "time_by_operation")
+    captured = capsys.readouterr()
+    assert "nvidia FAILED" in captured.out and "RuntimeError: a bug" in captured.err
+    assert "clover, all again, micro-batch 2: forward" in captured.out and "nvidia, micro-batch 2:" not in captured.out
+
+
+def test_a_wrong_method_is_not_timed(base_dir, monkeypatch):
+    monkeypatch.setattr(
+        bench_train, "layer_problem", lambda device, method: "all zeros" if method == "nvidia" else None
+    )
+    with pytest.raises(UserError, match="1 of 3 variants failed: d1 nvidia: wrong result: all zeros"):
+        bench_train.main([*TINY, "--methods", "nvidia,clover"])
+    records = written(base_dir)
+    assert records["nvidia"]["micro_batch"] is None and records["clover"]["ratio"] > 0
+
+
+def test_a_depth_that_cannot_be_built_leaves_the_others(base_dir, monkeypatch):
+    def build(config, *args):
+        if config.n_layer == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Trainer(config, *args)
+
+    monkeypatch.setattr(bench_train, "Trainer", build)
+    with pytest.raises(UserError, match="1 of 3 variants failed: d2 bf16: out of memory; lower --depth"):
+        bench_train.main([*TINY, "--depth", "2,1"])
+    content = json.loads((base_dir / "bench" / "bench_train.json").read_text())
+    timed = [(r["depth"], r["variant"]) for r in content["records"] if r.get("tokens_per_second")]
+    assert timed == [(1, "bf16"), (1, "clover")]
 
 
 @pytest.mark.gpu
