@@ -278,6 +278,9 @@ pipeline() {
 export PYTHONUNBUFFERED=1 # or a log would have the lines of stdout long after those of stderr
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
 NUM_GPUS=$(count_gpus)
+if [ "$NUM_GPUS" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then # only these are for us; -1 and nothing mean none
+    NUM_GPUS=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]') || true
+fi
 NPROC=${NPROC:-$((NUM_GPUS > 1 ? NUM_GPUS : 1))}
 if [ "$NUM_GPUS" -gt 0 ]; then
     MACHINE="$NUM_GPUS x $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1), $NPROC process(es)"

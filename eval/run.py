@@ -20,7 +20,7 @@ from nanochat_fp4.chat_data import Task
 from nanochat_fp4.common import Progress, get_dist_info, is_ddp_initialized
 from nanochat_fp4.engine import Engine
 from nanochat_fp4.gpt import autocast
-from nanochat_fp4.nvfp4.convert import per_token_scale
+from nanochat_fp4.nvfp4.convert import per_token_scale, quantize_weights_once
 
 
 @dataclass
@@ -113,6 +113,7 @@ def run_task(
             torch.no_grad(),
             autocast(torch.device(device).type),
             per_token_scale(model),
+            quantize_weights_once(model),
         ):
             for batch in _batches(task, mine, tokenizer, batch_size):
                 if interrupted():

@@ -39,7 +39,7 @@ from nanochat_fp4.common import (
 )
 from nanochat_fp4.engine import Engine
 from nanochat_fp4.gpt import autocast
-from nanochat_fp4.nvfp4.convert import full_precision, per_token_scale
+from nanochat_fp4.nvfp4.convert import full_precision, per_token_scale, quantize_weights_once
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.quantizers import quantize
 from nanochat_fp4.nvfp4.recipes import get_recipe, method_names
@@ -574,7 +574,7 @@ def draw_samples(model: nn.Module, tokenizer: Any, prompts: Sequence[str] = PROM
     engine = Engine(model, tokenizer)
     device = model.get_device()
     samples = []
-    with preserved_rng(device), autocast(device.type), per_token_scale(model):
+    with preserved_rng(device), autocast(device.type), per_token_scale(model), quantize_weights_once(model):
         for prompt in prompts:
             tokens = tokenizer(prompt, prepend="<|bos|>")
             rows, _ = engine.generate_batch(tokens, num_samples=1, max_tokens=max_tokens, temperature=0)

@@ -105,7 +105,7 @@ def converse(args: argparse.Namespace, device: torch.device) -> None:
     chat = Chat(Engine(model, tokenizer), args.temperature, args.top_k)
     precision = nf.full_precision(model) if args.precision == "bf16" else contextlib.nullcontext()
     dtype = torch.float32 if args.dtype == "float32" else None
-    with precision, nf.per_token_scale(model), autocast(device.type, dtype):
+    with precision, nf.per_token_scale(model), nf.quantize_weights_once(model), autocast(device.type, dtype):
         if args.prompt is not None:
             answer(chat, args.prompt.strip())
             return

@@ -79,6 +79,17 @@ def test_plan_on_gpus_is_nanochats(environment):
     assert (shown["DEPTH"], shown["DEVICE_BATCH"], shown["DATA_RATIO"]) == ("32", "8", "20")
 
 
+@pytest.mark.parametrize(
+    "visible, machine",
+    [("1", "1 x NVIDIA X, 1 process(es)"), ("2,0", "2 x NVIDIA X, 2 process(es)"), ("", "no GPU"), ("-1", "no GPU")],
+)
+def test_only_visible_gpus_count(environment, visible, machine):
+    smi = Path(environment["PATH"].split(":")[0]) / "nvidia-smi"
+    smi.write_text('#!/bin/sh\ncase "$1" in -L) seq -f "GPU %g: X" 0 2;; *) echo "NVIDIA X";; esac\n')
+    done = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", CUDA_VISIBLE_DEVICES=visible)
+    assert done.returncode == 0 and machine in done.stdout, done.stdout + done.stderr
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Bad input: one line on stderr, a status that is not 0, and nothing begun
 
