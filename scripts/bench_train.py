@@ -223,8 +223,8 @@ def find_micro_batch(trainer: Trainer, rows: int, budget: int, peaks: Callable =
     """(the largest micro-batch whose step fits, the peaks of those that were tried), for `rows` rows a step.
 
     Sizes are the divisors of `rows`. Every size has to be compiled, so few are tried: one row, and what 1 and 2 rows
-    without torch.compile predict (which also makes the optimizers' states). From there it goes down while a size does
-    not fit, or up while the compiled peaks say that the next one does. Raises UserError where not even one row fits.
+    without torch.compile predict. From there it goes down while a size does not fit, or up while the compiled peaks say
+    that the next one does. Raises UserError where not even one row fits.
     """
 
     def measure(size: int, memory: Memory) -> bool:
@@ -238,16 +238,15 @@ def find_micro_batch(trainer: Trainer, rows: int, budget: int, peaks: Callable =
             memory.passes[size] = peak
         return size in memory.passes
 
-    with trainer.uncompiled():
-        trial = Memory()
-        for size in (1, 1, 2):  # the first step makes the optimizers' states
-            measure(size, trial)
-    memory, sizes = Memory(), [n for n in range(1, rows + 1) if rows % n == 0]
-    if not measure(1, memory):
+    memory, trial, sizes = Memory(), Memory(), [n for n in range(1, rows + 1) if rows % n == 0]
+    if not (measure(1, memory) and measure(1, memory)):  # the first step makes the optimizers' states
         raise UserError(
             f"not even one row of {trainer.sequence_len} tokens fits into {format_bytes(budget)}; lower --depth or "
             "--seq-len, or raise --memory-cap"
         )
+    with trainer.uncompiled():
+        for size in (1, 2):
+            measure(size, trial)
     per_row = max(1.0, trial.per_row() or budget)
     predicted = [i for i, n in enumerate(sizes) if memory.passes[1] + per_row * (n - 1) <= budget]
     i = min(max(1, *predicted), len(sizes) - 1)

@@ -123,7 +123,7 @@ def fake_peaks(constant, per_row, memory, update=0, uncompiled=None):
     tried = []
 
     def peaks(trainer, rows):
-        if trainer.compiled:
+        if trainer.compiled and rows not in tried:
             tried.append(rows)
         peak = constant + (per_row if trainer.compiled else uncompiled or per_row) * rows
         if peak > memory:
