@@ -21,7 +21,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import rustbpe
 import tiktoken
 import torch
 
@@ -90,6 +89,8 @@ class RustBPETokenizer:
             raise ValueError(
                 f"vocabulary size {vocab_size} is too small: at least {smallest} are needed (--vocab-size)"
             )
+        import rustbpe  # training alone needs it
+
         tokenizer = rustbpe.Tokenizer()
         tokenizer.train_from_iterator(iter(text_iterator), vocab_size - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
         ranks = {bytes(token): rank for token, rank in tokenizer.get_mergeable_ranks()}
