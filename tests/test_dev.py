@@ -1,12 +1,11 @@
 """dev/compare_trees.py and the table of dev/compare_upstream.py, on toys."""
 
-import runpy
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TREES = runpy.run_path(str(ROOT / "dev/compare_trees.py"))
 FLAGS = (
     "--method=bf16 --depth=1 --aspect-ratio=128 --head-dim=64 --max-seq-len=32 --window-pattern=L --num-iterations=4 "
     "--device-batch-size=2 --total-batch-size=128"
@@ -35,10 +34,23 @@ def test_a_tree_equals_itself_and_runs_once(tiny_base, tmp_path):
     assert logs == {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("log")}
 
 
-def test_pairs_and_windows():
-    before = {1: {0: 5.0, 1: 4.0, 2: 3.0, 3: 2.0}, 2: {0: 6.0, 1: 5.0, 2: 4.0, 3: 3.0}}
-    after = {1: {0: 5.0, 1: 4.2, 2: 3.0, 3: 2.4}, 2: {0: 6.0, 1: 5.0, 2: 4.0}}  # the second did not get to the end
-    lines = TREES["table"](before, after, 2, 2).splitlines()[2:]
+def test_pairs_and_windows(tmp_path):
+    curves = {
+        "before_1": (5.0, 4.0, 3.0, 2.0),
+        "before_2": (6.0, 5.0, 4.0, 3.0),
+        "after_1": (5.0, 4.2, 3.0, 2.4),
+        "after_2": (6.0, 5.0, 4.0),  # did not get to the end
+    }
+    for name, losses in curves.items():
+        folder = tmp_path / name / "base_checkpoints" / "d1"
+        folder.mkdir(parents=True)
+        (tmp_path / name / "complete").touch()
+        records = [{"event": "train", "step": i, "loss": loss} for i, loss in enumerate(losses)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    done = dev("compare_trees.py", "--before", ROOT, "--base", tmp_path, "--out", tmp_path, "--seeds", 1, 2,
+               "--every", 2, "--window", 2)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()[2:]
     assert lines[0].split() == "2 2 5.0000 5.0500 0.7071 +0.0500 ± 0.6353 +0.1000 +0.0000".split()  # t 12.706
     assert lines[1].split() == "4 1 2.5000 2.7000 0.0000 +0.2000 ± nan +0.2000".split()
 
