@@ -40,7 +40,7 @@ def gemm(a: Value, b: Value, *, compute_dtype: torch.dtype, out_dtype: torch.dty
     if isinstance(a, TwoTerms) or isinstance(b, TwoTerms):
         pairs = [(x, y) for i, x in enumerate(terms(a)) for j, y in enumerate(terms(b)) if i + j < 2]
         products = [gemm(x, y, compute_dtype=compute_dtype, out_dtype=torch.float32) for x, y in pairs]
-        return functools.reduce(torch.add, products).to(out_dtype)
+        return _cast(functools.reduce(torch.add, products), out_dtype)
     if isinstance(a, NVFP4Tensor) and isinstance(b, NVFP4Tensor) and native.takes(a, b):
         name = native.implementation(a.codes.device.type)
         if name is not None:
@@ -52,10 +52,10 @@ def gemm(a: Value, b: Value, *, compute_dtype: torch.dtype, out_dtype: torch.dty
     if not x.is_cuda:  # decoded values in FP32: nothing is lost, and CPUs are not faster in BF16
         plain = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
         product = _matmul(x, y, compute_dtype if plain else torch.float32)
-        return (product if alpha is None else product * alpha).to(out_dtype)
+        return _cast(product if alpha is None else product * alpha, out_dtype)
     if x.dtype != torch.bfloat16 or y.dtype != torch.bfloat16:
         product = _matmul(x, y, torch.float32)
-        return (product if alpha is None else product * alpha).to(out_dtype)
+        return _cast(product if alpha is None else product * alpha, out_dtype)
     if alpha is None and out_dtype == torch.bfloat16:
         return x @ y.T
     if (alpha is None or alpha.dim() == 0) and cublas_unavailable_reason() is None:
@@ -63,7 +63,13 @@ def gemm(a: Value, b: Value, *, compute_dtype: torch.dtype, out_dtype: torch.dty
 
         return mm_alpha(_dense(x), _dense(y), alpha, out_dtype)
     product = torch.mm(x, y.T, out_dtype=torch.float32)
-    return (product if alpha is None else product * alpha).to(out_dtype)
+    return _cast(product if alpha is None else product * alpha, out_dtype)
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x.to(dtype), but not called where it would return x itself: an autograd function whose forward pass ends in such a
+    call gets gradients of zero from torch 2.11's torch.compile."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _matmul(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
