@@ -38,12 +38,9 @@ def finish_kernel(
         tl.store(tensor_scale_ptr, tensor_scale)
     first = tl.program_id(0).to(tl.int64) * NB
     block = first + tl.arange(0, NB)
-    mask = block < blocks
-    pseudo = tl.load(pseudo_ptr + block, mask=mask, other=0.0).to(tl.float32)
-    correction = tl.load(correction_ptr + block // 8, mask=mask, other=1.0)
+    corrected = _corrected(pseudo_ptr, correction_ptr, m.power_of_two_reciprocal(tensor_scale), block, blocks)
     uniform = m.scale_uniforms(tl.load(seed_ptr), first // 4 + tl.arange(0, NB // 4), stream, NB)
-    aligned = pseudo * m.power_of_two_reciprocal(tensor_scale) * correction
-    tl.store(scales_ptr + block, m.encode_e4m3(m.stochastic_round_e4m3(aligned, uniform)), mask=mask)
+    tl.store(scales_ptr + block, m.encode_e4m3(m.stochastic_round_e4m3(corrected, uniform)), mask=block < blocks)
 
 
 @triton.jit
@@ -57,27 +54,38 @@ def repair_kernel(
     stream,
     DIVISOR: tl.constexpr,
     NB: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
+    """NB blocks a program. Most find nothing to do, and the rare work is done in parts, which need few registers."""
     tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, True)
+    shift = m.power_of_two_reciprocal(tensor_scale)
     first = tl.program_id(0).to(tl.int64) * NB
-    block = first + tl.arange(0, NB)
-    mask = block < blocks
-    pseudo = tl.load(pseudo_ptr + block, mask=mask, other=0.0).to(tl.float32)
-    correction = tl.load(correction_ptr + block // 8, mask=mask, other=1.0)
-    corrected = pseudo * m.power_of_two_reciprocal(tensor_scale) * correction
+    corrected = _corrected(pseudo_ptr, correction_ptr, shift, first + tl.arange(0, NB), blocks)
     subnormal = (corrected > 0) & (corrected < m.E4M3_MIN_NORMAL)
     if tl.max(subnormal.to(tl.int32), axis=0) > 0:
-        uniform = m.scale_uniforms(tl.load(seed_ptr), first // 4 + tl.arange(0, NB // 4), stream, NB)
-        # What the first kernel rounded to, free of E4M3's range, and what it should have been.
-        e = tl.maximum(m.power_of_two_floor(corrected), m.TENSOR_SCALE_MIN)
-        before = m.stochastic_round_m3(corrected, e, uniform)
-        after = m.stochastic_round_e4m3(corrected, uniform)
-        wrong = subnormal & (before != after)
-        element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        value = tl.load(decoded_ptr + element, mask=wrong[:, None], other=0.0).to(tl.float32)
-        # decoded / before is the E2M1 value times tensor_scale: both divisions are exact.
-        q = tl.math.div_rn(value, tl.where(wrong, before, 1.0)[:, None])
-        tl.store(decoded_ptr + element, (q * after[:, None]).to(tl.bfloat16), mask=wrong[:, None])
+        for start in range(0, NB, CHUNK):
+            block = first + start + tl.arange(0, CHUNK)
+            corrected_again = _corrected(pseudo_ptr, correction_ptr, shift, block, blocks)
+            index = (first + start) // 4 + tl.arange(0, CHUNK // 4)
+            uniform = m.scale_uniforms(tl.load(seed_ptr), index, stream, CHUNK)
+            # What the first kernel rounded to, free of E4M3's range, and what it should have been.
+            e = tl.maximum(m.power_of_two_floor(corrected_again), m.TENSOR_SCALE_MIN)
+            before = m.stochastic_round_m3(corrected_again, e, uniform)
+            after = m.stochastic_round_e4m3(corrected_again, uniform)
+            wrong = (block < blocks) & (before != after)
+            element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+            value = tl.load(decoded_ptr + element, mask=wrong[:, None], other=0.0).to(tl.float32)
+            # decoded / before is the E2M1 value times tensor_scale: both divisions are exact.
+            q = tl.math.div_rn(value, tl.where(wrong, before, 1.0)[:, None])
+            tl.store(decoded_ptr + element, (q * after[:, None]).to(tl.bfloat16), mask=wrong[:, None])
+
+
+@triton.jit
+def _corrected(pseudo_ptr, correction_ptr, shift, block, blocks):
+    """Pseudo-scales, aligned and corrected."""
+    mask = block < blocks
+    pseudo = tl.load(pseudo_ptr + block, mask=mask, other=0.0).to(tl.float32)
+    return pseudo * shift * tl.load(correction_ptr + block // 8, mask=mask, other=1.0)
 
 
 def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, seed: torch.Tensor, operand):
@@ -104,7 +112,7 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
 
 def repair(decoded, pseudo, correction, amax, seed, operand) -> None:
     """decoded BF16 (R, K), in place; the others as for finish."""
-    nb = 512
+    nb = 1024
     repair_kernel[(triton.cdiv(pseudo.numel(), nb),)](
         decoded,
         pseudo,
@@ -115,5 +123,6 @@ def repair(decoded, pseudo, correction, amax, seed, operand) -> None:
         operand.stream,
         DIVISOR=operand.divisor,
         NB=nb,
+        CHUNK=128,
         **NO_FUSION,
     )
