@@ -35,14 +35,17 @@ CODES = 0.5 + 1 / 16  # 4-bit codes and an E4M3 scale for 16 of them
 BF16 = 2.0
 PSEUDO = 2 / 16 + 4 / 128  # MS-EDEN: a BF16 pseudo-scale for 16 elements and S for 128
 
-# Instructions per element and output of a kernel: SASS for sm_90 as tests/test_kernels_compile.py prints it, times the
-# threads, by the elements of a tile. Rounding with one candidate, along rows as they lie and after a rotation:
-ROWS_INSTRUCTIONS, ROTATED_INSTRUCTIONS = 39.0, 26.0
-EDEN_INSTRUCTIONS = 4.0
-STOCHASTIC_INSTRUCTIONS = 14.0
+# Instructions per element and output of a kernel: those of its loop in SASS for sm_90, which `python
+# tests/test_kernels_compile.py 90 default METHODS` prints (of the whole kernel where it has no loop), by the elements
+# that a thread has: 64 of a rotating kernel's strip, 16 of the others' tiles. Compiled with Triton 3.6.
+# Rounding with one candidate: along rows as they lie, in 16x16 blocks, after a rotation to BF16 (to codes: PACK more).
+ROWS_INSTRUCTIONS, SQUARE_INSTRUCTIONS, ROTATED_INSTRUCTIONS, PACK_INSTRUCTIONS = 26.0, 55.0, 19.0, 4.0
+EDEN_INSTRUCTIONS = 10.0
+STOCHASTIC_INSTRUCTIONS = 18.0
 CANDIDATE_INSTRUCTIONS, STOCHASTIC_CANDIDATE_INSTRUCTIONS = 16.0, 34.0  # each further one
-DECODE_INSTRUCTIONS = 12.0
-AMAX_INSTRUCTIONS = 8.0
+DECODE_INSTRUCTIONS, ROTATED_DECODE_INSTRUCTIONS = 12.0, 8.0  # to memory; before a rotation
+AMAX_INSTRUCTIONS = 5.0
+FINISH_INSTRUCTIONS = 60.0  # of a scale
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Machine:
-    """GB/s and TFLOP/s as programs reach them, and the instructions (10^12 a second) of all lanes."""
+    """GB/s and TFLOP/s as programs reach them, and the instructions (10^12 a second) of all lanes.
+
+    longer: a kernel's instructions there over sm_90's; those of the rotating kernel that makes clover's codes.
+    """
 
     name: str
     bandwidth: float
@@ -66,6 +72,7 @@ class Machine:
     fp4: float | None
     instructions: float
     source: str
+    longer: float = 1.0
 
 
 # Achieved on an H200: 4250 of 4800 GB/s, 700 of 989 TFLOP/s. The same shares are assumed for what is not there.
@@ -74,11 +81,11 @@ MACHINES = {
     "h200": Machine("H200", 4250, 700, None, 132 * 128 * 1.755e9 / 1e12, "measured copy and GEMM"),
     "b200": Machine(
         "B200", 8000 * COPY_SHARE, 2250 * GEMM_SHARE, 9000 * GEMM_SHARE, 148 * 128 * 1.85e9 / 1e12,
-        "data sheet (8000 GB/s, 2250 and 9000 TFLOP/s dense) times an H200's achieved shares",
+        "data sheet (8000 GB/s, 2250 and 9000 TFLOP/s dense) times an H200's achieved shares", 0.75,
     ),
     "rtx5090": Machine(
         "RTX 5090", 1792 * COPY_SHARE, 209.5 * GEMM_SHARE, 1676 * GEMM_SHARE, 170 * 128 * 2.41e9 / 1e12,
-        "data sheet (1792 GB/s, 209.5 and 1676 TFLOP/s dense) times an H200's achieved shares",
+        "data sheet (1792 GB/s, 209.5 and 1676 TFLOP/s dense) times an H200's achieved shares", 1.7,
     ),
 }  # fmt: skip
 
@@ -86,7 +93,8 @@ MACHINES = {
 def predicted_ms(step: Step, machine: Machine) -> float:
     """A kernel takes as long as the slowest of memory, instructions and tensor cores."""
     gemm = step.bf16_flops / machine.bf16 + (step.fp4_flops / machine.fp4 if machine.fp4 else 0.0)
-    return max(step.num_bytes / machine.bandwidth / 1e6, step.instructions / machine.instructions / 1e9, gemm / 1e9)
+    instructions = step.instructions * machine.longer / machine.instructions
+    return max(step.num_bytes / machine.bandwidth / 1e6, instructions / 1e9, gemm / 1e9)
 
 
 def _instructions(rounding: str, base: float) -> float:
@@ -99,29 +107,33 @@ def _instructions(rounding: str, base: float) -> float:
 def quantize_steps(name: str, elements: float, source: float, rounding: str, decode: bool) -> list[Step]:
     """Along the rows as they lie in memory, from `source` bytes an element: amax, then codes (and the decode)."""
     written = CODES + (BF16 if decode else 0.0)
+    base = SQUARE_INSTRUCTIONS if get_rounding(rounding).block_rows > 1 else ROWS_INSTRUCTIONS
     return [
         Step(f"{name}: amax", elements * source, elements * AMAX_INSTRUCTIONS),
-        Step(
-            f"{name}: {rounding}", elements * (source + written), elements * _instructions(rounding, ROWS_INSTRUCTIONS)
-        ),
+        Step(f"{name}: {rounding}", elements * (source + written), elements * _instructions(rounding, base)),
     ]
 
 
 def rotate_steps(name: str, elements: float, source: float, roundings: list[str], emulated: bool) -> list[Step]:
     """One pass that makes len(roundings) operands of a tensor; before it one for amax where a rounding needs that."""
     steps = []
-    written, instructions = 0.0, DECODE_INSTRUCTIONS if source == CODES else 0.0
+    decode = ROTATED_DECODE_INSTRUCTIONS if source == CODES else 0.0
+    written, instructions = 0.0, 0.0
     for rounding in roundings:
         ms_eden = get_rounding(rounding).ms_eden
         written += (BF16 if emulated else CODES) + (PSEUDO if ms_eden else 0.0)
-        instructions += _instructions(rounding, ROTATED_INSTRUCTIONS)
-    if any(not get_rounding(r).ms_eden for r in roundings):
-        steps.append(Step(f"{name}: amax", elements * source, elements * AMAX_INSTRUCTIONS * len(roundings)))
+        pack = 0.0 if emulated or ms_eden else PACK_INSTRUCTIONS
+        instructions += _instructions(rounding, ROTATED_INSTRUCTIONS + decode + pack)
+    aligned = [r for r in roundings if not get_rounding(r).ms_eden]
+    if aligned:
+        work = elements * (AMAX_INSTRUCTIONS + decode) * len(aligned)
+        steps.append(Step(f"{name}: amax", elements * source, work))
     work = elements * instructions
     steps.append(Step(f"{name}: {' and '.join(roundings)}", elements * (source + written), work))
     if not emulated and any(get_rounding(r).ms_eden for r in roundings):
         count = sum(get_rounding(r).ms_eden for r in roundings)
-        steps.append(Step(f"{name}: scales", elements * count * (PSEUDO + 1 / 16), elements * count / 16 * 40))
+        blocks = elements / 16 * count
+        steps.append(Step(f"{name}: scales", 16 * blocks * (PSEUDO + 1 / 16), blocks * FINISH_INSTRUCTIONS))
     return steps
 
 

@@ -1,5 +1,6 @@
 """The benchmarks: budgets, predictions, refusal to time what is wrong, tables and JSON. Times themselves need a GPU."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -78,6 +79,8 @@ def test_the_slowest_resource_decides():
     assert common.predicted_ms(common.Step("bytes", 1e9, 1e8, 1e8), machine) == pytest.approx(1.0)
     assert common.predicted_ms(common.Step("instructions", 1e8, 1e9, 1e8), machine) == pytest.approx(1.0)
     assert common.predicted_ms(common.Step("flops", 1e8, 1e8, 1e9), machine) == pytest.approx(1.0)
+    longer = dataclasses.replace(machine, longer=20)
+    assert common.predicted_ms(common.Step("instructions", 1e8, 1e8, 1e8), longer) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("machine", sorted(common.MACHINES))

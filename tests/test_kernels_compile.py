@@ -87,7 +87,7 @@ def _compile(arch: int, methods: list[str], every_input: bool) -> list[dict]:
 
 
 def _inspect(kernel) -> dict:
-    """Registers, stack and instructions of a compiled kernel."""
+    """Registers, stack and instructions of a compiled kernel; loops: how many of them are in each."""
     import tempfile
 
     import triton
@@ -102,6 +102,8 @@ def _inspect(kernel) -> dict:
         )
     numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass))
+    branches = re.findall(r"/\*([0-9a-f]{4,})\*/[^;\n]*\bBRA\b[^;\n]*\b0x([0-9a-f]+)", sass)
+    loops = [(int(at, 16) - int(to, 16)) // 16 + 1 for at, to in branches]  # an instruction has 16 bytes
     ptx = kernel.asm["ptx"]
     return {
         "registers": numbers["REG"],
@@ -109,6 +111,7 @@ def _inspect(kernel) -> dict:
         "shared": kernel.metadata.shared,
         "spills": opcodes["LDL"] + opcodes["STL"],
         "instructions": sum(opcodes.values()),
+        "loops": sorted((size for size in loops if size > 32), reverse=True),
         "warps": kernel.metadata.num_warps,
         "target": re.search(r"\.target (\w+)", ptx).group(1),
         "products": sorted(set(re.findall(r"wgmma\.mma_async|tcgen05\.mma\b|mma\.sync", ptx))),
@@ -148,7 +151,7 @@ def clover(tmp_path_factory) -> dict[int, list[dict]]:
 
 
 def table(rows) -> str:
-    keys = ("kernel", "registers", "stack", "spills", "shared", "instructions", "constants")
+    keys = ("kernel", "registers", "stack", "spills", "shared", "instructions", "loops", "constants")
     return "\n" + "\n".join("  ".join(str(r[k]) for k in keys) for r in rows)
 
 
@@ -201,6 +204,23 @@ def test_how_many_rotating_programs_fit_a_multiprocessor(clover, arch):
         if r["kernel"] == "rotate_quantize_kernel":
             assert programs * r["registers"] * r["warps"] * 32 <= 65536
             assert programs * (r["shared"] + 1024) <= memory * 1024, r["shared"]
+
+
+def test_predictions_count_these_instructions(clover):
+    """scripts.bench_common's budgets, which are of another version of the compiler, against the loops of sm_90."""
+    from scripts import bench_common as common
+
+    eden = common._instructions("ms_eden", common.ROTATED_INSTRUCTIONS)
+    expected = {
+        "quantize_kernel": [common._instructions("four_over_six", common.ROWS_INSTRUCTIONS)],
+        "rotate_quantize_kernel": [eden, eden + common.ROTATED_DECODE_INSTRUCTIONS],
+    }
+    for r in clover[90]:
+        elements = {"quantize_kernel": 16, "rotate_quantize_kernel": 64}.get(r["kernel"])
+        for size in r["loops"] if elements else []:
+            wanted = expected[r["kernel"]]["'FROM_CODES': True" in r["constants"]]
+            assert size / elements == pytest.approx(wanted, rel=0.15), (r["kernel"], r["loops"])
+    assert sum(len(r["loops"]) for r in clover[90] if r["kernel"] in expected) == 5
 
 
 @pytest.mark.slow
