@@ -25,6 +25,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
+from nanochat_fp4 import roofline  # noqa: E402
 from nanochat_fp4.common import UserError, one_line, run_main  # noqa: E402
 from scripts import bench_common as common  # noqa: E402
 from scripts import bench_linear  # noqa: E402
@@ -90,7 +91,7 @@ def compare(checkout: Path, model: str, seconds: float) -> tuple[list[dict], lis
     # The published functions are compiled for each shape; beyond the limit they would silently run uncompiled.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     problems: dict[str, str] = {}
-    layers = bench_linear.layers_of(model, ["bf16", "clover"], common.TOKENS, device, problems)
+    layers = bench_linear.layers_of(model, ["bf16", "clover"], roofline.TOKENS, device, problems)
     for name, delayed in (("published, exact amax", False), ("published, delayed amax", True)):
         layers[name] = [Published(module, ours, delayed) for ours in layers["bf16"]]
         for ours, theirs in zip(layers["bf16"], layers[name]):
@@ -127,7 +128,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="to warm up, and to time, in each of two visits")
     args = parser.parse_args()
     records, problems = compare(args.checkout, args.model, args.seconds)
-    print(f"{torch.cuda.get_device_name()}, {args.model}, {common.TOKENS} tokens, forward + backward\n{show(records)}")
+    what = f"{torch.cuda.get_device_name()}, {args.model}, {roofline.TOKENS} tokens, forward + backward"
+    print(f"{what}\n{show(records)}")
     if problems:
         raise UserError(f"not timed, because the result is wrong: {'; '.join(problems)}")
 

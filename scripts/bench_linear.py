@@ -20,6 +20,7 @@ are timed, with BF16.
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import math
 import statistics
@@ -29,6 +30,7 @@ from collections.abc import Callable
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4 import roofline
 from nanochat_fp4.common import UserError, run_main
 from nanochat_fp4.doctor import layer_problem, relative_square_error
 from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, get_recipe
@@ -192,7 +194,7 @@ def call(functions: list[Callable[[], object]]) -> None:
 
 
 def predict(
-    machine: common.Machine, models: list[str], methods: list[str], tokens: int, passes: list[str]
+    machine: roofline.Machine, models: list[str], methods: list[str], tokens: int, passes: list[str]
 ) -> list[dict]:
     """The same records from byte, instruction and FLOP counts alone."""
     records = []
@@ -205,11 +207,11 @@ def predict(
                 steps = [
                     step
                     for k, n in common.LAYER_SETS[model].values()
-                    for step in common.layer_steps(
+                    for step in roofline.layer_steps(
                         recipe, tokens, k, n, backward=which != "forward", native=native
                     )
                 ]  # fmt: skip
-                times[method] = sum(common.predicted_ms(step, machine) for step in steps)
+                times[method] = sum(roofline.predicted_ms(step, machine) for step in steps)
             flops = sum(2.0 * tokens * k * n for k, n in common.LAYER_SETS[model].values())
             for method, ms in times.items():
                 work = flops * (1 if which == "forward" else 3)
@@ -243,7 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="800M,3B,7B", help=f"of {', '.join(common.LAYER_SETS)}")
     parser.add_argument("--methods", default=",".join(METHODS), help="of nf.METHODS, or all; bf16 is always there")
-    parser.add_argument("--tokens", type=int, default=common.TOKENS, help="rows of the input")
+    parser.add_argument("--tokens", type=int, default=roofline.TOKENS, help="rows of the input")
     parser.add_argument("--modes", default="graph", help=f"of {', '.join(MODES)}, with commas")
     parser.add_argument("--passes", default=",".join(PASSES), help="with commas")
     parser.add_argument("--seconds", type=float, default=1.0, help="to warm up, and to time, in each visit")
@@ -265,8 +267,8 @@ def main() -> None:
     settings = {"models": models, "methods": methods, "tokens": args.tokens, "seconds": args.seconds}
     problems: list[str] = []
     if args.roofline:
-        machine = common.MACHINES[args.roofline]
-        settings["prediction_for"] = common.describe(machine)
+        machine = roofline.MACHINES[args.roofline]
+        settings["prediction_for"] = dataclasses.asdict(machine)
         gemm = "native NVFP4 GEMM" if machine.fp4 else "emulated: decode to BF16, BF16 GEMM"
         print(f"PREDICTION for {machine.name}, not a measurement: {gemm}; {machine.source}")
         records = predict(machine, models, methods, args.tokens, passes)

@@ -8,17 +8,19 @@ A kernel whose results differ from the reference's is not timed. Tensors are lar
 """
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4 import roofline
 from nanochat_fp4.common import UserError, run_main
 from nanochat_fp4.doctor import SHAPES, copy_bandwidth, kernel_problem, median_ms
 from nanochat_fp4.nvfp4.quantizers import get_rounding
+from nanochat_fp4.roofline import AMAX_INSTRUCTIONS, BF16, CODES, DECODE_INSTRUCTIONS, FINISH_INSTRUCTIONS, PSEUDO, Step
 from scripts import bench_common as common
-from scripts.bench_common import BF16, CODES, PSEUDO, Step
 
 SECOND_KERNEL = "scales: the second kernel of clover"
 
@@ -49,7 +51,7 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         x = random(device)
         return lambda: amax(x)
 
-    amax_step = Step("amax", elements * BF16, elements * common.AMAX_INSTRUCTIONS)
+    amax_step = Step("amax", elements * BF16, elements * AMAX_INSTRUCTIONS)
     add("amax", amax_step, [("rtn", 0)], amax)
 
     def rows_setup(rounding: str, dtype: torch.dtype, decode: bool):
@@ -76,7 +78,7 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         ("sr_four_over_six", torch.bfloat16, True),
     ):
         name = f"{rounding} {'fp32' if dtype == torch.float32 else 'bf16'}{' + decode' if decode else ''}"
-        step = common.quantize_steps(name, elements, dtype.itemsize, rounding, decode)[1]  # the amax is given
+        step = roofline.quantize_steps(name, elements, dtype.itemsize, rounding, decode)[1]  # the amax is given
         add(name, step, [(rounding, 0)], rows_setup(rounding, dtype, decode))
 
     def decode_setup(device):
@@ -85,7 +87,7 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         t = _codes(random(device))
         return lambda: decode(t.codes, t.scales)
 
-    decode_step = Step("decode", elements * (CODES + BF16), elements * common.DECODE_INSTRUCTIONS)
+    decode_step = Step("decode", elements * (CODES + BF16), elements * DECODE_INSTRUCTIONS)
     add("decode", decode_step, [("rtn", 0)], decode_setup)
 
     def rotate_setup(row, col, emulated: bool, from_codes: bool):
@@ -113,7 +115,7 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         roundings = [o[0] for o in (row, col) if o]
         for emulated in (True, False):
             label = f"{name} -> {'bf16' if emulated else 'codes'}"
-            steps = common.rotate_steps(label, elements, CODES if from_codes else BF16, roundings, emulated)
+            steps = roofline.rotate_steps(label, elements, CODES if from_codes else BF16, roundings, emulated)
             checks = [o for o in (row, col) if o]
             add(label, steps, checks, rotate_setup(row, col, emulated, from_codes))
 
@@ -126,7 +128,7 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         operand, seed = _operand("ms_eden", 128, 2, False), torch.tensor(1, device=device)
         return lambda: finish(pseudo, correction, largest, seed, operand)
 
-    scales_step = Step("scales", elements * (PSEUDO + 1 / 16), elements / 16 * 40)
+    scales_step = Step("scales", elements * (PSEUDO + 1 / 16), elements / 16 * FINISH_INSTRUCTIONS)
     add(SECOND_KERNEL, scales_step, [("ms_eden", 128)], scales_setup)
     return result
 
@@ -194,11 +196,11 @@ def main() -> None:
     settings = {"rows": args.rows, "columns": args.columns}
     problems: list[str] = []
     if args.roofline:
-        machine = common.MACHINES[args.roofline]
-        settings["prediction_for"] = common.describe(machine)
+        machine = roofline.MACHINES[args.roofline]
+        settings["prediction_for"] = dataclasses.asdict(machine)
         print(f"PREDICTION for {machine.name}, not a measurement: {machine.source}")
         copy = machine.bandwidth
-        predicted = {n: sum(common.predicted_ms(s, machine) for s in k.steps) for n, k in chosen.items()}
+        predicted = {n: sum(roofline.predicted_ms(s, machine) for s in k.steps) for n, k in chosen.items()}
         records = [_record(n, chosen[n], ms, copy) for n, ms in predicted.items()]
     else:
         device = common.need_cuda("bench_quantize")

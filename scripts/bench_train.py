@@ -41,7 +41,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -61,6 +61,7 @@ from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.gpt import GPT, autocast, compile_layers, config_from_depth
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.recipes import get_recipe
+from nanochat_fp4.roofline import MACHINES, TOKENS, Machine, predict
 from scripts import bench_common as common
 
 RECOMPUTE = ("none", "mlp", "all")
@@ -644,31 +645,7 @@ def plot(records: list[dict], hardware: str, target: Path) -> None:
 # Prediction: at which width 4 bits begin to pay
 
 
-def block_ms(method: str, width: int, tokens: int, machine: common.Machine) -> float:
-    """Predicted time of forward and backward of the linear layers of a block."""
-    recipe = get_recipe(method)
-    native = machine.fp4 is not None and recipe.quantizes
-    layers = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
-    steps = [
-        s for k, n in layers for s in common.layer_steps(recipe, tokens, k, n, backward=True, native=native)
-    ]  # fmt: skip
-    return sum(common.predicted_ms(step, machine) for step in steps)
-
-
-def predict(machine: common.Machine, methods: list[str], tokens: int) -> list[dict]:
-    """For each method its ratio to BF16 by width, and the first width (a multiple of 128) from where it is faster."""
-    widths = list(range(128, 16384 + 1, 128))
-    records = []
-    for method in methods:
-        ratios = {w: block_ms(method, w, tokens, machine) / block_ms("bf16", w, tokens, machine) for w in widths}
-        slower = [w for w, ratio in ratios.items() if ratio >= 1]
-        first = next((w for w in widths if not slower or w > slower[-1]), None)
-        shown = {w: ratios[w] for w in (768, 1280, 1664, 2048, 4096, 8192)}
-        records.append({"machine": machine.name, "method": method, "tokens": tokens, "ratios": shown, "width": first})
-    return records
-
-
-def show_prediction(machine: common.Machine, records: list[dict]) -> str:
+def show_prediction(machine: Machine, records: list[dict]) -> str:
     gemm = "native NVFP4 GEMM" if machine.fp4 else "emulated: decode to BF16, BF16 GEMM"
     lines = [
         f"PREDICTION for {machine.name}, not a measurement: {gemm}; {machine.source}. Time of a block's linear layers "
@@ -703,7 +680,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help="(default: on a GPU only)")
     add("--table7", action=argparse.BooleanOptionalAction, default=True, help="profile: time by operation")
     add("--nanochat", default="", help="a checkout of nanochat to time as well, in BF16 (revision f5425245f)")
-    add("--tokens", type=int, default=common.TOKENS, help="tokens of a micro-batch, for --roofline")
+    add("--tokens", type=int, default=TOKENS, help="tokens of a micro-batch, for --roofline")
     common.add_common_arguments(parser)
     args = parser.parse_args(argv)
 
@@ -745,7 +722,7 @@ def set_up_device(args: argparse.Namespace) -> torch.device:
         if args.memory_cap or args.micro_batch == "auto":
             raise UserError(
                 "there is no CUDA device, so there is no memory to measure: give --micro-batch a number, and small "
-                f"sizes (see the top of scripts/bench_train.py), or predict: --roofline {'|'.join(common.MACHINES)}"
+                f"sizes (see the top of scripts/bench_train.py), or predict: --roofline {'|'.join(MACHINES)}"
             )
         return device
     free, total = torch.cuda.mem_get_info()
@@ -766,8 +743,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     settings = {k: v for k, v in vars(args).items() if k not in ("json",)}
     if args.roofline:
-        machine = common.MACHINES[args.roofline]
-        settings["prediction_for"] = common.describe(machine)
+        machine = MACHINES[args.roofline]
+        settings["prediction_for"] = asdict(machine)
         records = predict(machine, args.methods[1:] or ["clover"], args.tokens)
         print0(show_prediction(machine, records))
         name = f"bench_train_{args.roofline}_predicted"

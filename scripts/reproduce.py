@@ -29,13 +29,13 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4 import llama
+from nanochat_fp4 import llama, roofline
 from nanochat_fp4.checkpoint_manager import load_model_from_dir
 from nanochat_fp4.common import UserError, atomic_open, atomic_write, environment_info, get_base_dir, print0, run_main
 from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.nvfp4.quantizers import get_rounding, mean_squared_error, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, get_recipe
-from scripts import bench_common, bench_linear, sweep, traffic
+from scripts import bench_linear, sweep, traffic
 from scripts.bench_common import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -781,7 +781,7 @@ def fig6(context: Context) -> Outcome:
             methods = ["bf16", *bench_linear.METHODS]
             passes = ["forward+backward"]
             records = bench_linear.predict(
-                bench_common.MACHINES[machine], models.split(","), methods, bench_common.TOKENS, passes
+                roofline.MACHINES[machine], models.split(","), methods, roofline.TOKENS, passes
             )
         label = machine if on_gpu else f"predicted, {machine}"
         numbers[label] = records

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanochat_fp4 import roofline
 from nanochat_fp4.common import UserError
 from nanochat_fp4.gpt import config_from_depth
 from nanochat_fp4.nvfp4.linear import QuantLinear
-from scripts import bench_common as common
 from scripts import bench_train
 from scripts.bench_train import Trainer, Variant
 
@@ -283,11 +283,11 @@ def test_every_kernel_of_ours_has_a_kind():
 # Prediction
 
 
-@pytest.mark.parametrize("machine", sorted(common.MACHINES))
+@pytest.mark.parametrize("machine", sorted(roofline.MACHINES))
 def test_break_even_is_a_prediction(machine, base_dir, capsys):
     bench_train.main(["--roofline", machine, "--methods", "clover,nvidia"])
     out = capsys.readouterr().out
-    assert out.startswith(f"PREDICTION for {common.MACHINES[machine].name}, not a measurement")
+    assert out.startswith(f"PREDICTION for {roofline.MACHINES[machine].name}, not a measurement")
     content = json.loads((base_dir / "bench" / f"bench_train_{machine}_predicted.json").read_text())
     clover, nvidia = content["records"]
     assert (clover["method"], nvidia["method"]) == ("clover", "nvidia")
@@ -298,9 +298,9 @@ def test_break_even_is_a_prediction(machine, base_dir, capsys):
             assert r["width"] is None and min(ratios) > 1
         else:
             assert r["width"] % 128 == 0
-            model = common.MACHINES[machine]
+            model = roofline.MACHINES[machine]
             for width, faster in ((r["width"], True), (r["width"] - 128, False)):
-                times = [bench_train.block_ms(m, width, common.TOKENS, model) for m in (r["method"], "bf16")]
+                times = [roofline.block_ms(m, width, roofline.TOKENS, model) for m in (r["method"], "bf16")]
                 assert (times[0] < times[1]) == faster
 
 

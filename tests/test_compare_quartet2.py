@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanochat_fp4 import roofline
 from nanochat_fp4.common import UserError
 from scripts import bench_common as common
 from scripts import bench_linear
@@ -64,7 +65,7 @@ def on_a_cpu(monkeypatch):
 
     monkeypatch.setattr(common, "need_cuda", lambda script: torch.device("cpu"))
     monkeypatch.setattr(common, "LAYER_SETS", {"3B": {"up": (128, 256), "down": (256, 128)}})
-    monkeypatch.setattr(common, "TOKENS", 256)
+    monkeypatch.setattr(roofline, "TOKENS", 256)
     monkeypatch.setattr(bench_linear, "timed", timed)
 
 

@@ -207,13 +207,13 @@ def test_how_many_rotating_programs_fit_a_multiprocessor(clover, arch):
 
 
 def test_predictions_count_these_instructions(clover):
-    """scripts.bench_common's budgets, which are of another version of the compiler, against the loops of sm_90."""
-    from scripts import bench_common as common
+    """roofline.py's budgets, which are of another version of the compiler, against the loops of sm_90."""
+    from nanochat_fp4 import roofline
 
-    eden = common._instructions("ms_eden", common.ROTATED_INSTRUCTIONS)
+    eden = roofline._instructions("ms_eden", roofline.ROTATED_INSTRUCTIONS)
     expected = {
-        "quantize_kernel": [common._instructions("four_over_six", common.ROWS_INSTRUCTIONS)],
-        "rotate_quantize_kernel": [eden, eden + common.ROTATED_DECODE_INSTRUCTIONS],
+        "quantize_kernel": [roofline._instructions("four_over_six", roofline.ROWS_INSTRUCTIONS)],
+        "rotate_quantize_kernel": [eden, eden + roofline.ROTATED_DECODE_INSTRUCTIONS],
     }
     for r in clover[90]:
         elements = {"quantize_kernel": 16, "rotate_quantize_kernel": 64}.get(r["kernel"])

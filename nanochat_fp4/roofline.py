@@ -1,0 +1,195 @@
+"""How fast a method's kernels can be: a prediction from the bytes, instructions and FLOPs that they take, and what a
+GPU can do. For GPUs that are not here, and for the question at which width 4 bits begin to pay.
+
+Bytes are what a kernel must move if every tensor is read or written once (the caches only help within a tile). Launches
+and everything outside of linear layers are left out.
+"""
+
+from dataclasses import dataclass
+
+from nanochat_fp4.nvfp4.quantizers import get_rounding
+from nanochat_fp4.nvfp4.recipes import Operand, Recipe, get_recipe
+
+TOKENS = 8 * 2048  # the paper, Appendix D.1: batch 8, sequence 2048
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Budgets, per element
+
+CODES = 0.5 + 1 / 16  # 4-bit codes and an E4M3 scale for 16 of them
+BF16 = 2.0
+PSEUDO = 2 / 16 + 4 / 128  # MS-EDEN: a BF16 pseudo-scale for 16 elements and S for 128
+
+# Instructions per element and output of a kernel: those of its loop in SASS for sm_90, which `python
+# tests/test_kernels_compile.py 90 default METHODS` prints (of the whole kernel where it has no loop), by the elements
+# that a thread has: 64 of a rotating kernel's strip, 16 of the others' tiles. Compiled with Triton 3.6.
+# Rounding with one candidate: along rows as they lie, in 16x16 blocks, after a rotation to BF16 (to codes: PACK more).
+ROWS_INSTRUCTIONS, SQUARE_INSTRUCTIONS, ROTATED_INSTRUCTIONS, PACK_INSTRUCTIONS = 26.0, 55.0, 19.0, 4.0
+EDEN_INSTRUCTIONS = 10.0
+STOCHASTIC_INSTRUCTIONS = 18.0
+CANDIDATE_INSTRUCTIONS, STOCHASTIC_CANDIDATE_INSTRUCTIONS = 16.0, 34.0  # each further one
+DECODE_INSTRUCTIONS, ROTATED_DECODE_INSTRUCTIONS = 12.0, 8.0  # to memory; before a rotation
+AMAX_INSTRUCTIONS = 5.0
+FINISH_INSTRUCTIONS = 60.0  # of a scale
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel: what it is, the bytes it must move, its instructions, and FLOPs on the tensor cores."""
+
+    name: str
+    num_bytes: float
+    instructions: float = 0.0
+    bf16_flops: float = 0.0
+    fp4_flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GB/s and TFLOP/s as programs reach them, and the instructions (10^12 a second) of all lanes.
+
+    longer: a kernel's instructions there over sm_90's; those of the rotating kernel that makes clover's codes.
+    """
+
+    name: str
+    bandwidth: float
+    bf16: float
+    fp4: float | None
+    instructions: float
+    source: str
+    longer: float = 1.0
+
+
+# Achieved on an H200: 4250 of 4800 GB/s, 700 of 989 TFLOP/s. The same shares are assumed for what is not there.
+COPY_SHARE, GEMM_SHARE = 4250 / 4800, 700 / 989
+MACHINES = {
+    "h200": Machine("H200", 4250, 700, None, 132 * 128 * 1.755e9 / 1e12, "measured copy and GEMM"),
+    "b200": Machine(
+        "B200", 8000 * COPY_SHARE, 2250 * GEMM_SHARE, 9000 * GEMM_SHARE, 148 * 128 * 1.85e9 / 1e12,
+        "data sheet (8000 GB/s, 2250 and 9000 TFLOP/s dense) times an H200's achieved shares", 0.75,
+    ),
+    "rtx5090": Machine(
+        "RTX 5090", 1792 * COPY_SHARE, 209.5 * GEMM_SHARE, 1676 * GEMM_SHARE, 170 * 128 * 2.41e9 / 1e12,
+        "data sheet (1792 GB/s, 209.5 and 1676 TFLOP/s dense) times an H200's achieved shares", 1.7,
+    ),
+}  # fmt: skip
+
+
+def predicted_ms(step: Step, machine: Machine) -> float:
+    """A kernel takes as long as the slowest of memory, instructions and tensor cores."""
+    gemm = step.bf16_flops / machine.bf16 + (step.fp4_flops / machine.fp4 if machine.fp4 else 0.0)
+    instructions = step.instructions * machine.longer / machine.instructions
+    return max(step.num_bytes / machine.bandwidth / 1e6, instructions / 1e9, gemm / 1e9)
+
+
+def _instructions(rounding: str, base: float) -> float:
+    spec = get_rounding(rounding)
+    candidate = STOCHASTIC_CANDIDATE_INSTRUCTIONS if spec.stochastic else CANDIDATE_INSTRUCTIONS
+    extra = (EDEN_INSTRUCTIONS if spec.ms_eden else 0.0) + (STOCHASTIC_INSTRUCTIONS if spec.stochastic else 0.0)
+    return base + extra + candidate * (len(spec.candidates) - 1)
+
+
+def quantize_steps(name: str, elements: float, source: float, rounding: str, decode: bool) -> list[Step]:
+    """Along the rows as they lie in memory, from `source` bytes an element: amax, then codes (and the decode)."""
+    written = CODES + (BF16 if decode else 0.0)
+    base = SQUARE_INSTRUCTIONS if get_rounding(rounding).block_rows > 1 else ROWS_INSTRUCTIONS
+    return [
+        Step(f"{name}: amax", elements * source, elements * AMAX_INSTRUCTIONS),
+        Step(f"{name}: {rounding}", elements * (source + written), elements * _instructions(rounding, base)),
+    ]
+
+
+def rotate_steps(name: str, elements: float, source: float, roundings: list[str], emulated: bool) -> list[Step]:
+    """One pass that makes len(roundings) operands of a tensor; before it one for amax where a rounding needs that."""
+    steps = []
+    decode = ROTATED_DECODE_INSTRUCTIONS if source == CODES else 0.0
+    written, instructions = 0.0, 0.0
+    for rounding in roundings:
+        ms_eden = get_rounding(rounding).ms_eden
+        written += (BF16 if emulated else CODES) + (PSEUDO if ms_eden else 0.0)
+        pack = 0.0 if emulated or ms_eden else PACK_INSTRUCTIONS
+        instructions += _instructions(rounding, ROTATED_INSTRUCTIONS + decode + pack)
+    aligned = [r for r in roundings if not get_rounding(r).ms_eden]
+    if aligned:
+        work = elements * (AMAX_INSTRUCTIONS + decode) * len(aligned)
+        steps.append(Step(f"{name}: amax", elements * source, work))
+    work = elements * instructions
+    steps.append(Step(f"{name}: {' and '.join(roundings)}", elements * (source + written), work))
+    if not emulated and any(get_rounding(r).ms_eden for r in roundings):
+        count = sum(get_rounding(r).ms_eden for r in roundings)
+        blocks = elements / 16 * count
+        steps.append(Step(f"{name}: scales", 16 * blocks * (PSEUDO + 1 / 16), blocks * FINISH_INSTRUCTIONS))
+    return steps
+
+
+def gemm_step(name: str, m: int, n: int, k: int, a: bool, b: bool, native: bool) -> Step:
+    """a, b: whether the operand is quantized."""
+    fp4 = native and a and b
+    operand = CODES if fp4 else BF16
+    flops = 2.0 * m * n * k
+    num_bytes = operand * (m * k + n * k) + BF16 * m * n
+    return Step(name, num_bytes, 0.0, 0.0 if fp4 else flops, flops if fp4 else 0.0)
+
+
+def layer_steps(recipe: Recipe, m: int, k: int, n: int, *, backward: bool, native: bool) -> list[Step]:
+    """The kernels of a layer (m tokens, k in_features, n out_features) as linear.py launches them.
+
+    native: operands stay 4-bit (a Blackwell's GEMM), else they are made in BF16 as well.
+    """
+    forward, dgrad, wgrad = recipe.output, recipe.grad_input, recipe.grad_weight
+    steps: list[Step] = []
+
+    def operand(name: str, elements: int, source: float, o: Operand) -> None:
+        if o.rounding:
+            steps.extend(quantize_steps(name, elements, source, o.rounding, decode=not native))
+        elif source > BF16:
+            steps.append(Step(f"{name}: to BF16", elements * (source + BF16)))
+
+    operand("input", m * k, BF16, forward.a)
+    operand("weight", n * k, 4.0, forward.b)
+    if backward and wgrad.b.raw:
+        steps += rotate_steps("input^T", m * k, BF16, [wgrad.b.rounding], emulated=False)
+    steps.append(gemm_step("output", m, n, k, bool(forward.a.rounding), bool(forward.b.rounding), native))
+    if not backward:
+        return steps
+
+    e = [g.a.rounding for g in (dgrad, wgrad) if g.a.rounding]
+    if e:
+        steps += rotate_steps("grad_output", m * n, BF16, e, emulated=not native)
+    for name, elements, gemm, kept in (
+        ("weight^T", n * k, dgrad, forward.b.rounding),
+        ("input^T", m * k, wgrad, forward.a.rounding),
+    ):
+        source = CODES if kept else (4.0 if name == "weight^T" else BF16)
+        if gemm.b.raw or (gemm.b.rounding is None and kept):
+            if not native:  # the codes are decoded for the GEMM
+                steps.append(Step(f"{name}: decode", elements * (CODES + BF16), elements * DECODE_INSTRUCTIONS))
+        elif gemm.b.rounding:
+            steps += rotate_steps(name, elements, source, [gemm.b.rounding], emulated=not native)
+    for name, gemm, (r, c, d), kept in (
+        ("grad_input", dgrad, (m, k, n), forward.b.rounding),
+        ("grad_weight", wgrad, (n, k, m), forward.a.rounding),
+    ):
+        steps.append(gemm_step(name, r, c, d, bool(gemm.a.rounding), bool(gemm.b.rounding or kept), native))
+    return steps
+
+
+def block_ms(method: str, width: int, tokens: int, machine: Machine) -> float:
+    """Predicted time of forward and backward of the linear layers of a block."""
+    recipe = get_recipe(method)
+    native = machine.fp4 is not None and recipe.quantizes
+    layers = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
+    steps = [s for k, n in layers for s in layer_steps(recipe, tokens, k, n, backward=True, native=native)]
+    return sum(predicted_ms(step, machine) for step in steps)
+
+
+def predict(machine: Machine, methods: list[str], tokens: int) -> list[dict]:
+    """For each method its ratio to BF16 by width, and the first width (a multiple of 128) from where it is faster."""
+    widths = list(range(128, 16384 + 1, 128))
+    records = []
+    for method in methods:
+        ratios = {w: block_ms(method, w, tokens, machine) / block_ms("bf16", w, tokens, machine) for w in widths}
+        slower = [w for w, ratio in ratios.items() if ratio >= 1]
+        first = next((w for w in widths if not slower or w > slower[-1]), None)
+        shown = {w: ratios[w] for w in (768, 1280, 1664, 2048, 4096, 8192)}
+        records.append({"machine": machine.name, "method": method, "tokens": tokens, "ratios": shown, "width": first})
+    return records
