@@ -29,6 +29,8 @@ from nanochat_fp4.common import (
     get_dist_info,
     run_main,
 )
+from nanochat_fp4.nvfp4.recipes import method_names
+from nanochat_fp4.roofline import MACHINES, is_predictable, machine_of, predict
 
 # Order of the stages in the report; sections with other names follow in the order of their time.
 SECTIONS = [
@@ -376,10 +378,24 @@ def _environment_lines(sections: list[dict], runs: list[dict]) -> list[str]:
     environment = environments[-1] if environments else environment_info()
     lines = [f"- {_text(key)}: {_format_value(value)}" for key, value in environment.items() if value not in (None, 0)]
     lines += [f"- backend ({r['model_tag']}): {r['backend']}" for r in runs if r["backend"]]
+    lines.append(_break_even(_text(environment.get("gpu") or ""), runs))
     commits = sorted({_text(e.get("commit"))[:12] for e in environments})
     if len(commits) > 1:
         lines.append(f"- sections were made at different commits: {', '.join(commits)}")
     return lines
+
+
+def _break_even(gpu: str, runs: list[dict]) -> str:
+    """From which width on 4 bits pay on this GPU: a prediction, and labelled so."""
+    machine = machine_of(gpu)
+    if machine is None:
+        known = ", ".join(m.name for m in MACHINES.values())
+        return f"- break-even with BF16: not known for {gpu or 'a CPU'}; predicted for {known} only"
+    trained = {r["method"] for r in runs}
+    methods = [m for m in method_names() if m in trained and is_predictable(m)] or ["clover"]
+    widths = [(r["method"], r["width"]) for r in predict(machine, methods)]
+    found = ", ".join(f"{method} {f'from width {width}' if width else 'at no width'}" for method, width in widths)
+    return f"- break-even with BF16, PREDICTED for {machine.name}, not measured: linear layers are faster with {found}"
 
 
 def _cost(environment: Mapping[str, Any], seconds: float) -> float | None:

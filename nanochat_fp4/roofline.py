@@ -5,6 +5,7 @@ Bytes are what a kernel must move if every tensor is read or written once (the c
 and everything outside of linear layers are left out.
 """
 
+import re
 from dataclasses import dataclass
 
 from nanochat_fp4.nvfp4.quantizers import get_rounding
@@ -182,8 +183,23 @@ def block_ms(method: str, width: int, tokens: int, machine: Machine) -> float:
     return sum(predicted_ms(step, machine) for step in steps)
 
 
-def predict(machine: Machine, methods: list[str], tokens: int) -> list[dict]:
-    """For each method its ratio to BF16 by width, and the first width (a multiple of 128) from where it is faster."""
+def is_predictable(method: str) -> bool:
+    """Whether a method quantizes, and to 4 bits only: budgets of other formats are not known."""
+    recipe = get_recipe(method)
+    operands = [o for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (gemm.a, gemm.b)]
+    return recipe.quantizes and all(get_rounding(o.rounding).element == "e2m1" for o in operands if o.rounding)
+
+
+def machine_of(gpu: str) -> Machine | None:
+    """The machine that a GPU's name (torch.cuda.get_device_name) is; None where there are no numbers for it."""
+    return next((m for m in MACHINES.values() if re.search(rf"\b{m.name}\b", gpu)), None)
+
+
+def predict(machine: Machine, methods: list[str], tokens: int = TOKENS) -> list[dict]:
+    """For each method its ratio to BF16 by width, and the first width (a multiple of 128) from where it is faster.
+
+    Raises ValueError for a method that is not known.
+    """
     widths = list(range(128, 16384 + 1, 128))
     records = []
     for method in methods:

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,27 @@ def test_interrupted_run_shows_what_it_has(base_dir, folder):
     text = generated(folder)
     assert row_of(text, "d4_clover")[2:6] == ["3 of 6, unfinished", "3,000", "1.3100", "1.3200"]
     assert "![loss](loss.png)" in text
+
+
+@pytest.mark.parametrize(
+    "gpu, expected",
+    [
+        (
+            "NVIDIA B200",
+            r"PREDICTED for B200, not measured: .* nvidia from width \d+, clover from width \d+$",
+        ),
+        ("NVIDIA GeForce RTX 5090", "PREDICTED for RTX 5090, not measured: .* clover from width 256$"),
+        ("NVIDIA H200", "PREDICTED for H200, not measured: .* nvidia at no width, clover at no width$"),
+        ("NVIDIA GH200 480GB", "not known for NVIDIA GH200 480GB; predicted for H200, B200, RTX 5090 only$"),
+        (None, "not known for a CPU; predicted for"),
+    ],
+)
+def test_break_even_on_this_gpu_is_a_prediction(gpu, expected, base_dir, folder, monkeypatch):
+    monkeypatch.setattr(report, "environment_info", lambda: {"gpu": gpu})
+    for method in ("bf16", "clover", "nvidia", "fp8", "something else"):
+        make_run(base_dir, method.split()[0], method, 1.25)
+    lines = [line for line in generated(folder).splitlines() if line.startswith("- break-even with BF16")]
+    assert len(lines) == 1 and re.search(expected, lines[0]), lines
 
 
 def test_nothing_to_report(folder):
