@@ -348,11 +348,18 @@ def rotate_quantize_kernel(
     COL_STORE_CODES: tl.constexpr,
     COL_TAIL: tl.constexpr,
 ):
-    """Where both operands are wanted, programs of even number make row's strips, the others col's."""
-    sides: tl.constexpr = 2 if ROW and COL else 1
-    first = tl.program_id(0) // sides
-    step = tl.num_programs(0) // sides
-    side = tl.program_id(0) % sides
+    """Where both operands are wanted, two programs make row's strips, the next two col's, and so on: in turns of one an
+    H200 takes 9% longer, and its warps wait for instructions (dev/LOG.md). The number of programs is a multiple of four.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if ROW and COL:
+        side = program // 2 % 2
+        first = program // 4 * 2 + program % 2
+        step = programs // 2
+    else:
+        side = 0 if ROW else 1
+        first = program
+        step = programs
     if ROW:
         if side == 0:
             _make(
@@ -387,7 +394,7 @@ def rotate_quantize_kernel(
                 ROW_TAIL,
             )
     if COL:
-        if side == sides - 1:
+        if side == 1:
             _make(
                 first,
                 step,
@@ -569,7 +576,7 @@ def rotate_quantize(
         row_constants = _constants("ROW", row_operand, outputs[0].columns, amax_only)
         col_constants = _constants("COL", col_operand, outputs[1].columns, amax_only)
         sides = row_constants["ROW"] + col_constants["COL"]
-        programs = min(2 * tiles, _programs(x.device) // sides) * sides
+        programs = min(2 * tiles * sides, max(_programs(x.device) // 4 * 4, 4))
         rotate_quantize_kernel[(programs,)](
             *sources,
             rows,
