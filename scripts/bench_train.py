@@ -455,7 +455,7 @@ class Results:
         """A new record; what is not known yet is None."""
         unknown = (
             "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "tokens_per_second", "ratio",
-            "mfu", "peak_bytes", "bytes_per_token", "memory_ratio", "recompiles", "problem",
+            "mfu", "peak_bytes", "bytes_per_token", "memory_ratio", "rounds", "recompiles", "problem",
         )  # fmt: skip
         record = {"depth": depth, "variant": str(variant), "method": variant.method, "recompute": variant.recompute}
         self.records.append(record | dict.fromkeys(unknown) | known)
@@ -467,7 +467,7 @@ class Results:
 
     @contextmanager
     def attempt(self, record: dict, what: str) -> Iterator[None]:
-        """An error inside becomes the record's problem; either way everything so far is written."""
+        """An error inside becomes the record's problem, and is printed and written."""
         try:
             yield
         except Exception as error:
@@ -479,8 +479,8 @@ class Results:
                 traceback.print_exc()
                 record["problem"] = f"{what}: {type(error).__name__}: {one_line(error)}"
             print0(f"FAILED d{record['depth']} {record['variant']}, {record['problem']}", flush=True)
+            self.write()
         gc.collect()
-        self.write()
 
 
 def time_in_turns(args: argparse.Namespace, trainers: dict[Variant, Trainer], records: dict, results: Results) -> None:
@@ -507,6 +507,7 @@ def time_in_turns(args: argparse.Namespace, trainers: dict[Variant, Trainer], re
         for variant, trainer in trainers.items():
             if records[variant]["problem"] is None:
                 add_times(args, records[variant], watches[variant].medians(), trainer)
+                records[variant]["rounds"] = i
         add_ratios(list(records.values()))
         results.write()
         print0(f"after round {i} of {args.rounds}:\n{show(list(records.values()))}", flush=True)
@@ -563,6 +564,7 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
                 trainer.become(variant)
                 find_memory(args, record, trainer, rows_per_step)
                 add_ratios(list(records.values()))
+                results.write()
                 print0(f"{variant}: {describe_memory(record)}", flush=True)
         time_in_turns(args, trainers, records, results)
 
@@ -573,6 +575,7 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
                 trainer.become(variant)
                 found = time_by_operation(trainer, record["micro_batch"])
                 results.operations += [{"depth": depth, "variant": str(variant), **r} for r in found]
+                results.write()
                 title = f"d{depth}, {variant}, micro-batch {record['micro_batch']}"
                 print0(show_table_7(title, found) + "\n", flush=True)
 
