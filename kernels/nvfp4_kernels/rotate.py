@@ -349,7 +349,7 @@ def rotate_quantize_kernel(
     COL_TAIL: tl.constexpr,
 ):
     """Where both operands are wanted, two programs make row's strips, the next two col's, and so on: in turns of one an
-    H200 takes 9% longer, and its warps wait for instructions (dev/LOG.md). The number of programs is a multiple of four.
+    H200 takes 9% longer, its warps waiting for instructions (dev/LOG.md). The number of programs is a multiple of 4.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if ROW and COL:
