@@ -234,6 +234,30 @@ def test_kernels_belong_to_what_launched_them():
     assert "GEMM 36% 5.00 rotate and quantize 29% 4.00" in " ".join(text.split())
 
 
+def test_a_gemm_inside_our_operators_is_a_gemm():
+    """mm_alpha and scaled_mm are operators of the namespace that quantizes, too."""
+    launched = [  # operators from the outside in, kernel, milliseconds
+        (["nvfp4::quantize"], "quantize_kernel", 2),
+        (["nvfp4::mm_alpha"], "nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNT", 5),
+        (["nvfp4::mm_alpha"], "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", 1),
+        (["nvfp4::mm_alpha"], "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", 4),
+        (["nvfp4::scaled_mm"], "swizzle_kernel", 1),
+        (["nvfp4::scaled_mm", "aten::_scaled_mm_v2"], "cutlass3x_sm100_bstensorop_s256x256x64gemm_block_scaled", 3),
+        (["nvfp4::dot_scaled"], "dot_scaled_kernel", 6),
+        (["nanochat_fp4::linear_cross_entropy_sum", "aten::mm"], "nvjet_sm90_tst_192x192", 10),
+        (["nvfp4::unnamed"], "a_kernel_of_no_kind", 8),
+    ]
+    trace = [event("user_annotation", "phase: forward", 0, 1000)]
+    for i, (operators, kernel, ms) in enumerate(launched):
+        trace += [event("cpu_op", name, 100 * i + 10 + j, 80 - 2 * j) for j, name in enumerate(operators)]
+        trace.append(event("cuda_runtime", "cudaLaunchKernel", 100 * i + 50, 2, correlation=i))
+        trace.append(event("kernel", kernel, 5000 * i, 1000 * ms, tid=7, correlation=i))
+    records = bench_train.summarize(trace)
+    assert {r["kind"]: r["ms"] for r in records} == {"GEMM": 19.0, "quantize": 11.0, "LM head and loss": 10.0}
+    # 40 ms, 19 of them in the GEMMs of layers: 52.5% are not
+    assert "forward 40.0 ms, backward 0.0 ms, update 0.0 ms; 52% of" in bench_train.show_table_7("d26", records)
+
+
 def test_without_kernels_operators_count_for_themselves():
     trace = [
         event("user_annotation", "phase: forward", 0, 100),
