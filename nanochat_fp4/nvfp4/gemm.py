@@ -67,8 +67,8 @@ def gemm(a: Value, b: Value, *, compute_dtype: torch.dtype, out_dtype: torch.dty
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x.to(dtype), but not called where it would return x itself: where an autograd function's forward pass ends in such
-    a call, torch 2.11's torch.compile makes its gradients zero."""
+    """x.to(dtype), not called where it would return x itself: where an autograd function's forward pass ends in such a
+    call, torch 2.11's torch.compile makes its gradients zero."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
