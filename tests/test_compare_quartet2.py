@@ -59,9 +59,12 @@ def checkout(folder: Path, scheme: str = SCHEME, factor: float = 1.0) -> Path:
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     def timed(function, calls):
-        start = time.perf_counter()
-        function()
-        return [(time.perf_counter() - start) * 1e3] * calls
+        milliseconds = []
+        for _ in range(calls):
+            start = time.perf_counter()
+            function()
+            milliseconds.append((time.perf_counter() - start) * 1e3)
+        return milliseconds
 
     monkeypatch.setattr(common, "need_cuda", lambda script: torch.device("cpu"))
     monkeypatch.setattr(common, "LAYER_SETS", {"3B": {"up": (128, 256), "down": (256, 128)}})
@@ -83,6 +86,40 @@ def test_a_wrong_result_is_not_timed(script, on_a_cpu, tmp_path):
     records, problems = script.compare(checkout(tmp_path, factor=2.0), "3B", 0.01)
     assert [r["name"] for r in records] == ["bf16", "clover", "published, exact amax"]
     assert len(problems) == 1 and "published, delayed amax, 3B: output is off BF16" in problems[0]
+
+
+# As the published code does: a compiled function that no call finds fit, since a guarded number is another each time.
+RECOMPILES = SCHEME.replace("import torch", """
+import torch
+
+@torch.compile(backend="eager", dynamic=False)
+def again(y, call):
+    return y + 0 * call
+""").replace(
+    "return torch", """self.calls = getattr(self, "calls", 100) + 1
+        y = again(x, 1 if self.delayed_amax else self.calls)
+        return y.sum() * 0 + torch"""
+)  # fmt: skip
+
+
+def test_timed_once_torch_compile_has_given_up(script, on_a_cpu, tmp_path):
+    records, problems = script.compare(checkout(tmp_path, RECOMPILES), "3B", 0.01)
+    exact, delayed = (next(r for r in records if name in r["name"]) for name in ("exact", "delayed"))
+    assert problems == [] and all(r["settled"] and r["recompiled"] == 0 for r in records)
+    assert (exact["uncompiled"], delayed["uncompiled"]) == (1, 0)
+    assert len(exact["visits"]) == 2 and min(exact["visits"]) <= exact["ms"] <= max(exact["visits"])
+    assert "never stops" not in script.show(records)
+
+
+def test_tracing_that_never_stops_is_named(script, on_a_cpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 10**6)
+    monkeypatch.setattr(torch._dynamo.config, "accumulated_recompile_limit", 10**6)
+    records, _ = script.compare(checkout(tmp_path, RECOMPILES), "3B", 0.01)
+    exact, delayed = (next(r for r in records if name in r["name"]) for name in ("exact", "delayed"))
+    assert not exact["settled"] and exact["recompiled"] == 2 * exact["calls"]  # two layers
+    assert delayed["settled"] and delayed["recompiled"] == 0
+    text = script.show(records)
+    assert f"exact amax: torch.compile never stops tracing functions again, {exact['recompiled']} times" in text
 
 
 @pytest.mark.parametrize(
