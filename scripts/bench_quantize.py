@@ -4,7 +4,8 @@
     python -m scripts.bench_quantize --rows 16384 --columns 3072 --only clover
     python -m scripts.bench_quantize --roofline h200                    # a prediction; needs no GPU
 
-A kernel whose results differ from the reference's is not timed. Tensors are larger than any cache.
+A kernel whose results differ from the reference's is not timed. Tensors are larger than any cache. Most of the
+time goes into compiling, minutes if Triton's cache is empty; each row is printed and written as soon as it is there.
 """
 
 import argparse
@@ -16,12 +17,14 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4 import roofline
-from nanochat_fp4.common import UserError, run_main
-from nanochat_fp4.doctor import SHAPES, copy_bandwidth, kernel_problem, median_ms
+from nanochat_fp4.common import UserError, environment_info, run_main
+from nanochat_fp4.doctor import copy_bandwidth, kernel_problem, median_ms
 from nanochat_fp4.nvfp4.quantizers import get_rounding
 from nanochat_fp4.roofline import AMAX_INSTRUCTIONS, BF16, CODES, DECODE_INSTRUCTIONS, FINISH_INSTRUCTIONS, PSEUDO, Step
 from scripts import bench_common as common
 
+# Multiples of 16, as what is timed: for other sizes (the doctor's) Triton compiles every kernel once more.
+CHECKED_SHAPE = (2048, 2048)
 SECOND_KERNEL = "scales: the second kernel of clover"
 
 
@@ -147,20 +150,23 @@ def _operand(rounding: str, rht_dim: int, stream: int, emulated: bool):
     return Operand(*limits, spec.stochastic, spec.ms_eden, rht_dim, stream, stream, emulated)
 
 
-def measure(chosen: dict[str, Kernel], device: torch.device, copy: float) -> tuple[list[dict], list[str]]:
-    """(records, problems): a kernel whose checks fail has a problem and no record."""
+def measure(
+    chosen: dict[str, Kernel], device: torch.device, copy: float, report: Callable[[list[dict]], object]
+) -> tuple[list[dict], list[str]]:
+    """(records, problems): a kernel whose checks fail has a problem and no record. Each record added is reported."""
     verdicts: dict[tuple[str, int], str | None] = {}
     records, problems = [], []
     for name, kernel in chosen.items():
         for check in kernel.checks:
             if check not in verdicts:
-                verdicts[check] = next((p for s in SHAPES if (p := kernel_problem(device, *check, s))), None)
+                verdicts[check] = kernel_problem(device, *check, CHECKED_SHAPE)
         problem = next((verdicts[c] for c in kernel.checks if verdicts[c]), None)
         if problem:
             problems.append(f"{name} ({problem})")
             continue
         ms = median_ms(kernel.setup(device))
         records.append(_record(name, kernel, ms, copy))
+        report(records)
         torch.cuda.empty_cache()
     return records, problems
 
@@ -194,28 +200,38 @@ def main() -> None:
         raise UserError(f"--only {args.only!r} matches none of: {', '.join(kernels(128, 128))}")
 
     settings = {"rows": args.rows, "columns": args.columns}
+    name = f"bench_quantize_{args.roofline}_predicted" if args.roofline else "bench_quantize"
+    environment, width = environment_info(), max(map(len, chosen))
+
+    def report(records: list[dict]) -> None:
+        r = records[-1]
+        cells = f"{r['bytes'] / 1e6:9.3f}  {r['ms']:7.3f}  {r['gb_per_s']:6.0f}  {r['share_of_copy']:7.0%}"
+        print(f"{r['kernel']:{width}}  {cells}", flush=True)
+        settings["second_kernel_share"] = second_kernel_share(records)
+        common.write_json(name, args.json, settings, records, environment)
+
     problems: list[str] = []
     if args.roofline:
         machine = roofline.MACHINES[args.roofline]
         settings["prediction_for"] = dataclasses.asdict(machine)
         print(f"PREDICTION for {machine.name}, not a measurement: {machine.source}")
         copy = machine.bandwidth
-        predicted = {n: sum(roofline.predicted_ms(s, machine) for s in k.steps) for n, k in chosen.items()}
-        records = [_record(n, chosen[n], ms, copy) for n, ms in predicted.items()]
     else:
         device = common.need_cuda("bench_quantize")
         copy = settings["copy_gb_per_s"] = copy_bandwidth(device)
         print(f"{torch.cuda.get_device_name()}; {nf.backend()}; copy {copy:.0f} GB/s")
-        records, problems = measure(chosen, device, copy)
-    rows = [
-        [r["kernel"], r["bytes"] / 1e6, r["ms"], round(r["gb_per_s"]), f"{r['share_of_copy']:.0%}"] for r in records
-    ]
-    print(common.table([f"{args.rows} x {args.columns}", "MB", "ms", "GB/s", "of copy"], rows))
-    settings["second_kernel_share"] = share = second_kernel_share(records)
+    print(f"{f'{args.rows} x {args.columns}':{width}}  {'MB':>9}  {'ms':>7}  {'GB/s':>6}  {'of copy':>7}", flush=True)
+    if args.roofline:
+        records = []
+        for n, k in chosen.items():
+            records.append(_record(n, k, sum(roofline.predicted_ms(s, machine) for s in k.steps), copy))
+            report(records)
+    else:
+        records, problems = measure(chosen, device, copy, report)
+    share = second_kernel_share(records)
     if share is not None:
         print(f"second kernel of post hoc alignment: {share:.1%} of the first, for both operands of grad_output")
-    name = f"bench_quantize_{args.roofline}_predicted" if args.roofline else "bench_quantize"
-    print(f"written to {common.write_json(name, args.json, settings, records)}")
+    print(f"written to {common.write_json(name, args.json, settings, records, environment)}")
     if problems:
         raise UserError(f"not timed, because the result is wrong: {'; '.join(problems)}")
 

@@ -293,8 +293,10 @@ def test_measure_every_kernel(on_a_cpu, monkeypatch):
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
     monkeypatch.setattr(bench_quantize, "kernel_problem", lambda *args: None)
     chosen = bench_quantize.kernels(128, 128)
-    records, problems = bench_quantize.measure(chosen, on_a_cpu, copy=100.0)
-    assert problems == [] and [r["kernel"] for r in records] == list(chosen)
+    seen = []
+    report = lambda records: seen.append(records[-1]["kernel"])  # noqa: E731
+    records, problems = bench_quantize.measure(chosen, on_a_cpu, 100.0, report)
+    assert problems == [] and seen == list(chosen) and [r["kernel"] for r in records] == list(chosen)
     decode = next(r for r in records if r["kernel"] == "decode")
     assert decode["bytes"] == 128 * 128 * (0.5 + 1 / 16 + 2)
     assert decode["share_of_copy"] == pytest.approx(decode["bytes"] / decode["ms"] / 1e6 / 100)
@@ -319,9 +321,30 @@ def test_a_kernel_that_fails_its_check_is_not_timed(on_a_cpu, monkeypatch):
     problem = lambda device, rounding, rht_dim, shape: "codes differ" if rounding == "ms_eden" else None  # noqa: E731
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
     monkeypatch.setattr(bench_quantize, "kernel_problem", problem)
-    records, problems = bench_quantize.measure(chosen, on_a_cpu, copy=100.0)
+    records, problems = bench_quantize.measure(chosen, on_a_cpu, 100.0, lambda records: None)
     assert [r["kernel"] for r in records] == ["decode"]
     assert problems == ["requantize clover -> codes (codes differ)"]
+
+
+def test_what_was_measured_survives(on_a_cpu, monkeypatch, capsys, tmp_path):
+    pytest.importorskip("triton")
+
+    def problem(device, rounding, rht_dim, shape):
+        if rounding == "four_over_six":
+            raise KeyboardInterrupt
+
+    target = tmp_path / "quantize.json"
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    monkeypatch.setattr(bench_quantize, "kernel_problem", problem)
+    monkeypatch.setattr(bench_quantize, "copy_bandwidth", lambda device: 100.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a made-up GPU")
+    monkeypatch.setattr(sys, "argv", ["x", "--rows", "128", "--columns", "128", "--json", str(target)])
+    with pytest.raises(KeyboardInterrupt):
+        bench_quantize.main()
+    records = json.loads(target.read_text())["records"]
+    assert [r["kernel"] for r in records] == ["amax", "rtn bf16 + decode"]
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.startswith("rtn bf16 + decode ") and f"{records[1]['ms']:.3f}" in row
 
 
 @pytest.mark.gpu
