@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# Measures on this machine's GPU what README.md and docs/ say about one:
+#
+#     bash dev/measure.sh
+#
+# Every part has a time limit and a log in $OUT, the benchmarks a JSON as well, which grows as they measure. A part that
+# fails leaves the others; a summary comes last, and the exit status is 1 if anything failed. Variables:
+#
+#     PARTS="linear quantize"  only these
+#     LIMIT=60                 seconds for each part, in the place of its own limit
+#     PLAN_ONLY=1              print the commands and stop
+#     OUT=...                  where logs and numbers go (default: measurements/ in the base directory)
+#     QUARTET2=..., NANOCHAT=...   checkouts of IST-DASLab/Quartet-II and of karpathy/nanochat (revision f5425245f) to be
+#                              timed as well; without them these two parts are skipped
+#     PY=python3               the python to use as it is (default: VENV, or .venv, which is made; see dev/setup.sh)
+set -uo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$ROOT" || exit 2
+source dev/setup.sh
+KNOWN="doctor tests linear turns quantize counters quartet2 train train_32gib train_nanochat"
+PARTS=${PARTS:-$KNOWN}
+for name in $PARTS; do
+    [[ " $KNOWN " == *" $name "* ]] || die "PARTS: there is no part '$name'; the parts are: $KNOWN"
+done
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
+OUT=${OUT:-$NANOCHAT_BASE_DIR/measurements}
+PLAN_ONLY=${PLAN_ONLY:-0}
+if [ "$PLAN_ONLY" != 0 ]; then
+    PY=${PY:-python}
+else
+    if [ -n "${PY:-}" ]; then export PYTHONPATH=$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}; else setup_environment; fi
+    mkdir -p "$OUT" || die "cannot create $OUT; set OUT to a writable folder"
+fi
+
+SUMMARY="" FAILED=0
+result() { # name, what became of it
+    SUMMARY+=$(printf '%-15s %s' "$1" "$2")$'\n'
+}
+chosen() { [[ " $PARTS " == *" $1 "* ]]; }
+
+# part NAME SECONDS COMMAND...: run it if it was chosen.
+part() {
+    local name=$1 limit=${LIMIT:-$2} started=$SECONDS status=0 last
+    shift 2
+    chosen "$name" || return 0
+    if [ "$PLAN_ONLY" != 0 ]; then
+        echo "$name, at most $limit s: $*"
+        return 0
+    fi
+    echo "== $name: $*"
+    timeout -k 10 "$limit" "$@" >"$OUT/$name.log" 2>&1 || status=$?
+    tail -n 60 "$OUT/$name.log" | cut -c1-200
+    last=$(tail -n 1 "$OUT/$name.log" | cut -c1-150)
+    case $status in
+        0) result "$name" "ok, $((SECONDS - started)) s: $last" ;;
+        124 | 137) result "$name" "FAILED, cut off after $limit s: $last" ;;
+        *) result "$name" "FAILED, exit status $status: $last" ;;
+    esac
+    [ "$status" = 0 ] || FAILED=1
+}
+# optional NAME WHY WHAT SECONDS COMMAND...: skipped, and said why, where WHAT is empty.
+optional() {
+    if [ -n "$3" ]; then
+        part "$1" "${@:4}"
+    elif chosen "$1"; then
+        result "$1" "skipped: $2"
+    fi
+}
+
+bench_train=("$PY" -m scripts.bench_train --window-pattern L) # SDPA: the same attention on every GPU
+part doctor 600 "$PY" -m nanochat_fp4.doctor
+part tests 1200 "$PY" -m pytest -q -p no:cacheprovider tests/test_kernels_*.py tests/test_native.py tests/test_gemm.py
+part linear 400 "$PY" -m scripts.bench_linear --passes forward+backward --json "$OUT/linear.json"
+part turns 200 "$PY" -m scripts.bench_linear --models 3B --passes forward+backward --methods clover \
+    --modes graph,eager --turns --json "$OUT/turns.json"
+part quantize 600 "$PY" -m scripts.bench_quantize --json "$OUT/quantize.json"
+ncu=there
+[ "$PLAN_ONLY" != 0 ] || (cd dev && "$PY" -c 'import counters; counters.find_ncu()' 2>/dev/null) || ncu=""
+optional counters "there is no ncu" "$ncu" 400 "$PY" dev/counters.py --out "$OUT/counters"
+optional quartet2 "QUARTET2 is not set" "${QUARTET2:-}" 400 "$PY" dev/compare_quartet2.py "${QUARTET2:-}"
+part train 600 "${bench_train[@]}" --json "$OUT/train.json"
+part train_32gib 600 "${bench_train[@]}" --memory-cap 32GiB --recompute none,mlp --no-table7 --json "$OUT/train_32gib.json"
+optional train_nanochat "NANOCHAT is not set" "${NANOCHAT:-}" 400 env NANOCHAT_ATTENTION=sdpa \
+    "${bench_train[@]}" --depth 20 --methods "" --micro-batch 16 --no-table7 --nanochat "${NANOCHAT:-}" --json "$OUT/train_nanochat.json"
+
+if [ "$PLAN_ONLY" = 0 ]; then echo "== summary, in $OUT"; fi
+printf '%s' "$SUMMARY"
+exit $FAILED
