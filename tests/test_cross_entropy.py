@@ -82,15 +82,51 @@ def test_a_batch_without_targets_is_zero_not_nan():
     assert not any(g.any() for g in gradients(loss, x, weight))
 
 
+@pytest.mark.parametrize("softcap", [5.0, 60.0, 1e4])  # the last one is above SAFE_SOFTCAP
+def test_exponentials_neither_overflow_nor_vanish(softcap):
+    """Every logit at the cap, or at 200 where there is none to speak of, whose exponential is not finite."""
+    x, weight = torch.full((3, 8), 5.0, requires_grad=True), torch.full((64, 8), 5.0)
+    weight[1::2] *= -1
+    weight.requires_grad_()
+    targets = torch.tensor([0, 1, 2])
+    loss = linear_cross_entropy(x, weight, targets, 64, softcap, "none")
+    expected = reference(x, weight, targets, 64, softcap, "none")
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-5)
+    for got, want in zip(gradients(loss, x, weight), gradients(expected, x, weight)):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-4)  # 200 has 24 bits, so its exponential fewer
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vocab_size", [64, 50])
+def test_gradients_of_a_chunk_take_the_place_of_its_logits(vocab_size, compiled):
+    """The memory of a chunk is its logits, and only once: no copy in FP32, no gradient beside them."""
+    chunk_losses, chunk_gradient = (
+        torch.compile(f, fullgraph=True) if compiled else f for f in (module._chunk_losses, module._chunk_gradient)
+    )
+    generator = torch.Generator().manual_seed(0)
+    logits = (8 * torch.randn(5, 64, generator=generator)).bfloat16()
+    targets, token_weight = torch.tensor([4, -1, 0, 49, 7]), torch.linspace(0.5, 2, 5)
+    ours = logits.clone()
+    losses, logsumexp = chunk_losses(ours, targets, vocab_size, 15.0)
+    assert torch.equal(ours, logits)
+    chunk_gradient(ours, targets, logsumexp, token_weight, vocab_size, 15.0)
+    wanted = logits.float().requires_grad_()
+    expected = F.cross_entropy(15 * torch.tanh(wanted[:, :vocab_size] / 15), targets, ignore_index=-1, reduction="none")
+    torch.testing.assert_close(losses, expected.detach())
+    (gradient,) = torch.autograd.grad((expected * token_weight).sum(), wanted)
+    torch.testing.assert_close(ours, gradient.bfloat16(), rtol=2**-8, atol=1e-6)
+
+
 def test_without_grad_nothing_is_prepared(monkeypatch):
     x, weight, targets = case()
     set_chunk(monkeypatch, 10)
     seen = []
-    original = module._chunk_loss
-    monkeypatch.setattr(module, "_chunk_loss", lambda *a: seen.append(a[2]) or original(*a))
+    original = module._chunk_losses
+    monkeypatch.setattr(module, "_chunk_losses", lambda *a: seen.append(len(a[0])) or original(*a))
+    monkeypatch.setattr(module, "_chunk_gradient", None)
     with torch.no_grad():
         loss = linear_cross_entropy(x, weight, targets, 50)
-    assert seen == [None] * 4 and not loss.requires_grad
+    assert seen == [10, 10, 10, 7] and not loss.requires_grad
     torch.testing.assert_close(loss, reference(x, weight, targets, 50, 15.0, "mean").detach())
 
 
