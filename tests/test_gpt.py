@@ -433,7 +433,8 @@ def test_compiles_as_one_graph_and_once():
 
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_layers_compile_once_for_each_window(monkeypatch, recompute):
-    """As many graphs whatever the depth and the step, and the same loss and gradients."""
+    """As many graphs whatever the depth and the step, one for each window and one for the norms before and after the
+    layers; and the same loss and gradients."""
     graphs = []
 
     def backend(graph, example_inputs):
@@ -459,7 +460,7 @@ def test_layers_compile_once_for_each_window(monkeypatch, recompute):
             torch.testing.assert_close(loss, expected)
             for name, p in model.named_parameters():
                 torch.testing.assert_close(p.grad, grads[name], msg=name)
-            assert len(graphs) == 2, f"{n_layer} layers, step {step}"
+            assert len(graphs) == 3, f"{n_layer} layers, step {step}"
     torch.testing.assert_close(compiled(ids), model(ids))  # no targets: logits
 
 
