@@ -111,9 +111,8 @@ def test_timed_once_torch_compile_has_given_up(script, on_a_cpu, tmp_path):
     assert "never stops" not in script.show(records)
 
 
-def test_tracing_that_never_stops_is_named(script, on_a_cpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 10**6)
-    monkeypatch.setattr(torch._dynamo.config, "accumulated_recompile_limit", 10**6)
+@torch._dynamo.config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6)
+def test_tracing_that_never_stops_is_named(script, on_a_cpu, tmp_path):
     records, _ = script.compare(checkout(tmp_path, RECOMPILES), "3B", 0.01)
     exact, delayed = (next(r for r in records if name in r["name"]) for name in ("exact", "delayed"))
     assert not exact["settled"] and exact["recompiled"] == 2 * exact["calls"]  # two layers
