@@ -53,7 +53,7 @@ def probe(device: torch.device | str, method: str | Recipe = "clover") -> str:
     problem = None
     if recipe.quantizes and use_kernels(device):
         names = {o.rounding for g in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (g.a, g.b)}
-        for rounding in sorted(n for n in names if n and not get_rounding(n).mx):  # those have no kernels
+        for rounding in sorted(n for n in names if n and get_rounding(n).has_kernels):
             ms_eden = get_rounding(rounding).ms_eden
             problem = problem or kernel_problem(device, rounding, RHT_DIM if ms_eden else 0, LAYER[::2])
     problem = problem or layer_problem(device, recipe)

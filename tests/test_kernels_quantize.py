@@ -17,7 +17,7 @@ from nanochat_fp4.nvfp4.format import NVFP4Tensor, swizzle_scales, unswizzle_sca
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-UNROTATED = [name for name, r in ROUNDINGS.items() if not r.ms_eden and not r.mx and name != "scale_search"]
+UNROTATED = [name for name, r in ROUNDINGS.items() if not r.ms_eden and r.has_kernels and name != "scale_search"]
 DTYPES = [torch.float32, torch.bfloat16]
 SEED, STREAM = 5, 3
 

@@ -75,6 +75,8 @@ def test_bits_of_a_gemm_are_those_of_its_wider_operand(method, bits):
 
 def test_the_products_of_two_terms_are_all_counted():
     """Two more products of three GEMMs, in 15% of the steps: a tenth on top."""
+    shifted = MethodPlan.parse("clover_shifted").work(model())
+    assert shifted == pytest.approx({4: 1.0, 8: 0.0, 16: 1 / 24})  # two columns for each 16, of one GEMM in three
     work = MethodPlan.parse("clover", phases="0.85=clover_refined").work(model())
     assert work == pytest.approx({4: 1.1, 8: 0.0, 16: 0.0})
     input_only = Recipe("mine", output=Gemm(Operand("rtn", terms=2), Operand("rtn")))

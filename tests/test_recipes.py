@@ -84,7 +84,8 @@ def test_remedies_are_clover_with_something_changed():
     for r in remedies:
         fields = [f.name for f in dataclasses.fields(r) if f.name not in ("name", "summary")]
         changed = {f for f in fields if getattr(r, f) != getattr(clover, f)}
-        expected = {"clover_search": 3, "clover_search_backward": 2}.get(r.name, 1)
+        both_gradients = ("clover_search_backward", "clover_dithered", "clover_search_dithered")
+        expected = 3 if r.name == "clover_search" else 2 if r.name in both_gradients else 1
         assert len(changed) == expected, (r.name, changed)
 
 

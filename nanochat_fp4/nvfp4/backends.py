@@ -124,7 +124,7 @@ def quantize_operand(
         return _transposed(value) if transpose else value
     spec = get_rounding(rounding)
     device = value.codes.device if isinstance(value, NVFP4Tensor) else value.device
-    if use_kernels(device) and not spec.mx and not (per_token and (rht_dim or spec.block_rows > 1)):
+    if use_kernels(device) and spec.has_kernels and not (per_token and (rht_dim or spec.block_rows > 1)):
         if rht_dim and not (isinstance(value, NVFP4Tensor) and not transpose):
             arguments = {"rounding": rounding, "stream": stream, "rht_dim": rht_dim, "rht_stream": rht_stream}
             arguments |= {"seed": seed, "rht_seed": rht_seed}
@@ -143,7 +143,7 @@ def quantize_operand(
         rht_stream=rht_stream,
         per_token=per_token,
     )
-    return _values(t, spec) if spec.mx else t
+    return _values(t, spec) if spec.mx or spec.shifted else t
 
 
 def _float(t: NVFP4Tensor) -> torch.Tensor:
@@ -152,8 +152,10 @@ def _float(t: NVFP4Tensor) -> torch.Tensor:
 
 
 def _values(t: NVFP4Tensor, spec: Rounding) -> Value:
-    """MXFP4 and MXFP8 exist to be compared with: no kernels, no GEMM of their own; their values are exact in BF16."""
-    values = t.decoded.to(torch.bfloat16) if t.decoded.is_cuda else t.decoded
+    """MXFP4, MXFP8 and shifted grids exist to be compared with: no kernels, no GEMM of their own; their values are
+    exact in BF16, with the tensor_scale of shifted grids, a power of two, multiplied in."""
+    values = t.decoded * t.tensor_scale if spec.shifted else t.decoded
+    values = values.to(torch.bfloat16) if values.is_cuda else values
     return values if spec.prescale == 1 else Decoded(values, t.tensor_scale)
 
 
@@ -163,7 +165,7 @@ def quantize_grad_output(e: torch.Tensor, for_dgrad: dict | None, for_wgrad: dic
     The arguments are those of quantize_operand. The kernels read grad_output once for both.
     """
     roundings = [a["rounding"] for a in (for_dgrad, for_wgrad) if a]
-    if len(roundings) == 2 and all(r and not get_rounding(r).mx for r in roundings) and use_kernels(e.device):
+    if len(roundings) == 2 and all(r and get_rounding(r).has_kernels for r in roundings) and use_kernels(e.device):
         if for_wgrad["rht_dim"]:
             return _rotate_quantize(e, for_dgrad, for_wgrad, native.implementation(e.device.type) is None)
     return (

@@ -42,13 +42,16 @@ class NVFP4Tensor:
     scales:       float8_e4m3fn (..., K/16), row-major (swizzle_scales makes the tensor-core layout); MXFP4 and MXFP8:
                   float8_e8m0fnu (..., K/32)
     tensor_scale: float32 () or, quantized per token, (..., 1)
-    decoded:      optional cache of `decode(codes, scales)`, for a GEMM that follows at once; never saved
+    decoded:      optional cache of what `decode` returns, for a GEMM that follows at once; never saved
+    shifts:       BF16 (..., K/16), added to the codes' values before they are scaled, or None: of the rounding with
+                  shifted grids (quantizers.py), which never meets a kernel or a GEMM in this form
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     tensor_scale: torch.Tensor
     decoded: torch.Tensor | None = None
+    shifts: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -64,7 +67,7 @@ class NVFP4Tensor:
         """code * scale, without tensor_scale, (..., K): exact in BF16 and in FP32."""
         if self.decoded is not None:
             return self.decoded.to(dtype)
-        return decode(self.codes, self.scales, dtype)
+        return decode(self.codes, self.scales, dtype, self.shifts)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """code * scale * tensor_scale, (..., K), rounded once to dtype. In rotated space for the ms_eden roundings."""
@@ -124,10 +127,14 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
     return table[codes.to(torch.int32)]
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Codes and scales of an NVFP4Tensor -> code * scale (..., K), exact in BF16 and FP32."""
+def decode(
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32, shifts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Codes, scales and shifts of an NVFP4Tensor -> (code + shift) * scale (..., K), exact in BF16 and FP32."""
     values = decode_e2m1(unpack(codes)) if codes.dtype == torch.uint8 else codes.to(torch.float32)
     values = values.unflatten(-1, (scales.shape[-1], -1))
+    if shifts is not None:
+        values = values + shifts.to(torch.float32).unsqueeze(-1)
     return (values * scales.to(torch.float32).unsqueeze(-1)).flatten(-2).to(dtype)
 
 

@@ -19,6 +19,7 @@ To add a method, add a row to METHOD_TABLE.
 
 from dataclasses import dataclass, field, replace
 
+from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.quantizers import get_rounding
 
@@ -106,12 +107,15 @@ class Recipe:
             kept = [o.rounding for o in (gemm.a, gemm.b) if o.rounding and (gemm_name == "output" or o.raw)]
             if any(get_rounding(r).prescale != 1 for r in kept):
                 raise ValueError(f"{where}: a prescaled rounding is for backward operands that are not raw")
+            if gemm_name != "output" and any(r.shifted for r in roundings):
+                raise ValueError(f"{where}: shifted grids are for operands of output")
             if gemm.a.raw or (gemm.b.raw and gemm_name == "output"):
                 raise ValueError(f"{where}: raw only means something for input and weight in the backward GEMMs")
             for o in (gemm.a, gemm.b):
                 spec = get_rounding(o.rounding) if o.rounding else None
                 if o.terms not in (1, 2) or (
-                    o.terms == 2 and (gemm_name != "output" or not spec or spec.random or spec.mx or self.mask)
+                    o.terms == 2
+                    and (gemm_name != "output" or not spec or spec.random or not spec.has_kernels or self.mask)
                 ):
                     raise ValueError(
                         f"{where}: two terms are for operands of output with an NVFP4 rounding that draws nothing, "
@@ -126,6 +130,12 @@ class Recipe:
         """What in_features and out_features must be multiples of."""
         operands = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
         return max([self.forward_rht_dim, *(get_rounding(r).block for r in operands if r)], default=0)
+
+    @property
+    def output_16_bit_work(self) -> float:
+        """What shifted grids add to the output GEMM in 16 bits, a share of its work: a column per block and operand."""
+        roundings = [o.rounding for o in (self.output.a, self.output.b) if o.rounding]
+        return sum(get_rounding(r).shifted for r in roundings) / BLOCK
 
     @property
     def output_products(self) -> int:
@@ -303,6 +313,7 @@ def _variations() -> list[Recipe]:
     """Parts of clover, to see what its gap is made of, and remedies for it."""
     four_over_six, search, fp8 = "four_over_six", "scale_search", Operand("mxfp8")
     eden, eden_search = both("ms_eden", RHT_DIM), both("ms_eden_search", RHT_DIM)
+    dithered, search_dithered = both("ms_eden_dithered", RHT_DIM), both("ms_eden_search_dithered", RHT_DIM)
     clover = {"output": both(four_over_six), "grad_input": eden, "grad_weight": eden}
     x = weight = Operand(four_over_six)
 
@@ -323,6 +334,24 @@ def _variations() -> list[Recipe]:
             "weight_search",
             "with scale search for the forward's weight, which a step pays once",
             output=Gemm(x, Operand(search)),
+        ),
+        remedy(
+            "shifted",
+            "with shifted grids in its forward: each block picks one of three grids, 4.625 bits an element; a product "
+            "of 1/8 of the forward's columns is added in 16 bits",
+            output=both("four_over_six_shifted"),
+        ),
+        remedy(
+            "dithered",
+            "with one random decision for a group of 128 instead of 8, in both backward GEMMs",
+            grad_input=dithered,
+            grad_weight=dithered,
+        ),
+        remedy(
+            "search_dithered",
+            "with scale search in the backward alone, and one random decision for a group of 128 instead of 8",
+            grad_input=search_dithered,
+            grad_weight=search_dithered,
         ),
         remedy("masked", "without gradients where rounding misses by more than 1/2 of the scale", mask="uncertain"),
         remedy(
