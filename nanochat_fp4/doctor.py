@@ -21,7 +21,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import UserError, autodetect_device_type, one_line, run_main
-from nanochat_fp4.nvfp4.backends import quantize_operand, use_kernels
+from nanochat_fp4.nvfp4.backends import hot_channels, quantize_operand, use_kernels
 from nanochat_fp4.nvfp4.estimators import prepare
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.gemm import Decoded
@@ -102,9 +102,16 @@ def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
 
     x, w = x.requires_grad_(), w.requires_grad_()
     xp, wp = prepare(x, w, recipe)  # x and w themselves, but for a rotated forward or a mask
-    x_terms, w_terms = used(xp.detach(), recipe.output.a), used(wp.detach(), recipe.output.b)
+    x_used, w_used = xp.detach(), wp.detach()
+    x_terms, w_terms = used(x_used, recipe.output.a), used(w_used, recipe.output.b)
     output_of_terms = sum(a @ b.T for i, a in enumerate(x_terms) for j, b in enumerate(w_terms) if i + j < 2)
     xq, wq = sum(x_terms), sum(w_terms)
+    if recipe.output.hot:
+        channels = hot_channels(x_used, w_used, recipe.output.hot_channels(in_features), per_token=False)
+        (x_hot,), (x_rest,) = (used(t[:, channels], recipe.output.a) for t in (x_used, x_used - xq))
+        (w_hot,), (w_rest,) = (used(t[:, channels], recipe.output.b) for t in (w_used, w_used - wq))
+        output_of_terms = output_of_terms + x_hot @ w_rest.T + x_rest @ w_hot.T
+        xq, wq = (q.index_add(1, channels, rest) for q, rest in ((xq, x_rest), (wq, w_rest)))
     x_wgrad = xp.detach() if recipe.grad_weight.b.raw else xq
     w_dgrad = wp.detach() if recipe.grad_input.b.raw else wq
     (grad_input,) = torch.autograd.grad(xp, x, e @ w_dgrad)

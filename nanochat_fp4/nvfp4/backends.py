@@ -115,7 +115,7 @@ def quantize_operand(
     of two terms is quantized, or returned with rounding None, as the FP32 tensor that it is.
     """
     if isinstance(value, TwoTerms):
-        value = _float(value.first) + _float(value.rest)
+        value = value.add(_float(value.first), _float(value.rest))
     if terms == 2:
         one = {"keep_codes": keep_codes, "seed": seed, "stream": stream, "per_token": per_token}
         first = quantize_operand(value, rounding, **one)
@@ -144,6 +144,26 @@ def quantize_operand(
         per_token=per_token,
     )
     return _values(t, spec) if spec.mx or spec.shifted else t
+
+
+def hot_channels(x: torch.Tensor, weight: torch.Tensor, count: int, per_token: bool) -> torch.Tensor:
+    """The `count` columns of x (M, K) and weight (N, K) that count most in their product, int64 (count,), rising.
+
+    The error that rounding a column leaves in the product goes with the product of its norms in x and weight.
+    per_token: by the weight alone, so that a token's result does not depend on the other tokens.
+    """
+    norms = [torch.linalg.vector_norm(v, dim=0, dtype=torch.float32) for v in ((weight,) if per_token else (x, weight))]
+    return functools.reduce(torch.mul, norms).topk(count).indices.sort().values
+
+
+def with_rest(
+    value: torch.Tensor, first: NVFP4Tensor, rounding: str, channels: torch.Tensor, per_token: bool = False
+) -> TwoTerms:
+    """value (R, K) with its quantized tensor, and of these channels a second term, quantized like the first."""
+    hot = value.index_select(1, channels)
+    left = hot.float() - decoded_codes(first).index_select(1, channels).float() * first.tensor_scale
+    rest, hot = (quantize_operand(v, rounding, keep_codes=True, per_token=per_token) for v in (left, hot))
+    return TwoTerms(first, rest, channels, hot)
 
 
 def _float(t: NVFP4Tensor) -> torch.Tensor:

@@ -80,10 +80,16 @@ class TwoTerms:
 
     first: the tensor, quantized; rest: what that leaves of it, quantized. 9 bits an element, whose error is the square
     of that of 4.5 bits, for twice as many products of 4-bit operands.
+
+    channels: None, or int64 (H,), rising: the columns that rest (R, H) is of; the others have one term.
+    hot:      these columns of the tensor, quantized (R, H), which a product with another tensor's rest needs: picked
+              from first they would not be blocks of 16 with a scale. For a GEMM that follows at once; never saved.
     """
 
     first: NVFP4Tensor
     rest: NVFP4Tensor
+    channels: torch.Tensor | None = None
+    hot: NVFP4Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -91,11 +97,16 @@ class TwoTerms:
 
     @property
     def nbytes(self) -> int:
-        return self.first.nbytes + self.rest.nbytes
+        channels = 0 if self.channels is None else self.channels.nbytes
+        return self.first.nbytes + self.rest.nbytes + channels
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The sum of the terms' values, rounded to FP32 and then to dtype."""
-        return (self.first.dequantize() + self.rest.dequantize()).to(dtype)
+        return self.add(self.first.dequantize(), self.rest.dequantize()).to(dtype)
+
+    def add(self, first: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        """The sum of the terms' values, where they belong."""
+        return first + rest if self.channels is None else first.index_add(1, self.channels, rest)
 
 
 def terms(value) -> tuple:

@@ -22,6 +22,11 @@ Y = X1 W1^T + X1 W2^T + X2 W1^T, and the backward GEMMs take the sums: dX = E (W
 to one term. That is the gradient of this very Y. Rounding counts as the identity in a gradient, so dX1/dX = 1 and
 dX2/dX = 1 - 1 = 0; and dY/dX1 is all of W1 + W2. Kept then: the codes of both terms, 9 bits an element.
 
+Where it gives second terms to hot channels only, a set H of in_features that is the same for both operands and chosen
+anew in each pass (backends.hot_channels), Y = X1 W1^T + Q(X[:, H]) W2^T + X2 Q(W[:, H])^T with X2 = Q((X - X1)[:, H])
+and W2 alike. The backward GEMMs take W1 with W2 added in its channels, and X1 with X2: by the same argument, the
+gradient of this Y. Kept: 4.5 bits an element, and as much again for the elements of H.
+
 The weights' forward codes can be made once for several passes: convert.quantize_weights_once.
 
 Any number of tokens works. In wgrad the tokens are the contraction dimension, and in dgrad the out_features: where they
@@ -40,7 +45,13 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanochat_fp4.nvfp4.backends import new_seed, quantize_grad_output, quantize_operand
+from nanochat_fp4.nvfp4.backends import (
+    hot_channels,
+    new_seed,
+    quantize_grad_output,
+    quantize_operand,
+    with_rest,
+)
 from nanochat_fp4.nvfp4.estimators import prepare
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, TwoTerms, terms
 from nanochat_fp4.nvfp4.gemm import Value, gemm
@@ -84,7 +95,7 @@ def _output_needs(seed: torch.Tensor | None, wq: Value) -> Value:
     if seed is None or not torch.compiler.is_compiling():
         return wq
     if isinstance(wq, TwoTerms):
-        return TwoTerms(_output_needs(seed, wq.first), wq.rest)
+        return TwoTerms(_output_needs(seed, wq.first), wq.rest, wq.channels, wq.hot)
     if isinstance(wq, NVFP4Tensor):
         return NVFP4Tensor(wq.codes, wq.scales, _after(wq.tensor_scale, seed), wq.decoded)
     return _after(wq, seed)
@@ -116,12 +127,16 @@ class _QuantLinear(torch.autograd.Function):
         needs_dgrad = ctx.needs_input_grad[0] and grad_enabled
         needs_wgrad = any(ctx.needs_input_grad[7:]) and grad_enabled
         seed = new_seed(x.device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
-        weight = _stacked(weights) if wq is None or recipe.grad_input.b.raw else None
+        weight = _stacked(weights) if wq is None or recipe.grad_input.b.raw or recipe.output.hot else None
         for_x, for_w = _operands(recipe.output, OUTPUT, seed, seed, x.device)
         if xq is None:
             xq = quantize_operand(x, keep_codes=True, per_token=per_token, **for_x)
         if wq is None:
             wq = quantize_operand(weight, keep_codes=True, **for_w)
+        if recipe.output.hot:
+            channels = hot_channels(x, weight, recipe.output.hot_channels(x.shape[1]), per_token)
+            xq = with_rest(x, xq, recipe.output.a.rounding, channels, per_token)
+            wq = with_rest(weight, wq, recipe.output.b.rounding, channels)
 
         # The backward GEMMs take the values used here, or ("raw") codes made now of the unquantized tensor.
         backward_w, backward_x = wq, xq
@@ -165,19 +180,24 @@ def _stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _save(ctx, *values: Value | None) -> None:
-    """Saves tensors as they are and NVFP4 tensors as codes, scales and tensor_scale, of each term."""
+    """Saves tensors as they are and NVFP4 tensors as codes, scales and tensor_scale, of each term; and channels."""
     tensors: list[torch.Tensor | None] = []
-    for term in (term for value in values for term in (*terms(value), None)[:2]):
-        quantized = isinstance(term, NVFP4Tensor)
-        tensors += [term.codes, term.scales, term.tensor_scale] if quantized else [term, None, None]
+    for value in values:
+        for term in (*terms(value), None)[:2]:
+            quantized = isinstance(term, NVFP4Tensor)
+            tensors += [term.codes, term.scales, term.tensor_scale] if quantized else [term, None, None]
+        tensors.append(value.channels if isinstance(value, TwoTerms) else None)
     ctx.save_for_backward(*tensors)
 
 
 def _saved(ctx) -> list[Value | None]:
     tensors = ctx.saved_tensors
-    triples = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
-    values = [first if scales is None else NVFP4Tensor(first, scales, ts) for first, scales, ts in triples]
-    return [first if rest is None else TwoTerms(first, rest) for first, rest in zip(values[::2], values[1::2])]
+    values = []
+    for i in range(0, len(tensors), 7):
+        triples, channels = (tensors[i : i + 3], tensors[i + 3 : i + 6]), tensors[i + 6]
+        first, rest = (t if scales is None else NVFP4Tensor(t, scales, ts) for t, scales, ts in triples)
+        values.append(first if rest is None else TwoTerms(first, rest, channels))
+    return values
 
 
 # What a layer called outside of torch.compile quantized last: (weak reference to the input, its version, rounding,

@@ -86,8 +86,8 @@ class MethodPlan:
 
     def work(self, model: nn.Module) -> dict[int, float]:
         """Multiply-adds in 4, 8 and 16 bits, the wider operand of a GEMM counting, as shares of those of all steps in
-        one format: {4: ...}. They add up to more than 1 where operands have two terms or shifted grids, whose products
-        are all counted.
+        one format: {4: ...}. They add up to more than 1 where operands, or their hot channels, have two terms, or
+        shifted grids, whose products are all counted.
 
         That is what a machine with tensor cores for each format would run; of the quantized layers alone.
         """
@@ -97,7 +97,7 @@ class MethodPlan:
             for name, layer in model.named_modules():
                 if isinstance(layer, QuantLinear):
                     recipe, work = self.of_layer(name, start), (end - start) * layer.weight.numel()
-                    for bits, products in zip(gemm_bits(recipe), (recipe.output_products, 1, 1)):
+                    for bits, products in zip(gemm_bits(recipe), (recipe.output_products(layer.in_features), 1, 1)):
                         shares[bits] += work * products
                         total += work
                     shares[16] += work * recipe.output_16_bit_work

@@ -25,6 +25,7 @@ from nanochat_fp4.nvfp4.quantizers import get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
 MASKS = ("", "clipped", "uncertain")  # estimators.py
+HOT_MULTIPLE = 32  # channels: what tensor cores' rows of 16 bytes of codes come in
 NVIDIA_RHT_DIM = 16  # NVIDIA et al. (2025): rotate in blocks of 16, which fuse into any quantization kernel
 
 
@@ -57,12 +58,20 @@ class Gemm:
 
     rht_dim:     0, or the RHT's group size along the contraction dimension
     fixed_signs: one sign vector for the whole run instead of a new one at every backward (NVIDIA's own recipe)
+    hot:         share of the contraction dimension, its hot channels, in which both operands have two terms (output
+                 only), the same for both and chosen in each pass: after CHON's hot-channel patch (arXiv 2602.02047)
     """
 
     a: Operand = field(default_factory=Operand)
     b: Operand = field(default_factory=Operand)
     rht_dim: int = 0
     fixed_signs: bool = False
+    hot: float = 0.0
+
+    def hot_channels(self, in_features: int) -> int:
+        """How many channels are hot: the share in multiples of 32, which tensor cores want, but at least 32."""
+        count = max(HOT_MULTIPLE, round(self.hot * in_features / HOT_MULTIPLE) * HOT_MULTIPLE) if self.hot else 0
+        return min(in_features, count)
 
     @property
     def random(self) -> bool:
@@ -70,7 +79,8 @@ class Gemm:
         return any(roundings) or (self.rht_dim > 0 and not self.fixed_signs)
 
     def __str__(self) -> str:
-        return f"{self.a} x {self.b}" + (f", RHT-{self.rht_dim}" if self.rht_dim else "")
+        text = f"{self.a} x {self.b}" + (f", RHT-{self.rht_dim}" if self.rht_dim else "")
+        return text + (f", rest of the hot {100 * self.hot:g}%" if self.hot else "")
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,18 @@ class Recipe:
                         f"{where}: two terms are for operands of output with an NVFP4 rounding that draws nothing, "
                         f"without a mask; got {o.terms} for {o.rounding}"
                     )
+            if gemm.hot and not (
+                0 < gemm.hot <= 1
+                and gemm_name == "output"
+                and len(roundings) == 2
+                and not any(r.random or r.mx for r in roundings)
+                and gemm.a.terms == gemm.b.terms == 1
+                and not self.mask
+            ):
+                raise ValueError(
+                    f"{where}: hot channels, a share from 0 to 1, are for output with two NVFP4 roundings that draw "
+                    f"nothing, without second terms or a mask; got {gemm.hot}"
+                )
             if gemm.rht_dim not in RHT_DIMS or self.forward_rht_dim not in RHT_DIMS:
                 dim = gemm.rht_dim if gemm.rht_dim not in RHT_DIMS else self.forward_rht_dim
                 raise ValueError(f"{where}: rht_dim is {dim}, expected 0, 16, 32, 64 or 128")
@@ -137,10 +159,11 @@ class Recipe:
         roundings = [o.rounding for o in (self.output.a, self.output.b) if o.rounding]
         return sum(get_rounding(r).shifted for r in roundings) / BLOCK
 
-    @property
-    def output_products(self) -> int:
-        """How many products of 4-bit (or other) operands the output GEMM is: one more for each second term."""
-        return self.output.a.terms + self.output.b.terms - 1
+    def output_products(self, in_features: int) -> float:
+        """How many products of 4-bit (or other) operands the output GEMM is: one more for each second term, and for
+        that of hot channels their share."""
+        hot = self.output.hot_channels(in_features) / in_features
+        return self.output.a.terms + self.output.b.terms - 1 + 2 * hot
 
     @property
     def quantizes(self) -> bool:
@@ -358,6 +381,11 @@ def _variations() -> list[Recipe]:
             "refined",
             "with two terms of 4 bits for both operands of its forward: three 4-bit GEMMs in the place of one",
             output=Gemm(Operand(four_over_six, terms=2), Operand(four_over_six, terms=2)),
+        ),
+        remedy(
+            "hot",
+            "with second terms for the 10% of the channels that count most, in both operands of its forward",
+            output=replace(both(four_over_six), hot=0.1),
         ),
         remedy("rotated", "with its forward rotated as well (RHT-32, fixed signs)", forward_rht_dim=32),
         remedy("fp8_input", "with the forward's input in FP8: 1/3 of the work in 8 bits", output=Gemm(fp8, weight)),
