@@ -83,6 +83,14 @@ def test_the_products_of_two_terms_are_all_counted():
     assert MethodPlan(input_only).work(model())[4] == pytest.approx(2 / 3)  # its backward is in 16 bits
 
 
+def test_the_products_of_hot_channels_are_counted_by_their_share():
+    """10% of 320 channels, twice, in one of three GEMMs; of 64 channels 32, the fewest."""
+    hot = get_recipe("clover_hot")
+    assert [hot.output_products(k) for k in (320, 64)] == pytest.approx([1.2, 2.0])
+    layer = torch.nn.Sequential(nf.QuantLinear(320, 32, method=hot))
+    assert MethodPlan(hot).work(layer) == pytest.approx({4: 3.2 / 3, 8: 0.0, 16: 0.0})
+
+
 @pytest.mark.parametrize(
     "kwargs, message",
     [

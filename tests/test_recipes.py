@@ -160,6 +160,10 @@ def test_which_passes_draw_random_numbers(method, forward, backward):
             {"output": Gemm(Operand("rtn", terms=2), Operand("rtn")), "mask": "clipped"},
             "output: two terms are for .* without a mask",
         ),
+        ({"output": Gemm(Operand("rtn"), Operand("rtn"), hot=1.5)}, "output: hot channels, .* got 1.5"),
+        ({"output": Gemm(Operand("rtn"), Operand("sr"), hot=0.1)}, "output: hot channels, .* got 0.1"),
+        ({"output": Gemm(Operand("rtn"), Operand("rtn", terms=2), hot=0.1)}, "output: hot channels, .* got 0.1"),
+        ({"grad_input": Gemm(Operand("rtn"), Operand("rtn"), hot=0.1)}, "grad_input: hot channels, .* got 0.1"),
     ],
 )
 def test_impossible_rows_name_the_gemm(fields, message):
