@@ -73,6 +73,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     # All in 4 bits to the end, the last forward passes in three GEMMs for one: 10% and 20% more GEMM work
     "clover_late_refined": changed("clover", phases="0.85=clover_refined"),
     "clover_late_refined_30": changed("clover", phases="0.7=clover_refined"),
+    "clover_down_hot": changed("clover", f"{LAYER_KINDS['down']}=clover_hot"),  # 2% more GEMM work
     "clover_warmup": changed("bf16", phases="0.1=clover"),
     "clover_up_fp8": changed("clover", f"{LAYER_KINDS['up']}=clover_fp8_forward"),
     "clover_qkv_fp8": changed("clover", f"{LAYER_KINDS['qkv']}=clover_fp8_forward"),
