@@ -37,6 +37,7 @@ SHAPES_INTERPRETED = ((40, 144),)
 TIPPED = 1e-3  # share of the codes, and of the scales, that may differ after a rotation; of small tensors, four
 # Relative square errors |got - want|^2 / |want|^2.
 SUM_ERROR = 1e-4  # one rounding to BF16 and another order of summation: 3e-6
+HOST_AHEAD_CYCLES = 40_000_000  # 20 ms or more: the launches of some twenty calls of the longest operator here
 ROUNDING_ERROR = 0.1  # two operands of a gradient, stochastically rounded: up to 0.05
 UNROTATED = ("rtn", "four_over_six", "rtn_16x16", "four_over_six_16x16", "sr", "sr_four_over_six", "scale_search")
 ROTATED = (("ms_eden", 128), ("ms_eden_search", 128), ("sr", 128), ("sr", 16))
@@ -182,11 +183,13 @@ def _value(operand: NVFP4Tensor | Decoded) -> torch.Tensor:
 
 
 def median_ms(function: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> float:
-    """Median GPU time of a call in milliseconds, by events. The host runs ahead, so launches cost nothing here."""
+    """Median GPU time of a call in milliseconds, by events. The GPU waits until all calls are queued: otherwise a call
+    whose kernels take less than their launches would be timed by those."""
     for _ in range(warm_up):
         function()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda.synchronize()
+    torch.cuda._sleep(HOST_AHEAD_CYCLES)
     for start, end in events:
         start.record()
         function()

@@ -29,6 +29,9 @@ def fit_blocks(
 ):
     """quantizers._search on NB blocks of L values: u (NB, L), amax (NB,) -> (q (NB, L), scale (NB,))."""
     LIMIT: tl.constexpr = m.E2M1_MAX if STOCHASTIC else m.E2M1_OVERFLOW
+    # Rounding once more with the winner is cheaper than to carry its codes along with many candidates, and where (E8M3,
+    # the rotating kernel) a thread holds 64 values and registers are scarce.
+    KEEP_Q: tl.constexpr = STOCHASTIC or (len(CANDIDATES) <= 3 and not E8M3)
     base = m.divide(amax, GRID_MAX)
     unit = m.power_of_two_reciprocal(tl.maximum(m.power_of_two_floor(base), m.TENSOR_SCALE_MIN))
     best_q = u
@@ -57,12 +60,11 @@ def fit_blocks(
                 best_error = error
             else:
                 better = error < best_error
-                # With many candidates it is cheaper to round once more with the winner than to carry its codes along.
-                if STOCHASTIC or len(CANDIDATES) <= 3:
+                if KEEP_Q:
                     best_q = tl.where(better[:, None], q, best_q)
                 best_scale = tl.where(better, scale, best_scale)
                 best_error = tl.minimum(error, best_error)
-    if not STOCHASTIC and len(CANDIDATES) > 3:
+    if len(CANDIDATES) > 1 and not KEEP_Q:
         best_q = m.round_e2m1(u * m.reciprocal(best_scale)[:, None])
     return best_q, best_scale
 
