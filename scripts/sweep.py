@@ -122,6 +122,25 @@ def method_flags(method: str) -> tuple[str, ...]:
     raise UserError(f"unknown method {method!r}; use one of {', '.join([*nf.METHODS, *VARIANTS])}, or --variant")
 
 
+def after_bf16(flags: tuple[str, ...], fraction: float) -> tuple[str, ...]:
+    """The method of these flags from that fraction of the steps on, BF16 before it. Raises UserError.
+
+    Runs of one seed then differ in their last part alone, and not in what large early steps make of any difference.
+    """
+    if not fraction:
+        return flags
+    if any(f.startswith("--layer-methods=") for f in flags):
+        raise UserError("--bf16-until: not with methods that differ between layers, which would have no BF16 part")
+    phases = [f.partition("=")[2] for f in flags if f.startswith("--method-phases=")]
+    if not 0 < fraction < min([1.0, *(float(phase.partition("=")[0]) for phase in phases)]):
+        raise UserError(f"--bf16-until={fraction:g}: expected a fraction of the steps before the method's own changes")
+    method = next(f.partition("=")[2] for f in flags if f.startswith("--method="))
+    rest = [f for f in flags if not f.startswith(("--method=", "--method-phases="))]
+    if method == "bf16" and not phases:
+        return flags
+    return ("--method=bf16", *rest, f"--method-phases={','.join([f'{fraction:g}={method}', *phases])}")
+
+
 @dataclass(frozen=True)
 class Run:
     """One training run: label of the method, size, seed, all flags of base_train but the tag, and data_key's value."""
@@ -147,11 +166,12 @@ def plan(
     ratio: float = 0.0,
     extra: Sequence[str] = (),
     data: str = "",
+    bf16_until: float = 0.0,
 ) -> list[Run]:
     """All runs, seed after seed, so that an interrupted sweep has whole seeds.
 
     tokens, ratio: how long a run is, in tokens or in tokens per parameter, exactly one of them; extra: flags of
-    base_train for all; data: data_key of the text. Raises UserError.
+    base_train for all; data: data_key of the text; bf16_until: see after_bf16. Raises UserError.
     """
     if bool(tokens) == bool(ratio):
         raise UserError("say how long a run is: either --tokens=100M or --ratio=20 (tokens per parameter)")
@@ -165,7 +185,7 @@ def plan(
             else:
                 horizon = f"--target-param-data-ratio={ratio:g}"
             for method in methods:
-                flags = (*shape, horizon, *method_flags(method), f"--seed={seed}")
+                flags = (*shape, horizon, *after_bf16(method_flags(method), bf16_until), f"--seed={seed}")
                 runs.append(Run(method.partition(":")[0].strip(), size, seed, flags, data))
     return runs
 
@@ -557,6 +577,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--baseline", default="bf16")
     parser.add_argument("--other", default="clover", help="the method that the others are compared with")
     parser.add_argument("--keep", default="", help="methods whose checkpoints stay, with commas")
+    parser.add_argument(
+        "--bf16-until", type=float, default=0.0,
+        help="train in BF16 up to this fraction of the steps: smaller differences can be told apart (default: 0)",
+    )  # fmt: skip
     parser.add_argument("--plan", action="store_true", help="list the runs and stop")
     add_sweep_arguments(parser)
     args = parser.parse_args(argv)
@@ -565,7 +589,7 @@ def main(argv: list[str] | None = None) -> None:
     if not sizes or not methods or min(args.seeds, args.jobs) < 1:
         raise UserError("--sizes, --methods, --seeds and --jobs must be at least one each")
     length = {"tokens": parse_number(args.tokens) if args.tokens else 0, "ratio": args.ratio}
-    options = {"extra": args.extra.split(), **length}
+    options = {"extra": args.extra.split(), "bf16_until": args.bf16_until, **length}
     seeds = range(1, args.seeds + 1)
     plan(methods, sizes, seeds, **options)  # bad flags are refused before the data is made
     folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"

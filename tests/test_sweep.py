@@ -45,6 +45,21 @@ def test_a_plan_is_whole_seeds_with_equal_flags_but_for_method_and_seed():
     assert len({r.tag for r in runs}) == len(runs)
 
 
+def test_methods_that_begin_in_bf16_differ_after_that_alone():
+    names = ["bf16", "clover", "clover_late_fp8", "clover_rates_up"]
+    runs = sweep.plan(names, ["tiny"], [1], tokens=1000, bf16_until=0.5)
+    bf16, clover, late, rates = (base_train.parse_args(list(r.flags)) for r in runs)
+    assert runs[0] == sweep.plan(["bf16"], ["tiny"], [1], tokens=1000)[0]
+    for args, last in ((clover, "clover"), (late, "clover_fp8_forward"), (rates, "clover")):
+        plan = MethodPlan.parse(args.method, args.layer_methods, args.method_phases)
+        assert [plan.at(x).name for x in (0.0, 0.49, 0.5, 0.99)] == ["bf16", "bf16", "clover", last]
+    assert rates.matrix_lr != bf16.matrix_lr == clover.matrix_lr
+    with pytest.raises(UserError, match="before the method's own changes"):
+        sweep.plan(["clover_late_fp8"], ["tiny"], [1], tokens=1000, bf16_until=0.7)
+    with pytest.raises(UserError, match="differ between layers"):
+        sweep.plan(["clover_up_fp8"], ["tiny"], [1], tokens=1000, bf16_until=0.5)
+
+
 def test_the_tag_changes_with_any_flag():
     def tag(**kw):
         return sweep.plan(["clover"], ["tiny"], [1], **{"tokens": 1000, **kw})[0].tag
