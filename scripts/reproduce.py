@@ -6,7 +6,8 @@
     python -m scripts.reproduce list
     python -m scripts.reproduce attribution           # where Clover's gap comes from; also: operands, remedies, systems
 
-    python -m scripts.reproduce table5 --results docs/results/d6.json   # from the runs of that sweep, without training
+    python -m scripts.reproduce table5 --results docs/results/d6.json   # from the runs of that sweep, without training; fig6
+                                                                        # and table7 so from the files of benchmarks
 
 Each prints a table, writes <folder>/<name>.json and <name>.png, and says on what hardware, data, tokens, seeds and
 commit it was measured. What is done is kept, piece by piece, so that the same command goes on where it was interrupted.
@@ -759,9 +760,21 @@ def operands(context: Context) -> Outcome:
 # Figure 6, Table 6: speed of linear layers
 
 
+def benchmark(path: str) -> tuple[list[dict], dict]:
+    """(records, environment) of a file that scripts.bench_* wrote. Raises UserError."""
+    try:
+        content = json.loads(Path(path).read_text())
+        return content["records"], content["environment"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} is not the JSON file of a benchmark ({type(e).__name__}: {str(e)[:80]})") from None
+
+
 def fig6(context: Context) -> Outcome:
-    on_gpu = torch.cuda.is_available() and not context.quick
-    machines = [torch.cuda.get_device_name()] if on_gpu else ["rtx5090", "h200"]
+    measured, environment = benchmark(context.args.results) if context.args.results else (None, None)
+    on_gpu = bool(measured) or (torch.cuda.is_available() and not context.quick)
+    machines = ["rtx5090", "h200"]
+    if on_gpu:
+        machines = [environment["gpu"] if environment else torch.cuda.get_device_name()]
     models = context.args.models or ("800M,3B,7B" if on_gpu else "800M,3B,7B,22B")
     rows, numbers = [], {}
 
@@ -776,7 +789,7 @@ def fig6(context: Context) -> Outcome:
 
     for machine in machines:
         if on_gpu:
-            records = context.piece("fig6", {"models": models, "machine": machine}, measure)
+            records = measured or context.piece("fig6", {"models": models, "machine": machine}, measure)
         else:
             methods = ["bf16", *bench_linear.METHODS]
             passes = ["forward+backward"]
@@ -806,7 +819,8 @@ def fig6(context: Context) -> Outcome:
         )
     header = ["machine", "model", "method", "paper, x", "here, x BF16", "ms"]
     title = "Figure 6, Table 6: speed of the linear layers of Llama-like models, forward + backward"
-    return Outcome(title, header, rows, notes, numbers, plot, "8 x 2048 tokens, the paper's Table 6 shapes")
+    what = "8 x 2048 tokens, the paper's Table 6 shapes"
+    return Outcome(title, header, rows, notes, numbers, plot, what, environment)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -828,7 +842,8 @@ TABLE_7 = {
 
 
 def table7(context: Context) -> Outcome:
-    on_gpu = torch.cuda.is_available() and not context.quick
+    measured, environment = benchmark(context.args.results) if context.args.results else (None, None)
+    on_gpu = bool(measured) or (torch.cuda.is_available() and not context.quick)
     flags = ["--depth=26", "--methods=clover", "--total-batch-size=524288"]
     if not on_gpu:
         flags = (
@@ -844,7 +859,7 @@ def table7(context: Context) -> Outcome:
             raise UserError(f"bench_train failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
         return json.loads(path.read_text())["records"]
 
-    records = context.piece("table7", {"flags": flags, "gpu": environment_info()["gpu"]}, measure)
+    records = measured or context.piece("table7", {"flags": flags, "gpu": environment_info()["gpu"]}, measure)
     ms = {(r["phase"], r["kind"]): r["ms"] for r in records if r.get("variant") == "clover" and "phase" in r}
     sums = {phase: sum(v for (p, _), v in ms.items() if p == phase) for phase in ("forward", "backward")}
     kinds = [*TABLE_7, *sorted({k for p, k in ms if p in sums} - set(TABLE_7))]
@@ -878,6 +893,7 @@ def table7(context: Context) -> Outcome:
         {"records": records},
         plot,
         what,
+        environment,
     )
 
 
@@ -946,7 +962,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--models", default="", help="fig6: of 800M,3B,7B,22B")
     parser.add_argument(
-        "--results", default="", help="take the training runs from this JSON file of scripts.sweep, and train nothing"
+        "--results",
+        default="",
+        help="train and time nothing: take the runs from this file of scripts.sweep (fig6: of scripts.bench_linear, "
+        "table7: of scripts.bench_train)",
     )
     sweep.add_sweep_arguments(parser)
     parser.set_defaults(seeds=0)

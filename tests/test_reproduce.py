@@ -174,6 +174,23 @@ def test_tables_are_made_from_the_runs_of_an_earlier_sweep(tmp_path, monkeypatch
         reproduce.main(["systems", f"--results={tmp_path / 'd6.json'}", "--sizes=d8", f"--folder={tmp_path}"])
 
 
+def test_speed_from_the_files_of_benchmarks(tmp_path):
+    environment = {"gpu": "NVIDIA X", "gpu_count": 1, "torch": "2", "commit": "abc"}
+    timed = {"model": "3B", "pass": "forward+backward", "mode": "graph", "method": "clover", "ms": 20.0, "ratio": 1.25}
+    parts = {("forward", "GEMM"): 3.0, ("forward", "quantize"): 1.0, ("backward", "GEMM"): 5.0}
+    phases = [{"variant": "clover", "phase": p, "kind": k, "ms": ms} for (p, k), ms in parts.items()]
+    for name, records in (("fig6", [timed]), ("table7", phases)):
+        (tmp_path / "bench.json").write_text(json.dumps({"records": records, "environment": environment}))
+        reproduce.main([name, f"--results={tmp_path / 'bench.json'}", f"--folder={tmp_path}"])
+    content = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("fig6", "table7")}
+    assert content["fig6"]["table"][1] == ["NVIDIA X, graph", "3B", "clover", "up to 4.2 (RTX 5090)", 0.8, 20.0]
+    assert {row[0]: row[2::2] for row in content["table7"]["table"][1:3]}["GEMM"] == ["75", "100"]
+    assert "1 x NVIDIA X" in content["fig6"]["measured_on"]
+    (tmp_path / "bench.json").write_text("{}")
+    with pytest.raises(UserError, match="is not the JSON file of a benchmark"):
+        reproduce.main(["fig6", f"--results={tmp_path / 'bench.json'}", f"--folder={tmp_path}"])
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(UserError, match="'fig3' is no table or figure; use all, list, or one of table1, table2"):
         reproduce.main(["fig3"])
