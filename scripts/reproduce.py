@@ -6,8 +6,8 @@
     python -m scripts.reproduce list
     python -m scripts.reproduce attribution           # where Clover's gap comes from; also: operands, remedies, systems
 
-    python -m scripts.reproduce table5 --results docs/results/d6.json   # from the runs of that sweep, without training; fig6
-                                                                        # and table7 so from the files of benchmarks
+    python -m scripts.reproduce table5 --results docs/results/d6.json    # from that sweep's runs, without training
+    python -m scripts.reproduce fig6 --results bench_linear.json         # from that benchmark; table7: bench_train's
 
 Each prints a table, writes <folder>/<name>.json and <name>.png, and says on what hardware, data, tokens, seeds and
 commit it was measured. What is done is kept, piece by piece, so that the same command goes on where it was interrupted.
