@@ -577,7 +577,13 @@ def load_weights(model: GPT, model_data: dict[str, torch.Tensor], checkpoint_dir
     """model.load_state_dict that takes the checkpoint's tensors over and raises UserError where they do not fit."""
     try:
         shapes = {name: p.shape for name, p in model.state_dict().items()}
-        model.load_state_dict(model_data, strict=True, assign=True)
+        moments = {name: t for name, t in model_data.items() if name.endswith(".second_moment")}
+        weights = {name: t for name, t in model_data.items() if name not in moments}
+        model.load_state_dict(weights, strict=True, assign=True)
+        for name, moment in moments.items():  # a method with error feedback has made them (nvfp4/feedback.py)
+            layer = model.get_submodule(name.removesuffix(".second_moment"))
+            layer.register_buffer("second_moment", moment)
+            shapes[name] = torch.Size((layer.in_features, layer.in_features))
         if any(p.shape != shapes[name] or not p.is_floating_point() for name, p in model.state_dict().items()):
             raise TypeError("a weight that is no floating-point tensor")
     except (RuntimeError, AttributeError, TypeError) as e:

@@ -63,6 +63,7 @@ from nanochat_fp4.dataset import ensure_data
 from nanochat_fp4.doctor import probe
 from nanochat_fp4.gpt import GPT, autocast, compile_layers, config_from_depth
 from nanochat_fp4.loss_eval import evaluate_bpb
+from nanochat_fp4.nvfp4.convert import rounds_with_feedback, update_second_moments
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.report import get_report
 from nanochat_fp4.tokenizer import get_token_bytes, get_tokenizer
@@ -103,6 +104,7 @@ from nanochat_fp4.training import (
 REFERENCE_BATCH_SIZE = 2**19  # tokens; nanochat's learning rates are tuned for it
 REFERENCE_DEPTH = 12  # and its weight decay for this
 METHOD_CHANGES = ("layer_methods", "method_phases")
+MOMENTS_EVERY, MOMENTS_TOKENS = 10, 8192  # steps between looks at the layers' inputs, and how many tokens of a rank
 MAX_STEPS = 10**9  # more is a slip of the finger
 
 
@@ -471,11 +473,21 @@ def train(
         with ctx():
             return evaluate_bpb(forward, signals.watch(batches, device), eval_steps, token_bytes)
 
+    def weights_once(passes: int) -> contextlib.AbstractContextManager:
+        """The weights' codes made once for so many passes, where making them for each is more work."""
+        often = passes > 1 or rounds_with_feedback(raw_model)
+        return nf.quantize_weights_once(raw_model) if often else contextlib.nullcontext()
+
+    def forward_of_few() -> None:
+        rows = max(1, MOMENTS_TOKENS // args.max_seq_len)
+        raw_model(x[:rows], y[:rows])
+
     def evaluate() -> None:
         """Validation BPB with the method's own forward pass, and in BF16 (FP32 on a CPU)."""
         raw_model.eval()
         with preserved_rng(device):
-            bpb = bpb_bf16 = validation_bpb(model)
+            with weights_once(1):
+                bpb = bpb_bf16 = validation_bpb(model)
             if method != "bf16":
                 # Not compiled: the same layers compiled for another forward would be a second compilation.
                 with nf.full_precision(raw_model):
@@ -502,7 +514,7 @@ def train(
     def measure_core() -> float | None:
         raw_model.eval()
         try:
-            with preserved_rng(device), ctx():
+            with preserved_rng(device), weights_once(1), ctx():
                 results = core_evaluation()(raw_model, tokenizer, device, max_per_task=args.core_metric_max_per_task)
         except (UserError, ValueError) as e:  # its data is not to be had: no reason to end a training run
             progress.write(f"warning: no CORE metric from here on: {one_line(e)}")
@@ -584,7 +596,7 @@ def train(
         rng_before, loader_before = get_rng_state(device), loader_state
         micro_batches, micro_rng, losses = [], [], []
         try:
-            with nf.quantize_weights_once(raw_model) if grad_accum_steps > 1 else contextlib.nullcontext():
+            with weights_once(grad_accum_steps):
                 for _ in range(grad_accum_steps):
                     micro_batches.append((x, y))
                     micro_rng.append(get_rng_state(device))
@@ -611,6 +623,9 @@ def train(
                 for optimizer in optimizers:
                     optimizer.step()
                 raw_model.zero_grad(set_to_none=True)
+                if step % MOMENTS_EVERY == 0:
+                    with ctx():
+                        update_second_moments(raw_model, forward_of_few, mean_over_ranks)
         except Exception as e:
             if not is_out_of_memory(e) or world_size > 1:
                 raise

@@ -37,7 +37,9 @@ def train(*flags: str, method: str = "clover", steps: int = 8) -> None:
 # Resume
 
 
-@pytest.mark.parametrize("method", ["bf16", "clover"])  # the others are killed and resumed in test_reliability.py
+@pytest.mark.parametrize(
+    "method", ["bf16", "clover", "clover_feedback"]
+)  # the others are killed and resumed in test_reliability.py
 def test_resume_is_exact(tiny_base, method):
     train("--save-every=3", "--keep-last=-1", method=method, steps=5)
     folder = tiny_base / "base_checkpoints" / f"d2_{method}"

@@ -6,17 +6,19 @@ checkpoints and references to the module stay valid, and state dicts of converte
 
 import contextlib
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from nanochat_fp4.nvfp4.linear import QuantLinear, can_be_fused, quantized_weight, unsupported_reason
+from nanochat_fp4.nvfp4.linear import QuantLinear, can_be_fused, quantized_weights, unsupported_reason
 from nanochat_fp4.nvfp4.recipes import Recipe, get_recipe
 
 # Always left alone: the output head's error reaches the loss without any averaging, and all recipes keep it in BF16.
 ALWAYS_SKIPPED = ("lm_head", "*.lm_head")
+
+MOMENT_STEP = 0.2  # of the exponential average of second moments: one over five updates or so
 
 
 @dataclass
@@ -26,9 +28,12 @@ class ConvertReport:
     recipe: Recipe
     converted: list[str] = field(default_factory=list)
     left_alone: list[tuple[str, str]] = field(default_factory=list)
+    without_moments: bool = False  # feedback is asked for, and no layer has a second_moment yet
 
     def __str__(self) -> str:
         lines = [f"QAT method {self.recipe}", f"converted {len(self.converted)} linear layers"]
+        if self.without_moments:
+            lines.append("weights are rounded without feedback until training has looked at the layers' inputs")
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left_alone:
             reasons.setdefault(reason, []).append(name)
@@ -85,6 +90,8 @@ def convert(
     if not report.converted:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in report.left_alone[:4])
         raise ValueError(f"convert: no linear layer could be converted ({reasons or 'the model has none'})")
+    known = any("second_moment" in linears[name]._buffers for name in report.converted)
+    report.without_moments = recipe.output.b.feedback and not known
     model.nf_report = report
     if verbose and int(_rank()) == 0:
         with contextlib.suppress(OSError):  # a log that nobody takes is no reason to end a run
@@ -183,26 +190,70 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     look at the version of a parameter itself). Layers that are computed as one are found by their parent's attribute
     `fused_linears`, a tuple of names. Raises RuntimeError at the end if a weight changed inside.
     """
-    layers = {m for m in model.modules() if isinstance(m, QuantLinear) and m.quantization and m.recipe.quantizes}
-    alone = set(layers)
-    operands: list[tuple[QuantLinear, str]] = []
-    versions = {layer: layer.weight._version for layer in layers}
+    groups = _computed_as_one(model)
+    versions = {layer: layer.weight._version for layers in groups for layer in layers}
+    operands = quantized_weights(groups)
+    names = ["weight_operand" if len(layers) == 1 else "stacked_operand" for layers in groups]
     try:
-        for module in model.modules():
-            group = [getattr(module, name) for name in getattr(module, "fused_linears", ())]
-            if group and layers.issuperset(group) and can_be_fused(group):
-                group[0].stacked_operand = quantized_weight(group)
-                operands.append((group[0], "stacked_operand"))
-                alone.difference_update(group)
-        for layer in alone:
-            layer.weight_operand = quantized_weight([layer])
-            operands.append((layer, "weight_operand"))
+        for layers, name, operand in zip(groups, names, operands):
+            setattr(layers[0], name, operand)
         yield
     finally:
-        for layer, name in operands:
-            delattr(layer, name)
+        for layers, name in zip(groups, names):
+            delattr(layers[0], name)
     if any(layer.weight._version != version for layer, version in versions.items()):
         raise RuntimeError(
             "quantize_weights_once: weights changed inside the context, so gradients were computed for the old ones; "
             "leave it before optimizer.step()"
         )
+
+
+def _computed_as_one(model: nn.Module) -> list[list[QuantLinear]]:
+    """The layers that quantize, those that fused_linear computes together in one list, in a fixed order."""
+    alone = {m: None for m in model.modules() if isinstance(m, QuantLinear) and m.quantization and m.recipe.quantizes}
+    groups = []
+    for module in model.modules():
+        group = [getattr(module, name) for name in getattr(module, "fused_linears", ())]
+        if group and all(layer in alone for layer in group) and can_be_fused(group):
+            groups.append(group)
+            for layer in group:
+                del alone[layer]
+    return groups + [[layer] for layer in alone]
+
+
+def rounds_with_feedback(model: nn.Module) -> bool:
+    """Whether the method of a layer rounds its weight with error feedback."""
+    return any(isinstance(m, QuantLinear) and m.recipe.output.b.feedback for m in model.modules())
+
+
+@torch.no_grad()
+def update_second_moments(
+    model: nn.Module, forward: Callable[[], object], mean_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Runs forward(), which calls the model on some tokens, in full precision, and moves second_moment of the layers
+    that round with feedback a part of the way to what their inputs were; does nothing where there are none.
+
+    The part is MOMENT_STEP, at first all of it. Inputs that are not finite change nothing. All ranks must call.
+    """
+    layers = [group[0] for group in _computed_as_one(model) if group[0].recipe.output.b.feedback]
+    if not layers:
+        return
+    seen: dict[QuantLinear, torch.Tensor] = {}
+
+    def look(layer: QuantLinear, args: tuple) -> None:
+        with torch.autocast(args[0].device.type, enabled=False):
+            rows = args[0].reshape(-1, layer.in_features).float()
+            seen[layer] = rows.T @ rows / rows.shape[0]
+
+    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+    try:
+        with full_precision(model):
+            forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for layer, new in seen.items():
+        new = mean_over_ranks(new)
+        old = layer.second_moment if hasattr(layer, "second_moment") else None
+        moved = new if old is None else old.lerp(new, MOMENT_STEP)
+        layer.set_second_moment(torch.where(torch.isfinite(new).all(), moved, 0.0 if old is None else old))

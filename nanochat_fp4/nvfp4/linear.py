@@ -27,7 +27,10 @@ anew in each pass (backends.hot_channels), Y = X1 W1^T + Q(X[:, H]) W2^T + X2 Q(
 and W2 alike. The backward GEMMs take W1 with W2 added in its channels, and X1 with X2: by the same argument, the
 gradient of this Y. Kept: 4.5 bits an element, and as much again for the elements of H.
 
-The weights' forward codes can be made once for several passes: convert.quantize_weights_once.
+The weights' forward codes can be made once for several passes: convert.quantize_weights_once. Where a recipe rounds
+them with error feedback (feedback.py) they also depend on second_moment, a buffer of the layer, or of the first of the
+layers that are computed as one. Training sets it (convert.update_second_moments), and it is in the state dict from then
+on; before that the weight is rounded without feedback.
 
 Any number of tokens works. In wgrad the tokens are the contraction dimension, and in dgrad the out_features: where they
 are not a multiple of the rotation's group (128), or of 16, they are padded with zeros. Zeros add nothing to a product,
@@ -53,6 +56,7 @@ from nanochat_fp4.nvfp4.backends import (
     with_rest,
 )
 from nanochat_fp4.nvfp4.estimators import prepare
+from nanochat_fp4.nvfp4.feedback import feedback_factor, round_with_feedback
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, TwoTerms, terms
 from nanochat_fp4.nvfp4.gemm import Value, gemm
 from nanochat_fp4.nvfp4.recipes import Gemm, Recipe, get_recipe
@@ -83,6 +87,25 @@ def _after(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 @_after.register_fake
 def _(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(value)
+
+
+@torch.library.custom_op("nanochat_fp4::with_feedback", mutates_args=())
+def _with_feedback(
+    weight: torch.Tensor, factor: torch.Tensor, rounding: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """round_with_feedback of one weight: codes, scales, tensor_scale. A compiler is not to look into its long loop."""
+    t = round_with_feedback(weight.unsqueeze(0), factor.unsqueeze(0), rounding)[0]
+    return t.codes, t.scales, t.tensor_scale
+
+
+@_with_feedback.register_fake
+def _(weight: torch.Tensor, factor: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, columns = weight.shape
+    return (
+        weight.new_empty(rows, columns // 2, dtype=torch.uint8),
+        weight.new_empty(rows, columns // 16, dtype=torch.float8_e4m3fn),
+        weight.new_empty((), dtype=torch.float32),
+    )
 
 
 # torch.compile decides anew what runs in which pass. A seed that neither the forward's outputs nor the backward's
@@ -117,22 +140,27 @@ class _QuantLinear(torch.autograd.Function):
         grad_enabled: bool,
         xq: Value | None,
         wq: Value | None,
+        factor: torch.Tensor | None,
         *weights: torch.Tensor,
     ):
         """x (M, K), weights (N_i, K), N = sum of N_i -> (M, N) in dtype, in which unquantized operands are multiplied.
 
         grad_enabled: the caller's torch.is_grad_enabled(); needs_input_grad does not know of no_grad.
         xq, wq: the operands of the output GEMM where they are there already, else None.
+        factor: of feedback.feedback_factor, where the weight is rounded with feedback, else None.
         """
         needs_dgrad = ctx.needs_input_grad[0] and grad_enabled
-        needs_wgrad = any(ctx.needs_input_grad[7:]) and grad_enabled
+        needs_wgrad = any(ctx.needs_input_grad[8:]) and grad_enabled
         seed = new_seed(x.device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
         weight = _stacked(weights) if wq is None or recipe.grad_input.b.raw or recipe.output.hot else None
         for_x, for_w = _operands(recipe.output, OUTPUT, seed, seed, x.device)
         if xq is None:
             xq = quantize_operand(x, keep_codes=True, per_token=per_token, **for_x)
         if wq is None:
-            wq = quantize_operand(weight, keep_codes=True, **for_w)
+            if factor is None:
+                wq = quantize_operand(weight, keep_codes=True, **for_w)
+            else:
+                wq = NVFP4Tensor(*_with_feedback(weight, factor, for_w["rounding"]))
         if recipe.output.hot:
             channels = hot_channels(x, weight, recipe.output.hot_channels(x.shape[1]), per_token)
             xq = with_rest(x, xq, recipe.output.a.rounding, channels, per_token)
@@ -172,7 +200,7 @@ class _QuantLinear(torch.autograd.Function):
         if ctx.needs_wgrad:
             xt = x if wgrad.b.raw else quantize_operand(x, transpose=True, **for_x)
             grad_ws = gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype).split(ctx.rows)
-        return grad_x, None, None, None, None, None, None, *grad_ws
+        return grad_x, None, None, None, None, None, None, None, *grad_ws
 
 
 def _stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -254,6 +282,19 @@ class QuantLinear(torch.nn.Linear):
         if reason:
             raise ValueError(f"QuantLinear: {reason}; use nn.Linear here, or skip this layer in convert")
         self.recipe = recipe
+        if "second_moment" in self._buffers:
+            self.set_second_moment(self.second_moment)
+
+    def set_second_moment(self, second_moment: torch.Tensor) -> None:
+        """E[x x^T] of the inputs, (in_features, in_features) float32: what feedback.py rounds the weight by."""
+        self.register_buffer("second_moment", second_moment)
+        if self.recipe.output.b.feedback:
+            self.register_buffer("_factor", feedback_factor(second_moment), persistent=False)
+
+    @property
+    def feedback_factor(self) -> torch.Tensor | None:
+        """What the weight is rounded with, or None: the recipe has no feedback, or the inputs are not known yet."""
+        return getattr(self, "_factor", None) if self.recipe.output.b.feedback else None
 
     @property
     def quantizes_input(self) -> bool:
@@ -278,12 +319,13 @@ class QuantLinear(torch.nn.Linear):
         weights = [layer.weight for layer in layers]
         if self.recipe.forward_rht_dim or self.recipe.mask:
             rows, weight = prepare(rows, _stacked(weights), self.recipe)
-            xq, wq, weights = None, None, [weight]
+            xq, wq, factor, weights = None, None, None, [weight]
         else:
             xq = _quantized_input(self, x, rows)
             wq = self.weight_operand if len(layers) == 1 else self.stacked_operand
+            factor = self.feedback_factor if wq is None else None
         grad_enabled = torch.is_grad_enabled()
-        y = _QuantLinear.apply(rows, self.recipe, dtype, self.per_token, grad_enabled, xq, wq, *weights)
+        y = _QuantLinear.apply(rows, self.recipe, dtype, self.per_token, grad_enabled, xq, wq, factor, *weights)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(dtype)
 
@@ -334,14 +376,27 @@ def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear) -> tuple[torch.Tens
     return y.split([linear.out_features for linear in linears], dim=-1)
 
 
-def quantized_weight(layers: Sequence[QuantLinear]) -> NVFP4Tensor | TwoTerms | None:
-    """The weight operand of the output GEMM of these layers as one; None where it is not the same in each pass."""
-    recipe, weights = layers[0].recipe, [layer.weight for layer in layers]
-    if recipe.output.b.rounding is None or recipe.output.random or recipe.forward_rht_dim or recipe.mask:
-        return None
-    _, for_w = _operands(recipe.output, OUTPUT, None, None, weights[0].device)
-    with torch.no_grad():
-        operand = quantize_operand(_stacked(weights), keep_codes=True, **for_w)
-    for term in terms(operand):
-        term.decoded = None  # four times the memory of the codes
-    return operand
+def quantized_weights(groups: Sequence[Sequence[QuantLinear]]) -> list[NVFP4Tensor | TwoTerms | None]:
+    """The weight operand of the output GEMM of each group of layers that are computed as one; None where it is not the
+    same in each pass. Those with feedback are rounded together where shape and rounding are alike."""
+    operands: list[NVFP4Tensor | TwoTerms | None] = []
+    alike: dict[tuple, list[int]] = {}
+    for i, layers in enumerate(groups):
+        recipe, weight = layers[0].recipe, _stacked([layer.weight.detach() for layer in layers])
+        operands.append(None)
+        if recipe.output.b.rounding is None or recipe.output.random or recipe.forward_rht_dim or recipe.mask:
+            continue
+        if layers[0].feedback_factor is not None:
+            alike.setdefault((weight.shape, weight.dtype, recipe.output.b.rounding), []).append(i)
+            continue
+        _, for_w = _operands(recipe.output, OUTPUT, None, None, weight.device)
+        with torch.no_grad():
+            operands[i] = quantize_operand(weight, keep_codes=True, **for_w)
+        for term in terms(operands[i]):
+            term.decoded = None  # four times the memory of the codes
+    for (_, _, rounding), members in alike.items():
+        weights = torch.stack([_stacked([layer.weight.detach() for layer in groups[i]]) for i in members])
+        factors = torch.stack([groups[i][0].feedback_factor for i in members])
+        for i, operand in zip(members, round_with_feedback(weights, factors, rounding)):
+            operands[i] = operand
+    return operands

@@ -38,18 +38,22 @@ class Operand:
               output GEMM only): an error like FP8's from products of 4-bit operands, of which there are more
     raw:      taken from the unquantized tensor although the forward GEMM used a quantized one (input and weight in the
               backward GEMMs only); then it is quantized during the forward pass, so that only its codes are kept
+    feedback: rounded so that the error of the layer's output is small, for the inputs it has had (feedback.py; the
+              weight in the output GEMM only)
     """
 
     rounding: str | None = None
     raw: bool = False
     terms: int = 1
+    feedback: bool = False
 
     def __post_init__(self) -> None:
         if self.rounding is not None:
             get_rounding(self.rounding)
 
     def __str__(self) -> str:
-        return ("raw " if self.raw else "") + (self.rounding or "-") + (" + rest" if self.terms == 2 else "")
+        text = ("raw " if self.raw else "") + (self.rounding or "-") + (" + rest" if self.terms == 2 else "")
+        return text + (" with feedback" if self.feedback else "")
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ class Recipe:
                 0 < gemm.hot <= 1
                 and gemm_name == "output"
                 and len(roundings) == 2
-                and not any(r.random or r.mx for r in roundings)
+                and not any(r.random or not r.has_kernels for r in roundings)
                 and gemm.a.terms == gemm.b.terms == 1
                 and not self.mask
             ):
@@ -143,6 +147,23 @@ class Recipe:
                     f"{where}: hot channels, a share from 0 to 1, are for output with two NVFP4 roundings that draw "
                     f"nothing, without second terms or a mask; got {gemm.hot}"
                 )
+                rotated = gemm.rht_dim or self.forward_rht_dim
+                if o.feedback and (
+                    o is not self.output.b
+                    or not spec
+                    or (
+                        spec.random
+                        or not spec.has_kernels
+                        or spec.block_rows > 1
+                        or o.terms > 1
+                        or rotated
+                        or self.mask
+                    )
+                ):
+                    raise ValueError(
+                        f"{where}: feedback is for the weight in output, with an NVFP4 rounding of 1x16 blocks that "
+                        f"draws nothing, without a second term, a rotation or a mask; got it for {o.rounding}"
+                    )
             if gemm.rht_dim not in RHT_DIMS or self.forward_rht_dim not in RHT_DIMS:
                 dim = gemm.rht_dim if gemm.rht_dim not in RHT_DIMS else self.forward_rht_dim
                 raise ValueError(f"{where}: rht_dim is {dim}, expected 0, 16, 32, 64 or 128")
@@ -375,6 +396,11 @@ def _variations() -> list[Recipe]:
             "with scale search in the backward alone, and one random decision for a group of 128 instead of 8",
             grad_input=search_dithered,
             grad_weight=search_dithered,
+        ),
+        remedy(
+            "feedback",
+            "with a search over block scales and error feedback for the forward's weight, which a step pays once",
+            output=Gemm(x, Operand("scale_search_6", feedback=True)),
         ),
         remedy("masked", "without gradients where rounding misses by more than 1/2 of the scale", mask="uncertain"),
         remedy(

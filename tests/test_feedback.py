@@ -1,0 +1,148 @@
+"""Rounding with error feedback: against GPTQ's own formula, where it is plain rounding, and as a layer's weight."""
+
+import pytest
+import torch
+from torch import nn
+
+import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4.convert import update_second_moments
+from nanochat_fp4.nvfp4.feedback import DAMPING, feedback_factor, round_with_feedback
+from nanochat_fp4.nvfp4.linear import fused_linear
+
+ROUNDINGS = ["rtn", "four_over_six", "scale_search_6"]
+
+
+def correlated(tokens: int, width: int, seed: int = 0) -> torch.Tensor:
+    """Inputs with a mean and a falling spectrum, as those of a trained layer have."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(width, width, generator=generator) / torch.arange(1, width + 1)[:, None] ** 0.5
+    return torch.randn(tokens, width, generator=generator) @ mix + torch.randn(width, generator=generator)
+
+
+def second_moment(x: torch.Tensor) -> torch.Tensor:
+    return x.T @ x / x.shape[0]
+
+
+def same(a, b) -> bool:
+    pairs = zip(
+        (a.codes, a.scales.view(torch.uint8), a.tensor_scale), (b.codes, b.scales.view(torch.uint8), b.tensor_scale)
+    )
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_uncorrelated_inputs_give_plain_rounding_to_the_bit(rounding):
+    weights = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 3.3]).view(
+        2, 1, 1
+    )
+    factor = feedback_factor(2.5 * torch.eye(64))
+    rounded = round_with_feedback(weights, torch.stack([factor, factor]), rounding)
+    assert all(same(got, nf.quantize(w, rounding)) for got, w in zip(rounded, weights))
+
+
+def test_it_is_gptq():
+    """The published form: what is left of the weight is updated after each block, by a Cholesky factor of H^-1."""
+    w = torch.randn(32, 80, generator=torch.Generator().manual_seed(1))
+    w[0, 0] = 8.0  # amax, also of what feedback makes of the rest
+    s = second_moment(correlated(500, 80))
+    h = (s + DAMPING * s.diagonal().mean() * torch.eye(80)).double()
+    u = torch.linalg.cholesky(torch.linalg.inv(h)).mT  # H^-1 = U^T U
+    left, want = w.double(), torch.zeros(32, 80)
+    for b in range(0, 80, 16):
+        with_amax = torch.cat([left[:, b : b + 16].float(), torch.full((32, 16), 8.0)], 1)
+        want[:, b : b + 16] = nf.quantize(with_amax, "four_over_six").dequantize()[:, :16]
+        error = (left[:, b : b + 16] - want[:, b : b + 16]) @ torch.linalg.inv(u[b : b + 16, b : b + 16])
+        left[:, b + 16 :] -= error @ u[b : b + 16, b + 16 :]
+    got = round_with_feedback(w[None], feedback_factor(s)[None], "four_over_six")[0].dequantize()
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_the_outputs_error_is_halved_on_inputs_it_has_not_seen(rounding):
+    x, new = correlated(4096, 128)[:2048], correlated(4096, 128)[2048:]
+    w = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
+    with_feedback = round_with_feedback(w[None], feedback_factor(second_moment(x))[None], rounding)[0].dequantize()
+    plain = nf.quantize(w, rounding).dequantize()
+    assert (new @ (with_feedback - w).T).norm() ** 2 < 0.5 * (new @ (plain - w).T).norm() ** 2
+    assert (with_feedback - w).norm() ** 2 < 1.6 * (plain - w).norm() ** 2
+
+
+def test_what_grows_beyond_the_largest_scale_is_clipped():
+    factor = torch.zeros(32, 32)
+    factor[:16, 16:] = 1e4
+    t = round_with_feedback(torch.randn(8, 32).sign()[None] * 1.03, factor[None], "rtn")[0]
+    assert torch.isfinite(t.dequantize()).all() and t.dequantize().abs().max() <= 1.03 * 1.001
+
+
+@pytest.mark.parametrize("broken", [0.0, float("nan"), float("inf")])
+def test_without_a_second_moment_there_is_no_feedback(broken):
+    assert not feedback_factor(torch.full((32, 32), broken)).any()
+
+
+class Model(nn.Module):
+    fused_linears = ("q", "k")
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(128, 64, bias=False), nn.Linear(128, 64, bias=False)
+        self.out = nn.Linear(128, 128, bias=False)
+
+    def forward(self, x):
+        return self.out(torch.cat(fused_linear(x, self.q, self.k), -1).relu())
+
+
+def passes(model, forward, count=2):
+    torch.manual_seed(1)
+    model.zero_grad()
+    outputs = [forward(x) for x in correlated(64, 128).view(count, -1, 128)]
+    for y in outputs:
+        y.square().mean().backward()
+    return [*outputs, *(p.grad.clone() for p in model.parameters())]
+
+
+def trained_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nf.convert(Model(), "clover_feedback", verbose=False)
+    update_second_moments(model, lambda: model(correlated(512, 128)), lambda t: t)
+    return model
+
+
+def test_layers_use_it_with_and_without_weights_quantized_once():
+    model = trained_model()
+    want = passes(model, model)
+    with nf.quantize_weights_once(model):
+        got = passes(model, model)
+        q = model.q.stacked_operand.dequantize()
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    w = torch.cat([model.q.weight, model.k.weight]).detach()
+    plain = nf.quantize(w, "scale_search_6").dequantize()
+    x = correlated(512, 128)
+    assert (x @ (q - w).T).norm() ** 2 < 0.6 * (x @ (plain - w).T).norm() ** 2
+
+
+def test_compiled_layers_use_it_and_are_not_compiled_again_for_new_moments():
+    model = trained_model()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x, outputs = correlated(32, 128), []
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in (3, 4):
+            with nf.quantize_weights_once(model):
+                outputs.append(compiled(x).detach())
+                assert torch.equal(outputs[-1], model(x))
+            update_second_moments(model, lambda seed=seed: model(correlated(512, 128, seed)), lambda t: t)
+    assert not torch.equal(*outputs)
+    assert torch.equal(compiled(x), model(x))  # makes the codes itself
+
+
+def test_moments_are_an_average_and_inputs_that_are_not_finite_leave_it():
+    model = nf.convert(Model(), "clover_feedback", verbose=False)
+    assert "until training" in str(model.nf_report)
+    x = [correlated(64, 128, seed) for seed in range(2)]
+    for inputs in (*x, torch.full((16, 128), float("nan"))):
+        update_second_moments(model, lambda inputs=inputs: model(inputs), lambda t: t)
+    torch.testing.assert_close(model.q.second_moment, 0.8 * second_moment(x[0]) + 0.2 * second_moment(x[1]))
+    assert {n for n in model.state_dict() if "weight" not in n} == {"q.second_moment", "out.second_moment"}
+    other = nf.convert(Model(), "clover", verbose=False)
+    update_second_moments(other, lambda: other(x[0]), lambda t: t)
+    assert "q.second_moment" not in other.state_dict()
