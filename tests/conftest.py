@@ -40,9 +40,9 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     for item in items:
         for option in ("slow", "soak"):
-            if option in item.keywords and not config.getoption(f"--{option}"):
+            if item.get_closest_marker(option) and not config.getoption(f"--{option}"):
                 item.add_marker(pytest.mark.skip(reason=f"needs --{option}"))
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
