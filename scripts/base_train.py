@@ -63,6 +63,7 @@ from nanochat_fp4.dataset import ensure_data
 from nanochat_fp4.doctor import probe
 from nanochat_fp4.gpt import GPT, autocast, compile_layers, config_from_depth
 from nanochat_fp4.loss_eval import evaluate_bpb
+from nanochat_fp4.nvfp4 import oscillation
 from nanochat_fp4.nvfp4.convert import rounds_with_feedback, update_second_moments
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.report import get_report
@@ -103,7 +104,7 @@ from nanochat_fp4.training import (
 
 REFERENCE_BATCH_SIZE = 2**19  # tokens; nanochat's learning rates are tuned for it
 REFERENCE_DEPTH = 12  # and its weight decay for this
-METHOD_CHANGES = ("layer_methods", "method_phases")
+METHOD_CHANGES = ("layer_methods", "method_phases", "oscillation")
 MOMENTS_EVERY, MOMENTS_TOKENS = 10, 8192  # steps between looks at the layers' inputs, and how many tokens of a rank
 MAX_STEPS = 10**9  # more is a slip of the finger
 
@@ -139,6 +140,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--method-phases",
         default="",
         help="changes of the method in the course of the run, 'fraction of the steps=method,...': '0.85=bf16'",
+    )
+    add(
+        "--oscillation",
+        default="",
+        help=f"a remedy for weights that oscillate between two 4-bit values: {oscillation.FORMS}",
     )
     # Model architecture
     add("--depth", type=int, default=20, help="depth of the Transformer model")
@@ -326,6 +332,7 @@ def train(
     nf.convert(model, method)
     plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
     plan.apply(model, step / num_iterations)
+    steadiers = oscillation.remedies(args.oscillation, model, num_iterations)
     model.recompute = args.recompute
     raw_model = model  # for state dicts and whatever changes shape from call to call
     seed_everything(args.seed, rank)  # from here on each rank draws its own rotations and noise
@@ -405,7 +412,7 @@ def train(
     loader_state = None
     monitor = LossMonitor()
     if resumed_step is not None:
-        restore_state(optimizers, rank_state, device, checkpoint_dir)
+        restore_state(optimizers + steadiers, rank_state, device, checkpoint_dir)
         loader_state = rank_state.get("dataloader")
         loop = restore_dict(loop, meta, "loop_state", checkpoint_dir)
         monitor = LossMonitor(restore_dict(monitor.state, meta, "loss_state", checkpoint_dir))
@@ -445,7 +452,11 @@ def train(
             checkpoint_dir,
             at_step,
             raw_model.state_dict(),
-            {"optimizers": [o.state_dict() for o in optimizers], "rng": rng, "dataloader": loader_position},
+            {
+                "optimizers": [o.state_dict() for o in optimizers + steadiers],
+                "rng": rng,
+                "dataloader": loader_position,
+            },
             {
                 "step": at_step,
                 "val_bpb": loop["val_bpb"],
@@ -591,6 +602,8 @@ def train(
             progress.write(f"step {step:05d} | from here on {plan.at(step / num_iterations)}")
             if compiled:
                 torch._dynamo.reset()  # recipes are constants of compiled code
+            for steadier in steadiers:
+                steadier.refresh()
         synchronize()
         t0 = time.monotonic()
         rng_before, loader_before = get_rng_state(device), loader_state
@@ -620,8 +633,11 @@ def train(
                 for group in () if args.llama else optimizers[-1].param_groups:
                     group["momentum"] = muon_momentum(step)
                     group["weight_decay"] = weight_decay_at(step, num_iterations, weight_decay)
-                for optimizer in optimizers:
-                    optimizer.step()
+                with contextlib.ExitStack() as around:
+                    for steadier in steadiers:
+                        around.enter_context(steadier.optimizer_step(step))
+                    for optimizer in optimizers:
+                        optimizer.step()
                 raw_model.zero_grad(set_to_none=True)
                 if step % MOMENTS_EVERY == 0:
                     with ctx():

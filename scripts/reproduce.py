@@ -617,7 +617,8 @@ REMEDIES = (
     "clover_rotated", "clover_warmup", "clover_late_bf16", "clover_late_forward", "clover_late_backward",
     "clover_refined", "clover_late_refined", "clover_late_refined_30", "clover_late_fp8", "clover_up_fp8",
     "clover_qkv_fp8", "clover_up_bf16", "clover_fp8_input", "clover_fp8_weight", "clover_fp8_forward",
-    "clover_rates_up", "clover_rates_down", "clover_less_decay",
+    "clover_rates_up", "clover_rates_down", "clover_less_decay", "clover_ema", "clover_q_ema", "clover_late_ema",
+    "clover_late_q_ema", "clover_reset",
 )  # fmt: skip
 
 

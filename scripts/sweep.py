@@ -81,6 +81,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_rates_up": changed("clover", "", "", "--matrix-lr=0.025"),  # nanochat's is 0.02
     "clover_rates_down": changed("clover", "", "", "--matrix-lr=0.016"),
     "clover_less_decay": changed("clover", "", "", "--weight-decay=0.1"),  # nanochat's is 0.2
+    # Weights that oscillate (nanochat_fp4/nvfp4/oscillation.py)
+    "clover_ema": changed("clover", "", "", "--oscillation=ema:0.9"),
+    "clover_q_ema": changed("clover", "", "", "--oscillation=q_ema:0.9"),
+    "clover_late_ema": changed("clover", "", "", "--oscillation=ema:0.9:0.6"),
+    "clover_late_q_ema": changed("clover", "", "", "--oscillation=q_ema:0.98:0.6"),
+    "clover_reset": changed("clover", "", "", "--oscillation=reset"),
     "nvidia_late_forward": changed("nvidia", phases="0.82=fig1d_sr"),  # NVIDIA's 18%, with SR in the backward
 }
 

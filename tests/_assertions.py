@@ -108,7 +108,7 @@ def final_state(folder: Path, step: int) -> dict[str, Any]:
     """Everything in a training run's checkpoint that decides how it goes on, and the records that led there."""
     model, _, meta = load_checkpoint(folder, step, "cpu")
     ranks = [torch.load(p, weights_only=True) for p in sorted(folder.glob(f"optim_{step:06d}_rank*.pt"))]
-    for group in (g for rank in ranks for optimizer in rank["optimizers"] for g in optimizer["param_groups"]):
+    for group in (g for rank in ranks for optimizer in rank["optimizers"] for g in optimizer.get("param_groups", ())):
         group.pop("differentiable", None)  # torch's load_state_dict adds it
     timed = ("seconds", "tokens_per_second", "mfu")
     records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] in ("train", "val", "skip", "spike")]

@@ -38,10 +38,18 @@ def train(*flags: str, method: str = "clover", steps: int = 8) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["bf16", "clover", "clover_feedback"]
-)  # the others are killed and resumed in test_reliability.py
-def test_resume_is_exact(tiny_base, method):
-    train("--save-every=3", "--keep-last=-1", method=method, steps=5)
+    "method, flags",
+    [
+        ("bf16", []),
+        ("clover_feedback", []),
+        ("clover", []),  # the others are killed and resumed in test_reliability.py
+        # From the step of the resume on, all layers but one take their fast weights.
+        ("clover", ["--oscillation=q_ema:0.9", "--layer-methods=*.c_fc=clover", "--method-phases=0.6=fp8"]),
+        ("clover", ["--oscillation=reset:0.8:0.8:0.2"]),  # in the last step, at the end of a window of 4
+    ],
+)
+def test_resume_is_exact(tiny_base, method, flags):
+    train("--save-every=3", "--keep-last=-1", *flags, method=method, steps=5)
     folder = tiny_base / "base_checkpoints" / f"d2_{method}"
     assert list_steps(folder) == [5, 3]
     expected = final_state(folder, 5)
@@ -49,7 +57,7 @@ def test_resume_is_exact(tiny_base, method):
     losses = [r["loss"] for r in expected["records"] if r["event"] == "train"]
     assert len(losses) == len(set(losses)) == 5
 
-    train("--resume-from-step=3", method=method, steps=5)
+    train("--resume-from-step=3", *flags, method=method, steps=5)
     assert_same(final_state(folder, 5), expected)
 
 
@@ -462,15 +470,18 @@ def test_core_metric_that_cannot_be_had_does_not_end_a_run(tiny_base, monkeypatc
 
 
 def test_loss_stage_reports_both_forwards(tiny_base, capsys):
-    train(steps=4)
+    train("--oscillation=ema:0.9", steps=4)  # the checkpoint has the weights that were evaluated
     base_loss.main(["--model-tag=d2_clover", "--device-batch-size=2", "--split-tokens=128", "--device-type=cpu"])
     section = json.loads((tiny_base / "report" / "d2_clover" / "base-model-loss.json").read_text())
     results = section["results"]
     assert results["val_bpb"] != results["val_bpb_bf16"] and results["val_bpb"] == pytest.approx(3.7, abs=0.5)
     assert len(results["samples"]) == 7
     # The training loop and the loss stage measure the same thing.
-    meta = load_checkpoint(tiny_base / "base_checkpoints" / "d2_clover", 4, "cpu")[2]
+    folder = tiny_base / "base_checkpoints" / "d2_clover"
+    weights, optimizers, meta = load_checkpoint(folder, 4, "cpu", load_optimizer=True)
     assert results["val_bpb"] == pytest.approx(meta["loop_state"]["val_bpb"], rel=1e-6)
+    fast = optimizers["optimizers"][-1]["fast"]
+    assert fast and all(not torch.equal(w, weights[f"{name}.weight"]) for name, w in fast.items())
     with pytest.raises(UserError, match="--split-tokens=100 is not a multiple of 64"):
         base_loss.main(["--model-tag=d2_clover", "--device-batch-size=2", "--split-tokens=100", "--device-type=cpu"])
 

@@ -110,6 +110,7 @@ def test_every_variant_is_a_plan_of_base_train(variant):
     assert args.method in nf.METHODS
     plan = MethodPlan.parse(args.method, args.layer_methods, args.method_phases)
     changed = plan.layers or plan.phases or args.matrix_lr != 0.02 or args.weight_decay != 0.2
+    changed = changed or args.oscillation
     assert changed, "as its method alone"
 
 

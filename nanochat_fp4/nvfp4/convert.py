@@ -180,6 +180,18 @@ def per_token_scale(model: nn.Module) -> contextlib.AbstractContextManager[None]
     return _override(model, "per_token", True)
 
 
+def groups_computed_as_one(model: nn.Module) -> list[tuple[QuantLinear, ...]]:
+    """The layers that quantize, each with those that fused_linear computes as one with it, or alone.
+
+    Layers that are computed as one are found by their parent's attribute `fused_linears`, a tuple of names.
+    """
+    layers = [m for m in model.modules() if isinstance(m, QuantLinear) and m.quantization and m.recipe.quantizes]
+    parents = [[getattr(m, name) for name in getattr(m, "fused_linears", ())] for m in model.modules()]
+    groups = [tuple(g) for g in parents if g and set(layers).issuperset(g) and can_be_fused(g)]
+    fused = {layer for group in groups for layer in group}
+    return groups + [(layer,) for layer in layers if layer not in fused]
+
+
 @contextlib.contextmanager
 def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     """Inside this context the weights' forward codes are those made at its beginning: for the micro-batches of one
@@ -187,10 +199,9 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
 
     Takes 4.5 bits a weight while it lasts, which autograd keeps of each forward pass anyway. Nothing of it is in state
     dicts. Works with torch.compile (the codes are inputs of the graph, made anew for each step; compiled code cannot
-    look at the version of a parameter itself). Layers that are computed as one are found by their parent's attribute
-    `fused_linears`, a tuple of names. Raises RuntimeError at the end if a weight changed inside.
+    look at the version of a parameter itself). Raises RuntimeError at the end if a weight changed inside.
     """
-    groups = _computed_as_one(model)
+    groups = groups_computed_as_one(model)
     versions = {layer: layer.weight._version for layers in groups for layer in layers}
     operands = quantized_weights(groups)
     names = ["weight_operand" if len(layers) == 1 else "stacked_operand" for layers in groups]
@@ -208,19 +219,6 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
         )
 
 
-def _computed_as_one(model: nn.Module) -> list[list[QuantLinear]]:
-    """The layers that quantize, those that fused_linear computes together in one list, in a fixed order."""
-    alone = {m: None for m in model.modules() if isinstance(m, QuantLinear) and m.quantization and m.recipe.quantizes}
-    groups = []
-    for module in model.modules():
-        group = [getattr(module, name) for name in getattr(module, "fused_linears", ())]
-        if group and all(layer in alone for layer in group) and can_be_fused(group):
-            groups.append(group)
-            for layer in group:
-                del alone[layer]
-    return groups + [[layer] for layer in alone]
-
-
 def rounds_with_feedback(model: nn.Module) -> bool:
     """Whether the method of a layer rounds its weight with error feedback."""
     return any(isinstance(m, QuantLinear) and m.recipe.output.b.feedback for m in model.modules())
@@ -235,7 +233,7 @@ def update_second_moments(
 
     The part is MOMENT_STEP, at first all of it. Inputs that are not finite change nothing. All ranks must call.
     """
-    layers = [group[0] for group in _computed_as_one(model) if group[0].recipe.output.b.feedback]
+    layers = [group[0] for group in groups_computed_as_one(model) if group[0].recipe.output.b.feedback]
     if not layers:
         return
     seen: dict[QuantLinear, torch.Tensor] = {}
