@@ -138,10 +138,32 @@ def norm(x: Tensor, keep_output: bool = False) -> Tensor:
         return _Norm.apply(x, keep_output)
 
 
+class _Rotate(torch.autograd.Function):
+    """
+    (a, b) -> (a cos + b sin, b cos - a sin); the gradient is rotated back.
+
+    That is written as (a, b) cos + (b, a) (-sin, sin): compiled, with the gradient of a norm, it is read at two places
+    of a row. Put together from two halves it is read four times under masks, with twice the instructions, and the
+    kernel is no longer bound by memory alone.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = (t.unsqueeze(-2) for t in ctx.saved_tensors)
+        pairs = grad_y.unflatten(-1, (2, -1))
+        sign = 2 * torch.arange(2, dtype=sin.dtype, device=sin.device).unsqueeze(-1) - 1
+        return (pairs * cos + pairs.flip(-2) * (sin * sign)).flatten(-2), None, None
+
+
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i + D/2}) of x (B, T, H, D) by the angles behind cos and sin (1, T, 1, D/2)."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+    return _Rotate.apply(x, cos, sin)
 
 
 class _ReluSquared(torch.autograd.Function):
@@ -194,9 +216,9 @@ class CausalSelfAttention(nn.Module):
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) -> q (B, T, H, D), k and v (B, T, H_kv, D)."""
-        q, k, v = fused_linear(x, *(getattr(self, name) for name in self.fused_linears))
+        q, k, v = fused_linear(x, *(getattr(self, name) for name in self.fused_linears), head_dim=self.head_dim)
         # A copy of v, which attention keeps: the view would keep q and k as they were before the rotation as well.
-        return tuple(t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v.contiguous()))
+        return q, k, v.contiguous()
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], window_size: tuple[int, int], kv_cache: Any) -> Tensor:
         q, k, v = self.qkv(x)
@@ -280,6 +302,16 @@ def _layer(
     return block(x, cos_sin, window_size, kv_cache, recompute)
 
 
+# Up to how many reads and operations torch.compile computes something anew for each of its uses instead of writing it
+# down. By its own limits on a GPU (4, 8, 30) the backward pass writes and reads an FP32 copy of the first norm's output
+# and, once more than needed, the gradients of q and k. The forward pass's rotation (8 reads) is not to be done anew.
+COMPILER_OPTIONS = {
+    "realize_reads_threshold": 6,
+    "realize_acc_reads_threshold": 16,
+    "realize_opcount_threshold": 64,
+}
+
+
 def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
     """model.forward by layers compiled with torch.compile(fullgraph=True): one for each window, not one for each layer.
 
@@ -291,7 +323,8 @@ def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
         return torch.compile(model, dynamic=False)
     # Windows, micro-batch sizes, with and without gradients, and a plan's methods are all compiled from one function.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    layer, outer_norm = (torch.compile(f, dynamic=False, fullgraph=True) for f in (_layer, norm))
+    options = COMPILER_OPTIONS if model.get_device().type == "cuda" else None
+    layer, outer_norm = (torch.compile(f, dynamic=False, fullgraph=True, options=options) for f in (_layer, norm))
     return functools.partial(model, layer=layer, outer_norm=outer_norm)
 
 

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 
 import nanochat_fp4 as nf
 from nanochat_fp4.gpt import (
+    COMPILER_OPTIONS,
     GPT,
     NORM_EPS,
     GPTConfig,
     _ReluSquared,
+    apply_rotary_emb,
     autocast,
     compile_layers,
     config_from_depth,
@@ -364,6 +366,21 @@ def test_gradient_of_norm(dtype, tolerance, keep_output):
     (want,) = torch.autograd.grad(F.rms_norm(exact, (32,), eps=NORM_EPS), exact, grad.double())
     assert got.dtype == y.dtype == dtype
     assert ((got.double() - want).norm(dim=-1) / want.norm(dim=-1)).max() < tolerance  # of each row
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_of_the_rotation(dtype):
+    x, grad = (torch.randn(2, 24, 3, 16, dtype=dtype) for _ in range(2))
+    cos, sin = make().cos[:, :24], make().sin[:, :24]
+    x.requires_grad_()
+    (got,) = torch.autograd.grad(apply_rotary_emb(x, cos, sin), x, grad)
+    a, b = x.chunk(2, dim=-1)
+    (want,) = torch.autograd.grad(torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1), x, grad)
+    assert torch.equal(got, want)
+
+
+def test_torch_compile_knows_the_options():
+    torch.compile(norm, options=COMPILER_OPTIONS)  # names and types are checked here
 
 
 def test_queries_and_keys_are_kept_once():

@@ -465,6 +465,8 @@ def test_layers_that_are_not_alike_are_computed_one_by_one(change):
     change(layers)
     for got, linear in zip(fused_linear(x, *layers), layers):
         assert torch.equal(got, linear(x))
+    for got, linear in zip(fused_linear(x, *layers, head_dim=32), layers):
+        assert got.shape[1:] == (linear.out_features // 32, 32) and torch.equal(got.flatten(1), linear(x))
 
 
 @pytest.mark.parametrize("method", TRAINING)

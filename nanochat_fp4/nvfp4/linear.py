@@ -359,21 +359,28 @@ def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
     )
 
 
-def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear) -> tuple[torch.Tensor, ...]:
+def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear, head_dim: int | None = None) -> tuple[torch.Tensor, ...]:
     """[linear(x) for each linear], computed as one layer; see the top of this file for what that changes.
+
+    With head_dim the last dimension of each result is split into (heads, head_dim). That is done before the layers are
+    told apart, so that in the backward pass torch.compile can write each one's gradient where it belongs.
 
     The results are views of one tensor. Layers that are not alike, have a bias, or have hooks or a replaced forward,
     which want to see each of them, are called one by one.
     """
     if not can_be_fused(linears):
-        return tuple(linear(x) for linear in linears)
+        outputs = tuple(linear(x) for linear in linears)
+        return outputs if head_dim is None else tuple(y.unflatten(-1, (-1, head_dim)) for y in outputs)
     if isinstance(linears[0], QuantLinear):
         y = linears[0]._compute(x, linears)
     else:
         autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else linears[0].weight.dtype
         y = torch.nn.functional.linear(x, _stacked([linear.weight.to(dtype) for linear in linears]))
-    return y.split([linear.out_features for linear in linears], dim=-1)
+    sizes = [linear.out_features for linear in linears]
+    if head_dim is None:
+        return y.split(sizes, dim=-1)
+    return y.unflatten(-1, (-1, head_dim)).split([size // head_dim for size in sizes], dim=-2)
 
 
 def quantized_weights(groups: Sequence[Sequence[QuantLinear]]) -> list[NVFP4Tensor | TwoTerms | None]:
