@@ -76,7 +76,9 @@ part turns 200 "$PY" -m scripts.bench_linear --models 3B --passes forward+backwa
     --modes graph,eager --turns --json "$OUT/turns.json"
 part quantize 600 "$PY" -m scripts.bench_quantize --json "$OUT/quantize.json"
 ncu=there
-[ "$PLAN_ONLY" != 0 ] || (cd dev && "$PY" -c 'import counters; counters.find_ncu()' 2>/dev/null) || ncu=""
+if [ "$PLAN_ONLY" = 0 ] && chosen counters; then
+    (cd dev && "$PY" -c 'import counters; counters.find_ncu()' 2>/dev/null) || ncu=""
+fi
 optional counters "there is no ncu" "$ncu" 400 "$PY" dev/counters.py --out "$OUT/counters"
 optional quartet2 "QUARTET2 is not set" "${QUARTET2:-}" 400 "$PY" dev/compare_quartet2.py "${QUARTET2:-}"
 part train 600 "${bench_train[@]}" --json "$OUT/train.json"

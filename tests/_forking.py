@@ -53,7 +53,7 @@ class ForkServer:
         )  # fmt: skip
         assert self.process.stdout.readline() == "ready\n"
 
-    def run(self, module: str, argv: list[str], deadline: float = 60.0, **job: Any) -> Run:
+    def run(self, module: str, argv: list[str], deadline: float = 120.0, **job: Any) -> Run:
         """
         main(argv) of a module, through run_main.
 
@@ -118,19 +118,27 @@ def _fork(job: dict[str, Any]) -> dict[str, Any]:
             _child(job, rank == chosen, write)
     os.close(write)
     status = 0
-    signal_at = start + job["after"] if "after" in job else None
-    while pids:
-        now = time.monotonic()
+
+    def reap() -> None:
+        nonlocal status
         for rank, pid in list(pids.items()):
             done, code = os.waitpid(pid, os.WNOHANG)
             if done:
                 del pids[rank]
-                status = status or os.waitstatus_to_exitcode(code)
+                code = os.waitstatus_to_exitcode(code)
+                # How the chosen one ended counts before the error that its end was to another.
+                status = code if rank == chosen and code else status or code
+
+    signal_at = start + job["after"] if "after" in job else None
+    while pids:
+        now = time.monotonic()
+        reap()
         if signal_at is not None and now >= signal_at and chosen in pids:
             os.kill(pids[chosen], job.get("number", signal.SIGKILL))
             signal_at = None
         late = now > start + job["deadline"]
         if late or status and pids:
+            reap()
             status = None if late else status
             for pid in pids.values():
                 os.kill(pid, signal.SIGKILL)

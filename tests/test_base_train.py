@@ -308,7 +308,7 @@ def test_computing_again_trains_the_same_bits(tiny_base):
 def torchrun(args: list[str], nproc: int = 2, **env) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"} | env
-    return subprocess.run([*command, *args], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    return subprocess.run([*command, *args], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def test_sigterm_to_torchrun_saves_on_all_ranks(tiny_base):
@@ -320,12 +320,12 @@ def test_sigterm_to_torchrun_saves_on_all_ranks(tiny_base):
         [*command, "-m", "scripts.base_train", *flags],
         env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (folder / "metrics.jsonl").exists() or '"step": 3,' not in (folder / "metrics.jsonl").read_text():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode != 0
     (step,) = list_steps(folder)
     assert f"SIGTERM: stopped at step {step} of 2000" in out, (out, err)
@@ -333,12 +333,12 @@ def test_sigterm_to_torchrun_saves_on_all_ranks(tiny_base):
     assert len(list(folder.glob("optim_*_rank?.pt"))) == 2
 
 
-def test_torchrun_starts_again_where_it_was(tiny_base):
+def test_torchrun_starts_again_where_it_was(fork_server, tiny_base):
     """One of two ranks is killed in step 5; torchrun starts both again, and the run ends as an undisturbed one."""
     program = tiny_base / "killed_once.py"
     program.write_text(
         """
-import os, signal, sys
+import os, signal
 from scripts import base_train
 real, calls = base_train.gradient_norm, []
 def gradient_norm(model):
@@ -346,15 +346,16 @@ def gradient_norm(model):
     if len(calls) == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return real(model)
-if "--model-tag=killed" in sys.argv:
-    base_train.gradient_norm = gradient_norm
+base_train.gradient_norm = gradient_norm
 base_train.main()
 """
     )
     flags = [*TINY, "--method=clover", "--num-iterations=8", "--save-every=2"]
-    for tag in ("killed", "whole"):
-        done = torchrun(["--max-restarts=1", str(program), *flags, f"--model-tag={tag}"])
-        assert done.returncode == 0, done.stderr[-3000:]
+    done = torchrun(["--max-restarts=1", str(program), *flags, "--model-tag=killed"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    base = {"NANOCHAT_BASE_DIR": str(tiny_base)}
+    whole = fork_server.run("scripts.base_train", [*flags, "--model-tag=whole"], ranks=2, env=base)
+    assert whole.status == 0, whole.log
     folders = [tiny_base / "base_checkpoints" / tag for tag in ("killed", "whole")]
     assert [r["step"] for r in read_jsonl(folders[0] / "metrics.jsonl") if r["event"] == "start"] == [0, 4]
     assert_same(*(final_state(folder, 8) for folder in folders))
@@ -496,7 +497,7 @@ def test_checkpoint_loads_into_an_unconverted_model(tiny_base):
 def test_script_ends_in_one_line_and_status_2(tiny_base):
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "QAT_METHOD": "fp3"}
     command = [sys.executable, "-m", "scripts.base_train"]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr.startswith("error: QAT_METHOD: unknown method 'fp3'") and done.stderr.count("\n") == 1
 

@@ -415,7 +415,7 @@ def forked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("forked")
     code = f"import test_checkpoint_manager as t; t.run_forking_checks({str(folder)!r})"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=180)
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     return folder
 

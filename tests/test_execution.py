@@ -28,7 +28,7 @@ def working_layers() -> list[tuple[str, ...]]:
     found = []
     for layers in execution._LAYER_SETS:
         try:
-            if execute_code("pass", layers=layers).success:
+            if execute_code("pass", timeout=60, layers=layers).success:
                 found.append(layers)
         except SandboxError:
             pass
@@ -41,10 +41,10 @@ every_layer = pytest.mark.parametrize("layers", LAYERS, ids="+".join)
 every_kernel_layer = pytest.mark.parametrize("layers", KERNEL, ids="+".join)
 
 
-def run(code: str, layers: tuple[str, ...], timeout: float = 5.0, **kwargs) -> execution.ExecutionResult:
+def run(code: str, layers: tuple[str, ...], timeout: float = 30.0, **kwargs) -> execution.ExecutionResult:
     start = time.monotonic()
     result = execute_code(code, timeout=timeout, layers=layers, **kwargs)
-    assert time.monotonic() - start < timeout + 2, "the deadline was not kept"
+    assert time.monotonic() - start < timeout + 10, "the deadline was not kept"
     return result
 
 
@@ -128,7 +128,7 @@ print(os.getcwd())
 def test_the_folder_goes_even_if_nested_deeply(layers, tmp_path, monkeypatch):
     monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
     deep = "import os\nfor i in range(1500):\n    os.mkdir('d'); os.chdir('d')"  # deeper than Python recurses
-    assert run(deep, layers, timeout=8).success
+    assert run(deep, layers).success
     assert list(tmp_path.iterdir()) == []
 
 
@@ -436,14 +436,14 @@ def test_the_sandbox_dies_with_the_trainer(tmp_path):
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # its empty folder stays behind
     trainer = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[1], env=env)
     try:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while not processes_named(name) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert processes_named(name), "the program did not start"
     finally:
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while processes_named(name) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert processes_named(name) == []

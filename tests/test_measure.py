@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_reliability_fuzz import options
 
 ROOT = Path(__file__).resolve().parent.parent
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -41,9 +42,11 @@ def test_every_file_and_flag_of_the_plan_is_there(tmp_path):
             assert all((ROOT / w).is_file() for w in words if w.endswith(".py"))
             continue
         program = " ".join(words[: 2 if words[0] == "-m" else 1])
-        if program not in flags:
-            command = [sys.executable, *program.split(), "--help"]
-            shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        if words[0] == "-m":
+            flags[program] = {flag for action in options(words[1]) for flag in action.option_strings}
+        elif program not in flags:
+            command = [sys.executable, program, "--help"]
+            shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
             assert shown.returncode == 0, shown.stderr
             flags[program] = set(re.findall(r"--[\w-]+", shown.stdout))
         assert {w for w in words if w.startswith("--")} <= flags[program], words

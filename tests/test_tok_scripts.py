@@ -119,7 +119,7 @@ def test_eval_without_a_tokenizer(data):
 def test_errors_at_the_command_line_are_one_line(data, base_dir):
     env = {**os.environ, "DATA_DIR": str(data / "0.parquet"), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     result = subprocess.run(
-        [sys.executable, "-m", "scripts.tok_train"], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "scripts.tok_train"], env=env, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 2
     expected = f"DATA_DIR (--data-dir) {data / '0.parquet'} is a file; it must be a folder of text or parquet files"

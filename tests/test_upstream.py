@@ -345,7 +345,7 @@ def test_the_script_sees_itself_as_main_with_its_own_arguments(checkout, run):
 def test_bf16_is_the_checkout_as_it_is_and_clover_keeps_its_bookkeeping(checkout, run):
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     command = [sys.executable, "-B", "-m", "scripts.base_train"]
-    plain = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, timeout=100)
+    plain = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, timeout=300)
     plain = record(plain.stdout)
     bf16 = record(run(checkout, "--method", "bf16", "scripts.base_train")[1])
     clover = record(run(checkout, "--method", "clover", "scripts.base_train")[1])
