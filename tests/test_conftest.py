@@ -1,6 +1,7 @@
 """The poison of conftest.py is really there: a forgotten write in a kernel or a checkpoint must not look like zero."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -33,4 +34,5 @@ def test_empty_still_returns_what_was_asked_for():
 
 def test_no_test_touches_the_home_directory():
     base = Path(os.environ["NANOCHAT_BASE_DIR"]).resolve()
-    assert base.is_dir() and Path.home().resolve() not in base.parents
+    assert base.is_dir() and base.parent == Path(tempfile.gettempdir()).resolve()
+    assert base.name.startswith("nanochat_fp4_tests_")
