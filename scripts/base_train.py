@@ -496,10 +496,11 @@ def train(
     def evaluate() -> None:
         """Validation BPB with the method's own forward pass, and in BF16 (FP32 on a CPU)."""
         raw_model.eval()
+        quantizes = any(isinstance(m, nf.QuantLinear) and m.recipe.quantizes for m in raw_model.modules())
         with preserved_rng(device):
             with weights_once(1):
                 bpb = bpb_bf16 = validation_bpb(model)
-            if method != "bf16":
+            if quantizes:
                 # Not compiled: the same layers compiled for another forward would be a second compilation.
                 with nf.full_precision(raw_model):
                     bpb_bf16 = validation_bpb(raw_model)
@@ -507,7 +508,7 @@ def train(
         loop.update(val_bpb=bpb, val_bpb_bf16=bpb_bf16, evaluated_at=step)
         loop["min_val_bpb"] = bpb if loop["min_val_bpb"] is None else min(loop["min_val_bpb"], bpb)
         text = f"step {step:05d} | validation bpb {bpb:.4f}"
-        progress.write(text + (f" | with a BF16 forward {bpb_bf16:.4f}" if method != "bf16" else ""))
+        progress.write(text + (f" | with a BF16 forward {bpb_bf16:.4f}" if quantizes else ""))
         metrics.append("val", step, bpb=bpb, bpb_bf16=bpb_bf16, tokens=eval_steps * tokens_per_micro_batch)
         wandb_run.log(
             {"step": step, "val/bpb": bpb, "val/bpb_bf16": bpb_bf16, "total_training_time": loop["training_seconds"]}

@@ -6,7 +6,7 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.gpt import GPT, GPTConfig
 from nanochat_fp4.nvfp4.format import E2M1_VALUES
-from nanochat_fp4.nvfp4.linear import quantized_weight
+from nanochat_fp4.nvfp4.linear import quantized_weights
 from nanochat_fp4.nvfp4.oscillation import OsciReset, SlowWeights, remedies
 
 
@@ -73,7 +73,7 @@ def test_q_ema_takes_one_of_the_two_values_around_the_fast_weight():
     names = [f"transformer.h.0.attn.c_{x}" for x in "qkv"]
     for layer, name in zip(group, names):
         layer.weight.data.copy_(fast[name])
-    t = quantized_weight(group)
+    (t,) = quantized_weights([group])
     units = (t.scales.double() * t.tensor_scale.double()).repeat_interleave(16, dim=-1)
     grid = torch.tensor(sorted({*E2M1_VALUES, 8.0, -8.0}), dtype=torch.float64)
     f, s, a = (torch.cat([w[name] for name in names]).double() / units for w in (fast, slow, average))

@@ -20,16 +20,18 @@ import torch
 from torch import nn
 
 from nanochat_fp4.nvfp4.convert import groups_computed_as_one
-from nanochat_fp4.nvfp4.linear import QuantLinear, quantized_weight
+from nanochat_fp4.nvfp4.linear import QuantLinear, quantized_weights
 from nanochat_fp4.nvfp4.quantizers import get_rounding
 
 
 def has_grid(layer: QuantLinear) -> bool:
     """Whether the forward pass takes this layer's weight from one NVFP4 grid that it alone determines."""
     recipe, weight = layer.recipe, layer.recipe.output.b
-    if weight.rounding is None or weight.terms > 1 or recipe.forward_rht_dim or recipe.mask:
+    if weight.rounding is None or weight.terms > 1 or weight.feedback or recipe.output.hot:
         return False
-    return not (get_rounding(weight.rounding).mx or recipe.output.random)
+    if recipe.forward_rht_dim or recipe.mask or recipe.output.random:
+        return False
+    return get_rounding(weight.rounding).has_kernels
 
 
 def _groups(model: nn.Module) -> list[tuple[QuantLinear, ...]]:
@@ -114,7 +116,7 @@ class SlowWeights:
 
 def _units(group: tuple[QuantLinear, ...]) -> torch.Tensor:
     """What one unit of the E2M1 grid is worth in the weights of these layers, stacked: FP32, of their shape."""
-    t = quantized_weight(group)
+    (t,) = quantized_weights([group])
     units = t.scales.float() * t.tensor_scale
     return units.repeat_interleave(t.shape[-1] // units.shape[-1], dim=-1)
 
@@ -156,10 +158,10 @@ class OsciReset:
             return
         groups = _groups(self.model)
         names = {m: name for name, m in self.model.named_modules() if isinstance(m, QuantLinear)}
-        before = [(torch.cat(_weights(group)), quantized_weight(group).dequantize()) for group in groups]
+        before = [(torch.cat(_weights(group)), quantized_weights([group])[0].dequantize()) for group in groups]
         yield
         for group, (weight, quantized) in zip(groups, before):
-            new, new_quantized = torch.cat(_weights(group)), quantized_weight(group).dequantize()
+            new, new_quantized = torch.cat(_weights(group)), quantized_weights([group])[0].dequantize()
             excess = (new_quantized - quantized).abs() - self.RATIO * (new - weight).abs()
             rows = [len(layer.weight) for layer in group]
             for layer, part, value in zip(group, excess.split(rows), new_quantized.split(rows)):
