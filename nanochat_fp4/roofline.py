@@ -184,10 +184,12 @@ def block_ms(method: str, width: int, tokens: int, machine: Machine) -> float:
 
 
 def is_predictable(method: str) -> bool:
-    """Whether a method quantizes, by kernels alone: the budgets of other formats and roundings are not known."""
+    """Whether a method quantizes, by kernels alone and alike all the time: other budgets are not known."""
     recipe = get_recipe(method)
     operands = [o for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (gemm.a, gemm.b)]
-    return recipe.quantizes and all(get_rounding(o.rounding).has_kernels for o in operands if o.rounding)
+    if not recipe.quantizes or recipe.late or recipe.output.hot or any(o.terms > 1 for o in operands):
+        return False
+    return all(get_rounding(o.rounding).has_kernels for o in operands if o.rounding)
 
 
 def machine_of(gpu: str) -> Machine | None:

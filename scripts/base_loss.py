@@ -28,7 +28,8 @@ from nanochat_fp4.gpt import autocast
 from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.report import get_report
 from nanochat_fp4.tokenizer import get_token_bytes
-from nanochat_fp4.training import draw_samples, resolve_method
+from nanochat_fp4.training import draw_samples
+from scripts.post_training import checkpoint_method
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -68,7 +69,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
             f"--split-tokens={args.split_tokens} is not a multiple of {tokens_per_step}, the tokens of a batch "
             f"({args.device_batch_size} rows of {sequence_len} on {world_size} device(s)); choose a multiple"
         )
-    method = resolve_method(args.method or meta["user_config"].get("method", "bf16"))
+    method = checkpoint_method(meta, args.method)
     model_tag = meta.get("model_tag") or args.model_tag
     nf.convert(model, method)
     name = f"base model {model_tag} (step {meta['step']})"

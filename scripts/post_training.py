@@ -45,6 +45,8 @@ from nanochat_fp4.common import (
     setup_wandb,
 )
 from nanochat_fp4.gpt import GPT, autocast
+from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.nvfp4.recipes import get_recipe
 from nanochat_fp4.report import get_report
 from nanochat_fp4.rows import MissingDataError
 from nanochat_fp4.tokenizer import RustBPETokenizer
@@ -187,12 +189,14 @@ def describe_sources(sources: list[Source]) -> dict[str, str]:
 
 
 def checkpoint_method(meta: dict[str, Any], flag: str | None = None) -> str:
-    """The QAT method of a checkpoint's forward pass; --method wins. nanochat's own checkpoints have none: bf16."""
+    """The QAT method of a checkpoint's forward pass, the last one if it changed in training; --method wins.
+
+    nanochat's own checkpoints have none: bf16."""
     config = meta.get("user_config") or {}
-    trained = config.get("method") or "bf16"
     if flag is None and config.get("quantization") == "none":
-        trained = "bf16"
-    return resolve_method(flag or trained)
+        return "bf16"
+    name = resolve_method(flag or config.get("method") or "bf16")
+    return MethodPlan.parse(name, phases="" if flag else config.get("method_phases") or "").at(1.0).name
 
 
 def find_model_tag(source: str, model_tag: str | None) -> str:
@@ -309,7 +313,7 @@ class PostTraining:
             print0(f"note: the model was trained with {self.method}, so QAT_METHOD={wished} is not used (--method is)")
         nf.convert(
             self.model,
-            "bf16" if args.quantization == "none" else self.method,
+            "bf16" if args.quantization == "none" else get_recipe(self.method).final,
             backward=args.quantization == "full",
             verbose=self.master,
         )

@@ -615,10 +615,11 @@ QUICK = ("bf16", "fp8", "clover", "nvidia", "quartet", "mxfp4_nvidia", "clover_m
 REMEDIES = (
     "clover_search", "clover_search_forward", "clover_search_backward", "clover_weight_search", "clover_masked",
     "clover_rotated", "clover_warmup", "clover_late_bf16", "clover_late_forward", "clover_late_backward",
-    "clover_refined", "clover_late_refined", "clover_late_refined_30", "clover_late_fp8", "clover_up_fp8",
+    "clover_refined", "clover_late_refined", "clover_late", "clover_late_fp8", "clover_up_fp8",
     "clover_qkv_fp8", "clover_up_bf16", "clover_fp8_input", "clover_fp8_weight", "clover_fp8_forward",
     "clover_rates_up", "clover_rates_down", "clover_less_decay", "clover_ema", "clover_q_ema", "clover_late_ema",
-    "clover_late_q_ema", "clover_reset",
+    "clover_late_q_ema", "clover_reset", "clover_hot", "clover_down_hot", "clover_feedback", "clover_shifted",
+    "clover_dithered", "clover_search_dithered",
 )  # fmt: skip
 
 

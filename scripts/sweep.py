@@ -70,9 +70,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_late_forward": changed("clover", phases="0.85=fig1e_ms_eden"),  # that row quantizes the backward alone
     "clover_late_backward": changed("clover", phases="0.85=fig2_1x16_four_over_six"),  # and that one the forward
     "clover_late_fp8": changed("clover", phases="0.7=clover_fp8_forward"),  # a tenth of the GEMM work in 8 bits
-    # All in 4 bits to the end, the last forward passes in three GEMMs for one: 10% and 20% more GEMM work
-    "clover_late_refined": changed("clover", phases="0.85=clover_refined"),
-    "clover_late_refined_30": changed("clover", phases="0.7=clover_refined"),
+    "clover_late_refined": changed("clover", phases="0.85=clover_refined"),  # clover_late changes at 0.7
     "clover_down_hot": changed("clover", f"{LAYER_KINDS['down']}=clover_hot"),  # 2% more GEMM work
     "clover_warmup": changed("bf16", phases="0.1=clover"),
     "clover_up_fp8": changed("clover", f"{LAYER_KINDS['up']}=clover_fp8_forward"),

@@ -83,6 +83,18 @@ def test_the_products_of_two_terms_are_all_counted():
     assert MethodPlan(input_only).work(model())[4] == pytest.approx(2 / 3)  # its backward is in 16 bits
 
 
+def test_a_method_that_changes_late_does_so_wherever_it_begins():
+    late = MethodPlan.parse("clover_late")
+    assert late.phases == MethodPlan.parse("clover", phases="0.7=clover_refined").phases
+    assert [late.at(x).name for x in (0.0, 0.69, 0.7, 1.0)] == ["clover_late"] * 2 + ["clover_refined"] * 2
+    assert late.work(model()) == pytest.approx({4: 1.2, 8: 0.0, 16: 0.0})
+    begun = MethodPlan.parse("bf16", phases="0.5=clover_late")
+    assert [begun.at(x).name for x in (0.4, 0.6, 0.8)] == ["bf16", "clover_late", "clover_refined"]
+    assert MethodPlan.parse("clover_late", phases="0.9=bf16").at(0.8).name == "clover_late"  # asked for otherwise
+    early, clover = get_recipe("clover_late"), get_recipe("clover")
+    assert (early.output, early.grad_input, early.grad_weight) == (clover.output, clover.grad_input, clover.grad_weight)
+
+
 def test_the_products_of_hot_channels_are_counted_by_their_share():
     """10% of 320 channels, twice, in one of three GEMMs; of 64 channels 32, the fewest."""
     hot = get_recipe("clover_hot")

@@ -398,6 +398,20 @@ def test_quantization_of_post_training(base, quantization, monkeypatch):
     assert post_training.checkpoint_method(meta, "nvidia") == "nvidia"
 
 
+@pytest.mark.parametrize(
+    "config, method",
+    [
+        ({"method": "clover_late"}, "clover_refined"),
+        ({"method": "clover", "method_phases": "0.85=bf16"}, "bf16"),
+        ({"method": "clover", "method_phases": ""}, "clover"),
+        ({}, "bf16"),
+    ],
+)
+def test_a_checkpoint_is_used_with_the_method_that_it_was_trained_with_last(config, method):
+    assert post_training.checkpoint_method({"user_config": config}) == method
+    assert post_training.checkpoint_method({"user_config": config}, "clover_late") == "clover_refined"
+
+
 def test_method_is_the_checkpoints_unless_a_flag_says_otherwise(base, monkeypatch, capsys):
     monkeypatch.setenv("QAT_METHOD", "nvidia")
     mid("--dry-run", steps=1)

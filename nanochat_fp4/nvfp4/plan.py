@@ -39,7 +39,9 @@ class MethodPlan:
 
     @classmethod
     def parse(cls, method: str | Recipe, layers: str = "", phases: str = "") -> "MethodPlan":
-        """layers: "pattern=method,...", phases: "fraction=method,...". Raises ValueError, in one line."""
+        """layers: "pattern=method,...", phases: "fraction=method,...". Raises ValueError, in one line.
+
+        Where the last method in time itself changes late in a run (Recipe.late), so does the plan."""
         steps = []
         for key, recipe in _pairs(phases, "phases", "fraction=method"):
             try:
@@ -49,6 +51,9 @@ class MethodPlan:
             if not 0 <= fraction <= 1 or (steps and fraction <= steps[-1][0]):
                 raise ValueError(f"phases: {key!r} is not a fraction of the steps, from 0 to 1 and rising: 0.85=bf16")
             steps.append((fraction, recipe))
+        start, last = steps[-1] if steps else (0.0, get_recipe(method))
+        if last.late and last.late[0] > start:
+            steps.append((last.late[0], last.final))
         return cls(get_recipe(method), tuple(_pairs(layers, "layers", "pattern=method")), tuple(steps))
 
     def at(self, progress: float) -> Recipe:
