@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from nanochat_fp4 import calculator
 from nanochat_fp4.calculator import use_calculator
 
 
@@ -130,7 +131,8 @@ def test_is_quick_whatever_it_is_given(expr):
 def test_deep_nesting_does_not_crash_the_process():
     """In a process of its own, because a parser overflowing its stack would take the tests with it."""
     code = (
-        "from nanochat_fp4.calculator import use_calculator as f\n"
+        # By its path: importing the package would import torch.
+        f"import runpy; f = runpy.run_path({calculator.__file__!r})['use_calculator']\n"
         "import sys; sys.setrecursionlimit(150)\n"
         "print([f(s) for s in ('-'*255+'1', '('*120+'1'+')'*120, '1'+'+1'*127, '2'+'**2'*84)][2])"
     )
