@@ -32,6 +32,7 @@ from nanochat_fp4 import flash_attention
 from nanochat_fp4.common import print0
 from nanochat_fp4.cross_entropy import linear_cross_entropy
 from nanochat_fp4.nvfp4.linear import fused_linear
+from nanochat_fp4.nvfp4.relu_squared import relu_squared
 from nanochat_fp4.optim import AdamW, Muon
 
 SOFTCAP = 15.0  # logits lie in (-15, 15)
@@ -182,14 +183,12 @@ class _ReluSquared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, eight_bits: bool) -> Tensor:
-        positive = F.relu(x)
-        y = positive * positive
         if eight_bits:
-            # An all-zero row has a step that nothing is divided by.
-            step = (positive.amax(-1, keepdim=True).float() / 255).clamp_min(torch.finfo(torch.float32).tiny)
-            rounded = positive.float() / step + torch.rand(x.shape, dtype=torch.float32, device=x.device)
-            ctx.save_for_backward(rounded.clamp_max(255).to(torch.uint8), step)  # the cast rounds down
+            y, kept, step = relu_squared(x)
+            ctx.save_for_backward(kept, step)
         else:
+            positive = F.relu(x)
+            y = positive * positive
             ctx.save_for_backward(y)
         return y
 

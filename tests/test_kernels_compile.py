@@ -58,6 +58,7 @@ def _compile(arch: int, methods: list[str], every_input: bool) -> list[dict]:
     from nvfp4_kernels.decode import decode
     from nvfp4_kernels.matmul import dot_scaled, swizzle
     from nvfp4_kernels.quantize import amax
+    from nvfp4_kernels.relu_squared import relu_squared
 
     import nanochat_fp4 as nf
     from nanochat_fp4.nvfp4 import backends, native
@@ -74,6 +75,8 @@ def _compile(arch: int, methods: list[str], every_input: bool) -> list[dict]:
     operand = torch.zeros(256, 128, dtype=torch.uint8), torch.zeros(256, 16, dtype=torch.float8_e4m3fn)
     decode(*operand)
     swizzle(operand[1])
+    for dtype, columns in ((torch.bfloat16, 1536), (torch.float32, 1536), (torch.bfloat16, 100)):
+        relu_squared(torch.zeros(8, columns, dtype=dtype), torch.tensor(1))
     if arch in NATIVE:
         for out_dtype in (torch.bfloat16, torch.float32):
             dot_scaled(*operand, torch.ones(()), *operand, torch.ones(()), out_dtype)
@@ -162,7 +165,7 @@ def test_clovers_kernels_compile(clover, arch):
     # Rotations: E and E^T in one launch, and the requantization of weight and input, which are one kernel; for the
     # emulated GEMM and, on a Blackwell, for the native one.
     assert names["rotate_quantize_kernel"] == (4 if arch in NATIVE else 2)
-    expected = {"amax", "quantize", "rotate_quantize", "repair", "decode", "swizzle"}
+    expected = {"amax", "quantize", "rotate_quantize", "repair", "decode", "swizzle", "relu_squared"}
     expected = {f"{name}_kernel" for name in expected}
     assert expected | ({"dot_scaled_kernel", "finish_kernel"} if arch in NATIVE else set()) == set(names)
     assert all(re.fullmatch(rf"sm_{arch}[af]?", r["target"]) for r in clover[arch])
@@ -244,7 +247,8 @@ def operator_calls():
     """(operator, arguments) of one call each, on tensors that need padding."""
     import nvfp4_kernels.decode
     import nvfp4_kernels.matmul
-    import nvfp4_kernels.quantize  # noqa: F401
+    import nvfp4_kernels.quantize
+    import nvfp4_kernels.relu_squared  # noqa: F401
     from nvfp4_kernels.rotate import Operand
 
     op = torch.ops.nvfp4
@@ -261,6 +265,7 @@ def operator_calls():
         constants = (0, 6.0, 448.0, [1.0], stochastic, block_rows, decode)
         yield op.quantize.default, (x.bfloat16(), None, seed, *constants)
     yield op.decode.default, codes[:2]
+    yield op.relu_squared.default, (x, seed)
     yield op.dot_scaled.default, (*codes[:3], *codes[:3], torch.bfloat16)
     for row, col in ((eden, eden), (plain, aligned), (eden_codes, aligned_codes)):
         yield op.rotate_quantize.default, (x, None, None, row.packed(), seed, seed, col.packed(), seed, seed)
@@ -285,7 +290,7 @@ def test_operators_return_what_their_fakes_say():
         for r, f in pairs:
             assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride()), (op, arguments)
         seen.add(op)
-    assert len(seen) == 5
+    assert len(seen) == 6
 
 
 @interpreted

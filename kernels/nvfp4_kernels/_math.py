@@ -45,6 +45,15 @@ def from_bits(x):
 
 
 @triton.jit
+def rounded_to(x, dtype: tl.constexpr):
+    """Float32 to the nearest BF16 (or as it is): Triton's interpreter would cut off."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        word = bits(x)
+        x = tl.where(x == x, from_bits((word + 0x7FFF + ((word >> 16) & 1)) & ~0xFFFF), x)
+    return x.to(dtype)
+
+
+@triton.jit
 def power_of_two_floor(x):
     """2^floor(log2 |x|), 0 for zero."""
     return from_bits(bits(x) & 0x7F800000)

@@ -1,0 +1,40 @@
+"""relu(x)^2 with relu(x) in 8 bits beside it, for the derivative: the reference, and the choice of the implementation.
+
+Here since it rounds like the quantizers: with Philox's numbers, so that the Triton kernel gives the same bits, and a
+call of the random number generator serves eight elements (torch.compile's torch.rand takes one for each).
+"""
+
+import torch
+
+from nanochat_fp4.nvfp4.backends import new_seed, use_kernels
+from nanochat_fp4.nvfp4.philox import uniform_elements
+
+STEPS = 255  # of the largest value of a row
+
+
+def relu_squared(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x (..., C) FP32 or BF16 -> y = relu(x)^2 (..., C) in x's dtype, kept uint8 (..., C), step float32 (..., 1).
+
+    kept * step is relu(x) on average: step is 1/255 of the row's largest value, and kept is rounded stochastically with
+    16 random bits, which leaves a bias of at most 2^-16 of a step.
+    """
+    seed, rows = new_seed(x.device), x.reshape(-1, x.shape[-1])
+    if use_kernels(x.device):
+        from nvfp4_kernels.relu_squared import relu_squared as kernel
+
+        y, kept, step = kernel(rows, seed)
+    else:
+        y, kept, step = relu_squared_reference(rows, seed)
+    return y.view(x.shape), kept.view(x.shape), step.view(*x.shape[:-1], 1)
+
+
+def relu_squared_reference(x: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """relu_squared of x (R, C), with the random numbers of seed, int64 (). Every row begins with a Philox call."""
+    rows, columns = x.shape
+    positive = torch.relu(x)
+    # An all-zero row has a step that nothing is divided by.
+    step = (positive.amax(-1, keepdim=True).float() / STEPS).clamp_min(torch.finfo(torch.float32).tiny)
+    padded = -(-columns // 16) * 16
+    noise = uniform_elements(seed, 0, rows * padded, 0, 0, x.device).view(rows, padded)[:, :columns] - 0.5
+    kept = (positive.float() * (1 / step) + noise).clamp_max(STEPS).round().to(torch.uint8)
+    return positive * positive, kept, step

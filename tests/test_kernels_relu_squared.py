@@ -1,0 +1,80 @@
+"""The kernel of ReLU^2 against its reference, bit for bit; on a CPU in Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nvfp4_kernels.relu_squared import relu_squared
+
+from nanochat_fp4.nvfp4 import relu_squared as dispatch
+from nanochat_fp4.nvfp4.relu_squared import relu_squared_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def made(rows, columns, dtype) -> torch.Tensor:
+    torch.manual_seed(rows)
+    x = torch.randn(rows, columns) * torch.exp(2 * torch.randn(rows, 1))
+    x[0] = 0
+    x[-1] = -x[-1].abs()  # nothing positive
+    if rows > 4:
+        x[1] *= 1e-30
+        x[2] *= 1e15
+        x[3] *= 1e-38 if dtype == torch.float32 else 1e-35  # the interpreter takes subnormal BF16 numbers for others
+    return x.to(dtype)
+
+
+# Less than a group of 16 elements, one and a bit, a tile of 128 groups and a bit, and some tiles.
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (9, 40), (6, 2049), (7, 512), (2, 6656)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel_is_the_reference(shape, dtype):
+    x, seed = made(*shape, dtype), torch.tensor(-(2**40) - 7)
+    results = relu_squared(x.to(DEVICE), seed.to(DEVICE))
+    for name, got, want in zip(("y", "kept", "step"), results, relu_squared_reference(x, seed)):
+        assert got.dtype == want.dtype and got.shape == want.shape, name
+        assert torch.equal(got.cpu().view(torch.uint8), want.contiguous().view(torch.uint8)), name
+
+
+def test_the_largest_value_is_kept_exactly_and_nothing_wraps():
+    """A row of its largest value: 255 steps, with all noise; and what is no number, or infinite, shows in its row."""
+    x = torch.exp(torch.randn(40, 1)).expand(40, 256)
+    for function in (lambda x, s: relu_squared(x.to(DEVICE), s.to(DEVICE)), relu_squared_reference):
+        _, kept, step = function(x, torch.tensor(5))
+        assert (kept == 255).all()
+        for bad in (float("nan"), float("inf")):
+            broken = x.clone()
+            broken[3, 7] = bad
+            y, _, step = function(broken, torch.tensor(5))
+            assert not torch.isfinite(y[3, 7]) and not torch.isfinite(step[3])
+            assert torch.isfinite(step).sum() == 39
+
+
+def test_what_the_rounding_leaves_of_a_bias():
+    """Of 2^20 draws of values that lie anywhere between two steps, also near 0 and 255: none but what chance leaves."""
+    values = torch.tensor([1 / 512, 0.01, 0.25, 0.5, 3.999, 128.37, 254.99])
+    x = torch.cat((torch.full((1,), 255.0), values.repeat_interleave(2**17)))[None]
+    _, kept, step = relu_squared_reference(x, torch.tensor(3))
+    assert step == 1
+    mean = kept[0, 1:].view(len(values), -1).double().mean(1)
+    fraction = values.double() % 1
+    standard_error = (fraction * (1 - fraction) / 2**17).sqrt()
+    assert ((mean - values.double()).abs() < 4 * standard_error).all()
+
+
+def test_dispatch(monkeypatch):
+    """The same seed and numbers on either way, for any number of dimensions."""
+    x = made(6, 40, torch.bfloat16).view(2, 3, 40).to(DEVICE)
+    results = []
+    for wanted in ("triton", "reference"):
+        monkeypatch.setenv("NVFP4_KERNELS", wanted)
+        torch.manual_seed(1)
+        results.append(dispatch.relu_squared(x))
+    for got, want, shape in zip(*results, ((2, 3, 40), (2, 3, 40), (2, 3, 1))):
+        assert got.shape == shape and torch.equal(got, want)
+
+
+def test_what_the_kernel_refuses():
+    for x in (torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="nvfp4::relu_squared: got .*, expected FP32 or BF16"):
+            relu_squared(x.to(DEVICE), torch.tensor(1, device=DEVICE))
