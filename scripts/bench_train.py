@@ -325,6 +325,7 @@ KINDS = (
     ("LM head and loss", ("linear_cross_entropy", "_chunk_loss", "chunk_loss")),
     ("attention", ("flash", "fmha", "attention", "flex", "sdpa")),
     ("GEMM", ("gemm", "nvjet", "cutlass", "splitk", "mm_alpha", "dot_scaled_kernel")),  # also inside operators of ours
+    ("ReLU^2", ("relu_squared",)),
     ("abs-max", ("amax_kernel", "nvfp4::amax")),
     ("decode", ("decode_kernel", "nvfp4::decode")),
     ("rotate and quantize", ("rotate_quantize", "repair", "prepare_kernel", "finish_kernel", "nvfp4::rotate")),
@@ -349,6 +350,8 @@ def kind_of(names: list[str]) -> str:
 @functools.cache  # a trace has thousands of events and few names
 def first_fit(name: str) -> int:
     """Index of the first of KINDS that one name fits; their number if none does."""
+    if name.startswith("triton_"):  # by torch.compile, which names operators that only read the result, and casts
+        name = re.sub("(rotate_)?quantize|tensor_scale|_to_copy", "", name)
     fits = (any(part.lower() in name.lower() for part in parts) for _, parts in KINDS)
     return next((i for i, fit in enumerate(fits) if fit), len(KINDS))
 

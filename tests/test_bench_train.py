@@ -285,6 +285,11 @@ def test_without_kernels_operators_count_for_themselves():
         ("triton_tem_fused_flex_attention_2", "attention"),
         ("triton_per_fused__fused_rms_norm_add_mul_3", "RMSNorm"),
         ("triton_red_fused__to_copy_amax_clamp_relu_7", "ReLU^2"),
+        ("triton_red_fused__fused_rms_norm_add_mul_quantize_view_0", "RMSNorm"),
+        ("triton_red_fused__to_copy_add_amax_clamp_max_clamp_min_div_mul_quantize_rand_relu_view_6", "ReLU^2"),
+        ("triton_poi_fused__to_copy_mul_rotate_quantize_view_3", "other element-wise"),
+        ("relu_squared_kernel", "ReLU^2"),
+        ("nvfp4::relu_squared", "ReLU^2"),
         ("triton_poi_fused_add_mul_1", "other element-wise"),
     ],
 )
