@@ -38,7 +38,7 @@ def test_kernel_is_the_reference(shape, dtype):
 
 def test_the_largest_value_is_kept_exactly_and_nothing_wraps():
     """A row of its largest value: 255 steps, with all noise; and what is no number, or infinite, shows in its row."""
-    x = torch.exp(torch.randn(40, 1)).expand(40, 256)
+    x = torch.exp(torch.randn(64, 1)).expand(64, 8192)  # one draw in 2^16 comes close enough to a half
     for function in (lambda x, s: relu_squared(x.to(DEVICE), s.to(DEVICE)), relu_squared_reference):
         _, kept, step = function(x, torch.tensor(5))
         assert (kept == 255).all()
@@ -47,7 +47,7 @@ def test_the_largest_value_is_kept_exactly_and_nothing_wraps():
             broken[3, 7] = bad
             y, _, step = function(broken, torch.tensor(5))
             assert not torch.isfinite(y[3, 7]) and not torch.isfinite(step[3])
-            assert torch.isfinite(step).sum() == 39
+            assert torch.isfinite(step).sum() == 63
 
 
 def test_what_the_rounding_leaves_of_a_bias():
