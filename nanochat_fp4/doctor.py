@@ -39,7 +39,10 @@ TIPPED = 1e-3  # share of the codes, and of the scales, that may differ after a 
 SUM_ERROR = 1e-4  # one rounding to BF16 and another order of summation: 3e-6
 HOST_AHEAD_CYCLES = 40_000_000  # 20 ms or more: the launches of some twenty calls of the longest operator here
 ROUNDING_ERROR = 0.1  # two operands of a gradient, stochastically rounded: up to 0.05
-UNROTATED = ("rtn", "four_over_six", "rtn_16x16", "four_over_six_16x16", "sr", "sr_four_over_six", "scale_search")
+UNROTATED = (
+    "rtn", "four_over_six", "rtn_16x16", "four_over_six_16x16", "sr", "sr_four_over_six", "scale_search",
+    "scale_search_6",
+)  # fmt: skip
 ROTATED = (("ms_eden", 128), ("ms_eden_search", 128), ("sr", 128), ("sr", 16))
 
 

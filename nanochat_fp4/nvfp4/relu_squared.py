@@ -33,7 +33,9 @@ def relu_squared_reference(x: torch.Tensor, seed: torch.Tensor) -> tuple[torch.T
     rows, columns = x.shape
     positive = torch.relu(x)
     # An all-zero row has a step that nothing is divided by.
-    step = (positive.amax(-1, keepdim=True).float() / STEPS).clamp_min(torch.finfo(torch.float32).tiny)
+    # A tensor as divisor: by a Python number a GPU would multiply by the reciprocal.
+    steps = torch.full((), STEPS, dtype=torch.float32, device=x.device)
+    step = (positive.amax(-1, keepdim=True).float() / steps).clamp_min(torch.finfo(torch.float32).tiny)
     padded = -(-columns // 16) * 16
     noise = uniform_elements(seed, 0, rows * padded, 0, 0, x.device).view(rows, padded)[:, :columns] - 0.5
     kept = (positive.float() * (1 / step) + noise).clamp_max(STEPS).round().to(torch.uint8)
