@@ -147,10 +147,16 @@ def parse_args(argv: Sequence[str]) -> Options:
     if backward not in BACKWARD:
         where = "--backward" if args.backward else "QAT_BACKWARD"
         raise UserError(f"{where}: unknown value {backward!r}; use one of: {', '.join(BACKWARD)}")
+    method = resolve_method(args.method)
+    if late := nf.get_recipe(method).late:
+        raise UserError(
+            f"method {method!r} changes at {late[0]:.0%} of a run, which a nanochat checkout knows nothing of; use "
+            f"{late[1]} for models that were trained with it, and another method to train"
+        )
     return Options(
         script=args.script,
         script_args=tuple(argv[cut + 1 :]),
-        method=resolve_method(args.method),
+        method=method,
         backward=backward,
         skip=tuple(args.skip),
         keep_first_blocks=args.keep_first_blocks,

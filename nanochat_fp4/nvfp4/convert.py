@@ -54,7 +54,8 @@ def convert(
 ) -> nn.Module:
     """Computes every nn.Linear of the model as the method says, in place; returns the model.
 
-    method:    a name of METHODS, or a Recipe
+    method:    a name of METHODS, or a Recipe; one that changes late in a run (Recipe.late) computes as it begins, and
+               plan.MethodPlan changes it
     skip:      glob patterns of module names to leave alone, of linear layers ("*.c_proj") or of what holds them
                ("transformer.h.0"); lm_head always is
     backward:  False leaves the backward pass unquantized (post-training; the paper, Appendix C)
