@@ -28,7 +28,7 @@ from nanochat_fp4.gpt import autocast
 from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.report import get_report
 from nanochat_fp4.tokenizer import get_token_bytes
-from nanochat_fp4.training import draw_samples
+from nanochat_fp4.training import draw_samples, resolve_method
 from scripts.post_training import checkpoint_method
 
 
@@ -69,7 +69,8 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
             f"--split-tokens={args.split_tokens} is not a multiple of {tokens_per_step}, the tokens of a batch "
             f"({args.device_batch_size} rows of {sequence_len} on {world_size} device(s)); choose a multiple"
         )
-    method = checkpoint_method(meta, args.method)
+    trained = resolve_method(args.method or meta["user_config"].get("method", "bf16"))
+    method = checkpoint_method(meta, args.method)  # of the forward pass: what the run ended with
     model_tag = meta.get("model_tag") or args.model_tag
     nf.convert(model, method)
     name = f"base model {model_tag} (step {meta['step']})"
@@ -103,11 +104,11 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     samples = draw_samples(model, tokenizer) if rank == 0 else []
     for sample in samples:
         print0(f"  {sample}")
-    lines = {"model": name, "method": method, "tokens per split": args.split_tokens, **results}
+    lines = {"model": name, "method": trained, "forward": method, "tokens per split": args.split_tokens, **results}
     get_report(model_tag).log(
         "Base model loss",
         [lines, {f"sample {i}": sample for i, sample in enumerate(samples)}],
-        results={"method": method, **results, "val_tokens": args.split_tokens, "samples": samples},
+        results={"method": trained, **results, "val_tokens": args.split_tokens, "samples": samples},
     )
 
 
