@@ -72,6 +72,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_late_fp8": changed("clover", phases="0.7=clover_fp8_forward"),  # a tenth of the GEMM work in 8 bits
     "clover_late_refined": changed("clover", phases="0.85=clover_refined"),  # clover_late changes at 0.7
     "clover_down_hot": changed("clover", f"{LAYER_KINDS['down']}=clover_hot"),  # 2% more GEMM work
+    "clover_feedback_first": changed("clover_feedback", phases="0.85=clover"),  # then rounding that training adapts to
     "clover_warmup": changed("bf16", phases="0.1=clover"),
     "clover_up_fp8": changed("clover", f"{LAYER_KINDS['up']}=clover_fp8_forward"),
     "clover_qkv_fp8": changed("clover", f"{LAYER_KINDS['qkv']}=clover_fp8_forward"),
