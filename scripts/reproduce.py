@@ -426,7 +426,9 @@ def training(
         published = {j: paper[m] for j, m in enumerate(others) if paper and m in paper}
         for marker, model, values in zip("os", PAPER_MODELS, zip(*published.values())):
             axes.plot(list(published), values, f"k{marker}", mfc="none", label=f"{model}, paper")
-        axes.set_xticks(range(len(others)), others, rotation=45, ha="right", fontsize=7)
+        seeds = {m: max(v.n for (_, name), v in gaps.items() if name == m) for m in others}
+        shown = [m if len(set(seeds.values())) == 1 else f"{m}, {n} seed{'s' * (n > 1)}" for m, n in seeds.items()]
+        axes.set_xticks(range(len(others)), shown, rotation=45, ha="right", fontsize=7)
         axes.set_ylabel("increase of validation BPB over bf16, %")
         axes.legend(fontsize=7)
 
