@@ -13,8 +13,8 @@ from nanochat_fp4.nvfp4.format import TENSOR_SCALE_MIN  # noqa: E402
 from nanochat_fp4.nvfp4.philox import uniform_scales  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import (  # noqa: E402
     ROUNDINGS,
-    _divide,
     _finish_scales,
+    divide,
     power_of_two_ceil,
     power_of_two_floor,
     stochastic_round_e4m3,
@@ -39,7 +39,7 @@ def corrections(rows, groups) -> torch.Tensor:
 
 
 def tensor_scale_of(amax) -> torch.Tensor:
-    scale = _divide(torch.tensor(amax), EDEN.grid_max * EDEN.scale_cap).clamp(min=TENSOR_SCALE_MIN)
+    scale = divide(torch.tensor(amax), EDEN.grid_max * EDEN.scale_cap).clamp(min=TENSOR_SCALE_MIN)
     return power_of_two_ceil(scale)
 
 

@@ -156,6 +156,14 @@ def test_which_passes_draw_random_numbers(method, forward, backward):
         ({"output": Gemm(Operand("mxfp4", terms=2))}, "output: two terms are for .* got 2 for mxfp4"),
         ({"output": Gemm(Operand(terms=2))}, "output: two terms are for .* got 2 for None"),
         ({"output": Gemm(Operand("rtn", terms=3))}, "output: two terms are for .* got 3 for rtn"),
+        ({"output": Gemm(Operand("rtn", feedback=True))}, "output: feedback is for the weight .* got it for rtn"),
+        (
+            {"output": Gemm(b=Operand("rtn_16x16", feedback=True))},
+            "output: feedback is for the weight .* for rtn_16x16",
+        ),
+        ({"output": Gemm(b=Operand("sr", feedback=True))}, "output: feedback is for .* draws nothing, .* for sr"),
+        ({"output": Gemm(b=Operand("rtn", terms=2, feedback=True))}, "output: feedback is for .* second term"),
+        ({"grad_input": Gemm(b=Operand("rtn", feedback=True))}, "grad_input: feedback is for the weight in output"),
         (
             {"output": Gemm(Operand("rtn", terms=2), Operand("rtn")), "mask": "clipped"},
             "output: two terms are for .* without a mask",

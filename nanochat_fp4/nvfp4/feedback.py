@@ -19,7 +19,7 @@ import torch
 
 from nanochat_fp4.nvfp4.backends import use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, TENSOR_SCALE_MIN, NVFP4Tensor, encode_e2m1, pack
-from nanochat_fp4.nvfp4.quantizers import Rounding, _divide, _round_block_scale, _search, get_rounding
+from nanochat_fp4.nvfp4.quantizers import Rounding, _round_block_scale, _search, divide, get_rounding
 
 DAMPING = 0.3  # in units of the mean of S's diagonal
 
@@ -55,7 +55,7 @@ def round_with_feedback(weights: torch.Tensor, factors: torch.Tensor, rounding: 
     layers, rows, _ = weights.shape
     weights = weights.float()
     limit = spec.grid_max * spec.scale_cap
-    tensor_scale = _divide(weights.abs().amax((1, 2)), limit).clamp(min=TENSOR_SCALE_MIN)
+    tensor_scale = divide(weights.abs().amax((1, 2)), limit).clamp(min=TENSOR_SCALE_MIN)
     u = weights * (1.0 / tensor_scale).view(-1, 1, 1)
     one = torch.full((), limit, device=u.device)  # the amax with which tensor_scale is 1
     blocks = u.unflatten(-1, (-1, BLOCK)).permute(2, 0, 1, 3).contiguous()  # (G, L, N, 16)

@@ -48,13 +48,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanochat_fp4.nvfp4.backends import (
-    hot_channels,
-    new_seed,
-    quantize_grad_output,
-    quantize_operand,
-    with_rest,
-)
+from nanochat_fp4.nvfp4.backends import hot_channels, new_seed, quantize_grad_output, quantize_operand, with_rest
 from nanochat_fp4.nvfp4.estimators import prepare
 from nanochat_fp4.nvfp4.feedback import feedback_factor, round_with_feedback
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, TwoTerms, terms
@@ -386,24 +380,24 @@ def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear, head_dim: int | Non
 def quantized_weights(groups: Sequence[Sequence[QuantLinear]]) -> list[NVFP4Tensor | TwoTerms | None]:
     """The weight operand of the output GEMM of each group of layers that are computed as one; None where it is not the
     same in each pass. Those with feedback are rounded together where shape and rounding are alike."""
-    operands: list[NVFP4Tensor | TwoTerms | None] = []
-    alike: dict[tuple, list[int]] = {}
+    operands: list[NVFP4Tensor | TwoTerms | None] = [None] * len(groups)
+    alike: dict[tuple, dict[int, torch.Tensor]] = {}
     for i, layers in enumerate(groups):
-        recipe, weight = layers[0].recipe, _stacked([layer.weight.detach() for layer in layers])
-        operands.append(None)
-        if recipe.output.b.rounding is None or recipe.output.random or recipe.forward_rht_dim or recipe.mask:
+        recipe = layers[0].recipe
+        if not recipe.fixed_weight:
             continue
+        weight = _stacked([layer.weight.detach() for layer in layers])
         if layers[0].feedback_factor is not None:
-            alike.setdefault((weight.shape, weight.dtype, recipe.output.b.rounding), []).append(i)
+            alike.setdefault((weight.shape, weight.dtype, recipe.output.b.rounding), {})[i] = weight
             continue
         _, for_w = _operands(recipe.output, OUTPUT, None, None, weight.device)
         with torch.no_grad():
             operands[i] = quantize_operand(weight, keep_codes=True, **for_w)
         for term in terms(operands[i]):
             term.decoded = None  # four times the memory of the codes
-    for (_, _, rounding), members in alike.items():
-        weights = torch.stack([_stacked([layer.weight.detach() for layer in groups[i]]) for i in members])
-        factors = torch.stack([groups[i][0].feedback_factor for i in members])
-        for i, operand in zip(members, round_with_feedback(weights, factors, rounding)):
+    for (_, _, rounding), weights in alike.items():
+        factors = torch.stack([groups[i][0].feedback_factor for i in weights])
+        rounded = round_with_feedback(torch.stack(list(weights.values())), factors, rounding)
+        for i, operand in zip(weights, rounded):
             operands[i] = operand
     return operands

@@ -27,9 +27,7 @@ from nanochat_fp4.nvfp4.quantizers import get_rounding
 def has_grid(layer: QuantLinear) -> bool:
     """Whether the forward pass takes this layer's weight from one NVFP4 grid that it alone determines."""
     recipe, weight = layer.recipe, layer.recipe.output.b
-    if weight.rounding is None or weight.terms > 1 or weight.feedback or recipe.output.hot:
-        return False
-    if recipe.forward_rht_dim or recipe.mask or recipe.output.random:
+    if not recipe.fixed_weight or weight.terms > 1 or weight.feedback or recipe.output.hot:
         return False
     return get_rounding(weight.rounding).has_kernels
 

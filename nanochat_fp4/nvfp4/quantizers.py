@@ -281,14 +281,14 @@ def _search(u: torch.Tensor, rounding: Rounding, round_scale, draw=None):
     amax = _block_amax(u, rounding.block_rows)
     if rounding.clip:
         amax = u.std(dim=-1, correction=0) * rounding.clip
-    base = _divide(amax, rounding.grid_max)
+    base = divide(amax, rounding.grid_max)
     unit = power_of_two_floor(base).clamp(min=TENSOR_SCALE_MIN)
     best = best_error = None
     for shift in (0.0, SHIFT, -SHIFT) if rounding.shifted else (0.0,):
         if shift:
             above, below = (E2M1_MAX / (E2M1_MAX + s) for s in (shift, -shift))
             amax = torch.maximum(u.amax(dim=-1) * above, u.amin(dim=-1) * -below)
-            base = _divide(amax, rounding.grid_max)
+            base = divide(amax, rounding.grid_max)
         for candidate, multiple in enumerate(rounding.candidates):
             scale = round_scale(base * multiple, amax)
             y = u * _reciprocal(scale).unsqueeze(-1)
@@ -316,7 +316,7 @@ def _search(u: torch.Tensor, rounding: Rounding, round_scale, draw=None):
     return best
 
 
-def _divide(x: torch.Tensor, constant: float) -> torch.Tensor:
+def divide(x: torch.Tensor, constant: float) -> torch.Tensor:
     """x / constant with one rounding: by a Python number a GPU would multiply by the reciprocal instead."""
     return x / torch.full((), constant, dtype=torch.float32, device=x.device)
 
@@ -375,7 +375,7 @@ def quantize_reference(
     leading = x.shape[:-1]
     rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
     amax = rows.abs().amax(dim=-1, keepdim=True) if per_token else rows.abs().amax()
-    tensor_scale = _divide(amax, rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
+    tensor_scale = divide(amax, rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
     if rounding.ms_eden or rounding.shifted:
         tensor_scale = power_of_two_ceil(tensor_scale)
     if rounding.mx:
@@ -496,7 +496,7 @@ def ms_eden_direct(x: torch.Tensor, rounding: Rounding, seed: torch.Tensor | int
     """Algorithm 1 of the paper to the letter: amax of the rotated tensor first, E4M3 scales, then the correction."""
     y = rotate(x, seed)
     rows = y.reshape(-1, y.shape[-1])
-    tensor_scale = _divide(rows.abs().amax(), rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
+    tensor_scale = divide(rows.abs().amax(), rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
     u = (rows * (1.0 / tensor_scale)).unflatten(-1, (-1, BLOCK))
     q, scales = _search(u, rounding, _round_block_scale(rounding))
     correction = _eden_correction(u, q, scales)

@@ -136,6 +136,21 @@ class Recipe:
                         f"{where}: two terms are for operands of output with an NVFP4 rounding that draws nothing, "
                         f"without a mask; got {o.terms} for {o.rounding}"
                     )
+                if o.feedback and (
+                    o is not self.output.b
+                    or not spec
+                    or spec.random
+                    or not spec.has_kernels
+                    or spec.block_rows > 1
+                    or o.terms > 1
+                    or gemm.rht_dim
+                    or self.forward_rht_dim
+                    or self.mask
+                ):
+                    raise ValueError(
+                        f"{where}: feedback is for the weight in output, with an NVFP4 rounding of 1x16 blocks that "
+                        f"draws nothing, without a second term, a rotation or a mask; got it for {o.rounding}"
+                    )
             if gemm.hot and not (
                 0 < gemm.hot <= 1
                 and gemm_name == "output"
@@ -148,23 +163,6 @@ class Recipe:
                     f"{where}: hot channels, a share from 0 to 1, are for output with two NVFP4 roundings that draw "
                     f"nothing, without second terms or a mask; got {gemm.hot}"
                 )
-                rotated = gemm.rht_dim or self.forward_rht_dim
-                if o.feedback and (
-                    o is not self.output.b
-                    or not spec
-                    or (
-                        spec.random
-                        or not spec.has_kernels
-                        or spec.block_rows > 1
-                        or o.terms > 1
-                        or rotated
-                        or self.mask
-                    )
-                ):
-                    raise ValueError(
-                        f"{where}: feedback is for the weight in output, with an NVFP4 rounding of 1x16 blocks that "
-                        f"draws nothing, without a second term, a rotation or a mask; got it for {o.rounding}"
-                    )
             if gemm.rht_dim not in RHT_DIMS or self.forward_rht_dim not in RHT_DIMS:
                 dim = gemm.rht_dim if gemm.rht_dim not in RHT_DIMS else self.forward_rht_dim
                 raise ValueError(f"{where}: rht_dim is {dim}, expected 0, 16, 32, 64 or 128")
@@ -186,6 +184,11 @@ class Recipe:
         that of hot channels their share."""
         hot = self.output.hot_channels(in_features) / in_features
         return self.output.a.terms + self.output.b.terms - 1 + 2 * hot
+
+    @property
+    def fixed_weight(self) -> bool:
+        """Whether the forward's weight is rounded, and alike in each pass: it can be made once for several."""
+        return bool(self.output.b.rounding) and not (self.output.random or self.forward_rht_dim or self.mask)
 
     @property
     def quantizes(self) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from nanochat_fp4.nvfp4.backends import new_seed, use_kernels
 from nanochat_fp4.nvfp4.philox import uniform_elements
+from nanochat_fp4.nvfp4.quantizers import divide
 
 STEPS = 255  # of the largest value of a row
 
@@ -33,9 +34,7 @@ def relu_squared_reference(x: torch.Tensor, seed: torch.Tensor) -> tuple[torch.T
     rows, columns = x.shape
     positive = torch.relu(x)
     # An all-zero row has a step that nothing is divided by.
-    # A tensor as divisor: by a Python number a GPU would multiply by the reciprocal.
-    steps = torch.full((), STEPS, dtype=torch.float32, device=x.device)
-    step = (positive.amax(-1, keepdim=True).float() / steps).clamp_min(torch.finfo(torch.float32).tiny)
+    step = divide(positive.amax(-1, keepdim=True).float(), STEPS).clamp_min(torch.finfo(torch.float32).tiny)
     padded = -(-columns // 16) * 16
     noise = uniform_elements(seed, 0, rows * padded, 0, 0, x.device).view(rows, padded)[:, :columns] - 0.5
     kept = (positive.float() * (1 / step) + noise).clamp_max(STEPS).round().to(torch.uint8)
