@@ -104,7 +104,7 @@ from nanochat_fp4.training import (
 
 REFERENCE_BATCH_SIZE = 2**19  # tokens; nanochat's learning rates are tuned for it
 REFERENCE_DEPTH = 12  # and its weight decay for this
-METHOD_CHANGES = ("layer_methods", "method_phases", "oscillation")
+METHOD_CHANGES = ("layer_methods", "method_phases", "oscillation", "branch_from")
 MOMENTS_EVERY, MOMENTS_TOKENS = 10, 8192  # steps between looks at the layers' inputs, and how many tokens of a rank
 MAX_STEPS = 10**9  # more is a slip of the finger
 
@@ -212,6 +212,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--core-metric-max-per-task", type=int, default=500, help="examples per task for CORE metric")
     add("--sample-every", type=int, default=2000, help="sample from model every N steps (-1 = disable)")
     add(
+        "--branch-from",
+        default="",
+        help="begin with this method at a checkpoint of another run, of the same model, data and schedule: "
+        "'<model tag>@<step>'; --save-every and --keep-last=-1 make such checkpoints",
+    )
+    add(
         "--model-tag",
         default=None,
         help="checkpoint directory name (default: d<depth>_<method>, so that methods do not overwrite one another)",
@@ -239,6 +245,17 @@ def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params
     if steps > MAX_STEPS:
         raise UserError(f"{what} asks for {float(steps):.3g} steps of {args.total_batch_size} tokens; lower it")
     return steps
+
+
+def branch_point(text: str, model_tag: str) -> tuple[str, int]:
+    """(model tag, step) of --branch-from. Raises UserError."""
+    tag, at, step = text.rpartition("@")
+    check_model_tag(tag)
+    if not (tag and at and step.isdecimal()):
+        raise UserError(f"--branch-from={text!r}: expected '<model tag>@<step>', for example d20_bf16@5000")
+    if tag == model_tag:
+        raise UserError(f"--branch-from={text!r} is this run itself; give the new run a --model-tag of its own")
+    return tag, int(step)
 
 
 def core_evaluation() -> Callable:
@@ -317,17 +334,27 @@ def train(
     default_tag = f"llama-{args.llama}_{method}" if args.llama else default_model_tag(args.depth, method)
     model_tag = args.model_tag or default_tag
     checkpoint_dir = Path(get_base_dir()) / "base_checkpoints" / model_tag
-    step = find_resume_step(args, checkpoint_dir, rank)
+    resumed_step = find_resume_step(args, checkpoint_dir, rank)
+    source, step, same = checkpoint_dir, resumed_step, run_config
+    if resumed_step is None and args.branch_from:
+        tag, step = branch_point(args.branch_from, model_tag)
+        source = checkpoint_dir.parent / tag
+        same = {k: v for k, v in run_config.items() if k not in ("method", *METHOD_CHANGES)}
     metrics = MetricsLog(checkpoint_dir, enabled=master)
     meta: dict[str, Any] = {}
     rank_state: dict[str, Any] = {}
     if step is not None:
-        model_data, rank_state, meta = load_checkpoint(checkpoint_dir, step, device, load_optimizer=True, rank=rank)
-        check_same_run(run_config, meta.get("run_config"), checkpoint_dir)
-        load_weights(model, model_data, checkpoint_dir, step)
+        model_data, rank_state, meta = load_checkpoint(source, step, device, load_optimizer=True, rank=rank)
+        check_same_run(same, meta.get("run_config"), source)
+        load_weights(model, model_data, source, step)
         del model_data
-    resumed_step, step = step, step or 0
-    metrics.rewind(step)
+    metrics.rewind(resumed_step or 0)
+    step = step or 0
+    if step > num_iterations:
+        raise UserError(
+            f"the checkpoint of step {step} in {source} is beyond this run's {num_iterations} steps; lengthen the run "
+            "(--num-iterations), or begin at an earlier step"
+        )
 
     nf.convert(model, method)
     plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
@@ -411,13 +438,15 @@ def train(
     loop = {"val_bpb": None, "val_bpb_bf16": None, "min_val_bpb": None, "evaluated_at": -1, "training_seconds": 0.0}
     loader_state = None
     monitor = LossMonitor()
-    if resumed_step is not None:
-        restore_state(optimizers + steadiers, rank_state, device, checkpoint_dir)
+    if meta:
+        # A remedy that this run adds to the one that it branches from begins without a state.
+        known = optimizers + steadiers if source == checkpoint_dir else optimizers
+        restore_state(known, rank_state, device, source)
         loader_state = rank_state.get("dataloader")
-        loop = restore_dict(loop, meta, "loop_state", checkpoint_dir)
-        monitor = LossMonitor(restore_dict(monitor.state, meta, "loss_state", checkpoint_dir))
+        loop = restore_dict(loop, meta, "loop_state", source)
+        monitor = LossMonitor(restore_dict(monitor.state, meta, "loss_state", source))
         changed = {k: v for k, v in meta.get("tunable", {}).items() if v != tunable.get(k)}
-        print0(f"Resuming from step {step}")
+        print0(f"Resuming from step {step}" + (f" of {source.name}" if source != checkpoint_dir else ""))
         for name, value in changed.items():
             print0(f"  note: {name} was {value} so far and is {tunable.get(name)} from here on")
     rank_state.clear()

@@ -95,7 +95,13 @@ class Context:
         seeds = range(1, (args.seeds or (2 if self.quick else 3)) + 1)
         vocab_size = args.vocab_size or (512 if self.quick else 0)
         where = sweep.prepare(self.folder, args.data_dir, vocab_size, 1.0 if self.quick else None)
-        plan = sweep.plan(methods, chosen, seeds, **length, extra=extra, data=sweep.data_key(where))
+        until = args.bf16_until
+        early = [m for m in methods if not sweep.begins_late(sweep.method_flags(m), until)]
+        if early:
+            print0(f"left out, for they change before {until:g} of the steps: {', '.join(sweep.labels(early))}")
+        methods = [m for m in methods if m not in early]
+        options = {"extra": extra, "data": sweep.data_key(where), "bf16_until": until}
+        plan = sweep.plan(methods, chosen, seeds, **length, **options)
         devices = ["cpu"] if self.quick and not args.sizes else sweep.visible_devices(args.jobs)
         return sweep.Sweep(self.folder, where, devices), plan
 

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -28,13 +29,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4 import llama
+from nanochat_fp4.checkpoint_manager import list_steps
 from nanochat_fp4.common import (
     UserError,
     atomic_write,
@@ -127,23 +129,10 @@ def method_flags(method: str) -> tuple[str, ...]:
     raise UserError(f"unknown method {method!r}; use one of {', '.join([*nf.METHODS, *VARIANTS])}, or --variant")
 
 
-def after_bf16(flags: tuple[str, ...], fraction: float) -> tuple[str, ...]:
-    """The method of these flags from that fraction of the steps on, BF16 before it. Raises UserError.
-
-    Runs of one seed then differ in their last part alone, and not in what large early steps make of any difference.
-    """
-    if not fraction:
-        return flags
-    if any(f.startswith("--layer-methods=") for f in flags):
-        raise UserError("--bf16-until: not with methods that differ between layers, which would have no BF16 part")
+def begins_late(flags: tuple[str, ...], fraction: float) -> bool:
+    """Whether a method changes nothing before that fraction of the steps, so that it can branch from a run there."""
     phases = [f.partition("=")[2] for f in flags if f.startswith("--method-phases=")]
-    if not 0 < fraction < min([1.0, *(float(phase.partition("=")[0]) for phase in phases)]):
-        raise UserError(f"--bf16-until={fraction:g}: expected a fraction of the steps before the method's own changes")
-    method = next(f.partition("=")[2] for f in flags if f.startswith("--method="))
-    rest = [f for f in flags if not f.startswith(("--method=", "--method-phases="))]
-    if method == "bf16" and not phases:
-        return flags
-    return ("--method=bf16", *rest, f"--method-phases={','.join([f'{fraction:g}={method}', *phases])}")
+    return not fraction or fraction <= min([1.0, *(float(phase.partition("=")[0]) for phase in phases)])
 
 
 @dataclass(frozen=True)
@@ -161,6 +150,13 @@ class Run:
         key = hashlib.sha256("\n".join([*self.flags, self.data]).encode()).hexdigest()[:8]
         return f"{self.size}_{self.method}_s{self.seed}_{key}"
 
+    @property
+    def branch(self) -> tuple[str, int] | None:
+        """(tag of the run, step) whose checkpoint this run begins at."""
+        points = [f.partition("=")[2] for f in self.flags if f.startswith("--branch-from=")]
+        tag, _, step = points[0].rpartition("@") if points else ("", "", "0")
+        return (tag, int(step)) if tag else None
+
 
 def plan(
     methods: Iterable[str],
@@ -176,22 +172,33 @@ def plan(
     """All runs, seed after seed, so that an interrupted sweep has whole seeds.
 
     tokens, ratio: how long a run is, in tokens or in tokens per parameter, exactly one of them; extra: flags of
-    base_train for all; data: data_key of the text; bf16_until: see after_bf16. Raises UserError.
+    base_train for all; data: data_key of the text; bf16_until: the fraction of the steps that all runs of a seed have
+    in common, those of its BF16 run: they branch from it, and differ in what follows alone. Raises UserError.
     """
     if bool(tokens) == bool(ratio):
         raise UserError("say how long a run is: either --tokens=100M or --ratio=20 (tokens per parameter)")
+    if bf16_until and not (0 < bf16_until < 1 and tokens):
+        raise UserError(f"--bf16-until={bf16_until:g}: expected a fraction of the steps, between 0 and 1, and --tokens")
     runs = []
     for seed in seeds:
         for size in sizes:
             shape = (*size_flags(size), "--core-metric-every=-1", "--sample-every=-1", *extra)
-            if tokens:
-                batch = int([f for f in shape if f.startswith("--total-batch-size=")][-1].partition("=")[2])
-                horizon = f"--num-iterations={max(1, tokens // batch)}"
-            else:
-                horizon = f"--target-param-data-ratio={ratio:g}"
-            for method in methods:
-                flags = (*shape, horizon, *after_bf16(method_flags(method), bf16_until), f"--seed={seed}")
-                runs.append(Run(method.partition(":")[0].strip(), size, seed, flags, data))
+            batch = int([f for f in shape if f.startswith("--total-batch-size=")][-1].partition("=")[2])
+            steps = max(1, tokens // batch)
+            horizon = f"--num-iterations={steps}" if tokens else f"--target-param-data-ratio={ratio:g}"
+            branch: tuple[str, ...] = ()
+            if bf16_until:
+                at = math.ceil(bf16_until * steps)
+                flags = (*shape, horizon, "--method=bf16", f"--save-every={at}", "--keep-last=-1", f"--seed={seed}")
+                runs.append(Run("bf16", size, seed, flags, data))
+                branch = (f"--branch-from={runs[-1].tag}@{at}",)
+            for label, own in zip(labels(methods), map(method_flags, methods)):
+                if not begins_late(own, bf16_until):
+                    raise UserError(f"--bf16-until={bf16_until:g}: {label} changes before that")
+                if branch and own == ("--method=bf16",):
+                    continue  # the run that the others branch from
+                flags = (*shape, horizon, *own, *branch, f"--seed={seed}")
+                runs.append(Run(label, size, seed, flags, data))
     return runs
 
 
@@ -215,6 +222,7 @@ class Sweep:
     data_dir: str
     devices: Sequence[str]
     keep: Sequence[str] = ()
+    needed: set[str] = field(default_factory=set)  # tags of runs that others branch from
 
     def result_path(self, run: Run) -> Path:
         return self.folder / "runs" / f"{run.tag}.json"
@@ -234,6 +242,9 @@ class Sweep:
         where = [f"--model-tag={run.tag}", f"--data-dir={self.data_dir}", f"--device-type={device}"]
         return [*run.flags, *where, "--resume-from-step=latest"]
 
+    def has_checkpoint(self, tag: str, step: int) -> bool:
+        return step in list_steps(self.folder / "base_checkpoints" / tag)
+
     def finish(self, run: Run, started: float) -> dict | None:
         """The result of a run from its metrics, stored; None where it is not complete."""
         checkpoint = self.folder / "base_checkpoints" / run.tag
@@ -252,7 +263,7 @@ class Sweep:
             "val_bpb": values[-1]["bpb"],
             "val_bpb_bf16": values[-1]["bpb_bf16"],
             "curve": [[r["step"], r["bpb"], r["bpb_bf16"]] for r in values],
-            "loss_curve": thinned(losses),
+            "loss_curve": thinned(losses, start["num_iterations"]),
             "train_loss": statistics.fmean(r["loss"] for r in losses[-max(1, len(losses) // 20) :]),
             "steps": start["num_iterations"],
             "tokens": start["num_iterations"] * start["total_batch_size"],
@@ -266,11 +277,14 @@ class Sweep:
         }
         self.result_path(run).parent.mkdir(parents=True, exist_ok=True)
         atomic_write(self.result_path(run), json.dumps(result, indent=1) + "\n")
-        if run.method not in self.keep:
-            for path in checkpoint.iterdir():
-                if path.name != "metrics.jsonl":
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if run.method not in self.keep and run.tag not in self.needed:
+            self.delete_checkpoints(run.tag)
         return result
+
+    def delete_checkpoints(self, tag: str) -> None:
+        for path in (self.folder / "base_checkpoints" / tag).glob("*"):
+            if path.name != "metrics.jsonl":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def log_path(self, run: Run) -> Path:
         path = self.folder / "logs" / f"{run.tag}.log"
@@ -279,8 +293,14 @@ class Sweep:
 
     def train(self, runs: Sequence[Run], progress=lambda: None) -> None:
         """Trains what is not done. Raises Interrupted after a signal, UserError naming the runs that failed."""
-        waiting = [r for r in runs if self.result(r) is None]
+        branches = {r.branch for r in runs if r.branch and self.result(r) is None}
+        missing = {tag for tag, step in branches if not self.has_checkpoint(tag, step)}
+        self.needed |= {tag for tag, _ in branches}
+        waiting = [r for r in runs if self.result(r) is None or r.tag in missing]
         failed = self._here(waiting, progress) if "cpu" in self.devices else self._on_gpus(waiting, progress)
+        for run in runs:
+            if run.tag in self.needed and run.method not in self.keep and not failed:
+                self.delete_checkpoints(run.tag)
         if failed:
             raise UserError(f"{len(failed)} of {len(runs)} runs failed: {'; '.join(failed)}; run again to repeat them")
 
@@ -313,11 +333,19 @@ class Sweep:
     def _on_gpus(self, waiting: Sequence[Run], progress) -> list[str]:
         waiting, failed = list(waiting), []
         running: dict[int, tuple[Run, subprocess.Popen, float]] = {}
+
+        def can_start(run: Run) -> bool:
+            """Not while the run that it branches from has not come that far."""
+            if not run.branch or self.has_checkpoint(*run.branch):
+                return True
+            return run.branch[0] not in {r.tag for r in [*waiting, *(r for r, _, _ in running.values())]}
+
         with caught_signals() as signals:
             while (waiting and not signals) or running:
                 for slot, device in enumerate(self.devices):
-                    if slot not in running and waiting and not signals:
-                        run = waiting.pop(0)
+                    run = next(filter(can_start, waiting), None)
+                    if slot not in running and run and not signals:
+                        waiting.remove(run)
                         running[slot] = (run, self._start(run, device), time.monotonic())
                 for _, process, _ in running.values() if signals else ():
                     if process.poll() is None:
@@ -399,10 +427,13 @@ def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: fl
     return data
 
 
-def thinned(losses: Sequence[dict], points: int = 50) -> list[list[float]]:
-    """ "train" records -> [step behind it, mean training loss] of `points` parts of the run, or of each step."""
-    size = -(-len(losses) // points)
-    parts = [losses[i : i + size] for i in range(0, len(losses), size)] if losses else []
+def thinned(losses: Sequence[dict], steps: int, points: int = 50) -> list[list[float]]:
+    """ "train" records -> [step behind it, mean training loss] of `points` equal parts of a run of so many steps, or of
+    each step. The part in which the records begin is left out where it is not whole."""
+    size = -(-steps // points)
+    parts = [list(part) for _, part in itertools.groupby(losses, lambda r: r["step"] // size)]
+    if parts and parts[0][0]["step"] % size:
+        del parts[0]
     return [[part[-1]["step"] + 1, round(statistics.fmean(r["loss"] for r in part), 5)] for part in parts]
 
 
@@ -567,6 +598,11 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=int, default=3, help="number of seeds")
     add("--tokens", default="", help="training tokens of a run, for example 100M")
     add("--ratio", type=float, default=0.0, help="instead of --tokens: training tokens per parameter")
+    add(
+        "--bf16-until", type=float, default=0.0,
+        help="branch all runs of a seed from its BF16 run at this fraction of the steps: smaller differences can be "
+        "told apart (default: 0, no branches)",
+    )  # fmt: skip
     add("--data-dir", default=None, help="folder of text or parquet files (default: as for base_train)")
     add("--vocab-size", type=int, default=0, help="of a new tokenizer, where the base directory has none (32768)")
     add("--folder", default="", help="where runs and results go (default: sweeps/ in the base directory)")
@@ -582,10 +618,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--baseline", default="bf16")
     parser.add_argument("--other", default="clover", help="the method that the others are compared with")
     parser.add_argument("--keep", default="", help="methods whose checkpoints stay, with commas")
-    parser.add_argument(
-        "--bf16-until", type=float, default=0.0,
-        help="train in BF16 up to this fraction of the steps: smaller differences can be told apart (default: 0)",
-    )  # fmt: skip
     parser.add_argument("--plan", action="store_true", help="list the runs and stop")
     add_sweep_arguments(parser)
     args = parser.parse_args(argv)

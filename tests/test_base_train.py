@@ -154,6 +154,26 @@ def test_going_back_forgets_the_later_checkpoints(tiny_base):
     assert steps == [0, 1, 2, 3]
 
 
+def test_a_branch_goes_on_as_a_change_of_the_method_does(tiny_base, monkeypatch, capsys):
+    train("--method-phases=0.6=clover", "--model-tag=phases", method="bf16", steps=5)
+    checkpoints = tiny_base / "base_checkpoints"
+    expected = final_state(checkpoints / "phases", 5)
+    expected["records"] = [r for r in expected["records"] if r["step"] >= 3]
+
+    train("--save-every=3", "--keep-last=-1", method="bf16", steps=5)
+    trunk = final_state(checkpoints / "d2_bf16", 5)
+    train("--branch-from=d2_bf16@3", "--save-every=4", "--keep-last=-1", steps=5)
+    assert "Resuming from step 3 of d2_bf16" in capsys.readouterr().out
+    assert_same(final_state(checkpoints / "d2_clover", 5), expected)
+    assert expected["model"]["lm_head.weight"].ne(trunk["model"]["lm_head.weight"]).any()
+    # Interrupted, it goes on from its own checkpoint; and what it branched from is as it was.
+    for path in checkpoints.glob("d2_clover/*_000005*"):
+        path.unlink()
+    train("--branch-from=d2_bf16@3", "--resume-from-step=latest", steps=5)
+    assert_same(final_state(checkpoints / "d2_clover", 5), expected)
+    assert_same(final_state(checkpoints / "d2_bf16", 5), trunk)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Numbers that are not finite
 
@@ -378,6 +398,9 @@ base_train.main()
         (["--window-pattern=X"], "window pattern 'X'"),
         (["--depth=0"], "depth 0"),
         (["--resume-from-step=5"], "no checkpoint of step 5"),
+        (["--branch-from=d2_clover"], "--branch-from='d2_clover': expected '<model tag>@<step>'"),
+        (["--branch-from=../d2@3"], "is not the name of one folder"),
+        (["--branch-from=d2_bf16@3"], "is this run itself"),
     ],
 )
 def test_bad_input_is_one_line(tiny_base, flags, message):
@@ -412,6 +435,10 @@ def test_another_run_is_not_overwritten_or_resumed(tiny_base):
     for flags, method, named in (
         (["--model-tag=d2_bf16"], "clover", "method was 'bf16' and is now 'clover'"),
         (["--seed=7"], "bf16", "seed was 42 and is now 7"),
+        (["--branch-from=d2_bf16@2", "--seed=7"], "clover", "seed was 42 and is now 7"),
+        (["--branch-from=d2_bf16@5"], "clover", "no checkpoint of step 5"),
+        (["--branch-from=d2_bf16@2", "--num-iterations=1"], "clover", "of step 2 in .* is beyond this run's 1 steps"),
+        (["--num-iterations=1"], "bf16", "of step 2 in .* is beyond this run's 1 steps"),
         (["--max-seq-len=64"], "bf16", "sequence_len was 32 and is now 64"),
     ):
         with pytest.raises(UserError, match=named):

@@ -45,19 +45,23 @@ def test_a_plan_is_whole_seeds_with_equal_flags_but_for_method_and_seed():
     assert len({r.tag for r in runs}) == len(runs)
 
 
-def test_methods_that_begin_in_bf16_differ_after_that_alone():
-    names = ["bf16", "clover", "clover_late_fp8", "clover_rates_up"]
-    runs = sweep.plan(names, ["tiny"], [1], tokens=1000, bf16_until=0.5)
-    bf16, clover, late, rates = (base_train.parse_args(list(r.flags)) for r in runs)
-    assert runs[0] == sweep.plan(["bf16"], ["tiny"], [1], tokens=1000)[0]
-    for args, last in ((clover, "clover"), (late, "clover_fp8_forward"), (rates, "clover")):
-        plan = MethodPlan.parse(args.method, args.layer_methods, args.method_phases)
-        assert [plan.at(x).name for x in (0.0, 0.49, 0.5, 0.99)] == ["bf16", "bf16", "clover", last]
-    assert rates.matrix_lr != bf16.matrix_lr == clover.matrix_lr
-    with pytest.raises(UserError, match="before the method's own changes"):
-        sweep.plan(["clover_late_fp8"], ["tiny"], [1], tokens=1000, bf16_until=0.7)
-    with pytest.raises(UserError, match="differ between layers"):
-        sweep.plan(["clover_up_fp8"], ["tiny"], [1], tokens=1000, bf16_until=0.5)
+def test_runs_branch_from_the_bf16_run_of_their_seed():
+    names = ["clover", "bf16", "clover_late_fp8", "clover_up_fp8", "clover_reset"]
+    runs = sweep.plan(names, ["tiny"], [1, 2], tokens=5 * 512, bf16_until=0.5)
+    assert [r.method for r in runs] == 2 * ["bf16", "clover", "clover_late_fp8", "clover_up_fp8", "clover_reset"]
+    for seed in (1, 2):
+        trunk, *others = [r for r in runs if r.seed == seed]
+        assert trunk.branch is None and {"--save-every=3", "--keep-last=-1", "--method=bf16"} <= set(trunk.flags)
+        assert all(r.branch == (trunk.tag, 3) for r in others)
+        for r in others:
+            # What follows the branch is the method's own plan.
+            own = [f for f in r.flags if not f.startswith("--branch-from=")]
+            assert own == list(sweep.plan([r.method], ["tiny"], [seed], tokens=5 * 512)[0].flags)
+    with pytest.raises(UserError, match="--bf16-until=0.8: clover_late_fp8 changes before that"):
+        sweep.plan(["clover_late_fp8"], ["tiny"], [1], tokens=1000, bf16_until=0.8)
+    for wrong in ({"bf16_until": 1.0, "tokens": 1000}, {"bf16_until": 0.5, "ratio": 8.0}):
+        with pytest.raises(UserError, match="between 0 and 1, and --tokens"):
+            sweep.plan(["clover"], ["tiny"], [1], **wrong)
 
 
 def test_the_tag_changes_with_any_flag():
@@ -233,9 +237,10 @@ def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
 
 def test_the_loss_curve_is_means_of_parts():
     losses = [{"step": i, "loss": float(i)} for i in range(10)]
-    assert sweep.thinned(losses, 3) == [[4, 1.5], [8, 5.5], [10, 8.5]]
-    assert sweep.thinned(losses) == [[i + 1, float(i)] for i in range(10)]
-    assert sweep.thinned([]) == []
+    assert sweep.thinned(losses, 10, 3) == [[4, 1.5], [8, 5.5], [10, 8.5]]
+    assert sweep.thinned(losses[3:], 10, 3) == [[8, 5.5], [10, 8.5]]  # of a branch: the same parts
+    assert sweep.thinned(losses, 10) == [[i + 1, float(i)] for i in range(10)]
+    assert sweep.thinned([], 10) == []
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"results": []}', '{"results": [], "environment": {}, "data": "x"}'])
@@ -256,6 +261,27 @@ def test_failures_are_named_and_do_not_stop_the_others(trained):
         sweep.run_sweep(s, "name", runs)
     assert "\n" not in str(e.value) and len(order) == 3
     assert s.result(runs[2]) and not s.result(runs[0])
+
+
+def test_the_checkpoints_of_a_trunk_stay_until_its_branches_are_done(trained):
+    s, order = trained
+    s.keep = ()
+
+    def plan(*methods):
+        return sweep.plan(methods, ["tiny"], [1], tokens=1024, bf16_until=0.5)
+
+    runs = plan("nvidia", "clover")
+    weights = s.folder / "base_checkpoints" / runs[0].tag / "model_000002.pt"
+    with pytest.raises(UserError, match="1 of 3 runs failed: tiny_nvidia"):
+        s.train(runs)
+    assert order == [r.tag for r in runs] and weights.exists()
+    s.train(plan("clover"))
+    assert not weights.exists()
+    # One more method: the trunk is trained again, its checkpoint being gone.
+    order.clear()
+    more = plan("clover", "clover_search")
+    s.train(more)
+    assert order == [more[0].tag, more[2].tag]
 
 
 def test_a_signal_stops_the_sweep_with_its_status(trained, capsys):
@@ -315,6 +341,19 @@ def test_two_devices_work_at_the_same_time_and_one_after_another(processes):
     assert [e[0] for e in seen[:2]] == ["start", "start"] and {e[2] for e in seen[:2]} == {"3", "5"}
     assert sorted(e[1] for e in seen if e[0] == "end") == sorted(r.tag for r in runs)
     assert len(s.results(runs)) == 3
+
+
+def test_branches_wait_for_their_trunk_and_what_needs_none_goes_first(processes):
+    s, order = processes
+    runs = sweep.plan(["fp8"], ["tiny"], [1, 2], tokens=1024, bf16_until=0.5)
+    for r in runs:
+        write_metrics(s.folder, r.tag)
+    s.train(runs)
+    seen = order()
+    assert {x[1] for x in seen[:2]} == {runs[0].tag, runs[2].tag}  # two trunks at the same time
+    events = [tuple(x[:2]) for x in seen]
+    for trunk, branch in (runs[:2], runs[2:]):
+        assert events.index(("end", trunk.tag)) < events.index(("start", branch.tag))
 
 
 def kill_when(condition, times: int = 1) -> None:
