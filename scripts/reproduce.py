@@ -627,7 +627,8 @@ REMEDIES = (
     "clover_qkv_fp8", "clover_up_bf16", "clover_fp8_input", "clover_fp8_weight", "clover_fp8_forward",
     "clover_rates_up", "clover_rates_down", "clover_less_decay", "clover_ema", "clover_q_ema", "clover_late_ema",
     "clover_late_q_ema", "clover_reset", "clover_hot", "clover_down_hot", "clover_feedback", "clover_feedback_first",
-    "clover_shifted", "clover_dithered", "clover_search_dithered",
+    "clover_search_feedback", "clover_shifted", "clover_shifted_feedback", "clover_dithered", "clover_search_dithered",
+    "clover_late_refined_bf16", "clover_feedback_late_bf16",
 )  # fmt: skip
 
 

@@ -72,6 +72,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_late_forward": changed("clover", phases="0.85=fig1e_ms_eden"),  # that row quantizes the backward alone
     "clover_late_backward": changed("clover", phases="0.85=fig2_1x16_four_over_six"),  # and that one the forward
     "clover_late_fp8": changed("clover", phases="0.7=clover_fp8_forward"),  # a tenth of the GEMM work in 8 bits
+    "clover_late_refined_bf16": changed("clover", phases="0.7=clover_refined,0.85=bf16"),  # clover_late, ending in BF16
+    "clover_feedback_late_bf16": changed("clover_feedback", phases="0.85=bf16"),
     "clover_late_refined": changed("clover", phases="0.85=clover_refined"),  # clover_late changes at 0.7
     "clover_down_hot": changed("clover", f"{LAYER_KINDS['down']}=clover_hot"),  # 2% more GEMM work
     "clover_feedback_first": changed("clover_feedback", phases="0.85=clover"),  # then rounding that training adapts to

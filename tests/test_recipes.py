@@ -85,7 +85,8 @@ def test_remedies_are_clover_with_something_changed():
         fields = [f.name for f in dataclasses.fields(r) if f.name not in ("name", "summary")]
         changed = {f for f in fields if getattr(r, f) != getattr(clover, f)}
         both_gradients = ("clover_search_backward", "clover_dithered", "clover_search_dithered")
-        expected = 3 if r.name == "clover_search" else 2 if r.name in both_gradients else 1
+        everything = ("clover_search", "clover_search_feedback")
+        expected = 3 if r.name in everything else 2 if r.name in both_gradients else 1
         assert len(changed) == expected, (r.name, changed)
 
 

@@ -370,6 +370,7 @@ def _variations() -> list[Recipe]:
     dithered, search_dithered = both("ms_eden_dithered", RHT_DIM), both("ms_eden_search_dithered", RHT_DIM)
     clover = {"output": both(four_over_six), "grad_input": eden, "grad_weight": eden}
     x = weight = Operand(four_over_six)
+    feedback = Operand("scale_search_6", feedback=True)
 
     def remedy(name: str, summary: str, **changes) -> Recipe:
         return Recipe(f"clover_{name}", **(clover | changes), summary=f"clover {summary}")
@@ -410,7 +411,19 @@ def _variations() -> list[Recipe]:
         remedy(
             "feedback",
             "with a search over block scales and error feedback for the forward's weight, which a step pays once",
-            output=Gemm(x, Operand("scale_search_6", feedback=True)),
+            output=Gemm(x, feedback),
+        ),
+        remedy(
+            "search_feedback",
+            "with scale search in both passes, and error feedback for the forward's weight",
+            output=Gemm(Operand(search), feedback),
+            grad_input=eden_search,
+            grad_weight=eden_search,
+        ),
+        remedy(
+            "shifted_feedback",
+            "with shifted grids for the forward's input, and error feedback for its weight",
+            output=Gemm(Operand("four_over_six_shifted"), feedback),
         ),
         remedy("masked", "without gradients where rounding misses by more than 1/2 of the scale", mask="uncertain"),
         remedy(
