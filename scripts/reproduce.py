@@ -579,7 +579,7 @@ def fig5(context: Context) -> Outcome:
 
 OTHER_SYSTEMS = (
     "bf16", "fp8", "clover", "nvidia", "nvidia_fixed_signs", "nvidia_1d", "nvidia_no_rht", "nvidia_no_sr",
-    "nvidia_late_forward", "chmiel", "tseng", "quartet", "mxfp4_nvidia",
+    "nvidia_late_forward", "chmiel", "tetrajet_v2", "tetrajet_v2_full", "tseng", "quartet", "mxfp4_nvidia",
 )  # fmt: skip
 
 

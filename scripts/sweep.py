@@ -91,6 +91,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_late_q_ema": changed("clover", "", "", "--oscillation=q_ema:0.98:0.6"),
     "clover_reset": changed("clover", "", "", "--oscillation=reset"),
     "nvidia_late_forward": changed("nvidia", phases="0.82=fig1d_sr"),  # NVIDIA's 18%, with SR in the backward
+    # TetraJet-v2 in full: recipes.py says how its OutControl differs from the authors'. OsciReset as in their smallest
+    # run, 12,505 steps: from step 8,000 on, every 200 steps, after a window of 50, as fractions of the steps; a shorter
+    # run has as many resets, in shorter windows. At the end of a period, not at the beginning; ratio > 8, not >= 8.
+    "tetrajet_v2_full": changed("tetrajet_v2_outcontrol", "", "", "--oscillation=reset:0.016:0.004:0.64"),
 }
 
 

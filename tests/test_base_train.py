@@ -42,6 +42,8 @@ def train(*flags: str, method: str = "clover", steps: int = 8) -> None:
     [
         ("bf16", []),
         ("clover_feedback", []),
+        # The outliers of the first step; resets with them in the last one.
+        ("tetrajet_v2_outcontrol", ["--oscillation=reset:0.8:0.8:0.2"]),
         ("clover", []),  # the others are killed and resumed in test_reliability.py
         # From the step of the resume on, all layers but one take their fast weights.
         ("clover", ["--oscillation=q_ema:0.9", "--layer-methods=*.c_fc=clover", "--method-phases=0.6=fp8"]),

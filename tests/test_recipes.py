@@ -173,11 +173,19 @@ def test_which_passes_draw_random_numbers(method, forward, backward):
         ({"output": Gemm(Operand("rtn"), Operand("sr"), hot=0.1)}, "output: hot channels, .* got 0.1"),
         ({"output": Gemm(Operand("rtn"), Operand("rtn", terms=2), hot=0.1)}, "output: hot channels, .* got 0.1"),
         ({"grad_input": Gemm(Operand("rtn"), Operand("rtn"), hot=0.1)}, "grad_input: hot channels, .* got 0.1"),
+        ({"output": Gemm(Operand("mxfp4", outer=True))}, "output: scales by 128 are for NVFP4 roundings of 1x16"),
+        ({"output": Gemm(Operand("rtn"), Operand(outer=True))}, "output: scales by 128 are for NVFP4 roundings"),
     ],
 )
 def test_impossible_rows_name_the_gemm(fields, message):
     with pytest.raises(ValueError, match=f"recipe 'mine', {message}"):
         Recipe("mine", **fields)
+
+
+def test_outliers_need_scales_by_128_in_the_whole_forward():
+    by_128 = Operand("rtn", outer=True)
+    with pytest.raises(ValueError, match="recipe 'mine': outliers, .* need two operands with scales by 128"):
+        Recipe("mine", output=Gemm(by_128, Operand("rtn")), outliers=0.1)
 
 
 def test_unknown_rounding_lists_the_known_ones():

@@ -20,7 +20,10 @@ from nanochat_fp4.nvfp4.gemm import (
     decoded_codes,
     kernels_unavailable_reason,
 )
+from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.quantizers import Rounding, get_rounding, quantize_reference
+
+OUTER_BLOCK = 128  # values along the contraction dimension that share a tensor_scale in Operand.outer
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def quantize_operand(
     rounding: str | None,
     *,
     terms: int = 1,
+    outer: bool = False,
     transpose: bool = False,
     keep_codes: bool = False,
     seed: torch.Tensor | None = None,
@@ -113,6 +117,7 @@ def quantize_operand(
     FP4 tensor cores, and the decoded BF16 operand elsewhere.
     terms: 2 for the sum of two quantized tensors: that of the value, and that of what it leaves of the value. A value
     of two terms is quantized, or returned with rounding None, as the FP32 tensor that it is.
+    outer: a tensor_scale for each 128 values (recipes.Operand); the values, in BF16 on a GPU and in FP32 elsewhere.
     """
     if isinstance(value, TwoTerms):
         value = value.add(_float(value.first), _float(value.rest))
@@ -123,6 +128,8 @@ def quantize_operand(
     if rounding is None:
         return _transposed(value) if transpose else value
     spec = get_rounding(rounding)
+    if outer:
+        return _quantize_by_128(value, spec, transpose, seed, stream, rht_dim, rht_seed, rht_stream)
     device = value.codes.device if isinstance(value, NVFP4Tensor) else value.device
     if use_kernels(device) and spec.has_kernels and not (per_token and (rht_dim or spec.block_rows > 1)):
         if rht_dim and not (isinstance(value, NVFP4Tensor) and not transpose):
@@ -179,6 +186,31 @@ def _values(t: NVFP4Tensor, spec: Rounding) -> Value:
     return values if spec.prescale == 1 else Decoded(values, t.tensor_scale)
 
 
+def _quantize_by_128(
+    value: NVFP4Tensor | torch.Tensor,
+    spec: Rounding,
+    transpose: bool,
+    seed: torch.Tensor | None,
+    stream: int,
+    rht_dim: int,
+    rht_seed: torch.Tensor | None,
+    rht_stream: int,
+) -> torch.Tensor:
+    """The values of an operand each 128 of which have a tensor_scale: to the quantizers these are rows of their own."""
+    x = _contracted_last(value, transpose, OUTER_BLOCK)
+    if rht_dim:
+        x = rotate(x, seed if rht_seed is None else rht_seed, dim=rht_dim, stream=rht_stream)
+    rows = x.reshape(-1, OUTER_BLOCK)
+    if use_kernels(x.device):
+        t = _quantize_rows(rows, spec, seed, stream, per_token=True)
+    else:
+        t = quantize_reference(rows, spec, seed=0 if seed is None else seed, stream=stream, per_token=True)
+    values = t.dequantize().view(x.shape)
+    values = values.to(torch.bfloat16) if values.is_cuda else values
+    # In the forward pass the padding must not reach the operands that the backward pass takes from this one.
+    return values if rht_dim else values[:, : value.shape[0 if transpose else 1]]
+
+
 def quantize_grad_output(e: torch.Tensor, for_dgrad: dict | None, for_wgrad: dict | None) -> tuple[Value, Value]:
     """grad_output (M, N) as the dgrad operand E (M, N) and as the wgrad operand E^T (N, M); None where not wanted.
 
@@ -186,7 +218,7 @@ def quantize_grad_output(e: torch.Tensor, for_dgrad: dict | None, for_wgrad: dic
     """
     roundings = [a["rounding"] for a in (for_dgrad, for_wgrad) if a]
     if len(roundings) == 2 and all(r and get_rounding(r).has_kernels for r in roundings) and use_kernels(e.device):
-        if for_wgrad["rht_dim"]:
+        if for_wgrad["rht_dim"] and not (for_dgrad["outer"] or for_wgrad["outer"]):
             return _rotate_quantize(e, for_dgrad, for_wgrad, native.implementation(e.device.type) is None)
     return (
         None if for_dgrad is None else quantize_operand(e, **for_dgrad),

@@ -28,12 +28,15 @@ class ConvertReport:
     recipe: Recipe
     converted: list[str] = field(default_factory=list)
     left_alone: list[tuple[str, str]] = field(default_factory=list)
-    without_moments: bool = False  # feedback is asked for, and no layer has a second_moment yet
+    without_moments: bool = False  # feedback or outliers are asked for, and no layer has a second_moment yet
 
     def __str__(self) -> str:
         lines = [f"QAT method {self.recipe}", f"converted {len(self.converted)} linear layers"]
         if self.without_moments:
-            lines.append("weights are rounded without feedback until training has looked at the layers' inputs")
+            what = (
+                "weights are rounded without feedback" if self.recipe.output.b.feedback else "no channel is an outlier"
+            )
+            lines.append(f"{what} until training has looked at the layers' inputs")
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left_alone:
             reasons.setdefault(reason, []).append(name)
@@ -92,7 +95,7 @@ def convert(
         reasons = "; ".join(f"{name}: {reason}" for name, reason in report.left_alone[:4])
         raise ValueError(f"convert: no linear layer could be converted ({reasons or 'the model has none'})")
     known = any("second_moment" in linears[name]._buffers for name in report.converted)
-    report.without_moments = recipe.output.b.feedback and not known
+    report.without_moments = recipe.looks_at_inputs and not known
     model.nf_report = report
     if verbose and int(_rank()) == 0:
         with contextlib.suppress(OSError):  # a log that nobody takes is no reason to end a run
@@ -230,11 +233,11 @@ def update_second_moments(
     model: nn.Module, forward: Callable[[], object], mean_over_ranks: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Runs forward(), which calls the model on some tokens, in full precision, and moves second_moment of the layers
-    that round with feedback a part of the way to what their inputs were; does nothing where there are none.
+    that compute with it a part of the way to what their inputs were; does nothing where there are none.
 
     The part is MOMENT_STEP, at first all of it. Inputs that are not finite change nothing. All ranks must call.
     """
-    layers = [group[0] for group in groups_computed_as_one(model) if group[0].recipe.output.b.feedback]
+    layers = [group[0] for group in groups_computed_as_one(model) if group[0].recipe.looks_at_inputs]
     if not layers:
         return
     seen: dict[QuantLinear, torch.Tensor] = {}

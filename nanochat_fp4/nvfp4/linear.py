@@ -27,10 +27,14 @@ anew in each pass (backends.hot_channels), Y = X1 W1^T + Q(X[:, H]) W2^T + X2 Q(
 and W2 alike. The backward GEMMs take W1 with W2 added in its channels, and X1 with X2: by the same argument, the
 gradient of this Y. Kept: 4.5 bits an element, and as much again for the elements of H.
 
+Where it has outliers, the in_features with the largest second moments have MXFP8 values in both operands of the output
+GEMM, which the others are rounded without. As they are the same in both, that is one product of both formats. The
+backward GEMMs take these values; the outliers' columns of dW are a product of MXFP8 operands.
+
 The weights' forward codes can be made once for several passes: convert.quantize_weights_once. Where a recipe rounds
-them with error feedback (feedback.py) they also depend on second_moment, a buffer of the layer, or of the first of the
-layers that are computed as one. Training sets it (convert.update_second_moments), and it is in the state dict from then
-on; before that the weight is rounded without feedback.
+them with error feedback (feedback.py), or has outliers, they also depend on second_moment, a buffer of the layer, or of
+the first of the layers that are computed as one. Training sets it (convert.update_second_moments), and it is in the
+state dict from then on; before that the weight is rounded without feedback, and there are no outliers.
 
 Any number of tokens works. In wgrad the tokens are the contraction dimension, and in dgrad the out_features: where they
 are not a multiple of the rotation's group (128), or of 16, they are padded with zeros. Zeros add nothing to a product,
@@ -58,6 +62,8 @@ from nanochat_fp4.nvfp4.recipes import Gemm, Recipe, get_recipe
 # One stream of random numbers for each operand, so that no two share noise: a of a GEMM has this one, b the next.
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = 0, 2, 4
 
+OUTLIERS = "mxfp8"  # the rounding of Recipe.outliers
+
 
 def _operands(
     spec: Gemm, stream: int, seed: torch.Tensor | None, rht_seed: torch.Tensor | None, device: torch.device
@@ -67,9 +73,19 @@ def _operands(
         rht_seed = torch.zeros((), dtype=torch.int64, device=device)
     shared = {"seed": seed, "rht_dim": spec.rht_dim, "rht_seed": rht_seed, "rht_stream": stream}
     return (
-        {"rounding": spec.a.rounding, "terms": spec.a.terms, "stream": stream, **shared},
-        {"rounding": spec.b.rounding, "terms": spec.b.terms, "stream": stream + 1, **shared},
+        {"rounding": spec.a.rounding, "terms": spec.a.terms, "outer": spec.a.outer, "stream": stream, **shared},
+        {"rounding": spec.b.rounding, "terms": spec.b.terms, "outer": spec.b.outer, "stream": stream + 1, **shared},
     )
+
+
+def _forward_operand(
+    value: torch.Tensor, arguments: dict, outliers: torch.Tensor | None, per_token: bool = False
+) -> Value:
+    """value (R, K) as an operand of the output GEMM, these columns of it in MXFP8."""
+    if outliers is None:
+        return quantize_operand(value, keep_codes=True, per_token=per_token, **arguments)
+    others = quantize_operand(value.index_fill(1, outliers, 0.0), **arguments)
+    return others.index_copy(1, outliers, quantize_operand(value.index_select(1, outliers), OUTLIERS).to(others.dtype))
 
 
 @torch.library.custom_op("nanochat_fp4::after", mutates_args=())
@@ -135,6 +151,7 @@ class _QuantLinear(torch.autograd.Function):
         xq: Value | None,
         wq: Value | None,
         factor: torch.Tensor | None,
+        outliers: torch.Tensor | None,
         *weights: torch.Tensor,
     ):
         """x (M, K), weights (N_i, K), N = sum of N_i -> (M, N) in dtype, in which unquantized operands are multiplied.
@@ -142,17 +159,18 @@ class _QuantLinear(torch.autograd.Function):
         grad_enabled: the caller's torch.is_grad_enabled(); needs_input_grad does not know of no_grad.
         xq, wq: the operands of the output GEMM where they are there already, else None.
         factor: of feedback.feedback_factor, where the weight is rounded with feedback, else None.
+        outliers: QuantLinear.outliers.
         """
         needs_dgrad = ctx.needs_input_grad[0] and grad_enabled
-        needs_wgrad = any(ctx.needs_input_grad[8:]) and grad_enabled
+        needs_wgrad = any(ctx.needs_input_grad[9:]) and grad_enabled
         seed = new_seed(x.device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
         weight = _stacked(weights) if wq is None or recipe.grad_input.b.raw or recipe.output.hot else None
         for_x, for_w = _operands(recipe.output, OUTPUT, seed, seed, x.device)
         if xq is None:
-            xq = quantize_operand(x, keep_codes=True, per_token=per_token, **for_x)
+            xq = _forward_operand(x, for_x, outliers, per_token)
         if wq is None:
             if factor is None:
-                wq = quantize_operand(weight, keep_codes=True, **for_w)
+                wq = _forward_operand(weight, for_w, outliers)
             else:
                 wq = NVFP4Tensor(*_with_feedback(weight, factor, for_w["rounding"]))
         if recipe.output.hot:
@@ -168,7 +186,7 @@ class _QuantLinear(torch.autograd.Function):
         if needs_wgrad and recipe.grad_weight.b.raw:
             _, for_x = _operands(recipe.grad_weight, GRAD_WEIGHT, seed, seed, x.device)
             backward_x = quantize_operand(x, transpose=True, keep_codes=True, **for_x)
-        _save(ctx, backward_w if needs_dgrad else None, backward_x if needs_wgrad else None, seed)
+        _save(ctx, backward_w if needs_dgrad else None, backward_x if needs_wgrad else None, seed, outliers)
         ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.weight_dtype = recipe, dtype, x.dtype, weights[0].dtype
         ctx.needs_wgrad, ctx.rows = needs_wgrad, [w.shape[0] for w in weights]
         return gemm(xq, _output_needs(seed, wq), compute_dtype=dtype, out_dtype=dtype)
@@ -177,7 +195,7 @@ class _QuantLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_output: torch.Tensor):
         recipe, dtype = ctx.recipe, ctx.dtype
-        w, x, forward_seed = _saved(ctx)
+        w, x, forward_seed, outliers = _saved(ctx)
         seed = _backward_seed(grad_output) if recipe.draws_in_backward else None
         dgrad, wgrad = recipe.grad_input, recipe.grad_weight
         # A GEMM whose b was rotated in the forward pass goes on with that pass's signs.
@@ -193,8 +211,14 @@ class _QuantLinear(torch.autograd.Function):
             grad_x = gemm(e, wt, compute_dtype=dtype, out_dtype=ctx.x_dtype)
         if ctx.needs_wgrad:
             xt = x if wgrad.b.raw else quantize_operand(x, transpose=True, **for_x)
-            grad_ws = gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype).split(ctx.rows)
-        return grad_x, None, None, None, None, None, None, None, *grad_ws
+            grad_w = gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype)
+            if outliers is not None:
+                pair = (grad_output, x.index_select(1, outliers))
+                et, xt = (quantize_operand(v, OUTLIERS, transpose=True) for v in pair)
+                columns = gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype)
+                grad_w = grad_w.index_copy(1, outliers, columns)
+            grad_ws = grad_w.split(ctx.rows)
+        return grad_x, None, None, None, None, None, None, None, None, *grad_ws
 
 
 def _stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -241,6 +265,8 @@ def _quantized_input(layer: "QuantLinear", x: torch.Tensor, rows: torch.Tensor) 
     gemm = layer.recipe.output
     if torch.compiler.is_compiling() or gemm.a.rounding is None or gemm.random or x.is_inference():
         return None
+    if layer.outliers is not None:  # each layer has its own
+        return None
     key = (x._version, gemm.a, layer.per_token)
     if _last_input is None or _last_input[0]() is not x or _last_input[1] != key or id(layer) in _last_input[3]:
         for_x, _ = _operands(gemm, OUTPUT, None, None, x.device)
@@ -280,15 +306,24 @@ class QuantLinear(torch.nn.Linear):
             self.set_second_moment(self.second_moment)
 
     def set_second_moment(self, second_moment: torch.Tensor) -> None:
-        """E[x x^T] of the inputs, (in_features, in_features) float32: what feedback.py rounds the weight by."""
+        """E[x x^T] of the inputs, (in_features, in_features) float32: what feedback.py rounds the weight by, and what
+        the outliers are chosen by."""
         self.register_buffer("second_moment", second_moment)
         if self.recipe.output.b.feedback:
             self.register_buffer("_factor", feedback_factor(second_moment), persistent=False)
+        if self.recipe.outliers:
+            largest = second_moment.diagonal().topk(self.recipe.outlier_channels(self.in_features)).indices
+            self.register_buffer("_outliers", largest.sort().values, persistent=False)
 
     @property
     def feedback_factor(self) -> torch.Tensor | None:
         """What the weight is rounded with, or None: the recipe has no feedback, or the inputs are not known yet."""
         return getattr(self, "_factor", None) if self.recipe.output.b.feedback else None
+
+    @property
+    def outliers(self) -> torch.Tensor | None:
+        """The in_features computed in MXFP8 (Recipe.outliers), int64, rising; None: none, or not known yet."""
+        return getattr(self, "_outliers", None) if self.recipe.outliers else None
 
     @property
     def quantizes_input(self) -> bool:
@@ -319,7 +354,9 @@ class QuantLinear(torch.nn.Linear):
             wq = self.weight_operand if len(layers) == 1 else self.stacked_operand
             factor = self.feedback_factor if wq is None else None
         grad_enabled = torch.is_grad_enabled()
-        y = _QuantLinear.apply(rows, self.recipe, dtype, self.per_token, grad_enabled, xq, wq, factor, *weights)
+        y = _QuantLinear.apply(
+            rows, self.recipe, dtype, self.per_token, grad_enabled, xq, wq, factor, self.outliers, *weights
+        )
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(dtype)
 
@@ -392,7 +429,7 @@ def quantized_weights(groups: Sequence[Sequence[QuantLinear]]) -> list[NVFP4Tens
             continue
         _, for_w = _operands(recipe.output, OUTPUT, None, None, weight.device)
         with torch.no_grad():
-            operands[i] = quantize_operand(weight, keep_codes=True, **for_w)
+            operands[i] = _forward_operand(weight, for_w, layers[0].outliers)
         for term in terms(operands[i]):
             term.decoded = None  # four times the memory of the codes
     for (_, _, rounding), weights in alike.items():

@@ -20,12 +20,14 @@ import torch
 from torch import nn
 
 from nanochat_fp4.nvfp4.convert import groups_computed_as_one
+from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.linear import QuantLinear, quantized_weights
 from nanochat_fp4.nvfp4.quantizers import get_rounding
 
 
 def has_grid(layer: QuantLinear) -> bool:
-    """Whether the forward pass takes this layer's weight from one NVFP4 grid that it alone determines."""
+    """Whether the forward pass takes this layer's weight from one NVFP4 grid that it alone determines (its outliers,
+    which have another, are no part of that)."""
     recipe, weight = layer.recipe, layer.recipe.output.b
     if not recipe.fixed_weight or weight.terms > 1 or weight.feedback or recipe.output.hot:
         return False
@@ -97,6 +99,8 @@ class SlowWeights:
         torch._foreach_copy_(list(weights.values()), list(self.fast.values()))
         names = {m: name for name, m in self.model.named_modules() if isinstance(m, QuantLinear)}
         for group in _groups(self.model):
+            if self.nearby and group[0].recipe.output.b.outer:
+                continue  # q_ema asks for one tensor_scale
             slow = [self.average[names[layer]] for layer in group]
             if self.nearby:
                 fast = torch.cat(_weights(group))
@@ -110,6 +114,16 @@ class SlowWeights:
         """Raises KeyError, TypeError or RuntimeError for the state of something else."""
         self.fast, self.average = (_restored(self.model, state[key]) for key in ("fast", "average"))
         self.refresh()
+
+
+def _quantized(group: tuple[QuantLinear, ...]) -> torch.Tensor:
+    """The weights' quantized values, stacked; outliers, which are not in 4 bits, as they are."""
+    (t,) = quantized_weights([group])
+    values = t.dequantize() if isinstance(t, NVFP4Tensor) else t.float()
+    outliers = group[0].outliers
+    if outliers is None:
+        return values
+    return values.index_copy(1, outliers, torch.cat(_weights(group)).float().index_select(1, outliers))
 
 
 def _units(group: tuple[QuantLinear, ...]) -> torch.Tensor:
@@ -156,10 +170,10 @@ class OsciReset:
             return
         groups = _groups(self.model)
         names = {m: name for name, m in self.model.named_modules() if isinstance(m, QuantLinear)}
-        before = [(torch.cat(_weights(group)), quantized_weights([group])[0].dequantize()) for group in groups]
+        before = [(torch.cat(_weights(group)), _quantized(group)) for group in groups]
         yield
         for group, (weight, quantized) in zip(groups, before):
-            new, new_quantized = torch.cat(_weights(group)), quantized_weights([group])[0].dequantize()
+            new, new_quantized = torch.cat(_weights(group)), _quantized(group)
             excess = (new_quantized - quantized).abs() - self.RATIO * (new - weight).abs()
             rows = [len(layer.weight) for layer in group]
             for layer, part, value in zip(group, excess.split(rows), new_quantized.split(rows)):

@@ -102,8 +102,11 @@ class MethodPlan:
             for name, layer in model.named_modules():
                 if isinstance(layer, QuantLinear):
                     recipe, work = self.of_layer(name, start), (end - start) * layer.weight.numel()
-                    for bits, products in zip(gemm_bits(recipe), (recipe.output_products(layer.in_features), 1, 1)):
-                        shares[bits] += work * products
+                    outliers = recipe.outlier_channels(layer.in_features) / layer.in_features
+                    products = ((recipe.output_products(layer.in_features), outliers), (1, 0), (1, outliers))
+                    for bits, (count, wider) in zip(gemm_bits(recipe), products):
+                        shares[bits] += work * (count - wider)
+                        shares[max(8, bits)] += work * wider
                         total += work
                     shares[16] += work * recipe.output_16_bit_work
         return {bits: share / total for bits, share in shares.items()} if total else shares

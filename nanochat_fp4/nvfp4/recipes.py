@@ -25,7 +25,7 @@ from nanochat_fp4.nvfp4.quantizers import get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
 MASKS = ("", "clipped", "uncertain")  # estimators.py
-HOT_MULTIPLE = 32  # channels: what tensor cores' rows of 16 bytes of codes come in
+HOT_MULTIPLE = 32  # channels: what tensor cores' rows of 16 bytes of codes come in, and an MXFP8 scale is for
 NVIDIA_RHT_DIM = 16  # NVIDIA et al. (2025): rotate in blocks of 16, which fuse into any quantization kernel
 
 
@@ -40,12 +40,15 @@ class Operand:
               backward GEMMs only); then it is quantized during the forward pass, so that only its codes are kept
     feedback: rounded so that the error of the layer's output is small, for the inputs it has had (feedback.py; the
               weight in the output GEMM only)
+    outer:    a tensor_scale for each 128 values along the contraction dimension instead of one for the tensor
+              (TetraJet-v2's outer blocks); kept for the backward pass in 16 bits an element, not as codes
     """
 
     rounding: str | None = None
     raw: bool = False
     terms: int = 1
     feedback: bool = False
+    outer: bool = False
 
     def __post_init__(self) -> None:
         if self.rounding is not None:
@@ -53,7 +56,12 @@ class Operand:
 
     def __str__(self) -> str:
         text = ("raw " if self.raw else "") + (self.rounding or "-") + (" + rest" if self.terms == 2 else "")
-        return text + (" with feedback" if self.feedback else "")
+        return text + (" with feedback" if self.feedback else "") + (" by 128" if self.outer else "")
+
+
+def _channels(share: float, in_features: int) -> int:
+    count = max(HOT_MULTIPLE, round(share * in_features / HOT_MULTIPLE) * HOT_MULTIPLE) if share else 0
+    return min(in_features, count)
 
 
 @dataclass(frozen=True)
@@ -74,8 +82,7 @@ class Gemm:
 
     def hot_channels(self, in_features: int) -> int:
         """How many channels are hot: the share in multiples of 32, which tensor cores want, but at least 32."""
-        count = max(HOT_MULTIPLE, round(self.hot * in_features / HOT_MULTIPLE) * HOT_MULTIPLE) if self.hot else 0
-        return min(in_features, count)
+        return _channels(self.hot, in_features)
 
     @property
     def random(self) -> bool:
@@ -102,6 +109,9 @@ class Recipe:
         ""  # of MASKS: no gradient for elements of input and weight that the forward's rounding clips, or misses
     )
     late: tuple[float, str] | None = None  # from this fraction of a run's steps on, the row of this name (plan.py)
+    outliers: float = (
+        0.0  # share of in_features, those with the largest inputs, that output and grad_weight multiply in MXFP8
+    )
     summary: str = ""
 
     def __post_init__(self) -> None:
@@ -163,15 +173,43 @@ class Recipe:
                     f"{where}: hot channels, a share from 0 to 1, are for output with two NVFP4 roundings that draw "
                     f"nothing, without second terms or a mask; got {gemm.hot}"
                 )
+            if any(o.outer for o in (gemm.a, gemm.b)) and (
+                any(r.ms_eden or r.block_rows > 1 or not r.has_kernels for r in roundings)
+                or any(o.terms > 1 or o.feedback or (o.outer and not o.rounding) for o in (gemm.a, gemm.b))
+                or gemm.hot
+                or self.mask
+            ):
+                raise ValueError(
+                    f"{where}: scales by 128 are for NVFP4 roundings of 1x16 blocks other than ms_eden, without second "
+                    "terms, feedback or a mask"
+                )
             if gemm.rht_dim not in RHT_DIMS or self.forward_rht_dim not in RHT_DIMS:
                 dim = gemm.rht_dim if gemm.rht_dim not in RHT_DIMS else self.forward_rht_dim
                 raise ValueError(f"{where}: rht_dim is {dim}, expected 0, 16, 32, 64 or 128")
+
+        forward, wgrad = (self.output.a, self.output.b), self.grad_weight
+        if self.outliers and not (
+            0 < self.outliers <= 1
+            and all(o.outer and not get_rounding(o.rounding).random for o in forward)
+            and not (self.forward_rht_dim or self.output.rht_dim or wgrad.b.raw)
+        ):
+            raise ValueError(
+                f"recipe {self.name!r}: outliers, a share from 0 to 1, need two operands with scales by 128 in output "
+                f"that draw nothing, and a grad_weight of the same input; got {self.outliers}"
+            )
 
     @property
     def block(self) -> int:
         """What in_features and out_features must be multiples of."""
         operands = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
-        return max([self.forward_rht_dim, *(get_rounding(r).block for r in operands if r)], default=0)
+        return max(
+            [
+                self.forward_rht_dim,
+                HOT_MULTIPLE if self.outliers else 0,
+                *(get_rounding(r).block for r in operands if r),
+            ],
+            default=0,
+        )
 
     @property
     def output_16_bit_work(self) -> float:
@@ -184,6 +222,15 @@ class Recipe:
         that of hot channels their share."""
         hot = self.output.hot_channels(in_features) / in_features
         return self.output.a.terms + self.output.b.terms - 1 + 2 * hot
+
+    def outlier_channels(self, in_features: int) -> int:
+        """How many channels are outliers: their share in multiples of 32, an MXFP8 block, but at least 32."""
+        return _channels(self.outliers, in_features)
+
+    @property
+    def looks_at_inputs(self) -> bool:
+        """Whether the layers compute with the second moments of their inputs (convert.update_second_moments)."""
+        return self.output.b.feedback or self.outliers > 0
 
     @property
     def fixed_weight(self) -> bool:
@@ -218,6 +265,7 @@ class Recipe:
     def __str__(self) -> str:
         text = f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
         text += f"; forward RHT-{self.forward_rht_dim}" if self.forward_rht_dim else ""
+        text += f"; {100 * self.outliers:g}% of the channels in MXFP8" if self.outliers else ""
         text += f"; {self.late[1]} from {100 * self.late[0]:.0f}% of the steps on" if self.late else ""
         return text + (f"; mask {self.mask}" if self.mask else "")
 
@@ -305,7 +353,29 @@ def _other_systems() -> list[Recipe]:
         return Recipe(f"nvidia_{name}", **(gemms | changes), summary=f"nvidia {summary}")
 
     mx, mx_sr, tseng_sr = "mxfp4", Operand("mxfp4_sr"), "mxfp4_sr_prescaled"
+    rtn_by_128, sr_by_128 = Operand("rtn", outer=True), Operand("sr", outer=True)
+    tetrajet_backward = Gemm(sr_by_128, sr_by_128, 16)
     return [
+        # Of the full TetraJet-v2 (arXiv 2510.27527, and its authors' code, thu-ml/TetraJet-v2-NVFP4Training) all but
+        # OsciReset, which the variant tetrajet_v2_full of scripts/sweep.py adds. As there: FP32 scales for outer blocks
+        # of 128; RHT-16 in both backward GEMMs; the 10% of the input channels with the largest L2 norms rounded to
+        # MXFP8 in output (both operands) and grad_weight (E^T to nearest, unrotated, and X^T from its forward values);
+        # grad_input all in 4 bits, from the forward's values. Different from there:
+        # * The channels are chosen every 10 steps, by the running average of squares (update_second_moments), from the
+        #   first step on; there once, after 50 steps from step 501 (of 12,505 to 50,500), by the sum of the norms.
+        # * Their number is a multiple of 32, the nearest to 10%; the authors' kernels take multiples of 128, rounded
+        #   up. The others keep their order, with zeros for the outliers; there they are sorted by their norm.
+        # * SR scales blocks so that nothing is clipped (6 * 16/17), for which there RTN of the scale may clip a little.
+        # * On a GPU the dequantized values, scale and all, are rounded to BF16 before the product (at most 2^-9 of a
+        #   value, 1e-6 of its square; 4 bits leave 9e-3), for which the authors scale each partial sum of 128 in FP32.
+        Recipe(
+            "tetrajet_v2_outcontrol",
+            output=Gemm(rtn_by_128, rtn_by_128),
+            grad_input=tetrajet_backward,
+            grad_weight=tetrajet_backward,
+            outliers=0.1,
+            summary="tetrajet_v2 with its authors' OutControl, scales by 128 and RHT-16: 10% of the channels in 8 bits",
+        ),
         nvidia(
             "fixed_signs",
             "with one sign vector for the whole run, as published",
