@@ -232,6 +232,18 @@ def _sweep(folder: Path, which: Callable[[int], bool]) -> None:
                 path.unlink()
 
 
+def finish_killed_saves(checkpoint_dir: str | os.PathLike) -> None:
+    """
+    What the next save would do after a kill; for rank 0 of a run that resumes, since after the last step no save comes.
+
+    For nobody who only reads: a run may be saving. What is newer than every manifest is left to the next save, for it
+    may be that of a process which is still ending.
+    """
+    folder = Path(checkpoint_dir)
+    if steps := _manifest_steps(folder):
+        _sweep(folder, lambda s: s <= steps[0])
+
+
 def prune_checkpoints(checkpoint_dir: str | os.PathLike, keep_last: int) -> None:
     """
     Delete all but the newest `keep_last` complete checkpoints; nothing where keep_last < 1. Rank 0 does the work.

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanochat_fp4.checkpoint_manager import NoCheckpointError, find_last_step, list_steps
+from nanochat_fp4.checkpoint_manager import NoCheckpointError, find_last_step, finish_killed_saves, list_steps
 from nanochat_fp4.common import (
     UserError,
     atomic_write,
@@ -689,13 +689,17 @@ def find_resume_step(args: argparse.Namespace, checkpoint_dir: Path, rank: int) 
     wanted = args.resume_from_step
     if wanted == -1 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
         wanted = "latest"  # torchrun starts all ranks again after one of them died
-    if wanted == "latest":
+    if wanted != -1:
+        if rank == 0:
+            finish_killed_saves(checkpoint_dir)
+        if is_ddp_initialized():
+            dist.barrier()  # nobody reads before files have their names
+        if wanted != "latest":
+            return wanted
         try:
             return find_last_step(checkpoint_dir)
         except NoCheckpointError:
             return None
-    if wanted != -1:
-        return wanted
     if args.overwrite:
         if rank == 0:
             shutil.rmtree(checkpoint_dir, ignore_errors=True)

@@ -1,5 +1,6 @@
 """Checkpoints under kills, full disks, bit flips and tampering; models that come back; resume to the bit."""
 
+import argparse
 import copy
 import json
 import logging
@@ -36,6 +37,7 @@ from nanochat_fp4.common import UserError
 from nanochat_fp4.dataloader import BestFitLoader
 from nanochat_fp4.gpt import GPT, GPTConfig
 from nanochat_fp4.tokenizer import RustBPETokenizer
+from nanochat_fp4.training import find_resume_step
 
 KINDS = ("model_{:06d}.pt", "optim_{:06d}_rank0.pt", "meta_{:06d}.json")
 
@@ -295,6 +297,27 @@ def a_kill_at_any_point_of_a_first_save_leaves_all_or_nothing(tmp_path):
     assert found == sorted(found) and found[0] is False and found[-2] is True
 
 
+def a_resume_finishes_what_killed_saves_left(tmp_path):
+    """The second kill comes at any point of the save that the first one stopped; no other save follows."""
+    latest = argparse.Namespace(resume_from_step="latest", overwrite=False)
+    save(tmp_path / "before", 5)
+    assert killed_at(9, lambda: save(tmp_path / "before", 10))
+    outcomes, n, killed = [], 0, True
+    while killed:
+        n += 1
+        folder = shutil.copytree(tmp_path / "before", tmp_path / str(n))
+        killed = killed_at(n, lambda folder=folder: save(folder, 10))
+        left = sorted(os.listdir(folder))
+        reader = find_last_step(folder)
+        assert value_of(folder, reader) == reader and sorted(os.listdir(folder)) == left  # readers only read
+        outcomes.append(find_resume_step(latest, folder, 0))
+        assert outcomes[-1] == reader == value_of(folder, reader)
+        if reader == 5:
+            save(folder, 10)  # as the resumed run does
+        assert value_of(folder, 10) == 10 and len(os.listdir(folder)) == 8
+    assert outcomes == sorted(outcomes) and outcomes.count(5) > 10 and outcomes.count(10) > 6, outcomes
+
+
 def a_kill_at_any_point_of_pruning_leaves_the_newest(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path / "before", step)
@@ -364,6 +387,7 @@ def a_real_limit_of_the_file_size(tmp_path):
 FORKING = (
     a_kill_at_any_point_of_a_save_loses_nothing,
     a_kill_at_any_point_of_a_first_save_leaves_all_or_nothing,
+    a_resume_finishes_what_killed_saves_left,
     a_kill_at_any_point_of_pruning_leaves_the_newest,
     random_kills,
     a_real_limit_of_the_file_size,
