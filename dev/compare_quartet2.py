@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from nanochat_fp4 import roofline  # noqa: E402
-from nanochat_fp4.common import UserError, one_line, run_main  # noqa: E402
+from nanochat_fp4.errors import UserError, one_line, run_main  # noqa: E402
 from scripts import bench_common as common  # noqa: E402
 from scripts import bench_linear  # noqa: E402
 

@@ -22,7 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from nanochat_fp4.common import UserError, get_base_dir, run_main  # noqa: E402
+from nanochat_fp4.common import get_base_dir  # noqa: E402
+from nanochat_fp4.errors import UserError, run_main  # noqa: E402
 
 DEFAULT = (
     "grad_output clover -> bf16", "grad_output clover -> codes", "requantize clover -> bf16",

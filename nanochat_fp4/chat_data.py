@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat_fp4.common import UserError, download_file_with_lock, get_base_dir, one_line
+from nanochat_fp4.common import get_base_dir
+from nanochat_fp4.download import download_file_with_lock
+from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.rows import MissingDataError, load_rows, read_folder, read_lines
 
 MIXTURE_SEED = 42

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanochat_fp4.chat_data import Task
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 
 DEFAULT_LANES = 8  # as in dataloader.py: 1, 2, 4 and 8 processes see the same rows
 IGNORE = -1  # target that does not count

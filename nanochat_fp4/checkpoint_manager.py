@@ -30,20 +30,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanochat_fp4.common import (
-    UserError,
-    atomic_write,
-    format_bytes,
-    fsync_dir,
-    get_base_dir,
-    get_dist_info,
-    is_ddp_initialized,
-    logger,
-    one_line,
-    physical_memory,
-    sha256_file,
-)
+from nanochat_fp4.common import get_base_dir, get_dist_info, is_ddp_initialized
+from nanochat_fp4.console import format_bytes, logger
+from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.files import atomic_write, fsync_dir, sha256_file
 from nanochat_fp4.gpt import GPT, ROTARY_FACTOR, GPTConfig
+from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.llama import Llama, LlamaConfig
 from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer
 

@@ -31,8 +31,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanochat_fp4.common import UserError, get_dist_info, one_line
+from nanochat_fp4.common import get_dist_info
 from nanochat_fp4.dataset import Shard, open_shards, read_row_group
+from nanochat_fp4.errors import UserError, one_line
 
 STATE_VERSION = 1
 DEFAULT_LANES = 8  # so that 1, 2, 4 and 8 ranks see the same rows

@@ -40,17 +40,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock
 
-from nanochat_fp4.common import (
-    Progress,
-    UserError,
-    download_file,
-    format_bytes,
-    get_base_dir,
-    one_line,
-    parse_finite,
-    print0,
-    run_main,
-)
+from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.console import Progress, format_bytes, parse_finite
+from nanochat_fp4.download import download_file
+from nanochat_fp4.errors import UserError, one_line, run_main
 
 # FineWeb-Edu 100B, shuffled and re-cut into parquet shards by nanochat's author.
 DATASET = "karpathy/fineweb-edu-100b-shuffle"

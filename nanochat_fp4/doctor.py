@@ -20,7 +20,8 @@ from collections.abc import Callable
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import UserError, autodetect_device_type, one_line, run_main
+from nanochat_fp4.common import autodetect_device_type
+from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.nvfp4.backends import hot_channels, quantize_operand, use_kernels
 from nanochat_fp4.nvfp4.estimators import prepare
 from nanochat_fp4.nvfp4.format import NVFP4Tensor

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat_fp4.common import one_line, print0
+from nanochat_fp4.common import print0
+from nanochat_fp4.errors import one_line
 
 BACKENDS = ("fa3", "flex", "sdpa")
 FA3_REPOSITORY = "varunneal/flash-attention-3"  # nanochat's choice on Hopper

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat_fp4 import flash_attention
-from nanochat_fp4.common import UserError, is_ddp_initialized
+from nanochat_fp4.common import is_ddp_initialized
 from nanochat_fp4.cross_entropy import linear_cross_entropy
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import ROTARY_BASE, ROTARY_FACTOR, apply_rotary_emb
 from nanochat_fp4.optim import AdamW
 

@@ -19,16 +19,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanochat_fp4.common import (
-    UserError,
-    atomic_open,
-    atomic_write,
-    environment_info,
-    format_seconds,
-    get_base_dir,
-    get_dist_info,
-    run_main,
-)
+from nanochat_fp4.common import get_base_dir, get_dist_info
+from nanochat_fp4.console import format_seconds
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.files import atomic_open, atomic_write
 from nanochat_fp4.nvfp4.recipes import method_names
 from nanochat_fp4.roofline import MACHINES, is_predictable, machine_of, predict
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from nanochat_fp4.common import UserError, one_line
 from nanochat_fp4.dataset import hub_problem
+from nanochat_fp4.errors import UserError, one_line
 
 SHUFFLE_SEED = 42
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")

@@ -24,7 +24,9 @@ from typing import Any
 import tiktoken
 import torch
 
-from nanochat_fp4.common import UserError, atomic_write, get_base_dir, one_line, print0, run_main
+from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.errors import UserError, one_line, run_main
+from nanochat_fp4.files import atomic_write
 
 SPECIAL_TOKENS = [
     "<|bos|>",  # begins every document

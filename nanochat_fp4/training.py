@@ -23,22 +23,13 @@ import torch.distributed as dist
 from torch import nn
 
 from nanochat_fp4.checkpoint_manager import NoCheckpointError, find_last_step, finish_killed_saves, list_steps
-from nanochat_fp4.common import (
-    UserError,
-    atomic_write,
-    autodetect_device_type,
-    compute_cleanup,
-    compute_init,
-    format_bytes,
-    is_ddp_initialized,
-    is_out_of_memory,
-    logger,
-    one_line,
-    physical_memory,
-    print0,
-)
+from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, is_ddp_initialized, print0
+from nanochat_fp4.console import format_bytes, logger
 from nanochat_fp4.engine import Engine
+from nanochat_fp4.errors import UserError, is_out_of_memory, one_line
+from nanochat_fp4.files import atomic_write
 from nanochat_fp4.gpt import autocast
+from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.nvfp4.convert import full_precision, per_token_scale, quantize_weights_once
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.quantizers import quantize

@@ -41,7 +41,8 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import UserError, get_dist_info, one_line, print0, run_main
+from nanochat_fp4.common import get_dist_info, print0
+from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.training import resolve_method
 
 BACKWARD = ("full", "forward", "none")

@@ -23,20 +23,12 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import (
-    Progress,
-    UserError,
-    atomic_write,
-    autodetect_device_type,
-    compute_cleanup,
-    compute_init,
-    download_file_with_lock,
-    get_base_dir,
-    one_line,
-    print0,
-    run_main,
-)
+from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, get_base_dir, print0
+from nanochat_fp4.console import Progress
 from nanochat_fp4.core_eval import evaluate_task
+from nanochat_fp4.download import download_file_with_lock
+from nanochat_fp4.errors import UserError, one_line, run_main
+from nanochat_fp4.files import atomic_write
 from nanochat_fp4.gpt import autocast
 from nanochat_fp4.report import get_report
 from nanochat_fp4.rows import MissingDataError, read_rows

@@ -13,17 +13,11 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.checkpoint_manager import load_model
-from nanochat_fp4.common import (
-    Progress,
-    UserError,
-    autodetect_device_type,
-    compute_cleanup,
-    compute_init,
-    print0,
-    run_main,
-)
+from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
+from nanochat_fp4.console import Progress
 from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.dataset import ensure_data
+from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.gpt import autocast
 from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.report import get_report

@@ -40,28 +40,18 @@ from nanochat_fp4.checkpoint_manager import (
     prune_checkpoints,
     save_checkpoint,
 )
-from nanochat_fp4.common import (
-    Progress,
-    UserError,
-    environment_info,
-    format_seconds,
-    get_base_dir,
-    get_peak_flops,
-    is_out_of_memory,
-    one_line,
-    parse_finite,
-    print0,
-    run_main,
-    seed_everything,
-    setup_wandb,
-)
+from nanochat_fp4.common import get_base_dir, print0, seed_everything
+from nanochat_fp4.console import Progress, format_seconds, parse_finite
 from nanochat_fp4.dataloader import (
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
 from nanochat_fp4.dataset import ensure_data
 from nanochat_fp4.doctor import probe
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, is_out_of_memory, one_line, run_main
 from nanochat_fp4.gpt import GPT, autocast, compile_layers, config_from_depth
+from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.nvfp4 import oscillation
 from nanochat_fp4.nvfp4.convert import rounds_with_feedback, update_second_moments
@@ -101,6 +91,7 @@ from nanochat_fp4.training import (
     summarize_telemetry,
     weight_decay_at,
 )
+from nanochat_fp4.wandb_run import setup_wandb
 
 REFERENCE_BATCH_SIZE = 2**19  # tokens; nanochat's learning rates are tuned for it
 REFERENCE_DEPTH = 12  # and its weight decay for this

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import torch
 
-from nanochat_fp4.common import UserError, atomic_write, environment_info, get_base_dir
+from nanochat_fp4.common import get_base_dir
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.files import atomic_write
 from nanochat_fp4.roofline import MACHINES
 
 # The paper's Table 6: [in_features, out_features] of a model's linear layers.

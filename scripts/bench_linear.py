@@ -31,8 +31,8 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4 import roofline
-from nanochat_fp4.common import UserError, run_main
 from nanochat_fp4.doctor import layer_problem, relative_square_error
+from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, get_recipe
 from scripts import bench_common as common
 

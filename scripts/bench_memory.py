@@ -21,7 +21,8 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4 import gpt
-from nanochat_fp4.common import UserError, atomic_write, run_main
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.files import atomic_write
 from nanochat_fp4.nvfp4.recipes import get_recipe
 from scripts import bench_common as common
 

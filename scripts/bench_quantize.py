@@ -17,8 +17,9 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4 import roofline
-from nanochat_fp4.common import UserError, environment_info, run_main
 from nanochat_fp4.doctor import copy_bandwidth, kernel_problem, median_ms
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.nvfp4.quantizers import get_rounding
 from nanochat_fp4.roofline import AMAX_INSTRUCTIONS, BF16, CODES, DECODE_INSTRUCTIONS, FINISH_INSTRUCTIONS, PSEUDO, Step
 from scripts import bench_common as common

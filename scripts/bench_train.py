@@ -48,18 +48,13 @@ from pathlib import Path
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import (
-    UserError,
-    environment_info,
-    format_bytes,
-    get_peak_flops,
-    is_out_of_memory,
-    one_line,
-    print0,
-    run_main,
-)
+from nanochat_fp4.common import print0
+from nanochat_fp4.console import format_bytes
 from nanochat_fp4.doctor import layer_problem
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, is_out_of_memory, one_line, run_main
 from nanochat_fp4.gpt import GPT, autocast, compile_layers, config_from_depth
+from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.recipes import get_recipe
 from nanochat_fp4.roofline import MACHINES, TOKENS, Machine, predict

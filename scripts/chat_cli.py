@@ -13,8 +13,10 @@ import contextlib
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import UserError, autodetect_device_type, compute_cleanup, compute_init, parse_finite, run_main
+from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init
+from nanochat_fp4.console import parse_finite
 from nanochat_fp4.engine import Engine
+from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.gpt import autocast
 from scripts.post_training import checkpoint_method, load_stage_model
 

@@ -30,18 +30,11 @@ from eval.run import Score, run_task
 from eval.spellingbee import SpellingBee
 from nanochat_fp4.chat_data import Task
 from nanochat_fp4.checkpoint_manager import SOURCES
-from nanochat_fp4.common import (
-    UserError,
-    atomic_write,
-    autodetect_device_type,
-    compute_cleanup,
-    compute_init,
-    get_base_dir,
-    parse_finite,
-    print0,
-    run_main,
-)
+from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, get_base_dir, print0
+from nanochat_fp4.console import parse_finite
+from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.execution import SandboxError, describe_sandbox
+from nanochat_fp4.files import atomic_write
 from nanochat_fp4.report import get_report
 from nanochat_fp4.rows import MissingDataError
 from scripts.post_training import changed_flags, checkpoint_method, load_stage_model, weights_digest

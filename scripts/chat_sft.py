@@ -35,7 +35,7 @@ from nanochat_fp4.chat_data import (
     identity_conversations,
 )
 from nanochat_fp4.chat_loader import ConversationBatches
-from nanochat_fp4.common import UserError, run_main
+from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.training import StopRequested, StopSignals, mean_over_ranks, run_stage
 from scripts.post_training import (
     Plan,

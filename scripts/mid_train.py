@@ -34,7 +34,8 @@ from nanochat_fp4.chat_data import (
     identity_conversations,
 )
 from nanochat_fp4.chat_loader import PackedConversations
-from nanochat_fp4.common import print0, run_main
+from nanochat_fp4.common import print0
+from nanochat_fp4.errors import run_main
 from nanochat_fp4.gpt import compile_layers
 from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.tokenizer import get_token_bytes

@@ -31,20 +31,12 @@ from nanochat_fp4.checkpoint_manager import (
     prune_checkpoints,
     save_checkpoint,
 )
-from nanochat_fp4.common import (
-    Progress,
-    UserError,
-    environment_info,
-    format_seconds,
-    get_base_dir,
-    get_peak_flops,
-    is_out_of_memory,
-    parse_finite,
-    print0,
-    seed_everything,
-    setup_wandb,
-)
+from nanochat_fp4.common import get_base_dir, print0, seed_everything
+from nanochat_fp4.console import Progress, format_seconds, parse_finite
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, is_out_of_memory
 from nanochat_fp4.gpt import GPT, autocast
+from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.recipes import get_recipe
 from nanochat_fp4.report import get_report
@@ -74,6 +66,7 @@ from nanochat_fp4.training import (
     set_rng_state,
     summarize_telemetry,
 )
+from nanochat_fp4.wandb_run import setup_wandb
 
 MADE_BY = {
     "base": "python -m scripts.base_train",

@@ -32,8 +32,11 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4 import llama, roofline
 from nanochat_fp4.checkpoint_manager import load_model_from_dir
-from nanochat_fp4.common import UserError, atomic_open, atomic_write, environment_info, get_base_dir, print0, run_main
+from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.files import atomic_open, atomic_write
 from nanochat_fp4.nvfp4.quantizers import get_rounding, mean_squared_error, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, get_recipe
 from scripts import bench_linear, sweep, traffic

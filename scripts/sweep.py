@@ -37,17 +37,12 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4 import llama
 from nanochat_fp4.checkpoint_manager import list_steps
-from nanochat_fp4.common import (
-    UserError,
-    atomic_write,
-    environment_info,
-    format_seconds,
-    get_base_dir,
-    one_line,
-    print0,
-    run_main,
-)
+from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.console import format_seconds
 from nanochat_fp4.dataset import build_embedded_corpus, ensure_data
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, one_line, run_main
+from nanochat_fp4.files import atomic_write
 from nanochat_fp4.report import read_jsonl
 from scripts import tok_train
 from scripts.bench_common import table

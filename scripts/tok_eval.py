@@ -9,8 +9,10 @@ even try).
 
 import argparse
 
-from nanochat_fp4.common import UserError, logger, one_line, parse_finite, print0, run_main
+from nanochat_fp4.common import print0
+from nanochat_fp4.console import logger, parse_finite
 from nanochat_fp4.dataset import ensure_data, parquets_iter_batched
+from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.report import get_report
 from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer
 

@@ -11,8 +11,10 @@ import argparse
 import time
 from collections.abc import Iterator
 
-from nanochat_fp4.common import Progress, UserError, print0, run_main
+from nanochat_fp4.common import print0
+from nanochat_fp4.console import Progress
 from nanochat_fp4.dataset import ensure_data, parquets_iter_batched
+from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.report import get_report
 from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer_dir, save_token_bytes
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS, COLUMNS = 256, 256  # whole tiles: nothing is padded

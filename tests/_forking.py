@@ -168,7 +168,7 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
 
         import importlib
 
-        from nanochat_fp4.common import run_main
+        from nanochat_fp4.errors import run_main
 
         sys.argv = [job["module"], *job["argv"]]
         try:

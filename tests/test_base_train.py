@@ -16,7 +16,7 @@ from _assertions import assert_same, final_state
 
 import nanochat_fp4 as nf
 from nanochat_fp4.checkpoint_manager import find_last_step, list_steps, load_checkpoint
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT, GPTConfig
 from nanochat_fp4.report import read_jsonl
 from scripts import base_loss, base_train

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanochat_fp4 import roofline
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4 import linear
 from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, get_recipe
 from scripts import bench_common as common

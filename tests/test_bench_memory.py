@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanochat_fp4 import gpt
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from scripts import bench_memory
 
 WIDTH = 128

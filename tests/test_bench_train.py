@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanochat_fp4 import roofline
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import config_from_depth
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from scripts import bench_train

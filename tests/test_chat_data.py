@@ -22,7 +22,7 @@ from nanochat_fp4.chat_data import (
     TaskSequence,
     counting_conversation,
 )
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.rows import MissingDataError, load_rows
 
 

@@ -33,8 +33,8 @@ from nanochat_fp4.checkpoint_manager import (
     prune_checkpoints,
     save_checkpoint,
 )
-from nanochat_fp4.common import UserError
 from nanochat_fp4.dataloader import BestFitLoader
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT, GPTConfig
 from nanochat_fp4.tokenizer import RustBPETokenizer
 from nanochat_fp4.training import find_resume_step

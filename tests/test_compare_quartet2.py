@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanochat_fp4 import roofline
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from scripts import bench_common as common
 from scripts import bench_linear
 

@@ -9,13 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from nanochat_fp4.common import UserError
 from nanochat_fp4.dataloader import (
     BestFitLoader,
     merge_states,
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
+from nanochat_fp4.errors import UserError
 
 BOS = 256
 

@@ -11,10 +11,9 @@ import types
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_common import Server
+from test_download import Server
 
-from nanochat_fp4 import common, dataset
-from nanochat_fp4.common import UserError
+from nanochat_fp4 import dataset, download
 from nanochat_fp4.dataset import (
     build_embedded_corpus,
     cut_text,
@@ -26,6 +25,7 @@ from nanochat_fp4.dataset import (
     parquets_iter_batched,
     read_row_group,
 )
+from nanochat_fp4.errors import UserError
 
 WORDS = "the model reads a row of tokens and learns what comes next in many small steps".split()
 
@@ -354,7 +354,7 @@ def hub(shards, base_dir, monkeypatch):
     server = Server({prefix + p.name: p.read_bytes() for p in shards.iterdir()})
     monkeypatch.setenv("HF_ENDPOINT", server.url(""))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr(common, "BACKOFF_SECONDS", 0)
+    monkeypatch.setattr(download, "BACKOFF_SECONDS", 0)
     server.prefix = prefix
     yield server
     server.shutdown()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanochat_fp4 import doctor
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4 import backends, linear
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
 from nanochat_fp4.nvfp4.recipes import METHOD_TABLE

@@ -22,8 +22,8 @@ from eval.mmlu import MMLU
 from eval.run import Score, run_task
 from eval.spellingbee import SpellingBee
 from nanochat_fp4.chat_data import LOCAL_WORDS, Task
-from nanochat_fp4.common import UserError
 from nanochat_fp4.engine import Engine
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT, GPTConfig
 from nanochat_fp4.tokenizer import SPECIAL_TOKENS, RustBPETokenizer
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from nanochat_fp4 import llama
 from nanochat_fp4.checkpoint_manager import load_model
-from nanochat_fp4.common import UserError
 from nanochat_fp4.engine import KVCache
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.llama import Llama, LlamaConfig, config_from_size
 from scripts import base_train
 

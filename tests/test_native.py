@@ -9,7 +9,7 @@ import torch
 from _assertions import relative_square_error
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4 import native
 from nanochat_fp4.nvfp4.format import decode, unswizzle_scales
 

@@ -5,7 +5,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.checkpoint_manager import load_checkpoint
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.plan import MethodPlan, gemm_bits
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, get_recipe
 from nanochat_fp4.report import read_jsonl

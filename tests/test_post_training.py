@@ -18,7 +18,7 @@ from nanochat_fp4 import core_eval
 from nanochat_fp4.chat_data import CustomJSON, Task
 from nanochat_fp4.chat_loader import ConversationBatches, PackedConversations
 from nanochat_fp4.checkpoint_manager import list_steps, load_checkpoint, save_checkpoint
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT, GPTConfig
 from nanochat_fp4.report import read_jsonl
 from nanochat_fp4.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, get_tokenizer

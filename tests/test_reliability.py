@@ -23,9 +23,9 @@ from test_post_training import save_base
 
 import nanochat_fp4 as nf
 from eval.local import LocalArithmetic
-from nanochat_fp4 import chat_data, common, report, training
+from nanochat_fp4 import chat_data, download, report, training
 from nanochat_fp4.checkpoint_manager import find_last_step, list_steps
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT
 from nanochat_fp4.report import read_jsonl
 from nanochat_fp4.rows import MissingDataError
@@ -478,19 +478,19 @@ def test_downloads_are_stated_and_checked(tmp_path, base_dir, monkeypatch, caplo
         url = f"http://127.0.0.1:{server.server_port}/words.txt"
         usage = shutil.disk_usage(tmp_path)
         with monkeypatch.context() as m:
-            m.setattr(common.shutil, "disk_usage", lambda path: usage._replace(free=200_000))
+            m.setattr(download.shutil, "disk_usage", lambda path: usage._replace(free=200_000))
             with pytest.raises(
                 UserError, match="words.txt needs 293.0 KB, but .* has 195.3 KB left.*NANOCHAT_BASE_DIR"
             ):
-                common.download_file(url, tmp_path / "words.txt")
+                download.download_file(url, tmp_path / "words.txt")
         assert list(tmp_path.iterdir()) == []
         with caplog.at_level(logging.INFO, logger="nanochat_fp4"):
-            common.download_file(url, tmp_path / "words.txt")
+            download.download_file(url, tmp_path / "words.txt")
         assert "downloading words.txt: 293.0 KB" in caplog.text and (tmp_path / "words.txt").stat().st_size == 300_000
         # What has no published hash is looked at: this is neither words nor conversations, as a log-in page would be.
         monkeypatch.setattr(chat_data, "WORD_LIST_URL", url)
         monkeypatch.setattr(chat_data, "IDENTITY_URL", url)
-        monkeypatch.setattr(common, "BACKOFF_SECONDS", 0.0)
+        monkeypatch.setattr(download, "BACKOFF_SECONDS", 0.0)
         loads = {chat_data.load_words: "not a list of words", chat_data.identity_conversations: "cannot be downloaded"}
         for load, problem in loads.items():
             with pytest.raises(MissingDataError, match=problem):

@@ -40,8 +40,8 @@ from nanochat_fp4.checkpoint_manager import (
     load_checkpoint,
     save_checkpoint,
 )
-from nanochat_fp4.common import UserError
 from nanochat_fp4.dataset import ensure_data, parquets_iter_batched
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.tokenizer import get_token_bytes, get_tokenizer
 from nanochat_fp4.training import MetricsLog
 from scripts import base_eval, base_train, chat_eval
@@ -606,7 +606,7 @@ ALLOWED = {
     ("nanochat_fp4/tokenizer.py", "import pickle"),  # for its restricted Unpickler
     ("nanochat_fp4/tokenizer.py", "pickle.Unpickler"),
     ("nanochat_fp4/upstream.py", "runpy.run_module"),  # runs the checkout that the user names
-    ("nanochat_fp4/common.py", "urllib.request.build_opener"),  # download_file, which checks size and hash
+    ("nanochat_fp4/download.py", "urllib.request.build_opener"),  # which checks size and hash
     ("nanochat_fp4/dataset.py", "urllib.request.urlopen"),  # asks whether the hub is there
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanochat_fp4 import report
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.report import Report, get_report
 from nanochat_fp4.training import MetricsLog
 

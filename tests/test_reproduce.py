@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.recipes import get_recipe
 from scripts import reproduce, sweep, traffic
 

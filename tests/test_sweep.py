@@ -16,7 +16,7 @@ import time
 import pytest
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from scripts import base_train, sweep
 

@@ -12,8 +12,8 @@ import pytest
 import tiktoken
 import torch
 
-from nanochat_fp4.common import UserError
 from nanochat_fp4.dataset import read_row_group
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.tokenizer import get_token_bytes, get_tokenizer
 from scripts import tok_eval, tok_train
 

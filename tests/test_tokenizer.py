@@ -12,7 +12,7 @@ import tiktoken
 import torch
 
 from nanochat_fp4 import tokenizer as tokenizer_module
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.tokenizer import (
     SPECIAL_TOKENS,
     SPLIT_PATTERN,

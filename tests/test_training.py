@@ -11,7 +11,7 @@ from torch import nn
 
 import nanochat_fp4 as nf
 from nanochat_fp4 import training
-from nanochat_fp4.common import UserError
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.training import LossMonitor, MetricsLog, StopRequested, StopSignals
 
 

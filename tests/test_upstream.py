@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nanochat_fp4 import upstream
-from nanochat_fp4.common import UserError, run_main
+from nanochat_fp4.errors import UserError, run_main
 
 ROOT = Path(upstream.__file__).resolve().parent.parent
 LAYOUTS = ("old", "new")

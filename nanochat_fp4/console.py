@@ -1,0 +1,209 @@
+"""What a user types and sees: numbers in flags, bytes and seconds as text, the log, progress."""
+
+import argparse
+import contextlib
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
+
+logger = logging.getLogger("nanochat_fp4")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers as text
+
+
+def parse_finite(text: str) -> float:
+    """argparse type of every flag that is a number with a fraction: NaN and infinity are refused."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return value
+
+
+def format_bytes(num: float) -> str:
+    """1536 -> '1.5 KB' (decimal prefixes from MB on are not worth the confusion: 1 KB is 1024 bytes here)."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if abs(num) < 1024:
+            return f"{num:.0f} {unit}" if unit == "bytes" else f"{num:.1f} {unit}"
+        num /= 1024
+    return f"{num:.1f} TB"
+
+
+def format_seconds(seconds: float) -> str:
+    """75 -> '1m15s', 7500 -> '2h05m'."""
+    seconds = max(0, round(seconds))
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Printing, logging
+
+
+def print_safely(*args: Any, **kwargs: Any) -> None:
+    """print that never ends a run: the log's reader may be gone (a closed pipe or terminal), or its disk full."""
+    with contextlib.suppress(OSError):
+        print(*args, **kwargs)
+
+
+class _StderrHandler(logging.StreamHandler):
+    """Writes to whatever sys.stderr is at that moment, so that redirecting it later works."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+class _LevelFormatter(logging.Formatter):
+    """`HH:MM:SS message`, with the level named (and coloured on a terminal) only where it is not plain information."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno <= logging.INFO:
+            return text
+        label = record.levelname.lower()
+        if sys.stderr.isatty():
+            label = f"\033[{'31' if record.levelno >= logging.ERROR else '33'}m{label}\033[0m"
+        clock, _, message = text.partition(" ")
+        return f"{clock} {label}: {message}"
+
+
+def setup_default_logging() -> None:
+    """Send this package's log to stderr: information from rank 0, warnings from every rank. Safe to call twice."""
+    if not logger.handlers:
+        handler = _StderrHandler()
+        handler.setFormatter(_LevelFormatter())
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Progress
+
+
+class Progress:
+    """
+    How far a long piece of work has come: a bar on a terminal, one plain line every `every` seconds in a log.
+
+        with Progress(total=num_steps, desc="train", unit="step") as progress:
+            for ...:
+                progress.update(1, loss="2.31")
+
+    Lines go to `file` (default stderr), from rank 0 only, with the rate and the time left. `total=None` where it is
+    not known. Work that ends within `every` seconds leaves exactly one line, the last, in a log.
+    """
+
+    def __init__(
+        self,
+        total: int | None = None,
+        desc: str = "",
+        unit: str = "it",
+        every: float = 10.0,
+        file: TextIO | None = None,
+        initial: int = 0,
+    ):
+        self.total, self.desc, self.unit, self.every = total, desc, unit, every
+        self.file = sys.stderr if file is None else file
+        self.n, self.initial = initial, initial
+        self.info: dict[str, Any] = {}
+        self.start = self.last_line = time.monotonic()
+        self.closed = False
+        self.lock = threading.Lock()  # downloads report from several threads
+        self.silent = os.environ.get("RANK", "0") != "0"
+        self.bar = None
+        if not self.silent and hasattr(self.file, "isatty") and self.file.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(
+                total=total,
+                desc=desc,
+                unit="B" if unit == "bytes" else unit,
+                unit_scale=unit == "bytes",
+                unit_divisor=1024,
+                initial=initial,
+                file=self.file,
+                dynamic_ncols=True,
+            )
+
+    def update(self, n: int = 1, **info: Any) -> None:
+        """`n` more units are done; `info` (e.g. loss="2.31") is shown beside them until it is replaced."""
+        with self.lock:
+            self.n += n
+            self.info.update(info)
+            if self.bar is not None:
+                with contextlib.suppress(OSError):  # the terminal is gone, the work is not
+                    if info:
+                        self.bar.set_postfix({k: str(v) for k, v in self.info.items()}, refresh=False)
+                    self.bar.update(n)
+            elif time.monotonic() - self.last_line >= self.every:
+                self._line()
+
+    def line(self) -> str:
+        """The plain line: description, count, percentage, rate, time left, info."""
+        elapsed = time.monotonic() - self.start
+        rate = (self.n - self.initial) / elapsed if elapsed > 0 else 0.0
+        as_bytes = self.unit == "bytes"
+        show = format_bytes if as_bytes else lambda num: f"{num:,.0f}"
+        parts = [f"{show(self.n)}/{show(self.total)} ({self.n / self.total:.0%})" if self.total else show(self.n)]
+        if not as_bytes:
+            parts[0] += f" {self.unit}"
+        parts.append(f"{show(rate)}/s" if as_bytes else f"{rate:.4g} {self.unit}/s")
+        if self.total and rate > 0 and self.n < self.total:
+            parts.append(f"ETA {format_seconds((self.total - self.n) / rate)}")
+        else:
+            parts.append(f"{format_seconds(elapsed)} elapsed")
+        parts += [f"{k} {v}" for k, v in self.info.items()]
+        return (f"{self.desc}: " if self.desc else "") + " | ".join(parts)
+
+    def _line(self) -> None:
+        self.last_line = time.monotonic()
+        if not self.silent:
+            print_safely(self.line(), file=self.file, flush=True)
+
+    def write(self, text: str) -> None:
+        """A line of its own that does not tear the bar."""
+        if self.bar is not None:
+            with contextlib.suppress(OSError):
+                self.bar.write(text, file=self.file)
+        elif not self.silent:
+            print_safely(text, file=self.file, flush=True)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        if self.bar is not None:
+            with contextlib.suppress(OSError):
+                self.bar.close()
+        else:
+            self._line()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+
+def progress_iter(iterable: Iterable, total: int | None = None, **kwargs: Any) -> Iterator:
+    """Iterate with a Progress (same keyword arguments); `total` defaults to len(iterable) where it has one."""
+    if total is None and hasattr(iterable, "__len__"):
+        total = len(iterable)
+    with Progress(total=total, **kwargs) as progress:
+        for item in iterable:
+            yield item
+            progress.update(1)

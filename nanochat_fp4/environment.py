@@ -1,0 +1,90 @@
+"""What a number was measured on: versions, GPU, CPU, driver, commit."""
+
+import contextlib
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def _command_output(*command: str, cwd: str | None = None) -> str | None:
+    """stdout of a short command, stripped; None where it is missing, fails or takes more than 10 seconds."""
+    try:
+        out = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return out.stdout.strip() if out.returncode == 0 else None
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith(("model name", "Hardware")):
+                return line.split(":", 1)[1].strip()
+    if sys.platform == "darwin":
+        return _command_output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+    return platform.processor() or platform.machine()
+
+
+def _driver_version() -> str | None:
+    with contextlib.suppress(OSError):
+        if match := re.search(r"(\d+\.\d+(?:\.\d+)?)  ", Path("/proc/driver/nvidia/version").read_text()):
+            return match.group(1)
+    out = _command_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return out.splitlines()[0] if out else None
+
+
+def get_commit() -> str | None:
+    """Commit of the checkout this package lies in, with '+changes' where tracked files differ; None outside of git."""
+    root = str(Path(__file__).resolve().parent.parent)
+    if _command_output("git", "rev-parse", "--show-toplevel", cwd=root) != root:
+        return None  # an installed copy that happens to lie in somebody else's repository
+    commit = _command_output("git", "rev-parse", "HEAD", cwd=root)
+    if commit and _command_output("git", "status", "--porcelain", "--untracked-files=no", cwd=root):
+        commit += "+changes"
+    return commit
+
+
+def environment_info() -> dict[str, Any]:
+    """
+    What a number in a report was measured on, as a JSON-able dict with these keys (None where not known):
+    python, platform, torch, triton, cuda, gpu, gpu_count, gpu_memory_gb, compute_capability, driver, cpu, cpu_count,
+    memory_gb, commit.
+    """
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except Exception:  # not installed, or broken on this platform: both mean that no kernel can be compiled
+        triton_version = None
+    info: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "cuda": torch.version.cuda,
+        "gpu": None,
+        "gpu_count": 0,
+        "gpu_memory_gb": None,
+        "compute_capability": None,
+        "driver": None,
+        "cpu": _cpu_name(),
+        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gb": None,
+        "commit": get_commit(),
+    }
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        info["memory_gb"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        info["gpu"] = properties.name
+        info["gpu_count"] = torch.cuda.device_count()
+        info["gpu_memory_gb"] = round(properties.total_memory / 2**30, 1)
+        info["compute_capability"] = f"{properties.major}.{properties.minor}"
+        info["driver"] = _driver_version()
+    return info

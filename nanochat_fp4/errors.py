@@ -1,0 +1,84 @@
+"""Errors in one line: UserError, and run_main, which every script starts through."""
+
+import contextlib
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nanochat_fp4.console import print_safely, setup_default_logging
+
+
+class UserError(Exception):
+    """Something the user can put right. The message is one line: what was wrong, what was expected, what to do."""
+
+
+# A full or read-only disk is the user's to fix, too; any other OSError is ours and keeps its traceback.
+USER_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+_PATH_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}  # a path that cannot be what it should
+
+
+def one_line(error: BaseException | str) -> str:
+    """The message of `error` on a single line; its class name where it has no message."""
+    text = " ".join(str(error).split())
+    return text if text or isinstance(error, str) else type(error).__name__
+
+
+def run_main(main: Callable[[], Any]) -> None:
+    """
+    Entry point of every script: `if __name__ == "__main__": run_main(main)`.
+
+    A UserError or ValueError (which is how library code reports bad input), a full or read-only disk, and a GPU or CPU
+    out of memory, and a number that no machine has a word for, end in `error: <one line>` on stderr and exit status 2;
+    Ctrl-C ends in exit status 130.
+    NANOCHAT_TRACEBACK=1 prints the traceback as well. Any other exception is a bug and is left to show itself.
+    """
+    setup_default_logging()
+    status = 2
+    try:
+        main()
+        return
+    except (KeyboardInterrupt, Exception) as e:
+        if isinstance(e, KeyboardInterrupt):
+            message, status = "interrupted", 130
+        elif is_out_of_memory(e):
+            where = "GPU memory" if isinstance(e, torch.OutOfMemoryError) else "memory"
+            message = f"out of {where} ({one_line(e).split('. ')[0][:200]}); lower --device-batch-size and run again"
+        elif isinstance(e, UserError | ValueError):
+            message = one_line(e)
+        elif isinstance(e, OverflowError) or "Overflow when unpacking" in str(e):  # Python's, and torch's TypeError
+            message = f"a number is too large ({one_line(e)[:150]}); see the command's --help"
+        elif isinstance(e, OSError) and e.errno in USER_ERRNOS:
+            message = f"{one_line(e)}; free some space or choose a writable folder (NANOCHAT_BASE_DIR)"
+        elif isinstance(e, OSError) and e.errno in _PATH_ERRNOS:
+            message = f"{one_line(e)[:300]}; choose another path"
+        else:
+            raise
+        if os.environ.get("NANOCHAT_TRACEBACK", "0") not in ("", "0"):
+            traceback.print_exc()
+    finally:
+        _let_go_of_stdout()
+    rank = os.environ.get("RANK", "0")
+    prefix = "error" if rank == "0" else f"error (rank {rank})"
+    print_safely(f"{prefix}: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def _let_go_of_stdout() -> None:
+    """Flush stdout now; where nobody takes it any more, drop the rest, or Python would fail at its very end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):  # no file behind it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on the GPU or (a RuntimeError in torch) on the CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )

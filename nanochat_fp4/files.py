@@ -1,0 +1,63 @@
+"""Files that are whole or not there at all, on the disk when they are said to be; and their SHA-256."""
+
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def fsync_dir(folder: str | os.PathLike) -> None:
+    """Make a rename inside `folder` survive a power cut. A no-op where folders cannot be opened (Windows)."""
+    with contextlib.suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def atomic_open(path: str | os.PathLike) -> Iterator[Any]:
+    """
+    A binary file object whose content appears under `path` all at once, when the block ends without an exception.
+
+    It is written to a temporary name in the same folder, flushed to the disk and renamed, so a reader (or a process
+    killed half-way) never sees a part of it. On an exception the old content of `path` stays and the temporary file
+    goes. A killed process leaves a `.<name>.<random>.tmp` behind, which nothing here ever reads.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "there is a folder of that name", str(path))
+    tmp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    # O_EXCL and mode 0666 (minus the umask): the rights an ordinary open() would give, unlike tempfile's 0600.
+    fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        with os.fdopen(fd, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(tmp)
+        raise
+    fsync_dir(path.parent)
+
+
+def atomic_write(path: str | os.PathLike, data: bytes | str) -> None:
+    """Write `data` (a str as UTF-8) to `path` so that readers see the old content or the new, never a mixture."""
+    with atomic_open(path) as f:
+        f.write(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+def sha256_file(path: str | os.PathLike) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while chunk := f.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,68 @@
+"""A run on Weights & Biases that never prompts, never hangs and never stops a training run."""
+
+import contextlib
+import os
+import re
+from typing import Any
+
+from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.console import logger
+from nanochat_fp4.errors import UserError, one_line
+
+
+class DummyWandb:
+    """Takes wandb's calls and does nothing, so that training code needs no `if`."""
+
+    summary: dict[str, Any] = {}
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def _has_wandb_account() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import netrc
+
+    host = re.sub(r"^https?://", "", os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).split("/")[0]
+    names = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for name in names:
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(os.path.expanduser(name)).authenticators(host):
+                return True
+    return False
+
+
+def setup_wandb(run: str | None, project: str, config: dict[str, Any], timeout: float = 60.0) -> Any:
+    """
+    A wandb run, or a DummyWandb where `run` is empty or 'dummy', and on ranks other than 0.
+
+    `run` is the --run flag, whose default is $WANDB_RUN. Never prompts and never hangs: without an account, or where
+    the server does not answer within `timeout` seconds, the run is kept offline under the base directory and the line
+    that uploads it is printed. WANDB_MODE, when set, is obeyed.
+    """
+    if not run or run == "dummy" or os.environ.get("RANK", "0") != "0":
+        return DummyWandb()
+    try:
+        import wandb
+    except ImportError as e:
+        raise UserError(f"run {run!r} was asked for, but wandb cannot be imported ({one_line(e)}); pip install wandb, "
+                        "or set WANDB_RUN=dummy") from e  # fmt: skip
+    mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_account() else "offline")
+    for attempt in dict.fromkeys([mode, "offline"]):  # each once
+        try:
+            settings = wandb.Settings(init_timeout=timeout)
+            wandb_run = wandb.init(
+                project=project, name=run, config=config, dir=get_base_dir(), mode=attempt, settings=settings
+            )
+        except Exception as e:  # whatever wandb raises (usage, auth, network): logging must not stop a training run
+            logger.warning(f"wandb does not start in mode {attempt} ({one_line(e)[:200]})")
+            continue
+        if attempt == "offline":
+            print0(f"wandb: offline; upload later with: wandb sync {os.path.dirname(wandb_run.dir)}")
+        return wandb_run
+    logger.warning("going on without wandb")
+    return DummyWandb()

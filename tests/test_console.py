@@ -1,0 +1,63 @@
+"""Numbers as text, and progress on a terminal and in a log."""
+
+import io
+import re
+import threading
+
+from nanochat_fp4.console import Progress, format_bytes, format_seconds, progress_iter
+
+
+def test_formats():
+    assert [format_bytes(n) for n in (12, 1536, 5 << 20, 3 << 40)] == ["12 bytes", "1.5 KB", "5.0 MB", "3.0 TB"]
+    assert [format_seconds(s) for s in (3, 75, 7500)] == ["3s", "1m15s", "2h05m"]
+
+
+def test_progress_in_a_log_is_plain_lines():
+    out = io.StringIO()
+    with Progress(total=200, desc="train", unit="step", every=0, file=out) as progress:
+        progress.start -= 10  # as if ten seconds had passed
+        progress.update(50, loss="2.31")
+    first, last = out.getvalue().splitlines()
+    assert re.fullmatch(r"train: 50/200 \(25%\) step \| [45][.\d]* step/s \| ETA 30s \| loss 2.31", first), first
+    assert last.startswith("train: 50/200") and "\r" not in out.getvalue()
+
+
+def test_progress_is_quiet_between_lines_and_on_other_ranks(monkeypatch):
+    out = io.StringIO()
+    with Progress(total=1000, every=60, file=out) as progress:
+        for _ in range(1000):
+            progress.update()
+    assert len(out.getvalue().splitlines()) == 1
+    monkeypatch.setenv("RANK", "1")
+    with Progress(total=3, every=0, file=out) as progress:
+        progress.update(3)
+        progress.write("no")
+    assert len(out.getvalue().splitlines()) == 1
+
+
+def test_progress_on_a_terminal_is_a_bar():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    out = Terminal()
+    with Progress(total=4, desc="work", file=out) as progress:
+        progress.update(4, loss="1.0")
+        progress.write("a line")
+    assert "work" in out.getvalue() and "\r" in out.getvalue() and "a line\n" in out.getvalue()
+
+
+def test_progress_counts_from_several_threads():
+    progress = Progress(total=8000, every=1e9, file=io.StringIO())
+    threads = [threading.Thread(target=lambda: [progress.update() for _ in range(1000)]) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert progress.n == 8000
+
+
+def test_progress_iter():
+    out = io.StringIO()
+    assert list(progress_iter([1, 2, 3], desc="x", file=out)) == [1, 2, 3]
+    assert out.getvalue().startswith("x: 3/3 (100%)")
