@@ -8,6 +8,12 @@ import torch
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.recipes import get_recipe
 from scripts import reproduce, sweep, traffic
+from scripts.reproduce_attribution import attribution_methods
+from scripts.reproduce_common import Context
+from scripts.reproduce_concentration import concentration, slope
+from scripts.reproduce_operands import operand_statistics
+from scripts.reproduce_rounding import unbiasedness_gain
+from scripts.reproduce_training import Claim, depth_of
 
 SMALL = "--quick --seeds=1 --tokens=512 --samples=65536 --draws=4 --extra=--eval-tokens=512".split()
 
@@ -67,21 +73,21 @@ def test_fig9_knows_biased_from_unbiased():
     draws = [1, 8, 16, 32]
     slopes = {}
     for method in ("fig1e_ms_eden", "nvidia_no_sr"):
-        curve = reproduce.concentration(model, get_recipe(method), x, x.roll(-1, 1), draws)
-        slopes[method] = reproduce.slope(curve["errors"])
+        curve = concentration(model, get_recipe(method), x, x.roll(-1, 1), draws)
+        slopes[method] = slope(curve["errors"])
     assert slopes["fig1e_ms_eden"] == pytest.approx(-1, abs=0.2)
     assert slopes["nvidia_no_sr"] > -0.5
 
 
 def test_slope_by_hand():
-    assert reproduce.slope({b: 0.3 / b for b in (1, 2, 4, 8)}) == pytest.approx(-1)
-    assert reproduce.slope({1: 5.0, 2: 0.1, 4: 0.1, 8: 0.1}) == pytest.approx(0)  # the last three
+    assert slope({b: 0.3 / b for b in (1, 2, 4, 8)}) == pytest.approx(-1)
+    assert slope({1: 5.0, 2: 0.1, 4: 0.1, 8: 0.1}) == pytest.approx(0)  # the last three
 
 
 def test_gain_of_averaging_products():
-    assert reproduce.unbiasedness_gain("sr", 64) > 0.7 * 64
-    assert reproduce.unbiasedness_gain("rtn", 64) == pytest.approx(1)
-    assert reproduce.unbiasedness_gain("sr_four_over_six", 256) < 0.6 * 256
+    assert unbiasedness_gain("sr", 64) > 0.7 * 64
+    assert unbiasedness_gain("rtn", 64) == pytest.approx(1)
+    assert unbiasedness_gain("sr_four_over_six", 256) < 0.6 * 256
 
 
 def results(**bpb):
@@ -104,13 +110,13 @@ def results(**bpb):
 )
 def test_a_claim_of_the_paper_is_judged_with_error_bars(better, worse, verdict):
     runs = results(bf16=[1.0, 1.0, 1.0], clover=better, nvidia=worse)
-    assert reproduce.Claim("", "clover", "nvidia").verdict(runs, "tiny").startswith(verdict)
+    assert Claim("", "clover", "nvidia").verdict(runs, "tiny").startswith(verdict)
 
 
 def test_what_was_interrupted_goes_on_and_what_changed_is_done_again(tmp_path):
     import argparse
 
-    context, calls = reproduce.Context(tmp_path, True, argparse.Namespace()), []
+    context, calls = Context(tmp_path, True, argparse.Namespace()), []
 
     def compute():
         calls.append(1)
@@ -125,14 +131,14 @@ def test_what_was_interrupted_goes_on_and_what_changed_is_done_again(tmp_path):
 
 def test_operand_statistics_by_hand():
     generator = torch.Generator().manual_seed(0)
-    s = reproduce.operand_statistics(torch.randn(512, 128, generator=generator))
+    s = operand_statistics(torch.randn(512, 128, generator=generator))
     assert s["kurtosis"] == pytest.approx(3, abs=0.1) and s["error"] == pytest.approx(0.0076, rel=0.05)
     assert s["top channels"] == pytest.approx(1 / 128, rel=0.3) and s["rank"] > 0.85
     x = torch.randn(512, 1, generator=generator) * torch.ones(128)
-    assert reproduce.operand_statistics(x)["rank"] == pytest.approx(1 / 128, rel=1e-3)
+    assert operand_statistics(x)["rank"] == pytest.approx(1 / 128, rel=1e-3)
     x = torch.randn(512, 128, generator=generator)
     x[:, 7] *= 100
-    assert reproduce.operand_statistics(x)["top channels"] > 0.95
+    assert operand_statistics(x)["top channels"] > 0.95
 
 
 def stored_runs(path):
@@ -213,14 +219,14 @@ def test_other_names(capsys):
 
 
 def test_the_attribution_takes_clover_apart():
-    runs = sweep.plan(reproduce.attribution_methods(reproduce.depth_of("d6")), ["d6"], [1], tokens=10**6)
+    runs = sweep.plan(attribution_methods(depth_of("d6")), ["d6"], [1], tokens=10**6)
     by_name = {r.method: r for r in runs}
     assert len(by_name) == len(runs) == 30 and all(len(r.tag.encode()) <= 100 for r in runs)
     assert "--layer-methods=*.attn.c_[qkv]=clover_input" in by_name["input-qkv"].flags
     assert "--method-phases=0.75=clover" in by_name["steps_75-100%"].flags
     (halves,) = (f for f in by_name["forward-second_half"].flags if f.startswith("--layer-methods="))
     assert [part.split(".")[2] for part in halves.split(",")] == ["3", "4", "5"]
-    assert [reproduce.depth_of(s) for s in ("tiny", "llama-200M", "d20")] == [2, 10, 20]
+    assert [depth_of(s) for s in ("tiny", "llama-200M", "d20")] == [2, 10, 20]
 
 
 def test_counting_sees_masks_and_products():

@@ -1,0 +1,109 @@
+"""Figure 9: does the mean of many quantized backward passes approach the unquantized one."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, get_recipe
+from scripts.reproduce_common import Context, Outcome, trained_model
+
+FIG9_METHODS = ("nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search")
+
+
+def backward_left_alone(recipe: Recipe) -> Recipe:
+    """The recipe's forward pass, and the backward that its quantized one estimates: each operand from the tensor that
+    the recipe takes it from (the forward's values, or the unquantized ones), not rounded."""
+
+    def exact(gemm: Gemm) -> Gemm:
+        return Gemm(Operand(), Operand(raw=gemm.b.raw))
+
+    grads = {"grad_input": exact(recipe.grad_input), "grad_weight": exact(recipe.grad_weight)}
+    return replace(recipe, name=f"{recipe.name}, exact backward", **grads)
+
+
+def block_gradient(model, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Gradient of the loss for the attention weights of block 0, float64, flat: the furthest from the loss, so that
+    all layers' rounding is in it."""
+    weights = list(model.transformer.h[0].attn.parameters())
+    grads = torch.autograd.grad(model(x, y), weights)
+    return torch.cat([g.double().flatten() for g in grads])
+
+
+def concentration(model, recipe: Recipe, x: torch.Tensor, y: torch.Tensor, draws: Sequence[int]) -> dict:
+    """{"single": mean error of one pass, "errors": {B: error of the mean of B passes}}, relative squares, against the
+    unquantized backward of the same quantized forward."""
+    nf.convert(model, backward_left_alone(recipe), verbose=False)
+    target = block_gradient(model, x, y)
+    nf.convert(model, recipe, verbose=False)
+    norm = float(target.square().sum())
+    total, single, errors = torch.zeros_like(target), 0.0, {}
+    torch.manual_seed(0)
+    for b in range(1, draws[-1] + 1):
+        gradient = block_gradient(model, x, y)
+        total += gradient
+        single += float((gradient - target).square().sum()) / norm
+        if b in draws:
+            errors[b] = float((total / b - target).square().sum()) / norm
+    return {"single": single / draws[-1], "errors": errors}
+
+
+def slope(errors: dict[int, float], last: int = 3) -> float:
+    """Of log error over log B, least squares through the `last` largest B: -1 without a bias, 0 on a plateau."""
+    points = [(math.log(b), math.log(e)) for b, e in sorted(errors.items())][-last:]
+    mean_x, mean_y = (sum(v) / len(points) for v in zip(*points))
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+
+
+def fig9(context: Context) -> Outcome:
+    draws = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    draws = [b for b in draws if b <= (context.args.draws or (32 if context.quick else 1024))]
+    model, tag, data = None, None, None
+    curves = {}
+    for method in FIG9_METHODS:
+
+        def compute(method=method):
+            nonlocal model, tag, data
+            if model is None:
+                model, tag, data = trained_model(context, "d8")
+            value = concentration(model[0], get_recipe(method), model[1], model[2], draws)
+            return value | {"measured_on": f"{tag}, data {data}, a batch of 4 validation sequences"}
+
+        settings = {"method": method, "draws": draws, "sizes": context.args.sizes, "extra": context.args.extra}
+        settings |= {"tokens": context.args.tokens, "ratio": context.args.ratio, "quick": context.quick}
+        settings |= {"data_dir": context.args.data_dir}
+        value = context.piece("fig9", settings, compute)
+        value["errors"] = {int(b): e for b, e in value["errors"].items()}
+        curves[method] = value
+    # The paper's Figure 9 and Appendix A.
+    paper = {m: "1/B" for m in FIG9_METHODS} | {"four_over_six": "plateau", "clover_search": "-"}
+    rows = []
+    for method, curve in curves.items():
+        gain = curve["single"] / curve["errors"][draws[-1]]
+        rows.append([method, paper[method], round(slope(curve["errors"]), 2), round(gain, 1), f"{curve['single']:.3g}"])
+
+    def plot(axes) -> None:
+        for method, curve in curves.items():
+            axes.loglog(list(curve["errors"]), list(curve["errors"].values()), marker="o", markersize=3, label=method)
+        first = max(c["single"] for c in curves.values())
+        axes.loglog(draws, [first / b for b in draws], "k:", label="1/B")
+        axes.set_xlabel("backward passes averaged, B")
+        axes.set_ylabel("relative square error, attention of block 0")
+        axes.legend(fontsize=7)
+
+    return Outcome(
+        "Figure 9: concentration of the mean of B quantized backward passes, attention block 0 of a trained model",
+        ["method", "paper", "slope", f"gain of {draws[-1]}", "error of one pass"],
+        rows,
+        [
+            f"slope of log error over log B through the last points: -1 unbiased, towards 0 a plateau; gain: the mean "
+            f"of {draws[-1]} passes against one",
+            "the model is trained in bf16 and then converted, as in the paper; the target is the unquantized backward "
+            "of the method's own forward",
+        ],
+        {"curves": curves},
+        plot,
+        curves[FIG9_METHODS[0]]["measured_on"],
+    )
