@@ -25,7 +25,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from nanochat_fp4.common import get_base_dir, get_dist_info, is_ddp_initialized
 from nanochat_fp4.console import format_bytes, logger
 from nanochat_fp4.errors import UserError, one_line
-from nanochat_fp4.files import atomic_write, fsync_dir, sha256_file
+from nanochat_fp4.files import atomic_write, fsync_dir
 from nanochat_fp4.gpt import GPT, ROTARY_FACTOR, GPTConfig
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.llama import Llama, LlamaConfig
@@ -318,26 +318,28 @@ def _read_manifest(folder: Path, step: int) -> dict[str, Any]:
     return manifest
 
 
-def _locate(folder: Path, entry: dict[str, Any]) -> Path:
-    """Where a listed file is: under its temporary name as long as that exists, since then it was not yet renamed."""
-    staged = folder / entry["staged"]
-    return staged if staged.exists() else folder / entry["name"]
+def _open(folder: Path, entry: dict[str, Any]) -> BinaryIO:
+    """A listed file, under its temporary name as long as it has that: the run that saves it may rename it any time."""
+    try:
+        return open(folder / entry["staged"], "rb")
+    except FileNotFoundError:
+        return open(folder / entry["name"], "rb")
 
 
 _verified: set[tuple[str, int, int, str]] = set()  # (path, size, mtime, sha256) that this process has hashed
 
 
 def _file_problem(folder: Path, entry: dict[str, Any], hashes: bool) -> str | None:
-    path = _locate(folder, entry)
     try:
-        stat = path.stat()
-        if stat.st_size != entry["size"]:
-            return f"{entry['name']} has {stat.st_size:,} bytes instead of {entry['size']:,}"
-        key = (str(path), stat.st_size, stat.st_mtime_ns, entry["sha256"])
-        if hashes and key not in _verified:
-            if sha256_file(path) != entry["sha256"]:
-                return f"{entry['name']} differs from its checksum"
-            _verified.add(key)
+        with _open(folder, entry) as f:
+            stat = os.fstat(f.fileno())
+            if stat.st_size != entry["size"]:
+                return f"{entry['name']} has {stat.st_size:,} bytes instead of {entry['size']:,}"
+            key = (str(folder / entry["name"]), stat.st_size, stat.st_mtime_ns, entry["sha256"])
+            if hashes and key not in _verified:
+                if hashlib.file_digest(f, "sha256").hexdigest() != entry["sha256"]:
+                    return f"{entry['name']} differs from its checksum"
+                _verified.add(key)
     except FileNotFoundError:
         return f"{entry['name']} is missing"
     except OSError as e:
@@ -407,17 +409,17 @@ def find_last_step(checkpoint_dir: str | os.PathLike) -> int:
 # Loading
 
 
-def _torch_load(path: Path, name: str, device: Any) -> Any:
+def _torch_load(folder: Path, entry: dict[str, Any], device: Any) -> Any:
+    path = folder / entry["name"]
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        with _open(folder, entry) as f:
+            return torch.load(f, map_location=device, weights_only=True)
     except FileNotFoundError as e:
-        raise UserError(f"{path.parent / name} is missing; restore a copy, or use another step") from e
+        raise UserError(f"{path} is missing; restore a copy, or use another step") from e
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as e:  # a damaged file makes torch.load raise nearly anything
-        raise UserError(
-            f"{path.parent / name} cannot be read as weights ({one_line(e)[:120]}); use another step"
-        ) from e
+        raise UserError(f"{path} cannot be read as weights ({one_line(e)[:120]}); use another step") from e
 
 
 def load_checkpoint(
@@ -454,24 +456,25 @@ def load_checkpoint(
     if problem is not None:
         raise UserError(f"checkpoint of step {step} in {folder}: {problem}; {_way_out(folder, step)}")
     if has_manifest:
-        paths = {e["name"]: _locate(folder, e) for e in _read_manifest(folder, step)["files"]}
+        entries = {entry["name"]: entry for entry in _read_manifest(folder, step)["files"]}
     else:
         logger.warning(f"the checkpoint of step {step} in {folder} has no manifest, so nothing vouches for its files")
-        paths = {name: folder / name for name in wanted}
+        entries = {name: {"name": name, "staged": name} for name in wanted}
     try:
-        meta = json.loads(paths[_meta_name(step)].read_bytes())
+        with _open(folder, entries[_meta_name(step)]) as f:
+            meta = json.load(f)
         if not isinstance(meta, dict):
             raise ValueError("not an object")
     except (OSError, ValueError, RecursionError) as e:
         raise UserError(
             f"{folder / _meta_name(step)} is damaged ({one_line(e)[:100]}); {_way_out(folder, step)}"
         ) from e
-    model_data = _torch_load(paths[_model_name(step)], _model_name(step), device)
+    model_data = _torch_load(folder, entries[_model_name(step)], device)
     if not isinstance(model_data, dict):
         raise UserError(f"{folder / _model_name(step)} holds no state dict; {_way_out(folder, step)}")
     optimizer_data = None
     if load_optimizer:
-        optimizer_data = _torch_load(paths[_optim_name(step, rank)], _optim_name(step, rank), device)
+        optimizer_data = _torch_load(folder, entries[_optim_name(step, rank)], device)
     return model_data, optimizer_data, meta
 
 

@@ -100,6 +100,30 @@ def test_a_step_can_be_saved_again(tmp_path):
     assert value_of(tmp_path, 5) == 2 and len(os.listdir(tmp_path)) == 4
 
 
+def test_files_may_get_their_names_while_they_are_read(tmp_path, monkeypatch):
+    """By the run that has just written the manifest: here between a look at the temporary name and opening it."""
+    monkeypatch.setattr(cm, "_settle", lambda *a: None)
+    save(tmp_path, 1)
+    staged = {e["staged"]: e["name"] for e in cm._read_manifest(tmp_path, 1)["files"]}
+    assert all((tmp_path / name).exists() for name in staged)
+    real_stat, real_open = os.stat, open
+
+    def renaming(call):
+        def look(path, *a, **kw):
+            name = staged.pop(os.path.basename(path), None) if isinstance(path, str | Path) else None
+            found = call(path, *a, **kw) if name and call is real_stat else None
+            if name:
+                os.replace(path, tmp_path / name)
+            return found or call(path, *a, **kw)
+
+        return look
+
+    monkeypatch.setattr(os, "stat", renaming(real_stat))
+    monkeypatch.setattr(cm, "open", renaming(real_open), raising=False)
+    assert value_of(tmp_path, 1) == 1
+    assert not staged
+
+
 def test_the_newest_is_found(tmp_path):
     for step in (5, 20, 100_000_0, 10):
         save(tmp_path, step)
