@@ -1,7 +1,13 @@
 """nanochat trained fully in NVFP4: the public API of the numerics."""
 
 from nanochat_fp4.nvfp4.backends import backend
-from nanochat_fp4.nvfp4.convert import convert, full_precision, per_token_scale, quantize_weights_once
+from nanochat_fp4.nvfp4.convert import (
+    convert,
+    full_precision,
+    per_token_scale,
+    quantize_weights_once,
+    update_second_moments,
+)
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.linear import QuantLinear
@@ -26,4 +32,5 @@ __all__ = [
     "quantize",
     "quantize_weights_once",
     "rotate",
+    "update_second_moments",
 ]

@@ -149,7 +149,13 @@ def parse_args(argv: Sequence[str]) -> Options:
         where = "--backward" if args.backward else "QAT_BACKWARD"
         raise UserError(f"{where}: unknown value {backward!r}; use one of: {', '.join(BACKWARD)}")
     method = resolve_method(args.method)
-    if late := nf.get_recipe(method).late:
+    recipe = nf.get_recipe(method)
+    if recipe.looks_at_inputs:
+        raise UserError(
+            f"method {method!r} rounds by what the layers' inputs are, which a nanochat checkout does not collect; use "
+            "another method"
+        )
+    if late := recipe.late:
         raise UserError(
             f"method {method!r} changes at {late[0]:.0%} of a run, which a nanochat checkout knows nothing of; use "
             f"{late[1]} for models that were trained with it, and another method to train"

@@ -54,7 +54,7 @@ from nanochat_fp4.gpt import GPT, autocast, compile_layers, config_from_depth
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.nvfp4 import oscillation
-from nanochat_fp4.nvfp4.convert import rounds_with_feedback, update_second_moments
+from nanochat_fp4.nvfp4.convert import rounds_with_feedback
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.report import get_report
 from nanochat_fp4.tokenizer import get_token_bytes, get_tokenizer
@@ -662,7 +662,7 @@ def train(
                 raw_model.zero_grad(set_to_none=True)
                 if step % MOMENTS_EVERY == 0:
                     with ctx():
-                        update_second_moments(raw_model, forward_of_few, mean_over_ranks)
+                        nf.update_second_moments(raw_model, forward_of_few)
         except Exception as e:
             if not is_out_of_memory(e) or world_size > 1:
                 raise

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from test_common import run_ranks
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.nvfp4.convert import update_second_moments
 from nanochat_fp4.nvfp4.feedback import DAMPING, feedback_factor, round_with_feedback
 from nanochat_fp4.nvfp4.linear import fused_linear
 
@@ -104,7 +104,7 @@ def passes(model, forward, count=2):
 def trained_model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = nf.convert(Model(), "clover_feedback", verbose=False)
-    update_second_moments(model, lambda: model(correlated(512, 128)), lambda t: t)
+    nf.update_second_moments(model, lambda: model(correlated(512, 128)))
     return model
 
 
@@ -131,7 +131,7 @@ def test_compiled_layers_use_it_and_are_not_compiled_again_for_new_moments():
             with nf.quantize_weights_once(model):
                 outputs.append(compiled(x).detach())
                 assert torch.equal(outputs[-1], model(x))
-            update_second_moments(model, lambda seed=seed: model(correlated(512, 128, seed)), lambda t: t)
+            nf.update_second_moments(model, lambda seed=seed: model(correlated(512, 128, seed)))
     assert not torch.equal(*outputs)
     assert torch.equal(compiled(x), model(x))  # makes the codes itself
 
@@ -141,9 +141,24 @@ def test_moments_are_an_average_and_inputs_that_are_not_finite_leave_it():
     assert "until training" in str(model.nf_report)
     x = [correlated(64, 128, seed) for seed in range(2)]
     for inputs in (*x, torch.full((16, 128), float("nan"))):
-        update_second_moments(model, lambda inputs=inputs: model(inputs), lambda t: t)
+        nf.update_second_moments(model, lambda inputs=inputs: model(inputs))
     torch.testing.assert_close(model.q.second_moment, 0.8 * second_moment(x[0]) + 0.2 * second_moment(x[1]))
     assert {n for n in model.state_dict() if "weight" not in n} == {"q.second_moment", "out.second_moment"}
     other = nf.convert(Model(), "clover", verbose=False)
-    update_second_moments(other, lambda: other(x[0]), lambda t: t)
+    nf.update_second_moments(other, lambda: other(x[0]))
     assert "q.second_moment" not in other.state_dict()
+
+
+TWO_RANKS = """
+import torch, nanochat_fp4 as nf
+from nanochat_fp4.common import compute_cleanup, compute_init
+_, rank, _, _, _ = compute_init("cpu")
+model = nf.convert(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)), "clover_feedback", verbose=False)
+nf.update_second_moments(model, lambda: model(torch.full((16, 32), [1.0, 3.0][rank])))
+print(model[0].second_moment.unique().tolist())
+compute_cleanup()
+"""
+
+
+def test_moments_are_the_mean_over_ranks():
+    assert [out.strip() for out in run_ranks(TWO_RANKS, 2)] == 2 * ["[5.0]"]

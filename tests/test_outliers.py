@@ -7,7 +7,6 @@ from torch import nn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4.backends import quantize_operand
-from nanochat_fp4.nvfp4.convert import update_second_moments
 from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.oscillation import OsciReset
@@ -40,7 +39,7 @@ class Model(nn.Module):
 def trained(model: nn.Module, width: int, seed: int = 0) -> nn.Module:
     """The model when its layers have seen inputs."""
     nf.convert(model, METHOD, verbose=False)
-    update_second_moments(model, lambda: model(inputs(256, width, seed)), lambda t: t)
+    nf.update_second_moments(model, lambda: model(inputs(256, width, seed)))
     return model
 
 
@@ -175,7 +174,7 @@ def test_compiled_layers_have_the_same_bits_and_are_not_compiled_again_for_new_o
             got = torch.autograd.grad(y, layer.weight, e)[0]
             want = backward(layer, x, e, seed=3)
             assert torch.equal(y, want[0]) and torch.equal(got, want[2])
-            update_second_moments(model, lambda: layer(inputs(256, 160, 5).flip(1) * 9), lambda t: t)
+            nf.update_second_moments(model, lambda: layer(inputs(256, 160, 5).flip(1) * 9))
     assert not torch.equal(layer.outliers, before)
 
 

@@ -485,6 +485,7 @@ def test_script_that_is_not_there(old, run, script):
 def test_unknown_method_flag_or_value(old, run, monkeypatch):
     check_error(run(old, "--method=clever", "scripts.base_train"), "--method: unknown method 'clever'", "clover")
     check_error(run(old, "--method=clover_late", "scripts.base_train"), "changes at 70% of a run", "clover_refined")
+    check_error(run(old, "--method=clover_feedback", "scripts.base_train"), "does not collect", "another method")
     check_error(run(old, "--backward=half", "scripts.base_train"), "--backward: unknown value 'half'", "forward")
     check_error(run(old, "scripts.base_train", "--depth=3"), "unknown arguments: --depth=3", "go after --")
     check_error(run(old), "required: SCRIPT")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nanochat_fp4.nvfp4.linear import QuantLinear, can_be_fused, quantized_weights, unsupported_reason
@@ -97,7 +98,7 @@ def convert(
     known = any("second_moment" in linears[name]._buffers for name in report.converted)
     report.without_moments = recipe.looks_at_inputs and not known
     model.nf_report = report
-    if verbose and int(_rank()) == 0:
+    if verbose and not (_distributed() and dist.get_rank()):
         with contextlib.suppress(OSError):  # a log that nobody takes is no reason to end a run
             print(report)
     return model
@@ -150,14 +151,13 @@ def _end_blocks(model: nn.Module, first: int, last: int) -> list[str]:
     return names[:first] + (names[-last:] if last else [])
 
 
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def _some(names) -> str:
     names = list(names)
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-
-
-def _rank() -> int:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 @contextlib.contextmanager
@@ -229,13 +229,13 @@ def rounds_with_feedback(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def update_second_moments(
-    model: nn.Module, forward: Callable[[], object], mean_over_ranks: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    """Runs forward(), which calls the model on some tokens, in full precision, and moves second_moment of the layers
-    that compute with it a part of the way to what their inputs were; does nothing where there are none.
+def update_second_moments(model: nn.Module, forward: Callable[[], object]) -> None:
+    """For a training loop of a method with error feedback or outliers (clover_feedback), after every few steps.
 
-    The part is MOMENT_STEP, at first all of it. Inputs that are not finite change nothing. All ranks must call.
+    Runs forward(), which calls the model on some thousand tokens, in full precision, and moves second_moment of the
+    layers that compute with it a part of the way to what their inputs were; does nothing where there are none. The part
+    is MOMENT_STEP, at first all of it; the mean over all ranks, which must call together. Inputs that are not finite
+    change nothing.
     """
     layers = [group[0] for group in groups_computed_as_one(model) if group[0].recipe.looks_at_inputs]
     if not layers:
@@ -255,7 +255,9 @@ def update_second_moments(
         for hook in hooks:
             hook.remove()
     for layer, new in seen.items():
-        new = mean_over_ranks(new)
+        if _distributed():
+            dist.all_reduce(new)
+            new /= dist.get_world_size()
         old = layer.second_moment if hasattr(layer, "second_moment") else None
         moved = new if old is None else old.lerp(new, MOMENT_STEP)
         layer.set_second_moment(torch.where(torch.isfinite(new).all(), moved, 0.0 if old is None else old))
