@@ -17,6 +17,7 @@ mask on gradients where the forward's rounding is not to be trusted (estimators.
 To add a method, add a row to METHOD_TABLE.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from nanochat_fp4.nvfp4.format import BLOCK
@@ -115,88 +116,8 @@ class Recipe:
     summary: str = ""
 
     def __post_init__(self) -> None:
-        if self.mask not in MASKS:
-            raise ValueError(f"recipe {self.name!r}: unknown mask {self.mask!r}; known: {', '.join(MASKS[1:])}")
-        if (self.mask or self.forward_rht_dim) and not (self.output.a.rounding and self.output.b.rounding):
-            raise ValueError(f"recipe {self.name!r}: mask and forward_rht_dim need both operands of output rounded")
-        for gemm_name in ("output", "grad_input", "grad_weight"):
-            gemm = getattr(self, gemm_name)
-            where = f"recipe {self.name!r}, {gemm_name}"
-            roundings = [get_rounding(o.rounding) for o in (gemm.a, gemm.b) if o.rounding]
-            if gemm.rht_dim and len(roundings) < 2:
-                raise ValueError(
-                    f"{where}: a rotation needs both operands quantized; set rht_dim=0 or give both a rounding"
-                )
-            if any(r.ms_eden for r in roundings) and gemm.rht_dim != RHT_DIM:
-                raise ValueError(f"{where}: ms_eden works on rotated operands; set rht_dim={RHT_DIM} and quantize both")
-            kept = [o.rounding for o in (gemm.a, gemm.b) if o.rounding and (gemm_name == "output" or o.raw)]
-            if any(get_rounding(r).prescale != 1 for r in kept):
-                raise ValueError(f"{where}: a prescaled rounding is for backward operands that are not raw")
-            if gemm_name != "output" and any(r.shifted for r in roundings):
-                raise ValueError(f"{where}: shifted grids are for operands of output")
-            if gemm.a.raw or (gemm.b.raw and gemm_name == "output"):
-                raise ValueError(f"{where}: raw only means something for input and weight in the backward GEMMs")
-            for o in (gemm.a, gemm.b):
-                spec = get_rounding(o.rounding) if o.rounding else None
-                if o.terms not in (1, 2) or (
-                    o.terms == 2
-                    and (gemm_name != "output" or not spec or spec.random or not spec.has_kernels or self.mask)
-                ):
-                    raise ValueError(
-                        f"{where}: two terms are for operands of output with an NVFP4 rounding that draws nothing, "
-                        f"without a mask; got {o.terms} for {o.rounding}"
-                    )
-                if o.feedback and (
-                    o is not self.output.b
-                    or not spec
-                    or spec.random
-                    or not spec.has_kernels
-                    or spec.block_rows > 1
-                    or o.terms > 1
-                    or gemm.rht_dim
-                    or self.forward_rht_dim
-                    or self.mask
-                ):
-                    raise ValueError(
-                        f"{where}: feedback is for the weight in output, with an NVFP4 rounding of 1x16 blocks that "
-                        f"draws nothing, without a second term, a rotation or a mask; got it for {o.rounding}"
-                    )
-            if gemm.hot and not (
-                0 < gemm.hot <= 1
-                and gemm_name == "output"
-                and len(roundings) == 2
-                and not any(r.random or not r.has_kernels for r in roundings)
-                and gemm.a.terms == gemm.b.terms == 1
-                and not self.mask
-            ):
-                raise ValueError(
-                    f"{where}: hot channels, a share from 0 to 1, are for output with two NVFP4 roundings that draw "
-                    f"nothing, without second terms or a mask; got {gemm.hot}"
-                )
-            if any(o.outer for o in (gemm.a, gemm.b)) and (
-                any(r.ms_eden or r.block_rows > 1 or not r.has_kernels for r in roundings)
-                or any(o.terms > 1 or o.feedback or (o.outer and not o.rounding) for o in (gemm.a, gemm.b))
-                or gemm.hot
-                or self.mask
-            ):
-                raise ValueError(
-                    f"{where}: scales by 128 are for NVFP4 roundings of 1x16 blocks other than ms_eden, without second "
-                    "terms, feedback or a mask"
-                )
-            if gemm.rht_dim not in RHT_DIMS or self.forward_rht_dim not in RHT_DIMS:
-                dim = gemm.rht_dim if gemm.rht_dim not in RHT_DIMS else self.forward_rht_dim
-                raise ValueError(f"{where}: rht_dim is {dim}, expected 0, 16, 32, 64 or 128")
-
-        forward, wgrad = (self.output.a, self.output.b), self.grad_weight
-        if self.outliers and not (
-            0 < self.outliers <= 1
-            and all(o.outer and not get_rounding(o.rounding).random for o in forward)
-            and not (self.forward_rht_dim or self.output.rht_dim or wgrad.b.raw)
-        ):
-            raise ValueError(
-                f"recipe {self.name!r}: outliers, a share from 0 to 1, need two operands with scales by 128 in output "
-                f"that draw nothing, and a grad_weight of the same input; got {self.outliers}"
-            )
+        for problem in _problems(self):
+            raise ValueError(f"recipe {self.name!r}{problem}")
 
     @property
     def block(self) -> int:
@@ -268,6 +189,85 @@ class Recipe:
         text += f"; {100 * self.outliers:g}% of the channels in MXFP8" if self.outliers else ""
         text += f"; {self.late[1]} from {100 * self.late[0]:.0f}% of the steps on" if self.late else ""
         return text + (f"; mask {self.mask}" if self.mask else "")
+
+
+def _problems(recipe: Recipe) -> Iterator[str]:
+    """Why a recipe cannot be computed: a line for each reason, to go behind its name."""
+    output, wgrad = recipe.output, recipe.grad_weight
+    forward = [get_rounding(o.rounding) for o in (output.a, output.b) if o.rounding]
+    if recipe.mask not in MASKS:
+        yield f": unknown mask {recipe.mask!r}; known: {', '.join(MASKS[1:])}"
+    if (recipe.mask or recipe.forward_rht_dim) and len(forward) < 2:
+        yield ": mask and forward_rht_dim need both operands of output rounded"
+    for name in ("output", "grad_input", "grad_weight"):
+        yield from (f", {name}: {problem}" for problem in _problems_of_gemm(getattr(recipe, name), name == "output"))
+        dims = [d for d in (getattr(recipe, name).rht_dim, recipe.forward_rht_dim) if d not in RHT_DIMS]
+        if dims:
+            yield f", {name}: rht_dim is {dims[0]}, expected 0, 16, 32, 64 or 128"
+    outer = any(o.outer for g in (output, recipe.grad_input, wgrad) for o in (g.a, g.b))
+    if recipe.mask and (2 in (output.a.terms, output.b.terms) or output.hot or outer):
+        yield ": second terms, hot channels and scales by 128 do not go with a mask"
+    if output.b.feedback and (output.rht_dim or recipe.forward_rht_dim or recipe.mask):
+        yield ", output: feedback does not go with a rotation or a mask"
+    if recipe.outliers and not (
+        0 < recipe.outliers <= 1
+        and output.a.outer
+        and output.b.outer
+        and not any(r.random for r in forward)
+        and not (recipe.forward_rht_dim or output.rht_dim or wgrad.b.raw)
+    ):
+        yield (
+            ": outliers, a share from 0 to 1, need two operands with scales by 128 in output that draw nothing, and a "
+            f"grad_weight of the same input; got {recipe.outliers}"
+        )
+
+
+def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:
+    operands = (gemm.a, gemm.b)
+    roundings = [get_rounding(o.rounding) for o in operands if o.rounding]
+
+    def draws_nothing(o: Operand) -> bool:
+        """A rounding of NVFP4 without random numbers."""
+        return bool(o.rounding) and get_rounding(o.rounding).has_kernels and not get_rounding(o.rounding).random
+
+    if gemm.rht_dim and len(roundings) < 2:
+        yield "a rotation needs both operands quantized; set rht_dim=0 or give both a rounding"
+    if any(r.ms_eden for r in roundings) and gemm.rht_dim != RHT_DIM:
+        yield f"ms_eden works on rotated operands; set rht_dim={RHT_DIM} and quantize both"
+    if any(o.rounding and get_rounding(o.rounding).prescale != 1 for o in operands if is_output or o.raw):
+        yield "a prescaled rounding is for backward operands that are not raw"
+    if not is_output and any(r.shifted for r in roundings):
+        yield "shifted grids are for operands of output"
+    if gemm.a.raw or (gemm.b.raw and is_output):
+        yield "raw only means something for input and weight in the backward GEMMs"
+    for o in operands:
+        if o.terms != 1 and not (o.terms == 2 and is_output and draws_nothing(o)):
+            yield (
+                "two terms are for operands of output with an NVFP4 rounding that draws nothing; "
+                f"got {o.terms} for {o.rounding}"
+            )
+        native = draws_nothing(o) and get_rounding(o.rounding).block_rows == 1
+        if o.feedback and not (is_output and o is gemm.b and native and o.terms == 1):
+            yield (
+                "feedback is for the weight in output, with an NVFP4 rounding of 1x16 blocks that draws nothing, "
+                f"without a second term; got it for {o.rounding}"
+            )
+    if gemm.hot and not (
+        0 < gemm.hot <= 1 and is_output and all(map(draws_nothing, operands)) and gemm.a.terms == gemm.b.terms == 1
+    ):
+        yield (
+            "hot channels, a share from 0 to 1, are for output with two NVFP4 roundings that draw nothing, without "
+            f"second terms; got {gemm.hot}"
+        )
+    if any(o.outer for o in operands) and (
+        any(r.ms_eden or r.block_rows > 1 or not r.has_kernels for r in roundings)
+        or any(o.terms > 1 or o.feedback or (o.outer and not o.rounding) for o in operands)
+        or gemm.hot
+    ):
+        yield (
+            "scales by 128 are for NVFP4 roundings of 1x16 blocks but ms_eden, without second terms, feedback or "
+            "hot channels"
+        )
 
 
 def both(rounding: str, rht_dim: int = 0) -> Gemm:
