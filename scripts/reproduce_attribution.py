@@ -2,7 +2,7 @@
 
 from scripts import sweep
 from scripts.reproduce_common import Context, Outcome
-from scripts.reproduce_training import depth_of, one_size, training
+from scripts.reproduce_training import compare, depth_of, one_size, training
 
 
 def attribution_methods(depth: int) -> list[str]:
@@ -40,7 +40,8 @@ def attribution(context: Context) -> Outcome:
         wanted = ("bf16", "all", "forward-input", "forward-up", "all_but_up", "steps_75-100%")
         methods = [m for m in methods if m.partition(":")[0] in wanted]
     title = "Where Clover's gap comes from: only this part is quantized"
-    outcome, _ = training(context, "attribution", title, methods, [], [size], 20.0)
+    outcome, results = training(context, "attribution", title, methods, [], [size], 20.0)
     outcome.rows = [[row[0], row[1], *row[3:]] for row in outcome.rows]
     outcome.header = ["size", "quantized", *outcome.header[3:]]
+    compare(outcome, results, "all")
     return outcome

@@ -1,7 +1,7 @@
 """Beyond the paper: the other systems, FP8, NVIDIA's recipe piece by piece, Chmiel, Tseng, Quartet, MXFP4."""
 
 from scripts.reproduce_common import Context, Outcome
-from scripts.reproduce_training import Claim, ends_in_bf16, one_size, training
+from scripts.reproduce_training import Claim, compare, ends_in_bf16, one_size, training
 
 OTHER_SYSTEMS = (
     "bf16", "fp8", "clover", "nvidia", "nvidia_fixed_signs", "nvidia_1d", "nvidia_no_rht", "nvidia_no_sr",
@@ -22,4 +22,6 @@ def systems(context: Context) -> Outcome:
     title = "Other systems: FP8, NVIDIA's recipe piece by piece, Chmiel, Tseng, Quartet, MXFP4"
     chosen = [m for m in OTHER_SYSTEMS if m in QUICK or not context.quick]
     chosen.append(ends_in_bf16("nvidia", one_size(context)))
-    return training(context, "systems", title, chosen, claims, [one_size(context)], 20.0)[0]
+    outcome, results = training(context, "systems", title, chosen, claims, [one_size(context)], 20.0)
+    compare(outcome, results, "clover")
+    return outcome

@@ -128,6 +128,20 @@ def ends_in_bf16(method: str, size: str) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 # The paper's figures and its table
 
+
+def compare(outcome: Outcome, results: Sequence[dict], other: str) -> None:
+    """Two more columns: the gap with a BF16 forward after training, and the paired difference to another method."""
+    outcome.header += ["BF16 forward: gap", f"minus {other}"]
+    for row in outcome.rows:
+        size, method = row[:2]
+        forward = sweep.gap(results, size, method, value="val_bpb_bf16")
+        difference = sweep.difference(results, size, method, other)
+        row += [
+            "-" if method == "bf16" else str(forward),
+            "-" if method == other or not difference.n else str(difference),
+        ]
+
+
 FIGURE_ONLY = "the paper's numbers are in a plot only; its text makes the claims above"
 
 
