@@ -4,7 +4,8 @@
     python -m scripts.sweep ... the same again          # goes on where it was interrupted; what is done is skipped
 
 One process for each GPU takes run after run; without a GPU one after another in this process. Within a seed all methods
-have the same initialization and the same data in the same order, so that differences are paired. A run that is done is
+have the same initialization and the same data in the same order, so that differences are paired; with --bf16-until they
+also have the first part of the training in common, that of the seed's BF16 run, and scatter far less. A run that is done is
 one small JSON file, <folder>/runs/<size>_<method>_s<seed>_<key>.json, with its validation curve; the key stands for all
 its flags and the text, so that sweeps of one folder share runs. The table is printed again after every run, and written
 with all numbers to <folder>/<name>.json and .md; scripts.reproduce --results makes its tables and plots of that file.
