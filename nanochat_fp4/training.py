@@ -728,12 +728,16 @@ def restore_state(
     checkpoint_dir: str | os.PathLike,
 ) -> None:
     """
-    Put the optimizers and torch's generators where a checkpoint left them. Raises UserError where it holds something
-    else: its checksums only say that it is what was written.
+    Put the optimizers and torch's generators where a checkpoint left them; the optimizers' options (rates, betas, ...)
+    stay this run's. Raises UserError where it holds something else: its checksums only say that it is what was written.
     """
     try:
         for optimizer, state in zip(optimizers, rank_state["optimizers"], strict=True):
+            groups = getattr(optimizer, "param_groups", ())
+            options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             optimizer.load_state_dict(state)
+            for group, own in zip(getattr(optimizer, "param_groups", ()), options):
+                group.update(own)
         set_rng_state(rank_state["rng"], device)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as e:
         raise UserError(

@@ -5,10 +5,10 @@
 
 One process for each GPU takes run after run; without a GPU one after another in this process. Within a seed all methods
 have the same initialization and the same data in the same order, so that differences are paired; with --bf16-until they
-also have the first part of the training in common, that of the seed's BF16 run, and scatter far less. A run that is done is
-one small JSON file, <folder>/runs/<size>_<method>_s<seed>_<key>.json, with its validation curve; the key stands for all
-its flags and the text, so that sweeps of one folder share runs. The table is printed again after every run, and written
-with all numbers to <folder>/<name>.json and .md; scripts.reproduce --results makes its tables and plots of that file.
+also have the first part of the training in common, that of the seed's BF16 run, and scatter far less. A run that is
+done is one small JSON file, <folder>/runs/<size>_<method>_s<seed>_<key>.json, with its validation curve; the key stands
+for all its flags and the text, so that sweeps of one folder share runs. The table is printed again after every run, and
+written with all numbers to <folder>/<name>.json and .md; scripts.reproduce --results makes its tables and plots of it.
 
 --sizes: d<depth> is a nanochat of that depth, llama-30M to llama-200M the family of the paper's Tables 3 and 4, tiny a
 model for a CPU. --methods: names of nf.METHODS or of VARIANTS below, or --variant "label: flags of base_train".

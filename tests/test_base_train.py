@@ -156,6 +156,25 @@ def test_going_back_forgets_the_later_checkpoints(tiny_base):
     assert steps == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("how", ["--resume-from-step=3", "--branch-from=d2_bf16@3"])
+def test_rates_are_those_of_the_flags_also_after_a_resume(tiny_base, how):
+    """One more step with twice Muon's rate moves its matrices twice as far, and all else as it would have moved."""
+    folder = tiny_base / "base_checkpoints"
+    train("--save-every=3", "--keep-last=-1", "--weight-decay=0", method="bf16", steps=4)
+    before, after = (final_state(folder / "d2_bf16", step)["model"] for step in (3, 4))
+    tag = "d2_bf16" if "resume" in how else "other"
+    train(how, f"--model-tag={tag}", "--weight-decay=0", "--matrix-lr=0.04", method="bf16", steps=4)
+    faster = final_state(folder / tag, 4)["model"]
+    for name, start in before.items():
+        factor = 2 if name.startswith("transformer.h.") else 1
+        moved = after[name] - start
+        torch.testing.assert_close(
+            faster[name] - start, factor * moved, rtol=0, atol=1e-7 + 1e-3 * float(moved.abs().max())
+        )
+    name = "transformer.h.0.attn.c_q.weight"
+    assert (after[name] - before[name]).abs().max() > 1e-5
+
+
 def test_a_branch_goes_on_as_a_change_of_the_method_does(tiny_base, monkeypatch, capsys):
     train("--method-phases=0.6=clover", "--model-tag=phases", method="bf16", steps=5)
     checkpoints = tiny_base / "base_checkpoints"
