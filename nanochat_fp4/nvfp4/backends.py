@@ -218,7 +218,7 @@ def quantize_grad_output(e: torch.Tensor, for_dgrad: dict | None, for_wgrad: dic
     """
     roundings = [a["rounding"] for a in (for_dgrad, for_wgrad) if a]
     if len(roundings) == 2 and all(r and get_rounding(r).has_kernels for r in roundings) and use_kernels(e.device):
-        if for_wgrad["rht_dim"] and not (for_dgrad["outer"] or for_wgrad["outer"]):
+        if for_wgrad["rht_dim"] and not (for_dgrad.get("outer") or for_wgrad.get("outer")):
             return _rotate_quantize(e, for_dgrad, for_wgrad, native.implementation(e.device.type) is None)
     return (
         None if for_dgrad is None else quantize_operand(e, **for_dgrad),
