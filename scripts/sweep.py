@@ -345,8 +345,9 @@ class Sweep:
         with caught_signals() as signals:
             while (waiting and not signals) or running:
                 for slot, device in enumerate(self.devices):
-                    run = next(filter(can_start, waiting), None)
-                    if slot not in running and run and not signals:
+                    if slot in running or signals:
+                        continue
+                    if run := next(filter(can_start, waiting), None):
                         waiting.remove(run)
                         running[slot] = (run, self._start(run, device), time.monotonic())
                 for _, process, _ in running.values() if signals else ():
