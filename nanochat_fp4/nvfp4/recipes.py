@@ -103,16 +103,14 @@ class Recipe:
     output: Gemm = field(default_factory=Gemm)
     grad_input: Gemm = field(default_factory=Gemm)
     grad_weight: Gemm = field(default_factory=Gemm)
-    forward_rht_dim: int = (
-        0  # both operands of the layer rotated along in_features, signs fixed, gradients rotated back
-    )
-    mask: str = (
-        ""  # of MASKS: no gradient for elements of input and weight that the forward's rounding clips, or misses
-    )
-    late: tuple[float, str] | None = None  # from this fraction of a run's steps on, the row of this name (plan.py)
-    outliers: float = (
-        0.0  # share of in_features, those with the largest inputs, that output and grad_weight multiply in MXFP8
-    )
+    # Both operands of the layer rotated along in_features, signs fixed, gradients rotated back.
+    forward_rht_dim: int = 0
+    # Of MASKS: no gradient for elements of input and weight that the forward's rounding clips, or misses.
+    mask: str = ""
+    # From this fraction of a run's steps on, the row of this name (plan.py).
+    late: tuple[float, str] | None = None
+    # Share of in_features, those with the largest inputs, that output and grad_weight multiply in MXFP8.
+    outliers: float = 0.0
     summary: str = ""
 
     def __post_init__(self) -> None:
@@ -123,14 +121,8 @@ class Recipe:
     def block(self) -> int:
         """What in_features and out_features must be multiples of."""
         operands = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
-        return max(
-            [
-                self.forward_rht_dim,
-                HOT_MULTIPLE if self.outliers else 0,
-                *(get_rounding(r).block for r in operands if r),
-            ],
-            default=0,
-        )
+        blocks = (get_rounding(r).block for r in operands if r)
+        return max(self.forward_rht_dim, HOT_MULTIPLE if self.outliers else 0, *blocks)
 
     @property
     def output_16_bit_work(self) -> float:
@@ -200,10 +192,11 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     if (recipe.mask or recipe.forward_rht_dim) and len(forward) < 2:
         yield ": mask and forward_rht_dim need both operands of output rounded"
     for name in ("output", "grad_input", "grad_weight"):
-        yield from (f", {name}: {problem}" for problem in _problems_of_gemm(getattr(recipe, name), name == "output"))
-        dims = [d for d in (getattr(recipe, name).rht_dim, recipe.forward_rht_dim) if d not in RHT_DIMS]
-        if dims:
-            yield f", {name}: rht_dim is {dims[0]}, expected 0, 16, 32, 64 or 128"
+        gemm = getattr(recipe, name)
+        yield from (f", {name}: {problem}" for problem in _problems_of_gemm(gemm, is_output=name == "output"))
+        for dim in (gemm.rht_dim, recipe.forward_rht_dim):
+            if dim not in RHT_DIMS:
+                yield f", {name}: rht_dim is {dim}, expected 0, 16, 32, 64 or 128"
     outer = any(o.outer for g in (output, recipe.grad_input, wgrad) for o in (g.a, g.b))
     if recipe.mask and (2 in (output.a.terms, output.b.terms) or output.hot or outer):
         yield ": second terms, hot channels and scales by 128 do not go with a mask"
