@@ -422,6 +422,17 @@ def _torch_load(folder: Path, entry: dict[str, Any], device: Any) -> Any:
         raise UserError(f"{path} cannot be read as weights ({one_line(e)[:120]}); use another step") from e
 
 
+def check_step(checkpoint_dir: str | os.PathLike, step: int) -> None:
+    """Raise NoCheckpointError, naming the steps that are there, unless the folder has a checkpoint of that step."""
+    steps = list_steps(checkpoint_dir)
+    if step not in steps:
+        known = ", ".join(map(str, steps[:10]))
+        raise NoCheckpointError(
+            f"there is no checkpoint of step {step} in {checkpoint_dir}; "
+            + (f"it has steps {known}" if known else "it has none: train a model first, or check --model-tag")
+        )
+
+
 def load_checkpoint(
     checkpoint_dir: str | os.PathLike,
     step: int | None,
@@ -441,12 +452,7 @@ def load_checkpoint(
     folder = Path(checkpoint_dir)
     if step is None:
         step = find_last_step(folder)
-    if step not in list_steps(folder):
-        known = ", ".join(map(str, list_steps(folder)[:10]))
-        raise NoCheckpointError(
-            f"there is no checkpoint of step {step} in {folder}; "
-            + (f"it has steps {known}" if known else "it has none: train a model first, or check --model-tag")
-        )
+    check_step(folder, step)
     wanted = [_model_name(step), _meta_name(step)] + ([_optim_name(step, rank)] if load_optimizer else [])
     has_manifest = (folder / _manifest_name(step)).exists()
     if has_manifest:

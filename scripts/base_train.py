@@ -35,6 +35,7 @@ from nanochat_fp4 import llama
 from nanochat_fp4.checkpoint_manager import (
     check_model_fits,
     check_model_tag,
+    check_step,
     load_checkpoint,
     load_weights,
     prune_checkpoints,
@@ -238,15 +239,15 @@ def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params
     return steps
 
 
-def branch_point(text: str, model_tag: str) -> tuple[str, int]:
-    """(model tag, step) of --branch-from. Raises UserError."""
+def branch_point(text: str, checkpoint_dir: Path) -> tuple[Path, int]:
+    """(folder, step) of --branch-from, of a run beside that of checkpoint_dir. Raises UserError."""
     tag, at, step = text.rpartition("@")
     check_model_tag(tag)
     if not (tag and at and step.isdecimal()):
         raise UserError(f"--branch-from={text!r}: expected '<model tag>@<step>', for example d20_bf16@5000")
-    if tag == model_tag:
+    if tag == checkpoint_dir.name:
         raise UserError(f"--branch-from={text!r} is this run itself; give the new run a --model-tag of its own")
-    return tag, int(step)
+    return checkpoint_dir.parent / tag, int(step)
 
 
 def core_evaluation() -> Callable:
@@ -325,11 +326,13 @@ def train(
     default_tag = f"llama-{args.llama}_{method}" if args.llama else default_model_tag(args.depth, method)
     model_tag = args.model_tag or default_tag
     checkpoint_dir = Path(get_base_dir()) / "base_checkpoints" / model_tag
+    branch = branch_point(args.branch_from, checkpoint_dir) if args.branch_from else None
+    if branch and args.overwrite:
+        check_step(*branch)
     resumed_step = find_resume_step(args, checkpoint_dir, rank)
     source, step, same = checkpoint_dir, resumed_step, run_config
-    if resumed_step is None and args.branch_from:
-        tag, step = branch_point(args.branch_from, model_tag)
-        source = checkpoint_dir.parent / tag
+    if resumed_step is None and branch:
+        source, step = branch
         same = {k: v for k, v in run_config.items() if k not in ("method", *METHOD_CHANGES)}
     metrics = MetricsLog(checkpoint_dir, enabled=master)
     meta: dict[str, Any] = {}

@@ -466,6 +466,9 @@ def test_another_run_is_not_overwritten_or_resumed(tiny_base):
             train(*flags, "--resume-from-step=latest", steps=4, method=method)
     with pytest.raises(UserError, match="is not a multiple"):
         train("--overwrite", "--device-batch-size=3", steps=1, method="bf16")
+    for branch, message in (("d2_none@1", "no checkpoint of step 1"), ("d2_none", "expected '<model tag>@<step>'")):
+        with pytest.raises(UserError, match=message):
+            train("--overwrite", f"--branch-from={branch}", steps=1, method="bf16")
     assert list_steps(tiny_base / "base_checkpoints" / "d2_bf16") == [2]  # a mistake deletes nothing
     train("--overwrite", steps=1, method="bf16")
     assert list_steps(tiny_base / "base_checkpoints" / "d2_bf16") == [1]
