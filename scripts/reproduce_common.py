@@ -67,7 +67,7 @@ class Context:
             extra = ["--eval-every=5", *extra]
         elif not any(length.values()):
             length["ratio"] = ratio
-        seeds = range(1, (args.seeds or (2 if self.quick else 3)) + 1)
+        seeds = range(args.first_seed, args.first_seed + (args.seeds or (2 if self.quick else 3)))
         vocab_size = args.vocab_size or (512 if self.quick else 0)
         where = sweep.prepare(self.folder, args.data_dir, vocab_size, 1.0 if self.quick else None)
         until = args.bf16_until
@@ -76,6 +76,7 @@ class Context:
             print0(f"left out, for they change before {until:g} of the steps: {', '.join(sweep.labels(early))}")
         methods = [m for m in methods if m not in early]
         options = {"extra": extra, "data": sweep.data_key(where), "bf16_until": until}
+        options["share_until"] = args.share_until
         plan = sweep.plan(methods, chosen, seeds, **length, **options)
         devices = ["cpu"] if self.quick and not args.sizes else sweep.visible_devices(args.jobs)
         return sweep.Sweep(self.folder, where, devices), plan

@@ -3,12 +3,14 @@
     python -m scripts.sweep --methods bf16,nvidia,clover --sizes d6,d8 --seeds 3 --tokens 100M --data-dir folder
     python -m scripts.sweep ... the same again          # goes on where it was interrupted; what is done is skipped
 
-One process for each GPU takes run after run; without a GPU one after another in this process. Within a seed all methods
-have the same initialization and the same data in the same order, so that differences are paired; with --bf16-until they
-also have the first part of the training in common, that of the seed's BF16 run, and scatter far less. A run that is
-done is one small JSON file, <folder>/runs/<size>_<method>_s<seed>_<key>.json, with its validation curve; the key stands
-for all its flags and the text, so that sweeps of one folder share runs. The table is printed again after every run, and
-written with all numbers to <folder>/<name>.json and .md; scripts.reproduce --results makes its tables and plots of it.
+One process for each GPU takes run after run; without a GPU one after another in this process. Within a seed all
+methods have the same initialization and the same data in the same order, so that differences are paired; with
+--bf16-until they also have the first part of the training in common, that of the seed's BF16 run, and scatter far
+less. With --share-until 0.7, methods that compute the same up to 70% of the steps and differ later train that part
+once. A run that is done is one small JSON file, <folder>/runs/<size>_<method>_s<seed>_<key>.json, with its validation
+curve; the key stands for all its flags and the text, so that sweeps of one folder share runs. The table is printed
+again after every run, and written with all numbers to <folder>/<name>.json and .md; scripts.reproduce --results makes
+its tables and plots of it.
 
 --sizes: d<depth> is a nanochat of that depth, llama-30M to llama-200M the family of the paper's Tables 3 and 4, tiny a
 model for a CPU. --methods: names of nf.METHODS or of VARIANTS below, or --variant "label: flags of base_train".
@@ -44,6 +46,8 @@ from nanochat_fp4.dataset import build_embedded_corpus, ensure_data
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.nvfp4.recipes import Recipe
 from nanochat_fp4.report import read_jsonl
 from scripts import tok_train
 from scripts.bench_common import table
@@ -137,6 +141,22 @@ def begins_late(flags: tuple[str, ...], fraction: float) -> bool:
     return not fraction or fraction <= min([1.0, *(float(phase.partition("=")[0]) for phase in phases)])
 
 
+def until(own: tuple[str, ...], fraction: float) -> tuple:
+    """What a method computes before that fraction of the steps; two methods with the same are the same run so far."""
+    value = {name: v for name, _, v in (flag.partition("=") for flag in own)}
+    names = ("--layer-methods", "--method-phases")
+    plan = MethodPlan.parse(value.get("--method", "clover"), *(value.get(name, "") for name in names))
+
+    def computation(recipe: Recipe) -> Recipe:
+        return dataclasses.replace(recipe, name="", summary="", late=None)
+
+    phases = [(0.0, plan.method), *plan.phases]
+    recipes = [(start, computation(recipe)) for start, recipe in phases if start < fraction]
+    layers = [(pattern, computation(recipe)) for pattern, recipe in plan.layers]
+    others = tuple(flag for flag in own if flag.partition("=")[0] not in ("--method", *names))
+    return recipes, [layer for layer in layers if len(recipes) > 1 or layer[1] != recipes[0][1]], others
+
+
 @dataclass(frozen=True)
 class Run:
     """One training run: label of the method, size, seed, all flags of base_train but the tag, and data_key's value."""
@@ -170,17 +190,22 @@ def plan(
     extra: Sequence[str] = (),
     data: str = "",
     bf16_until: float = 0.0,
+    share_until: float = 0.0,
 ) -> list[Run]:
     """All runs, seed after seed, so that an interrupted sweep has whole seeds.
 
     tokens, ratio: how long a run is, in tokens or in tokens per parameter, exactly one of them; extra: flags of
     base_train for all; data: data_key of the text; bf16_until: the fraction of the steps that all runs of a seed have
-    in common, those of its BF16 run: they branch from it, and differ in what follows alone. Raises UserError.
+    in common, those of its BF16 run: they branch from it, and differ in what follows alone; share_until: the fraction
+    after which a method may branch from the first one that computes the same up to there. Raises UserError.
     """
     if bool(tokens) == bool(ratio):
         raise UserError("say how long a run is: either --tokens=100M or --ratio=20 (tokens per parameter)")
-    if bf16_until and not (0 < bf16_until < 1 and tokens):
-        raise UserError(f"--bf16-until={bf16_until:g}: expected a fraction of the steps, between 0 and 1, and --tokens")
+    for flag, fraction in (("--bf16-until", bf16_until), ("--share-until", share_until)):
+        if fraction and not (0 < fraction < 1 and tokens):
+            raise UserError(f"{flag}={fraction:g}: expected a fraction of the steps, between 0 and 1, and --tokens")
+    if bf16_until and share_until:
+        raise UserError("--bf16-until and --share-until exclude each other; leave one of them out")
     runs = []
     for seed in seeds:
         for size in sizes:
@@ -194,13 +219,24 @@ def plan(
                 flags = (*shape, horizon, "--method=bf16", f"--save-every={at}", "--keep-last=-1", f"--seed={seed}")
                 runs.append(Run("bf16", size, seed, flags, data))
                 branch = (f"--branch-from={runs[-1].tag}@{at}",)
-            for label, own in zip(labels(methods), map(method_flags, methods)):
+            alike = [until(method_flags(m), share_until) if share_until else None for m in methods]
+            trunks: dict[int, str] = {}  # index of a method that others branch from -> tag of its run
+            for i, (label, own) in enumerate(zip(labels(methods), map(method_flags, methods))):
                 if not begins_late(own, bf16_until):
                     raise UserError(f"--bf16-until={bf16_until:g}: {label} changes before that")
                 if branch and own == ("--method=bf16",):
                     continue  # the run that the others branch from
-                flags = (*shape, horizon, *own, *branch, f"--seed={seed}")
+                more = branch
+                if share_until and alike.count(alike[i]) > 1:
+                    at, first = math.ceil(share_until * steps), alike.index(alike[i])
+                    more = (
+                        (f"--branch-from={trunks[first]}@{at}",)
+                        if first < i
+                        else (f"--save-every={at}", "--keep-last=-1")
+                    )
+                flags = (*shape, horizon, *own, *more, f"--seed={seed}")
                 runs.append(Run(label, size, seed, flags, data))
+                trunks[i] = runs[-1].tag
     return runs
 
 
@@ -599,12 +635,18 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--sizes", default="", help="d<depth>, llama-<size>, tiny; with commas")
     add("--seeds", type=int, default=3, help="number of seeds")
+    add("--first-seed", type=int, default=1, help="the first of them: fresh seeds for what others were chosen on")
     add("--tokens", default="", help="training tokens of a run, for example 100M")
     add("--ratio", type=float, default=0.0, help="instead of --tokens: training tokens per parameter")
     add(
         "--bf16-until", type=float, default=0.0,
         help="branch all runs of a seed from its BF16 run at this fraction of the steps: smaller differences can be "
         "told apart (default: 0, no branches)",
+    )  # fmt: skip
+    add(
+        "--share-until", type=float, default=0.0,
+        help="train the part up to this fraction of the steps once for methods that compute the same there "
+        "(default: 0, every method from its own beginning)",
     )  # fmt: skip
     add("--data-dir", default=None, help="folder of text or parquet files (default: as for base_train)")
     add("--vocab-size", type=int, default=0, help="of a new tokenizer, where the base directory has none (32768)")
@@ -629,8 +671,8 @@ def main(argv: list[str] | None = None) -> None:
     if not sizes or not methods or min(args.seeds, args.jobs) < 1:
         raise UserError("--sizes, --methods, --seeds and --jobs must be at least one each")
     length = {"tokens": parse_number(args.tokens) if args.tokens else 0, "ratio": args.ratio}
-    options = {"extra": args.extra.split(), "bf16_until": args.bf16_until, **length}
-    seeds = range(1, args.seeds + 1)
+    options = {"extra": args.extra.split(), "bf16_until": args.bf16_until, "share_until": args.share_until, **length}
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
     plan(methods, sizes, seeds, **options)  # bad flags are refused before the data is made
     folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"
     data = prepare(folder, args.data_dir, args.vocab_size)
