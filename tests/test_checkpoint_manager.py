@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_common import run_ranks
-from test_dataloader import TOKENIZER, make_data
+from _commands import run_ranks
+from _samples import BYTE_TOKENIZER, make_shards
 
 from nanochat_fp4 import checkpoint_manager as cm
 from nanochat_fp4.checkpoint_manager import (
@@ -757,7 +757,7 @@ def train(folder, data, num_steps, stop_at=None, resume=False):
         optimizer.load_state_dict(rank_state["optimizer"])
         torch.set_rng_state(rank_state["rng"])
         loader_state = rank_state["dataloader"]
-    batches = BestFitLoader(TOKENIZER, 2, 32, "train", device="cpu", data_dir=data, resume_state_dict=loader_state)
+    batches = BestFitLoader(BYTE_TOKENIZER, 2, 32, "train", device="cpu", data_dir=data, resume_state_dict=loader_state)
     for x, y, loader_state in batches:
         loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
         optimizer.zero_grad()
@@ -773,7 +773,7 @@ def train(folder, data, num_steps, stop_at=None, resume=False):
 
 
 def test_resume_is_bit_exact(tmp_path):
-    make_data(tmp_path / "data")
+    make_shards(tmp_path / "data")
     whole = train(tmp_path / "none", tmp_path / "data", 30)
     rng = random.Random(0)
     for i in range(10):

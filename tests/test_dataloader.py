@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from _samples import BOS, BYTE_TOKENIZER, make_shards
 
 from nanochat_fp4.dataloader import (
     BestFitLoader,
@@ -17,44 +18,17 @@ from nanochat_fp4.dataloader import (
 )
 from nanochat_fp4.errors import UserError
 
-BOS = 256
-
-
-class ByteTokenizer:
-    """A token a byte."""
-
-    def get_bos_token_id(self):
-        return BOS
-
-    def encode(self, texts, prepend=None, num_threads=1):
-        return [[prepend, *text.encode()] for text in texts]
-
-
-TOKENIZER = ByteTokenizer()
-
-
-def make_data(folder, num_documents=400, num_shards=4, row_group_size=10, seed=0, longest=120):
-    """Shards of documents of 1 to `longest` bytes; each begins with its number."""
-    folder.mkdir(exist_ok=True)
-    rng = random.Random(seed)
-    documents = [f"{i}:" + "".join(rng.choices("abcdefgh ", k=rng.randint(0, longest))) for i in range(num_documents)]
-    per_shard = -(-num_documents // num_shards)
-    for s in range(num_shards):
-        table = pa.table({"text": pa.array(documents[s * per_shard : (s + 1) * per_shard], pa.string())})
-        pq.write_table(table, folder / f"shard_{s:05d}.parquet", row_group_size=row_group_size)
-    return documents
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    make_data(folder)
+    make_shards(folder)
     return folder
 
 
 def loader(data, B=4, T=64, split="train", buffer_size=100, **kwargs):
     kwargs = {"tokenizer_batch_size": 16, "device": "cpu", "data_dir": data} | kwargs
-    return BestFitLoader(TOKENIZER, B, T, split, buffer_size=buffer_size, **kwargs)
+    return BestFitLoader(BYTE_TOKENIZER, B, T, split, buffer_size=buffer_size, **kwargs)
 
 
 def rows_of(it, num_batches):
@@ -76,7 +50,7 @@ def test_inputs_and_targets(data):
 
 
 def test_rows_are_whole_documents_but_for_the_last(tmp_path):
-    documents = set(make_data(tmp_path / "d"))
+    documents = set(make_shards(tmp_path / "d"))
     seen = set()
     for row in rows_of(loader(tmp_path / "d"), 20).tolist():
         pieces = "".join(chr(t) if t != BOS else "\0" for t in row).split("\0")[1:]
@@ -101,7 +75,7 @@ def plain_best_fit(documents, num_rows, T, buffer_size, refill, row_group_size):
         row = []
         while len(row) < T + 1:
             while len(buffer) < buffer_size:
-                buffer.extend(TOKENIZER.encode(next(source), prepend=BOS))
+                buffer.extend(BYTE_TOKENIZER.encode(next(source), prepend=BOS))
             room = T + 1 - len(row)
             fitting = [i for i, d in enumerate(buffer) if len(d) <= room]
             if fitting:
@@ -114,13 +88,13 @@ def plain_best_fit(documents, num_rows, T, buffer_size, refill, row_group_size):
 
 @pytest.mark.parametrize("buffer_size, refill", [(40, 16), (1, 1), (60, 7)])
 def test_one_lane_is_nanochats_best_fit(tmp_path, buffer_size, refill):
-    documents = make_data(tmp_path / "d", longest=100)[:300]  # the last of four shards is validation
+    documents = make_shards(tmp_path / "d", longest=100)[:300]  # the last of four shards is validation
     ours = rows_of(loader(tmp_path / "d", lanes=1, buffer_size=buffer_size, tokenizer_batch_size=refill), 60)
     assert ours.tolist() == list(plain_best_fit(documents, 240, 64, buffer_size, refill, 10))
 
 
 def test_documents_longer_than_a_row_are_cropped(tmp_path):
-    make_data(tmp_path / "d", longest=3000, num_documents=60)
+    make_shards(tmp_path / "d", longest=3000, num_documents=60)
     rows = rows_of(loader(tmp_path / "d", T=16), 30)
     assert (rows[:, 0] == BOS).all() and rows.max() <= BOS and rows.min() >= 0
 
@@ -144,12 +118,12 @@ def test_epochs_go_on(data):
 
 
 def test_a_small_corpus_is_not_read_many_times_before_the_first_batch(tmp_path):
-    make_data(tmp_path / "d", num_documents=80)
+    make_shards(tmp_path / "d", num_documents=80)
     assert next(loader(tmp_path / "d", buffer_size=1000, tokenizer_batch_size=128))[2]["epoch"] == 1
 
 
 def test_validation_uses_the_last_shard(tmp_path):
-    documents = make_data(tmp_path / "d")
+    documents = make_shards(tmp_path / "d")
     numbers = set()
     for row in rows_of(loader(tmp_path / "d", split="val"), 40).tolist():
         text = "".join(chr(t) if t != BOS else "\0" for t in row)
@@ -159,11 +133,13 @@ def test_validation_uses_the_last_shard(tmp_path):
 
 def test_nanochats_names(data):
     kwargs = dict(device="cpu", data_dir=data)
-    x, y, state = next(tokenizing_distributed_data_loader_with_state_bos_bestfit(TOKENIZER, 2, 32, "train", **kwargs))
-    x2, y2 = next(tokenizing_distributed_data_loader_bos_bestfit(TOKENIZER, 2, 32, split="train", **kwargs))
+    x, y, state = next(
+        tokenizing_distributed_data_loader_with_state_bos_bestfit(BYTE_TOKENIZER, 2, 32, "train", **kwargs)
+    )
+    x2, y2 = next(tokenizing_distributed_data_loader_bos_bestfit(BYTE_TOKENIZER, 2, 32, split="train", **kwargs))
     assert torch.equal(x, x2) and torch.equal(y, y2)
     with pytest.raises(ValueError, match="split"):  # at the call, not at the first batch
-        tokenizing_distributed_data_loader_bos_bestfit(TOKENIZER, 2, 32, "test", **kwargs)
+        tokenizing_distributed_data_loader_bos_bestfit(BYTE_TOKENIZER, 2, 32, "test", **kwargs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -199,7 +175,7 @@ def test_ranks_come_from_torchrun(data, monkeypatch):
 
 @pytest.mark.parametrize("num_documents, row_group_size", [(4, 1), (8, 100), (40, 10)])
 def test_fewer_row_groups_than_ranks(tmp_path, num_documents, row_group_size):
-    make_data(tmp_path / "d", num_documents=num_documents, num_shards=2, row_group_size=row_group_size)
+    make_shards(tmp_path / "d", num_documents=num_documents, num_shards=2, row_group_size=row_group_size)
     for split in ("train", "val"):
         for rank in range(8):
             rows = rows_of(loader(tmp_path / "d", split=split, rank=rank, world_size=8), 5)
@@ -297,7 +273,7 @@ def test_states_that_do_not_belong_together(data):
 
 def test_a_state_that_does_not_fit(data, tmp_path):
     state = next(loader(data, rank=0, world_size=2))[2]
-    make_data(tmp_path / "other", num_documents=500)
+    make_shards(tmp_path / "other", num_documents=500)
     for kwargs, text in [
         (dict(T=32), "T was 64, is 32; resume with the same --max-seq-len"),
         (dict(split="val"), "split was train, is val"),
@@ -354,7 +330,7 @@ def test_no_data(tmp_path):
 
 
 def test_a_shard_that_is_damaged_inside(tmp_path):
-    make_data(tmp_path / "d")
+    make_shards(tmp_path / "d")
     path = tmp_path / "d" / "shard_00001.parquet"
     raw = bytearray(path.read_bytes())
     raw[4 : len(raw) // 2] = b"\xff" * (len(raw) // 2 - 4)

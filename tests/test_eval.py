@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from _samples import ARC_ROW, BENCHMARK_ROWS, GSM8K_ROW, HUMANEVAL_ROW, MMLU_ROW
 
 import nanochat_fp4 as nf
 from eval.arc import ARC
@@ -27,31 +28,6 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT, GPTConfig
 from nanochat_fp4.tokenizer import SPECIAL_TOKENS, RustBPETokenizer
 
-ARC_ROW = {
-    "id": "q1",
-    "question": "What do plants need?",
-    "choices": {"text": ["light", "sand", "noise"], "label": ["A", "B", "C"]},
-    "answerKey": "A",
-}
-MMLU_ROW = {"question": "2 + 2 =", "choices": ["3", "4", "5", "6"], "answer": 1, "subject": "elementary_mathematics"}
-GSM8K_ROW = {
-    "question": "Ada has 1,000 coins and doubles them. How many are there?",
-    "answer": "She has 1000*2 = <<1000*2=2000>>2000 coins.\nThat is <<2000>>all.\n#### 2,000",
-}
-HUMANEVAL_ROW = {
-    "task_id": "t/0",
-    "prompt": 'from typing import List\n# a comment\nimport math\n\n\ndef total(xs: List[int]):\n    """Sum."""\n',
-    "canonical_solution": "    return sum(xs)\n",
-    "entry_point": "total",
-    "test": "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert math.pi > 3\n",
-}
-FILES = {
-    "allenai/ai2_arc/ARC-Easy/test": ARC_ROW,
-    "allenai/ai2_arc/ARC-Challenge/test": ARC_ROW,
-    "cais/mmlu/all/test": MMLU_ROW,
-    "openai/gsm8k/main/test": GSM8K_ROW,
-    "openai/openai_humaneval/openai_humaneval/test": HUMANEVAL_ROW,
-}
 TASKS = {
     "ARC-Easy": lambda d: ARC("ARC-Easy", "test", eval_dir=d),
     "ARC-Challenge": lambda d: ARC("ARC-Challenge", "test", eval_dir=d),
@@ -64,7 +40,7 @@ TASKS = {
 @pytest.fixture
 def eval_dir(tmp_path):
     """Benchmark files of one row each, in the published formats."""
-    for path, row in FILES.items():
+    for path, row in BENCHMARK_ROWS.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / f"{path}.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "words").mkdir()
@@ -177,7 +153,7 @@ def spoil(row, **changes):
 )
 def test_a_wrong_field_is_named(eval_dir, name, path, row, expected):
     file = eval_dir / f"{path}.jsonl"
-    file.write_text(json.dumps(FILES[path]) + "\n" + json.dumps(row) + "\n")
+    file.write_text(json.dumps(BENCHMARK_ROWS[path]) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(UserError) as e:
         TASKS[name](eval_dir)
     text = str(e.value)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_common import run_ranks
+from _commands import run_ranks
 from torch import nn
 
 import nanochat_fp4 as nf

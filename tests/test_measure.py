@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_reliability_fuzz import options
+from _commands import options
 
 ROOT = Path(__file__).resolve().parent.parent
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -6,20 +6,20 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from _assertions import assert_same, final_state
+from _samples import CORE_TASKS, make_bundle, save_base
 
 from eval.local import LocalArithmetic, LocalChoice
 from nanochat_fp4 import core_eval
 from nanochat_fp4.chat_data import CustomJSON, Task
 from nanochat_fp4.chat_loader import ConversationBatches, PackedConversations
-from nanochat_fp4.checkpoint_manager import list_steps, load_checkpoint, save_checkpoint
+from nanochat_fp4.checkpoint_manager import list_steps, load_checkpoint
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.gpt import GPT, GPTConfig
+from nanochat_fp4.gpt import GPT
 from nanochat_fp4.report import read_jsonl
 from nanochat_fp4.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, get_tokenizer
 from scripts import base_eval, base_train, chat_cli, chat_eval, chat_sft, mid_train, post_training
@@ -32,27 +32,6 @@ SFT = (
     "--data=local --device-type=cpu --device-batch-size=2 --target-examples-per-step=4 --eval-every=4 --eval-steps=2 "
     "--eval-metrics-every=4 --eval-metrics-max-problems=6"
 ).split()
-
-
-def save_base(base: Path, tag: str = "d2_clover", method: str = "clover", source: str = "base_checkpoints", **changes):
-    """A checkpoint as base_train writes it, of a model that was not trained."""
-    tokenizer = get_tokenizer()
-    shape = dict(sequence_len=128, vocab_size=tokenizer.get_vocab_size(), n_layer=2, n_head=2, n_kv_head=2, n_embd=128)
-    config = GPTConfig(**{**shape, "window_pattern": "SL", **changes})
-    torch.manual_seed(1)
-    model = GPT(config)
-    model.init_weights()
-    with torch.no_grad():  # the projections are zero at first; with them no layer would matter
-        for p in model.transformer.h.parameters():
-            p += 0.02 * torch.randn(p.shape)
-    meta = {
-        "model_config": asdict(config),
-        "user_config": {"method": method},
-        "run_config": {"method": method, "tokenizer": tokenizer.fingerprint()},
-        "device_batch_size": 8,
-    }
-    assert save_checkpoint(base / source / tag, 5, model.state_dict(), None, meta)
-    return model
 
 
 @pytest.fixture
@@ -591,10 +570,7 @@ def test_a_model_that_never_stops_can_be_talked_to(base):
 # ----------------------------------------------------------------------------------------------------------------------
 # CORE
 
-
-MC = [{"query": f"Question {i}", "choices": ["yes", "no"], "gold": i % 2} for i in range(5)]
-SCHEMA = [{"context_options": ["The cat", "The dog"], "continuation": "sat.", "gold": 0} for _ in range(3)]
-LM = [{"context": f" One two {i} ", "continuation": "three"} for i in range(4)]
+MC, SCHEMA, LM = CORE_TASKS.values()
 
 
 def test_core_prompts_to_the_letter():
@@ -626,7 +602,7 @@ def test_core_spans():
         core_eval.crop(list(range(10)), (5, 10), 5)
 
 
-@pytest.mark.parametrize("kind, data", [("multiple_choice", MC), ("schema", SCHEMA), ("language_modeling", LM)])
+@pytest.mark.parametrize("kind, data", CORE_TASKS.items())
 def test_core_finds_what_the_model_knows(kind, data):
     """A model that makes the right answer likely is right everywhere; one that makes the wrong one likely, nowhere."""
     tokenizer = ByteTokenizer()
@@ -651,19 +627,6 @@ def test_core_finds_what_the_model_knows(kind, data):
             model.gold = item.get("gold", 0)
             outcomes.append(core_eval.evaluate_example(i, model, tokenizer, data, "cpu", meta))
         assert outcomes == [right] * len(data)
-
-
-def make_bundle(folder):
-    (folder / "eval_data").mkdir(parents=True)
-    tasks = []
-    for kind, data in (("multiple_choice", MC), ("schema", SCHEMA), ("language_modeling", LM)):
-        (folder / "eval_data" / f"{kind}.jsonl").write_text("".join(json.dumps(d) + "\n" for d in data))
-        tasks.append(f"- {{label: {kind}, icl_task_type: {kind}, dataset_uri: {kind}.jsonl, num_fewshot: [1]}}\n")
-    (folder / "core.yaml").write_text("icl_tasks:\n" + "".join(tasks))
-    (folder / "eval_meta_data.csv").write_text(
-        "Eval Task,Random baseline\nmultiple_choice,50\nschema,50\nlanguage_modeling,0\n"
-    )
-    return folder
 
 
 def test_base_eval_with_a_bundle_and_without(base, tmp_path, capsys, monkeypatch):

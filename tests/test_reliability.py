@@ -19,7 +19,7 @@ import pytest
 import torch
 from _assertions import assert_same, bits, final_state
 from _forking import ForkServer, Run
-from test_post_training import save_base
+from _samples import save_base
 
 import nanochat_fp4 as nf
 from eval.local import LocalArithmetic

@@ -9,13 +9,11 @@ import ast
 import contextlib
 import gzip
 import hashlib
-import inspect
 import json
 import os
 import random
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +22,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from _commands import options
 from _forking import ROOT, ForkServer
-from test_eval import FILES
-from test_post_training import make_bundle, save_base
+from _samples import BENCHMARK_ROWS, make_bundle, save_base
 
 from eval.arc import ARC
 from eval.gsm8k import GSM8K
@@ -278,7 +276,7 @@ def text_kind(base: Path, tmp: Path) -> Kind:
 
 def benchmark_kind(base: Path, tmp: Path) -> Kind:
     paths = []
-    for i, (name, row) in enumerate(FILES.items()):
+    for i, (name, row) in enumerate(BENCHMARK_ROWS.items()):
         data = ("\n".join([json.dumps(row)] * 3) + "\n").encode()
         if i % 3 == 0:
             paths.append(write(tmp / f"{name}.jsonl", data))
@@ -469,27 +467,6 @@ NUMBERS = ("0", "-1", "1e-3", "0.5", "nan", "inf", "-inf", "1e400", "1e300", "x"
 TEXTS = ("", " ", "x", "..", ".", "../../x", "run", "/nonexistent/y", "a" * 300, "ünïcødé", "-", "{}", "%s%n", "a\nb")
 TEXTS += ("\udcff", "latest", "clover", "bf16", "all", "|", "*", "~")
 GARBAGE = ("--nope", "extra", "--", "-", "--=1", "--de", "-z", "", "--help", "--model-tag", "\udcff")
-
-
-class Captured(BaseException):
-    pass
-
-
-def options(module: str) -> list[argparse.Action]:
-    """The flags of a script, without running it."""
-
-    def capture(parser, *args, **kwargs):
-        raise Captured(parser)
-
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(argparse.ArgumentParser, "parse_known_args", capture)
-        m.setattr(sys, "argv", [module])
-        main = __import__(module, fromlist=["main"]).main
-        try:
-            main([]) if inspect.signature(main).parameters else main()
-        except Captured as e:
-            return [a for a in e.args[0]._actions if a.option_strings]
-    raise AssertionError(f"{module} does not parse its arguments first")
 
 
 def made_up(module: str, actions: list[argparse.Action], rng: random.Random) -> list[str]:
