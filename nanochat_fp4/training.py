@@ -35,6 +35,7 @@ from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.quantizers import quantize
 from nanochat_fp4.nvfp4.recipes import get_recipe, method_names
 from nanochat_fp4.report import read_jsonl
+from nanochat_fp4.run_folder import release_runs
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A stage as a program
@@ -89,6 +90,7 @@ def run_stage(args: argparse.Namespace, train: Callable[[torch.device, int, int,
         with StopSignals() as signals:
             train(device, rank, world_size, signals)
     finally:
+        release_runs()
         compute_cleanup()
     if signals.exit_code:
         sys.exit(signals.exit_code)

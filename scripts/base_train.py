@@ -58,6 +58,7 @@ from nanochat_fp4.nvfp4 import oscillation
 from nanochat_fp4.nvfp4.convert import rounds_with_feedback
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.report import get_report
+from nanochat_fp4.run_folder import check_writable, claim_run, save_bytes
 from nanochat_fp4.tokenizer import get_token_bytes, get_tokenizer
 from nanochat_fp4.training import (
     MAX_SKIPPED_IN_A_ROW,
@@ -329,6 +330,8 @@ def train(
     branch = branch_point(args.branch_from, checkpoint_dir) if args.branch_from else None
     if branch and args.overwrite:
         check_step(*branch)
+    claim_run(checkpoint_dir)
+    check_writable(checkpoint_dir, save_bytes(model), args.overwrite)
     resumed_step = find_resume_step(args, checkpoint_dir, rank)
     source, step, same = checkpoint_dir, resumed_step, run_config
     if resumed_step is None and branch:

@@ -41,6 +41,7 @@ from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.recipes import get_recipe
 from nanochat_fp4.report import get_report
 from nanochat_fp4.rows import MissingDataError
+from nanochat_fp4.run_folder import check_writable, claim_run, save_bytes
 from nanochat_fp4.tokenizer import RustBPETokenizer
 from nanochat_fp4.training import (
     MAX_SKIPPED_IN_A_ROW,
@@ -278,6 +279,8 @@ class PostTraining:
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
         self.overwrites = args.overwrite and args.resume_from_step == -1 and not restarted and not dry_run
         looks = not (dry_run or self.overwrites)
+        if not dry_run:
+            claim_run(self.checkpoint_dir)
         self.resumed_step = find_resume_step(args, self.checkpoint_dir, rank) if looks else None
         self.rank_state: dict[str, Any] = {}
         self.meta: dict[str, Any] = {}
@@ -297,6 +300,8 @@ class PostTraining:
             )
             self.parent_meta, parent = self.meta, self.meta.get("parent") or {}
             self.check_parent(parent)
+        if not dry_run:
+            check_writable(self.checkpoint_dir, save_bytes(self.model), self.overwrites)
         self.parent = parent
         self.config = self.model.config
         # Resuming, the method is the run's own; nothing but --method changes it, and that is refused below.

@@ -70,6 +70,16 @@ class ForkServer:
         answer = json.loads(self.process.stdout.readline())
         return Run(**answer, log=log.read_text(errors="replace"))
 
+    def run_together(self, module: str, argv: list[str], count: int, deadline: float = 120.0, **job: Any) -> list[Run]:
+        """main(argv) in `count` processes at the same time, which know nothing of one another."""
+        self.count += 1
+        logs = [self.folder / f"log_{self.count:05d}_{i}.txt" for i in range(count)]
+        job |= {"module": module, "argv": argv, "deadline": deadline, "logs": [str(log) for log in logs]}
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        answers = json.loads(self.process.stdout.readline())
+        return [Run(**a, log=log.read_text(errors="replace")) for a, log in zip(answers, logs)]
+
     def __enter__(self) -> "ForkServer":
         return self
 
@@ -93,7 +103,8 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(_fork(json.loads(line))), file=answers, flush=True)
+        job = json.loads(line)
+        print(json.dumps(_fork_together(job) if "logs" in job else _fork(job)), file=answers, flush=True)
 
 
 def _free_port() -> int:
@@ -148,6 +159,33 @@ def _fork(job: dict[str, Any]) -> dict[str, Any]:
     with os.fdopen(read) as f:
         count = f.read()
     return {"status": status, "seconds": time.monotonic() - start, "operations": int(count) if count else None}
+
+
+def _fork_together(job: dict[str, Any]) -> list[dict[str, Any]]:
+    read, write = os.pipe()
+    start = time.monotonic()
+    pids = {}
+    for log in job["logs"]:
+        pid = os.fork()
+        if pid == 0:
+            os.close(read)
+            _child(job | {"log": log}, False, write)
+        pids[pid] = {"status": None, "seconds": job["deadline"], "operations": None}
+    for fd in (read, write):
+        os.close(fd)
+    running = set(pids)
+    while running:
+        for pid in list(running):
+            done, code = os.waitpid(pid, os.WNOHANG)
+            if done:
+                running.remove(pid)
+                pids[pid] |= {"status": os.waitstatus_to_exitcode(code), "seconds": time.monotonic() - start}
+            elif time.monotonic() > start + job["deadline"]:
+                running.remove(pid)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        time.sleep(0.002)
+    return list(pids.values())
 
 
 def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
@@ -282,6 +320,17 @@ def read_only(folder: str, first: int, last: int) -> None:
         os.chmod(folder, 0o755)
 
     at_step(first, lambda: os.chmod(folder, 0o555), last, end)
+
+
+def unwritable(folder: str) -> None:
+    """From the start nothing can be made or deleted in the folder, not even by root."""
+    _give_up_root_rights()
+    os.chmod(folder, 0o555)
+
+
+def no_room(size: int) -> None:
+    """From the start the kernel refuses every file of more than `size` bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def _give_up_root_rights() -> None:
