@@ -187,7 +187,7 @@ def is_predictable(method: str) -> bool:
     """Whether a method quantizes, by kernels alone and alike all the time: other budgets are not known."""
     recipe = get_recipe(method)
     operands = [o for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (gemm.a, gemm.b)]
-    if not recipe.quantizes or recipe.late or recipe.output.hot or any(o.terms > 1 or o.outer for o in operands):
+    if not recipe.quantizes or recipe.late or any(o.terms > 1 or o.outer for o in operands):
         return False
     return all(get_rounding(o.rounding).has_kernels for o in operands if o.rounding)
 

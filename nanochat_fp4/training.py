@@ -33,7 +33,7 @@ from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.nvfp4.convert import full_precision, per_token_scale, quantize_weights_once
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.quantizers import quantize
-from nanochat_fp4.nvfp4.recipes import get_recipe, method_names
+from nanochat_fp4.nvfp4.recipes import get_recipe
 from nanochat_fp4.report import read_jsonl
 from nanochat_fp4.run_folder import release_runs
 
@@ -106,10 +106,10 @@ def resolve_method(flag: str | None) -> str:
     Raises UserError that lists the methods.
     """
     name = flag or os.environ.get("QAT_METHOD") or "clover"
-    if name not in method_names():
-        where = "--method" if flag else "QAT_METHOD"
-        raise UserError(f"{where}: unknown method {name!r}; use one of: {', '.join(method_names())}")
-    return get_recipe(name).name
+    try:
+        return get_recipe(name).name
+    except ValueError as e:
+        raise UserError(f"{'--method' if flag else 'QAT_METHOD'}: {e}") from None
 
 
 def default_model_tag(depth: int, method: str) -> str:

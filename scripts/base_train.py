@@ -137,7 +137,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--oscillation",
         default="",
-        help=f"a remedy for weights that oscillate between two 4-bit values: {oscillation.FORMS}",
+        help=f"a remedy for weights that oscillate between two 4-bit values: {oscillation.FORM}",
     )
     # Model architecture
     add("--depth", type=int, default=20, help="depth of the Transformer model")
@@ -629,8 +629,6 @@ def train(
             progress.write(f"step {step:05d} | from here on {plan.at(step / num_iterations)}")
             if compiled:
                 torch._dynamo.reset()  # recipes are constants of compiled code
-            for steadier in steadiers:
-                steadier.refresh()
         synchronize()
         t0 = time.monotonic()
         rng_before, loader_before = get_rng_state(device), loader_state

@@ -5,18 +5,16 @@ from scripts.reproduce_common import Context, Outcome
 from scripts.reproduce_training import FULL_METHODS, ends_in_bf16, one_size, training
 
 REMEDIES = (
-    "clover_search", "clover_search_forward", "clover_search_backward", "clover_weight_search", "clover_masked",
-    "clover_rotated", "clover_warmup", "clover_late_bf16", "clover_late_forward", "clover_late_backward",
-    "clover_refined", "clover_late_refined", "clover_late", "clover_late_fp8", "clover_up_fp8",
-    "clover_qkv_fp8", "clover_up_bf16", "clover_fp8_input", "clover_fp8_weight", "clover_fp8_forward",
-    "clover_rates_up", "clover_rates_down", "clover_less_decay", "clover_ema", "clover_q_ema", "clover_late_ema",
-    "clover_late_q_ema", "clover_reset", "clover_hot", "clover_down_hot", "clover_feedback", "clover_feedback_first",
-    "clover_search_feedback", "clover_shifted", "clover_shifted_feedback", "clover_dithered", "clover_search_dithered",
-    "clover_late_refined_bf16", "clover_feedback_late_bf16",
+    "clover_search", "clover_search_forward", "clover_search_backward", "clover_weight_search", "clover_warmup",
+    "clover_late_bf16", "clover_late_forward", "clover_late_backward", "clover_refined", "clover_late_refined",
+    "clover_late", "clover_late_fp8", "clover_up_fp8", "clover_qkv_fp8", "clover_up_bf16", "clover_fp8_input",
+    "clover_fp8_weight", "clover_fp8_forward", "clover_rates_up", "clover_rates_down", "clover_less_decay",
+    "clover_reset", "clover_feedback", "clover_search_feedback", "clover_late_refined_bf16",
+    "clover_feedback_late_bf16",
 )  # fmt: skip
 
 # With --quick one of each sort.
-QUICK = ("clover_masked", "clover_late_forward", "clover_up_fp8")
+QUICK = ("clover_feedback", "clover_late_forward", "clover_up_fp8")
 
 
 def remedies(context: Context) -> Outcome:

@@ -1,15 +1,15 @@
-"""Beyond the paper: the other systems, FP8, NVIDIA's recipe piece by piece, Chmiel, Tseng, Quartet, MXFP4."""
+"""Beyond the paper: the other systems, FP8, NVIDIA's recipe piece by piece, Chmiel, Tseng, MXFP4."""
 
 from scripts.reproduce_common import Context, Outcome
 from scripts.reproduce_training import Claim, compare, ends_in_bf16, one_size, training
 
 OTHER_SYSTEMS = (
     "bf16", "fp8", "clover", "nvidia", "nvidia_fixed_signs", "nvidia_1d", "nvidia_no_rht", "nvidia_no_sr",
-    "nvidia_late_forward", "chmiel", "tetrajet_v2", "tetrajet_v2_full", "tseng", "quartet", "mxfp4_nvidia",
+    "nvidia_late_forward", "chmiel", "tetrajet_v2", "tetrajet_v2_full", "tseng", "mxfp4_nvidia",
 )  # fmt: skip
 
 # With --quick one of each sort.
-QUICK = ("bf16", "fp8", "clover", "nvidia", "quartet", "mxfp4_nvidia")
+QUICK = ("bf16", "fp8", "clover", "nvidia", "mxfp4_nvidia")
 
 
 def systems(context: Context) -> Outcome:
@@ -19,7 +19,7 @@ def systems(context: Context) -> Outcome:
             "a BF16 forward in the last 18% of the steps helps (NVIDIA: 1.5% to 0.5%)", "nvidia_late_forward", "nvidia"
         ),
     ]
-    title = "Other systems: FP8, NVIDIA's recipe piece by piece, Chmiel, Tseng, Quartet, MXFP4"
+    title = "Other systems: FP8, NVIDIA's recipe piece by piece, Chmiel, Tseng, MXFP4"
     chosen = [m for m in OTHER_SYSTEMS if m in QUICK or not context.quick]
     chosen.append(ends_in_bf16("nvidia", one_size(context)))
     outcome, results = training(context, "systems", title, chosen, claims, [one_size(context)], 20.0)

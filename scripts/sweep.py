@@ -75,8 +75,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_late_refined_bf16": changed("clover", phases="0.7=clover_refined,0.85=bf16"),  # clover_late, ending in BF16
     "clover_feedback_late_bf16": changed("clover_feedback", phases="0.85=bf16"),
     "clover_late_refined": changed("clover", phases="0.85=clover_refined"),  # clover_late changes at 0.7
-    "clover_down_hot": changed("clover", f"{LAYER_KINDS['down']}=clover_hot"),  # 2% more GEMM work
-    "clover_feedback_first": changed("clover_feedback", phases="0.85=clover"),  # then rounding that training adapts to
     "clover_warmup": changed("bf16", phases="0.1=clover"),
     "clover_up_fp8": changed("clover", f"{LAYER_KINDS['up']}=clover_fp8_forward"),
     "clover_qkv_fp8": changed("clover", f"{LAYER_KINDS['qkv']}=clover_fp8_forward"),
@@ -84,11 +82,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_rates_up": changed("clover", "", "", "--matrix-lr=0.025"),  # nanochat's is 0.02
     "clover_rates_down": changed("clover", "", "", "--matrix-lr=0.016"),
     "clover_less_decay": changed("clover", "", "", "--weight-decay=0.1"),  # nanochat's is 0.2
-    # Weights that oscillate (nanochat_fp4/nvfp4/oscillation.py)
-    "clover_ema": changed("clover", "", "", "--oscillation=ema:0.9"),
-    "clover_q_ema": changed("clover", "", "", "--oscillation=q_ema:0.9"),
-    "clover_late_ema": changed("clover", "", "", "--oscillation=ema:0.9:0.6"),
-    "clover_late_q_ema": changed("clover", "", "", "--oscillation=q_ema:0.98:0.6"),
+    # (nanochat_fp4/nvfp4/oscillation.py)
     "clover_reset": changed("clover", "", "", "--oscillation=reset"),
     "nvidia_late_forward": changed("nvidia", phases="0.82=fig1d_sr"),  # NVIDIA's 18%, with SR in the backward
     # TetraJet-v2 in full: recipes.py says how its OutControl differs from the authors'. OsciReset as in their smallest
@@ -130,9 +124,11 @@ def method_flags(method: str) -> tuple[str, ...]:
         return tuple(method.partition(":")[2].split())
     if method in VARIANTS:
         return VARIANTS[method]
-    if method in nf.METHODS:
-        return (f"--method={method}",)
-    raise UserError(f"unknown method {method!r}; use one of {', '.join([*nf.METHODS, *VARIANTS])}, or --variant")
+    try:
+        nf.get_recipe(method)
+    except ValueError as e:
+        raise UserError(f"{e}; or a variant: {', '.join(VARIANTS)}; or --variant") from None
+    return (f"--method={method}",)
 
 
 def begins_late(flags: tuple[str, ...], fraction: float) -> bool:

@@ -132,7 +132,7 @@ def test_without_cuda_one_line(script):
         (bench_linear, ["--seconds", "nan"], "--seconds positive"),
         (bench_linear, ["--passes", "backward"], "--passes is 'backward', expected some of forward, forward"),
         (bench_linear, ["--modes", ""], "expected some of graph, eager"),
-        (bench_linear, ["--methods", "clever"], "unknown QAT method 'clever'"),
+        (bench_linear, ["--methods", "clever"], "unknown method 'clever'"),
         (bench_quantize, ["--rows", "100"], "multiples of 128"),
         (bench_quantize, ["--only", "nothing"], "matches none of: amax"),
     ],

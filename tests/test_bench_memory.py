@@ -108,7 +108,7 @@ def test_writes_only_between_the_markers(base_dir, tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--methods", "clever"], "unknown QAT method 'clever'"),
+        (["--methods", "clever"], "unknown method 'clever'"),
         (["--depth", "0"], "must all be at least 1"),
         (["--write", "nowhere.md"], "has no two lines"),
     ],

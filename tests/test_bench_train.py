@@ -342,7 +342,7 @@ def test_break_even_is_a_prediction(machine, base_dir, capsys):
     [
         (["--depth", "20,x"], "--depth must be"),
         (["--depth", ""], "--depth must be"),
-        (["--methods", "clever"], "--methods: unknown QAT method 'clever'"),
+        (["--methods", "clever"], "--methods: unknown method 'clever'"),
         (["--recompute", "some"], "--recompute must be some of none, mlp, all"),
         (["--micro-batch", "0"], "expected 'auto' or a positive whole number"),
         (["--rounds", "0"], "must be at least 1"),

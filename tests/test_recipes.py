@@ -6,7 +6,7 @@ import pytest
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import recipes
-from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, Gemm, Operand, Recipe, get_recipe
+from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, Gemm, Operand, Recipe, both, get_recipe
 
 NONE = "- x -"
 # method: (output, grad_input, grad_weight), each "a x b, rotation". "raw": quantized from the unquantized tensor;
@@ -45,11 +45,6 @@ DESIGN = {
     "nvidia_no_rht": ("rtn x rtn_16x16", "sr x -", "sr x raw rtn"),
     "nvidia_no_sr": ("rtn x rtn_16x16", "rtn x -", "rtn x raw rtn, RHT-16"),
     "mxfp4_nvidia": ("mxfp4 x mxfp4_32x32", "mxfp4_sr x -", "mxfp4_sr x raw mxfp4, RHT-16"),
-    "quartet": (
-        "mxfp4_quest x mxfp4_quest",
-        "mxfp4_sr_prescaled x mxfp4_sr_prescaled, RHT-32",
-        "mxfp4_sr_prescaled x mxfp4_sr_prescaled, RHT-32",
-    ),
     "tseng": (
         NONE,
         "mxfp4_sr_prescaled x mxfp4_sr_prescaled, RHT-64",
@@ -72,9 +67,6 @@ def test_what_else_sets_a_system_apart():
     fixed = get_recipe("nvidia_fixed_signs")
     assert dataclasses.replace(fixed.grad_weight, fixed_signs=False) == get_recipe("nvidia").grad_weight
     assert fixed.grad_weight.fixed_signs and fixed.output == get_recipe("nvidia").output
-    quartet = get_recipe("quartet")
-    assert (quartet.forward_rht_dim, quartet.mask) == (32, "clipped")
-    assert str(quartet).endswith("; forward RHT-32; mask clipped")
 
 
 def test_remedies_are_clover_with_something_changed():
@@ -84,9 +76,8 @@ def test_remedies_are_clover_with_something_changed():
     for r in remedies:
         fields = [f.name for f in dataclasses.fields(r) if f.name not in ("name", "summary")]
         changed = {f for f in fields if getattr(r, f) != getattr(clover, f)}
-        both_gradients = ("clover_search_backward", "clover_dithered", "clover_search_dithered")
         everything = ("clover_search", "clover_search_feedback")
-        expected = 3 if r.name in everything else 2 if r.name in both_gradients else 1
+        expected = 3 if r.name in everything else 2 if r.name == "clover_search_backward" else 1
         assert len(changed) == expected, (r.name, changed)
 
 
@@ -103,9 +94,15 @@ def test_a_recipe_stands_for_itself():
 
 
 def test_unknown_method_lists_the_known_ones():
-    with pytest.raises(ValueError, match="unknown QAT method 'cloover'; known: bf16, nvidia, .*clover.*quartet2") as e:
+    with pytest.raises(ValueError, match="unknown method 'cloover'; use one of: bf16, nvidia, .*clover.*quartet2") as e:
         get_recipe("cloover")
     assert "\n" not in str(e.value)
+
+
+def test_a_removed_method_names_the_last_commit_that_has_it():
+    for method in recipes.REMOVED:
+        with pytest.raises(ValueError, match=f"^method '{method}' was .* removed; the last commit .* is 880d786$"):
+            get_recipe(method)
 
 
 def test_rows_are_frozen():
@@ -165,14 +162,7 @@ def test_which_passes_draw_random_numbers(method, forward, backward):
         ({"output": Gemm(b=Operand("sr", feedback=True))}, "output: feedback is for .* draws nothing, .* for sr"),
         ({"output": Gemm(b=Operand("rtn", terms=2, feedback=True))}, "output: feedback is for .* second term"),
         ({"grad_input": Gemm(b=Operand("rtn", feedback=True))}, "grad_input: feedback is for the weight in output"),
-        (
-            {"output": Gemm(Operand("rtn", terms=2), Operand("rtn")), "mask": "clipped"},
-            "second terms, .* do not go with a mask",
-        ),
-        ({"output": Gemm(Operand("rtn"), Operand("rtn"), hot=1.5)}, "output: hot channels, .* got 1.5"),
-        ({"output": Gemm(Operand("rtn"), Operand("sr"), hot=0.1)}, "output: hot channels, .* got 0.1"),
-        ({"output": Gemm(Operand("rtn"), Operand("rtn", terms=2), hot=0.1)}, "output: hot channels, .* got 0.1"),
-        ({"grad_input": Gemm(Operand("rtn"), Operand("rtn"), hot=0.1)}, "grad_input: hot channels, .* got 0.1"),
+        ({"output": both("mxfp4_sr_prescaled")}, "output: a prescaled rounding is for backward operands"),
         ({"output": Gemm(Operand("mxfp4", outer=True))}, "output: scales by 128 are for NVFP4 roundings of 1x16"),
         ({"output": Gemm(Operand("rtn"), Operand(outer=True))}, "output: scales by 128 are for NVFP4 roundings"),
     ],

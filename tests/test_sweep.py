@@ -111,7 +111,7 @@ def test_numbers_of_tokens(text, value):
         (lambda: sweep.parse_number("many"), "'many' is not a number of tokens; write for example 100M"),
         (lambda: sweep.size_flags("huge"), "unknown size 'huge'; use d<depth>, llama-30M"),
         (lambda: sweep.size_flags("llama-7B"), "--llama='7B' is not a size of the family; use one of 30M"),
-        (lambda: sweep.method_flags("cloover"), "unknown method 'cloover'; use one of bf16, .*clover_late_bf16"),
+        (lambda: sweep.method_flags("cloover"), "unknown method 'cloover'; use one of: bf16, .*clover_late_bf16"),
         (lambda: sweep.plan(["bf16"], ["tiny"], [1]), "either --tokens=100M or --ratio=20"),
         (lambda: sweep.plan(["bf16"], ["tiny"], [1], tokens=1, ratio=1.0), "either --tokens=100M or --ratio=20"),
         (

@@ -24,6 +24,8 @@ def test_method_flag_then_environment_then_clover(monkeypatch):
     monkeypatch.setenv("QAT_METHOD", "fp3")
     with pytest.raises(UserError, match="QAT_METHOD: unknown method 'fp3'; use one of: bf16, .*clover"):
         training.resolve_method(None)
+    with pytest.raises(UserError, match="--method: method 'clover_hot' was .* the last commit .* is 880d786"):
+        training.resolve_method("clover_hot")  # what mid-training, SFT and evaluations ask of a checkpoint, too
     assert training.default_model_tag(20, "clover") == "d20_clover"
 
 

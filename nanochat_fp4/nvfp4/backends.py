@@ -120,7 +120,7 @@ def quantize_operand(
     outer: a tensor_scale for each 128 values (recipes.Operand); the values, in BF16 on a GPU and in FP32 elsewhere.
     """
     if isinstance(value, TwoTerms):
-        value = value.add(_float(value.first), _float(value.rest))
+        value = _float(value.first) + _float(value.rest)
     if terms == 2:
         one = {"keep_codes": keep_codes, "seed": seed, "stream": stream, "per_token": per_token}
         first = quantize_operand(value, rounding, **one)
@@ -150,27 +150,7 @@ def quantize_operand(
         rht_stream=rht_stream,
         per_token=per_token,
     )
-    return _values(t, spec) if spec.mx or spec.shifted else t
-
-
-def hot_channels(x: torch.Tensor, weight: torch.Tensor, count: int, per_token: bool) -> torch.Tensor:
-    """The `count` columns of x (M, K) and weight (N, K) that count most in their product, int64 (count,), rising.
-
-    The error that rounding a column leaves in the product goes with the product of its norms in x and weight.
-    per_token: by the weight alone, so that a token's result does not depend on the other tokens.
-    """
-    norms = [torch.linalg.vector_norm(v, dim=0, dtype=torch.float32) for v in ((weight,) if per_token else (x, weight))]
-    return functools.reduce(torch.mul, norms).topk(count).indices.sort().values
-
-
-def with_rest(
-    value: torch.Tensor, first: NVFP4Tensor, rounding: str, channels: torch.Tensor, per_token: bool = False
-) -> TwoTerms:
-    """value (R, K) with its quantized tensor, and of these channels a second term, quantized like the first."""
-    hot = value.index_select(1, channels)
-    left = hot.float() - decoded_codes(first).index_select(1, channels).float() * first.tensor_scale
-    rest, hot = (quantize_operand(v, rounding, keep_codes=True, per_token=per_token) for v in (left, hot))
-    return TwoTerms(first, rest, channels, hot)
+    return _values(t, spec) if spec.mx else t
 
 
 def _float(t: NVFP4Tensor) -> torch.Tensor:
@@ -179,10 +159,8 @@ def _float(t: NVFP4Tensor) -> torch.Tensor:
 
 
 def _values(t: NVFP4Tensor, spec: Rounding) -> Value:
-    """MXFP4, MXFP8 and shifted grids exist to be compared with: no kernels, no GEMM of their own; their values are
-    exact in BF16, with the tensor_scale of shifted grids, a power of two, multiplied in."""
-    values = t.decoded * t.tensor_scale if spec.shifted else t.decoded
-    values = values.to(torch.bfloat16) if values.is_cuda else values
+    """MXFP4 and MXFP8 exist to be compared with: no kernels, no GEMM of their own; their values are exact in BF16."""
+    values = t.decoded.to(torch.bfloat16) if t.decoded.is_cuda else t.decoded
     return values if spec.prescale == 1 else Decoded(values, t.tensor_scale)
 
 

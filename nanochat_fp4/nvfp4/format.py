@@ -43,15 +43,12 @@ class NVFP4Tensor:
                   float8_e8m0fnu (..., K/32)
     tensor_scale: float32 () or, quantized per token, (..., 1)
     decoded:      optional cache of what `decode` returns, for a GEMM that follows at once; never saved
-    shifts:       BF16 (..., K/16), added to the codes' values before they are scaled, or None: of the rounding with
-                  shifted grids (quantizers.py), which never meets a kernel or a GEMM in this form
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     tensor_scale: torch.Tensor
     decoded: torch.Tensor | None = None
-    shifts: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -67,7 +64,7 @@ class NVFP4Tensor:
         """code * scale, without tensor_scale, (..., K): exact in BF16 and in FP32."""
         if self.decoded is not None:
             return self.decoded.to(dtype)
-        return decode(self.codes, self.scales, dtype, self.shifts)
+        return decode(self.codes, self.scales, dtype)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """code * scale * tensor_scale, (..., K), rounded once to dtype. In rotated space for the ms_eden roundings."""
@@ -80,16 +77,10 @@ class TwoTerms:
 
     first: the tensor, quantized; rest: what that leaves of it, quantized. 9 bits an element, whose error is the square
     of that of 4.5 bits, for twice as many products of 4-bit operands.
-
-    channels: None, or int64 (H,), rising: the columns that rest (R, H) is of; the others have one term.
-    hot:      these columns of the tensor, quantized (R, H), which a product with another tensor's rest needs: picked
-              from first they would not be blocks of 16 with a scale. For a GEMM that follows at once; never saved.
     """
 
     first: NVFP4Tensor
     rest: NVFP4Tensor
-    channels: torch.Tensor | None = None
-    hot: NVFP4Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -97,16 +88,11 @@ class TwoTerms:
 
     @property
     def nbytes(self) -> int:
-        channels = 0 if self.channels is None else self.channels.nbytes
-        return self.first.nbytes + self.rest.nbytes + channels
+        return self.first.nbytes + self.rest.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The sum of the terms' values, rounded to FP32 and then to dtype."""
-        return self.add(self.first.dequantize(), self.rest.dequantize()).to(dtype)
-
-    def add(self, first: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-        """The sum of the terms' values, where they belong."""
-        return first + rest if self.channels is None else first.index_add(1, self.channels, rest)
+        return (self.first.dequantize() + self.rest.dequantize()).to(dtype)
 
 
 def terms(value) -> tuple:
@@ -138,14 +124,10 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
     return table[codes.to(torch.int32)]
 
 
-def decode(
-    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32, shifts: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Codes, scales and shifts of an NVFP4Tensor -> (code + shift) * scale (..., K), exact in BF16 and FP32."""
+def decode(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Codes and scales of an NVFP4Tensor -> code * scale (..., K), exact in BF16 and FP32."""
     values = decode_e2m1(unpack(codes)) if codes.dtype == torch.uint8 else codes.to(torch.float32)
     values = values.unflatten(-1, (scales.shape[-1], -1))
-    if shifts is not None:
-        values = values + shifts.to(torch.float32).unsqueeze(-1)
     return (values * scales.to(torch.float32).unsqueeze(-1)).flatten(-2).to(dtype)
 
 

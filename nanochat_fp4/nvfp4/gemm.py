@@ -8,8 +8,7 @@ cannot be reached this way, the product is kept in FP32 and scaled in a second s
 traffic.
 
 An operand that is the sum of two NVFP4 terms is multiplied term by term, A1 . B1 + A1 . B2 + A2 . B1: every product is
-one of 4-bit operands. A2 . B2 is left out; it is of the size of the error that the two terms have anyway. Where only
-some channels have a second term, the last two products are over these: A1[:, H] . B2 + A2 . B1[:, H].
+one of 4-bit operands. A2 . B2 is left out; it is of the size of the error that the two terms have anyway.
 """
 
 import functools
@@ -40,7 +39,7 @@ def gemm(a: Value, b: Value, *, compute_dtype: torch.dtype, out_dtype: torch.dty
     """
     if isinstance(a, TwoTerms) or isinstance(b, TwoTerms):
         (a_first, *a_rest), (b_first, *b_rest) = terms(a), terms(b)
-        pairs = [(a_first, b_first), *((_hot(a), rest) for rest in b_rest), *((rest, _hot(b)) for rest in a_rest)]
+        pairs = [(a_first, b_first), *((a_first, rest) for rest in b_rest), *((rest, b_first) for rest in a_rest)]
         products = [gemm(x, y, compute_dtype=compute_dtype, out_dtype=torch.float32) for x, y in pairs]
         return _cast(functools.reduce(torch.add, products), out_dtype)
     if isinstance(a, NVFP4Tensor) and isinstance(b, NVFP4Tensor) and native.takes(a, b):
@@ -66,13 +65,6 @@ def gemm(a: Value, b: Value, *, compute_dtype: torch.dtype, out_dtype: torch.dty
         return mm_alpha(_dense(x), _dense(y), alpha, out_dtype)
     product = torch.mm(x, y.T, out_dtype=torch.float32)
     return _cast(product if alpha is None else product * alpha, out_dtype)
-
-
-def _hot(value: Value) -> Value:
-    """What the second term of the other operand is multiplied with."""
-    if not isinstance(value, TwoTerms):
-        return value
-    return value.first if value.hot is None else value.hot
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

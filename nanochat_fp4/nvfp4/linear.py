@@ -22,11 +22,6 @@ Y = X1 W1^T + X1 W2^T + X2 W1^T, and the backward GEMMs take the sums: dX = E (W
 to one term. That is the gradient of this very Y. Rounding counts as the identity in a gradient, so dX1/dX = 1 and
 dX2/dX = 1 - 1 = 0; and dY/dX1 is all of W1 + W2. Kept then: the codes of both terms, 9 bits an element.
 
-Where it gives second terms to hot channels only, a set H of in_features that is the same for both operands and chosen
-anew in each pass (backends.hot_channels), Y = X1 W1^T + Q(X[:, H]) W2^T + X2 Q(W[:, H])^T with X2 = Q((X - X1)[:, H])
-and W2 alike. The backward GEMMs take W1 with W2 added in its channels, and X1 with X2: by the same argument, the
-gradient of this Y. Kept: 4.5 bits an element, and as much again for the elements of H.
-
 Where it has outliers, the in_features with the largest second moments have MXFP8 values in both operands of the output
 GEMM, which the others are rounded without. As they are the same in both, that is one product of both formats. The
 backward GEMMs take these values; the outliers' columns of dW are a product of MXFP8 operands.
@@ -52,8 +47,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanochat_fp4.nvfp4.backends import hot_channels, new_seed, quantize_grad_output, quantize_operand, with_rest
-from nanochat_fp4.nvfp4.estimators import prepare
+from nanochat_fp4.nvfp4.backends import new_seed, quantize_grad_output, quantize_operand
 from nanochat_fp4.nvfp4.feedback import feedback_factor, round_with_feedback
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, TwoTerms, terms
 from nanochat_fp4.nvfp4.gemm import Value, gemm
@@ -128,7 +122,7 @@ def _output_needs(seed: torch.Tensor | None, wq: Value) -> Value:
     if seed is None or not torch.compiler.is_compiling():
         return wq
     if isinstance(wq, TwoTerms):
-        return TwoTerms(_output_needs(seed, wq.first), wq.rest, wq.channels, wq.hot)
+        return TwoTerms(_output_needs(seed, wq.first), wq.rest)
     if isinstance(wq, NVFP4Tensor):
         return NVFP4Tensor(wq.codes, wq.scales, _after(wq.tensor_scale, seed), wq.decoded)
     return _after(wq, seed)
@@ -164,7 +158,7 @@ class _QuantLinear(torch.autograd.Function):
         needs_dgrad = ctx.needs_input_grad[0] and grad_enabled
         needs_wgrad = any(ctx.needs_input_grad[9:]) and grad_enabled
         seed = new_seed(x.device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
-        weight = _stacked(weights) if wq is None or recipe.grad_input.b.raw or recipe.output.hot else None
+        weight = _stacked(weights) if wq is None or recipe.grad_input.b.raw else None
         for_x, for_w = _operands(recipe.output, OUTPUT, seed, seed, x.device)
         if xq is None:
             xq = _forward_operand(x, for_x, outliers, per_token)
@@ -173,10 +167,6 @@ class _QuantLinear(torch.autograd.Function):
                 wq = _forward_operand(weight, for_w, outliers)
             else:
                 wq = NVFP4Tensor(*_with_feedback(weight, factor, for_w["rounding"]))
-        if recipe.output.hot:
-            channels = hot_channels(x, weight, recipe.output.hot_channels(x.shape[1]), per_token)
-            xq = with_rest(x, xq, recipe.output.a.rounding, channels, per_token)
-            wq = with_rest(weight, wq, recipe.output.b.rounding, channels)
 
         # The backward GEMMs take the values used here, or ("raw") codes made now of the unquantized tensor.
         backward_w, backward_x = wq, xq
@@ -226,23 +216,22 @@ def _stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _save(ctx, *values: Value | None) -> None:
-    """Saves tensors as they are and NVFP4 tensors as codes, scales and tensor_scale, of each term; and channels."""
+    """Saves tensors as they are and NVFP4 tensors as codes, scales and tensor_scale, of each term."""
     tensors: list[torch.Tensor | None] = []
     for value in values:
         for term in (*terms(value), None)[:2]:
             quantized = isinstance(term, NVFP4Tensor)
             tensors += [term.codes, term.scales, term.tensor_scale] if quantized else [term, None, None]
-        tensors.append(value.channels if isinstance(value, TwoTerms) else None)
     ctx.save_for_backward(*tensors)
 
 
 def _saved(ctx) -> list[Value | None]:
     tensors = ctx.saved_tensors
     values = []
-    for i in range(0, len(tensors), 7):
-        triples, channels = (tensors[i : i + 3], tensors[i + 3 : i + 6]), tensors[i + 6]
+    for i in range(0, len(tensors), 6):
+        triples = tensors[i : i + 3], tensors[i + 3 : i + 6]
         first, rest = (t if scales is None else NVFP4Tensor(t, scales, ts) for t, scales, ts in triples)
-        values.append(first if rest is None else TwoTerms(first, rest, channels))
+        values.append(first if rest is None else TwoTerms(first, rest))
     return values
 
 
@@ -346,13 +335,9 @@ class QuantLinear(torch.nn.Linear):
         # the whole would be traced by torch.compile into the backward, which CUDA's autocast does not survive.
         rows = x.reshape(-1, self.in_features)
         weights = [layer.weight for layer in layers]
-        if self.recipe.forward_rht_dim or self.recipe.mask:
-            rows, weight = prepare(rows, _stacked(weights), self.recipe)
-            xq, wq, factor, weights = None, None, None, [weight]
-        else:
-            xq = _quantized_input(self, x, rows)
-            wq = self.weight_operand if len(layers) == 1 else self.stacked_operand
-            factor = self.feedback_factor if wq is None else None
+        xq = _quantized_input(self, x, rows)
+        wq = self.weight_operand if len(layers) == 1 else self.stacked_operand
+        factor = self.feedback_factor if wq is None else None
         grad_enabled = torch.is_grad_enabled()
         y = _QuantLinear.apply(
             rows, self.recipe, dtype, self.per_token, grad_enabled, xq, wq, factor, self.outliers, *weights

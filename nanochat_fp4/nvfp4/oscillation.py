@@ -1,16 +1,12 @@
-"""Remedies for weights that oscillate: that cross the edge between two values of the 4-bit grid again and again.
+"""OsciReset, for weights that oscillate: that cross the edge between two values of the 4-bit grid again and again.
 
 The optimizer moves a weight by a small part of the grid's spacing in a step, but whenever it crosses an edge the
-forward pass sees a whole spacing. Two published remedies, for the layers whose weight has NVFP4 codes in the forward:
+forward pass sees a whole spacing. OsciReset (TetraJet-v2, Chen et al., 2025), for the layers whose weight has NVFP4
+codes in the forward: weights whose code moves much more than they do are put on their grid value, half a spacing away
+from both edges.
 
-* SlowWeights (TetraJet's Q-EMA, Chen et al., ICML 2025): the forward and backward passes take a slow copy of the
-  weights, the optimizer's steps go to the fast ones with the gradients at the slow ones (straight-through).
-* OsciReset (TetraJet-v2, Chen et al., 2025): weights whose code moves much more than they do are put on their grid
-  value, half a spacing away from both edges.
-
-Both are contexts around the optimizer's step, and need nothing else of a training loop: outside of it the parameters
-hold what is quantized, in training, evaluations and checkpoints alike, and a checkpoint's weights are evaluated
-elsewhere as they were in training. All ranks compute the same: what comes out of the step is the same on each.
+It is a context around the optimizer's step, and needs nothing else of a training loop. All ranks compute the same: what
+comes out of the step is the same on each.
 """
 
 import contextlib
@@ -23,13 +19,14 @@ from nanochat_fp4.nvfp4.convert import groups_computed_as_one
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.linear import QuantLinear, quantized_weights
 from nanochat_fp4.nvfp4.quantizers import get_rounding
+from nanochat_fp4.nvfp4.recipes import removed
 
 
 def has_grid(layer: QuantLinear) -> bool:
     """Whether the forward pass takes this layer's weight from one NVFP4 grid that it alone determines (its outliers,
     which have another, are no part of that)."""
     recipe, weight = layer.recipe, layer.recipe.output.b
-    if not recipe.fixed_weight or weight.terms > 1 or weight.feedback or recipe.output.hot:
+    if not recipe.fixed_weight or weight.terms > 1 or weight.feedback:
         return False
     return get_rounding(weight.rounding).has_kernels
 
@@ -52,70 +49,6 @@ def _restored(model: nn.Module, saved: dict[str, torch.Tensor]) -> dict[str, tor
     return {name: torch.empty_like(own[name]).copy_(tensor) for name, tensor in saved.items()}
 
 
-class SlowWeights:
-    """The quantized layers compute with the exponential average of their weights over the optimizer's steps.
-
-    decay:  of the average, per step, from 0 to 1; without a bias towards its beginning: the mean of all weights since
-            the start, of which each counts decay times as much as the next one
-    start:  fraction of the run's steps before which it does nothing
-    nearby: keep the average within the two grid values around the fast weight, so that its code is one of the two that
-            the fast weight lies between, the one nearer to the average: TetraJet's Q-EMA. It bounds the lag.
-
-    Takes 8 bytes a weight once it has started; state_dict() has both weights.
-    """
-
-    def __init__(self, model: nn.Module, num_steps: int, decay: float, start: float = 0.0, *, nearby: bool = False):
-        self.model, self.decay, self.nearby = model, decay, nearby
-        self.start = round(start * num_steps)
-        self.fast: dict[str, torch.Tensor] = {}
-        self.average: dict[str, torch.Tensor] = {}
-
-    @contextlib.contextmanager
-    @torch.no_grad()
-    def optimizer_step(self, step: int) -> Iterator[None]:
-        """Inside, the parameters are the fast weights. step: from 0, of the whole run."""
-        if step < self.start:
-            yield
-            return
-        weights = _named_weights(self.model)
-        if not self.fast:
-            self.fast = {name: weight.clone() for name, weight in weights.items()}
-            self.average = {name: weight.clone() for name, weight in weights.items()}
-        torch._foreach_copy_(list(weights.values()), list(self.fast.values()))
-        try:
-            yield
-            torch._foreach_copy_(list(self.fast.values()), list(weights.values()))
-            share = (1 - self.decay) / (1 - self.decay ** (step - self.start + 2))  # of the newest
-            torch._foreach_lerp_(list(self.average.values()), list(self.fast.values()), share)
-        finally:
-            self.refresh()
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Puts into the parameters what the layers' recipes of this moment are to compute with."""
-        if not self.fast:
-            return
-        weights = _named_weights(self.model)
-        torch._foreach_copy_(list(weights.values()), list(self.fast.values()))
-        names = {m: name for name, m in self.model.named_modules() if isinstance(m, QuantLinear)}
-        for group in _groups(self.model):
-            if self.nearby and group[0].recipe.output.b.outer:
-                continue  # q_ema asks for one tensor_scale
-            slow = [self.average[names[layer]] for layer in group]
-            if self.nearby:
-                fast = torch.cat(_weights(group))
-                slow = _within_cell(torch.cat(slow), fast, _units(group)).split([len(w) for w in slow])
-            torch._foreach_copy_(_weights(group), list(slow))
-
-    def state_dict(self) -> dict:
-        return {"fast": self.fast, "average": self.average}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Raises KeyError, TypeError or RuntimeError for the state of something else."""
-        self.fast, self.average = (_restored(self.model, state[key]) for key in ("fast", "average"))
-        self.refresh()
-
-
 def _quantized(group: tuple[QuantLinear, ...]) -> torch.Tensor:
     """The weights' quantized values, stacked; outliers, which are not in 4 bits, as they are."""
     (t,) = quantized_weights([group])
@@ -124,22 +57,6 @@ def _quantized(group: tuple[QuantLinear, ...]) -> torch.Tensor:
     if outliers is None:
         return values
     return values.index_copy(1, outliers, torch.cat(_weights(group)).float().index_select(1, outliers))
-
-
-def _units(group: tuple[QuantLinear, ...]) -> torch.Tensor:
-    """What one unit of the E2M1 grid is worth in the weights of these layers, stacked: FP32, of their shape."""
-    (t,) = quantized_weights([group])
-    units = t.scales.float() * t.tensor_scale
-    return units.repeat_interleave(t.shape[-1] // units.shape[-1], dim=-1)
-
-
-def _within_cell(slow: torch.Tensor, fast: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-    """slow, moved to between the two E2M1 values around fast; all FP32 (R, K). The last cell is from 6 to 8."""
-    sign = torch.where(fast < 0, -1.0, 1.0)
-    magnitude = torch.where(units > 0, fast.abs() / units, 0.0)
-    spacing = 0.5 + 0.5 * (magnitude >= 2) + (magnitude >= 4)
-    low = torch.floor(magnitude / spacing) * spacing
-    return (slow * sign).clamp(low * units, (low + spacing) * units) * sign
 
 
 class OsciReset:
@@ -184,9 +101,6 @@ class OsciReset:
         if left == 0:
             self.excess.clear()
 
-    def refresh(self) -> None:
-        """Nothing: the parameters are the weights."""
-
     def state_dict(self) -> dict:
         return {"excess": self.excess}
 
@@ -195,11 +109,11 @@ class OsciReset:
         self.excess = _restored(self.model, state["excess"])
 
 
-FORMS = "ema:decay, q_ema:decay, both with :start, or reset, with :period:window:start, fractions of the steps"
+FORM = "reset, with :period:window:start, fractions of the steps"
 
 
-def remedies(text: str, model: nn.Module, num_steps: int) -> list[SlowWeights | OsciReset]:
-    """What --oscillation asks for, of FORMS: one, or none for "". Raises ValueError, in one line."""
+def remedies(text: str, model: nn.Module, num_steps: int) -> list[OsciReset]:
+    """What --oscillation asks for, of FORM: one, or none for "". Raises ValueError, in one line."""
     if not text:
         return []
     kind, *words = text.split(":")
@@ -207,9 +121,8 @@ def remedies(text: str, model: nn.Module, num_steps: int) -> list[SlowWeights | 
         numbers = [float(word) for word in words]
     except ValueError:
         numbers = [-1.0]
-    if all(0 <= n <= 1 for n in numbers):
-        if kind in ("ema", "q_ema") and len(numbers) in (1, 2) and numbers[0] < 1:
-            return [SlowWeights(model, num_steps, *numbers, nearby=kind == "q_ema")]
-        if kind == "reset" and len(numbers) <= 3:
-            return [OsciReset(model, num_steps, *numbers, *(0.05, 0.0125, 0.6)[len(numbers) :])]
-    raise ValueError(f"oscillation: {text!r} is none of {FORMS}")
+    if kind in ("ema", "q_ema"):
+        raise ValueError(f"oscillation: {text!r} {removed()}")
+    if kind == "reset" and len(numbers) <= 3 and all(0 <= n <= 1 for n in numbers):
+        return [OsciReset(model, num_steps, *numbers, *(0.05, 0.0125, 0.6)[len(numbers) :])]
+    raise ValueError(f"oscillation: {text!r} is not {FORM}")

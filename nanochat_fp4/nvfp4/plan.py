@@ -91,8 +91,7 @@ class MethodPlan:
 
     def work(self, model: nn.Module) -> dict[int, float]:
         """Multiply-adds in 4, 8 and 16 bits, the wider operand of a GEMM counting, as shares of those of all steps in
-        one format: {4: ...}. They add up to more than 1 where operands, or their hot channels, have two terms, or
-        shifted grids, whose products are all counted.
+        one format: {4: ...}. They add up to more than 1 where operands have two terms, whose products are all counted.
 
         That is what a machine with tensor cores for each format would run; of the quantized layers alone.
         """
@@ -103,12 +102,11 @@ class MethodPlan:
                 if isinstance(layer, QuantLinear):
                     recipe, work = self.of_layer(name, start), (end - start) * layer.weight.numel()
                     outliers = recipe.outlier_channels(layer.in_features) / layer.in_features
-                    products = ((recipe.output_products(layer.in_features), outliers), (1, 0), (1, outliers))
+                    products = ((recipe.output_products, outliers), (1, 0), (1, outliers))
                     for bits, (count, wider) in zip(gemm_bits(recipe), products):
                         shares[bits] += work * (count - wider)
                         shares[max(8, bits)] += work * wider
                         total += work
-                    shares[16] += work * recipe.output_16_bit_work
         return {bits: share / total for bits, share in shares.items()} if total else shares
 
 

@@ -23,18 +23,6 @@ A power of two, because only a shift leaves the 3 mantissa bits of p_b on E4M3's
 was on the grid is rounded with little noise. With tensor_scale = amax / (s * cap) itself the error is 5% to 12% larger.
 `ms_eden_direct` is Algorithm 1 to the letter (align, round to E4M3, then correct); the two have the same error.
 
-Dithered MS-EDEN. To be unbiased takes no more than a mean of <y, Q(y)> = <y, y>, per rotation group. So S need not be
-spread over all 8 scales, each of which then pays for a stochastic rounding. The scales stay where the search put them,
-but for a few that move to the next value of E4M3's grid: in the order of what that costs in squared error per unit of
-<y, Q(y)>, and the last of them with the probability that makes the mean exact, by one uniform number for the group.
-
-Shifted grids (SFP4 of "Grid Games", Egiazarian et al., 2026). Each block picks the best of E2M1's grid and this grid
-SHIFT scales further up and further down. A shifted grid ends at 6.5 on one side and 5.5 on the other, and its scale for
-m = 1 is the smallest one that takes it to both ends of the block. With a shift of 1/2 the error is within 2% of the
-best shift's, zeros stay zeros, and the values are exact in BF16: with the tensor_scale too, a power of two here.
-Hardware would multiply the codes as before, and add a product in 16 bits with one column per block for each shifted
-operand: shift * scale on its side, the sums of the blocks on the other.
-
 Other systems. MXFP4 and MXFP8 (MX_ROUNDINGS) differ in the scale alone: a power of two (E8M0) for 32 values, rounded
 down as the Open Compute Project's specification has it, or up so that nothing is clipped, and no tensor_scale but a
 constant. They are there to be compared with, run as this reference on every machine, and have no kernels.
@@ -77,8 +65,6 @@ MS_EDEN_GRID_MAX = 6.0 / (17 / 16 * 0.93)
 
 E2M1_OVERFLOW = 6.875  # above what a rounded normal scale can let through (6 * 17/15), below 7, which would round to 8
 
-SHIFT = 0.5  # of a shifted grid, in units of the block's scale
-
 FOUR_OVER_SIX = (1.0, 3 / 2)  # grid maximum 6, or 4: a scale 1.5 times larger (Cook et al., 2025)
 SEARCH_3 = (1.0, 3 / 2, 15 / 16)
 SEARCH_6 = (1.0, 3 / 2, 15 / 16, 11 / 8, 13 / 8, 17 / 16)
@@ -88,8 +74,6 @@ SEARCH_6 = (1.0, 3 / 2, 15 / 16, 11 / 8, 13 / 8, 17 / 16)
 ERROR_BITS, PRODUCT_BITS = 18, 16
 
 MX_BLOCK = 32  # values that share a power of two in MXFP4 and MXFP8 (Open Compute Project, MX 1.0)
-# The clipping of a Gaussian that minimizes RTN's error on the E2M1 grid, in standard deviations (QuEST, as in Quartet).
-QUEST_CLIP = 2.92247856
 
 CHUNK = 1 << 17  # elements at a time on a CPU: the intermediate tensors stay in its cache
 
@@ -106,11 +90,8 @@ class Rounding:
     ms_eden:    rotate by an RHT of 128, correct the scales by S, round them stochastically
     mx:         "" for NVFP4's scales; "floor" or "ceil" for a power of two, the one below or above amax / s
     block:      values that share a scale: 16, or 32 in MXFP4 and MXFP8
-    clip:       instead of amax, so many standard deviations of the block (mx only)
     prescale:   elements are multiplied by it before they are rounded, and divided afterwards (mx only)
     element:    "e2m1", or "e4m3" (mx only, to nearest): MXFP8
-    dithered:   S in one random decision per rotation group, instead of one for every scale (ms_eden only)
-    shifted:    the E2M1 grid and its copies SHIFT above and below compete, in each block (1x16, to nearest, only)
     """
 
     grid_max: float = E2M1_MAX
@@ -121,16 +102,13 @@ class Rounding:
     ms_eden: bool = False
     mx: str = ""
     block: int = BLOCK
-    clip: float = 0.0
     prescale: float = 1.0
     element: str = "e2m1"
-    dithered: bool = False
-    shifted: bool = False
 
     @property
     def has_kernels(self) -> bool:
         """Whether the Triton kernels compute it; the others are comparisons, run as this reference on every machine."""
-        return not (self.mx or self.dithered or self.shifted)
+        return not self.mx
 
     @property
     def random(self) -> bool:
@@ -160,17 +138,9 @@ MX_ROUNDINGS: dict[str, Rounding] = {
     "mxfp4_32x32": Rounding(**_UP, block_rows=MX_BLOCK),
     "mxfp4_sr": Rounding(**_UP, stochastic=True),
     "mxfp4_sr_prescaled": Rounding(grid_max=3.0, mx="floor", block=MX_BLOCK, stochastic=True, prescale=3 / 4),
-    "mxfp4_quest": Rounding(mx="floor", block=MX_BLOCK, clip=QUEST_CLIP),
     "mxfp8": Rounding(grid_max=E4M3_MAX, **_UP, element="e4m3"),
 }
 ROUNDINGS |= MX_ROUNDINGS
-# Remedies to be compared with; they have no kernels either.
-REMEDIES: dict[str, Rounding] = {
-    "four_over_six_shifted": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=FOUR_OVER_SIX, shifted=True),
-    "ms_eden_dithered": Rounding(MS_EDEN_GRID_MAX, SEARCH_SCALE_CAP, ms_eden=True, dithered=True),
-    "ms_eden_search_dithered": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_3, ms_eden=True, dithered=True),
-}
-ROUNDINGS |= REMEDIES
 # The plain names try 3: 6 lower the error by another 5%, at 1.5 times the cost of a whole training step on an H200.
 ROUNDINGS["scale_search"] = ROUNDINGS["scale_search_3"]
 ROUNDINGS["ms_eden_search"] = ROUNDINGS["ms_eden_search_3"]
@@ -272,48 +242,37 @@ def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _search(u: torch.Tensor, rounding: Rounding, round_scale, draw=None):
-    """The block scale and the element grid that fit u (R, G, B) best: (q (R, G, B), scale (R, G)), both float32; of a
-    shifted rounding also the shift (R, G), and q without it.
+    """The block scale and the element grid that fit u (R, G, B) best: (q (R, G, B), scale (R, G)), both float32.
 
     round_scale: (wanted scale, block amax), float32 (R, G) -> float32 values that the scale may take;
     draw: candidate number -> uniforms like u. Each candidate of a stochastic rounding draws its own.
     """
     amax = _block_amax(u, rounding.block_rows)
-    if rounding.clip:
-        amax = u.std(dim=-1, correction=0) * rounding.clip
     base = divide(amax, rounding.grid_max)
     unit = power_of_two_floor(base).clamp(min=TENSOR_SCALE_MIN)
-    best = best_error = None
-    for shift in (0.0, SHIFT, -SHIFT) if rounding.shifted else (0.0,):
-        if shift:
-            above, below = (E2M1_MAX / (E2M1_MAX + s) for s in (shift, -shift))
-            amax = torch.maximum(u.amax(dim=-1) * above, u.amin(dim=-1) * -below)
-            base = divide(amax, rounding.grid_max)
-        for candidate, multiple in enumerate(rounding.candidates):
-            scale = round_scale(base * multiple, amax)
-            y = u * _reciprocal(scale).unsqueeze(-1)
-            if shift:
-                y = y - shift
-            if rounding.element == "e4m3":
-                q = y.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
-            else:
-                q = stochastic_round_e2m1(y, draw(candidate)) if rounding.stochastic else round_e2m1(y)
-            found = (q, scale, torch.full_like(scale, shift)) if rounding.shifted else (q, scale)
-            if len(rounding.candidates) == 1 and not rounding.shifted:
-                return found
-            difference = q - y
-            error = _fixed_sum(difference * difference, ERROR_BITS)
-            error = _over_rows(error, rounding.block_rows, lambda rows: rows.sum(dim=-1, dtype=torch.int32))
-            relative = scale * (1.0 / unit)  # exact: by a power of two
-            error = error.to(torch.float32) * (relative * relative)
-            if best is None:
-                best, best_error = found, error
-            else:
-                better = error < best_error
-                which = (better.unsqueeze(-1), better, better)
-                best = tuple(torch.where(w, f, b) for w, f, b in zip(which, found, best))
-                best_error = torch.where(better, error, best_error)
-    return best
+    best_q = best_scale = best_error = None
+    for candidate, multiple in enumerate(rounding.candidates):
+        scale = round_scale(base * multiple, amax)
+        y = u * _reciprocal(scale).unsqueeze(-1)
+        if rounding.element == "e4m3":
+            q = y.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+        else:
+            q = stochastic_round_e2m1(y, draw(candidate)) if rounding.stochastic else round_e2m1(y)
+        if len(rounding.candidates) == 1:
+            return q, scale
+        difference = q - y
+        error = _fixed_sum(difference * difference, ERROR_BITS)
+        error = _over_rows(error, rounding.block_rows, lambda rows: rows.sum(dim=-1, dtype=torch.int32))
+        relative = scale * (1.0 / unit)  # exact: by a power of two
+        error = error.to(torch.float32) * (relative * relative)
+        if best_error is None:
+            best_q, best_scale, best_error = q, scale, error
+        else:
+            better = error < best_error
+            best_q = torch.where(better.unsqueeze(-1), q, best_q)
+            best_scale = torch.where(better, scale, best_scale)
+            best_error = torch.where(better, error, best_error)
+    return best_q, best_scale
 
 
 def divide(x: torch.Tensor, constant: float) -> torch.Tensor:
@@ -376,7 +335,7 @@ def quantize_reference(
     rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
     amax = rows.abs().amax(dim=-1, keepdim=True) if per_token else rows.abs().amax()
     tensor_scale = divide(amax, rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
-    if rounding.ms_eden or rounding.shifted:
+    if rounding.ms_eden:
         tensor_scale = power_of_two_ceil(tensor_scale)
     if rounding.mx:
         tensor_scale = torch.full_like(tensor_scale, 1 / rounding.prescale)
@@ -395,18 +354,15 @@ def quantize_reference(
         grid = q.flatten(-2)
         codes = pack(encode_e2m1(grid)) if rounding.element == "e2m1" else grid.to(torch.float8_e4m3fn)
         parts.append((q, codes, *scales))
-    q, codes, pseudo_scales, correction, *shift = (torch.cat(p) if len(parts) > 1 else p[0] for p in zip(*parts))
+    q, codes, pseudo_scales, correction = (torch.cat(p) if len(parts) > 1 else p[0] for p in zip(*parts))
     scales = _finish_scales(pseudo_scales, correction, rounding, tensor_scale, seed, stream)
     exact = pseudo_scales if rounding.mx else scales.to(torch.float32)  # compilers know little of E8M0
-    if shift:
-        q = q + shift[0].unsqueeze(-1)
     decoded = (q * exact.unsqueeze(-1)).flatten(-2)
     return NVFP4Tensor(
         codes=codes.view(*leading, -1),
         scales=scales.view(*leading, -1),
         tensor_scale=tensor_scale.view(*leading, 1) if per_token else tensor_scale,
         decoded=decoded.view(*leading, -1),
-        shifts=shift[0].to(torch.bfloat16).view(*leading, -1) if shift else None,
     )
 
 
@@ -417,49 +373,15 @@ def _align_first(rows, rounding, tensor_scale, seed, stream, start):
     def draw(candidate):
         return uniform_elements(seed, start * rows.shape[1], u.numel(), stream, candidate, u.device).view(u.shape)
 
-    q, scales, *shift = _search(u, rounding, _round_block_scale(rounding), draw)
-    return q, scales, torch.ones_like(scales), *shift
+    q, scales = _search(u, rounding, _round_block_scale(rounding), draw)
+    return q, scales, torch.ones_like(scales)
 
 
 def _align_post_hoc(rows, rounding, tensor_scale, seed, stream, start):
     """Kernel one of the paper's Section 7: (q, E8M3 pseudo-scales, EDEN's correction S), all without tensor_scale."""
     y = rows.unflatten(-1, (-1, BLOCK))
     q, pseudo_scales = _search(y, rounding, lambda scale, _: round_e8m3(scale))
-    if rounding.dithered:
-        return q, *_dither(y, q, pseudo_scales, seed, stream, start * rows.shape[1] // RHT_DIM)
     return q, pseudo_scales, _eden_correction(y, q, pseudo_scales)
-
-
-def _dither(u, q, scales, seed, stream, first):
-    """Some of the scales moved to the next value, so that <x, Q(x)> has the mean <x, x> in each rotation group, and the
-    correction S that is left where all 8 moved scales are not enough, else 1: both (R, G).
-
-    u, q (R, G, 16), scales (R, G) as in _eden_correction; first: the number of the first group.
-    """
-    p = scales.unflatten(-1, (-1, RHT_DIM // BLOCK))
-    unit = 1.0 / power_of_two_floor(p.amax(dim=-1, keepdim=True)).clamp(min=TENSOR_SCALE_MIN)
-    p, shape = p * unit, (*p.shape, BLOCK)  # exact: by a power of two
-    y, q = u.reshape(shape) * unit.unsqueeze(-1), q.reshape(shape)
-    yy, yq, qq = ((a * b).sum(dim=-1) for a, b in ((y, y), (y, q), (q, q)))  # (R, groups, 8)
-    have = (yq * p).sum(dim=-1, keepdim=True)
-    missing = yy.sum(dim=-1, keepdim=True) - have
-    floor = power_of_two_floor(p)
-    step = torch.where(missing > 0, floor, torch.where(p == floor, floor * -0.5, -floor)) * 2.0**-E4M3_MANTISSA_BITS
-    gain = (step * yq).abs()  # of <x, Q(x)>, towards <x, x>
-    cost = torch.where(gain > 0, step * (2 * (p * qq - yq) + step * qq) / gain, torch.inf)  # squared error per gain
-    # What the blocks that come before this one gain: the cheaper ones, and among equals the ones on the left.
-    number = torch.arange(p.shape[-1], device=p.device)
-    mine, other = cost.unsqueeze(-1), cost.unsqueeze(-2)
-    earlier = (other < mine) | ((other == mine) & (number < number.unsqueeze(-1)))
-    before = torch.where(earlier, gain.unsqueeze(-2), 0.0).sum(dim=-1)
-    groups = missing.numel()
-    uniform = uniform_elements(seed, first, -(-groups // 8) * 8, stream, 0, p.device)[:groups].view(missing.shape)
-    moved = before + uniform * gain < missing.abs()  # with probability (|missing| - before) / gain
-    capacity = gain.sum(dim=-1, keepdim=True)
-    most = have + capacity * missing.sign()
-    left = torch.where((missing.abs() > capacity) & (most > 0), (have + missing) / most, 1.0)
-    moved = torch.where(moved, p + step, p) / unit
-    return moved.view(scales.shape), left.expand(p.shape).reshape(scales.shape)
 
 
 def _eden_correction(u, q, scales):
@@ -531,7 +453,7 @@ def quantize(x: torch.Tensor, rounding: str, seed: torch.Tensor | int = 0) -> NV
     t = quantize_reference(x, spec, seed=seed, rht_dim=RHT_DIM if spec.ms_eden else 0)
     if not torch.isfinite(t.tensor_scale):
         raise ValueError(f"quantize: values up to {x.abs().max():.1e} overflow when rotated; scale the tensor down")
-    return NVFP4Tensor(t.codes, t.scales, t.tensor_scale, shifts=t.shifts)
+    return NVFP4Tensor(t.codes, t.scales, t.tensor_scale)
 
 
 def mean_squared_error(rounding: str, *, samples: int = 1 << 22, seed: int = 0) -> float:

@@ -11,22 +11,17 @@ is taken, and for each GEMM whether both operands are rotated first (RHT along t
 for both, redrawn at every backward). In the backward pass input and weight are, by default, the values that the forward
 GEMM used (if it used 4-bit codes, those codes, dequantized): the gradients of the quantized forward, by the chain rule.
 
-Two more fields belong to single systems: a rotation of the forward GEMM that its gradients are rotated back from, and a
-mask on gradients where the forward's rounding is not to be trusted (estimators.py).
-
 To add a method, add a row to METHOD_TABLE.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.quantizers import get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
-MASKS = ("", "clipped", "uncertain")  # estimators.py
-HOT_MULTIPLE = 32  # channels: what tensor cores' rows of 16 bytes of codes come in, and an MXFP8 scale is for
+OUTLIER_MULTIPLE = 32  # channels that an MXFP8 scale is for
 NVIDIA_RHT_DIM = 16  # NVIDIA et al. (2025): rotate in blocks of 16, which fuse into any quantization kernel
 
 
@@ -60,30 +55,18 @@ class Operand:
         return text + (" with feedback" if self.feedback else "") + (" by 128" if self.outer else "")
 
 
-def _channels(share: float, in_features: int) -> int:
-    count = max(HOT_MULTIPLE, round(share * in_features / HOT_MULTIPLE) * HOT_MULTIPLE) if share else 0
-    return min(in_features, count)
-
-
 @dataclass(frozen=True)
 class Gemm:
     """The two operands of one GEMM, in the order of the module's table, and the rotation of both.
 
     rht_dim:     0, or the RHT's group size along the contraction dimension
     fixed_signs: one sign vector for the whole run instead of a new one at every backward (NVIDIA's own recipe)
-    hot:         share of the contraction dimension, its hot channels, in which both operands have two terms (output
-                 only), the same for both and chosen in each pass: after CHON's hot-channel patch (arXiv 2602.02047)
     """
 
     a: Operand = field(default_factory=Operand)
     b: Operand = field(default_factory=Operand)
     rht_dim: int = 0
     fixed_signs: bool = False
-    hot: float = 0.0
-
-    def hot_channels(self, in_features: int) -> int:
-        """How many channels are hot: the share in multiples of 32, which tensor cores want, but at least 32."""
-        return _channels(self.hot, in_features)
 
     @property
     def random(self) -> bool:
@@ -91,8 +74,7 @@ class Gemm:
         return any(roundings) or (self.rht_dim > 0 and not self.fixed_signs)
 
     def __str__(self) -> str:
-        text = f"{self.a} x {self.b}" + (f", RHT-{self.rht_dim}" if self.rht_dim else "")
-        return text + (f", rest of the hot {100 * self.hot:g}%" if self.hot else "")
+        return f"{self.a} x {self.b}" + (f", RHT-{self.rht_dim}" if self.rht_dim else "")
 
 
 @dataclass(frozen=True)
@@ -103,10 +85,6 @@ class Recipe:
     output: Gemm = field(default_factory=Gemm)
     grad_input: Gemm = field(default_factory=Gemm)
     grad_weight: Gemm = field(default_factory=Gemm)
-    # Both operands of the layer rotated along in_features, signs fixed, gradients rotated back.
-    forward_rht_dim: int = 0
-    # Of MASKS: no gradient for elements of input and weight that the forward's rounding clips, or misses.
-    mask: str = ""
     # From this fraction of a run's steps on, the row of this name (plan.py).
     late: tuple[float, str] | None = None
     # Share of in_features, those with the largest inputs, that output and grad_weight multiply in MXFP8.
@@ -122,23 +100,19 @@ class Recipe:
         """What in_features and out_features must be multiples of."""
         operands = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
         blocks = (get_rounding(r).block for r in operands if r)
-        return max(self.forward_rht_dim, HOT_MULTIPLE if self.outliers else 0, *blocks)
+        return max((OUTLIER_MULTIPLE if self.outliers else 0, *blocks))
 
     @property
-    def output_16_bit_work(self) -> float:
-        """What shifted grids add to the output GEMM in 16 bits, a share of its work: a column per block and operand."""
-        roundings = [o.rounding for o in (self.output.a, self.output.b) if o.rounding]
-        return sum(get_rounding(r).shifted for r in roundings) / BLOCK
-
-    def output_products(self, in_features: int) -> float:
-        """How many products of 4-bit (or other) operands the output GEMM is: one more for each second term, and for
-        that of hot channels their share."""
-        hot = self.output.hot_channels(in_features) / in_features
-        return self.output.a.terms + self.output.b.terms - 1 + 2 * hot
+    def output_products(self) -> int:
+        """How many products of 4-bit (or other) operands the output GEMM is: one more for each second term."""
+        return self.output.a.terms + self.output.b.terms - 1
 
     def outlier_channels(self, in_features: int) -> int:
         """How many channels are outliers: their share in multiples of 32, an MXFP8 block, but at least 32."""
-        return _channels(self.outliers, in_features)
+        if not self.outliers:
+            return 0
+        count = round(self.outliers * in_features / OUTLIER_MULTIPLE) * OUTLIER_MULTIPLE
+        return min(in_features, max(OUTLIER_MULTIPLE, count))
 
     @property
     def looks_at_inputs(self) -> bool:
@@ -148,7 +122,7 @@ class Recipe:
     @property
     def fixed_weight(self) -> bool:
         """Whether the forward's weight is rounded, and alike in each pass: it can be made once for several."""
-        return bool(self.output.b.rounding) and not (self.output.random or self.forward_rht_dim or self.mask)
+        return bool(self.output.b.rounding) and not self.output.random
 
     @property
     def quantizes(self) -> bool:
@@ -177,37 +151,27 @@ class Recipe:
 
     def __str__(self) -> str:
         text = f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
-        text += f"; forward RHT-{self.forward_rht_dim}" if self.forward_rht_dim else ""
         text += f"; {100 * self.outliers:g}% of the channels in MXFP8" if self.outliers else ""
-        text += f"; {self.late[1]} from {100 * self.late[0]:.0f}% of the steps on" if self.late else ""
-        return text + (f"; mask {self.mask}" if self.mask else "")
+        return text + (f"; {self.late[1]} from {100 * self.late[0]:.0f}% of the steps on" if self.late else "")
 
 
 def _problems(recipe: Recipe) -> Iterator[str]:
     """Why a recipe cannot be computed: a line for each reason, to go behind its name."""
     output, wgrad = recipe.output, recipe.grad_weight
     forward = [get_rounding(o.rounding) for o in (output.a, output.b) if o.rounding]
-    if recipe.mask not in MASKS:
-        yield f": unknown mask {recipe.mask!r}; known: {', '.join(MASKS[1:])}"
-    if (recipe.mask or recipe.forward_rht_dim) and len(forward) < 2:
-        yield ": mask and forward_rht_dim need both operands of output rounded"
     for name in ("output", "grad_input", "grad_weight"):
         gemm = getattr(recipe, name)
         yield from (f", {name}: {problem}" for problem in _problems_of_gemm(gemm, is_output=name == "output"))
-        for dim in (gemm.rht_dim, recipe.forward_rht_dim):
-            if dim not in RHT_DIMS:
-                yield f", {name}: rht_dim is {dim}, expected 0, 16, 32, 64 or 128"
-    outer = any(o.outer for g in (output, recipe.grad_input, wgrad) for o in (g.a, g.b))
-    if recipe.mask and (2 in (output.a.terms, output.b.terms) or output.hot or outer):
-        yield ": second terms, hot channels and scales by 128 do not go with a mask"
-    if output.b.feedback and (output.rht_dim or recipe.forward_rht_dim or recipe.mask):
-        yield ", output: feedback does not go with a rotation or a mask"
+        if gemm.rht_dim not in RHT_DIMS:
+            yield f", {name}: rht_dim is {gemm.rht_dim}, expected 0, 16, 32, 64 or 128"
+    if output.b.feedback and output.rht_dim:
+        yield ", output: feedback does not go with a rotation"
     if recipe.outliers and not (
         0 < recipe.outliers <= 1
         and output.a.outer
         and output.b.outer
         and not any(r.random for r in forward)
-        and not (recipe.forward_rht_dim or output.rht_dim or wgrad.b.raw)
+        and not (output.rht_dim or wgrad.b.raw)
     ):
         yield (
             ": outliers, a share from 0 to 1, need two operands with scales by 128 in output that draw nothing, and a "
@@ -229,8 +193,6 @@ def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:
         yield f"ms_eden works on rotated operands; set rht_dim={RHT_DIM} and quantize both"
     if any(o.rounding and get_rounding(o.rounding).prescale != 1 for o in operands if is_output or o.raw):
         yield "a prescaled rounding is for backward operands that are not raw"
-    if not is_output and any(r.shifted for r in roundings):
-        yield "shifted grids are for operands of output"
     if gemm.a.raw or (gemm.b.raw and is_output):
         yield "raw only means something for input and weight in the backward GEMMs"
     for o in operands:
@@ -245,22 +207,11 @@ def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:
                 "feedback is for the weight in output, with an NVFP4 rounding of 1x16 blocks that draws nothing, "
                 f"without a second term; got it for {o.rounding}"
             )
-    if gemm.hot and not (
-        0 < gemm.hot <= 1 and is_output and all(map(draws_nothing, operands)) and gemm.a.terms == gemm.b.terms == 1
-    ):
-        yield (
-            "hot channels, a share from 0 to 1, are for output with two NVFP4 roundings that draw nothing, without "
-            f"second terms; got {gemm.hot}"
-        )
     if any(o.outer for o in operands) and (
         any(r.ms_eden or r.block_rows > 1 or not r.has_kernels for r in roundings)
         or any(o.terms > 1 or o.feedback or (o.outer and not o.rounding) for o in operands)
-        or gemm.hot
     ):
-        yield (
-            "scales by 128 are for NVFP4 roundings of 1x16 blocks but ms_eden, without second terms, feedback or "
-            "hot channels"
-        )
+        yield "scales by 128 are for NVFP4 roundings of 1x16 blocks but ms_eden, without second terms or feedback"
 
 
 def both(rounding: str, rht_dim: int = 0) -> Gemm:
@@ -395,15 +346,6 @@ def _other_systems() -> list[Recipe]:
             summary="nvidia in MXFP4: 32 values a scale, a power of two rounded up, 32x32 weight blocks",
         ),
         Recipe(
-            "quartet",
-            output=both("mxfp4_quest"),
-            grad_input=both(tseng_sr, 32),
-            grad_weight=both(tseng_sr, 32),
-            forward_rht_dim=32,
-            mask="clipped",
-            summary="Castro et al. (2025), Quartet: MXFP4, clipped by QuEST after a Hadamard rotation; SR and RHT-32",
-        ),
-        Recipe(
             "tseng",
             grad_input=both(tseng_sr, 64),
             grad_weight=both(tseng_sr, 64),
@@ -430,7 +372,6 @@ def _variations() -> list[Recipe]:
     """Parts of clover, to see what its gap is made of, and remedies for it."""
     four_over_six, search, fp8 = "four_over_six", "scale_search", Operand("mxfp8")
     eden, eden_search = both("ms_eden", RHT_DIM), both("ms_eden_search", RHT_DIM)
-    dithered, search_dithered = both("ms_eden_dithered", RHT_DIM), both("ms_eden_search_dithered", RHT_DIM)
     clover = {"output": both(four_over_six), "grad_input": eden, "grad_weight": eden}
     x = weight = Operand(four_over_six)
     feedback = Operand("scale_search_6", feedback=True)
@@ -454,24 +395,6 @@ def _variations() -> list[Recipe]:
             output=Gemm(x, Operand(search)),
         ),
         remedy(
-            "shifted",
-            "with shifted grids in its forward: each block picks one of three grids, 4.625 bits an element; a product "
-            "of 1/8 of the forward's columns is added in 16 bits",
-            output=both("four_over_six_shifted"),
-        ),
-        remedy(
-            "dithered",
-            "with one random decision for a group of 128 instead of 8, in both backward GEMMs",
-            grad_input=dithered,
-            grad_weight=dithered,
-        ),
-        remedy(
-            "search_dithered",
-            "with scale search in the backward alone, and one random decision for a group of 128 instead of 8",
-            grad_input=search_dithered,
-            grad_weight=search_dithered,
-        ),
-        remedy(
             "feedback",
             "with a search over block scales and error feedback for the forward's weight, which a step pays once",
             output=Gemm(x, feedback),
@@ -484,20 +407,9 @@ def _variations() -> list[Recipe]:
             grad_weight=eden_search,
         ),
         remedy(
-            "shifted_feedback",
-            "with shifted grids for the forward's input, and error feedback for its weight",
-            output=Gemm(Operand("four_over_six_shifted"), feedback),
-        ),
-        remedy("masked", "without gradients where rounding misses by more than 1/2 of the scale", mask="uncertain"),
-        remedy(
             "refined",
             "with two terms of 4 bits for both operands of its forward: three 4-bit GEMMs in the place of one",
             output=Gemm(Operand(four_over_six, terms=2), Operand(four_over_six, terms=2)),
-        ),
-        remedy(
-            "hot",
-            "with second terms for the 10% of the channels that count most, in both operands of its forward",
-            output=replace(both(four_over_six), hot=0.1),
         ),
         remedy(
             "late",
@@ -505,7 +417,6 @@ def _variations() -> list[Recipe]:
             "GEMM work, half of its gap to BF16 (docs/results.md)",
             late=(0.7, "clover_refined"),
         ),
-        remedy("rotated", "with its forward rotated as well (RHT-32, fixed signs)", forward_rht_dim=32),
         remedy("fp8_input", "with the forward's input in FP8: 1/3 of the work in 8 bits", output=Gemm(fp8, weight)),
         remedy("fp8_weight", "with the forward's weight in FP8: 1/3 of the work in 8 bits", output=Gemm(x, fp8)),
         remedy("fp8_forward", "with its forward in FP8: 1/3 of the work in 8 bits", output=both("mxfp8")),
@@ -514,6 +425,12 @@ def _variations() -> list[Recipe]:
 
 METHOD_TABLE: dict[str, Recipe] = {r.name: r for r in (*_rows(), *_other_systems(), *_variations())}
 ALIASES = {"quartet2": "clover"}  # the paper's public name
+# What was measured and lost (dev/LOG.md), and the last commit that trains with it.
+REMOVED = (
+    "clover_dithered", "clover_hot", "clover_masked", "clover_rotated", "clover_search_dithered", "clover_shifted",
+    "clover_shifted_feedback", "quartet",
+)  # fmt: skip
+REMOVED_AFTER = "880d786"
 
 
 def method_names() -> tuple[str, ...]:
@@ -521,11 +438,18 @@ def method_names() -> tuple[str, ...]:
     return (*METHOD_TABLE, *ALIASES)
 
 
+def removed() -> str:
+    """What to say of a method that was removed."""
+    return f"was measured, lost and removed; the last commit that trains with it is {REMOVED_AFTER}"
+
+
 def get_recipe(method: str | Recipe) -> Recipe:
     """The Recipe of a method name; a Recipe is returned as it is. Raises ValueError with the known names."""
     if isinstance(method, Recipe):
         return method
     name = ALIASES.get(method, method)
+    if name in REMOVED:
+        raise ValueError(f"method {name!r} {removed()}")
     if name not in METHOD_TABLE:
-        raise ValueError(f"unknown QAT method {method!r}; known: {', '.join(method_names())}")
+        raise ValueError(f"unknown method {method!r}; use one of: {', '.join(method_names())}")
     return METHOD_TABLE[name]
