@@ -621,6 +621,22 @@ def check_tokenizer(meta: dict[str, Any], tokenizer: RustBPETokenizer, where: st
         )
 
 
+def checkpoints_made_with(tokenizer: RustBPETokenizer) -> list[str]:
+    """'base_checkpoints/d20_clover', ...: the runs in the base directory whose newest checkpoint fits the tokenizer."""
+    found = []
+    for place in SOURCES.values():
+        for folder in sorted(Path(get_base_dir(), place).glob("*/")):
+            for step in list_steps(folder):
+                try:
+                    meta = json.loads((folder / _meta_name(step)).read_bytes())
+                    check_tokenizer(meta, tokenizer)
+                    found.append(f"{place}/{folder.name}")
+                except (OSError, ValueError, AttributeError, RecursionError, UserError):
+                    continue  # damaged, or made with another one
+                break
+    return found
+
+
 def find_largest_model(checkpoints_dir: str | os.PathLike) -> str:
     """The model tag to take where none is given: the deepest of d<number>..., the newest of those; else the newest."""
     folder = Path(checkpoints_dir)

@@ -407,13 +407,15 @@ def get_token_bytes(device: str | torch.device = "cpu") -> torch.Tensor:
     """token_bytes() of the tokenizer in the base directory, as tok_train stored it: int32 (vocab_size,) on `device`."""
     path = os.path.join(get_tokenizer_dir(), "token_bytes.pt")
     if not os.path.exists(path):
-        raise UserError(f"{path} is not there; run python -m scripts.tok_train, which writes it")
+        raise UserError(f"{path} is not there; run python -m nanochat_fp4.tokenizer, which makes it anew")
     try:
         token_bytes = torch.load(path, map_location=device, weights_only=True)
         if not isinstance(token_bytes, torch.Tensor) or token_bytes.dim() != 1 or token_bytes.is_floating_point():
             raise ValueError("it holds no vector of integers")
     except Exception as e:  # torch.load raises nearly anything on damaged files
-        raise UserError(f"{path} is damaged ({one_line(e)[:100]}); run python -m scripts.tok_train again") from e
+        raise UserError(
+            f"{path} is damaged ({one_line(e)[:100]}); run python -m nanochat_fp4.tokenizer, which makes it anew"
+        ) from e
     return token_bytes
 
 
@@ -429,7 +431,9 @@ def save_token_bytes(tokenizer: RustBPETokenizer, tokenizer_dir: str | os.PathLi
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Show the tokenizer of the base directory, or convert nanochat's")
+    parser = argparse.ArgumentParser(
+        description="Show the tokenizer of the base directory and write token_bytes.pt; or convert nanochat's"
+    )
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
@@ -441,7 +445,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = get_tokenizer(allow_pickle=args.allow_pickle)
     if not os.path.exists(os.path.join(tokenizer_dir, FILE_NAME)):
         tokenizer.save(tokenizer_dir)
-        save_token_bytes(tokenizer, tokenizer_dir)
+    save_token_bytes(tokenizer, tokenizer_dir)  # it follows from the tokenizer, so this harms nothing
     print0(f"{tokenizer_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint()}")
 
 

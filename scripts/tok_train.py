@@ -4,19 +4,21 @@ Train the tokenizer: byte-pair encoding by rustbpe on the training split.
     python -m scripts.tok_train --max-chars=2000000000 --vocab-size=65536
 
 Writes tokenizer.json and token_bytes.pt (how many bytes of text each token stands for, which turns a loss per token
-into bits per byte) into <base dir>/tokenizer.
+into bits per byte) into <base dir>/tokenizer. A tokenizer that checkpoints there were made with is replaced only with
+--overwrite.
 """
 
 import argparse
 import time
 from collections.abc import Iterator
 
+from nanochat_fp4.checkpoint_manager import checkpoints_made_with
 from nanochat_fp4.common import print0
 from nanochat_fp4.console import Progress
 from nanochat_fp4.dataset import ensure_data, parquets_iter_batched
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.report import get_report
-from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer_dir, save_token_bytes
+from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer, get_tokenizer_dir, save_token_bytes
 
 ROUND_TRIP_TEXT = "Hello world! It's a test: 123, 4567, 89.\n\tTabs,  spaces\r\n@#$%^&*() naïve 你好世界 🌍 <|bos|>"
 
@@ -30,6 +32,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--doc-cap", type=int, default=10_000, help="characters per document (default: 10,000)")
     parser.add_argument("--vocab-size", type=int, default=32768, help="vocabulary size (default: 32768 = 2^15)")
     parser.add_argument("--data-dir", default="", help="folder of text or parquet files (default: DATA_DIR)")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the tokenizer although checkpoints were made with it"
+    )
     args = parser.parse_args(argv)
     if args.max_chars < 1 or args.doc_cap < 1:
         raise UserError("--max-chars and --doc-cap must be at least 1")
@@ -51,8 +56,24 @@ def documents(data_dir: str, max_chars: int, doc_cap: int, progress: Progress) -
                 return
 
 
+def check_replaceable() -> None:
+    """Raise UserError where checkpoints would be lost with the tokenizer that is there: they fit no other."""
+    try:
+        tokenizer = get_tokenizer()
+    except UserError:  # none there, or one that cannot be read
+        return
+    if made := checkpoints_made_with(tokenizer):
+        more = f" and {len(made) - 8} more" if len(made) > 8 else ""
+        raise UserError(
+            f"{get_tokenizer_dir()} holds the tokenizer of {', '.join(made[:8])}{more}, which fit no other; keep it, "
+            "train the new one under another NANOCHAT_BASE_DIR, or give these up with --overwrite"
+        )
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    if not args.overwrite:
+        check_replaceable()
     print0(f"max_chars: {args.max_chars:,}\ndoc_cap: {args.doc_cap:,}\nvocab_size: {args.vocab_size:,}")
     data_dir = ensure_data(args.data_dir)
 

@@ -451,7 +451,7 @@ SCRIPTS = dict.fromkeys(
     "scripts.chat_cli": f"-p hello {TINY}",
     "scripts.base_loss": f"--device-batch-size=2 --split-tokens=256 {TINY}",
     "scripts.base_eval": f"--max-per-task=2 --bundle-dir=bundle {TINY}",
-    "scripts.tok_train": "--vocab-size=290 --max-chars=20000",
+    "scripts.tok_train": "--vocab-size=290 --max-chars=20000 --overwrite",
     "scripts.tok_eval": "--no-compare",
     "scripts.sweep": "--sizes=tiny --seeds=1 --tokens=1M --plan",
     "scripts.reproduce": "list",

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiktoken
 import torch
+from _samples import save_base
 
 from nanochat_fp4.dataset import read_row_group
 from nanochat_fp4.errors import UserError
@@ -95,6 +96,21 @@ def test_comparison_with_published_tokenizers(data, capsys, caplog, monkeypatch)
     assert (
         "no comparison with GPT-4: the tokenizer cl100k_base is not to be had (no network) (--no-compare" in caplog.text
     )
+
+
+def test_a_tokenizer_that_checkpoints_need_is_kept(tiny_base):
+    before = (tiny_base / "tokenizer" / "tokenizer.json").read_bytes()
+    train = ["--vocab-size=290", "--max-chars=20000"]
+    save_base(tiny_base, tag="d2_clover", n_layer=1)
+    save_base(tiny_base, tag="d2_clover", source="chatsft_checkpoints", n_layer=1)
+    with pytest.raises(
+        UserError, match="tokenizer of base_checkpoints/d2_clover, chatsft_checkpoints/d2_clover, which"
+    ):
+        tok_train.main(train)
+    assert (tiny_base / "tokenizer" / "tokenizer.json").read_bytes() == before
+    tok_train.main([*train, "--overwrite"])
+    assert (tiny_base / "tokenizer" / "tokenizer.json").read_bytes() != before
+    tok_train.main(train)  # these checkpoints are lost already
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_token_bytes(tok, tmp_path, base_dir):
     ids = tok.encode("plain ASCII text")
     assert int(lengths[ids].sum()) == len("plain ASCII text")
     save_token_bytes(tok, tmp_path)
-    with pytest.raises(UserError, match="token_bytes.pt is not there; run python -m scripts.tok_train"):
+    with pytest.raises(UserError, match="token_bytes.pt is not there; run python -m nanochat_fp4.tokenizer"):
         get_token_bytes()
     os.makedirs(base_dir / "tokenizer")
     (base_dir / "tokenizer" / "token_bytes.pt").write_bytes((tmp_path / "token_bytes.pt").read_bytes())
@@ -119,7 +119,7 @@ def test_damaged_token_bytes(tok, base_dir):
     good = path.read_bytes()
     for bad in (b"", b"x" * 100, good[:200], good[:-30]):
         path.write_bytes(bad)
-        with pytest.raises(UserError, match="token_bytes.pt is damaged.*tok_train"):
+        with pytest.raises(UserError, match="token_bytes.pt is damaged.*nanochat_fp4.tokenizer"):
             get_token_bytes()
     for wrong in ({"a": 1}, torch.zeros(3), torch.zeros(2, 2, dtype=torch.int32)):
         torch.save(wrong, path)
