@@ -282,6 +282,7 @@ if [ "$NUM_GPUS" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then # only th
     NUM_GPUS=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]') || true
 fi
 NPROC=${NPROC:-$((NUM_GPUS > 1 ? NUM_GPUS : 1))}
+[[ $NPROC =~ ^[1-9][0-9]{0,3}$ ]] || die "NPROC='$NPROC' is not a number of processes; use 1, 2, ... or leave it out"
 if [ "$NUM_GPUS" -gt 0 ]; then
     MACHINE="$NUM_GPUS x $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1), $NPROC process(es)"
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -181,14 +181,19 @@ def cut_text(text: str, rng: random.Random, shortest: int = 1600, longest: int =
     ones. Nothing is lost but white space at the cuts; pieces of white space are dropped.
     """
     pieces = []
-    while text:
+    start, end = 0, len(text)
+    while start < end:
         limit = rng.randint(shortest, longest)
-        cut = len(text)
-        if cut > limit:
-            cut = next((i for i in (text.rfind(sep, limit // 2, limit) for sep in ("\n\n", "\n", " ")) if i > 0), limit)
-        piece, text = text[:cut].strip("\n"), text[cut:].lstrip("\n")
+        cut = end
+        if end - start > limit:
+            cuts = (text.rfind(sep, start + limit // 2, start + limit) for sep in ("\n\n", "\n", " "))
+            cut = next((i for i in cuts if i > start), start + limit)
+        piece = text[start:cut].strip("\n")
         if piece.strip():
             pieces.append(piece)
+        start = cut
+        while start < end and text[start] == "\n":
+            start += 1
     return pieces
 
 
@@ -316,11 +321,13 @@ def _convert(folder: Path, files: list[Path]) -> Path:
             return target
         print0(f"Writing the text of {folder} ({len(files)} files, {format_bytes(size)}) as shards into {target}")
         _check_space(target.parent, 2 * size, f"the shards of {folder}")
-        num_documents = sum(1 for path in files for _ in _documents(path))
-        with (
-            _new_folder(target) as tmp,
-            Progress(total=num_documents, desc="convert", unit="doc") as progress,
-        ):
+        num_documents = num_chars = 0
+        with Progress(desc="count", unit="char") as progress:
+            for text in (text for path in files for text in _documents(path)):
+                num_documents += 1
+                num_chars += len(text)
+                progress.update(len(text))
+        with _new_folder(target) as tmp, Progress(total=num_chars, desc="convert", unit="char") as progress:
             writer = _ShardWriter(tmp)
             index = 0
             for path in files:
@@ -332,8 +339,9 @@ def _convert(folder: Path, files: list[Path]) -> Path:
                     for i, piece in enumerate(pieces):
                         val = index % 20 == 7 if num_documents >= 20 else i >= len(pieces) - tail
                         writer.add(piece, val)
+                        progress.update(len(piece))
+                    progress.update(len(text) - sum(map(len, pieces)))  # the white space at the cuts
                     index += 1
-                    progress.update(1)
             writer.finish({"source": str(folder), "files": len(files)})
     return target
 

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import threading
 from collections.abc import Iterable
 from functools import lru_cache
@@ -46,6 +47,11 @@ SPLIT_PATTERN = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
 
+# The pattern steps back over white space that nothing follows, one character at a time; at about half a million of them
+# both Rust libraries abort the process for want of stack.
+MAX_WHITE_SPACE = 100_000
+_LONG_WHITE_SPACE = re.compile(rf"\s{{{MAX_WHITE_SPACE}}}")
+
 FILE_NAME = "tokenizer.json"
 PICKLE_NAME = "tokenizer.pkl"
 FORMAT = "nanochat_fp4 tokenizer, version 1"
@@ -57,6 +63,14 @@ def _digest(pattern: str, ranks: list[bytes], special_tokens: dict[str, int]) ->
     for token in ranks:
         digest.update(len(token).to_bytes(4, "little") + token)
     return digest.hexdigest()
+
+
+def _in_parts(text: str) -> list[str]:
+    """The text, cut where more than MAX_WHITE_SPACE characters of white space follow one another."""
+    if len(text) <= MAX_WHITE_SPACE:
+        return [text]
+    cuts = [0, *(match.end() for match in _LONG_WHITE_SPACE.finditer(text)), len(text)]
+    return [text[a:b] for a, b in zip(cuts, cuts[1:])]
 
 
 class _EncodingUnpickler(pickle.Unpickler):
@@ -94,7 +108,8 @@ class RustBPETokenizer:
         import rustbpe  # training alone needs it
 
         tokenizer = rustbpe.Tokenizer()
-        tokenizer.train_from_iterator(iter(text_iterator), vocab_size - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
+        texts = (part for text in text_iterator for part in _in_parts(text))
+        tokenizer.train_from_iterator(texts, vocab_size - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
         ranks = {bytes(token): rank for token, rank in tokenizer.get_mergeable_ranks()}
         return cls._from_parts(tokenizer.get_pattern(), ranks)
 
@@ -269,10 +284,11 @@ class RustBPETokenizer:
         before = [] if prepend is None else [prepend if isinstance(prepend, int) else self.encode_special(prepend)]
         after = [] if append is None else [append if isinstance(append, int) else self.encode_special(append)]
         if isinstance(text, str):
-            return before + self.enc.encode_ordinary(text) + after
+            return before + [i for part in _in_parts(text) for i in self.enc.encode_ordinary(part)] + after
         if isinstance(text, list):
-            rows = self.enc.encode_ordinary_batch(text, num_threads=num_threads)
-            return [before + row + after for row in rows]
+            parts = [_in_parts(t) for t in text]
+            rows = iter(self.enc.encode_ordinary_batch([p for ps in parts for p in ps], num_threads=num_threads))
+            return [before + [i for _ in ps for i in next(rows)] + after for ps in parts]
         raise ValueError(f"encode takes a string or a list of strings, not {type(text).__name__}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[int] | list[list[int]]:

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import time
 import types
 
 import pyarrow as pa
@@ -135,6 +136,33 @@ def test_fuzzed_shards_are_read_or_named(tmp_path):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A folder of one's own
+
+
+def cut_text_slowly(text, rng, shortest, longest):
+    """What cut_text does, as it is said most simply: the rest of the text is a new text."""
+    pieces = []
+    while text:
+        limit = rng.randint(shortest, longest)
+        cut = len(text)
+        if cut > limit:
+            cut = next((i for i in (text.rfind(sep, limit // 2, limit) for sep in ("\n\n", "\n", " ")) if i > 0), limit)
+        piece, text = text[:cut].strip("\n"), text[cut:].lstrip("\n")
+        if piece.strip():
+            pieces.append(piece)
+    return pieces
+
+
+def test_cut_text_takes_time_in_proportion_to_the_text():
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices(["a", "bc", " ", "\n", "\n\n", "\n" * 9], [9, 9, 5, 1, 1, 1], k=rng.randrange(400)))
+        limits = sorted(rng.sample(range(1, 60), 2))
+        assert cut_text(text, random.Random(7), *limits) == cut_text_slowly(text, random.Random(7), *limits)
+    text = "word " * 6_000_000
+    start = time.process_time()
+    pieces = cut_text(text, random.Random(0))
+    assert time.process_time() - start < 5.0  # 0.05 s; copying the rest at each cut takes half a minute
+    assert sum(map(len, pieces)) > 29_900_000
 
 
 def test_cut_text_loses_nothing_and_ends_at_paragraphs():

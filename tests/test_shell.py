@@ -99,6 +99,8 @@ def test_only_visible_gpus_count(environment, visible, machine):
     [
         ("speedrun_fp4.sh", {"QAT_METHOD": "fp3"}, "error: QAT_METHOD: unknown method 'fp3'; use one of: bf16"),
         ("speedrun_fp4.sh", {"STAGES": "tok fly"}, "error: STAGES: there is no stage 'fly'"),
+        ("speedrun_fp4.sh", {"NPROC": "2x"}, "error: NPROC='2x' is not a number of processes"),
+        ("run1000_fp4.sh", {"NPROC": "0"}, "error: NPROC='0' is not a number of processes"),
         ("speedrun_fp4.sh", {"VENV": "/nowhere"}, "error: VENV=/nowhere has no bin/python"),
         ("speedrun_fp4.sh", {"NANOCHAT_BASE_DIR": "/dev/null/x"}, "error: cannot create /dev/null/x"),
         ("speedrun_fp4.sh", {"DATA_DIR": "/nowhere", "STAGES": "base"}, "error: .*/nowhere is not there"),

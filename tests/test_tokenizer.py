@@ -86,6 +86,18 @@ def test_every_text_comes_back(tok, text):
     assert not set(tok.encode(text)) & set(range(311, 320))
 
 
+@pytest.mark.parametrize("character", [" ", "\t", "\u00a0", "\n", " \t"])
+def test_a_million_characters_of_white_space(tok, character):
+    """Half a million without a line's end abort tiktoken and rustbpe alike."""
+    text = "before" + character * (1_000_000 // len(character)) + "after"
+    ids = tok.encode(text)
+    assert tok.decode(ids) == text
+    assert tok.encode([TEXTS[0], text, TEXTS[1]]) == [tok.encode(TEXTS[0]), ids, tok.encode(TEXTS[1])]
+    assert RustBPETokenizer.train_from_iterator(iter([text]), 266).get_vocab_size() == 266
+    shorter = text[: len("before") + 90_000] + "after"  # nothing is cut that need not be
+    assert tok.encode(shorter) == tok.enc.encode_ordinary(shorter)
+
+
 def test_encoding_of_batches(tok):
     texts = TEXTS[:7]
     rows = [tok.encode(t) for t in texts]
