@@ -7,6 +7,8 @@ says counts. Both are endless and deterministic, both resume exactly, and what a
 how many processes share it.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +20,7 @@ from nanochat_fp4.errors import UserError
 
 DEFAULT_LANES = 8  # as in dataloader.py: 1, 2, 4 and 8 processes see the same rows
 IGNORE = -1  # target that does not count
+CONTENT_SAMPLES = 256
 
 
 def _check(dataset: Task, **at_least_one: int) -> None:
@@ -93,6 +96,7 @@ class PackedConversations:
         state: dict[str, Any] | None = None,
     ):
         _check(dataset, B=B, T=T, buffer_size=buffer_size)
+        self.content = _content(dataset)
         self.dataset, self.tokenizer, self.B, self.T = dataset, tokenizer, B, T
         self.device, self.rank, self.world_size = torch.device(device), rank, world_size
         self.lanes = DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else world_size
@@ -121,6 +125,7 @@ class PackedConversations:
     def _config(self) -> dict[str, Any]:
         return {
             "conversations": len(self.dataset),
+            "content": self.content,
             "T": self.T,
             "lanes": self.lanes,
             "lane_buffer": self.lane_buffer,
@@ -162,6 +167,7 @@ class ConversationBatches:
         state: dict[str, Any] | None = None,
     ):
         _check(dataset, B=B, max_tokens=max_tokens)
+        self.content = _content(dataset)
         self.dataset, self.tokenizer, self.B, self.max_tokens = dataset, tokenizer, B, max_tokens
         self.device, self.rank, self.world_size = torch.device(device), rank, world_size
         self.micro_batch = rank
@@ -198,6 +204,7 @@ class ConversationBatches:
     def _config(self) -> dict[str, Any]:
         return {
             "conversations": len(self.dataset),
+            "content": self.content,
             "B": self.B,
             "max_tokens": self.max_tokens,
             "world_size": self.world_size,
@@ -207,9 +214,20 @@ class ConversationBatches:
         return self._config() | {"micro_batch": self.micro_batch}
 
 
+def _content(dataset: Task) -> str:
+    """16 hex digits of what the conversations say: of all of them, or of 256 spread evenly."""
+    digest = hashlib.sha256()
+    samples = min(len(dataset), CONTENT_SAMPLES)
+    for conversation in (dataset[i * len(dataset) // samples] for i in range(samples)):
+        digest.update(json.dumps(conversation, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:16]
+
+
 def _check_state(state: Any, config: dict[str, Any]) -> None:
     if not isinstance(state, dict):
         raise UserError("the data position in the checkpoint is damaged; resume from an older checkpoint")
+    if "content" not in state:  # an older checkpoint
+        config = {k: v for k, v in config.items() if k != "content"}
     different = [f"{k} was {state.get(k)}, is {v}" for k, v in config.items() if state.get(k) != v]
     if different:
         raise UserError(

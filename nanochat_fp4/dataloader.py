@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from nanochat_fp4.common import get_dist_info
-from nanochat_fp4.dataset import Shard, open_shards, read_row_group
+from nanochat_fp4.dataset import Shard, open_shards, read_row_group, shard_digest
 from nanochat_fp4.errors import UserError, one_line
 
 STATE_VERSION = 1
@@ -163,6 +163,7 @@ class BestFitLoader:
         # Empty row groups are left out: a lane that met no others would look for a document forever.
         self.row_groups = [(s, k) for s, shard in enumerate(self.shards) for k, n in enumerate(shard.rows) if n > 0]
         self.fingerprint = _split_fingerprint(self.shards)
+        self.content = [shard_digest(shard.path) for shard in self.shards]
         share = sum(shard.num_rows for shard in self.shards) // lanes
         self.lane_buffer = max(1, min(-(-buffer_size // lanes), share // 4))
         self.refill = max(1, min(self.refill, self.lane_buffer))
@@ -218,6 +219,7 @@ class BestFitLoader:
         epoch, position = divmod(min(begun), len(self.row_groups))
         pq_idx, rg_idx = self.row_groups[position]
         return self._config() | {
+            "content": self.content,
             "row": self.row - self.rank,  # rows of the run that were yielded, over all ranks
             "lane_states": {str(lane): packer.state() for lane, packer in self.my_lanes.items()},
             "epoch": 1 + epoch,
@@ -241,6 +243,16 @@ class BestFitLoader:
             if state.get(key) != value:
                 remedy = remedies.get(key, "resume with the arguments that the run began with")
                 raise UserError(f"the data position does not fit: {key} was {state.get(key)}, is {value}; {remedy}")
+        content = state.get("content", self.content)  # older checkpoints do not have it
+        if not isinstance(content, list) or len(content) != len(self.content):
+            raise UserError("the data position is damaged (content); resume from an older one")
+        if content != self.content:
+            changed = [s.path for s, was, now in zip(self.shards, content, self.content) if was != now]
+            raise UserError(
+                f"the data position does not fit: the text of {os.path.basename(changed[0])} "
+                f"{f'and {len(changed) - 1} more shard(s) ' * (len(changed) > 1)}is not the one that the run has been "
+                "trained on; put the old file back, or start a new run"
+            )
         try:
             row, lane_states = int(state["row"]), state["lane_states"]
             missing = [str(lane) for lane in self.my_lanes if str(lane) not in lane_states]

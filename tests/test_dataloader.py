@@ -16,6 +16,7 @@ from nanochat_fp4.dataloader import (
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
+from nanochat_fp4.dataset import shard_digest
 from nanochat_fp4.errors import UserError
 
 
@@ -288,6 +289,49 @@ def test_a_state_that_does_not_fit(data, tmp_path):
         assert "\n" not in str(e.value)
     with pytest.raises(UserError, match="not written by this loader"):
         loader(data, resume_state_dict={"pq_idx": 1, "rg_idx": 2, "epoch": 1})  # nanochat's
+
+
+def test_a_shard_whose_text_was_replaced_is_named(tmp_path):
+    """The same names, rows and row groups; and the file that says the same again under another time is the same."""
+    folder = tmp_path / "d"
+    make_shards(folder)
+    it = loader(folder)
+    *_, state = next(it)
+    expected = rows_of(it, 5)
+    path = sorted(folder.iterdir())[1]
+    whole = path.read_bytes()
+    path.write_bytes(whole)
+    assert torch.equal(rows_of(loader(folder, resume_state_dict=state), 5), expected)
+    texts = pq.read_table(path).column("text").to_pylist()
+    groups = pq.ParquetFile(path).metadata.row_group(0).num_rows
+    for change in (str.upper, str.swapcase, lambda text: text[:-1] + "?"):
+        table = pa.table({"text": pa.array([change(text) for text in texts], pa.string())})
+        pq.write_table(table, path, row_group_size=groups)
+        with pytest.raises(UserError, match=rf"does not fit: the text of {path.name} is not the one .* old file back"):
+            loader(folder, resume_state_dict=state)
+    path.write_bytes(whole)
+    older = {k: v for k, v in state.items() if k != "content"}
+    assert torch.equal(rows_of(loader(folder, resume_state_dict=older), 5), expected)
+    for odd in (None, [], ["x"], 3, {"a": 1}):
+        with pytest.raises(UserError, match="damaged .content.|does not fit: the text of"):
+            loader(folder, resume_state_dict=state | {"content": odd})
+
+
+def test_the_digest_of_a_large_shard(tmp_path):
+    """Beyond 1 MB the footer and some blocks are looked at; other text in one row group of twelve changes them."""
+    path = tmp_path / "large.parquet"
+
+    def write(other: int | None) -> str:
+        texts = []
+        for group in range(12):
+            rng = random.Random(group + 100 * (group == other))
+            texts += ["".join(chr(rng.randrange(33, 127)) for _ in range(200)) for _ in range(1000)]
+        pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=1000, compression="zstd")
+        assert path.stat().st_size > 1 << 20
+        return shard_digest(path)
+
+    assert write(None) == write(None)
+    assert len({write(other) for other in (None, 0, 5, 11)}) == 4
 
 
 def test_damaged_states_are_refused_or_used(data):

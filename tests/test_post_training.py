@@ -179,9 +179,30 @@ def test_loaders_resume_from_any_batch(make):
         assert (
             torch.equal(x, batches[i + 1][0]) and torch.equal(y, batches[i + 1][1]) and next_state == batches[i + 1][2]
         )
-    for bad in ({}, {**batches[0][2], "conversations": 1}, "x"):
+    for bad in ({}, {**batches[0][2], "conversations": 1}, "x", {**batches[0][2], "content": "other conversations"}):
         with pytest.raises(UserError, match="data position"):
             make(bad)
+    make({k: v for k, v in batches[0][2].items() if k != "content"})  # an older checkpoint
+
+
+def test_conversations_that_say_something_else_are_not_gone_on_with():
+    """As many conversations of the same lengths, one of them with another letter."""
+
+    class Other(Texts):
+        def get_example(self, index):
+            conversation = super().get_example(index)
+            if index == 3:
+                conversation["messages"][1]["content"] = "yEs"
+            return conversation
+
+    for make in (
+        lambda d, state=None: PackedConversations(d, ByteTokenizer(), 3, 50, "cpu", state=state),
+        lambda d, state=None: ConversationBatches(d, ByteTokenizer(), 3, "cpu", max_tokens=64, state=state),
+    ):
+        state = next(make(Texts(LENGTHS)))[2]
+        make(Texts(LENGTHS), state)
+        with pytest.raises(UserError, match="does not fit: content was"):
+            make(Other(LENGTHS), state)
 
 
 def test_loaders_name_bad_conversations(tmp_path):
