@@ -25,7 +25,7 @@ careless code but not code that attacks the interpreter; run such code in a cont
   the program is user `nobody` without capabilities and process 1 (it takes its children along). Linux 5.12 or newer,
   root or unprivileged user namespaces.
 - landlock (Linux 5.13 or newer): for containers, where namespaces are usually refused. Always with seccomp.
-- seccomp (x86_64 and aarch64): a filter on system calls, added to both of the above wherever it is available.
+- seccomp (x86_64 and aarch64): a list of allowed system calls, added to both of the above wherever it is available.
 - audit: Python's hooks, used only where neither namespaces nor landlock is available: old kernels, macOS.
 
 The strongest set that this machine accepts is found once per process (`sandbox_layers`). The kernel itself is shared,
@@ -39,7 +39,6 @@ import json
 import os
 import secrets
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -48,14 +47,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_CHILD = Path(__file__).with_name("execution_child.py")
+_CHILD = Path(__file__).resolve().with_name("execution_child.py")
 
 MAX_OUTPUT_BYTES = 64 * 1024  # of stdout and of stderr; more is read and dropped
 FILE_BYTES = 16 * 1024 * 1024  # of one file
 DISK_BYTES = 64 * 1024 * 1024  # of all files together, where the folder lies in memory (namespaces)
 MAX_PROCESSES = 16  # processes and threads beside those the user has already
-EXIT_DEADLINE = 124  # execution_child.py's exit status when it had to kill the program
-GRACE_SECONDS = 5.0  # a supervisor that has not ended this long after its deadline is killed from here
+MAX_FILES = 4096  # files, folders and links in the program's folder
+SETUP_SECONDS = 30.0  # execution_child.py's limit for setting up; the deadline runs from then on
+GRACE_SECONDS = 5.0  # a supervisor that has not reported this long after its deadline is killed from here
+CLEANING_SECONDS = 5.0  # a supervisor that still removes files after this goes on in the background
 
 # Strongest first. Each is tried with seccomp added and then without, but landlock is never used alone.
 _LAYER_SETS = (
@@ -65,6 +66,9 @@ _LAYER_SETS = (
     ("seccomp", "audit"),
     ("audit",),
 )
+
+
+_cleaning: list[subprocess.Popen] = []  # supervisors that still remove files
 
 
 @dataclass
@@ -105,11 +109,7 @@ def execute_code(
     if os.name != "posix":
         raise SandboxError("model-written code can be run on Linux and macOS only; use WSL2 or leave HumanEval out")
     layers = sandbox_layers() if layers is None else layers
-    folder = tempfile.mkdtemp(prefix="nanochat_sandbox_")
-    try:
-        return _run(code, timeout, maximum_memory_bytes, layers, folder)
-    finally:
-        _remove_folder(folder)
+    return _run(code, timeout, maximum_memory_bytes, layers)
 
 
 @functools.cache
@@ -133,56 +133,67 @@ def describe_sandbox() -> str:
     return f"sandbox: {' + '.join(layers)} ({kept_by})"
 
 
-def _run(code: str, timeout: float, memory: int | None, layers: tuple[str, ...], folder: str) -> ExecutionResult:
+def _run(code: str, timeout: float, memory: int | None, layers: tuple[str, ...]) -> ExecutionResult:
+    secret = secrets.token_bytes(32)  # os._exit(0) in the code, or a guess, is not taken for success
+    folder = tempfile.mkdtemp(prefix="nanochat_sandbox_")
     request = {
         "code": code,
         "timeout": timeout,
         "memory": memory,
         "layers": layers,
         "folder": folder,
-        "nonce": secrets.token_hex(16),  # os._exit(0) in the code, or a guess, is not taken for success
+        "trainer": os.getpid(),
         "file_bytes": FILE_BYTES,
         "disk_bytes": DISK_BYTES,
-        "processes": _count_tasks() + MAX_PROCESSES,
+        "files": MAX_FILES,
+        "tasks": _count_tasks(),
+        "processes": MAX_PROCESSES,
     }
-    captured = {"stdout": bytearray(), "stderr": bytearray(), "result": bytearray()}
-    result_read, result_write = os.pipe()
-    with open(result_read, "rb", buffering=0), tempfile.TemporaryFile() as request_file:
-        request_file.write(json.dumps(request).encode())
-        request_file.seek(0)
-        try:
-            # No preexec_fn: this process may have threads. The environment is made from nothing.
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-B", str(_CHILD), str(result_write)],
-                stdin=request_file,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(result_write,),
-                cwd="/",
-                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
-        finally:
-            os.close(result_write)
-        with process:
-            try:
-                fds = {process.stdout.fileno(): "stdout", process.stderr.fileno(): "stderr", result_read: "result"}
-                status = _collect(process, fds, captured, time.monotonic() + timeout + GRACE_SECONDS)
-            finally:  # Ctrl-C, too
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-    return _judge(status, captured, request["nonce"], timeout)
+    process, captured = None, {name: bytearray() for name in ("report", "result", "stdout", "stderr")}
+    try:
+        with contextlib.ExitStack() as ours:
+            fds: dict[int, str] = {}
+            with contextlib.ExitStack() as theirs:
+                ends = {}
+                for name in captured:
+                    read, ends[name] = os.pipe()
+                    ours.callback(os.close, read)
+                    theirs.callback(os.close, ends[name])
+                    fds[read] = name
+                secret_read, secret_write = os.pipe()
+                theirs.callback(os.close, secret_read)
+                theirs.callback(os.close, secret_write)
+                os.write(secret_write, secret)
+                passed = (ends["report"], ends["result"], secret_read)
+                request_file = theirs.enter_context(tempfile.TemporaryFile())
+                request_file.write(json.dumps(request).encode())
+                request_file.seek(0)
+                # No preexec_fn: this process may have threads. The environment is made from nothing.
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-B", str(_CHILD), *map(str, passed)],
+                    stdin=request_file,
+                    stdout=ends["stdout"],
+                    stderr=ends["stderr"],
+                    pass_fds=passed,
+                    cwd="/",
+                    env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
+                    start_new_session=True,
+                )
+            _collect(process, fds, captured, time.monotonic() + SETUP_SECONDS + timeout + GRACE_SECONDS)
+    finally:  # Ctrl-C, too: a supervisor whose report nobody reads any more ends the program
+        _see_off(process, folder, reported=b"outcome" in captured["report"])
+    return _judge(captured, secret, timeout)
 
 
-def _collect(process: subprocess.Popen, fds: dict[int, str], captured: dict[str, bytearray], deadline: float):
-    """Read the pipes until the supervisor has ended, keeping the first MAX_OUTPUT_BYTES of each. Its exit status."""
+def _collect(process: subprocess.Popen, fds: dict[int, str], captured: dict[str, bytearray], deadline: float) -> None:
+    """Read the pipes until the supervisor reports the end, keeping the first MAX_OUTPUT_BYTES of each."""
     with selectors.DefaultSelector() as selector:
         for fd, name in fds.items():
             os.set_blocking(fd, False)
             selector.register(fd, selectors.EVENT_READ, name)
-        while True:
+        while time.monotonic() < deadline:
             # Not until the end of the pipes: something that outlived the program could hold them open.
-            ended = process.poll() is not None
+            ended = b"outcome" in captured["report"] or process.poll() is not None
             ready = selector.select(0 if ended else 0.02)
             for key, _ in ready:
                 try:
@@ -194,35 +205,56 @@ def _collect(process: subprocess.Popen, fds: dict[int, str], captured: dict[str,
                 buffer = captured[key.data]
                 buffer += data[: max(0, MAX_OUTPUT_BYTES - len(buffer) + 1)]  # one more shows that it was cut
             if ended and not ready:
-                return process.returncode
-            if time.monotonic() > deadline:
-                return None
+                return
 
 
-def _judge(status: int | None, captured: dict[str, bytearray], nonce: str, timeout: float) -> ExecutionResult:
+def _see_off(process: subprocess.Popen | None, folder: str, reported: bool) -> None:
+    """Wait until the supervisor has removed the folder, but not long."""
+    _cleaning[:] = [p for p in _cleaning if p.poll() is None]
+    if process is not None:
+        try:
+            process.wait(CLEANING_SECONDS)
+        except subprocess.TimeoutExpired:
+            if reported:
+                _cleaning.append(process)
+                return
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if os.path.exists(folder):  # the supervisor was killed, or never started
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+            command = [sys.executable, "-I", "-B", str(_CHILD), "remove", folder]
+            subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=CLEANING_SECONDS)
+
+
+def _judge(captured: dict[str, bytearray], secret: bytes, timeout: float) -> ExecutionResult:
     def text(name: str) -> str:
         data = bytes(captured[name])
         shown = data[:MAX_OUTPUT_BYTES].decode("utf-8", errors="replace")
         return shown + "\n[output cut here]" if len(data) > MAX_OUTPUT_BYTES else shown
 
-    answer = None
-    for line in bytes(captured["result"]).splitlines():
-        with contextlib.suppress(ValueError, AttributeError):
-            parsed = json.loads(line)
-            if parsed.get("nonce") == nonce:
-                answer = parsed
-    if answer is not None and "setup_error" in answer:
-        raise SandboxError(answer["setup_error"])
+    # The program cannot write the report; what it writes as a result is compared and shown, never interpreted.
+    report: dict = {}
+    for line in bytes(captured["report"]).splitlines():
+        report.update(json.loads(line))
+    if not report.get("ready"):
+        said = " ".join(text("stderr").strip().splitlines()[-1:])
+        raise SandboxError(report.get("setup_error", f"its supervisor ended before the program began. {said}".strip()))
+    answer, outcome = bytes(captured["result"]), report.get("outcome", "its supervisor was killed")
     result = ExecutionResult(success=False, stdout=text("stdout"), stderr=text("stderr"))
-    if status is None or status == EXIT_DEADLINE:
+    if outcome == "deadline":
         result.timeout, result.error = True, f"Execution timed out after {timeout:g} s"
-    elif answer is None:
-        result.error = "the program ended without finishing (killed by a limit, a crash, or os._exit)"
-    elif answer.get("memory_exceeded"):
+    elif outcome != "ended":
+        result.error = f"the program was ended: {outcome}"
+    elif answer == b"memory":
         result.memory_exceeded, result.error = True, "Memory limit exceeded"
+    elif answer.startswith(b"error "):
+        message = answer.removeprefix(b"error ").decode("utf-8", errors="replace")[:1000]
+        result.error = "".join(c if c.isprintable() else " " for c in message)
+    elif answer != secret:
+        result.error = "the program ended without finishing (killed by a limit, a crash, or os._exit)"
     else:
-        result.success = answer.get("success") is True
-        result.error = None if result.success else str(answer.get("error", ""))[:1000]
+        result.success = True
     return result
 
 
@@ -235,10 +267,3 @@ def _count_tasks() -> int:
                 if entry.name.isdigit() and entry.stat().st_uid == uid:
                     count += len(os.listdir(f"/proc/{entry.name}/task"))
     return count
-
-
-def _remove_folder(folder: str) -> None:
-    try:
-        shutil.rmtree(folder)
-    except (OSError, RecursionError):  # folders nested deeper than Python recurses, or something without rights
-        subprocess.run(["rm", "-rf", folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)

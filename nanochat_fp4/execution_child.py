@@ -1,22 +1,32 @@
 """
 What runs inside the sandbox of execution.py: a supervisor that keeps the deadline, and the worker that runs the code.
 
-Started as a script by execute_code (`python -I -B execution_child.py RESULT_FD`, the request as JSON on stdin), never
-imported by the package; it needs nothing but the standard library and makes kernel calls through ctypes. Each layer
-is one function below and raises OSError where the kernel refuses it. Who uses which layer: execution.py.
+Started as a script by execute_code (`python -I -B execution_child.py REPORT_FD RESULT_FD SECRET_FD`, the request as
+JSON on stdin); it needs nothing but the standard library and makes kernel calls through ctypes. Each layer is one
+function below and raises OSError where the kernel refuses it. Who uses which layer: execution.py.
+
+    trainer -- supervisor (outside: keeps the deadline, removes the folder) -- [process 1 of the namespaces] -- worker
+
+- setup pipe, worker to supervisor: "ready" or what went wrong; closed before the code runs.
+- report pipe, supervisor to trainer: JSON lines; no other process has it.
+- secret pipe, trainer to worker: read when all is set up. Only a program that ended well can still send it back:
+- result pipe, worker to trainer: the secret and nothing else is success, everything else is failure.
 """
 
+import contextlib
 import ctypes
 import json
 import os
 import platform
+import select
 import signal
+import stat
 import struct
 import sys
 import time
 
-EXIT_DEADLINE = 124  # the supervisor's exit status when it had to kill the worker (as coreutils' timeout has it)
 NOBODY = 65534
+SETUP_SECONDS = 30.0  # from the fork of the worker until it is ready
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Kernel interface (numbers from Linux' uapi headers)
@@ -28,7 +38,7 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 163
 MNT_DETACH = 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 SYS_MOUNT_SETATTR, SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 442, 444, 445, 446
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
@@ -63,17 +73,20 @@ def _mount(source: str, target: str, fstype: str | None, flags: int, data: str |
 # Layer "namespaces": own mounts, processes, network, IPC; a root that holds only Python and an empty folder in memory
 
 
-def enter_namespaces() -> None:
-    """Called by the supervisor. Its next child is process 1 of a world of its own, and takes it along when it dies."""
+def make_process_namespace() -> None:
+    """Called by the supervisor. Its next child is process 1 of a namespace, and takes it along when it dies."""
     uid, gid = os.geteuid(), os.getegid()
-    flags = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
-    if uid != 0:
-        flags |= CLONE_NEWUSER  # what lets an ordinary user make the others
+    flags = CLONE_NEWPID | (CLONE_NEWUSER if uid != 0 else 0)  # what lets an ordinary user make the others
     _check(_libc.unshare(flags), "unshare")
     if uid != 0:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
             with open(f"/proc/self/{name}", "w") as f:
                 f.write(text)
+
+
+def make_other_namespaces() -> None:
+    """Called by process 1: mounts, network and IPC of its own, while the supervisor still sees the machine's."""
+    _check(_libc.unshare(CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS), "unshare")
     _mount("none", "/", None, MS_REC | MS_PRIVATE)  # nothing mounted from here on shows outside
 
 
@@ -88,9 +101,9 @@ def python_folders() -> list[str]:
     return folders
 
 
-def build_root(new_root: str, disk_bytes: int) -> None:
+def build_root(new_root: str, disk_bytes: int, files: int) -> None:
     """Swap the root for a small tmpfs at `new_root` with Python's folders bound read-only and a writable /sandbox."""
-    _mount("tmpfs", new_root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},mode=0755")
+    _mount("tmpfs", new_root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk_bytes},nr_inodes={files},mode=0755")
     for folder in python_folders():
         inside = new_root + folder
         os.makedirs(os.path.dirname(inside), exist_ok=True)
@@ -141,7 +154,8 @@ def restrict_files(writable: str) -> None:
     """From now on this process reads only Python's folders and writes only inside `writable`."""
     abi = _syscall(SYS_LANDLOCK_CREATE, None, 0, 1)
     everything = (1 << 13) - 1 | (1 << 13 if abi >= 2 else 0) | (1 << 14 if abi >= 3 else 0) | (1 << 15) * (abi >= 5)
-    attributes = struct.pack("Q", everything)
+    # Since ABI 4 TCP ports, since ABI 6 abstract Unix sockets and signals to processes outside (1 | 2 each).
+    attributes = struct.pack("Q", everything) + struct.pack("Q", 3) * (abi >= 4) + struct.pack("Q", 3) * (abi >= 6)
     ruleset = _syscall(SYS_LANDLOCK_CREATE, attributes, len(attributes), 0)
     rules = [(folder, LANDLOCK_READ) for folder in python_folders()]
     rules += [(device, 1 << 1 | 1 << 2) for device in ("/dev/null", "/dev/zero", "/dev/urandom")]
@@ -159,81 +173,106 @@ def restrict_files(writable: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Layer "seccomp": no network, no new processes or programs, no signals to others, no change of rights or of the system
+# Layer "seccomp": a list of the system calls that a Python program needs. Everything else is refused: network,
+# processes, programs, signals to others, shared memory, asynchronous I/O, changes of rights, and later kernels' calls.
 
 # name: (x86_64, aarch64); None where an architecture does not have the call.
-DENIED_SYSCALLS = {
-    # network (socketpair stays: it reaches nobody)
-    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
-    "accept": (43, 202), "accept4": (288, 242),
-    # processes, and other processes' memory, signals and priorities
-    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "setsid": (112, 157),
-    "setpgid": (109, 154), "kill": (62, 129), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438), "ptrace": (101, 117), "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271), "process_madvise": (440, 440), "kcmp": (312, 272), "setpriority": (141, 140),
-    "ioprio_set": (251, 30), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274), "sched_setaffinity": (203, 122), "move_pages": (279, 239),
-    "migrate_pages": (256, 238),
-    # rights, owners, times and attributes of files, which landlock does not see; truncate before its ABI 3
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
-    "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
-    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7), "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16), "removexattrat": (466, 466), "truncate": (76, 45), "open_by_handle_at": (304, 265),
-    # shared memory, queues and keys of others
-    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semctl": (66, 191),
-    "msgget": (68, 186), "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181),
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    # the system, and corners of the kernel that a program for a benchmark has no business in
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
-    "chroot": (161, 51), "fsopen": (430, 430), "fsmount": (432, 432), "move_mount": (429, 429),
-    "open_tree": (428, 428), "mount_setattr": (442, 442), "bpf": (321, 280), "perf_event_open": (298, 241),
-    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    "userfaultfd": (323, 282), "memfd_secret": (447, 447), "kexec_load": (246, 104), "init_module": (175, 105),
-    "finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224),
-    "swapoff": (168, 225), "acct": (163, 89), "quotactl": (179, 60), "syslog": (103, 116), "vhangup": (153, 58),
-    "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
-    "sethostname": (170, 161), "setdomainname": (171, 162), "personality": (135, 92),
+ALLOWED_SYSCALLS = {
+    # files. Not, as landlock does not see them: chmod, chown, utime, xattrs, truncate by path, flock, inotify
+    "read": (0, 63), "write": (1, 64), "close": (3, 57), "stat": (4, None), "fstat": (5, 80), "lstat": (6, None),
+    "lseek": (8, 62), "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66),
+    "access": (21, None), "pipe": (22, None), "dup": (32, 23), "dup2": (33, None), "sendfile": (40, 71),
+    "fsync": (74, 82), "fdatasync": (75, 83), "ftruncate": (77, 46), "getdents": (78, None), "getcwd": (79, 17),
+    "chdir": (80, 49), "fchdir": (81, 50), "rename": (82, None), "mkdir": (83, None), "rmdir": (84, None),
+    "creat": (85, None), "link": (86, None), "unlink": (87, None), "symlink": (88, None), "readlink": (89, None),
+    "umask": (95, 166), "statfs": (137, 43), "fstatfs": (138, 44), "getdents64": (217, 61), "fadvise64": (221, 223),
+    "mkdirat": (258, 34), "newfstatat": (262, 79), "unlinkat": (263, 35), "renameat": (264, 38), "linkat": (265, 37),
+    "symlinkat": (266, 36), "readlinkat": (267, 78), "faccessat": (269, 48), "fallocate": (285, 47),
+    "dup3": (292, 24), "pipe2": (293, 59), "preadv": (295, 69), "pwritev": (296, 70), "renameat2": (316, 276),
+    "copy_file_range": (326, 285), "statx": (332, 291), "close_range": (436, 436), "faccessat2": (439, 439),
+    # memory. Not: memfd_create, memfd_secret, remap_file_pages, mlock
+    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
+    "msync": (26, 227), "mincore": (27, 232), "madvise": (28, 233),
+    # waiting and time
+    "poll": (7, None), "select": (23, None), "sched_yield": (24, 124), "pause": (34, None), "nanosleep": (35, 101),
+    "getitimer": (36, 102), "alarm": (37, None), "setitimer": (38, 103), "gettimeofday": (96, 169), "times": (100, 153),
+    "time": (201, None), "futex": (202, 98), "epoll_create": (213, None), "clock_gettime": (228, 113),
+    "clock_getres": (229, 114), "clock_nanosleep": (230, 115), "epoll_wait": (232, None), "epoll_ctl": (233, 21),
+    "pselect6": (270, 72), "ppoll": (271, 73), "epoll_pwait": (281, 22), "eventfd2": (290, 19),
+    "epoll_create1": (291, 20), "epoll_pwait2": (441, 441),
+    # the process itself and its signals
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136),
+    "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "getpid": (39, 172),
+    "exit": (60, 93), "wait4": (61, 260), "uname": (63, 160), "getrlimit": (97, 163), "getrusage": (98, 165),
+    "sysinfo": (99, 179), "getuid": (102, 174), "getgid": (104, 176), "geteuid": (107, 175), "getegid": (108, 177),
+    "getppid": (110, 173), "getpgrp": (111, None), "getgroups": (115, 158), "getresuid": (118, 148),
+    "getresgid": (120, 150), "getpgid": (121, 155), "getsid": (124, 156), "capget": (125, 90),
+    "getpriority": (140, 141), "sched_getparam": (143, 121), "sched_getscheduler": (145, 120),
+    "sched_get_priority_max": (146, 125), "sched_get_priority_min": (147, 126), "arch_prctl": (158, None),
+    "setrlimit": (160, 164), "gettid": (186, 178), "sched_getaffinity": (204, 123), "set_tid_address": (218, 96),
+    "restart_syscall": (219, 128), "exit_group": (231, 94), "waitid": (247, 95), "set_robust_list": (273, 99),
+    "getcpu": (309, 168), "getrandom": (318, 278), "membarrier": (324, 283), "rseq": (334, 293),
+    # a pair of connected sockets (asyncio wakes itself with one). Not: sendmsg, which can pass open files on
+    "recvfrom": (45, 207), "shutdown": (48, 210), "getsockname": (51, 204), "getsockopt": (55, 209),
 }  # fmt: skip
+
+# Calls of which an argument decides: name, numbers, then for one or two arguments (index, mask, allowed values).
+# Values and masks are of 32 bits; a mask of None compares the whole 64 bits with 0. Both machines share the constants.
+_ANY_NAMESPACE = 0x7E020080
+_WRITING_TRUNCATION = os.O_TRUNC | os.O_WRONLY | os.O_RDWR
+CONDITIONAL_SYSCALLS = {
+    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. Not: F_SETOWN and F_SETSIG (signals to others),
+    # F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, F_ADD_SEALS; nor locks, each of which takes memory of the kernel's.
+    "fcntl": ((72, 25), [(1, 0xFFFFFFFF, (0, 1, 2, 3, 1030, 1032))]),
+    "fcntl F_SETFL without O_ASYNC": ((72, 25), [(1, 0xFFFFFFFF, (4,)), (2, 0o20000, (0,))]),
+    # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Not: FIOSETOWN, SIOCSPGRP, FIOASYNC, TIOCSTI.
+    "ioctl": ((16, 29), [(1, 0xFFFFFFFF, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))]),
+    "socketpair AF_UNIX, SOCK_STREAM": ((53, 199), [(0, 0xFFFFFFFF, (1,)), (1, 0xF, (1,))]),
+    "sendto without an address": ((44, 206), [(4, None, (0,))]),
+    "prctl PR_SET_NAME, PR_GET_NAME": ((157, 167), [(0, 0xFFFFFFFF, (15, 16))]),  # not PR_SET_PDEATHSIG
+    "prlimit64 of oneself": ((302, 261), [(0, 0xFFFFFFFF, (0,))]),
+    "clone of a thread": ((56, 220), [(0, CLONE_THREAD | _ANY_NAMESPACE, (CLONE_THREAD,))]),
+    # Read-only with O_TRUNC would empty a file that landlock lets us read, before its ABI 3.
+    "open": ((2, None), [(1, _WRITING_TRUNCATION, (0, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2))]),
+    "openat": ((257, 56), [(2, _WRITING_TRUNCATION, (0, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2))]),
+}  # fmt: skip
+SYS_TGKILL = (234, 131)
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-SYS_CLONE = {"x86_64": 56, "aarch64": 220}
-SYS_CLONE3 = 435
-SYS_TGKILL = {"x86_64": 234, "aarch64": 131}
-SYS_PRLIMIT64 = {"x86_64": 302, "aarch64": 261}
-SYS_OPENAT = {"x86_64": 257, "aarch64": 56}
-SYS_OPEN = {"x86_64": 2, "aarch64": None}
+FIRST_MODERN_SYSCALL = 424  # from here on all machines share the numbers, and libc tries a call and does without it
 EPERM, ENOSYS = 1, 38
 
 
 def seccomp_program(machine: str, pid: int) -> list[tuple[int, int, int, int]]:
-    """The filter as (code, jt, jf, k) rows of classic BPF; every row reads: if equal, answer EPERM."""
+    """The filter as (code, jt, jf, k) rows of classic BPF: one of the rows allows a call, or the last refuses it."""
     load = lambda offset: (0x20, 0, 0, offset)  # noqa: E731  BPF_LD | BPF_W | BPF_ABS
     equal = lambda k, jt, jf: (0x15, jt, jf, k)  # noqa: E731  BPF_JMP | BPF_JEQ | BPF_K
+    at_least = lambda k, jt, jf: (0x35, jt, jf, k)  # noqa: E731  BPF_JMP | BPF_JGE | BPF_K
     answer = lambda k: (0x06, 0, 0, k)  # noqa: E731  BPF_RET | BPF_K
-    masked = lambda k: (0x54, 0, 0, k)  # noqa: E731  BPF_ALU | BPF_AND | BPF_K
-    allow, deny, missing = answer(0x7FFF0000), answer(0x00050000 | EPERM), answer(0x00050000 | ENOSYS)
-    nr, arch, arg0, arg1, arg2 = load(0), load(4), load(16), load(24), load(32)  # low halves of the arguments
+    allow, kill = answer(0x7FFF0000), answer(0x80000000)
+    refuse, missing = answer(0x00050000 | EPERM), answer(0x00050000 | ENOSYS)
     column = {"x86_64": 0, "aarch64": 1}[machine]
 
-    rows = [arch, equal(AUDIT_ARCH[machine], 1, 0), deny, nr]
+    # A foreign ABI (32 bits; x32, whose calls are the same under other numbers) ends the process.
+    rows = [load(4), equal(AUDIT_ARCH[machine], 1, 0), kill, load(0)]
     if machine == "x86_64":
-        rows += [(0x35, 0, 1, 0x40000000), deny]  # BPF_JGE: the x32 calls are the same calls under other numbers
-    for numbers in DENIED_SYSCALLS.values():
+        rows += [at_least(0x40000000, 0, 1), kill]
+    for numbers in ALLOWED_SYSCALLS.values():
         if numbers[column] is not None:
-            rows += [equal(numbers[column], 0, 1), deny]
-    rows += [equal(SYS_CLONE3, 0, 1), missing]  # its flags lie in memory; libc falls back to clone, whose do not
-    # Threads are fine, processes are not.
-    rows += [equal(SYS_CLONE[machine], 0, 5), arg0, masked(CLONE_THREAD), equal(CLONE_THREAD, 1, 0), deny, allow]
-    # A signal to oneself (abort, raise) is fine.
-    rows += [equal(SYS_TGKILL[machine], 0, 4), arg0, equal(pid, 1, 0), deny, allow]
-    rows += [equal(SYS_PRLIMIT64[machine], 0, 4), arg0, equal(0, 1, 0), deny, allow]
-    # Read-only with O_TRUNC would empty a file that landlock lets us read, before its ABI 3.
-    rw_trunc = os.O_TRUNC | os.O_WRONLY | os.O_RDWR
-    for number, flags in ((SYS_OPENAT[machine], arg2), (SYS_OPEN[machine], arg1)):
-        if number is not None:
-            rows += [equal(number, 0, 5), flags, masked(rw_trunc), equal(os.O_TRUNC, 0, 1), deny, allow]
-    return [*rows, allow]
+            rows += [equal(numbers[column], 0, 1), allow]
+    conditional = [*CONDITIONAL_SYSCALLS.values(), (SYS_TGKILL, [(0, 0xFFFFFFFF, (pid,))])]  # raise() and abort()
+    for numbers, conditions in conditional:
+        if numbers[column] is None:
+            continue
+        checks: list[tuple[int, int, int, int]] = [allow]
+        for index, mask, values in reversed(conditions):  # from the end, as each check jumps over what follows it
+            offset, after = 16 + 8 * index, len(checks)
+            if mask is None:  # both halves are 0, or over all that follows
+                checks = [load(offset), equal(0, 0, after + 2), load(offset + 4), equal(0, 0, after), *checks]
+                continue
+            test = [equal(v, len(values) - i - 1, 0) for i, v in enumerate(values[:-1])]
+            checks = [load(offset), (0x54, 0, 0, mask), *test, equal(values[-1], 0, after), *checks]
+        rows += [equal(numbers[column], 0, len(checks) + 1), *checks, load(0)]
+    return [*rows, at_least(FIRST_MODERN_SYSCALL, 0, 1), missing, refuse]
 
 
 def restrict_syscalls() -> None:
@@ -254,7 +293,8 @@ def restrict_syscalls() -> None:
 FORBIDDEN_EVENTS = {
     "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.startfile", "os.kill",
     "os.killpg", "os.chmod", "os.chown", "os.setxattr", "os.removexattr", "os.utime", "os.chflags", "os.lockf",
-    "subprocess.Popen", "pty.spawn", "signal.pthread_kill", "ctypes.dlopen", "ctypes.dlsym", "fcntl.ioctl",
+    "subprocess.Popen", "pty.spawn", "signal.pthread_kill", "ctypes.dlopen", "ctypes.dlsym", "fcntl.fcntl",
+    "fcntl.flock", "fcntl.ioctl", "fcntl.lockf",
     "resource.setrlimit", "resource.prlimit", "webbrowser.open", "syslog.openlog", "shutil.chown",
 }  # fmt: skip
 # event: which arguments are paths that must lie inside the working folder
@@ -306,7 +346,7 @@ def set_limits(request: dict) -> None:
         "RLIMIT_CPU": int(request["timeout"]) + 2,
         "RLIMIT_FSIZE": request["file_bytes"],
         "RLIMIT_NOFILE": 64,
-        "RLIMIT_NPROC": request["processes"],
+        "RLIMIT_NPROC": request["tasks"] + request["processes"],
         "RLIMIT_CORE": 0,
     }
     for name, value in limits.items():
@@ -323,102 +363,250 @@ def set_limits(request: dict) -> None:
                 raise
 
 
-def work(request: dict, result_fd: int) -> None:
-    """Enter the layers, run the code, say how it went. Ends the process in every case."""
-    write, leave, nonce = os.write, os._exit, request["nonce"]
-    say = lambda **fields: write(result_fd, json.dumps({"nonce": nonce, **fields}).encode() + b"\n")  # noqa: E731
+def be_first_process(request: dict) -> None:
+    """Process 1 of the namespace: makes the others, forks the worker (where it returns) and ends everything with it."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(PR_SET_DUMPABLE, 0)  # the worker may be of the same user
+    os.setsid()
+    make_other_namespaces()
+    build_root(request["folder"], request["disk_bytes"], request["files"])
+    worker = os.fork()
+    if worker == 0:
+        os.setsid()
+        return
+    os.closerange(0, 4096)
+    while os.wait()[0] != worker:
+        pass
+    os._exit(0)
+
+
+def enter_layers(request: dict) -> None:
     layers = request["layers"]
-    try:
+    if "namespaces" in layers:
+        be_first_process(request)
+        become_nobody()
+    else:
         os.setpgid(0, 0)
-        if _libc is not None:
-            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.chdir(request["folder"])
-        if "namespaces" in layers:
-            build_root(request["folder"], request["disk_bytes"])
-            become_nobody()
-            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
-        elif "landlock" in layers or "seccomp" in layers:
+        if "landlock" in layers or "seccomp" in layers:
             drop_capabilities()
-        os.environ.update(HOME=os.getcwd(), TMPDIR=os.getcwd())
-        set_limits(request)
-        if "landlock" in layers:
-            _prctl(PR_SET_NO_NEW_PRIVS, 1)
-            restrict_files(os.getcwd())
-        if "seccomp" in layers:
-            restrict_syscalls()
-        if "audit" in layers:
-            import linecache  # noqa: F401  what tracebacks and warnings need must be loaded before the hook
+    if _libc is not None:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
+    os.environ.update(HOME=os.getcwd(), TMPDIR=os.getcwd())
+    set_limits(request)
+    if "landlock" in layers:
+        _prctl(PR_SET_NO_NEW_PRIVS, 1)
+        restrict_files(os.getcwd())
+    if "seccomp" in layers:
+        restrict_syscalls()
+    if "audit" in layers:
+        import linecache  # noqa: F401  what tracebacks and warnings need must be loaded before the hook
 
-            install_audit_hook(os.getcwd())
+        install_audit_hook(os.getcwd())
+
+
+def work(request: dict, setup_fd: int, result_fd: int, secret_fd: int) -> None:
+    """Enter the layers, say that this is done, run the code. Ends the process in every case."""
+    try:
+        enter_layers(request)
+        os.write(setup_fd, b"ready")  # raises where the supervisor is dead
+        os.close(setup_fd)
     except BaseException as e:
-        say(setup_error=f"{type(e).__name__}: {e}")
-        leave(1)
+        os.write(setup_fd, f"{type(e).__name__}: {e}"[:1000].encode(errors="replace"))
+        os._exit(1)
+    run_program(request["code"], result_fd, secret_fd)
 
-    # Made beforehand: the code may break json, os and sys for its own process.
-    done = json.dumps({"nonce": nonce, "success": True}).encode() + b"\n"
-    out_of_memory = json.dumps({"nonce": nonce, "success": False, "memory_exceeded": True}).encode() + b"\n"
-    memory_error, dumps, clean = MemoryError, json.dumps, str.isprintable
-    answer = b""
+
+def run_program(code: str, result_fd: int, secret_fd: int) -> None:
+    # Taken beforehand: the code may break os and sys for its own process.
+    write, leave, clean, out_of_memory = os.write, os._exit, str.isprintable, MemoryError
     sys.modules["__main__"] = type(sys)("__main__")  # not this file with its handle on libc
     try:
         try:
-            # No __name__, as in nanochat: a `__main__` block of the completion does not run.
-            exec(compile(request["code"], "<sandbox>", "exec"), {})
-            answer = done
-        except memory_error:
-            answer = out_of_memory
+            # While the code runs the secret lies on this frame's evaluation stack: no name, attribute or frame leads
+            # to it, and an exception takes it away before anything that follows.
+            write(result_fd, take(secret_fd) + run_to_its_end(code))
+        except out_of_memory:
+            write(result_fd, b"memory")
         except BaseException as e:  # sys.exit() too: the tests that follow a completion did not run
-            message = f"{type(e).__name__}: {e}"[:1000]
-            message = "".join(c if clean(c) else " " for c in message)
-            answer = dumps({"nonce": nonce, "success": False, "error": message}).encode() + b"\n"
+            message = "".join(c if clean(c) else " " for c in f"{type(e).__name__}: {e}"[:1000])
+            write(result_fd, b"error " + message.encode(errors="replace"))
+    finally:
+        leave(0)
+
+
+def take(secret_fd: int) -> bytes:
+    secret = os.read(secret_fd, 64)
+    os.close(secret_fd)
+    return secret
+
+
+def run_to_its_end(code: str) -> bytes:
+    # No __name__, as in nanochat: a `__main__` block of the completion does not run.
+    try:
+        exec(compile(code, "<sandbox>", "exec"), {})
+    finally:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except BaseException:  # closed or replaced by the code: its own loss
                 pass
-    finally:
+    return b""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The supervisor
+
+
+def remove_folder(folder: str) -> None:
+    """
+    Remove `folder` with all it holds, however deep and with whatever rights. Folders are first moved to the top, so
+    that neither paths nor recursion grow with the depth.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.chmod(folder, 0o700)
+        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        moved, prefix = 0, os.urandom(8).hex()
         try:
-            write(result_fd, answer)
+            while names := os.listdir(top):
+                for name in names:
+                    if not _is_folder(name, top):
+                        os.unlink(name, dir_fd=top)
+                        continue
+                    os.chmod(name, 0o700, dir_fd=top)
+                    inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+                    try:
+                        for entry in os.listdir(inner):
+                            if _is_folder(entry, inner):
+                                os.chmod(entry, 0o700, dir_fd=inner)  # its ".." is about to change
+                                moved += 1
+                                os.rename(entry, f"{prefix}{moved}", src_dir_fd=inner, dst_dir_fd=top)
+                            else:
+                                os.unlink(entry, dir_fd=inner)
+                    finally:
+                        os.close(inner)
+                    os.rmdir(name, dir_fd=top)
         finally:
-            leave(0)
+            os.close(top)
+        os.rmdir(folder)
+
+
+def _is_folder(name: str, parent: int) -> bool:
+    return stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
+
+
+def oversized(folder: str, most_files: int, most_bytes: int) -> str | None:
+    """What is too much in `folder`, where no file system of its own limits it. Costs no more than `most_files` do."""
+    files = written = 0
+    folders = [folder]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    files += 1
+                    if files > most_files:
+                        return f"more than {most_files} files"
+                    with contextlib.suppress(FileNotFoundError):
+                        written += entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(entry.path)
+        except FileNotFoundError:
+            continue
+        except OSError as e:  # without rights, or deeper than a path can say
+            return f"a folder that cannot be listed ({e.strerror})"
+        if written > most_bytes:
+            return f"more than {most_bytes >> 20} MB of files"
+    return None
+
+
+def threads_of(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
+
+
+def supervise(child: int, request: dict, report_fd: int) -> str:
+    """Wait for the end of the code: "ended", "deadline", "abandoned" (the trainer is gone), or what was too much."""
+    hung_up = select.poll()
+    hung_up.register(report_fd, 0)  # POLLERR or POLLHUP: nobody reads it any more
+    deadline, pause = time.monotonic() + request["timeout"], 0.001
+    look, interval = time.monotonic() + 0.1, 0.1
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        now = time.monotonic()
+        if now > deadline:
+            return "deadline"
+        if os.getppid() != request["trainer"] or hung_up.poll(pause * 1000):
+            return "abandoned"
+        if now > look and "namespaces" not in request["layers"]:
+            problem = oversized(request["folder"], request["files"], request["disk_bytes"])
+            if problem is None and threads_of(child) > request["processes"]:
+                problem = f"more than {request['processes']} threads"
+            if problem is not None:
+                return problem
+            interval = max(interval, 10 * (time.monotonic() - now))  # at most a tenth of the time goes into looking
+            look = time.monotonic() + interval
+        pause = min(pause * 1.5, 0.02)
+    return "ended"
+
+
+def end(child: int) -> None:
+    """Kill the worker and its process group, or process 1 and with it the namespace, and see it gone."""
+    for kill in (os.killpg, os.kill):  # the second in case it had no time to found its group
+        with contextlib.suppress(OSError):  # nobody there any more
+            kill(child, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child, 0)
+
+
+def wait_until_ready(setup_fd: int) -> str:
+    """What the worker says of its set-up: "ready", or what went wrong."""
+    said, deadline = b"", time.monotonic() + SETUP_SECONDS
+    while select.select([setup_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        data = os.read(setup_fd, 4096)
+        if not data:
+            return said.decode(errors="replace") or "the worker was killed while it was set up"
+        said += data
+    return f"not set up after {SETUP_SECONDS:g} s"
 
 
 def main() -> None:
-    result_fd = int(sys.argv[1])
+    if sys.argv[1] == "remove":  # of a supervisor that was killed
+        remove_folder(sys.argv[2])
+        return
+    report_fd, result_fd, secret_fd = map(int, sys.argv[1:4])
     request = json.loads(sys.stdin.buffer.read())
     devnull = os.open(os.devnull, os.O_RDWR)
     os.dup2(devnull, 0)  # input() meets the end of the file
-    os.closerange(3, result_fd)
-    os.closerange(result_fd + 1, 64)
+    os.close(devnull)
+    setup_read, setup_write = os.pipe()
+    say = lambda **fields: os.write(report_fd, json.dumps(fields).encode() + b"\n")  # noqa: E731
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    outcome = "abandoned"
     try:
-        if _libc is not None:
-            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the trainer is gone: so are we
         if "namespaces" in request["layers"]:
-            enter_namespaces()
-        worker = os.fork()
+            make_process_namespace()
+        child = os.fork()
     except OSError as e:
-        os.write(result_fd, json.dumps({"nonce": request["nonce"], "setup_error": str(e)}).encode() + b"\n")
+        say(setup_error=str(e))
         sys.exit(1)
-    if worker == 0:
-        work(request, result_fd)
-    deadline, pause = time.monotonic() + request["timeout"], 0.001
-    while os.waitpid(worker, os.WNOHANG) == (0, 0):
-        if time.monotonic() > deadline:
-            signal_quietly(os.killpg, worker)
-            signal_quietly(os.kill, worker)  # in case it had no time to found its group
-            os.waitpid(worker, 0)
-            os._exit(EXIT_DEADLINE)
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.02)
-    signal_quietly(os.killpg, worker)  # what it left behind in its process group
-    os._exit(0)
-
-
-def signal_quietly(kill, pid: int) -> None:
+    if child == 0:
+        os.close(report_fd)
+        os.close(setup_read)
+        work(request, setup_write, result_fd, secret_fd)
+    for fd in (setup_write, result_fd, secret_fd, 1, 2):  # what is left open holds the trainer up
+        os.close(fd)
     try:
-        kill(pid, signal.SIGKILL)
-    except OSError:  # nobody there any more
-        pass
+        answer = wait_until_ready(setup_read)
+        os.close(setup_read)
+        if answer == "ready":
+            say(ready=True)
+            outcome = supervise(child, request, report_fd)
+        end(child)
+        say(outcome=outcome) if answer == "ready" else say(setup_error=answer)
+    except BrokenPipeError:  # the trainer is gone
+        end(child)
+    remove_folder(request["folder"])
 
 
 if __name__ == "__main__":
