@@ -54,6 +54,7 @@ FILE_BYTES = 16 * 1024 * 1024  # of one file
 DISK_BYTES = 64 * 1024 * 1024  # of all files together, where the folder lies in memory (namespaces)
 MAX_PROCESSES = 16  # processes and threads beside those the user has already
 MAX_FILES = 4096  # files, folders and links in the program's folder
+NOBODY = 65534  # the user that a program in namespaces is, where root starts it
 SETUP_SECONDS = 30.0  # execution_child.py's limit for setting up; the deadline runs from then on
 GRACE_SECONDS = 5.0  # a supervisor that has not reported this long after its deadline is killed from here
 CLEANING_SECONDS = 5.0  # a supervisor that still removes files after this goes on in the background
@@ -146,7 +147,7 @@ def _run(code: str, timeout: float, memory: int | None, layers: tuple[str, ...])
         "file_bytes": FILE_BYTES,
         "disk_bytes": DISK_BYTES,
         "files": MAX_FILES,
-        "tasks": _count_tasks(),
+        "tasks": _count_tasks(NOBODY if "namespaces" in layers and os.geteuid() == 0 else os.geteuid()),
         "processes": MAX_PROCESSES,
     }
     process, captured = None, {name: bytearray() for name in ("report", "result", "stdout", "stderr")}
@@ -258,9 +259,9 @@ def _judge(captured: dict[str, bytearray], secret: bytes, timeout: float) -> Exe
     return result
 
 
-def _count_tasks() -> int:
-    """Threads of this user: RLIMIT_NPROC counts them all. 0 where /proc does not say (the limit is then tighter)."""
-    count, uid = 0, os.geteuid()
+def _count_tasks(uid: int) -> int:
+    """Threads of a user: RLIMIT_NPROC counts them all. 0 where /proc does not say (the limit is then tighter)."""
+    count = 0
     with contextlib.suppress(OSError):
         for entry in os.scandir("/proc"):
             with contextlib.suppress(OSError):

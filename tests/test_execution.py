@@ -223,7 +223,7 @@ finally:
     assert not result.success
     if "seccomp" in layers or "audit" in layers:
         assert "PermissionError" in result.error and result.stdout == "0\n", result
-    elif result.stdout:
+    elif result.stdout and os.geteuid() == 0:  # an ordinary user's other processes are counted, too
         assert int(result.stdout) <= execution.MAX_PROCESSES, result
     assert run("print('still here')", layers).success
 
