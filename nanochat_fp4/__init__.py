@@ -1,5 +1,6 @@
 """nanochat trained fully in NVFP4: the public API of the numerics."""
 
+from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.backends import backend
 from nanochat_fp4.nvfp4.convert import (
     convert,
@@ -11,12 +12,15 @@ from nanochat_fp4.nvfp4.convert import (
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize
-from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, get_recipe, method_names
+from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 
-METHODS = method_names()  # what QAT_METHOD accepts
+METHODS = (*methods.METHODS, *methods.ALIASES)  # what to choose QAT_METHOD from
+ABLATIONS = tuple(methods.ABLATIONS)  # what it also takes: figures of the paper, other systems, parts of methods
 
 __all__ = [
+    "ABLATIONS",
     "METHODS",
     "ROUNDINGS",
     "Gemm",

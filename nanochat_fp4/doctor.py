@@ -26,9 +26,10 @@ from nanochat_fp4.nvfp4.backends import quantize_operand, use_kernels
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.gemm import Decoded
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
+from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
 from nanochat_fp4.nvfp4.native import relative_square_error
 from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference
-from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, Operand, Recipe, get_recipe
+from nanochat_fp4.nvfp4.recipes import Operand, Recipe
 
 # Tokens, in_features, out_features: no multiples of 128, so that padding is part of the check.
 LAYER = (144, 96, 160)

@@ -24,7 +24,7 @@ from nanochat_fp4.console import format_seconds
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_open, atomic_write
-from nanochat_fp4.nvfp4.recipes import method_names
+from nanochat_fp4.nvfp4.methods import METHOD_TABLE
 from nanochat_fp4.roofline import MACHINES, is_predictable, machine_of, predict
 
 # Order of the stages in the report; sections with other names follow in the order of their time.
@@ -387,7 +387,7 @@ def _break_even(gpu: str, runs: list[dict]) -> str:
         known = ", ".join(m.name for m in MACHINES.values())
         return f"- break-even with BF16: not known for {gpu or 'a CPU'}; predicted for {known} only"
     trained = {r["method"] for r in runs}
-    methods = [m for m in method_names() if m in trained and is_predictable(m)] or ["clover"]
+    methods = [m for m in METHOD_TABLE if m in trained and is_predictable(m)] or ["clover"]
     widths = [(r["method"], r["width"]) for r in predict(machine, methods)]
     found = ", ".join(f"{method} {f'from width {width}' if width else 'at no width'}" for method, width in widths)
     return f"- break-even with BF16, PREDICTED for {machine.name}, not measured: linear layers are faster with {found}"

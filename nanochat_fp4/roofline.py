@@ -8,8 +8,9 @@ and everything outside of linear layers are left out.
 import re
 from dataclasses import dataclass
 
+from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import get_rounding
-from nanochat_fp4.nvfp4.recipes import Operand, Recipe, get_recipe
+from nanochat_fp4.nvfp4.recipes import Operand, Recipe
 
 TOKENS = 8 * 2048  # the paper, Appendix D.1: batch 8, sequence 2048
 

@@ -32,8 +32,8 @@ from nanochat_fp4.gpt import autocast
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.nvfp4.convert import full_precision, per_token_scale, quantize_weights_once
 from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import quantize
-from nanochat_fp4.nvfp4.recipes import get_recipe
 from nanochat_fp4.report import read_jsonl
 from nanochat_fp4.run_folder import release_runs
 

@@ -125,7 +125,10 @@ def parse_args(argv: Sequence[str]) -> Options:
     )
     add = parser.add_argument
     add("script", metavar="SCRIPT", help="as after python -m in the checkout: scripts.base_train")
-    add("--method", help=f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}")
+    add(
+        "--method",
+        help=f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)",
+    )
     add(
         "--backward",
         help="full: quantize forward and backward; forward: the backward pass stays in BF16; none: everything does "

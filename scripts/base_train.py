@@ -123,7 +123,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="folder of parquet shards or text (default: $DATA_DIR, else FineWeb-Edu, else a small embedded corpus)",
     )
     # Quantization
-    add("--method", default=None, help=f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}")
+    add(
+        "--method",
+        default=None,
+        help=f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)",
+    )
     add(
         "--layer-methods",
         default="",

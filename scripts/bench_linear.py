@@ -33,7 +33,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4 import roofline
 from nanochat_fp4.doctor import layer_problem, relative_square_error
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, get_recipe
+from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
 from scripts import bench_common as common
 
 METHODS = ("clover", "clover_search", "nvidia", "tetrajet_v2")
@@ -244,7 +244,11 @@ def show(records: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="800M,3B,7B", help=f"of {', '.join(common.LAYER_SETS)}")
-    parser.add_argument("--methods", default=",".join(METHODS), help="of nf.METHODS, or all; bf16 is always there")
+    parser.add_argument(
+        "--methods",
+        default=",".join(METHODS),
+        help="of nf.METHODS or nf.ABLATIONS, or all of both; bf16 is always there",
+    )
     parser.add_argument("--tokens", type=int, default=roofline.TOKENS, help="rows of the input")
     parser.add_argument("--modes", default="graph", help=f"of {', '.join(MODES)}, with commas")
     parser.add_argument("--passes", default=",".join(PASSES), help="with commas")

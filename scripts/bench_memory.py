@@ -23,7 +23,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4 import gpt
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.nvfp4.recipes import get_recipe
+from nanochat_fp4.nvfp4.methods import get_recipe
 from scripts import bench_common as common
 
 RECOMPUTE = ("none", "mlp", "all")
@@ -148,7 +148,9 @@ def show(records: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--depth", type=int, default=26, help="nanochat's dial; it sets the width")
-    parser.add_argument("--methods", default="clover", help="of nf.METHODS, with commas; bf16 is always there")
+    parser.add_argument(
+        "--methods", default="clover", help="of nf.METHODS or nf.ABLATIONS, with commas; bf16 is always there"
+    )
     parser.add_argument("--write", default="", help=f"a Markdown file whose part between two {MARKER} is replaced")
     parser.add_argument("--json", default="", help="where to write the numbers (default: bench/ in the base directory)")
     args = parser.parse_args()

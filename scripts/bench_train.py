@@ -56,7 +56,7 @@ from nanochat_fp4.errors import UserError, is_out_of_memory, one_line, run_main
 from nanochat_fp4.gpt import GPT, autocast, compile_layers, config_from_depth
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.recipes import get_recipe
+from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.roofline import MACHINES, TOKENS, Machine, predict
 from scripts import bench_common as common
 
@@ -673,7 +673,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
     add = parser.add_argument
     add("--depth", default="26", help="depths, with commas")
-    add("--methods", default="clover", help="of nf.METHODS, with commas; bf16 is always there")
+    add("--methods", default="clover", help="of nf.METHODS or nf.ABLATIONS, with commas; bf16 is always there")
     add("--recompute", default="none", help=f"of {', '.join(RECOMPUTE)}, with commas: what is computed twice")
     add("--micro-batch", default="auto", help="rows, or auto for the largest that fits (needs a GPU)")
     add("--memory-cap", type=parse_bytes, help="hard limit on the GPU's memory, e.g. 32GiB")

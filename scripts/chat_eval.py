@@ -92,7 +92,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--method",
         default=None,
-        help=f"QAT method of the forward pass (default: the one the model was trained with): {', '.join(nf.METHODS)}",
+        help=f"QAT method of the forward pass (default: the one the model was trained with): {', '.join(nf.METHODS)}; "
+        "or an ablation (nf.ABLATIONS)",
     )
     add(
         "--precision",

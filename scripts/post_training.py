@@ -37,8 +37,8 @@ from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, is_out_of_memory
 from nanochat_fp4.gpt import GPT, autocast
 from nanochat_fp4.hardware import get_peak_flops
+from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
-from nanochat_fp4.nvfp4.recipes import get_recipe
 from nanochat_fp4.report import get_report
 from nanochat_fp4.rows import MissingDataError
 from nanochat_fp4.run_folder import check_writable, claim_run, save_bytes
@@ -96,7 +96,8 @@ def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -
     add(
         "--method",
         default=None,
-        help=f"QAT method (default: the one the model was trained with): {', '.join(nf.METHODS)}",
+        help=f"QAT method (default: the one the model was trained with): {', '.join(nf.METHODS)}; "
+        "or an ablation (nf.ABLATIONS)",
     )
     add(
         "--quantization",

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, get_recipe
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 from scripts.reproduce_common import Context, Outcome, trained_model
 
 FIG9_METHODS = ("nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search")

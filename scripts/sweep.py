@@ -13,7 +13,7 @@ again after every run, and written with all numbers to <folder>/<name>.json and 
 its tables and plots of it.
 
 --sizes: d<depth> is a nanochat of that depth, llama-30M to llama-200M the family of the paper's Tables 3 and 4, tiny a
-model for a CPU. --methods: names of nf.METHODS or of VARIANTS below, or --variant "label: flags of base_train".
+model for a CPU. --methods: names of nf.METHODS, nf.ABLATIONS or VARIANTS, or --variant "label: flags of base_train".
 """
 
 import argparse
@@ -85,7 +85,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     # (nanochat_fp4/nvfp4/oscillation.py)
     "clover_reset": changed("clover", "", "", "--oscillation=reset"),
     "nvidia_late_forward": changed("nvidia", phases="0.82=fig1d_sr"),  # NVIDIA's 18%, with SR in the backward
-    # TetraJet-v2 in full: recipes.py says how its OutControl differs from the authors'. OsciReset as in their smallest
+    # TetraJet-v2 in full: methods.py says how its OutControl differs from the authors'. OsciReset as in their smallest
     # run, 12,505 steps: from step 8,000 on, every 200 steps, after a window of 50, as fractions of the steps; a shorter
     # run has as many resets, in shorter windows. At the end of a period, not at the beginning; ratio > 8, not >= 8.
     "tetrajet_v2_full": changed("tetrajet_v2_outcontrol", "", "", "--oscillation=reset:0.016:0.004:0.64"),

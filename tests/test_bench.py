@@ -15,7 +15,7 @@ import torch
 from nanochat_fp4 import roofline
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4 import linear
-from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, get_recipe
+from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
 from scripts import bench_common as common
 from scripts import bench_linear, bench_quantize
 

@@ -12,8 +12,8 @@ import torch
 from nanochat_fp4 import doctor
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4 import backends, linear
+from nanochat_fp4.nvfp4.methods import METHOD_TABLE
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
-from nanochat_fp4.nvfp4.recipes import METHOD_TABLE
 
 ROOT = Path(__file__).parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -230,7 +230,7 @@ def test_predictions_count_these_instructions(clover):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_method_and_input_compiles(arch, tmp_path):
     pytest.importorskip("triton")
-    from nanochat_fp4.nvfp4.recipes import METHOD_TABLE
+    from nanochat_fp4.nvfp4.methods import METHOD_TABLE
 
     methods = [m for m in METHOD_TABLE if m != "bf16"]
     every = records(start(arch, methods, tmp_path, "every"))

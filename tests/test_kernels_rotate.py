@@ -21,8 +21,8 @@ import nanochat_fp4 as nf  # noqa: E402
 from nanochat_fp4.nvfp4.backends import quantize_grad_output, quantize_operand  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, unpack  # noqa: E402
 from nanochat_fp4.nvfp4.gemm import Decoded, gemm  # noqa: E402
+from nanochat_fp4.nvfp4.methods import METHOD_TABLE  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference  # noqa: E402
-from nanochat_fp4.nvfp4.recipes import METHOD_TABLE  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"

@@ -14,8 +14,9 @@ import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import linear as linear_module
 from nanochat_fp4.nvfp4.hadamard import rotation_matrix
 from nanochat_fp4.nvfp4.linear import fused_linear
+from nanochat_fp4.nvfp4.methods import METHOD_TABLE
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
-from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, Gemm, Operand, Recipe, both
+from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
 
 METHODS = [m for m in METHOD_TABLE if METHOD_TABLE[m].block <= 16]  # the others: test_estimators.py
 TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search", "clover_refined"]

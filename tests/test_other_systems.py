@@ -6,8 +6,8 @@ from _assertions import assert_unbiased, concentrate, relative_square_error
 
 import nanochat_fp4 as nf
 from nanochat_fp4 import doctor
+from nanochat_fp4.nvfp4.methods import METHOD_TABLE
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize
-from nanochat_fp4.nvfp4.recipes import METHOD_TABLE
 
 BLOCKS_OF_32 = [m for m in METHOD_TABLE if METHOD_TABLE[m].block > 16]
 

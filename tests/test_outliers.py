@@ -9,10 +9,10 @@ import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4.backends import quantize_operand
 from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.linear import fused_linear
+from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.oscillation import OsciReset
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
-from nanochat_fp4.nvfp4.recipes import get_recipe
 
 METHOD = "tetrajet_v2_outcontrol"
 LARGE = slice(7, None, 20)  # channels of the inputs that are ten times the others

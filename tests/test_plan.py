@@ -6,8 +6,9 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.checkpoint_manager import load_checkpoint
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan, gemm_bits
-from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, get_recipe
+from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 from scripts import base_train
 
 

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 import nanochat_fp4 as nf
-from nanochat_fp4.nvfp4 import recipes
-from nanochat_fp4.nvfp4.recipes import METHOD_TABLE, Gemm, Operand, Recipe, both, get_recipe
+from nanochat_fp4.nvfp4 import methods
+from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
+from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
 
 NONE = "- x -"
 # method: (output, grad_input, grad_weight), each "a x b, rotation". "raw": quantized from the unquantized tensor;
@@ -82,14 +83,16 @@ def test_remedies_are_clover_with_something_changed():
 
 
 def test_names():
-    assert set(DESIGN) <= set(nf.METHODS)
-    assert set(nf.METHODS) == set(METHOD_TABLE) | set(recipes.ALIASES)
+    assert set(DESIGN) <= {*nf.METHODS, *nf.ABLATIONS}
+    assert (*nf.METHODS, *nf.ABLATIONS) == (*methods.METHODS, *methods.ALIASES, *methods.ABLATIONS) and len(
+        nf.METHODS
+    ) <= 12
     assert nf.METHODS[0] == "bf16" and len(set(nf.METHODS)) == len(nf.METHODS)
     assert get_recipe("quartet2") is get_recipe("clover")
 
 
 def test_a_recipe_stands_for_itself():
-    mine = Recipe("mine", output=recipes.both("rtn"))
+    mine = Recipe("mine", output=both("rtn"))
     assert get_recipe(mine) is mine
 
 
@@ -100,7 +103,7 @@ def test_unknown_method_lists_the_known_ones():
 
 
 def test_a_removed_method_names_the_last_commit_that_has_it():
-    for method in recipes.REMOVED:
+    for method in methods.REMOVED:
         with pytest.raises(ValueError, match=f"^method '{method}' was .* removed; the last commit .* is 880d786$"):
             get_recipe(method)
 

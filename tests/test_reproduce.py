@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.nvfp4.recipes import get_recipe
+from nanochat_fp4.nvfp4.methods import get_recipe
 from scripts import reproduce, sweep, traffic
 from scripts.reproduce_attribution import attribution_methods
 from scripts.reproduce_common import Context

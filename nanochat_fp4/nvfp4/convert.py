@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from nanochat_fp4.nvfp4.linear import QuantLinear, can_be_fused, quantized_weights, unsupported_reason
-from nanochat_fp4.nvfp4.recipes import Recipe, get_recipe
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.recipes import Recipe
 
 # Always left alone: the output head's error reaches the loss without any averaging, and all recipes keep it in BF16.
 ALWAYS_SKIPPED = ("lm_head", "*.lm_head")

@@ -51,7 +51,8 @@ from nanochat_fp4.nvfp4.backends import new_seed, quantize_grad_output, quantize
 from nanochat_fp4.nvfp4.feedback import feedback_factor, round_with_feedback
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, TwoTerms, terms
 from nanochat_fp4.nvfp4.gemm import Value, gemm
-from nanochat_fp4.nvfp4.recipes import Gemm, Recipe, get_recipe
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.recipes import Gemm, Recipe
 
 # One stream of random numbers for each operand, so that no two share noise: a of a GEMM has this one, b the next.
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = 0, 2, 4

@@ -18,8 +18,8 @@ from torch import nn
 from nanochat_fp4.nvfp4.convert import groups_computed_as_one
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.linear import QuantLinear, quantized_weights
+from nanochat_fp4.nvfp4.methods import removed
 from nanochat_fp4.nvfp4.quantizers import get_rounding
-from nanochat_fp4.nvfp4.recipes import removed
 
 
 def has_grid(layer: QuantLinear) -> bool:

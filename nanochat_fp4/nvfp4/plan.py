@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import get_rounding
-from nanochat_fp4.nvfp4.recipes import Recipe, get_recipe
+from nanochat_fp4.nvfp4.recipes import Recipe
 
 
 def _pairs(text: str, what: str, form: str) -> list[tuple[str, Recipe]]:

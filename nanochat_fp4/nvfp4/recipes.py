@@ -1,4 +1,4 @@
-"""The methods: one row each, nothing else differs between them.
+"""The records that a method is made of: Operand, Gemm, Recipe.
 
 A linear layer has three GEMMs and six operands, each contracted over its last dimension:
 
@@ -11,7 +11,7 @@ is taken, and for each GEMM whether both operands are rotated first (RHT along t
 for both, redrawn at every backward). In the backward pass input and weight are, by default, the values that the forward
 GEMM used (if it used 4-bit codes, those codes, dequantized): the gradients of the quantized forward, by the chain rule.
 
-To add a method, add a row to METHOD_TABLE.
+The table of the methods is in methods.py.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,6 @@ from nanochat_fp4.nvfp4.quantizers import get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
 OUTLIER_MULTIPLE = 32  # channels that an MXFP8 scale is for
-NVIDIA_RHT_DIM = 16  # NVIDIA et al. (2025): rotate in blocks of 16, which fuse into any quantization kernel
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,8 @@ class Recipe:
     output: Gemm = field(default_factory=Gemm)
     grad_input: Gemm = field(default_factory=Gemm)
     grad_weight: Gemm = field(default_factory=Gemm)
-    # From this fraction of a run's steps on, the row of this name (plan.py).
-    late: tuple[float, str] | None = None
+    # From this fraction of a run's steps on, this method (plan.py).
+    late: "tuple[float, Recipe] | None" = None
     # Share of in_features, those with the largest inputs, that output and grad_weight multiply in MXFP8.
     outliers: float = 0.0
     summary: str = ""
@@ -143,7 +142,7 @@ class Recipe:
     @property
     def final(self) -> "Recipe":
         """What a run of this method ends with, and its model is evaluated and used with."""
-        return get_recipe(self.late[1]) if self.late else self
+        return self.late[1] if self.late else self
 
     def forward_only(self) -> "Recipe":
         """The same forward with an unquantized backward: the paper's post-training (Appendix C)."""
@@ -152,7 +151,7 @@ class Recipe:
     def __str__(self) -> str:
         text = f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
         text += f"; {100 * self.outliers:g}% of the channels in MXFP8" if self.outliers else ""
-        return text + (f"; {self.late[1]} from {100 * self.late[0]:.0f}% of the steps on" if self.late else "")
+        return text + (f"; {self.late[1].name} from {100 * self.late[0]:.0f}% of the steps on" if self.late else "")
 
 
 def _problems(recipe: Recipe) -> Iterator[str]:
@@ -217,239 +216,3 @@ def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:
 def both(rounding: str, rht_dim: int = 0) -> Gemm:
     """Both operands rounded alike."""
     return Gemm(Operand(rounding), Operand(rounding), rht_dim)
-
-
-def _rows() -> list[Recipe]:
-    rtn, sr, eden = Operand("rtn"), Operand("sr"), Operand("ms_eden")
-    unquantized = Operand()  # in the backward pass: as the forward GEMM used it, not rounded again
-    rows = [
-        Recipe("bf16", summary="no quantization: the baseline"),
-        Recipe(
-            "nvidia",
-            output=Gemm(rtn, Operand("rtn_16x16")),
-            grad_input=Gemm(sr, unquantized),
-            grad_weight=Gemm(sr, Operand("rtn", raw=True), NVIDIA_RHT_DIM),
-            summary="NVIDIA et al. (2025): square weight blocks, reused in dgrad; SR on gradients, RHT-16 in wgrad",
-        ),
-        Recipe(
-            "four_over_six",
-            output=Gemm(Operand("four_over_six"), Operand("four_over_six_16x16")),
-            grad_input=Gemm(Operand("sr_four_over_six"), unquantized),
-            grad_weight=Gemm(Operand("sr_four_over_six"), Operand("four_over_six", raw=True), NVIDIA_RHT_DIM),
-            summary="Cook et al. (2025): nvidia with Four-over-Six in both passes (biased gradients, as published)",
-        ),
-        Recipe(
-            "tetrajet_v2",
-            output=both("rtn"),
-            grad_input=both("sr", RHT_DIM),
-            grad_weight=both("sr", RHT_DIM),
-            summary="Chen et al. (2025), the base the paper compares with: 1x16 blocks, SR and RHT-128 in the backward",
-        ),
-        Recipe(
-            "clover",
-            output=both("four_over_six"),
-            grad_input=both("ms_eden", RHT_DIM),
-            grad_weight=both("ms_eden", RHT_DIM),
-            summary="the paper (Quartet II): 4/6 forward, unbiased MS-EDEN backward from the forward's codes",
-        ),
-        Recipe(
-            "clover_search",
-            output=both("scale_search"),
-            grad_input=both("ms_eden_search", RHT_DIM),
-            grad_weight=both("ms_eden_search", RHT_DIM),
-            summary="ours: Clover with a search over block scales in both passes, still unbiased",
-        ),
-    ]
-    # Figure 1: quantization of selected backward operands only; (b) and (d) leave the weight alone, so no rotation
-    # there, and MS-EDEN, which needs both operands rotated, has no such rows.
-    for name, operand in (("sr", sr), ("ms_eden", eden)):
-        pair = Gemm(operand, operand, RHT_DIM)
-        rows.append(Recipe(f"fig1a_{name}", grad_weight=pair, summary="Figure 1 (a): wgrad only"))
-        rows.append(Recipe(f"fig1c_{name}", grad_input=pair, summary="Figure 1 (c): dgrad only, weight requantized"))
-        rows.append(
-            Recipe(f"fig1e_{name}", grad_input=pair, grad_weight=pair, summary="Figure 1 (e): both backward GEMMs")
-        )
-    only_e = Gemm(sr, unquantized)
-    rows.append(Recipe("fig1b_sr", grad_input=only_e, summary="Figure 1 (b): dgrad only, weight left alone"))
-    rows.append(
-        Recipe("fig1d_sr", grad_input=only_e, grad_weight=Gemm(sr, sr, RHT_DIM), summary="Figure 1 (d): (a) and (b)")
-    )
-    # Figure 2: quantization of the forward GEMM only.
-    for rounding in ("rtn", "four_over_six"):
-        native, square = Operand(rounding), Operand(f"{rounding}_16x16")
-        rows.append(
-            Recipe(f"fig2_1x16_{rounding}", output=Gemm(native, native), summary="Figure 2: forward, native blocks")
-        )
-        rows.append(
-            Recipe(f"fig2_16x16_{rounding}", output=Gemm(native, square), summary="Figure 2: square weight blocks")
-        )
-    return rows
-
-
-def _other_systems() -> list[Recipe]:
-    """What the sources compare with, and NVIDIA's recipe with one ingredient changed at a time."""
-    rtn, sr, unquantized = Operand("rtn"), Operand("sr"), Operand()
-    raw_rtn, square = Operand("rtn", raw=True), Operand("rtn_16x16")
-    nvidia_wgrad = Gemm(sr, raw_rtn, NVIDIA_RHT_DIM)
-
-    def nvidia(name: str, summary: str, **changes: Gemm) -> Recipe:
-        gemms = {"output": Gemm(rtn, square), "grad_input": Gemm(sr, unquantized), "grad_weight": nvidia_wgrad}
-        return Recipe(f"nvidia_{name}", **(gemms | changes), summary=f"nvidia {summary}")
-
-    mx, mx_sr, tseng_sr = "mxfp4", Operand("mxfp4_sr"), "mxfp4_sr_prescaled"
-    rtn_by_128, sr_by_128 = Operand("rtn", outer=True), Operand("sr", outer=True)
-    tetrajet_backward = Gemm(sr_by_128, sr_by_128, 16)
-    return [
-        # Of the full TetraJet-v2 (arXiv 2510.27527, and its authors' code, thu-ml/TetraJet-v2-NVFP4Training) all but
-        # OsciReset, which the variant tetrajet_v2_full of scripts/sweep.py adds. As there: FP32 scales for outer blocks
-        # of 128; RHT-16 in both backward GEMMs; the 10% of the input channels with the largest L2 norms rounded to
-        # MXFP8 in output (both operands) and grad_weight (E^T to nearest, unrotated, and X^T from its forward values);
-        # grad_input all in 4 bits, from the forward's values. Different from there:
-        # * The channels are chosen every 10 steps, by the running average of squares (update_second_moments), from the
-        #   first step on; there once, after 50 steps from step 501 (of 12,505 to 50,500), by the sum of the norms.
-        # * Their number is a multiple of 32, the nearest to 10%; the authors' kernels take multiples of 128, rounded
-        #   up. The others keep their order, with zeros for the outliers; there they are sorted by their norm.
-        # * SR scales blocks so that nothing is clipped (6 * 16/17), for which there RTN of the scale may clip a little.
-        # * On a GPU the dequantized values, scale and all, are rounded to BF16 before the product (at most 2^-9 of a
-        #   value, 1e-6 of its square; 4 bits leave 9e-3), for which the authors scale each partial sum of 128 in FP32.
-        Recipe(
-            "tetrajet_v2_outcontrol",
-            output=Gemm(rtn_by_128, rtn_by_128),
-            grad_input=tetrajet_backward,
-            grad_weight=tetrajet_backward,
-            outliers=0.1,
-            summary="tetrajet_v2 with its authors' OutControl, scales by 128 and RHT-16: 10% of the channels in 8 bits",
-        ),
-        nvidia(
-            "fixed_signs",
-            "with one sign vector for the whole run, as published",
-            grad_weight=replace(nvidia_wgrad, fixed_signs=True),
-        ),
-        nvidia(
-            "1d",
-            "without square weight blocks: 1x16, rounded again along the other dimension for dgrad",
-            output=both("rtn"),
-            grad_input=Gemm(sr, raw_rtn),
-        ),
-        nvidia("no_rht", "without the rotation in wgrad", grad_weight=Gemm(sr, raw_rtn)),
-        nvidia(
-            "no_sr",
-            "with gradients rounded to nearest",
-            grad_input=Gemm(rtn, unquantized),
-            grad_weight=Gemm(rtn, raw_rtn, NVIDIA_RHT_DIM),
-        ),
-        Recipe(
-            "mxfp4_nvidia",
-            output=Gemm(Operand(mx), Operand("mxfp4_32x32")),
-            grad_input=Gemm(mx_sr, unquantized),
-            grad_weight=Gemm(mx_sr, Operand(mx, raw=True), NVIDIA_RHT_DIM),
-            summary="nvidia in MXFP4: 32 values a scale, a power of two rounded up, 32x32 weight blocks",
-        ),
-        Recipe(
-            "tseng",
-            grad_input=both(tseng_sr, 64),
-            grad_weight=both(tseng_sr, 64),
-            summary="Tseng et al. (2025): BF16 forward; MXFP4 backward with SR and RHT-64",
-        ),
-        Recipe(
-            "chmiel",
-            output=both("rtn"),
-            grad_input=Gemm(sr, raw_rtn),
-            grad_weight=Gemm(sr, Operand("sr", raw=True)),
-            summary="Chmiel et al. (2025): NVFP4, RTN forward; SR of gradients, and of the input in wgrad; no rotation",
-        ),
-        Recipe(
-            "fp8",
-            output=both("mxfp8"),
-            grad_input=Gemm(Operand("mxfp8"), Operand("mxfp8", raw=True)),
-            grad_weight=Gemm(Operand("mxfp8"), Operand("mxfp8", raw=True)),
-            summary="the FP8 baseline: MXFP8, E4M3 for all operands, each from the unquantized tensor",
-        ),
-    ]
-
-
-def _variations() -> list[Recipe]:
-    """Parts of clover, to see what its gap is made of, and remedies for it."""
-    four_over_six, search, fp8 = "four_over_six", "scale_search", Operand("mxfp8")
-    eden, eden_search = both("ms_eden", RHT_DIM), both("ms_eden_search", RHT_DIM)
-    clover = {"output": both(four_over_six), "grad_input": eden, "grad_weight": eden}
-    x = weight = Operand(four_over_six)
-    feedback = Operand("scale_search_6", feedback=True)
-
-    def remedy(name: str, summary: str, **changes) -> Recipe:
-        return Recipe(f"clover_{name}", **(clover | changes), summary=f"clover {summary}")
-
-    return [
-        Recipe("clover_input", output=Gemm(x, Operand()), summary="clover's input in the forward, nothing else"),
-        Recipe("clover_weight", output=Gemm(Operand(), weight), summary="clover's weight in the forward, nothing else"),
-        remedy("search_forward", "with scale search in the forward alone", output=both(search)),
-        remedy(
-            "search_backward",
-            "with scale search in the backward alone",
-            grad_input=eden_search,
-            grad_weight=eden_search,
-        ),
-        remedy(
-            "weight_search",
-            "with scale search for the forward's weight, which a step pays once",
-            output=Gemm(x, Operand(search)),
-        ),
-        remedy(
-            "feedback",
-            "with a search over block scales and error feedback for the forward's weight, which a step pays once",
-            output=Gemm(x, feedback),
-        ),
-        remedy(
-            "search_feedback",
-            "with scale search in both passes, and error feedback for the forward's weight",
-            output=Gemm(Operand(search), feedback),
-            grad_input=eden_search,
-            grad_weight=eden_search,
-        ),
-        remedy(
-            "refined",
-            "with two terms of 4 bits for both operands of its forward: three 4-bit GEMMs in the place of one",
-            output=Gemm(Operand(four_over_six, terms=2), Operand(four_over_six, terms=2)),
-        ),
-        remedy(
-            "late",
-            "with two terms for both operands of its forward in the last 30% of the steps: all in 4 bits, 20% more "
-            "GEMM work, half of its gap to BF16 (docs/results.md)",
-            late=(0.7, "clover_refined"),
-        ),
-        remedy("fp8_input", "with the forward's input in FP8: 1/3 of the work in 8 bits", output=Gemm(fp8, weight)),
-        remedy("fp8_weight", "with the forward's weight in FP8: 1/3 of the work in 8 bits", output=Gemm(x, fp8)),
-        remedy("fp8_forward", "with its forward in FP8: 1/3 of the work in 8 bits", output=both("mxfp8")),
-    ]
-
-
-METHOD_TABLE: dict[str, Recipe] = {r.name: r for r in (*_rows(), *_other_systems(), *_variations())}
-ALIASES = {"quartet2": "clover"}  # the paper's public name
-# What was measured and lost (dev/LOG.md), and the last commit that trains with it.
-REMOVED = (
-    "clover_dithered", "clover_hot", "clover_masked", "clover_rotated", "clover_search_dithered", "clover_shifted",
-    "clover_shifted_feedback", "quartet",
-)  # fmt: skip
-REMOVED_AFTER = "880d786"
-
-
-def method_names() -> tuple[str, ...]:
-    """Every name that QAT_METHOD accepts."""
-    return (*METHOD_TABLE, *ALIASES)
-
-
-def removed() -> str:
-    """What to say of a method that was removed."""
-    return f"was measured, lost and removed; the last commit that trains with it is {REMOVED_AFTER}"
-
-
-def get_recipe(method: str | Recipe) -> Recipe:
-    """The Recipe of a method name; a Recipe is returned as it is. Raises ValueError with the known names."""
-    if isinstance(method, Recipe):
-        return method
-    name = ALIASES.get(method, method)
-    if name in REMOVED:
-        raise ValueError(f"method {name!r} {removed()}")
-    if name not in METHOD_TABLE:
-        raise ValueError(f"unknown method {method!r}; use one of: {', '.join(method_names())}")
-    return METHOD_TABLE[name]
