@@ -1,0 +1,251 @@
+"""A model as a folder that transformers and the servers built on it read: safetensors, compressed-tensors, modelopt.
+
+Three questions, each with a table of its own: which class of theirs is this model (`describe`: names of tensors,
+config.json), which of their formats for NVFP4 (`_compressed_tensors`, `_modelopt`: names of codes and scales), and what
+lies beside the weights (tokenizer, model card: the command writes them).
+
+Llama's rotation turns the other way round there: its pairs (x_i, x_{i + D/2}) are ours with the two swapped. So the
+rows of q and k change places, half a head at a time. A row keeps its codes and scales.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.export import safetensors_file
+from nanochat_fp4.export.weights import Weights
+from nanochat_fp4.files import atomic_write
+from nanochat_fp4.gpt import GPT, NORM_EPS, ROTARY_BASE, SOFTCAP
+from nanochat_fp4.llama import NORM_EPS as LLAMA_NORM_EPS
+from nanochat_fp4.llama import Llama
+from nanochat_fp4.nvfp4.format import NVFP4Tensor
+
+MODELING_FILE = "modeling_nanochat_fp4.py"
+WEIGHTS_FILE = "model.safetensors"
+
+_LAYER = {"attn.c_q": "self_attn.q_proj", "attn.c_k": "self_attn.k_proj", "attn.c_v": "self_attn.v_proj",
+          "attn.c_proj": "self_attn.o_proj"}  # fmt: skip
+_LLAMA = _LAYER | {"mlp.c_gate": "mlp.gate_proj", "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj",
+                   "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}  # fmt: skip
+_GPT = _LAYER | {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"}
+_OUTSIDE = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
+
+
+@dataclass
+class Description:
+    """A model in the terms of transformers.
+
+    config:    config.json without what the format and the tokenizer add
+    names:     our name of each module with a weight -> theirs
+    swapped:   our names of the modules whose rows change places, and the size of the halves that do
+    fused:     groups of modules that servers compute as one
+    remote:    whether MODELING_FILE goes beside the weights
+    """
+
+    config: dict[str, Any]
+    names: dict[str, str]
+    swapped: dict[str, int] = field(default_factory=dict)
+    fused: list[tuple[str, ...]] = field(default_factory=list)
+    remote: bool = False
+
+    def rows(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor with the rows of the module `name`, in their order. Its own inverse."""
+        half = self.swapped.get(name)
+        if not half:
+            return tensor
+        data = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+        return data.unflatten(0, (-1, 2, half)).flip(1).flatten(0, 2).view(tensor.dtype)
+
+
+def describe(model: GPT | Llama) -> Description:
+    """How transformers knows this model: by a class that has all of it, or else by one of our own."""
+    config = model.config
+    common = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.n_embd,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head,
+        "max_position_embeddings": config.sequence_len,
+        "tie_word_embeddings": False,
+    }
+    llama = isinstance(model, Llama)
+    names = {ours: theirs for ours, theirs in _OUTSIDE.items() if llama or ours != "transformer.ln_f"}
+    for i in range(config.n_layer):
+        for ours, theirs in (_LLAMA if llama else _GPT).items():
+            names[f"transformer.h.{i}.{ours}"] = f"model.layers.{i}.{theirs}"
+    blocks = [f"transformer.h.{i}" for i in range(config.n_layer)]
+    fused = [tuple(f"{block}.attn.c_{n}" for n in "qkv") for block in blocks]
+    rope = {"rope_theta": float(ROTARY_BASE), "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE}}
+    if llama:
+        fused += [(f"{block}.mlp.c_gate", f"{block}.mlp.c_fc") for block in blocks]
+        swapped = {f"{block}.attn.c_{n}": config.head_dim // 2 for block in blocks for n in "qk"}
+        hidden = model.transformer.h[0].mlp.c_fc.out_features
+        family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "intermediate_size": hidden,
+                  "head_dim": config.head_dim, "hidden_act": "silu", "rms_norm_eps": LLAMA_NORM_EPS,
+                  "attention_bias": False, "mlp_bias": False}  # fmt: skip
+        return Description(family | common | rope, names, swapped, fused)
+    family = {"intermediate_size": model.transformer.h[0].mlp.c_fc.out_features, "hidden_act": "relu2",
+              "rms_norm_eps": NORM_EPS, "final_logit_softcapping": SOFTCAP, "attention_bias": False}  # fmt: skip
+    lambdas = {name: getattr(model, name).detach().float().tolist() for name in ("resid_lambdas", "x0_lambdas")}
+    windows = [left for left, _ in model.window_sizes]
+    if is_hf_compatible(model):
+        family |= {"architectures": ["NanoChatForCausalLM"], "model_type": "nanochat"}
+        return Description(family | common | rope, names, fused=fused)
+    family |= {
+        "architectures": ["NanoChatFP4ForCausalLM"],
+        "model_type": "nanochat_fp4",
+        "auto_map": {
+            "AutoConfig": f"{Path(MODELING_FILE).stem}.NanoChatFP4Config",
+            "AutoModelForCausalLM": f"{Path(MODELING_FILE).stem}.NanoChatFP4ForCausalLM",
+        },
+        "windows": windows,
+        **lambdas,
+    }
+    del rope["rope_parameters"]
+    return Description(family | common | rope, names, fused=fused, remote=True)
+
+
+def is_hf_compatible(model: GPT) -> bool:
+    """Whether transformers' own NanoChatForCausalLM is the same function: full windows, and scalars that do nothing."""
+    full = all(left >= model.config.sequence_len for left, _ in model.window_sizes)
+    return full and bool((model.resid_lambdas == 1).all()) and bool((model.x0_lambdas == 0).all())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The names that the two formats have for codes and scales
+
+
+def _compressed_tensors(tensor: NVFP4Tensor, input_scale: float | None) -> dict[str, Tensor]:
+    """Values are *divided* by weight_global_scale, and an input multiplied by input_global_scale."""
+    parts = {
+        "weight_packed": tensor.codes,
+        "weight_scale": tensor.scales,
+        "weight_global_scale": tensor.tensor_scale.reshape(1).reciprocal(),
+    }
+    return parts if input_scale is None else parts | {"input_global_scale": torch.tensor([input_scale])}
+
+
+def _modelopt(tensor: NVFP4Tensor, input_scale: float | None) -> dict[str, Tensor]:
+    """The same, with reciprocal scales: values are multiplied by weight_scale_2, an input divided by input_scale."""
+    parts = {
+        "weight": tensor.codes,
+        "weight_scale": tensor.scales,
+        "weight_scale_2": tensor.tensor_scale.reshape(()),
+    }
+    return parts if input_scale is None else parts | {"input_scale": torch.tensor(input_scale).reciprocal()}
+
+
+def _compressed_tensors_config(ignore: list[str], weights_only: bool) -> dict[str, Any]:
+    operand = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
+               "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}  # fmt: skip
+    inputs = None if weights_only else operand | {"dynamic": "local", "observer": "static_minmax"}
+    group = {
+        "targets": ["Linear"],
+        "weights": operand | {"dynamic": False, "observer": "memoryless_minmax"},
+        "input_activations": inputs,
+        "output_activations": None,
+        "format": "nvfp4-pack-quantized",
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _modelopt_config(ignore: list[str], weights_only: bool) -> dict[str, Any]:
+    operand = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    group = {"weights": operand, "targets": ["Linear"]} | ({} if weights_only else {"input_activations": operand})
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "W4A16_NVFP4" if weights_only else "NVFP4",
+        "producer": {"name": "modelopt", "version": "0.47.0"},  # whose layout this is
+        "config_groups": {"group_0": group},
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+    }
+
+
+def _hf_quant_config(ignore: list[str], weights_only: bool) -> dict[str, Any]:
+    return {
+        "producer": {"name": "modelopt", "version": "0.47.0"},
+        "quantization": {
+            "quant_algo": "W4A16_NVFP4" if weights_only else "NVFP4",
+            "kv_cache_quant_algo": None,
+            "group_size": 16,
+            "exclude_modules": ignore,
+        },
+    }
+
+
+FORMATS: dict[str, Callable[[NVFP4Tensor, float | None], dict[str, Tensor]]] = {
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+}
+_QUANTIZATION_CONFIG = {"compressed-tensors": _compressed_tensors_config, "modelopt": _modelopt_config}
+
+
+def write(
+    model: GPT | Llama,
+    folder: Path,
+    file_format: str,
+    dtype: torch.dtype,
+    weights: Weights | None = None,
+    input_scales: Mapping[str, float] | None = None,
+    config: Mapping[str, Any] = {},
+) -> dict[str, Any]:
+    """model.safetensors, config.json and what else the format needs, into an existing folder; returns config.json.
+
+    file_format:  "safetensors", or one of FORMATS, which takes weights, and input_scales by our names of layers (None:
+                  weights alone in 4 bits)
+    dtype:        of what is not in 4 bits
+    config:       more entries of config.json
+    """
+    about = describe(model)
+    state = {name.removesuffix(".weight"): t for name, t in model.state_dict().items() if name.endswith(".weight")}
+    if missing := sorted(set(state) ^ set(about.names)):
+        raise UserError(f"this model has weights that the export does not know or lacks some: {', '.join(missing[:4])}")
+    vocab = model.config.vocab_size
+    tensors: dict[str, Tensor] = {}
+    quantized = weights.tensors if weights is not None else {}
+    for ours, theirs in about.names.items():
+        if ours in quantized:
+            t = quantized[ours]
+            codes, scales = about.rows(ours, t.codes), about.rows(ours, t.scales)
+            scale = None if input_scales is None else input_scales[ours]
+            parts = FORMATS[file_format](NVFP4Tensor(codes, scales, t.tensor_scale), scale)
+            tensors |= {f"{theirs}.{part}": value for part, value in parts.items()}
+        else:
+            rows = state[ours][:vocab] if ours in ("transformer.wte", "lm_head") else state[ours]
+            tensors[f"{theirs}.weight"] = about.rows(ours, rows).to(dtype)
+    safetensors_file.save(folder / WEIGHTS_FILE, tensors)
+
+    name = str(dtype).removeprefix("torch.")
+    written = {**about.config, "dtype": name, "torch_dtype": name, **config}
+    if quantized:
+        linears = [ours for ours in about.names if state[ours].ndim == 2 and ours != "transformer.wte"]
+        ignore = [about.names[ours] for ours in linears if ours not in quantized]
+        weights_only = input_scales is None
+        written["quantization_config"] = _QUANTIZATION_CONFIG[file_format](ignore, weights_only)
+        if file_format == "modelopt":
+            atomic_write(folder / "hf_quant_config.json", _json(_hf_quant_config(ignore, weights_only)))
+    atomic_write(folder / "config.json", _json(written))
+    if about.remote:
+        shutil.copyfile(Path(__file__).with_name(MODELING_FILE), folder / MODELING_FILE)
+    return written
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"

@@ -1,0 +1,148 @@
+"""What others make of an export: the folder is read with their package and compared with what was to be written."""
+
+import importlib.metadata
+import importlib.util
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.export.huggingface import WEIGHTS_FILE, Description
+from nanochat_fp4.export.weights import Weights
+from nanochat_fp4.nvfp4.format import decode_e2m1, unpack
+from nanochat_fp4.tokenizer import RustBPETokenizer
+
+
+def needs(*packages: str) -> list[str]:
+    """ "name version" of each package (by its distribution's name). Raises UserError that names the missing ones."""
+    missing = [p for p in packages if importlib.util.find_spec(p.replace("-", "_").split("[")[0]) is None]
+    if missing:
+        raise UserError(f"this needs {', '.join(missing)}; install them with: pip install 'nanochat_fp4[export]'")
+    return [f"{p} {importlib.metadata.version(p)}" for p in packages]
+
+
+def ulps(got: Tensor, want: Tensor) -> Tensor:
+    """How many FP32 numbers lie between the two, elementwise, int64."""
+
+    def ordered(t: Tensor) -> Tensor:
+        bits = t.contiguous().view(torch.int32).to(torch.int64)
+        return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+    return (ordered(got) - ordered(want)).abs()
+
+
+def _compare(found: Iterable[tuple[str, Tensor, Tensor, Tensor, Tensor]], weights: Weights) -> str:
+    """found: (our name of a layer, code values, scales, values in FP32, values in BF16), as their package has them."""
+    codes = scales = differ = furthest = layers = 0
+    for name, got_codes, got_scales, got, got_bf16 in found:
+        t = weights.tensors[name]
+        want_codes, want = decode_e2m1(unpack(t.codes)), t.dequantize()
+        if not torch.equal(got_codes.float().view(torch.int32), want_codes.view(torch.int32)):
+            raise UserError(f"{name}: the codes differ from those of the forward pass; this is a bug, please report it")
+        if not torch.equal(got_scales.view(torch.uint8), t.scales.view(torch.uint8)):
+            raise UserError(f"{name}: the block scales differ from the forward pass's; this is a bug, please report it")
+        layers, codes, scales = layers + 1, codes + want.numel(), scales + t.scales.numel()
+        furthest = max(furthest, int(ulps(got, want).max()))
+        differ += int((got_bf16 != want.bfloat16()).sum())
+    if layers != len(weights.tensors):
+        raise UserError(
+            f"{layers} of {len(weights.tensors)} quantized layers were found; this is a bug, please report it"
+        )
+    return (
+        f"{layers} layers: {codes:,} codes and {scales:,} block scales equal to the bit; decoded values differ by at "
+        f"most {furthest} FP32 ulp, and {differ:,} of {codes:,} after rounding to BF16"
+    )
+
+
+def _layer(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {key.removeprefix(name + "."): t for key, t in tensors.items() if key.startswith(name + ".")}
+
+
+def compressed_tensors(folder: Path, about: Description, weights: Weights) -> str:
+    """The codes, scales and values that the package compressed-tensors reads, against ours."""
+    versions = needs("compressed-tensors", "safetensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from safetensors.torch import load_file
+
+    config = QuantizationConfig.model_validate(json.loads((folder / "config.json").read_text())["quantization_config"])
+    scheme = next(iter(config.config_groups.values()))
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    tensors = load_file(folder / WEIGHTS_FILE)
+
+    def found():
+        for ours in weights.tensors:
+            parts = _layer(tensors, about.names[ours])
+            packed, scale = parts["weight_packed"], parts["weight_scale"]
+            codes = unpack_fp4_from_uint8(packed, packed.shape[0], 2 * packed.shape[1], torch.float32)
+            divisor = parts["weight_global_scale"]
+            values = dequantize(codes, scale.float(), args=scheme.weights, dtype=torch.float32, global_scale=divisor)
+            bf16 = compressor.decompress(parts, scheme)["weight"]
+            yield ours, *(about.rows(ours, t) for t in (codes, scale, values, bf16))
+
+    return f"{', '.join(versions)}: {_compare(found(), weights)}"
+
+
+def modelopt(folder: Path, about: Description, weights: Weights) -> str:
+    """The codes, scales and values that modelopt's NVFP4QTensor reads, against ours."""
+    versions = needs("safetensors") + [f"nvidia-modelopt {importlib.metadata.version('nvidia-modelopt')}"]
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / WEIGHTS_FILE)
+
+    def values(parts: dict[str, Tensor], dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+        packed, block, tensor = (parts[name] for name in ("weight", "weight_scale", "weight_scale_2"))
+        if scale is not None:
+            block, tensor = scale, torch.ones(())
+        read = NVFP4QTensor(torch.Size((packed.shape[0], 2 * packed.shape[1])), dtype, packed)
+        return read.dequantize(scale=block, double_scale=tensor, block_sizes={-1: 16}, dtype=dtype)
+
+    def found():
+        for ours in weights.tensors:
+            parts = _layer(tensors, about.names[ours])
+            codes = values(parts, torch.float32, torch.ones_like(parts["weight_scale"].float()))
+            each = (codes, parts["weight_scale"], values(parts, torch.float32), values(parts, torch.bfloat16))
+            yield ours, *(about.rows(ours, t) for t in each)
+
+    return f"{', '.join(versions)}: {_compare(found(), weights)}"
+
+
+def transformers_logits(folder: Path, ids: Tensor, quantized_inputs: bool = False) -> tuple[str, Tensor]:
+    """(what read it, transformers' logits of ids (B, T)): in FP32 with the decoded weights, or, with quantized_inputs,
+    in BF16 and with 4-bit inputs as compressed-tensors emulates them."""
+    versions = needs("transformers")
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    four_bits = getattr(config, "quantization_config", None)
+    if four_bits:
+        config.quantization_config = {**four_bits, "dequantize": not quantized_inputs}
+    dtype = torch.bfloat16 if quantized_inputs else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, trust_remote_code=True, dtype=dtype)
+    with torch.no_grad():
+        return f"{versions[0]}, {type(model).__name__}", model.eval()(ids).logits.float()
+
+
+def tokenizer(folder: Path, ours: RustBPETokenizer, texts: Iterable[str]) -> str:
+    """transformers' ids of the texts, against ours. Raises UserError that shows the first text with other ids."""
+    versions = needs("transformers", "tokenizers")
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder)
+    count = tokens = 0
+    for text in texts:
+        want = ours.encode(text)
+        if theirs(text, add_special_tokens=False)["input_ids"] != want or theirs.decode(want) != text:
+            raise UserError(f"tokenizer.json gives other ids for {text[:60]!r}; this is a bug, please report it")
+        count, tokens = count + 1, tokens + len(want)
+    return f"{', '.join(versions)}: the same {tokens:,} ids of {count} texts"

@@ -1,0 +1,175 @@
+"""What leaves the house: the 4-bit weights of the trained forward pass, and what a server makes of the inputs.
+
+`forward_weights` hands out the operands of the output GEMM as they are: the codes and block scales that training
+computed with. What the formats of others cannot hold (a second term, channels in 8 bits, scales by 128) is left out or
+rounded again, and `Weights.lost` says so.
+
+A server knows neither our rounding of the inputs nor one tensor_scale a batch: it takes one constant for each layer,
+found beforehand on some text (`calibrate`), and rounds to nearest. `served` is that server, on any machine, to measure
+what the difference costs.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.nvfp4.convert import full_precision, groups_computed_as_one
+from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, NVFP4Tensor
+from nanochat_fp4.nvfp4.linear import QuantLinear, quantized_weights
+from nanochat_fp4.nvfp4.quantizers import quantize, round_e2m1, round_e4m3
+
+AGAIN = "rtn"  # the rounding of what is no NVFP4 tensor
+
+
+@dataclass
+class Weights:
+    """The 4-bit weights of a model by the names of its layers.
+
+    tensors: codes (N, K/2), scales (N, K/16) and tensor_scale () of each layer's weight, on the CPU; the part of each
+             where several layers are computed as one, which then have the same tensor_scale
+    lost:    what of the trained forward pass is not in them, one line; "" for nothing
+    """
+
+    tensors: dict[str, NVFP4Tensor] = field(default_factory=dict)
+    lost: str = ""
+
+    def separate(self, groups: Iterable[Sequence[str]]) -> list[tuple[Sequence[str], float]]:
+        """The groups of layers whose tensor scales differ, and the largest over the smallest of each."""
+        found = []
+        for names in groups:
+            scales = [float(self.tensors[name].tensor_scale) for name in names if name in self.tensors]
+            if scales and max(scales) != min(scales):
+                found.append((names, max(scales) / min(scales)))
+        return found
+
+
+@torch.no_grad()
+def forward_weights(model: nn.Module, together: Iterable[Sequence[str]] = ()) -> Weights:
+    """The weights of a converted model as its forward pass multiplies them.
+
+    together: layers (by name) to be rounded as one, with one tensor_scale, although the model computes them one by one:
+              for servers that fuse them. These are not the codes of the trained forward pass any more.
+    Raises UserError for a model whose forward pass has no 4-bit weights.
+    """
+    names = {layer: name for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
+    modules = {name: layer for layer, name in names.items()}
+    groups = groups_computed_as_one(model)
+    forced = [tuple(modules[name] for name in group if name in modules) for group in together]
+    if forced:
+        in_forced = {layer for group in forced for layer in group}
+        groups = [g for g in forced if g] + [g for g in groups if not in_forced.intersection(g)]
+    operands = quantized_weights(groups)
+    if not groups or any(operand is None for operand in operands):
+        recipe = model.nf_report.recipe if hasattr(model, "nf_report") else None
+        method = f"the method {recipe.name}" if recipe else "a model that is not converted"
+        raise UserError(
+            f"{method} has no 4-bit weights in its forward pass; use --format=safetensors, or --method=clover (or "
+            "another) to round its weights now"
+        )
+    result, lost = Weights(), set()
+    for layers, operand in zip(groups, operands):
+        stacked, what = _as_nvfp4(operand)
+        lost.add(what)
+        start = 0
+        for layer in layers:
+            rows = slice(start, start := start + layer.out_features)
+            result.tensors[names[layer]] = NVFP4Tensor(
+                stacked.codes[rows].cpu(), stacked.scales[rows].cpu(), stacked.tensor_scale.float().cpu()
+            )
+    result.tensors = {name: result.tensors[name] for name in modules if name in result.tensors}
+    result.lost = "; ".join(sorted(lost - {""}))
+    return result
+
+
+def _as_nvfp4(operand) -> tuple[NVFP4Tensor, str]:
+    """An operand as one NVFP4 tensor, and what that leaves out."""
+    first = getattr(operand, "first", None)
+    if first is not None:
+        return first, "the second term of 4 bits of each weight"
+    if isinstance(operand, NVFP4Tensor) and operand.scales.dtype == torch.float8_e4m3fn:
+        if operand.codes.dtype == torch.uint8 and operand.tensor_scale.numel() == 1:
+            return operand, ""
+    values = operand if isinstance(operand, Tensor) else operand.dequantize()
+    what = "scales by 128 and channels in 8 bits" if isinstance(operand, Tensor) else "the scales and codes of MXFP"
+    return quantize(values.float(), AGAIN), f"{what}: the weights are rounded again, to nearest"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Inputs, as a server rounds them
+
+
+def static_quantize(x: Tensor, global_scale: Tensor) -> Tensor:
+    """x (..., K) rounded to NVFP4 with a constant in the place of 1 / tensor_scale, as servers do; FP32 values.
+
+    Block scales are amax / 6, to nearest; what is larger than the constant was made for is clipped.
+    """
+    blocks = (x.float() * global_scale).unflatten(-1, (-1, BLOCK))
+    scale = round_e4m3(blocks.abs().amax(dim=-1, keepdim=True) / E2M1_MAX).float()
+    codes = round_e2m1(torch.where(scale > 0, blocks / scale, 0.0))
+    return (codes * scale / global_scale).flatten(-2)
+
+
+@contextlib.contextmanager
+def served(
+    model: nn.Module,
+    weights: Weights,
+    input_scales: Mapping[str, float] | None = None,
+    dtype: torch.dtype = torch.float32,
+    decoded: torch.dtype = torch.float32,
+) -> Iterator[nn.Module]:
+    """A copy of the model that computes what a server makes of an export, in the precision of autocast.
+
+    Its weights are the decoded ones; inputs stay as they are, or are rounded with input_scales (448 * 6 / amax of each
+    layer's input). The weights in 4 bits are rounded to `decoded`, the others to dtype.
+    """
+    copied = copy.deepcopy(model)
+    layers = dict(copied.named_modules())
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.copy_(parameter.to(dtype))
+        for name, tensor in weights.tensors.items():
+            layers[name].weight.copy_(tensor.dequantize(decoded))
+
+    def rounded(name: str):
+        scale = torch.tensor(input_scales[name], dtype=torch.float32)
+        return lambda layer, args: (static_quantize(args[0], scale.to(args[0].device)).to(args[0].dtype),)
+
+    for name in input_scales or ():
+        layers[name].register_forward_pre_hook(rounded(name))
+    with full_precision(copied):
+        yield copied
+
+
+@torch.no_grad()
+def calibrate(model: nn.Module, weights: Weights, batches: Iterable[Tensor]) -> dict[str, float]:
+    """448 * 6 / amax of each quantized layer's input, over the batches (token ids, (B, T)).
+
+    The model computes with its 4-bit weights and unquantized inputs meanwhile. Raises UserError where an input is not
+    finite.
+    """
+    amax: dict[str, Tensor] = {}
+
+    def look(name: str):
+        def hook(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+            amax[name] = torch.maximum(amax.get(name, args[0].new_zeros(())), args[0].abs().amax())
+
+        return hook
+
+    with served(model, weights) as copied:
+        for name, layer in copied.named_modules():
+            if name in weights.tensors:
+                layer.register_forward_pre_hook(look(name))
+        for ids in batches:
+            copied(ids)
+    scales = {}
+    for name, value in amax.items():
+        largest = float(value)
+        if not largest < float("inf"):
+            raise UserError(f"the input of {name} is not finite on the calibration text; export another step")
+        scales[name] = E4M3_MAX * E2M1_MAX / largest if largest > 0 else 1.0
+    return scales

@@ -1,0 +1,231 @@
+"""
+Write a checkpoint as other programs read it. From the root of the repository:
+
+    python -m scripts.export --source=sft --model-tag=d20_clover --format=compressed-tensors --out=exported
+
+--format  safetensors         BF16 or FP32 weights for transformers
+          compressed-tensors  NVFP4 for vLLM and transformers (nvfp4-pack-quantized)
+          modelopt            NVFP4 for TensorRT-LLM, and vLLM
+
+The 4-bit formats hold the codes and block scales that the trained forward pass multiplies, to the bit. Input scales are
+found on training text; --weights-only leaves inputs in 16 bits. What that costs is measured on validation text and
+written into the model card. --verify reads the result with the packages of pip install 'nanochat_fp4[export]'.
+"""
+
+import argparse
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import nanochat_fp4 as nf
+from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
+from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.dataset import ensure_data
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.export import huggingface, tokenizer_files, verify
+from nanochat_fp4.export.model_card import model_card
+from nanochat_fp4.export.weights import Weights, calibrate, forward_weights, served
+from nanochat_fp4.files import atomic_write
+from nanochat_fp4.gpt import autocast
+from nanochat_fp4.loss_eval import evaluate_bpb
+from nanochat_fp4.nvfp4.recipes import get_recipe
+from nanochat_fp4.tokenizer import get_token_bytes
+from scripts.post_training import checkpoint_method, load_stage_model
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+MAX_ULPS = 2  # of FP32, between their decoded values and ours: they divide by 1 / tensor_scale
+FP32_LOGITS = 1e-3  # at most, between two orders of summation of FP32 products; logits lie within +-15 or so
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Export a checkpoint to the formats of other programs")
+    add = parser.add_argument
+    add("--source", default="sft", choices=("base", "mid", "sft", "rl"), help="stage of the checkpoint")
+    add("--model-tag", default=None, help="model tag of the checkpoint")
+    add("--step", type=int, default=None, help="step of the checkpoint (default: the last one)")
+    add("--format", required=True, choices=("safetensors", *huggingface.FORMATS), help="see above")
+    add("--out", required=True, help="folder to write; it must not exist, or --overwrite")
+    add("--overwrite", action="store_true", help="replace the folder if it is there")
+    add("--dtype", default="bfloat16", choices=tuple(DTYPES), help="of the weights that are not in 4 bits")
+    add("--method", default=None, help="forward pass to export (default: the one the model was trained with)")
+    add("--weights-only", action="store_true", help="4-bit weights, inputs left in 16 bits: no input scales")
+    add("--share-scales", action="store_true", help="round layers that servers fuse (q, k, v; gate, up) as one")
+    add("--data-dir", default=None, help="text to calibrate and to measure on (default: $DATA_DIR, else as training)")
+    add("--calibration-tokens", type=int, default=32768, help="training tokens that input scales are found on")
+    add("--eval-tokens", type=int, default=65536, help="validation tokens that bits per byte are measured on; 0: none")
+    add("--device-batch-size", type=int, default=4, help="rows of a batch")
+    add("--device-type", default="", choices=("", "cuda", "cpu", "mps"), help="empty: autodetect")
+    add("--verify", action="store_true", help="read the result with the packages of others, and compare")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    out = Path(args.out)
+    if args.format == "safetensors" and (args.weights_only or args.share_scales):
+        raise UserError("--weights-only and --share-scales are about 4-bit weights; --format=safetensors has none")
+    if args.calibration_tokens < 1 or args.eval_tokens < 0 or args.device_batch_size < 1:
+        raise UserError("--calibration-tokens and --device-batch-size must be at least 1, --eval-tokens at least 0")
+    if out.exists() and not args.overwrite:
+        raise UserError(f"{out} is there already; choose another --out, or replace it with --overwrite")
+    _, _, _, world_size, device = compute_init(args.device_type or autodetect_device_type())
+    try:
+        if world_size > 1:
+            raise UserError("export is one process; start it without torchrun")
+        with torch.no_grad(), autocast(device.type):
+            Export(args, device).run(out)
+    finally:
+        compute_cleanup()
+
+
+class Export:
+    def __init__(self, args: argparse.Namespace, device: torch.device):
+        self.args, self.device = args, device
+        self.model, self.tokenizer, self.meta = load_stage_model(args.source, device, "eval", args.model_tag, args.step)
+        self.method = checkpoint_method(self.meta, args.method)
+        self.four_bits = args.format in huggingface.FORMATS
+        if self.four_bits and not get_recipe(self.method).output.b.rounding:
+            raise UserError(
+                f"the method {self.method} has no 4-bit weights in its forward pass; use --format=safetensors, or "
+                "--method=clover (or another) to round its weights now"
+            )
+        nf.convert(self.model, self.method, backward=False, verbose=False)
+        self.about = huggingface.describe(self.model)
+        self.notes: list[str] = []
+
+    def batches(self, split: str, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        rows, length = self.args.device_batch_size, self.model.config.sequence_len
+        loader = tokenizing_distributed_data_loader_bos_bestfit(
+            self.tokenizer, rows, length, split, device=self.device, data_dir=ensure_data(self.args.data_dir)
+        )
+        return [batch for batch, _ in zip(loader, range(max(1, round(tokens / (rows * length)))))]
+
+    def run(self, out: Path) -> None:
+        weights, input_scales = None, None
+        if self.four_bits:
+            weights = forward_weights(self.model, self.about.fused if self.args.share_scales else ())
+            self.say_what_is_lost(weights)
+            if not self.args.weights_only:
+                text = self.batches("train", self.args.calibration_tokens)
+                input_scales = calibrate(self.model, weights, (x for x, _ in text))
+        measured, measured_on = self.measure(weights, input_scales)
+        part = out.with_name(out.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        self.write(part, weights, input_scales, measured, measured_on)
+        if self.args.overwrite:
+            shutil.rmtree(out, ignore_errors=True)
+        os.rename(part, out)
+        size = sum(f.stat().st_size for f in out.iterdir())
+        print0(f"Exported {self.meta['model_tag']} (step {self.meta['step']}) as {self.args.format} to {out}: "
+               f"{size / 1e6:.1f} MB")  # fmt: skip
+        if self.args.verify:
+            self.verify(out, weights, input_scales)
+
+    def say_what_is_lost(self, weights: Weights) -> None:
+        if weights.lost:
+            self.notes.append(f"Lost, because the format cannot hold it: {weights.lost}.")
+        if self.args.share_scales:
+            self.notes.append("Layers that servers fuse were rounded as one: their codes are not those of training.")
+        separate = weights.separate(self.about.fused)
+        if separate:
+            worst = max(ratio for _, ratio in separate)
+            self.notes.append(
+                f"{len(separate)} groups of layers that servers fuse have a tensor scale for each layer, up to "
+                f"{worst:.2f}x apart. transformers reads each; a server that takes one for all of them computes "
+                "something else: use --share-scales for it."
+            )
+        left = [name for name, _ in self.model.nf_report.left_alone]
+        self.notes.append(
+            f"Not in 4 bits: embedding, norms and {', '.join(left[:4])}{' ...' if len(left) > 4 else ''}."
+        )
+        for note in self.notes:
+            print0(note)
+
+    def measure(self, weights: Weights | None, input_scales: dict[str, float] | None) -> tuple[dict[str, float], str]:
+        """Bits per byte of the trained forward pass and of what a server will make of the export."""
+        if not self.args.eval_tokens:
+            return {}, ""
+        batches = self.batches("val", self.args.eval_tokens)
+        token_bytes = get_token_bytes(device=self.device)
+
+        def bpb(model: torch.nn.Module) -> float:
+            return evaluate_bpb(model, batches, len(batches), token_bytes)
+
+        precision = "BF16" if self.device.type == "cuda" else "FP32"
+        measured = {f"trained: {self.method}": bpb(self.model)}
+        with nf.full_precision(self.model):
+            measured[f"{precision} weights and inputs"] = bpb(self.model)
+        if weights is not None:
+            with served(self.model, weights) as copied:
+                measured[f"exported: 4-bit weights, {precision} inputs"] = bpb(copied)
+            if input_scales is not None:
+                with served(self.model, weights, input_scales) as copied:
+                    measured["exported: 4-bit weights, 4-bit inputs with static scales"] = bpb(copied)
+        for what, value in measured.items():
+            print0(f"bits per byte, {what}: {value:.4f}")
+        info = environment_info()
+        tokens = sum(y.numel() for _, y in batches)
+        return measured, f"Of {tokens:,} validation tokens, on {info['gpu'] or info['cpu']}, torch {info['torch']}."
+
+    def write(self, folder: Path, weights, input_scales, measured: dict[str, float], measured_on: str) -> None:
+        args, chat = self.args, self.args.source != "base"
+        ends = [self.tokenizer.encode_special(name) for name in tokenizer_files.end_tokens(self.tokenizer, chat)]
+        ids = {"bos_token_id": self.tokenizer.get_bos_token_id(), "eos_token_id": ends, "pad_token_id": ends[0]}
+        huggingface.write(
+            self.model, folder, args.format, DTYPES[args.dtype], weights, input_scales, {**ids, "eos_token_id": ends[0]}
+        )
+        length = self.model.config.sequence_len
+        files = {
+            "generation_config.json": ids,
+            "tokenizer.json": tokenizer_files.tokenizer_json(self.tokenizer),
+            "tokenizer_config.json": tokenizer_files.tokenizer_config(self.tokenizer, chat, length),
+        }
+        for name, value in files.items():
+            atomic_write(folder / name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        remote = ", trust_remote_code=True" if self.about.remote else ""
+        use = [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            f"model = AutoModelForCausalLM.from_pretrained(FOLDER{remote})",
+            "tokenizer = AutoTokenizer.from_pretrained(FOLDER)",
+        ]
+        card = model_card(
+            self.meta, source=args.source, method=self.method, file_format=args.format, dtype=args.dtype,
+            parameters=sum(p.numel() for p in self.model.parameters()), measured=measured, measured_on=measured_on,
+            notes=self.notes, use=use,
+        )  # fmt: skip
+        atomic_write(folder / "README.md", card)
+
+    def verify(self, out: Path, weights: Weights | None, input_scales: dict[str, float] | None) -> None:
+        """Prints what the packages of others read; raises UserError where it is not what was written."""
+        if weights is not None:
+            check = {"compressed-tensors": verify.compressed_tensors, "modelopt": verify.modelopt}[self.args.format]
+            print0(f"verified with {check(out, self.about, weights)}")
+        rows, _ = self.batches("val", 1)[0]
+        texts = [self.tokenizer.decode(row.tolist()[1:]) for row in rows.cpu()]
+        print0(f"verified with {verify.tokenizer(out, self.tokenizer, texts)}")
+        if self.args.format == "modelopt":
+            return  # transformers does not read it
+        ids = rows[:2, :128].cpu()
+        self.model.cpu()
+        with served(self.model, weights or Weights(), None, DTYPES[self.args.dtype], torch.bfloat16) as copied:
+            reader, logits = verify.transformers_logits(out, ids)
+            difference = float((logits - copied(ids)).abs().max())
+        if not difference <= FP32_LOGITS:
+            raise UserError(f"{reader}: logits differ by up to {difference:.2g}; this is a bug, please report it")
+        print0(f"verified with {reader}: FP32 logits of {ids.numel()} tokens differ by at most {difference:.1e}")
+        if input_scales is not None:
+            with served(self.model, weights, input_scales, torch.bfloat16, torch.bfloat16) as copied:
+                reader, logits = verify.transformers_logits(out, ids, quantized_inputs=True)
+                losses = [cross_entropy(x[:, :-1].transpose(1, 2), ids[:, 1:]).item() for x in (logits, copied(ids))]
+            print0(f"{reader}, 4-bit inputs, in BF16: a loss of {losses[0]:.4f} where ours is {losses[1]:.4f} (FP32)")
+
+
+if __name__ == "__main__":
+    run_main(main)
