@@ -38,7 +38,6 @@ from nanochat_fp4.tokenizer import get_token_bytes
 from scripts.post_training import checkpoint_method, load_stage_model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-MAX_ULPS = 2  # of FP32, between their decoded values and ours: they divide by 1 / tensor_scale
 FP32_LOGITS = 1e-3  # at most, between two orders of summation of FP32 products; logits lie within +-15 or so
 
 
@@ -193,7 +192,7 @@ class Export:
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
             f"model = AutoModelForCausalLM.from_pretrained(FOLDER{remote})",
-            "tokenizer = AutoTokenizer.from_pretrained(FOLDER)",
+            f"tokenizer = AutoTokenizer.from_pretrained(FOLDER{remote})",
         ]
         card = model_card(
             self.meta, source=args.source, method=self.method, file_format=args.format, dtype=args.dtype,

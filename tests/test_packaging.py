@@ -26,6 +26,8 @@ def modules() -> dict[str, Path]:
     found = {}
     for package, folder in FOLDERS.items():
         for file in sorted(folder.rglob("*.py")):
+            if file.name.startswith("modeling_"):  # copied beside exported models, for transformers; nothing imports it
+                continue
             parts = (package, *file.relative_to(folder).with_suffix("").parts)
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return found

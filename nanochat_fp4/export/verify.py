@@ -15,6 +15,8 @@ from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.nvfp4.format import decode_e2m1, unpack
 from nanochat_fp4.tokenizer import RustBPETokenizer
 
+MAX_ULPS = 2  # of FP32, between their decoded values and ours: they divide by 1 / tensor_scale
+
 
 def needs(*packages: str) -> list[str]:
     """ "name version" of each package (by its distribution's name). Raises UserError that names the missing ones."""
@@ -46,6 +48,8 @@ def _compare(found: Iterable[tuple[str, Tensor, Tensor, Tensor, Tensor]], weight
             raise UserError(f"{name}: the block scales differ from the forward pass's; this is a bug, please report it")
         layers, codes, scales = layers + 1, codes + want.numel(), scales + t.scales.numel()
         furthest = max(furthest, int(ulps(got, want).max()))
+        if furthest > MAX_ULPS:
+            raise UserError(f"{name}: decoded values are {furthest} FP32 ulp apart; this is a bug, please report it")
         differ += int((got_bf16 != want.bfloat16()).sum())
     if layers != len(weights.tensors):
         raise UserError(
@@ -138,7 +142,7 @@ def tokenizer(folder: Path, ours: RustBPETokenizer, texts: Iterable[str]) -> str
     versions = needs("transformers", "tokenizers")
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     count = tokens = 0
     for text in texts:
         want = ours.encode(text)

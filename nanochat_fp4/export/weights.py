@@ -130,8 +130,9 @@ def served(
     copied = copy.deepcopy(model)
     layers = dict(copied.named_modules())
     with torch.no_grad():
-        for parameter in copied.parameters():
-            parameter.copy_(parameter.to(dtype))
+        for name, parameter in copied.named_parameters():
+            if name.endswith(".weight"):  # others are kept in FP32
+                parameter.copy_(parameter.to(dtype))
         for name, tensor in weights.tensors.items():
             layers[name].weight.copy_(tensor.dequantize(decoded))
 

@@ -1,0 +1,55 @@
+"""Small checkpoints to export, and readers of what is written that owe nothing to the package."""
+
+import json
+import struct
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanochat_fp4.checkpoint_manager import save_checkpoint
+from nanochat_fp4.gpt import GPT, GPTConfig
+from nanochat_fp4.llama import Llama, LlamaConfig
+from nanochat_fp4.tokenizer import get_tokenizer
+
+CONFIGS = {
+    "gpt": GPTConfig(sequence_len=32, vocab_size=300, n_layer=3, n_head=4, n_kv_head=2, n_embd=64, window_pattern="SL"),
+    "llama": LlamaConfig(sequence_len=32, vocab_size=300, n_layer=2, n_head=2, n_kv_head=2, n_embd=64),
+}
+
+
+def save_small(base: Path, family: str, method: str, tag: str = "") -> torch.nn.Module:
+    """Saves a base checkpoint of random weights, step 7, as if trained with the method; returns the model."""
+    config = CONFIGS[family]
+    config.vocab_size = get_tokenizer().get_vocab_size()
+    model = (GPT if family == "gpt" else Llama)(config)
+    model.init_weights()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=generator)
+    meta = {"model_config": asdict(config), "user_config": {"method": method}, "val_bpb": 1.5,
+            "tokenizer": get_tokenizer().fingerprint()}  # fmt: skip
+    assert save_checkpoint(base / "base_checkpoints" / (tag or family), 7, model.state_dict(), None, meta)
+    return model.eval()
+
+
+_DTYPES = {"F32": "<f4", "BF16": "<u2", "U8": "u1", "F8_E4M3": "u1"}
+
+
+def read_safetensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:
+    """{name: (dtype, its bytes as an array)} of a safetensors file; 16- and 8-bit floats as integers."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    assert length % 8 == 0
+    header, tensors, end = json.loads(data[8 : 8 + length]), {}, 0
+    assert header.pop("__metadata__") == {"format": "pt"}
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        assert start == end, f"{name}: a gap before it"
+        end = stop
+        array = np.frombuffer(data[8 + length + start : 8 + length + stop], _DTYPES[entry["dtype"]])
+        tensors[name] = entry["dtype"], array.reshape(entry["shape"])
+    assert 8 + length + end == len(data)
+    return tensors
