@@ -33,7 +33,7 @@ from nanochat_fp4.export.weights import Weights, calibrate, forward_weights, ser
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.gpt import autocast
 from nanochat_fp4.loss_eval import evaluate_bpb
-from nanochat_fp4.nvfp4.recipes import get_recipe
+from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.tokenizer import get_token_bytes
 from scripts.post_training import checkpoint_method, load_stage_model
 
