@@ -53,32 +53,41 @@ class ForkServer:
         )  # fmt: skip
         assert self.process.stdout.readline() == "ready\n"
 
-    def run(self, module: str, argv: list[str], deadline: float = 120.0, **job: Any) -> Run:
+    def run(self, module: str, argv: list[str], **job: Any) -> Run:
         """
         main(argv) of a module, through run_main.
 
-        env: more of the environment. after, number: send this signal (default SIGKILL) after so many seconds.
+        env: more of the environment. deadline: seconds after which it hangs, on any machine; it is killed then.
+        after, number: send this signal (default SIGKILL) after so many seconds.
         operation: die at the n-th file operation of saves. fault: a function of this file and its arguments.
         ranks: so many processes with gloo between them; rank: the one that `after` and `operation` are for. When one
         ends with anything but success, the others are killed, as torchrun does.
         """
-        self.count += 1
-        log = self.folder / f"log_{self.count:05d}.txt"
-        job |= {"module": module, "argv": argv, "deadline": deadline, "log": str(log)}
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
+        (log,) = self._logs(1)
+        answer = self._ask({"module": module, "argv": argv, "log": str(log)} | job)
         return Run(**answer, log=log.read_text(errors="replace"))
 
-    def run_together(self, module: str, argv: list[str], count: int, deadline: float = 120.0, **job: Any) -> list[Run]:
+    def run_together(self, module: str, argv: list[str], count: int, **job: Any) -> list[Run]:
         """main(argv) in `count` processes at the same time, which know nothing of one another."""
-        self.count += 1
-        logs = [self.folder / f"log_{self.count:05d}_{i}.txt" for i in range(count)]
-        job |= {"module": module, "argv": argv, "deadline": deadline, "logs": [str(log) for log in logs]}
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-        answers = json.loads(self.process.stdout.readline())
+        logs = self._logs(count)
+        answers = self._ask({"module": module, "argv": argv, "logs": list(map(str, logs))} | job)
         return [Run(**a, log=log.read_text(errors="replace")) for a, log in zip(answers, logs)]
+
+    def run_ranks(self, code: str, ranks: int = 2, env: dict[str, str] | None = None) -> list[str]:
+        """What each rank of a gloo group prints that executes `code`; AssertionError where one does not succeed."""
+        logs = self._logs(ranks)
+        answer = self._ask({"code": code, "ranks": ranks, "rank_logs": list(map(str, logs)), "env": env or {}})
+        assert answer["status"] == 0, [log.with_suffix(".err").read_text() for log in logs]
+        return [log.read_text() for log in logs]
+
+    def _logs(self, count: int) -> list[Path]:
+        self.count += 1
+        return [self.folder / f"log_{self.count:05d}_{i}.txt" for i in range(count)]
+
+    def _ask(self, job: dict[str, Any]) -> Any:
+        self.process.stdin.write(json.dumps({"deadline": 600.0} | job) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
 
     def __enter__(self) -> "ForkServer":
         return self
@@ -126,7 +135,7 @@ def _fork(job: dict[str, Any]) -> dict[str, Any]:
             if ranks > 1:
                 where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
                 os.environ.update(where, RANK=str(rank), LOCAL_RANK=str(rank))
-            _child(job, rank == chosen, write)
+            _child(job | {"log": job["rank_logs"][rank]} if "rank_logs" in job else job, rank == chosen, write)
     os.close(write)
     status = 0
 
@@ -194,12 +203,13 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
         os.environ.update(job.get("env", {}))
         log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         null = os.open(os.devnull, os.O_RDONLY)
-        for fd, target in ((null, 0), (log, 1), (log, 2)):
+        errors = os.open(Path(job["log"]).with_suffix(".err"), os.O_WRONLY | os.O_CREAT) if "code" in job else log
+        for fd, target in ((null, 0), (log, 1), (errors, 2)):
             os.dup2(fd, target)
         sys.stdin, sys.stdout = open(0), open(1, "w", buffering=1)
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")
-        os.close(log)
-        os.close(null)
+        for fd in {null, log, errors}:
+            os.close(fd)
         operations = _die_in_a_save(job.get("operation") if chosen else None)
         if "fault" in job:
             globals()[job["fault"][0]](*job["fault"][1:])
@@ -208,11 +218,14 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
 
         from nanochat_fp4.errors import run_main
 
-        sys.argv = [job["module"], *job["argv"]]
         try:
-            module = importlib.import_module(job["module"])
-            takes_argv = inspect.signature(module.main).parameters
-            run_main(lambda: module.main(job["argv"]) if takes_argv else module.main())
+            if "code" in job:
+                exec(job["code"], {"__name__": "__main__"})
+            else:
+                sys.argv = [job["module"], *job["argv"]]
+                module = importlib.import_module(job["module"])
+                takes_argv = inspect.signature(module.main).parameters
+                run_main(lambda: module.main(job["argv"]) if takes_argv else module.main())
             status = 0
         except SystemExit as e:
             status = e.code if isinstance(e.code, int) else 0 if e.code is None else 1

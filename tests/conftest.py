@@ -5,6 +5,7 @@ What every test runs under: no GPU code without a GPU, no home directory, no net
 import os
 import shutil
 import tempfile
+from collections import Counter
 
 # Before anything imports torch or triton: without a GPU, Triton kernels run in the interpreter.
 # One thread: tensors this small are faster without a second one, and much faster on a busy machine.
@@ -44,6 +45,14 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=f"needs --{option}"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Why tests were skipped, in one line."""
+    reports = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    if reasons:
+        terminalreporter.write_line("skipped: " + "; ".join(f"{n} {reason}" for reason, n in reasons.most_common()))
 
 
 def pytest_unconfigure(config):
@@ -148,6 +157,12 @@ def fork_server(tmp_path_factory, _tiny_base):
     environment = {n: os.environ[n] for n in names if n in os.environ} | {"DATA_DIR": str(_tiny_base / "text")}
     with ForkServer(tmp_path_factory.mktemp("forked"), environment) as server:
         yield server
+
+
+@pytest.fixture
+def run_ranks(fork_server):
+    """run_ranks(code, ranks=2, env={}): what each rank of a gloo group prints that executes `code`."""
+    return fork_server.run_ranks
 
 
 @pytest.fixture

@@ -10,15 +10,12 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import traceback
 from pathlib import Path
 
 import pytest
 import torch
-from _commands import run_ranks
 from _samples import BYTE_TOKENIZER, make_shards
 
 from nanochat_fp4 import checkpoint_manager as cm
@@ -459,12 +456,9 @@ def test_everything_is_on_the_disk_before_the_manifest_appears(tmp_path, monkeyp
 
 
 @pytest.fixture(scope="module")
-def forked(tmp_path_factory):
+def forked(tmp_path_factory, fork_server):
     folder = tmp_path_factory.mktemp("forked")
-    code = f"import test_checkpoint_manager as t; t.run_forking_checks({str(folder)!r})"
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
+    fork_server.run_ranks(f"import test_checkpoint_manager as t; t.run_forking_checks({str(folder)!r})", 1)
     return folder
 
 
@@ -633,8 +627,8 @@ compute_cleanup()
 """
 
 
-def test_two_ranks_save_and_load_together(tmp_path):
-    run_ranks(RANKS_CODE, 2, {"FOLDER": str(tmp_path)})
+def test_two_ranks_save_and_load_together(run_ranks, tmp_path):
+    run_ranks(RANKS_CODE, env={"FOLDER": str(tmp_path)})
     assert not list(tmp_path.glob("*.staged")) and not list(tmp_path.glob("*000003*"))
     assert json.loads((tmp_path / "manifest_000001.json").read_text())["world_size"] == 2
     with pytest.raises(UserError, match="written by 2 process.*this run has 1; resume with --nproc_per_node=2"):

@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from _commands import run_ranks
 
 from nanochat_fp4 import common
 from nanochat_fp4.errors import UserError
@@ -68,7 +67,7 @@ def test_seeds():
     assert len({draw(seed, rank) for seed in (1, 2) for rank in (0, 1, None)}) == 6
 
 
-def test_two_processes_join_over_gloo():
+def test_two_processes_join_over_gloo(run_ranks):
     code = (
         "import torch, torch.distributed as dist\n"
         "from nanochat_fp4.common import *\n"
@@ -82,5 +81,4 @@ def test_two_processes_join_over_gloo():
         "print0('rank', rank, 'of', world_size, dist.get_backend())\n"
         "compute_cleanup()\n"
     )
-    outputs = run_ranks(code, 2)
-    assert outputs == ["rank 0 of 2 gloo\n", ""]
+    assert run_ranks(code) == ["rank 0 of 2 gloo\n", ""]

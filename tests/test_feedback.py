@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from _commands import run_ranks
 from torch import nn
 
 import nanochat_fp4 as nf
@@ -160,5 +159,5 @@ compute_cleanup()
 """
 
 
-def test_moments_are_the_mean_over_ranks():
-    assert [out.strip() for out in run_ranks(TWO_RANKS, 2)] == 2 * ["[5.0]"]
+def test_moments_are_the_mean_over_ranks(run_ranks):
+    assert [out.strip() for out in run_ranks(TWO_RANKS)] == 2 * ["[5.0]"]
