@@ -100,8 +100,8 @@ def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
         """The terms that stand for t in the output GEMM."""
         if operand.rounding is None:
             return [t]
-        if operand.outer:
-            return [quantize_operand(t, operand.rounding, outer=True)]
+        if operand.outer or get_rounding(operand.rounding).fp8 == "block":
+            return [quantize_operand(t, operand.rounding, outer=operand.outer)]
         found: list[torch.Tensor] = []
         for _ in range(operand.terms):
             found.append(quantize_reference(t - sum(found), get_rounding(operand.rounding)).dequantize())

@@ -133,6 +133,16 @@ def test_first_and_last_blocks_stay(first, last, left):
         assert "first or last block" in dict(model.nf_report.left_alone)["h.0.c_attn"]
 
 
+def test_a_method_can_keep_the_last_blocks():
+    """nvidia_full: 15% of the blocks, the last, at least one and not all, also where they were converted before."""
+    for blocks, left in ((1, 1), (2, 1), (3, 2), (8, 7), (20, 17)):
+        model = converted(converted(Model(blocks=blocks), "clover"), "nvidia_full")
+        quantized = {n for n, m in model.named_modules() if isinstance(m, nf.QuantLinear) and m.recipe.quantizes}
+        assert quantized == in_block(*range(left)), blocks
+    assert kinds(converted(Model(), "nvidia_full", keep_last_blocks=2)) == in_block(0)
+    assert isinstance(converted(nn.Sequential(nn.Linear(16, 16)), "nvidia_full")[0], nf.QuantLinear)
+
+
 def test_blocks_are_those_of_the_largest_stack():
     model = nn.ModuleDict({"small": nn.ModuleList([nn.Linear(16, 16)]), "model": Model(blocks=12)})
     converted(model, keep_first_blocks=2, keep_last_blocks=1)

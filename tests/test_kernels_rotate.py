@@ -31,9 +31,10 @@ ROW_STREAM, COL_STREAM = 2, 4
 # What the methods make of grad_output: (row rounding, its rotation, column rounding, its rotation).
 PAIRS = {
     "clover": ("ms_eden", 128, "ms_eden", 128),
-    "tetrajet_v2": ("sr", 128, "sr", 128),
+    "tetrajet_v2": ("sr", 32, "sr", 32),
+    "tetrajet_v2_rht128": ("sr", 128, "sr", 128),
     "nvidia": ("sr", 0, "sr", 16),
-    "four_over_six": ("sr_four_over_six", 0, "sr_four_over_six", 16),
+    "four_over_six_biased": ("sr_four_over_six", 0, "sr_four_over_six", 16),
     "clover_search_3": ("ms_eden_search_3", 128, "ms_eden_search_3", 128),
     "clover_search": ("ms_eden_search_6", 128, "ms_eden_search_6", 128),
     "mixed": ("rtn", 32, "ms_eden", 128),

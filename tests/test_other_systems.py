@@ -36,7 +36,10 @@ def test_any_number_of_tokens_is_finite_and_close(method, tokens):
         assert relative_square_error(got, want) < 0.15  # SR of both operands of a gradient, in a power of two's scales
 
 
-@pytest.mark.parametrize("method", ["fp8", "tseng", "mxfp4_nvidia", "clover_fp8_input", "clover_fp8_weight"])
+@pytest.mark.parametrize(
+    "method",
+    ["fp8", "fp8_blocks", "nvidia_v2", "mxfp8", "tseng", "mxfp4_nvidia", "clover_fp8_input", "clover_fp8_weight"],
+)
 def test_beside_kernels(method, monkeypatch):
     """Where NVFP4 has kernels, MXFP4 and MXFP8 still take the reference, alone and with an NVFP4 operand beside them;
     the kernels' rotation sums in another order and tips a few codes."""
@@ -83,4 +86,4 @@ def test_nearest_rounding_of_gradients_is_biased():
 
 def test_dimensions_must_fit_the_blocks():
     with pytest.raises(ValueError, match="in_features is 48, expected a multiple of 32"):
-        nf.QuantLinear(48, 64, method="fp8")
+        nf.QuantLinear(48, 64, method="mxfp8")

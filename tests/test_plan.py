@@ -65,6 +65,8 @@ def test_work_by_hand():
         ("fig1e_ms_eden", (16, 4, 4)),
         ("tseng", (16, 4, 4)),
         ("fp8", (8, 8, 8)),
+        ("fp8_blocks", (8, 8, 8)),
+        ("nvidia_full_end", (16, 4, 4)),
         ("clover_fp8_input", (8, 4, 4)),
         ("clover_weight", (16, 16, 16)),
     ],
@@ -93,6 +95,11 @@ def test_a_method_that_changes_late_does_so_wherever_it_begins():
     assert (early.output, early.grad_input, early.grad_weight) == (clover.output, clover.grad_input, clover.grad_weight)
 
 
+def test_nvidia_full_ends_with_an_unquantized_forward():
+    plan = MethodPlan.parse("nvidia_full")
+    assert [plan.at(p).name for p in (0, 0.81, 0.83, 1)] == ["nvidia_full"] * 2 + ["nvidia_full_end"] * 2
+
+
 @pytest.mark.parametrize(
     "kwargs, message",
     [
@@ -101,6 +108,7 @@ def test_a_method_that_changes_late_does_so_wherever_it_begins():
         ({"phases": "late=bf16"}, "phases: 'late' is not a fraction of the steps"),
         ({"phases": "1.5=bf16"}, "phases: '1.5' is not a fraction"),
         ({"phases": "nan=bf16"}, "phases: 'nan' is not a fraction"),
+        ({"phases": "0.5=nvidia_full"}, "nvidia_full keeps the last blocks in BF16 from the first step on"),
         ({"phases": "0.5=bf16,0.4=clover"}, "phases: '0.4' is not a fraction of the steps, from 0 to 1 and rising"),
     ],
 )

@@ -17,10 +17,16 @@ DESIGN = {
     "nvidia": ("rtn x rtn_16x16", "sr x -", "sr x raw rtn, RHT-16"),
     "four_over_six": (
         "four_over_six x four_over_six_16x16",
+        "sr x -",
+        "sr x raw rtn, RHT-16",
+    ),
+    "four_over_six_biased": (
+        "four_over_six x four_over_six_16x16",
         "sr_four_over_six x -",
         "sr_four_over_six x raw four_over_six, RHT-16",
     ),
-    "tetrajet_v2": ("rtn x rtn", "sr x sr, RHT-128", "sr x sr, RHT-128"),
+    "tetrajet_v2": ("rtn x rtn", "sr x sr, RHT-32", "sr x sr, RHT-32"),
+    "tetrajet_v2_rht128": ("rtn x rtn", "sr x sr, RHT-128", "sr x sr, RHT-128"),
     "clover": ("four_over_six x four_over_six", "ms_eden x ms_eden, RHT-128", "ms_eden x ms_eden, RHT-128"),
     "clover_search": (
         "scale_search x scale_search",
@@ -52,7 +58,10 @@ DESIGN = {
         "mxfp4_sr_prescaled x mxfp4_sr_prescaled, RHT-64",
     ),
     "chmiel": ("rtn x rtn", "sr x raw rtn", "sr x raw sr"),
-    "fp8": ("mxfp8 x mxfp8", "mxfp8 x raw mxfp8", "mxfp8 x raw mxfp8"),
+    "nvidia_v2": ("rtn x rtn", "ms_eden_by_16 x rtn, RHT-128", "ms_eden_by_16 x raw rtn, RHT-128"),
+    "fp8": ("e4m3 x e4m3", "e5m2 x -", "e5m2 x -"),
+    "fp8_blocks": ("e4m3_1x128 x e4m3_128x128", "e4m3_1x128 x -", "e4m3_1x128 x raw e4m3_1x128"),
+    "mxfp8": ("mxfp8 x mxfp8", "mxfp8 x raw mxfp8", "mxfp8 x raw mxfp8"),
 }
 
 
@@ -68,6 +77,15 @@ def test_what_else_sets_a_system_apart():
     fixed = get_recipe("nvidia_fixed_signs")
     assert dataclasses.replace(fixed.grad_weight, fixed_signs=False) == get_recipe("nvidia").grad_weight
     assert fixed.grad_weight.fixed_signs and fixed.output == get_recipe("nvidia").output
+    full = get_recipe("nvidia_full")
+    assert dataclasses.replace(full, name=fixed.name, summary=fixed.summary, late=None, kept_blocks=0.0) == fixed
+    assert str(full).endswith("the last 15% of the blocks in BF16; nvidia_full_end from 82% of the steps on")
+    end = full.final
+    assert (str(end.output), str(end.grad_input)) == (NONE, "sr x raw rtn_16x16")
+    assert (end.grad_weight, end.kept_blocks) == (full.grad_weight, full.kept_blocks)
+    requant = get_recipe("nvidia_v1_requant")
+    assert (str(requant.output), str(requant.grad_input)) == ("rtn x rtn", "sr x rtn")
+    assert requant.grad_weight == fixed.grad_weight
 
 
 def test_remedies_are_clover_with_something_changed():
@@ -97,7 +115,9 @@ def test_a_recipe_stands_for_itself():
 
 
 def test_unknown_method_lists_the_known_ones():
-    with pytest.raises(ValueError, match="unknown method 'cloover'; use one of: bf16, nvidia, .*clover.*quartet2") as e:
+    with pytest.raises(
+        ValueError, match="unknown method 'cloover'; use one of: bf16, fp8, nvidia, .*clover.*quartet2"
+    ) as e:
         get_recipe("cloover")
     assert "\n" not in str(e.value)
 

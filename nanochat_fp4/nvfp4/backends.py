@@ -150,6 +150,8 @@ def quantize_operand(
         rht_stream=rht_stream,
         per_token=per_token,
     )
+    if spec.fp8 == "block":  # as in _quantize_by_128, the padding must not reach the backward pass's operands
+        return _values(t, spec)[:, : value.shape[0 if transpose else 1]]
     return _values(t, spec) if spec.mx else t
 
 
@@ -159,7 +161,8 @@ def _float(t: NVFP4Tensor) -> torch.Tensor:
 
 
 def _values(t: NVFP4Tensor, spec: Rounding) -> Value:
-    """MXFP4 and MXFP8 exist to be compared with: no kernels, no GEMM of their own; their values are exact in BF16."""
+    """MXFP4, MXFP8 and FP8 in blocks exist to be compared with: no kernels, no GEMM of their own; their values are
+    exact in BF16, but for those of FP8 in blocks, whose scales are FP32 numbers: these are rounded to it on a GPU."""
     values = t.decoded.to(torch.bfloat16) if t.decoded.is_cuda else t.decoded
     return values if spec.prescale == 1 else Decoded(values, t.tensor_scale)
 
@@ -195,6 +198,9 @@ def quantize_grad_output(e: torch.Tensor, for_dgrad: dict | None, for_wgrad: dic
     The arguments are those of quantize_operand. The kernels read grad_output once for both.
     """
     roundings = [a["rounding"] for a in (for_dgrad, for_wgrad) if a]
+    if len(roundings) == 2 and len(set(roundings)) == 1 and roundings[0] and get_rounding(roundings[0]).fp8 == "tensor":
+        quantized = quantize_operand(e, **for_dgrad)
+        return quantized, _transposed(quantized)
     if len(roundings) == 2 and all(r and get_rounding(r).has_kernels for r in roundings) and use_kernels(e.device):
         if for_wgrad["rht_dim"] and not (for_dgrad.get("outer") or for_wgrad.get("outer")):
             return _rotate_quantize(e, for_dgrad, for_wgrad, native.implementation(e.device.type) is None)
@@ -208,6 +214,9 @@ def _transposed(value: Value) -> Value:
     """The unrounded operand the other way round; of codes their exact values, with the tensor_scale beside them."""
     if isinstance(value, torch.Tensor):
         return value.T
+    if value.is_fp8:  # FP8 tensor cores contract over the last dimension of both
+        codes = value.codes.T.contiguous()
+        return NVFP4Tensor(codes, codes.new_empty(codes.shape[0], 0), value.tensor_scale)
     return Decoded(decoded_codes(value).T, value.tensor_scale)
 
 

@@ -65,7 +65,8 @@ def convert(
                ("transformer.h.0"); lm_head always is
     backward:  False leaves the backward pass unquantized (post-training; the paper, Appendix C)
     keep_first_blocks, keep_last_blocks: leaves so many blocks at either end alone, as NVIDIA's recipe does; blocks
-               are the entries of the nn.ModuleList that holds the most linear layers
+               are the entries of the nn.ModuleList that holds the most linear layers. keep_last_blocks 0: as many as
+               the method says (Recipe.kept_blocks), at least one and not all, in a model with such a list
     verbose:   print the report
 
     What was converted, and what was not and why, is in `model.nf_report`. Works on meta or real tensors, before
@@ -83,12 +84,15 @@ def convert(
             raise ValueError(
                 f"convert: the skip pattern {pattern!r} matches no linear layer; there are: {_some(linears)}"
             )
+    keep_last_blocks = keep_last_blocks or _kept_blocks(model, recipe)
     kept_blocks = _end_blocks(model, keep_first_blocks, keep_last_blocks)
     report = ConvertReport(recipe)
     for name, linear in linears.items():
         reason = _skip_reason(name, skip, kept_blocks) or _subclass_reason(linear) or unsupported_reason(linear, recipe)
         if reason:
             report.left_alone.append((name, reason))
+            if isinstance(linear, QuantLinear):  # of a method before this one
+                linear.set_recipe(get_recipe("bf16"))
             continue
         linear.__class__ = QuantLinear
         linear.set_recipe(recipe)
@@ -134,19 +138,30 @@ def _subclass_reason(linear: nn.Linear) -> str | None:
     return None
 
 
-def _end_blocks(model: nn.Module, first: int, last: int) -> list[str]:
-    """Names of the first and last blocks of the model's largest stack."""
-    if first == last == 0:
-        return []
+def _blocks(model: nn.Module) -> list[str]:
+    """Names of the blocks of the model's largest stack; none if it has no stack."""
     stacks = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
 
     def count(name: str) -> int:
         return sum(isinstance(m, nn.Linear) for m in stacks[name].modules())
 
-    if not stacks:
+    stack = max(stacks, key=count, default="")
+    return [f"{stack}.{i}" for i in range(len(stacks[stack]))] if stacks else []
+
+
+def _kept_blocks(model: nn.Module, recipe: Recipe) -> int:
+    """How many of the model's last blocks the recipe leaves in BF16: its share, at least one, but not all."""
+    count = len(_blocks(model))
+    return min(count - 1, max(1, round(recipe.kept_blocks * count))) if recipe.kept_blocks and count else 0
+
+
+def _end_blocks(model: nn.Module, first: int, last: int) -> list[str]:
+    """Names of the first and last blocks of the model's largest stack."""
+    if first == last == 0:
+        return []
+    names = _blocks(model)
+    if not names:
         raise ValueError("convert: keep_first_blocks and keep_last_blocks need a model with an nn.ModuleList of blocks")
-    stack = max(stacks, key=count)
-    names = [f"{stack}.{i}" for i in range(len(stacks[stack]))]
     if not 0 <= first + last <= len(names) or min(first, last) < 0:
         raise ValueError(f"convert: cannot keep {first} first and {last} last of {len(names)} blocks")
     return names[:first] + (names[-last:] if last else [])

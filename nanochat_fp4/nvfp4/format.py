@@ -9,7 +9,8 @@
 
 The container also holds the formats of other systems, which exist here to be compared with (quantizers.MX_ROUNDINGS):
 MXFP4 and MXFP8 of the Open Compute Project, with one power of two (E8M0, `torch.float8_e8m0fnu`) for each 32 values,
-codes as above or, in MXFP8, E4M3 numbers, and a constant for tensor_scale.
+codes as above or, in MXFP8, E4M3 numbers, and a constant for tensor_scale; and FP8 (FP8_ROUNDINGS), E4M3 or E5M2
+numbers with tensor_scale alone, or with an FP32 scale for each block of 128 values.
 
 E2M1 x E4M3 has a 6-bit significand, so `decode` (everything but tensor_scale) is exact in BF16. That is why a BF16
 GEMM on decoded operands, with the tensor scales applied to its FP32 accumulator, is the same arithmetic as a
@@ -38,9 +39,10 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 class NVFP4Tensor:
     """A tensor in NVFP4; rows are the flattened leading dimensions, blocks run along the last one.
 
-    codes:        uint8 (..., K/2), two E2M1 codes a byte, even index in the low nibble; MXFP8: float8_e4m3fn (..., K)
+    codes:        uint8 (..., K/2), two E2M1 codes a byte, even index in the low nibble; MXFP8 and FP8: float8_e4m3fn
+                  or float8_e5m2 (..., K)
     scales:       float8_e4m3fn (..., K/16), row-major (swizzle_scales makes the tensor-core layout); MXFP4 and MXFP8:
-                  float8_e8m0fnu (..., K/32)
+                  float8_e8m0fnu (..., K/32); FP8: float32 (..., K/128), or (..., 0) where there is tensor_scale alone
     tensor_scale: float32 () or, quantized per token, (..., 1)
     decoded:      optional cache of what `decode` returns, for a GEMM that follows at once; never saved
     """
@@ -54,6 +56,11 @@ class NVFP4Tensor:
     def shape(self) -> torch.Size:
         per_code = 2 if self.codes.dtype == torch.uint8 else 1
         return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * per_code))
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether it is FP8 with tensor_scale alone."""
+        return self.codes.dtype != torch.uint8 and not self.scales.shape[-1]
 
     @property
     def nbytes(self) -> int:
@@ -127,6 +134,8 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
 def decode(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Codes and scales of an NVFP4Tensor -> code * scale (..., K), exact in BF16 and FP32."""
     values = decode_e2m1(unpack(codes)) if codes.dtype == torch.uint8 else codes.to(torch.float32)
+    if not scales.shape[-1]:
+        return values.to(dtype)
     values = values.unflatten(-1, (scales.shape[-1], -1))
     return (values * scales.to(torch.float32).unsqueeze(-1)).flatten(-2).to(dtype)
 

@@ -1,6 +1,7 @@
 """The GEMM of two operands, Y = A . B^T, with A and B in NVFP4, in a float dtype, or mixed.
 
-Where a Blackwell's tensor cores multiply NVFP4 (native.py), two operands with codes go there. Otherwise it is emulated:
+Where a Blackwell's tensor cores multiply NVFP4 (native.py), two operands with codes go there, and FP8 operands with one
+scale go to FP8 tensor cores (sm_89 and later). Otherwise it is emulated:
 the product of decoded codes (exact in BF16) with FP32 accumulation, and the product of the tensor scales applied to the
 accumulator before the one rounding to the output dtype: the arithmetic of the tensor cores up to the order of
 summation. On CUDA that is one cuBLAS call whose alpha stays on the device (nvfp4_kernels/cublas.py); where cuBLAS
@@ -42,6 +43,11 @@ def gemm(a: Value, b: Value, *, compute_dtype: torch.dtype, out_dtype: torch.dty
         pairs = [(a_first, b_first), *((a_first, rest) for rest in b_rest), *((rest, b_first) for rest in a_rest)]
         products = [gemm(x, y, compute_dtype=compute_dtype, out_dtype=torch.float32) for x, y in pairs]
         return _cast(functools.reduce(torch.add, products), out_dtype)
+    if isinstance(a, NVFP4Tensor) and isinstance(b, NVFP4Tensor) and a.is_fp8 and b.is_fp8 and _fp8_takes(a, b):
+        # Summed a little less exactly in the forward alone, which has no E5M2: as nanochat's fp8.py.
+        fast = a.codes.dtype == b.codes.dtype
+        scales = {"scale_a": a.tensor_scale, "scale_b": b.tensor_scale}
+        return torch._scaled_mm(a.codes, b.codes.T, **scales, out_dtype=out_dtype, use_fast_accum=fast)
     if isinstance(a, NVFP4Tensor) and isinstance(b, NVFP4Tensor) and native.takes(a, b):
         name = native.implementation(a.codes.device.type)
         if name is not None:
@@ -67,6 +73,19 @@ def gemm(a: Value, b: Value, *, compute_dtype: torch.dtype, out_dtype: torch.dty
     return _cast(product if alpha is None else product * alpha, out_dtype)
 
 
+def _fp8_takes(a: NVFP4Tensor, b: NVFP4Tensor) -> bool:
+    """Whether FP8 tensor cores multiply these operands: a tensor_scale each, K and N multiples of 16, not both E5M2."""
+    sizes = (a.codes.shape[1], b.codes.shape[0])
+    one_scale = a.tensor_scale.dim() == b.tensor_scale.dim() == 0 and a.codes.shape[1] == b.codes.shape[1]
+    e4m3 = torch.float8_e4m3fn in (a.codes.dtype, b.codes.dtype)
+    return a.codes.is_cuda and one_scale and e4m3 and not any(s % 16 for s in sizes) and _has_fp8()
+
+
+@torch.compiler.assume_constant_result
+def _has_fp8() -> bool:
+    return torch.cuda.get_device_capability() >= (8, 9)
+
+
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x.to(dtype), not called where it would return x itself: where an autograd function's forward pass ends in such a
     call, torch 2.11's torch.compile makes its gradients zero."""
@@ -89,7 +108,7 @@ def decoded_codes(value: NVFP4Tensor) -> torch.Tensor:
     """code * scale (R, K), exact: BF16 on a GPU, by a kernel where Triton is there, FP32 on a CPU."""
     if not value.codes.is_cuda:
         return value.decode(torch.float32)
-    if value.decoded is None and kernels_unavailable_reason() is None:
+    if value.decoded is None and value.codes.dtype == torch.uint8 and kernels_unavailable_reason() is None:
         from nvfp4_kernels.decode import decode
 
         return decode(value.codes, value.scales)

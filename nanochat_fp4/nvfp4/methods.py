@@ -9,6 +9,7 @@ from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
 
 NVIDIA_RHT_DIM = 16  # NVIDIA et al. (2025): rotate in blocks of 16, which fuse into any quantization kernel
+TETRAJET_RHT_DIM = 32  # of the paper's runs: its class has 32, and its sweep passes no other (Quartet-II repository)
 
 rtn, sr = Operand("rtn"), Operand("sr")
 as_used = Operand()  # in the backward pass: as the forward GEMM used it, not rounded again
@@ -21,6 +22,13 @@ def _rows(*recipes: Recipe) -> dict[str, Recipe]:
 METHODS: dict[str, Recipe] = _rows(
     Recipe("bf16", summary="no quantization: the baseline"),
     Recipe(
+        "fp8",
+        output=both("e4m3"),
+        grad_input=Gemm(Operand("e5m2"), as_used),
+        grad_weight=Gemm(Operand("e5m2"), as_used),
+        summary="the FP8 baseline, nanochat's --fp8: a scale per tensor; E4M3 for input and weight, E5M2 gradients",
+    ),
+    Recipe(
         "nvidia",
         output=Gemm(rtn, Operand("rtn_16x16")),
         grad_input=Gemm(sr, as_used),
@@ -30,16 +38,16 @@ METHODS: dict[str, Recipe] = _rows(
     Recipe(
         "four_over_six",
         output=Gemm(Operand("four_over_six"), Operand("four_over_six_16x16")),
-        grad_input=Gemm(Operand("sr_four_over_six"), as_used),
-        grad_weight=Gemm(Operand("sr_four_over_six"), Operand("four_over_six", raw=True), NVIDIA_RHT_DIM),
-        summary="Cook et al. (2025): nvidia with Four-over-Six in both passes (biased gradients, as published)",
+        grad_input=Gemm(sr, as_used),
+        grad_weight=Gemm(sr, Operand("rtn", raw=True), NVIDIA_RHT_DIM),
+        summary="nvidia with Four-over-Six in the forward, as the paper's runs had it",
     ),
     Recipe(
         "tetrajet_v2",
         output=both("rtn"),
-        grad_input=both("sr", RHT_DIM),
-        grad_weight=both("sr", RHT_DIM),
-        summary="Chen et al. (2025), the base the paper compares with: 1x16 blocks, SR and RHT-128 in the backward",
+        grad_input=both("sr", TETRAJET_RHT_DIM),
+        grad_weight=both("sr", TETRAJET_RHT_DIM),
+        summary="Chen et al. (2025), the base the paper compares with: 1x16 blocks, SR and RHT-32 in the backward",
     ),
     Recipe(
         "clover",
@@ -55,6 +63,31 @@ METHODS: dict[str, Recipe] = _rows(
         grad_weight=both("ms_eden_search", RHT_DIM),
         summary="ours: Clover with a search over block scales in both passes, still unbiased",
     ),
+)
+
+
+# NVIDIA's own recipe: nvidia with what the paper's comparison leaves out. There 16% of the blocks stay in BF16, the last 8 and
+# the first 2 of 62, of which the last are the sensitive ones: here all are at the end. One sign vector for the run.
+# The forward in BF16 for the last 18% of the steps; the backward goes on in 4 bits, and then makes square blocks of the
+# raw weight.
+_fixed_signs = replace(METHODS["nvidia"].grad_weight, fixed_signs=True)
+_nvidia_full_end = Recipe(
+    "nvidia_full_end",
+    grad_input=Gemm(sr, Operand("rtn_16x16", raw=True)),
+    grad_weight=_fixed_signs,
+    kept_blocks=0.15,
+    summary="how nvidia_full ends: only the backward is quantized",
+)
+METHODS |= _rows(
+    replace(
+        METHODS["nvidia"],
+        name="nvidia_full",
+        grad_weight=_fixed_signs,
+        kept_blocks=0.15,
+        late=(0.82, _nvidia_full_end),
+        summary="NVIDIA's recipe in full: the last 15% of the blocks in BF16, fixed signs, and the forward in BF16 for "
+        "the last 18% of the steps",
+    )
 )
 
 
@@ -144,11 +177,39 @@ def _other_systems() -> list[Recipe]:
             outliers=0.1,
             summary="tetrajet_v2 with its authors' OutControl, scales by 128 and RHT-16: 10% of the channels in 8 bits",
         ),
-        nvidia(
-            "fixed_signs",
-            "with one sign vector for the whole run, as published",
-            grad_weight=replace(nvidia_wgrad, fixed_signs=True),
+        Recipe(
+            "four_over_six_biased",
+            output=Gemm(Operand("four_over_six"), Operand("four_over_six_16x16")),
+            grad_input=Gemm(Operand("sr_four_over_six"), as_used),
+            grad_weight=Gemm(Operand("sr_four_over_six"), Operand("four_over_six", raw=True), NVIDIA_RHT_DIM),
+            summary="Cook et al. (2025): nvidia with Four-over-Six in both passes: biased gradients (Figure 9)",
         ),
+        Recipe(
+            "tetrajet_v2_rht128",
+            output=both("rtn"),
+            grad_input=both("sr", RHT_DIM),
+            grad_weight=both("sr", RHT_DIM),
+            summary="tetrajet_v2 rotated in groups of 128, as clover is",
+        ),
+        # What NVIDIA's staff try next in torchao (rdspring1/ao, nvfp4_training/nvfp4_recipe.py, 2026): 1x16 weights,
+        # which dgrad rounds again from the forward's codes; V1_REQUANT is nvidia in all else, V2 rotates by 128 and has
+        # MS-EDEN of grad_output alone. There V2's signs are redrawn every step in dgrad, here at every backward.
+        nvidia(
+            "v1_requant",
+            "with 1x16 weight blocks, rounded again in dgrad from the forward's codes, and fixed signs",
+            output=both("rtn"),
+            grad_input=Gemm(sr, rtn),
+            grad_weight=_fixed_signs,
+        ),
+        nvidia(
+            "v2",
+            "with 1x16 weight blocks, RHT-128 in both backward GEMMs, and MS-EDEN by 16 of grad_output alone",
+            output=both("rtn"),
+            grad_input=Gemm(Operand("ms_eden_by_16"), rtn, RHT_DIM),
+            grad_weight=Gemm(Operand("ms_eden_by_16"), raw_rtn, RHT_DIM),
+        ),
+        nvidia("fixed_signs", "with one sign vector for the whole run, as published", grad_weight=_fixed_signs),
+        _nvidia_full_end,
         nvidia(
             "1d",
             "without square weight blocks: 1x16, rounded again along the other dimension for dgrad",
@@ -183,11 +244,18 @@ def _other_systems() -> list[Recipe]:
             summary="Chmiel et al. (2025): NVFP4, RTN forward; SR of gradients, and of the input in wgrad; no rotation",
         ),
         Recipe(
-            "fp8",
+            "fp8_blocks",
+            output=Gemm(Operand("e4m3_1x128"), Operand("e4m3_128x128")),
+            grad_input=Gemm(Operand("e4m3_1x128"), as_used),
+            grad_weight=Gemm(Operand("e4m3_1x128"), Operand("e4m3_1x128", raw=True)),
+            summary="NVIDIA's FP8 baseline (2025), as DeepSeek-V3's: E4M3, 128x128 weight blocks, 1x128 for the others",
+        ),
+        Recipe(
+            "mxfp8",
             output=both("mxfp8"),
             grad_input=Gemm(Operand("mxfp8"), Operand("mxfp8", raw=True)),
             grad_weight=Gemm(Operand("mxfp8"), Operand("mxfp8", raw=True)),
-            summary="the FP8 baseline: MXFP8, E4M3 for all operands, each from the as_used tensor",
+            summary="MXFP8, E4M3 for all operands, each from the unquantized tensor",
         ),
     ]
 

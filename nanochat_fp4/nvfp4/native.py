@@ -22,7 +22,7 @@ PROBE_ERROR = 1e-4
 
 def takes(a: NVFP4Tensor, b: NVFP4Tensor) -> bool:
     """Whether tensor cores multiply these operands: one tensor_scale each, whole 16-byte rows, N a multiple of 16."""
-    same_k = a.codes.shape[1] == b.codes.shape[1]
+    same_k = a.codes.shape[1] == b.codes.shape[1] and a.codes.dtype == b.codes.dtype == torch.uint8
     return same_k and a.codes.shape[1] % 16 == 0 and b.codes.shape[0] % 16 == 0 and a.tensor_scale.dim() == 0
 
 

@@ -25,7 +25,8 @@ was on the grid is rounded with little noise. With tensor_scale = amax / (s * ca
 
 Other systems. MXFP4 and MXFP8 (MX_ROUNDINGS) differ in the scale alone: a power of two (E8M0) for 32 values, rounded
 down as the Open Compute Project's specification has it, or up so that nothing is clipped, and no tensor_scale but a
-constant. They are there to be compared with, run as this reference on every machine, and have no kernels.
+constant. FP8 (FP8_ROUNDINGS) has tensor_scale alone, or an FP32 scale for each block of 128. They are there to be
+compared with, run as this reference on every machine, and have no kernels; FP8 with one scale has a GEMM (gemm.py).
 
 Bit-exactness. The kernels compute the same FP32 operations. Division happens once a block, by reciprocal for the
 elements; sums over a block are taken in fixed point (`_fixed_sum`), so no order or layout can change them, and in units
@@ -74,6 +75,10 @@ SEARCH_6 = (1.0, 3 / 2, 15 / 16, 11 / 8, 13 / 8, 17 / 16)
 ERROR_BITS, PRODUCT_BITS = 18, 16
 
 MX_BLOCK = 32  # values that share a power of two in MXFP4 and MXFP8 (Open Compute Project, MX 1.0)
+FP8_BLOCK = 128  # values, and of a weight rows too, that share a scale (DeepSeek-V3, Section 3.3.2)
+FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+E5M2_MAX = 57344.0
+FP8_AMAX_MIN = 1e-30  # an all-zero tensor's amax: its scale, and the inverse, are FP32 numbers
 
 CHUNK = 1 << 17  # elements at a time on a CPU: the intermediate tensors stay in its cache
 
@@ -89,9 +94,11 @@ class Rounding:
     block_rows: rows that share a scale: 1, or 16 for square blocks
     ms_eden:    rotate by an RHT of 128, correct the scales by S, round them stochastically
     mx:         "" for NVFP4's scales; "floor" or "ceil" for a power of two, the one below or above amax / s
-    block:      values that share a scale: 16, or 32 in MXFP4 and MXFP8
+    fp8:        "" or how FP8 is scaled in FP32: "tensor" by the tensor_scale alone, "block" by a scale per block
+    block:      values that share a scale: 16, or 32 in MXFP4 and MXFP8, or 128 in FP8 with blocks
     prescale:   elements are multiplied by it before they are rounded, and divided afterwards (mx only)
-    element:    "e2m1", or "e4m3" (mx only, to nearest): MXFP8
+    element:    "e2m1", or, to nearest, "e4m3" (mx and fp8) or "e5m2" (fp8)
+    eden_group: values that share a correction S: a rotation group of 128, or a block of 16 (ms_eden only)
     """
 
     grid_max: float = E2M1_MAX
@@ -101,14 +108,16 @@ class Rounding:
     block_rows: int = 1
     ms_eden: bool = False
     mx: str = ""
+    fp8: str = ""
     block: int = BLOCK
     prescale: float = 1.0
     element: str = "e2m1"
+    eden_group: int = RHT_DIM
 
     @property
     def has_kernels(self) -> bool:
         """Whether the Triton kernels compute it; the others are comparisons, run as this reference on every machine."""
-        return not self.mx
+        return not (self.mx or self.fp8 or self.eden_group != RHT_DIM)
 
     @property
     def random(self) -> bool:
@@ -128,6 +137,8 @@ ROUNDINGS: dict[str, Rounding] = {
     "scale_search_6": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_6),
     "ms_eden_search_3": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_3, ms_eden=True),
     "ms_eden_search_6": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_6, ms_eden=True),
+    # As NVIDIA's staff have it (torchao's V2 recipe): S for each block, and no clipping. Without kernels.
+    "ms_eden_by_16": Rounding(scale_cap=SEARCH_SCALE_CAP, ms_eden=True, eden_group=BLOCK),
 }
 # Other systems. Rounded down, the largest value of a block may be almost 8 and is clipped to 6; Tseng et al. therefore
 # shrink by 3/4 before stochastic rounding. Rounded up (NVIDIA), nothing is clipped and up to a binade is not used.
@@ -141,6 +152,15 @@ MX_ROUNDINGS: dict[str, Rounding] = {
     "mxfp8": Rounding(grid_max=E4M3_MAX, **_UP, element="e4m3"),
 }
 ROUNDINGS |= MX_ROUNDINGS
+# FP8: one scale per tensor (nanochat's --fp8), or FP32 scales for 1x128 and 128x128 blocks (DeepSeek-V3).
+_BLOCKS = {"grid_max": E4M3_MAX, "fp8": "block", "element": "e4m3", "block": FP8_BLOCK}
+FP8_ROUNDINGS: dict[str, Rounding] = {
+    "e4m3": Rounding(grid_max=E4M3_MAX, scale_cap=1.0, fp8="tensor", element="e4m3"),
+    "e5m2": Rounding(grid_max=E5M2_MAX, scale_cap=1.0, fp8="tensor", element="e5m2"),
+    "e4m3_1x128": Rounding(**_BLOCKS),
+    "e4m3_128x128": Rounding(**_BLOCKS, block_rows=FP8_BLOCK),
+}
+ROUNDINGS |= FP8_ROUNDINGS
 # The plain names try 3: 6 lower the error by another 5%, at 1.5 times the cost of a whole training step on an H200.
 ROUNDINGS["scale_search"] = ROUNDINGS["scale_search_3"]
 ROUNDINGS["ms_eden_search"] = ROUNDINGS["ms_eden_search_3"]
@@ -254,8 +274,8 @@ def _search(u: torch.Tensor, rounding: Rounding, round_scale, draw=None):
     for candidate, multiple in enumerate(rounding.candidates):
         scale = round_scale(base * multiple, amax)
         y = u * _reciprocal(scale).unsqueeze(-1)
-        if rounding.element == "e4m3":
-            q = y.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+        if rounding.element != "e2m1":
+            q = to_fp8(y, rounding.element).to(torch.float32)
         else:
             q = stochastic_round_e2m1(y, draw(candidate)) if rounding.stochastic else round_e2m1(y)
         if len(rounding.candidates) == 1:
@@ -275,6 +295,12 @@ def _search(u: torch.Tensor, rounding: Rounding, round_scale, draw=None):
     return best_q, best_scale
 
 
+def to_fp8(x: torch.Tensor, element: str) -> torch.Tensor:
+    """To the nearest E4M3 or E5M2 value, what is too large clipped; NaN stays."""
+    limit = torch.finfo(FP8_DTYPES[element]).max
+    return x.clamp(-limit, limit).to(FP8_DTYPES[element])
+
+
 def divide(x: torch.Tensor, constant: float) -> torch.Tensor:
     """x / constant with one rounding: by a Python number a GPU would multiply by the reciprocal instead."""
     return x / torch.full((), constant, dtype=torch.float32, device=x.device)
@@ -287,6 +313,8 @@ def _round_block_scale(rounding: Rounding):
     within 6 by its choice of s, nearest rounding takes everything below 7 to 6. Only subnormal scales can be too small
     (or zero), and a block with such a scale would lose its largest values, or all.
     """
+    if rounding.fp8:
+        return lambda wanted, amax: wanted.clamp(min=TENSOR_SCALE_MIN)
     if rounding.mx:
         power_of_two = power_of_two_floor if rounding.mx == "floor" else power_of_two_ceil
         return lambda wanted, amax: power_of_two(wanted).clamp(min=TENSOR_SCALE_MIN)
@@ -334,15 +362,20 @@ def quantize_reference(
     leading = x.shape[:-1]
     rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
     amax = rows.abs().amax(dim=-1, keepdim=True) if per_token else rows.abs().amax()
+    if rounding.fp8 == "tensor":  # as nanochat's fp8.py: the scale in FP64, so that compiled code has the same one
+        scale = (rounding.grid_max / amax.double().clamp(min=FP8_AMAX_MIN)).float()
+        codes = to_fp8(rows * scale, rounding.element).view(*leading, -1)
+        scales = codes.new_empty(*leading, 0)
+        return NVFP4Tensor(codes, scales, scale.reciprocal().view(*leading, 1) if per_token else scale.reciprocal())
     tensor_scale = divide(amax, rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
     if rounding.ms_eden:
         tensor_scale = power_of_two_ceil(tensor_scale)
-    if rounding.mx:
+    if rounding.mx or rounding.fp8:
         tensor_scale = torch.full_like(tensor_scale, 1 / rounding.prescale)
 
     # Chunks of whole blocks of rows; the result does not depend on their size.
     chunk = (
-        max(MX_BLOCK, CHUNK // rows.shape[1] // MX_BLOCK * MX_BLOCK)
+        max(FP8_BLOCK, CHUNK // rows.shape[1] // FP8_BLOCK * FP8_BLOCK)
         if x.device.type == "cpu"
         else max(rows.shape[0], 1)
     )
@@ -352,11 +385,11 @@ def quantize_reference(
         part_scale = tensor_scale[start : start + chunk] if per_token else tensor_scale
         q, *scales = align(rows[start : start + chunk], rounding, part_scale, seed, stream, start)
         grid = q.flatten(-2)
-        codes = pack(encode_e2m1(grid)) if rounding.element == "e2m1" else grid.to(torch.float8_e4m3fn)
+        codes = pack(encode_e2m1(grid)) if rounding.element == "e2m1" else grid.to(FP8_DTYPES[rounding.element])
         parts.append((q, codes, *scales))
     q, codes, pseudo_scales, correction = (torch.cat(p) if len(parts) > 1 else p[0] for p in zip(*parts))
     scales = _finish_scales(pseudo_scales, correction, rounding, tensor_scale, seed, stream)
-    exact = pseudo_scales if rounding.mx else scales.to(torch.float32)  # compilers know little of E8M0
+    exact = pseudo_scales if rounding.mx or rounding.fp8 else scales.to(torch.float32)  # compilers know little of E8M0
     decoded = (q * exact.unsqueeze(-1)).flatten(-2)
     return NVFP4Tensor(
         codes=codes.view(*leading, -1),
@@ -381,16 +414,16 @@ def _align_post_hoc(rows, rounding, tensor_scale, seed, stream, start):
     """Kernel one of the paper's Section 7: (q, E8M3 pseudo-scales, EDEN's correction S), all without tensor_scale."""
     y = rows.unflatten(-1, (-1, BLOCK))
     q, pseudo_scales = _search(y, rounding, lambda scale, _: round_e8m3(scale))
-    return q, pseudo_scales, _eden_correction(y, q, pseudo_scales)
+    return q, pseudo_scales, _eden_correction(y, q, pseudo_scales, rounding.eden_group)
 
 
-def _eden_correction(u, q, scales):
-    """S = <x, x> / <x, x_rtn> (paper, Algorithm 1) per rotation group of 128, repeated for its 8 blocks: (R, G).
+def _eden_correction(u, q, scales, group=RHT_DIM):
+    """S = <x, x> / <x, x_rtn> (paper, Algorithm 1) per group, repeated for its blocks: (R, G).
 
     u, q (R, G, 16), scales (R, G). Blocks are summed in units of their scale and weighted by its square over that of
     the power of two above the group's largest.
     """
-    blocks = scales.unflatten(-1, (-1, RHT_DIM // BLOCK))
+    blocks = scales.unflatten(-1, (-1, group // BLOCK))
     largest = power_of_two_floor(blocks.amax(dim=-1, keepdim=True)).clamp(min=TENSOR_SCALE_MIN)
     weight = blocks * (0.5 / largest)
     weight = weight * weight
@@ -401,11 +434,13 @@ def _eden_correction(u, q, scales):
 
     xx, xq = (weighted_sum(v).to(torch.int32).sum(dim=-1, dtype=torch.int32).to(torch.float32) for v in (y * y, y * q))
     correction = torch.where(xq > 0, xx / xq, 1.0)
-    return correction.repeat_interleave(RHT_DIM // BLOCK, dim=-1)
+    return correction.repeat_interleave(group // BLOCK, dim=-1)
 
 
 def _finish_scales(pseudo_scales, correction, rounding, tensor_scale, seed, stream):
     """Kernel two: aligns the pseudo-scales, corrects and rounds them; for the others they are E4M3 already."""
+    if rounding.fp8:
+        return pseudo_scales
     if rounding.mx:
         return pseudo_scales.to(torch.float8_e8m0fnu)
     if not rounding.ms_eden:
@@ -421,7 +456,7 @@ def ms_eden_direct(x: torch.Tensor, rounding: Rounding, seed: torch.Tensor | int
     tensor_scale = divide(rows.abs().amax(), rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
     u = (rows * (1.0 / tensor_scale)).unflatten(-1, (-1, BLOCK))
     q, scales = _search(u, rounding, _round_block_scale(rounding))
-    correction = _eden_correction(u, q, scales)
+    correction = _eden_correction(u, q, scales, rounding.eden_group)
     uniform = uniform_scales(seed, scales.numel(), 0, x.device).view(scales.shape)
     scales = stochastic_round_e4m3(scales * correction, uniform)
     codes = pack(encode_e2m1(q.flatten(-2))).view(*x.shape[:-1], -1)

@@ -17,6 +17,7 @@ The table of the methods is in methods.py.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.quantizers import get_rounding
 
@@ -88,6 +89,8 @@ class Recipe:
     late: "tuple[float, Recipe] | None" = None
     # Share of in_features, those with the largest inputs, that output and grad_weight multiply in MXFP8.
     outliers: float = 0.0
+    # Share of a model's blocks, those at its end and at least one, that convert leaves in BF16.
+    kept_blocks: float = 0.0
     summary: str = ""
 
     def __post_init__(self) -> None:
@@ -98,7 +101,7 @@ class Recipe:
     def block(self) -> int:
         """What in_features and out_features must be multiples of."""
         operands = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
-        blocks = (get_rounding(r).block for r in operands if r)
+        blocks = (BLOCK if get_rounding(r).fp8 else get_rounding(r).block for r in operands if r)
         return max((OUTLIER_MULTIPLE if self.outliers else 0, *blocks))
 
     @property
@@ -151,6 +154,7 @@ class Recipe:
     def __str__(self) -> str:
         text = f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
         text += f"; {100 * self.outliers:g}% of the channels in MXFP8" if self.outliers else ""
+        text += f"; the last {100 * self.kept_blocks:g}% of the blocks in BF16" if self.kept_blocks else ""
         return text + (f"; {self.late[1].name} from {100 * self.late[0]:.0f}% of the steps on" if self.late else "")
 
 
@@ -163,6 +167,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield from (f", {name}: {problem}" for problem in _problems_of_gemm(gemm, is_output=name == "output"))
         if gemm.rht_dim not in RHT_DIMS:
             yield f", {name}: rht_dim is {gemm.rht_dim}, expected 0, 16, 32, 64 or 128"
+    if not 0 <= recipe.kept_blocks < 1:
+        yield f": kept_blocks is a share of the blocks, from 0 to less than 1; got {recipe.kept_blocks}"
     if output.b.feedback and output.rht_dim:
         yield ", output: feedback does not go with a rotation"
     if recipe.outliers and not (
