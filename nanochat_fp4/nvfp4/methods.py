@@ -66,10 +66,10 @@ METHODS: dict[str, Recipe] = _rows(
 )
 
 
-# NVIDIA's own recipe: nvidia with what the paper's comparison leaves out. There 16% of the blocks stay in BF16, the last
-# 8 and the first 2 of 62, of which the last are the sensitive ones: here all are at the end. One sign vector for the
-# run. The forward in BF16 for the last 18% of the steps; the backward goes on in 4 bits, and then makes square blocks of
-# the raw weight.
+# NVIDIA's own recipe: nvidia with what the paper's comparison leaves out. There 16% of the blocks stay in BF16, the
+# last 8 and the first 2 of 62, of which the last are the sensitive ones: here all are at the end. One sign vector for
+# the run. The forward in BF16 for the last 18% of the steps; the backward goes on in 4 bits, and then makes square
+# blocks of the raw weight.
 _fixed_signs = replace(METHODS["nvidia"].grad_weight, fixed_signs=True)
 _nvidia_full_end = Recipe(
     "nvidia_full_end",
