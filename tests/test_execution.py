@@ -5,11 +5,14 @@ Each hostile program also runs with its victim exposed (a world-writable file, a
 test), so that a layer that stops working shows as damage and not only as a missing exception.
 """
 
+import contextlib
 import ctypes
+import json
 import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -19,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat_fp4 import execution
+from nanochat_fp4 import execution, execution_child
 from nanochat_fp4.execution import SandboxError, execute_code
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the sandbox needs Linux or macOS")
@@ -166,6 +169,112 @@ print(sorted(os.environ), len(fds))
     names, count = result.stdout.rsplit(" ", 1)
     assert "SECRET_TOKEN" not in names and "PYTHONSTARTUP" not in names
     assert int(count) <= 1, f"open files beside the standard ones: {count}"  # the one its answer goes to
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The filter of system calls
+
+ALLOW, KILL, NOT_PERMITTED, NOT_THERE = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+X86_64, I386, AARCH64, ARM = 0xC000003E, 0x40000003, 0xC00000B7, 0x40000028
+
+
+def decide(program: list[tuple[int, int, int, int]], arch: int, number: int, *args: int) -> int:
+    """Run the filter as the kernel would: classic BPF on struct seccomp_data."""
+    data = struct.pack("<iIQ6Q", number, arch, 0, *(a % 2**64 for a in (*args, 0, 0, 0, 0, 0, 0)[:6]))
+    at, accumulator = 0, 0
+    while True:
+        code, jt, jf, k = program[at]
+        at += 1
+        if code == 0x20:
+            accumulator = struct.unpack_from("<I", data, k)[0]
+        elif code == 0x54:
+            accumulator &= k
+        elif code in (0x15, 0x35):
+            at += jt if (accumulator == k if code == 0x15 else accumulator >= k) else jf
+        else:
+            assert code == 0x06
+            return k
+
+
+@pytest.mark.parametrize("machine, arch, foreign", [("x86_64", X86_64, I386), ("aarch64", AARCH64, ARM)])
+def test_the_filter_allows_its_list_and_nothing_else(machine, arch, foreign):
+    column, high = {"x86_64": 0, "aarch64": 1}[machine], 1 << 32
+    program = execution_child.seccomp_program(machine, 4711)
+    assert len(program) <= 4096 and all(row[1] < 256 and row[2] < 256 for row in program)
+    allowed = {numbers[column] for numbers in execution_child.ALLOWED_SYSCALLS.values()}
+    decided = {rule[0][column] for rule in execution_child.CONDITIONAL_SYSCALLS.values()}
+    decided.add(execution_child.SYS_TGKILL[column])
+    for number in range(-1, 1000):
+        for args in ((), (1, 2, 3, 4, 5, 6), (-1,) * 6):
+            answer = decide(program, arch, number, *args)
+            if number in allowed:
+                assert answer == ALLOW, number
+            elif number not in decided:
+                assert answer == (KILL if number < 0 and machine == "x86_64" else
+                                  NOT_THERE if not 0 <= number < 424 else NOT_PERMITTED), number  # fmt: skip
+            assert decide(program, foreign, number, *args) == KILL
+        if machine == "x86_64":
+            assert decide(program, arch, 0x40000000 | (number & 0x3FF)) == KILL  # x32
+
+    name = {key.split()[0]: rule[0][column] for key, rule in execution_child.CONDITIONAL_SYSCALLS.items()}
+    may, may_not = [], []
+    may += [("fcntl", 3, c) for c in (0, 1, 2, 3, 1030, 1032)] + [("fcntl", 3, 4, os.O_NONBLOCK)]
+    may_not += [("fcntl", 3, c) for c in (5, 6, 7, 8, 10, 15, 36, 37, 38, 1024, 1026, 1031, 1033)]
+    may_not += [("fcntl", 3, 4, 0o20000), ("fcntl", 3, 4, 0o20000 | high), ("fcntl", 3, 8 | high, 1)]
+    may += [("ioctl", 1, c) for c in (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)]
+    may_not += [("ioctl", 1, c) for c in (0x5412, 0x5452, 0x8901, 0x8902, 0x8902 | high, 0x40086602)]
+    may += [("socketpair", 1, 1 | 0o2004000, 0)]
+    may_not += [("socketpair", 1, 2), ("socketpair", 1, 5), ("socketpair", 2, 1), ("socketpair", 16, 3)]
+    may += [("sendto", 3, 99, 1, 0, 0, 110)]
+    may_not += [("sendto", 3, 99, 1, 0, 99), ("sendto", 3, 99, 1, 0, high), ("sendto", 3, 99, 1, 0, 99 | high)]
+    may += [("prctl", 15), ("prctl", 16), ("prlimit64", 0, 7), ("clone", 0x3D0F00)]
+    may_not += [("prctl", c) for c in (1, 4, 22, 38, 0x59616D61, 1 | high)] + [("prlimit64", 1), ("prlimit64", -1)]
+    may_not += [("clone", 0x11), ("clone", 0x3D0F00 | 0x20000), ("clone", 0x3D0F00 | 0x10000000), ("clone", 0x4100)]
+    may += [("openat", -100, 99, flags) for flags in (0, 1, 2, 0o1101, 0o1102, 0o2000000)]
+    may_not += [("openat", -100, 99, flags) for flags in (0o1000, 0o1003, 0o1000 | high)]
+    for call, *args in may:
+        assert decide(program, arch, name[call], *args) == ALLOW, (call, args)
+    for call, *args in may_not:
+        assert decide(program, arch, name[call], *args) == NOT_PERMITTED, (call, args)
+    tgkill = execution_child.SYS_TGKILL[column]
+    assert decide(program, arch, tgkill, 4711, 4712, 9) == ALLOW
+    assert [decide(program, arch, tgkill, pid, 4711, 9) for pid in (1, -1, 0)] == [NOT_PERMITTED] * 3
+
+
+@pytest.mark.parametrize("layers", [layers for layers in KERNEL if "seccomp" in layers], ids="+".join)
+def test_the_kernel_refuses_every_other_system_call(layers):
+    """Asked for each number, with arguments that make those which exist fail in another way or succeed."""
+    column = {"x86_64": 0, "aarch64": 1}[os.uname().machine]
+    tables = [*execution_child.ALLOWED_SYSCALLS.values(), execution_child.SYS_TGKILL]
+    tables += [rule[0] for rule in execution_child.CONDITIONAL_SYSCALLS.values()]
+    skipped = sorted(numbers[column] for numbers in tables if numbers[column] is not None)
+    skipped += [335, 336]  # uretprobe and uprobe, which no filter sees and which end a process that has no probes
+    code = f"""
+import ctypes
+call = ctypes.CDLL(None, use_errno=True).syscall
+for number in sorted(set(range(700)) - set({skipped})):
+    ctypes.set_errno(0)
+    if call(number, 0, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() != (1 if number < 424 else 38):
+        print(number, ctypes.get_errno())
+"""
+    result = run(code, layers)
+    assert result.success and result.stdout == "", result
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="another machine's foreign calls")
+@pytest.mark.parametrize("layers", [layers for layers in KERNEL if "seccomp" in layers], ids="+".join)
+def test_calls_of_foreign_interfaces_end_the_process(layers):
+    """i386's through int 0x80, and x32's: the same calls as the filter knows, under other numbers."""
+    for machine_code in ("b814000000cd80c3", "b827000040" + "0f05c3"):  # getpid in both
+        code = f"""
+import ctypes, mmap
+page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+page.write(bytes.fromhex({machine_code!r}))
+print('before', flush=True)
+print(ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))())
+"""
+        result = run(code, layers)
+        assert not result.success and result.stdout == "before\n" and "without finishing" in result.error, result
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -351,6 +460,38 @@ for attack in (tcp, udp, raw, listen):
                 waiting()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets")
+@pytest.mark.parametrize("layers", [*LAYERS, *LANDLOCK_SCOPES], ids="+".join)
+def test_no_socket_of_others_is_reached(layers, open_folder):
+    """Not even from a pair of sockets, which send to an address as well as to each other, open files included."""
+    path, abstract = str(open_folder / "socket"), f"\0nanochat-{os.getpid()}"
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for address in (path, abstract):
+            servers.append(stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)))
+            servers[-1].bind(address)
+            servers[-1].settimeout(0.05)
+        os.chmod(path, 0o777)
+        code = f"""
+import array, socket
+rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0]))]
+def new(): return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+def pair(): return socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0]
+for opened in (new, pair):
+    for address in ({path!r}, {abstract!r}):
+        for send in (lambda s: s.sendto(b'x', address), lambda s: s.sendmsg([b'x'], rights, 0, address),
+                     lambda s: (s.connect(address), s.send(b'x'))):
+            try: send(opened())
+            except OSError: pass
+"""
+        result = run(code, layers)
+        assert result.success, result
+        # Landlock by itself knows abstract sockets only; files' names are seccomp's to keep.
+        for server in servers if layers != ("landlock",) else servers[1:]:
+            with pytest.raises(TimeoutError):
+                server.recv(1)
+
+
 @every_layer
 def test_others_cannot_be_signalled(layers):
     victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -446,6 +587,102 @@ def test_writing_a_gigabyte(layers):
         many = "for i in range(200):\n    with open(str(i), 'wb') as f: f.write(b'x' * (1 << 20))"
         result = run(many, layers)
         assert not result.success and "No space left" in result.error
+
+
+MEMORY_ELSEWHERE = """
+import array, fcntl, json, os, socket, threading
+held, got = [], {}
+def count(name, step, most):
+    n = 0
+    try:
+        while n < most: step(n); n += 1
+    except (OSError, AttributeError, RuntimeError, MemoryError): pass
+    got[name] = n
+def memfd(n):
+    fd = os.memfd_create('m'); held.append(fd); os.ftruncate(fd, 1 << 20); os.write(fd, bytes(1 << 20))
+def in_flight(n):
+    a, b = socket.socketpair(); held.extend([a, b])
+    a.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0]))])
+def big_pipe(n):
+    r, w = os.pipe(); held.extend([r, w]); fcntl.fcntl(w, 1031, 1 << 20)
+def lock(n): fcntl.lockf(held[0], fcntl.LOCK_EX, 1, 2 * n)
+def thread(n):
+    threading.stack_size(32768); t = threading.Thread(target=event.wait, daemon=True); t.start()
+count('memfd', memfd, 20)
+count('in flight', in_flight, 20)
+count('big pipes', big_pipe, 20)
+for f in held: os.close(f) if isinstance(f, int) else f.close()
+held = [open('locked', 'wb')]
+count('locks', lock, 1000)
+event = threading.Event()
+count('threads', thread, 60)
+event.set()
+print(json.dumps(got))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux' system calls")
+@every_layer
+def test_memory_beside_the_address_space(layers):
+    result = run(MEMORY_ELSEWHERE, layers)
+    if "seccomp" in layers and result.success:
+        got = json.loads(result.stdout)
+        assert got.pop("threads") <= execution.MAX_PROCESSES or os.geteuid() == 0, result
+        assert set(got.values()) == {0}, result
+    # A root without namespaces has no limit of threads from the kernel; then the supervisor looks.
+    crowd = "import threading, time\nthreading.stack_size(32768)\n"
+    crowd += "for i in range(200): threading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n"
+    result = run(crowd + "time.sleep(5)", layers, timeout=20)
+    assert not result.success and not result.timeout, result
+
+
+@every_layer
+def test_many_files_are_the_end(layers, tmp_path, monkeypatch):
+    monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
+    code = """
+import os
+os.mkdir('d')
+for i in range(12_000): os.symlink('x' * 50, f'd/{i}')
+import time; time.sleep(20)
+"""
+    result = run(code, layers, timeout=20)
+    assert not result.success and not result.timeout, result
+    if "namespaces" in layers:
+        assert "No space left" in result.error
+    else:
+        assert f"more than {execution.MAX_FILES} files" in result.error
+    wait_until(lambda: list(tmp_path.iterdir()) == [])
+
+
+@every_layer
+def test_many_bytes_are_the_end(layers, tmp_path, monkeypatch):
+    monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
+    code = """
+import time
+for i in range(12):
+    with open(str(i), 'wb') as f:
+        for _ in range(8): f.write(bytes(1 << 20))
+time.sleep(20)
+"""
+    result = run(code, layers, timeout=15)
+    assert not result.success and not result.timeout, result
+    assert "No space left" in result.error or f"more than {execution.DISK_BYTES >> 20} MB" in result.error
+    wait_until(lambda: list(tmp_path.iterdir()) == [])
+
+
+@every_layer
+def test_folders_without_rights_go_too(layers, tmp_path, monkeypatch):
+    monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
+    code = """
+import os
+os.umask(0)
+for mode in (0o300, 0o100, 0):
+    os.makedirs(f'{mode}/inner/more')
+    os.mkdir(f'{mode}/inner/{mode}', mode)
+os.mkdir('closed', 0o300); os.mkdir('closed/x', 0o300); open('closed/x/file', 'w').close()
+"""
+    assert run(code, layers).success
+    wait_until(lambda: list(tmp_path.iterdir()) == [])
 
 
 @every_layer
