@@ -6,6 +6,7 @@ a way to judge an answer. Order and content are nanochat's, so that a mixture he
 """
 
 import bisect
+import hashlib
 import itertools
 import json
 import os
@@ -190,7 +191,13 @@ def identity_conversations() -> str:
     """
     try:
         return download_file_with_lock(
-            IDENTITY_URL, "identity_conversations.jsonl", deadline=60, timeout=10, attempts=1, validate=CustomJSON
+            IDENTITY_URL,
+            "identity_conversations.jsonl",
+            deadline=60,
+            timeout=10,
+            attempts=1,
+            limit=64 << 20,
+            validate=CustomJSON,
         )
     except UserError as e:
         raise MissingDataError(
@@ -202,7 +209,12 @@ def identity_conversations() -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 # Spelling
 
-WORD_LIST_URL = "https://raw.githubusercontent.com/dwyl/english-words/refs/heads/master/words_alpha.txt"
+# At the last commit of its repository; git names a file by the SHA-1 of its content.
+WORD_LIST_COMMIT, WORD_LIST_BLOB = (
+    "20f5cc9b3f0ccc8ce45d814c532b7c2031bba31c",
+    "d3a119e7ce57d068c3f3c9cbd694fc2ff14571ab",
+)
+WORD_LIST_URL = f"https://raw.githubusercontent.com/dwyl/english-words/{WORD_LIST_COMMIT}/words_alpha.txt"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TEST_SEED_OFFSET = 10_000_000  # conversation i is drawn with seed i in train and with offset + i in test
 
@@ -297,7 +309,13 @@ def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:
     else:
         try:
             path = download_file_with_lock(
-                WORD_LIST_URL, "words_alpha.txt", deadline=120, timeout=10, attempts=2, validate=_check_words
+                WORD_LIST_URL,
+                "words_alpha.txt",
+                deadline=120,
+                timeout=10,
+                attempts=2,
+                limit=64 << 20,
+                validate=_check_words,
             )
         except UserError as e:
             raise MissingDataError(
@@ -311,9 +329,10 @@ def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:
 
 
 def _check_words(path: str) -> None:
-    """Raise UserError where a download is not the word list: nobody publishes a hash of it."""
-    if not all(line.strip().isalpha() for _, line in read_lines(Path(path))):
-        raise UserError("it is not a list of words, one a line")
+    """Raise UserError where a download is not the word list."""
+    data = Path(path).read_bytes()
+    if hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != WORD_LIST_BLOB:
+        raise UserError("it is not the list of words that it should be")
 
 
 def spelling_seed(index: int, split: str) -> int:

@@ -16,6 +16,7 @@ from nanochat_fp4.console import Progress, format_bytes, logger
 from nanochat_fp4.errors import USER_ERRNOS, UserError, one_line
 from nanochat_fp4.files import fsync_dir, sha256_file
 
+LIMIT_BYTES = 1 << 30  # of a file whose size nobody stated, or that is larger than it should be
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubled before each further one
 
 
@@ -63,6 +64,7 @@ def download_file(
     validate: Callable[[str], Any] | None = None,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
+    limit: int = LIMIT_BYTES,
 ) -> str:
     """
     Download `url` to `path`, resuming what an earlier call left in `path`.part. Returns the path as a str.
@@ -72,7 +74,8 @@ def download_file(
     reject the content. Only then does the file get its name. The size is logged (where no `progress` shows it) and
     compared with the free disk space before the first byte is written. A failed attempt is repeated up to `attempts`
     times with 1, 2, 4, ... seconds between, and continues where it stopped; no answer for `timeout` seconds is a
-    failure, and after `deadline` seconds all is over. `progress` is told the bytes as they arrive, `stop` ends the work
+    failure, and after `deadline` seconds all is over; more than `limit` bytes are refused, whatever the server says.
+    `progress` is told the bytes as they arrive, `stop` ends the work
     early (both for downloads in threads).
     Raises UserError with what was tried and `hint`, which should name the way around the network.
     """
@@ -113,6 +116,8 @@ def download_file(
                     discard()
                     have = 0
                 whole = size or _whole_size(response, have) or published.size
+                if max(whole or 0, have) > limit:
+                    raise UserError(f"{url} is larger than the {format_bytes(limit)} that it may have{hint}")
                 free = shutil.disk_usage(path.parent).free
                 if whole is not None and whole - have > free:
                     raise UserError(
@@ -129,6 +134,9 @@ def download_file(
                         counted += len(chunk)
                         if progress is not None:
                             progress.update(len(chunk))
+                        if have > limit:
+                            discard()
+                            raise UserError(f"{url} is larger than the {format_bytes(limit)} that it may have{hint}")
                         if stop is not None and stop.is_set():
                             raise UserError(f"download of {url} stopped; run again to continue it{hint}")
                         if time.monotonic() >= give_up_at:

@@ -26,6 +26,15 @@ from nanochat_fp4.errors import UserError, one_line
 SHUFFLE_SEED = 42
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
+# The commit of each dataset's repository on the hub that is used: a benchmark that moves is no benchmark.
+REVISIONS = {
+    "HuggingFaceTB/smol-smoltalk": "f73fe857d519ff6ac5af2ea67c4d3834da7b8bcc",
+    "allenai/ai2_arc": "210d026faf9955653af8916fad021475a3f00453",
+    "cais/mmlu": "c30699e8356da336a370243923dbaf21066bb9fe",
+    "openai/gsm8k": "740312add88f781978c0658806c59bc2815b9866",
+    "openai/openai_humaneval": "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
+}
+
 Check = Callable[[dict], str | None]  # what is wrong with a row ("field x ..."), or None
 
 
@@ -162,7 +171,8 @@ def _from_hub(dataset: str, config: str | None, split: str, flag: str) -> Sequen
         if problem and before is None:
             del os.environ["HF_HUB_OFFLINE"]
     try:
-        return datasets.load_dataset(dataset, config, split=split).shuffle(seed=SHUFFLE_SEED)
+        revision = REVISIONS.get(dataset)
+        return datasets.load_dataset(dataset, config, split=split, revision=revision).shuffle(seed=SHUFFLE_SEED)
     except Exception as e:  # several libraries' errors: not found, gated, cut connection, not in the cache
         why = problem or f"{type(e).__name__}: {one_line(e)[:150]}"
         raise MissingDataError(

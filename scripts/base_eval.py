@@ -13,9 +13,11 @@ import contextlib
 import csv
 import os
 import random
+import shutil
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, get_base_dir, print0
-from nanochat_fp4.console import Progress
+from nanochat_fp4.console import Progress, format_bytes
 from nanochat_fp4.core_eval import evaluate_task
 from nanochat_fp4.download import download_file_with_lock
 from nanochat_fp4.errors import UserError, one_line, run_main
@@ -35,6 +37,8 @@ from nanochat_fp4.rows import MissingDataError, read_rows
 from scripts.post_training import checkpoint_method, load_stage_model
 
 EVAL_BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+MAX_FILES, MAX_BYTES = 10_000, 4 << 30  # of an archive that is unpacked; the bundle has some 60 files, 160 MB packed
+MAX_YAML_BYTES = 1 << 20
 SHUFFLE_SEED = 1337
 
 
@@ -62,9 +66,15 @@ def _unpack(zip_path: str) -> None:
     with tempfile.TemporaryDirectory(dir=base_dir) as folder:
         try:
             with zipfile.ZipFile(zip_path) as archive:
+                size, count = sum(i.file_size for i in archive.infolist()), len(archive.infolist())
+                if size > min(MAX_BYTES, shutil.disk_usage(folder).free) or count > MAX_FILES:
+                    raise UserError(
+                        f"{EVAL_BUNDLE_URL} would unpack to {count:,} files of {format_bytes(size)}, more than the "
+                        "eval bundle has or the disk has room for; free some space, or use --bundle-dir"
+                    )
                 archive.extractall(folder)
             os.replace(os.path.join(folder, "eval_bundle"), os.path.join(base_dir, "eval_bundle"))
-        except (zipfile.BadZipFile, FileNotFoundError) as e:
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, FileNotFoundError) as e:
             raise UserError(f"{EVAL_BUNDLE_URL} is not the eval bundle ({one_line(e)}); use --bundle-dir") from e
 
 
@@ -96,10 +106,14 @@ def read_bundle(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
     import yaml  # comes with datasets and wandb
 
     try:
-        tasks = yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
+        with open(folder / "core.yaml", encoding="utf-8") as f:
+            text = f.read(MAX_YAML_BYTES + 1)
+        if len(text) > MAX_YAML_BYTES:
+            raise ValueError(f"more than {format_bytes(MAX_YAML_BYTES)}")
+        tasks = yaml.safe_load(text)["icl_tasks"]
         for task in tasks:
             task["label"], task["icl_task_type"], task["dataset_uri"], task["num_fewshot"][0]  # noqa: B018
-    except (OSError, yaml.YAMLError, KeyError, TypeError, IndexError, UnicodeDecodeError) as e:
+    except (OSError, yaml.YAMLError, KeyError, TypeError, IndexError, ValueError, RecursionError) as e:
         raise UserError(f"{folder / 'core.yaml'} is damaged ({one_line(e)[:100]}); unpack the bundle again") from e
     try:
         with open(folder / "eval_meta_data.csv", encoding="utf-8", newline="") as f:

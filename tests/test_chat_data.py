@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +165,26 @@ def test_without_a_network_the_hub_is_one_line_and_quick(monkeypatch):
         load_rows("no/such-set", "main", "test")
     text = one_line_error(e)
     assert "no answer within 8 seconds (test)" in text and "--eval-dir" in text and "no/such-set" in text
+
+
+def test_the_hub_is_asked_for_one_revision(monkeypatch):
+    import datasets
+
+    asked = {}
+
+    def load_dataset(name, config, split, revision):
+        asked[name] = revision
+        return datasets.Dataset.from_list([{"x": 1}])
+
+    monkeypatch.setattr(rows, "_hub_problem", lambda: None)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for name in rows.REVISIONS:
+        assert list(load_rows(name, None, "test")) == [{"x": 1}]
+    assert asked == rows.REVISIONS and all(re.fullmatch("[0-9a-f]{40}", revision) for revision in asked.values())
+    used = "\n".join(
+        p.read_text() for p in [Path(chat_data.__file__), *(Path(rows.__file__).parents[1] / "eval").glob("*.py")]
+    )
+    assert {name for name in re.findall(r'"([\w-]+/[\w-]+)"', used)} == set(rows.REVISIONS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -158,3 +158,14 @@ def test_download_with_lock_forgets_a_file_whose_postprocessing_failed(server, b
     with pytest.raises(UserError, match="bad archive"):
         download_file_with_lock(server.url("/f"), "bundle.zip", fail)
     assert not (base_dir / "bundle.zip").exists()
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_a_file_may_not_be_larger_than_its_limit(server, tmp_path, stated):
+    """Whether the server says so or sends more and more."""
+    server.bad["/f"] = [] if stated else ["endless"] * 20
+    with pytest.raises(UserError, match="/f is larger than the 97.7 KB that it may have; the way around"):
+        download_file(server.url("/f"), tmp_path / "f", limit=100_000, hint="the way around")
+    assert os.listdir(tmp_path) == [] and len(server.requests) == 1
+    server.bad["/f"] = []
+    download_file(server.url("/f"), tmp_path / "f", limit=len(DATA))

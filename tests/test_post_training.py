@@ -3,9 +3,11 @@
 import builtins
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -684,6 +686,43 @@ def test_base_eval_with_a_bundle_and_without(base, tmp_path, capsys, monkeypatch
         base_eval.main([f"--bundle-dir={tmp_path / 'two'}", "--device-type=cpu"])
     with pytest.raises(UserError, match="is missing, so .* is no eval bundle"):
         base_eval.main([f"--bundle-dir={tmp_path}", "--device-type=cpu"])
+
+
+def test_bundles_that_are_bombs(tmp_path, base_dir):
+    """An archive that says it would unpack to more than there should be, and YAML of a hundred thousand brackets."""
+    base_dir.mkdir()
+    path = base_dir / "eval_bundle.zip"
+
+    def unpack(why):
+        with pytest.raises(UserError, match=f"CORE needs the eval bundle.*{why}"):
+            base_eval.find_bundle()
+        assert [p.name for p in base_dir.iterdir() if not p.name.endswith(".lock")] == ["eval_bundle.zip"]
+
+    with zipfile.ZipFile(path, "w") as archive:
+        for i in range(2):
+            archive.writestr(f"eval_bundle/{i}", "x")
+    data = bytearray(path.read_bytes())
+    for match in re.finditer(rb"PK\x01\x02", bytes(data)):  # the directory's entries, which have the unpacked size
+        data[match.start() + 24 : match.start() + 28] = (0xF000_0000).to_bytes(4, "little")
+    path.write_bytes(data)
+    unpack("would unpack to 2 files of 7.5 GB")
+    with zipfile.ZipFile(path, "w") as archive:
+        for i in range(10_001):
+            archive.writestr(f"eval_bundle/{i}", "")
+    unpack("would unpack to 10,001 files")
+    path.write_bytes(b"PK nothing")
+    unpack("is not the eval bundle")
+
+    bundle = make_bundle(tmp_path / "bundle")
+    for text in (
+        "[" * 100_000,
+        "icl_tasks: " + "[" * 100_000,
+        "a: &a [x]\n" + "b: [*a,*a]\n" * 200_000,
+        "icl_tasks: 2001-99-99",
+    ):
+        (bundle / "core.yaml").write_text(text)
+        with pytest.raises(UserError, match="core.yaml is damaged"):
+            base_eval.read_bundle(bundle)
 
 
 def test_base_training_measures_core_or_says_why_not(tiny_base, capsys, monkeypatch):
