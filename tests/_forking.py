@@ -16,6 +16,7 @@ import inspect
 import json
 import os
 import resource
+import runpy
 import signal
 import socket
 import subprocess
@@ -55,7 +56,7 @@ class ForkServer:
 
     def run(self, module: str, argv: list[str], **job: Any) -> Run:
         """
-        main(argv) of a module, through run_main.
+        main(argv) of a module, through run_main; as_main=True: as `python -m module` has it, without any fault.
 
         env: more of the environment. deadline: seconds after which it hangs, on any machine; it is killed then.
         after, number: send this signal (default SIGKILL) after so many seconds.
@@ -221,6 +222,10 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
         try:
             if "code" in job:
                 exec(job["code"], {"__name__": "__main__"})
+            elif "as_main" in job:
+                sys.argv = [job["module"], *job["argv"]]
+                sys.modules.pop(job["module"], None)
+                runpy.run_module(job["module"], run_name="__main__")
             else:
                 sys.argv = [job["module"], *job["argv"]]
                 module = importlib.import_module(job["module"])

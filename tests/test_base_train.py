@@ -542,12 +542,11 @@ def test_checkpoint_loads_into_an_unconverted_model(tiny_base):
     model.load_state_dict(model_data, strict=True)
 
 
-def test_script_ends_in_one_line_and_status_2(tiny_base):
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "QAT_METHOD": "fp3"}
-    command = [sys.executable, "-m", "scripts.base_train"]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: QAT_METHOD: unknown method 'fp3'") and done.stderr.count("\n") == 1
+def test_script_ends_in_one_line_and_status_2(fork_server, tiny_base):
+    env = {"QAT_METHOD": "fp3", "NANOCHAT_BASE_DIR": str(tiny_base)}
+    run = fork_server.run("scripts.base_train", [], as_main=True, env=env)
+    assert run.status == 2
+    assert run.log.startswith("error: QAT_METHOD: unknown method 'fp3'") and run.log.count("\n") == 1
 
 
 def test_faulty_backend_ends_the_run_before_it_begins(tiny_base, monkeypatch):

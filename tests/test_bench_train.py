@@ -357,14 +357,12 @@ def test_bad_arguments(argv, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_cuda_one_line():
+def test_without_cuda_one_line(fork_server):
     with pytest.raises(UserError, match="no CUDA device"):
         bench_train.main(["--micro-batch", "2", "--memory-cap", "32GiB"])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    command = [sys.executable, "-m", "scripts.bench_train"]
-    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 2
-    assert "no CUDA device" in result.stderr and "--roofline" in result.stderr and "Traceback" not in result.stderr
+    run = fork_server.run("scripts.bench_train", [], as_main=True)
+    assert run.status == 2
+    assert "no CUDA device" in run.log and "--roofline" in run.log and "Traceback" not in run.log
 
 
 def test_memory_that_runs_out_is_one_line(monkeypatch):

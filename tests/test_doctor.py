@@ -1,7 +1,5 @@
 """The doctor and the start-up probe: silent on a sound machine, one clear line for every fault that is injected."""
 
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -64,15 +62,11 @@ def test_probe_checks_the_kernels_where_they_are_used(monkeypatch):
     assert seen == ["four_over_six", "ms_eden"]
 
 
-def test_the_command_passes_here():
-    command = [sys.executable, "-m", "nanochat_fp4.doctor", "--method", "clover"]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    result = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    assert "everything agrees" in result.stdout and "FAIL" not in result.stdout
-    assert "GEMM" in result.stdout and "because" in result.stdout
+def test_the_command_passes_here(fork_server):
+    run = fork_server.run("nanochat_fp4.doctor", ["--method", "clover"], as_main=True)
+    assert run.status == 0, run.log
+    assert "everything agrees" in run.log and "FAIL" not in run.log
+    assert "GEMM" in run.log and "because" in run.log
 
 
 # --------------------------------------------------------------------------------------------------------------------

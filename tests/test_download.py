@@ -5,7 +5,6 @@ import io
 import os
 import random
 import threading
-import time
 
 import pytest
 from _server import Server
@@ -123,10 +122,9 @@ def test_download_with_nobody_there(tmp_path):
 
 def test_download_has_a_deadline(server, tmp_path):
     server.bad["/f"] = ["stall"] * 9
-    start = time.monotonic()
     with pytest.raises(UserError, match="not finished within 0.5 seconds"):
         download_file(server.url("/f"), tmp_path / "f", deadline=0.5, timeout=0.3, stop=NoWait())
-    assert time.monotonic() - start < 10  # nine stalls take longer
+    assert len(server.requests) < 9
 
 
 def test_download_can_be_stopped(server, tmp_path):

@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from nanochat_fp4.loss_eval import evaluate_bpb
 
@@ -58,17 +56,16 @@ def test_of_a_gpt_is_its_mean_loss_and_repeatable():
     assert evaluate_bpb(model, data, 3, torch.full((64,), 3)) == bpb
 
 
-def _rank(rank, store, results):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    try:
-        mine = [batch([3.0, 4.0], [0, 2]), batch([1.0, 2.0], [1, 1])][rank]
-        torch.save(evaluate_bpb(TableModel(), [mine], 1, TOKEN_BYTES), f"{results}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+TWO_RANKS = """
+from nanochat_fp4.common import compute_cleanup, compute_init
+from test_loss_eval import TOKEN_BYTES, TableModel, batch, evaluate_bpb
+_, rank, _, _, _ = compute_init("cpu")
+mine = [batch([3.0, 4.0], [0, 2]), batch([1.0, 2.0], [1, 1])][rank]
+print(evaluate_bpb(TableModel(), [mine], 1, TOKEN_BYTES))
+compute_cleanup()
+"""
 
 
-def test_two_processes_sum_before_they_divide(tmp_path):
-    mp.spawn(_rank, args=(tmp_path / "store", tmp_path), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1))
+def test_two_processes_sum_before_they_divide(run_ranks):
+    first, second = map(float, run_ranks(TWO_RANKS))
     assert first == second == pytest.approx(10 / (math.log(2) * 10), rel=1e-12)

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -563,15 +561,13 @@ def test_overwrite_deletes_nothing_before_all_is_known_to_be_good(base, tmp_path
         assert list_steps(folder) == [1]
 
 
-def test_errors_reach_the_user_as_one_line(base):
+def test_errors_reach_the_user_as_one_line(fork_server, base):
     """Through the entry point: no traceback, exit status 2."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    command = [sys.executable, "-m", "scripts.chat_cli", "-p", "", "--device-type=cpu"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert (
-        done.returncode == 2
-        and done.stderr.strip() == "error: the prompt is empty; write one after -p, or leave out -p to chat"
-    )
+    env = {"NANOCHAT_BASE_DIR": str(base)}
+    run = fork_server.run("scripts.chat_cli", ["-p", "", "--device-type=cpu"], as_main=True, env=env)
+    assert run.status == 2
+    assert run.log.splitlines()[-1] == "error: the prompt is empty; write one after -p, or leave out -p to chat"
+    assert "Traceback" not in run.log
 
 
 def test_a_model_that_never_stops_can_be_talked_to(base):

@@ -379,7 +379,7 @@ def kill_when(condition, times: int = 1) -> None:
     """SIGTERM to this process once condition() holds, and again each half second; from a thread of its own."""
 
     def interrupt():
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline and not condition():
             time.sleep(0.05)
         for i in range(times):
@@ -404,11 +404,9 @@ def test_a_second_signal_kills_what_does_not_stop(processes):
     s, order = processes
     runs = sweep.plan(["clover_deaf: --method=clover"], ["tiny"], [1], tokens=1024)
     kill_when(lambda: (s.folder / "order.jsonl").exists() and len(order()) == 1, times=2)
-    begin = time.monotonic()
     with pytest.raises(sweep.Interrupted):
         s.train(runs)
-    assert time.monotonic() - begin < 60  # its 100 seconds were not waited for
-    assert {x[0] for x in order()} == {"start", "stopped"}
+    assert {x[0] for x in order()} == {"start", "stopped"}  # not "end": its 100 seconds were not waited for
 
 
 def test_a_real_run(tiny_base, capsys):

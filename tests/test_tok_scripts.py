@@ -3,8 +3,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -132,11 +130,8 @@ def test_eval_without_a_tokenizer(data):
         tok_eval.main([f"--data-dir={data}"])
 
 
-def test_errors_at_the_command_line_are_one_line(data, base_dir):
-    env = {**os.environ, "DATA_DIR": str(data / "0.parquet"), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    result = subprocess.run(
-        [sys.executable, "-m", "scripts.tok_train"], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 2
+def test_errors_at_the_command_line_are_one_line(data, base_dir, fork_server):
+    env = {"DATA_DIR": str(data / "0.parquet"), "NANOCHAT_BASE_DIR": str(base_dir)}
+    run = fork_server.run("scripts.tok_train", [], as_main=True, env=env)
     expected = f"DATA_DIR (--data-dir) {data / '0.parquet'} is a file; it must be a folder of text or parquet files"
-    assert result.stderr == f"error: {expected}\n"
+    assert run.status == 2 and run.log.splitlines()[-1] == f"error: {expected}" and "Traceback" not in run.log
