@@ -271,6 +271,10 @@ pipeline() {
             ! has_stage "$stage" || "stage_$stage" "${METHODS[$i]}" "${tags[$i]}"
         done
     done
+    if has_stage sft; then
+        echo "talk to it: source .venv/bin/activate, then python -m scripts.chat_web --model-tag ${tags[0]}"
+        echo "            (a page in your browser; python -m scripts.chat_cli in this terminal)"
+    fi
     ! has_stage report || stage_report "${tags[@]}"
 }
 

@@ -52,6 +52,8 @@ class KVCache:
         # The position twice: on the device for FlashAttention, and as a number, because reading it back would stall.
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self._position = 0
+        # Where each row begins, (batch_size,) int32; None: all at 0. Rows that joined later see nothing before it.
+        self.first: Tensor | None = None
 
     def reset(self) -> None:
         """Empty the cache (without clearing the memory)."""
@@ -61,6 +63,22 @@ class KVCache:
     def get_pos(self) -> int:
         """Positions filled so far, the same in every row."""
         return self._position
+
+    def move_to(self, position: int) -> None:
+        """Go on at this position, whatever the positions before it hold."""
+        self.cache_seqlens.fill_(position)
+        self._position = position
+
+    def view_of_row(self, row: int, position: int) -> "KVCache":
+        """One row as a cache of its own that begins at this position; what is written into it is written here."""
+        view = object.__new__(KVCache)
+        vars(view).update(vars(self))
+        view.batch_size = 1
+        view.k_cache, view.v_cache = self.k_cache[:, row : row + 1], self.v_cache[:, row : row + 1]
+        view.cache_seqlens = torch.empty_like(self.cache_seqlens[:1])
+        view.move_to(position)
+        view.first = view.cache_seqlens.clone()
+        return view
 
     def get_layer_cache(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's keys and values, (batch_size, seq_len, num_heads, head_dim) each."""
@@ -154,7 +172,7 @@ class Engine:
             )
         return max_tokens
 
-    def _cache(self, batch_size: int, seq_len: int) -> KVCache:
+    def new_cache(self, batch_size: int, seq_len: int) -> KVCache:
         config, device = self.model.config, torch.device(self.model.get_device())
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
@@ -198,10 +216,10 @@ class Engine:
         rngs = [torch.Generator(device=device).manual_seed(seed + row) for row in range(num_samples)]
 
         # The prompt is read once; its keys and values are then copied to all rows.
-        prompt_cache = self._cache(1, len(tokens))
+        prompt_cache = self.new_cache(1, len(tokens))
         ids = torch.tensor([tokens], dtype=torch.long, device=device)
         logits = self.model(ids, kv_cache=prompt_cache)[:, -1].expand(num_samples, -1)
-        cache = self._cache(num_samples, len(tokens) + max_tokens)
+        cache = self.new_cache(num_samples, len(tokens) + max_tokens)
         cache.prefill(prompt_cache)
         del prompt_cache
 
@@ -211,14 +229,14 @@ class Engine:
             masks = [0 if row.forced else 1 for row in rows]
             column = [row.forced.popleft() if row.forced else token for row, token in zip(rows, sampled)]
             for row, token in zip(rows, column):
-                self._follow(row, token)
+                self.follow(row, token)
             yield column, masks
             if i == max_tokens - 1 or all(row.completed for row in rows):
                 return
             ids = torch.tensor(column, dtype=torch.long, device=device).unsqueeze(1)
             logits = self.model(ids, kv_cache=cache)[:, -1]
 
-    def _follow(self, row: RowState, token: int) -> None:
+    def follow(self, row: RowState, token: int) -> None:
         """Update a row's state by its next token; where that ends a tool call, line up the result."""
         if row.completed:
             return
@@ -285,7 +303,7 @@ class Engine:
         ]
         rows = [RowState() for _ in sequences]
         shortest = min(map(len, prompts))
-        cache = self._cache(len(rows), max(ends))
+        cache = self.new_cache(len(rows), max(ends))
         ids = torch.tensor([sequence[:shortest] for sequence in sequences], dtype=torch.long, device=device)
         for position in range(shortest, max(ends)):
             logits = self.model(ids, kv_cache=cache)[:, -1]
@@ -296,7 +314,7 @@ class Engine:
                 sampled = sample_next_token(chosen, [rngs[i] for i in going], temperature, top_k)[:, 0].tolist()
                 for i, token in zip(going, sampled):
                     token = rows[i].forced.popleft() if rows[i].forced else token
-                    self._follow(rows[i], token)
+                    self.follow(rows[i], token)
                     if not rows[i].completed:
                         sequences[i].append(token)
             if all(row.completed or len(sequences[i]) >= ends[i] for i, row in enumerate(rows)):

@@ -134,10 +134,10 @@ def test_in_nvfp4_too_with_a_scale_per_token():
 def test_bf16_models_get_a_bf16_cache():
     engine = make_engine()
     with autocast("cpu", torch.bfloat16):
-        assert engine._cache(1, 4).k_cache.dtype == torch.bfloat16
+        assert engine.new_cache(1, 4).k_cache.dtype == torch.bfloat16
         results, _ = engine.generate_batch([1, 2], max_tokens=5, temperature=0.0)
     assert len(results[0]) == 7
-    assert engine._cache(1, 4).k_cache.dtype == torch.float32
+    assert engine.new_cache(1, 4).k_cache.dtype == torch.float32
 
 
 # ----------------------------------------------------------------------------------------------------------------------
