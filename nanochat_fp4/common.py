@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -143,6 +144,18 @@ def _restart_store() -> dist.Store | None:
     return dist.PrefixStore(f"nanochat_fp4/start_{attempt}", store)
 
 
+def rank_timeout() -> timedelta:
+    """NANOCHAT_RANK_TIMEOUT: how many seconds a process waits for the others before it gives up; default 600."""
+    text = os.environ.get("NANOCHAT_RANK_TIMEOUT") or "600"
+    try:
+        seconds = float(text)
+        if not 1 <= seconds <= 86_400:
+            raise ValueError
+    except ValueError:
+        raise UserError(f"NANOCHAT_RANK_TIMEOUT={text!r} is not a number of seconds from 1 to 86400") from None
+    return timedelta(seconds=seconds)
+
+
 def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, int, int, torch.device]:
     """
     Choose the device, seed (the same on all ranks, see seed_everything) and join the process group under torchrun.
@@ -172,6 +185,7 @@ def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, 
         if not is_ddp_initialized():
             try:
                 where = {"store": store, "rank": rank, "world_size": world_size} if (store := _restart_store()) else {}
+                where["timeout"] = rank_timeout()
                 if device_type == "cuda":
                     dist.init_process_group(backend="nccl", device_id=device, **where)
                 else:

@@ -34,7 +34,7 @@ def run_main(main: Callable[[], Any]) -> None:
 
     A UserError or ValueError (which is how library code reports bad input), a full or read-only disk, and a GPU or CPU
     out of memory, and a number that no machine has a word for, end in `error: <one line>` on stderr and exit status 2;
-    Ctrl-C ends in exit status 130.
+    Ctrl-C ends in exit status 130, and the loss of another process of the run in one line and exit status 1.
     NANOCHAT_TRACEBACK=1 prints the traceback as well. Any other exception is a bug and is left to show itself.
     """
     setup_default_logging()
@@ -52,6 +52,8 @@ def run_main(main: Callable[[], Any]) -> None:
             message = one_line(e)
         elif isinstance(e, OverflowError) or "Overflow when unpacking" in str(e):  # Python's, and torch's TypeError
             message = f"a number is too large ({one_line(e)[:150]}); see the command's --help"
+        elif is_lost_rank(e):
+            message, status = f"{LOST_RANK} ({one_line(e).rpartition('] ')[2][:120]})", 1
         elif isinstance(e, OSError) and e.errno in USER_ERRNOS:
             message = f"{one_line(e)}; free some space or choose a writable folder (NANOCHAT_BASE_DIR)"
         elif isinstance(e, OSError) and e.errno in _PATH_ERRNOS:
@@ -75,6 +77,22 @@ def _let_go_of_stdout() -> None:
     except OSError:
         with contextlib.suppress(OSError, ValueError):  # no file behind it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+LOST_RANK = (
+    "another process of this run has ended, or did not answer within the seconds of NANOCHAT_RANK_TIMEOUT; see what it "
+    "said last, and start all of them again with --resume-from-step latest"
+)
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether an exception is a collective's that waited in vain for another rank (of gloo, NCCL or their store)."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, torch.distributed.DistError)
+        or "/gloo/transport/" in text
+        or "Application timeout caused pair closure" in text
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -340,6 +340,12 @@ def read_only(folder: str, first: int, last: int) -> None:
     at_step(first, lambda: os.chmod(folder, 0o555), last, end)
 
 
+def rank_stops(rank: int) -> None:
+    """This rank is stopped (SIGSTOP) inside step 1, as by a debugger or a suspended virtual machine."""
+    if os.environ["RANK"] == str(rank):
+        at_step(1, lambda: os.kill(os.getpid(), signal.SIGSTOP), 1, lambda: None)
+
+
 def unwritable(folder: str) -> None:
     """From the start nothing can be made or deleted in the folder, not even by root."""
     _give_up_root_rights()
