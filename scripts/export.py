@@ -6,6 +6,8 @@ Write a checkpoint as other programs read it. From the root of the repository:
 --format  safetensors         BF16 or FP32 weights for transformers
           compressed-tensors  NVFP4 for vLLM and transformers (nvfp4-pack-quantized)
           modelopt            NVFP4 for TensorRT-LLM, and vLLM
+          gguf                NVFP4 for llama.cpp, of Llama-like models (needs the gguf package)
+          gguf-bf16           BF16 for llama.cpp, of Llama-like models (needs the gguf package)
 
 The 4-bit formats hold the codes and block scales that the trained forward pass multiplies, to the bit. Input scales are
 found on training text; --weights-only leaves inputs in 16 bits. What that costs is measured on validation text and
@@ -27,16 +29,19 @@ from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestf
 from nanochat_fp4.dataset import ensure_data
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.export import huggingface, tokenizer_files, verify
+from nanochat_fp4.export import gguf_file, huggingface, tokenizer_files, verify
 from nanochat_fp4.export.model_card import model_card
 from nanochat_fp4.export.weights import Weights, calibrate, forward_weights, served
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.gpt import autocast
+from nanochat_fp4.llama import Llama
 from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.tokenizer import get_token_bytes
 from scripts.post_training import checkpoint_method, load_stage_model
 
+FOUR_BITS = (*huggingface.FORMATS, "gguf")
+FORMATS = ("safetensors", *FOUR_BITS, "gguf-bf16")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FP32_LOGITS = 1e-3  # at most, between two orders of summation of FP32 products; logits lie within +-15 or so
 
@@ -47,7 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--source", default="sft", choices=("base", "mid", "sft", "rl"), help="stage of the checkpoint")
     add("--model-tag", default=None, help="model tag of the checkpoint")
     add("--step", type=int, default=None, help="step of the checkpoint (default: the last one)")
-    add("--format", required=True, choices=("safetensors", *huggingface.FORMATS), help="see above")
+    add("--format", required=True, choices=FORMATS, help="see above")
     add("--out", required=True, help="folder to write; it must not exist, or --overwrite")
     add("--overwrite", action="store_true", help="replace the folder if it is there")
     add("--dtype", default="bfloat16", choices=tuple(DTYPES), help="of the weights that are not in 4 bits")
@@ -66,8 +71,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     out = Path(args.out)
-    if args.format == "safetensors" and (args.weights_only or args.share_scales):
-        raise UserError("--weights-only and --share-scales are about 4-bit weights; --format=safetensors has none")
+    if args.format not in FOUR_BITS and (args.weights_only or args.share_scales):
+        raise UserError(f"--weights-only and --share-scales are about 4-bit weights; --format={args.format} has none")
+    if args.format.startswith("gguf"):
+        verify.needs("gguf")
     if args.calibration_tokens < 1 or args.eval_tokens < 0 or args.device_batch_size < 1:
         raise UserError("--calibration-tokens and --device-batch-size must be at least 1, --eval-tokens at least 0")
     if out.exists() and not args.overwrite:
@@ -87,7 +94,7 @@ class Export:
         self.args, self.device = args, device
         self.model, self.tokenizer, self.meta = load_stage_model(args.source, device, "eval", args.model_tag, args.step)
         self.method = checkpoint_method(self.meta, args.method)
-        self.four_bits = args.format in huggingface.FORMATS
+        self.four_bits = args.format in FOUR_BITS
         if self.four_bits and not get_recipe(self.method).output.b.rounding:
             raise UserError(
                 f"the method {self.method} has no 4-bit weights in its forward pass; use --format=safetensors, or "
@@ -95,6 +102,11 @@ class Export:
             )
         nf.convert(self.model, self.method, backward=False, verbose=False)
         self.about = huggingface.describe(self.model)
+        if args.format.startswith("gguf") and not isinstance(self.model, Llama):
+            raise UserError(
+                f"--format={args.format} is for Llama-like models (base_train --llama), which nanochat's GPT is not; use "
+                "--format=compressed-tensors or safetensors"
+            )
         self.notes: list[str] = []
 
     def batches(self, split: str, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -112,6 +124,10 @@ class Export:
             if not self.args.weights_only:
                 text = self.batches("train", self.args.calibration_tokens)
                 input_scales = calibrate(self.model, weights, (x for x, _ in text))
+        if self.args.format.startswith("gguf"):
+            self.say_what_llama_cpp_does()
+        for note in self.notes:
+            print0(note)
         measured, measured_on = self.measure(weights, input_scales)
         part = out.with_name(out.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
@@ -143,8 +159,16 @@ class Export:
         self.notes.append(
             f"Not in 4 bits: embedding, norms and {', '.join(left[:4])}{' ...' if len(left) > 4 else ''}."
         )
-        for note in self.notes:
-            print0(note)
+
+    def say_what_llama_cpp_does(self) -> None:
+        if self.four_bits:
+            self.notes.append("llama.cpp rounds inputs its own way, not as training did.")
+        rows, _ = self.batches("val", 1)[0]
+        changed, total = gguf_file.other_ids(self.tokenizer, [self.tokenizer.decode(r.tolist()[1:]) for r in rows])
+        self.notes.append(
+            f"llama.cpp splits text by {gguf_file.PRE_TOKENIZER!r}, for want of nanochat's pattern: on validation text "
+            f"{changed:,} of {total:,} ids differ."
+        )
 
     def measure(self, weights: Weights | None, input_scales: dict[str, float] | None) -> tuple[dict[str, float], str]:
         """Bits per byte of the trained forward pass and of what a server will make of the export."""
@@ -176,9 +200,33 @@ class Export:
         args, chat = self.args, self.args.source != "base"
         ends = [self.tokenizer.encode_special(name) for name in tokenizer_files.end_tokens(self.tokenizer, chat)]
         ids = {"bos_token_id": self.tokenizer.get_bos_token_id(), "eos_token_id": ends, "pad_token_id": ends[0]}
-        huggingface.write(
-            self.model, folder, args.format, DTYPES[args.dtype], weights, input_scales, {**ids, "eos_token_id": ends[0]}
+        if args.format.startswith("gguf"):
+            self.notes += gguf_file.write(
+                self.model, self.tokenizer, folder, weights, input_scales, chat, self.meta["model_tag"]
+            )
+        else:
+            dtype, first = DTYPES[args.dtype], {**ids, "eos_token_id": ends[0]}
+            huggingface.write(self.model, folder, args.format, dtype, weights, input_scales, first)
+            self.write_tokenizer(folder, ids, chat)
+        remote = ", trust_remote_code=True" if self.about.remote else ""
+        use = (
+            [f"llama-cli -m {gguf_file.FILE_NAME}"]
+            if args.format.startswith("gguf")
+            else [
+                "from transformers import AutoModelForCausalLM, AutoTokenizer",
+                "",
+                f"model = AutoModelForCausalLM.from_pretrained(FOLDER{remote})",
+                f"tokenizer = AutoTokenizer.from_pretrained(FOLDER{remote})",
+            ]
         )
+        card = model_card(
+            self.meta, source=args.source, method=self.method, file_format=args.format, dtype=args.dtype,
+            parameters=sum(p.numel() for p in self.model.parameters()), measured=measured, measured_on=measured_on,
+            notes=self.notes, use=use,
+        )  # fmt: skip
+        atomic_write(folder / "README.md", card)
+
+    def write_tokenizer(self, folder: Path, ids: dict[str, int], chat: bool) -> None:
         length = self.model.config.sequence_len
         files = {
             "generation_config.json": ids,
@@ -187,25 +235,15 @@ class Export:
         }
         for name, value in files.items():
             atomic_write(folder / name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-        remote = ", trust_remote_code=True" if self.about.remote else ""
-        use = [
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            f"model = AutoModelForCausalLM.from_pretrained(FOLDER{remote})",
-            f"tokenizer = AutoTokenizer.from_pretrained(FOLDER{remote})",
-        ]
-        card = model_card(
-            self.meta, source=args.source, method=self.method, file_format=args.format, dtype=args.dtype,
-            parameters=sum(p.numel() for p in self.model.parameters()), measured=measured, measured_on=measured_on,
-            notes=self.notes, use=use,
-        )  # fmt: skip
-        atomic_write(folder / "README.md", card)
 
     def verify(self, out: Path, weights: Weights | None, input_scales: dict[str, float] | None) -> None:
         """Prints what the packages of others read; raises UserError where it is not what was written."""
         if weights is not None:
-            check = {"compressed-tensors": verify.compressed_tensors, "modelopt": verify.modelopt}[self.args.format]
+            check = {"compressed-tensors": verify.compressed_tensors, "modelopt": verify.modelopt, "gguf": verify.gguf}
+            check = check[self.args.format]
             print0(f"verified with {check(out, self.about, weights)}")
+        if self.args.format.startswith("gguf"):
+            return
         rows, _ = self.batches("val", 1)[0]
         texts = [self.tokenizer.decode(row.tolist()[1:]) for row in rows.cpu()]
         print0(f"verified with {verify.tokenizer(out, self.tokenizer, texts)}")

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.export import gguf_file
 from nanochat_fp4.export.huggingface import WEIGHTS_FILE, Description
 from nanochat_fp4.export.weights import Weights
-from nanochat_fp4.nvfp4.format import decode_e2m1, unpack
+from nanochat_fp4.nvfp4.format import NVFP4Tensor, decode_e2m1, unpack
 from nanochat_fp4.tokenizer import RustBPETokenizer
 
 MAX_ULPS = 2  # of FP32, between their decoded values and ours: they divide by 1 / tensor_scale
@@ -20,7 +21,8 @@ MAX_ULPS = 2  # of FP32, between their decoded values and ours: they divide by 1
 
 def needs(*packages: str) -> list[str]:
     """ "name version" of each package (by its distribution's name). Raises UserError that names the missing ones."""
-    missing = [p for p in packages if importlib.util.find_spec(p.replace("-", "_").split("[")[0]) is None]
+    modules = {"nvidia-modelopt": "modelopt"}
+    missing = [p for p in packages if importlib.util.find_spec(modules.get(p, p.replace("-", "_"))) is None]
     if missing:
         raise UserError(f"this needs {', '.join(missing)}; install them with: pip install 'nanochat_fp4[export]'")
     return [f"{p} {importlib.metadata.version(p)}" for p in packages]
@@ -36,13 +38,14 @@ def ulps(got: Tensor, want: Tensor) -> Tensor:
     return (ordered(got) - ordered(want)).abs()
 
 
-def _compare(found: Iterable[tuple[str, Tensor, Tensor, Tensor, Tensor]], weights: Weights) -> str:
-    """found: (our name of a layer, code values, scales, values in FP32, values in BF16), as their package has them."""
+def _compare(found: Iterable[tuple], weights: Weights) -> str:
+    """found: (our name of a layer, packed codes, code values in FP32, block scales, values in FP32, values in BF16), as
+    their package has them."""
     codes = scales = differ = furthest = layers = 0
-    for name, got_codes, got_scales, got, got_bf16 in found:
+    for name, packed, got_codes, got_scales, got, got_bf16 in found:
         t = weights.tensors[name]
         want_codes, want = decode_e2m1(unpack(t.codes)), t.dequantize()
-        if not torch.equal(got_codes.float().view(torch.int32), want_codes.view(torch.int32)):
+        if not torch.equal(packed, t.codes) or not torch.equal(got_codes, want_codes):  # -0 may be read as 0
             raise UserError(f"{name}: the codes differ from those of the forward pass; this is a bug, please report it")
         if not torch.equal(got_scales.view(torch.uint8), t.scales.view(torch.uint8)):
             raise UserError(f"{name}: the block scales differ from the forward pass's; this is a bug, please report it")
@@ -87,14 +90,14 @@ def compressed_tensors(folder: Path, about: Description, weights: Weights) -> st
             divisor = parts["weight_global_scale"]
             values = dequantize(codes, scale.float(), args=scheme.weights, dtype=torch.float32, global_scale=divisor)
             bf16 = compressor.decompress(parts, scheme)["weight"]
-            yield ours, *(about.rows(ours, t) for t in (codes, scale, values, bf16))
+            yield ours, *(about.rows(ours, t) for t in (packed, codes, scale, values, bf16))
 
     return f"{', '.join(versions)}: {_compare(found(), weights)}"
 
 
 def modelopt(folder: Path, about: Description, weights: Weights) -> str:
     """The codes, scales and values that modelopt's NVFP4QTensor reads, against ours."""
-    versions = needs("safetensors") + [f"nvidia-modelopt {importlib.metadata.version('nvidia-modelopt')}"]
+    versions = needs("nvidia-modelopt", "safetensors")
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
     from safetensors.torch import load_file
 
@@ -111,9 +114,40 @@ def modelopt(folder: Path, about: Description, weights: Weights) -> str:
         for ours in weights.tensors:
             parts = _layer(tensors, about.names[ours])
             codes = values(parts, torch.float32, torch.ones_like(parts["weight_scale"].float()))
-            each = (codes, parts["weight_scale"], values(parts, torch.float32), values(parts, torch.bfloat16))
+            each = (
+                parts["weight"],
+                codes,
+                parts["weight_scale"],
+                values(parts, torch.float32),
+                values(parts, torch.bfloat16),
+            )
             yield ours, *(about.rows(ours, t) for t in each)
 
+    return f"{', '.join(versions)}: {_compare(found(), weights)}"
+
+
+def gguf(folder: Path, about: Description, weights: Weights) -> str:
+    """The codes, scales and values that the gguf package reads, against ours."""
+    versions = needs("gguf")
+    from gguf import GGMLQuantizationType, GGUFReader, dequantize
+
+    read = {t.name: t for t in GGUFReader(folder / gguf_file.FILE_NAME).tensors}
+
+    nvfp4 = GGMLQuantizationType.NVFP4
+    written = {ours: theirs for ours, theirs in gguf_file.names(about).items() if ours in weights.tensors}
+    written = {ours: theirs for ours, theirs in written.items() if read[f"{theirs}.weight"].tensor_type == nvfp4}
+
+    def found():
+        for ours, theirs in written.items():
+            blocks, scale = (torch.tensor(read[f"{theirs}.{part}"].data) for part in ("weight", "scale"))
+            mine = gguf_file.unpack_blocks(blocks, scale)
+            one = torch.ones(mine.scales.shape).to(torch.float8_e4m3fn)
+            codes = dequantize(gguf_file.pack_blocks(NVFP4Tensor(mine.codes, one, scale)).numpy(), nvfp4)
+            values = torch.tensor(dequantize(blocks.numpy(), nvfp4)) * scale
+            each = (mine.codes, torch.tensor(codes), mine.scales, values, values.bfloat16())
+            yield ours, *(gguf_file.rows_back(about, ours, t) for t in each)
+
+    weights = Weights({ours: weights.tensors[ours] for ours in written})
     return f"{', '.join(versions)}: {_compare(found(), weights)}"
 
 

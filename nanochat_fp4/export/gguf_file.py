@@ -1,0 +1,195 @@
+"""GGUF, for llama.cpp and what is built on it: Llama-like models, in BF16 or NVFP4 (type 40), by the gguf package.
+
+An NVFP4 row is in groups of 64 values: four block scales (E4M3 without a sign), then 8 bytes for each block of 16: low
+nibbles its first half, high nibbles the second. The tensor scale is a tensor of its own, NAME.scale, and the input's is
+NAME.input_scale. Codes and block scales are those of the forward pass, to the bit.
+
+llama.cpp's rotation takes the pairs (x_2i, x_2i+1) where transformers takes (x_i, x_{i + D/2}): rows of q and k change
+places once more.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.export.huggingface import Description, describe
+from nanochat_fp4.export.tokenizer_files import CHAT_TEMPLATE, special_tokens, vocabulary
+from nanochat_fp4.export.weights import Weights
+from nanochat_fp4.llama import Llama
+from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, pack, unpack
+from nanochat_fp4.tokenizer import RustBPETokenizer
+
+FILE_NAME = "model.gguf"
+GROUP = 64  # values
+# llama.cpp knows split patterns by name alone, and not nanochat's: this one takes three digits for two, and several
+# line ends for one. scripts.export says how many ids of a text that changes.
+PRE_TOKENIZER = "llama-bpe"
+PRE_TOKENIZER_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def pack_blocks(tensor: NVFP4Tensor) -> Tensor:
+    """An NVFP4 tensor (N, K), K a multiple of 64 -> its bytes in GGUF, uint8 (N, K / 64 * 36)."""
+    rows, groups = tensor.codes.shape[0], tensor.codes.shape[1] * 2 // GROUP
+    codes = unpack(tensor.codes).view(rows, groups, GROUP // BLOCK, 2, BLOCK // 2)
+    nibbles = (codes[..., 0, :] | (codes[..., 1, :] << 4)).flatten(-2)
+    scales = tensor.scales.view(torch.uint8).view(rows, groups, GROUP // BLOCK) & 0x7F
+    return torch.cat((scales, nibbles), dim=-1).flatten(-2)
+
+
+def unpack_blocks(data: Tensor, tensor_scale: Tensor) -> NVFP4Tensor:
+    """The inverse of pack_blocks."""
+    groups = data.unflatten(-1, (-1, GROUP // BLOCK + GROUP // 2))
+    scales, nibbles = groups.split((GROUP // BLOCK, GROUP // 2), dim=-1)
+    halves = nibbles.unflatten(-1, (GROUP // BLOCK, BLOCK // 2))
+    codes = torch.cat((halves & 0xF, halves >> 4), dim=-1).flatten(1)
+    return NVFP4Tensor(pack(codes), scales.flatten(1).contiguous().view(torch.float8_e4m3fn), tensor_scale)
+
+
+def names(about: Description) -> dict[str, str]:
+    """Our names of modules -> theirs."""
+    found = {}
+    for ours, theirs in about.names.items():
+        if theirs in _OUTSIDE:
+            found[ours] = _OUTSIDE[theirs]
+        else:
+            _, _, layer, rest = theirs.split(".", 3)
+            found[ours] = f"blk.{layer}.{_LAYER[rest]}"
+    return found
+
+
+def rows(about: Description, name: str, tensor: Tensor) -> Tensor:
+    """A tensor with the rows of our module `name`, in llama.cpp's order."""
+    half = about.swapped.get(name)
+    if not half:
+        return tensor
+    data = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    return data.unflatten(0, (-1, 2, half)).flip(1).transpose(1, 2).flatten(0, 2).view(tensor.dtype)
+
+
+def rows_back(about: Description, name: str, tensor: Tensor) -> Tensor:
+    """The inverse of rows."""
+    half = about.swapped.get(name)
+    if not half:
+        return tensor
+    data = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    return data.unflatten(0, (-1, half, 2)).transpose(1, 2).flip(1).flatten(0, 2).view(tensor.dtype)
+
+
+def write(
+    model: Llama,
+    tokenizer: RustBPETokenizer,
+    folder: Path,
+    weights: Weights | None = None,
+    input_scales: Mapping[str, float] | None = None,
+    chat: bool = True,
+    name: str = "",
+) -> list[str]:
+    """model.gguf into an existing folder; returns sentences on what the format cannot hold.
+
+    weights: 4-bit weights, else everything is BF16 (norms are FP32). A layer whose rows are not a multiple of 64 values
+    is written in BF16, decoded. Raises UserError for another model than Llama.
+    """
+    if not isinstance(model, Llama):
+        raise UserError("GGUF is for Llama-like models (base_train --llama); llama.cpp does not know nanochat's GPT")
+    import gguf
+
+    about, config = describe(model), model.config
+    types = gguf.GGMLQuantizationType
+    writer = gguf.GGUFWriter(folder / FILE_NAME, "llama")
+    writer.add_name(name)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_NVFP4 if weights else gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_context_length(config.sequence_len)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(about.config["intermediate_size"])
+    writer.add_head_count(config.n_head)
+    writer.add_head_count_kv(config.n_kv_head)
+    writer.add_layer_norm_rms_eps(about.config["rms_norm_eps"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(about.config["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    _add_tokenizer(writer, tokenizer, chat)
+
+    def add(key: str, tensor: Tensor, kind: Any) -> None:
+        if kind == types.F32:
+            writer.add_tensor(key, tensor.detach().float().cpu().contiguous().numpy())
+            return
+        data = tensor.detach().cpu()
+        data = data.bfloat16().view(torch.uint8) if kind == types.BF16 else data
+        writer.add_tensor(key, data.contiguous().numpy(), raw_dtype=kind)
+
+    state, quantized, decoded = model.state_dict(), weights.tensors if weights else {}, []
+    for ours, theirs in names(about).items():
+        tensor = quantized.get(ours)
+        if tensor is None or tensor.codes.shape[1] * 2 % GROUP:
+            value = state[f"{ours}.weight"]
+            if tensor is not None:
+                value = tensor.dequantize()
+                decoded.append(ours)
+            value = value[: config.vocab_size] if ours in ("transformer.wte", "lm_head") else value
+            add(f"{theirs}.weight", rows(about, ours, value), types.F32 if value.ndim == 1 else types.BF16)
+            continue
+        moved = NVFP4Tensor(*(rows(about, ours, t) for t in (tensor.codes, tensor.scales)), tensor.tensor_scale)
+        add(f"{theirs}.weight", pack_blocks(moved), types.NVFP4)
+        add(f"{theirs}.scale", tensor.tensor_scale.reshape(1), types.F32)
+        if input_scales is not None:
+            add(f"{theirs}.input_scale", torch.tensor([1 / input_scales[ours]]), types.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if not decoded:
+        return []
+    return [f"{len(decoded)} layers have rows that are no multiple of {GROUP} values and are in BF16, decoded."]
+
+
+def _add_tokenizer(writer: Any, tokenizer: RustBPETokenizer, chat: bool) -> None:
+    import gguf
+
+    tokens, pairs = vocabulary(tokenizer)
+    special = special_tokens(tokenizer)
+    kinds = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.CONTROL] * len(special)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(PRE_TOKENIZER)
+    writer.add_token_list([*tokens, *special])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in pairs])
+    bos = tokenizer.get_bos_token_id()
+    writer.add_bos_token_id(bos)
+    writer.add_eos_token_id(tokenizer.encode_special("<|assistant_end|>") if chat else bos)
+    writer.add_add_bos_token(True)
+    if chat:
+        writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def other_ids(tokenizer: RustBPETokenizer, texts: list[str]) -> tuple[int, int]:
+    """(ids that are not ours where PRE_TOKENIZER splits the texts, all ids)."""
+    import difflib
+
+    theirs = RustBPETokenizer._from_parts(PRE_TOKENIZER_PATTERN, tokenizer.enc._mergeable_ranks)
+    changed = total = 0
+    for text in texts:
+        a, b = tokenizer.encode(text), theirs.encode(text)
+        same = sum(m.size for m in difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks())
+        changed, total = changed + len(a) - same, total + len(a)
+    return changed, total
