@@ -1,5 +1,6 @@
 """nanochat trained fully in NVFP4: the public API of the numerics."""
 
+from nanochat_fp4.export.load import load_quantized
 from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.backends import backend
 from nanochat_fp4.nvfp4.convert import (
@@ -32,6 +33,7 @@ __all__ = [
     "convert",
     "full_precision",
     "get_recipe",
+    "load_quantized",
     "per_token_scale",
     "quantize",
     "quantize_weights_once",

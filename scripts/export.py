@@ -104,7 +104,7 @@ class Export:
         self.about = huggingface.describe(self.model)
         if args.format.startswith("gguf") and not isinstance(self.model, Llama):
             raise UserError(
-                f"--format={args.format} is for Llama-like models (base_train --llama), which nanochat's GPT is not; use "
+                f"--format={args.format} is for Llama-like models (base_train --llama), not nanochat's GPT; use "
                 "--format=compressed-tensors or safetensors"
             )
         self.notes: list[str] = []

@@ -14,8 +14,10 @@ from _exporting import read_safetensors, save_small
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.export import safetensors_file
+from nanochat_fp4.export.gguf_file import pack_blocks, unpack_blocks
 from nanochat_fp4.export.tokenizer_files import CHAT_TEMPLATE, tokenizer_json
 from nanochat_fp4.export.weights import static_quantize
+from nanochat_fp4.nvfp4.format import pack
 from nanochat_fp4.tokenizer import get_tokenizer
 from scripts import export
 
@@ -287,3 +289,101 @@ def test_transformers_tokenizes_and_generates(tiny_base, tmp_path):
             for _ in range(20):
                 ids = torch.cat((ids, model(ids)[:, -1:].argmax(-1)), 1)
         assert got == ids[0].tolist()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Back in
+
+
+def fresh(model: torch.nn.Module) -> torch.nn.Module:
+    """A model of the same shapes with other weights."""
+    other = type(model)(model.config)
+    other.init_weights()
+    return other.eval()
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("file_format", ["safetensors", "compressed-tensors", "modelopt"])
+def test_what_was_exported_comes_back(tiny_base, tmp_path, family, file_format):
+    """Decoded weights to train on, and the codes themselves: the outputs of the trained forward pass."""
+    model = save_small(tiny_base, family, "clover")
+    folder = run(tmp_path, "--format", file_format, "--dtype=float32")
+    ids = torch.randint(300, (2, 24))
+    loaded = nf.load_quantized(fresh(model), folder)
+    if file_format == "safetensors":
+        assert_same_bits("logits", loaded(ids), model(ids))
+        return
+    want = nf.quantize(model.transformer.h[1].mlp.c_proj.weight, "four_over_six").dequantize()
+    assert torch.allclose(loaded.transformer.h[1].mlp.c_proj.weight, want, rtol=1e-6)
+    nf.convert(loaded, "clover", verbose=False)
+    loaded(ids, ids).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in loaded.parameters() if p.ndim > 1)
+
+    exact = nf.convert(fresh(model), "clover", verbose=False)
+    nf.load_quantized(exact, folder, codes=True)
+    nf.convert(model, "clover", verbose=False)
+    with torch.no_grad():
+        # The tensor scale went through a reciprocal: an ulp of each product.
+        assert torch.allclose(exact(ids), model(ids), rtol=1e-5, atol=1e-5)
+        with nf.quantize_weights_once(exact):  # as generation does
+            assert torch.allclose(exact(ids), model(ids), rtol=1e-5, atol=1e-5)
+        exact.transformer.h[0].mlp.c_fc.weight.zero_()  # not what it computes with
+        assert torch.allclose(exact(ids), model(ids), rtol=1e-5, atol=1e-5)
+
+
+def test_folders_that_do_not_fit(tiny_base, tmp_path):
+    model = save_small(tiny_base, "llama", "clover")
+    folder = run(tmp_path, "--format=compressed-tensors")
+    with pytest.raises(UserError, match="is not converted; call nf.convert"):
+        nf.load_quantized(fresh(model), folder, codes=True)
+    with pytest.raises(UserError, match="has no weights for"):
+        nf.load_quantized(torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False)), folder)
+    with pytest.raises(UserError, match="is not there; name a folder"):
+        nf.load_quantized(model, tmp_path)
+    (folder / "model.safetensors").write_bytes(b"123")
+    with pytest.raises(UserError, match="is not a whole safetensors file"):
+        nf.load_quantized(model, folder)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# GGUF
+
+
+def test_blocks_of_gguf():
+    """64 values: four scale bytes, then for each 16 values 8 bytes, first half in the low nibbles."""
+    codes = torch.arange(64, dtype=torch.uint8).remainder(16).view(1, 64)
+    t = nf.NVFP4Tensor(pack(codes), torch.tensor([[1.0, 2.0, 448.0, 0.0]]).to(torch.float8_e4m3fn), torch.tensor(3.0))
+    data = pack_blocks(t)
+    assert data[0, :4].tolist() == [0x38, 0x40, 0x7E, 0]
+    assert data[0, 4:12].tolist() == [i | (i + 8) << 4 for i in range(8)] and data.shape == (1, 36)
+    back = unpack_blocks(data, t.tensor_scale)
+    assert_same_bits("codes", back.codes, t.codes)
+    assert_same_bits("scales", back.scales, t.scales)
+
+
+def test_gguf_is_for_llama(tiny_base, tmp_path):
+    save_small(tiny_base, "gpt", "clover")
+    with pytest.raises(UserError, match="Llama-like models|gguf"):  # the second where the package is not installed
+        run(tmp_path, "--format=gguf")
+
+
+@has("gguf")
+def test_gguf_reads_the_codes(tiny_base, tmp_path, capsys):
+    model = save_small(tiny_base, "llama", "clover")
+    folder = run(tmp_path, "--format=gguf", "--verify")
+    out = capsys.readouterr().out
+    assert "14 layers" in out and "equal to the bit; decoded values differ by at most 0 FP32 ulp" in out
+    loaded = nf.convert(fresh(model), "clover", verbose=False)
+    nf.load_quantized(loaded, folder, codes=True)
+    exact = nf.convert(model, "clover", verbose=False)
+    ids = torch.randint(300, (2, 24))
+    with torch.no_grad():
+        for p in (exact.transformer.wte.weight, exact.lm_head.weight):
+            p.copy_(p.bfloat16())
+        assert_same_bits("logits", loaded(ids), exact(ids))
+
+    from gguf import GGUFReader
+
+    fields = GGUFReader(folder / "model.gguf").fields
+    assert fields["general.architecture"].contents() == "llama" and fields["llama.rope.freq_base"].contents() == 10000
+    assert fields["tokenizer.ggml.tokens"].contents()[-1] == "<|output_end|>"

@@ -221,7 +221,8 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     dicts. Works with torch.compile (the codes are inputs of the graph, made anew for each step; compiled code cannot
     look at the version of a parameter itself). Raises RuntimeError at the end if a weight changed inside.
     """
-    groups = groups_computed_as_one(model)
+    # Codes that were loaded (export/load.py) stay.
+    groups = [g for g in groups_computed_as_one(model) if g[0].weight_operand is g[0].stacked_operand is None]
     versions = {layer: layer.weight._version for layers in groups for layer in layers}
     operands = quantized_weights(groups)
     names = ["weight_operand" if len(layers) == 1 else "stacked_operand" for layers in groups]
