@@ -1,10 +1,13 @@
 """How fast a method's kernels can be: a prediction from the bytes, instructions and FLOPs that they take, and what a
 GPU can do. For GPUs that are not here, and for the question at which width 4 bits begin to pay.
 
-Bytes are what a kernel must move if every tensor is read or written once (the caches only help within a tile). Launches
-and everything outside of linear layers are left out.
+Bytes are what a kernel must move if every tensor is read or written once (the caches only help within a tile). Here are
+the linear layers; step_time.py has whole steps, and blackwell.py fits the constants of two machines to what others have
+published of them. Our own kernels are bound by instructions: they take as long as their instructions at the share of
+the issue rate that such kernels reach on an H200, with a band around it (BAND).
 """
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -33,16 +36,29 @@ DECODE_INSTRUCTIONS, ROTATED_DECODE_INSTRUCTIONS = 12.0, 8.0  # to memory; befor
 AMAX_INSTRUCTIONS = 5.0
 FINISH_INSTRUCTIONS = 60.0  # of a scale
 
+# Shares of the issue rate that kernels reach on an H200 (docs/results/bench_quantize.json): along rows 0.85 to 0.89,
+# those that rotate 0.53 to 0.61. On a machine that has not run them the truth lies between a full issue rate and BAND.
+ROWS_ISSUE, ROTATED_ISSUE = 0.87, 0.57
+BAND = 0.7  # of these shares, at worst
+GEMM_TILE = 128  # rows and columns of a tensor-core kernel's tile: its last wave is whole, however few tiles it has
+FP8_ELEMENT = 5.0  # bytes to make an FP8 operand and its transpose: read in BF16, written; read and written again
+
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel: what it is, the bytes it must move, its instructions, and FLOPs on the tensor cores."""
+    """One kernel: what it is, the bytes it must move, its instructions, and FLOPs on the tensor cores.
+
+    issue: the share of the issue rate that it is expected to reach; tiles: of a GEMM's output, 0 if they do not count
+    """
 
     name: str
     num_bytes: float
     instructions: float = 0.0
     bf16_flops: float = 0.0
     fp4_flops: float = 0.0
+    fp8_flops: float = 0.0
+    issue: float = 1.0
+    tiles: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,9 @@ class Machine:
     """GB/s and TFLOP/s as programs reach them, and the instructions (10^12 a second) of all lanes.
 
     longer: a kernel's instructions there over sm_90's; those of the rotating kernel that makes clover's codes.
+    fp8:    TFLOP/s, None: twice those of BF16, as in the data sheets
+    launch: microseconds that a kernel takes for itself
+    multiprocessors: 0 where idle ones cost nothing: at 145 W power is the limit, and the others run faster
     """
 
     name: str
@@ -59,28 +78,53 @@ class Machine:
     instructions: float
     source: str
     longer: float = 1.0
+    fp8: float | None = None
+    launch: float = 0.0
+    multiprocessors: int = 132
 
 
-# Achieved on an H200: 4250 of 4800 GB/s, 700 of 989 TFLOP/s. The same shares are assumed for what is not there.
+# Achieved on an H200: 4250 of 4800 GB/s, 700 of 989 TFLOP/s. The same shares are assumed of a B200.
 COPY_SHARE, GEMM_SHARE = 4250 / 4800, 700 / 989
+# `python -m nanochat_fp4.blackwell` fits these (GB/s, BF16 and FP4 TFLOP/s, microseconds) and compares.
+RTX5090_FIT, PRO4000_FIT = (1262, 238, 1510, 5.1), (609, 85, 340, 14.3)
+FITTED = "fitted to published times (nanochat_fp4/blackwell.py)"
 MACHINES = {
     "h200": Machine("H200", 4250, 700, None, 132 * 128 * 1.755e9 / 1e12, "measured copy and GEMM"),
     "b200": Machine(
         "B200", 8000 * COPY_SHARE, 2250 * GEMM_SHARE, 9000 * GEMM_SHARE, 148 * 128 * 1.85e9 / 1e12,
         "data sheet (8000 GB/s, 2250 and 9000 TFLOP/s dense) times an H200's achieved shares", 0.75,
+        launch=5.0, multiprocessors=148,
     ),
     "rtx5090": Machine(
-        "RTX 5090", 1792 * COPY_SHARE, 209.5 * GEMM_SHARE, 1676 * GEMM_SHARE, 170 * 128 * 2.41e9 / 1e12,
-        "data sheet (1792 GB/s, 209.5 and 1676 TFLOP/s dense) times an H200's achieved shares", 1.7,
+        "RTX 5090", *RTX5090_FIT[:3], 170 * 128 * 2.41e9 / 1e12, FITTED, 1.7,
+        launch=RTX5090_FIT[3], multiprocessors=170,
+    ),
+    "rtxpro4000": Machine(
+        "RTX PRO 4000", *PRO4000_FIT[:3], 70 * 128 * 2.41e9 / 1e12, FITTED, 1.7,
+        launch=PRO4000_FIT[3], multiprocessors=0,
+    ),
+    # The same chip as the RTX 5090 with 188 of its multiprocessors and the same memory.
+    "rtxpro6000": Machine(
+        "RTX PRO 6000", RTX5090_FIT[0], *(188 / 170 * v for v in RTX5090_FIT[1:3]), 188 * 128 * 2.41e9 / 1e12,
+        "the RTX 5090's, times 188 / 170 multiprocessors where they count", 1.7,
+        launch=RTX5090_FIT[3], multiprocessors=188,
     ),
 }  # fmt: skip
 
 
-def predicted_ms(step: Step, machine: Machine) -> float:
-    """A kernel takes as long as the slowest of memory, instructions and tensor cores."""
-    gemm = step.bf16_flops / machine.bf16 + (step.fp4_flops / machine.fp4 if machine.fp4 else 0.0)
-    instructions = step.instructions * machine.longer / machine.instructions
-    return max(step.num_bytes / machine.bandwidth / 1e6, instructions / 1e9, gemm / 1e9)
+def predicted_ms(step: Step, machine: Machine, band: str = "") -> float:
+    """A kernel takes as long as the slowest of memory, instructions and tensor cores.
+
+    band: "" for what is expected, "best" for instructions at the full issue rate, "worst" for BAND of what is expected
+    """
+    fp8 = machine.fp8 or 2 * machine.bf16
+    gemm = step.bf16_flops / machine.bf16 + step.fp8_flops / fp8
+    gemm += step.fp4_flops / machine.fp4 if machine.fp4 else 0.0
+    if 0 < machine.multiprocessors <= step.tiles:  # fewer tiles are split along K
+        gemm *= math.ceil(step.tiles / machine.multiprocessors) * machine.multiprocessors / step.tiles
+    issue = {"": step.issue, "best": 1.0, "worst": step.issue * BAND}[band]
+    instructions = step.instructions * machine.longer / (machine.instructions * issue)
+    return max(step.num_bytes / machine.bandwidth / 1e6, instructions / 1e9, gemm / 1e9) + machine.launch / 1e3
 
 
 def _instructions(rounding: str, base: float) -> float:
@@ -95,8 +139,13 @@ def quantize_steps(name: str, elements: float, source: float, rounding: str, dec
     written = CODES + (BF16 if decode else 0.0)
     base = SQUARE_INSTRUCTIONS if get_rounding(rounding).block_rows > 1 else ROWS_INSTRUCTIONS
     return [
-        Step(f"{name}: amax", elements * source, elements * AMAX_INSTRUCTIONS),
-        Step(f"{name}: {rounding}", elements * (source + written), elements * _instructions(rounding, base)),
+        Step(f"{name}: amax", elements * source, elements * AMAX_INSTRUCTIONS, issue=ROWS_ISSUE),
+        Step(
+            f"{name}: {rounding}",
+            elements * (source + written),
+            elements * _instructions(rounding, base),
+            issue=ROWS_ISSUE,
+        ),
     ]
 
 
@@ -113,9 +162,10 @@ def rotate_steps(name: str, elements: float, source: float, roundings: list[str]
     aligned = [r for r in roundings if not get_rounding(r).ms_eden]
     if aligned:
         work = elements * (AMAX_INSTRUCTIONS + decode) * len(aligned)
-        steps.append(Step(f"{name}: amax", elements * source, work))
+        steps.append(Step(f"{name}: amax", elements * source, work, issue=ROTATED_ISSUE))
     work = elements * instructions
-    steps.append(Step(f"{name}: {' and '.join(roundings)}", elements * (source + written), work))
+    what = f"{name}: {' and '.join(roundings)}"
+    steps.append(Step(what, elements * (source + written), work, issue=ROTATED_ISSUE))
     if not emulated and any(get_rounding(r).ms_eden for r in roundings):
         count = sum(get_rounding(r).ms_eden for r in roundings)
         blocks = elements / 16 * count
@@ -129,7 +179,21 @@ def gemm_step(name: str, m: int, n: int, k: int, a: bool, b: bool, native: bool)
     operand = CODES if fp4 else BF16
     flops = 2.0 * m * n * k
     num_bytes = operand * (m * k + n * k) + BF16 * m * n
-    return Step(name, num_bytes, 0.0, 0.0 if fp4 else flops, flops if fp4 else 0.0)
+    return Step(name, num_bytes, 0.0, 0.0 if fp4 else flops, flops if fp4 else 0.0, tiles=output_tiles(m, n))
+
+
+def output_tiles(m: int, n: int) -> int:
+    return math.ceil(m / GEMM_TILE) * math.ceil(n / GEMM_TILE)
+
+
+def fp8_steps(m: int, k: int, n: int) -> list[Step]:
+    """Of method fp8: both GEMM operands of every product in FP8, transposed copies of those of the forward."""
+    made = {"input": m * k * FP8_ELEMENT, "weight": n * k * (FP8_ELEMENT + 2), "grad_output": m * n * FP8_ELEMENT}
+    shapes = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}
+    return [Step(f"{name}: to FP8", num_bytes) for name, num_bytes in made.items()] + [
+        Step(name, a * c + b * c + BF16 * a * b, fp8_flops=2.0 * a * b * c, tiles=output_tiles(a, b))
+        for name, (a, b, c) in shapes.items()
+    ]
 
 
 def layer_steps(recipe: Recipe, m: int, k: int, n: int, *, backward: bool, native: bool) -> list[Step]:
@@ -137,6 +201,8 @@ def layer_steps(recipe: Recipe, m: int, k: int, n: int, *, backward: bool, nativ
 
     native: operands stay 4-bit (a Blackwell's GEMM), else they are made in BF16 as well.
     """
+    if recipe.name == "fp8" and backward:
+        return fp8_steps(m, k, n)
     forward, dgrad, wgrad = recipe.output, recipe.grad_input, recipe.grad_weight
     steps: list[Step] = []
 
@@ -187,6 +253,8 @@ def block_ms(method: str, width: int, tokens: int, machine: Machine) -> float:
 def is_predictable(method: str) -> bool:
     """Whether a method quantizes, by kernels alone and alike all the time: other budgets are not known."""
     recipe = get_recipe(method)
+    if recipe.name == "fp8":
+        return True
     operands = [o for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (gemm.a, gemm.b)]
     if not recipe.quantizes or recipe.late or any(o.terms > 1 or o.outer for o in operands):
         return False

@@ -322,7 +322,8 @@ def test_break_even_is_a_prediction(machine, base_dir, capsys):
     assert (clover["method"], nvidia["method"]) == ("clover", "nvidia")
     for r in (clover, nvidia):
         ratios = list(r["ratios"].values())
-        assert ratios == sorted(ratios, reverse=True)  # GEMMs grow faster than what surrounds them
+        # GEMMs grow faster than what surrounds them, but for whole waves of tiles.
+        assert all(later < 1.06 * earlier for earlier, later in zip(ratios, ratios[1:]))
         if machine == "h200":  # the GEMM is not faster there
             assert r["width"] is None and min(ratios) > 1
         else:
