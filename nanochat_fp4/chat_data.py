@@ -11,11 +11,12 @@ import itertools
 import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat_fp4.common import get_base_dir
+from nanochat_fp4.common import announce, get_base_dir, print0
 from nanochat_fp4.download import download_file_with_lock
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.rows import MissingDataError, load_rows, read_folder, read_lines
@@ -403,3 +404,46 @@ class SimpleSpelling(Task):
                 {"role": "assistant", "content": f"{word}:{','.join(word)}"},
             ]
         }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mixtures of what is there
+
+
+@dataclass
+class Source:
+    """One part of a mixture. make() loads it; `missing` says why it was left out."""
+
+    name: str
+    make: Callable[[], Task]
+    task: Task | None = None
+    missing: str | None = None
+
+
+def load_sources(sources: list[Source], allow_missing: bool, what: str) -> TaskMixture:
+    """The mixture of all sources that are there. One that is missing ends the run, or is named and left out."""
+    for source in sources:
+        try:
+            source.task = source.make()
+        except MissingDataError as e:
+            if not allow_missing:
+                raise UserError(
+                    f"{source.name}: {e}. To train without it add --allow-missing; without any network, --data local"
+                ) from e
+            source.missing = str(e)
+    print0(f"{what} mixture:")
+    announce(describe_sources(sources))
+    return TaskMixture([source.task for source in sources if source.task is not None])
+
+
+def describe_sources(sources: list[Source]) -> dict[str, str]:
+    """name -> rows, or why it is missing; the same source twice counts together."""
+    lines: dict[str, str] = {}
+    rows: dict[str, int] = {}
+    for source in sources:
+        if source.task is None:
+            lines[source.name] = f"left out: {source.missing}"
+        else:
+            rows[source.name] = rows.get(source.name, 0) + len(source.task)
+            lines[source.name] = f"{rows[source.name]:,} conversations"
+    return lines

@@ -269,6 +269,18 @@ def prune_checkpoints(checkpoint_dir: str | os.PathLike, keep_last: int) -> None
                 break
 
 
+def forget_later_checkpoints(checkpoint_dir: str | os.PathLike, step: int) -> None:
+    """
+    Delete the checkpoints after `step`: they belong to a run that was continued from an earlier step instead, and
+    'latest' must not find them. The manifest goes first, so that what is half deleted no longer counts.
+    """
+    folder = Path(checkpoint_dir)
+    for later in (s for s in list_steps(folder) if s > step):
+        for kind in ("manifest", "model", "optim", "meta"):
+            for path in folder.glob(f"{kind}_{later:06d}*"):
+                path.unlink(missing_ok=True)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Looking
 

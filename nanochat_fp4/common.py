@@ -1,8 +1,10 @@
-"""What nanochat's common.py has, too: the base directory, print0, ranks, devices, seeds, the process group."""
+"""What nanochat's common.py has, too: base directory, print0, ranks, devices, seeds, random state, process group."""
 
+import contextlib
 import hashlib
 import os
 import random
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +31,13 @@ def print0(*args: Any, **kwargs: Any) -> None:
     """print on rank 0 only. A log that cannot be written is no reason to stop: the text is lost, the run goes on."""
     if os.environ.get("RANK", "0") == "0":
         print_safely(*args, **kwargs)
+
+
+def announce(lines: dict[str, Any]) -> None:
+    """`name: value` lines, aligned; on rank 0."""
+    width = max(map(len, lines), default=0)
+    for name, value in lines.items():
+        print0(f"  {name:<{width}}  {value}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -63,6 +72,24 @@ def get_dist_info() -> tuple[bool, int, int, int]:
             f"RANK={rank} LOCAL_RANK={local_rank} WORLD_SIZE={world_size} do not fit together; start with torchrun"
         )
     return True, rank, local_rank, world_size
+
+
+def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The mean of a small tensor over the ranks (all must call); as it is without torchrun."""
+    if is_ddp_initialized():
+        values = values.clone()
+        dist.all_reduce(values, op=dist.ReduceOp.SUM)
+        values /= dist.get_world_size()
+    return values
+
+
+def first_message(message: str | None) -> str | None:
+    """The message of the lowest rank that has one. All ranks must call this together."""
+    if not is_ddp_initialized():
+        return message
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    return next((f"{m} (rank {rank})" for rank, m in enumerate(messages) if m), None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -121,6 +148,40 @@ def seed_everything(seed: int, rank: int | None = None) -> int:
     random.seed(seed)
     torch.manual_seed(seed)  # seeds every device's default generator as well
     return seed
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Random state. Rotations and stochastic rounding draw from torch's default generators, so the first two functions
+# around a checkpoint make a resumed run draw the same numbers.
+
+
+def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """State of torch's generators on the CPU and on `device`, as CPU tensors (for torch.save). No GPU sync."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Restore what get_rng_state returned. A state of another kind of device is left out: it means nothing here."""
+    torch.set_rng_state(state["cpu"].cpu())
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    elif device.type == "mps" and "mps" in state:
+        torch.mps.set_rng_state(state["mps"].cpu())
+
+
+@contextlib.contextmanager
+def preserved_rng(device: torch.device) -> Iterator[None]:
+    """Evaluations, samples and telemetry inside draw what they like; training goes on as if they had not happened."""
+    state = get_rng_state(device)
+    try:
+        yield
+    finally:
+        set_rng_state(state, device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ What is left is the order of floating-point sums, which a matrix library may cho
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat_fp4.calculator import use_calculator
+from nanochat_fp4.common import preserved_rng
+from nanochat_fp4.gpt import autocast
+from nanochat_fp4.nvfp4.convert import per_token_scale, quantize_weights_once
 
 
 class KVCache:
@@ -323,3 +326,32 @@ class Engine:
             column = [sequence[min(position, len(sequence) - 1)] for sequence in sequences]
             ids = torch.tensor(column, dtype=torch.long, device=device).unsqueeze(1)
         return [sequences[i : i + num_samples] for i in range(0, len(sequences), num_samples)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Samples
+
+PROMPTS = (
+    "The capital of France is",
+    "The chemical symbol of gold is",
+    "If yesterday was Friday, then tomorrow will be",
+    "The opposite of hot is",
+    "The planets of the solar system are:",
+    "My favorite color is",
+    "If 5*x + 3 = 13, then x is",
+)
+
+
+def draw_samples(
+    model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str] = PROMPTS, max_tokens: int = 16
+) -> list[str]:
+    """Each prompt with its greedy continuation, in the precision that the model has at the moment."""
+    engine = Engine(model, tokenizer)
+    device = model.get_device()
+    samples = []
+    with preserved_rng(device), autocast(device.type), per_token_scale(model), quantize_weights_once(model):
+        for prompt in prompts:
+            tokens = tokenizer(prompt, prepend="<|bos|>")
+            rows, _ = engine.generate_batch(tokens, num_samples=1, max_tokens=max_tokens, temperature=0)
+            samples.append(tokenizer.decode(rows[0][1:]))  # without <|bos|>
+    return samples

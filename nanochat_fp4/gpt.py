@@ -33,11 +33,13 @@ from nanochat_fp4.common import print0
 from nanochat_fp4.cross_entropy import linear_cross_entropy
 from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.relu_squared import relu_squared
-from nanochat_fp4.optim import AdamW, Muon
+from nanochat_fp4.optim import AdamW, Muon, PretrainingOptions, Schedule, gradient_norm, set_learning_rates
 
 SOFTCAP = 15.0  # logits lie in (-15, 15)
 ROTARY_BASE = 10000.0
 ROTARY_FACTOR = 10  # rotary tables reach to this many times the sequence length
+REFERENCE_BATCH_SIZE = 2**19  # tokens; nanochat's learning rates are tuned for it
+REFERENCE_DEPTH = 12  # and its weight decay for this
 # F.rms_norm's default for FP32 and BF16 alike, written out because the default is not the same in every release.
 NORM_EPS = torch.finfo(torch.float32).eps
 
@@ -445,8 +447,8 @@ class GPT(nn.Module):
 
         AdamW's rates for head and embedding are for a width of 768 and scaled by (width / 768)^-0.5. resid_lambdas get
         a hundredth of scalar_lr, because their effects multiply up through the layers. weight_decay is Muon's only.
-        Every group remembers its rate as "initial_lr"; schedules are the training script's. With a process group of
-        several ranks both optimizers average the gradients themselves.
+        Every group remembers its rate as "initial_lr", for the schedules. With a process group of several ranks both
+        optimizers average the gradients themselves.
         """
         scale = (self.config.n_embd / 768) ** -0.5
         print0(f"Scaling the learning rates of AdamW by ({self.config.n_embd}/768)^-0.5 = {scale:.6f}")
@@ -463,6 +465,69 @@ class GPT(nn.Module):
         for group in adamw.param_groups + muon.param_groups:
             group["initial_lr"] = group["lr"]
         return [adamw, muon]
+
+    def setup_pretraining(
+        self, options: PretrainingOptions, total_batch_size: int, num_iterations: int
+    ) -> tuple[list[torch.optim.Optimizer], Schedule]:
+        """
+        nanochat's optimizers and schedule for so many steps of total_batch_size tokens.
+
+        The options' rates are for batches of 2^19 tokens and grow with the square root of the batch; their weight decay
+        is for 12 layers and falls with the square of the depth, and linearly to zero over the run.
+        """
+        scale = (total_batch_size / REFERENCE_BATCH_SIZE) ** 0.5
+        weight_decay = options.weight_decay * (REFERENCE_DEPTH / self.config.n_layer) ** 2
+        adamw, muon = self.setup_optimizers(
+            unembedding_lr=options.unembedding_lr * scale,
+            embedding_lr=options.embedding_lr * scale,
+            matrix_lr=options.matrix_lr * scale,
+            weight_decay=weight_decay,
+            adam_betas=(options.adam_beta1, options.adam_beta2),
+            scalar_lr=options.scalar_lr * scale,
+        )
+
+        def schedule(step: int, progress: float) -> float:
+            lrm = lr_multiplier(
+                step, num_iterations, options.warmup_ratio, options.warmdown_ratio, options.final_lr_frac
+            )
+            set_learning_rates([adamw, muon], lrm)
+            for group in muon.param_groups:
+                group["momentum"] = muon_momentum(step)
+                group["weight_decay"] = weight_decay_at(step, num_iterations, weight_decay)
+            return lrm
+
+        return [adamw, muon], schedule
+
+    def setup_finetuning(
+        self,
+        rates: dict[str, float],
+        init_lr_frac: float,
+        lr_multiplier: Callable[[float], float],
+        momentum: Callable[[int], float] | None = None,
+    ) -> tuple[list[torch.optim.Optimizer], Schedule]:
+        """
+        The optimizers and schedule of a stage after pre-training.
+
+        rates: keyword arguments of setup_optimizers; all learning rates are taken times init_lr_frac and times
+        lr_multiplier(progress). momentum: Muon's, by step; None leaves it constant.
+        """
+        optimizers = self.setup_optimizers(**rates)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] = group["lr"] * init_lr_frac
+
+        def schedule(step: int, progress: float) -> float:
+            lrm = lr_multiplier(progress)
+            set_learning_rates(optimizers, lrm)
+            for group in optimizers[-1].param_groups if momentum else ():
+                group["momentum"] = momentum(step)
+            return lrm
+
+        return optimizers, schedule
+
+    def clip_gradients(self) -> Tensor:
+        """The 2-norm of all gradients on this rank, (). They stay as they are: nanochat does not clip."""
+        return gradient_norm(self)
 
     def forward(
         self,
@@ -530,3 +595,30 @@ class GPT(nn.Module):
                 next_id = logits.argmax(dim=-1, keepdim=True)
             ids = torch.cat((ids, next_id), dim=1)
             yield next_id.item()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Schedules of pre-training (nanochat's)
+
+
+def lr_multiplier(
+    step: int, num_iterations: int, warmup_ratio: float = 0.0, warmdown_ratio: float = 0.4, final_lr_frac: float = 0.0
+) -> float:
+    """Linear warm-up over the first part, 1, linear warm-down to final_lr_frac over the last part."""
+    warmup, warmdown = round(warmup_ratio * num_iterations), round(warmdown_ratio * num_iterations)
+    if step < warmup:
+        return (step + 1) / warmup
+    if step <= num_iterations - warmdown:
+        return 1.0
+    left = (num_iterations - step) / warmdown
+    return left + (1 - left) * final_lr_frac
+
+
+def muon_momentum(step: int) -> float:
+    """0.85 to 0.95 over the first 300 steps."""
+    return 0.85 + 0.10 * min(step / 300, 1.0)
+
+
+def weight_decay_at(step: int, num_iterations: int, initial: float) -> float:
+    """Linear to zero over the run."""
+    return initial * (1 - step / num_iterations)

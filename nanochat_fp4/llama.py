@@ -26,7 +26,7 @@ from nanochat_fp4.common import is_ddp_initialized
 from nanochat_fp4.cross_entropy import linear_cross_entropy
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import ROTARY_BASE, ROTARY_FACTOR, apply_rotary_emb
-from nanochat_fp4.optim import AdamW
+from nanochat_fp4.optim import AdamW, PretrainingOptions, Schedule, set_learning_rates
 
 NORM_EPS = 1e-5
 HIDDEN_MULTIPLE = 256
@@ -200,6 +200,45 @@ class Llama(nn.Module):
             group["initial_lr"] = group["lr"]
         return [adamw]
 
+    def setup_pretraining(
+        self, options: PretrainingOptions, total_batch_size: int, num_iterations: int
+    ) -> tuple[list[torch.optim.Optimizer], Schedule]:
+        """The paper's optimizer and schedule for so many steps: the size's own rate, none of the options, which are
+        nanochat's. Raises ValueError for a shape that is no size of the family."""
+        config = self.config
+        shape = (config.n_layer, config.n_embd, config.n_head)
+        rates = [size.learning_rate for size in SIZES.values() if size[:3] == shape]
+        if not rates:
+            raise ValueError(f"there is no learning rate for {shape} (layers, width, heads); use a size of the family")
+        optimizers = self.setup_optimizers(lr=rates[0])
+
+        def schedule(step: int, progress: float) -> float:
+            lrm = lr_multiplier(step, num_iterations)
+            set_learning_rates(optimizers, lrm)
+            return lrm
+
+        return optimizers, schedule
+
+    def setup_finetuning(self, *args: Any) -> tuple[list[torch.optim.Optimizer], Schedule]:
+        raise UserError("mid-training and SFT are not for the --llama models, which the paper pre-trains only")
+
+    @torch.no_grad()
+    def clip_gradients(self) -> Tensor:
+        """Averages the gradients over the ranks and scales them to a norm of at most CLIP_NORM, in place; the norm, ().
+
+        Averaged before clipping, which is not linear; the optimizer's own average changes nothing then.
+        """
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        if is_ddp_initialized():
+            for grad in grads:
+                dist.all_reduce(grad)
+                grad /= dist.get_world_size()
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in grads]))
+        scale = (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            grad.mul_(scale)
+        return norm
+
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, kv_cache: Any = None, loss_reduction: str = "mean"
     ) -> Tensor:
@@ -226,18 +265,3 @@ def lr_multiplier(step: int, num_iterations: int) -> float:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, num_iterations - warmup)
     return FINAL_LR + (1 - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-@torch.no_grad()
-def clip_gradients(model: nn.Module) -> Tensor:
-    """Averages the gradients over the ranks and scales them to a norm of at most CLIP_NORM, in place; the norm, ()."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    if is_ddp_initialized():  # before clipping, which is not linear; the optimizer's own average changes nothing then
-        for grad in grads:
-            dist.all_reduce(grad)
-            grad /= dist.get_world_size()
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in grads]))
-    scale = (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        grad.mul_(scale)
-    return norm

@@ -22,6 +22,7 @@ lr of 0.02 is in effect 0.02002, its beta2 of 0.95 is 0.949), which is the only 
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,6 +59,43 @@ def _gradients(params: list[Tensor]) -> list[Tensor]:
             "first, and give the optimizer only parameters that the loss depends on"
         )
     return [p.grad for p in params]
+
+
+def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
+    """2-norm of all gradients on this rank, a scalar on their device; not finite if any of them is not."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.nn.utils.get_total_norm(grads).float()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Schedules. Which there are is the model's (setup_pretraining, setup_finetuning)
+
+# (step, progress of the run from 0 to 1) -> what all learning rates are multiplied by in this step. It sets the options
+# of the optimizers: rates, momentum, weight decay.
+Schedule = Callable[[int, float], float]
+
+
+@dataclass(frozen=True)
+class PretrainingOptions:
+    """nanochat's flags of pre-training, of the same names, before they are scaled to batch and model."""
+
+    embedding_lr: float = 0.3
+    unembedding_lr: float = 0.004
+    matrix_lr: float = 0.02
+    scalar_lr: float = 0.5
+    weight_decay: float = 0.2
+    adam_beta1: float = 0.8
+    adam_beta2: float = 0.95
+    warmup_ratio: float = 0.0
+    warmdown_ratio: float = 0.4
+    final_lr_frac: float = 0.0
+
+
+def set_learning_rates(optimizers: Iterable[torch.optim.Optimizer], multiplier: float) -> None:
+    """Every group's rate becomes its initial_lr times the multiplier."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * multiplier
 
 
 # ----------------------------------------------------------------------------------------------------------------------

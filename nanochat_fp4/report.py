@@ -24,6 +24,7 @@ from nanochat_fp4.console import format_seconds
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_open, atomic_write
+from nanochat_fp4.metrics import read_jsonl
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE
 from nanochat_fp4.roofline import MACHINES, is_predictable, machine_of, predict
 
@@ -195,20 +196,6 @@ def get_report(model_tag: str | None = None) -> Report | DummyReport:
 # From sections and metrics to one row per run
 
 
-def read_jsonl(path: str | os.PathLike) -> list[dict]:
-    """The intact lines of a metrics file. A process that was killed may leave half a line at the end: skipped."""
-    records = []
-    with open(path, "rb") as f:
-        for line in f:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                records.append(record)
-    return records
-
-
 def _read_metrics(checkpoints: Path, notes: list[str]) -> dict[str, list[dict]]:
     metrics = {}
     for path in sorted(checkpoints.glob("*/metrics.jsonl"), key=lambda p: p.stat().st_mtime):
@@ -253,7 +240,7 @@ def _summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
             take(record)
         elif event == "train" and step is not None:
             run["step"] = int(step) + 1
-            take({"tokens_per_second": record.get("tokens_per_second")})
+            take({"tokens_per_second": record.get("tok_per_sec")})
         elif event == "val":
             take({"val_bpb": record.get("bpb"), "val_bpb_bf16": record.get("bpb_bf16")})
             take({"val_tokens": record.get("tokens")})

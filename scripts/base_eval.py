@@ -34,7 +34,7 @@ from nanochat_fp4.files import atomic_write
 from nanochat_fp4.gpt import autocast
 from nanochat_fp4.report import get_report
 from nanochat_fp4.rows import MissingDataError, read_rows
-from scripts.post_training import checkpoint_method, load_stage_model
+from nanochat_fp4.stage import checkpoint_method, load_stage_model
 
 EVAL_BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 MAX_FILES, MAX_BYTES = 10_000, 4 << 30  # of an archive that is unpacked; the bundle has some 60 files, 160 MB packed

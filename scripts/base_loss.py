@@ -17,13 +17,13 @@ from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute
 from nanochat_fp4.console import Progress
 from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.dataset import ensure_data
+from nanochat_fp4.engine import draw_samples
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.gpt import autocast
 from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.report import get_report
+from nanochat_fp4.stage import checkpoint_method, resolve_method
 from nanochat_fp4.tokenizer import get_token_bytes
-from nanochat_fp4.training import draw_samples, resolve_method
-from scripts.post_training import checkpoint_method
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -18,7 +18,7 @@ from nanochat_fp4.console import parse_finite
 from nanochat_fp4.engine import Engine
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.gpt import autocast
-from scripts.post_training import checkpoint_method, load_stage_model
+from nanochat_fp4.stage import checkpoint_method, load_stage_model
 
 MAX_TOKENS = 256  # of an answer
 

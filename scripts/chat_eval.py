@@ -37,7 +37,7 @@ from nanochat_fp4.execution import SandboxError, describe_sandbox
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.report import get_report
 from nanochat_fp4.rows import MissingDataError
-from scripts.post_training import changed_flags, checkpoint_method, load_stage_model, weights_digest
+from nanochat_fp4.stage import changed_flags, checkpoint_method, load_stage_model, weights_digest
 
 TASKS: dict[str, Callable[[str | None], Task]] = {
     "ARC-Easy": lambda eval_dir: ARC("ARC-Easy", "test", eval_dir=eval_dir),

@@ -21,6 +21,7 @@ import functools
 import torch
 
 from eval.arc import ARC
+from eval.common import resolve_eval_dir
 from eval.gsm8k import GSM8K
 from eval.local import LocalArithmetic, LocalChoice, LocalCode
 from eval.mmlu import MMLU
@@ -32,20 +33,19 @@ from nanochat_fp4.chat_data import (
     CustomJSON,
     SimpleSpelling,
     SmolTalk,
-    identity_conversations,
-)
-from nanochat_fp4.chat_loader import ConversationBatches
-from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.training import StopRequested, StopSignals, mean_over_ranks, run_stage
-from scripts.post_training import (
-    Plan,
-    PostTraining,
     Source,
-    add_common_arguments,
-    changed_flags,
+    Task,
     describe_sources,
+    identity_conversations,
     load_sources,
 )
+from nanochat_fp4.chat_loader import ConversationBatches
+from nanochat_fp4.common import mean_over_ranks
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.post_training import PostTraining, add_common_arguments
+from nanochat_fp4.signals import StopRequested
+from nanochat_fp4.stage import Process, changed_flags, run_stage
+from nanochat_fp4.trainer import TrainingStep, due
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -110,11 +110,65 @@ def metric_sources(args: argparse.Namespace) -> list[Source]:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    args.eval_dir = resolve_eval_dir(args.eval_dir)
     run_stage(args, functools.partial(train, args))
 
 
-def train(args: argparse.Namespace, device: torch.device, rank: int, world_size: int, signals: StopSignals) -> None:
-    B, examples = args.device_batch_size, args.target_examples_per_step
+class Evaluation:
+    """Validation loss, and accuracies of the metric sources, each as often as its flag says."""
+
+    def __init__(self, args: argparse.Namespace, run: PostTraining, parts: TrainingStep, val_dataset: Task):
+        self.args, self.run, self.parts, self.val_dataset = args, run, parts, val_dataset
+        self.metrics = []
+        if args.eval_metrics_every > 0:
+            self.metrics = metric_sources(args)
+            load_sources(self.metrics, args.allow_missing, "metrics")
+
+    def metrics_due(self, step: int, last: bool) -> bool:
+        every = self.args.eval_metrics_every
+        return every > 0 and (last or (step > 0 and step % every == 0))
+
+    def due(self, step: int, last: bool) -> bool:
+        return last or due(self.args.eval_every, step, last) or self.metrics_due(step, last)
+
+    def __call__(self, step: int, last: bool) -> dict[str, float]:
+        numbers = {}
+        if last or due(self.args.eval_every, step, last):
+            numbers["val_loss"] = self.validation_loss()
+        for source in self.metrics if self.metrics_due(step, last) else ():
+            if source.task is not None:
+                numbers[source.name] = self.accuracy(source)
+        return numbers
+
+    def validation_loss(self) -> float:
+        args, process, losses = self.args, self.run.process, []
+        batches = ConversationBatches(
+            self.val_dataset, self.run.tokenizer, args.device_batch_size, process.device, process.rank,
+            process.world_size, self.run.config.sequence_len,
+        )  # fmt: skip
+        with torch.no_grad(), self.parts.autocast():
+            for _, (x, y, _) in zip(range(args.eval_steps), process.signals.watch(batches, process.device)):
+                losses.append(self.run.model(x, y))
+        return float(mean_over_ranks(torch.stack(losses).mean()))
+
+    def accuracy(self, source: Source) -> float:
+        signals = self.run.process.signals
+        score = run_task(
+            source.task,
+            self.run.model,
+            self.run.tokenizer,
+            source.name,
+            batch_size=2 * self.args.device_batch_size,  # without gradients there is room for more
+            max_problems=self.args.eval_metrics_max_problems,
+            interrupted=lambda: signals.signum is not None,
+        )
+        if signals.received(self.run.process.device):
+            raise StopRequested
+        return score.accuracy
+
+
+def train(args: argparse.Namespace, process: Process) -> None:
+    B, examples, world_size = args.device_batch_size, args.target_examples_per_step, process.world_size
     if B < 1 or examples < 1 or examples % (B * world_size):
         raise UserError(
             f"--target-examples-per-step={examples} is not a multiple of {B * world_size} (--device-batch-size {B} on "
@@ -122,12 +176,13 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, world_size:
         )
     if args.eval_steps < 1:
         raise UserError(f"--eval-steps={args.eval_steps} measures nothing; use at least 1")
-    run = PostTraining("sft", args.source, args, device, rank, world_size, signals)
+    run = PostTraining("sft", args.source, args, process)
     tokenizer, max_tokens = run.tokenizer, run.config.sequence_len
 
-    sources = train_sources(args)
-    dataset = load_sources(sources, args.allow_missing, "training")
+    train_parts = train_sources(args)
+    dataset = load_sources(train_parts, args.allow_missing, "training")
     val_dataset = load_sources(val_sources(args), args.allow_missing, "validation")
+    sources = describe_sources(train_parts)
     num_iterations = args.num_iterations
     if num_iterations < 1:
         num_iterations = (len(dataset) // examples) * args.num_epochs
@@ -136,62 +191,32 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, world_size:
                 f"{len(dataset)} conversations, --target-examples-per-step={examples} and --num-epochs="
                 f"{args.num_epochs} make no step; lower the one or raise the other"
             )
-    metrics = []
-    if args.eval_metrics_every > 0:
-        metrics = metric_sources(args)
-        load_sources(metrics, args.allow_missing, "metrics")
-
-    def validation_loss(forward: torch.nn.Module) -> float:
-        batches = ConversationBatches(val_dataset, tokenizer, B, device, rank, world_size, max_tokens)
-        losses = []
-        with torch.no_grad(), run.autocast():
-            for _, (x, y, _) in zip(range(args.eval_steps), signals.watch(batches, device)):
-                losses.append(forward(x, y))
-        return float(mean_over_ranks(torch.stack(losses).mean()))
-
-    def evaluate(forward: torch.nn.Module, step: int, last: bool) -> dict[str, float]:
-        numbers = {}
-        if last or (args.eval_every > 0 and step % args.eval_every == 0):
-            numbers["val_loss"] = validation_loss(forward)
-        if metrics and (last or (step > 0 and step % args.eval_metrics_every == 0)):
-            for source in metrics:
-                if source.task is not None:
-                    score = run_task(
-                        source.task,
-                        run.model,
-                        tokenizer,
-                        source.name,
-                        batch_size=2 * B,  # without gradients there is room for more
-                        max_problems=args.eval_metrics_max_problems,
-                        interrupted=lambda: signals.signum is not None,
-                    )
-                    if signals.received(device):
-                        raise StopRequested
-                    numbers[source.name] = score.accuracy
-        return numbers
-
-    def evaluate_due(step: int, last: bool) -> bool:
-        metrics_due = args.eval_metrics_every > 0 and step > 0 and step % args.eval_metrics_every == 0
-        return last or (args.eval_every > 0 and step % args.eval_every == 0) or metrics_due
-
-    plan = Plan(
-        make_loader=lambda state: ConversationBatches(
-            dataset, tokenizer, B, device, rank, world_size, max_tokens, state=state
+    optimizers, schedule = run.model.setup_finetuning(run.rates, args.init_lr_frac, lambda progress: 1.0 - progress)
+    parts = run.parts(optimizers, run.model)
+    evaluation = Evaluation(args, run, parts, val_dataset)
+    trainer = run.trainer(
+        parts,
+        sources,
+        {"target_examples_per_step": examples, "device_batch_size": B},
+        make_loader=lambda position: ConversationBatches(
+            dataset, tokenizer, B, process.device, process.rank, world_size, max_tokens, state=position
         ),
+        schedule=schedule,
+        device_batch_size=B,
+        seq_len=max_tokens,
         grad_accum_steps=examples // (B * world_size),
         num_iterations=num_iterations,
+        evaluate=evaluation,
+        evaluate_due=evaluation.due,
         conversations=len(dataset),
-        lr_multiplier=lambda progress: 1.0 - progress,
-        evaluate=evaluate,
-        evaluate_due=evaluate_due,
-        batch_config={"target_examples_per_step": examples, "device_batch_size": B},
-        setup={
+    )
+    if trainer.run():
+        setup = {
             "Flags": changed_flags(args, parse_args([])),
             "Training rows": len(dataset),
             "Examples per step": examples,
-        },
-    )
-    run.train(plan, run.model, describe_sources(sources), "Chat SFT")
+        }
+        run.report(trainer, "Chat SFT", setup, sources)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ from nanochat_fp4.gpt import autocast
 from nanochat_fp4.llama import Llama
 from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.stage import checkpoint_method, load_stage_model
 from nanochat_fp4.tokenizer import get_token_bytes
-from scripts.post_training import checkpoint_method, load_stage_model
 
 FOUR_BITS = (*huggingface.FORMATS, "gguf")
 FORMATS = ("safetensors", *FOUR_BITS, "gguf-bf16")

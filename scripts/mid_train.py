@@ -19,8 +19,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read 
 import argparse
 import functools
 
-import torch
-
+from eval.common import resolve_eval_dir
 from eval.gsm8k import GSM8K
 from eval.local import LocalArithmetic, LocalChoice, LocalCode
 from eval.mmlu import MMLU
@@ -31,24 +30,21 @@ from nanochat_fp4.chat_data import (
     CustomJSON,
     SimpleSpelling,
     SmolTalk,
+    Source,
+    describe_sources,
     identity_conversations,
+    load_sources,
 )
 from nanochat_fp4.chat_loader import PackedConversations
 from nanochat_fp4.common import print0
 from nanochat_fp4.errors import run_main
-from nanochat_fp4.gpt import compile_layers
+from nanochat_fp4.gpt import compile_layers, muon_momentum
 from nanochat_fp4.loss_eval import evaluate_bpb
+from nanochat_fp4.micro_batch import plan_accumulation
+from nanochat_fp4.post_training import PostTraining, add_common_arguments
+from nanochat_fp4.stage import Process, changed_flags, run_stage
 from nanochat_fp4.tokenizer import get_token_bytes
-from nanochat_fp4.training import StopSignals, muon_momentum, plan_accumulation, run_stage
-from scripts.post_training import (
-    Plan,
-    PostTraining,
-    Source,
-    add_common_arguments,
-    changed_flags,
-    describe_sources,
-    load_sources,
-)
+from nanochat_fp4.trainer import due
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -129,55 +125,63 @@ def lr_multiplier(progress: float) -> float:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    args.eval_dir = resolve_eval_dir(args.eval_dir)
     run_stage(args, functools.partial(train, args))
 
 
-def train(args: argparse.Namespace, device: torch.device, rank: int, world_size: int, signals: StopSignals) -> None:
-    run = PostTraining("mid", "base", args, device, rank, world_size, signals)
-    tokenizer, T = run.tokenizer, args.max_seq_len or run.config.sequence_len
-    pretrained_with = run.parent_meta.get("device_batch_size")
-    if args.device_batch_size is None:
-        args.device_batch_size = min(32, pretrained_with or 32)
-    elif pretrained_with and args.device_batch_size > pretrained_with:
-        print0(
-            f"note: the base model was trained with --device-batch-size={pretrained_with}; {args.device_batch_size} "
-            "may not fit"
-        )
-    B = args.device_batch_size
+def train(args: argparse.Namespace, process: Process) -> None:
+    run = PostTraining("mid", "base", args, process)
+    model, tokenizer, T = run.model, run.tokenizer, args.max_seq_len or run.config.sequence_len
+    device, rank, world_size = process.device, process.rank, process.world_size
+    pretrained_with, B = run.parent_meta.get("device_batch_size"), args.device_batch_size
+    if B is None:
+        B = min(32, pretrained_with or 32)
+    elif pretrained_with and B > pretrained_with:
+        print0(f"note: the base model was trained with --device-batch-size={pretrained_with}; {B} may not fit")
     grad_accum_steps = plan_accumulation(args.total_batch_size, B, T, world_size)
     eval_steps = max(1, args.eval_tokens // (B * T * world_size))
     token_bytes = get_token_bytes(device=device)
 
-    sources = train_sources(args)
-    dataset = load_sources(sources, args.allow_missing, "training")
+    train_parts = train_sources(args)
+    dataset = load_sources(train_parts, args.allow_missing, "training")
     val_dataset = load_sources(val_sources(args), args.allow_missing, "validation")
+    sources = describe_sources(train_parts)
+    compiled = args.compile if args.compile is not None else device.type == "cuda"
+    forward = compile_layers(model) if compiled else model
+    optimizers, schedule = model.setup_finetuning(run.rates, args.init_lr_frac, lr_multiplier, muon_momentum)
+    parts = run.parts(optimizers, forward)
 
-    def evaluate(forward: torch.nn.Module, step: int, last: bool) -> dict[str, float]:
+    def evaluate(step: int, last: bool) -> dict[str, float]:
         batches = PackedConversations(val_dataset, tokenizer, B, T, device, rank, world_size)
-        with run.autocast():
+        with parts.autocast():
             pairs = ((x, y) for x, y, _ in batches)
-            return {"val_bpb": evaluate_bpb(forward, signals.watch(pairs, device), eval_steps, token_bytes)}
+            return {"val_bpb": evaluate_bpb(forward, process.signals.watch(pairs, device), eval_steps, token_bytes)}
 
-    plan = Plan(
-        make_loader=lambda state: PackedConversations(dataset, tokenizer, B, T, device, rank, world_size, state=state),
+    trainer = run.trainer(
+        parts,
+        sources,
+        {"total_batch_size": args.total_batch_size, "device_batch_size": B, "max_seq_len": T},
+        make_loader=lambda position: PackedConversations(
+            dataset, tokenizer, B, T, device, rank, world_size, state=position
+        ),
+        schedule=schedule,
+        device_batch_size=B,
+        seq_len=T,
         grad_accum_steps=grad_accum_steps,
         num_iterations=args.num_iterations,
-        conversations=len(dataset),
-        lr_multiplier=lr_multiplier,
         evaluate=evaluate,
-        evaluate_due=lambda step, last: args.eval_every > 0 and (last or step % args.eval_every == 0),
-        momentum=muon_momentum,
-        batch_config={"total_batch_size": args.total_batch_size, "device_batch_size": B, "max_seq_len": T},
-        setup={
+        evaluate_due=functools.partial(due, args.eval_every),
+        conversations=len(dataset),
+        tokens_per_step=args.total_batch_size,
+        val_tokens=eval_steps * B * T * world_size,
+    )
+    if trainer.run():
+        setup = {
             "Flags": changed_flags(args, parse_args([])),
             "Training conversations": len(dataset),
             "Tokens per step": args.total_batch_size,
-        },
-        tokens_per_step=args.total_batch_size,
-    )
-    compiled = args.compile if args.compile is not None else device.type == "cuda"
-    forward = compile_layers(run.model) if compiled else run.model
-    run.train(plan, forward, describe_sources(sources), "Midtraining")
+        }
+        run.report(trainer, "Midtraining", setup, sources)
 
 
 if __name__ == "__main__":

@@ -46,9 +46,9 @@ from nanochat_fp4.dataset import build_embedded_corpus, ensure_data
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.metrics import read_jsonl
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.recipes import Recipe
-from nanochat_fp4.report import read_jsonl
 from scripts import tok_train
 from scripts.bench_common import table
 
@@ -288,7 +288,7 @@ class Sweep:
         if not starts or not values or values[-1]["step"] != starts[-1]["num_iterations"]:
             return None
         start, losses = starts[-1], [r for r in records if r["event"] == "train"]
-        seconds = sum(r["seconds"] for r in losses)
+        seconds = sum(r["dt"] for r in losses)
         result = {
             "method": run.method,
             "size": run.size,

@@ -110,7 +110,7 @@ def final_state(folder: Path, step: int) -> dict[str, Any]:
     ranks = [torch.load(p, weights_only=True) for p in sorted(folder.glob(f"optim_{step:06d}_rank*.pt"))]
     for group in (g for rank in ranks for optimizer in rank["optimizers"] for g in optimizer.get("param_groups", ())):
         group.pop("differentiable", None)  # torch's load_state_dict adds it
-    timed = ("seconds", "tokens_per_second", "mfu")
+    timed = ("dt", "tok_per_sec", "mfu")
     records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] in ("train", "val", "skip", "spike")]
     return {
         "model": model,

@@ -273,15 +273,13 @@ def _die_in_a_save(n: int | None) -> list[int]:
 
         return wrapped
 
-    from scripts import base_train, post_training
+    from nanochat_fp4.trainer import Trainer
 
     # A killed process, unlike a power cut, loses nothing that was written: fsync only takes time here.
     os.fsync = counted(lambda fd: None)
     os.replace, os.unlink = counted(os.replace), counted(os.unlink)
     cm._HashingFile.write = counted(cm._HashingFile.write)
-    for module in (base_train, post_training):
-        for name in ("save_checkpoint", "prune_checkpoints", "forget_later_checkpoints"):
-            setattr(module, name, in_a_save(getattr(module, name)))
+    Trainer.save = in_a_save(Trainer.save)
     return count
 
 
@@ -291,23 +289,19 @@ def _die_in_a_save(n: int | None) -> list[int]:
 
 def at_step(first: int, begin: Any, last: int, end: Any) -> None:
     """begin() inside step `first` (from 0) of training, end() inside step `last`."""
-    from scripts import base_train, post_training
+    from nanochat_fp4.gpt import GPT
 
-    calls = [0]
+    calls, real = [0], GPT.clip_gradients
 
-    def wrapper(real: Any) -> Any:
-        def gradient_norm(model: Any) -> Any:
-            if calls[0] == first:
-                begin()
-            if calls[0] == last:
-                end()
-            calls[0] += 1
-            return real(model)
+    def clip_gradients(model: Any) -> Any:
+        if calls[0] == first:
+            begin()
+        if calls[0] == last:
+            end()
+        calls[0] += 1
+        return real(model)
 
-        return gradient_norm
-
-    for module in (base_train, post_training):
-        module.gradient_norm = wrapper(module.gradient_norm)
+    GPT.clip_gradients = clip_gradients
 
 
 def _must_be_intact(folder: str, step: int) -> None:

@@ -1,6 +1,7 @@
 """Training end to end on a tiny model: resume to the bit, signals, bad numbers, bad input, several processes."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -13,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from _assertions import assert_same, final_state
+from _training import after_steps, in_step, out_of_memory
 
-import nanochat_fp4 as nf
 from nanochat_fp4.checkpoint_manager import find_last_step, list_steps, load_checkpoint
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT, GPTConfig
-from nanochat_fp4.report import read_jsonl
+from nanochat_fp4.metrics import read_jsonl
+from nanochat_fp4.nvfp4 import training as quantized_training
+from nanochat_fp4.trainer import Trainer
 from scripts import base_loss, base_train
 
 ROOT = Path(base_train.__file__).resolve().parent.parent
@@ -62,23 +65,15 @@ def test_resume_is_exact(tiny_base, method, flags):
     assert_same(final_state(folder, 5), expected)
 
 
-def test_resume_continues_what_a_signal_stopped(tiny_base, monkeypatch, capsys):
+def test_resume_continues_what_a_signal_stopped(tiny_base, capsys):
     train(steps=6, method="bf16")
     folder = tiny_base / "base_checkpoints" / "d2_bf16"
     expected = final_state(folder, 6)
 
     for number, status in ((signal.SIGUSR1, 0), (signal.SIGTERM, 143), (signal.SIGINT, 130)):
         tag = f"stopped_{number}"
-        real, calls, handler = base_train.gradient_norm, [], signal.getsignal(number)
-
-        def signal_in_step_2(model, number=number, real=real, calls=calls):
-            calls.append(1)
-            if len(calls) == 3:
-                os.kill(os.getpid(), number)
-            return real(model)
-
-        with monkeypatch.context() as m:
-            m.setattr(base_train, "gradient_norm", signal_in_step_2)
+        handler = signal.getsignal(number)
+        with in_step(2, functools.partial(os.kill, os.getpid(), number)):
             if status:
                 with pytest.raises(SystemExit) as stopped:
                     train(f"--model-tag={tag}", steps=6, method="bf16")
@@ -124,7 +119,7 @@ def test_finished_run_has_nothing_to_do(tiny_base, capsys):
     train("--resume-from-step=latest", steps=2, method="bf16")
     assert "Nothing to do" in capsys.readouterr().out
     assert_same(final_state(folder, 2), before)
-    assert json.loads(section.read_text())["results"]["val_bpb"] == before["loop"]["val_bpb"]
+    assert json.loads(section.read_text())["results"]["val_bpb"] == before["loop"]["numbers"]["val_bpb"]
 
 
 def test_damaged_checkpoint_falls_back_to_the_one_before(tiny_base):
@@ -215,7 +210,7 @@ class Nan(torch.autograd.Function):
 def broken_layer(where: str, name: str, steps: set[int]):
     """NaN in what a layer computes ("forward") or in its input's gradient ("backward"), whenever a step is trained."""
     now = 0
-    real_forward, real_update = GPT.forward, base_train.Progress.update
+    real_forward = GPT.forward
 
     def forward(self, *args, **kwargs):
         if not (self.training and torch.is_grad_enabled() and now in steps):
@@ -228,14 +223,12 @@ def broken_layer(where: str, name: str, steps: set[int]):
         finally:
             del layer.forward
 
-    def update(self, n=1, **info):
+    def over(trainer):
         nonlocal now
-        now += n  # a step is over, trained or skipped
-        return real_update(self, n, **info)
+        now += 1
 
-    with pytest.MonkeyPatch.context() as m:
+    with pytest.MonkeyPatch.context() as m, after_steps(over):
         m.setattr(GPT, "forward", forward)
-        m.setattr(base_train.Progress, "update", update)
         yield
 
 
@@ -281,22 +274,11 @@ def test_skipping_gives_up_when_nothing_else_happens(tiny_base):
 # Memory
 
 
-def test_out_of_memory_names_the_size_that_fits_and_saves(tiny_base, monkeypatch):
+def test_out_of_memory_names_the_size_that_fits_and_saves(tiny_base):
     train("--device-batch-size=1", "--model-tag=whole", "--eval-every=-1", steps=4, method="bf16")
-    real, calls = base_train.lr_multiplier, []
-
-    def full(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(*args)
-
-    with monkeypatch.context() as m:
-        m.setattr(base_train, "lr_multiplier", full)
-        with pytest.raises(
-            UserError, match="out of memory at step 2 with --device-batch-size=2; --device-batch-size=1"
-        ):
-            train("--eval-every=-1", steps=4, method="bf16")
+    expected = "out of memory at step 2 with --device-batch-size=2; --device-batch-size=1"
+    with in_step(2, out_of_memory), pytest.raises(UserError, match=expected):
+        train("--eval-every=-1", steps=4, method="bf16")
     assert list_steps(tiny_base / "base_checkpoints" / "d2_bf16") == [2]
     train("--eval-every=-1", "--device-batch-size=1", "--resume-from-step=latest", steps=4, method="bf16")
 
@@ -324,8 +306,8 @@ def test_micro_batches_do_not_change_what_is_learned(tiny_base):
 
 def test_weights_are_quantized_once_a_step(tiny_base, monkeypatch):
     entered = []
-    real = nf.quantize_weights_once
-    monkeypatch.setattr(nf, "quantize_weights_once", lambda model: entered.append(model) or real(model))
+    real = quantized_training.quantize_weights_once
+    monkeypatch.setattr(quantized_training, "quantize_weights_once", lambda model: entered.append(model) or real(model))
     train("--eval-every=-1", steps=2)  # two micro-batches a step
     assert len(entered) == 2
     train("--eval-every=-1", "--device-batch-size=4", "--overwrite", steps=2)  # one: nothing to save
@@ -379,15 +361,13 @@ def test_torchrun_starts_again_where_it_was(fork_server, tiny_base):
     program.write_text(
         """
 import os, signal
+from _training import in_step
 from scripts import base_train
-real, calls = base_train.gradient_norm, []
-def gradient_norm(model):
-    calls.append(1)
-    if len(calls) == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+def die():
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
-    return real(model)
-base_train.gradient_norm = gradient_norm
-base_train.main()
+with in_step(5, die):
+    base_train.main()
 """
     )
     flags = [*TINY, "--method=clover", "--num-iterations=8", "--save-every=2"]
@@ -481,9 +461,9 @@ def test_method_from_the_environment_and_flag_wins(tiny_base, monkeypatch):
 
 
 def test_full_disk_at_the_end_is_an_error_and_keeps_what_was_saved(tiny_base, monkeypatch):
-    real = base_train.save_checkpoint
+    real = Trainer.save
     with monkeypatch.context() as m:
-        m.setattr(base_train, "save_checkpoint", lambda folder, step, *a, **k: step < 3 and real(folder, step, *a, **k))
+        m.setattr(Trainer, "save", lambda trainer, step, *args: step < 3 and real(trainer, step, *args))
         with pytest.raises(UserError, match="could not be saved"):
             train("--save-every=2", steps=3, method="bf16")
     assert list_steps(tiny_base / "base_checkpoints" / "d2_bf16") == [2]
@@ -530,7 +510,7 @@ def test_loss_stage_reports_both_forwards(tiny_base, capsys):
     # The training loop and the loss stage measure the same thing.
     folder = tiny_base / "base_checkpoints" / "d2_clover"
     meta = load_checkpoint(folder, 4, "cpu")[2]
-    assert results["val_bpb"] == pytest.approx(meta["loop_state"]["val_bpb"], rel=1e-6)
+    assert results["val_bpb"] == pytest.approx(meta["loop_state"]["numbers"]["val_bpb"], rel=1e-6)
     with pytest.raises(UserError, match="--split-tokens=100 is not a multiple of 64"):
         base_loss.main(["--model-tag=d2_clover", "--device-batch-size=2", "--split-tokens=100", "--device-type=cpu"])
 
@@ -564,28 +544,23 @@ def resident_mb() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def growth(monkeypatch, steps: int, method: str) -> float:
+def growth(steps: int, method: str) -> float:
     """MB that the process grew between a quarter of the run and its end."""
-    seen, update = [], base_train.Progress.update
-
-    def record(self, n=1, **info):
-        seen.append(resident_mb())
-        return update(self, n, **info)
-
-    monkeypatch.setattr(base_train.Progress, "update", record)
+    seen = []
     files = len(os.listdir("/proc/self/fd"))
-    train("--eval-every=30", "--save-every=30", method=method, steps=steps)
+    with after_steps(lambda trainer: seen.append(resident_mb())):
+        train("--eval-every=30", "--save-every=30", method=method, steps=steps)
     assert len(os.listdir("/proc/self/fd")) == files and len(seen) == steps
     return seen[-1] - seen[steps // 4]
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
-def test_memory_and_file_descriptors_do_not_grow(tiny_base, monkeypatch):
+def test_memory_and_file_descriptors_do_not_grow(tiny_base):
     # An evaluation and a checkpoint every 30 steps. The model and its optimizers are 6 MB, the gradients 2 MB.
-    assert growth(monkeypatch, 120, "bf16") < 4
+    assert growth(120, "bf16") < 4
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("method", ["bf16", "clover"])
-def test_memory_does_not_grow_over_2000_steps(tiny_base, monkeypatch, method):
-    assert growth(monkeypatch, 2000, method) < 12
+def test_memory_does_not_grow_over_2000_steps(tiny_base, method):
+    assert growth(2000, method) < 12

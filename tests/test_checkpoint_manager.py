@@ -33,8 +33,8 @@ from nanochat_fp4.checkpoint_manager import (
 from nanochat_fp4.dataloader import BestFitLoader
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT, GPTConfig
+from nanochat_fp4.resume import find_resume_step
 from nanochat_fp4.tokenizer import RustBPETokenizer
-from nanochat_fp4.training import find_resume_step
 
 KINDS = ("model_{:06d}.pt", "optim_{:06d}_rank0.pt", "meta_{:06d}.json")
 
@@ -331,7 +331,7 @@ def a_resume_finishes_what_killed_saves_left(tmp_path):
         left = sorted(os.listdir(folder))
         reader = find_last_step(folder)
         assert value_of(folder, reader) == reader and sorted(os.listdir(folder)) == left  # readers only read
-        outcomes.append(find_resume_step(latest, folder, 0))
+        outcomes.append(find_resume_step(folder, "latest", False, 0))
         assert outcomes[-1] == reader == value_of(folder, reader)
         if reader == 5:
             save(folder, 10)  # as the resumed run does

@@ -146,7 +146,7 @@ def test_training_checkpoints_and_resuming(tiny_base):
     model, _, meta = load_model("base", "cpu", "eval", "llama-tiny_bf16")
     assert isinstance(model, Llama) and meta["model_config"]["family"] == "llama"
     want = {name: p.clone() for name, p in model.named_parameters()}
-    assert meta["loop_state"]["val_bpb"] < 0.7 * 3.3  # from 3.3 bits a byte: it learns
+    assert meta["loop_state"]["numbers"]["val_bpb"] < 0.7 * 3.3  # from 3.3 bits a byte: it learns
     base_train.main([*flags, "--resume-from-step=9"])
     again = load_model("base", "cpu", "eval", "llama-tiny_bf16")[0]
     assert all(torch.equal(p, want[name]) for name, p in again.named_parameters())

@@ -12,17 +12,19 @@ import pytest
 import torch
 from _assertions import assert_same, final_state
 from _samples import CORE_TASKS, make_bundle, save_base
+from _training import after_steps, in_step
 
 from eval.local import LocalArithmetic, LocalChoice
 from nanochat_fp4 import core_eval
-from nanochat_fp4.chat_data import CustomJSON, Task
+from nanochat_fp4.chat_data import CustomJSON, Source, Task
 from nanochat_fp4.chat_loader import ConversationBatches, PackedConversations
 from nanochat_fp4.checkpoint_manager import list_steps, load_checkpoint
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT
-from nanochat_fp4.report import read_jsonl
+from nanochat_fp4.metrics import read_jsonl
+from nanochat_fp4.stage import checkpoint_method, weights_digest
 from nanochat_fp4.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, get_tokenizer
-from scripts import base_eval, base_train, chat_cli, chat_eval, chat_sft, mid_train, post_training
+from scripts import base_eval, base_train, chat_cli, chat_eval, chat_sft, mid_train
 
 ROOT = Path(mid_train.__file__).resolve().parent.parent
 MID = (
@@ -234,9 +236,9 @@ def test_base_to_mid_to_sft_to_evaluation_and_chat(base, capsys, monkeypatch):
     _, _, meta = load_checkpoint(folder, None, "cpu")
     assert meta["user_config"]["method"] == "clover" and meta["model_config"]["window_pattern"] == "SL"
     assert meta["parent"] == {"stage": "base", "model_tag": "d2_clover", "step": 5} | {
-        "weights_sha256": post_training.weights_digest(base / "base_checkpoints" / "d2_clover", 5)
+        "weights_sha256": weights_digest(base / "base_checkpoints" / "d2_clover", 5)
     }
-    bpb = [r["val_bpb"] for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "val"]
+    bpb = [r["bpb"] for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "val"]
     assert len(bpb) == 3 and bpb[-1] == meta["val_bpb"] < 0.9 * bpb[0]  # it learns
 
     sft(steps=4)
@@ -302,7 +304,7 @@ def test_resume_is_exact_with_quantized_gradients(base):
 
 def test_a_full_epoch_ends_where_the_data_ends(base, monkeypatch):
     """Without --num-iterations, until every conversation was used; resumed in between to the bit."""
-    small = lambda args: [post_training.Source("few", lambda: LocalArithmetic(size=60))]  # noqa: E731
+    small = lambda args: [Source("few", lambda: LocalArithmetic(size=60))]  # noqa: E731
     monkeypatch.setattr(mid_train, "train_sources", small)
     mid("--save-every=3", "--keep-last=-1", "--quantization=none", steps=-1)
     folder = base / "mid_checkpoints" / "d2_clover"
@@ -310,33 +312,23 @@ def test_a_full_epoch_ends_where_the_data_ends(base, monkeypatch):
     expected = final_state(folder, last)
     records = [r for r in expected["records"] if r["event"] == "train"]
     assert len(records) == last > 5 and expected["loop"]["progress"] >= 1
-    multipliers = [r["lr_multiplier"] for r in records]
+    multipliers = [r["lrm"] for r in records]
     assert multipliers[0] == 1.0 and multipliers == sorted(multipliers, reverse=True) and 0 < multipliers[-1] < 0.6
     mid("--resume-from-step=3", "--quantization=none", steps=-1)
     assert_same(final_state(folder, last), expected)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_signals_save_and_stop(base, stage, monkeypatch, capsys):
+def test_signals_save_and_stop(base, stage, capsys):
     run, place = STAGES[stage]
     if stage == "sft":
         save_base(base, source="mid_checkpoints")
     folder = base / place / "d2_clover"
     run("--model-tag=d2_clover", steps=4)
     expected = final_state(folder, 4)
-    real, calls = post_training.gradient_norm, []
-
-    def signal_in_step_1(model):
-        calls.append(1)
-        if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(model)
-
-    with monkeypatch.context() as m:
-        m.setattr(post_training, "gradient_norm", signal_in_step_1)
-        with pytest.raises(SystemExit) as stopped:
-            run("--overwrite", steps=4)
-        assert stopped.value.code == 143
+    with in_step(1, lambda: os.kill(os.getpid(), signal.SIGTERM)), pytest.raises(SystemExit) as stopped:
+        run("--overwrite", steps=4)
+    assert stopped.value.code == 143
     assert "SIGTERM: stopped at step 2" in capsys.readouterr().out and list_steps(folder) == [2]
     run("--resume-from-step=latest", steps=4)
     assert_same(final_state(folder, 4), expected)
@@ -381,21 +373,16 @@ def test_bad_numbers_stop_the_run_and_name_the_layer(base, stage, monkeypatch):
 
 
 @pytest.mark.parametrize("quantization", ["forward", "full", "none"])
-def test_quantization_of_post_training(base, quantization, monkeypatch):
+def test_quantization_of_post_training(base, quantization):
     recipes = []
-    train = post_training.PostTraining.train
-    monkeypatch.setattr(
-        post_training.PostTraining,
-        "train",
-        lambda self, *a: (recipes.append(self.model.transformer.h[0].mlp.c_fc.recipe), train(self, *a))[1],
-    )
-    mid(f"--quantization={quantization}", steps=1)
+    with after_steps(lambda trainer: recipes.append(trainer.model.transformer.h[0].mlp.c_fc.recipe)):
+        mid(f"--quantization={quantization}", steps=1)
     recipe = recipes[0]
     assert (recipe.output.a.rounding is not None) == (quantization != "none")
     assert (recipe.grad_weight.a.rounding is not None) == (quantization == "full")
     _, _, meta = load_checkpoint(base / "mid_checkpoints" / "d2_clover", 1, "cpu")
-    assert post_training.checkpoint_method(meta) == ("bf16" if quantization == "none" else "clover")
-    assert post_training.checkpoint_method(meta, "nvidia") == "nvidia"
+    assert checkpoint_method(meta) == ("bf16" if quantization == "none" else "clover")
+    assert checkpoint_method(meta, "nvidia") == "nvidia"
 
 
 @pytest.mark.parametrize(
@@ -408,8 +395,8 @@ def test_quantization_of_post_training(base, quantization, monkeypatch):
     ],
 )
 def test_a_checkpoint_is_used_with_the_method_that_it_was_trained_with_last(config, method):
-    assert post_training.checkpoint_method({"user_config": config}) == method
-    assert post_training.checkpoint_method({"user_config": config}, "clover_late") == "clover_refined"
+    assert checkpoint_method({"user_config": config}) == method
+    assert checkpoint_method({"user_config": config}, "clover_late") == "clover_refined"
 
 
 def test_method_is_the_checkpoints_unless_a_flag_says_otherwise(base, monkeypatch, capsys):

@@ -40,8 +40,8 @@ from nanochat_fp4.checkpoint_manager import (
 )
 from nanochat_fp4.dataset import ensure_data, parquets_iter_batched
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.metrics import MetricsLog
 from nanochat_fp4.tokenizer import get_token_bytes, get_tokenizer
-from nanochat_fp4.training import MetricsLog
 from scripts import base_eval, base_train, chat_eval
 
 INPUTS = 40  # damaged versions of each kind of file, in a normal run

@@ -11,8 +11,8 @@ import torch
 
 from nanochat_fp4 import report
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.metrics import MetricsLog
 from nanochat_fp4.report import Report, get_report
-from nanochat_fp4.training import MetricsLog
 
 
 @pytest.fixture

@@ -10,23 +10,34 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4 import training
+from nanochat_fp4.common import get_rng_state, preserved_rng, set_rng_state
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.training import LossMonitor, MetricsLog, StopRequested, StopSignals
+from nanochat_fp4.gpt import GPT, GPTConfig, lr_multiplier, muon_momentum, weight_decay_at
+from nanochat_fp4.metrics import LossMonitor, MetricsLog, read_jsonl
+from nanochat_fp4.micro_batch import (
+    auto_device_batch_size,
+    largest_micro_batch,
+    parse_device_batch_size,
+    plan_accumulation,
+)
+from nanochat_fp4.optim import gradient_norm
+from nanochat_fp4.resume import check_same_run
+from nanochat_fp4.signals import StopRequested, StopSignals
+from nanochat_fp4.stage import resolve_method
+from nanochat_fp4.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
 
 
 def test_method_flag_then_environment_then_clover(monkeypatch):
-    assert training.resolve_method(None) == "clover"
+    assert resolve_method(None) == "clover"
     monkeypatch.setenv("QAT_METHOD", "nvidia")
-    assert training.resolve_method(None) == "nvidia"
-    assert training.resolve_method("bf16") == "bf16"
-    assert training.resolve_method("quartet2") == "clover"  # the alias, so that both names are one run
+    assert resolve_method(None) == "nvidia"
+    assert resolve_method("bf16") == "bf16"
+    assert resolve_method("quartet2") == "clover"  # the alias, so that both names are one run
     monkeypatch.setenv("QAT_METHOD", "fp3")
     with pytest.raises(UserError, match="QAT_METHOD: unknown method 'fp3'; use one of: bf16, .*clover"):
-        training.resolve_method(None)
+        resolve_method(None)
     with pytest.raises(UserError, match="--method: method 'clover_hot' was .* the last commit .* is 880d786"):
-        training.resolve_method("clover_hot")  # what mid-training, SFT and evaluations ask of a checkpoint, too
-    assert training.default_model_tag(20, "clover") == "d20_clover"
+        resolve_method("clover_hot")  # what mid-training, SFT and evaluations ask of a checkpoint, too
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -34,11 +45,11 @@ def test_method_flag_then_environment_then_clover(monkeypatch):
 
 
 def test_accumulation_keeps_the_total_batch():
-    assert training.plan_accumulation(524288, 32, 2048, 8) == 1
-    assert training.plan_accumulation(524288, 8, 2048, 1) == 32
+    assert plan_accumulation(524288, 32, 2048, 8) == 1
+    assert plan_accumulation(524288, 8, 2048, 1) == 32
     for bad in ((1000, 1, 64, 1), (64, 2, 64, 1), (64, 0, 64, 1)):
         with pytest.raises(UserError, match="is not a multiple of"):
-            training.plan_accumulation(*bad)
+            plan_accumulation(*bad)
 
 
 @pytest.mark.parametrize("fits", [1, 2, 5, 8, 31, 64, 300])
@@ -55,37 +66,37 @@ def test_largest_micro_batch(fits, error):
             raise error
         return 1000 + 10 * size
 
-    assert training.largest_micro_batch(rows, peak_bytes, budget=10**9) == 2 ** int(math.log2(min(fits, 256)))
+    assert largest_micro_batch(rows, peak_bytes, budget=10**9) == 2 ** int(math.log2(min(fits, 256)))
     assert max(size for size in tried if size <= fits) == 2 ** int(math.log2(min(fits, 256)))
 
 
 def test_largest_micro_batch_limits():
     linear = lambda size: 100 + 10 * size  # noqa: E731
-    assert training.largest_micro_batch(64, linear, budget=100 + 10 * 20) == 16
-    assert training.largest_micro_batch(48, linear, budget=100 + 10 * 20) == 16  # divisors, not powers of two
-    assert training.largest_micro_batch(45, linear, budget=100 + 10 * 20) == 15
-    assert training.largest_micro_batch(64, linear, budget=10**9, below=16) == 8
-    assert training.largest_micro_batch(64, linear, budget=105) is None
-    assert training.largest_micro_batch(1, linear, budget=10**9) == 1
+    assert largest_micro_batch(64, linear, budget=100 + 10 * 20) == 16
+    assert largest_micro_batch(48, linear, budget=100 + 10 * 20) == 16  # divisors, not powers of two
+    assert largest_micro_batch(45, linear, budget=100 + 10 * 20) == 15
+    assert largest_micro_batch(64, linear, budget=10**9, below=16) == 8
+    assert largest_micro_batch(64, linear, budget=105) is None
+    assert largest_micro_batch(1, linear, budget=10**9) == 1
     # Memory that grows faster than two small passes show: smaller sizes are tried until one holds.
-    assert training.largest_micro_batch(64, lambda size: size**2, budget=300) == 16
+    assert largest_micro_batch(64, lambda size: size**2, budget=300) == 16
     with pytest.raises(ZeroDivisionError):  # only a lack of memory is an answer
-        training.largest_micro_batch(8, lambda size: 1 // 0, budget=100)
+        largest_micro_batch(8, lambda size: 1 // 0, budget=100)
 
 
 def test_automatic_size_on_a_cpu_is_bounded_by_memory():
-    model, cpu = nn.Linear(2, 2), torch.device("cpu")
-    size = lambda row_bytes, **kw: training.auto_device_batch_size(None, model, 256, cpu, row_bytes, **kw)  # noqa: E731
-    assert size(1) == 32 and size(2**50) == 1 and size(1, below=32) == 16
+    model = GPT(GPTConfig(sequence_len=8, vocab_size=64, n_layer=1, n_head=1, n_kv_head=1, n_embd=8))
+    size = lambda seq_len, **kw: auto_device_batch_size(model, 256, seq_len, **kw)  # noqa: E731
+    assert size(8) == 32 and size(2**40) == 1 and size(8, below=32) == 16  # nothing is tried out
     with pytest.raises(UserError, match="not even one row fits"):
-        size(1, below=1)
+        size(8, below=1)
 
 
 def test_device_batch_size_flag():
-    assert training.parse_device_batch_size("auto") == "auto" and training.parse_device_batch_size("8") == 8
+    assert parse_device_batch_size("auto") == "auto" and parse_device_batch_size("8") == 8
     for bad in ("0", "-1", "x", "1.5", ""):
         with pytest.raises(Exception, match="neither 'auto' nor"):
-            training.parse_device_batch_size(bad)
+            parse_device_batch_size(bad)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -93,14 +104,14 @@ def test_device_batch_size_flag():
 
 
 def test_schedules_are_nanochats():
-    lr = [training.lr_multiplier(i, 100) for i in range(101)]
+    lr = [lr_multiplier(i, 100) for i in range(101)]
     assert lr[:61] == [1.0] * 61 and lr[80] == 0.5 and lr[100] == 0.0
     assert lr[60:] == sorted(lr[60:], reverse=True)
-    warm = [training.lr_multiplier(i, 100, warmup_ratio=0.1, final_lr_frac=0.2) for i in range(101)]
+    warm = [lr_multiplier(i, 100, warmup_ratio=0.1, final_lr_frac=0.2) for i in range(101)]
     assert warm[:3] == [0.1, 0.2, 0.3] and warm[9] == 1.0 and warm[100] == pytest.approx(0.2)
-    assert training.lr_multiplier(3, 100, warmdown_ratio=0.0) == 1.0
-    assert [training.muon_momentum(i) for i in (0, 150, 300, 9999)] == pytest.approx([0.85, 0.9, 0.95, 0.95])
-    assert [training.weight_decay_at(i, 10, 0.2) for i in (0, 5, 10)] == pytest.approx([0.2, 0.1, 0.0])
+    assert lr_multiplier(3, 100, warmdown_ratio=0.0) == 1.0
+    assert [muon_momentum(i) for i in (0, 150, 300, 9999)] == pytest.approx([0.85, 0.9, 0.95, 0.95])
+    assert [weight_decay_at(i, 10, 0.2) for i in (0, 5, 10)] == pytest.approx([0.2, 0.1, 0.0])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -109,13 +120,13 @@ def test_schedules_are_nanochats():
 
 def test_random_state_round_trip_through_a_checkpoint(tmp_path):
     cpu = torch.device("cpu")
-    state = training.get_rng_state(cpu)
+    state = get_rng_state(cpu)
     first = torch.rand(5)
     torch.save(state, tmp_path / "state.pt")
-    training.set_rng_state(torch.load(tmp_path / "state.pt", weights_only=True), cpu)
+    set_rng_state(torch.load(tmp_path / "state.pt", weights_only=True), cpu)
     assert torch.equal(torch.rand(5), first)
-    training.set_rng_state(state, cpu)
-    with pytest.raises(KeyError), training.preserved_rng(cpu):
+    set_rng_state(state, cpu)
+    with pytest.raises(KeyError), preserved_rng(cpu):
         torch.rand(100)
         raise KeyError
     assert torch.equal(torch.rand(5), first)
@@ -195,32 +206,32 @@ class BadGradient(torch.autograd.Function):
 def test_first_bad_value_is_named():
     model, x = Chain(), torch.randn(3, 4)
     finite = lambda: model(x).backward()  # noqa: E731
-    assert training.name_nonfinite(model, finite).startswith("the loss itself")
-    assert training.name_nonfinite(model, lambda: model(x * float("inf")).backward()) == "output of a"
-    assert training.name_nonfinite(model, lambda: model(x, BadGradient.apply).backward()) == "gradient that reaches b"
+    assert name_nonfinite(model, finite).startswith("the loss itself")
+    assert name_nonfinite(model, lambda: model(x * float("inf")).backward()) == "output of a"
+    assert name_nonfinite(model, lambda: model(x, BadGradient.apply).backward()) == "gradient that reaches b"
 
     handle = model.b.register_forward_hook(lambda m, a, out: out * float("nan"))
-    assert training.name_nonfinite(model, finite) == "output of b"
+    assert name_nonfinite(model, finite) == "output of b"
     handle.remove()
 
     handle = model.b.weight.register_hook(lambda g: g * float("nan"))
-    assert training.name_nonfinite(model, finite) == "gradient of b.weight"
+    assert name_nonfinite(model, finite) == "gradient of b.weight"
     handle.remove()
 
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks or m._backward_hooks for m in model.modules())
     with torch.no_grad():
         model.c.weight[0, 0] = float("nan")
-    assert training.name_nonfinite(model, finite) == "weight of c.weight"
+    assert name_nonfinite(model, finite) == "weight of c.weight"
 
 
 def test_gradient_norm_shows_any_bad_gradient():
     model = Chain()
     model(torch.randn(3, 4)).backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
-    assert training.gradient_norm(model) == pytest.approx(float(expected), rel=1e-5)
+    assert gradient_norm(model) == pytest.approx(float(expected), rel=1e-5)
     model.a.bias.grad[1] = float("inf")
-    assert not torch.isfinite(training.gradient_norm(model))
+    assert not torch.isfinite(gradient_norm(model))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -238,13 +249,13 @@ def test_metrics_rewind_to_a_checkpoint(tmp_path):
     with open(log.path, "a") as f:
         f.write('{"event": "train", "st')  # a killed process
     log.rewind(4)
-    records = [(r["event"], r["step"]) for r in training.read_jsonl(log.path)]
+    records = [(r["event"], r["step"]) for r in read_jsonl(log.path)]
     # Checkpoint 4 was made by train steps 0 to 3; the evaluation of step 4 may be part of it.
     assert records == [
         ("start", 0), ("val", 0), ("train", 0), ("train", 1), ("val", 2), ("train", 2), ("train", 3), ("val", 4),
     ]  # fmt: skip
     log.append("train", 4, loss=1.0)
-    assert training.read_jsonl(log.path)[-1]["step"] == 4
+    assert read_jsonl(log.path)[-1]["step"] == 4
     log.rewind(0)
     assert not log.path.exists()
     MetricsLog(tmp_path / "other", enabled=False).append("train", 0)
@@ -262,7 +273,7 @@ def test_full_disk_leaves_a_gap_in_the_metrics_and_nothing_else(tmp_path, monkey
         log.append("train", 2)
     log.append("train", 3)
     log.append("train", 4)
-    assert [r["step"] for r in training.read_jsonl(log.path)] == [0, 3, 4]
+    assert [r["step"] for r in read_jsonl(log.path)] == [0, 3, 4]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -284,25 +295,25 @@ def test_telemetry_orders_methods_by_their_error():
     for method in ("bf16", "clover", "clover_search"):
         torch.manual_seed(0)
         model = nf.convert(Mlp(), method, verbose=False)
-        found[method] = training.layer_telemetry(model, lambda model=model: model(x).backward())
+        found[method] = layer_telemetry(model, lambda model=model: model(x).backward())
         assert all(p.grad is None for p in model.parameters())
-    assert found["bf16"] == {} and training.summarize_telemetry({}) == "no quantized layer"
+    assert found["bf16"] == {} and summarize_telemetry({}) == "no quantized layer"
     assert set(found["clover"]) == {"up", "down"}  # not the head, which is not quantized
     clover, search = found["clover"]["up"], found["clover_search"]["up"]
     # 4/6 on Gaussian input and weight: relative squared errors of 7.6e-3 each, so sqrt(2 * 7.6e-3) = 0.123 together.
     assert 0.11 < clover["output_error"] < 0.135 and search["output_error"] < clover["output_error"]
     assert 0.97 < clover["grad_weight_cosine"] < 1 and 0.97 < clover["grad_input_cosine"] < 1
     assert 0.02 < clover["input_zeros"] < 0.3 and 0.0 < clover["input_saturated"] < 0.2
-    assert "output error" in training.summarize_telemetry(found["clover"])
+    assert "output error" in summarize_telemetry(found["clover"])
 
 
 def test_telemetry_leaves_out_what_cannot_be_compared():
     model = nf.convert(Mlp(), "clover", verbose=False)
     nn.init.zeros_(model.down.weight)
     nn.init.zeros_(model.lm_head.weight)
-    numbers = training.layer_telemetry(model, lambda: model(torch.randn(1, 128, 128)).backward())
+    numbers = layer_telemetry(model, lambda: model(torch.randn(1, 128, 128)).backward())
     assert "output_error" in numbers["up"] and "grad_weight_cosine" not in numbers["up"]
-    assert training.summarize_telemetry(numbers)
+    assert summarize_telemetry(numbers)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -310,8 +321,8 @@ def test_telemetry_leaves_out_what_cannot_be_compared():
 
 
 def test_check_same_run_names_what_differs(tmp_path):
-    training.check_same_run({"a": 1}, {"a": 1, "b": 2}, tmp_path)
+    check_same_run({"a": 1}, {"a": 1, "b": 2}, tmp_path)
     with pytest.raises(UserError, match="a was 2 and is now 1; b was None and is now 3"):
-        training.check_same_run({"a": 1, "b": 3, "c": 4}, {"a": 2, "c": 4}, tmp_path)
+        check_same_run({"a": 1, "b": 3, "c": 4}, {"a": 2, "c": 4}, tmp_path)
     with pytest.raises(UserError, match="does not say how it was trained"):
-        training.check_same_run({"a": 1}, None, tmp_path)
+        check_same_run({"a": 1}, None, tmp_path)

@@ -1,0 +1,131 @@
+"""A run's numbers: metrics.jsonl beside its checkpoints, and the watch over its loss."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from nanochat_fp4.console import logger
+from nanochat_fp4.errors import one_line
+from nanochat_fp4.files import atomic_write
+
+# What records of earlier versions call a number -> what it is called now: as on W&B, without the event before the "/".
+_OLD_NAMES = {
+    "train": {"seconds": "dt", "lr_multiplier": "lrm", "tokens_per_second": "tok_per_sec"},
+    "val": {"val_bpb": "bpb", "val_loss": "loss"},
+}
+
+
+def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, those of earlier versions under the names of this one.
+
+    A process that was killed may leave half a line at the end, which is skipped, as is whatever else is no record.
+    """
+    records = []
+    with open(path, "rb") as f:
+        for line in f:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict):
+                event = record.get("event")
+                names = _OLD_NAMES.get(event, {}) if isinstance(event, str) else {}
+                records.append({names.get(key, key): value for key, value in record.items()})
+    return records
+
+
+class MetricsLog:
+    """
+    metrics.jsonl beside the checkpoints: one JSON object a line, so that curves survive whatever ends the run.
+
+    A line is appended by a single write, so a reader or a kill leaves at most one incomplete line, which readers skip
+    and `rewind` removes. Records carry "event" (start, train, val, core, sample, telemetry, spike, skip) and "step".
+    """
+
+    def __init__(self, folder: str | os.PathLike, enabled: bool = True):
+        self.path = Path(folder) / "metrics.jsonl"
+        self.enabled = enabled
+        self.torn = False  # the last line could not be written, or not as a whole
+
+    def append(self, event: str, step: int, **values: Any) -> None:
+        if not self.enabled:
+            return
+        record = {"event": event, "step": step, **values}
+        line = ("\n" * self.torn + json.dumps(record, default=str) + "\n").encode("utf-8")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                complete = os.write(fd, line) == len(line)
+            finally:
+                os.close(fd)
+            problem = None if complete else "the disk is full"
+        except OSError as e:  # a curve with a gap is better than no run
+            problem = one_line(e)
+        if problem and not self.torn:
+            logger.warning(f"{self.path} cannot be written ({problem}); the curves will have a gap")
+        self.torn = problem is not None
+
+    def rewind(self, step: int) -> None:
+        """
+        Forget what happened after the checkpoint of `step`, so that a resumed run does not log a step twice; step 0
+        forgets everything. A "train", "spike" or "skip" record of step s is made by the step that leads to checkpoint
+        s + 1; any other record of step s is made before step s is trained, when checkpoint s may already hold its
+        result: kept.
+        """
+        if not self.enabled or not self.path.exists():
+            return
+        if step == 0:
+            self.path.unlink()
+            return
+
+        def happened(record: dict[str, Any]) -> bool:
+            at = record.get("step")
+            in_step = record.get("event") in ("train", "spike", "skip")
+            return isinstance(at, int) and at < step + (not in_step)
+
+        kept = [record for record in read_jsonl(self.path) if happened(record)]
+        atomic_write(self.path, "".join(json.dumps(r) + "\n" for r in kept))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Loss: smoothing, spikes
+
+
+class LossMonitor:
+    """
+    Smoothed loss (an exponential average over 10 steps, unbiased at the start) and a watch for spikes.
+
+    A spike is a loss more than 6 standard deviations (an exponential estimate over 50 steps) and more than 5% above
+    the average, after the first 50 steps. `state` goes into checkpoints and comes back by `LossMonitor(state)`.
+    """
+
+    BETA, SPIKE_BETA, SPIKE_SIGMAS, SPIKE_FRACTION, SPIKE_AFTER = 0.9, 0.98, 6.0, 0.05, 50
+
+    def __init__(self, state: dict[str, float] | None = None):
+        self.state = {"count": 0, "average": 0.0, "mean": 0.0, "variance": 0.0, "spikes": 0, "skipped": 0}
+        self.state.update(state or {})
+
+    def update(self, loss: float) -> bool:
+        """Take in the loss of a step. True if it is a spike."""
+        s = self.state
+        spread = max(s["variance"], 0.0) ** 0.5
+        spike = (
+            s["count"] >= self.SPIKE_AFTER
+            and loss > s["mean"] + self.SPIKE_SIGMAS * spread
+            and loss > s["mean"] * (1 + self.SPIKE_FRACTION)
+        )
+        s["count"] += 1
+        s["average"] = self.BETA * s["average"] + (1 - self.BETA) * loss
+        rate = max(1 - self.SPIKE_BETA, 1 / s["count"])
+        deviation = loss - s["mean"]
+        s["mean"] += rate * deviation
+        s["variance"] = (1 - rate) * (s["variance"] + rate * deviation**2)
+        s["spikes"] += int(spike)
+        return spike
+
+    @property
+    def smoothed(self) -> float:
+        count = self.state["count"]
+        return self.state["average"] / (1 - self.BETA**count) if count else float("nan")

@@ -1,0 +1,161 @@
+"""A look into the layers: how much quantization hurts each of them, and where the first bad number comes from."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanochat_fp4.nvfp4.convert import full_precision
+from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.quantizers import quantize
+
+
+def layer_telemetry(
+    model: nn.Module, forward_backward: Callable[[], None], max_tokens: int = 512
+) -> dict[str, dict[str, float]]:
+    """
+    {layer: numbers} for every quantized layer of `model`, from one pass that forward_backward() runs.
+
+    On up to max_tokens tokens of the pass, each layer is computed once as its method says and once exactly:
+    output_error, grad_input_error, grad_weight_error are relative errors (norm of the difference over the norm),
+    grad_input_cosine and grad_weight_cosine the cosines; input_zeros and input_saturated are the shares of the input's
+    elements that round to zero, and that take the largest magnitude of the format, in blocks that are not all zero.
+    A number that cannot be had (the exact gradient is zero) is left out. Gradients of the pass are dropped.
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear) and m.recipe.quantizes}
+    captured: dict[str, dict[str, torch.Tensor]] = {name: {} for name in layers}
+
+    def keep(name: str) -> Callable:
+        def take(key: str, value: torch.Tensor) -> None:
+            captured[name][key] = value.detach().reshape(-1, value.shape[-1])[:max_tokens]
+
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            take("x", args[0])
+            output.register_hook(lambda grad: take("grad", grad))
+
+        return hook
+
+    handles = [m.register_forward_hook(keep(name)) for name, m in layers.items()]
+    try:
+        forward_backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad(set_to_none=True)
+
+    def run(layer: QuantLinear, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+        x = x.clone().requires_grad_()
+        y = layer(x)
+        grad_x, grad_w = torch.autograd.grad(y, (x, layer.weight), grad.to(y.dtype))
+        return [t.detach().float() for t in (y, grad_x, grad_w)]
+
+    telemetry = {}
+    for name, layer in layers.items():
+        if set(captured[name]) != {"x", "grad"}:
+            continue
+        x, grad = captured[name]["x"], captured[name]["grad"]
+        with torch.enable_grad():
+            quantized = run(layer, x, grad)
+            with full_precision(layer):
+                exact = run(layer, x, grad)
+        numbers = {}
+        for key, q, e in zip(("output", "grad_input", "grad_weight"), quantized, exact):
+            if float(e.norm()) == 0:
+                continue  # as at the start of a run, when the projections are zero: there is nothing to compare with
+            numbers[f"{key}_error"] = float((q - e).norm() / e.norm())
+            if key != "output":
+                numbers[f"{key}_cosine"] = float(nn.functional.cosine_similarity(q.flatten(), e.flatten(), dim=0))
+        telemetry[name] = _input_shares(layer, x) | numbers
+    return telemetry
+
+
+def _input_shares(layer: QuantLinear, x: torch.Tensor) -> dict[str, float]:
+    rounding = layer.recipe.output.a.rounding
+    if rounding is None:
+        return {}
+    t = quantize(x.float(), rounding, seed=0)
+    magnitude = torch.stack([t.codes & 7, (t.codes >> 4) & 7])  # E2M1 codes without sign: 0 is zero, 7 the largest
+    used = (t.scales.float() > 0).repeat_interleave(8, dim=-1).expand_as(magnitude)
+    count = used.sum().clamp_min(1)
+    return {
+        "input_zeros": float(((magnitude == 0) & used).sum() / count),
+        "input_saturated": float(((magnitude == 7) & used).sum() / count),
+    }
+
+
+def summarize_telemetry(telemetry: dict[str, dict[str, float]]) -> str:
+    """One line: the mean over layers of each number, and the layer whose weight gradient is worst."""
+    if not telemetry:
+        return "no quantized layer"
+    values: dict[str, list[float]] = {}
+    for numbers in telemetry.values():
+        for key, value in numbers.items():
+            values.setdefault(key, []).append(value)
+    text = ", ".join(f"{key.replace('_', ' ')} {sum(v) / len(v):.3f}" for key, v in values.items())
+    cosines = {name: t["grad_weight_cosine"] for name, t in telemetry.items() if "grad_weight_cosine" in t}
+    if cosines:
+        worst = min(cosines, key=cosines.get)
+        text += f" (lowest {cosines[worst]:.3f} in {worst})"
+    return text
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers that are not finite
+
+
+def _is_bad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all())
+
+
+def name_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> str:
+    """
+    Where the first NaN or infinity comes from: 'weight of ...', 'output of ...', 'gradient computed by ...'.
+
+    forward_backward() repeats the pass that went wrong (the same tokens and random state; the model uncompiled).
+    Hooks on every module then see the first bad output, and on the modules without children the first bad gradient.
+    Gradients are dropped. This runs once, when a run is about to stop or skip, so it may be slow.
+    """
+    for name, p in model.named_parameters():
+        if _is_bad(p):
+            return f"weight of {name}"
+    found: list[str] = []  # in the order of time
+
+    def on_forward(name: str) -> Callable:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            outputs = output if isinstance(output, (tuple, list)) else (output,)
+            if any(_is_bad(o) for o in outputs):
+                found.append(f"output of {name}")
+
+        return hook
+
+    def on_backward(name: str) -> Callable:
+        def hook(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+            if any(_is_bad(g) for g in grad_output):
+                found.append(f"gradient that reaches {name}")
+            elif any(_is_bad(g) for g in grad_input):
+                found.append(f"gradient computed by {name}")
+
+        return hook
+
+    handles = []
+    for name, module in model.named_modules():
+        if name:
+            handles.append(module.register_forward_hook(on_forward(name)))
+            if not any(True for _ in module.children()):
+                handles.append(module.register_full_backward_hook(on_backward(name)))
+    try:
+        model.zero_grad(set_to_none=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Full backward hook is firing")  # embeddings have no gradient to give
+            forward_backward()
+        if not found:
+            found += [
+                f"gradient of {name}" for name, p in model.named_parameters() if p.grad is not None and _is_bad(p.grad)
+            ]
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad(set_to_none=True)
+    return (found or ["the loss itself (every layer is finite when the step is repeated)"])[0]
