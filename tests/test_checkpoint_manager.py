@@ -1,6 +1,5 @@
 """Checkpoints under kills, full disks, bit flips and tampering; models that come back; resume to the bit."""
 
-import argparse
 import copy
 import json
 import logging
@@ -320,7 +319,6 @@ def a_kill_at_any_point_of_a_first_save_leaves_all_or_nothing(tmp_path):
 
 def a_resume_finishes_what_killed_saves_left(tmp_path):
     """The second kill comes at any point of the save that the first one stopped; no other save follows."""
-    latest = argparse.Namespace(resume_from_step="latest", overwrite=False)
     save(tmp_path / "before", 5)
     assert killed_at(9, lambda: save(tmp_path / "before", 10))
     outcomes, n, killed = [], 0, True
