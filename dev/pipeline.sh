@@ -4,6 +4,16 @@
 # A variable of the same name in the environment overrides a default. QAT_METHOD, COMPARE, STAGES, NPROC, PLAN_ONLY,
 # DATA_DIR, WANDB_RUN, NANOCHAT_BASE_DIR: see speedrun_fp4.sh.
 
+# The scripts are told what to do by variables alone.
+case "${1:-}" in
+"") ;;
+-h | --help)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit 0
+    ;;
+*) die "$(basename "$0") takes no arguments, and got '$*'; what can be set are variables, NAME=value bash $(basename "$0"): see --help" ;;
+esac
+
 CHOSEN=()     # names, in the order they are printed
 CONFIG=""     # what makes two runs different runs
 DEFAULTS=""   # the same, had nothing been overridden
@@ -41,6 +51,21 @@ choose_for_a_cpu() {
         MID_ARGS="--data=local --device-batch-size=8 --total-batch-size=2048 --eval-tokens=8192 --num-iterations=60" \
         SFT_ARGS="--data=local --num-iterations=20 --eval-steps=4 --eval-metrics-every=-1" \
         EVAL_ARGS="--task-name=local --max-problems=32 --max-new-tokens=32"
+}
+
+# A variable that nearly has one of our names would be ignored without a word: DETPH=6, or NUM_ITERATION=3.
+check_names() {
+    compgen -e | "$(find_python)" -c '
+import difflib
+import sys
+
+ours = sys.argv[1:]
+for name in sorted(set(sys.stdin.read().split()) - set(ours)):
+    alike = difflib.get_close_matches(name, ours, n=1, cutoff=0.85) or [o for o in ours if sorted(o) == sorted(name)]
+    if alike:
+        sys.exit(f"error: {name} is set, and there is no such variable here; did you mean {alike[0]}? Unset {name} if not")
+' "${CHOSEN[@]}" QAT_METHOD COMPARE NANOCHAT_BASE_DIR DATA_DIR WANDB_RUN NPROC STAGES PLAN_ONLY GPU \
+        BASE_ARGS MID_ARGS SFT_ARGS EVAL_ARGS CORE_ARGS VENV PYTHON PYTHONPATH PIP_TORCH_ARGS || exit 2
 }
 
 say() {
@@ -253,6 +278,7 @@ pipeline() {
     for stage in $STAGES; do
         [[ " $known " == *" $stage "* ]] || die "STAGES: there is no stage '$stage'; the stages are: $known"
     done
+    check_names
     mkdir -p "$NANOCHAT_BASE_DIR" 2>/dev/null || die "cannot create $NANOCHAT_BASE_DIR; set NANOCHAT_BASE_DIR to a writable folder"
     setup_environment
     method=$(checked_method) || exit $?

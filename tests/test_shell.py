@@ -52,6 +52,21 @@ def plan(done: subprocess.CompletedProcess) -> dict[str, str]:
 # Plans
 
 
+@pytest.mark.parametrize("script", ["speedrun_fp4.sh", "run1000_fp4.sh"])
+def test_help_is_what_the_script_says_of_itself(script):
+    done = subprocess.run(["bash", script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "PLAN_ONLY=1" in done.stdout and "set -e" not in done.stdout, done
+    wrong = subprocess.run(["bash", script, "--depth=4"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 2 and "takes no arguments, and got '--depth=4'" in wrong.stderr
+
+
+@pytest.mark.parametrize("name, meant", [("NUM_ITERATION", "NUM_ITERATIONS"), ("DETPH", "DEPTH"), ("NPROCS", "NPROC")])
+def test_a_name_that_is_nearly_one_of_ours_is_refused(environment, name, meant):
+    done = bash("speedrun_fp4.sh", environment, **{"PLAN_ONLY": "1", name: "3"})
+    assert done.returncode == 2 and f"{name} is set" in done.stderr and f"did you mean {meant}?" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
 def test_plan_on_a_cpu(environment):
     done = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", NUM_ITERATIONS="77")
     shown = plan(done)
