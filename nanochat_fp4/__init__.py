@@ -1,6 +1,5 @@
 """nanochat trained fully in NVFP4: the public API of the numerics."""
 
-from nanochat_fp4.export.load import load_quantized
 from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.backends import backend
 from nanochat_fp4.nvfp4.convert import (
@@ -16,6 +15,8 @@ from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
+
+__version__ = "0.2.0"
 
 METHODS = (*methods.METHODS, *methods.ALIASES)  # what to choose QAT_METHOD from
 ABLATIONS = tuple(methods.ABLATIONS)  # what it also takes: figures of the paper, other systems, parts of methods
@@ -40,3 +41,11 @@ __all__ = [
     "rotate",
     "update_second_moments",
 ]
+
+
+def __getattr__(name: str):
+    if name == "load_quantized":  # needs more than torch, and is needed by few: loaded when asked for
+        from nanochat_fp4.export.load import load_quantized
+
+        return load_quantized
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

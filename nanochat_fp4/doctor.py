@@ -283,5 +283,10 @@ def main() -> None:
     print("everything agrees")
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """The command of the installed package."""
     run_main(main)
+
+
+if __name__ == "__main__":
+    cli()

@@ -487,5 +487,10 @@ def main() -> None:
     run_script(options, path, patch)
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """The command of the installed package."""
     run_main(main)
+
+
+if __name__ == "__main__":
+    cli()

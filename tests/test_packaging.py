@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,12 @@ def test_the_numerics_need_torch_alone(module):
     assert foreign <= {"torch", "triton", *sys.stdlib_module_names}, foreign
 
 
+def tomllib(path: Path) -> dict:
+    """The file's content; tomllib came with Python 3.11."""
+    module = pytest.importorskip("tomllib")
+    return module.loads(path.read_text())
+
+
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs the interpreter in the repository's root, without a GPU."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
@@ -121,6 +128,24 @@ def test_works_without_the_kernels(missing):
         f"for m in {ours}: importlib.import_module(m)\n"
         "import torch, nanochat_fp4 as nf; assert 'reference' in str(nf.backend()), nf.backend()\n"
         "nf.QuantLinear(128, 128)(torch.randn(2, 128)).sum().backward()"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_library_needs_torch_triton_and_numpy_alone():
+    """`pip install nanochat_fp4` without extras: what the extras bring is not there, and convert works."""
+    project = tomllib(ROOT / "pyproject.toml")["project"]
+    names = {"muon-optimizer": "muon", "compressed-tensors": "compressed_tensors"}
+    extras = {re.split(r"[<>=;]", d)[0] for k, v in project["optional-dependencies"].items() if k != "dev" for d in v}
+    assert len(extras) > 10 and {"datasets", "wandb", "matplotlib", "fastapi"} <= extras
+    code = (
+        f"import sys\nfor m in {sorted(names.get(e, e) for e in extras)}: sys.modules[m] = None\n"
+        "import torch; before = set(sys.modules)\n"
+        "import nanochat_fp4 as nf\n"
+        "model = nf.convert(torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 8)), skip='1')\n"
+        "model(torch.randn(2, 128)).sum().backward()\n"
+        "assert nf.__version__ and 'load_quantized' in nf.__all__\n"
     )
     result = python("-c", code)
     assert result.returncode == 0, result.stderr
