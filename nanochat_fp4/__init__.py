@@ -1,14 +1,14 @@
 """nanochat trained fully in NVFP4: the public API of the numerics."""
 
 from nanochat_fp4.nvfp4 import methods
-from nanochat_fp4.nvfp4.backends import backend
 from nanochat_fp4.nvfp4.convert import (
     convert,
     full_precision,
     per_token_scale,
     quantize_weights_once,
-    update_second_moments,
+    update_gram_matrices,
 )
+from nanochat_fp4.nvfp4.dispatch import backend
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.linear import QuantLinear
@@ -20,6 +20,7 @@ __version__ = "0.2.0"
 
 METHODS = (*methods.METHODS, *methods.ALIASES)  # what to choose QAT_METHOD from
 ABLATIONS = tuple(methods.ABLATIONS)  # what it also takes: figures of the paper, other systems, parts of methods
+update_second_moments = update_gram_matrices  # its name until 2026-11
 
 __all__ = [
     "ABLATIONS",
@@ -39,6 +40,7 @@ __all__ = [
     "quantize",
     "quantize_weights_once",
     "rotate",
+    "update_gram_matrices",
     "update_second_moments",
 ]
 

@@ -22,13 +22,11 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.common import autodetect_device_type
 from nanochat_fp4.errors import UserError, one_line, run_main
-from nanochat_fp4.nvfp4.backends import quantize_operand, use_kernels
-from nanochat_fp4.nvfp4.format import NVFP4Tensor
-from nanochat_fp4.nvfp4.gemm import Decoded
+from nanochat_fp4.nvfp4.dispatch import relative_square_error, use_kernels
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
-from nanochat_fp4.nvfp4.native import relative_square_error
-from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference
+from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe
 
 # Tokens, in_features, out_features: no multiples of 128, so that padding is part of the check.
@@ -57,10 +55,9 @@ def probe(device: torch.device | str, method: str | Recipe = "clover") -> str:
     recipe = get_recipe(method)
     problem = None
     if recipe.quantizes and use_kernels(device):
-        names = {o.rounding for g in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (g.a, g.b)}
-        for rounding in sorted(n for n in names if n and get_rounding(n).has_kernels):
-            ms_eden = get_rounding(rounding).ms_eden
-            problem = problem or kernel_problem(device, rounding, RHT_DIM if ms_eden else 0, LAYER[::2])
+        found = {o.rounding for g in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (g.a, g.b)}
+        for rounding in sorted((r for r in found if r and r.has_kernels), key=lambda r: r.name):
+            problem = problem or kernel_problem(device, rounding, RHT_DIM if rounding.ms_eden else 0, LAYER[::2])
     problem = problem or layer_problem(device, recipe)
     if problem:
         raise UserError(
@@ -98,14 +95,8 @@ def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
 
     def used(t: torch.Tensor, operand: Operand) -> list[torch.Tensor]:
         """The terms that stand for t in the output GEMM."""
-        if operand.rounding is None:
-            return [t]
-        if operand.outer or get_rounding(operand.rounding).fp8 == "block":
-            return [quantize_operand(t, operand.rounding, outer=operand.outer)]
-        found: list[torch.Tensor] = []
-        for _ in range(operand.terms):
-            found.append(quantize_reference(t - sum(found), get_rounding(operand.rounding)).dequantize())
-        return found
+        how = Quantization(operand.rounding, terms=operand.terms, outer=operand.outer)
+        return [term.dequantize() for term in quantize_operand(t, how).terms]
 
     x_terms, w_terms = used(x, recipe.output.a), used(w, recipe.output.b)
     output_of_terms = sum(a @ b.T for i, a in enumerate(x_terms) for j, b in enumerate(w_terms) if i + j < 2)
@@ -133,23 +124,22 @@ def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
 # Kernels
 
 
-def kernel_problem(device: torch.device, rounding: str, rht_dim: int, shape: tuple[int, int]) -> str | None:
+def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape: tuple[int, int]) -> str | None:
     """What is wrong with the codes of a random tensor and with what the GEMM would read, or None. Needs use_kernels."""
     generator = torch.Generator().manual_seed(shape[0])
     x = torch.randn(shape, generator=generator) * torch.logspace(-6, 0, shape[0]).unsqueeze(1)
     x = x.bfloat16()
-    spec = get_rounding(rounding)
     random = {"stream": 3, "rht_dim": rht_dim, "rht_stream": 2}
-    where = f"{rounding}{f' after an RHT of {rht_dim}' if rht_dim else ''}, {shape[0]} x {shape[1]}"
+    where = f"{rounding.name}{f' after an RHT of {rht_dim}' if rht_dim else ''}, {shape[0]} x {shape[1]}"
     for transpose in (False, True) if rht_dim else (False,):
         padded = x.T if transpose else x
         padded = torch.nn.functional.pad(padded.float(), (0, -padded.shape[1] % (rht_dim or 16)))
-        want = quantize_reference(padded, spec, seed=7, rht_seed=8, **random)
+        want = quantize_reference(padded, rounding, seed=7, rht_seed=8, **random)
         try:
             seeds = {"seed": torch.tensor(7, device=device), "rht_seed": torch.tensor(8, device=device)}
-            arguments = {"transpose": transpose, **seeds, **random}
+            how = Quantization(rounding, **seeds, **random)
             codes, operand = (
-                quantize_operand(x.to(device), rounding, keep_codes=keep, **arguments) for keep in (True, False)
+                quantize_operand(x.to(device), how, transpose=transpose, keep_codes=keep) for keep in (True, False)
             )
         except RuntimeError as error:
             return f"{where}: {one_line(error)[:200]}"
@@ -159,17 +149,9 @@ def kernel_problem(device: torch.device, rounding: str, rht_dim: int, shape: tup
             wrong = int((got.cpu().view(torch.uint8) != expected.view(torch.uint8)).sum())
             if wrong > (max(4, TIPPED * got.numel()) if rht_dim else 0):
                 return f"{where}: {wrong} of {got.numel()} {name} differ from the reference"
-        decoded = _value(NVFP4Tensor(codes.codes, codes.scales, codes.tensor_scale))
-        if (decoded != _value(operand)).any():
+        if (codes.without_cache().dequantize() != operand.dequantize()).any():
             return f"{where}: the operand that the GEMM reads is not the value of the codes"
     return None
-
-
-def _value(operand: NVFP4Tensor | Decoded) -> torch.Tensor:
-    if isinstance(operand, NVFP4Tensor):
-        return operand.dequantize().cpu()
-    scale = 1.0 if operand.tensor_scale is None else operand.tensor_scale
-    return (operand.values.float() * scale).cpu()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -208,8 +190,8 @@ def gemm_tflops(device: torch.device, size: int = 8192) -> float:
 def quantize_bandwidth(device: torch.device, rows: int = 16384, columns: int = 8192) -> float:
     """GB/s of 4/6 with the decode: BF16 read twice (amax, then quantization), codes, scales and the BF16 decode."""
     x = torch.randn(rows, columns, dtype=torch.bfloat16, device=device)
-    num_bytes = x.numel() * (2 + 2 + 0.5625 + 2)
-    return num_bytes / median_ms(lambda: quantize_operand(x, "four_over_six", keep_codes=True)) / 1e6
+    num_bytes, how = x.numel() * (2 + 2 + 0.5625 + 2), Quantization(ROUNDINGS["four_over_six"])
+    return num_bytes / median_ms(lambda: quantize_operand(x, how, keep_codes=True)) / 1e6
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -231,7 +213,7 @@ def examine(device: torch.device, methods: tuple[str, ...], say: Callable[[str],
         shapes = SHAPES if device.type == "cuda" else SHAPES_INTERPRETED
         say(f"kernels against the reference, {', '.join(f'{r} x {c}' for r, c in shapes)}")
         for rounding, rht_dim in (*((name, 0) for name in UNROTATED), *ROTATED):
-            found = (kernel_problem(device, rounding, rht_dim, shape) for shape in shapes)
+            found = (kernel_problem(device, ROUNDINGS[rounding], rht_dim, shape) for shape in shapes)
             report(f"{rounding}{f' after an RHT of {rht_dim}' if rht_dim else ''}", next((p for p in found if p), None))
     else:
         say("kernels against the reference: nothing to compare, this machine quantizes with the reference")

@@ -141,7 +141,7 @@ def quantize_steps(name: str, elements: float, source: float, rounding: str, dec
     return [
         Step(f"{name}: amax", elements * source, elements * AMAX_INSTRUCTIONS, issue=ROWS_ISSUE),
         Step(
-            f"{name}: {rounding}",
+            f"{name}: {get_rounding(rounding).name}",
             elements * (source + written),
             elements * _instructions(rounding, base),
             issue=ROWS_ISSUE,
@@ -164,7 +164,7 @@ def rotate_steps(name: str, elements: float, source: float, roundings: list[str]
         work = elements * (AMAX_INSTRUCTIONS + decode) * len(aligned)
         steps.append(Step(f"{name}: amax", elements * source, work, issue=ROTATED_ISSUE))
     work = elements * instructions
-    what = f"{name}: {' and '.join(roundings)}"
+    what = f"{name}: {' and '.join(get_rounding(r).name for r in roundings)}"
     steps.append(Step(what, elements * (source + written), work, issue=ROTATED_ISSUE))
     if not emulated and any(get_rounding(r).ms_eden for r in roundings):
         count = sum(get_rounding(r).ms_eden for r in roundings)

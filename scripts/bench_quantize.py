@@ -82,7 +82,10 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         ("sr_four_over_six", torch.bfloat16, True),
     ):
         name = f"{rounding} {'fp32' if dtype == torch.float32 else 'bf16'}{' + decode' if decode else ''}"
-        step = roofline.quantize_steps(name, elements, dtype.itemsize, rounding, decode)[1]  # the amax is given
+        # The amax is given.
+        step = roofline.quantize_steps(name, elements, dtype.itemsize, get_rounding(rounding), decode)[
+            1
+        ]  # the amax is given
         add(name, step, [(rounding, 0)], rows_setup(rounding, dtype, decode))
 
     def decode_setup(device):
@@ -116,7 +119,7 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         ("requantize clover_search", None, ("ms_eden_search", 128), True),
         ("requantize tetrajet_v2", None, ("sr", 128), True),
     ):
-        roundings = [o[0] for o in (row, col) if o]
+        roundings = [get_rounding(o[0]) for o in (row, col) if o]
         for emulated in (True, False):
             label = f"{name} -> {'bf16' if emulated else 'codes'}"
             steps = roofline.rotate_steps(label, elements, CODES if from_codes else BF16, roundings, emulated)
@@ -138,9 +141,9 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
 
 
 def _codes(x: torch.Tensor):
-    from nanochat_fp4.nvfp4.backends import quantize_operand
+    from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
 
-    return quantize_operand(x, "four_over_six", keep_codes=True)
+    return quantize_operand(x, Quantization(get_rounding("four_over_six")), keep_codes=True)
 
 
 def _operand(rounding: str, rht_dim: int, stream: int, emulated: bool):

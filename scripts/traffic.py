@@ -98,13 +98,13 @@ def requantization() -> dict[str, list[dict]]:
     post hoc: MS-EDEN as it trains
     Per launch: kernel, bits read and written per element by argument, rotations per element.
     """
-    from nanochat_fp4.nvfp4.backends import quantize_operand
+    from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_operand
     from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference
 
     before = os.environ.get("NVFP4_KERNELS", "auto")
     torch.manual_seed(0)
-    codes = quantize_reference(torch.randn(ROWS, COLUMNS), get_rounding("four_over_six"))
-    codes.decoded = None
+    t = quantize_reference(torch.randn(ROWS, COLUMNS), get_rounding("four_over_six"))
+    codes = Codes(t.codes, t.scales, t.tensor_scale)
     elements, seed = ROWS * COLUMNS, torch.tensor(1)
     result = {}
     for alignment, rounding in (("naive", "rtn"), ("post hoc", "ms_eden")):
@@ -112,9 +112,8 @@ def requantization() -> dict[str, list[dict]]:
         def requantize(rounding=rounding):
             os.environ["NVFP4_KERNELS"] = "triton"
             try:
-                quantize_operand(
-                    codes, rounding, transpose=True, keep_codes=True, seed=seed, rht_dim=128, rht_seed=seed
-                )
+                how = Quantization(get_rounding(rounding), seed=seed, rht_dim=128, rht_seed=seed)
+                quantize_operand(codes, how, transpose=True, keep_codes=True)
             finally:
                 os.environ["NVFP4_KERNELS"] = before
 

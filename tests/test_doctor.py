@@ -9,7 +9,7 @@ import torch
 
 from nanochat_fp4 import doctor
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.nvfp4 import backends, linear
+from nanochat_fp4.nvfp4 import dispatch, linear
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
 
@@ -57,7 +57,7 @@ def test_probe_checks_the_kernels_where_they_are_used(monkeypatch):
     use_interpreted_kernels(monkeypatch)
     seen = []
     real = doctor.kernel_problem
-    monkeypatch.setattr(doctor, "kernel_problem", lambda *a: seen.append(a[1]) or real(*a))
+    monkeypatch.setattr(doctor, "kernel_problem", lambda *a: seen.append(a[1].name) or real(*a))
     doctor.probe(DEVICE, "clover")
     assert seen == ["four_over_six", "ms_eden"]
 
@@ -124,13 +124,13 @@ def test_a_gemm_that_is_wrong(damage, text, monkeypatch):
 
 
 def test_operands_rotated_with_different_signs(monkeypatch):
-    real = linear._operands
+    real = linear._quantizations
 
-    def operands(*args):
+    def quantizations(*args):
         a, b = real(*args)
-        return a, {**b, "rht_stream": a["rht_stream"] + 1}
+        return a, b._replace(rht_stream=a.rht_stream + 1)
 
-    monkeypatch.setattr(linear, "_operands", operands)
+    monkeypatch.setattr(linear, "_quantizations", quantizations)
     assert "grad_input has a relative square error" in failure()
 
 
@@ -214,7 +214,7 @@ def test_what_is_examined_covers_what_methods_use():
     used = {
         o.rounding for r in METHOD_TABLE.values() for g in (r.output, r.grad_input, r.grad_weight) for o in (g.a, g.b)
     }
-    used = {name for name in used - {None} if ROUNDINGS[name].has_kernels}
+    used = {rounding.name for rounding in used - {None} if rounding.has_kernels}
     assert used <= {*doctor.UNROTATED, *(name for name, _ in doctor.ROTATED)}
     assert all(name in ROUNDINGS for name in (*doctor.UNROTATED, *(name for name, _ in doctor.ROTATED)))
 
@@ -222,7 +222,7 @@ def test_what_is_examined_covers_what_methods_use():
 def test_operations_names_a_backend_for_each():
     lines = doctor.operations(DEVICE)
     assert [line.split()[0] for line in lines] == ["quantize", "rotate", "requantize", "decode", "GEMM", "because"]
-    assert backends.backend().gemm in lines[4]
+    assert dispatch.backend().gemm in lines[4]
 
 
 @pytest.mark.gpu

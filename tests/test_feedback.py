@@ -7,8 +7,9 @@ from torch import nn
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4.feedback import DAMPING, feedback_factor, round_with_feedback
 from nanochat_fp4.nvfp4.linear import fused_linear
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
 
-ROUNDINGS = ["rtn", "four_over_six", "scale_search_6"]
+NAMES = ["rtn", "four_over_six", "scale_search_6"]
 
 
 def correlated(tokens: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -18,7 +19,7 @@ def correlated(tokens: int, width: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(tokens, width, generator=generator) @ mix + torch.randn(width, generator=generator)
 
 
-def second_moment(x: torch.Tensor) -> torch.Tensor:
+def gram_matrix(x: torch.Tensor) -> torch.Tensor:
     return x.T @ x / x.shape[0]
 
 
@@ -29,13 +30,13 @@ def same(a, b) -> bool:
     return all(torch.equal(x, y) for x, y in pairs)
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", NAMES)
 def test_uncorrelated_inputs_give_plain_rounding_to_the_bit(rounding):
     weights = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 3.3]).view(
         2, 1, 1
     )
     factor = feedback_factor(2.5 * torch.eye(64))
-    rounded = round_with_feedback(weights, torch.stack([factor, factor]), rounding)
+    rounded = round_with_feedback(weights, torch.stack([factor, factor]), ROUNDINGS[rounding])
     assert all(same(got, nf.quantize(w, rounding)) for got, w in zip(rounded, weights))
 
 
@@ -43,7 +44,7 @@ def test_it_is_gptq():
     """The published form: what is left of the weight is updated after each block, by a Cholesky factor of H^-1."""
     w = torch.randn(32, 80, generator=torch.Generator().manual_seed(1))
     w[0, 0] = 8.0  # amax, also of what feedback makes of the rest
-    s = second_moment(correlated(500, 80))
+    s = gram_matrix(correlated(500, 80))
     h = (s + DAMPING * s.diagonal().mean() * torch.eye(80)).double()
     u = torch.linalg.cholesky(torch.linalg.inv(h)).mT  # H^-1 = U^T U
     left, want = w.double(), torch.zeros(32, 80)
@@ -52,15 +53,17 @@ def test_it_is_gptq():
         want[:, b : b + 16] = nf.quantize(with_amax, "four_over_six").dequantize()[:, :16]
         error = (left[:, b : b + 16] - want[:, b : b + 16]) @ torch.linalg.inv(u[b : b + 16, b : b + 16])
         left[:, b + 16 :] -= error @ u[b : b + 16, b + 16 :]
-    got = round_with_feedback(w[None], feedback_factor(s)[None], "four_over_six")[0].dequantize()
+    got = round_with_feedback(w[None], feedback_factor(s)[None], ROUNDINGS["four_over_six"])[0].dequantize()
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", NAMES)
 def test_the_outputs_error_is_halved_on_inputs_it_has_not_seen(rounding):
     x, new = correlated(4096, 128)[:2048], correlated(4096, 128)[2048:]
     w = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
-    with_feedback = round_with_feedback(w[None], feedback_factor(second_moment(x))[None], rounding)[0].dequantize()
+    with_feedback = round_with_feedback(w[None], feedback_factor(gram_matrix(x))[None], ROUNDINGS[rounding])[
+        0
+    ].dequantize()
     plain = nf.quantize(w, rounding).dequantize()
     assert (new @ (with_feedback - w).T).norm() ** 2 < 0.5 * (new @ (plain - w).T).norm() ** 2
     assert (with_feedback - w).norm() ** 2 < 1.6 * (plain - w).norm() ** 2
@@ -70,12 +73,12 @@ def test_what_grows_beyond_the_largest_scale_is_clipped():
     factor = torch.zeros(32, 32)
     factor[:16, 16:] = 1e4
     w = torch.randn(8, 32, generator=torch.Generator().manual_seed(3))
-    t = round_with_feedback(w[None], factor[None], "rtn")[0]
+    t = round_with_feedback(w[None], factor[None], ROUNDINGS["rtn"])[0]
     assert torch.isfinite(t.dequantize()).all() and t.dequantize().abs().max() <= w.abs().max() * 1.001
 
 
 @pytest.mark.parametrize("broken", [0.0, float("nan"), float("inf")])
-def test_without_a_second_moment_there_is_no_feedback(broken):
+def test_without_a_gram_matrix_there_is_no_feedback(broken):
     assert not feedback_factor(torch.full((32, 32), broken)).any()
 
 
@@ -103,7 +106,7 @@ def passes(model, forward, count=2):
 def trained_model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = nf.convert(Model(), "clover_feedback", verbose=False)
-    nf.update_second_moments(model, lambda: model(correlated(512, 128)))
+    nf.update_gram_matrices(model, lambda: model(correlated(512, 128)))
     return model
 
 
@@ -130,7 +133,7 @@ def test_compiled_layers_use_it_and_are_not_compiled_again_for_new_moments():
             with nf.quantize_weights_once(model):
                 outputs.append(compiled(x).detach())
                 assert torch.equal(outputs[-1], model(x))
-            nf.update_second_moments(model, lambda seed=seed: model(correlated(512, 128, seed)))
+            nf.update_gram_matrices(model, lambda seed=seed: model(correlated(512, 128, seed)))
     assert not torch.equal(*outputs)
     assert torch.equal(compiled(x), model(x))  # makes the codes itself
 
@@ -140,11 +143,11 @@ def test_moments_are_an_average_and_inputs_that_are_not_finite_leave_it():
     assert "until training" in str(model.nf_report)
     x = [correlated(64, 128, seed) for seed in range(2)]
     for inputs in (*x, torch.full((16, 128), float("nan"))):
-        nf.update_second_moments(model, lambda inputs=inputs: model(inputs))
-    torch.testing.assert_close(model.q.second_moment, 0.8 * second_moment(x[0]) + 0.2 * second_moment(x[1]))
+        nf.update_gram_matrices(model, lambda inputs=inputs: model(inputs))
+    torch.testing.assert_close(model.q.gram_matrix, 0.8 * gram_matrix(x[0]) + 0.2 * gram_matrix(x[1]))
     assert {n for n in model.state_dict() if "weight" not in n} == {"q.second_moment", "out.second_moment"}
     other = nf.convert(Model(), "clover", verbose=False)
-    nf.update_second_moments(other, lambda: other(x[0]))
+    nf.update_gram_matrices(other, lambda: other(x[0]))
     assert "q.second_moment" not in other.state_dict()
 
 
@@ -153,8 +156,8 @@ import torch, nanochat_fp4 as nf
 from nanochat_fp4.common import compute_cleanup, compute_init
 _, rank, _, _, _ = compute_init("cpu")
 model = nf.convert(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)), "clover_feedback", verbose=False)
-nf.update_second_moments(model, lambda: model(torch.full((16, 32), [1.0, 3.0][rank])))
-print(model[0].second_moment.unique().tolist())
+nf.update_gram_matrices(model, lambda: model(torch.full((16, 32), [1.0, 3.0][rank])))
+print(model[0].gram_matrix.unique().tolist())
 compute_cleanup()
 """
 

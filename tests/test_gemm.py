@@ -4,9 +4,9 @@ import pytest
 import torch
 from _assertions import assert_within_ulps, relative_square_error
 
-from nanochat_fp4.nvfp4.backends import quantize_operand
-from nanochat_fp4.nvfp4.format import NVFP4Tensor, TwoTerms
+from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.gemm import gemm
+from nanochat_fp4.nvfp4.operands import Codes, Plain, Quantization, WithResidual, quantize_operand
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
 
 
@@ -23,7 +23,13 @@ def exact(a, b) -> torch.Tensor:
 
 
 def run(a, b, dtype=torch.float32, compute=torch.float32):
-    return gemm(a, b, compute_dtype=compute, out_dtype=dtype)
+    return gemm(operand(a), operand(b), compute_dtype=compute, out_dtype=dtype)
+
+
+def operand(t):
+    if isinstance(t, torch.Tensor):
+        return Plain(t)
+    return Codes(t.codes, t.scales, t.tensor_scale, t.decoded) if type(t) is NVFP4Tensor else t
 
 
 @pytest.mark.parametrize("m, n, k", [(1, 16, 16), (7, 48, 128), (129, 33, 272)])
@@ -98,8 +104,8 @@ def test_the_decoded_cache_and_the_codes_give_the_same_bits():
 # Operands of two terms.
 
 
-def two_terms(x, **kw) -> TwoTerms:
-    return quantize_operand(x, "four_over_six", terms=2, keep_codes=True, **kw)
+def two_terms(x) -> WithResidual:
+    return quantize_operand(x, Quantization(ROUNDINGS["four_over_six"], terms=2), keep_codes=True)
 
 
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
@@ -111,8 +117,8 @@ def test_the_second_term_is_what_the_first_one_leaves(size):
     assert torch.equal(t.first.codes, first.codes) and torch.equal(t.first.tensor_scale, first.tensor_scale)
     # In FP64 the difference is exact; FP32's own rounding of it may tip a code next to a boundary.
     rest = quantize((x.double() - first.dequantize().double()).float(), "four_over_six")
-    assert relative_square_error(t.rest.dequantize(), rest.dequantize()) < 1e-6
-    assert torch.equal(t.dequantize(), t.first.dequantize() + t.rest.dequantize())
+    assert relative_square_error(t.residual.dequantize(), rest.dequantize()) < 1e-6
+    assert torch.equal(t.dequantize(), t.first.dequantize() + t.residual.dequantize())
 
 
 def test_the_error_of_two_terms_is_the_square_of_that_of_one():
@@ -135,11 +141,11 @@ def test_the_error_of_two_terms_is_the_square_of_that_of_one():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_terms_are_multiplied_term_by_term_and_rounded_once(dtype):
     a, b, plain = two_terms(torch.randn(40, 64)), two_terms(torch.randn(24, 64)), torch.randn(24, 64)
-    want = exact(a.first, b.first) + exact(a.rest, b.first) + exact(a.first, b.rest)
+    want = exact(a.first, b.first) + exact(a.residual, b.first) + exact(a.first, b.residual)
     one_ulp = 1e-13 if dtype == torch.float32 else 4e-6
     assert relative_square_error(run(a, b, dtype), want) < one_ulp
-    assert relative_square_error(run(a, b, dtype), want + exact(a.rest, b.rest)) > 2e-5
+    assert relative_square_error(run(a, b, dtype), want + exact(a.residual, b.residual)) > 2e-5
     # With one operand in two terms nothing is left out.
-    assert relative_square_error(run(a, b.first, dtype), exact(a.first, b.first) + exact(a.rest, b.first)) < one_ulp
-    assert relative_square_error(run(b.first, a, dtype), exact(b.first, a.first) + exact(b.first, a.rest)) < one_ulp
-    assert relative_square_error(run(a, plain, dtype), exact(a.first, plain) + exact(a.rest, plain)) < one_ulp
+    assert relative_square_error(run(a, b.first, dtype), exact(a.first, b.first) + exact(a.residual, b.first)) < one_ulp
+    assert relative_square_error(run(b.first, a, dtype), exact(b.first, a.first) + exact(b.first, a.residual)) < one_ulp
+    assert relative_square_error(run(a, plain, dtype), exact(a.first, plain) + exact(a.residual, plain)) < one_ulp

@@ -61,9 +61,9 @@ def _compile(arch: int, methods: list[str], every_input: bool) -> list[dict]:
     from nvfp4_kernels.relu_squared import relu_squared
 
     import nanochat_fp4 as nf
-    from nanochat_fp4.nvfp4 import backends, native
+    from nanochat_fp4.nvfp4 import dispatch, operands
 
-    backends._kernels_unavailable_reason = lambda device_type: None
+    dispatch._no_kernels_reason = lambda device_type: None
     cases = [(torch.bfloat16, torch.float32, 256)]
     if every_input:  # FP32 activations, BF16 weights, a number of tokens that nothing divides
         cases += [(torch.float32, torch.float32, 256), (torch.bfloat16, torch.bfloat16, 251)]
@@ -81,7 +81,7 @@ def _compile(arch: int, methods: list[str], every_input: bool) -> list[dict]:
         for out_dtype in (torch.bfloat16, torch.float32):
             dot_scaled(*operand, torch.ones(()), *operand, torch.ones(()), out_dtype)
         # The same layer where the GEMM reads codes.
-        native.implementation = lambda device_type: "dot_scaled"
+        operands.native_gemm = lambda device_type: "dot_scaled"
         linear = nf.QuantLinear(256, 384, method=methods[0])
         x = torch.zeros(256, 256, dtype=torch.bfloat16, requires_grad=True)
         linear(x).backward(torch.zeros(256, 384, dtype=torch.bfloat16))

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 from nvfp4_kernels.decode import decode  # noqa: E402
 from nvfp4_kernels.quantize import amax, quantize  # noqa: E402
 
-from nanochat_fp4.nvfp4.backends import quantize_operand  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, swizzle_scales, unswizzle_scales  # noqa: E402
+from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_operand  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -231,11 +231,11 @@ def test_decode_of_what_quantize_made(name):
 def test_dispatch_pads_the_contraction_dimension(name, transpose, monkeypatch):
     x = torch.randn(40, 64) if transpose else torch.randn(9, 40)
     seed = torch.tensor(11, device=DEVICE)
-    arguments = {"transpose": transpose, "seed": seed, "stream": 2}
+    how = Quantization(ROUNDINGS[name], seed, stream=2)
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
-    got = quantize_operand(x.to(DEVICE), name, **arguments)
+    got = quantize_operand(x.to(DEVICE), how, transpose=transpose)
     monkeypatch.setenv("NVFP4_KERNELS", "reference")
-    want = quantize_operand(x.to(DEVICE), name, **arguments)
+    want = quantize_operand(x.to(DEVICE), how, transpose=transpose)
     assert got.shape == ((64, 48) if transpose else (9, 48))
     for field in ("codes", "scales", "tensor_scale"):
         assert_same_bits(field, getattr(got, field).cpu(), getattr(want, field).cpu())
@@ -244,11 +244,11 @@ def test_dispatch_pads_the_contraction_dimension(name, transpose, monkeypatch):
 def test_dispatch_requantizes_codes_that_are_not_rotated(monkeypatch):
     """Unrotated, codes go through their BF16-exact values: the kernel must see what the reference sees."""
     first = quantize_reference(torch.randn(48, 32), ROUNDINGS["four_over_six"])
-    codes = NVFP4Tensor(*(t.to(DEVICE) for t in (first.codes, first.scales, first.tensor_scale)))
+    codes = Codes(*(t.to(DEVICE) for t in (first.codes, first.scales, first.tensor_scale)))
     results = []
     for wanted in ("triton", "reference"):
         monkeypatch.setenv("NVFP4_KERNELS", wanted)
-        results.append(quantize_operand(codes, "rtn", transpose=True))
+        results.append(quantize_operand(codes, Quantization(ROUNDINGS["rtn"]), transpose=True))
     for field in ("codes", "scales", "tensor_scale"):
         assert_same_bits(field, *(getattr(t, field).cpu() for t in results))
 

@@ -18,10 +18,10 @@ from nvfp4_kernels import rotate  # noqa: E402
 from nvfp4_kernels.rotate import Operand, rotate_quantize  # noqa: E402
 
 import nanochat_fp4 as nf  # noqa: E402
-from nanochat_fp4.nvfp4.backends import quantize_grad_output, quantize_operand  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, unpack  # noqa: E402
-from nanochat_fp4.nvfp4.gemm import Decoded, gemm  # noqa: E402
+from nanochat_fp4.nvfp4.gemm import gemm  # noqa: E402
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE  # noqa: E402
+from nanochat_fp4.nvfp4.operands import Codes, Decoded, Quantization, quantize_grad_output, quantize_operand  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -324,13 +324,13 @@ def dequantized(value) -> torch.Tensor:
 def test_dispatch_pads_the_contraction_dimension(rounding, rht_dim, keep_codes, monkeypatch):
     """Rows and columns that are no multiples of the rotation: the rest of the tile is zeros and is not stored."""
     x = torch.randint(-8, 9, (40, 144)).float().to(DEVICE)
-    arguments = {"seed": seed(9), "stream": 3, "rht_dim": rht_dim, "rht_seed": seed(8), "rht_stream": 2}
+    how = Quantization(ROUNDINGS[rounding], seed(9), 3, rht_dim, seed(8), 2)
     for transpose in (False, True):
         k = x.shape[0] if transpose else x.shape[1]
         results = []
         for wanted in ("triton", "reference"):
             monkeypatch.setenv("NVFP4_KERNELS", wanted)
-            value = quantize_operand(x, rounding, transpose=transpose, keep_codes=keep_codes, **arguments)
+            value = quantize_operand(x, how, transpose=transpose, keep_codes=keep_codes)
             results.append(dequantized(value))
             if keep_codes:
                 assert isinstance(value, NVFP4Tensor)
@@ -345,8 +345,7 @@ def test_dispatch_of_grad_output(name, monkeypatch):
     recipe = METHOD_TABLE[name]
     arguments = []
     for gemm_spec, stream in ((recipe.grad_input, 2), (recipe.grad_weight, 4)):
-        shared = {"seed": seed(9), "rht_dim": gemm_spec.rht_dim, "rht_seed": seed(8), "rht_stream": stream}
-        arguments.append({"rounding": gemm_spec.a.rounding, "stream": stream, **shared})
+        arguments.append(Quantization(gemm_spec.a.rounding, seed(9), stream, gemm_spec.rht_dim, seed(8), stream))
     results = []
     for wanted in ("triton", "reference"):
         monkeypatch.setenv("NVFP4_KERNELS", wanted)
@@ -401,5 +400,5 @@ def test_a_gemm_of_emulated_operands_is_that_of_their_codes():
     fp32 = {"compute_dtype": torch.float32, "out_dtype": torch.float32}
     for pair in ("clover", "tetrajet_v2"):
         emulated = [Decoded(*(None if t is None else t.to(DEVICE) for t in v)) for v in kernel(x, PAIRS[pair], True)]
-        row, col = kernel(x, PAIRS[pair], False)
+        row, col = (Codes(v.codes, v.scales, v.tensor_scale) for v in kernel(x, PAIRS[pair], False))
         assert relative_square_error(gemm(*emulated, **fp32).cpu(), gemm(row, col, **fp32)) < 1e-12

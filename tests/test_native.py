@@ -10,7 +10,7 @@ from _assertions import relative_square_error
 
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.nvfp4 import native
+from nanochat_fp4.nvfp4 import dispatch, native
 from nanochat_fp4.nvfp4.format import decode, unswizzle_scales
 
 pytest.importorskip("triton")
@@ -42,13 +42,13 @@ REAL_SCALED_MM = getattr(torch.nn.functional, "scaled_mm", None)
 @pytest.fixture
 def blackwell(monkeypatch):
     """As if the CPU had FP4 tensor cores, reached through torch's scaled_mm; kernels in Triton's interpreter."""
-    monkeypatch.setattr(native, "no_hardware_reason", lambda device_type: None)
+    monkeypatch.setattr(dispatch, "no_tensor_cores_reason", lambda device_type: None)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", simulated_scaled_mm)
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
     monkeypatch.delenv("NVFP4_GEMM", raising=False)
-    native.choice.cache_clear()
+    dispatch.native_choice.cache_clear()
     yield monkeypatch
-    native.choice.cache_clear()
+    dispatch.native_choice.cache_clear()
 
 
 def step(method, tokens=40, in_features=64, out_features=48, dtype=torch.float32):
@@ -66,7 +66,7 @@ def test_a_layer_is_the_emulated_layer(blackwell, method, native_gemms, name):
     blackwell.setenv("NVFP4_GEMM", "emulated")
     want = step(method)
     blackwell.setenv("NVFP4_GEMM", name)
-    native.choice.cache_clear()
+    dispatch.native_choice.cache_clear()
     calls, real = [], native.mm
     blackwell.setattr(native, "mm", lambda *a: calls.append(a[3]) or real(*a))
     got = step(method)
@@ -77,8 +77,8 @@ def test_a_layer_is_the_emulated_layer(blackwell, method, native_gemms, name):
 
 
 def test_the_choice_and_its_reasons(blackwell):
-    assert native.choice("cpu") == ("scaled_mm", "")
-    assert native.implementation("cpu") == "scaled_mm"
+    assert dispatch.native_choice("cpu") == ("scaled_mm", "")
+    assert dispatch.native_gemm("cpu") == "scaled_mm"
 
 
 def zeros(*args, **kw):
@@ -109,18 +109,18 @@ def raises(*args, **kw):
 )
 def test_a_library_that_is_wrong_is_not_used(blackwell, fault, reason):
     blackwell.setattr(torch.nn.functional, "scaled_mm", fault)
-    name, why = native.choice("cpu")
+    name, why = dispatch.native_choice("cpu")
     assert name == "dot_scaled" and why.startswith(reason) and "\n" not in why
     # Asked for, it is refused instead.
     blackwell.setenv("NVFP4_GEMM", "scaled_mm")
-    native.choice.cache_clear()
+    dispatch.native_choice.cache_clear()
     with pytest.raises(ValueError, match=f"NVFP4_GEMM=scaled_mm, but {reason}.*NVFP4_GEMM=emulated"):
-        native.choice("cpu")
+        dispatch.native_choice("cpu")
 
 
 def test_nothing_works(blackwell):
     blackwell.setattr(native, "mm", lambda a, b, dtype, name: torch.zeros(a.codes.shape[0], b.codes.shape[0]))
-    assert native.choice("cpu") == (None, "scaled_mm returns zeros; dot_scaled returns zeros")
+    assert dispatch.native_choice("cpu") == (None, "scaled_mm returns zeros; dot_scaled returns zeros")
     assert all(torch.isfinite(t).all() and t.any() for t in step("clover"))
 
 
@@ -128,7 +128,7 @@ def test_operands_that_tensor_cores_do_not_take(blackwell):
     """K = 48 is no whole number of 16-byte rows of codes: the forward is emulated, and its result the same."""
     got = step("clover", in_features=48)
     blackwell.setenv("NVFP4_GEMM", "emulated")
-    native.choice.cache_clear()
+    dispatch.native_choice.cache_clear()
     for g, w in zip(got, step("clover", in_features=48)):
         assert relative_square_error(g.detach(), w.detach()) < 1e-12
 
@@ -140,10 +140,10 @@ def test_operands_that_tensor_cores_do_not_take(blackwell):
 )  # fmt: skip
 def test_a_wish_that_cannot_be_met(monkeypatch, value, text):
     monkeypatch.setenv("NVFP4_GEMM", value)
-    native.choice.cache_clear()
+    dispatch.native_choice.cache_clear()
     with pytest.raises(ValueError, match=text):
         nf.backend()
-    native.choice.cache_clear()
+    dispatch.native_choice.cache_clear()
 
 
 def test_the_doctor_runs_through_it(blackwell):
@@ -157,7 +157,7 @@ def test_the_doctor_runs_through_it(blackwell):
         return 0 * y if y.shape[1] == 96 else y
 
     blackwell.setattr(torch.nn.functional, "scaled_mm", wrong_where_n_is_96)
-    native.choice.cache_clear()
+    dispatch.native_choice.cache_clear()
     with pytest.raises(UserError, match="grad_input is all zeros"):
         doctor.probe("cpu", "clover")
 

@@ -6,10 +6,10 @@ from _assertions import assert_unbiased, concentrate, relative_square_error
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.nvfp4.backends import quantize_operand
 from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.oscillation import OsciReset
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
@@ -39,7 +39,7 @@ class Model(nn.Module):
 def trained(model: nn.Module, width: int, seed: int = 0) -> nn.Module:
     """The model when its layers have seen inputs."""
     nf.convert(model, METHOD, verbose=False)
-    nf.update_second_moments(model, lambda: model(inputs(256, width, seed)))
+    nf.update_gram_matrices(model, lambda: model(inputs(256, width, seed)))
     return model
 
 
@@ -70,16 +70,16 @@ def by_128(x, rounding, **random):
 
 def test_outliers_are_the_largest_channels_in_multiples_of_32():
     layer = linear(640, 32)
-    assert len(layer.outliers) == 64 and set(range(640)[LARGE]) < set(layer.outliers.tolist())
+    assert len(layer.statistics.channels) == 64 and set(range(640)[LARGE]) < set(layer.statistics.channels.tolist())
     assert [get_recipe(METHOD).outlier_channels(k) for k in (32, 384, 512, 1536)] == [32, 32, 64, 160]
-    assert nf.QuantLinear(640, 32, method=METHOD).outliers is None  # has seen no inputs yet
+    assert nf.QuantLinear(640, 32, method=METHOD).statistics.channels is None  # has seen no inputs yet
 
 
 @pytest.mark.parametrize("tokens", [128, 100])
 def test_output_and_gradients_by_hand(tokens):
     layer, x, e = linear(), inputs(tokens, 160, 1), torch.randn(tokens, 96)
     got = backward(layer, x, e, seed=3)
-    w, hot = layer.weight.detach(), layer.outliers
+    w, hot = layer.weight.detach(), layer.statistics.channels
     cold = torch.tensor([i for i in range(160) if i not in set(hot.tolist())])
 
     def forward(v):
@@ -106,7 +106,7 @@ def test_output_and_gradients_by_hand(tokens):
 def test_gradients_are_unbiased_where_they_are_in_4_bits():
     """grad_input everywhere, grad_weight but for the outliers, which are rounded to nearest in 8 bits."""
     layer, x, e = linear(), inputs(32, 160, 1), torch.randn(32, 96)
-    hot = layer.outliers
+    hot = layer.statistics.channels
     cold = torch.tensor([i for i in range(160) if i not in set(hot.tolist())])
     w = layer.weight.detach()
     xq, wq = (
@@ -129,11 +129,11 @@ def test_gradients_are_unbiased_where_they_are_in_4_bits():
 def test_kernels_make_the_same_operands_as_the_reference(monkeypatch, rounding, transpose, rht):
     pytest.importorskip("triton")
     x = inputs(144, 160) * torch.logspace(-6, 0, 144).unsqueeze(1)
-    arguments = {"outer": True, "transpose": transpose, "rht_dim": rht, "seed": torch.tensor(5), "stream": 3}
+    how = Quantization(ROUNDINGS[rounding], torch.tensor(5), stream=3, rht_dim=rht, outer=True)
     operands = []
     for wanted in ("triton", "reference"):
         monkeypatch.setenv("NVFP4_KERNELS", wanted)
-        operands.append(quantize_operand(x.bfloat16(), rounding, **arguments))
+        operands.append(quantize_operand(x.bfloat16(), how, transpose=transpose).values)
     assert torch.equal(*operands)
 
 
@@ -157,13 +157,13 @@ def test_weights_quantized_once_and_after_a_checkpoint_are_the_same_bits():
     moments = {name: state.pop(f"{name}.second_moment") for name in ("q", "out")}
     other.load_state_dict(state)
     for name, moment in moments.items():
-        getattr(other, name).set_second_moment(moment)
+        getattr(other, name).set_gram_matrix(moment)
     assert all(torch.equal(a, b) for a, b in zip(passes(other, other), passes(model, model)))
 
 
 def test_compiled_layers_have_the_same_bits_and_are_not_compiled_again_for_new_outliers():
     layer, e = linear(160, 32), torch.randn(48, 32)
-    model, before = nn.Sequential(layer), layer.outliers
+    model, before = nn.Sequential(layer), layer.statistics.channels
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -174,14 +174,14 @@ def test_compiled_layers_have_the_same_bits_and_are_not_compiled_again_for_new_o
             got = torch.autograd.grad(y, layer.weight, e)[0]
             want = backward(layer, x, e, seed=3)
             assert torch.equal(y, want[0]) and torch.equal(got, want[2])
-            nf.update_second_moments(model, lambda: layer(inputs(256, 160, 5).flip(1) * 9))
-    assert not torch.equal(layer.outliers, before)
+            nf.update_gram_matrices(model, lambda: layer(inputs(256, 160, 5).flip(1) * 9))
+    assert not torch.equal(layer.statistics.channels, before)
 
 
 def test_reset_leaves_the_outliers_alone():
     """Weights that go to and fro over an edge of their grid: those in 4 bits are reset, those in 8 bits are not."""
     layer = linear()
-    model, hot = nn.Sequential(layer), layer.outliers
+    model, hot = nn.Sequential(layer), layer.statistics.channels
     cold = next(i for i in range(160) if i % 16 and i not in set(hot.tolist()))
     last = int(hot[hot % 16 > 0][0])
     layer.weight.data.zero_()

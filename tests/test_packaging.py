@@ -61,8 +61,8 @@ def imports(module: str) -> set[str]:
 
 def test_there_is_something_to_check():
     assert {"nanochat_fp4.nvfp4.quantizers", "nanochat_fp4.gpt", "nvfp4_kernels", "scripts.base_train"} <= set(MODULES)
-    assert "nanochat_fp4.nvfp4.quantizers" in imports("nanochat_fp4.nvfp4.backends")
-    assert any(name.startswith("nvfp4_kernels") for name in imports("nanochat_fp4.nvfp4.backends"))
+    assert "nanochat_fp4.nvfp4.quantizers" in imports("nanochat_fp4.nvfp4.operands")
+    assert any(name.startswith("nvfp4_kernels") for name in imports("nanochat_fp4.nvfp4.operands"))
     assert layer("nanochat_fp4.gpt") == 2 and layer("nanochat_fp4.nvfp4.format") == 3 and layer("torch") is None
 
 

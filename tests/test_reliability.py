@@ -290,19 +290,20 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(fork_server, tin
 @pytest.mark.parametrize("method", ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"])
 def test_quantized_weights_do_not_depend_on_the_micro_batch(tiny_base, monkeypatch, method):
     """One step in 4, 2 and 1 micro-batches: the forward passes use the same codes and scales of every weight."""
-    from nanochat_fp4.nvfp4 import linear
+    from nanochat_fp4.nvfp4 import linear, operands
 
     used: set[str] = set()
     real = linear.quantize_operand
 
-    def recording(tensor, **kwargs):
-        operand = real(tensor, **kwargs)
-        if kwargs["stream"] == linear.OUTPUT + 1:  # the weight of the forward GEMM
+    def recording(tensor, how, **kwargs):
+        operand = real(tensor, how, **kwargs)
+        if how.stream == linear.OUTPUT + 1:  # the weight of the forward GEMM
             parts = (operand.codes, operand.scales, operand.tensor_scale)
             used.add(hashlib.sha256(b"".join(bits(t).numpy().tobytes() for t in parts)).hexdigest())
         return operand
 
     monkeypatch.setattr(linear, "quantize_operand", recording)
+    monkeypatch.setattr(operands, "quantize_operand", recording)
     found = []
     for size in (1, 2, 4):
         used.clear()

@@ -17,6 +17,7 @@ from nanochat_fp4.gpt import GPT
 from nanochat_fp4.llama import Llama
 from nanochat_fp4.nvfp4.convert import groups_computed_as_one
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
+from nanochat_fp4.nvfp4.operands import Codes
 
 
 @torch.no_grad()
@@ -79,7 +80,7 @@ def _compute_with(model: nn.Module, weights: Weights) -> None:
                 "tensor scale in this folder; load it with codes=False"
             )
         device = layers[0].weight.device
-        operand = NVFP4Tensor(
+        operand = Codes(
             torch.cat([p.codes for p in parts]).to(device),
             torch.cat([p.scales.view(torch.uint8) for p in parts]).view(torch.float8_e4m3fn).to(device),
             parts[0].tensor_scale.to(device),

@@ -20,7 +20,7 @@ from nanochat_fp4.nvfp4.recipes import Recipe
 # Always left alone: the output head's error reaches the loss without any averaging, and all recipes keep it in BF16.
 ALWAYS_SKIPPED = ("lm_head", "*.lm_head")
 
-MOMENT_STEP = 0.2  # of the exponential average of second moments: one over five updates or so
+GRAM_STEP = 0.2  # of the exponential average of Gram matrices: one over five updates or so
 
 
 @dataclass
@@ -30,11 +30,11 @@ class ConvertReport:
     recipe: Recipe
     converted: list[str] = field(default_factory=list)
     left_alone: list[tuple[str, str]] = field(default_factory=list)
-    without_moments: bool = False  # feedback or outliers are asked for, and no layer has a second_moment yet
+    without_gram_matrices: bool = False  # feedback or outliers are asked for, and no layer has a Gram matrix yet
 
     def __str__(self) -> str:
         lines = [f"QAT method {self.recipe}", f"converted {len(self.converted)} linear layers"]
-        if self.without_moments:
+        if self.without_gram_matrices:
             what = (
                 "weights are rounded without feedback" if self.recipe.output.b.feedback else "no channel is an outlier"
             )
@@ -100,8 +100,8 @@ def convert(
     if not report.converted:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in report.left_alone[:4])
         raise ValueError(f"convert: no linear layer could be converted ({reasons or 'the model has none'})")
-    known = any("second_moment" in linears[name]._buffers for name in report.converted)
-    report.without_moments = recipe.looks_at_inputs and not known
+    known = any(linears[name].gram_matrix is not None for name in report.converted)
+    report.without_gram_matrices = recipe.looks_at_inputs and not known
     model.nf_report = report
     if verbose and not (_distributed() and dist.get_rank()):
         with contextlib.suppress(OSError):  # a log that nobody takes is no reason to end a run
@@ -246,12 +246,12 @@ def rounds_with_feedback(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def update_second_moments(model: nn.Module, forward: Callable[[], object]) -> None:
+def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> None:
     """For a training loop of a method with error feedback or outliers (clover_feedback), after every few steps.
 
-    Runs forward(), which calls the model on some thousand tokens, in full precision, and moves second_moment of the
+    Runs forward(), which calls the model on some thousand tokens, in full precision, and moves the Gram matrix of the
     layers that compute with it a part of the way to what their inputs were; does nothing where there are none. The part
-    is MOMENT_STEP, at first all of it; the mean over all ranks, which must call together. Inputs that are not finite
+    is GRAM_STEP, at first all of it; the mean over all ranks, which must call together. Inputs that are not finite
     change nothing.
     """
     layers = [group[0] for group in groups_computed_as_one(model) if group[0].recipe.looks_at_inputs]
@@ -275,6 +275,6 @@ def update_second_moments(model: nn.Module, forward: Callable[[], object]) -> No
         if _distributed():
             dist.all_reduce(new)
             new /= dist.get_world_size()
-        old = layer.second_moment if hasattr(layer, "second_moment") else None
-        moved = new if old is None else old.lerp(new, MOMENT_STEP)
-        layer.set_second_moment(torch.where(torch.isfinite(new).all(), moved, 0.0 if old is None else old))
+        old = layer.gram_matrix
+        moved = new if old is None else old.lerp(new, GRAM_STEP)
+        layer.set_gram_matrix(torch.where(torch.isfinite(new).all(), moved, 0.0 if old is None else old))

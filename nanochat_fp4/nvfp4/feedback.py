@@ -1,8 +1,8 @@
 """Rounding a weight so that the error of the layer's output is small, not that of the weight: error feedback.
 
-With S = E[x x^T] of the layer's inputs the output's error is E |(W - Q) x|^2 = tr((W - Q) S (W - Q)^T). Rounding to
-nearest minimizes |W - Q|^2, as if S were the identity. Here blocks of 16 columns are rounded one after the other, and
-each block first takes over what the errors of the blocks before it can be made up for with:
+With S = E[x x^T], the Gram matrix of the layer's inputs, the output's error E |(W - Q) x|^2 is tr((W - Q) S (W - Q)^T).
+Rounding to nearest minimizes |W - Q|^2, as if S were the identity. Here blocks of 16 columns are rounded one after the
+other, and each block first takes over what the errors of the blocks before it can be made up for with:
 
     S + damping = R R^T, R upper triangular        T = R blockdiag(R)^-1, in blocks of 16 x 16
     Q_b = round(W_b + (W - Q)_{<b} T_{<b, b})
@@ -17,22 +17,22 @@ the largest scale is clipped and fed back like any other error.
 
 import torch
 
-from nanochat_fp4.nvfp4.backends import use_kernels
+from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, TENSOR_SCALE_MIN, NVFP4Tensor, encode_e2m1, pack
-from nanochat_fp4.nvfp4.quantizers import Rounding, _round_block_scale, _search, divide, get_rounding
+from nanochat_fp4.nvfp4.quantizers import Rounding, _round_block_scale, _search, divide
 
 DAMPING = 0.3  # in units of the mean of S's diagonal
 
 
 @torch.no_grad()
-def feedback_factor(second_moment: torch.Tensor) -> torch.Tensor:
+def feedback_factor(gram: torch.Tensor) -> torch.Tensor:
     """S (K, K) float32, K % 16 == 0 -> the strictly block upper triangular part of T, (K, K) float32.
 
     Zeros, that is no feedback, where S + damping has no Cholesky factor: S is zero, or not finite. No host sync.
     """
-    blocks = second_moment.shape[0] // BLOCK
-    damped = second_moment.clone()
-    damped.diagonal().add_(DAMPING * second_moment.diagonal().mean())
+    blocks = gram.shape[0] // BLOCK
+    damped = gram.clone()
+    damped.diagonal().add_(DAMPING * gram.diagonal().mean())
     lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
     upper = lower.flip(0, 1)
     columns = upper.view(-1, blocks, BLOCK).transpose(0, 1)  # (G, K, 16)
@@ -41,17 +41,16 @@ def feedback_factor(second_moment: torch.Tensor) -> torch.Tensor:
     before = torch.arange(blocks, device=t.device)
     keep = (before[:, None] < before).repeat_interleave(BLOCK, 0).unsqueeze(-1)  # (K, G, 1)
     keep = keep & (info == 0) & torch.isfinite(t).all()
-    return torch.where(keep, t, 0.0).reshape(second_moment.shape)
+    return torch.where(keep, t, 0.0).reshape(gram.shape)
 
 
 @torch.no_grad()
-def round_with_feedback(weights: torch.Tensor, factors: torch.Tensor, rounding: str) -> list[NVFP4Tensor]:
+def round_with_feedback(weights: torch.Tensor, factors: torch.Tensor, spec: Rounding) -> list[NVFP4Tensor]:
     """weights (L, N, K) FP32 or BF16, factors (L, K, K) of feedback_factor -> an NVFP4Tensor (N, K) for each of the L.
 
-    rounding: a name of ROUNDINGS with blocks of 1x16 that draws no random numbers. Each weight has the tensor_scale
+    spec: with blocks of 1x16, drawing no random numbers. Each weight has the tensor_scale
     that quantize gives it; with factors of zeros the result is quantize's, to the bit.
     """
-    spec = get_rounding(rounding)
     layers, rows, _ = weights.shape
     weights = weights.float()
     limit = spec.grid_max * spec.scale_cap

@@ -58,11 +58,6 @@ class NVFP4Tensor:
         return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * per_code))
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether it is FP8 with tensor_scale alone."""
-        return self.codes.dtype != torch.uint8 and not self.scales.shape[-1]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and tensor_scale: 4.5 bits an element, and the tensor scale."""
         return sum(t.numel() * t.element_size() for t in (self.codes, self.scales, self.tensor_scale))
@@ -76,35 +71,6 @@ class NVFP4Tensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """code * scale * tensor_scale, (..., K), rounded once to dtype. In rotated space for the ms_eden roundings."""
         return (self.decode(torch.float32) * self.tensor_scale).to(dtype)
-
-
-@dataclass
-class TwoTerms:
-    """A tensor as the sum of two NVFP4 tensors of its shape, each with a tensor_scale of its own.
-
-    first: the tensor, quantized; rest: what that leaves of it, quantized. 9 bits an element, whose error is the square
-    of that of 4.5 bits, for twice as many products of 4-bit operands.
-    """
-
-    first: NVFP4Tensor
-    rest: NVFP4Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.first.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.first.nbytes + self.rest.nbytes
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The sum of the terms' values, rounded to FP32 and then to dtype."""
-        return (self.first.dequantize() + self.rest.dequantize()).to(dtype)
-
-
-def terms(value) -> tuple:
-    """The terms whose sum a value is: two of TwoTerms, itself of everything else."""
-    return (value.first, value.rest) if isinstance(value, TwoTerms) else (value,)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,8 @@ import torch
 from torch import nn
 
 from nanochat_fp4.nvfp4.convert import groups_computed_as_one
-from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.linear import QuantLinear, quantized_weights
 from nanochat_fp4.nvfp4.methods import removed
-from nanochat_fp4.nvfp4.quantizers import get_rounding
 
 
 def has_grid(layer: QuantLinear) -> bool:
@@ -28,7 +26,7 @@ def has_grid(layer: QuantLinear) -> bool:
     recipe, weight = layer.recipe, layer.recipe.output.b
     if not recipe.fixed_weight or weight.terms > 1 or weight.feedback:
         return False
-    return get_rounding(weight.rounding).has_kernels
+    return weight.rounding.has_kernels
 
 
 def _groups(model: nn.Module) -> list[tuple[QuantLinear, ...]]:
@@ -50,13 +48,12 @@ def _restored(model: nn.Module, saved: dict[str, torch.Tensor]) -> dict[str, tor
 
 
 def _quantized(group: tuple[QuantLinear, ...]) -> torch.Tensor:
-    """The weights' quantized values, stacked; outliers, which are not in 4 bits, as they are."""
-    (t,) = quantized_weights([group])
-    values = t.dequantize() if isinstance(t, NVFP4Tensor) else t.float()
-    outliers = group[0].outliers
-    if outliers is None:
+    """The weights' quantized values, stacked; channels that are not in 4 bits as they are."""
+    (operand,) = quantized_weights([group])
+    values, channels = operand.dequantize(), group[0].statistics.channels
+    if channels is None:
         return values
-    return values.index_copy(1, outliers, torch.cat(_weights(group)).float().index_select(1, outliers))
+    return values.index_copy(1, channels, torch.cat(_weights(group)).float().index_select(1, channels))
 
 
 class OsciReset:

@@ -63,3 +63,8 @@ def random_signs(seed: torch.Tensor | int, count: int, stream: int, device: torc
     j = torch.arange(count, device=device)
     bits = (words[j // 32] >> (j % 32)) & 1
     return 1.0 - 2.0 * bits.to(torch.float32)
+
+
+def new_seed(device: torch.device) -> torch.Tensor:
+    """64 random bits from torch's generator of the device, int64 (): no host sync, fresh at each CUDA graph replay."""
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)

@@ -14,7 +14,7 @@ from torch import nn
 
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.nvfp4.quantizers import get_rounding
+from nanochat_fp4.nvfp4.quantizers import Rounding
 from nanochat_fp4.nvfp4.recipes import Recipe
 
 
@@ -120,10 +120,10 @@ class MethodPlan:
 def gemm_bits(recipe: Recipe) -> tuple[int, int, int]:
     """Bits of the wider operand of output, grad_input and grad_weight: 4, 8, or 16 where one is not quantized."""
 
-    def bits(rounding: str | None) -> int:
-        return 16 if rounding is None else 4 if get_rounding(rounding).element == "e2m1" else 8
+    def bits(rounding: Rounding | None) -> int:
+        return 16 if rounding is None else 4 if rounding.element == "e2m1" else 8
 
-    def wider(gemm, kept: str | None) -> int:
+    def wider(gemm, kept: Rounding | None) -> int:
         return max(bits(gemm.a.rounding), bits(gemm.b.rounding or (None if gemm.b.raw else kept)))
 
     output = max(bits(recipe.output.a.rounding), bits(recipe.output.b.rounding))

@@ -39,7 +39,7 @@ E8M3, which does not underflow. `sr_four_over_six` picks the luckier of two stoc
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -99,6 +99,7 @@ class Rounding:
     prescale:   elements are multiplied by it before they are rounded, and divided afterwards (mx only)
     element:    "e2m1", or, to nearest, "e4m3" (mx and fp8) or "e5m2" (fp8)
     eden_group: values that share a correction S: a rotation group of 128, or a block of 16 (ms_eden only)
+    name:       of ROUNDINGS
     """
 
     grid_max: float = E2M1_MAX
@@ -113,6 +114,7 @@ class Rounding:
     prescale: float = 1.0
     element: str = "e2m1"
     eden_group: int = RHT_DIM
+    name: str = field(default="", compare=False)
 
     @property
     def has_kernels(self) -> bool:
@@ -164,10 +166,13 @@ ROUNDINGS |= FP8_ROUNDINGS
 # The plain names try 3: 6 lower the error by another 5%, at 1.5 times the cost of a whole training step on an H200.
 ROUNDINGS["scale_search"] = ROUNDINGS["scale_search_3"]
 ROUNDINGS["ms_eden_search"] = ROUNDINGS["ms_eden_search_3"]
+ROUNDINGS = {name: replace(rounding, name=name) for name, rounding in ROUNDINGS.items()}
 
 
-def get_rounding(name: str) -> Rounding:
-    """Raises ValueError with the known names."""
+def get_rounding(name: str | Rounding) -> Rounding:
+    """The Rounding of a name; a Rounding is returned as it is. Raises ValueError with the known names."""
+    if isinstance(name, Rounding):
+        return name
     if name not in ROUNDINGS:
         raise ValueError(f"unknown rounding {name!r}; known: {', '.join(ROUNDINGS)}")
     return ROUNDINGS[name]
@@ -463,7 +468,7 @@ def ms_eden_direct(x: torch.Tensor, rounding: Rounding, seed: torch.Tensor | int
     return NVFP4Tensor(codes, scales.view(*x.shape[:-1], -1), tensor_scale)
 
 
-def quantize(x: torch.Tensor, rounding: str, seed: torch.Tensor | int = 0) -> NVFP4Tensor:
+def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int = 0) -> NVFP4Tensor:
     """Quantizes x (..., K) along its last dimension with a rounding of ROUNDINGS (the paper's Table 1): NVFP4, or MX.
 
     seed (an int, or an int64 tensor) determines rotation and rounding; the deterministic roundings ignore it.
@@ -478,7 +483,7 @@ def quantize(x: torch.Tensor, rounding: str, seed: torch.Tensor | int = 0) -> NV
     multiple = RHT_DIM if spec.ms_eden else spec.block
     if x.dim() == 0 or x.numel() == 0 or x.shape[-1] % multiple:
         raise ValueError(
-            f"quantize: shape {tuple(x.shape)} for {rounding!r}, expected a non-empty (..., K) with K a multiple of "
+            f"quantize: shape {tuple(x.shape)} for {spec.name!r}, expected a non-empty (..., K) with K a multiple of "
             f"{multiple}; pad the last dimension with zeros"
         )
     x = x.detach().to(torch.float32)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
-from nanochat_fp4.nvfp4.quantizers import get_rounding
+from nanochat_fp4.nvfp4.quantizers import Rounding, get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
 OUTLIER_MULTIPLE = 32  # channels that an MXFP8 scale is for
@@ -29,7 +29,7 @@ OUTLIER_MULTIPLE = 32  # channels that an MXFP8 scale is for
 class Operand:
     """How one operand of a GEMM is rounded.
 
-    rounding: a name of ROUNDINGS, or None: the value that the forward GEMM used, or grad_output itself
+    rounding: one of ROUNDINGS, or its name; None: the value that the forward GEMM used, or grad_output itself
     terms:    2 for the sum of two quantized tensors, the second of what the first one leaves (input and weight in the
               output GEMM only): an error like FP8's from products of 4-bit operands, of which there are more
     raw:      taken from the unquantized tensor although the forward GEMM used a quantized one (input and weight in the
@@ -40,18 +40,22 @@ class Operand:
               (TetraJet-v2's outer blocks); kept for the backward pass in 16 bits an element, not as codes
     """
 
-    rounding: str | None = None
+    rounding: Rounding | None = None
     raw: bool = False
     terms: int = 1
     feedback: bool = False
     outer: bool = False
 
     def __post_init__(self) -> None:
-        if self.rounding is not None:
-            get_rounding(self.rounding)
+        if isinstance(self.rounding, str):
+            object.__setattr__(self, "rounding", get_rounding(self.rounding))
 
     def __str__(self) -> str:
-        text = ("raw " if self.raw else "") + (self.rounding or "-") + (" + rest" if self.terms == 2 else "")
+        text = (
+            ("raw " if self.raw else "")
+            + (self.rounding.name if self.rounding else "-")
+            + (" + rest" if self.terms == 2 else "")
+        )
         return text + (" with feedback" if self.feedback else "") + (" by 128" if self.outer else "")
 
 
@@ -70,8 +74,9 @@ class Gemm:
 
     @property
     def random(self) -> bool:
-        roundings = [get_rounding(o.rounding).random for o in (self.a, self.b) if o.rounding]
-        return any(roundings) or (self.rht_dim > 0 and not self.fixed_signs)
+        return any(o.rounding.random for o in (self.a, self.b) if o.rounding) or (
+            self.rht_dim > 0 and not self.fixed_signs
+        )
 
     def __str__(self) -> str:
         return f"{self.a} x {self.b}" + (f", RHT-{self.rht_dim}" if self.rht_dim else "")
@@ -101,7 +106,7 @@ class Recipe:
     def block(self) -> int:
         """What in_features and out_features must be multiples of."""
         operands = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
-        blocks = (BLOCK if get_rounding(r).fp8 else get_rounding(r).block for r in operands if r)
+        blocks = (BLOCK if r.fp8 else r.block for r in operands if r)
         return max((OUTLIER_MULTIPLE if self.outliers else 0, *blocks))
 
     @property
@@ -118,7 +123,7 @@ class Recipe:
 
     @property
     def looks_at_inputs(self) -> bool:
-        """Whether the layers compute with the second moments of their inputs (convert.update_second_moments)."""
+        """Whether the layers compute with the Gram matrix of their inputs (convert.update_gram_matrices)."""
         return self.output.b.feedback or self.outliers > 0
 
     @property
@@ -161,7 +166,7 @@ class Recipe:
 def _problems(recipe: Recipe) -> Iterator[str]:
     """Why a recipe cannot be computed: a line for each reason, to go behind its name."""
     output, wgrad = recipe.output, recipe.grad_weight
-    forward = [get_rounding(o.rounding) for o in (output.a, output.b) if o.rounding]
+    forward = [o.rounding for o in (output.a, output.b) if o.rounding]
     for name in ("output", "grad_input", "grad_weight"):
         gemm = getattr(recipe, name)
         yield from (f", {name}: {problem}" for problem in _problems_of_gemm(gemm, is_output=name == "output"))
@@ -186,17 +191,17 @@ def _problems(recipe: Recipe) -> Iterator[str]:
 
 def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:
     operands = (gemm.a, gemm.b)
-    roundings = [get_rounding(o.rounding) for o in operands if o.rounding]
+    roundings = [o.rounding for o in operands if o.rounding]
 
     def draws_nothing(o: Operand) -> bool:
         """A rounding of NVFP4 without random numbers."""
-        return bool(o.rounding) and get_rounding(o.rounding).has_kernels and not get_rounding(o.rounding).random
+        return bool(o.rounding) and o.rounding.has_kernels and not o.rounding.random
 
     if gemm.rht_dim and len(roundings) < 2:
         yield "a rotation needs both operands quantized; set rht_dim=0 or give both a rounding"
     if any(r.ms_eden for r in roundings) and gemm.rht_dim != RHT_DIM:
         yield f"ms_eden works on rotated operands; set rht_dim={RHT_DIM} and quantize both"
-    if any(o.rounding and get_rounding(o.rounding).prescale != 1 for o in operands if is_output or o.raw):
+    if any(o.rounding and o.rounding.prescale != 1 for o in operands if is_output or o.raw):
         yield "a prescaled rounding is for backward operands that are not raw"
     if gemm.a.raw or (gemm.b.raw and is_output):
         yield "raw only means something for input and weight in the backward GEMMs"
@@ -204,13 +209,13 @@ def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:
         if o.terms != 1 and not (o.terms == 2 and is_output and draws_nothing(o)):
             yield (
                 "two terms are for operands of output with an NVFP4 rounding that draws nothing; "
-                f"got {o.terms} for {o.rounding}"
+                f"got {o.terms} for {o.rounding and o.rounding.name}"
             )
-        native = draws_nothing(o) and get_rounding(o.rounding).block_rows == 1
+        native = draws_nothing(o) and o.rounding.block_rows == 1
         if o.feedback and not (is_output and o is gemm.b and native and o.terms == 1):
             yield (
                 "feedback is for the weight in output, with an NVFP4 rounding of 1x16 blocks that draws nothing, "
-                f"without a second term; got it for {o.rounding}"
+                f"without a second term; got it for {o.rounding and o.rounding.name}"
             )
     if any(o.outer for o in operands) and (
         any(r.ms_eden or r.block_rows > 1 or not r.has_kernels for r in roundings)

@@ -6,8 +6,8 @@ call of the random number generator serves eight elements (torch.compile's torch
 
 import torch
 
-from nanochat_fp4.nvfp4.backends import new_seed, use_kernels
-from nanochat_fp4.nvfp4.philox import uniform_elements
+from nanochat_fp4.nvfp4.dispatch import use_kernels
+from nanochat_fp4.nvfp4.philox import new_seed, uniform_elements
 from nanochat_fp4.nvfp4.quantizers import divide
 
 STEPS = 255  # of the largest value of a row

@@ -1,0 +1,202 @@
+"""What runs on this machine, and why: the quantizers, the GEMM of two 4-bit operands, the emulated GEMM.
+
+Quantizers: the reference (quantizers.py) runs everywhere; the Triton kernels, which are compared with it, take over on
+CUDA. NVFP4_KERNELS=reference|triton asks for one of them (on a CPU triton needs TRITON_INTERPRET=1).
+
+GEMM: where a Blackwell's tensor cores multiply NVFP4 (native.py), libraries have returned zeros without an error. So
+each implementation multiplies operands whose product is known before it is used, once a process; one that fails is
+named with the reason, and the next one is tried: torch's scaled_mm (cuBLAS), Triton's dot_scaled, and then the emulated
+GEMM (gemm.py), which computes the same. NVFP4_GEMM=scaled_mm|dot_scaled|emulated asks for one of them.
+
+What is asked for and cannot run raises with the reason instead of falling back.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nanochat_fp4.nvfp4 import native
+from nanochat_fp4.nvfp4.format import NVFP4Tensor
+
+PROBE_SHAPES = ((144, 160, 96), (512, 384, 1024))  # M, N, K: one with padding in every dimension, one of several tiles
+# Relative square error: a rounding to BF16 gives 3e-6, whatever the order of summation. Wrong scales give 1.
+PROBE_ERROR = 1e-4
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What this machine uses for each operation; str() is one line for logs and the report."""
+
+    quantize: str
+    gemm: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"quantize: {self.quantize}; GEMM: {self.gemm} ({self.reason})"
+
+
+def backend() -> Backend:
+    """Which kernels this machine uses, and why. On a Blackwell this runs the probe of its FP4 GEMMs.
+
+    Raises ValueError if NVFP4_KERNELS or NVFP4_GEMM asks for what cannot run here.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kernels = use_kernels(device)
+    name, why_not = native_choice(device.type)
+    if device.type == "cpu":
+        reason = "no CUDA device" + (", kernels under Triton's interpreter" if kernels else "")
+        return Backend("Triton" if kernels else "PyTorch reference", "decode + FP32 matmul", reason)
+    major, minor = torch.cuda.get_device_capability()
+    reason = f"{torch.cuda.get_device_name()}, sm_{major}{minor}" + (f"; {why_not}" if why_not else "")
+    if name:
+        gemm = f"FP4 tensor cores ({name})"
+    else:
+        why = cublas_unavailable_reason()
+        after = " with the tensor scales as alpha" if why is None else f", scaled after ({why})"
+        gemm = f"decode to BF16 + cuBLAS{after}"
+    return Backend("Triton" if kernels else "PyTorch reference", gemm, reason)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kernels
+
+
+def use_kernels(device: torch.device) -> bool:
+    """Whether operands on this device are quantized by the Triton kernels."""
+    return _use_kernels(device.type)
+
+
+@torch.compiler.assume_constant_result
+def _use_kernels(device_type: str) -> bool:
+    wanted = os.environ.get("NVFP4_KERNELS", "auto")
+    if wanted not in ("auto", "reference", "triton"):
+        raise ValueError(f"NVFP4_KERNELS is {wanted!r}, expected auto, reference or triton")
+    reason = _no_kernels_reason(device_type)
+    if wanted == "triton" and reason:
+        raise ValueError(f"NVFP4_KERNELS=triton, but {reason}; unset it, or set NVFP4_KERNELS=reference")
+    return wanted == "triton" or (wanted == "auto" and reason is None and device_type == "cuda")
+
+
+@functools.cache
+def _no_kernels_reason(device_type: str) -> str | None:
+    reason = kernels_unavailable_reason()
+    if reason:
+        return reason
+    if device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        return "the GPU is older than sm_80, which the kernels need for BF16"
+    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "there is no CUDA device (on a CPU they run under TRITON_INTERPRET=1)"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def kernels_unavailable_reason() -> str | None:
+    """Why the Triton kernels cannot be imported here, or None."""
+    try:
+        import nvfp4_kernels.rotate  # noqa: F401
+    except ImportError as error:
+        return f"the Triton kernels cannot be imported ({error})"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def cublas_unavailable_reason() -> str | None:
+    """Why cuBLAS cannot be called with alpha on the device, or None."""
+    try:
+        from nvfp4_kernels import cublas
+    except ImportError as error:
+        return f"the kernels cannot be imported ({error})"
+    return cublas.unavailable_reason()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tensor cores
+
+
+@torch.compiler.assume_constant_result
+def native_gemm(device_type: str) -> str | None:
+    """Of native.IMPLEMENTATIONS the one to use on this kind of device, or None for the emulated GEMM."""
+    return native_choice(device_type)[0]
+
+
+@functools.cache
+def native_choice(device_type: str) -> tuple[str | None, str]:
+    """(implementation or None, why not the ones before it).
+
+    Raises ValueError if NVFP4_GEMM asks for what cannot run.
+    """
+    wanted = os.environ.get("NVFP4_GEMM", "auto")
+    if wanted not in ("auto", "emulated", *native.IMPLEMENTATIONS):
+        raise ValueError(f"NVFP4_GEMM is {wanted!r}, expected auto, emulated, {' or '.join(native.IMPLEMENTATIONS)}")
+    if wanted == "emulated":
+        return None, "NVFP4_GEMM=emulated"
+    reason = no_tensor_cores_reason(device_type)
+    if reason and wanted != "auto":
+        raise ValueError(f"NVFP4_GEMM={wanted}, but {reason}; unset it, or set NVFP4_GEMM=emulated")
+    if reason:
+        return None, reason
+    reasons = []
+    for name in native.IMPLEMENTATIONS if wanted == "auto" else (wanted,):
+        problem = probe(torch.device(device_type), lambda a, b, dtype, name=name: native.mm(a, b, dtype, name))
+        if problem is None:
+            return name, "; ".join(reasons)
+        reasons.append(f"{name} {problem}")
+    if wanted != "auto":
+        raise ValueError(f"NVFP4_GEMM={wanted}, but {reasons[0]}; unset it, or set NVFP4_GEMM=emulated")
+    return None, "; ".join(reasons)
+
+
+def no_tensor_cores_reason(device_type: str) -> str | None:
+    """Why there are no FP4 tensor cores to use here, or None."""
+    if device_type != "cuda":
+        return "no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 10:
+        return f"sm_{major}{minor} has no FP4 tensor cores"
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        return f"torch {torch.__version__} has no FP4 type"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def has_fp8_tensor_cores(device_type: str) -> bool:
+    return device_type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def relative_square_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """|got - want|^2 / |want|^2, summed in FP64."""
+    return float((got - want).double().square().sum() / want.double().square().sum())
+
+
+def probe(device: torch.device, function: Callable[..., torch.Tensor]) -> str | None:
+    """What is wrong with function(a, b, out_dtype), a GEMM of NVFP4 operands on this device, or None."""
+    generator = torch.Generator().manual_seed(4)
+
+    def operand(rows: int, k: int) -> NVFP4Tensor:
+        codes = torch.randint(0, 256, (rows, k // 2), generator=generator, dtype=torch.uint8)
+        # E4M3 bytes of 2^-6 to 448: no two scales of a tile need be the same.
+        scales = torch.randint(8, 127, (rows, k // 16), generator=generator, dtype=torch.uint8)
+        tensor_scale = torch.rand((), generator=generator) + 0.5
+        return NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), tensor_scale)
+
+    for m, n, k in PROBE_SHAPES:
+        a, b = operand(m, k), operand(n, k)
+        want = a.dequantize() @ b.dequantize().T
+        there = [NVFP4Tensor(*(t.to(device) for t in (v.codes, v.scales, v.tensor_scale))) for v in (a, b)]
+        for dtype in (torch.bfloat16, torch.float32):
+            try:
+                got = function(*there, dtype).float().cpu()
+            except Exception as error:  # whatever a library or a compiler raises: another implementation is tried
+                lines = str(error).splitlines() or [type(error).__name__]
+                return f"raises {lines[0][:200]}"
+            if not got.any():
+                return "returns zeros"
+            error = relative_square_error(got, want)
+            if not error < PROBE_ERROR:
+                return (
+                    f"has a relative square error of {error:.1e} on {m} x {n} x {k}, expected below {PROBE_ERROR:.0e}"
+                )
+    return None

@@ -1,0 +1,532 @@
+"""What a GEMM takes: the kinds of operand, how each is made, what of it is kept for backward, and how it multiplies.
+
+    Plain                   a tensor in a float dtype, rounded to the layer's compute dtype when it is multiplied
+    Codes                   4-bit codes and their scales (NVFP4)
+    WithResidual            two terms: codes, and the codes of what these leave of the tensor
+    HighPrecisionChannels   4-bit values but for some channels, which are in MXFP8
+    FP8                     8-bit numbers with one scale
+    Decoded                 values of codes, exact, for a product that follows at once; never kept
+
+All are (R, K), contracted over K, their last dimension. A Quantization says how one is made; `quantize_operand` makes
+it, `quantize_grad_output` both operands that grad_output is, `quantize_weights` those of several layers.
+
+A kind has
+    tensors(), from_tensors(...)   what is kept for the backward pass: the rest is made again from it
+    terms                          the operands whose sum it is: a product is taken term by term
+    matrix(dtype), tensor_scale    a term's factors in a dense product: matrix times tensor_scale is its value
+    tensor_core_product(b, dtype)  its product with b where tensor cores of this machine multiply the two, else None
+    source()                       what it is quantized again from: FP32 or BF16 values, or codes that a kernel reads
+    transposed()                   its values contracted over the other dimension, not rounded again
+    complete_grad_weight(...)      the part of grad_weight that this input takes another way, put into it
+    depending_on(seed)             itself, with values that a compiler must take for a function of the seed as well
+
+To add a kind, write a class here and say in `quantize_operand` which Quantization asks for it; linear.py and gemm.py
+know none of them by name.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from nanochat_fp4.nvfp4 import native
+from nanochat_fp4.nvfp4.dispatch import has_fp8_tensor_cores, kernels_unavailable_reason, native_gemm, use_kernels
+from nanochat_fp4.nvfp4.feedback import round_with_feedback
+from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor
+from nanochat_fp4.nvfp4.gemm import gemm
+from nanochat_fp4.nvfp4.hadamard import rotate
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, get_rounding, quantize_reference
+
+OUTER_BLOCK = 128  # values along the contraction dimension that share a tensor_scale in Quantization.outer
+HIGH_PRECISION = ROUNDINGS["mxfp8"]  # of HighPrecisionChannels
+
+
+class Quantization(NamedTuple):
+    """How one operand is made: how it is rounded and rotated, and what it draws.
+
+    rounding:    None takes the values as they are
+    seed, stream: of the noise of stochastic rounding
+    rht_dim, rht_seed, rht_stream: of the rotation along the contraction dimension; 0 for none
+    terms, outer: of recipes.Operand
+    per_token:   a tensor_scale for each row, so that a row does not depend on the others
+    factor:      round with this error feedback (feedback.feedback_factor), or None
+    channels:    int64 (H,), rising: these columns in MXFP8, or None
+    """
+
+    rounding: Rounding | None = None
+    seed: torch.Tensor | None = None
+    stream: int = 0
+    rht_dim: int = 0
+    rht_seed: torch.Tensor | None = None
+    rht_stream: int = 0
+    terms: int = 1
+    outer: bool = False
+    per_token: bool = False
+    factor: torch.Tensor | None = None
+    channels: torch.Tensor | None = None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kinds
+
+
+class GemmOperand:
+    """What all kinds share; see the top of this file."""
+
+    tensor_scale: ClassVar[torch.Tensor | None] = None
+    exact = True  # its matrix is in a dtype that holds its values; False: in the dtype that was asked for
+
+    @property
+    def terms(self) -> "tuple[GemmOperand, ...]":
+        return (self,)
+
+    @classmethod
+    def from_tensors(cls, *tensors: torch.Tensor) -> "GemmOperand":
+        return cls(*tensors)
+
+    def complete_grad_weight(
+        self, grad_weight: torch.Tensor, grad_output: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return grad_weight
+
+    def tensor_core_product(self, b: "GemmOperand", out_dtype: torch.dtype) -> torch.Tensor | None:
+        return None
+
+    def without_cache(self) -> "GemmOperand":
+        """Itself without what can be made again from its tensors."""
+        return self
+
+
+@dataclass
+class Plain(GemmOperand):
+    """A tensor in FP32 or BF16."""
+
+    values: torch.Tensor
+    exact = False
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.values,)
+
+    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.values.to(dtype)
+
+    def source(self) -> torch.Tensor:
+        return self.values
+
+    def transposed(self) -> "Plain":
+        return Plain(self.values.T)
+
+    def dequantize(self) -> torch.Tensor:
+        return self.values.float()
+
+    def depending_on(self, seed: torch.Tensor) -> "Plain":
+        return Plain(after(self.values, seed))
+
+
+@dataclass
+class Decoded(GemmOperand):
+    """code * scale in BF16 or FP32, and a tensor_scale of its own, or None for 1."""
+
+    values: torch.Tensor
+    tensor_scale: torch.Tensor | None = None
+
+    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.values
+
+    def dequantize(self) -> torch.Tensor:
+        return self.values.float() if self.tensor_scale is None else self.values.float() * self.tensor_scale
+
+
+@dataclass
+class Codes(NVFP4Tensor, GemmOperand):
+    """Codes, scales and tensor_scale; 4.5 bits an element are kept."""
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.codes, self.scales, self.tensor_scale
+
+    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        return decoded_codes(self)
+
+    def source(self) -> NVFP4Tensor:
+        return self
+
+    def tensor_core_product(self, b: GemmOperand, out_dtype: torch.dtype) -> torch.Tensor | None:
+        if not (isinstance(b, Codes) and native.takes(self, b)):
+            return None
+        name = native_gemm(self.codes.device.type)
+        return None if name is None else native.mm(self, b, out_dtype, name)
+
+    def transposed(self) -> Decoded:
+        return Decoded(decoded_codes(self).T, self.tensor_scale)
+
+    def without_cache(self) -> "Codes":
+        return replace(self, decoded=None)  # it has four times the memory of the codes
+
+    def fp32(self) -> torch.Tensor:
+        """FP32 (R, K): exact products of code and scale, times tensor_scale, rounded once."""
+        return decoded_codes(self).float() * self.tensor_scale
+
+    def depending_on(self, seed: torch.Tensor) -> "Codes":
+        return Codes(self.codes, self.scales, after(self.tensor_scale, seed), self.decoded)
+
+
+@dataclass
+class WithResidual(GemmOperand):
+    """A tensor as the sum of two: `first`, quantized, and `residual`, what that leaves of it, quantized.
+
+    9 bits an element, whose error is the square of that of 4.5 bits, for twice as many products of 4-bit operands.
+    """
+
+    first: Codes
+    residual: Codes
+
+    @property
+    def terms(self) -> tuple[GemmOperand, ...]:
+        return self.first, self.residual
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.first.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.first.nbytes + self.residual.nbytes
+
+    @classmethod
+    def make(cls, value: torch.Tensor, how: Quantization) -> "WithResidual":
+        first = quantize_operand(value, how, keep_codes=True)
+        return cls(first, quantize_operand(value.float() - first.fp32(), how, keep_codes=True))
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return *self.first.tensors(), *self.residual.tensors()
+
+    @classmethod
+    def from_tensors(cls, *tensors: torch.Tensor) -> "WithResidual":
+        return cls(Codes(*tensors[:3]), Codes(*tensors[3:]))
+
+    def source(self) -> torch.Tensor:
+        return self.first.fp32() + self.residual.fp32()
+
+    def transposed(self) -> Plain:
+        return Plain(self.source().T)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return (self.first.dequantize() + self.residual.dequantize()).to(dtype)
+
+    def without_cache(self) -> "WithResidual":
+        return WithResidual(self.first.without_cache(), self.residual.without_cache())
+
+    def depending_on(self, seed: torch.Tensor) -> "WithResidual":
+        return WithResidual(self.first.depending_on(seed), self.residual)
+
+
+@dataclass
+class HighPrecisionChannels(GemmOperand):
+    """4-bit values with scales by 128, but for some channels, which are in MXFP8 (TetraJet-v2's OutControl).
+
+    As the channels are the same in both operands of output, that is one product of both formats. Kept in 16 bits an
+    element, not as codes. These channels' columns of grad_weight are a product of MXFP8 operands.
+
+    values:   (R, K), BF16 on a GPU and FP32 elsewhere
+    channels: int64 (H,), rising
+    """
+
+    values: torch.Tensor
+    channels: torch.Tensor
+    exact = False
+
+    @classmethod
+    def make(cls, value: torch.Tensor, how: Quantization) -> "HighPrecisionChannels":
+        channels, how = how.channels, how._replace(channels=None, per_token=False)
+        others = quantize_operand(value.index_fill(1, channels, 0.0), how).values
+        wide = quantize_operand(value.index_select(1, channels), Quantization(HIGH_PRECISION)).values
+        return cls(others.index_copy(1, channels, wide.to(others.dtype)), channels)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.values, self.channels
+
+    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.values.to(dtype)
+
+    def source(self) -> torch.Tensor:
+        return self.values
+
+    def transposed(self) -> Plain:
+        return Plain(self.values.T)
+
+    def dequantize(self) -> torch.Tensor:
+        return self.values.float()
+
+    def depending_on(self, seed: torch.Tensor) -> "HighPrecisionChannels":
+        return HighPrecisionChannels(after(self.values, seed), self.channels)
+
+    def complete_grad_weight(
+        self, grad_weight: torch.Tensor, grad_output: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        et, xt = (
+            quantize_operand(v, Quantization(HIGH_PRECISION), transpose=True)
+            for v in (grad_output, self.values.index_select(1, self.channels))
+        )
+        columns = gemm(et, xt, compute_dtype=dtype, out_dtype=grad_weight.dtype)
+        return grad_weight.index_copy(1, self.channels, columns)
+
+
+@dataclass
+class FP8(GemmOperand):
+    """8-bit numbers, float8_e4m3fn or float8_e5m2 (R, K), with a tensor_scale, float32 () or, per token, (R, 1)."""
+
+    codes: torch.Tensor
+    tensor_scale: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.tensor_scale.nbytes
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.codes, self.tensor_scale
+
+    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.codes.to(torch.bfloat16 if self.codes.is_cuda else torch.float32)
+
+    def source(self) -> torch.Tensor:
+        return self.dequantize()
+
+    def transposed(self) -> "FP8":
+        return FP8(
+            self.codes.T.contiguous(), self.tensor_scale
+        )  # tensor cores contract over the last dimension of both
+
+    def tensor_core_product(self, b: GemmOperand, out_dtype: torch.dtype) -> torch.Tensor | None:
+        if not (isinstance(b, FP8) and has_fp8_tensor_cores(self.codes.device.type)):
+            return None
+        pair = (self.codes, self.tensor_scale, b.codes, b.tensor_scale)
+        return native.mm_fp8(*pair, out_dtype) if native.takes_fp8(*pair) else None
+
+    def dequantize(self) -> torch.Tensor:
+        return self.codes.to(torch.float32) * self.tensor_scale
+
+    def depending_on(self, seed: torch.Tensor) -> "FP8":
+        return FP8(self.codes, after(self.tensor_scale, seed))
+
+
+def decoded_codes(value: NVFP4Tensor) -> torch.Tensor:
+    """code * scale (R, K), exact: BF16 on a GPU, by a kernel where Triton is there, FP32 on a CPU."""
+    if not value.codes.is_cuda:
+        return value.decode(torch.float32)
+    if value.decoded is None and kernels_unavailable_reason() is None:
+        from nvfp4_kernels.decode import decode
+
+        return decode(value.codes, value.scales)
+    return value.decode(torch.bfloat16)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Making them
+
+
+def quantize_operand(
+    value: torch.Tensor | GemmOperand, how: Quantization, *, transpose: bool = False, keep_codes: bool = False
+) -> GemmOperand:
+    """One operand of a GEMM, contracted over its last dimension: of value (R, C), or (C, R) with transpose.
+
+    The contraction dimension is padded with zeros to a multiple of 16, or of rht_dim: zeros add nothing to a product,
+    and a rotated group that holds some is quantized like any other, so the result stays unbiased for any number of
+    tokens.
+    keep_codes: the codes will be kept; otherwise the kernels make only what the GEMM of this machine reads: codes on
+    FP4 tensor cores, and the decoded BF16 operand elsewhere.
+    """
+    rounding = how.rounding
+    if rounding is None:
+        if isinstance(value, torch.Tensor):
+            return Plain(value.T if transpose else value)
+        return value.transposed() if transpose else value
+    if isinstance(value, GemmOperand):
+        value = value.source()
+    if how.channels is not None:
+        return HighPrecisionChannels.make(value, how)
+    if how.factor is not None:
+        return Codes(*_with_feedback(value, how.factor, rounding.name))
+    if how.terms == 2:
+        return WithResidual.make(value, how._replace(terms=1))
+    if how.outer:
+        return Plain(_quantize_by_128(value, how, transpose))
+    device = value.codes.device if isinstance(value, NVFP4Tensor) else value.device
+    by_rows = how.per_token and (how.rht_dim or rounding.block_rows > 1)
+    if use_kernels(device) and rounding.has_kernels and not by_rows:
+        if how.rht_dim and not (isinstance(value, NVFP4Tensor) and not transpose):
+            emulated = not keep_codes and native_gemm(device.type) is None
+            row, col = (None, how) if transpose else (how, None)
+            return _rotate_quantize(value, row, col, emulated)[1 if transpose else 0]
+        if not how.rht_dim:
+            return _quantize_rows(_contracted_last(value, transpose, BLOCK), how)
+    t = quantize_reference(
+        _contracted_last(value, transpose, max(how.rht_dim, rounding.block)),
+        rounding,
+        seed=0 if how.seed is None else how.seed,
+        stream=how.stream,
+        rht_dim=how.rht_dim,
+        rht_seed=how.rht_seed,
+        rht_stream=how.rht_stream,
+        per_token=how.per_token,
+    )
+    if rounding.fp8 == "tensor":
+        return FP8(t.codes, t.tensor_scale)
+    if not (rounding.mx or rounding.fp8):
+        return Codes(t.codes, t.scales, t.tensor_scale, t.decoded)
+    # MXFP4, MXFP8 and FP8 in blocks exist to be compared with: no kernels, no GEMM of their own. Their values are exact
+    # in BF16, but for those of FP8 in blocks, whose scales are FP32 numbers: these are rounded to it on a GPU.
+    values = t.decoded.to(torch.bfloat16) if t.decoded.is_cuda else t.decoded
+    if rounding.fp8:  # as in _quantize_by_128, the padding must not reach the backward pass's operands
+        values = values[:, : value.shape[0 if transpose else 1]]
+    return Plain(values) if rounding.prescale == 1 else Decoded(values, t.tensor_scale)
+
+
+def quantize_grad_output(
+    e: torch.Tensor, for_dgrad: Quantization | None, for_wgrad: Quantization | None
+) -> tuple[GemmOperand | None, GemmOperand | None]:
+    """grad_output (M, N) as the dgrad operand E (M, N) and as the wgrad operand E^T (N, M); None where not wanted.
+
+    The kernels read grad_output once for both.
+    """
+    both = [how for how in (for_dgrad, for_wgrad) if how is not None]
+    if len(both) == 2 and all(how.rounding and how.rounding.fp8 == "tensor" for how in both):
+        if for_dgrad.rounding == for_wgrad.rounding:
+            quantized = quantize_operand(e, for_dgrad)
+            return quantized, quantized.transposed()
+    kernels = all(how.rounding and how.rounding.has_kernels and not how.outer for how in both)
+    if len(both) == 2 and kernels and for_wgrad.rht_dim and use_kernels(e.device):
+        return _rotate_quantize(e, for_dgrad, for_wgrad, native_gemm(e.device.type) is None)
+    return (
+        None if for_dgrad is None else quantize_operand(e, for_dgrad),
+        None if for_wgrad is None else quantize_operand(e, for_wgrad, transpose=True),
+    )
+
+
+@torch.no_grad()
+def quantize_weights(weights: Sequence[tuple[torch.Tensor, Quantization]]) -> list[GemmOperand]:
+    """quantize_operand of each, without caches. Those with feedback are rounded together where they are alike."""
+    operands: list[GemmOperand | None] = [None] * len(weights)
+    alike: dict[tuple, list[int]] = {}
+    for i, (weight, how) in enumerate(weights):
+        if how.factor is None:
+            operands[i] = quantize_operand(weight, how, keep_codes=True).without_cache()
+        else:
+            alike.setdefault((weight.shape, weight.dtype, how.rounding), []).append(i)
+    for (_, _, rounding), numbers in alike.items():
+        stacked, factors = torch.stack([weights[i][0] for i in numbers]), [weights[i][1].factor for i in numbers]
+        for i, t in zip(numbers, round_with_feedback(stacked, torch.stack(factors), rounding)):
+            operands[i] = Codes(t.codes, t.scales, t.tensor_scale)
+    return operands
+
+
+def _contracted_last(value: torch.Tensor | NVFP4Tensor, transpose: bool, multiple: int) -> torch.Tensor:
+    x = value.dequantize() if isinstance(value, NVFP4Tensor) else value
+    x = x.T if transpose else x
+    missing = -x.shape[-1] % multiple
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x  # pad copies even where it adds nothing
+
+
+def _quantize_by_128(value: torch.Tensor, how: Quantization, transpose: bool) -> torch.Tensor:
+    """The values of an operand each 128 of which have a tensor_scale: to the quantizers these are rows of their own."""
+    x = _contracted_last(value, transpose, OUTER_BLOCK)
+    if how.rht_dim:
+        x = rotate(x, how.seed if how.rht_seed is None else how.rht_seed, dim=how.rht_dim, stream=how.rht_stream)
+    plain = Quantization(how.rounding, how.seed, how.stream, per_token=True)
+    values = quantize_operand(x.reshape(-1, OUTER_BLOCK), plain).dequantize().view(x.shape)
+    values = values.to(torch.bfloat16) if values.is_cuda else values
+    # In the forward pass the padding must not reach the operands that the backward pass takes from this one.
+    return values if how.rht_dim else values[:, : value.shape[0 if transpose else 1]]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernels
+
+
+def _quantize_rows(x: torch.Tensor, how: Quantization) -> Codes:
+    from nvfp4_kernels.quantize import quantize
+
+    r = how.rounding
+    constants = (r.grid_max, r.scale_cap, list(r.candidates), r.stochastic, r.block_rows)
+    decode = how.per_token or native_gemm(x.device.type) is None
+    codes, scales, tensor_scale, decoded = quantize(x, None, how.seed, how.stream, *constants, decode, how.per_token)
+    return Codes(codes, scales, tensor_scale, decoded if decode else None)
+
+
+@torch.compiler.assume_constant_result
+def _packed(rounding: str, stream: int, rht_dim: int, rht_stream: int, emulated: bool) -> list[float]:
+    """The kernel's description of an operand."""
+    from nvfp4_kernels.rotate import Operand
+
+    r = get_rounding(rounding)
+    limits = (r.grid_max, r.scale_cap, r.candidates)
+    return Operand(*limits, r.stochastic, r.ms_eden, rht_dim, stream, rht_stream, emulated).packed()
+
+
+def _rotate_quantize(
+    value: torch.Tensor | NVFP4Tensor, row: Quantization | None, col: Quantization | None, emulated: bool
+) -> tuple[GemmOperand | None, GemmOperand | None]:
+    """The operands contracted over the last ("row") and over the first dimension ("col"), or None for either.
+
+    emulated: as Decoded, for the emulated GEMM alone.
+    """
+    from nvfp4_kernels.rotate import rotate_quantize
+
+    arguments = (
+        [value.codes, value.scales, value.tensor_scale] if isinstance(value, NVFP4Tensor) else [value, None, None]
+    )
+    for how in (row, col):
+        if how is None:
+            arguments += [[], None, None]
+        else:
+            packed = _packed(how.rounding.name, how.stream, how.rht_dim, how.rht_stream, emulated)
+            arguments += [packed, how.seed, how.rht_seed]
+    tensors = rotate_quantize(*arguments)
+    results: list[GemmOperand | None] = []
+    for how in (row, col):
+        if how is None:
+            results.append(None)
+        elif not emulated:
+            results.append(Codes(*tensors[:3]))
+            tensors = tensors[3:]
+        elif how.rounding.ms_eden:  # its tensor_scale is a power of two, and multiplied in
+            results.append(Decoded(tensors[0]))
+            tensors = tensors[1:]
+        else:
+            results.append(Decoded(tensors[0], tensors[1]))
+            tensors = tensors[2:]
+    return results[0], results[1]
+
+
+@torch.library.custom_op("nanochat_fp4::with_feedback", mutates_args=())
+def _with_feedback(
+    weight: torch.Tensor, factor: torch.Tensor, rounding: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """round_with_feedback of one weight: codes, scales, tensor_scale. A compiler is not to look into its long loop."""
+    t = round_with_feedback(weight.unsqueeze(0), factor.unsqueeze(0), get_rounding(rounding))[0]
+    return t.codes, t.scales, t.tensor_scale
+
+
+@_with_feedback.register_fake
+def _(weight: torch.Tensor, factor: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, columns = weight.shape
+    return (
+        weight.new_empty(rows, columns // 2, dtype=torch.uint8),
+        weight.new_empty(rows, columns // 16, dtype=torch.float8_e4m3fn),
+        weight.new_empty((), dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("nanochat_fp4::after", mutates_args=())
+def after(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A copy of value that a compiler must take for a function of both."""
+    return value.clone()
+
+
+@after.register_fake
+def _(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value)
