@@ -139,10 +139,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, left: int, first: Tensor | None = Non
         k, v = k[:, :, -(left + 1) :], v[:, :, -(left + 1) :]
         first = None if first is None else first - (num_k - k.size(2))
         num_k = k.size(2)
-    grouped = q.size(1) != k.size(1)
+    # Two bools also where the compiler has symbols for sizes, of which SDPA takes no comparison.
+    grouped, causal = (True if found else False for found in (q.size(1) != k.size(1), num_q > 1))
     narrow = 0 <= left < num_k - 1
     if first is None and (num_q == 1 or (num_q == num_k and not narrow)):
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=num_q > 1, enable_gqa=grouped)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
         return y.transpose(1, 2)
     query = torch.arange(num_k - num_q, num_k, device=q.device).unsqueeze(1)
     key = torch.arange(num_k, device=q.device)

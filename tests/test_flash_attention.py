@@ -87,6 +87,14 @@ def test_flex_compiles_in_one_graph():
     torch.testing.assert_close(out, loop(q, k, v, 7), **TOLERANCE)
 
 
+def test_full_attention_compiles_for_any_length():
+    """SDPA: is_causal and enable_gqa must be bool, not SymBool."""
+    q, k, v = qkv()
+    with flash_attention.use("sdpa"), torch.no_grad():
+        compiled = torch.compile(flash_attn_func, fullgraph=True, backend="eager", dynamic=True)
+        torch.testing.assert_close(compiled(q, k, v, causal=True), loop(q, k, v, -1), **TOLERANCE)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fa3", "flex"])
 @pytest.mark.parametrize("left", [-1, 700])
