@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from nanochat_fp4.nvfp4 import oscillation
-from nanochat_fp4.nvfp4.convert import quantize_weights_once, rounds_with_feedback, update_second_moments
+from nanochat_fp4.nvfp4.convert import quantize_weights_once, rounds_with_feedback, update_gram_matrices
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.plan import MethodPlan
 
@@ -63,4 +63,4 @@ class QuantizedTraining:
     def after_update(self, step: int, forward: Callable[[], object]) -> None:
         """forward() calls the model on some thousand tokens. All ranks must call this together."""
         if self.plan is not None and step % LOOK_EVERY == 0:
-            update_second_moments(self.model, forward)
+            update_gram_matrices(self.model, forward)
