@@ -188,13 +188,13 @@ def show(records: list[dict]) -> str:
     return "\n".join([common.table(header, rows), *notes])
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="of https://github.com/IST-DASLab/Quartet-II")
     parser.add_argument("--model", default="3B", choices=common.LAYER_SETS, help="whose layers, of Table 6")
     parser.add_argument("--seconds", type=float, default=1.0, help="to warm up, and to time, in each of two visits")
     parser.add_argument("--recompile-limit", type=int, help="of torch.compile (default: as it is)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.recompile_limit:
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = args.recompile_limit
     records, problems = compare(args.checkout, args.model, args.seconds)

@@ -125,7 +125,7 @@ def show(launches: list[dict]) -> str:
     return "\n".join(lines) or "  nothing was profiled"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", help="names in bench_quantize")
     parser.add_argument("--rows", type=int, default=16384)
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for ncu's CSVs (default: counters/ in the base directory)")
     parser.add_argument("--read", nargs="+", type=Path, metavar="CSV", help="show these instead")
     parser.add_argument("--launch", help=argparse.SUPPRESS)  # what ncu is given to run
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.launch:
         return launch(args.launch, args.rows, args.columns)
     if args.read:

@@ -247,10 +247,10 @@ def versions() -> str:
     return f"Python {python}, torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, Triton {triton_version}"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--method", default="", help="check the layers of this method only (default: of all)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     methods = (get_recipe(args.method).name,) if args.method else tuple(METHOD_TABLE)
     device = torch.device(autodetect_device_type())
     if device.type == "mps":

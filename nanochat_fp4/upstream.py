@@ -476,8 +476,8 @@ def run_script(options: Options, path: Path, patch: Patch) -> None:
     patch.report_end()
 
 
-def main() -> None:
-    options = parse_args(sys.argv[1:])
+def main(argv: list[str] | None = None) -> None:
+    options = parse_args(sys.argv[1:] if argv is None else argv)
     root = find_checkout()
     path = find_script(root, options.script)
     enter_checkout(root)

@@ -241,7 +241,7 @@ def show(records: list[dict]) -> str:
     return common.table(header, rows)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="800M,3B,7B", help=f"of {', '.join(common.LAYER_SETS)}")
     parser.add_argument(
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="to warm up, and to time, in each visit")
     parser.add_argument("--turns", action="store_true", help="also time the methods in turns of five calls")
     common.add_common_arguments(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     models = [m for m in args.models.split(",") if m]
     if not models or not set(models) <= set(common.LAYER_SETS):
         raise UserError(f"--models is {args.models!r}, expected some of {', '.join(common.LAYER_SETS)}, with commas")

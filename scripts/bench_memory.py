@@ -145,7 +145,7 @@ def show(records: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--depth", type=int, default=26, help="nanochat's dial; it sets the width")
     parser.add_argument(
@@ -153,7 +153,7 @@ def main() -> None:
     )
     parser.add_argument("--write", default="", help=f"a Markdown file whose part between two {MARKER} is replaced")
     parser.add_argument("--json", default="", help="where to write the numbers (default: bench/ in the base directory)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         methods = [get_recipe(m).name for m in args.methods.split(",") if m]
         config = gpt.config_from_depth(args.depth, vocab_size=512)

@@ -190,13 +190,13 @@ def second_kernel_share(records: list[dict]) -> float | None:
     return 2 * second / (both - 2 * second) if second and both else None
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=16384, help="rows of the tensor, a multiple of 128")
     parser.add_argument("--columns", type=int, default=9216, help="columns of the tensor, a multiple of 128")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     common.add_common_arguments(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if min(args.rows, args.columns) < 128 or args.rows % 128 or args.columns % 128:
         raise UserError(f"--rows {args.rows} --columns {args.columns}: expected multiples of 128")
     chosen = {name: k for name, k in kernels(args.rows, args.columns).items() if args.only in name}

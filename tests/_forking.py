@@ -12,7 +12,6 @@ process that has some can hang), which is why pytest's own process cannot do it.
 
 import contextlib
 import ctypes
-import inspect
 import json
 import os
 import resource
@@ -229,8 +228,7 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
             else:
                 sys.argv = [job["module"], *job["argv"]]
                 module = importlib.import_module(job["module"])
-                takes_argv = inspect.signature(module.main).parameters
-                run_main(lambda: module.main(job["argv"]) if takes_argv else module.main())
+                run_main(lambda: module.main(job["argv"]))
             status = 0
         except SystemExit as e:
             status = e.code if isinstance(e.code, int) else 0 if e.code is None else 1

@@ -11,7 +11,7 @@ import torch
 
 from nanochat_fp4.checkpoint_manager import save_checkpoint
 from nanochat_fp4.gpt import GPT, GPTConfig
-from nanochat_fp4.tokenizer import get_tokenizer
+from nanochat_fp4.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, get_tokenizer
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Text
@@ -30,6 +30,12 @@ class ByteTokenizer:
 
 
 BYTE_TOKENIZER = ByteTokenizer()
+
+
+def byte_tokenizer() -> RustBPETokenizer:
+    """A real tokenizer without merges: a token a byte, then the special tokens."""
+    ranks = {bytes([i]): i for i in range(256)}
+    return RustBPETokenizer._from_parts(r"[\s\S]", ranks, {n: 256 + i for i, n in enumerate(SPECIAL_TOKENS)})
 
 
 def make_shards(folder, num_documents=400, num_shards=4, row_group_size=10, seed=0, longest=120):

@@ -153,8 +153,8 @@ def fork_server(tmp_path_factory, _tiny_base):
     """Forks runs of the scripts, to be killed or given odd arguments: see _forking.py."""
     from _forking import ForkServer
 
-    names = ("PATH", "HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "WANDB_MODE", "MPLCONFIGDIR", "TRITON_INTERPRET")
-    environment = {n: os.environ[n] for n in names if n in os.environ} | {"DATA_DIR": str(_tiny_base / "text")}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("NANOCHAT_")}
+    environment["DATA_DIR"] = str(_tiny_base / "text")
     with ForkServer(tmp_path_factory.mktemp("forked"), environment) as server:
         yield server
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import sys
 import time
 
 import pytest
@@ -20,9 +19,8 @@ PASSES = list(bench_linear.PASSES)
 TINY = {"tiny": {"up": (128, 256), "down": (256, 128)}}
 
 
-def run(module, monkeypatch, capsys, *argv) -> str:
-    monkeypatch.setattr(sys, "argv", [module.__name__, *argv])
-    module.main()
+def run(module, capsys, *argv) -> str:
+    module.main(argv)
     return capsys.readouterr().out
 
 
@@ -82,9 +80,9 @@ def test_the_slowest_resource_decides():
 
 @pytest.mark.parametrize("machine", sorted(roofline.MACHINES))
 @pytest.mark.parametrize("module", [bench_linear, bench_quantize])
-def test_roofline_is_labelled_as_a_prediction(module, machine, monkeypatch, capsys, tmp_path):
+def test_roofline_is_labelled_as_a_prediction(module, machine, capsys, tmp_path):
     target = tmp_path / "out" / "numbers.json"
-    out = run(module, monkeypatch, capsys, "--roofline", machine, "--json", str(target))
+    out = run(module, capsys, "--roofline", machine, "--json", str(target))
     assert out.startswith(f"PREDICTION for {roofline.MACHINES[machine].name}, not a measurement")
     content = json.loads(target.read_text())
     assert content["settings"]["prediction_for"]["name"] == roofline.MACHINES[machine].name
@@ -93,8 +91,8 @@ def test_roofline_is_labelled_as_a_prediction(module, machine, monkeypatch, caps
         assert {r["mode"] for r in content["records"]} == {"predicted"}
 
 
-def test_json_goes_to_the_base_directory_by_default(base_dir, monkeypatch, capsys):
-    run(bench_linear, monkeypatch, capsys, "--roofline", "b200", "--models", "800M", "--methods", "all")
+def test_json_goes_to_the_base_directory_by_default(base_dir, capsys):
+    run(bench_linear, capsys, "--roofline", "b200", "--models", "800M", "--methods", "all")
     content = json.loads((base_dir / "bench" / "bench_linear_b200_predicted.json").read_text())
     assert {r["method"] for r in content["records"]} == set(METHOD_TABLE)
     assert "torch" in json.dumps(content["environment"])
@@ -130,10 +128,9 @@ def test_without_cuda_one_line(fork_server, script):
         (bench_quantize, ["--only", "nothing"], "matches none of: amax"),
     ],
 )
-def test_bad_arguments(module, argv, message, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["bench", *argv])
+def test_bad_arguments(module, argv, message):
     with pytest.raises((UserError, ValueError), match=message):
-        module.main()
+        module.main(argv)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -334,9 +331,8 @@ def test_what_was_measured_survives(on_a_cpu, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(bench_quantize, "kernel_problem", problem)
     monkeypatch.setattr(bench_quantize, "copy_bandwidth", lambda device: 100.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a made-up GPU")
-    monkeypatch.setattr(sys, "argv", ["x", "--rows", "128", "--columns", "128", "--json", str(target)])
     with pytest.raises(KeyboardInterrupt):
-        bench_quantize.main()
+        bench_quantize.main(["--rows=128", "--columns=128", f"--json={target}"])
     records = json.loads(target.read_text())["records"]
     assert [r["kernel"] for r in records] == ["amax", "rtn bf16 + decode"]
     row = capsys.readouterr().out.splitlines()[-1]

@@ -1,7 +1,6 @@
 """What a block keeps, counted on a CPU: the sizes by hand, the targets, and that docs/memory.md says the same."""
 
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,9 +87,8 @@ def test_the_document_is_up_to_date(records):
             assert got == pytest.approx(n / WIDTH, abs=24 / WIDTH), name
 
 
-def run(monkeypatch, capsys, *argv) -> str:
-    monkeypatch.setattr(sys, "argv", ["bench_memory", *argv])
-    bench_memory.main()
+def run(capsys, *argv) -> str:
+    bench_memory.main(argv)
     return capsys.readouterr().out
 
 
@@ -98,7 +96,7 @@ def test_writes_only_between_the_markers(base_dir, tmp_path, monkeypatch, capsys
     page = tmp_path / "page.md"
     page.write_text(f"before\n{bench_memory.MARKER}\nold\n{bench_memory.MARKER}\nafter\n")
     monkeypatch.setattr(bench_memory, "account", lambda config, methods: list(records.values()))
-    out = run(monkeypatch, capsys, "--write", str(page), "--depth", "2")
+    out = run(capsys, "--write", str(page), "--depth", "2")
     text = page.read_text()
     assert text.startswith(f"before\n{bench_memory.MARKER}\n") and text.endswith(f"{bench_memory.MARKER}\nafter\n")
     assert "old" not in text and "| **ratio to BF16** | **1.00** |" in text and "--depth 2 --methods clover" in text
@@ -113,6 +111,6 @@ def test_writes_only_between_the_markers(base_dir, tmp_path, monkeypatch, capsys
         (["--write", "nowhere.md"], "has no two lines"),
     ],
 )
-def test_bad_arguments(argv, message, monkeypatch, capsys):
+def test_bad_arguments(argv, message, capsys):
     with pytest.raises(UserError, match=message):
-        run(monkeypatch, capsys, *argv)
+        run(capsys, *argv)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _damage import cut_or_scratched
 from _samples import BYTE_TOKENIZER, make_shards
 
 from nanochat_fp4 import checkpoint_manager as cm
@@ -216,13 +217,7 @@ def test_fuzzed_checkpoints_are_refused_or_as_they_were(tmp_path):
         folder = tmp_path / f"f{i}"
         shutil.copytree(good, folder)
         path = folder / rng.choice(["manifest_000020.json", *(kind.format(20) for kind in KINDS)])
-        data = bytearray(path.read_bytes())
-        if rng.random() < 0.3:
-            del data[rng.randrange(len(data)) :]
-        else:
-            for _ in range(rng.choice([1, 3, 40])):
-                data[rng.randrange(len(data))] = rng.randrange(256)
-        path.write_bytes(data)
+        path.write_bytes(cut_or_scratched(path.read_bytes(), rng))
         try:
             assert value_of(folder, 20) == 20
         except UserError as e:
@@ -573,16 +568,10 @@ def test_nanochats_checkpoints_are_read_with_a_warning(tmp_path, caplog):
 
 def test_damaged_nanochat_checkpoints(tmp_path):
     rng = random.Random(0)
-    for i in range(60):
+    for _ in range(60):
         nanochat_checkpoint(tmp_path, 20)
         path = tmp_path / rng.choice(["model_000020.pt", "meta_000020.json"])
-        data = bytearray(path.read_bytes())
-        if i % 2:
-            del data[rng.randrange(len(data)) :]
-        else:
-            for _ in range(rng.choice([1, 20])):
-                data[rng.randrange(len(data))] = rng.randrange(256)
-        path.write_bytes(data)
+        path.write_bytes(cut_or_scratched(path.read_bytes(), rng))
         try:
             load_checkpoint(tmp_path, 20, "cpu")
         except UserError as e:

@@ -1,6 +1,5 @@
 """The doctor and the start-up probe: silent on a sound machine, one clear line for every fault that is injected."""
 
-import sys
 import time
 from pathlib import Path
 
@@ -190,9 +189,8 @@ def test_examine_lists_every_problem(monkeypatch):
 
 def test_the_command_fails_with_one_line(monkeypatch, capsys):
     inject(monkeypatch, (0, 1, 2), torch.zeros_like)
-    monkeypatch.setattr(sys, "argv", ["doctor", "--method", "clover"])
     with pytest.raises(SystemExit) as caught:
-        doctor.run_main(doctor.main)
+        doctor.run_main(lambda: doctor.main(["--method", "clover"]))
     assert caught.value.code == 2
     error = capsys.readouterr().err.strip().splitlines()
     assert [line for line in error if line.startswith("error:")] == [
@@ -201,9 +199,8 @@ def test_the_command_fails_with_one_line(monkeypatch, capsys):
 
 
 def test_unknown_method_and_unknown_kernels(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["doctor", "--method", "clever"])
     with pytest.raises(SystemExit):
-        doctor.run_main(doctor.main)
+        doctor.run_main(lambda: doctor.main(["--method", "clever"]))
     assert "unknown method 'clever'" in capsys.readouterr().err
     monkeypatch.setenv("NVFP4_KERNELS", "cutlass")
     with pytest.raises(ValueError, match="NVFP4_KERNELS is 'cutlass'"):

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from _samples import ARC_ROW, BENCHMARK_ROWS, GSM8K_ROW, HUMANEVAL_ROW, MMLU_ROW
+from _damage import cut_or_scratched
+from _samples import ARC_ROW, BENCHMARK_ROWS, GSM8K_ROW, HUMANEVAL_ROW, MMLU_ROW, byte_tokenizer
 
 import nanochat_fp4 as nf
 from eval.arc import ARC
@@ -26,7 +27,6 @@ from nanochat_fp4.chat_data import LOCAL_WORDS, Task
 from nanochat_fp4.engine import Engine
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT, GPTConfig
-from nanochat_fp4.tokenizer import SPECIAL_TOKENS, RustBPETokenizer
 
 TASKS = {
     "ARC-Easy": lambda d: ARC("ARC-Easy", "test", eval_dir=d),
@@ -175,10 +175,7 @@ def test_damaged_files_never_end_in_a_traceback(eval_dir, form):
         whole = gzip.compress(text) if form == "jsonl.gz" else text
     rng, refused = random.Random(0), 0
     for _ in range(200):
-        damaged = bytearray(whole[: rng.randrange(len(whole) + 1)] if rng.random() < 0.3 else whole)
-        for _ in range(rng.choice((1, 1, 8)) if damaged else 0):
-            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-        path.write_bytes(damaged)
+        path.write_bytes(cut_or_scratched(whole, rng))
         try:
             task = ARC("ARC-Easy", "test", eval_dir=eval_dir)
             assert all(isinstance(c["messages"][0]["content"], str) for c in task)
@@ -304,11 +301,6 @@ def test_interval_is_that_of_table_5():
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The loops
-
-
-def byte_tokenizer():
-    ranks = {bytes([i]): i for i in range(256)}
-    return RustBPETokenizer._from_parts(r"[\s\S]", ranks, {n: 256 + i for i, n in enumerate(SPECIAL_TOKENS)})
 
 
 def tiny_model(seed=0, **changes):

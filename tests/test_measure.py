@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -41,27 +40,21 @@ def test_every_file_and_flag_of_the_plan_is_there(tmp_path):
         if "pytest" in words:
             assert all((ROOT / w).is_file() for w in words if w.endswith(".py"))
             continue
-        program = " ".join(words[: 2 if words[0] == "-m" else 1])
-        if words[0] == "-m":
-            flags[program] = {flag for action in options(words[1]) for flag in action.option_strings}
-        elif program not in flags:
-            command = [sys.executable, program, "--help"]
-            shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-            assert shown.returncode == 0, shown.stderr
-            flags[program] = set(re.findall(r"--[\w-]+", shown.stdout))
+        program = words[1] if words[0] == "-m" else str(ROOT / words[0])
+        if program not in flags:
+            flags[program] = {flag for action in options(program) for flag in action.option_strings}
         assert {w for w in words if w.startswith("--")} <= flags[program], words
     assert len(flags) == 6
 
 
 @no_gpu
 def test_what_fails_leaves_the_others(tmp_path):
-    done = measure(tmp_path, PARTS="quantize linear quartet2")
+    done = measure(tmp_path, PARTS="linear quartet2")
     assert done.returncode == 1
-    *_, title, linear, quantize, quartet2 = done.stdout.splitlines()
+    *_, title, linear, quartet2 = done.stdout.splitlines()
     assert title == f"== summary, in {tmp_path}"
-    for line, name in ((linear, "linear"), (quantize, "quantize")):
-        assert line.split()[:5] == [name, "FAILED,", "exit", "status", "2:"]
-        assert "no CUDA device" in line and "no CUDA device" in (tmp_path / f"{name}.log").read_text()
+    assert linear.split()[:5] == ["linear", "FAILED,", "exit", "status", "2:"]
+    assert "no CUDA device" in linear and "no CUDA device" in (tmp_path / "linear.log").read_text()
     assert quartet2.split(maxsplit=1) == ["quartet2", "skipped: QUARTET2 is not set"]
 
 
@@ -136,9 +129,8 @@ def test_ncu_is_run_for_each_kernel(counters, monkeypatch, tmp_path, capsys):
     ncu.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sys, "argv", ["counters.py", "decode", "amax", "--out", str(tmp_path / "out")])
     with pytest.raises(counters.UserError, match="not measured: decode "):
-        counters.main()
+        counters.main(["decode", "amax", "--out", str(tmp_path / "out")])
     assert "amax\n  amax_kernel" in capsys.readouterr().out and (tmp_path / "out" / "amax.csv").read_text().strip()
     asked = json.loads((tmp_path / "amax").read_text())
     assert asked[asked.index("--metrics") + 1].count("issue_stalled") == 18 and asked[-2:] == ["--launch", "amax"]

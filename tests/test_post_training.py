@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from _assertions import assert_same, final_state
-from _samples import CORE_TASKS, make_bundle, save_base
+from _samples import CORE_TASKS, byte_tokenizer, make_bundle, save_base
 from _training import after_steps, in_step
 
 from eval.local import LocalArithmetic, LocalChoice
@@ -23,7 +23,7 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT
 from nanochat_fp4.metrics import read_jsonl
 from nanochat_fp4.stage import checkpoint_method, weights_digest
-from nanochat_fp4.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, get_tokenizer
+from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer
 from scripts import base_eval, base_train, chat_cli, chat_eval, chat_sft, mid_train
 
 ROOT = Path(mid_train.__file__).resolve().parent.parent
@@ -61,13 +61,6 @@ def one_line(error) -> str:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Batches
-
-
-class ByteTokenizer(RustBPETokenizer):
-    def __init__(self):
-        ranks = {bytes([i]): i for i in range(256)}
-        made = RustBPETokenizer._from_parts(r"[\s\S]", ranks, {n: 256 + i for i, n in enumerate(SPECIAL_TOKENS)})
-        super().__init__(made.enc, "<|bos|>")
 
 
 class Texts(Task):
@@ -108,7 +101,7 @@ LENGTHS = [(7 * i * i + 3 * i) % 61 for i in range(90)]
 
 
 def test_packing_is_nanochats():
-    dataset, tokenizer, T = Texts(LENGTHS), ByteTokenizer(), 50
+    dataset, tokenizer, T = Texts(LENGTHS), byte_tokenizer(), 50
     loader = PackedConversations(dataset, tokenizer, B=4, T=T, device="cpu")
     assert loader.lanes == 8 and loader.lane_buffer == 90 // 32
     rows = [row for _ in range(10) for x, y, _ in [next(loader)] for row in torch.cat([x, y[:, -1:]], 1).tolist()]
@@ -119,7 +112,7 @@ def test_packing_is_nanochats():
 
 
 def test_rows_do_not_depend_on_the_world_size():
-    dataset, tokenizer = Texts(LENGTHS), ByteTokenizer()
+    dataset, tokenizer = Texts(LENGTHS), byte_tokenizer()
 
     def rows(world_size, B, batches):
         loaders = [PackedConversations(dataset, tokenizer, B, 50, "cpu", r, world_size) for r in range(world_size)]
@@ -139,7 +132,7 @@ def test_rows_do_not_depend_on_the_world_size():
 
 def test_sft_batches():
     """Rows are padded, targets are the assistant's words and its end; micro-batches stay together on any world size."""
-    tokenizer = ByteTokenizer()
+    tokenizer = byte_tokenizer()
     dataset = Texts([3, 10, 0, 200, 5])
     end = tokenizer.encode_special("<|assistant_end|>")
     x, y, _ = next(ConversationBatches(dataset, tokenizer, 3, "cpu", max_tokens=64))
@@ -168,8 +161,8 @@ def test_sft_batches():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda state=None: PackedConversations(Texts(LENGTHS), ByteTokenizer(), 3, 50, "cpu", state=state),
-        lambda state=None: ConversationBatches(Texts(LENGTHS), ByteTokenizer(), 3, "cpu", max_tokens=64, state=state),
+        lambda state=None: PackedConversations(Texts(LENGTHS), byte_tokenizer(), 3, 50, "cpu", state=state),
+        lambda state=None: ConversationBatches(Texts(LENGTHS), byte_tokenizer(), 3, "cpu", max_tokens=64, state=state),
     ],
     ids=["packed", "single"],
 )
@@ -198,8 +191,8 @@ def test_conversations_that_say_something_else_are_not_gone_on_with():
             return conversation
 
     for make in (
-        lambda d, state=None: PackedConversations(d, ByteTokenizer(), 3, 50, "cpu", state=state),
-        lambda d, state=None: ConversationBatches(d, ByteTokenizer(), 3, "cpu", max_tokens=64, state=state),
+        lambda d, state=None: PackedConversations(d, byte_tokenizer(), 3, 50, "cpu", state=state),
+        lambda d, state=None: ConversationBatches(d, byte_tokenizer(), 3, "cpu", max_tokens=64, state=state),
     ):
         state = next(make(Texts(LENGTHS)))[2]
         make(Texts(LENGTHS), state)
@@ -213,8 +206,8 @@ def test_loaders_name_bad_conversations(tmp_path):
             return {"messages": [{"role": "user", "content": "hi"}]} if index == 2 else super().get_example(index)
 
     for make in (
-        lambda d: PackedConversations(d, ByteTokenizer(), 8, 50, "cpu"),
-        lambda d: ConversationBatches(d, ByteTokenizer(), 8, "cpu"),
+        lambda d: PackedConversations(d, byte_tokenizer(), 8, 50, "cpu"),
+        lambda d: ConversationBatches(d, byte_tokenizer(), 8, "cpu"),
     ):
         with pytest.raises(UserError, match="conversation 2 of the mixture cannot be used: .*assistant"):
             next(make(Bad([1] * 8)))
@@ -595,7 +588,7 @@ def test_core_prompts_to_the_letter():
 
 
 def test_core_spans():
-    tokenizer = ByteTokenizer()
+    tokenizer = byte_tokenizer()
     meta = {"task_type": "multiple_choice", "continuation_delimiter": " "}
     sequences, spans = core_eval.render_question(MC[0], tokenizer, meta, [])
     assert [tokenizer.decode(s[a:b]) for s, (a, b) in zip(sequences, spans)] == ["yes", "no"]
@@ -611,7 +604,7 @@ def test_core_spans():
 @pytest.mark.parametrize("kind, data", CORE_TASKS.items())
 def test_core_finds_what_the_model_knows(kind, data):
     """A model that makes the right answer likely is right everywhere; one that makes the wrong one likely, nowhere."""
-    tokenizer = ByteTokenizer()
+    tokenizer = byte_tokenizer()
 
     class Knows:
         def __init__(self, right):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _damage import damaged
 
 from nanochat_fp4 import report
 from nanochat_fp4.errors import UserError
@@ -196,29 +197,6 @@ def test_cost_needs_a_gpu(monkeypatch):
     assert report._cost(gpu, 7200) == pytest.approx(40.0)
     monkeypatch.setenv("GPU_HOURLY_USD", "many")
     assert report._cost(gpu, 3600) == pytest.approx(24.0)
-
-
-def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Cut, flipped, replaced by noise, or valid JSON with values of another type."""
-    kind = rng.randrange(4)
-    if kind == 0:
-        return data[: rng.randrange(len(data))]
-    if kind == 1:
-        out = bytearray(data)
-        for _ in range(rng.randint(1, 8)):
-            out[rng.randrange(len(out))] = rng.randrange(256)
-        return bytes(out)
-    if kind == 2:
-        return rng.randbytes(rng.randrange(200))
-
-    def mutate(value):
-        if rng.random() < 0.15:
-            return rng.choice([None, True, -1, 1e400, "x", [], {}, [1], {"a": 1}, "\ud800"])
-        if isinstance(value, dict):
-            return {k: mutate(v) for k, v in value.items()}
-        return [mutate(v) for v in value] if isinstance(value, list) else value
-
-    return b"\n".join(json.dumps(mutate(json.loads(line))).encode() for line in data.splitlines())
 
 
 def test_damaged_files_never_break_the_report(base_dir, folder, monkeypatch):

@@ -286,9 +286,8 @@ def run(monkeypatch, capsys):
         forget()
         if root is not None:
             monkeypatch.setenv("NANOCHAT_DIR", str(root))
-        monkeypatch.setattr(sys, "argv", ["upstream", *arguments])
         try:
-            run_main(upstream.main)
+            run_main(lambda: upstream.main(arguments))
             status = 0
         except SystemExit as e:
             status = e.code

@@ -1,0 +1,91 @@
+"""What becomes of a file on a bad disk, in a half download, or at the hands of a user."""
+
+import contextlib
+import json
+import random
+from typing import Any
+
+
+def with_random_bytes(data: bytes, rng: random.Random) -> bytes:
+    out = bytearray(data)
+    for _ in range(rng.choice([1, 3, 40])):
+        out[rng.randrange(len(out))] = rng.randrange(256)
+    return bytes(out)
+
+
+def cut_or_scratched(data: bytes, rng: random.Random) -> bytes:
+    """Cut short, or with random bytes."""
+    return data[: rng.randrange(len(data))] if rng.random() < 0.3 else with_random_bytes(data, rng)
+
+
+ODD = (
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    3.5,
+    10**30,
+    1e308,
+    float("nan"),
+    float("-inf"),
+    "",
+    "x",
+    "\ud800",
+    "\0",
+    [],
+    {},
+    [1],
+)
+ODD += ({"a": 1}, [[]], "../../x", "1" * 300, -(2**63))
+
+
+def odd_json(value: Any, rng: random.Random) -> Any:
+    """The value with one of its parts replaced, removed, repeated or put elsewhere."""
+    if isinstance(value, dict) and value and rng.random() < 0.85:
+        key = rng.choice(list(value))
+        out = dict(value)
+        kind = rng.random()
+        if kind < 0.15:
+            del out[key]
+        elif kind < 0.25:
+            out[str(rng.choice(ODD))[:20]] = out.pop(key)
+        else:
+            out[key] = odd_json(out[key], rng)
+        return out
+    if isinstance(value, list) and value and rng.random() < 0.85:
+        i, out = rng.randrange(len(value)), list(value)
+        kind = rng.random()
+        if kind < 0.15:
+            del out[i]
+        elif kind < 0.25:
+            out.insert(i, out[i])
+        else:
+            out[i] = odd_json(out[i], rng)
+        return out
+    return rng.choice(ODD)
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """Cut short, with random bytes, noise, empty, too long, or JSON (lines) with odd values in it."""
+    kind = rng.randrange(8)
+    if kind == 0:
+        return data[: rng.randrange(len(data))] if data else b""
+    if kind == 1:
+        return rng.randbytes(rng.randrange(300))
+    if kind == 2:
+        return data + rng.randbytes(rng.randrange(1, 300))
+    if kind == 3:
+        return rng.choice(
+            [b"", b"\n", b"{}", b"[]", b"null", b"[" * 100_000, b"\x00" * 500, b"\xff\xfe", b'{"a":' * 5000]
+        )
+    if kind >= 5:
+        with contextlib.suppress(ValueError):
+            return json.dumps(odd_json(json.loads(data), rng)).encode("utf-8", "surrogatepass")
+        with contextlib.suppress(ValueError):
+            lines = data.splitlines()
+            i = rng.randrange(len(lines))
+            lines[i] = json.dumps(odd_json(json.loads(lines[i]), rng)).encode("utf-8", "surrogatepass")
+            return b"\n".join(lines)
+    return with_random_bytes(data, rng)
