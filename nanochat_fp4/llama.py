@@ -61,6 +61,7 @@ class LlamaConfig:
     n_head: int = 5
     n_kv_head: int = 5
     n_embd: int = 640
+    rope_base: int = int(ROTARY_BASE)
     family: str = "llama"
 
     @property
@@ -96,12 +97,13 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, layer_idx: int):
         super().__init__()
-        self.layer_idx, self.n_head = layer_idx, config.n_head
+        self.layer_idx, self.head_dim = layer_idx, config.head_dim
         for name in ("c_q", "c_k", "c_v", "c_proj"):
-            setattr(self, name, nn.Linear(config.n_embd, config.n_embd, bias=False))
+            out = config.n_kv_head * config.head_dim if name in ("c_k", "c_v") else config.n_embd
+            setattr(self, name, nn.Linear(config.n_embd, out, bias=False))
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Any) -> Tensor:
-        q, k, v = (linear(x).unflatten(-1, (self.n_head, -1)) for linear in (self.c_q, self.c_k, self.c_v))
+        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.c_q, self.c_k, self.c_v))
         q, k = (apply_rotary_emb(t.float(), *cos_sin).to(v.dtype) for t in (q, k))
         if kv_cache is None:
             y = flash_attention.flash_attn_func(q, k, v, causal=True)
@@ -162,7 +164,7 @@ class Llama(nn.Module):
         device = self.get_device()
         exponent = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device=device) / self.config.head_dim
         position = torch.arange(self.rotary_seq_len, dtype=torch.float32, device=device)
-        angle = torch.outer(position, 1.0 / ROTARY_BASE**exponent)[None, :, None, :]
+        angle = torch.outer(position, 1.0 / self.config.rope_base**exponent)[None, :, None, :]
         return angle.cos(), angle.sin()
 
     @torch.no_grad()

@@ -58,20 +58,20 @@ class Chat:
         self.clear()
 
     def clear(self) -> None:
-        self.tokens = [self.tokenizer.get_bos_token_id()]
+        self.tokens = self.tokenizer.encode_marker("<|bos|>")
 
     def ask(self, text: str):
         """Yield the answer piece by piece, as text. Raises UserError where the conversation no longer fits."""
-        special = self.tokenizer.encode_special
-        prompt = [*self.tokens, special("<|user_start|>"), *self.tokenizer.encode(text), special("<|user_end|>")]
-        prompt.append(special("<|assistant_start|>"))
+        marker = self.tokenizer.encode_marker
+        prompt = [*self.tokens, *marker("<|user_start|>"), *self.tokenizer.encode(text), *marker("<|user_end|>")]
+        prompt += marker("<|assistant_start|>")
         room = self.engine.model.rotary_seq_len - len(prompt)
         if room < 1:
             raise UserError(
                 f"the conversation is {len(prompt)} tokens long and no longer fits; type 'clear', or shorten it"
             )
         answer: list[int] = []
-        end = special("<|assistant_end|>")
+        end = marker("<|assistant_end|>")
         shown = ""
         for column, _ in self.engine.generate(
             prompt, max_tokens=min(MAX_TOKENS, room), temperature=self.temperature, top_k=self.top_k
@@ -84,7 +84,7 @@ class Chat:
                 yield whole[len(shown) :]
                 shown = whole
         # The end belongs there even if the answer was cut off at MAX_TOKENS.
-        self.tokens = prompt + [t for t in answer if t not in self.engine.terminal] + [end]
+        self.tokens = prompt + [t for t in answer if t not in self.engine.terminal] + end
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -16,6 +16,9 @@ from nanochat_fp4.tokenizer import get_tokenizer
 CONFIGS = {
     "gpt": GPTConfig(sequence_len=32, vocab_size=300, n_layer=3, n_head=4, n_kv_head=2, n_embd=64, window_pattern="SL"),
     "llama": LlamaConfig(sequence_len=32, vocab_size=300, n_layer=2, n_head=2, n_kv_head=2, n_embd=64),
+    "llama-gqa": LlamaConfig(
+        sequence_len=32, vocab_size=300, n_layer=2, n_head=2, n_kv_head=1, n_embd=64, rope_base=500
+    ),
 }
 
 

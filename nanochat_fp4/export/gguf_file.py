@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.export.huggingface import Description, describe
-from nanochat_fp4.export.tokenizer_files import CHAT_TEMPLATE, special_tokens, vocabulary
+from nanochat_fp4.export.tokenizer_files import chat_template, special_tokens, vocabulary
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.llama import Llama
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, pack, unpack
@@ -179,7 +179,7 @@ def _add_tokenizer(writer: Any, tokenizer: RustBPETokenizer, chat: bool) -> None
     writer.add_eos_token_id(tokenizer.encode_special("<|assistant_end|>") if chat else bos)
     writer.add_add_bos_token(True)
     if chat:
-        writer.add_chat_template(CHAT_TEMPLATE)
+        writer.add_chat_template(chat_template(tokenizer))
 
 
 def other_ids(tokenizer: RustBPETokenizer, texts: list[str]) -> tuple[int, int]:

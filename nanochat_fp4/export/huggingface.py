@@ -83,7 +83,8 @@ def describe(model: GPT | Llama) -> Description:
             names[f"transformer.h.{i}.{ours}"] = f"model.layers.{i}.{theirs}"
     blocks = [f"transformer.h.{i}" for i in range(config.n_layer)]
     fused = [tuple(f"{block}.attn.c_{n}" for n in "qkv") for block in blocks]
-    rope = {"rope_theta": float(ROTARY_BASE), "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE}}
+    base = float(config.rope_base if llama else ROTARY_BASE)
+    rope = {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
     if llama:
         fused += [(f"{block}.mlp.c_gate", f"{block}.mlp.c_fc") for block in blocks]
         swapped = {f"{block}.attn.c_{n}": config.head_dim // 2 for block in blocks for n in "qk"}

