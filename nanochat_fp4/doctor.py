@@ -15,7 +15,7 @@ Exit status 2 and one line on stderr when something is wrong. `probe` is the par
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -24,25 +24,21 @@ from nanochat_fp4.common import autodetect_device_type
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.nvfp4.dispatch import relative_square_error, use_kernels
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
-from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
+from nanochat_fp4.nvfp4.methods import METHOD_TABLE, METHODS, get_recipe
 from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe
 
 # Tokens, in_features, out_features: no multiples of 128, so that padding is part of the check.
 LAYER = (144, 96, 160)
-SHAPES = ((144, 160), (1000, 528), (2048, 2048))
+SHAPES = ((1000, 528), (144, 160), (2048, 2048))
 SHAPES_INTERPRETED = ((40, 144),)
 TIPPED = 1e-3  # share of the codes, and of the scales, that may differ after a rotation; of small tensors, four
 # Relative square errors |got - want|^2 / |want|^2.
 SUM_ERROR = 1e-4  # one rounding to BF16 and another order of summation: 3e-6
 HOST_AHEAD_CYCLES = 40_000_000  # 20 ms or more: the launches of some twenty calls of the longest operator here
 ROUNDING_ERROR = 0.1  # two operands of a gradient, stochastically rounded: up to 0.05
-UNROTATED = (
-    "rtn", "four_over_six", "rtn_16x16", "four_over_six_16x16", "sr", "sr_four_over_six", "scale_search",
-    "scale_search_6",
-)  # fmt: skip
-ROTATED = (("ms_eden", 128), ("ms_eden_search", 128), ("sr", 128), ("sr", 16))
+MOST_METHODS = 12  # with more of them the kernels are checked on several shapes, too
 
 
 def probe(device: torch.device | str, method: str | Recipe = "clover") -> str:
@@ -55,8 +51,7 @@ def probe(device: torch.device | str, method: str | Recipe = "clover") -> str:
     recipe = get_recipe(method)
     problem = None
     if recipe.quantizes and use_kernels(device):
-        found = {o.rounding for g in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (g.a, g.b)}
-        for rounding in sorted((r for r in found if r and r.has_kernels), key=lambda r: r.name):
+        for rounding in dict.fromkeys(rounding for rounding, _ in _kernels([recipe])):
             problem = problem or kernel_problem(device, rounding, RHT_DIM if rounding.ms_eden else 0, LAYER[::2])
     problem = problem or layer_problem(device, recipe)
     if problem:
@@ -122,6 +117,13 @@ def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Kernels
+
+
+def _kernels(recipes: Iterable[Recipe]) -> list[tuple[Rounding, int]]:
+    """What the kernels make for these methods: roundings, each with the group size of its rotation, by their names."""
+    gemms = [g for r in recipes for part in {r, r.final} for g in (part.output, part.grad_input, part.grad_weight)]
+    found = {(o.rounding, g.rht_dim) for g in gemms for o in (g.a, g.b) if o.rounding and o.rounding.has_kernels}
+    return sorted(found, key=lambda pair: (pair[0].name, pair[1]))
 
 
 def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape: tuple[int, int]) -> str | None:
@@ -210,11 +212,14 @@ def examine(device: torch.device, methods: tuple[str, ...], say: Callable[[str],
     for method in methods:
         report(method, layer_problem(device, method))
     if use_kernels(device):
-        shapes = SHAPES if device.type == "cuda" else SHAPES_INTERPRETED
+        shapes = SHAPES[: 3 if len(methods) > MOST_METHODS else 1] if device.type == "cuda" else SHAPES_INTERPRETED
         say(f"kernels against the reference, {', '.join(f'{r} x {c}' for r, c in shapes)}")
-        for rounding, rht_dim in (*((name, 0) for name in UNROTATED), *ROTATED):
-            found = (kernel_problem(device, ROUNDINGS[rounding], rht_dim, shape) for shape in shapes)
-            report(f"{rounding}{f' after an RHT of {rht_dim}' if rht_dim else ''}", next((p for p in found if p), None))
+        for rounding, rht_dim in _kernels(map(get_recipe, methods)):
+            found = (kernel_problem(device, rounding, rht_dim, shape) for shape in shapes)
+            report(
+                f"{rounding.name}{f' after an RHT of {rht_dim}' if rht_dim else ''}",
+                next((p for p in found if p), None),
+            )
     else:
         say("kernels against the reference: nothing to compare, this machine quantizes with the reference")
     if device.type == "cuda":
@@ -249,9 +254,11 @@ def versions() -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--method", default="", help="check the layers of this method only (default: of all)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--method", default="", help="check this method only (default: those of nf.METHODS)")
+    which.add_argument("--all", action="store_true", help="check the ablations (nf.ABLATIONS), too: minutes on a GPU")
     args = parser.parse_args(argv)
-    methods = (get_recipe(args.method).name,) if args.method else tuple(METHOD_TABLE)
+    methods = (get_recipe(args.method).name,) if args.method else tuple(METHOD_TABLE if args.all else METHODS)
     device = torch.device(autodetect_device_type())
     if device.type == "mps":
         device = torch.device("cpu")

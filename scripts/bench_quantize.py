@@ -163,7 +163,7 @@ def measure(
     for name, kernel in chosen.items():
         for check in kernel.checks:
             if check not in verdicts:
-                verdicts[check] = kernel_problem(device, *check, CHECKED_SHAPE)
+                verdicts[check] = kernel_problem(device, get_rounding(check[0]), check[1], CHECKED_SHAPE)
         problem = next((verdicts[c] for c in kernel.checks if verdicts[c]), None)
         if problem:
             problems.append(f"{name} ({problem})")

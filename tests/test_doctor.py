@@ -9,8 +9,7 @@ import torch
 from nanochat_fp4 import doctor
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4 import dispatch, linear
-from nanochat_fp4.nvfp4.methods import METHOD_TABLE
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
+from nanochat_fp4.nvfp4.methods import METHOD_TABLE, METHODS
 
 ROOT = Path(__file__).parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -207,13 +206,12 @@ def test_unknown_method_and_unknown_kernels(monkeypatch, capsys):
         doctor.probe("cpu")
 
 
-def test_what_is_examined_covers_what_methods_use():
-    used = {
-        o.rounding for r in METHOD_TABLE.values() for g in (r.output, r.grad_input, r.grad_weight) for o in (g.a, g.b)
-    }
-    used = {rounding.name for rounding in used - {None} if rounding.has_kernels}
-    assert used <= {*doctor.UNROTATED, *(name for name, _ in doctor.ROTATED)}
-    assert all(name in ROUNDINGS for name in (*doctor.UNROTATED, *(name for name, _ in doctor.ROTATED)))
+def test_by_default_the_methods_to_choose_from_are_examined_and_all_else_on_request(monkeypatch):
+    seen = []
+    monkeypatch.setattr(doctor, "examine", lambda device, methods, *rest: seen.append(methods) or [])
+    for flags in ([], ["--all"]):
+        doctor.main(flags)
+    assert seen == [tuple(METHODS), tuple(METHOD_TABLE)]
 
 
 def test_operations_names_a_backend_for_each():

@@ -162,7 +162,7 @@ def _other_systems() -> list[Recipe]:
         # of 128; RHT-16 in both backward GEMMs; the 10% of the input channels with the largest L2 norms rounded to
         # MXFP8 in output (both operands) and grad_weight (E^T to nearest, unrotated, and X^T from its forward values);
         # grad_input all in 4 bits, from the forward's values. Different from there:
-        # * The channels are chosen every 10 steps, by the running average of squares (update_second_moments), from the
+        # * The channels are chosen every 10 steps, by the running average of squares (update_gram_matrices), from the
         #   first step on; there once, after 50 steps from step 501 (of 12,505 to 50,500), by the sum of the norms.
         # * Their number is a multiple of 32, the nearest to 10%; the authors' kernels take multiples of 128, rounded
         #   up. The others keep their order, with zeros for the outliers; there they are sorted by their norm.
