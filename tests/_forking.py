@@ -231,6 +231,8 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
                 run_main(lambda: module.main(job["argv"]))
             status = 0
         except SystemExit as e:
+            if isinstance(e.code, str):
+                print(e.code, file=sys.stderr)
             status = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
         except BaseException:
             import traceback
