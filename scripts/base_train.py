@@ -19,9 +19,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read 
 
 import argparse
 import functools
-import hashlib
-import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4 import llama
-from nanochat_fp4.checkpoint_manager import check_model_fits, check_model_tag, load_checkpoint, load_weights
+from nanochat_fp4.checkpoint_manager import check_model_tag
 from nanochat_fp4.common import announce, get_base_dir, print0, seed_everything
 from nanochat_fp4.console import format_seconds, parse_finite
 from nanochat_fp4.dataloader import (
@@ -38,24 +36,18 @@ from nanochat_fp4.dataloader import (
 )
 from nanochat_fp4.dataset import ensure_data
 from nanochat_fp4.doctor import probe
-from nanochat_fp4.engine import draw_samples
-from nanochat_fp4.errors import UserError, one_line, run_main
-from nanochat_fp4.gpt import GPT, compile_layers, config_from_depth
+from nanochat_fp4.errors import run_main
+from nanochat_fp4.gpt import compile_layers
 from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
 from nanochat_fp4.nvfp4 import oscillation
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
-from nanochat_fp4.optim import PretrainingOptions
+from nanochat_fp4.pretraining import CoreMetric, Samples, describe, find_start, make_model, make_settings
 from nanochat_fp4.report import get_report
-from nanochat_fp4.resume import Start, check_same_run, find_resume_step
-from nanochat_fp4.run_folder import check_writable, claim_run, save_bytes
 from nanochat_fp4.stage import Process, RunOptions, add_run_arguments, changed_flags, resolve_method, run_stage
-from nanochat_fp4.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
+from nanochat_fp4.tokenizer import get_token_bytes, get_tokenizer
 from nanochat_fp4.trainer import Stage, Trainer, TrainingStep, due
-
-METHOD_CHANGES = ("layer_methods", "method_phases", "oscillation", "branch_from")
-MAX_STEPS = 10**9  # more is a slip of the finger
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -178,39 +170,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params: int) -> int:
-    """Number of optimizer steps from --num-iterations, --target-flops or --target-param-data-ratio."""
-    if args.num_iterations > MAX_STEPS:
-        raise UserError(f"--num-iterations={args.num_iterations} is more than {MAX_STEPS:,} steps; lower it")
-    if args.num_iterations > 0:
-        return args.num_iterations
-    if args.total_batch_size < 1:
-        raise UserError(f"--total-batch-size={args.total_batch_size} is less than one token; raise it")
-    if args.target_flops > 0:
-        steps, what = round(args.target_flops / (flops_per_token * args.total_batch_size)), "--target-flops"
-    elif args.target_param_data_ratio > 0:
-        tokens = int(args.target_param_data_ratio * num_params)
-        steps, what = tokens // args.total_batch_size, "--target-param-data-ratio"
-    else:
-        raise UserError("no training horizon; set --num-iterations, --target-flops or --target-param-data-ratio")
-    if steps < 1:
-        raise UserError(f"{what} asks for less than one step of {args.total_batch_size} tokens; raise it")
-    if steps > MAX_STEPS:
-        raise UserError(f"{what} asks for {float(steps):.3g} steps of {args.total_batch_size} tokens; lower it")
-    return steps
-
-
-def branch_point(text: str, checkpoint_dir: Path) -> tuple[Path, int]:
-    """(folder, step) of --branch-from, of a run beside that of checkpoint_dir. Raises UserError."""
-    tag, at, step = text.rpartition("@")
-    check_model_tag(tag)
-    if not (tag and at and step.isdecimal()):
-        raise UserError(f"--branch-from={text!r}: expected '<model tag>@<step>', for example d20_bf16@5000")
-    if tag == checkpoint_dir.name:
-        raise UserError(f"--branch-from={text!r} is this run itself; give the new run a --model-tag of its own")
-    return checkpoint_dir.parent / tag, int(step)
-
-
 def core_evaluation() -> Any:
     """evaluate_model of scripts/base_eval.py, a later stage."""
     from scripts.base_eval import evaluate_model
@@ -223,142 +182,6 @@ def main(argv: list[str] | None = None) -> None:
     method = resolve_method(args.method)
     check_model_tag(args.model_tag)
     run_stage(args, functools.partial(train, args, method))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Before the first step
-
-
-def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) -> tuple[torch.nn.Module, str]:
-    """(the model with its first weights, what its runs are called before the method)."""
-    if args.llama:
-        cls, config = llama.Llama, llama.config_from_size(args.llama, vocab_size, args.max_seq_len)
-        name = f"llama-{args.llama}"
-    else:
-        cls, name = GPT, f"d{args.depth}"
-        config = config_from_depth(
-            args.depth, vocab_size, args.max_seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
-        )
-    if args.recompute != "none" and not hasattr(cls, "recompute"):
-        raise UserError("--recompute is not for the --llama models; leave one of them out")
-    check_model_fits(config, device)
-    with torch.device("meta"):
-        model = cls(config)
-    model.to_empty(device=device)
-    model.init_weights()
-    model.recompute = args.recompute
-    return model, name
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a run is. run_config: what a checkpoint must agree with; tunable: what may change in a resume, with a note;
-    config_key: the same for two runs that differ in the method only, or in how they are spread over devices."""
-
-    num_iterations: int
-    options: PretrainingOptions
-    run_config: dict[str, Any]
-    tunable: dict[str, Any]
-    config_key: str
-
-
-def make_settings(
-    args: argparse.Namespace,
-    method: str,
-    model: torch.nn.Module,
-    tokenizer: RustBPETokenizer,
-    data_dir: Path,
-    world: int,
-) -> Settings:
-    num_iterations = resolve_horizon(args, model.estimate_flops(), model.num_scaling_params())
-    options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
-    run_config = {
-        "method": method,
-        **asdict(model.config),
-        "total_batch_size": args.total_batch_size,
-        "world_size": world,
-        "seed": args.seed,
-        "tokenizer": tokenizer.fingerprint(),
-        **{k: getattr(args, k) or None for k in METHOD_CHANGES},
-    }
-    tunable = {**asdict(options), "num_iterations": num_iterations, "data_dir": str(data_dir)}
-    comparable = {k: v for k, v in (run_config | tunable).items() if k not in ("method", "world_size", *METHOD_CHANGES)}
-    key = hashlib.sha256(json.dumps(comparable, sort_keys=True).encode()).hexdigest()[:12]
-    return Settings(num_iterations, options, run_config, tunable, key)
-
-
-def find_start(
-    args: argparse.Namespace, settings: Settings, folder: Path, model: torch.nn.Module, process: Process
-) -> Start:
-    """What the run goes on from; the model gets its weights."""
-    branch = branch_point(args.branch_from, folder) if args.branch_from else None
-    claim_run(folder)
-    step = find_resume_step(folder, args.resume_from_step, args.overwrite, process.rank)
-    source, same = folder, settings.run_config
-    if step is None and branch:
-        source, step = branch
-        same = {k: v for k, v in same.items() if k not in ("method", *METHOD_CHANGES)}
-    start = Start(folder)
-    if step is not None:
-        weights, rank_state, meta = load_checkpoint(
-            source, step, process.device, load_optimizer=True, rank=process.rank
-        )
-        check_same_run(same, meta.get("run_config"), source)
-        load_weights(model, weights, source, step)
-        start = Start(folder, source, step, rank_state, meta)
-    if start.step > settings.num_iterations:
-        raise UserError(
-            f"the checkpoint of step {step} in {source} is beyond this run's {settings.num_iterations} steps; lengthen "
-            "the run (--num-iterations), or begin at an earlier step"
-        )
-    check_writable(folder, save_bytes(model), args.overwrite)
-    return start
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Looked at in training, beside validation: see trainer.Stage.also
-
-
-class CoreMetric:
-    def __init__(self, tokenizer: RustBPETokenizer, every: int, max_per_task: int):
-        self.tokenizer, self.every, self.max_per_task = tokenizer, every, max_per_task
-        self.value: float | None = None
-
-    def __call__(self, trainer: Trainer, last: bool) -> None:
-        if not (due(self.every, trainer.step, last) and trainer.step > 0):
-            return
-        try:
-            with trainer.evaluating(), trainer.parts.weights_once(1), trainer.parts.autocast():
-                results = core_evaluation()(
-                    trainer.model, self.tokenizer, trainer.device, max_per_task=self.max_per_task
-                )
-        except (UserError, ValueError) as e:  # its data is not to be had: no reason to end a training run
-            trainer.progress.write(f"warning: no CORE metric from here on: {one_line(e)}")
-            self.every = -1
-            return
-        self.value = results["core_metric"]
-        trainer.progress.write(f"step {trainer.step:05d} | CORE metric {self.value:.4f}")
-        trainer.metrics.append("core", trainer.step, core_metric=self.value)
-        trainer.wandb_run.log({"step": trainer.step, "core_metric": self.value})
-
-
-class Samples:
-    def __init__(self, tokenizer: RustBPETokenizer, every: int):
-        self.tokenizer, self.every = tokenizer, every
-        self.newest: list[str] = []
-
-    def __call__(self, trainer: Trainer, last: bool) -> None:
-        if trainer.process.rank or not due(self.every, trainer.step, last) or trainer.step == 0:
-            return
-        with trainer.evaluating():
-            self.newest = draw_samples(trainer.model, self.tokenizer)
-        for sample in self.newest:
-            trainer.progress.write(f"  {sample}")
-        trainer.metrics.append("sample", trainer.step, samples=self.newest)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The run
 
 
 def train(args: argparse.Namespace, method: str, process: Process) -> None:
@@ -426,7 +249,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
                 bpb_bf16 = validation_bpb(model)
         return {"val_bpb": bpb, "val_bpb_bf16": bpb_bf16}
 
-    core = CoreMetric(tokenizer, args.core_metric_every, args.core_metric_max_per_task)
+    core = CoreMetric(lambda: core_evaluation(), tokenizer, args.core_metric_every, args.core_metric_max_per_task)
     samples = Samples(tokenizer, args.sample_every)
     batch = {"device_batch_size": device_batch_size}
     stage = Stage(
@@ -464,29 +287,6 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     trainer = Trainer(stage, parts, RunOptions.of(args), process, start)
     if trainer.run():
         write_report(args, model_tag, trainer, backend, core.value, samples.newest)
-
-
-def describe(
-    args: argparse.Namespace, model_tag: str, model: torch.nn.Module, num_iterations: int, device_batch_size: int,
-    grad_accum_steps: int, plan: MethodPlan, backend: str, folder: Path, process: Process,
-) -> None:  # fmt: skip
-    """What is going to be trained."""
-    config, num_params, flops_per_token = model.config, model.num_scaling_params(), model.estimate_flops()
-    total_tokens = args.total_batch_size * num_iterations
-    print0(f"Training {model_tag}:")
-    announce(
-        {
-            "model": f"{num_params:,} parameters: {config.n_layer} layers, width {config.n_embd}, "
-            f"{config.n_head} heads, vocabulary {config.vocab_size:,}",
-            "steps": f"{num_iterations:,} of {args.total_batch_size:,} tokens: {total_tokens:,} tokens, "
-            f"{total_tokens / num_params:.2f} per parameter, {flops_per_token * total_tokens:.2e} FLOPs",
-            "batch": f"{device_batch_size} x {args.max_seq_len} tokens, {process.world_size} process(es), "
-            f"{grad_accum_steps} micro-batch(es) a step",
-            "GEMM work": ", ".join(f"{100 * s:.1f}% in {bits} bits" for bits, s in plan.work(model).items() if s),
-            "backend": backend,
-            "output": folder,
-        }
-    )
 
 
 def write_report(

@@ -16,8 +16,8 @@ from nanochat_fp4 import roofline
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import config_from_depth
 from nanochat_fp4.nvfp4.linear import QuantLinear
-from scripts import bench_train
-from scripts.bench_train import Trainer, Variant
+from scripts import bench_profile, bench_step, bench_train
+from scripts.bench_step import Subject, Variant
 
 ROOT = Path(__file__).parent.parent
 SIZES = ["--depth", "1", "--aspect-ratio", "32", "--head-dim", "32", "--seq-len", "32", "--vocab-size", "64"]
@@ -25,9 +25,9 @@ SIZES += ["--total-batch-size", "128", "--rounds", "1", "--calls", "1"]
 TINY = [*SIZES, "--micro-batch", "2"]
 
 
-def tiny_trainer(compiled=False) -> Trainer:
+def tiny_trainer(compiled=False) -> Subject:
     config = config_from_depth(1, 64, sequence_len=32, head_dim=32, aspect_ratio=32)
-    return Trainer(config, torch.device("cpu"), compiled)
+    return Subject(config, torch.device("cpu"), compiled)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -92,11 +92,11 @@ def test_recompilations_are_counted(monkeypatch):
     trainer = tiny_trainer(compiled=True)
 
     def run(rows=1):
-        before = bench_train.compiled_graphs()
+        before = bench_step.compiled_graphs()
         for variant in (Variant("bf16"), Variant("fig2_1x16_rtn")):
             trainer.become(variant)
-            bench_train.run_steps(trainer, rows, 1, bench_train.Stopwatch(trainer.device))
-        return bench_train.compiled_graphs() - before
+            bench_step.run_steps(trainer, rows, 1, bench_step.Stopwatch(trainer.device))
+        return bench_step.compiled_graphs() - before
 
     assert run() >= 2
     assert run() == run() == 0  # the variants take turns without compiling anything again
@@ -135,7 +135,7 @@ def fake_peaks(constant, per_row, memory, update=0, uncompiled=None):
 
 def test_two_sizes_are_compiled():
     peaks, tried = fake_peaks(1000, 100, memory=2700, update=1500, uncompiled=106)
-    size, memory = bench_train.find_micro_batch(FakeTrainer(), 64, 2700, peaks)
+    size, memory = bench_step.find_micro_batch(FakeTrainer(), 64, 2700, peaks)
     assert size == 16 and tried == [1, 16]
     assert memory.per_row() == 100 and memory.peak(16) == 2600 and memory.peak(1) == 1500  # the update needs more
 
@@ -152,21 +152,21 @@ def test_two_sizes_are_compiled():
 )
 def test_the_largest_micro_batch_is_tried_out(memory, uncompiled, size, expected):
     peaks, tried = fake_peaks(1000, 100, memory, uncompiled=uncompiled)
-    found, known = bench_train.find_micro_batch(FakeTrainer(), 64, 2700, peaks)
+    found, known = bench_step.find_micro_batch(FakeTrainer(), 64, 2700, peaks)
     assert found == size and tried == expected and (known.per_row() is None) == (size == 1)
     assert all(known.peak(n) is None for n in expected if n > size)
 
 
 def test_all_rows_of_a_step_fit():
     peaks, tried = fake_peaks(1000, 100, memory=10**6)
-    assert bench_train.find_micro_batch(FakeTrainer(), 64, 10**6, peaks)[0] == 64 and tried == [1, 64]
+    assert bench_step.find_micro_batch(FakeTrainer(), 64, 10**6, peaks)[0] == 64 and tried == [1, 64]
     peaks, tried = fake_peaks(1000, 100, memory=10**6)
-    assert bench_train.find_micro_batch(FakeTrainer(), 1, 10**6, peaks)[0] == 1 and tried == [1]
+    assert bench_step.find_micro_batch(FakeTrainer(), 1, 10**6, peaks)[0] == 1 and tried == [1]
 
 
 def test_not_even_one_row():
     with pytest.raises(UserError, match="not even one row of 10 tokens fits into"):
-        bench_train.find_micro_batch(FakeTrainer(), 64, 1000, fake_peaks(1000, 100, memory=1000)[0])
+        bench_step.find_micro_batch(FakeTrainer(), 64, 1000, fake_peaks(1000, 100, memory=1000)[0])
 
 
 def test_other_errors_are_not_taken_for_memory():
@@ -174,7 +174,7 @@ def test_other_errors_are_not_taken_for_memory():
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        bench_train.find_micro_batch(FakeTrainer(), 64, 1000, peaks)
+        bench_step.find_micro_batch(FakeTrainer(), 64, 1000, peaks)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_kernels_belong_to_what_launched_them():
         event("kernel", "nvjet_tst_192x192", 15400, 9000, tid=7, correlation=6),
         {"ph": "M", "name": "process_name"},
     ]
-    records = bench_train.summarize(trace)
+    records = bench_profile.summarize(trace)
     assert {(r["phase"], r["kind"]): r["ms"] for r in records} == {
         ("forward", "GEMM"): 5.0,
         ("forward", "quantize"): 2.0,
@@ -228,7 +228,7 @@ def test_kernels_belong_to_what_launched_them():
         ("backward", "rotate and quantize"): 4.0,
         ("update", "communication and copies"): 1.0,
     }
-    text = bench_train.show_table_7("d26", records)
+    text = bench_profile.show_table_7("d26", records)
     # 14 ms of forward and backward, 5 of them in the GEMMs of layers
     assert "forward 10.0 ms, backward 4.0 ms, update 1.0 ms; 64% of forward and backward is not" in text
     assert "GEMM 36% 5.00 rotate and quantize 29% 4.00" in " ".join(text.split())
@@ -252,10 +252,10 @@ def test_a_gemm_inside_our_operators_is_a_gemm():
         trace += [event("cpu_op", name, 100 * i + 10 + j, 80 - 2 * j) for j, name in enumerate(operators)]
         trace.append(event("cuda_runtime", "cudaLaunchKernel", 100 * i + 50, 2, correlation=i))
         trace.append(event("kernel", kernel, 5000 * i, 1000 * ms, tid=7, correlation=i))
-    records = bench_train.summarize(trace)
+    records = bench_profile.summarize(trace)
     assert {r["kind"]: r["ms"] for r in records} == {"GEMM": 19.0, "quantize": 11.0, "LM head and loss": 10.0}
     # 40 ms, 19 of them in the GEMMs of layers: 52.5% are not
-    assert "forward 40.0 ms, backward 0.0 ms, update 0.0 ms; 52% of" in bench_train.show_table_7("d26", records)
+    assert "forward 40.0 ms, backward 0.0 ms, update 0.0 ms; 52% of" in bench_profile.show_table_7("d26", records)
 
 
 def test_without_kernels_operators_count_for_themselves():
@@ -266,7 +266,7 @@ def test_without_kernels_operators_count_for_themselves():
         event("cpu_op", "aten::relu", 70, 10),
         event("cpu_op", "aten::mm", 20, 5, tid=2),
     ]
-    records = bench_train.summarize(trace)
+    records = bench_profile.summarize(trace)
     expected = {"GEMM": 0.035, "other element-wise": 0.02, "ReLU^2": 0.01}
     assert {r["kind"]: r["ms"] for r in records} == pytest.approx(expected)
 
@@ -294,7 +294,7 @@ def test_without_kernels_operators_count_for_themselves():
     ],
 )
 def test_kinds_of_kernels(name, kind):
-    assert bench_train.kind_of([name]) == kind
+    assert bench_profile.kind_of([name]) == kind
 
 
 def test_every_kernel_of_ours_has_a_kind():
@@ -305,7 +305,7 @@ def test_every_kernel_of_ours_has_a_kind():
         for name in re.findall(r"@triton\.jit\ndef (\w+_kernel)\(", path.read_text())
     }
     assert len(names) > 5
-    assert {n for n in names if bench_train.kind_of([n]) == bench_train.OTHER} == set()
+    assert {n for n in names if bench_profile.kind_of([n]) == bench_profile.OTHER} == set()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def test_memory_that_runs_out_is_one_line(monkeypatch):
     def passes(self, rows):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Trainer, "passes", passes)
+    monkeypatch.setattr(Subject, "passes", passes)
     with pytest.raises(UserError, match="2 of 2 variants failed: d1 bf16: micro-batch: out of memory; lower --micro-b"):
         bench_train.main(TINY)
 
@@ -418,7 +418,7 @@ def test_sizes_are_written_before_anything_is_timed(base_dir, monkeypatch):
 
 @pytest.mark.parametrize("part", ["passes", "run_steps", "time_by_operation"])
 def test_one_variant_that_fails_leaves_the_others(part, base_dir, monkeypatch, capsys):
-    where = Trainer if part == "passes" else bench_train
+    where = Subject if part == "passes" else bench_train
     real = getattr(where, part)
     errors = iter([torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("a bug")])
 
@@ -427,8 +427,8 @@ def test_one_variant_that_fails_leaves_the_others(part, base_dir, monkeypatch, c
             raise next(errors)
         return real(trainer, *args)
 
-    become = Trainer.become
-    monkeypatch.setattr(Trainer, "become", lambda self, v: (become(self, v), setattr(self, "now", v.method))[0])
+    become = Subject.become
+    monkeypatch.setattr(Subject, "become", lambda self, v: (become(self, v), setattr(self, "now", v.method))[0])
     monkeypatch.setattr(where, part, fails)
     with pytest.raises(UserError, match=r"2 of 6 variants failed: d1 nvidia: .*: out of memory; .*RuntimeError: a bug"):
         flags = [] if part == "time_by_operation" else ["--no-table7"]
@@ -457,9 +457,9 @@ def test_a_depth_that_cannot_be_built_leaves_the_others(base_dir, monkeypatch):
     def build(config, *args):
         if config.n_layer == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return Trainer(config, *args)
+        return Subject(config, *args)
 
-    monkeypatch.setattr(bench_train, "Trainer", build)
+    monkeypatch.setattr(bench_train, "Subject", build)
     with pytest.raises(UserError, match="1 of 3 variants failed: d2 bf16: out of memory; lower --depth"):
         bench_train.main([*TINY, "--depth", "2,1"])
     content = json.loads((base_dir / "bench" / "bench_train.json").read_text())
