@@ -346,6 +346,8 @@ def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch,
     recorder = Recorder()
     monkeypatch.setattr(trainer, "setup_wandb", lambda *args: recorder)
     folder = run_stage(stage, tiny_base, "--telemetry-every=2", "--eval-every=-1")
+    names = {"train/loss", "train/lrm", "train/dt", "train/tok_per_sec", "train/grad_norm", "total_training_time"}
+    assert names <= recorder.logged.keys()  # nanochat's, in every stage
     records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "telemetry"]
     assert [r["step"] for r in records] == [0, 2] and len(records[1]["layers"]) == 6
     numbers = {"input_zeros", "input_saturated", "output_error", "grad_input_error", "grad_weight_error"}
