@@ -1,36 +1,21 @@
 """
 Sandboxed execution of Python code that a language model wrote (HumanEval).
 
-`execute_code` runs a program in a process of its own and says whether it ran to its end without an exception. What
-holds it back, and where that is guaranteed:
-
-| promise                                              | Linux: namespaces      | Linux: landlock         | elsewhere |
-|------------------------------------------------------|------------------------|-------------------------|-----------|
-| wall-clock deadline, CPU seconds, size of a file,    | kernel                 | kernel                  | kernel    |
-| open files, captured output, no inherited environment|                        |                         |           |
-| or files, own session, empty folder removed after    |                        |                         |           |
-| memory                                               | kernel                 | kernel                  | Linux only|
-| no network                                           | kernel                 | kernel                  | hooks     |
-| no file outside the folder is written or removed     | kernel                 | kernel                  | hooks     |
-| no file but Python's own is read                     | kernel                 | kernel                  | no        |
-| total size of what is written                        | kernel (DISK_BYTES)    | no (only each file's)   | no        |
-| no signal to other processes                         | kernel                 | kernel                  | hooks     |
-| no process is started; what is started anyway is dead| kernel                 | kernel                  | hooks, and|
-| when execute_code returns                            |                        |                         | the group |
-
-"kernel": Linux enforces it, whatever the Python code does. "hooks": Python's audit hooks refuse it, which stops
-careless code but not code that attacks the interpreter; run such code in a container or a virtual machine.
+`execute_code` runs a program in a process of its own and says whether it ran to its end without an exception.
+GUARANTEES says what holds it back and who sees to it; docs/reliability.md has the same table with the tests.
 
 - namespaces: own mount, process, network and IPC namespaces, root folder in memory with Python's folders read-only,
-  the program is user `nobody` without capabilities and process 1 (it takes its children along). Linux 5.12 or newer,
-  root or unprivileged user namespaces.
+  the program is user `nobody` without capabilities, and process 1 takes everything along when it ends. Linux 5.12 or
+  newer, root or unprivileged user namespaces.
 - landlock (Linux 5.13 or newer): for containers, where namespaces are usually refused. Always with seccomp.
 - seccomp (x86_64 and aarch64): a list of allowed system calls, added to both of the above wherever it is available.
-- audit: Python's hooks, used only where neither namespaces nor landlock is available: old kernels, macOS.
+- audit: Python's hooks, used only where neither namespaces nor landlock is available: old kernels, macOS. They stop
+  careless code but not code that attacks the interpreter; run such code in a container or a virtual machine.
 
 The strongest set that this machine accepts is found once per process (`sandbox_layers`). The kernel itself is shared,
-so a kernel bug is a way out. A completion that wants to cheat shares a process with the tests that judge it and can
-forge their result; that is a property of the benchmark. Windows is not supported.
+so a kernel bug is a way out. A completion that wants to cheat shares a process with the tests that judge it: the guard
+refuses the means that no honest completion needs, and an object that is equal to everything still passes; that is a
+property of the benchmark. Windows is not supported.
 """
 
 import contextlib
@@ -69,6 +54,26 @@ _LAYER_SETS = (
 )
 
 
+# promise: who keeps it with namespaces + seccomp, with landlock + seccomp, with namespaces alone, and with neither.
+# "kernel" and "supervisor" hold whatever the code does, "hooks" (Python's) until it attacks the interpreter.
+GUARANTEES = {
+    "the deadline; what it writes as a result or prints is never an error of the evaluation": ("supervisor",) * 4,
+    "processor seconds, open files, size of a file, address space (the last on Linux)": ("kernel",) * 4,
+    "no memory beside it: memfds, files in flight, large pipes, locks": ("kernel", "kernel", "no", "no"),
+    "number and size of all files together": ("kernel", "supervisor", "kernel", "supervisor"),
+    "number of threads": ("kernel", "supervisor", "kernel", "supervisor"),
+    "no file outside its folder is changed": ("kernel", "kernel", "kernel", "hooks"),
+    "no file outside is read but Python's own": ("kernel", "kernel", "kernel", "no"),
+    "names, sizes and owners of files and processes are not seen": ("kernel", "no", "kernel", "no"),
+    "no network, no socket of another process": ("kernel", "kernel", "kernel", "hooks"),
+    "no signal to another process, by kill() or by descriptor": ("kernel", "kernel", "kernel", "hooks"),
+    "no process or program is started": ("kernel", "kernel", "no", "hooks"),
+    "nothing runs on when it is over or the trainer is killed": ("kernel", "kernel", "kernel", "hooks"),
+    "no capabilities and no way back to them": ("kernel", "kernel", "kernel", "no"),
+    "no system call but those a program needs; no foreign ABI": ("kernel", "kernel", "no", "no"),
+    "no inherited environment and files; its folder is empty and goes": ("supervisor",) * 4,
+}
+
 _cleaning: list[subprocess.Popen] = []  # supervisors that still remove files
 
 
@@ -99,18 +104,23 @@ def execute_code(
     timeout: float = 5.0,
     maximum_memory_bytes: int | None = 256 * 1024 * 1024,
     layers: tuple[str, ...] | None = None,
+    guard: bool = True,
 ) -> ExecutionResult:
     """
     Run `code` in the sandbox and wait for it.
 
     timeout: wall-clock seconds. maximum_memory_bytes: address space of the process (Linux), None for no limit.
     layers: the layers to use (tests); None takes sandbox_layers().
+    guard: Python hooks refuse what could change the tests that judge a completion: tracing, ctypes and their like.
     Raises SandboxError where no sandbox can be made: code is never run without one.
     """
     if os.name != "posix":
         raise SandboxError("model-written code can be run on Linux and macOS only; use WSL2 or leave HumanEval out")
     layers = sandbox_layers() if layers is None else layers
-    return _run(code, timeout, maximum_memory_bytes, layers)
+    try:
+        return _run(code, timeout, maximum_memory_bytes, layers, guard)
+    except OSError as e:  # no processes, files or disk space to be had here; nothing that the program could cause
+        raise SandboxError(f"{type(e).__name__}: {e}") from e
 
 
 @functools.cache
@@ -127,14 +137,25 @@ def sandbox_layers() -> tuple[str, ...]:
     raise SandboxError("no sandbox for model-written code works on this machine (" + "; ".join(reasons) + ")")
 
 
+def missing_guarantees(layers: tuple[str, ...]) -> list[str]:
+    """The promises of GUARANTEES that neither the kernel nor the supervisor keeps with these layers."""
+    if "namespaces" in layers:
+        column = 0 if "seccomp" in layers else 2
+    else:
+        column = 1 if "landlock" in layers else 3
+    return [promise for promise, kept_by in GUARANTEES.items() if kept_by[column] in ("no", "hooks")]
+
+
 def describe_sandbox() -> str:
-    """One line for logs and reports: which layers are in force and whether the kernel keeps the promises."""
+    """One line for logs and reports: which layers are in force and what cannot be guaranteed with them."""
     layers = sandbox_layers()
     kept_by = "Python hooks only: stops accidents, not attacks" if "audit" in layers else "kept by the kernel"
-    return f"sandbox: {' + '.join(layers)} ({kept_by})"
+    line = f"sandbox: {' + '.join(layers)} ({kept_by})"
+    missing = missing_guarantees(layers)
+    return f"{line}. Not guaranteed here: {'; '.join(missing)}" if missing else line
 
 
-def _run(code: str, timeout: float, memory: int | None, layers: tuple[str, ...]) -> ExecutionResult:
+def _run(code: str, timeout: float, memory: int | None, layers: tuple[str, ...], guard: bool) -> ExecutionResult:
     secret = secrets.token_bytes(32)  # os._exit(0) in the code, or a guess, is not taken for success
     folder = tempfile.mkdtemp(prefix="nanochat_sandbox_")
     request = {
@@ -142,6 +163,7 @@ def _run(code: str, timeout: float, memory: int | None, layers: tuple[str, ...])
         "timeout": timeout,
         "memory": memory,
         "layers": layers,
+        "guard": guard,
         "folder": folder,
         "trainer": os.getpid(),
         "file_bytes": FILE_BYTES,

@@ -333,6 +333,36 @@ def install_audit_hook(writable: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The guard: hooks against programs that would change the tests which judge them. No protection of anything else.
+
+TAMPERING_EVENTS = {
+    "sys.settrace", "sys.setprofile", "sys.monitoring.register_callback", "sys._current_frames",
+    "sys._current_exceptions", "gc.get_objects", "gc.get_referrers", "gc.get_referents",
+    "ctypes.cdata", "ctypes.cdata/buffer", "ctypes.string_at", "ctypes.wstring_at", "ctypes.call_function",
+    "ctypes.dlopen", "ctypes.dlsym",
+}  # fmt: skip
+TAMPERING_MODULES = {"_ctypes", "_testcapi", "_testinternalcapi", "_xxsubinterpreters", "_interpreters"}
+
+
+def install_guard() -> None:
+    """Refuse tracing, other frames' objects, ctypes, and extension modules that the program made itself."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("ctypes", "_ctypes")]:
+        del sys.modules[name]
+    events, modules, writable = frozenset(TAMPERING_EVENTS), frozenset(TAMPERING_MODULES), os.getcwd() + os.sep
+    realpath = os.path.realpath
+
+    def hook(event: str, args: tuple) -> None:
+        if event in events:
+            raise PermissionError(f"{event} is not allowed in a program that is judged")
+        if event == "import":
+            name, path = args[0], args[1]
+            if name in modules or (isinstance(path, str) and realpath(path).startswith(writable)):
+                raise ImportError(f"{name} is not to be had in a program that is judged")
+
+    sys.addaudithook(hook)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Supervisor and worker
 
 
@@ -403,6 +433,8 @@ def enter_layers(request: dict) -> None:
         import linecache  # noqa: F401  what tracebacks and warnings need must be loaded before the hook
 
         install_audit_hook(os.getcwd())
+    if request["guard"]:
+        install_guard()
 
 
 def work(request: dict, setup_fd: int, result_fd: int, secret_fd: int) -> None:
@@ -418,14 +450,37 @@ def work(request: dict, setup_fd: int, result_fd: int, secret_fd: int) -> None:
 
 
 def run_program(code: str, result_fd: int, secret_fd: int) -> None:
+    """Never returns. Uses nothing global: what a program finds when it walks up the frames is an empty namespace."""
+    import os
+    import sys
+
     # Taken beforehand: the code may break os and sys for its own process.
     write, leave, clean, out_of_memory = os.write, os._exit, str.isprintable, MemoryError
+
+    def take() -> bytes:
+        secret = os.read(secret_fd, 64)
+        os.close(secret_fd)
+        return secret
+
+    def run_to_its_end() -> bytes:
+        try:
+            # No __name__, as in nanochat: a `__main__` block of the completion does not run.
+            exec(compile(code, "<sandbox>", "exec"), {})
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                try:
+                    stream.flush()
+                except BaseException:  # closed or replaced by the code: its own loss
+                    pass
+        return b""
+
     sys.modules["__main__"] = type(sys)("__main__")  # not this file with its handle on libc
+    globals().clear()
     try:
         try:
             # While the code runs the secret lies on this frame's evaluation stack: no name, attribute or frame leads
             # to it, and an exception takes it away before anything that follows.
-            write(result_fd, take(secret_fd) + run_to_its_end(code))
+            write(result_fd, take() + run_to_its_end())
         except out_of_memory:
             write(result_fd, b"memory")
         except BaseException as e:  # sys.exit() too: the tests that follow a completion did not run
@@ -433,25 +488,6 @@ def run_program(code: str, result_fd: int, secret_fd: int) -> None:
             write(result_fd, b"error " + message.encode(errors="replace"))
     finally:
         leave(0)
-
-
-def take(secret_fd: int) -> bytes:
-    secret = os.read(secret_fd, 64)
-    os.close(secret_fd)
-    return secret
-
-
-def run_to_its_end(code: str) -> bytes:
-    # No __name__, as in nanochat: a `__main__` block of the completion does not run.
-    try:
-        exec(compile(code, "<sandbox>", "exec"), {})
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except BaseException:  # closed or replaced by the code: its own loss
-                pass
-    return b""
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -188,20 +188,24 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
             forward = "FP32 forward (a CPU computes in FP32 what a GPU computes in BF16)"
         print0(f"\n{forward}:")
         for name, task in tasks.items():
-            with nf.full_precision(model) if precision == "bf16" else contextlib.nullcontext():
-                score = run_task(
-                    task,
-                    model,
-                    tokenizer,
-                    name,
-                    batch_size=args.batch_size,
-                    num_samples=args.num_samples,
-                    max_new_tokens=args.max_new_tokens,
-                    temperature=args.temperature,
-                    top_k=args.top_k,
-                    max_problems=args.max_problems,
-                    seed=args.seed,
-                )
+            try:
+                with nf.full_precision(model) if precision == "bf16" else contextlib.nullcontext():
+                    score = run_task(
+                        task,
+                        model,
+                        tokenizer,
+                        name,
+                        batch_size=args.batch_size,
+                        num_samples=args.num_samples,
+                        max_new_tokens=args.max_new_tokens,
+                        temperature=args.temperature,
+                        top_k=args.top_k,
+                        max_problems=args.max_problems,
+                        seed=args.seed,
+                    )
+            except SandboxError as e:
+                kept = f"; what was evaluated before is kept in {path}" if scores[precision] else ""
+                raise UserError(f"{name}: the sandbox worked before and fails now: {e}; start again{kept}") from e
             scores[precision][name] = score
             print0(f"{name}: {score}")
             if rank == 0:  # after each task, so that what is done is kept

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -52,8 +53,9 @@ every_kernel_layer = pytest.mark.parametrize("layers", KERNEL, ids="+".join)
 
 
 def run(code: str, layers: tuple[str, ...], timeout: float = 30.0, **kwargs) -> execution.ExecutionResult:
+    """Without the guard's hooks, so that the layers are attacked with all that Python has."""
     start = time.monotonic()
-    result = execute_code(code, timeout=timeout, layers=layers, **kwargs)
+    result = execute_code(code, timeout=timeout, layers=layers, **{"guard": False, **kwargs})
     assert time.monotonic() - start < timeout + 10, "the deadline was not kept"
     return result
 
@@ -87,6 +89,24 @@ def test_some_sandbox_works_here_and_says_what_it_is():
     line = execution.describe_sandbox()
     assert "\n" not in line and all(layer in line for layer in LAYERS[0])
     assert ("hooks only" in line) == ("audit" in LAYERS[0])
+    missing = execution.missing_guarantees(LAYERS[0])
+    assert all(promise in line for promise in missing) and ("Not guaranteed" in line) == bool(missing)
+
+
+def test_the_page_says_what_each_set_of_layers_guarantees():
+    """docs/reliability.md and what chat_eval prints are the same table, and the tests that it names exist."""
+    assert execution.missing_guarantees(("namespaces", "seccomp")) == []
+    assert execution.missing_guarantees(("landlock", "seccomp")) == [
+        "names, sizes and owners of files and processes are not seen"
+    ]
+    assert "no signal to another process, by kill() or by descriptor" in execution.missing_guarantees(("audit",))
+    page = (Path(__file__).parents[1] / "docs/reliability.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    rows = {row[0]: row[1:] for row in rows if row[0] in execution.GUARANTEES}
+    assert {promise: tuple(row[:4]) for promise, row in rows.items()} == execution.GUARANTEES
+    for promise, row in rows.items():
+        for name in row[4].split(", "):
+            assert any(f"test_{name.strip('`')}" == known for known in globals()), (promise, name)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kernel layers are Linux only")
@@ -436,6 +456,25 @@ for path in [{str(secret)!r}, '/etc/hostname', '/proc/self/environ', '/proc/%d/e
     assert result.success and result.stdout == "", result
 
 
+@every_kernel_layer
+def test_what_is_visible_of_the_machine(layers, open_folder):
+    """With landlock the metadata of others' files and the names of processes, and nothing that tells of changes."""
+    code = f"""
+import os
+for look in (lambda: os.stat({str(open_folder)!r}).st_size, lambda: os.readlink('/proc/{os.getpid()}/exe'),
+             lambda: os.stat('/proc/{os.getpid()}').st_uid):
+    try: look(); print('seen')
+    except OSError: pass
+import ctypes
+print(ctypes.CDLL(None).inotify_init(), ctypes.CDLL(None).fanotify_init(0, 0))
+"""
+    result = run(code, layers)
+    assert result.success
+    *seen, watches = result.stdout.splitlines()
+    assert (seen == []) == ("landlock" not in layers), result
+    assert watches == "-1 -1" or "seccomp" not in layers
+
+
 @every_layer
 def test_no_network(layers):
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
@@ -743,6 +782,191 @@ for fd in range(3, 100):
         assert "\n" not in (result.error or "") and len(result.error or "") <= 1000, name
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Completions that would pass without solving anything
+
+JUDGED = """
+{completion}
+
+def check(candidate):
+    assert candidate(2) == 4
+    assert abs(candidate(3) - 9) < 1e-6
+    assert candidate(-1) == 1
+check(f)
+"""
+WRONG = "\ndef f(x): return None\n"
+WALK = """
+import os, sys
+def frames():
+    try: raise KeyError
+    except KeyError as e: yield e.__traceback__.tb_frame
+    yield (lambda: (yield))().gi_frame
+    frame = sys._getframe()
+    while frame: yield frame; frame = frame.f_back
+"""
+TRACER = """
+import sys, threading
+def tracer(frame, event, arg):
+    if frame.f_code.co_name == 'check':
+        frame.f_trace_lines = True
+        if event == 'line':
+            try: frame.f_lineno = max(line for *_, line in frame.f_code.co_lines() if line)
+            except ValueError: pass
+    return tracer
+"""
+FAKES = {
+    # ways that end in a failure, in every mode
+    "exit status": "import os; os._exit(0)",
+    "sys.exit": "import sys; sys.exit(0)",
+    "SystemExit in the function": "def f(x): raise SystemExit(0)",
+    "answer without secret": "import os\nfor i in range(3, 99):\n  try: os.write(i, b'')\n  except OSError: 0" + WRONG,
+    "locals of frames": WALK + """
+for frame in frames():
+    for value in list(frame.f_locals.values()):
+        if isinstance(value, dict): value = value.get('nonce', '')
+        if not isinstance(value, (str, bytes)): continue
+        for answer in (value, '{"nonce": "%s", "success": true}\\n' % (value,)):
+            answer = answer if isinstance(answer, bytes) else answer.encode()
+            for fd in range(3, 99) if b'memory' not in answer else ():
+                try: os.write(fd, answer)
+                except OSError: pass
+os._exit(0)""",
+    "functions of frames": WALK + """
+for frame in frames():
+    for name, value in list(frame.f_locals.items()):
+        try:
+            if name == 'say': value(success=True)
+            if name in ('take', 'run_to_its_end'): os.write(frame.f_locals['result_fd'], value())
+        except Exception: pass
+os._exit(0)""",
+    "writing to locals of frames": WALK + """
+for frame in frames():
+    for name in ('answer', 'code', 'e', 'message', 'out_of_memory'):
+        if name in frame.f_locals and frame.f_code.co_name in ('work', 'run_program'):
+            frame.f_locals[name] = frame.f_locals.get('done', b'')
+""" + WRONG,
+    "globals of frames": WALK + """
+for frame in frames():
+    for name, value in list(frame.f_globals.items()):
+        if name in ('json', 'leave', 'main', 'work', 'run_program'): frame.f_globals[name] = lambda *a, **k: b''
+""" + WRONG,
+    "objects of the collector": """
+import gc, os
+for value in gc.get_objects():
+    if isinstance(value, dict) and 'nonce' in value:
+        for fd in range(3, 99):
+            try: os.write(fd, ('{"nonce": "%s", "success": true}\\n' % value['nonce']).encode())
+            except (OSError, TypeError): pass
+os._exit(0)""",
+    "referents of a frame": """
+import gc, os, sys
+for value in gc.get_referents(sys._getframe(2)):
+    if isinstance(value, bytes): os.write(4, value); os._exit(0)
+""" + WRONG,
+    "frames of all threads": "import sys; frames = sys._current_frames()\nos._exit(0)",
+    "settrace": TRACER + "sys.settrace(tracer)\ndef f(x): return 1",
+    "settrace in a generator": TRACER + "next(sys.settrace(tracer) for _ in '1')\ndef f(x): return 1",
+    "setprofile": "import os, sys\nsys.setprofile(lambda *a: os._exit(0))" + WRONG,
+    "monitoring": "import sys\nm = sys.monitoring; m.use_tool_id(0, 'x'); m.register_callback(0, 1, print)" + WRONG,
+    "bdb": "import bdb\nbdb.Bdb().set_trace()" + WRONG,
+    "ctypes": """
+import ctypes, sys
+def f(x):
+    consts = sys._getframe(1).f_code.co_consts
+    for i, c in enumerate(consts):
+        if isinstance(c, int): ctypes.py_object.from_address(id(consts) + 24 + 8 * i).value = 0
+    return 0""",
+    "ctypes through classes": """
+import sys
+def classes(c):
+    for k in type.__subclasses__(c): yield k; yield from classes(k)
+py_object = [k for k in classes(object) if k.__name__ == 'py_object'][0]
+def f(x):
+    consts = sys._getframe(1).f_code.co_consts
+    for i, c in enumerate(consts):
+        if isinstance(c, int): py_object.from_address(id(consts) + 24 + 8 * i).value = 0
+    return 0""",
+    "code objects": """
+def f(x): return x
+f.__code__ = f.__code__.replace(co_code=bytes(len(f.__code__.co_code)))""",
+    "code of check": "def f(x): check.__code__ = (lambda candidate: None).__code__",
+    "check defined before": "def check(candidate): pass" + WRONG,
+    "builtin AssertionError": "import builtins\nbuiltins.AssertionError = SystemExit" + WRONG,
+    "no assertions": "import sys, builtins\nbuiltins.__debug__ = False" + WRONG,
+    "exception hooks": "import sys, atexit\nsys.excepthook = lambda *a: None\natexit.register(print)" + WRONG,
+    "exit handlers": "import atexit, os\natexit.register(os._exit, 0)" + WRONG,
+    "signal handler": "import os, signal\nsignal.signal(14, lambda *a: os._exit(0)); signal.setitimer(0, 1e-4)" + WRONG,
+    "alarm": "import os, signal\ndef f(x): signal.signal(14, lambda *a: os._exit(0)); signal.alarm(1); signal.pause()",
+    "stdout that raises": "import sys\nclass S:\n  def flush(self): raise SystemExit(0)\nsys.stdout = S()" + WRONG,
+    "module of the runner": "import sys\nsys.modules['__main__'].work = sys.modules['json'] = None" + WRONG,
+    "an extension module": "open('fast.so', 'wb').write(b'')\nimport sys; sys.path.insert(0, '.'); import fast" + WRONG,
+    "another program": "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'pass'])",
+    "a fork": "import os\nif os.fork(): os._exit(0)" + WRONG,
+    "an open string": WRONG + 's = """',
+    # ways that go on: a judge in the same process that trusts `assert`, `==` and the names of the builtins
+    "equal to everything": "class E:\n  __eq__ = lambda s, o: True\n  __sub__ = lambda s, o: 0\ndef f(x): return E()",
+    "numbers with an opinion": """
+class N(int):
+    __eq__ = lambda s, o: True
+    __sub__ = lambda s, o: 0
+def f(x): return N(0)""",
+    "answers read from the test": """
+import sys
+def f(x):
+    numbers = [c for c in sys._getframe(1).f_code.co_consts if isinstance(c, int)]
+    return {2: 4, 3: 9, -1: 1}[x] if 9 in numbers else 0""",
+    "builtins of its own": """
+import builtins
+class E(int):
+    __eq__ = lambda s, o: True
+    __sub__ = lambda s, o: 1000
+builtins.abs = lambda x: 0
+def f(x): return E()""",
+}  # fmt: skip
+FAKES_THAT_PASS = {
+    "equal to everything",
+    "numbers with an opinion",
+    "answers read from the test",
+    "builtins of its own",
+}
+
+
+@pytest.mark.parametrize("layers", sorted({LAYERS[0], LAYERS[-1]}) if LAYERS else [], ids="+".join)
+def test_fakes_that_pass_are_known(layers):
+    right = "def f(x): return x * x"
+    assert run(JUDGED.format(completion=right), layers, guard=True).success
+    passed = {
+        name
+        for name, completion in FAKES.items()
+        if run(JUDGED.format(completion=completion), layers, guard=True).success
+    }
+    assert passed == FAKES_THAT_PASS
+
+
+def test_the_guard_is_in_nobodys_way():
+    code = """
+import asyncio, collections, dataclasses, enum, functools, inspect, logging, threading, typing, unittest, warnings
+Point = collections.namedtuple('Point', 'x y')
+@dataclasses.dataclass(order=True)
+class C:
+    x: int
+class Colour(enum.Enum): RED = 1
+class T(typing.NamedTuple):
+    x: int
+async def main():
+    await asyncio.sleep(0)
+    return T(Point(1, 2).x)
+assert asyncio.run(main()) == (1,) and C(1) < C(2) and inspect.signature(main).parameters == {}
+t = threading.Thread(target=warnings.warn, args=('w',)); t.start(); t.join()
+class Test(unittest.TestCase):
+    def test(self): self.assertEqual(1, 1)
+assert unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Test)).wasSuccessful()
+"""
+    if "audit" not in LAYERS[0]:  # those hooks refuse asyncio's sockets
+        result = execute_code(code, timeout=30)
+        assert result.success, result
+
+
 @every_kernel_layer
 def test_crashes_are_failures(layers):
     for code in ("import ctypes; ctypes.string_at(0)", "import os; os.abort()", "def f(): f()\nf()"):
@@ -808,6 +1032,33 @@ def test_the_sandbox_dies_with_the_trainer(layers, signalled, tmp_path):
     finally:
         trainer.kill()
         trainer.wait()
+
+
+@pytest.mark.soak
+@every_layer
+def test_soak(layers, tmp_path, monkeypatch):
+    """500 programs, mixed from attacks and harmless code: none is an error here, none leaves anything behind."""
+    monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
+    rng = random.Random(str(layers))
+    kinds = dict.fromkeys(("passed", "failed", "timeout"), 0)
+    harmless = ["x = [i * i for i in range(10_000)]", "open('f', 'w').write('x' * 100_000)", "print('y' * 100_000)"]
+    forged = [f"import os\n{a.partition(chr(10))[2]}\ndata = {a.partition(chr(10))[0]}\n" for a in ANSWERS.values()]
+    forged = [
+        f"import sys\n{code}for fd in range(3, 9):\n  try: os.write(fd, data)\n  except OSError: 0" for code in forged
+    ]
+    hostile = [*FAKES.values(), SIGNAL_WITHOUT_KILL.replace("VICTIM", str(os.getpid())), MEMORY_ELSEWHERE, *forged]
+    hostile += ["while True: pass", "x = bytearray(1 << 30)", "import os\nos.abort()", "def f(): f()\nf()"]
+    for _ in range(500):
+        parts = rng.choices(harmless, k=rng.randint(0, 2)) + rng.choices(hostile, k=rng.randint(0, 2))
+        code = "\n".join(rng.sample(parts, len(parts)))
+        result = run(code, layers, timeout=2, guard=rng.random() < 0.5)
+        kinds["passed" if result.success else "timeout" if result.timeout else "failed"] += 1
+        if all(part in harmless for part in parts):
+            assert result.success, (code, result)
+    assert sum(kinds.values()) == 500 and min(kinds.values()) > 0, kinds
+    print(layers, kinds)
+    wait_until(lambda: list(tmp_path.iterdir()) == [])
+    wait_until(lambda: not children_of(os.getpid()))
 
 
 def test_without_a_sandbox_nothing_runs(monkeypatch):
