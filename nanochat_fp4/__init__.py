@@ -6,6 +6,7 @@ from nanochat_fp4.nvfp4.convert import (
     full_precision,
     per_token_scale,
     quantize_weights_once,
+    set_progress,
     update_gram_matrices,
 )
 from nanochat_fp4.nvfp4.dispatch import backend
@@ -40,6 +41,7 @@ __all__ = [
     "quantize",
     "quantize_weights_once",
     "rotate",
+    "set_progress",
     "update_gram_matrices",
     "update_second_moments",
 ]

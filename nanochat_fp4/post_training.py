@@ -121,6 +121,7 @@ class PostTraining:
             "bf16" if args.quantization == "none" else get_recipe(self.method).final,
             backward=args.quantization == "full",
             verbose=process.rank == 0,
+            per_token_in_eval=False,
         )
         seed_everything(args.seed, process.rank)
 

@@ -339,6 +339,7 @@ class Patch:
                 keep_first_blocks=options.keep_first_blocks,
                 keep_last_blocks=options.keep_last_blocks,
                 verbose=False,
+                per_token_in_eval=False,  # the checkout's own validation has the method's scales
             )
         except ValueError as e:
             raise UserError(one_line(e)) from e

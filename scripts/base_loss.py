@@ -66,7 +66,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
     trained = resolve_method(args.method or meta["user_config"].get("method", "bf16"))
     method = checkpoint_method(meta, args.method)  # of the forward pass: what the run ended with
     model_tag = meta.get("model_tag") or args.model_tag
-    nf.convert(model, method)
+    nf.convert(model, method, per_token_in_eval=False)
     name = f"base model {model_tag} (step {meta['step']})"
     print0(f"Evaluating {name} on {data_dir}")
 

@@ -199,7 +199,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     folder = Path(get_base_dir()) / "base_checkpoints" / model_tag
     start = find_start(args, settings, folder, model, process)
 
-    nf.convert(model, method)
+    nf.convert(model, method, per_token_in_eval=False)
     plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
     quantized = QuantizedTraining(model, plan, num_iterations, args.oscillation)
     quantized.set_progress(start.step)

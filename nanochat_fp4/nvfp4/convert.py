@@ -6,6 +6,8 @@ checkpoints and references to the module stay valid, and state dicts of converte
 
 import contextlib
 import fnmatch
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,12 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanochat_fp4.nvfp4.linear import QuantLinear, can_be_fused, quantized_weights, unsupported_reason
+from nanochat_fp4.nvfp4.coverage import (
+    ENOUGH,
+    call_every_layer,
+    is_conv1d,
+    linear_layers,
+    output_heads,
+    reason_to_leave,
+    shares,
+)
+from nanochat_fp4.nvfp4.linear import (
+    QuantLinear,
+    as_quantized,
+    can_be_fused,
+    quantized_weights,
+    unsupported_reason,
+)
 from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.recipes import Recipe
-
-# Always left alone: the output head's error reaches the loss without any averaging, and all recipes keep it in BF16.
-ALWAYS_SKIPPED = ("lm_head", "*.lm_head")
 
 GRAM_STEP = 0.2  # of the exponential average of Gram matrices: one over five updates or so
 
@@ -31,9 +46,25 @@ class ConvertReport:
     converted: list[str] = field(default_factory=list)
     left_alone: list[tuple[str, str]] = field(default_factory=list)
     without_gram_matrices: bool = False  # feedback or outliers are asked for, and no layer has a Gram matrix yet
+    quantized: float = 1.0  # share of all weights in matrix products that the converted layers hold
+    quantized_without_heads: float = 1.0
+    others: dict[str, float] = field(default_factory=dict)  # what else such weights are: kind -> share
+    slow_paths: list[str] = field(default_factory=list)  # layers whose fast path was switched off
 
     def __str__(self) -> str:
-        lines = [f"QAT method {self.recipe}", f"converted {len(self.converted)} linear layers"]
+        share = f"{100 * self.quantized:.1f}% of the weights in matrix products"
+        if round(self.quantized, 3) != round(self.quantized_without_heads, 3):
+            share += f", {100 * self.quantized_without_heads:.1f}% without the output head"
+        lines = [f"QAT method {self.recipe}", f"converted {len(self.converted)} linear layers: {share}"]
+        if self.recipe.quantizes and self.quantized_without_heads < ENOUGH:
+            lines.append(
+                f"warning: that is less than {100 * ENOUGH:.0f}%; most of this model may stay in high precision"
+            )
+        lines += [f"not reached, {100 * share:.1f}% of these weights: {kind}" for kind, share in self.others.items()]
+        if self.slow_paths:
+            lines.append(
+                f"switched off: the fast path in eval mode of {_some(self.slow_paths)}, which does not call its layers"
+            )
         if self.without_gram_matrices:
             what = (
                 "weights are rounded without feedback" if self.recipe.output.b.feedback else "no channel is an outlier"
@@ -56,18 +87,21 @@ def convert(
     keep_first_blocks: int = 0,
     keep_last_blocks: int = 0,
     verbose: bool = True,
+    per_token_in_eval: bool = True,
 ) -> nn.Module:
-    """Computes every nn.Linear of the model as the method says, in place; returns the model.
+    """Computes every nn.Linear (and transformers' Conv1D) of the model as the method says, in place; returns the model.
 
     method:    a name of METHODS, or a Recipe; one that changes late in a run (Recipe.late) computes as it begins, and
                plan.MethodPlan changes it
     skip:      glob patterns of module names to leave alone, of linear layers ("*.c_proj") or of what holds them
-               ("transformer.h.0"); lm_head always is
+               ("transformer.h.0"); the output head and adapters always are (coverage.py)
     backward:  False leaves the backward pass unquantized (post-training; the paper, Appendix C)
     keep_first_blocks, keep_last_blocks: leaves so many blocks at either end alone, as NVIDIA's recipe does; blocks
                are the entries of the nn.ModuleList that holds the most linear layers. keep_last_blocks 0: as many as
                the method says (Recipe.kept_blocks), at least one and not all, in a model with such a list
     verbose:   print the report
+    per_token_in_eval: in eval mode without gradients every token has a scale of its own (per_token_scale), so that
+               generation and validation of a row do not depend on the rows beside it
 
     What was converted, and what was not and why, is in `model.nf_report`. Works on meta or real tensors, before
     torch.compile; converting again changes the method. Subclasses of nn.Linear are converted if they override forward
@@ -77,7 +111,8 @@ def convert(
     recipe = get_recipe(method)
     if not backward:
         recipe = recipe.forward_only()
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = linear_layers(model)
+    heads = output_heads(model, linears)
     skip = (skip,) if isinstance(skip, str) else skip
     for pattern in skip:
         if not any(_in_pattern(name, pattern) for name in linears):
@@ -88,13 +123,16 @@ def convert(
     kept_blocks = _end_blocks(model, keep_first_blocks, keep_last_blocks)
     report = ConvertReport(recipe)
     for name, linear in linears.items():
-        reason = _skip_reason(name, skip, kept_blocks) or _subclass_reason(linear) or unsupported_reason(linear, recipe)
+        head = "the output head stays in full precision" if name in heads else None
+        reason = head or _skip_reason(name, skip, kept_blocks) or _subclass_reason(linear)
+        reason = reason or reason_to_leave(name, linear) or unsupported_reason(linear, recipe)
         if reason:
             report.left_alone.append((name, reason))
             if isinstance(linear, QuantLinear):  # of a method before this one
                 linear.set_recipe(get_recipe("bf16"))
             continue
-        linear.__class__ = QuantLinear
+        as_quantized(linear)
+        linear.per_token_in_eval = per_token_in_eval
         linear.set_recipe(recipe)
         report.converted.append(name)
     if not report.converted:
@@ -102,7 +140,10 @@ def convert(
         raise ValueError(f"convert: no linear layer could be converted ({reasons or 'the model has none'})")
     known = any(linears[name].gram_matrix is not None for name in report.converted)
     report.without_gram_matrices = recipe.looks_at_inputs and not known
+    report.quantized, report.quantized_without_heads, report.others = shares(model, report.converted, heads)
+    report.slow_paths = call_every_layer(model) if recipe.quantizes else []
     model.nf_report = report
+    expect_calls(model, recipe if backward else None)
     if verbose and not (_distributed() and dist.get_rank()):
         with contextlib.suppress(OSError):  # a log that nobody takes is no reason to end a run
             print(report)
@@ -110,9 +151,6 @@ def convert(
 
 
 def _skip_reason(name: str, skip: Sequence[str], kept_blocks: Sequence[str]) -> str | None:
-    for pattern in ALWAYS_SKIPPED:
-        if fnmatch.fnmatchcase(name, pattern):
-            return "the output head stays in full precision"
     for pattern in skip:
         if _in_pattern(name, pattern):
             return f"skip pattern {pattern!r}"
@@ -129,7 +167,7 @@ def _in_pattern(name: str, pattern: str) -> bool:
 
 def _subclass_reason(linear: nn.Linear) -> str | None:
     """A subclass is safe to replace if it only overrides forward: it then has no state or behaviour to lose."""
-    if isinstance(linear, QuantLinear):
+    if isinstance(linear, QuantLinear) or is_conv1d(linear):
         return None
     for cls in type(linear).__mro__[: type(linear).__mro__.index(nn.Linear)]:
         extra = [k for k in vars(cls) if not (k.startswith("__") and k.endswith("__")) and k != "forward"]
@@ -240,6 +278,63 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
         )
 
 
+def set_progress(model: nn.Module, progress: float) -> bool:
+    """For a training loop of a method that changes in the course of a run (clover_late): before each step, its place.
+
+    progress: from 0 to 1, steps done over steps of the run. Gives the layers the method of that phase; returns whether
+    one changed, and makes torch.compile look at the layers again then. Methods without phases ignore it. Raises
+    ValueError for a progress outside 0 to 1 and a model that was not converted.
+    """
+    report = getattr(model, "nf_report", None)
+    if report is None:
+        raise ValueError("set_progress: the model was not converted; call nanochat_fp4.convert(model, method) first")
+    if not 0 <= progress <= 1:
+        raise ValueError(f"set_progress: progress is {progress}, expected the share of the run's steps, from 0 to 1")
+    expect_calls(model, None)
+    if report.recipe.late is None or not MethodPlan.parse(report.recipe).apply(model, progress):
+        return False
+    if torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # recipes are constants of compiled code
+    return True
+
+
+PATIENCE = 100  # training passes without the call that a method wants, before it is said
+
+
+class _Reminder:
+    """A hook before the model's forward pass: says once that training goes on without a call that the method needs."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe, self.passes = recipe, 0
+
+    def __call__(self, model: nn.Module, args: tuple) -> None:
+        if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        self.passes += 1
+        if self.passes == PATIENCE:
+            if self.recipe.late:
+                what, call = (
+                    f"changes from {100 * self.recipe.late[0]:.0f}% of the steps on",
+                    "set_progress(model, done)",
+                )
+            else:
+                what, call = "looks at the layers' inputs", "update_gram_matrices(model, lambda: model(x))"
+            warnings.warn(
+                f"{self.recipe.name} {what}, and {PATIENCE} training passes have not called nanochat_fp4.{call}: what "
+                "is trained is the method without it",
+                stacklevel=2,
+            )
+
+
+def expect_calls(model: nn.Module, recipe: Recipe | None) -> None:
+    """Reminds of the calls that this recipe wants of a training loop; None: no longer."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, _Reminder):
+            del model._forward_pre_hooks[key]
+    if recipe is not None and (recipe.late or recipe.looks_at_inputs):
+        model.register_forward_pre_hook(_Reminder(recipe))
+
+
 def rounds_with_feedback(model: nn.Module) -> bool:
     """Whether the method of a layer rounds its weight with error feedback."""
     return any(isinstance(m, QuantLinear) and m.recipe.output.b.feedback for m in model.modules())
@@ -257,6 +352,7 @@ def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> Non
     layers = [group[0] for group in groups_computed_as_one(model) if group[0].recipe.looks_at_inputs]
     if not layers:
         return
+    expect_calls(model, None)
     seen: dict[QuantLinear, torch.Tensor] = {}
 
     def look(layer: QuantLinear, args: tuple) -> None:

@@ -190,6 +190,7 @@ class QuantLinear(torch.nn.Linear):
     recipe: Recipe
     quantization = True  # False inside full_precision(model): computes like nn.Linear
     per_token = False  # True inside per_token_scale(model): each row of the input has a tensor_scale of its own
+    per_token_in_eval = False  # the same wherever the layer is in eval mode and no gradient is wanted (convert)
     # Inside quantize_weights_once(model): the operand that the weight is in the forward GEMM, and the operand of this
     # weight with those of the layers that are computed with it by fused_linear below it.
     weight_operand: GemmOperand | None = None
@@ -207,6 +208,11 @@ class QuantLinear(torch.nn.Linear):
         self.recipe = recipe
         if self.gram_matrix is not None:
             self.set_gram_matrix(self.gram_matrix)
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The weight as (out_features, in_features)."""
+        return self.weight
 
     @property
     def gram_matrix(self) -> torch.Tensor | None:
@@ -238,14 +244,21 @@ class QuantLinear(torch.nn.Linear):
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
         if not (self.quantization and self.recipe.quantizes and x.numel()):
             # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
-            weight = _stacked([layer.weight.to(dtype) for layer in layers])
+            weight = _stacked([layer.matrix.to(dtype) for layer in layers])
             return torch.nn.functional.linear(x, weight, self.bias if self.bias is None else self.bias.to(dtype))
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"QuantLinear computes in float32 or bfloat16 and got {str(dtype).removeprefix('torch.')}; use "
+                "model.bfloat16(), model.float(), or autocast to bfloat16"
+            )
         # Autocast stays on: where a product must be FP32 (rotate, gemm on a CPU), it is off around it. A context around
         # the whole would be traced by torch.compile into the backward, which CUDA's autocast does not survive.
         rows = x.reshape(-1, self.in_features)
-        weights = [layer.weight for layer in layers]
+        weights = [layer.matrix for layer in layers]
         operand = self.weight_operand if len(layers) == 1 else self.stacked_operand
-        layer = _Layer(self.recipe, dtype, torch.is_grad_enabled(), self.per_token, self.statistics, operand)
+        grad_enabled = torch.is_grad_enabled()
+        per_token = self.per_token or (self.per_token_in_eval and not (self.training or grad_enabled))
+        layer = _Layer(self.recipe, dtype, grad_enabled, per_token, self.statistics, operand)
         y = _QuantLinear.apply(layer, rows, *weights)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(dtype)
@@ -254,11 +267,34 @@ class QuantLinear(torch.nn.Linear):
         return f"{super().extra_repr()}, {self.recipe}"
 
 
-def unsupported_reason(linear: torch.nn.Linear, recipe: Recipe) -> str | None:
+class QuantConv1D(QuantLinear):
+    """transformers' Conv1D, a linear layer with a weight (in_features, out_features), computed as QuantLinear does."""
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        return self.weight.T.contiguous()
+
+
+def as_quantized(linear: torch.nn.Module) -> None:
+    """Turns an nn.Linear or a Conv1D into the QuantLinear with its parameters, in place; it has no recipe yet."""
+    if isinstance(linear, QuantLinear):
+        return
+    if isinstance(linear, torch.nn.Linear):
+        linear.__class__ = QuantLinear
+    else:
+        linear.in_features, linear.out_features = linear.weight.shape
+        linear.__class__ = QuantConv1D
+
+
+def unsupported_reason(linear: torch.nn.Module, recipe: Recipe) -> str | None:
     """Why this layer cannot be computed with this recipe, or None."""
     if not recipe.quantizes:
         return None
-    for name, size in (("in_features", linear.in_features), ("out_features", linear.out_features)):
+    if not isinstance(linear, torch.nn.Linear):
+        sizes = dict(zip(("in_features", "out_features"), linear.weight.shape))
+    else:
+        sizes = {"in_features": linear.in_features, "out_features": linear.out_features}
+    for name, size in sizes.items():
         if size % recipe.block:
             return f"{name} is {size}, expected a multiple of {recipe.block}"
     return None
@@ -310,7 +346,7 @@ def quantized_weights(groups: Sequence[Sequence[QuantLinear]]) -> list[GemmOpera
     fixed = [layers for layers in groups if layers[0].recipe.fixed_weight]
     weights = []
     for layers in fixed:
-        weight = _stacked([layer.weight.detach() for layer in layers])
+        weight = _stacked([layer.matrix.detach() for layer in layers])
         layer = _Layer(layers[0].recipe, weight.dtype, False, False, layers[0].statistics, None)
         weights.append((weight, _of_output(layer.recipe, layer, None, weight.device)[1]))
     operands = iter(quantize_weights(weights))

@@ -16,7 +16,12 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from nanochat_fp4.nvfp4 import oscillation
-from nanochat_fp4.nvfp4.convert import quantize_weights_once, rounds_with_feedback, update_gram_matrices
+from nanochat_fp4.nvfp4.convert import (
+    expect_calls,
+    quantize_weights_once,
+    rounds_with_feedback,
+    update_gram_matrices,
+)
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.plan import MethodPlan
 
@@ -34,6 +39,7 @@ class QuantizedTraining:
 
     def __init__(self, model: nn.Module, plan: MethodPlan | None = None, num_steps: int = 0, remedy: str = ""):
         self.model, self.plan, self.num_steps = model, plan, num_steps
+        expect_calls(model, None)  # what a method wants of a training loop is done here
         self.remedies = oscillation.remedies(remedy, model, num_steps)  # with state_dict() and load_state_dict()
 
     def set_progress(self, step: int) -> str | None:

@@ -1,0 +1,223 @@
+"""Models of other people: what of them is converted, what is said of the rest, and that nothing is skipped silently."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4.coverage import output_heads
+
+
+def converted(model, method="clover", **kw):
+    return nf.convert(model, method, verbose=False, **kw)
+
+
+def calls(model, *args) -> set[str]:
+    """Names of the quantized layers that a forward pass calls."""
+    seen = set()
+    hooks = [
+        m.register_forward_pre_hook(lambda m, a, name=name: seen.add(name))
+        for name, m in model.named_modules()
+        if isinstance(m, nf.QuantLinear)
+    ]
+    model(*args)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+class Block(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Classifier(nn.Module):
+    """A stack and a head of no telling name."""
+
+    def __init__(self, stack=nn.ModuleList, classes=16):
+        super().__init__()
+        self.blocks = stack([Block(), Block()]) if stack is nn.ModuleList else stack(Block(), Block())
+        self.final = nn.Linear(32, classes)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.final(x)
+
+
+@pytest.mark.parametrize("stack", [nn.ModuleList, nn.Sequential])
+@pytest.mark.parametrize("classes", [16, 10])
+def test_a_classifier_behind_a_stack_is_a_head(stack, classes):
+    model = converted(Classifier(stack, classes))
+    assert dict(model.nf_report.left_alone) == {"final": "the output head stays in full precision"}
+    assert len(model.nf_report.converted) == 4
+    heads = 32 * classes / (32 * classes + 4 * 32 * 64)
+    assert model.nf_report.quantized == pytest.approx(1 - heads) and model.nf_report.quantized_without_heads == 1
+    assert "without the output head" in str(model.nf_report)
+
+
+def test_layers_without_a_stack_are_all_converted():
+    model = converted(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)))
+    assert model.nf_report.converted == ["0", "2"] and model.nf_report.quantized == 1
+
+
+def test_a_head_that_the_model_names_itself():
+    class Named(Classifier):
+        def get_output_embeddings(self):
+            return self.blocks[0].down
+
+    model = Named()
+    assert output_heads(model, [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]) == {"blocks.0.down"}
+
+
+def test_what_is_no_linear_layer_is_named_with_its_share():
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2)
+            self.layers = nn.ModuleList([Block(16)])
+            self.experts = nn.Parameter(torch.zeros(8, 64, 64))
+            self.embedding = nn.Embedding(1000, 16)
+
+    report = converted(Mixture()).nf_report
+    text = str(report)
+    assert "warning: that is less than 90%" in text
+    assert "3-D weights (Mixture.experts), experts for example: not supported" in text
+    assert "in_proj_weight of nn.MultiheadAttention" in text and "Embedding" not in text
+    assert report.quantized + sum(report.others.values()) == pytest.approx(1)
+
+
+def test_the_encoder_layer_of_torch_computes_in_eval_mode_what_it_trains():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model.load_state_dict(plain.state_dict())
+    model = converted(model).eval()
+    x = torch.randn(2, 8, 32)
+    with torch.no_grad():
+        assert calls(model, x) == set(model.nf_report.converted)
+        assert not torch.allclose(model(x), plain(x), atol=1e-3)
+    assert "fast path in eval mode of layers.0, layers.1" in str(model.nf_report)
+
+
+def test_transformers_conv1d_is_a_linear_layer():
+    """GPT-2's own class: the same outputs and gradients as the nn.Linear with the transposed weight."""
+    Conv1D = type("Conv1D", (nn.Module,), {"__module__": "transformers.pytorch_utils", "forward": None})
+    torch.manual_seed(0)
+    conv, linear = Conv1D(), nn.Linear(64, 32)
+    conv.nf, conv.nx = 32, 64
+    conv.weight, conv.bias = nn.Parameter(linear.weight.detach().T.clone()), nn.Parameter(linear.bias.detach().clone())
+    model = converted(nn.Sequential(conv))
+    other = converted(nn.Sequential(linear))
+    assert model.nf_report.converted == ["0"] and model.nf_report.quantized == 1
+    x = torch.randn(16, 64)
+    grads = []
+    for m in (model, other):
+        torch.manual_seed(1)
+        y = m(x)
+        y.square().sum().backward()
+        grads.append((y, m[0].weight.grad))
+    assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1].T)
+    assert list(model.state_dict()) == ["0.weight", "0.bias"] and model[0].weight.shape == (64, 32)
+    with nf.full_precision(model):
+        assert torch.allclose(model(x), torch.nn.functional.linear(x, linear.weight, linear.bias), atol=1e-5)
+    with nf.quantize_weights_once(model):
+        assert torch.equal(model(x), grads[0][0])
+
+
+def test_adapters_and_computed_weights_are_left_alone():
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base_layer = nn.Linear(32, 32)
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(32, 16, bias=False)})
+            self.lora_B = nn.ModuleDict({"default": nn.Linear(16, 32, bias=False)})
+
+    computed = nn.Linear(32, 32)
+    computed.weight_v = nn.Parameter(computed.weight.detach())
+    del computed.weight
+    computed.weight = computed.weight_v.detach()  # as torch.nn.utils.weight_norm leaves it
+    model = nn.ModuleList([Adapted(), computed])
+    left = dict(converted(model).nf_report.left_alone)
+    assert model.nf_report.converted == ["0.base_layer"]
+    assert left["0.lora_A.default"] == left["0.lora_B.default"] == "an adapter's low-rank factor"
+    assert "weight norm" in left["1"]
+
+
+@pytest.mark.parametrize("cast", ["half", "double"])
+def test_other_dtypes_are_refused_in_one_line(cast):
+    model = getattr(converted(nn.Sequential(nn.Linear(32, 32))), cast)()
+    x = getattr(torch.randn(2, 32), cast)()
+    with pytest.raises(ValueError, match="float32 or bfloat16 and got (float16|float64); use") as e:
+        model(x)
+    assert "\n" not in str(e.value)
+
+
+def test_a_row_does_not_depend_on_its_neighbours_in_eval_mode_unless_asked_to():
+    torch.manual_seed(0)
+    weights = nn.Linear(64, 64).state_dict()
+    x = torch.randn(4, 64)
+    loud = torch.cat([x[:3], 100 * x[3:]])
+    for per_token in (True, False):
+        model = converted(nn.Sequential(nn.Linear(64, 64)), per_token_in_eval=per_token)
+        model[0].load_state_dict(weights)
+        assert not torch.equal(model(x)[0], model(loud)[0])  # training has the method's scales
+        with torch.no_grad():
+            assert torch.equal(model.eval()(x)[0], model(loud)[0]) == per_token
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Methods that want something of the training loop
+
+
+def train(model, steps, each=lambda done: None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(1)
+    losses = []
+    for step in range(steps):
+        each(step / steps)
+        loss = model(torch.randn(8, 32)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_phases_happen_in_a_foreign_loop_and_forgetting_them_is_said(monkeypatch):
+    from nanochat_fp4.nvfp4 import convert
+
+    monkeypatch.setattr(convert, "PATIENCE", 5)
+
+    def fresh(method):
+        torch.manual_seed(0)
+        return converted(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), method)
+
+    model = fresh("clover_late")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        late = train(model, 10, lambda done: nf.set_progress(model, done))
+    assert model[0].recipe.name == nf.get_recipe("clover_late").final.name
+    assert fresh("clover_late")[0].recipe.name == "clover_late"
+    clover = train(fresh("clover"), 10)
+    assert late[:7] == clover[:7] and late[7] != clover[7]  # 70% of ten steps
+    for method, call in (("clover_late", "set_progress"), ("clover_feedback", "update_gram_matrices")):
+        with pytest.warns(UserWarning, match=rf"{method} .* nanochat_fp4.{call}") as seen:
+            train(fresh(method), 12)
+        assert len(seen) == 1
+
+
+def test_progress_is_checked():
+    model = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(ValueError, match="was not converted"):
+        nf.set_progress(model, 0.5)
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        nf.set_progress(converted(model, "clover_late"), 50)
+    assert nf.set_progress(model, 0.5) is False and nf.set_progress(model, 0.9) is True
