@@ -94,9 +94,8 @@ def _as_nvfp4(operand) -> tuple[NVFP4Tensor, str]:
     if isinstance(operand, NVFP4Tensor) and operand.scales.dtype == torch.float8_e4m3fn:
         if operand.codes.dtype == torch.uint8 and operand.tensor_scale.numel() == 1:
             return operand, ""
-    values = operand if isinstance(operand, Tensor) else operand.dequantize()
-    what = "scales by 128 and channels in 8 bits" if isinstance(operand, Tensor) else "the scales and codes of MXFP"
-    return quantize(values.float(), AGAIN), f"{what}: the weights are rounded again, to nearest"
+    what = f"operands of the kind {type(operand).__name__}, which NVFP4 does not have"
+    return quantize(operand.dequantize().float(), AGAIN), f"{what}: the weights are rounded again, to nearest"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
