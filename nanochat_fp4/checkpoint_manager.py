@@ -621,7 +621,8 @@ def load_weights(model: GPT, model_data: dict[str, torch.Tensor], checkpoint_dir
 def check_tokenizer(meta: dict[str, Any], tokenizer: RustBPETokenizer, where: str = "the checkpoint") -> None:
     """Raise UserError unless the model was trained with this tokenizer (its fingerprint, or at least its size)."""
     remedy = "use the base directory (NANOCHAT_BASE_DIR) in which it was trained, or train a new model"
-    before = (meta.get("run_config") or {}).get("tokenizer") or meta.get("tokenizer")
+    run_config = meta.get("run_config")
+    before = (run_config.get("tokenizer") if isinstance(run_config, dict) else None) or meta.get("tokenizer")
     if isinstance(before, str) and before != tokenizer.fingerprint():
         raise UserError(
             f"{where} was trained with the tokenizer {before}, but the one here is {tokenizer.fingerprint()}; {remedy}"

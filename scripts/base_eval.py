@@ -161,7 +161,7 @@ def evaluate_model(
             }
             try:
                 accuracy = evaluate_task(model, tokenizer, data, device, meta)
-            except (KeyError, IndexError, TypeError, ValueError) as e:
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
                 raise UserError(f"{task['dataset_uri']} of the eval bundle: {one_line(e)[:200]}") from e
             chance = guessing[label] / 100
             results[label], centered[label] = accuracy, (accuracy - chance) / (1 - chance)

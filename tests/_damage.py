@@ -67,25 +67,37 @@ def odd_json(value: Any, rng: random.Random) -> Any:
     return rng.choice(ODD)
 
 
-def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Cut short, with random bytes, noise, empty, too long, or JSON (lines) with odd values in it."""
-    kind = rng.randrange(8)
-    if kind == 0:
-        return data[: rng.randrange(len(data))] if data else b""
-    if kind == 1:
-        return rng.randbytes(rng.randrange(300))
-    if kind == 2:
-        return data + rng.randbytes(rng.randrange(1, 300))
-    if kind == 3:
+DAMAGES = ("cut", "replaced", "too long", "senseless", "bytes", "a byte", "odd value", "odd value in a line")
+
+
+def damaged(data: bytes, rng: random.Random, how: str | None = None, place: float | None = None) -> bytes:
+    """
+    Cut short, with random bytes, noise, senseless, too long, or JSON (lines) with odd values in it. place: from 0 to 1,
+    about where in the file; JSON that is none gets a few bytes changed there instead. Either is drawn where not given.
+    """
+    how = rng.choice(DAMAGES) if how is None else how
+    place = rng.random() if place is None else place
+    at = min(len(data), int(place * (len(data) + 1)))
+    if how == "cut":
+        return data[:at]
+    if how == "replaced":
+        return data[:at] + rng.randbytes(rng.randrange(300)) if rng.random() < 0.5 else rng.randbytes(300)
+    if how == "too long":
+        return data[:at] + rng.randbytes(rng.randrange(1, 300)) + data[at:]
+    if how == "senseless":
         return rng.choice(
             [b"", b"\n", b"{}", b"[]", b"null", b"[" * 100_000, b"\x00" * 500, b"\xff\xfe", b'{"a":' * 5000]
         )
-    if kind >= 5:
+    if how == "odd value":
         with contextlib.suppress(ValueError):
             return json.dumps(odd_json(json.loads(data), rng)).encode("utf-8", "surrogatepass")
-        with contextlib.suppress(ValueError):
+    if how == "odd value in a line":
+        with contextlib.suppress(ValueError, IndexError):
             lines = data.splitlines()
-            i = rng.randrange(len(lines))
+            i = min(int(place * len(lines)), len(lines) - 1)
             lines[i] = json.dumps(odd_json(json.loads(lines[i]), rng)).encode("utf-8", "surrogatepass")
             return b"\n".join(lines)
-    return with_random_bytes(data, rng)
+    out = bytearray(data or b"x")
+    for _ in range(1 if how == "a byte" else 40):
+        out[(at + rng.randrange(100)) % len(out)] = rng.randrange(256)
+    return bytes(out)

@@ -1,6 +1,6 @@
 """
 Damaged files and made-up command lines: every file that is read, every script. Whatever comes, the answer is a result
-or one line, soon, and nothing that was there before is harmed. --soak tries forty times as many. Also: the calls that
+or one line, soon, and nothing that was there before is harmed. --soak tries many more, drawn anew. Also: the calls that
 could run what is in a file, which are nowhere in the code.
 """
 
@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from _commands import options
-from _damage import damaged
+from _damage import DAMAGES, damaged
 from _forking import ROOT, ForkServer
 from _samples import BENCHMARK_ROWS, make_bundle, save_base
 
@@ -47,7 +47,8 @@ from scripts import base_eval, base_train, chat_eval
 
 INPUTS = 40  # damaged versions of each kind of file, in a normal run
 COMMANDS = 10  # command lines of each script
-SOAK = 40  # times as many
+SOAK = 40  # times as many command lines
+FILES_OF_A_KIND = 160  # in the soak: a multiple of the kinds of damage
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -320,14 +321,19 @@ KINDS = {
 
 
 def try_damage(kind: Kind, count: int, rng: random.Random) -> dict[str, int]:
-    """Read `count` damaged files. Returns how many were refused, and how many gave a result."""
+    """
+    Read `count` damaged files, as many of each kind of damage, in all of the kind's files in turn and from their
+    beginnings to their ends. Returns how many were refused, and how many gave a result.
+    """
     kind.read()  # as it is, it is good
     kind.reset()
     outcome = {"refused": 0, "read": 0}
-    for _ in range(count):
-        path = rng.choice(kind.paths)
+    first = rng.randrange(len(DAMAGES))
+    for i in range(count):
+        path = kind.paths[i // len(DAMAGES) % len(kind.paths)]
         whole = path.read_bytes()
-        path.write_bytes(data := damaged(whole, rng))
+        how = DAMAGES[(first + i) % len(DAMAGES)]
+        path.write_bytes(data := damaged(whole, rng, how, (i + rng.random()) / count))
         try:
             with deadline(60):
                 kind.read()
@@ -353,9 +359,10 @@ def test_damaged_files_are_read_or_refused_in_one_line(tiny_base, tmp_path, name
 @pytest.mark.soak
 @pytest.mark.parametrize("name", KINDS)
 def test_many_damaged_files(tiny_base, tmp_path, name):
+    """2,080 in all, as many of each kind of file as of any other."""
     kind = KINDS[name](tiny_base, tmp_path)
     seed = int.from_bytes(os.urandom(4), "little")
-    print("seed", seed, try_damage(kind, round(SOAK * INPUTS * kind.share), random.Random(seed)))
+    print("seed", seed, name, try_damage(kind, FILES_OF_A_KIND, random.Random(seed)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
