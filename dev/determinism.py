@@ -215,15 +215,16 @@ class Runs:
         ):
             self.wait(self.program("-m", *arguments, log="prepare"), "prepare")
 
-    def kill_after_a_checkpoint(self, tag: str, process: subprocess.Popen, step: int) -> None:
-        """SIGKILL three steps or more after the checkpoint of `step`."""
-        while process.poll() is None:
-            if (self.folder(tag) / f"manifest_{step:06d}.json").exists() and len(self.losses(tag)) > step + 3:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                return
+    def kill_after_a_checkpoint(self, running: dict[str, subprocess.Popen], step: int) -> None:
+        """SIGKILL for each, by tag, as soon as it is three steps past its checkpoint of `step`."""
+        while running:
+            for tag, process in list(running.items()):
+                if process.poll() is not None:
+                    raise UserError(f"the run that was to be killed had ended ({process.returncode}); raise --steps")
+                if (self.folder(tag) / f"manifest_{step:06d}.json").exists() and len(self.losses(tag)) > step + 3:
+                    process.send_signal(signal.SIGKILL)
+                    running.pop(tag).wait()
             time.sleep(0.005)
-        raise UserError(f"the run that was to be killed had ended (status {process.returncode}); raise --steps")
 
     def records(self, tag: str) -> list[dict[str, Any]]:
         path = self.folder(tag) / "metrics.jsonl"
@@ -266,15 +267,14 @@ def measure(args: argparse.Namespace, base: Path) -> dict[str, Any]:
         runs.wait(runs.start(f"{mode}_1", mode), f"{mode}_1")
     every = args.steps // 4
     beside = {mode: runs.start(f"{mode}_2", mode) for mode in MODES}
-    killed = {mode: runs.start(f"{mode}_killed", mode, f"--save-every={every}") for mode in MODES}
-    for mode in MODES:
-        runs.kill_after_a_checkpoint(f"{mode}_killed", killed[mode], 2 * every)
+    killed = {f"{mode}_killed": runs.start(f"{mode}_killed", mode, f"--save-every={every}") for mode in MODES}
+    runs.kill_after_a_checkpoint(killed, 2 * every)
     resumed = {mode: runs.start(f"{mode}_killed", mode, "--resume-from-step=latest") for mode in MODES}
     asked = {}
     for mode in MODES:
-        me = ["dev/determinism.py", "--child=operations", f"--mode={mode}", f"--out={base / f'{mode}.json'}"]
-        same = [f"--{k.replace('_', '-')}={getattr(args, k)}" for k in OPERATIONS_FLAGS]
-        asked[mode] = runs.program(*me, *same, log=f"operations_{mode}", TORCHDYNAMO_DISABLE="1")
+        child = ["--child=operations", f"--mode={mode}", f"--out={base / f'{mode}.json'}"]
+        me = ["dev/determinism.py", *sys.argv[1:], *child]
+        asked[mode] = runs.program(*me, log=f"operations_{mode}", TORCHDYNAMO_DISABLE="1")
     for mode in MODES:
         runs.wait(beside[mode], f"{mode}_2")
         runs.wait(resumed[mode], f"{mode}_killed")
@@ -297,9 +297,6 @@ def measure(args: argparse.Namespace, base: Path) -> dict[str, Any]:
     return numbers
 
 
-OPERATIONS_FLAGS = ("method", "depth", "max_seq_len", "device_batch_size", "passes", "device_type")
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The table
 
@@ -316,29 +313,20 @@ def describe_comparison(c: dict[str, Any]) -> str:
 def table(numbers: dict[str, Any]) -> str:
     columns = [numbers[mode] for mode in MODES]
     price = columns[1]["tokens_per_second"] / columns[0]["tokens_per_second"]
-    sources = [
-        ", ".join(f"{name} ({n})" for name, n in c["operations"]["sources"].items())
-        or f"none of {c['operations']['calls']}"
-        for c in columns
-    ]
+    named = [", ".join(f"{name} ({n})" for name, n in c["operations"]["sources"].items()) for c in columns]
+    sources = [text or f"none of {c['operations']['calls']}" for text, c in zip(named, columns)]
+    rates = [f"{c['tokens_per_second']:,.0f}" for c in columns]
+    killed = f"killed after step {numbers['killed_after']}, resumed"
     rows = [
         ("the same run twice", *(describe_comparison(c["twice"]) for c in columns)),
-        (
-            f"killed after step {numbers['killed_after']}, resumed",
-            *(describe_comparison(c["resumed"]) for c in columns),
-        ),
-        (
-            "tokens/s",
-            f"{columns[0]['tokens_per_second']:,.0f}",
-            f"{columns[1]['tokens_per_second']:,.0f} ({price:.3f}x)",
-        ),
+        (killed, *(describe_comparison(c["resumed"]) for c in columns)),
+        ("tokens/s", rates[0], f"{rates[1]} ({price:.3f}x)"),
         ("operations with other bits from the same bits", *sources),
         ("the first call that differs", *(c["operations"]["first"] or "none" for c in columns)),
         ("warned of as not deterministic", *(", ".join(c["warned"]) or "nothing" for c in columns)),
     ]
-    head = (
-        f"{numbers['gpu']}, torch {numbers['torch']}, {numbers['method']} d{numbers['depth']}, {numbers['steps']} steps"
-    )
+    run = f"{numbers['method']} d{numbers['depth']}, {numbers['steps']} steps"
+    head = f"{numbers['gpu']}, torch {numbers['torch']}, {run}"
     lines = [head, "", "| | as it is | use_deterministic_algorithms |", "|---|---|---|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 

@@ -549,18 +549,19 @@ def growth(steps: int, method: str) -> float:
     seen = []
     files = len(os.listdir("/proc/self/fd"))
     with after_steps(lambda trainer: seen.append(resident_mb())):
-        train("--eval-every=30", "--save-every=30", method=method, steps=steps)
+        train("--eval-every=30", "--save-every=30", "--telemetry-every=30", method=method, steps=steps)
     assert len(os.listdir("/proc/self/fd")) == files and len(seen) == steps
     return seen[-1] - seen[steps // 4]
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_memory_and_file_descriptors_do_not_grow(tiny_base):
-    # An evaluation and a checkpoint every 30 steps. The model and its optimizers are 6 MB, the gradients 2 MB.
+    # Evaluation, checkpoint and telemetry every 30 steps. The model and its optimizers are 6 MB, the gradients 2 MB.
     assert growth(120, "bf16") < 4
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("method", ["bf16", "clover"])
-def test_memory_does_not_grow_over_2000_steps(tiny_base, method):
-    assert growth(2000, method) < 12
+def test_memory_does_not_grow_over_5000_steps(tiny_base):
+    grown = growth(5000, "clover")
+    print(f"{grown:.1f} MB from step 1250 to 5000")
+    assert grown < 12

@@ -94,7 +94,8 @@ KILLS = {("base", method): 3 for method in METHODS}  # (stage, method, flags): h
 KILLS |= {("base", "clover", "--method-phases=0.5=bf16"): 2, ("mid", "clover"): 4, ("sft", "clover"): 4}
 assert sum(KILLS.values()) >= 25
 SOAKED = [("base", method) for method in nf.METHODS if nf.get_recipe(method).name == method]
-SOAKED += [("mid", "clover"), ("mid", "clover", "--quantization=full"), ("sft", "clover")]
+SOAKED += [("base", "clover", "--method-phases=0.5=bf16"), ("mid", "clover"), ("mid", "clover", "--quantization=full")]
+SOAKED += [("sft", "clover"), ("sft", "clover", "--quantization=full")]
 
 
 def kill_until_enough(case: Case, kills: int, rng: random.Random) -> dict[str, int]:
@@ -141,9 +142,11 @@ def test_a_killed_run_ends_with_the_same_bits(fork_server, tiny_base, what):
 @pytest.mark.soak
 @pytest.mark.parametrize("what", SOAKED, ids="-".join)
 def test_runs_killed_many_times_end_with_the_same_bits(fork_server, tiny_base, what):
-    seed = int.from_bytes(os.urandom(4), "little")
-    print(f"seed {seed}")
-    print(kill_until_enough(Case(fork_server, tiny_base, *what, steps=8), 40, random.Random(seed)))
+    """200 kills in all, at least half of them inside a save."""
+    seed, kills = int.from_bytes(os.urandom(4), "little"), 2 * -(-100 // len(SOAKED))
+    seen = kill_until_enough(Case(fork_server, tiny_base, *what, steps=4), kills, random.Random(seed))
+    print(f"seed {seed}", *what, seen)
+    assert seen["kills"] >= kills and seen["inside a save"] >= kills // 2
 
 
 # ----------------------------------------------------------------------------------------------------------------------
