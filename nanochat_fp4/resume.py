@@ -75,6 +75,26 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
     return None
 
 
+_OF_THE_CALL = {"resume_from_step", "overwrite", "run", "model_tag", "model_step", "branch_from", "dry_run"}
+
+
+def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """
+    'matrix_lr was 0.02 so far and is 0.01 from here on', ...: what may change in a resume, and did.
+
+    before, now: metadata of a checkpoint, whose "tunable", "user_config" and "commit" are compared; what only one of
+    them has is left out.
+    """
+
+    def settings(meta: dict[str, Any]) -> dict[str, Any]:
+        parts = [meta.get(key) for key in ("user_config", "tunable")]
+        flat = {k: v for part in parts if isinstance(part, dict) for k, v in part.items() if k not in _OF_THE_CALL}
+        return flat | ({"commit": meta["commit"]} if meta.get("commit") else {})
+
+    old, new = settings(before), settings(now)
+    return [f"{k} was {old[k]} so far and is {new[k]} from here on" for k in old if k in new and old[k] != new[k]]
+
+
 def start_over(checkpoint_dir: Path, rank: int) -> None:
     """Delete the run in the folder. All ranks must call this together, when nothing else can refuse the new run."""
     if rank == 0:

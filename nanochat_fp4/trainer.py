@@ -41,7 +41,7 @@ from nanochat_fp4.metrics import LossMonitor, MetricsLog
 from nanochat_fp4.micro_batch import auto_device_batch_size
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.optim import Schedule
-from nanochat_fp4.resume import Start, restore_dict, restore_state, start_over, starts_over
+from nanochat_fp4.resume import Start, changed_settings, restore_dict, restore_state, start_over, starts_over
 from nanochat_fp4.signals import StopRequested
 from nanochat_fp4.stage import Process, RunOptions
 from nanochat_fp4.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
@@ -177,6 +177,10 @@ class Trainer:
         self.next_loader_state: Any = None
         self.tok_per_sec = self.mfu = None
         self.telemetry: str | None = None  # the newest summary
+        self.environment = environment_info() if process.rank == 0 else None
+        # What checkpoints say of the run itself.
+        commit = self.environment and self.environment["commit"]
+        self.meta = {**stage.meta, "user_config": stage.user_config, "commit": commit}
         self.metrics = MetricsLog(self.folder, enabled=process.rank == 0 and not options.dry_run)
         self.flops_per_token = self.model.estimate_flops()
         on_gpu = self.device.type == "cuda"
@@ -197,7 +201,7 @@ class Trainer:
         record = {
             "stage": stage.name, "method": stage.method, "num_iterations": stage.num_iterations,
             "backend": str(nf.backend()), "world_size": self.process.world_size, "config": stage.user_config,
-            "environment": environment_info() if self.process.rank == 0 else None,
+            "environment": self.environment,
         }  # fmt: skip
         self.metrics.append("start", self.step, **record | stage.start_record)
         project = "nanochat" if stage.name == "base" else f"nanochat-{stage.name}"
@@ -225,10 +229,8 @@ class Trainer:
         start.rank_state.clear()
         branch = f" of {start.source.name}" if start.resumed_step is None else ""
         print0(f"Resuming from step {self.step}{branch}")
-        tunable = self.stage.meta.get("tunable", {})
-        for name, value in start.meta.get("tunable", {}).items():
-            if value != tunable.get(name):
-                print0(f"  note: {name} was {value} so far and is {tunable.get(name)} from here on")
+        for change in changed_settings(start.meta, self.meta):
+            print0(f"  note: {change}")
 
     def finished(self) -> bool:
         return self.loop["progress"] >= 1 if self.stage.by_epoch else self.step >= self.stage.num_iterations
@@ -508,8 +510,7 @@ class Trainer:
             {
                 "step": step,
                 **self.loop["numbers"],
-                **self.stage.meta,
-                "user_config": self.stage.user_config,
+                **self.meta,
                 "loop_state": self.loop,
                 "loss_state": self.monitor.state,
             },

@@ -34,7 +34,7 @@ from nanochat_fp4.dataloader import (
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
-from nanochat_fp4.dataset import ensure_data
+from nanochat_fp4.dataset import ensure_data, list_parquet_files, shard_digest
 from nanochat_fp4.doctor import probe
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.gpt import compile_layers
@@ -223,6 +223,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         args, model_tag, model, num_iterations, device_batch_size, grad_accum_steps, plan, backend, folder, process
     )
 
+    val_data = shard_digest(list_parquet_files(data_dir)[-1])
     optimizers, schedule = model.setup_pretraining(settings.options, args.total_batch_size, num_iterations)
     parts = TrainingStep(model, optimizers, forward, quantized)
 
@@ -270,7 +271,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         meta={
             "model_config": asdict(model.config),
             "run_config": settings.run_config,
-            "tunable": {**settings.tunable, **batch, "recompute": args.recompute},
+            "tunable": {**settings.tunable, **batch, "recompute": args.recompute, "val_data": val_data},
             "max_seq_len": args.max_seq_len,
             **batch,
         },

@@ -1,0 +1,190 @@
+"""A resume after exactly one thing has changed: refused where it would be another run, told in a note otherwise."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from _samples import save_base
+
+TAG = "run"
+COMMON = f"--device-type=cpu --model-tag={TAG} --num-iterations=3 --save-every=1 --keep-last=-1".split()
+BASE = (
+    "--depth=1 --aspect-ratio=128 --head-dim=64 --max-seq-len=32 --device-batch-size=2 --total-batch-size=128 "
+    "--eval-tokens=128 --eval-every=3 --core-metric-every=-1 --sample-every=-1 --method=clover"
+).split()
+MID = "--data=local --device-batch-size=2 --total-batch-size=512 --eval-every=3 --eval-tokens=512".split()
+SFT = (
+    "--data=local --device-batch-size=2 --target-examples-per-step=4 --eval-every=3 --eval-steps=2 "
+    "--eval-metrics-every=-1"
+).split()
+STAGES = {
+    "base": ("scripts.base_train", BASE, "base_checkpoints", None),
+    "mid": ("scripts.mid_train", MID, "mid_checkpoints", "base_checkpoints"),
+    "sft": ("scripts.chat_sft", SFT, "chatsft_checkpoints", "mid_checkpoints"),
+}
+
+
+# What is done to the files of a copy of the base directory: (its folder of text, the run's folder) -> None
+
+
+def rewrite(path: Path, change: Callable[[str], str]) -> None:
+    groups = pq.ParquetFile(path).metadata.row_group(0).num_rows
+    texts = [change(text) for text in pq.read_table(path).column("text").to_pylist()]
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=groups)
+
+
+def edit_meta(folder: Path, **changes) -> None:
+    """As a checkpoint of another version of the program has it: with checksums that are right."""
+    path, manifest_path = folder / "meta_000001.json", folder / "manifest_000001.json"
+    data = json.dumps(json.loads(path.read_bytes()) | changes).encode()
+    manifest = json.loads(manifest_path.read_bytes())
+    for entry in manifest["files"]:
+        if entry["name"] == path.name:
+            entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    path.write_bytes(data)
+    manifest_path.write_text(json.dumps(manifest))
+
+
+ACTIONS = {
+    "train text": lambda text, run: rewrite(text / "shard_00000.parquet", str.upper),
+    "one letter": lambda text, run: rewrite(text / "shard_00000.parquet", lambda t: t[:-1] + "!"),
+    "one more shard": lambda text, run: shutil.copy(text / "shard_00000.parquet", text / "shard_00009.parquet"),
+    "val text": lambda text, run: rewrite(text / "shard_00001.parquet", str.upper),
+    "commit": lambda text, run: edit_meta(run, commit="0" * 40),
+}
+# (stage, flag or action, what is said)
+REFUSED = [
+    ("base", "--method=nvidia", "method was 'clover'"),
+    ("base", "--seed=43", "seed was 42"),
+    ("base", "--depth=2", "n_layer was 1"),
+    ("base", "--aspect-ratio=256", "n_embd was 128"),
+    ("base", "--head-dim=32", "n_head was 2"),
+    ("base", "--max-seq-len=16", "sequence_len was 32"),
+    ("base", "--window-pattern=L", "window_pattern was 'SSSL'"),
+    ("base", "--total-batch-size=256", "total_batch_size was 128"),
+    ("base", "--layer-methods=*.c_fc=bf16", "layer_methods was None"),
+    ("base", "--method-phases=0.5=bf16", "method_phases was None"),
+    ("base", "train text", "the text of shard_00000.parquet"),
+    ("base", "one letter", "the text of shard_00000.parquet"),
+    ("base", "one more shard", "data was"),
+    ("mid", "--seed=43", "seed was 42"),
+    ("mid", "--method=nvidia", "method was 'clover'"),
+    ("mid", "--quantization=full", "quantization was 'forward'"),
+    ("mid", "--quantization=none", "quantization was 'forward'"),
+    ("mid", "--num-iterations=4", "num_iterations was 3"),
+    ("mid", "--total-batch-size=256", "total_batch_size was 512"),
+    ("mid", "--device-batch-size=1", "device_batch_size was 2"),
+    ("mid", "--max-seq-len=64", "max_seq_len was 128"),
+    ("sft", "--seed=43", "seed was 42"),
+    ("sft", "--method=nvidia", "method was 'clover'"),
+    ("sft", "--quantization=full", "quantization was 'forward'"),
+    ("sft", "--num-iterations=4", "num_iterations was 3"),
+    ("sft", "--target-examples-per-step=8", "target_examples_per_step was 4"),
+    ("sft", "--device-batch-size=1", "device_batch_size was 2"),
+]
+NOTED = [
+    ("base", "--matrix-lr=0.01", "matrix_lr was 0.02 so far and is 0.01 from here on"),
+    ("base", "--embedding-lr=0.1", "embedding_lr was 0.3"),
+    ("base", "--unembedding-lr=0.001", "unembedding_lr was 0.004"),
+    ("base", "--scalar-lr=0.1", "scalar_lr was 0.5"),
+    ("base", "--weight-decay=0.1", "weight_decay was 0.2"),
+    ("base", "--adam-beta1=0.9", "adam_beta1 was 0.8"),
+    ("base", "--adam-beta2=0.9", "adam_beta2 was 0.95"),
+    ("base", "--warmup-ratio=0.5", "warmup_ratio was 0.0"),
+    ("base", "--warmdown-ratio=0.1", "warmdown_ratio was 0.4"),
+    ("base", "--final-lr-frac=0.5", "final_lr_frac was 0.0"),
+    ("base", "--num-iterations=4", "num_iterations was 3"),
+    ("base", "--device-batch-size=1", "device_batch_size was 2"),
+    ("base", "--recompute=mlp", "recompute was none"),
+    ("base", "--eval-tokens=256", "eval_tokens was 128"),
+    ("base", "--on-nonfinite=skip", "on_nonfinite was stop"),
+    ("base", "val text", "val_data was"),
+    ("base", "commit", "commit was 0000"),
+    ("mid", "--matrix-lr=0.01", "matrix_lr was 0.02"),
+    ("mid", "--init-lr-frac=0.5", "init_lr_frac was"),
+    ("mid", "--dtype=float32", "dtype was bfloat16"),
+    ("mid", "commit", "commit was 0000"),
+    ("sft", "--embedding-lr=0.1", "embedding_lr was 0.2"),
+    ("sft", "--weight-decay=0.1", "weight_decay was 0.0"),
+]
+CHANGES = [(*c, 2) for c in REFUSED] + [(*c, 0) for c in NOTED]
+assert len(CHANGES) == 50
+FEW = {"train text", "val text", "commit", "--device-batch-size=1"}  # in a normal run
+
+
+class Finished:
+    """The run of a stage with a checkpoint of each step, to be resumed from the first in copies."""
+
+    def __init__(self, fork_server, tiny_base: Path, text: Path, stage: str):
+        self.module, self.flags, self.place, parent = STAGES[stage]
+        self.server, self.base, self.text = fork_server, tiny_base, text
+        if parent:
+            save_base(tiny_base, tag=TAG, source=parent, n_layer=1)
+        run = self.run(tiny_base, text)
+        assert run.status == 0, run.log
+
+    def run(self, base: Path, text: Path, *flags: str):
+        env = {"NANOCHAT_BASE_DIR": str(base), "DATA_DIR": str(text)}
+        return self.server.run(self.module, [*self.flags, *COMMON, *flags], env=env)
+
+    def resume(self, change: str, said: str, status: int) -> None:
+        copy = self.base.with_name("copy")
+        shutil.copytree(self.base, copy)
+        # Where the text is must stay, or its path would be a second change.
+        kept = {p: p.read_bytes() for p in self.text.iterdir()}
+        if change in ACTIONS:
+            ACTIONS[change](self.text, copy / self.place / TAG)
+        run = self.run(copy, self.text, "--resume-from-step=1", *([] if change in ACTIONS else [change]))
+        for path in set(self.text.iterdir()) - kept.keys():
+            path.unlink()
+        for path, data in kept.items():
+            path.write_bytes(data)
+        assert run.status == status and "Traceback" not in run.log, run.log
+        notes = [line for line in run.log.splitlines() if line.startswith("  note: ")]
+        if status:
+            last = run.log.splitlines()[-1]
+            assert last.startswith("error: ") and said in last, run.log
+            assert not any("so far" in note for note in notes), run.log
+        else:
+            assert len(notes) == 1 and notes[0].startswith(f"  note: {said}"), run.log
+        shutil.rmtree(copy)
+
+
+@pytest.fixture
+def text(tiny_base, tmp_path):
+    """A folder of text of this test's own."""
+    import os
+
+    shutil.copytree(os.environ["DATA_DIR"], tmp_path / "own")
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize("stage", ["base"])
+def test_one_change_is_refused_or_noted(fork_server, tiny_base, text, stage):
+    run = Finished(fork_server, tiny_base, text, stage)
+    for where, change, said, status in CHANGES:
+        if where == stage and change in FEW:
+            run.resume(change, said, status)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_of_fifty_changes_is_refused_or_noted(fork_server, tiny_base, text, stage):
+    run = Finished(fork_server, tiny_base, text, stage)
+    count = {0: 0, 2: 0}
+    failures = []
+    for where, change, said, status in CHANGES:
+        if where == stage:
+            try:
+                run.resume(change, said, status)
+                count[status] += 1
+            except AssertionError as e:
+                failures.append(f"{change}: {str(e)[-400:]}")
+                shutil.rmtree(run.base.with_name("copy"), ignore_errors=True)
+    print(f"{stage}: {count[2]} refused, {count[0]} noted")
+    assert not failures, "\n\n".join(failures)
