@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -338,6 +339,23 @@ def test_full_precision_is_a_context():
     assert torch.equal(model(TOKENS), quantized)
 
 
+def test_copies_made_inside_a_context_are_outside():
+    model = converted(Model())
+    want = model(TOKENS)
+    with nf.full_precision(model), nf.per_token_scale(model), nf.quantize_weights_once(model):
+        with nf.full_precision(model):
+            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    with nf.quantize_weights_once(model):
+        copies.append(copy.deepcopy(model))
+    for other in copies:
+        assert torch.equal(other(TOKENS), want)
+        with torch.no_grad():
+            for p in other.parameters():
+                p += 1  # its codes are its own
+        assert not torch.equal(other(TOKENS), want)
+    assert torch.equal(model(TOKENS), want)
+
+
 def test_full_precision_with_master_weights():
     """FP32 weights under BF16 activations, without autocast: the weights follow, as in nanochat's newest."""
     model = converted(Model())
@@ -424,6 +442,31 @@ def test_weights_quantized_once_change_no_bit(method, monkeypatch):
         got = passes(model, model)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
     assert len(calls) == (2 if nf.get_recipe(method).output.b.rounding else 0 if method == "bf16" else 6)
+
+
+@pytest.mark.parametrize("method", ["clover", "clover_refined", "bf16"])
+def test_weights_quantized_once_within_once(method):
+    model = converted(Fused(), method)
+    want = passes(model, model)
+    with nf.quantize_weights_once(model):
+        with nf.quantize_weights_once(model):
+            inner = passes(model, model)
+        outer = passes(model, model)
+    assert all(torch.equal(a, b) for got in (inner, outer, passes(model, model)) for a, b in zip(got, want))
+
+
+@pytest.mark.parametrize("how", ["add", "exchange", "data"])
+def test_weights_that_change_within_once_are_told(how):
+    model = converted(Fused())
+    weight = next(m for m in model.modules() if isinstance(m, nf.QuantLinear)).weight
+    with pytest.raises(RuntimeError, match="weights changed inside the context.*leave it before optimizer.step"):
+        with nf.quantize_weights_once(model), torch.no_grad():
+            if how == "add":
+                weight += 1
+            elif how == "exchange":
+                torch.utils.swap_tensors(weight, torch.nn.Parameter(weight + 1))
+            else:
+                weight.data = weight + 1
 
 
 def test_new_weights_are_quantized_anew_for_the_next_step():

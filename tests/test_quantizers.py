@@ -556,6 +556,7 @@ def test_does_not_track_gradients():
         (torch.tensor(1.0), "rtn", "non-empty"),
         (torch.zeros(2, 16, dtype=torch.int32), "rtn", r"floating-point tensor, got torch.int32.*\.float\(\)"),
         (torch.zeros(2, 16, dtype=torch.bool), "rtn", "floating-point tensor, got torch.bool"),
+        (torch.zeros(2, 16, device="meta"), "rtn", "on the meta device has no values; move it"),
         ([[1.0] * 16], "rtn", "floating-point tensor, got list"),
         (torch.tensor([[math.nan] + [1.0] * 15]), "rtn", "1 of 16 values are NaN or Inf"),
         (torch.tensor([[math.inf, -math.inf] + [1.0] * 14]), "sr", "2 of 16 values are NaN or Inf"),

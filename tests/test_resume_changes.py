@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +54,7 @@ def edit_meta(folder: Path, **changes) -> None:
 ACTIONS = {
     "train text": lambda text, run: rewrite(text / "shard_00000.parquet", str.upper),
     "one letter": lambda text, run: rewrite(text / "shard_00000.parquet", lambda t: t[:-1] + "!"),
-    "one more shard": lambda text, run: shutil.copy(text / "shard_00000.parquet", text / "shard_00009.parquet"),
+    "one more shard": lambda text, run: shutil.copy(text / "shard_00000.parquet", text / "shard_000005.parquet"),
     "val text": lambda text, run: rewrite(text / "shard_00001.parquet", str.upper),
     "commit": lambda text, run: edit_meta(run, commit="0" * 40),
 }
@@ -158,8 +159,6 @@ class Finished:
 @pytest.fixture
 def text(tiny_base, tmp_path):
     """A folder of text of this test's own."""
-    import os
-
     shutil.copytree(os.environ["DATA_DIR"], tmp_path / "own")
     return tmp_path / "own"
 

@@ -218,17 +218,24 @@ def _some(names) -> str:
 def _override(model: nn.Module, name: str, value: bool) -> Iterator[None]:
     layers = [m for m in model.modules() if isinstance(m, QuantLinear)]
     before = [getattr(m, name) for m in layers]
-    for layer in layers:
+    outermost = [layer for layer in layers if name not in layer.outside]
+    for layer, old in zip(layers, before):
+        layer.outside = {name: old} | layer.outside
         setattr(layer, name, value)
     try:
         yield
     finally:
         for layer, old in zip(layers, before):
             setattr(layer, name, old)
+        for layer in outermost:
+            layer.outside = {k: v for k, v in layer.outside.items() if k != name}
 
 
 def full_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Inside this context the converted layers compute like nn.Linear: to evaluate a model in BF16."""
+    """Inside this context the converted layers compute like nn.Linear: to evaluate a model in BF16.
+
+    This and the next two are of the layers, not of the thread; they may be nested; copies and pickles that are made
+    inside are of the layers as they are outside."""
     return _override(model, "quantization", False)
 
 
@@ -250,6 +257,11 @@ def groups_computed_as_one(model: nn.Module) -> list[tuple[QuantLinear, ...]]:
     return groups + [(layer,) for layer in layers if layer not in fused]
 
 
+def _version(weight: torch.Tensor) -> tuple[int, int, int]:
+    """Another one after every change that PyTorch counts, and where other memory takes the weight's place."""
+    return id(weight), weight._version, 0 if weight.is_meta else weight.untyped_storage().data_ptr()
+
+
 @contextlib.contextmanager
 def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     """Inside this context the weights' forward codes are those made at its beginning: for the micro-batches of one
@@ -257,21 +269,25 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
 
     Takes 4.5 bits a weight while it lasts, which autograd keeps of each forward pass anyway. Nothing of it is in state
     dicts. Works with torch.compile (the codes are inputs of the graph, made anew for each step; compiled code cannot
-    look at the version of a parameter itself). Raises RuntimeError at the end if a weight changed inside.
+    look at the version of a parameter itself). Inside another such context it does nothing. Raises RuntimeError at the
+    end if a weight changed inside, or was exchanged; a change in place through .data, which PyTorch does not count, is
+    not seen.
     """
     # Codes that were loaded (export/load.py) stay.
     groups = [g for g in groups_computed_as_one(model) if g[0].weight_operand is g[0].stacked_operand is None]
-    versions = {layer: layer.weight._version for layers in groups for layer in layers}
+    versions = {layer: _version(layer.weight) for layers in groups for layer in layers}
     operands = quantized_weights(groups)
     names = ["weight_operand" if len(layers) == 1 else "stacked_operand" for layers in groups]
     try:
         for layers, name, operand in zip(groups, names, operands):
             setattr(layers[0], name, operand)
+            layers[0].outside = layers[0].outside | {name: None}
         yield
     finally:
         for layers, name in zip(groups, names):
-            delattr(layers[0], name)
-    if any(layer.weight._version != version for layer, version in versions.items()):
+            vars(layers[0]).pop(name, None)  # one that is None another such context may have removed
+            layers[0].outside = {k: v for k, v in layers[0].outside.items() if k != name}
+    if any(_version(layer.weight) != version for layer, version in versions.items()):
         raise RuntimeError(
             "quantize_weights_once: weights changed inside the context, so gradients were computed for the old ones; "
             "leave it before optimizer.step()"

@@ -195,6 +195,7 @@ class QuantLinear(torch.nn.Linear):
     # weight with those of the layers that are computed with it by fused_linear below it.
     weight_operand: GemmOperand | None = None
     stacked_operand: GemmOperand | None = None
+    outside: dict[str, object] = {}  # inside these contexts: what the attributes that they change are outside
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, method: str | Recipe = "clover", **kw):
         super().__init__(in_features, out_features, bias=bias, **kw)
@@ -233,6 +234,10 @@ class QuantLinear(torch.nn.Linear):
     def quantizes_input(self) -> bool:
         """Whether codes of the input are kept for the backward pass and not the input itself."""
         return self.quantization and self.recipe.output.a.rounding is not None
+
+    def __getstate__(self) -> dict:
+        """A copy or pickle made inside full_precision, per_token_scale or quantize_weights_once is not inside it."""
+        return vars(self) | self.outside | {"outside": {}}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._compute(x, (self,))

@@ -474,12 +474,17 @@ def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int
     seed (an int, or an int64 tensor) determines rotation and rounding; the deterministic roundings ignore it.
     The ms_eden roundings return the operand in rotated space: it approximates rotate(x, seed).
     Raises ValueError for an unknown rounding, an integer tensor, a K that is not a multiple of 16 (128 for ms_eden, 32
-    for MX), an empty tensor, and for values that are NaN or Inf in FP32, before or after the rotation.
+    for MX), an empty tensor or one on the meta device, and for values that are NaN or Inf in FP32, before or after the
+    rotation.
     """
     spec = get_rounding(rounding)
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise ValueError(f"quantize: expected a floating-point tensor, got {kind}; convert it with .float()")
+    if x.is_meta:
+        raise ValueError(
+            "quantize: a tensor on the meta device has no values; move it (module.to_empty) and fill it first"
+        )
     multiple = RHT_DIM if spec.ms_eden else spec.block
     if x.dim() == 0 or x.numel() == 0 or x.shape[-1] % multiple:
         raise ValueError(
