@@ -91,6 +91,16 @@ print_plan() { # TITLE TAG...
     done
 }
 
+# How long the run will take on one GPU, this one or GPU=rtx5090: predicted, where there are numbers for it.
+print_estimate() {
+    local tokens=0
+    [ -n "${GPU:-}" ] || { [ "$NUM_GPUS" -gt 0 ] && [ "$NPROC" -eq 1 ]; } || return 0
+    [ "$NUM_ITERATIONS" -lt 0 ] || tokens=$((NUM_ITERATIONS * TOTAL_BATCH))
+    echo "  predicted time of the base training on one GPU (python -m nanochat_fp4.step_time):"
+    "$PY" -m nanochat_fp4.step_time --gpu "${GPU:-}" --depth "$DEPTH" --tokens "$tokens" --ratio "$DATA_RATIO" \
+        --methods "$(IFS=, && echo "${METHODS[*]}")" 2>&1 | sed 's/^/    /' || true
+}
+
 # Short items side by side, long ones on a line of their own.
 fold_lines() {
     awk '{ if (line != "" && length(line) + length($0) > 100) { print "    " line; line = "" }
@@ -289,6 +299,7 @@ pipeline() {
     if [ "$CONFIG" != "$DEFAULTS" ]; then suffix=_$(printf '%s' "$CONFIG" | cksum | cut -d ' ' -f 1); fi
     for method in "${METHODS[@]}"; do tags+=("d${DEPTH}_$method$suffix"); done
     print_plan "$1" "${tags[@]}"
+    print_estimate
     [ "${PLAN_ONLY:-0}" = 0 ] || return 0
 
     ! has_stage tok || stage_tok
@@ -313,6 +324,9 @@ if [ "$NUM_GPUS" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then # only th
 fi
 NPROC=${NPROC:-$((NUM_GPUS > 1 ? NUM_GPUS : 1))}
 [[ $NPROC =~ ^[1-9][0-9]{0,3}$ ]] || die "NPROC='$NPROC' is not a number of processes; use 1, 2, ... or leave it out"
+if [ -n "${GPU:-}" ] && [ "${PLAN_ONLY:-0}" = 0 ]; then
+    die "GPU=$GPU is for plans of a machine that is not here; set PLAN_ONLY=1 as well"
+fi
 if [ "$NUM_GPUS" -gt 0 ]; then
     MACHINE="$NUM_GPUS x $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1), $NPROC process(es)"
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

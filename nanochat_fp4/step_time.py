@@ -149,12 +149,9 @@ def tokens_per_second(shape: Shape, method: str, machine: Machine, *, micro_batc
     }
 
 
-def estimate(
-    machine: Machine, depth: int, method: str, tokens: float | None, micro_batch: int, windowed: bool = False
-) -> str:
+def estimate(machine: Machine, depth: int, method: str, tokens: float, micro_batch: int, windowed: bool = False) -> str:
     """One line: how fast a run would be, how long it takes, and what fits in a day. A prediction, and labelled so."""
     shape = Shape(depth)
-    tokens = tokens or 20 * shape.parameters
     speed = tokens_per_second(shape, method, machine, micro_batch=micro_batch, windowed=windowed)
     low, high = sorted((speed["best"], speed["worst"]))
 
@@ -235,7 +232,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--gpu", default="", help=f"{', '.join(MACHINES)}, or a GPU's name (default: this machine's)")
     add("--depth", type=int, default=20, help="of a nanochat")
     add("--methods", default=",".join(DEFAULT_METHODS))
-    add("--tokens", type=float, default=0.0, help="of the run (default: 20 for each parameter)")
+    add("--tokens", type=float, default=0.0, help="of the run (default: --ratio)")
+    add("--ratio", type=float, default=20.0, help="tokens for each parameter")
     add("--micro-batch", type=int, default=8192, help="tokens of a micro-batch")
     add("--windowed", action="store_true", help="a window pattern SSSL, by a kernel that skips what it leaves out")
     add("--compare", nargs="+", metavar="JSON", help="of bench_linear and bench_train: predicted, measured, off by")
@@ -245,8 +243,8 @@ def main(argv: list[str] | None = None) -> None:
 
         print(table(["", "predicted", "measured", "off by"], comparison(args.compare)))
         return
-    if args.depth < 1 or args.micro_batch < 1 or args.tokens < 0:
-        raise UserError("--depth and --micro-batch must be at least 1, --tokens positive")
+    if args.depth < 1 or args.micro_batch < 1 or args.tokens < 0 or args.ratio <= 0:
+        raise UserError("--depth and --micro-batch must be at least 1, --tokens and --ratio positive")
     gpu = args.gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "")
     machine = MACHINES.get(gpu) or machine_of(gpu)
     if machine is None:
@@ -255,7 +253,8 @@ def main(argv: list[str] | None = None) -> None:
         if method != "bf16" and not is_predictable(method):
             print(f"{machine.name}, d{args.depth}, {method}: not predicted (its kernels are not counted)")
             continue
-        print(estimate(machine, args.depth, method, args.tokens, args.micro_batch, args.windowed))
+        tokens = args.tokens or args.ratio * Shape(args.depth).parameters
+        print(estimate(machine, args.depth, method, tokens, args.micro_batch, args.windowed))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def test_a_band_and_what_fits_in_a_day():
     assert speed["worst"] < speed[""] < speed["best"] < 1.2 * speed[""]
     plain = step_time.tokens_per_second(Shape(20), "bf16", machine, micro_batch=8192)
     assert plain["worst"] == plain["best"] < speed["worst"]  # nothing of ours in it
-    line = step_time.estimate(machine, 20, "clover", None, 8192)
+    line = step_time.estimate(machine, 20, "clover", 20 * Shape(20).parameters, 8192)
     hours = float(line.split("predicted, ")[1].split()[0])
     assert hours == pytest.approx(20 * Shape(20).parameters / speed[""] / 3600, rel=0.01) and "a day has" in line
     assert Shape(20).parameters == 560_988_160

@@ -294,17 +294,21 @@ def test_every_method_trains(method):
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_forward_only_leaves_the_backward_unquantized():
-    """Post-training: the exact gradients of the quantized forward, nothing drawn."""
+@pytest.mark.parametrize("method", ["clover", "four_over_six"])
+def test_forward_only_leaves_the_backward_unquantized(method):
+    """Post-training: the exact gradients of the quantized forward, nothing drawn. Where the method's wgrad takes the raw
+    input, so does this one."""
     x, e = torch.randn(32, 64), torch.randn(32, 64)
-    linear = converted(nn.Linear(64, 64, bias=False), "clover", backward=False)
+    linear = converted(nn.Linear(64, 64, bias=False), method, backward=False)
     state = torch.get_rng_state()
     inputs = x.clone().requires_grad_()
     y = linear(inputs)
     grad_input, grad_weight = torch.autograd.grad(y, (inputs, linear.weight), e)
     assert torch.equal(torch.get_rng_state(), state)
-    xq, wq = (nf.quantize(t.detach(), "four_over_six").dequantize() for t in (x, linear.weight))
-    for got, want in ((y, xq @ wq.T), (grad_input, e @ wq), (grad_weight, e.T @ xq)):
+    roundings = ("four_over_six", "four_over_six" if method == "clover" else "four_over_six_16x16")
+    xq, wq = (nf.quantize(t.detach(), r).dequantize() for t, r in zip((x, linear.weight), roundings))
+    kept = xq if method == "clover" else x
+    for got, want in ((y, xq @ wq.T), (grad_input, e @ wq), (grad_weight, e.T @ kept)):
         assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
 
 

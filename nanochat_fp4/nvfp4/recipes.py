@@ -153,8 +153,9 @@ class Recipe:
         return self.late[1] if self.late else self
 
     def forward_only(self) -> "Recipe":
-        """The same forward with an unquantized backward: the paper's post-training (Appendix C)."""
-        return replace(self, grad_input=Gemm(), grad_weight=Gemm())
+        """The same forward with an unquantized backward: the paper's post-training (Appendix C). Where grad_weight takes
+        the raw input, it does so here: as in Quartet II's code, which then keeps that input."""
+        return replace(self, grad_input=Gemm(), grad_weight=Gemm(b=Operand(raw=self.grad_weight.b.raw)))
 
     def __str__(self) -> str:
         text = f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
