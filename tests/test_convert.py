@@ -296,8 +296,8 @@ def test_every_method_trains(method):
 
 @pytest.mark.parametrize("method", ["clover", "four_over_six"])
 def test_forward_only_leaves_the_backward_unquantized(method):
-    """Post-training: the exact gradients of the quantized forward, nothing drawn. Where the method's wgrad takes the raw
-    input, so does this one."""
+    """Post-training: the exact gradients of the quantized forward, nothing drawn. A wgrad of the raw input is that here
+    too."""
     x, e = torch.randn(32, 64), torch.randn(32, 64)
     linear = converted(nn.Linear(64, 64, bias=False), method, backward=False)
     state = torch.get_rng_state()

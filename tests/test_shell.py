@@ -52,6 +52,18 @@ def plan(done: subprocess.CompletedProcess) -> dict[str, str]:
 # Plans
 
 
+def test_the_plan_of_a_gpu_that_is_not_here_has_its_hours(environment):
+    done = bash("run1000_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx5090", QAT_METHOD="fp8")
+    assert plan(done)["DEPTH"] == "32" and plan(done)["DEVICE_BATCH"] == "auto"
+    assert re.search(
+        r"RTX 5090, d32, fp8: [0-9,]+ tokens/s predicted, \d+ hours for 37\.6B tokens; a day has", done.stdout
+    )
+    unknown = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx9090")
+    assert unknown.returncode == 0 and "nothing is predicted for rtx9090" in unknown.stdout
+    done = bash("speedrun_fp4.sh", environment, GPU="rtx5090")
+    assert done.returncode == 2 and "GPU=rtx5090 is for plans of a machine that is not here" in done.stderr
+
+
 @pytest.mark.parametrize("script", ["speedrun_fp4.sh", "run1000_fp4.sh"])
 def test_help_is_what_the_script_says_of_itself(script):
     done = subprocess.run(["bash", script, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -153,8 +153,8 @@ class Recipe:
         return self.late[1] if self.late else self
 
     def forward_only(self) -> "Recipe":
-        """The same forward with an unquantized backward: the paper's post-training (Appendix C). Where grad_weight takes
-        the raw input, it does so here: as in Quartet II's code, which then keeps that input."""
+        """The same forward with an unquantized backward: the paper's post-training (Appendix C). A grad_weight of the
+        raw input takes the raw input here as well, as in Quartet II's code."""
         return replace(self, grad_input=Gemm(), grad_weight=Gemm(b=Operand(raw=self.grad_weight.b.raw)))
 
     def __str__(self) -> str:
