@@ -114,7 +114,7 @@ def show_prediction(machine: Machine, records: list[dict]) -> str:
     gemm = "native NVFP4 GEMM" if machine.fp4 else "emulated: decode to BF16, BF16 GEMM"
     lines = [
         f"PREDICTION for {machine.name}, not a measurement: {gemm}; {machine.source}. Time of a block's linear layers "
-        f"over BF16's, {records[0]['tokens']} tokens; launches and everything outside of them left out"
+        f"over BF16's, {records[0]['tokens']} tokens; everything outside of them left out"
     ]
     widths = list(records[0]["ratios"])
     rows = [[r["method"], *(f"{r['ratios'][w]:.2f}" for w in widths), r["width"] or "none"] for r in records]
