@@ -207,3 +207,15 @@ def progress_iter(iterable: Iterable, total: int | None = None, **kwargs: Any) -
         for item in iterable:
             yield item
             progress.update(1)
+
+
+def table(header: list[str], rows: list[list[object]]) -> str:
+    """Columns aligned, numbers to the right."""
+    cells = [header, *[[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row] for row in rows]]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
+    numeric = [all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
+
+    def line(row: list[str]) -> str:
+        return "  ".join(v.rjust(w) if n else v.ljust(w) for v, w, n in zip(row, widths, numeric)).rstrip()
+
+    return "\n".join([line(cells[0]), "  ".join("-" * w for w in widths), *map(line, cells[1:])])

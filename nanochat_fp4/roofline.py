@@ -15,6 +15,15 @@ from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import get_rounding
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe
 
+# The paper's Table 6: [in_features, out_features] of a model's linear layers.
+LAYER_SETS: dict[str, dict[str, tuple[int, int]]] = {
+    "800M": {"qkv": (2048, 6144), "out": (2048, 2048), "upgate": (2048, 11264), "down": (5632, 2048)},
+    "3B": {"qkv": (3072, 9216), "out": (3072, 3072), "upgate": (3072, 16384), "down": (8192, 3072)},
+    "7B": {"qkv": (4096, 12288), "out": (4096, 4096), "upgate": (4096, 22016), "down": (11008, 4096)},
+    "22B": {"qkv": (6144, 18432), "out": (6144, 6144), "upgate": (6144, 32768), "down": (16384, 6144)},
+}
+
+
 TOKENS = 8 * 2048  # the paper, Appendix D.1: batch 8, sequence 2048
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -22,9 +22,11 @@ from pathlib import Path
 
 import torch
 
+from nanochat_fp4.console import table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
 from nanochat_fp4.roofline import (
+    LAYER_SETS,
     MACHINES,
     Machine,
     Step,
@@ -201,8 +203,6 @@ def _predicted(benchmark: str, settings: dict, r: dict, machine: Machine) -> tup
     if r.get("problem") or not (method == "bf16" or (method in METHOD_TABLE and is_predictable(method))):
         return None
     if benchmark == "bench_linear" and r["mode"] == "graph":
-        from scripts.bench_common import LAYER_SETS  # the paper's Table 6
-
         recipe, backward = get_recipe(method), r["pass"] != "forward"
         native = machine.fp4 is not None and recipe.quantizes
         steps = [
@@ -239,8 +239,6 @@ def main(argv: list[str] | None = None) -> None:
     add("--compare", nargs="+", metavar="JSON", help="of bench_linear and bench_train: predicted, measured, off by")
     args = parser.parse_args(argv)
     if args.compare:
-        from scripts.bench_common import table
-
         print(table(["", "predicted", "measured", "off by"], comparison(args.compare)))
         return
     if args.depth < 1 or args.micro_batch < 1 or args.tokens < 0 or args.ratio <= 0:

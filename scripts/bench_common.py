@@ -11,18 +11,11 @@ from pathlib import Path
 import torch
 
 from nanochat_fp4.common import get_base_dir
+from nanochat_fp4.console import table  # noqa: F401  of all benchmarks
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.roofline import MACHINES
-
-# The paper's Table 6: [in_features, out_features] of a model's linear layers.
-LAYER_SETS: dict[str, dict[str, tuple[int, int]]] = {
-    "800M": {"qkv": (2048, 6144), "out": (2048, 2048), "upgate": (2048, 11264), "down": (5632, 2048)},
-    "3B": {"qkv": (3072, 9216), "out": (3072, 3072), "upgate": (3072, 16384), "down": (8192, 3072)},
-    "7B": {"qkv": (4096, 12288), "out": (4096, 4096), "upgate": (4096, 22016), "down": (11008, 4096)},
-    "22B": {"qkv": (6144, 18432), "out": (6144, 6144), "upgate": (6144, 32768), "down": (16384, 6144)},
-}
+from nanochat_fp4.roofline import LAYER_SETS, MACHINES  # noqa: F401  as well
 
 # --------------------------------------------------------------------------------------------------------------------
 # Clocks and power.
@@ -112,18 +105,6 @@ def need_cuda(script: str) -> torch.device:
             f"`--roofline {'|'.join(MACHINES)}` works"
         )
     return torch.device("cuda")
-
-
-def table(header: list[str], rows: list[list[object]]) -> str:
-    """Columns aligned, numbers to the right."""
-    cells = [header, *[[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row] for row in rows]]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
-    numeric = [all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
-
-    def line(row: list[str]) -> str:
-        return "  ".join(v.rjust(w) if n else v.ljust(w) for v, w, n in zip(row, widths, numeric)).rstrip()
-
-    return "\n".join([line(cells[0]), "  ".join("-" * w for w in widths), *map(line, cells[1:])])
 
 
 def write_json(name: str, path: str, settings: dict, records: list[dict], environment: dict | None = None) -> Path:
