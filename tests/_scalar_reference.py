@@ -79,9 +79,10 @@ def element_uniform(seed: int, element: int, stream: int, candidate: int) -> Fra
     return (Fraction(word >> 16 if element % 2 else word & 0xFFFF) + Fraction(1, 2)) / 2**16
 
 
-def scale_uniform(seed: int, block: int, stream: int) -> Fraction:
-    """The upper 24 bits of a word, four to a call."""
-    return Fraction(draw(seed, block // 4, 1, stream)[block % 4] >> 8, 2**24)
+def scale_uniform(seed: int, row: int, block: int, blocks: int, stream: int) -> Fraction:
+    """The upper 24 bits of a word, four to a call: neighbours in two rows that are 8 apart; `blocks` in a row."""
+    call = (row // 16 * 8 + row % 8) * (blocks // 2) + block // 2
+    return Fraction(draw(seed, call, 1, stream)[row // 8 % 2 * 2 + block % 2] >> 8, 2**24)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -121,9 +122,9 @@ def power_of_two_below(value: np.float32) -> np.float32:
     return f32(float(Fraction(2) ** floor_log2(Fraction(float(value)))))
 
 
-def fixed(value: np.float32, bits: int) -> int:
-    """value in units of 2^-bits, to nearest, ties to even."""
-    return round(Fraction(float(value)) * 2**bits)
+def fixed(x: np.float32, y: np.float32, bits: int) -> int:
+    """x * y in units of 2^-bits, to nearest, ties to even."""
+    return round(Fraction(float(x)) * Fraction(float(y)) * 2**bits)
 
 
 def round_element(y: np.float32, uniform: Fraction | None) -> np.float32:
@@ -142,8 +143,8 @@ def code_of(q: np.float32) -> int:
     return E2M1.index(Fraction(float(abs(q)))) | (8 if np.signbit(q) else 0)
 
 
-def quantize(rows: np.ndarray, name: str, *, seed: int = 0, stream: int = 0):
-    """rows: float32 (R, K), already rotated for the ms_eden roundings.
+def quantize(rows: np.ndarray, name: str, *, seed: int = 0, stream: int = 0, norm: float = 1.0):
+    """rows: float32 (R, K); where they were rotated, the sums without the factor 1 / sqrt(128), which is norm.
 
     Returns codes (R, K) 0..15, scales as E4M3 bytes (R, K/16), tensor_scale as a numpy float32.
     """
@@ -151,7 +152,8 @@ def quantize(rows: np.ndarray, name: str, *, seed: int = 0, stream: int = 0):
     count, width = rows.shape
     groups = width // 16
     with np.errstate(all="ignore"):
-        tensor_scale = f32(np.abs(rows).max()) / f32(spec.grid_max * spec.cap)
+        norm = f32(norm)
+        tensor_scale = f32(f32(np.abs(rows).max()) * norm) / f32(spec.grid_max * spec.cap)
         tensor_scale = max(tensor_scale, TENSOR_SCALE_MIN)
         if spec.eden:
             below = power_of_two_below(tensor_scale)
@@ -166,12 +168,12 @@ def quantize(rows: np.ndarray, name: str, *, seed: int = 0, stream: int = 0):
             per_group = []
             for g in range(groups):
                 block = {(r, g * 16 + i): rows[r, g * 16 + i] for r in block_rows for i in range(16)}
-                u = block if spec.eden else {at: f32(v * inverse) for at, v in block.items()}
-                q, scale = best_candidate(u, spec, seed, stream, width)
+                factor = norm if spec.eden else f32(inverse * norm)
+                q, y, scale = best_candidate(block, factor, spec, seed, stream, width)
                 for (r, c), value in q.items():
                     codes[r, c] = code_of(value)
                 if spec.eden:
-                    per_group.append((u, q, scale))
+                    per_group.append((y, q, scale))
                 else:
                     for r in block_rows:
                         scale_bytes[r, g] = nearest(Fraction(float(scale)), E4M3)
@@ -180,17 +182,18 @@ def quantize(rows: np.ndarray, name: str, *, seed: int = 0, stream: int = 0):
                     correction = eden_correction(per_group[start : start + 8])
                     for g in range(start, start + 8):
                         aligned = f32(f32(per_group[g][2] * inverse) * correction)
-                        uniform = scale_uniform(seed, top * groups + g, stream)
+                        uniform = scale_uniform(seed, top, g, groups, stream)
                         scale_bytes[top, g] = stochastic_e4m3(aligned, uniform)
     return codes, scale_bytes, tensor_scale
 
 
-def best_candidate(u: dict, spec: Spec, seed: int, stream: int, width: int):
-    """(element -> E2M1 value, scale) of the candidate with the lowest squared error, the first on a tie.
+def best_candidate(block: dict, factor: np.float32, spec: Spec, seed: int, stream: int, width: int):
+    """(element -> E2M1 value, element -> the value it was rounded from, scale) of the candidate with the lowest squared
+    error, the first on a tie. What is rounded is factor times an element of the block, over the scale.
 
     Errors are summed in units of the candidate's scale, and compared in units of a power of two.
     """
-    amax = max(abs(v) for v in u.values())
+    amax = f32(max(abs(v) for v in block.values()) * factor)
     base = f32(amax / f32(spec.grid_max))
     best = None
     for number, multiple in enumerate(spec.candidates):
@@ -202,35 +205,31 @@ def best_candidate(u: dict, spec: Spec, seed: int, stream: int, width: int):
             if amax > f32(6 if spec.stochastic else 6.875) * f32(float(E4M3[at])):  # only subnormal scales
                 at += 1
             scale = f32(float(E4M3[at]))
-        reciprocal = f32(1) / scale if scale > 0 else f32(0)
-        y = {at: f32(value * reciprocal) for at, value in u.items()}
+        reciprocal = f32((f32(1) / scale if scale > 0 else f32(0)) * factor)
+        y = {at: f32(value * reciprocal) for at, value in block.items()}
         q, error = {}, 0
         for (r, c), value in y.items():
             uniform = element_uniform(seed, r * width + c, stream, number) if spec.stochastic else None
             q[r, c] = round_element(value, uniform)
             difference = f32(q[r, c] - value)
-            error += fixed(f32(difference * difference), 18)
+            error += fixed(difference, difference, 18)
         relative = f32(scale * (f32(1) / power_of_two_below(base)))
         error = f32(f32(error) * f32(relative * relative))
         if best is None or error < best[0]:
-            best = (error, q, scale)
-    return best[1], best[2]
+            best = (error, q, y, scale)
+    return best[1:]
 
 
 def eden_correction(blocks: list) -> np.float32:
-    """S of one rotation group: 8 blocks of (u, q, scale), summed in units of their scale and weighted with its square
-    over that of twice the power of two below the largest."""
-    half_over_largest = f32(0.5) / power_of_two_below(max(scale for _, _, scale in blocks))
+    """S of one rotation group: 8 blocks of (y, q, scale), summed in units of their scale and weighted with its square
+    over that of eight times the power of two below the largest."""
+    eighth_of_largest = f32(0.125) / power_of_two_below(max(scale for _, _, scale in blocks))
     xx = xq = 0
-    for u, q, scale in blocks:
-        weight = f32(scale * half_over_largest)
+    for y, q, scale in blocks:
+        weight = f32(scale * eighth_of_largest)
         weight = f32(weight * weight)
-        reciprocal = f32(1) / scale if scale > 0 else f32(0)
-        y = {at: f32(value * reciprocal) for at, value in u.items()}
-        squares = sum(fixed(f32(v * v), 16) for v in y.values())
-        products = sum(fixed(f32(v * q[at]), 16) for at, v in y.items())
-        xx += int(np.floor(f32(f32(squares) * weight)))
-        xq += int(np.floor(f32(f32(products) * weight)))
+        xx += fixed(f32(sum(fixed(v, v, 16) for v in y.values())), weight, 0)
+        xq += fixed(f32(sum(fixed(v, q[at], 16) for at, v in y.items())), weight, 0)
     return f32(f32(xx) / f32(xq)) if xq > 0 else f32(1)
 
 

@@ -81,8 +81,8 @@ def test_elements_take_16_bits_each_low_half_first():
 
 
 def test_scales_take_the_upper_24_bits():
-    got = px.uniform_scales(42, 7, stream=3, device=CPU)  # not a multiple of the four words of a call
-    assert got.tolist() == [float(scalar.scale_uniform(42, b, 3)) for b in range(7)]
+    got = px.uniform_scales(42, 21, 6, stream=3, device=CPU)  # rows that are no multiple of the 16 of a call's words
+    assert got.tolist() == [[float(scalar.scale_uniform(42, r, b, 6, 3)) for b in range(6)] for r in range(21)]
 
 
 def test_signs_are_the_bits_of_one_call():
@@ -110,7 +110,7 @@ def test_uniforms_are_uniform_and_unrelated():
         "upper half of the seed": px.uniform_elements(1 + 2**32, 0, n, 0, 0, CPU),
         "stream": px.uniform_elements(1, 0, n, 1, 0, CPU),
         "candidate": px.uniform_elements(1, 0, n, 0, 1, CPU),
-        "purpose": px.uniform_scales(1, n, 0, CPU),
+        "purpose": px.uniform_scales(1, n >> 8, 1 << 8, 0, CPU).flatten(),
         "next row of 4096": base.roll(4096),
         "neighbour": base.roll(1),
     }

@@ -12,8 +12,10 @@ Two idioms:
 multiply-add off except where fma is written.
 """
 
+import functools
 import os
 
+import torch
 import triton
 import triton.language as tl
 
@@ -31,7 +33,21 @@ ERROR_MAGIC = tl.constexpr(48.0)  # ulp 2^-18 on [32, 64): squared errors below 
 ERROR_MAGIC_BITS = tl.constexpr(0x42400000)
 PRODUCT_MAGIC = tl.constexpr(192.0)  # ulp 2^-16 on [128, 256): products below 64
 PRODUCT_MAGIC_BITS = tl.constexpr(0x43400000)
+INTEGER_MAGIC = tl.constexpr(1.5 * 2.0**23)  # ulp 1 on [2^23, 2^24)
+INTEGER_MAGIC_BITS = tl.constexpr(0x4B400000)
 SIGN, SCALE, SR_ELEMENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # philox.py: what a draw is for
+
+
+@functools.cache
+def converts_e4m3() -> bool:
+    """Whether the GPU has conversions to and from E4M3 (sm_89)."""
+    return not INTERPRETED.value and triton.runtime.driver.active.get_current_target().arch >= 89
+
+
+@functools.cache
+def inverse(constant: float) -> float:
+    """1 / constant, both rounded to FP32."""
+    return float(torch.tensor(1.0) / torch.tensor(constant, dtype=torch.float32))
 
 
 @triton.jit
@@ -78,7 +94,7 @@ def reciprocal(scale):
     An approximate reciprocal and one Newton step: exact for the 8 significands there are (tested), with a third of a
     true division's instructions.
     """
-    safe = tl.where(scale > 0, scale, 1.0)
+    safe = tl.maximum(scale, TENSOR_SCALE_MIN)
     r = 1.0 / safe
     if not INTERPRETED:
         r = tl.fma(r, tl.fma(-safe, r, 1.0), r)
@@ -86,14 +102,15 @@ def reciprocal(scale):
 
 
 @triton.jit
-def divide(x, CONSTANT: tl.constexpr):
-    """x / CONSTANT correctly rounded (Markstein's method; all significands are tested for the constants in use)."""
+def divide(x, CONSTANT: tl.constexpr, INVERSE: tl.constexpr):
+    """x / CONSTANT correctly rounded (Markstein's method; all significands are tested for the constants in use).
+
+    INVERSE: 1 / CONSTANT in FP32 (`inverse`).
+    """
     if INTERPRETED:
         return tl.math.div_rn(x, CONSTANT)
-    # In FP32: 1 / CONSTANT as the kernel's own constant would be rounded.
-    inverse = tl.math.div_rn(x * 0.0 + 1.0, CONSTANT)
-    quotient = x * inverse
-    return tl.fma(tl.fma(-quotient, CONSTANT, x), inverse, quotient)
+    quotient = x * INVERSE
+    return tl.fma(tl.fma(-quotient, CONSTANT, x), INVERSE, quotient)
 
 
 @triton.jit
@@ -119,23 +136,17 @@ def stochastic_round_e2m1(y, noise):
 
 
 @triton.jit
-def encode_e2m1(q, y):
-    """Grid value q and the value y it came from (for the sign of zero) -> code 0..15, int32."""
-    # |q| * 2^-126 has the bits of E2M1's exponent and mantissa on top: 0.5 is FP32-subnormal, as it is in E2M1.
-    magnitude = bits(tl.abs(q) * 2.0**-126) >> 22
-    return magnitude | ((bits(y) >> 28) & 8)
-
-
-@triton.jit
 def decode_e2m1(code):
     """Code 0..15, int32 -> float32."""
     return from_bits(((code & 7) << 22) | ((code & 8) << 28)) * 2.0**126
 
 
 @triton.jit
-def round_e4m3(scale):
+def round_e4m3(scale, HARDWARE: tl.constexpr):
     """Non-negative float32 to the nearest E4M3 value, as float32."""
     scale = tl.minimum(scale, E4M3_MAX)
+    if HARDWARE:
+        return scale.to(tl.float8e4nv).to(tl.float32)
     e = tl.maximum(power_of_two_floor(scale), E4M3_MIN_NORMAL)
     return tl.fma(e, -E4M3_MAGIC, tl.fma(e, E4M3_MAGIC, scale))
 
@@ -148,23 +159,28 @@ def round_e8m3(scale):
 
 
 @triton.jit
-def stochastic_round_m3(scale, e, uniform):
-    """Non-negative scale to a neighbouring multiple of e / 8, e a power of two: up where uniform < the fraction."""
+def stochastic_round_m3(scale, word):
+    """Non-negative scale to 3 mantissa bits, up where the 24 highest bits of word, as a fraction, are below what is cut
+    off: their complement is added to it, and carries."""
+    rounded = from_bits((bits(scale) + ((word ^ 0xFFFFFFFF) >> 12).to(tl.int32)) & ~0xFFFFF)
+    return tl.where(scale == scale, rounded, scale)
+
+
+@triton.jit
+def stochastic_round_e4m3(scale, word):
+    scale = tl.minimum(scale, E4M3_MAX)
+    e = tl.maximum(power_of_two_floor(scale), E4M3_MIN_NORMAL)
     n = scale * (8.0 * power_of_two_reciprocal(e))
     floor = tl.floor(n)
-    up = tl.where(uniform < n - floor, 1.0, 0.0)
+    up = tl.where(unit_interval(word) < n - floor, 1.0, 0.0)
     return (floor + up) * (0.125 * e)
 
 
 @triton.jit
-def stochastic_round_e4m3(scale, uniform):
-    scale = tl.minimum(scale, E4M3_MAX)
-    return stochastic_round_m3(scale, tl.maximum(power_of_two_floor(scale), E4M3_MIN_NORMAL), uniform)
-
-
-@triton.jit
-def encode_e4m3(scale):
+def encode_e4m3(scale, HARDWARE: tl.constexpr):
     """An E4M3 value as float32, non-negative -> its byte, uint8. NaN stays NaN (0x7F)."""
+    if HARDWARE:
+        return scale.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     byte = bits(scale * 2.0**-120) >> 20
     return tl.where(scale == scale, byte, 0x7F).to(tl.uint8)
 
@@ -178,7 +194,8 @@ def decode_e4m3(byte):
 
 @triton.jit
 def next_e4m3(scale):
-    return decode_e4m3(encode_e4m3(scale) + 1)
+    """The next larger E4M3 value, of one below 448."""
+    return scale + 0.125 * tl.maximum(power_of_two_floor(scale), E4M3_MIN_NORMAL)
 
 
 @triton.jit
@@ -195,9 +212,17 @@ def max_with_nan(x):
 
 
 @triton.jit
+def fma(x, y, z):
+    """x * y + z with one rounding, which the interpreter's own has not: its product is taken in FP64, exactly."""
+    if INTERPRETED:
+        return (x.to(tl.float64) * y.to(tl.float64) + z).to(tl.float32)
+    return tl.fma(x, y, z)
+
+
+@triton.jit
 def error_sum(difference, L: tl.constexpr):
     """Sums of squares over blocks (NB, L), each below 16 -> (NB,) int32 in units of 2^-18."""
-    fixed = bits(difference * difference + ERROR_MAGIC)
+    fixed = bits(fma(difference, difference, ERROR_MAGIC))
     # The magic number's bits leave L times; int32 wraps, so only what is left of them modulo 2^32 matters.
     return tl.sum(fixed, axis=1) - ((L * ERROR_MAGIC_BITS + 2**31) % 2**32 - 2**31)
 
@@ -205,15 +230,27 @@ def error_sum(difference, L: tl.constexpr):
 @triton.jit
 def product_sum(x, y):
     """Sums of x * y over blocks (NB, 16), products in [0, 64) -> (NB,) float32 in units of 2^-16."""
-    fixed = bits(x * y + PRODUCT_MAGIC)
+    fixed = bits(fma(x, y, PRODUCT_MAGIC))
     return (tl.sum(fixed, axis=1) - ((16 * PRODUCT_MAGIC_BITS + 2**31) % 2**32 - 2**31)).to(tl.float32)
 
 
 @triton.jit
-def pack(code, NB: tl.constexpr):
-    """Codes 0..15, int32 (NB, 16) -> bytes, uint8 (NB, 8), even index in the low nibble."""
-    even, odd = tl.split(tl.reshape(code, (NB, 8, 2)))
-    return (even | (odd << 4)).to(tl.uint8)
+def row_sum(x, weight):
+    """Sums over 8 blocks each of x * weight (512,), float32 in [0, 2^22) -> (64,) float32, in whole numbers."""
+    fixed = tl.reshape(bits(fma(x, weight, INTEGER_MAGIC)) - INTEGER_MAGIC_BITS, (64, 8))
+    return tl.sum(fixed, axis=1).to(tl.float32)
+
+
+@triton.jit
+def pack(q, x, NB: tl.constexpr):
+    """Grid values q (NB, 16) -> their codes, int32 (NB, 2), element 8 i + j of a block in bits 4 j .. of word i. The
+    sign is that of x, which q has lost where it is zero."""
+    # |q| * 2^-126 has the bits of E2M1's exponent and mantissa on top: 0.5 is FP32-subnormal, as it is in E2M1.
+    magnitude = tl.reshape(bits(tl.abs(q) * 2.0**-126), (NB, 2, 8))
+    sign = tl.reshape(bits(x), (NB, 2, 8))
+    shift = tl.arange(0, 8)[None, None, :] * 4
+    code = ((magnitude >> 22) | ((sign >> 28) & 8)) << shift
+    return tl.sum(code, axis=2)
 
 
 @triton.jit
@@ -225,10 +262,17 @@ def philox4(seed, index, PURPOSE: tl.constexpr, stream):
 
 
 @triton.jit
-def scale_uniforms(seed, index, stream, NB: tl.constexpr):
-    """Uniforms in [0, 1) for scales 4 * index .. 4 * index + 3: index int64 (NB / 4,) -> float32 (NB,)."""
-    a, b, c, d = philox4(seed, index, SCALE, stream)
-    return unit_interval(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (NB,)))
+def scale_words(seed, row16, pair, pairs, stream, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """32 random bits, uint32 (ROWS, 2 PAIRS), for the scales of rows 16 row16 .. and of the PAIRS pairs of blocks from
+    `pair` on, of `pairs` in a row: philox.uniform_scales. ROWS is a multiple of 16.
+
+    A call makes the numbers of a pair in two rows that are 8 apart: what a thread holds of a tensor core's accumulator.
+    """
+    line = tl.arange(0, ROWS // 2 * PAIRS)
+    row = row16.to(tl.int64) * 8 + line // PAIRS
+    a, b, c, d = philox4(seed, row * pairs + pair + line % PAIRS, SCALE, stream)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS // 16, 8, PAIRS, 2, 2))
+    return tl.reshape(tl.permute(words, (0, 3, 1, 2, 4)), (ROWS, 2 * PAIRS))
 
 
 @triton.jit

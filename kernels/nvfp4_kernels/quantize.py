@@ -15,41 +15,47 @@ from nvfp4_kernels._ops import NO_FUSION, operator
 
 @triton.jit
 def fit_blocks(
-    u,
+    x,
     amax,
+    factor,
     seed,
     noise_index,
     stream,
     GRID_MAX: tl.constexpr,
+    INVERSE: tl.constexpr,
     CANDIDATES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     E8M3: tl.constexpr,
+    HARDWARE: tl.constexpr,
     NB: tl.constexpr,
     L: tl.constexpr,
 ):
-    """quantizers._search on NB blocks of L values: u (NB, L), amax (NB,) -> (q (NB, L), scale (NB,))."""
+    """quantizers._search on NB blocks of L values: x (NB, L), amax (NB,) of x * factor ->
+    (q (NB, L), y (NB, L), scale (NB,)), q the rounded y, y = x * factor / scale."""
     LIMIT: tl.constexpr = m.E2M1_MAX if STOCHASTIC else m.E2M1_OVERFLOW
     # Rounding once more with the winner is cheaper than to carry its codes along with many candidates, and where (E8M3,
     # the rotating kernel) a thread holds 64 values and registers are scarce.
     KEEP_Q: tl.constexpr = STOCHASTIC or (len(CANDIDATES) <= 3 and not E8M3)
-    base = m.divide(amax, GRID_MAX)
+    base = m.divide(amax, GRID_MAX, INVERSE)
     unit = m.power_of_two_reciprocal(tl.maximum(m.power_of_two_floor(base), m.TENSOR_SCALE_MIN))
-    best_q = u
+    best_q = x
+    best_y = x
     best_scale = base
     best_error = base
     for i in tl.static_range(len(CANDIDATES)):
         if E8M3:
             scale = m.round_e8m3(base * CANDIDATES[i])
         else:
-            scale = m.round_e4m3(base * CANDIDATES[i])
+            scale = m.round_e4m3(base * CANDIDATES[i], HARDWARE)
             scale = tl.where(amax > scale * LIMIT, m.next_e4m3(scale), scale)
-        y = u * m.reciprocal(scale)[:, None]
+        y = x * (m.reciprocal(scale) * factor)[:, None]
         if STOCHASTIC:
             q = m.stochastic_round_e2m1(y, m.element_noise(seed, noise_index, i, stream, NB))
         else:
             q = m.round_e2m1(y)
         if len(CANDIDATES) == 1:
             best_q = q
+            best_y = y
             best_scale = scale
         else:
             relative = scale * unit
@@ -65,8 +71,9 @@ def fit_blocks(
                 best_scale = tl.where(better, scale, best_scale)
                 best_error = tl.minimum(error, best_error)
     if len(CANDIDATES) > 1 and not KEEP_Q:
-        best_q = m.round_e2m1(u * m.reciprocal(best_scale)[:, None])
-    return best_q, best_scale
+        best_y = x * (m.reciprocal(best_scale) * factor)[:, None]
+        best_q = m.round_e2m1(best_y)
+    return best_q, best_y, best_scale
 
 
 @triton.jit
@@ -95,8 +102,10 @@ def quantize_kernel(
     stream,
     DIVISOR: tl.constexpr,
     GRID_MAX: tl.constexpr,
+    INVERSE: tl.constexpr,
     CANDIDATES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    HARDWARE: tl.constexpr,
     DECODE: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     NB: tl.constexpr,
@@ -116,10 +125,10 @@ def quantize_kernel(
     if STOCHASTIC:
         seed = tl.load(seed_ptr)
     for i in range(PER_PROGRAM):
-        block = (tl.program_id(0).to(tl.int64) * PER_PROGRAM + i) * NB + tl.arange(0, NB)
+        first = (tl.program_id(0).to(tl.int64) * PER_PROGRAM + i) * NB
+        block = first + tl.arange(0, NB)
         mask = block < blocks
-        element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-        x = tl.load(x_ptr + element, mask=mask[:, None], other=0.0).to(tl.float32)
+        x = _load_blocks(x_ptr, block, mask, NB)
 
         if PER_TOKEN:
             row = block // (columns // 16)
@@ -127,18 +136,42 @@ def quantize_kernel(
             row_scale = m.tensor_scale_of(row_amax, DIVISOR, False)
             tl.store(tensor_scale_ptr + row, row_scale, mask=mask & (block % (columns // 16) == 0))
             inverse_tensor_scale = tl.math.div_rn(1.0, row_scale)
-            u = x * inverse_tensor_scale[:, None]
-        else:
-            u = x * inverse_tensor_scale
         amax = tl.max(tl.abs(x), axis=1) * inverse_tensor_scale
         noise_index = block[:, None] * 2 + tl.arange(0, 2)[None, :]
-        q, scale = fit_blocks(u, amax, seed, noise_index, stream, GRID_MAX, CANDIDATES, STOCHASTIC, False, NB, 16)
+        q, _, scale = fit_blocks(
+            x, amax, inverse_tensor_scale, seed, noise_index, stream,
+            GRID_MAX, INVERSE, CANDIDATES, STOCHASTIC, False, HARDWARE, NB, 16,
+        )  # fmt: skip
 
-        tl.store(scales_ptr + block, m.encode_e4m3(scale), mask=mask)
-        byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-        tl.store(codes_ptr + byte, m.pack(m.encode_e2m1(q, x), NB), mask=mask[:, None])
+        tl.store(scales_ptr + block, m.encode_e4m3(scale, HARDWARE), mask=mask)
+        word = block[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(codes_ptr + word, m.pack(q, x, NB), mask=mask[:, None])
         if DECODE:
-            tl.store(decoded_ptr + element, (q * scale[:, None]).to(tl.bfloat16), mask=mask[:, None])
+            # In the order in which a warp holds the blocks, so that it needs no other to write whole lines.
+            value = tl.reshape(q * scale[:, None], (4, NB // 64, 16, 16))
+            value = tl.reshape(tl.permute(value, (1, 0, 2, 3)), (NB // 16, 16, 16))
+            k = tl.arange(0, NB // 16)
+            line = first + ((k % 4 * (NB // 64) + k // 4) * 16)[:, None] + tl.arange(0, 16)[None, :]
+            element = line[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+            tl.store(decoded_ptr + element, value.to(tl.bfloat16), mask=(line < blocks)[:, :, None])
+
+
+@triton.jit
+def _load_blocks(x_ptr, block, mask, NB: tl.constexpr):
+    """Blocks of 16 contiguous values, float32 (NB, 16), each in one thread: it loads them in pieces of 16 bytes."""
+    mask = mask[:, None]
+    if x_ptr.dtype.element_ty == tl.float32:
+        at = x_ptr + block[:, None] * 16 + tl.arange(0, 4)[None, :]
+        first = tl.load(at, mask=mask, other=0.0)
+        second = tl.load(at + 4, mask=mask, other=0.0)
+        third = tl.load(at + 8, mask=mask, other=0.0)
+        fourth = tl.load(at + 12, mask=mask, other=0.0)
+        x = tl.permute(tl.join(tl.join(first, third), tl.join(second, fourth)), (0, 2, 3, 1))
+    else:
+        at = x_ptr + block[:, None] * 16 + tl.arange(0, 8)[None, :]
+        low = tl.load(at, mask=mask, other=0.0)
+        x = tl.permute(tl.join(low, tl.load(at + 8, mask=mask, other=0.0)), (0, 2, 1))
+    return tl.reshape(x, (NB, 16)).to(tl.float32)
 
 
 @triton.jit
@@ -155,8 +188,10 @@ def quantize_16x16_kernel(
     stream,
     DIVISOR: tl.constexpr,
     GRID_MAX: tl.constexpr,
+    INVERSE: tl.constexpr,
     CANDIDATES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    HARDWARE: tl.constexpr,
     DECODE: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     NB: tl.constexpr,
@@ -179,19 +214,20 @@ def quantize_16x16_kernel(
     x = tl.load(x_ptr + element, mask=mask, other=0.0).to(tl.float32)
 
     amax = tl.max(tl.abs(x), axis=1) * inverse_tensor_scale
-    u = x * inverse_tensor_scale
-    q, scale = fit_blocks(u, amax, 0, square, stream, GRID_MAX, CANDIDATES, False, False, NB, 256)
+    q, _, scale = fit_blocks(
+        x, amax, inverse_tensor_scale, 0, square, stream,
+        GRID_MAX, INVERSE, CANDIDATES, False, False, HARDWARE, NB, 256,
+    )  # fmt: skip
 
-    code = tl.reshape(m.encode_e2m1(q, x), (NB * 16, 16))
+    code = m.pack(tl.reshape(q, (NB * 16, 16)), tl.reshape(x, (NB * 16, 16)), NB * 16)
     line = tl.arange(0, NB * 16)
     square = tl.program_id(0).to(tl.int64) * NB + line // 16
     row = square // per_row * 16 + line % 16
     line_mask = row < rows
     block = row * per_row + square % per_row
-    byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-    tl.store(codes_ptr + byte, m.pack(code, NB * 16), mask=line_mask[:, None])
+    tl.store(codes_ptr + block[:, None] * 2 + tl.arange(0, 2)[None, :], code, mask=line_mask[:, None])
     repeated = tl.reshape(tl.broadcast_to(scale[:, None], (NB, 16)), (NB * 16,))
-    tl.store(scales_ptr + block, m.encode_e4m3(repeated), mask=line_mask)
+    tl.store(scales_ptr + block, m.encode_e4m3(repeated, HARDWARE), mask=line_mask)
     if DECODE:
         tl.store(decoded_ptr + element, (q * scale[:, None]).to(tl.bfloat16), mask=mask)
 
@@ -264,7 +300,7 @@ def quantize(
         x,
         amax,
         x if seed is None else seed,
-        codes,
+        codes.view(torch.int32),
         scales,
         tensor_scale,
         decoded,
@@ -273,8 +309,10 @@ def quantize(
         stream,
         DIVISOR=grid_max * scale_cap,
         GRID_MAX=grid_max,
+        INVERSE=m.inverse(grid_max),
         CANDIDATES=tuple(candidates),
         STOCHASTIC=stochastic,
+        HARDWARE=m.converts_e4m3(),
         DECODE=decode,
         PER_TOKEN=per_token,
         NB=nb,

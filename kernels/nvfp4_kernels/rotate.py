@@ -106,12 +106,12 @@ def _rotate(hi, mid, lo, matrix, THREE_PARTS: tl.constexpr, TRANSPOSE: tl.conste
 
 @triton.jit
 def _emit(
-    y,
+    x,
+    factor,
     row0,
     group,
     rows,
     groups,
-    amax_ptr,
     seed_ptr,
     codes_ptr,
     scales_ptr,
@@ -119,14 +119,16 @@ def _emit(
     decoded_ptr,
     stream,
     KIND: tl.constexpr,
-    DIVISOR: tl.constexpr,
     GRID_MAX: tl.constexpr,
+    INVERSE: tl.constexpr,
     CANDIDATES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    HARDWARE: tl.constexpr,
     STORE_CODES: tl.constexpr,
     BLOCKS_PER_ROW_TAIL: tl.constexpr,
 ):
-    """Quantizes y (512, 16), the rows row0 .. row0 + 63 of group `group` of 128 columns, and stores what KIND says.
+    """Quantizes x * factor (512, 16), the rows row0 .. row0 + 63 of group `group` of 128 columns, and stores what KIND
+    says.
 
     `rows` and `groups` are the output's extent; tail: blocks that the last group of a row has (8 unless K % 128).
     Returns the blocks' largest magnitudes (512,).
@@ -137,59 +139,63 @@ def _emit(
     blocks_per_row = groups * 8 - (8 - BLOCKS_PER_ROW_TAIL)
     mask = (row < rows) & (group * 8 + block_in_group < blocks_per_row)
     block = row.to(tl.int64) * blocks_per_row + group * 8 + block_in_group
-    element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-    absolute = m.max_with_nan(y)
-    q = y
+    absolute = m.max_with_nan(x) * factor
+    q = x
     if KIND == ALIGNED:
-        tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, False)
-        inverse_tensor_scale = tl.math.div_rn(1.0, tensor_scale)
-        amax = absolute * inverse_tensor_scale
-        u = y * inverse_tensor_scale
         seed = 0
         if STOCHASTIC:
             seed = tl.load(seed_ptr)
         noise_index = block[:, None] * 2 + tl.arange(0, 2)[None, :]
-        q, scale = fit_blocks(u, amax, seed, noise_index, stream, GRID_MAX, CANDIDATES, STOCHASTIC, False, 512, 16)
+        q, _, scale = fit_blocks(
+            x, absolute, factor, seed, noise_index, stream,
+            GRID_MAX, INVERSE, CANDIDATES, STOCHASTIC, False, HARDWARE, 512, 16,
+        )  # fmt: skip
         if STORE_CODES:
-            tl.store(scales_ptr + block, m.encode_e4m3(scale), mask=mask)
+            tl.store(scales_ptr + block, m.encode_e4m3(scale, HARDWARE), mask=mask)
         else:
-            tl.store(decoded_ptr + element, (q * scale[:, None]).to(tl.bfloat16), mask=mask[:, None])
+            _store_decoded(q * scale[:, None], decoded_ptr, row0, group, rows, blocks_per_row)
     elif KIND != AMAX:
-        q, scale = fit_blocks(y, absolute, 0, line, stream, GRID_MAX, CANDIDATES, False, True, 512, 16)
+        q, y, scale = fit_blocks(
+            x, absolute, factor, 0, line, stream,
+            GRID_MAX, INVERSE, CANDIDATES, False, True, HARDWARE, 512, 16,
+        )  # fmt: skip
 
         # S = <x, x> / <x, q>, in units of the blocks' scales: quantizers._eden_correction.
         largest = tl.max(tl.reshape(scale, (64, 8)), axis=1)
         largest = tl.maximum(m.power_of_two_floor(largest), m.TENSOR_SCALE_MIN)
-        half = 0.5 * m.power_of_two_reciprocal(largest)
-        weight = scale * tl.reshape(tl.broadcast_to(half[:, None], (64, 8)), (512,))
+        unit = 0.125 * m.power_of_two_reciprocal(largest)
+        weight = scale * tl.reshape(tl.broadcast_to(unit[:, None], (64, 8)), (512,))
         weight = weight * weight
-        y = y * m.reciprocal(scale)[:, None]
-        xx = (m.product_sum(y, y) * weight).to(tl.int32)
-        xq = (m.product_sum(y, q) * weight).to(tl.int32)
-        xx = tl.sum(tl.reshape(xx, (64, 8)), axis=1).to(tl.float32)
-        xq = tl.sum(tl.reshape(xq, (64, 8)), axis=1).to(tl.float32)
+        xx = m.row_sum(m.product_sum(y, y), weight)
+        xq = m.row_sum(m.product_sum(y, q), weight)
         s = tl.where(xq > 0, tl.math.div_rn(xx, tl.where(xq > 0, xq, 1.0)), 1.0)
         s_row = row0 + tl.arange(0, 64)
         tl.store(correction_ptr + s_row.to(tl.int64) * groups + group, s, mask=s_row < rows)
         tl.store(scales_ptr + block, scale.to(tl.bfloat16), mask=mask)
 
         if KIND == EDEN_EMULATED:
-            # A Philox call makes the numbers of four blocks. Computed for each pair of them, it needs no exchange: a
-            # thread holds pairs.
-            pair = tl.arange(0, 256)
-            first_block = (row0 + pair // 4).to(tl.int64) * blocks_per_row + group * 8
-            words = m.philox4(tl.load(seed_ptr), first_block // 4 + pair % 4 // 2, m.SCALE, stream)
-            low = tl.where(pair % 2 == 0, words[0], words[2])
-            high = tl.where(pair % 2 == 0, words[1], words[3])
-            uniform = m.unit_interval(tl.reshape(tl.join(low, high), (512,)))
+            words = m.scale_words(tl.load(seed_ptr), row0 // 16, group * 4, groups * 4, stream, 64, 4)
             corrected = scale * tl.reshape(tl.broadcast_to(s[:, None], (64, 8)), (512,))
-            e = tl.maximum(m.power_of_two_floor(corrected), m.TENSOR_SCALE_MIN)
-            final = m.stochastic_round_m3(corrected, e, uniform)
-            tl.store(decoded_ptr + element, (q * final[:, None]).to(tl.bfloat16), mask=mask[:, None])
+            final = m.stochastic_round_m3(corrected, tl.reshape(words, (512,)))
+            _store_decoded(q * final[:, None], decoded_ptr, row0, group, rows, blocks_per_row)
     if STORE_CODES:
-        byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-        tl.store(codes_ptr + byte, m.pack(m.encode_e2m1(q, y), 512), mask=mask[:, None])
+        word = block[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(codes_ptr + word, m.pack(q, x, 512), mask=mask[:, None])
     return absolute
+
+
+@triton.jit
+def _store_decoded(value, decoded_ptr, row0, group, rows, blocks_per_row):
+    """Stores value (512, 16), blocks of rows row0 .. row0 + 63, in BF16: two rows after another by each warp, which
+    holds 16 of them, so that no warp waits for another."""
+    value = tl.permute(tl.reshape(value, (4, 8, 16, 16)), (1, 0, 2, 3))
+    k = tl.arange(0, 32)[:, None]
+    line = tl.arange(0, 16)[None, :]
+    row = row0 + k % 4 * 16 + k // 4 * 2 + line // 8
+    block = group * 8 + line % 8
+    mask = (row < rows) & (block < blocks_per_row)
+    element = (row.to(tl.int64) * blocks_per_row + block)[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    tl.store(decoded_ptr + element, tl.reshape(value, (32, 16, 16)).to(tl.bfloat16), mask=mask[:, :, None])
 
 
 @triton.jit
@@ -219,8 +225,10 @@ def _make(
     NORM: tl.constexpr,
     DIVISOR: tl.constexpr,
     GRID_MAX: tl.constexpr,
+    INVERSE: tl.constexpr,
     CANDIDATES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    HARDWARE: tl.constexpr,
     STORE_CODES: tl.constexpr,
     TAIL: tl.constexpr,
 ):
@@ -231,9 +239,11 @@ def _make(
     """
     column_tiles = tl.cdiv(columns, 128)
     row_tiles = tl.cdiv(rows, 128)
-    norm = NORM
+    factor = NORM
     if FROM_CODES:
-        norm = tl.load(x_tensor_scale_ptr) * NORM
+        factor = tl.load(x_tensor_scale_ptr) * NORM
+    if KIND == ALIGNED:
+        factor = tl.math.div_rn(1.0, m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, False)) * factor
     if RHT_DIM:
         matrix = _rotation(hadamard_ptr, rht_seed_ptr, rht_stream, RHT_DIM)
     largest = tl.zeros((512,), tl.float32)
@@ -256,7 +266,7 @@ def _make(
             at = r.to(tl.int64)[:, None] * (columns // 16) + g[None, :]
             scale = tl.load(x_scales_ptr + at, mask=(r < rows)[:, None] & (g < columns // 16)[None, :], other=0)
             hi = tl.reshape((value * m.decode_e4m3(scale)[:, :, None]).to(tl.bfloat16), (128, 64))
-            y = _rotate(hi, hi, hi, matrix, False, True) * norm
+            y = _rotate(hi, hi, hi, matrix, False, True)
         else:
             mask = (r < rows)[:, None] & (c < columns)[None, :]
             x = tl.load(x_ptr + r.to(tl.int64)[:, None] * columns + c[None, :], mask=mask, other=0.0)
@@ -268,16 +278,16 @@ def _make(
                     rest = x - hi.to(tl.float32)
                     mid = rest.to(tl.bfloat16)
                     lo = (rest - mid.to(tl.float32)).to(tl.bfloat16)
-                y = _rotate(hi, mid, lo, matrix, FP32, COL) * norm
+                y = _rotate(hi, mid, lo, matrix, FP32, COL)
             else:
                 y = tl.reshape(x.to(tl.float32), (512, 16))
         absolute = _emit(
             y,
+            factor,
             (tile_column if COL else tile_row) * 128 + strip % 2 * 64,
             tile_row if COL else tile_column,
             columns if COL else rows,
             row_tiles if COL else column_tiles,
-            amax_ptr,
             seed_ptr,
             codes_ptr,
             scales_ptr,
@@ -285,10 +295,11 @@ def _make(
             decoded_ptr,
             stream,
             KIND,
-            DIVISOR,
             GRID_MAX,
+            INVERSE,
             CANDIDATES,
             STOCHASTIC,
+            HARDWARE,
             STORE_CODES,
             TAIL,
         )
@@ -327,12 +338,14 @@ def rotate_quantize_kernel(
     col_rht_stream,
     FROM_CODES: tl.constexpr,
     FP32: tl.constexpr,
+    HARDWARE: tl.constexpr,
     ROW: tl.constexpr,
     ROW_KIND: tl.constexpr,
     ROW_RHT_DIM: tl.constexpr,
     ROW_NORM: tl.constexpr,
     ROW_DIVISOR: tl.constexpr,
     ROW_GRID_MAX: tl.constexpr,
+    ROW_INVERSE: tl.constexpr,
     ROW_CANDIDATES: tl.constexpr,
     ROW_STOCHASTIC: tl.constexpr,
     ROW_STORE_CODES: tl.constexpr,
@@ -343,6 +356,7 @@ def rotate_quantize_kernel(
     COL_NORM: tl.constexpr,
     COL_DIVISOR: tl.constexpr,
     COL_GRID_MAX: tl.constexpr,
+    COL_INVERSE: tl.constexpr,
     COL_CANDIDATES: tl.constexpr,
     COL_STOCHASTIC: tl.constexpr,
     COL_STORE_CODES: tl.constexpr,
@@ -388,8 +402,10 @@ def rotate_quantize_kernel(
                 ROW_NORM,
                 ROW_DIVISOR,
                 ROW_GRID_MAX,
+                ROW_INVERSE,
                 ROW_CANDIDATES,
                 ROW_STOCHASTIC,
+                HARDWARE,
                 ROW_STORE_CODES,
                 ROW_TAIL,
             )
@@ -421,8 +437,10 @@ def rotate_quantize_kernel(
                 COL_NORM,
                 COL_DIVISOR,
                 COL_GRID_MAX,
+                COL_INVERSE,
                 COL_CANDIDATES,
                 COL_STOCHASTIC,
+                HARDWARE,
                 COL_STORE_CODES,
                 COL_TAIL,
             )
@@ -478,6 +496,7 @@ def _constants(prefix: str, operand: Operand | None, columns: int, amax_only: bo
         f"{prefix}_NORM": float(o.rht_dim) ** -0.5 if o.rht_dim else 1.0,
         f"{prefix}_DIVISOR": o.divisor,
         f"{prefix}_GRID_MAX": o.grid_max,
+        f"{prefix}_INVERSE": m.inverse(o.grid_max),
         f"{prefix}_CANDIDATES": o.candidates,
         f"{prefix}_STOCHASTIC": o.stochastic,
         f"{prefix}_STORE_CODES": not o.emulated and not amax_only,
@@ -513,7 +532,7 @@ class _Output:
             self.scales = empty(rows, self.columns // 16, dtype=torch.uint8)
 
     def arguments(self) -> tuple:
-        buffers = (self.codes, self.scales, self.correction, self.decoded)
+        buffers = (self.codes.view(torch.int32), self.scales, self.correction, self.decoded)
         streams = (self.operand.stream, self.operand.rht_stream) if self.operand else (0, 0)
         return (self.hadamard, self.rht_seed, self.amax, self.seed, *buffers, *streams)
 
@@ -585,6 +604,7 @@ def rotate_quantize(
             *outputs[1].arguments(),
             FROM_CODES=from_codes,
             FP32=x.dtype == torch.float32,
+            HARDWARE=m.converts_e4m3(),
             **row_constants,
             **col_constants,
             **_launch_options(),

@@ -13,6 +13,8 @@ import triton.language as tl
 from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION
 
+GROUPS = 8  # of a rotation, 8 scales each, that a program takes of 16 rows
+
 
 @triton.jit
 def tensor_scale_kernel(amax_ptr, tensor_scale_ptr, DIVISOR: tl.constexpr, POWER_OF_TWO: tl.constexpr):
@@ -28,19 +30,24 @@ def finish_kernel(
     seed_ptr,
     scales_ptr,
     tensor_scale_ptr,
-    blocks,
+    rows,
+    groups,
     stream,
     DIVISOR: tl.constexpr,
-    NB: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
+    """16 rows of GROUPS groups of 8 scales a program."""
     tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, True)
-    if tl.program_id(0) == 0:
+    row16 = tl.program_id(0)
+    first = tl.program_id(1) * GROUPS
+    if row16 + first == 0:
         tl.store(tensor_scale_ptr, tensor_scale)
-    first = tl.program_id(0).to(tl.int64) * NB
-    block = first + tl.arange(0, NB)
-    corrected = _corrected(pseudo_ptr, correction_ptr, m.power_of_two_reciprocal(tensor_scale), block, blocks)
-    uniform = m.scale_uniforms(tl.load(seed_ptr), first // 4 + tl.arange(0, NB // 4), stream, NB)
-    tl.store(scales_ptr + block, m.encode_e4m3(m.stochastic_round_e4m3(corrected, uniform)), mask=block < blocks)
+    at, mask, corrected = _corrected(
+        pseudo_ptr, correction_ptr, m.power_of_two_reciprocal(tensor_scale), row16, first, rows, groups, GROUPS
+    )
+    words = m.scale_words(tl.load(seed_ptr), row16, first * 4, groups * 4, stream, 16, 4 * GROUPS)
+    tl.store(scales_ptr + at, m.encode_e4m3(m.stochastic_round_e4m3(corrected, words), HARDWARE), mask=mask)
 
 
 @triton.jit
@@ -50,42 +57,44 @@ def repair_kernel(
     correction_ptr,
     amax_ptr,
     seed_ptr,
-    blocks,
+    rows,
+    groups,
     stream,
     DIVISOR: tl.constexpr,
-    NB: tl.constexpr,
-    CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
-    """NB blocks a program. Most find nothing to do, and the rare work is done in parts, which need few registers."""
+    """16 rows of GROUPS groups a program. Most find nothing to do, and the rare work is done in parts, which need few
+    registers."""
     tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, True)
     shift = m.power_of_two_reciprocal(tensor_scale)
-    first = tl.program_id(0).to(tl.int64) * NB
-    corrected = _corrected(pseudo_ptr, correction_ptr, shift, first + tl.arange(0, NB), blocks)
+    row16 = tl.program_id(0)
+    first = tl.program_id(1) * GROUPS
+    _, _, corrected = _corrected(pseudo_ptr, correction_ptr, shift, row16, first, rows, groups, GROUPS)
     subnormal = (corrected > 0) & (corrected < m.E4M3_MIN_NORMAL)
-    if tl.max(subnormal.to(tl.int32), axis=0) > 0:
-        for start in range(0, NB, CHUNK):
-            block = first + start + tl.arange(0, CHUNK)
-            corrected_again = _corrected(pseudo_ptr, correction_ptr, shift, block, blocks)
-            index = (first + start) // 4 + tl.arange(0, CHUNK // 4)
-            uniform = m.scale_uniforms(tl.load(seed_ptr), index, stream, CHUNK)
+    if tl.max(tl.max(subnormal.to(tl.int32), axis=1), axis=0) > 0:
+        for group in range(first, tl.minimum(first + GROUPS, groups)):
+            at, mask, corrected_again = _corrected(pseudo_ptr, correction_ptr, shift, row16, group, rows, groups, 1)
+            words = m.scale_words(tl.load(seed_ptr), row16, group * 4, groups * 4, stream, 16, 4)
             # What the first kernel rounded to, free of E4M3's range, and what it should have been.
-            e = tl.maximum(m.power_of_two_floor(corrected_again), m.TENSOR_SCALE_MIN)
-            before = m.stochastic_round_m3(corrected_again, e, uniform)
-            after = m.stochastic_round_e4m3(corrected_again, uniform)
-            wrong = (block < blocks) & (before != after)
-            element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-            value = tl.load(decoded_ptr + element, mask=wrong[:, None], other=0.0).to(tl.float32)
+            before = m.stochastic_round_m3(corrected_again, words)
+            after = m.stochastic_round_e4m3(corrected_again, words)
+            wrong = mask & (before != after)
+            element = at[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+            value = tl.load(decoded_ptr + element, mask=wrong[:, :, None], other=0.0).to(tl.float32)
             # decoded / before is the E2M1 value times tensor_scale: both divisions are exact.
-            q = tl.math.div_rn(value, tl.where(wrong, before, 1.0)[:, None])
-            tl.store(decoded_ptr + element, (q * after[:, None]).to(tl.bfloat16), mask=wrong[:, None])
+            q = tl.math.div_rn(value, tl.where(wrong, before, 1.0)[:, :, None])
+            tl.store(decoded_ptr + element, (q * after[:, :, None]).to(tl.bfloat16), mask=wrong[:, :, None])
 
 
 @triton.jit
-def _corrected(pseudo_ptr, correction_ptr, shift, block, blocks):
-    """Pseudo-scales, aligned and corrected."""
-    mask = block < blocks
-    pseudo = tl.load(pseudo_ptr + block, mask=mask, other=0.0).to(tl.float32)
-    return pseudo * shift * tl.load(correction_ptr + block // 8, mask=mask, other=1.0)
+def _corrected(pseudo_ptr, correction_ptr, shift, row16, group, rows, groups, GROUPS: tl.constexpr):
+    """Pseudo-scales of 16 rows, aligned and corrected (16, 8 GROUPS); where they are, and which there are."""
+    row = (row16 * 16 + tl.arange(0, 16)).to(tl.int64)[:, None]
+    block = group * 8 + tl.arange(0, 8 * GROUPS)[None, :]
+    mask = (row < rows) & (block < groups * 8)
+    at = row * (groups * 8) + block
+    pseudo = tl.load(pseudo_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return at, mask, pseudo * shift * tl.load(correction_ptr + at // 8, mask=mask, other=1.0)
 
 
 def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, seed: torch.Tensor, operand):
@@ -93,18 +102,18 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
     (scales float8_e4m3fn (R, K/16), tensor_scale float32 (), a power of two)."""
     scales = torch.empty(pseudo.shape, dtype=torch.uint8, device=pseudo.device)
     tensor_scale = torch.empty((), dtype=torch.float32, device=pseudo.device)
-    nb = 1024
-    finish_kernel[(triton.cdiv(pseudo.numel(), nb),)](
+    finish_kernel[_grid(correction)](
         pseudo,
         correction,
         amax,
         seed,
         scales,
         tensor_scale,
-        pseudo.numel(),
+        *correction.shape,
         operand.stream,
         DIVISOR=operand.divisor,
-        NB=nb,
+        HARDWARE=m.converts_e4m3(),
+        GROUPS=GROUPS,
         **NO_FUSION,
     )
     return scales.view(torch.float8_e4m3fn), tensor_scale
@@ -112,17 +121,20 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
 
 def repair(decoded, pseudo, correction, amax, seed, operand) -> None:
     """decoded BF16 (R, K), in place; the others as for finish."""
-    nb = 1024
-    repair_kernel[(triton.cdiv(pseudo.numel(), nb),)](
+    repair_kernel[_grid(correction)](
         decoded,
         pseudo,
         correction,
         amax,
         seed,
-        pseudo.numel(),
+        *correction.shape,
         operand.stream,
         DIVISOR=operand.divisor,
-        NB=nb,
-        CHUNK=128,
+        GROUPS=GROUPS,
         **NO_FUSION,
     )
+
+
+def _grid(correction: torch.Tensor) -> tuple[int, int]:
+    rows, groups = correction.shape
+    return triton.cdiv(rows, 16), triton.cdiv(groups, GROUPS)

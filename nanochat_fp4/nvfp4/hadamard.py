@@ -36,14 +36,18 @@ def rotation_matrix(seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int
 def rotate(x: torch.Tensor, seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int = 0) -> torch.Tensor:
     """The RHT of x (..., K), K % dim == 0, in FP32; seed is an int or an int64 tensor ().
 
-    `quantize(x, "ms_eden", seed)` quantizes exactly rotate(x, seed). Raises ValueError if K is not a multiple of dim.
+    `quantize(x, "ms_eden", seed)` quantizes rotate(x, seed). Raises ValueError if K is not a multiple of dim.
     """
+    return rotated_sums(x, seed, dim=dim, stream=stream) * dim**-0.5
+
+
+def rotated_sums(x: torch.Tensor, seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int = 0) -> torch.Tensor:
+    """`rotate` without its factor 1/sqrt(dim), which quantization applies once a block."""
     if x.shape[-1] % dim:
         raise ValueError(
             f"rotate: the last dimension is {x.shape[-1]}, expected a multiple of {dim}; pad it with zeros"
         )
     rotation = rotation_matrix(seed, dim=dim, stream=stream, device=x.device)
-    # Signs and H are +-1, so only the sum rounds; one factor 1/sqrt(dim) follows it.
-    groups = x.to(torch.float32).unflatten(-1, (-1, dim))
+    groups = x.to(torch.float32).unflatten(-1, (-1, dim))  # signs and H are +-1, so only the sum rounds
     with torch.autocast(x.device.type, enabled=False):  # it would make this a BF16 product
-        return (groups @ rotation).flatten(-2) * dim**-0.5
+        return (groups @ rotation).flatten(-2)

@@ -50,10 +50,14 @@ def uniform_elements(
     return (halves.flatten().to(torch.float32) + 0.5) * 2.0**-16
 
 
-def uniform_scales(seed: torch.Tensor | int, count: int, stream: int, device: torch.device) -> torch.Tensor:
-    """Uniforms in [0, 1) for the stochastic rounding of scales 0 .. count, float32 (count,): 24 bits, four a call."""
-    index = torch.arange(-(-count // 4), device=device, dtype=torch.int64)
-    words = torch.stack(philox(seed, index, SCALE, stream), dim=-1).flatten()[:count]
+def uniform_scales(seed: torch.Tensor | int, rows: int, blocks: int, stream: int, device: torch.device) -> torch.Tensor:
+    """Uniforms in [0, 1) for the stochastic rounding of scales, float32 (rows, blocks), blocks even: 24 bits each.
+
+    A call makes those of two neighbours in two rows that are 8 apart: what a thread holds of a tensor core's result.
+    """
+    calls = torch.arange(-(-rows // 16) * 8 * blocks // 2, device=device, dtype=torch.int64)
+    words = torch.stack(philox(seed, calls, SCALE, stream), dim=-1)
+    words = words.view(-1, 8, blocks // 2, 2, 2).permute(0, 3, 1, 2, 4).reshape(-1, blocks)[:rows]
     return (words >> 8).to(torch.float32) * 2.0**-24
 
 

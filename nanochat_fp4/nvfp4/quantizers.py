@@ -54,7 +54,7 @@ from nanochat_fp4.nvfp4.format import (
     encode_e2m1,
     pack,
 )
-from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotate
+from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotate, rotated_sums
 from nanochat_fp4.nvfp4.philox import uniform_elements, uniform_scales
 
 # Rounding a scale to nearest can lower it by a factor 16/17 at most; elements then reach 6 at most and SR never clips.
@@ -240,10 +240,16 @@ def power_of_two_ceil(x: torch.Tensor) -> torch.Tensor:
 # Blocks.
 
 
-def _fixed_sum(x: torch.Tensor, fraction_bits: int) -> torch.Tensor:
-    """Sum over the last dimension in fixed point, float32 -> int32: each term is rounded to 2^-fraction_bits, and the
-    integers are added exactly. So the result does not depend on the order, and is the same in every kernel layout."""
-    return torch.round(x * 2.0**fraction_bits).to(torch.int32).sum(dim=-1, dtype=torch.int32)
+def _fixed_sum(x: torch.Tensor, y: torch.Tensor, fraction_bits: int) -> torch.Tensor:
+    """Sum of x * y over the last dimension in fixed point, float32 -> int32: each product is rounded once, to
+    2^-fraction_bits, and the integers are added exactly. So the result does not depend on the order, and is the same in
+    every kernel layout; a kernel rounds a product by one fused multiplication and addition."""
+    return _rounded_product(x * 2.0**fraction_bits, y).sum(dim=-1, dtype=torch.int32)
+
+
+def _rounded_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The whole number nearest to x * y, float32 to int32: FP64 holds the product exactly."""
+    return torch.round(x.to(torch.float64) * y.to(torch.float64)).to(torch.int32)
 
 
 def _block_amax(u: torch.Tensor, block_rows: int) -> torch.Tensor:
@@ -266,19 +272,20 @@ def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale > 0, 1.0 / scale, 0.0)
 
 
-def _search(u: torch.Tensor, rounding: Rounding, round_scale, draw=None):
-    """The block scale and the element grid that fit u (R, G, B) best: (q (R, G, B), scale (R, G)), both float32.
+def _search(x: torch.Tensor, rounding: Rounding, round_scale, draw=None, factor: torch.Tensor | float = 1.0):
+    """The block scale and the element grid that fit x * factor best, x (R, G, B), factor () or (R, 1): (q (R, G, B),
+    scale (R, G)), both float32.
 
     round_scale: (wanted scale, block amax), float32 (R, G) -> float32 values that the scale may take;
-    draw: candidate number -> uniforms like u. Each candidate of a stochastic rounding draws its own.
+    draw: candidate number -> uniforms like x. Each candidate of a stochastic rounding draws its own.
     """
-    amax = _block_amax(u, rounding.block_rows)
+    amax = _block_amax(x, rounding.block_rows) * factor
     base = divide(amax, rounding.grid_max)
     unit = power_of_two_floor(base).clamp(min=TENSOR_SCALE_MIN)
     best_q = best_scale = best_error = None
     for candidate, multiple in enumerate(rounding.candidates):
         scale = round_scale(base * multiple, amax)
-        y = u * _reciprocal(scale).unsqueeze(-1)
+        y = x * (_reciprocal(scale) * factor).unsqueeze(-1)
         if rounding.element != "e2m1":
             q = to_fp8(y, rounding.element).to(torch.float32)
         else:
@@ -286,7 +293,7 @@ def _search(u: torch.Tensor, rounding: Rounding, round_scale, draw=None):
         if len(rounding.candidates) == 1:
             return q, scale
         difference = q - y
-        error = _fixed_sum(difference * difference, ERROR_BITS)
+        error = _fixed_sum(difference, difference, ERROR_BITS)
         error = _over_rows(error, rounding.block_rows, lambda rows: rows.sum(dim=-1, dtype=torch.int32))
         relative = scale * (1.0 / unit)  # exact: by a power of two
         error = error.to(torch.float32) * (relative * relative)
@@ -362,21 +369,25 @@ def quantize_reference(
     per_token:             one tensor_scale per row, (..., 1), so that a row does not depend on the others
     NaN and Inf travel into tensor_scale and from there into everything that is computed.
     """
+    norm = 1.0
     if rht_dim:
-        x = rotate(x, seed if rht_seed is None else rht_seed, dim=rht_dim, stream=rht_stream)
+        x = rotated_sums(x, seed if rht_seed is None else rht_seed, dim=rht_dim, stream=rht_stream)
+        norm = rht_dim**-0.5
     leading = x.shape[:-1]
     rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
     amax = rows.abs().amax(dim=-1, keepdim=True) if per_token else rows.abs().amax()
     if rounding.fp8 == "tensor":  # as nanochat's fp8.py: the scale in FP64, so that compiled code has the same one
-        scale = (rounding.grid_max / amax.double().clamp(min=FP8_AMAX_MIN)).float()
-        codes = to_fp8(rows * scale, rounding.element).view(*leading, -1)
+        scale = (rounding.grid_max / (amax * norm).double().clamp(min=FP8_AMAX_MIN)).float()
+        codes = to_fp8(rows * (scale * norm), rounding.element).view(*leading, -1)
         scales = codes.new_empty(*leading, 0)
         return NVFP4Tensor(codes, scales, scale.reciprocal().view(*leading, 1) if per_token else scale.reciprocal())
-    tensor_scale = divide(amax, rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
+    tensor_scale = divide(amax * norm, rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
     if rounding.ms_eden:
         tensor_scale = power_of_two_ceil(tensor_scale)
     if rounding.mx or rounding.fp8:
         tensor_scale = torch.full_like(tensor_scale, 1 / rounding.prescale)
+    # MS-EDEN is aligned afterwards.
+    factor = torch.full_like(tensor_scale, norm) if rounding.ms_eden else 1.0 / tensor_scale * norm
 
     # Chunks of whole blocks of rows; the result does not depend on their size.
     chunk = (
@@ -387,8 +398,8 @@ def quantize_reference(
     align = _align_post_hoc if rounding.ms_eden else _align_first
     parts = []
     for start in range(0, rows.shape[0], chunk):
-        part_scale = tensor_scale[start : start + chunk] if per_token else tensor_scale
-        q, *scales = align(rows[start : start + chunk], rounding, part_scale, seed, stream, start)
+        part_factor = factor[start : start + chunk] if per_token else factor
+        q, *scales = align(rows[start : start + chunk], rounding, part_factor, seed, stream, start)
         grid = q.flatten(-2)
         codes = pack(encode_e2m1(grid)) if rounding.element == "e2m1" else grid.to(FP8_DTYPES[rounding.element])
         parts.append((q, codes, *scales))
@@ -404,40 +415,41 @@ def quantize_reference(
     )
 
 
-def _align_first(rows, rounding, tensor_scale, seed, stream, start):
-    """Aligned with the known tensor_scale: (q, E4M3 scales in float32, no correction)."""
-    u = (rows * (1.0 / tensor_scale)).unflatten(-1, (-1, rounding.block))
+def _align_first(rows, rounding, factor, seed, stream, start):
+    """Aligned by a factor with the known tensor_scale: (q, E4M3 scales in float32, no correction)."""
+    x = rows.unflatten(-1, (-1, rounding.block))
 
     def draw(candidate):
-        return uniform_elements(seed, start * rows.shape[1], u.numel(), stream, candidate, u.device).view(u.shape)
+        return uniform_elements(seed, start * rows.shape[1], x.numel(), stream, candidate, x.device).view(x.shape)
 
-    q, scales = _search(u, rounding, _round_block_scale(rounding), draw)
+    q, scales = _search(x, rounding, _round_block_scale(rounding), draw, factor)
     return q, scales, torch.ones_like(scales)
 
 
-def _align_post_hoc(rows, rounding, tensor_scale, seed, stream, start):
+def _align_post_hoc(rows, rounding, factor, seed, stream, start):
     """Kernel one of the paper's Section 7: (q, E8M3 pseudo-scales, EDEN's correction S), all without tensor_scale."""
-    y = rows.unflatten(-1, (-1, BLOCK))
-    q, pseudo_scales = _search(y, rounding, lambda scale, _: round_e8m3(scale))
-    return q, pseudo_scales, _eden_correction(y, q, pseudo_scales, rounding.eden_group)
+    x = rows.unflatten(-1, (-1, BLOCK))
+    q, pseudo_scales = _search(x, rounding, lambda scale, _: round_e8m3(scale), factor=factor)
+    return q, pseudo_scales, _eden_correction(x, q, pseudo_scales, factor, rounding.eden_group)
 
 
-def _eden_correction(u, q, scales, group=RHT_DIM):
+def _eden_correction(x, q, scales, factor, group=RHT_DIM):
     """S = <x, x> / <x, x_rtn> (paper, Algorithm 1) per group, repeated for its blocks: (R, G).
 
-    u, q (R, G, 16), scales (R, G). Blocks are summed in units of their scale and weighted by its square over that of
-    the power of two above the group's largest.
+    x, q (R, G, 16), scales (R, G), factor as in `_search`. Blocks are summed in units of their scale and weighted by
+    its square over that of the power of two above the group's largest.
     """
     blocks = scales.unflatten(-1, (-1, group // BLOCK))
     largest = power_of_two_floor(blocks.amax(dim=-1, keepdim=True)).clamp(min=TENSOR_SCALE_MIN)
-    weight = blocks * (0.5 / largest)
+    weight = blocks * (0.125 / largest)  # so that the sums of a block stay below 2^22
     weight = weight * weight
-    y = u * _reciprocal(scales).unsqueeze(-1)
+    y = x * (_reciprocal(scales) * factor).unsqueeze(-1)
 
-    def weighted_sum(products):
-        return torch.floor(_fixed_sum(products, PRODUCT_BITS).view(blocks.shape).to(torch.float32) * weight)
+    def sum_over_group(v):
+        blocks = _fixed_sum(y, v, PRODUCT_BITS).to(torch.float32).view(weight.shape)
+        return _rounded_product(blocks, weight).sum(dim=-1, dtype=torch.int32).to(torch.float32)
 
-    xx, xq = (weighted_sum(v).to(torch.int32).sum(dim=-1, dtype=torch.int32).to(torch.float32) for v in (y * y, y * q))
+    xx, xq = sum_over_group(y), sum_over_group(q)
     correction = torch.where(xq > 0, xx / xq, 1.0)
     return correction.repeat_interleave(group // BLOCK, dim=-1)
 
@@ -450,7 +462,7 @@ def _finish_scales(pseudo_scales, correction, rounding, tensor_scale, seed, stre
         return pseudo_scales.to(torch.float8_e8m0fnu)
     if not rounding.ms_eden:
         return round_e4m3(pseudo_scales)
-    uniform = uniform_scales(seed, pseudo_scales.numel(), stream, pseudo_scales.device).view(pseudo_scales.shape)
+    uniform = uniform_scales(seed, *pseudo_scales.shape, stream, pseudo_scales.device)
     return stochastic_round_e4m3(pseudo_scales * (1.0 / tensor_scale) * correction, uniform)
 
 
@@ -459,13 +471,13 @@ def ms_eden_direct(x: torch.Tensor, rounding: Rounding, seed: torch.Tensor | int
     y = rotate(x, seed)
     rows = y.reshape(-1, y.shape[-1])
     tensor_scale = divide(rows.abs().amax(), rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
-    u = (rows * (1.0 / tensor_scale)).unflatten(-1, (-1, BLOCK))
-    q, scales = _search(u, rounding, _round_block_scale(rounding))
-    correction = _eden_correction(u, q, scales, rounding.eden_group)
-    uniform = uniform_scales(seed, scales.numel(), 0, x.device).view(scales.shape)
+    x, factor = rows.unflatten(-1, (-1, BLOCK)), 1.0 / tensor_scale
+    q, scales = _search(x, rounding, _round_block_scale(rounding), factor=factor)
+    correction = _eden_correction(x, q, scales, factor, rounding.eden_group)
+    uniform = uniform_scales(seed, *scales.shape, 0, x.device)
     scales = stochastic_round_e4m3(scales * correction, uniform)
-    codes = pack(encode_e2m1(q.flatten(-2))).view(*x.shape[:-1], -1)
-    return NVFP4Tensor(codes, scales.view(*x.shape[:-1], -1), tensor_scale)
+    codes = pack(encode_e2m1(q.flatten(-2))).view(*y.shape[:-1], -1)
+    return NVFP4Tensor(codes, scales.view(*y.shape[:-1], -1), tensor_scale)
 
 
 def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int = 0) -> NVFP4Tensor:
