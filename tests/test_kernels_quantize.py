@@ -9,14 +9,17 @@ from _assertions import assert_same_bits
 
 pytest.importorskip("triton")
 
+from nvfp4_kernels import _math as m  # noqa: E402
+from nvfp4_kernels import quantize as quantize_module  # noqa: E402
 from nvfp4_kernels.decode import decode  # noqa: E402
-from nvfp4_kernels.quantize import amax, quantize  # noqa: E402
+from nvfp4_kernels.quantize import amax, conversion_problem, quantize  # noqa: E402
 
-from nanochat_fp4.nvfp4.format import NVFP4Tensor, swizzle_scales, unswizzle_scales  # noqa: E402
+from nanochat_fp4.nvfp4.format import NVFP4Tensor, encode_e2m1, pack, swizzle_scales, unswizzle_scales  # noqa: E402
 from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_operand  # noqa: E402
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference  # noqa: E402
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference, round_e2m1  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
 UNROTATED = [name for name, r in ROUNDINGS.items() if not r.ms_eden and r.has_kernels and name != "scale_search"]
 DTYPES = [torch.float32, torch.bfloat16]
 SEED, STREAM = 5, 3
@@ -256,6 +259,38 @@ def test_dispatch_requantizes_codes_that_are_not_rotated(monkeypatch):
 def test_swizzle_of_kernel_scales_round_trips():
     scales = kernel(torch.randn(200, 80), "rtn").scales
     assert_same_bits("scales", unswizzle_scales(swizzle_scales(scales), 200, 5), scales)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The instruction of sm_100a and sm_120a that rounds to E2M1.
+
+
+@pytest.mark.skipif(ON_GPU, reason="for machines that lack the instruction")
+def test_a_conversion_that_does_not_work_is_not_used(monkeypatch):
+    assert "raises" in conversion_problem("cpu")
+    monkeypatch.setattr(quantize_module, "_arch", lambda: 120)
+    monkeypatch.setattr(quantize_module, "conversion_problem", lambda: "rounds 5 to 6")
+    with pytest.warns(UserWarning, match="conversion to E2M1, which rounds 5 to 6"):
+        assert quantize_module.hardware.__wrapped__() == m.CONVERTS_E4M3.value
+    monkeypatch.setattr(quantize_module, "conversion_problem", lambda: None)
+    assert quantize_module.hardware.__wrapped__() == m.CONVERTS_E2M1.value
+
+
+@pytest.mark.parametrize("wrong", [None, "tie", "zero"])
+def test_the_probe_of_the_conversion_sees_a_wrong_code(wrong, monkeypatch):
+    """With the arithmetic in the place of the instruction, right, and wrong at a tie or in the sign of zero."""
+
+    def launch(y, codes, values, hardware, blocks, **_):
+        q = round_e2m1(y)
+        if hardware and wrong == "tie":
+            q = torch.where(y == 2.5, 3.0, q)
+        if hardware and wrong == "zero":
+            q = q + 0.0
+        codes.copy_(pack(encode_e2m1(q)).view(torch.int32))
+        values.copy_(q)
+
+    monkeypatch.setattr(quantize_module, "convert_kernel", {(1,): launch})
+    assert (conversion_problem("cpu") is None) == (wrong is None)
 
 
 # --------------------------------------------------------------------------------------------------------------------

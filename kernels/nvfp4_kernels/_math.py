@@ -35,13 +35,9 @@ PRODUCT_MAGIC = tl.constexpr(192.0)  # ulp 2^-16 on [128, 256): products below 6
 PRODUCT_MAGIC_BITS = tl.constexpr(0x43400000)
 INTEGER_MAGIC = tl.constexpr(1.5 * 2.0**23)  # ulp 1 on [2^23, 2^24)
 INTEGER_MAGIC_BITS = tl.constexpr(0x4B400000)
+# What a kernel may convert by an instruction (HARDWARE): to and from E4M3 (sm_89), and to E2M1 too (sm_100a, sm_120a).
+CONVERTS_E4M3, CONVERTS_E2M1 = tl.constexpr(1), tl.constexpr(2)
 SIGN, SCALE, SR_ELEMENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # philox.py: what a draw is for
-
-
-@functools.cache
-def converts_e4m3() -> bool:
-    """Whether the GPU has conversions to and from E4M3 (sm_89)."""
-    return not INTERPRETED.value and triton.runtime.driver.active.get_current_target().arch >= 89
 
 
 @functools.cache
@@ -145,7 +141,7 @@ def decode_e2m1(code):
 def round_e4m3(scale, HARDWARE: tl.constexpr):
     """Non-negative float32 to the nearest E4M3 value, as float32."""
     scale = tl.minimum(scale, E4M3_MAX)
-    if HARDWARE:
+    if HARDWARE >= CONVERTS_E4M3:
         return scale.to(tl.float8e4nv).to(tl.float32)
     e = tl.maximum(power_of_two_floor(scale), E4M3_MIN_NORMAL)
     return tl.fma(e, -E4M3_MAGIC, tl.fma(e, E4M3_MAGIC, scale))
@@ -179,7 +175,7 @@ def stochastic_round_e4m3(scale, word):
 @triton.jit
 def encode_e4m3(scale, HARDWARE: tl.constexpr):
     """An E4M3 value as float32, non-negative -> its byte, uint8. NaN stays NaN (0x7F)."""
-    if HARDWARE:
+    if HARDWARE >= CONVERTS_E4M3:
         return scale.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     byte = bits(scale * 2.0**-120) >> 20
     return tl.where(scale == scale, byte, 0x7F).to(tl.uint8)
@@ -232,6 +228,41 @@ def product_sum(x, y):
     """Sums of x * y over blocks (NB, 16), products in [0, 64) -> (NB,) float32 in units of 2^-16."""
     fixed = bits(fma(x, y, PRODUCT_MAGIC))
     return (tl.sum(fixed, axis=1) - ((16 * PRODUCT_MAGIC_BITS + 2**31) % 2**32 - 2**31)).to(tl.float32)
+
+
+@triton.jit
+def convert_e2m1(y, NB: tl.constexpr):
+    """y (NB, 16) -> (its codes as `pack` has them, int32 (NB, 2), and their values, float32 (NB, 16)), to nearest, ties
+    to even, by the instructions of sm_100a and sm_120a: one for two values, one back. NaN becomes 6."""
+    even, odd = tl.split(tl.reshape(y, (NB, 2, 2, 2, 2)))
+    y0, y2 = tl.split(even)
+    y1, y3 = tl.split(odd)
+    a, e = tl.split(y0)
+    b, f = tl.split(y1)
+    c, g = tl.split(y2)
+    d, h = tl.split(y3)
+    word, a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+        """{
+        .reg .b8 p, q, r, s; .reg .b32 v; .reg .b16 l, u;
+        cvt.rn.satfinite.e2m1x2.f32 p, $10, $9;
+        cvt.rn.satfinite.e2m1x2.f32 q, $12, $11;
+        cvt.rn.satfinite.e2m1x2.f32 r, $14, $13;
+        cvt.rn.satfinite.e2m1x2.f32 s, $16, $15;
+        mov.b32 $0, {p, q, r, s};
+        cvt.rn.f16x2.e2m1x2 v, p; mov.b32 {l, u}, v; cvt.f32.f16 $1, l; cvt.f32.f16 $2, u;
+        cvt.rn.f16x2.e2m1x2 v, q; mov.b32 {l, u}, v; cvt.f32.f16 $3, l; cvt.f32.f16 $4, u;
+        cvt.rn.f16x2.e2m1x2 v, r; mov.b32 {l, u}, v; cvt.f32.f16 $5, l; cvt.f32.f16 $6, u;
+        cvt.rn.f16x2.e2m1x2 v, s; mov.b32 {l, u}, v; cvt.f32.f16 $7, l; cvt.f32.f16 $8, u;
+        }""",
+        "=r,=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f",
+        [a, b, c, d, e, f, g, h],
+        dtype=(tl.int32,) + (tl.float32,) * 8,
+        is_pure=True,
+        pack=1,
+    )
+    even = tl.join(tl.join(a, e), tl.join(c, g))
+    odd = tl.join(tl.join(b, f), tl.join(d, h))
+    return word, tl.reshape(tl.join(even, odd), (NB, 16))
 
 
 @triton.jit

@@ -5,6 +5,9 @@ nanochat_fp4.nvfp4.quantizers._align_first, bit for bit. Bytes per element: amax
 quantize reads it again and writes 0.5 + 0.0625, and 2 more for the decode where it is wanted.
 """
 
+import functools
+import warnings
+
 import torch
 import triton
 import triton.language as tl
@@ -31,17 +34,19 @@ def fit_blocks(
     L: tl.constexpr,
 ):
     """quantizers._search on NB blocks of L values: x (NB, L), amax (NB,) of x * factor ->
-    (q (NB, L), y (NB, L), scale (NB,)), q the rounded y, y = x * factor / scale."""
+    (q (NB, L), y (NB, L), scale (NB,), codes int32 (NB * L / 16, 2)), q the rounded y, y = x * factor / scale."""
     LIMIT: tl.constexpr = m.E2M1_MAX if STOCHASTIC else m.E2M1_OVERFLOW
     # Rounding once more with the winner is cheaper than to carry its codes along with many candidates, and where (E8M3,
     # the rotating kernel) a thread holds 64 values and registers are scarce.
     KEEP_Q: tl.constexpr = STOCHASTIC or (len(CANDIDATES) <= 3 and not E8M3)
+    CONVERT: tl.constexpr = HARDWARE >= m.CONVERTS_E2M1 and not STOCHASTIC
     base = m.divide(amax, GRID_MAX, INVERSE)
     unit = m.power_of_two_reciprocal(tl.maximum(m.power_of_two_floor(base), m.TENSOR_SCALE_MIN))
     best_q = x
     best_y = x
     best_scale = base
     best_error = base
+    best_codes = 0
     for i in tl.static_range(len(CANDIDATES)):
         if E8M3:
             scale = m.round_e8m3(base * CANDIDATES[i])
@@ -51,29 +56,43 @@ def fit_blocks(
         y = x * (m.reciprocal(scale) * factor)[:, None]
         if STOCHASTIC:
             q = m.stochastic_round_e2m1(y, m.element_noise(seed, noise_index, i, stream, NB))
+            codes = 0
         else:
-            q = m.round_e2m1(y)
+            q, codes = _round(y, CONVERT, NB, L)
         if len(CANDIDATES) == 1:
-            best_q = q
-            best_y = y
-            best_scale = scale
+            best_q, best_y, best_scale, best_codes = q, y, scale, codes
         else:
             relative = scale * unit
             error = m.error_sum(q - y, L).to(tl.float32) * (relative * relative)
             if i == 0:
-                best_q = q
-                best_scale = scale
-                best_error = error
+                best_q, best_scale, best_error, best_codes = q, scale, error, codes
             else:
                 better = error < best_error
                 if KEEP_Q:
                     best_q = tl.where(better[:, None], q, best_q)
+                    if CONVERT:
+                        chosen = tl.reshape(tl.broadcast_to(better[:, None], (NB, L // 16)), (NB * L // 16,))
+                        best_codes = tl.where(chosen[:, None], codes, best_codes)
                 best_scale = tl.where(better, scale, best_scale)
                 best_error = tl.minimum(error, best_error)
     if len(CANDIDATES) > 1 and not KEEP_Q:
         best_y = x * (m.reciprocal(best_scale) * factor)[:, None]
-        best_q = m.round_e2m1(best_y)
-    return best_q, best_y, best_scale
+        best_q, best_codes = _round(best_y, CONVERT, NB, L)
+    if not CONVERT:
+        best_codes = m.pack(tl.reshape(best_q, (NB * L // 16, 16)), tl.reshape(x, (NB * L // 16, 16)), NB * L // 16)
+    return best_q, best_y, best_scale, best_codes
+
+
+@triton.jit
+def _round(y, CONVERT: tl.constexpr, NB: tl.constexpr, L: tl.constexpr):
+    """y (NB, L) to nearest: values, and codes where the conversion makes them."""
+    if CONVERT:
+        codes, q = m.convert_e2m1(tl.reshape(y, (NB * L // 16, 16)), NB * L // 16)
+        q = tl.reshape(q, (NB, L))
+    else:
+        q = m.round_e2m1(y)
+        codes = 0
+    return q, codes
 
 
 @triton.jit
@@ -138,14 +157,14 @@ def quantize_kernel(
             inverse_tensor_scale = tl.math.div_rn(1.0, row_scale)
         amax = tl.max(tl.abs(x), axis=1) * inverse_tensor_scale
         noise_index = block[:, None] * 2 + tl.arange(0, 2)[None, :]
-        q, _, scale = fit_blocks(
+        q, _, scale, codes = fit_blocks(
             x, amax, inverse_tensor_scale, seed, noise_index, stream,
             GRID_MAX, INVERSE, CANDIDATES, STOCHASTIC, False, HARDWARE, NB, 16,
         )  # fmt: skip
 
         tl.store(scales_ptr + block, m.encode_e4m3(scale, HARDWARE), mask=mask)
         word = block[:, None] * 2 + tl.arange(0, 2)[None, :]
-        tl.store(codes_ptr + word, m.pack(q, x, NB), mask=mask[:, None])
+        tl.store(codes_ptr + word, codes, mask=mask[:, None])
         if DECODE:
             # In the order in which a warp holds the blocks, so that it needs no other to write whole lines.
             value = tl.reshape(q * scale[:, None], (4, NB // 64, 16, 16))
@@ -214,22 +233,71 @@ def quantize_16x16_kernel(
     x = tl.load(x_ptr + element, mask=mask, other=0.0).to(tl.float32)
 
     amax = tl.max(tl.abs(x), axis=1) * inverse_tensor_scale
-    q, _, scale = fit_blocks(
+    q, _, scale, codes = fit_blocks(
         x, amax, inverse_tensor_scale, 0, square, stream,
         GRID_MAX, INVERSE, CANDIDATES, False, False, HARDWARE, NB, 256,
     )  # fmt: skip
 
-    code = m.pack(tl.reshape(q, (NB * 16, 16)), tl.reshape(x, (NB * 16, 16)), NB * 16)
     line = tl.arange(0, NB * 16)
     square = tl.program_id(0).to(tl.int64) * NB + line // 16
     row = square // per_row * 16 + line % 16
     line_mask = row < rows
     block = row * per_row + square % per_row
-    tl.store(codes_ptr + block[:, None] * 2 + tl.arange(0, 2)[None, :], code, mask=line_mask[:, None])
+    tl.store(codes_ptr + block[:, None] * 2 + tl.arange(0, 2)[None, :], codes, mask=line_mask[:, None])
     repeated = tl.reshape(tl.broadcast_to(scale[:, None], (NB, 16)), (NB * 16,))
     tl.store(scales_ptr + block, m.encode_e4m3(repeated, HARDWARE), mask=line_mask)
     if DECODE:
         tl.store(decoded_ptr + element, (q * scale[:, None]).to(tl.bfloat16), mask=mask)
+
+
+def _arch() -> int:
+    return 0 if m.INTERPRETED.value else triton.runtime.driver.active.get_current_target().arch
+
+
+@functools.cache
+def hardware() -> int:
+    """The conversions that kernels use on this GPU: _math.CONVERTS_E4M3 from sm_89 on, CONVERTS_E2M1 from sm_100 on if
+    they agree with the arithmetic that they replace; 0 for none, as in the interpreter."""
+    arch = _arch()
+    if arch < 100:
+        return m.CONVERTS_E4M3.value if arch >= 89 else 0
+    problem = conversion_problem()
+    if problem:
+        warnings.warn(f"kernels do without the conversion to E2M1, which {problem}", stacklevel=2)
+    return m.CONVERTS_E4M3.value if problem else m.CONVERTS_E2M1.value
+
+
+@triton.jit
+def convert_kernel(y_ptr, codes_ptr, values_ptr, HARDWARE: tl.constexpr, NB: tl.constexpr):
+    element = tl.arange(0, NB)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    y = tl.load(y_ptr + element)
+    q, codes = _round(y, HARDWARE >= m.CONVERTS_E2M1, NB, 16)
+    if HARDWARE < m.CONVERTS_E2M1:
+        codes = m.pack(q, y, NB)
+    tl.store(codes_ptr + tl.arange(0, NB)[:, None] * 2 + tl.arange(0, 2)[None, :], codes)
+    tl.store(values_ptr + element, q)
+
+
+def conversion_problem(device: str = "cuda") -> str | None:
+    """What is wrong with the instruction that rounds to E2M1, or None: on every tie, its neighbours, both zeros and
+    numbers in between its codes and values must be those of the arithmetic; of infinity it may make 6. NaN it makes a
+    number, which does no harm: NaN reaches the scales too."""
+    ties = torch.tensor([0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 6.875])
+    near = torch.cat([ties, *(torch.nextafter(ties, torch.tensor(v)) for v in (0.0, 7.0)), torch.linspace(0, 6.9, 98)])
+    y = torch.cat((near, -near)).to(device)
+    results = []
+    try:
+        for conversions in (0, m.CONVERTS_E2M1.value):
+            codes = torch.empty(y.numel() // 8, dtype=torch.int32, device=device)
+            values = torch.empty_like(y)
+            convert_kernel[(1,)](y, codes, values, conversions, y.numel() // 16, num_warps=1, **NO_FUSION)
+            results.append((codes.cpu(), values.cpu()))
+    except Exception as error:  # whatever a compiler raises
+        return f"raises {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
+    (codes, values), (converted, converted_values) = results
+    if not torch.equal(codes, converted) or not torch.equal(values, converted_values):
+        return "does not round as it should"
+    return None
 
 
 @operator("amax(Tensor x) -> Tensor")
@@ -312,7 +380,7 @@ def quantize(
         INVERSE=m.inverse(grid_max),
         CANDIDATES=tuple(candidates),
         STOCHASTIC=stochastic,
-        HARDWARE=m.converts_e4m3(),
+        HARDWARE=hardware(),
         DECODE=decode,
         PER_TOKEN=per_token,
         NB=nb,

@@ -31,7 +31,7 @@ import triton.language as tl
 
 from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION, operator
-from nvfp4_kernels.quantize import fit_blocks
+from nvfp4_kernels.quantize import fit_blocks, hardware
 from nvfp4_kernels.scales import finish, repair, tensor_scale_kernel
 
 TILE = 128  # a group of the rotation
@@ -141,23 +141,25 @@ def _emit(
     block = row.to(tl.int64) * blocks_per_row + group * 8 + block_in_group
     absolute = m.max_with_nan(x) * factor
     q = x
+    # Where no codes are wanted their conversion takes more instructions than arithmetic on sm_120, and spills.
+    CONVERSIONS: tl.constexpr = HARDWARE if STORE_CODES or HARDWARE == 0 else m.CONVERTS_E4M3
     if KIND == ALIGNED:
         seed = 0
         if STOCHASTIC:
             seed = tl.load(seed_ptr)
         noise_index = block[:, None] * 2 + tl.arange(0, 2)[None, :]
-        q, _, scale = fit_blocks(
+        q, _, scale, codes = fit_blocks(
             x, absolute, factor, seed, noise_index, stream,
-            GRID_MAX, INVERSE, CANDIDATES, STOCHASTIC, False, HARDWARE, 512, 16,
+            GRID_MAX, INVERSE, CANDIDATES, STOCHASTIC, False, CONVERSIONS, 512, 16,
         )  # fmt: skip
         if STORE_CODES:
             tl.store(scales_ptr + block, m.encode_e4m3(scale, HARDWARE), mask=mask)
         else:
             _store_decoded(q * scale[:, None], decoded_ptr, row0, group, rows, blocks_per_row)
     elif KIND != AMAX:
-        q, y, scale = fit_blocks(
+        q, y, scale, codes = fit_blocks(
             x, absolute, factor, 0, line, stream,
-            GRID_MAX, INVERSE, CANDIDATES, False, True, HARDWARE, 512, 16,
+            GRID_MAX, INVERSE, CANDIDATES, False, True, CONVERSIONS, 512, 16,
         )  # fmt: skip
 
         # S = <x, x> / <x, q>, in units of the blocks' scales: quantizers._eden_correction.
@@ -180,7 +182,7 @@ def _emit(
             _store_decoded(q * final[:, None], decoded_ptr, row0, group, rows, blocks_per_row)
     if STORE_CODES:
         word = block[:, None] * 2 + tl.arange(0, 2)[None, :]
-        tl.store(codes_ptr + word, m.pack(q, x, 512), mask=mask[:, None])
+        tl.store(codes_ptr + word, codes, mask=mask[:, None])
     return absolute
 
 
@@ -604,7 +606,7 @@ def rotate_quantize(
             *outputs[1].arguments(),
             FROM_CODES=from_codes,
             FP32=x.dtype == torch.float32,
-            HARDWARE=m.converts_e4m3(),
+            HARDWARE=hardware(),
             **row_constants,
             **col_constants,
             **_launch_options(),

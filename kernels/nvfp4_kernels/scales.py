@@ -12,6 +12,7 @@ import triton.language as tl
 
 from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION
+from nvfp4_kernels.quantize import hardware
 
 GROUPS = 8  # of a rotation, 8 scales each, that a program takes of 16 rows
 
@@ -112,7 +113,7 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
         *correction.shape,
         operand.stream,
         DIVISOR=operand.divisor,
-        HARDWARE=m.converts_e4m3(),
+        HARDWARE=hardware(),
         GROUPS=GROUPS,
         **NO_FUSION,
     )
