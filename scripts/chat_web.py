@@ -71,6 +71,12 @@ def main(argv: list[str] | None = None) -> None:
         print0(f"{info['model']}, {info['method']}: open http://{args.host}:{args.port}/ (Ctrl-C ends)")
         try:
             uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=2)
+        except SystemExit as e:
+            if e.code != 3:  # what uvicorn exits with where it cannot start
+                raise
+            raise UserError(
+                f"cannot listen at {args.host}:{args.port}; choose another --port, or a --host of this machine"
+            ) from None
         finally:
             batcher.close()
     finally:

@@ -359,6 +359,7 @@ def test_torchrun_starts_again_where_it_was(fork_server, tiny_base):
     """One of two ranks is killed in step 5; torchrun starts both again, and the run ends as an undisturbed one."""
     program = tiny_base / "killed_once.py"
     program.write_text(
+        f"import sys; sys.path.append({str(Path(__file__).parent)!r})"
         """
 import os, signal
 from _training import in_step

@@ -12,6 +12,7 @@ from nanochat_fp4 import roofline
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4 import linear
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
+from nanochat_fp4.nvfp4.quantizers import get_rounding
 from scripts import bench_common as common
 from scripts import bench_linear, bench_quantize
 
@@ -55,7 +56,9 @@ def test_every_method_does_the_flops_of_three_gemms(method, native):
     recipe = get_recipe(method)
     for backward in (False, True):
         steps = roofline.layer_steps(recipe, 128, 256, 384, backward=backward, native=native)
-        assert sum(s.bf16_flops + s.fp4_flops for s in steps) == (3 if backward else 1) * 2 * 128 * 256 * 384
+        assert (
+            sum(s.bf16_flops + s.fp4_flops + s.fp8_flops for s in steps) == (3 if backward else 1) * 2 * 128 * 256 * 384
+        )
         assert all(s.num_bytes > 0 for s in steps)
 
 
@@ -311,7 +314,7 @@ def test_a_kernel_that_fails_its_check_is_not_timed(on_a_cpu, monkeypatch):
     chosen = {
         k: v for k, v in bench_quantize.kernels(128, 128).items() if k in ("decode", "requantize clover -> codes")
     }
-    problem = lambda device, rounding, rht_dim, shape: "codes differ" if rounding == "ms_eden" else None  # noqa: E731
+    problem = lambda device, rounding, rht_dim, shape: "codes differ" if rounding.ms_eden else None  # noqa: E731
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
     monkeypatch.setattr(bench_quantize, "kernel_problem", problem)
     records, problems = bench_quantize.measure(chosen, on_a_cpu, 100.0, lambda records: None)
@@ -323,7 +326,7 @@ def test_what_was_measured_survives(on_a_cpu, monkeypatch, capsys, tmp_path):
     pytest.importorskip("triton")
 
     def problem(device, rounding, rht_dim, shape):
-        if rounding == "four_over_six":
+        if rounding == get_rounding("four_over_six"):
             raise KeyboardInterrupt
 
     target = tmp_path / "quantize.json"

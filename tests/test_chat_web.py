@@ -295,3 +295,13 @@ def test_flags_out_of_range_are_refused():
     for wrong in ("--temperature=3", "--max-batch=0", "--top-k=-1", "--max-tokens=5000"):
         with pytest.raises(UserError, match=wrong.partition("=")[0]):
             chat_web.main([wrong])
+
+
+def test_a_port_that_is_taken_is_one_line(monkeypatch, tokenizer):
+    model = Says(tokenizer, "x")
+    batcher = Batcher(Engine(model, tokenizer))
+    info = {"model": "m", "method": "bf16", "device": "cpu", "precisions": {"bf16": "BF16"}}
+    monkeypatch.setattr(chat_web, "load", lambda args, device: (batcher, info))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(UserError, match="cannot listen at 127.0.0.1:.*; choose another --port"):
+            chat_web.main([f"--port={taken.getsockname()[1]}", "--device-type=cpu"])

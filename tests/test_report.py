@@ -112,9 +112,12 @@ def test_interrupted_run_shows_what_it_has(base_dir, folder):
             "NVIDIA B200",
             r"PREDICTED for B200, not measured: .* nvidia from width \d+, clover from width \d+$",
         ),
-        ("NVIDIA GeForce RTX 5090", "PREDICTED for RTX 5090, not measured: .* clover from width 256$"),
+        ("NVIDIA GeForce RTX 5090", r"PREDICTED for RTX 5090, not measured: .* clover from width \d+$"),
         ("NVIDIA H200", "PREDICTED for H200, not measured: .* nvidia at no width, clover at no width$"),
-        ("NVIDIA GH200 480GB", "not known for NVIDIA GH200 480GB; predicted for H200, B200, RTX 5090 only$"),
+        (
+            "NVIDIA GH200 480GB",
+            "not known for NVIDIA GH200 480GB; predicted for H200, B200, RTX 5090, RTX PRO 4000, RTX PRO 6000 only$",
+        ),
         (None, "not known for a CPU; predicted for"),
     ],
 )

@@ -103,7 +103,7 @@ def test_plan_on_gpus_is_nanochats(environment):
     assert {k: shown[k] for k in expected} == expected
     assert "2 x NVIDIA X, 2 process(es)" in done.stdout and "clover bf16" in done.stdout
     shown = plan(bash("run1000_fp4.sh", environment, PLAN_ONLY="1", QAT_METHOD=""))  # empty means the default
-    assert (shown["DEPTH"], shown["DEVICE_BATCH"], shown["DATA_RATIO"]) == ("32", "8", "20")
+    assert (shown["DEPTH"], shown["DEVICE_BATCH"], shown["DATA_RATIO"]) == ("32", "auto", "20")
 
 
 @pytest.mark.parametrize(
