@@ -10,6 +10,25 @@ import torch
 from nanochat_fp4.gpt import GPT
 from nanochat_fp4.trainer import Trainer
 
+# One layer of width 128 (the smallest whose every GEMM can be rotated in groups of 128), two micro-batches a step.
+BASE = (
+    "--depth=1 --aspect-ratio=128 --head-dim=64 --max-seq-len=32 --device-batch-size=2 --total-batch-size=128 "
+    "--eval-tokens=128 --eval-every=3 --core-metric-every=-1 --sample-every=-1 --device-type=cpu"
+).split()
+MID = (
+    "--data=local --device-type=cpu --device-batch-size=2 --total-batch-size=512 --eval-every=3 --eval-tokens=512"
+).split()
+SFT = (
+    "--data=local --device-type=cpu --device-batch-size=2 --target-examples-per-step=4 --eval-every=3 --eval-steps=2 "
+    "--eval-metrics-every=-1"
+).split()
+# stage -> module, its flags, where its checkpoints go, the stage whose model it takes
+STAGES = {
+    "base": ("scripts.base_train", BASE, "base_checkpoints", None),
+    "mid": ("scripts.mid_train", MID, "mid_checkpoints", "base_checkpoints"),
+    "sft": ("scripts.chat_sft", SFT, "chatsft_checkpoints", "mid_checkpoints"),
+}
+
 
 @contextlib.contextmanager
 def in_step(step: int, do: Callable[[], Any]) -> Iterator[None]:

@@ -20,6 +20,7 @@ import torch
 from _assertions import assert_same, bits, final_state
 from _forking import ForkServer, Run
 from _samples import save_base
+from _training import BASE, MID, SFT, STAGES
 
 import nanochat_fp4 as nf
 from eval.local import LocalArithmetic
@@ -33,24 +34,6 @@ from scripts import base_loss, base_train, chat_cli, chat_eval, chat_sft, mid_tr
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")
 
-# One layer of width 128 (the smallest whose every GEMM can be rotated in groups of 128), two micro-batches a step.
-BASE = (
-    "--depth=1 --aspect-ratio=128 --head-dim=64 --max-seq-len=32 --device-batch-size=2 --total-batch-size=128 "
-    "--eval-tokens=128 --eval-every=3 --core-metric-every=-1 --sample-every=-1 --device-type=cpu"
-).split()
-MID = (
-    "--data=local --device-type=cpu --device-batch-size=2 --total-batch-size=512 --eval-every=3 --eval-tokens=512"
-).split()
-SFT = (
-    "--data=local --device-type=cpu --device-batch-size=2 --target-examples-per-step=4 --eval-every=3 --eval-steps=2 "
-    "--eval-metrics-every=-1"
-).split()
-# stage -> module, its flags, where its checkpoints go, the stage whose model it takes
-STAGES = {
-    "base": ("scripts.base_train", BASE, "base_checkpoints", None),
-    "mid": ("scripts.mid_train", MID, "mid_checkpoints", "base_checkpoints"),
-    "sft": ("scripts.chat_sft", SFT, "chatsft_checkpoints", "mid_checkpoints"),
-}
 METHODS = ("bf16", "nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search")
 STEPS = 3
 TAG = "run"

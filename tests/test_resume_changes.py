@@ -11,23 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from _samples import save_base
+from _training import STAGES
 
 TAG = "run"
-COMMON = f"--device-type=cpu --model-tag={TAG} --num-iterations=3 --save-every=1 --keep-last=-1".split()
-BASE = (
-    "--depth=1 --aspect-ratio=128 --head-dim=64 --max-seq-len=32 --device-batch-size=2 --total-batch-size=128 "
-    "--eval-tokens=128 --eval-every=3 --core-metric-every=-1 --sample-every=-1 --method=clover"
-).split()
-MID = "--data=local --device-batch-size=2 --total-batch-size=512 --eval-every=3 --eval-tokens=512".split()
-SFT = (
-    "--data=local --device-batch-size=2 --target-examples-per-step=4 --eval-every=3 --eval-steps=2 "
-    "--eval-metrics-every=-1"
-).split()
-STAGES = {
-    "base": ("scripts.base_train", BASE, "base_checkpoints", None),
-    "mid": ("scripts.mid_train", MID, "mid_checkpoints", "base_checkpoints"),
-    "sft": ("scripts.chat_sft", SFT, "chatsft_checkpoints", "mid_checkpoints"),
-}
+COMMON = f"--model-tag={TAG} --num-iterations=3 --save-every=1 --keep-last=-1".split()
 
 
 # What is done to the files of a copy of the base directory: (its folder of text, the run's folder) -> None
@@ -122,7 +109,8 @@ class Finished:
     """The run of a stage with a checkpoint of each step, to be resumed from the first in copies."""
 
     def __init__(self, fork_server, tiny_base: Path, text: Path, stage: str):
-        self.module, self.flags, self.place, parent = STAGES[stage]
+        self.module, flags, self.place, parent = STAGES[stage]
+        self.flags = [*flags, "--method=clover"] if stage == "base" else flags  # later stages take the model's
         self.server, self.base, self.text = fork_server, tiny_base, text
         if parent:
             save_base(tiny_base, tag=TAG, source=parent, n_layer=1)
