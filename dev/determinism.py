@@ -76,8 +76,6 @@ def digest(value: Any) -> int:
         if value.numel() == 0 or value.device.type == "meta" or value.layout != torch.strided:
             return 0
         kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        if value.is_complex():
-            value = torch.view_as_real(value)
         bits = value.detach().contiguous().view(-1).view(kinds[value.element_size()])
         total = 0
         for start in range(0, bits.numel(), 1 << 25):
@@ -85,11 +83,8 @@ def digest(value: Any) -> int:
             weights = torch.arange(start, start + part.numel(), device=part.device) * 0x5851F42D4C957F2D + 1
             total = hash((total, int((part * weights).sum())))
         return total
-    if isinstance(value, dict):
-        return digest(list(value.values()))
-    if isinstance(value, list | tuple):
-        return hash(tuple(digest(v) for v in value))
-    return 0
+    parts = value.values() if isinstance(value, dict) else value
+    return hash(tuple(digest(v) for v in parts)) if isinstance(value, dict | list | tuple) else 0
 
 
 class Recorder(TorchDispatchMode):
@@ -181,12 +176,10 @@ class Runs:
         self.env = {k: v for k, v in os.environ.items() if k not in ("DATA_DIR", "QAT_METHOD")}
         self.env |= {"NANOCHAT_BASE_DIR": str(base), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
         batch = args.device_batch_size * args.micro_batches * args.max_seq_len
-        self.flags = [
-            f"--method={args.method}", f"--depth={args.depth}", "--head-dim=64", f"--max-seq-len={args.max_seq_len}",
-            f"--device-batch-size={args.device_batch_size}", f"--total-batch-size={batch}", "--eval-every=-1",
-            "--core-metric-every=-1", "--sample-every=-1", f"--num-iterations={args.steps}",
-            f"--device-type={args.device_type}",
-        ]  # fmt: skip
+        flags = f"""--method={args.method} --depth={args.depth} --head-dim=64 --max-seq-len={args.max_seq_len}
+            --device-batch-size={args.device_batch_size} --total-batch-size={batch} --num-iterations={args.steps}
+            --eval-every=-1 --core-metric-every=-1 --sample-every=-1 --device-type={args.device_type}"""
+        self.flags = flags.split()
 
     def folder(self, tag: str) -> Path:
         return self.base / "base_checkpoints" / tag
@@ -209,11 +202,9 @@ class Runs:
         return self.program(*me, *self.flags, f"--model-tag={tag}", *flags, log=tag)
 
     def prepare(self) -> None:
-        for arguments in (
-            ["nanochat_fp4.dataset", "--embedded", "--size-mb=4"],
-            ["scripts.tok_train", f"--vocab-size={VOCAB_SIZE}", "--max-chars=2000000"],
-        ):
-            self.wait(self.program("-m", *arguments, log="prepare"), "prepare")
+        tokenizer = f"scripts.tok_train --vocab-size={VOCAB_SIZE} --max-chars=2000000"
+        for module in ("nanochat_fp4.dataset --embedded --size-mb=4", tokenizer):
+            self.wait(self.program("-m", *module.split(), log="prepare"), "prepare")
 
     def kill_after_a_checkpoint(self, running: dict[str, subprocess.Popen], step: int) -> None:
         """SIGKILL for each, by tag, as soon as it is three steps past its checkpoint of `step`."""
@@ -228,12 +219,8 @@ class Runs:
 
     def records(self, tag: str) -> list[dict[str, Any]]:
         path = self.folder(tag) / "metrics.jsonl"
-        records = []
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                continue  # the line that is just being written
+        lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith("\n")]  # not the one just being written
         return [r for r in records if r.get("event") == "train"]
 
     def losses(self, tag: str) -> dict[int, float]:
@@ -241,9 +228,7 @@ class Runs:
 
     def throughput(self, tag: str) -> float:
         """Median tokens a second of the steps after the first ones, which compile."""
-        # Earlier versions call them seconds and tokens_per_second.
-        rates = [r.get("tok_per_sec", r.get("tokens_per_second")) for r in self.records(tag)[ALONE_WARM_UP:]]
-        return statistics.median(rates)
+        return statistics.median(r["tok_per_sec"] for r in self.records(tag)[ALONE_WARM_UP:])
 
     def compare(self, a: str, b: str) -> dict[str, Any]:
         """The first step whose losses differ, how many weights do at the end, and by how much."""
@@ -254,10 +239,8 @@ class Runs:
         x, y = (torch.load(self.folder(tag) / name, map_location="cpu", weights_only=True) for tag in (a, b))
         different = [k for k in x if not torch.equal(x[k], y[k])]
         relative = [float((x[k].float() - y[k].float()).norm() / x[k].float().norm()) for k in different]
-        return {
-            "first_loss_that_differs": step, "tensors": len(x), "tensors_that_differ": len(different),
-            "largest_relative_difference": max(relative, default=0.0),
-        }  # fmt: skip
+        known = {"first_loss_that_differs": step, "tensors": len(x), "tensors_that_differ": len(different)}
+        return known | {"largest_relative_difference": max(relative, default=0.0)}
 
 
 def measure(args: argparse.Namespace, base: Path) -> dict[str, Any]:
@@ -339,8 +322,7 @@ def main() -> None:
         from scripts import base_train
 
         warnings.simplefilter("once")
-        base_train.main(args.rest)
-        return
+        return base_train.main(args.rest)
     if args.child == "operations":
         Path(args.out).write_text(json.dumps(operations(args)))
         return
