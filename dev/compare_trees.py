@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from nanochat_fp4.report import read_jsonl  # noqa: E402
-from scripts.sweep import estimate, visible_devices  # noqa: E402
+from scripts.sweep_results import estimate  # noqa: E402
+from scripts.sweep_scheduler import visible_devices  # noqa: E402
 
 Curve = dict[int, float]  # step -> loss
 

@@ -24,7 +24,7 @@ from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_open, atomic_write
-from scripts import sweep
+from scripts import sweep, sweep_scheduler
 from scripts.bench_common import table
 from scripts.reproduce_attribution import attribution
 from scripts.reproduce_common import Context, Outcome
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in names:
         try:
             save(context, name, ITEMS[name](context))
-        except sweep.Interrupted as e:
+        except sweep_scheduler.Interrupted as e:
             sweep.stopped(e)
 
 

@@ -1,6 +1,6 @@
 """Beyond the paper: where Clover's gap comes from."""
 
-from scripts import sweep
+from scripts import sweep_runs
 from scripts.reproduce_common import Context, Outcome
 from scripts.reproduce_training import compare, depth_of, one_size, training
 
@@ -9,26 +9,26 @@ def attribution_methods(depth: int) -> list[str]:
     """The runs that take clover apart, as "label: flags": operand, kind of layer, half of the depth, phase."""
     forward = "fig2_1x16_four_over_six"  # the forward of clover alone
     methods = {
-        "bf16": sweep.changed("bf16"),
-        "all": sweep.changed("clover"),
-        "forward": sweep.changed(forward),
-        "forward, input": sweep.changed("clover_input"),
-        "forward, weight": sweep.changed("clover_weight"),
-        "backward": sweep.changed("fig1e_ms_eden"),
-        "backward, dgrad": sweep.changed("fig1c_ms_eden"),
-        "backward, wgrad": sweep.changed("fig1a_ms_eden"),
+        "bf16": sweep_runs.changed("bf16"),
+        "all": sweep_runs.changed("clover"),
+        "forward": sweep_runs.changed(forward),
+        "forward, input": sweep_runs.changed("clover_input"),
+        "forward, weight": sweep_runs.changed("clover_weight"),
+        "backward": sweep_runs.changed("fig1e_ms_eden"),
+        "backward, dgrad": sweep_runs.changed("fig1c_ms_eden"),
+        "backward, wgrad": sweep_runs.changed("fig1a_ms_eden"),
     }
-    for kind, pattern in sweep.LAYER_KINDS.items():
-        methods[f"forward, {kind}"] = sweep.changed("bf16", f"{pattern}={forward}")
-        methods[f"input, {kind}"] = sweep.changed("bf16", f"{pattern}=clover_input")
-        methods[f"weight, {kind}"] = sweep.changed("bf16", f"{pattern}=clover_weight")
-        methods[f"all but {kind}"] = sweep.changed("clover", f"{pattern}=bf16")
+    for kind, pattern in sweep_runs.LAYER_KINDS.items():
+        methods[f"forward, {kind}"] = sweep_runs.changed("bf16", f"{pattern}={forward}")
+        methods[f"input, {kind}"] = sweep_runs.changed("bf16", f"{pattern}=clover_input")
+        methods[f"weight, {kind}"] = sweep_runs.changed("bf16", f"{pattern}=clover_weight")
+        methods[f"all but {kind}"] = sweep_runs.changed("clover", f"{pattern}=bf16")
     for half, blocks in (("first", range(depth // 2)), ("second", range(depth // 2, depth))):
         patterns = ",".join(f"transformer.h.{i}.*={forward}" for i in blocks)
-        methods[f"forward, {half} half"] = sweep.changed("bf16", patterns)
+        methods[f"forward, {half} half"] = sweep_runs.changed("bf16", patterns)
     for first, last in ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0)):
         end = f",{last}=bf16" if last < 1 else ""
-        methods[f"steps {100 * first:.0f}-{100 * last:.0f}%"] = sweep.changed("bf16", "", f"{first}=clover{end}")
+        methods[f"steps {100 * first:.0f}-{100 * last:.0f}%"] = sweep_runs.changed("bf16", "", f"{first}=clover{end}")
     return [f"{label.replace(', ', '-').replace(' ', '_')}: {' '.join(flags)}" for label, flags in methods.items()]
 
 

@@ -14,7 +14,7 @@ from nanochat_fp4.checkpoint_manager import load_model_from_dir
 from nanochat_fp4.common import print0
 from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.files import atomic_write
-from scripts import sweep
+from scripts import sweep, sweep_runs, sweep_scheduler
 
 
 @dataclass
@@ -56,11 +56,11 @@ class Context:
         atomic_write(path, json.dumps({"settings": settings, "value": value}) + "\n")
         return value
 
-    def runs(self, methods: Sequence[str], sizes: Sequence[str], ratio: float) -> tuple["sweep.Sweep", list]:
+    def runs(self, methods: Sequence[str], sizes: Sequence[str], ratio: float) -> tuple["sweep_scheduler.Sweep", list]:
         """The sweep and the runs of some methods; sizes and ratio (tokens per parameter) unless the flags say more."""
         args = self.args
         chosen = ["tiny"] if self.quick and not args.sizes else args.sizes.split(",") if args.sizes else sizes
-        length = {"tokens": sweep.parse_number(args.tokens) if args.tokens else 0, "ratio": args.ratio}
+        length = {"tokens": sweep_runs.parse_number(args.tokens) if args.tokens else 0, "ratio": args.ratio}
         extra = args.extra.split()
         if self.quick:
             length = {"tokens": length["tokens"] or 10 * 512, "ratio": 0.0}
@@ -71,15 +71,15 @@ class Context:
         vocab_size = args.vocab_size or (512 if self.quick else 0)
         where = sweep.prepare(self.folder, args.data_dir, vocab_size, 1.0 if self.quick else None)
         until = args.bf16_until
-        early = [m for m in methods if not sweep.begins_late(sweep.method_flags(m), until)]
+        early = [m for m in methods if not sweep_runs.begins_late(sweep_runs.method_flags(m), until)]
         if early:
-            print0(f"left out, for they change before {until:g} of the steps: {', '.join(sweep.labels(early))}")
+            print0(f"left out, for they change before {until:g} of the steps: {', '.join(sweep_runs.labels(early))}")
         methods = [m for m in methods if m not in early]
-        options = {"extra": extra, "data": sweep.data_key(where), "bf16_until": until}
+        options = {"extra": extra, "data": sweep_runs.data_key(where), "bf16_until": until}
         options["share_until"] = args.share_until
-        plan = sweep.plan(methods, chosen, seeds, **length, **options)
-        devices = ["cpu"] if self.quick and not args.sizes else sweep.visible_devices(args.jobs)
-        return sweep.Sweep(self.folder, where, devices), plan
+        plan = sweep_runs.plan(methods, chosen, seeds, **length, **options)
+        devices = ["cpu"] if self.quick and not args.sizes else sweep_scheduler.visible_devices(args.jobs)
+        return sweep_scheduler.Sweep(self.folder, where, devices), plan
 
 
 def trained_model(context: Context, size: str) -> tuple[Any, str, str]:
@@ -92,7 +92,7 @@ def trained_model(context: Context, size: str) -> tuple[Any, str, str]:
         where.result_path(run).unlink(missing_ok=True)
     sweep.run_sweep(where, "trained_model", [run])
     device = torch.device("cpu" if where.devices == ["cpu"] else "cuda")
-    with sweep.base_directory(where.folder):
+    with sweep_scheduler.base_directory(where.folder):
         model, tokenizer, _ = load_model_from_dir(checkpoints, device, "train", run.tag)
         batches = tokenizing_distributed_data_loader_bos_bestfit(
             tokenizer, 4, model.config.sequence_len, "val", device=device, data_dir=where.data_dir

@@ -5,7 +5,7 @@ import fnmatch
 import torch
 
 import nanochat_fp4 as nf
-from scripts import sweep
+from scripts import sweep_runs
 from scripts.reproduce_common import Context, Outcome, trained_model
 
 
@@ -33,10 +33,10 @@ def operand_statistics(x: torch.Tensor) -> dict[str, float]:
 def operands(context: Context) -> Outcome:
     def compute() -> dict:
         (model, x, y), tag, data = trained_model(context, "d8")
-        seen: dict[str, dict[str, list]] = {kind: {} for kind in sweep.LAYER_KINDS}
+        seen: dict[str, dict[str, list]] = {kind: {} for kind in sweep_runs.LAYER_KINDS}
         hooks = []
         for name, layer in model.named_modules():
-            for kind, pattern in sweep.LAYER_KINDS.items():
+            for kind, pattern in sweep_runs.LAYER_KINDS.items():
                 if fnmatch.fnmatchcase(name, pattern):
 
                     def keep(layer, inputs, output, seen=seen[kind]):

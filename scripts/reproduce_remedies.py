@@ -1,6 +1,6 @@
 """Beyond the paper: what can be done about Clover's gap, and what it costs."""
 
-from scripts import sweep
+from scripts import sweep_results
 from scripts.reproduce_common import Context, Outcome
 from scripts.reproduce_training import FULL_METHODS, ends_in_bf16, one_size, training
 
@@ -29,9 +29,9 @@ def remedies(context: Context) -> Outcome:
         size, method = row[:2]
         work = next(r["gemm_work"] for r in results if (r["size"], r["method"]) == (size, method))
         row[2] = " / ".join(f"{100 * work[bits]:.1f}" for bits in ("4", "8", "16"))
-        row.append("-" if method == "clover" else str(sweep.difference(results, size, method, "clover")))
+        row.append("-" if method == "clover" else str(sweep_results.difference(results, size, method, "clover")))
         for value in ("val_bpb", "val_bpb_bf16"):
-            gap, clover = (sweep.gap(results, size, m, value=value) for m in (method, "clover"))
+            gap, clover = (sweep_results.gap(results, size, m, value=value) for m in (method, "clover"))
             own = [str(gap)] if value != "val_bpb" else []
             row += ["-"] * (1 + len(own)) if method == "bf16" else [*own, f"{gap.mean / clover.mean:.2f}x"]
     outcome.notes += [

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanochat_fp4 import llama
 from nanochat_fp4.errors import UserError
-from scripts import sweep
+from scripts import sweep, sweep_results, sweep_runs
 from scripts.reproduce_common import Context, Outcome
 
 
@@ -20,7 +20,7 @@ class Claim:
     worse: str
 
     def verdict(self, results: list[dict], size: str) -> str:
-        d = sweep.difference(results, size, self.better, self.worse)
+        d = sweep_results.difference(results, size, self.better, self.worse)
         if not d.n:
             return "no runs"
         if not d.decided:
@@ -43,25 +43,25 @@ def training(
     numbers: of bf16 the BPB, of the others the gaps in percent, for several models."""
     environment, data = None, ""
     if context.args.results:
-        content = sweep.stored(context.args.results)
+        content = sweep_results.stored(context.args.results)
         environment, data = content["environment"], content["data"]
         wanted = [s for s in context.args.sizes.split(",") if s]
         results = [r for r in content["results"] if r["size"] in wanted or not wanted]
-        results = [r for r in results if r["method"] in sweep.labels(methods)]
+        results = [r for r in results if r["method"] in sweep_runs.labels(methods)]
         if not results:
             raise UserError(f"{context.args.results} has no run of {name}'s methods (of these sizes)")
     else:
         where, plan = context.runs(methods, sizes, ratio)
-        results, data = sweep.run_sweep(where, f"{name}_runs", plan), sweep.data_name(where.data_dir)
-    names = [m for m in sweep.labels(methods) if any(r["method"] == m for r in results)]
+        results, data = sweep.run_sweep(where, f"{name}_runs", plan), sweep_results.data_name(where.data_dir)
+    names = [m for m in sweep_runs.labels(methods) if any(r["method"] == m for r in results)]
     found = list(dict.fromkeys(r["size"] for r in results))
     rows, gaps = [], {}
     for size in found:
         for method in names:
-            bpb = sweep.by_seed(results, size, method)
+            bpb = sweep_results.by_seed(results, size, method)
             if not bpb:
                 continue
-            value = sweep.gap(results, size, method)
+            value = sweep_results.gap(results, size, method)
             gaps[size, method] = value
             shown = "-" if method == "bf16" else str(value)
             mean = sum(bpb.values()) / len(bpb)
@@ -115,14 +115,14 @@ def one_size(context: Context) -> str:
 
 def depth_of(size: str) -> int:
     """Blocks of a size of the sweeps. Raises UserError."""
-    sweep.size_flags(size)
+    sweep_runs.size_flags(size)
     return {"tiny": 2}.get(size) or (llama.SIZES[size[6:]].layers if size.startswith("llama-") else int(size[1:]))
 
 
 def ends_in_bf16(method: str, size: str) -> str:
     """The variant "label: flags" of a method with its first and last block in BF16; NVIDIA keeps some at the ends."""
     blocks = f"transformer.h.0.*=bf16,transformer.h.{depth_of(size) - 1}.*=bf16"
-    return f"{method}_ends_bf16: {' '.join(sweep.changed(method, blocks))}"
+    return f"{method}_ends_bf16: {' '.join(sweep_runs.changed(method, blocks))}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -134,8 +134,8 @@ def compare(outcome: Outcome, results: Sequence[dict], other: str) -> None:
     outcome.header += ["BF16 forward: gap", f"minus {other}"]
     for row in outcome.rows:
         size, method = row[:2]
-        forward = sweep.gap(results, size, method, value="val_bpb_bf16")
-        difference = sweep.difference(results, size, method, other)
+        forward = sweep_results.gap(results, size, method, value="val_bpb_bf16")
+        difference = sweep_results.difference(results, size, method, other)
         row += [
             "-" if method == "bf16" else str(forward),
             "-" if method == other or not difference.n else str(difference),
@@ -180,7 +180,7 @@ FULL_CLAIMS = [
 def reduction(outcome: Outcome, results: list[dict], said: str) -> None:
     """Adds by how much clover's mean gap is below the best of the other systems, where all gaps are clear of zero."""
     for size in dict.fromkeys(r["size"] for r in results):
-        gaps = {m: sweep.gap(results, size, m) for m in ("nvidia", "four_over_six", "tetrajet_v2", "clover")}
+        gaps = {m: sweep_results.gap(results, size, m) for m in ("nvidia", "four_over_six", "tetrajet_v2", "clover")}
         if all(g.decided and g.mean > 0 for g in gaps.values()):
             best = min(v.mean for m, v in gaps.items() if m != "clover")
             outcome.notes.insert(

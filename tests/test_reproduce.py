@@ -7,7 +7,7 @@ import torch
 
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.methods import get_recipe
-from scripts import reproduce, sweep, traffic
+from scripts import reproduce, sweep, sweep_runs, traffic
 from scripts.reproduce_attribution import attribution_methods
 from scripts.reproduce_common import Context
 from scripts.reproduce_concentration import concentration, slope
@@ -222,7 +222,7 @@ def test_other_names(capsys):
 
 
 def test_the_attribution_takes_clover_apart():
-    runs = sweep.plan(attribution_methods(depth_of("d6")), ["d6"], [1], tokens=10**6)
+    runs = sweep_runs.plan(attribution_methods(depth_of("d6")), ["d6"], [1], tokens=10**6)
     by_name = {r.method: r for r in runs}
     assert len(by_name) == len(runs) == 30 and all(len(r.tag.encode()) <= 100 for r in runs)
     assert "--layer-methods=*.attn.c_[qkv]=clover_input" in by_name["input-qkv"].flags

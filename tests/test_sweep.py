@@ -18,7 +18,7 @@ import pytest
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.plan import MethodPlan
-from scripts import base_train, sweep
+from scripts import base_train, sweep, sweep_results, sweep_runs, sweep_scheduler
 
 
 def result(method: str, seed: int, bpb: float, size: str = "tiny") -> dict:
@@ -30,7 +30,7 @@ def result(method: str, seed: int, bpb: float, size: str = "tiny") -> dict:
 
 
 def test_a_plan_is_whole_seeds_with_equal_flags_but_for_method_and_seed():
-    runs = sweep.plan(["bf16", "clover"], ["d6", "llama-30M"], [1, 2], tokens=10_000_000)
+    runs = sweep_runs.plan(["bf16", "clover"], ["d6", "llama-30M"], [1, 2], tokens=10_000_000)
     assert [(r.seed, r.size, r.method) for r in runs] == [
         (s, size, m) for s in (1, 2) for size in ("d6", "llama-30M") for m in ("bf16", "clover")
     ]
@@ -47,7 +47,7 @@ def test_a_plan_is_whole_seeds_with_equal_flags_but_for_method_and_seed():
 
 def test_runs_branch_from_the_bf16_run_of_their_seed():
     names = ["clover", "bf16", "clover_late_fp8", "clover_up_fp8", "clover_reset"]
-    runs = sweep.plan(names, ["tiny"], [1, 2], tokens=5 * 512, bf16_until=0.5)
+    runs = sweep_runs.plan(names, ["tiny"], [1, 2], tokens=5 * 512, bf16_until=0.5)
     assert [r.method for r in runs] == 2 * ["bf16", "clover", "clover_late_fp8", "clover_up_fp8", "clover_reset"]
     for seed in (1, 2):
         trunk, *others = [r for r in runs if r.seed == seed]
@@ -56,36 +56,36 @@ def test_runs_branch_from_the_bf16_run_of_their_seed():
         for r in others:
             # What follows the branch is the method's own plan.
             own = [f for f in r.flags if not f.startswith("--branch-from=")]
-            assert own == list(sweep.plan([r.method], ["tiny"], [seed], tokens=5 * 512)[0].flags)
+            assert own == list(sweep_runs.plan([r.method], ["tiny"], [seed], tokens=5 * 512)[0].flags)
     with pytest.raises(UserError, match="--bf16-until=0.8: clover_late_fp8 changes before that"):
-        sweep.plan(["clover_late_fp8"], ["tiny"], [1], tokens=1000, bf16_until=0.8)
+        sweep_runs.plan(["clover_late_fp8"], ["tiny"], [1], tokens=1000, bf16_until=0.8)
     for wrong in ({"bf16_until": 1.0, "tokens": 1000}, {"bf16_until": 0.5, "ratio": 8.0}):
         with pytest.raises(UserError, match="between 0 and 1, and --tokens"):
-            sweep.plan(["clover"], ["tiny"], [1], **wrong)
+            sweep_runs.plan(["clover"], ["tiny"], [1], **wrong)
 
 
 def test_methods_that_compute_the_same_for_a_while_share_that_part():
     names = ["bf16", "clover", "clover_late", "clover_late_fp8", "clover_up_fp8", "nvidia", "clover_rates_up"]
     mixed = "late_up: --method=clover --layer-methods=*.mlp.c_proj=clover --method-phases=0.6=clover_fp8_forward"
-    runs = {r.method: r for r in sweep.plan([*names, mixed], ["tiny"], [1], tokens=10 * 512, share_until=0.55)}
+    runs = {r.method: r for r in sweep_runs.plan([*names, mixed], ["tiny"], [1], tokens=10 * 512, share_until=0.55)}
     trunk = runs["clover"]
     assert trunk.branch is None and {"--save-every=6", "--keep-last=-1"} <= set(trunk.flags)
     for name in ("clover_late", "clover_late_fp8", "late_up"):  # clover's until 0.7, 0.7 and 0.6
         assert runs[name].branch == (trunk.tag, 6), name
     for name in ("bf16", "clover_up_fp8", "nvidia", "clover_rates_up"):  # another method, layer or rate from the start
         assert runs[name].branch is None and "--save-every=6" not in runs[name].flags, name
-    late = sweep.plan(["clover", "clover_late"], ["tiny"], [1], tokens=10 * 512, share_until=0.8)
+    late = sweep_runs.plan(["clover", "clover_late"], ["tiny"], [1], tokens=10 * 512, share_until=0.8)
     assert [r.branch for r in late] == [None, None]  # they part before that
     for wrong in ({"share_until": 1.5, "tokens": 1000}, {"share_until": 0.5, "ratio": 8.0}):
         with pytest.raises(UserError, match="--share-until=.* between 0 and 1, and --tokens"):
-            sweep.plan(["clover"], ["tiny"], [1], **wrong)
+            sweep_runs.plan(["clover"], ["tiny"], [1], **wrong)
     with pytest.raises(UserError, match="exclude each other"):
-        sweep.plan(["clover"], ["tiny"], [1], tokens=1000, share_until=0.5, bf16_until=0.5)
+        sweep_runs.plan(["clover"], ["tiny"], [1], tokens=1000, share_until=0.5, bf16_until=0.5)
 
 
 def test_the_tag_changes_with_any_flag():
     def tag(**kw):
-        return sweep.plan(["clover"], ["tiny"], [1], **{"tokens": 1000, **kw})[0].tag
+        return sweep_runs.plan(["clover"], ["tiny"], [1], **{"tokens": 1000, **kw})[0].tag
 
     assert tag() == tag()
     others = tag(tokens=2000), tag(extra=["--matrix-lr=0.1"]), tag(tokens=0, ratio=20.0), tag(data="other")
@@ -96,24 +96,24 @@ def test_the_data_key_is_of_the_text_and_not_of_its_place(tmp_path):
     for folder, text in (("a", b"one"), ("b", b"one"), ("c", b"three")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "shard_00000.parquet").write_bytes(text)
-    a, b, c = (sweep.data_key(tmp_path / f) for f in "abc")
+    a, b, c = (sweep_runs.data_key(tmp_path / f) for f in "abc")
     assert a == b != c
 
 
 @pytest.mark.parametrize("text, value", [("100M", 10**8), ("1.5k", 1500), ("2B", 2 * 10**9), ("7", 7)])
 def test_numbers_of_tokens(text, value):
-    assert sweep.parse_number(text) == value
+    assert sweep_runs.parse_number(text) == value
 
 
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: sweep.parse_number("many"), "'many' is not a number of tokens; write for example 100M"),
-        (lambda: sweep.size_flags("huge"), "unknown size 'huge'; use d<depth>, llama-30M"),
-        (lambda: sweep.size_flags("llama-7B"), "--llama='7B' is not a size of the family; use one of 30M"),
-        (lambda: sweep.method_flags("cloover"), "unknown method 'cloover'; use one of: bf16, .*clover_late_bf16"),
-        (lambda: sweep.plan(["bf16"], ["tiny"], [1]), "either --tokens=100M or --ratio=20"),
-        (lambda: sweep.plan(["bf16"], ["tiny"], [1], tokens=1, ratio=1.0), "either --tokens=100M or --ratio=20"),
+        (lambda: sweep_runs.parse_number("many"), "'many' is not a number of tokens; write for example 100M"),
+        (lambda: sweep_runs.size_flags("huge"), "unknown size 'huge'; use d<depth>, llama-30M"),
+        (lambda: sweep_runs.size_flags("llama-7B"), "--llama='7B' is not a size of the family; use one of 30M"),
+        (lambda: sweep_runs.method_flags("cloover"), "unknown method 'cloover'; use one of: bf16, .*clover_late_bf16"),
+        (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1]), "either --tokens=100M or --ratio=20"),
+        (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], tokens=1, ratio=1.0), "either --tokens=100M or --ratio=20"),
         (
             lambda: sweep.main(["--sizes=", "--tokens=1M"]),
             "--sizes, --methods, --seeds and --jobs must be at least one",
@@ -126,10 +126,10 @@ def test_bad_input_is_one_line(call, message):
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("variant", sweep.VARIANTS)
+@pytest.mark.parametrize("variant", sweep_runs.VARIANTS)
 def test_every_variant_is_a_plan_of_base_train(variant):
     """Flags that it knows, methods that exist, and patterns that meet layers of both families."""
-    args = base_train.parse_args(list(sweep.method_flags(variant)))
+    args = base_train.parse_args(list(sweep_runs.method_flags(variant)))
     assert args.method in {*nf.METHODS, *nf.ABLATIONS}
     plan = MethodPlan.parse(args.method, args.layer_methods, args.method_phases)
     changed = plan.layers or plan.phases or args.matrix_lr != 0.02 or args.weight_decay != 0.2
@@ -145,10 +145,10 @@ def test_kinds_of_layers(kind, names):
 
     every = [f"transformer.h.3.attn.{n}" for n in ("c_q", "c_k", "c_v", "c_proj")]
     every += [f"transformer.h.3.mlp.{n}" for n in ("c_fc", "c_gate", "c_proj")]
-    fitting = [n for n in every if fnmatchcase(n, sweep.LAYER_KINDS[kind])]
+    fitting = [n for n in every if fnmatchcase(n, sweep_runs.LAYER_KINDS[kind])]
     part = "mlp" if kind in ("up", "down") else "attn"
     assert fitting == [f"transformer.h.3.{part}.{n}" for n in names.split()]
-    assert sum(fnmatchcase(n, p) for n in every for p in sweep.LAYER_KINDS.values()) == len(every)  # each one kind
+    assert sum(fnmatchcase(n, p) for n in every for p in sweep_runs.LAYER_KINDS.values()) == len(every)  # each one kind
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -156,20 +156,20 @@ def test_kinds_of_layers(kind, names):
 
 
 def test_estimate_by_hand():
-    e = sweep.estimate([1.0, 2.0, 3.0, 4.0])
+    e = sweep_results.estimate([1.0, 2.0, 3.0, 4.0])
     # Mean 2.5, standard deviation 1.2910, t(3) = 3.182: 3.182 * 1.2910 / 2.
     assert e.mean == 2.5 and e.half == pytest.approx(2.0540, abs=1e-3) and e.decided
     assert str(e) == "+2.50 ± 2.05"
-    one = sweep.estimate([0.5])
+    one = sweep_results.estimate([0.5])
     assert one.mean == 0.5 and math.isnan(one.half) and not one.decided and str(one) == "+0.50"
-    assert not sweep.estimate([-1.0, 1.0]).decided and sweep.estimate([]).n == 0
+    assert not sweep_results.estimate([-1.0, 1.0]).decided and sweep_results.estimate([]).n == 0
 
 
 def test_intervals_cover_the_truth_95_times_of_100():
     generator = random.Random(0)
     covered = 0
     for _ in range(2000):
-        e = sweep.estimate([generator.gauss(1.0, 2.0) for _ in range(3)])
+        e = sweep_results.estimate([generator.gauss(1.0, 2.0) for _ in range(3)])
         covered += abs(e.mean - 1.0) <= e.half
     assert 0.935 < covered / 2000 < 0.965  # 2000 experiments: 0.5% of standard error
 
@@ -183,13 +183,13 @@ def test_gaps_and_differences_are_paired():
             result("nvidia", seed, base * 1.02),
             result("clover", seed, base * 1.01),
         ]
-    gap = sweep.gap(results, "tiny", "nvidia")
+    gap = sweep_results.gap(results, "tiny", "nvidia")
     assert gap.mean == pytest.approx(2.0) and gap.half == pytest.approx(0.0, abs=1e-9) and gap.n == 3
-    d = sweep.difference(results, "tiny", "clover", "nvidia")
+    d = sweep_results.difference(results, "tiny", "clover", "nvidia")
     assert d.mean == pytest.approx(-1.0) and d.decided
     # A seed that one of them lacks does not count.
-    assert sweep.gap(results[:-3] + results[-3:-2], "tiny", "nvidia").n == 2
-    header, rows = sweep.summary(results, ["bf16", "nvidia", "clover"], ["tiny"], "bf16", "clover")
+    assert sweep_results.gap(results[:-3] + results[-3:-2], "tiny", "nvidia").n == 2
+    header, rows = sweep_results.summary(results, ["bf16", "nvidia", "clover"], ["tiny"], "bf16", "clover")
     assert rows[1][4] == "+2.00 ± 0.00" and rows[2][4] == "+1.00 ± 0.00" and rows[0][4] == "-"
     assert rows[1][header.index("minus clover")] == "+1.00 ± 0.00"
 
@@ -229,12 +229,12 @@ def trained(monkeypatch, tmp_path):
         write_metrics(tmp_path, args.model_tag, complete=args.method != "four_over_six")
 
     monkeypatch.setattr(base_train, "main", main)
-    return sweep.Sweep(tmp_path, "data", ["cpu"], keep=("bf16",)), order
+    return sweep_scheduler.Sweep(tmp_path, "data", ["cpu"], keep=("bf16",)), order
 
 
 def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
     s, order = trained
-    runs = sweep.plan(["bf16", "clover"], ["tiny"], [1, 2], tokens=1024)
+    runs = sweep_runs.plan(["bf16", "clover"], ["tiny"], [1, 2], tokens=1024)
     results = sweep.run_sweep(s, "name", runs)
     assert order == [r.tag for r in runs] and len(results) == 4
     assert "4 of 4 runs done" in capsys.readouterr().out
@@ -250,30 +250,30 @@ def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
     content = json.loads((s.folder / "name.json").read_text())
     assert content["done"] == 4 and content["gaps"]["tiny clover"]["n"] == 2
     assert (s.folder / "name.md").read_text().startswith("| size | method |")
-    assert sweep.stored(s.folder / "name.json")["results"] == content["results"]
+    assert sweep_results.stored(s.folder / "name.json")["results"] == content["results"]
     assert len((s.folder / "name.json").read_text().splitlines()) < 20  # a line for each run
 
 
 def test_the_loss_curve_is_means_of_parts():
     losses = [{"step": i, "loss": float(i)} for i in range(10)]
-    assert sweep.thinned(losses, 10, 3) == [[4, 1.5], [8, 5.5], [10, 8.5]]
-    assert sweep.thinned(losses[3:], 10, 3) == [[8, 5.5], [10, 8.5]]  # of a branch: the same parts
-    assert sweep.thinned(losses, 10) == [[i + 1, float(i)] for i in range(10)]
-    assert sweep.thinned([], 10) == []
+    assert sweep_scheduler.thinned(losses, 10, 3) == [[4, 1.5], [8, 5.5], [10, 8.5]]
+    assert sweep_scheduler.thinned(losses[3:], 10, 3) == [[8, 5.5], [10, 8.5]]  # of a branch: the same parts
+    assert sweep_scheduler.thinned(losses, 10) == [[i + 1, float(i)] for i in range(10)]
+    assert sweep_scheduler.thinned([], 10) == []
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"results": []}', '{"results": [], "environment": {}, "data": "x"}'])
 def test_files_that_are_no_results_are_refused(tmp_path, text):
     (tmp_path / "d6.json").write_text(text)
     with pytest.raises(UserError, match="d6.json (is not a file of scripts.sweep|holds no results)"):
-        sweep.stored(tmp_path / "d6.json")
+        sweep_results.stored(tmp_path / "d6.json")
     with pytest.raises(UserError, match="nothing.json is not a file of scripts.sweep"):
-        sweep.stored(tmp_path / "nothing.json")
+        sweep_results.stored(tmp_path / "nothing.json")
 
 
 def test_failures_are_named_and_do_not_stop_the_others(trained):
     s, order = trained
-    runs = sweep.plan(["nvidia", "four_over_six", "bf16"], ["tiny"], [1], tokens=1024)
+    runs = sweep_runs.plan(["nvidia", "four_over_six", "bf16"], ["tiny"], [1], tokens=1024)
     with pytest.raises(
         UserError, match=r"2 of 3 runs failed: tiny_nvidia.*out of luck.*four_over_six.*ended early"
     ) as e:
@@ -287,7 +287,7 @@ def test_the_checkpoints_of_a_trunk_stay_until_its_branches_are_done(trained):
     s.keep = ()
 
     def plan(*methods):
-        return sweep.plan(methods, ["tiny"], [1], tokens=1024, bf16_until=0.5)
+        return sweep_runs.plan(methods, ["tiny"], [1], tokens=1024, bf16_until=0.5)
 
     runs = plan("nvidia", "clover")
     weights = s.folder / "base_checkpoints" / runs[0].tag / "model_000002.pt"
@@ -305,8 +305,8 @@ def test_the_checkpoints_of_a_trunk_stay_until_its_branches_are_done(trained):
 
 def test_a_signal_stops_the_sweep_with_its_status(trained, capsys):
     s, order = trained
-    with pytest.raises(sweep.Interrupted) as e:
-        sweep.run_sweep(s, "name", sweep.plan(["tetrajet_v2", "bf16"], ["tiny"], [1], tokens=1024))
+    with pytest.raises(sweep_scheduler.Interrupted) as e:
+        sweep.run_sweep(s, "name", sweep_runs.plan(["tetrajet_v2", "bf16"], ["tiny"], [1], tokens=1024))
     assert len(order) == 1 and e.value.args == (143,)
     with pytest.raises(SystemExit) as stopped:
         sweep.stopped(e.value)
@@ -340,8 +340,8 @@ def processes(monkeypatch, tmp_path):
         assert command[1:3] == ["-m", "scripts.base_train"] and "--device-type=cuda" in command
         return popen([sys.executable, "-c", code, *command[3:]], **kw)
 
-    monkeypatch.setattr(sweep.subprocess, "Popen", start)
-    s = sweep.Sweep(tmp_path, "data", ["3", "5"])
+    monkeypatch.setattr(sweep_scheduler.subprocess, "Popen", start)
+    s = sweep_scheduler.Sweep(tmp_path, "data", ["3", "5"])
 
     def order():
         return [json.loads(line) for line in (tmp_path / "order.jsonl").read_text().splitlines()]
@@ -351,7 +351,7 @@ def processes(monkeypatch, tmp_path):
 
 def test_two_devices_work_at_the_same_time_and_one_after_another(processes):
     s, order = processes
-    runs = sweep.plan(["bf16", "fp8", "nvidia", "chmiel"], ["tiny"], [1], tokens=1024)
+    runs = sweep_runs.plan(["bf16", "fp8", "nvidia", "chmiel"], ["tiny"], [1], tokens=1024)
     for r in runs:
         write_metrics(s.folder, r.tag, complete=r.method != "nvidia")
     with pytest.raises(UserError, match="1 of 4 runs failed: tiny_nvidia_s1_.*status 1: boom"):
@@ -364,7 +364,7 @@ def test_two_devices_work_at_the_same_time_and_one_after_another(processes):
 
 def test_branches_wait_for_their_trunk_and_what_needs_none_goes_first(processes):
     s, order = processes
-    runs = sweep.plan(["fp8"], ["tiny"], [1, 2], tokens=1024, bf16_until=0.5)
+    runs = sweep_runs.plan(["fp8"], ["tiny"], [1, 2], tokens=1024, bf16_until=0.5)
     for r in runs:
         write_metrics(s.folder, r.tag)
     s.train(runs)
@@ -391,9 +391,9 @@ def kill_when(condition, times: int = 1) -> None:
 
 def test_a_signal_reaches_every_process_and_nothing_new_is_started(processes):
     s, order = processes
-    runs = sweep.plan(["clover", "clover_search", "bf16"], ["tiny"], [1], tokens=1024)
+    runs = sweep_runs.plan(["clover", "clover_search", "bf16"], ["tiny"], [1], tokens=1024)
     kill_when(lambda: (s.folder / "order.jsonl").exists() and len(order()) == 2)
-    with pytest.raises(sweep.Interrupted) as e:
+    with pytest.raises(sweep_scheduler.Interrupted) as e:
         s.train(runs)
     assert e.value.args == (143,)
     assert sorted(x[0] for x in order()) == ["start", "start", "stopped", "stopped"]
@@ -402,9 +402,9 @@ def test_a_signal_reaches_every_process_and_nothing_new_is_started(processes):
 
 def test_a_second_signal_kills_what_does_not_stop(processes):
     s, order = processes
-    runs = sweep.plan(["clover_deaf: --method=clover"], ["tiny"], [1], tokens=1024)
+    runs = sweep_runs.plan(["clover_deaf: --method=clover"], ["tiny"], [1], tokens=1024)
     kill_when(lambda: (s.folder / "order.jsonl").exists() and len(order()) == 1, times=2)
-    with pytest.raises(sweep.Interrupted):
+    with pytest.raises(sweep_scheduler.Interrupted):
         s.train(runs)
     assert {x[0] for x in order()} == {"start", "stopped"}  # not "end": its 100 seconds were not waited for
 

@@ -1,0 +1,96 @@
+"""What the results of a sweep say: gaps and differences paired by seed, with 95% intervals, and the table of them."""
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanochat_fp4.errors import UserError, one_line
+from scripts.sweep_runs import data_key
+
+# Two-sided 95% quantiles of Student's t for 1 to 30 degrees of freedom (any table); 1.96 beyond.
+_T95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean of n numbers and half of its 95% interval (Student's t); the half is NaN for a single number."""
+
+    mean: float
+    half: float
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.2f} ± {self.half:.2f}" if self.n > 1 else f"{self.mean:+.2f}"
+
+    @property
+    def decided(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.n > 1 and abs(self.mean) > self.half
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    n = len(values)
+    if n < 2:
+        return Estimate(values[0] if values else math.nan, math.nan, n)
+    t = _T95[n - 2] if n - 2 < len(_T95) else 1.96
+    return Estimate(statistics.fmean(values), t * statistics.stdev(values) / n**0.5, n)
+
+
+def by_seed(results: Iterable[dict], size: str, method: str, value: str = "val_bpb") -> dict[int, float]:
+    return {r["seed"]: r[value] for r in results if r["size"] == size and r["method"] == method}
+
+
+def gap(results: Sequence[dict], size: str, method: str, baseline: str = "bf16", value: str = "val_bpb") -> Estimate:
+    """Increase of validation bits per byte over the baseline, percent of the baseline, paired by seed."""
+    a, b = by_seed(results, size, method, value), by_seed(results, size, baseline)
+    return estimate([100 * (a[s] / b[s] - 1) for s in sorted(a.keys() & b.keys())])
+
+
+def difference(results: Sequence[dict], size: str, method: str, other: str, baseline: str = "bf16") -> Estimate:
+    """Gap of method minus gap of other in percentage points, paired by seed."""
+    a, b, base = (by_seed(results, size, m) for m in (method, other, baseline))
+    return estimate([100 * (a[s] - b[s]) / base[s] for s in sorted(a.keys() & b.keys() & base.keys())])
+
+
+def summary(results: Sequence[dict], methods: Sequence[str], sizes: Sequence[str], baseline: str, other: str):
+    """(header, rows) of the table: BPB, gap to the baseline and paired difference to another method."""
+    header = ["size", "method", "seeds", "val BPB", f"gap to {baseline}, %", "BF16 fwd", f"minus {other}", "minutes"]
+    rows = []
+    for size in sizes:
+        for method in methods:
+            mine = [r for r in results if r["size"] == size and r["method"] == method]
+            if not mine:
+                continue
+            bpb = statistics.fmean(r["val_bpb"] for r in mine)
+            minutes = statistics.fmean(r["training_seconds"] for r in mine) / 60
+            row = [size, method, len(mine), f"{bpb:.4f}"]
+            for value, missing in (
+                (gap(results, size, method, baseline), method == baseline),
+                (gap(results, size, method, baseline, "val_bpb_bf16"), method == baseline),
+                (difference(results, size, method, other, baseline), method == other),
+            ):
+                row.append("-" if missing or not value.n else str(value))
+            rows.append([*row, f"{minutes:.1f}"])
+    return header, rows
+
+
+def data_name(data_dir: str) -> str:
+    """What a table says of its text: the folder's name, and data_key."""
+    return f"{Path(data_dir).name} ({data_key(data_dir)})"
+
+
+def stored(path: str | Path) -> dict:
+    """What `report` wrote: at least "data", "environment" and "results". Raises UserError."""
+    try:
+        content = json.loads(Path(path).read_text())
+        if content["results"] and content["environment"] and content["data"]:
+            return content
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} is not a file of scripts.sweep ({type(e).__name__}: {one_line(e)[:80]})") from None
+    raise UserError(f"{path} holds no results; run its sweep first")
