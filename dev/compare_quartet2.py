@@ -189,7 +189,9 @@ def show(records: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("checkout", type=Path, help="of https://github.com/IST-DASLab/Quartet-II")
     parser.add_argument("--model", default="3B", choices=common.LAYER_SETS, help="whose layers, of Table 6")
     parser.add_argument("--seconds", type=float, default=1.0, help="to warm up, and to time, in each of two visits")

@@ -94,7 +94,9 @@ def table(before: dict[int, Curve], after: dict[int, Curve], every: int, window:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     add = parser.add_argument
     add("--before", type=Path, required=True, help="folder with the other version of this project")
     add("--base", type=Path, required=True, help="folder with a tokenizer (and base_data, without a DATA_DIR)")

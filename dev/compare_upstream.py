@@ -188,7 +188,9 @@ def table(results: dict[str, str], every: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     commands = parser.add_subparsers(required=True, metavar="prepare|run|table")
     sub = commands.add_parser("prepare", help="shards and a tokenizer, for `run`")
     sub.set_defaults(function=prepare)

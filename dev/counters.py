@@ -126,7 +126,9 @@ def show(launches: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("kernels", nargs="*", help="names in bench_quantize")
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--columns", type=int, default=9216)

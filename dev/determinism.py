@@ -41,7 +41,7 @@ VOCAB_SIZE = 4096
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="How reproducible a run is on this machine's GPU")
+    parser = argparse.ArgumentParser(description="How reproducible a run is on this machine's GPU", allow_abbrev=False)
     add = parser.add_argument
     add("--method", default="clover", help="QAT method")
     add("--depth", type=int, default=6)

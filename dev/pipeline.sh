@@ -108,13 +108,15 @@ fold_lines() {
 }
 
 # run COMMAND...: in the background and waited for, so that a signal sent to this script reaches the stage, which saves
-# and stops. (bash itself would only look at a signal after the command has ended, or leave the command behind.)
+# and stops. (bash itself would only look at a signal after the command has ended, or leave the command behind.) Bash
+# lets what it starts in the background ignore Ctrl-C, so that one is passed on as SIGTERM; the exit status is 130.
 CHILD=""
 run() {
-    local status=0
+    local status=0 interrupted=0
     "$@" &
     CHILD=$!
-    trap 'kill -TERM "$CHILD" 2>/dev/null || true' TERM INT
+    trap 'kill -TERM "$CHILD" 2>/dev/null || true' TERM
+    trap 'interrupted=1; kill -TERM "$CHILD" 2>/dev/null || true' INT
     trap 'kill -USR1 "$CHILD" 2>/dev/null || true' USR1
     wait "$CHILD" || status=$?
     while kill -0 "$CHILD" 2>/dev/null; do # the wait was cut short by a signal
@@ -123,6 +125,7 @@ run() {
     done
     CHILD=""
     trap - TERM INT USR1
+    [ "$interrupted" = 0 ] || [ "$status" -eq 0 ] || status=130
     if [ "$status" -gt 0 ] && [ "$status" -lt 128 ] && [ "${MAY_BE_MISSING:-0}" != 0 ]; then
         echo "going on without it"
         return

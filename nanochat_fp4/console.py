@@ -2,16 +2,38 @@
 
 import argparse
 import contextlib
+import difflib
 import logging
 import math
 import os
+import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 logger = logging.getLogger("nanochat_fp4")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, for every command here: flags are not abbreviated (--dept is not --depth), errors are one line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False} | kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        wrong = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+        if message.startswith("unrecognized arguments") and wrong:
+            alike = difflib.get_close_matches(wrong[0], flags, n=1)
+            message += f"; did you mean {alike[0]}?" if alike else ""
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Numbers as text
@@ -94,6 +116,9 @@ def setup_default_logging() -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # Progress
 
+RECENT = 50  # updates whose median time makes the estimate of what is left
+FIRST_ESTIMATE = 3  # not before so many: the first step of a run compiles, and fills caches
+
 
 class Progress:
     """
@@ -103,8 +128,9 @@ class Progress:
             for ...:
                 progress.update(1, loss="2.31")
 
-    Lines go to `file` (default stderr), from rank 0 only, with the rate and the time left. `total=None` where it is
-    not known. Work that ends within `every` seconds leaves exactly one line, the last, in a log.
+    Lines go to `file` (default stderr), from rank 0 only, with the rate and the time left: by the median of recent
+    steps, which one that compiles or evaluates does not move. `total=None` where it is not known. Work that ends within
+    `every` seconds leaves exactly one line, the last, in a log.
     """
 
     def __init__(
@@ -120,7 +146,8 @@ class Progress:
         self.file = sys.stderr if file is None else file
         self.n, self.initial = initial, initial
         self.info: dict[str, Any] = {}
-        self.start = self.last_line = time.monotonic()
+        self.start = self.last_line = self.last_update = time.monotonic()
+        self.recent: deque[float] | None = deque(maxlen=RECENT)  # seconds; None: the work is not done one by one
         self.closed = False
         self.lock = threading.Lock()  # downloads report from several threads
         self.silent = os.environ.get("RANK", "0") != "0"
@@ -137,20 +164,37 @@ class Progress:
                 initial=initial,
                 file=self.file,
                 dynamic_ncols=True,
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]" if total else None,
             )
 
     def update(self, n: int = 1, **info: Any) -> None:
         """`n` more units are done; `info` (e.g. loss="2.31") is shown beside them until it is replaced."""
         with self.lock:
+            now = time.monotonic()
+            if n != 1:
+                self.recent = None
+            elif self.recent is not None:
+                self.recent.append(now - self.last_update)
+            self.last_update = now
             self.n += n
             self.info.update(info)
             if self.bar is not None:
                 with contextlib.suppress(OSError):  # the terminal is gone, the work is not
-                    if info:
-                        self.bar.set_postfix({k: str(v) for k, v in self.info.items()}, refresh=False)
+                    left = self.seconds_left()
+                    shown = {} if left is None else {"ETA": format_seconds(left)}
+                    self.bar.set_postfix(shown | {k: str(v) for k, v in self.info.items()}, refresh=False)
                     self.bar.update(n)
             elif time.monotonic() - self.last_line >= self.every:
                 self._line()
+
+    def seconds_left(self) -> float | None:
+        """None where nobody knows, or where it is done."""
+        done, elapsed = self.n - self.initial, time.monotonic() - self.start
+        if not self.total or not 0 < self.n < self.total or not done or elapsed <= 0:
+            return None
+        if self.recent is None:
+            return (self.total - self.n) * elapsed / done
+        return (self.total - self.n) * statistics.median(self.recent) if done >= FIRST_ESTIMATE else None
 
     def line(self) -> str:
         """The plain line: description, count, percentage, rate, time left, info."""
@@ -162,10 +206,8 @@ class Progress:
         if not as_bytes:
             parts[0] += f" {self.unit}"
         parts.append(f"{show(rate)}/s" if as_bytes else f"{rate:.4g} {self.unit}/s")
-        if self.total and rate > 0 and self.n < self.total:
-            parts.append(f"ETA {format_seconds((self.total - self.n) / rate)}")
-        else:
-            parts.append(f"{format_seconds(elapsed)} elapsed")
+        left = self.seconds_left()
+        parts.append(f"{format_seconds(elapsed)} elapsed" if left is None else f"ETA {format_seconds(left)}")
         parts += [f"{k} {v}" for k, v in self.info.items()]
         return (f"{self.desc}: " if self.desc else "") + " | ".join(parts)
 

@@ -16,7 +16,6 @@ Where the folder comes from, first match wins (ensure_data prints which and why)
     python -m nanochat_fp4.dataset --ensure     whatever of the above applies
 """
 
-import argparse
 import ast
 import contextlib
 import gzip
@@ -41,7 +40,7 @@ import pyarrow.parquet as pq
 from filelock import FileLock
 
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.console import Progress, format_bytes, parse_finite
+from nanochat_fp4.console import ArgumentParser, Progress, format_bytes, parse_finite
 from nanochat_fp4.download import download_file
 from nanochat_fp4.errors import UserError, one_line, run_main
 
@@ -684,7 +683,7 @@ def corpus_size(shards: Iterable[Shard]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Download, build or check the training text")
+    parser = ArgumentParser(description="Download, build or check the training text")
     parser.add_argument("-n", "--num-files", type=int, default=-1, help="number of shards to download (-1 = all 1823)")
     parser.add_argument("-w", "--num-workers", type=int, default=4, help="parallel downloads (default: 4)")
     parser.add_argument(

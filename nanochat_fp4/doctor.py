@@ -12,7 +12,6 @@ the kernels and the GEMM of a GPU:
 Exit status 2 and one line on stderr when something is wrong. `probe` is the part that a training run does at its start.
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -21,6 +20,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import autodetect_device_type
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.nvfp4.dispatch import relative_square_error, use_kernels
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
@@ -253,7 +253,7 @@ def versions() -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=__doc__.split("\n")[0])
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--method", default="", help="check this method only (default: those of nf.METHODS)")
     which.add_argument("--all", action="store_true", help="check the ablations (nf.ABLATIONS), too: minutes on a GPU")

@@ -26,6 +26,8 @@ from nanochat_fp4.trainer import Trainer, due
 
 METHOD_CHANGES = ("layer_methods", "method_phases", "oscillation", "branch_from")
 MAX_STEPS = 10**9  # more is a slip of the finger
+CPU_FLOPS = 1e11  # a second, of a CPU, generously
+CPU_TOO_MUCH = 1e15  # hours
 
 
 def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) -> tuple[torch.nn.Module, str]:
@@ -70,6 +72,7 @@ def make_settings(
     world: int,
 ) -> Settings:
     num_iterations = resolve_horizon(args, model.estimate_flops(), model.num_scaling_params())
+    check_machine(args, model.get_device(), model.estimate_flops() * args.total_batch_size * num_iterations)
     options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
     run_config = {
         "method": method,
@@ -134,6 +137,16 @@ def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params
     if steps > MAX_STEPS:
         raise UserError(f"{what} asks for {float(steps):.3g} steps of {args.total_batch_size} tokens; lower it")
     return steps
+
+
+def check_machine(args: argparse.Namespace, device: torch.device, flops: float) -> None:
+    """Raises UserError where a machine without a GPU would begin what it will not end, and nobody asked for that."""
+    if device.type == "cpu" and not args.device_type and flops > CPU_TOO_MUCH:
+        raise UserError(
+            f"there is no GPU here, and this run takes {flops:.1e} FLOPs, {flops / CPU_FLOPS / 3600:,.0f} hours or "
+            "more on a CPU; train less (--depth, --max-seq-len, --total-batch-size, --num-iterations: see --help), or "
+            "say --device-type=cpu to begin all the same"
+        )
 
 
 def branch_point(text: str, checkpoint_dir: Path) -> tuple[Path, int]:

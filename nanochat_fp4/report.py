@@ -9,7 +9,6 @@ writes report.md, report.json and the plots beside them. It works from whatever 
 is still going on, shows up with what it has. Each section is replaced when its stage runs again.
 """
 
-import argparse
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat_fp4.common import get_base_dir, get_dist_info
-from nanochat_fp4.console import format_seconds
+from nanochat_fp4.console import ArgumentParser, format_seconds
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_open, atomic_write
@@ -537,7 +536,7 @@ def _plot(report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Put the report together from what the stages logged, or forget it.")
+    parser = ArgumentParser(description="Put the report together from what the stages logged, or forget it.")
     parser.add_argument("command", nargs="?", default="generate", choices=["generate", "reset"])
     parser.add_argument("--model-tag", action="append", help="a run to show (repeat for several; default: all)")
     args = parser.parse_args(argv)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from nanochat_fp4.console import table
+from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
 from nanochat_fp4.roofline import (
@@ -227,7 +227,7 @@ def _predicted(benchmark: str, settings: dict, r: dict, machine: Machine) -> tup
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--gpu", default="", help=f"{', '.join(MACHINES)}, or a GPU's name (default: this machine's)")
     add("--depth", type=int, default=20, help="of a nanochat")

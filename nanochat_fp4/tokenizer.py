@@ -8,7 +8,6 @@ allow_pickle is given, and even then by an unpickler that knows tiktoken's Encod
     python -m nanochat_fp4.tokenizer --allow-pickle    convert nanochat's tokenizer.pkl to tokenizer.json, once
 """
 
-import argparse
 import base64
 import copy
 import hashlib
@@ -26,6 +25,7 @@ import tiktoken
 import torch
 
 from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.files import atomic_write
 
@@ -463,7 +463,7 @@ def save_token_bytes(tokenizer: RustBPETokenizer, tokenizer_dir: str | os.PathLi
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Show the tokenizer of the base directory and write token_bytes.pt; or convert nanochat's"
     )
     parser.add_argument(

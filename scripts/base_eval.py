@@ -26,7 +26,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, get_base_dir, print0
-from nanochat_fp4.console import Progress, format_bytes
+from nanochat_fp4.console import ArgumentParser, Progress, format_bytes
 from nanochat_fp4.core_eval import evaluate_task
 from nanochat_fp4.download import download_file_with_lock
 from nanochat_fp4.errors import UserError, one_line, run_main
@@ -43,7 +43,7 @@ SHUFFLE_SEED = 1337
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Evaluate the CORE metric of a base model")
+    parser = ArgumentParser(description="Evaluate the CORE metric of a base model")
     add = parser.add_argument
     add("--hf-path", default=None, help="HuggingFace model path to evaluate")
     add("--max-per-task", type=int, default=-1, help="Max examples per task to evaluate (-1 = disable)")

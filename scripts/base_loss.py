@@ -14,7 +14,7 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.checkpoint_manager import load_model
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
-from nanochat_fp4.console import Progress
+from nanochat_fp4.console import ArgumentParser, Progress
 from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.dataset import ensure_data
 from nanochat_fp4.engine import draw_samples
@@ -27,7 +27,7 @@ from nanochat_fp4.tokenizer import get_token_bytes
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Evaluate loss on train/val splits and sample from model")
+    parser = ArgumentParser(description="Evaluate loss on train/val splits and sample from model")
     add = parser.add_argument
     add("--device-batch-size", type=int, default=32, help="per-device batch size")
     add("--split-tokens", type=int, default=40 * 524288, help="number of tokens to evaluate per split")

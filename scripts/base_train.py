@@ -29,7 +29,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4 import llama
 from nanochat_fp4.checkpoint_manager import check_model_tag
 from nanochat_fp4.common import announce, get_base_dir, print0, seed_everything
-from nanochat_fp4.console import format_seconds, parse_finite
+from nanochat_fp4.console import ArgumentParser, format_seconds, parse_finite
 from nanochat_fp4.dataloader import (
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
@@ -51,7 +51,7 @@ from nanochat_fp4.trainer import Stage, Trainer, TrainingStep, due
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Pretrain base model",
         epilog="SIGTERM, Ctrl-C and SIGUSR1 save a checkpoint and stop within one step; the exit status is then 143, "
         "130 and 0. Bad input and numerical trouble end in one line and exit status 2.",

@@ -18,7 +18,6 @@ Nothing is timed before its result was compared: with the reference (nanochat_fp
 are timed, with BF16.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -31,6 +30,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4 import roofline
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.doctor import layer_problem, relative_square_error
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
@@ -242,7 +242,7 @@ def show(records: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="800M,3B,7B", help=f"of {', '.join(common.LAYER_SETS)}")
     parser.add_argument(
         "--methods",

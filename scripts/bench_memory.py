@@ -10,7 +10,6 @@ as on CUDA. torch.compile decides anew what to keep and what to compute again, s
 is measured by scripts.bench_train.
 """
 
-import argparse
 import linecache
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4 import gpt
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -146,7 +146,7 @@ def show(records: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--depth", type=int, default=26, help="nanochat's dial; it sets the width")
     parser.add_argument(
         "--methods", default="clover", help="of nf.METHODS or nf.ABLATIONS, with commas; bf16 is always there"

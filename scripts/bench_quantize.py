@@ -8,7 +8,6 @@ A kernel whose results differ from the reference's is not timed. Tensors are lar
 time goes into compiling, minutes if Triton's cache is empty; each row is printed and written as soon as it is there.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4 import roofline
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.doctor import copy_bandwidth, kernel_problem, median_ms
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
@@ -191,7 +191,7 @@ def second_kernel_share(records: list[dict]) -> float | None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=16384, help="rows of the tensor, a multiple of 128")
     parser.add_argument("--columns", type=int, default=9216, help="columns of the tensor, a multiple of 128")
     parser.add_argument("--only", default="", help="kernels whose name contains this")

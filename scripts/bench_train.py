@@ -39,7 +39,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import print0
-from nanochat_fp4.console import format_bytes
+from nanochat_fp4.console import ArgumentParser, format_bytes
 from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, is_out_of_memory, one_line, run_main
@@ -192,7 +192,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    parser = ArgumentParser(description=__doc__.split(":")[0])
     add = parser.add_argument
     add("--depth", default="26", help="depths, with commas")
     add("--methods", default="clover", help="of nf.METHODS or nf.ABLATIONS, with commas; bf16 is always there")

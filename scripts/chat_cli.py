@@ -14,7 +14,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init
-from nanochat_fp4.console import parse_finite
+from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.engine import Engine
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.gpt import autocast
@@ -24,7 +24,7 @@ MAX_TOKENS = 256  # of an answer
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Chat with the model")
+    parser = ArgumentParser(description="Chat with the model")
     add = parser.add_argument
     add("-i", "--source", default="sft", choices=("base", "mid", "sft", "rl"), help="Source of the model: sft|mid|rl")
     add("-g", "--model-tag", default=None, help="Model tag to load")

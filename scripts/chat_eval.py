@@ -31,7 +31,7 @@ from eval.spellingbee import SpellingBee
 from nanochat_fp4.chat_data import Task
 from nanochat_fp4.checkpoint_manager import SOURCES
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, get_base_dir, print0
-from nanochat_fp4.console import parse_finite
+from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.execution import SandboxError, describe_sandbox
 from nanochat_fp4.files import atomic_write
@@ -59,7 +59,7 @@ PRECISIONS = ("nvfp4", "bf16", "both")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Evaluate the chat model")
+    parser = ArgumentParser(description="Evaluate the chat model")
     add = parser.add_argument
     add("-i", "--source", required=True, choices=("base", "mid", "sft", "rl"), help="Source of the model: sft|mid|rl")
     add(

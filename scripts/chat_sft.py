@@ -41,6 +41,7 @@ from nanochat_fp4.chat_data import (
 )
 from nanochat_fp4.chat_loader import ConversationBatches
 from nanochat_fp4.common import mean_over_ranks
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.post_training import PostTraining, add_common_arguments
 from nanochat_fp4.signals import StopRequested
@@ -49,7 +50,7 @@ from nanochat_fp4.trainer import TrainingStep, due
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Supervised finetuning for chat",
         epilog="SIGTERM, Ctrl-C and SIGUSR1 save a checkpoint and stop within one step.",
     )

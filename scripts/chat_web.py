@@ -16,7 +16,7 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.batching import Batcher
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
-from nanochat_fp4.console import parse_finite
+from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.engine import Engine
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.gpt import autocast
@@ -24,7 +24,7 @@ from nanochat_fp4.stage import checkpoint_method, load_stage_model
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Serve the model with a chat page")
+    parser = ArgumentParser(description="Serve the model with a chat page")
     add = parser.add_argument
     add("-i", "--source", default="sft", choices=("mid", "sft", "rl"), help="Source of the model: sft|mid|rl")
     add("-g", "--model-tag", default=None, help="Model tag to load")

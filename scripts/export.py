@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.dataset import ensure_data
 from nanochat_fp4.environment import environment_info
@@ -49,7 +50,7 @@ FP32_LOGITS = 1e-3  # at most, between two orders of summation of FP32 products;
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Export a checkpoint to the formats of other programs")
+    parser = ArgumentParser(description="Export a checkpoint to the formats of other programs")
     add = parser.add_argument
     add("--source", default="sft", choices=("base", "mid", "sft", "rl"), help="stage of the checkpoint")
     add("--model-tag", default=None, help="model tag of the checkpoint")

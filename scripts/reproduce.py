@@ -14,13 +14,13 @@ commit it was measured. What is done is kept, piece by piece, so that the same c
 Figures that need training runs share them (scripts/sweep.py). How each is made is in the reproduce_* beside this file.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_open, atomic_write
@@ -97,7 +97,7 @@ def save(context: Context, name: str, outcome: Outcome) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("name", help=f"all, list, or one of {', '.join([*ITEMS, *SAME])}")
     parser.add_argument("--quick", action="store_true", help="small sizes, on a CPU: a check of the command")
     parser.add_argument("--samples", type=int, default=0, help="table1: numbers that are rounded")

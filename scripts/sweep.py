@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.console import format_seconds
+from nanochat_fp4.console import ArgumentParser, format_seconds
 from nanochat_fp4.dataset import build_embedded_corpus, ensure_data
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
@@ -140,7 +140,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--name", default="sweep", help="of the table and its files")
     parser.add_argument("--methods", default="bf16,nvidia,four_over_six,tetrajet_v2,clover,clover_search")
     parser.add_argument("--variant", action="append", default=[], help='"label: flags of base_train"; may be repeated')

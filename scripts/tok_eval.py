@@ -10,7 +10,7 @@ even try).
 import argparse
 
 from nanochat_fp4.common import print0
-from nanochat_fp4.console import logger, parse_finite
+from nanochat_fp4.console import ArgumentParser, logger, parse_finite
 from nanochat_fp4.dataset import ensure_data, parquets_iter_batched
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.report import get_report
@@ -60,7 +60,7 @@ BASELINES = {"GPT-2": "gpt2", "GPT-4": "cl100k_base"}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Evaluate the compression of the tokenizer")
+    parser = ArgumentParser(description="Evaluate the compression of the tokenizer")
     parser.add_argument("--data-dir", default="", help="folder of text or parquet files (default: DATA_DIR)")
     parser.add_argument("--no-compare", action="store_true", help="without GPT-2's and GPT-4's tokenizers (no network)")
     parser.add_argument(

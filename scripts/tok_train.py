@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from nanochat_fp4.checkpoint_manager import checkpoints_made_with
 from nanochat_fp4.common import print0
-from nanochat_fp4.console import Progress
+from nanochat_fp4.console import ArgumentParser, Progress
 from nanochat_fp4.dataset import ensure_data, parquets_iter_batched
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.report import get_report
@@ -27,7 +27,7 @@ MAX_VOCAB_SIZE = 2**24  # ids are 32-bit numbers, and no text yields more
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a BPE tokenizer")
+    parser = ArgumentParser(description="Train a BPE tokenizer")
     parser.add_argument("--max-chars", type=int, default=10_000_000_000, help="characters to train on (default: 10B)")
     parser.add_argument("--doc-cap", type=int, default=10_000, help="characters per document (default: 10,000)")
     parser.add_argument("--vocab-size", type=int, default=32768, help="vocabulary size (default: 32768 = 2^15)")

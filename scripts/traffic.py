@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.errors import UserError, run_main
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS, COLUMNS = 256, 256  # whole tiles: nothing is padded
@@ -147,5 +148,11 @@ def measure() -> dict[str, list[dict]]:
     return json.loads(done.stdout)
 
 
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__.split("\n")[0], epilog="Prints JSON; needs no GPU.")
+    parser.parse_args(argv)
+    print(json.dumps(measure()))
+
+
 if __name__ == "__main__":
-    print(json.dumps(requantization()))
+    run_main(main)

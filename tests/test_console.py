@@ -1,15 +1,68 @@
 """Numbers as text, and progress on a terminal and in a log."""
 
+import ast
 import io
 import re
 import threading
+from pathlib import Path
 
-from nanochat_fp4.console import Progress, format_bytes, format_seconds, progress_iter
+import pytest
+
+from nanochat_fp4.console import ArgumentParser, Progress, format_bytes, format_seconds, progress_iter
 
 
 def test_formats():
     assert [format_bytes(n) for n in (12, 1536, 5 << 20, 3 << 40)] == ["12 bytes", "1.5 KB", "5.0 MB", "3.0 TB"]
     assert [format_seconds(s) for s in (3, 75, 7500)] == ["3s", "1m15s", "2h05m"]
+
+
+def test_flags_are_not_abbreviated_and_slips_are_one_line(capsys):
+    parser = ArgumentParser(prog="base_train")
+    parser.add_argument("--depth", type=int)
+    commands = parser.add_subparsers()
+    commands.add_parser("run").add_argument("--seconds", type=float)
+    for argv, expected in (
+        (["--dept=1"], "error: unrecognized arguments: --dept=1; did you mean --depth? (see base_train --help)"),
+        (["--xyz"], "error: unrecognized arguments: --xyz (see base_train --help)"),
+        (["--depth=x"], "error: argument --depth: invalid int value: 'x' (see base_train --help)"),
+    ):
+        with pytest.raises(SystemExit) as e:
+            parser.parse_args(argv)
+        assert e.value.code == 2 and capsys.readouterr().err == expected + "\n"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["run", "--sec=1"])
+
+
+def test_no_command_abbreviates_flags():
+    root = Path(__file__).resolve().parent.parent
+    files = [
+        f for folder in ("nanochat_fp4", "scripts", "eval", "dev", "examples") for f in (root / folder).rglob("*.py")
+    ]
+    made = 0
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("argparse.ArgumentParser", "_Parser"):
+                made += 1
+                assert "allow_abbrev=False" in ast.unparse(node), f"{file.name}:{node.lineno}"
+    assert made  # those that do not import console.ArgumentParser
+
+
+def test_the_time_left_is_that_of_recent_steps():
+    progress = Progress(total=100, desc="train", unit="step", every=1e9, file=io.StringIO())
+    for seconds in (60, 1, 1):  # the first one compiles
+        progress.last_update -= seconds
+        progress.update()
+        assert ("ETA" in progress.line()) == (progress.n == 3)
+    for seconds in (1, 30, 1):  # an evaluation
+        progress.last_update -= seconds
+        progress.update()
+    assert 94 <= progress.seconds_left() < 95
+    for _ in range(50):  # it has become faster
+        progress.last_update -= 0.5
+        progress.update()
+    assert "ETA 22s" in progress.line()
+    progress.update(44)
+    assert progress.seconds_left() is None and "elapsed" in progress.line()
 
 
 def test_progress_in_a_log_is_plain_lines():

@@ -269,3 +269,18 @@ def test_every_pin_is_within_pyproject_and_constraints():
     for pin in pins:
         same = [c for c in constraints if c.name == pin.name and c.specifier == pin.specifier]
         assert same, f"{pin} is not in constraints.txt"
+
+
+def test_ctrl_c_ends_a_script_with_130_whatever_the_stage_says():
+    """Bash lets children in the background ignore SIGINT, so that the stage is told by SIGTERM."""
+    stage = "trap 'sleep 0.1; exit 143' TERM; echo ready; while :; do sleep 0.02; done"
+    script = 'ROOT=$PWD; source dev/setup.sh; source dev/pipeline.sh; run bash -c "$STAGE"'
+    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        process = subprocess.Popen(
+            ["bash", "-c", script], cwd=ROOT, env=os.environ | {"STAGE": stage}, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == status and f"exit status {status}" in err, err
