@@ -527,6 +527,14 @@ def _way_out(folder: Path, step: int) -> str:
 # Models
 
 
+SWITCHES = ("separate_qkv", "exact_relu_squared")  # of GPTConfig, which nanochat's does not have
+
+
+def config_record(config: GPTConfig | LlamaConfig) -> dict[str, Any]:
+    """A model's config as metadata has it: without switches that are off, so that nanochat can read it."""
+    return {k: v for k, v in asdict(config).items() if v or k not in SWITCHES}
+
+
 def _patch_old_nanochat(model_data: dict[str, torch.Tensor], model_config: dict[str, Any]) -> None:
     """Checkpoints from before nanochat had windows and per-layer scalars: full context, scalars that do nothing."""
     model_config.setdefault("window_pattern", "L")
@@ -561,7 +569,9 @@ def build_model(
         if not is_llama:
             _patch_old_nanochat(model_data, model_config)
         config = LlamaConfig(**model_config) if is_llama else GPTConfig(**model_config)
-        numbers = {k: v for k, v in asdict(config).items() if k not in ("window_pattern", "family")}
+        numbers = {k: v for k, v in asdict(config).items() if k not in ("window_pattern", "family", *SWITCHES)}
+        if not all(isinstance(getattr(config, k, False), bool) for k in SWITCHES):
+            raise ValueError(f"{' and '.join(SWITCHES)} must be true or false")
         if not all(isinstance(v, int) and v > 0 for v in numbers.values()):
             raise ValueError(f"these must be positive whole numbers: {numbers}")
         # Before anything is made of these numbers: a wrong one could ask for more memory or time than there is.

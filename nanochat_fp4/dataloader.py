@@ -124,6 +124,8 @@ class BestFitLoader:
     before its first batch.
     lanes: a multiple of the world size. Default: 8 where the world size divides it, else the world size.
     data_dir: a folder of shards; default: the one that dataset.ensure_data finds.
+    data_seed: 0 for the order in which the text is stored; another number for another order of the row groups, and of
+        the documents within each, in every epoch the same.
     Raises UserError (data, state that does not fit), ValueError (arguments).
     """
 
@@ -142,7 +144,10 @@ class BestFitLoader:
         data_dir: str | os.PathLike | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        data_seed: int = 0,
     ):
+        if not 0 <= data_seed < 2**32:
+            raise UserError(f"--data-seed={data_seed} is not a number from 0 to {2**32 - 1}")
         if B < 1 or T < 1 or buffer_size < 1 or tokenizer_batch_size < 1:
             raise ValueError(
                 f"B={B}, T={T}, buffer_size={buffer_size} and tokenizer_batch_size={tokenizer_batch_size} must be "
@@ -162,6 +167,9 @@ class BestFitLoader:
         self.shards = open_shards(split, data_dir)
         # Empty row groups are left out: a lane that met no others would look for a document forever.
         self.row_groups = [(s, k) for s, shard in enumerate(self.shards) for k, n in enumerate(shard.rows) if n > 0]
+        self.data_seed = data_seed
+        if data_seed:
+            self.row_groups = [self.row_groups[k] for k in self._shuffled(0, len(self.row_groups))]
         self.fingerprint = _split_fingerprint(self.shards)
         self.content = [shard_digest(shard.path) for shard in self.shards]
         share = sum(shard.num_rows for shard in self.shards) // lanes
@@ -180,7 +188,11 @@ class BestFitLoader:
         texts = read_row_group(self.shards[shard].path, index)
         if len(texts) != self.shards[shard].rows[index]:
             raise UserError(f"{self.shards[shard].path} changed while it was being read; start again")
-        return texts
+        return [texts[k] for k in self._shuffled(1 + g % len(self.row_groups), len(texts))] if self.data_seed else texts
+
+    def _shuffled(self, number: int, n: int) -> np.ndarray:
+        """The permutation of n things that has this number; NumPy promises that RandomState's stay the same."""
+        return np.random.RandomState([self.data_seed, number]).permutation(n)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         rows = self.tokenizer.encode(texts, prepend=self.bos, num_threads=self.tokenizer_threads)
@@ -211,6 +223,7 @@ class BestFitLoader:
             "lanes": self.lanes,
             "lane_buffer": self.lane_buffer,
             "refill": self.refill,
+            **({"data_seed": self.data_seed} if self.data_seed else {}),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,6 +252,11 @@ class BestFitLoader:
             "T": "resume with the same --max-seq-len",
             "lanes": "resume with the same number of processes",
         }
+        if state.get("data_seed", 0) != self.data_seed:
+            raise UserError(
+                f"the data position is one of --data-seed={state.get('data_seed', 0)} and this run has "
+                f"{self.data_seed}; resume with the data seed that the run began with"
+            )
         for key, value in self._config().items():
             if state.get(key) != value:
                 remedy = remedies.get(key, "resume with the arguments that the run began with")

@@ -54,6 +54,10 @@ class GPTConfig:
     n_embd: int = 768
     # Tiled over the layers: "L" all positions of sequence_len, "S" half of them. The last layer is always L.
     window_pattern: str = "L"
+    # Not nanochat's; for runs as in the paper: c_q, c_k and c_v quantized as three layers, with a tensor_scale each,
+    # and not as one; and relu(x) kept for the derivative of ReLU^2 as it is.
+    separate_qkv: bool = False
+    exact_relu_squared: bool = False
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
@@ -207,6 +211,8 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer_idx: int):
         super().__init__()
+        if config.separate_qkv:
+            self.fused_linears = ()
         self.layer_idx = layer_idx
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         # Three matrices, not one: on disk and for the optimizer they are nanochat's.
@@ -217,7 +223,11 @@ class CausalSelfAttention(nn.Module):
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) -> q (B, T, H, D), k and v (B, T, H_kv, D)."""
-        q, k, v = fused_linear(x, *(getattr(self, name) for name in self.fused_linears), head_dim=self.head_dim)
+        layers = [self.c_q, self.c_k, self.c_v]
+        if not self.fused_linears:
+            q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
+            return q, k, v
+        q, k, v = fused_linear(x, *layers, head_dim=self.head_dim)
         # A copy of v, which attention keeps: the view would keep q and k as they were before the rotation as well.
         return q, k, v.contiguous()
 
@@ -250,8 +260,11 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+        self.exact_relu_squared = config.exact_relu_squared
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.exact_relu_squared:
+            return self.c_proj(F.relu(self.c_fc(x)).square())
         eight_bits = torch.is_grad_enabled() and getattr(self.c_proj, "quantizes_input", False)
         x = self.c_fc(x)
         x = _ReluSquared.apply(x, eight_bits)

@@ -3,10 +3,14 @@ The Llama-like family of the paper's Tables 3 and 4, beside nanochat's GPT: for 
 
 Llama 2's block (RMSNorm with weights, rotary positions, SwiGLU, no biases), untied embeddings, heads of 128, trained by
 AdamW with a cosine schedule. Sizes are named by their parameters without embeddings, which is also what a
-tokens-per-parameter ratio counts. What the paper does not say is taken from the code that it published: the width of
-the MLP (2/3 of 4 widths, rounded up to 256), the initialization (normal, std 0.02, and 0.02 / sqrt(2 layers) for what
-adds to the residual stream), betas of 0.9 and 0.95, no weight decay for embedding and norms, eps 1e-5 in the norms. Its
-cosine ends at a tenth here.
+tokens-per-parameter ratio counts. What the paper does not say is taken from the code that it published: q, k and v as
+one layer, and up and gate as one, each with one tensor_scale; the width of the MLP (2/3 of 4 widths, rounded up to
+256), the initialization (normal, std 0.02, and 0.02 / sqrt(2 layers) for what adds to the residual stream), betas of
+0.9 and 0.95, no weight decay for embedding and norms, eps 1e-5 in the norms, torch's OneCycleLR with cosines.
+
+Its steps are of 512 sequences of 512 tokens, in micro-batches of 128 sequences, of C4 (`python -m nanochat_fp4.dataset
+--c4`) in 32,000 tokens. What is the same but for an order: it rotates neighbouring dimensions of q and k together, and
+here those half a head apart, which permutes rows of c_q and c_k; and on disk the fused matrices are separate here.
 
 The class has GPT's interface (gpt.py), so that the training script, the engine and the checkpoints take either one.
 """
@@ -26,6 +30,7 @@ from nanochat_fp4.common import is_ddp_initialized
 from nanochat_fp4.cross_entropy import linear_cross_entropy
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import ROTARY_BASE, ROTARY_FACTOR, apply_rotary_emb
+from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.optim import AdamW, PretrainingOptions, Schedule, set_learning_rates
 
 NORM_EPS = 1e-5
@@ -33,7 +38,10 @@ HIDDEN_MULTIPLE = 256
 INIT_STD = 0.02
 # linear_cross_entropy caps logits softly; at this cap one of 30 changes by 1e-6, less than FP32's rounding of the loss.
 NO_SOFTCAP = 1e5
-WEIGHT_DECAY, CLIP_NORM, WARMUP, FINAL_LR = 0.1, 1.0, 0.1, 0.1  # Table 4; the last one see above
+WEIGHT_DECAY, CLIP_NORM = 0.1, 1.0  # Table 4
+# Of the size's rate: where the warm-up begins, and where the cosine ends (OneCycleLR with div_factor 100 and
+# final_div_factor 0.1, that is, a hundredth over 0.1). The warm-up is a tenth of the steps, rounded down.
+FIRST_LR, FINAL_LR, WARMUP_SHARE = 0.01, 0.1, 10
 
 
 class Size(NamedTuple):
@@ -95,15 +103,17 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
+    fused_linears = ("c_q", "c_k", "c_v")  # computed as one layer, as in the published code
+
     def __init__(self, config: LlamaConfig, layer_idx: int):
         super().__init__()
         self.layer_idx, self.head_dim = layer_idx, config.head_dim
-        for name in ("c_q", "c_k", "c_v", "c_proj"):
+        for name in (*Attention.fused_linears, "c_proj"):
             out = config.n_kv_head * config.head_dim if name in ("c_k", "c_v") else config.n_embd
             setattr(self, name, nn.Linear(config.n_embd, out, bias=False))
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Any) -> Tensor:
-        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.c_q, self.c_k, self.c_v))
+        q, k, v = fused_linear(x, *(getattr(self, name) for name in self.fused_linears), head_dim=self.head_dim)
         q, k = (apply_rotary_emb(t.float(), *cos_sin).to(v.dtype) for t in (q, k))
         if kv_cache is None:
             y = flash_attention.flash_attn_func(q, k, v, causal=True)
@@ -119,6 +129,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    fused_linears = ("c_gate", "c_fc")  # likewise
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.c_gate = nn.Linear(config.n_embd, config.hidden, bias=False)
@@ -126,7 +138,8 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(config.hidden, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.silu(self.c_gate(x)) * self.c_fc(x))
+        gate, up = fused_linear(x, *(getattr(self, name) for name in self.fused_linears))
+        return self.c_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -261,9 +274,12 @@ class Llama(nn.Module):
 
 
 def lr_multiplier(step: int, num_iterations: int) -> float:
-    """Linear warm-up over the first tenth, then a cosine down to a tenth of the rate."""
-    warmup = round(WARMUP * num_iterations)
-    if step < warmup:
-        return (step + 1) / warmup
-    done = (step - warmup) / max(1, num_iterations - warmup)
-    return FINAL_LR + (1 - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * done))
+    """torch's OneCycleLR: half a cosine from FIRST_LR up to 1 over the warm-up, and another down to FINAL_LR."""
+
+    def cosine(start: float, end: float, done: float) -> float:
+        return end + (start - end) * 0.5 * (1 + math.cos(math.pi * done))
+
+    peak, last = num_iterations // WARMUP_SHARE - 1, num_iterations - 1
+    if step <= peak:
+        return cosine(FIRST_LR, 1.0, step / max(1, peak))
+    return cosine(1.0, FINAL_LR, min(1.0, (step - peak) / (last - peak)))

@@ -7,14 +7,13 @@ unquantized (the paper, Appendix C); --quantization changes that.
 
 import argparse
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.checkpoint_manager import SOURCES, build_model, check_model_tag, load_checkpoint
+from nanochat_fp4.checkpoint_manager import SOURCES, build_model, check_model_tag, config_record, load_checkpoint
 from nanochat_fp4.common import announce, get_base_dir, print0, seed_everything
 from nanochat_fp4.console import format_seconds, parse_finite
 from nanochat_fp4.errors import UserError
@@ -171,7 +170,7 @@ class PostTraining:
             "stage": self.name,
             "method": self.method,
             "quantization": args.quantization,
-            **asdict(self.config),
+            **config_record(self.config),
             **batch_config,
             "num_iterations": stage["num_iterations"],
             "sources": sources,
@@ -185,7 +184,7 @@ class PostTraining:
             name=self.name,
             method=self.method,
             user_config={**vars(args), "method": self.method, "device_batch_size": stage["device_batch_size"]},
-            meta={"model_config": asdict(self.config), "run_config": run_config, "parent": self.parent},
+            meta={"model_config": config_record(self.config), "run_config": run_config, "parent": self.parent},
             start_record={"quantization": args.quantization, "sources": sources},
             lower="--init-lr-frac",
             **stage,

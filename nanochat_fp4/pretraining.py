@@ -4,18 +4,28 @@ import argparse
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import nanochat_fp4 as nf
 from nanochat_fp4 import llama
-from nanochat_fp4.checkpoint_manager import check_model_fits, check_model_tag, load_checkpoint, load_weights
+from nanochat_fp4.checkpoint_manager import (
+    SWITCHES,
+    check_model_fits,
+    check_model_tag,
+    config_record,
+    load_checkpoint,
+    load_weights,
+)
 from nanochat_fp4.common import announce, print0
+from nanochat_fp4.console import parse_finite
 from nanochat_fp4.engine import draw_samples
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.gpt import GPT, config_from_depth
+from nanochat_fp4.nvfp4 import oscillation
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.optim import PretrainingOptions
 from nanochat_fp4.resume import Start, check_same_run, find_resume_step
@@ -24,7 +34,10 @@ from nanochat_fp4.stage import Process
 from nanochat_fp4.tokenizer import RustBPETokenizer
 from nanochat_fp4.trainer import Trainer, due
 
-METHOD_CHANGES = ("layer_methods", "method_phases", "oscillation", "branch_from")
+# Flags that a run which branches from another one may have of its own.
+METHOD_CHANGES = (
+    "layer_methods", "method_phases", "oscillation", "branch_from", "separate_qkv", "exact_relu_squared"
+)  # fmt: skip
 MAX_STEPS = 10**9  # more is a slip of the finger
 CPU_FLOPS = 1e11  # a second, of a CPU, generously
 CPU_TOO_MUCH = 1e15  # hours
@@ -40,8 +53,11 @@ def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) 
         config = config_from_depth(
             args.depth, vocab_size, args.max_seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
         )
-    if args.recompute != "none" and not hasattr(cls, "recompute"):
-        raise UserError("--recompute is not for the --llama models; leave one of them out")
+        config = replace(config, separate_qkv=args.separate_qkv, exact_relu_squared=args.exact_relu_squared)
+    unfit = {"--recompute": args.recompute != "none", "--separate-qkv": args.separate_qkv}
+    unfit["--exact-relu-squared"] = args.exact_relu_squared
+    if args.llama and any(unfit.values()):
+        raise UserError(f"{next(k for k in unfit if unfit[k])} is not for the --llama models; leave one of them out")
     check_model_fits(config, device)
     with torch.device("meta"):
         model = cls(config)
@@ -76,15 +92,18 @@ def make_settings(
     options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
     run_config = {
         "method": method,
-        **asdict(model.config),
+        **{k: v for k, v in config_record(model.config).items() if k not in SWITCHES},
         "total_batch_size": args.total_batch_size,
         "world_size": world,
         "seed": args.seed,
+        "data_seed": args.data_seed or None,
+        **({"schedule": "OneCycleLR"} if args.llama else {}),  # earlier versions had another one
         "tokenizer": tokenizer.fingerprint(),
         **{k: getattr(args, k) or None for k in METHOD_CHANGES},
     }
     tunable = {**asdict(options), "num_iterations": num_iterations, "data_dir": str(data_dir)}
-    comparable = {k: v for k, v in (run_config | tunable).items() if k not in ("method", "world_size", *METHOD_CHANGES)}
+    apart = ("method", "world_size", *METHOD_CHANGES, *([] if args.data_seed else ["data_seed"]))
+    comparable = {k: v for k, v in (run_config | tunable).items() if k not in apart}
     key = hashlib.sha256(json.dumps(comparable, sort_keys=True).encode()).hexdigest()[:12]
     return Settings(num_iterations, options, run_config, tunable, key)
 
@@ -105,6 +124,12 @@ def find_start(
         weights, rank_state, meta = load_checkpoint(
             source, step, process.device, load_optimizer=True, rank=process.rank
         )
+        if "schedule" in same and "schedule" not in (meta.get("run_config") or {}):
+            raise UserError(
+                f"the checkpoint in {source} is of an earlier version (commit {meta.get('commit') or 'unknown'}), with "
+                "another schedule, and q, k, v, up and gate computed one by one; go on with that version, or choose "
+                "another --model-tag"
+            )
         check_same_run(same, meta.get("run_config"), source)
         load_weights(model, weights, source, step)
         start = Start(folder, source, step, rank_state, meta)
@@ -115,6 +140,60 @@ def find_start(
         )
     check_writable(folder, save_bytes(model), args.overwrite)
     return start
+
+
+def add_method_arguments(parser: argparse.ArgumentParser) -> None:
+    """How to quantize."""
+    add = parser.add_argument
+    add(
+        "--method",
+        default=None,
+        help=f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)",
+    )
+    add(
+        "--layer-methods",
+        default="",
+        help="methods of single layers, 'pattern=method,...', for example '*.c_fc=fp8'",
+    )
+    add(
+        "--method-phases",
+        default="",
+        help="changes of the method in the course of the run, 'fraction of the steps=method,...': '0.85=bf16'",
+    )
+    add(
+        "--oscillation",
+        default="",
+        help=f"a remedy for weights that oscillate between two 4-bit values: {oscillation.FORM}",
+    )
+    add(
+        "--separate-qkv",
+        action="store_true",
+        help="quantize q, k and v as three layers, each with a tensor scale, as the paper's nanochat runs did "
+        "(default: as one layer, which is faster)",
+    )
+    add(
+        "--exact-relu-squared",
+        action="store_true",
+        help="keep relu(x) for the derivative of ReLU^2 as it is, not in 8 bits: more memory, as in the paper's runs",
+    )
+
+
+def add_horizon_arguments(parser: argparse.ArgumentParser) -> None:
+    """How long a run is: only one is used, in order of precedence."""
+    add = parser.add_argument
+    add("--num-iterations", type=int, default=-1, help="explicit number of optimization steps (-1 = disable)")
+    add(
+        "--target-flops",
+        type=parse_finite,
+        default=-1.0,
+        help="calculate num_iterations to reach target_flops (-1 = disable)",
+    )
+    add(
+        "--target-param-data-ratio",
+        type=parse_finite,
+        default=8,
+        help="calculate num_iterations to maintain data:param ratio (Chinchilla=20, -1 = disable)",
+    )
 
 
 def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params: int) -> int:

@@ -19,7 +19,6 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read 
 
 import argparse
 import functools
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4 import llama
-from nanochat_fp4.checkpoint_manager import check_model_tag
+from nanochat_fp4.checkpoint_manager import check_model_tag, config_record
 from nanochat_fp4.common import announce, get_base_dir, print0, seed_everything
 from nanochat_fp4.console import ArgumentParser, format_seconds, parse_finite
 from nanochat_fp4.dataloader import (
@@ -40,10 +39,18 @@ from nanochat_fp4.errors import run_main
 from nanochat_fp4.gpt import compile_layers
 from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
-from nanochat_fp4.nvfp4 import oscillation
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
-from nanochat_fp4.pretraining import CoreMetric, Samples, describe, find_start, make_model, make_settings
+from nanochat_fp4.pretraining import (
+    CoreMetric,
+    Samples,
+    add_horizon_arguments,
+    add_method_arguments,
+    describe,
+    find_start,
+    make_model,
+    make_settings,
+)
 from nanochat_fp4.report import get_report
 from nanochat_fp4.stage import Process, RunOptions, add_run_arguments, changed_flags, resolve_method, run_stage
 from nanochat_fp4.tokenizer import get_token_bytes, get_tokenizer
@@ -66,31 +73,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--seed", type=int, default=42, help="seed of weights, rotations and stochastic rounding")
     add(
+        "--data-seed",
+        type=int,
+        default=0,
+        help="another order of the training text for another number from 1 to 4294967295 (default: 0, as it is stored)",
+    )
+    add(
         "--data-dir",
         default=None,
         help="folder of parquet shards or text (default: $DATA_DIR, else FineWeb-Edu, else a small embedded corpus)",
     )
-    # Quantization
-    add(
-        "--method",
-        default=None,
-        help=f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)",
-    )
-    add(
-        "--layer-methods",
-        default="",
-        help="methods of single layers, 'pattern=method,...', for example '*.c_fc=fp8'",
-    )
-    add(
-        "--method-phases",
-        default="",
-        help="changes of the method in the course of the run, 'fraction of the steps=method,...': '0.85=bf16'",
-    )
-    add(
-        "--oscillation",
-        default="",
-        help=f"a remedy for weights that oscillate between two 4-bit values: {oscillation.FORM}",
-    )
+    add_method_arguments(parser)
     # Model architecture
     add("--depth", type=int, default=20, help="depth of the Transformer model")
     add("--aspect-ratio", type=int, default=64, help="model_dim = depth * aspect_ratio")
@@ -107,20 +100,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"instead of nanochat's GPT one of the paper's Llama-like models ({', '.join(llama.SIZES)}), with its "
         "optimizer, rates and schedule; the paper has --max-seq-len=512 --total-batch-size=262144",
     )
-    # Training horizon (only one used, in order of precedence)
-    add("--num-iterations", type=int, default=-1, help="explicit number of optimization steps (-1 = disable)")
-    add(
-        "--target-flops",
-        type=parse_finite,
-        default=-1.0,
-        help="calculate num_iterations to reach target_flops (-1 = disable)",
-    )
-    add(
-        "--target-param-data-ratio",
-        type=parse_finite,
-        default=8,
-        help="calculate num_iterations to maintain data:param ratio (Chinchilla=20, -1 = disable)",
-    )
+    add_horizon_arguments(parser)
     # Optimization
     add(
         "--device-batch-size",
@@ -230,7 +210,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     def make_loader(position: Any) -> Any:
         return tokenizing_distributed_data_loader_with_state_bos_bestfit(
             tokenizer, device_batch_size, args.max_seq_len, "train", device=device, resume_state_dict=position,
-            data_dir=data_dir,
+            data_dir=data_dir, data_seed=args.data_seed,
         )  # fmt: skip
 
     def validation_bpb(forward: Any) -> float:
@@ -269,7 +249,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         val_tokens=eval_steps * val_batch,
         user_config={**vars(args), "method": method, **batch, "num_iterations": num_iterations},
         meta={
-            "model_config": asdict(model.config),
+            "model_config": config_record(model.config),
             "run_config": settings.run_config,
             "tunable": {**settings.tunable, **batch, "recompute": args.recompute, "val_data": val_data},
             "max_seq_len": args.max_seq_len,

@@ -14,10 +14,9 @@ bits, where they are in 4 bits there.
 import argparse
 import tempfile
 import zipfile
-from dataclasses import asdict
 from pathlib import Path
 
-from nanochat_fp4.checkpoint_manager import SOURCES, save_checkpoint
+from nanochat_fp4.checkpoint_manager import SOURCES, config_record, save_checkpoint
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, run_main
@@ -55,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer.save(get_tokenizer_dir())
     save_token_bytes(tokenizer, get_tokenizer_dir())
     meta = {
-        "model_config": asdict(model.config),
+        "model_config": config_record(model.config),
         "user_config": {"method": "bf16"},
         "imported": {"file": path.name, "sha256": sha256_file(path), **about},
         "tokenizer": tokenizer.fingerprint(),

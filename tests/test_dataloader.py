@@ -50,6 +50,27 @@ def test_inputs_and_targets(data):
     assert state["epoch"] == 1 and {"pq_idx", "rg_idx"} <= set(state)
 
 
+def test_a_data_seed_is_another_order_of_the_same_text(data):
+    orders = [rows_of(loader(data, data_seed=seed), 30) for seed in (0, 0, 1, 2)]
+    assert torch.equal(orders[0], rows_of(loader(data), 30)) and torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[1], orders[2]) and not torch.equal(orders[2], orders[3])
+    whole = [loader(data, data_seed=seed) for seed in (0, 7)]
+    texts = [[sorted(it.read(g)) for g in range(len(it.row_groups))] for it in whole]
+    assert sorted(texts[0]) == sorted(texts[1]) and texts[0] != texts[1]
+
+
+def test_a_data_seed_is_kept_by_a_resume(data):
+    it = loader(data, data_seed=5)
+    rows_of(it, 7)
+    state = json.loads(json.dumps(next(it)[2]))
+    assert torch.equal(rows_of(loader(data, data_seed=5, resume_state_dict=state), 20), rows_of(it, 20))
+    for seed in (0, 6):
+        with pytest.raises(UserError, match=f"is one of --data-seed=5 and this run has {seed}; resume with"):
+            loader(data, data_seed=seed, resume_state_dict=state)
+    with pytest.raises(UserError, match="--data-seed=-1 is not a number from 0"):
+        loader(data, data_seed=-1)
+
+
 def test_rows_are_whole_documents_but_for_the_last(tmp_path):
     documents = set(make_shards(tmp_path / "d"))
     seen = set()

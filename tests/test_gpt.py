@@ -423,6 +423,32 @@ def test_fused_qkv_is_one_layer_on_the_stacked_weights(method):
     assert error < (0.1 if method == "clover" else 1e-6)
 
 
+def test_separate_qkv_is_three_layers():
+    model = nf.convert(make(n_layer=1, separate_qkv=True), "clover", verbose=False)
+    attn, x = model.transformer.h[0].attn, torch.randn(2, 24, 64)
+    with torch.no_grad():
+        attn.c_q.weight *= 1.7  # so that the three have different tensor scales
+        for got, layer in zip(attn.qkv(x), (attn.c_q, attn.c_k, attn.c_v)):
+            assert torch.equal(got.flatten(2), layer(x))
+        with nf.quantize_weights_once(model):
+            assert attn.c_k.weight_operand is not None and attn.c_q.stacked_operand is None
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_exact_relu_squared_has_the_gradient_of_its_own_input(exact):
+    mlp = nf.convert(make(n_layer=1, exact_relu_squared=exact), "clover", verbose=False).transformer.h[0].mlp
+    seen = {}
+    mlp.c_fc.register_forward_hook(lambda _, args, y: y.retain_grad() or seen.update(before=y))
+    mlp.c_proj.register_forward_pre_hook(lambda _, args: args[0].retain_grad() or seen.update(after=args[0]))
+    with torch.no_grad():
+        mlp.c_proj.weight.normal_()
+    mlp(torch.randn(24, 64)).square().sum().backward()
+    before, after = seen["before"], seen["after"]
+    want = 2 * before.detach().relu() * after.grad
+    error = (before.grad - want).norm() / want.norm()
+    assert error < 1e-6 if exact else 1e-4 < error < 1e-2
+
+
 def test_compiles_as_one_graph_and_once():
     model, ids = make(n_layer=2), tokens(2, 24)
     targets = ids.roll(-1, 1)

@@ -1,11 +1,14 @@
 """The Llama-like family: the paper's sizes, the function against a second implementation, training, checkpoints."""
 
+import json
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from _damage import edit_meta
 
+import nanochat_fp4 as nf
 from nanochat_fp4 import llama
 from nanochat_fp4.checkpoint_manager import load_model
 from nanochat_fp4.engine import KVCache
@@ -109,12 +112,46 @@ def test_initialization():
     assert (block.ln_1.weight == 1).all()
 
 
-def test_schedule():
-    """10% warm-up, cosine to a tenth (Table 4)."""
-    lr = [llama.lr_multiplier(step, 100) for step in range(100)]
-    assert lr[0] == pytest.approx(0.1) and lr[9] == lr[10] == 1.0
-    assert lr[55] == pytest.approx(0.55) and lr[99] == pytest.approx(0.1, abs=1e-3)
-    assert all(a > b for a, b in zip(lr[10:], lr[11:]))
+@pytest.mark.parametrize("steps", [1, 9, 25, 300])
+def test_schedule_is_the_published_one(steps):
+    """torch's own, with the arguments of the authors' main.py and their warm-up of ITERATIONS / 10 steps."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    one_cycle = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 2.0, steps, pct_start=(steps // 10) / steps, cycle_momentum=False, div_factor=1e2,
+        final_div_factor=0.1,
+    )  # fmt: skip
+    for step in range(steps):
+        assert llama.lr_multiplier(step, steps) == pytest.approx(one_cycle.get_last_lr()[0] / 2), step
+        optimizer.step()
+        if step < steps - 1:
+            one_cycle.step()
+    assert llama.lr_multiplier(steps - 1, steps) == pytest.approx(0.1)
+
+
+def test_schedule_of_few_steps():
+    """10 to 19 steps have a warm-up of one, for which the published code divides by zero."""
+    assert llama.lr_multiplier(0, 10) == pytest.approx(0.01) and llama.lr_multiplier(9, 10) == pytest.approx(0.1)
+
+
+@torch.no_grad()
+def test_what_reads_the_same_input_is_one_quantized_layer():
+    """As the published c_attn and w12: the weights side by side have one tensor_scale, here that of the larger ones."""
+    model = nf.convert(make(n_layer=1), "clover", verbose=False)
+    block, x = model.transformer.h[0], torch.randn(16, 1, 64)
+    block.attn.c_q.weight *= 1.7
+    block.mlp.c_fc.weight *= 1.7
+
+    def one(*layers):
+        layer = nf.QuantLinear(64, sum(layer.out_features for layer in layers), method="clover")
+        layer.weight.copy_(torch.cat([layer.weight for layer in layers]))
+        return layer(x).split([layer.out_features for layer in layers], -1)
+
+    attn, mlp = block.attn, block.mlp
+    v = one(attn.c_q, attn.c_k, attn.c_v)[2]  # of a sequence of one token the attention's result is its value
+    assert torch.equal(attn(x, (model.cos[:, :1], model.sin[:, :1]), None), attn.c_proj(v))
+    gate, up = one(mlp.c_gate, mlp.c_fc)
+    assert torch.equal(mlp(x), mlp.c_proj(F.silu(gate) * up))
+    assert not torch.equal(v, attn.c_v(x)) and not torch.equal(gate, mlp.c_gate(x))
 
 
 def test_weight_decay_is_for_matrices():
@@ -147,6 +184,13 @@ def test_training_checkpoints_and_resuming(tiny_base):
     assert isinstance(model, Llama) and meta["model_config"]["family"] == "llama"
     want = {name: p.clone() for name, p in model.named_parameters()}
     assert meta["loop_state"]["numbers"]["val_bpb"] < 0.7 * 3.3  # from 3.3 bits a byte: it learns
-    base_train.main([*flags, "--resume-from-step=9"])
+    base_train.main([*flags, "--resume-from-step=9", "--keep-last=-1"])
     again = load_model("base", "cpu", "eval", "llama-tiny_bf16")[0]
     assert all(torch.equal(p, want[name]) for name, p in again.named_parameters())
+    # One of an earlier version, whose layers and schedule were others, is evaluated but not trained on.
+    path = tiny_base / "base_checkpoints" / "llama-tiny_bf16"
+    run_config = json.loads((path / "meta_000009.json").read_text())["run_config"]
+    edit_meta(path, 9, run_config={k: v for k, v in run_config.items() if k != "schedule"}, commit="abc1234")
+    with pytest.raises(UserError, match=r"of an earlier version \(commit abc1234\).* choose another --model-tag"):
+        base_train.main([*flags, "--resume-from-step=9"])
+    assert load_model("base", "cpu", "eval", "llama-tiny_bf16", step=9)[2]["commit"] == "abc1234"

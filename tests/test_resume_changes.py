@@ -1,7 +1,5 @@
 """A resume after exactly one thing has changed: refused where it would be another run, told in a note otherwise."""
 
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from _damage import edit_meta
 from _samples import save_base
 from _training import STAGES
 
@@ -26,29 +25,20 @@ def rewrite(path: Path, change: Callable[[str], str]) -> None:
     pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=groups)
 
 
-def edit_meta(folder: Path, **changes) -> None:
-    """As a checkpoint of another version of the program has it: with checksums that are right."""
-    path, manifest_path = folder / "meta_000001.json", folder / "manifest_000001.json"
-    data = json.dumps(json.loads(path.read_bytes()) | changes).encode()
-    manifest = json.loads(manifest_path.read_bytes())
-    for entry in manifest["files"]:
-        if entry["name"] == path.name:
-            entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    path.write_bytes(data)
-    manifest_path.write_text(json.dumps(manifest))
-
-
 ACTIONS = {
     "train text": lambda text, run: rewrite(text / "shard_00000.parquet", str.upper),
     "one letter": lambda text, run: rewrite(text / "shard_00000.parquet", lambda t: t[:-1] + "!"),
     "one more shard": lambda text, run: shutil.copy(text / "shard_00000.parquet", text / "shard_000005.parquet"),
     "val text": lambda text, run: rewrite(text / "shard_00001.parquet", str.upper),
-    "commit": lambda text, run: edit_meta(run, commit="0" * 40),
+    "commit": lambda text, run: edit_meta(run, 1, commit="0" * 40),
 }
 # (stage, flag or action, what is said)
 REFUSED = [
     ("base", "--method=nvidia", "method was 'clover'"),
     ("base", "--seed=43", "seed was 42"),
+    ("base", "--data-seed=3", "data_seed was None"),
+    ("base", "--separate-qkv", "separate_qkv was None"),
+    ("base", "--exact-relu-squared", "exact_relu_squared was None"),
     ("base", "--depth=2", "n_layer was 1"),
     ("base", "--aspect-ratio=256", "n_embd was 128"),
     ("base", "--head-dim=32", "n_head was 2"),
@@ -101,7 +91,7 @@ NOTED = [
     ("sft", "--weight-decay=0.1", "weight_decay was 0.0"),
 ]
 CHANGES = [(*c, 2) for c in REFUSED] + [(*c, 0) for c in NOTED]
-assert len(CHANGES) == 50
+assert len(CHANGES) == 53
 FEW = {"train text", "val text", "commit", "--device-batch-size=1"}  # in a normal run
 
 
