@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,17 @@ def _die_in_a_save(n: int | None) -> list[int]:
     cm._HashingFile.write = counted(cm._HashingFile.write)
     Trainer.save = in_a_save(Trainer.save)
     return count
+
+
+def torchrun(function: Callable[[], Any], max_restarts: int = 0) -> None:
+    """`torchrun --nproc_per_node=2` within a forked run: its agent, whose two workers are forked and call function."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="tests", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
+        max_restarts=max_restarts, monitor_interval=0.05, start_method="fork",
+    )  # fmt: skip
+    elastic_launch(config, function)()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
