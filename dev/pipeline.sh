@@ -283,9 +283,43 @@ checked_method() {
 run_main(lambda: print(resolve_method(None)))'
 }
 
+# What this run has that the defaults have not, for its name: _steps240_matrix-lr0.1. Numbers are told by name; a folder,
+# and what does not fit into a name, by its beginning and a number that differs where the whole does.
+differences() {
+    local name default value text=""
+    for name in "${CHOSEN[@]}" DATA_DIR BASE_ARGS; do
+        default="DEFAULT_OF_$name"
+        value=${!name:-}
+        [[ " $CONFIG" == *" $name="* ]] && [ "$name" != DEPTH ] && [ "$value" != "${!default:-}" ] || continue
+        case $name in
+        NUM_ITERATIONS) name=steps ;;
+        DATA_DIR) name=data- value=$(basename "$value" | cut -c 1-20)-$(printf '%s' "$value" | cksum | cut -c 1-4) ;;
+        BASE_ARGS) name="" ;;
+        *) name=$(tr 'A-Z_' 'a-z-' <<<"$name") ;;
+        esac
+        text+="_$name$value"
+    done
+    text=$(sed -e 's/--//g' -e 's/[^A-Za-z0-9._-]\{1,\}/-/g' <<<"$text")
+    if [ ${#text} -gt 60 ]; then text=${text:0:50}-$(printf '%s' "$CONFIG" | cksum | cut -d ' ' -f 1); fi
+    echo "$text"
+}
+
+# The name of the run with this method, after CONFIG and DEFAULTS are complete.
+tag_of() { # METHOD
+    local name=d${DEPTH}_$1 old
+    old=${name}_$(printf '%s' "$CONFIG" | cksum | cut -d ' ' -f 1)
+    if [ "$CONFIG" = "$DEFAULTS" ]; then
+        echo "$name"
+    elif [ -d "$NANOCHAT_BASE_DIR/base_checkpoints/$old" ]; then
+        echo "$old" # begun when names told runs apart by a number alone
+    else
+        echo "$name$(differences)"
+    fi
+}
+
 # pipeline TITLE: everything, after `choose`.
 pipeline() {
-    local suffix="" method tag tags=() stage known="tok base loss core mid sft report"
+    local method tags=() stage known="tok base loss core mid sft report"
     : "${QAT_METHOD:=clover}" "${COMPARE:=0}" "${WANDB_RUN:=dummy}" "${STAGES:=$(default_stages)}"
     export QAT_METHOD
     for stage in $STAGES; do
@@ -299,8 +333,7 @@ pipeline() {
     if [ "$COMPARE" != 0 ] && [ "$method" != bf16 ]; then METHODS+=(bf16); fi
     CONFIG+="DATA_DIR=${DATA_DIR:-} BASE_ARGS=${BASE_ARGS:-}"
     DEFAULTS+="DATA_DIR= BASE_ARGS="
-    if [ "$CONFIG" != "$DEFAULTS" ]; then suffix=_$(printf '%s' "$CONFIG" | cksum | cut -d ' ' -f 1); fi
-    for method in "${METHODS[@]}"; do tags+=("d${DEPTH}_$method$suffix"); done
+    for method in "${METHODS[@]}"; do tags+=("$(tag_of "$method")"); done
     print_plan "$1" "${tags[@]}"
     print_estimate
     [ "${PLAN_ONLY:-0}" = 0 ] || return 0

@@ -5,6 +5,7 @@ Where the folder comes from, first match wins (ensure_data prints which and why)
 
 1. --data-dir or DATA_DIR: parquet shards are used as they are; .txt, .md, .jsonl and .jsonl.gz files are cut into
    documents and written as shards into the base directory, once.
+   --text-column or TEXT_COLUMN names the column, or the JSON field, that holds the text (default: text).
 2. FineWeb-Edu shards that were downloaded before: <base dir>/base_data, nanochat's folder.
 3. The embedded corpus, if it was built before.
 4. FineWeb-Edu from the hub, if it answers within a few seconds.
@@ -16,6 +17,7 @@ Where the folder comes from, first match wins (ensure_data prints which and why)
     python -m nanochat_fp4.dataset --ensure     whatever of the above applies
 """
 
+import argparse
 import ast
 import contextlib
 import gzip
@@ -62,10 +64,14 @@ def index_to_filename(index: int) -> str:
     return f"shard_{index:05d}.parquet"
 
 
+def hub_url() -> str:
+    """HF_ENDPOINT names another host (a mirror), as for Hugging Face's own tools."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
 def base_url() -> str:
-    """Where the shards are; HF_ENDPOINT names another host (a mirror), as for Hugging Face's own tools."""
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    return f"{endpoint.rstrip('/')}/datasets/{DATASET}/resolve/main"
+    """Where the shards are."""
+    return f"{hub_url()}/datasets/{DATASET}/resolve/main"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -74,10 +80,11 @@ def base_url() -> str:
 
 @dataclass(frozen=True)
 class Shard:
-    """A parquet file that was opened and found to have a string column `text`."""
+    """A parquet file that was opened and found to have a string column with the text."""
 
     path: str
     rows: tuple[int, ...]  # documents in each row group
+    column: str = "text"
 
     @property
     def num_row_groups(self) -> int:
@@ -86,6 +93,16 @@ class Shard:
     @property
     def num_rows(self) -> int:
         return sum(self.rows)
+
+
+def text_column() -> str:
+    """The name that the user gives to the column with the text."""
+    return os.environ.get("TEXT_COLUMN") or "text"
+
+
+def _column_of(names: list[str]) -> str:
+    """Of a shard's columns the one to read: shards of ours and FineWeb-Edu's have `text` whatever the user's have."""
+    return text_column() if text_column() in names else "text"
 
 
 def open_shard(path: str | os.PathLike) -> Shard:
@@ -100,22 +117,24 @@ def open_shard(path: str | os.PathLike) -> Shard:
             f"{path} is not a readable parquet file ({one_line(e)[:150]}); it may be cut short: delete it and download "
             "or copy it again"
         ) from e
-    if "text" not in schema.names:
+    name = _column_of(schema.names)
+    if name not in schema.names:
         raise UserError(
-            f"{path} has no column named text (it has: {', '.join(schema.names[:10]) or 'none'}); rename the column "
-            "that holds the text"
+            f"{path} has no column named {text_column()} (it has: {', '.join(schema.names[:10]) or 'none'}); name the "
+            "one that holds the text with --text-column (TEXT_COLUMN)"
         )
-    text_type = schema.field("text").type
+    text_type = schema.field(name).type
     if not (pa.types.is_string(text_type) or pa.types.is_large_string(text_type)):
-        raise UserError(f"{path}: the column text holds {text_type}, not strings; convert it")
-    return Shard(path, rows)
+        raise UserError(f"{path}: the column {name} holds {text_type}, not strings; convert it")
+    return Shard(path, rows, name)
 
 
 def read_row_group(path: str | os.PathLike, index: int) -> list[str]:
     """The documents of one row group; a null becomes the empty string. Raises UserError where the data is damaged."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as f:  # where the shard has checksums
-            column = f.read_row_group(index, columns=["text"]).column("text")
+            name = _column_of(f.schema_arrow.names)
+            column = f.read_row_group(index, columns=[name]).column(name)
         return [text if text is not None else "" for text in column.to_pylist()]
     except (pa.ArrowException, OSError, ValueError) as e:
         raise UserError(
@@ -308,7 +327,7 @@ def _text_files(folder: Path) -> list[Path]:
 
 def _documents(path: Path) -> Iterator[str]:
     """The documents of one file: a text file is one, a JSON-lines file or a parquet shard has one a row."""
-    name = path.name.lower()
+    name, field = path.name.lower(), text_column()
     if name.endswith(".parquet"):
         for index in range(open_shard(path).num_row_groups):
             yield from read_row_group(path, index)
@@ -323,10 +342,13 @@ def _documents(path: Path) -> Iterator[str]:
                         row = json.loads(line)
                     except (ValueError, RecursionError):
                         row = None
-                    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-                        raise UserError(f'{path}, line {number}: expected a JSON object like {{"text": "..."}}')
+                    if not isinstance(row, dict) or not isinstance(row.get(field), str):
+                        raise UserError(
+                            f'{path}, line {number}: expected a JSON object like {{"{field}": "..."}}; name the field '
+                            "that holds the text with --text-column (TEXT_COLUMN)"
+                        )
                     # A lone surrogate (JSON can spell one) is no text and could not be written as UTF-8.
-                    yield row["text"].encode("utf-8", "replace").decode("utf-8")
+                    yield row[field].encode("utf-8", "replace").decode("utf-8")
         except (OSError, EOFError, gzip.zlib.error) as e:
             raise UserError(f"{path} cannot be read ({one_line(e)}); it may be cut short: copy it again") from e
     else:
@@ -338,7 +360,7 @@ def _documents(path: Path) -> Iterator[str]:
 
 def _convert(folder: Path, files: list[Path]) -> Path:
     """Write the documents of `files` as shards; returns the folder, which is made again only when the files change."""
-    key = hashlib.sha256(b"conversion 1")
+    key = hashlib.sha256(b"conversion 1" if text_column() == "text" else f"conversion 1 of {text_column()}".encode())
     size = 0
     for path in files:
         stat = path.stat()
@@ -384,6 +406,9 @@ def _own_data(data_dir: str) -> str:
         raise UserError(f"DATA_DIR (--data-dir) {data_dir} is {what}; it must be a folder of text or parquet files")
     shards = list_parquet_files(folder)
     texts = _text_files(folder)
+    other = next((s.path for s in map(open_shard, shards) if s.column != text_column()), None)
+    if other and not folder.is_relative_to(get_base_dir()):  # where our own shards are
+        raise UserError(f"{other} has no column named {text_column()}; correct --text-column (TEXT_COLUMN)")
     if len(shards) >= 2:
         for split in ("train", "val"):
             open_shards(split, folder)  # every footer is looked at now, not hours into a run
@@ -533,19 +558,23 @@ def _check_space(folder: Path, needed: int, what: str) -> None:
         )
 
 
-def hub_problem(deadline: float = 8.0) -> str | None:
-    """Why the hub cannot be used, or None if it answers within `deadline` seconds (name look-up included)."""
+def hub_problem(deadline: float = 8.0, url: str | None = None) -> str | None:
+    """Why the hub cannot be used, or None if it answers within `deadline` seconds (name look-up included).
+
+    url: what to ask for (default: the first shard of the training text)."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false"):
         return "HF_HUB_OFFLINE is set"
-    url = f"{base_url()}/{index_to_filename(0)}"
-    result = [f"no answer from {base_url().split('/datasets')[0]} within {deadline:g} seconds"]
+    url = url or f"{base_url()}/{index_to_filename(0)}"
+    result = [f"no answer from {hub_url()} within {deadline:g} seconds"]
 
     def probe() -> None:
         try:
             with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=deadline):
                 result[0] = ""
+        except urllib.error.HTTPError as e:
+            result[0] = f"{url}: {one_line(e)}"
         except Exception as e:  # any failure means the same to the caller
-            result[0] = f"{url}: {one_line(getattr(e, 'reason', e))}"
+            result[0] = f"{hub_url()} cannot be reached: {one_line(getattr(e, 'reason', e))}"
 
     # A thread, because a look-up of the host's name ignores every timeout.
     thread = threading.Thread(target=probe, daemon=True)
@@ -627,6 +656,7 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
 def ensure_data(
     data_dir: str | None = None,
     *,
+    column: str | None = None,
     num_shards: int = 8,
     embedded_mb: float | None = None,
     make: bool = True,
@@ -634,13 +664,20 @@ def ensure_data(
     """
     The folder of shards to train on, chosen as the head of this file says; made or downloaded where necessary.
 
-    data_dir: --data-dir; None or "" means DATA_DIR. num_shards: how many shards to download where it comes to that.
+    data_dir: --data-dir; None or "" means DATA_DIR. column: --text-column, for this process; None or "" means
+    TEXT_COLUMN. num_shards: how many shards to download where it comes to that.
     embedded_mb: size of the embedded corpus where it comes to that (None: the one that is there, or the default).
     make=False only looks at what is there, silently; text in DATA_DIR is converted even so.
     Raises UserError: bad DATA_DIR; nothing there and make=False.
     Every rank may call it at the same time.
     """
     data_dir = data_dir or os.environ.get("DATA_DIR")
+    if column:
+        os.environ["TEXT_COLUMN"] = column  # of all that this process reads from now on
+    if not data_dir and text_column() != "text":
+        raise UserError(
+            "--text-column (TEXT_COLUMN) is for text of your own; add --data-dir (DATA_DIR), or leave it out"
+        )
     say = print0 if make else (lambda line: None)
     if data_dir:
         folder = _own_data(data_dir)
@@ -673,6 +710,16 @@ def ensure_data(
     return folder
 
 
+def add_data_arguments(parser: argparse.ArgumentParser, default: str) -> None:
+    """--data-dir and --text-column, for ensure_data. default: where text comes from without them, in words."""
+    parser.add_argument(
+        "--data-dir", default="", help=f"folder of parquet shards or text (default: $DATA_DIR, else {default})"
+    )
+    parser.add_argument(
+        "--text-column", default="", help="its column, or JSON field, with the text (default: $TEXT_COLUMN, else text)"
+    )
+
+
 def corpus_size(shards: Iterable[Shard]) -> str:
     """'3 shards, 24 row groups, 2,345 documents': for the log."""
     shards = list(shards)
@@ -689,7 +736,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--deadline", type=parse_finite, default=1800, help="seconds after which a shard's download gives up"
     )
-    parser.add_argument("--data-dir", default="", help="check (and convert) a folder of your own instead")
+    add_data_arguments(parser, "as the other flags say")
     parser.add_argument("--embedded", action="store_true", help="build the embedded corpus instead")
     parser.add_argument("--size-mb", type=parse_finite, default=None, help=f"its size (default: {EMBEDDED_MB:g})")
     parser.add_argument(
@@ -697,7 +744,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     if args.data_dir:
-        folder = ensure_data(args.data_dir)
+        folder = ensure_data(args.data_dir, column=args.text_column)
     elif args.embedded:
         folder = build_embedded_corpus(args.size_mb)
     elif args.ensure:

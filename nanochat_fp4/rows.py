@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat_fp4.dataset import hub_problem
+from nanochat_fp4.dataset import hub_problem, hub_url
 from nanochat_fp4.errors import UserError, one_line
 
 SHUFFLE_SEED = 42
@@ -154,7 +154,11 @@ def _read_parquet(path: Path):
 # ----------------------------------------------------------------------------------------------------------------------
 # From the hub
 
-_hub_problem = functools.cache(hub_problem)  # asked once per process: without a network each answer takes seconds
+
+@functools.cache
+def _hub_problem() -> str | None:
+    """Asked once per process: without a network each answer takes seconds."""
+    return hub_problem(url=hub_url())
 
 
 def _from_hub(dataset: str, config: str | None, split: str, flag: str) -> Sequence[dict[str, Any]]:

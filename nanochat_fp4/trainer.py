@@ -173,6 +173,7 @@ class Trainer:
         self.monitor = LossMonitor()
         self.loader_state: Any = None
         self.skipped_in_a_row = 0
+        self.warned_of_repetition = False
         self.batch: Batch | None = None  # the one that is trained on next, and the position after it
         self.next_loader_state: Any = None
         self.tok_per_sec = self.mfu = None
@@ -464,6 +465,7 @@ class Trainer:
     def evaluate(self, last: bool) -> None:
         with self.evaluating():
             numbers = self.stage.evaluate(self.step, last)
+        self.warn_of_repetition(numbers)
         for key, value in numbers.items():
             best = min if "loss" in key or "bpb" in key else max
             self.loop["best"][key] = best(self.loop["best"].get(key, value), value)
@@ -474,6 +476,19 @@ class Trainer:
         tokens = {"tokens": self.stage.val_tokens} if self.stage.val_tokens else {}
         self.metrics.append("val", self.step, **named, **tokens)
         self.log_to_wandb("val", named)
+
+    def warn_of_repetition(self, numbers: dict[str, float]) -> None:
+        """Says once that the text is read again and again and validation gets worse."""
+        epoch = self.loader_state.get("epoch", 1) if isinstance(self.loader_state, dict) else 1
+        best = self.loop["best"]
+        rising = [k for k, v in numbers.items() if ("loss" in k or "bpb" in k) and v > best.get(k, v)]
+        if epoch > 2 and rising and not self.warned_of_repetition:
+            self.warned_of_repetition = True
+            key = rising[0]
+            self.progress.write(
+                f"warning: step {self.step}: the data has been seen {epoch - 1} times, and {key} is rising: "
+                f"{best[key]:.4f} -> {numbers[key]:.4f}; train on more text (--data-dir), or fewer steps"
+            )
 
     def measure_layers(self) -> None:
         """Telemetry of every quantized layer on the first row that is trained on next."""

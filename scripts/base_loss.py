@@ -16,7 +16,7 @@ from nanochat_fp4.checkpoint_manager import load_model
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
 from nanochat_fp4.console import ArgumentParser, Progress
 from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestfit
-from nanochat_fp4.dataset import ensure_data
+from nanochat_fp4.dataset import add_data_arguments, ensure_data
 from nanochat_fp4.engine import draw_samples
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.gpt import autocast
@@ -34,11 +34,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model-tag", default=None, help="model tag for checkpoint directory")
     add("--model-step", type=int, default=None, help="model step to load")
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
-    add(
-        "--data-dir",
-        default=None,
-        help="folder of parquet shards or text (default: $DATA_DIR, else what training used)",
-    )
+    add_data_arguments(parser, "what training used")
     add("--method", default=None, help="QAT method of the forward pass (default: the one the model was trained with)")
     return parser.parse_args(argv)
 
@@ -54,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_size: int) -> None:
-    data_dir = ensure_data(args.data_dir)
+    data_dir = ensure_data(args.data_dir, column=args.text_column)
     model, tokenizer, meta = load_model("base", device, phase="eval", model_tag=args.model_tag, step=args.model_step)
     sequence_len = meta["model_config"]["sequence_len"]
     tokens_per_step = args.device_batch_size * sequence_len * world_size

@@ -33,7 +33,7 @@ from nanochat_fp4.dataloader import (
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
-from nanochat_fp4.dataset import ensure_data, list_parquet_files, shard_digest
+from nanochat_fp4.dataset import add_data_arguments, ensure_data, list_parquet_files, shard_digest
 from nanochat_fp4.doctor import probe
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.gpt import compile_layers
@@ -78,11 +78,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=0,
         help="another order of the training text for another number from 1 to 4294967295 (default: 0, as it is stored)",
     )
-    add(
-        "--data-dir",
-        default=None,
-        help="folder of parquet shards or text (default: $DATA_DIR, else FineWeb-Edu, else a small embedded corpus)",
-    )
+    add_data_arguments(parser, "FineWeb-Edu, else a small embedded corpus")
     add_method_arguments(parser)
     # Model architecture
     add("--depth", type=int, default=20, help="depth of the Transformer model")
@@ -166,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(args: argparse.Namespace, method: str, process: Process) -> None:
     device, world_size = process.device, process.world_size
-    data_dir = ensure_data(args.data_dir)
+    data_dir = ensure_data(args.data_dir, column=args.text_column)
     tokenizer = get_tokenizer()
     token_bytes = get_token_bytes(device=device)
     model, name = make_model(args, tokenizer.get_vocab_size(), device)

@@ -11,7 +11,7 @@ import argparse
 
 from nanochat_fp4.common import print0
 from nanochat_fp4.console import ArgumentParser, logger, parse_finite
-from nanochat_fp4.dataset import ensure_data, parquets_iter_batched
+from nanochat_fp4.dataset import add_data_arguments, ensure_data, parquets_iter_batched
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.report import get_report
 from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer
@@ -61,7 +61,7 @@ BASELINES = {"GPT-2": "gpt2", "GPT-4": "cl100k_base"}
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Evaluate the compression of the tokenizer")
-    parser.add_argument("--data-dir", default="", help="folder of text or parquet files (default: DATA_DIR)")
+    add_data_arguments(parser, "as for training")
     parser.add_argument("--no-compare", action="store_true", help="without GPT-2's and GPT-4's tokenizers (no network)")
     parser.add_argument(
         "--deadline", type=parse_finite, default=30, help="seconds to wait for each of those (default: 30)"
@@ -80,7 +80,7 @@ def num_tokens(tokenizer: RustBPETokenizer, text: str, name: str) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    data_dir = ensure_data(args.data_dir)
+    data_dir = ensure_data(args.data_dir, column=args.text_column)
     ours = get_tokenizer()
     texts = {name: text.strip() for name, text in SAMPLES.items()}
     for split in ("train", "val"):  # the tokenizer has seen the first of the two

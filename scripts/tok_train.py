@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from nanochat_fp4.checkpoint_manager import checkpoints_made_with
 from nanochat_fp4.common import print0
 from nanochat_fp4.console import ArgumentParser, Progress
-from nanochat_fp4.dataset import ensure_data, parquets_iter_batched
+from nanochat_fp4.dataset import add_data_arguments, ensure_data, parquets_iter_batched
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.report import get_report
 from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer, get_tokenizer_dir, save_token_bytes
@@ -31,7 +31,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-chars", type=int, default=10_000_000_000, help="characters to train on (default: 10B)")
     parser.add_argument("--doc-cap", type=int, default=10_000, help="characters per document (default: 10,000)")
     parser.add_argument("--vocab-size", type=int, default=32768, help="vocabulary size (default: 32768 = 2^15)")
-    parser.add_argument("--data-dir", default="", help="folder of text or parquet files (default: DATA_DIR)")
+    add_data_arguments(parser, "as for training")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the tokenizer although checkpoints were made with it"
     )
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     if not args.overwrite:
         check_replaceable()
     print0(f"max_chars: {args.max_chars:,}\ndoc_cap: {args.doc_cap:,}\nvocab_size: {args.vocab_size:,}")
-    data_dir = ensure_data(args.data_dir)
+    data_dir = ensure_data(args.data_dir, column=args.text_column)
 
     start = time.monotonic()
     with Progress(desc="read", unit="char") as progress:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import types
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,26 @@ from nanochat_fp4.trainer import Trainer
 from scripts import base_loss, base_train
 
 
-
 def train(*flags: str, method: str = "clover", steps: int = 8) -> None:
     base_train.main([*BASE, "--eval-every=4", f"--method={method}", f"--num-iterations={steps}", *flags])
+
+
+def test_text_that_is_read_again_and_again_is_said():
+    said: list[str] = []
+    trainer = types.SimpleNamespace(
+        loader_state={"epoch": 2}, loop={"best": {"val_bpb": 2.71}}, warned_of_repetition=False, step=60,
+        progress=types.SimpleNamespace(write=said.append),
+    )  # fmt: skip
+    Trainer.warn_of_repetition(trainer, {"val_bpb": 2.96})  # once is no repetition
+    trainer.loader_state = {"epoch": 9}
+    Trainer.warn_of_repetition(trainer, {"val_bpb": 2.70})  # and it still helps
+    assert not said
+    for _ in range(2):
+        Trainer.warn_of_repetition(trainer, {"val_bpb": 2.96})
+    (line,) = said
+    assert (
+        "step 60: the data has been seen 8 times, and val_bpb is rising: 2.7100 -> 2.9600; train on more text" in line
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from _damage import cut_or_scratched
 from _server import Server
 
-from nanochat_fp4 import dataset, download
+from nanochat_fp4 import dataset, download, rows
 from nanochat_fp4.dataset import (
     build_embedded_corpus,
     cut_text,
@@ -89,7 +89,10 @@ def test_nulls_are_empty_documents(tmp_path):
         (lambda p: p.write_bytes(b""), "not a readable parquet file.*delete it"),
         (lambda p: p.write_text("this is no parquet file at all, but text"), "not a readable parquet file.*delete it"),
         (lambda p: p.write_bytes(p.read_bytes()[:-9]), "not a readable parquet file.*delete it"),
-        (lambda p: pq.write_table(pa.table({"content": ["a"]}), p), "no column named text .it has: content.*rename"),
+        (
+            lambda p: pq.write_table(pa.table({"content": ["a"]}), p),
+            "no column named text .it has: content.*-column",
+        ),
         (lambda p: pq.write_table(pa.table({"text": [1, 2]}), p), "holds int64, not strings"),
     ],
 )
@@ -454,6 +457,41 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch):
     # Name look-ups ignore timeouts; a probe that takes forever stands for one.
     monkeypatch.setattr(dataset.urllib.request, "urlopen", lambda *a, **k: __import__("time").sleep(5))
     assert "no answer from https://huggingface.co within 0.2 seconds" in dataset.hub_problem(0.2)
+
+
+def test_a_benchmark_without_a_network_blames_the_network(monkeypatch):
+    """And not the training text, whose shards are asked for first."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    rows._hub_problem.cache_clear()
+    try:
+        with pytest.raises(rows.MissingDataError, match="openai/gsm8k .*http://127.0.0.1:9 cannot be reached") as e:
+            rows.load_rows("openai/gsm8k", "main", "test")
+    finally:
+        rows._hub_problem.cache_clear()
+    assert "fineweb" not in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_the_column_with_the_text_can_be_named(tmp_path, base_dir, monkeypatch, suffix):
+    monkeypatch.setenv("TEXT_COLUMN", "")  # what ensure_data sets is undone with it
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for i in range(2):
+        texts = [prose(10 * i + j, 4) for j in range(12)]
+        if suffix == "parquet":
+            pq.write_table(pa.table({"title": ["x"] * 12, "content": texts}), folder / f"{i}.parquet", row_group_size=4)
+        else:
+            lines = [json.dumps({"title": "x", "content": text}) for text in texts]
+            (folder / f"{i}.jsonl").write_text("\n".join(lines))
+    with pytest.raises(UserError, match="--text-column"):
+        ensure_data(str(folder))
+    with pytest.raises(UserError, match="body.*--text-column"):
+        ensure_data(str(folder), column="body")
+    found = texts_of(ensure_data(str(folder), column="content"), "train")
+    assert prose(3, 4)[:40] in "".join(found) and "x" not in found
+    with pytest.raises(UserError, match="is for text of your own; add --data-dir"):
+        ensure_data()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -284,3 +284,40 @@ def test_ctrl_c_ends_a_script_with_130_whatever_the_stage_says():
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
         assert process.returncode == status and f"exit status {status}" in err, err
+
+
+def test_names_of_runs_say_what_differs(environment, tmp_path):
+    def runs(**variables):
+        done = bash("speedrun_fp4.sh", environment, **{"PLAN_ONLY": "1", "DATA_DIR": ""} | variables)
+        assert done.returncode == 0, done.stderr
+        return re.search(r"^  runs +(.*)$", done.stdout, re.M).group(1).split()
+
+    mine = {"DATA_DIR": str(tmp_path / "my books"), "BASE_ARGS": "--weight-decay=0.1 --llama=30M"}
+    assert runs() == ["d2_clover"] and runs(EVAL_EVERY="7", DEPTH="3", COMPARE="1") == ["d3_clover", "d3_bf16"]
+    assert runs(NUM_ITERATIONS="77", MATRIX_LR="0.1", SEED="2") == ["d2_clover_steps77_seed2_matrix-lr0.1"]
+    (name,) = runs(NUM_ITERATIONS="77", **mine)
+    assert re.fullmatch(r"d2_clover_steps77_data-my-books-\d+_weight-decay-0.1-llama-30M", name)
+    (other,) = runs(NUM_ITERATIONS="77", **mine | {"DATA_DIR": str(tmp_path / "other" / "my books")})
+    assert other != name
+    (long,) = runs(BASE_ARGS="--weight-decay=0.1 " * 9)
+    assert re.fullmatch(r"d2_clover_[\w.-]+-\d+", long) and len(long) < 100
+
+
+def test_a_run_goes_on_under_the_name_that_it_began_with(environment):
+    """Names ended in the checksum of all settings."""
+    script = (
+        "ROOT=$PWD; source dev/setup.sh; source dev/pipeline.sh; choose DEPTH=2 SEED=42; "
+        "CONFIG+='DATA_DIR= BASE_ARGS='; DEFAULTS+='DATA_DIR= BASE_ARGS='; tag_of clover"
+    )
+
+    variables = environment | {"SEED": "7", "DATA_DIR": ""}
+
+    def tag():
+        done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=variables, capture_output=True)
+        return done.stdout.decode().strip()
+
+    assert tag() == "d2_clover_seed7"
+    checksum = subprocess.run(["cksum"], input=b"DEPTH=2 SEED=7 DATA_DIR= BASE_ARGS=", capture_output=True)
+    old = f"d2_clover_{checksum.stdout.split()[0].decode()}"
+    (Path(environment["NANOCHAT_BASE_DIR"]) / "base_checkpoints" / old).mkdir(parents=True)
+    assert tag() == old

@@ -170,8 +170,10 @@ def _subclass_reason(linear: nn.Linear) -> str | None:
     if isinstance(linear, QuantLinear) or is_conv1d(linear):
         return None
     for cls in type(linear).__mro__[: type(linear).__mro__.index(nn.Linear)]:
+        if cls is nn.modules.linear.NonDynamicallyQuantizableLinear:
+            return "nn.MultiheadAttention takes its weight and does not call it"
         extra = [k for k in vars(cls) if not (k.startswith("__") and k.endswith("__")) and k != "forward"]
-        if "__init__" in vars(cls) or extra or cls.__name__ == "NonDynamicallyQuantizableLinear":
+        if "__init__" in vars(cls) or extra:
             return f"{type(linear).__name__} changes more of nn.Linear than forward"
     return None
 
