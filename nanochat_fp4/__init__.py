@@ -7,15 +7,16 @@ from nanochat_fp4.nvfp4.convert import (
     per_token_scale,
     quantize_weights_once,
     set_progress,
-    update_gram_matrices,
 )
 from nanochat_fp4.nvfp4.dispatch import backend
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
+from nanochat_fp4.nvfp4.gram import gram_state, load_gram_state
 from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
+from nanochat_fp4.nvfp4.training import update_gram_matrices
 
 __version__ = "0.2.0"
 
@@ -36,6 +37,8 @@ __all__ = [
     "convert",
     "full_precision",
     "get_recipe",
+    "gram_state",
+    "load_gram_state",
     "load_quantized",
     "per_token_scale",
     "quantize",

@@ -3,6 +3,7 @@ Checkpoints that are there or not there, never half: nanochat's files, a manifes
 
     model_000100.pt         weights (rank 0)
     optim_000100_rank0.pt   whatever a rank needs to go on: optimizer, random state, data position (every rank)
+    method_000100.pt        what the QAT method has learned besides the weights, where it has (rank 0; nf.gram_state)
     meta_000100.json        model config, method, settings, losses (rank 0)
     manifest_000100.json    size and SHA-256 of the files above, and how many ranks wrote them
 
@@ -37,6 +38,7 @@ from nanochat_fp4.files import atomic_write, fsync_dir
 from nanochat_fp4.gpt import GPT, ROTARY_FACTOR, GPTConfig
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.llama import Llama, LlamaConfig
+from nanochat_fp4.nvfp4.gram import OLD_NAME, load_gram_state
 from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer
 
 FORMAT = "nanochat_fp4 checkpoint, version 1"
@@ -70,6 +72,10 @@ def _model_name(step: int) -> str:
 
 def _optim_name(step: int, rank: int) -> str:
     return f"optim_{step:06d}_rank{rank:d}.pt"
+
+
+def _method_name(step: int) -> str:
+    return f"method_{step:06d}.pt"
 
 
 def _meta_name(step: int) -> str:
@@ -155,13 +161,15 @@ def save_checkpoint(
     optimizer_data: Any,
     meta_data: dict[str, Any] | None,
     rank: int = 0,
+    method_data: dict[str, torch.Tensor] | None = None,
 ) -> bool:
     """
     Save a checkpoint; to be called by all ranks of a process group together. True once it is on the disk as a whole.
 
-    model_data, meta_data: used on rank 0. optimizer_data: of this rank, anything that torch.load(weights_only=True)
-    reads (tensors, numbers, strings, lists, dicts); None saves none. A full disk or a read-only folder is reported
-    (by a warning) and gives False on every rank; nothing that was there before changes.
+    model_data, meta_data, method_data: used on rank 0; of method_data only what is not empty. optimizer_data: of this
+    rank, anything that torch.load(weights_only=True) reads (tensors, numbers, strings, lists, dicts); None saves none.
+    A full disk or a read-only folder is reported (by a warning) and gives False on every rank; nothing that was there
+    before changes.
     """
     folder = Path(checkpoint_dir)
     entries: list[dict[str, Any]] = []
@@ -174,6 +182,8 @@ def save_checkpoint(
             _sweep(folder, lambda s: s != step)
             meta = {**(meta_data or {}), "step": step, "format": FORMAT}
             entries.append(_stage(folder, _model_name(step), model_data))
+            if method_data:
+                entries.append(_stage(folder, _method_name(step), method_data))
             entries.append(_stage(folder, _meta_name(step), json.dumps(meta, indent=2, default=_plain).encode()))
         if optimizer_data is not None:
             entries.append(_stage(folder, _optim_name(step, rank), optimizer_data))
@@ -216,7 +226,7 @@ def _sweep(folder: Path, which: Callable[[int], bool]) -> None:
             if which(step):
                 _settle(folder, [entry for entry in entries if (folder / entry["staged"]).exists()])
     for path in folder.iterdir():
-        staged = re.fullmatch(r"(?:model|optim|meta)_(\d+)[_.].*\.staged", path.name)
+        staged = re.fullmatch(r"(?:model|method|optim|meta)_(\d+)[_.].*\.staged", path.name)
         unfinished = re.fullmatch(r"\.manifest_(\d+)\.json\..*\.tmp", path.name)
         match = staged or unfinished
         if match and which(int(match.group(1))) and path.name not in listed:
@@ -257,6 +267,7 @@ def prune_checkpoints(checkpoint_dir: str | os.PathLike, keep_last: int) -> None
         names = [_manifest_name(step)]
         names += sorted(p.name for p in folder.glob(f"optim_{step:06d}_rank*.pt")) + [
             _model_name(step),
+            _method_name(step),
             _meta_name(step),
         ]
         for name in names:
@@ -276,7 +287,7 @@ def forget_later_checkpoints(checkpoint_dir: str | os.PathLike, step: int) -> No
     """
     folder = Path(checkpoint_dir)
     for later in (s for s in list_steps(folder) if s > step):
-        for kind in ("manifest", "model", "optim", "meta"):
+        for kind in ("manifest", "model", "method", "optim", "meta"):
             for path in folder.glob(f"{kind}_{later:06d}*"):
                 path.unlink(missing_ok=True)
 
@@ -315,7 +326,7 @@ def _read_manifest(folder: Path, step: int) -> dict[str, Any]:
         for entry in manifest["files"]:
             # Only names that a save makes: a manifest must not lead out of the folder.
             kind = re.fullmatch(
-                rf"(model_{step:06d}\.pt|meta_{step:06d}\.json|optim_{step:06d}_rank\d+\.pt)", entry["name"]
+                rf"((model|method)_{step:06d}\.pt|meta_{step:06d}\.json|optim_{step:06d}_rank\d+\.pt)", entry["name"]
             )
             staged = re.fullmatch(re.escape(entry["name"]) + r"\.[0-9a-f]+\.staged", entry["staged"])
             good &= bool(kind and staged and isinstance(entry["size"], int) and isinstance(entry["sha256"], str))
@@ -496,6 +507,20 @@ def load_checkpoint(
     return model_data, optimizer_data, meta
 
 
+def load_method_data(checkpoint_dir: str | os.PathLike, step: int, device: str | torch.device) -> dict[str, Any]:
+    """What the QAT method had learned besides the weights (nf.gram_state), checked against the manifest; empty where
+    it had nothing. Raises UserError where the file is damaged."""
+    folder = Path(checkpoint_dir)
+    if not (folder / _manifest_name(step)).exists():
+        return {}
+    for entry in _read_manifest(folder, step)["files"]:
+        if entry["name"] == _method_name(step):
+            if problem := _file_problem(folder, entry, hashes=True):
+                raise UserError(f"checkpoint of step {step} in {folder}: {problem}; {_way_out(folder, step)}")
+            return _torch_load(folder, entry, device)
+    return {}
+
+
 def _listed_problem(folder: Path, step: int, wanted: list[str], load_optimizer: bool) -> str | None:
     try:
         manifest = _read_manifest(folder, step)
@@ -609,19 +634,20 @@ def check_model_fits(config: GPTConfig, device: torch.device) -> None:
 
 
 def load_weights(model: GPT, model_data: dict[str, torch.Tensor], checkpoint_dir: str | os.PathLike, step: int) -> None:
-    """model.load_state_dict that takes the checkpoint's tensors over and raises UserError where they do not fit."""
+    """
+    model.load_state_dict that takes the checkpoint's tensors over, and nf.load_gram_state of what its method had
+    learned: of a file of its own or, until 2026-11, of the model's. Raises UserError where they do not fit.
+    """
+    learned = load_method_data(checkpoint_dir, step, model.get_device())
     try:
         shapes = {name: p.shape for name, p in model.state_dict().items()}
-        moments = {name: t for name, t in model_data.items() if name.endswith(".second_moment")}
-        weights = {name: t for name, t in model_data.items() if name not in moments}
+        old = {name: t for name, t in model_data.items() if name.endswith(f".{OLD_NAME}")}
+        weights = {name: t for name, t in model_data.items() if name not in old}
         model.load_state_dict(weights, strict=True, assign=True)
-        for name, moment in moments.items():  # a method with error feedback has made them (nvfp4/feedback.py)
-            layer = model.get_submodule(name.removesuffix(".second_moment"))
-            layer.register_buffer("second_moment", moment)
-            shapes[name] = torch.Size((layer.in_features, layer.in_features))
         if any(p.shape != shapes[name] or not p.is_floating_point() for name, p in model.state_dict().items()):
             raise TypeError("a weight that is no floating-point tensor")
-    except (RuntimeError, AttributeError, TypeError) as e:
+        load_gram_state(model, {name.removesuffix(f".{OLD_NAME}"): t for name, t in old.items()} | learned)
+    except (RuntimeError, AttributeError, TypeError, ValueError) as e:
         raise UserError(
             f"checkpoint of step {step} in {checkpoint_dir}: its weights do not fit its model config "
             f"({one_line(e)[:200]})"

@@ -530,6 +530,7 @@ class Trainer:
                 "loss_state": self.monitor.state,
             },
             rank=self.process.rank,
+            method_data=nf.gram_state(self.model),
         )
         if saved and self.process.rank == 0:
             if self.options.resume_from_step != "latest":

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nanochat_fp4.checkpoint_manager import load_checkpoint
+from nanochat_fp4.checkpoint_manager import load_checkpoint, load_method_data
 from nanochat_fp4.report import read_jsonl
 
 DRAWS = (1, 4, 16, 64, 256, 1024)
@@ -107,6 +107,7 @@ def assert_unbiased(label: str, c: Concentration) -> None:
 def final_state(folder: Path, step: int) -> dict[str, Any]:
     """Everything in a training run's checkpoint that decides how it goes on, and the records that led there."""
     model, _, meta = load_checkpoint(folder, step, "cpu")
+    learned = load_method_data(folder, step, "cpu")
     ranks = [torch.load(p, weights_only=True) for p in sorted(folder.glob(f"optim_{step:06d}_rank*.pt"))]
     for group in (g for rank in ranks for optimizer in rank["optimizers"] for g in optimizer.get("param_groups", ())):
         group.pop("differentiable", None)  # torch's load_state_dict adds it
@@ -114,6 +115,7 @@ def final_state(folder: Path, step: int) -> dict[str, Any]:
     records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] in ("train", "val", "skip", "spike")]
     return {
         "model": model,
+        "learned": learned,
         "ranks": ranks,
         "loop": {k: v for k, v in meta["loop_state"].items() if k != "training_seconds"},
         "loss": meta["loss_state"],

@@ -1,11 +1,15 @@
 """Rounding with error feedback: against GPTQ's own formula, where it is plain rounding, and as a layer's weight."""
 
+import copy
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4.feedback import DAMPING, feedback_factor, round_with_feedback
+from nanochat_fp4.nvfp4.gram import mean_of_products
 from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
 
@@ -17,10 +21,6 @@ def correlated(tokens: int, width: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(width, width, generator=generator) / torch.arange(1, width + 1)[:, None] ** 0.5
     return torch.randn(tokens, width, generator=generator) @ mix + torch.randn(width, generator=generator)
-
-
-def gram_matrix(x: torch.Tensor) -> torch.Tensor:
-    return x.T @ x / x.shape[0]
 
 
 def same(a, b) -> bool:
@@ -44,7 +44,7 @@ def test_it_is_gptq():
     """The published form: what is left of the weight is updated after each block, by a Cholesky factor of H^-1."""
     w = torch.randn(32, 80, generator=torch.Generator().manual_seed(1))
     w[0, 0] = 8.0  # amax, also of what feedback makes of the rest
-    s = gram_matrix(correlated(500, 80))
+    s = mean_of_products(correlated(500, 80))
     h = (s + DAMPING * s.diagonal().mean() * torch.eye(80)).double()
     u = torch.linalg.cholesky(torch.linalg.inv(h)).mT  # H^-1 = U^T U
     left, want = w.double(), torch.zeros(32, 80)
@@ -61,9 +61,8 @@ def test_it_is_gptq():
 def test_the_outputs_error_is_halved_on_inputs_it_has_not_seen(rounding):
     x, new = correlated(4096, 128)[:2048], correlated(4096, 128)[2048:]
     w = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
-    with_feedback = round_with_feedback(w[None], feedback_factor(gram_matrix(x))[None], ROUNDINGS[rounding])[
-        0
-    ].dequantize()
+    factor = feedback_factor(mean_of_products(x))
+    with_feedback = round_with_feedback(w[None], factor[None], ROUNDINGS[rounding])[0].dequantize()
     plain = nf.quantize(w, rounding).dequantize()
     assert (new @ (with_feedback - w).T).norm() ** 2 < 0.5 * (new @ (plain - w).T).norm() ** 2
     assert (with_feedback - w).norm() ** 2 < 1.6 * (plain - w).norm() ** 2
@@ -144,11 +143,12 @@ def test_moments_are_an_average_and_inputs_that_are_not_finite_leave_it():
     x = [correlated(64, 128, seed) for seed in range(2)]
     for inputs in (*x, torch.full((16, 128), float("nan"))):
         nf.update_gram_matrices(model, lambda inputs=inputs: model(inputs))
-    torch.testing.assert_close(model.q.gram_matrix, 0.8 * gram_matrix(x[0]) + 0.2 * gram_matrix(x[1]))
-    assert {n for n in model.state_dict() if "weight" not in n} == {"q.second_moment", "out.second_moment"}
+    a, b = (mean_of_products(inputs) / inputs.square().mean() for inputs in x)
+    torch.testing.assert_close(model.q.gram_matrix.float(), 0.8 * a + 0.2 * b, rtol=1e-3, atol=1e-3)  # in FP16
+    assert nf.gram_state(model).keys() == {"q", "out"}
     other = nf.convert(Model(), "clover", verbose=False)
     nf.update_gram_matrices(other, lambda: other(x[0]))
-    assert "q.second_moment" not in other.state_dict()
+    assert not nf.gram_state(other)
 
 
 TWO_RANKS = """
@@ -156,11 +156,92 @@ import torch, nanochat_fp4 as nf
 from nanochat_fp4.common import compute_cleanup, compute_init
 _, rank, _, _, _ = compute_init("cpu")
 model = nf.convert(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)), "clover_feedback", verbose=False)
-nf.update_gram_matrices(model, lambda: model(torch.full((16, 32), [1.0, 3.0][rank])))
-print(model[0].gram_matrix.unique().tolist())
+nf.update_gram_matrices(model, lambda: model(torch.tensor(16 * [1.0] + 16 * [[1.0, 3.0][rank]]).expand(16, 32)))
+print((3 * model[0].gram_matrix.float()).round(decimals=2).unique().tolist())
 compute_cleanup()
 """
 
 
 def test_moments_are_the_mean_over_ranks(run_ranks):
-    assert [out.strip() for out in run_ranks(TWO_RANKS)] == 2 * ["[5.0]"]
+    """Of 1, 1, 1 and 1, 3, 9, where the mean square is 3."""
+    assert [out.strip() for out in run_ranks(TWO_RANKS)] == 2 * ["[1.0, 2.0, 5.0]"]
+
+
+def test_the_gram_matrices_are_saved_and_loaded_apart_from_the_model(tmp_path):
+    model = trained_model()
+    assert model.state_dict().keys() == Model().state_dict().keys() and not list(model.buffers())
+    torch.save([model.state_dict(), nf.gram_state(model)], tmp_path / "saved.pt")
+    weights, gram = torch.load(tmp_path / "saved.pt")
+    want = passes(model, model)
+    for order in (0, 1):  # before and after convert
+        other = Model()
+        for step in (order, 1 - order):
+            if step:
+                nf.convert(other, "clover_feedback", verbose=False)
+            else:
+                nf.load_gram_state(other, gram)
+        other.load_state_dict(weights)
+        assert all(torch.equal(a, b) for a, b in zip(passes(other, other), want))
+    nf.update_gram_matrices(other, lambda: other(correlated(64, 128)))
+    nf.update_gram_matrices(model, lambda: model(correlated(64, 128)))
+    assert all(torch.equal(a, b) for a, b in zip(passes(other, other), passes(model, model)))
+    assert torch.equal(gram["q"], torch.load(tmp_path / "saved.pt")[1]["q"])  # not changed in place
+    for wrong in ({"nobody": gram["q"]}, {"q": gram["q"][:, :16]}, {"q": gram["q"].long()}):
+        with pytest.raises(ValueError, match="load_gram_state: '(q|nobody)' has .*, expected"):
+            nf.load_gram_state(other, wrong)
+
+
+def test_copies_and_averages_of_a_model_with_gram_matrices():
+    model = trained_model()
+    average = torch.optim.swa_utils.AveragedModel(Model())  # from before anything was known of the inputs
+    average.update_parameters(model)
+    average.update_parameters(model)
+    plain = Model()
+    plain.load_state_dict(average.module.state_dict())
+    assert torch.equal(plain.q.weight, model.q.weight)
+    twin = copy.deepcopy(model)
+    assert all(torch.equal(a, b) for a, b in zip(passes(twin, twin), passes(model, model)))
+    nf.update_gram_matrices(twin, lambda: twin(correlated(64, 128, 5)))
+    assert not torch.equal(twin.q.gram_matrix, model.q.gram_matrix)
+    assert model.bfloat16().q.gram_matrix.dtype == torch.float16
+
+
+def test_a_state_dict_of_before_with_its_gram_matrices_is_loaded():
+    model, other = trained_model(), nf.convert(Model(), "clover_feedback", verbose=False)
+    old = model.state_dict() | {f"{n}.second_moment": 7.0 * g.float() for n, g in nf.gram_state(model).items()}
+    other.load_state_dict(old)
+    assert all(torch.equal(a, b) for a, b in zip(passes(other, other), passes(model, model)))
+
+
+def test_layers_that_read_the_same_tensor_share_its_gram_matrix():
+    class Apart(Model):
+        fused_linears = ()
+
+        def forward(self, x):
+            return self.out(torch.cat([self.q(x), self.k(x)], -1))
+
+    model = nf.convert(Apart(), "clover_feedback", verbose=False)
+    for seed in (0, 1):
+        nf.update_gram_matrices(model, lambda seed=seed: model(correlated(64, 128, seed)))
+        assert model.q.gram_matrix is model.k.gram_matrix and model.q.statistics is model.k.statistics
+    assert model.out.gram_matrix is not model.q.gram_matrix
+    alone = nf.convert(Apart(), "clover_feedback", verbose=False)
+    for seed in (0, 1):
+        nf.update_gram_matrices(alone, lambda seed=seed: alone.k(correlated(64, 128, seed)))
+    assert torch.equal(alone.k.gram_matrix, model.k.gram_matrix)
+
+
+def test_training_on_without_a_look_at_the_inputs_is_said_once(monkeypatch):
+    monkeypatch.setattr("nanochat_fp4.nvfp4.convert.PATIENCE", 3)
+    state = nf.gram_state(trained_model())
+
+    def warnings_of(model):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(8):
+                model(correlated(16, 128))
+        return [str(w.message) for w in seen if "update_gram_matrices" in str(w.message)]
+
+    forgotten, loaded = (nf.convert(Model(), "clover_feedback", verbose=False) for _ in range(2))
+    nf.load_gram_state(loaded, state)
+    assert len(warnings_of(forgotten)) == 1 and not warnings_of(loaded)

@@ -8,7 +8,7 @@ import contextlib
 import fnmatch
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,7 @@ from nanochat_fp4.nvfp4.coverage import (
     reason_to_leave,
     shares,
 )
+from nanochat_fp4.nvfp4.gram import gram_state
 from nanochat_fp4.nvfp4.linear import (
     QuantLinear,
     as_quantized,
@@ -34,8 +35,6 @@ from nanochat_fp4.nvfp4.linear import (
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.recipes import Recipe
-
-GRAM_STEP = 0.2  # of the exponential average of Gram matrices: one over five updates or so
 
 
 @dataclass
@@ -329,7 +328,7 @@ class _Reminder:
         if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         self.passes += 1
-        if self.passes == PATIENCE:
+        if self.passes == PATIENCE and (self.recipe.late or not gram_state(model)):
             if self.recipe.late:
                 what, call = (
                     f"changes from {100 * self.recipe.late[0]:.0f}% of the steps on",
@@ -351,44 +350,3 @@ def expect_calls(model: nn.Module, recipe: Recipe | None) -> None:
             del model._forward_pre_hooks[key]
     if recipe is not None and (recipe.late or recipe.looks_at_inputs):
         model.register_forward_pre_hook(_Reminder(recipe))
-
-
-def rounds_with_feedback(model: nn.Module) -> bool:
-    """Whether the method of a layer rounds its weight with error feedback."""
-    return any(isinstance(m, QuantLinear) and m.recipe.output.b.feedback for m in model.modules())
-
-
-@torch.no_grad()
-def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> None:
-    """For a training loop of a method with error feedback or outliers (clover_feedback), after every few steps.
-
-    Runs forward(), which calls the model on some thousand tokens, in full precision, and moves the Gram matrix of the
-    layers that compute with it a part of the way to what their inputs were; does nothing where there are none. The part
-    is GRAM_STEP, at first all of it; the mean over all ranks, which must call together. Inputs that are not finite
-    change nothing.
-    """
-    layers = [group[0] for group in groups_computed_as_one(model) if group[0].recipe.looks_at_inputs]
-    if not layers:
-        return
-    expect_calls(model, None)
-    seen: dict[QuantLinear, torch.Tensor] = {}
-
-    def look(layer: QuantLinear, args: tuple) -> None:
-        with torch.autocast(args[0].device.type, enabled=False):
-            rows = args[0].reshape(-1, layer.in_features).float()
-            seen[layer] = rows.T @ rows / rows.shape[0]
-
-    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
-    try:
-        with full_precision(model):
-            forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for layer, new in seen.items():
-        if _distributed():
-            dist.all_reduce(new)
-            new /= dist.get_world_size()
-        old = layer.gram_matrix
-        moved = new if old is None else old.lerp(new, GRAM_STEP)
-        layer.set_gram_matrix(torch.where(torch.isfinite(new).all(), moved, 0.0 if old is None else old))

@@ -21,7 +21,7 @@ to one term, dX = E (W1 + W2), dW = E^T (X1 + X2). That is the gradient of this 
 in a gradient, so dX1/dX = 1 and dX2/dX = 1 - 1 = 0; and dY/dX1 is all of W1 + W2.
 
 The weights' forward codes can be made once for several passes: convert.quantize_weights_once. What a method takes from
-the inputs' Gram matrix (gram.py) is None until training has made one (convert.update_gram_matrices).
+the inputs' Gram matrix (gram.py) is None until training has made one (training.update_gram_matrices).
 
 Any number of tokens works. In wgrad the tokens are the contraction dimension, and in dgrad the out_features: where they
 are not a multiple of the rotation's group (128), or of 16, they are padded with zeros. Zeros add nothing to a product,
@@ -41,7 +41,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from nanochat_fp4.nvfp4.gemm import gemm
-from nanochat_fp4.nvfp4.gram import STATE_NAME, InputStatistics, input_statistics
+from nanochat_fp4.nvfp4.gram import OLD_NAME, InputStatistics, set_gram_matrix
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.operands import (
     GemmOperand,
@@ -196,6 +196,8 @@ class QuantLinear(torch.nn.Linear):
     weight_operand: GemmOperand | None = None
     stacked_operand: GemmOperand | None = None
     outside: dict[str, object] = {}  # inside these contexts: what the attributes that they change are outside
+    gram_matrix: torch.Tensor | None = None  # of the inputs (gram.py), None: not known yet
+    statistics = InputStatistics()  # what the recipe takes from it
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, method: str | Recipe = "clover", **kw):
         super().__init__(in_features, out_features, bias=bias, **kw)
@@ -208,27 +210,24 @@ class QuantLinear(torch.nn.Linear):
             raise ValueError(f"QuantLinear: {reason}; use nn.Linear here, or skip this layer in convert")
         self.recipe = recipe
         if self.gram_matrix is not None:
-            self.set_gram_matrix(self.gram_matrix)
+            set_gram_matrix(self, self.gram_matrix)
 
     @property
     def matrix(self) -> torch.Tensor:
         """The weight as (out_features, in_features)."""
         return self.weight
 
-    @property
-    def gram_matrix(self) -> torch.Tensor | None:
-        """E[x x^T] of the inputs, float32 (in_features, in_features); None: not known yet (gram.py)."""
-        return self._buffers.get(STATE_NAME)
+    def _apply(self, fn, recurse: bool = True) -> "QuantLinear":
+        super()._apply(fn, recurse)
+        if self.gram_matrix is not None and self.gram_matrix.device != self.weight.device:
+            set_gram_matrix(self, self.gram_matrix)
+        return self
 
-    def set_gram_matrix(self, gram: torch.Tensor) -> None:
-        self.register_buffer(STATE_NAME, gram)
-        for name, tensor in zip(InputStatistics._fields, input_statistics(self.recipe, gram)):
-            self.register_buffer(f"_{name}", tensor, persistent=False)
-
-    @property
-    def statistics(self) -> InputStatistics:
-        """What the recipe takes from the Gram matrix."""
-        return InputStatistics(*(getattr(self, f"_{name}", None) for name in InputStatistics._fields))
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        old = state_dict.pop(prefix + OLD_NAME, None)
+        if old is not None:
+            set_gram_matrix(self, old)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def quantizes_input(self) -> bool:

@@ -1,4 +1,5 @@
-"""What a training loop does for the quantized layers of its model, whatever their method needs.
+"""What a training loop does for the quantized layers of its model, whatever their method needs; and the look at their
+inputs, of which some methods learn (gram.py).
 
 quantized = QuantizedTraining(model, plan, num_steps)
 for step in ...:
@@ -13,15 +14,18 @@ for step in ...:
 import contextlib
 from collections.abc import Callable, Iterator
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from nanochat_fp4.nvfp4 import oscillation
 from nanochat_fp4.nvfp4.convert import (
     expect_calls,
+    full_precision,
+    groups_computed_as_one,
     quantize_weights_once,
-    rounds_with_feedback,
-    update_gram_matrices,
 )
+from nanochat_fp4.nvfp4.gram import gram_matrix, input_statistics, mean_of_products
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.plan import MethodPlan
 
@@ -70,3 +74,59 @@ class QuantizedTraining:
         """forward() calls the model on some thousand tokens. All ranks must call this together."""
         if self.plan is not None and step % LOOK_EVERY == 0:
             update_gram_matrices(self.model, forward)
+
+
+def rounds_with_feedback(model: nn.Module) -> bool:
+    """Whether the method of a layer rounds its weight with error feedback."""
+    return any(isinstance(m, QuantLinear) and m.recipe.output.b.feedback for m in model.modules())
+
+
+@torch.no_grad()
+def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> None:
+    """For a training loop of a method with error feedback or outliers (clover_feedback), after every few steps.
+
+    Runs forward(), which calls the model on some thousand tokens, in full precision, and moves the Gram matrix of the
+    layers that compute with it a part of the way (gram.STEP) to what their inputs were, at first all of it; does
+    nothing where there are none. The mean over all ranks, which must call together. Inputs that are not finite change
+    nothing. A run that goes on needs gram_state.
+    """
+    layers = [group[0] for group in groups_computed_as_one(model) if group[0].recipe.looks_at_inputs]
+    if not layers:
+        return
+    expect_calls(model, None)
+    seen = _products_of_inputs(layers, model, forward)
+    if dist.is_available() and dist.is_initialized():
+        for mean in {id(mean): mean for mean in seen.values()}.values():
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+    made = {}  # layers that read the same tensor share what is made of it
+    for layer, mean in seen.items():
+        before = layer.gram_matrix
+        key = id(mean), id(before), layer.recipe
+        if key not in made:
+            gram = gram_matrix(mean, before)
+            made[key] = gram, input_statistics(layer.recipe, gram), before
+        layer.gram_matrix, layer.statistics, _ = made[key]
+
+
+def _products_of_inputs(
+    layers: list[QuantLinear], model: nn.Module, forward: Callable[[], object]
+) -> dict[QuantLinear, torch.Tensor]:
+    """mean_of_products of these layers' inputs in forward(): one object for layers whose input is one object."""
+    seen: dict[QuantLinear, torch.Tensor] = {}
+    last: tuple = None, None  # an input, and what was made of it
+
+    def look(layer: QuantLinear, args: tuple) -> None:
+        nonlocal last
+        if args[0] is not last[0]:
+            last = args[0], mean_of_products(args[0].reshape(-1, layer.in_features))
+        seen[layer] = last[1]
+
+    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+    try:
+        with full_precision(model):
+            forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
