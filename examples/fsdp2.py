@@ -1,0 +1,39 @@
+"""FSDP2: convert, then fully_shard as always. Each layer quantizes the weight that FSDP has gathered.
+
+torchrun --nproc_per_node=2 examples/fsdp2.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import nanochat_fp4 as nf
+
+
+def main(method: str = "clover", steps: int = 20) -> list[float]:
+    gpu = torch.cuda.is_available()
+    mesh = dist.device_mesh.init_device_mesh("cuda" if gpu else "cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)  # the same weights on each rank
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2))
+    model = nn.Sequential(nn.Embedding(50, 32), *blocks, nn.Linear(32, 50)).to("cuda" if gpu else "cpu")
+    nf.convert(model, method, skip="3")  # 3: the output head
+    for block in model[1:3]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    torch.manual_seed(1 + dist.get_rank())  # other data on each rank, and noise of its own
+    rows, losses = torch.randint(50, (8, 33), device=model[0].weight.device), []
+    for _ in range(steps):
+        loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+if __name__ == "__main__":
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    print(main())
+    dist.destroy_process_group()

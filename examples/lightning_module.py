@@ -1,0 +1,40 @@
+"""Lightning: convert in the module's __init__, and tell the methods that change in time where the run is.
+
+Needs lightning: pip install 'nanochat_fp4[examples]'
+"""
+
+import lightning
+import torch
+from torch import nn
+
+import nanochat_fp4 as nf
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, method: str):
+        super().__init__()
+        layers = [nn.Embedding(50, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Linear(32, 50)]
+        self.model = nf.convert(nn.Sequential(*layers), method, skip="4")  # 4: the output head
+        self.losses = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        nf.set_progress(self.model, self.global_step / self.trainer.max_steps)
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def main(method: str = "clover_late", steps: int = 20) -> list[float]:
+    module = Module(method)
+    trainer = lightning.Trainer(max_steps=steps, logger=False, enable_checkpointing=False)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.randint(50, (32, 33)), batch_size=8))
+    return module.losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""LoRA with peft on a base model that computes in 4 bits: the adapters stay in high precision, and convert says so.
+
+Needs peft and transformers: pip install 'nanochat_fp4[examples]'
+"""
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import nanochat_fp4 as nf
+
+
+def main(steps: int = 20) -> list[float]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=8, target_modules="all-linear"))
+    nf.convert(model, "clover")  # frozen weights need no wgrad; dgrad runs on 4-bit operands like the forward pass
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    rows = torch.randint(128, (8, 32))  # put your own data here
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; trained: {model.get_nb_trainable_parameters()[0]:,} parameters")
+    return losses
+
+
+if __name__ == "__main__":
+    main()

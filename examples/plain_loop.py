@@ -1,0 +1,39 @@
+"""A training loop of one's own, with a method that changes in the course of a run and looks at its inputs.
+
+Plain clover needs none of the three lines with a comment at their end.
+"""
+
+import torch
+from torch import nn
+
+import nanochat_fp4 as nf
+
+
+def main(method: str = "clover_feedback", steps: int = 20) -> list[float]:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(50, 32), *blocks, nn.Linear(32, 50))
+    # Before torch.compile and the optimizer. A model that does not name its output head: skip="3".
+    nf.convert(model, method, skip="3")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.randint(50, (2, 2, 8, 33))  # steps of two micro-batches; put your own data here
+    losses = []
+    for step in range(steps):
+        batch = tokens[step % len(tokens)]
+        nf.set_progress(model, step / steps)  # methods that change in the course of a run
+        with nf.quantize_weights_once(model):  # their codes are made once for all micro-batches
+            for rows in batch:
+                loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+                (loss / len(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 0:
+            nf.update_gram_matrices(model, lambda rows=rows: model(rows))  # feedback, every few steps
+        losses.append(loss.item())
+    with torch.no_grad(), nf.full_precision(model.eval()):  # the same weights in BF16
+        print(f"{method}: {losses[0]:.3f} -> {losses[-1]:.3f}; BF16 {model(rows).logsumexp(-1).mean():.3f}")
+    return losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""examples/: what they show runs, and is short."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+NEEDS = {"hf_trainer": ("transformers", "accelerate"), "lightning_module": ("lightning",), "lora": ("peft",)}
+
+
+def load(name: str):
+    for package in NEEDS.get(name, ()):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package} (pip install '.[examples]')")
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)
+def test_each_is_short_and_tested(file):
+    assert len(file.read_text().splitlines()) <= 40
+    assert f"def test_{file.stem}(" in Path(__file__).read_text()
+
+
+@pytest.mark.parametrize("method", ["clover_feedback", "clover_late"])
+def test_plain_loop(method, capsys):
+    losses = load("plain_loop").main(method, 6)
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert "converted 4 linear layers" in capsys.readouterr().out
+
+
+def test_fsdp2(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        losses = load("fsdp2").main("clover", 6)
+    finally:
+        dist.destroy_process_group()
+    assert len(losses) == 6 and losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_hf_trainer(tmp_path):
+    example = load("hf_trainer")
+    losses = example.main(str(tmp_path), "clover_late", 10)
+    assert len(losses) == 10 and losses[-1] < losses[0]
+    from safetensors.torch import load_file
+    from transformers import LlamaForCausalLM
+
+    saved = load_file(tmp_path / "model.safetensors")
+    model = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["hidden_size"] == 64
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in saved.items())
+
+
+@pytest.mark.slow
+def test_lightning_module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    losses = load("lightning_module").main("clover_late", 10)
+    assert len(losses) == 10 and losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_lora(capsys):
+    losses = load("lora").main(10)
+    assert len(losses) == 10 and losses[-1] < losses[0]
+    assert "left alone (an adapter's low-rank factor)" in capsys.readouterr().out
