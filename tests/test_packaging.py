@@ -138,7 +138,8 @@ def test_works_without_the_kernels(missing):
 
 
 def test_the_library_needs_torch_triton_and_numpy_alone():
-    """`pip install nanochat_fp4` without extras: what the extras bring is not there, and convert works."""
+    """`pip install nanochat_fp4` without extras: what the extras bring is not there, and convert works. The import
+    takes nothing that takes long and is not needed yet: torch's compiler, Triton, what plots and loads data."""
     project = tomllib(ROOT / "pyproject.toml")["project"]
     names = {"muon-optimizer": "muon", "compressed-tensors": "compressed_tensors"}
     extras = {re.split(r"[<>=;]", d)[0] for k, v in project["optional-dependencies"].items() if k != "dev" for d in v}
@@ -147,6 +148,9 @@ def test_the_library_needs_torch_triton_and_numpy_alone():
         f"import sys\nfor m in {sorted(names.get(e, e) for e in extras)}: sys.modules[m] = None\n"
         "import torch; before = set(sys.modules)\n"
         "import nanochat_fp4 as nf\n"
+        "new = {m.partition('.')[0] for m in set(sys.modules) - before}\n"
+        "assert not new & {'triton', 'sympy', 'wandb', 'datasets', 'matplotlib', 'pyarrow', 'tiktoken', 'muon'}, new\n"
+        "assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules), 'the compiler was imported'\n"
         "model = nf.convert(torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 8)), skip='1')\n"
         "model(torch.randn(2, 128)).sum().backward()\n"
         "assert nf.__version__ and 'load_quantized' in nf.__all__\n"
@@ -182,3 +186,18 @@ def test_kernels_is_somebody_elses_package(tmp_path):
     result = python("-c", "from kernels import get_kernel")
     if importlib.util.find_spec("kernels").origin is None:
         assert "ImportError" in result.stderr
+
+
+def test_the_mark_of_constants_is_torchs_own():
+    """dispatch.constant_when_compiled does without the import what torch.compiler.assume_constant_result does."""
+    import torch
+
+    from nanochat_fp4.nvfp4.dispatch import constant_when_compiled
+
+    def theirs():
+        return 1
+
+    def ours():
+        return 1
+
+    assert vars(torch.compiler.assume_constant_result(theirs)) == vars(constant_when_compiled(ours)) != {}

@@ -34,7 +34,6 @@ def _library() -> ctypes.CDLL | str:
     return library
 
 
-@torch.compiler.assume_constant_result
 def unavailable_reason() -> str | None:
     """Why `mm_alpha` cannot be used, or None."""
     if not torch.cuda.is_available():

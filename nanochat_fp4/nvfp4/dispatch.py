@@ -60,6 +60,14 @@ def backend() -> Backend:
     return Backend("Triton" if kernels else "PyTorch reference", gemm, reason)
 
 
+def constant_when_compiled(function: Callable) -> Callable:
+    """Decorator: torch.compile takes what the function returns for a constant of the graph.
+
+    torch.compiler.assume_constant_result does the same, and imports the whole compiler for it: two seconds."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Kernels
 
@@ -69,7 +77,7 @@ def use_kernels(device: torch.device) -> bool:
     return _use_kernels(device.type)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _use_kernels(device_type: str) -> bool:
     wanted = os.environ.get("NVFP4_KERNELS", "auto")
     if wanted not in ("auto", "reference", "triton"):
@@ -92,7 +100,7 @@ def _no_kernels_reason(device_type: str) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def kernels_unavailable_reason() -> str | None:
     """Why the Triton kernels cannot be imported here, or None."""
     try:
@@ -102,7 +110,7 @@ def kernels_unavailable_reason() -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def cublas_unavailable_reason() -> str | None:
     """Why cuBLAS cannot be called with alpha on the device, or None."""
     try:
@@ -116,7 +124,7 @@ def cublas_unavailable_reason() -> str | None:
 # Tensor cores
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def native_gemm(device_type: str) -> str | None:
     """Of native.IMPLEMENTATIONS the one to use on this kind of device, or None for the emulated GEMM."""
     return native_choice(device_type)[0]
@@ -161,7 +169,7 @@ def no_tensor_cores_reason(device_type: str) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def has_fp8_tensor_cores(device_type: str) -> bool:
     return device_type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
 

@@ -31,7 +31,13 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from nanochat_fp4.nvfp4 import native
-from nanochat_fp4.nvfp4.dispatch import has_fp8_tensor_cores, kernels_unavailable_reason, native_gemm, use_kernels
+from nanochat_fp4.nvfp4.dispatch import (
+    constant_when_compiled,
+    has_fp8_tensor_cores,
+    kernels_unavailable_reason,
+    native_gemm,
+    use_kernels,
+)
 from nanochat_fp4.nvfp4.feedback import round_with_feedback
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor
 from nanochat_fp4.nvfp4.gemm import gemm
@@ -460,7 +466,7 @@ def _quantize_rows(x: torch.Tensor, how: Quantization) -> Codes:
     return Codes(codes, scales, tensor_scale, decoded if decode else None)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _packed(rounding: str, stream: int, rht_dim: int, rht_stream: int, emulated: bool) -> list[float]:
     """The kernel's description of an operand."""
     from nvfp4_kernels.rotate import Operand
