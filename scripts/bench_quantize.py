@@ -105,8 +105,8 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
             t = _codes(x) if from_codes else None
             source = (t.codes, t.scales, t.tensor_scale) if from_codes else (x, None, None)
             seed = torch.tensor(1, device=device)
-            packed = [_operand(*o, stream, emulated).packed() if o else [] for o, stream in ((row, 2), (col, 4))]
-            return lambda: rotate_quantize(*source, packed[0], seed, seed, packed[1], seed, seed)
+            made = [_operand(*o, stream, emulated) if o else None for o, stream in ((row, 2), (col, 4))]
+            return lambda: rotate_quantize(*source, made[0], seed, seed, made[1], seed, seed)
 
         return setup
 

@@ -273,7 +273,10 @@ def operator_calls():
     aligned = Operand(5.6, 448.0, (1.0,), True, False, 16, 4, 5)
     plain = Operand(5.6, 448.0, (1.0,), True, False, 0, 4, 5)
     aligned_codes = Operand(5.6, 448.0, (1.0,), True, False, 16, 4, 5, emulated=False)
-    none = ([], None, None)
+
+    def side(operand: Operand | None) -> tuple:
+        return (seed, seed, True, *operand) if operand else (None, None, False, *Operand())
+
     yield op.amax.default, (x,)
     for block_rows, stochastic, decode in ((1, False, True), (16, False, True), (1, True, False)):
         constants = (0, 6.0, 448.0, [1.0], stochastic, block_rows, decode)
@@ -282,9 +285,9 @@ def operator_calls():
     yield op.relu_squared.default, (x, seed)
     yield op.dot_scaled.default, (*codes[:3], *codes[:3], torch.bfloat16)
     for row, col in ((eden, eden), (plain, aligned), (eden_codes, aligned_codes)):
-        yield op.rotate_quantize.default, (x, None, None, row.packed(), seed, seed, col.packed(), seed, seed)
-    yield op.rotate_quantize.default, (*codes[:3], *none, eden.packed(), seed, seed)
-    yield op.rotate_quantize.default, (x.bfloat16(), None, None, eden_codes.packed(), seed, seed, *none)
+        yield op.rotate_quantize_sides.default, (x, None, None, *side(row), *side(col))
+    yield op.rotate_quantize_sides.default, (*codes[:3], *side(None), *side(eden))
+    yield op.rotate_quantize_sides.default, (x.bfloat16(), None, None, *side(eden_codes), *side(None))
 
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU, in the interpreter")

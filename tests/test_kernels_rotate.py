@@ -73,7 +73,7 @@ def kernel(x, pair, emulated, row_seed=ROW_SEED, col_seed=COL_SEED) -> list:
     col = operand(pair[2], pair[3], COL_STREAM, emulated)
     row_seeds, col_seeds = (seed(row_seed), seed(ROW_RHT_SEED)), (seed(col_seed), seed(COL_RHT_SEED))
     x = x.to(DEVICE)
-    return collect(rotate_quantize(x, None, None, row.packed(), *row_seeds, col.packed(), *col_seeds), (row, col))
+    return collect(rotate_quantize(x, None, None, row, *row_seeds, col, *col_seeds), (row, col))
 
 
 def reference(x, pair) -> list[NVFP4Tensor]:
@@ -263,7 +263,7 @@ def test_the_seed_determines_everything():
 def col_of_codes(t: NVFP4Tensor, name, emulated):
     o = operand(name, 128, COL_STREAM, emulated)
     arguments = (t.codes.to(DEVICE), t.scales.to(DEVICE), t.tensor_scale.to(DEVICE))
-    out = rotate_quantize(*arguments, [], None, None, o.packed(), seed(COL_SEED), seed(COL_RHT_SEED))
+    out = rotate_quantize(*arguments, None, None, None, o, seed(COL_SEED), seed(COL_RHT_SEED))
     return collect(out, [o])[0]
 
 
@@ -295,7 +295,7 @@ def test_only_one_operand():
     both = kernel(x, PAIRS["clover"], True)
     for side, stream, s, rht in ((0, ROW_STREAM, ROW_SEED, ROW_RHT_SEED), (1, COL_STREAM, COL_SEED, COL_RHT_SEED)):
         o = operand("ms_eden", 128, stream, True)
-        none, one = ([], None, None), (o.packed(), seed(s), seed(rht))
+        none, one = (None, None, None), (o, seed(s), seed(rht))
         arguments = (*one, *none) if side == 0 else (*none, *one)
         ((alone, _),) = collect(rotate_quantize(x.to(DEVICE), None, None, *arguments), [o])
         assert_same_bits(("row", "col")[side], alone, both[side][0])
@@ -303,14 +303,14 @@ def test_only_one_operand():
 
 def test_what_the_kernel_refuses():
     x = torch.randn(16, 32, device=DEVICE)
-    plain, turned = operand("sr", 0, 0, True).packed(), operand("sr", 16, 0, True).packed()
+    plain, turned = operand("sr", 0, 0, True), operand("sr", 16, 0, True)
     s = seed(1)
     with pytest.raises(ValueError, match="a col operand must be rotated"):
-        rotate_quantize(x, None, None, [], None, None, plain, s, s)
+        rotate_quantize(x, None, None, None, None, None, plain, s, s)
     t = quantize_reference(x.cpu(), ROUNDINGS["rtn"])
     codes = [v.to(DEVICE) for v in (t.codes, t.scales, t.tensor_scale)]
     with pytest.raises(ValueError, match="codes are requantized as col only"):
-        rotate_quantize(*codes, turned, s, s, [], None, None)
+        rotate_quantize(*codes, turned, s, s, None, None, None)
 
 
 def dequantized(value) -> torch.Tensor:

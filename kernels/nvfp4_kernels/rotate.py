@@ -23,7 +23,8 @@ An FP32 input is split into three BF16 numbers that add up to it, and rotated by
 """
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
@@ -448,8 +449,7 @@ def rotate_quantize_kernel(
             )
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One operand to make: the fields of quantizers.Rounding, its rotation and its streams of random numbers.
 
     emulated: make the BF16 operand for a decoding GEMM instead of codes and scales.
@@ -465,11 +465,6 @@ class Operand:
     rht_stream: int = 0
     emulated: bool = True
 
-    def packed(self) -> list[float]:
-        """As a list of numbers, which an operator can take."""
-        head = (self.grid_max, self.scale_cap, self.stochastic, self.ms_eden, self.rht_dim, self.stream)
-        return [float(v) for v in (*head, self.rht_stream, self.emulated, *self.candidates)]
-
     def padded(self, contraction: int) -> int:
         multiple = self.rht_dim or 16
         return -(-contraction // multiple) * multiple
@@ -477,13 +472,6 @@ class Operand:
     @property
     def divisor(self) -> float:
         return self.grid_max * self.scale_cap
-
-
-@functools.cache
-def _unpacked(v: tuple[float, ...]) -> Operand | None:
-    if not v:
-        return None
-    return Operand(v[0], v[1], v[8:], bool(v[2]), bool(v[3]), int(v[4]), int(v[5]), int(v[6]), bool(v[7]))
 
 
 @functools.cache
@@ -555,40 +543,64 @@ class _Output:
         return [self.codes, self.scales.view(torch.float8_e4m3fn), tensor_scale]
 
 
-@operator(
-    "rotate_quantize(Tensor x, Tensor? x_scales, Tensor? x_tensor_scale, float[] row, Tensor? row_seed, "
-    "Tensor? row_rht_seed, float[] col, Tensor? col_seed, Tensor? col_rht_seed) -> Tensor[]"
-)
 def rotate_quantize(
     x: torch.Tensor,
     x_scales: torch.Tensor | None,
     x_tensor_scale: torch.Tensor | None,
-    row: list[float],
+    row: Operand | None,
     row_seed: torch.Tensor | None,
     row_rht_seed: torch.Tensor | None,
-    col: list[float],
+    col: Operand | None,
     col_seed: torch.Tensor | None,
     col_rht_seed: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """One or both operands that a tensor (R, C) gives: contracted over C ("row") and over R ("col").
 
     x: BF16 or FP32 (R, C), or codes uint8 (R, C/2) with x_scales float8_e4m3fn (R, C/16) and x_tensor_scale.
-    row, col: Operand.packed(), or [] for none. Seeds: int64 ().
+    row, col: None for none. Seeds: int64 ().
     Returns the tensors of row (R, C'), then of col (C, R'), the contraction dimension padded to a multiple of 16 or
     the rotation: [codes uint8, scales float8_e4m3fn, tensor_scale] of an operand; [decoded BF16, tensor_scale] of an
     emulated one, and [decoded] alone of an emulated MS-EDEN operand, whose tensor_scale is multiplied in.
     Raises ValueError for what the kernel does not do.
     """
+    row_fields = row_seed, row_rht_seed, row is not None, *(row or Operand())
+    col_fields = col_seed, col_rht_seed, col is not None, *(col or Operand())
+    return rotate_quantize_sides(x, x_scales, x_tensor_scale, *row_fields, *col_fields)
+
+
+def _side(name: str) -> str:
+    """An operand in the schema of an operator, which knows no records: its seeds, whether it is wanted, its fields."""
+    kinds = {float: "float", int: "int", bool: "bool", tuple[float, ...]: "float[]"}
+    fields = [f"{kinds[kind]} {name}_{field}" for field, kind in Operand.__annotations__.items()]
+    return ", ".join([f"Tensor? {name}_seed", f"Tensor? {name}_rht_seed", f"bool {name}", *fields])
+
+
+def _operands(sides: tuple) -> Iterator[tuple[Operand | None, torch.Tensor | None, torch.Tensor | None]]:
+    """(operand, seed, rht_seed) of row and of col, from the operator's arguments."""
+    half = len(sides) // 2
+    for seed, rht_seed, wanted, *fields in (sides[:half], sides[half:]):
+        operand = Operand(*fields)
+        yield operand._replace(candidates=tuple(operand.candidates)) if wanted else None, seed, rht_seed
+
+
+@operator(
+    f"rotate_quantize_sides(Tensor x, Tensor? x_scales, Tensor? x_tensor_scale, {_side('row')}, {_side('col')}) "
+    "-> Tensor[]"
+)
+def rotate_quantize_sides(
+    x: torch.Tensor, x_scales: torch.Tensor | None, x_tensor_scale: torch.Tensor | None, *sides
+) -> list[torch.Tensor]:
+    """rotate_quantize with the fields of both operands one after the other."""
     from_codes = x_scales is not None
     x = x.contiguous()
     rows, columns = x.shape[0], x.shape[1] * (2 if from_codes else 1)
-    row_operand, col_operand = _unpacked(tuple(row)), _unpacked(tuple(col))
+    (row_operand, *row_seeds), (col_operand, *col_seeds) = _operands(sides)
     if (from_codes and row_operand) or (col_operand and not col_operand.rht_dim):
         raise ValueError("nvfp4::rotate_quantize: a col operand must be rotated, and codes are requantized as col only")
     amax = torch.zeros(2, dtype=torch.int32, device=x.device)
     outputs = (
-        _Output(row_operand, rows, columns, x, row_seed, row_rht_seed, amax[0]),
-        _Output(col_operand, columns, rows, x, col_seed, col_rht_seed, amax[1]),
+        _Output(row_operand, rows, columns, x, *row_seeds, amax[0]),
+        _Output(col_operand, columns, rows, x, *col_seeds, amax[1]),
     )
     tiles = triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
     sources = (x, x_scales.view(torch.uint8), x_tensor_scale) if from_codes else (x, x, x)
@@ -618,12 +630,11 @@ def rotate_quantize(
     return [*outputs[0].finish(), *outputs[1].finish()]
 
 
-@rotate_quantize.register_fake
-def _(x, x_scales, x_tensor_scale, row, row_seed, row_rht_seed, col, col_seed, col_rht_seed):
+@rotate_quantize_sides.register_fake
+def _(x, x_scales, x_tensor_scale, *sides):
     rows, columns = x.shape[0], x.shape[1] * (1 if x_scales is None else 2)
     result = []
-    for packed, r, c in ((row, rows, columns), (col, columns, rows)):
-        operand = _unpacked(tuple(packed))
+    for (operand, *_), r, c in zip(_operands(sides), (rows, columns), (columns, rows)):
         if operand is None:
             continue
         k = operand.padded(c)

@@ -32,7 +32,6 @@ import torch
 
 from nanochat_fp4.nvfp4 import native
 from nanochat_fp4.nvfp4.dispatch import (
-    constant_when_compiled,
     has_fp8_tensor_cores,
     kernels_unavailable_reason,
     native_gemm,
@@ -466,16 +465,6 @@ def _quantize_rows(x: torch.Tensor, how: Quantization) -> Codes:
     return Codes(codes, scales, tensor_scale, decoded if decode else None)
 
 
-@constant_when_compiled
-def _packed(rounding: str, stream: int, rht_dim: int, rht_stream: int, emulated: bool) -> list[float]:
-    """The kernel's description of an operand."""
-    from nvfp4_kernels.rotate import Operand
-
-    r = get_rounding(rounding)
-    limits = (r.grid_max, r.scale_cap, r.candidates)
-    return Operand(*limits, r.stochastic, r.ms_eden, rht_dim, stream, rht_stream, emulated).packed()
-
-
 def _rotate_quantize(
     value: torch.Tensor | NVFP4Tensor, row: Quantization | None, col: Quantization | None, emulated: bool
 ) -> tuple[GemmOperand | None, GemmOperand | None]:
@@ -483,18 +472,18 @@ def _rotate_quantize(
 
     emulated: as Decoded, for the emulated GEMM alone.
     """
-    from nvfp4_kernels.rotate import rotate_quantize
+    from nvfp4_kernels.rotate import Operand, rotate_quantize
 
-    arguments = (
-        [value.codes, value.scales, value.tensor_scale] if isinstance(value, NVFP4Tensor) else [value, None, None]
-    )
-    for how in (row, col):
+    def described(how: Quantization | None) -> tuple:
         if how is None:
-            arguments += [[], None, None]
-        else:
-            packed = _packed(how.rounding.name, how.stream, how.rht_dim, how.rht_stream, emulated)
-            arguments += [packed, how.seed, how.rht_seed]
-    tensors = rotate_quantize(*arguments)
+            return None, None, None
+        r = how.rounding
+        limits, random = (r.grid_max, r.scale_cap, r.candidates), (how.rht_dim, how.stream, how.rht_stream)
+        return Operand(*limits, r.stochastic, r.ms_eden, *random, emulated), how.seed, how.rht_seed
+
+    codes = isinstance(value, NVFP4Tensor)
+    source = (value.codes, value.scales, value.tensor_scale) if codes else (value, None, None)
+    tensors = rotate_quantize(*source, *described(row), *described(col))
     results: list[GemmOperand | None] = []
     for how in (row, col):
         if how is None:
