@@ -10,7 +10,8 @@ No file of the checkout changes, and nothing is written there. Four methods of i
     init_weights        then nf.convert: the Parameters stay the same objects, and both revisions that this was made for
                         (f5425245f and the newest) call it before weights are loaded, torch.compile and the optimizers
     setup_optimizer(s)  first checks that the converted layers are still there; from then on each rank draws its own
-                        random numbers
+                        random numbers, and a method that changes in the course of a run (clover_late) is told before
+                        each step where the run is, by the script's variables step and num_iterations
     forward             a loss is computed as in training; logits (samples, CORE, chat) with a scale for each token, so
                         that an answer does not depend on what else is in the batch, or on the KV cache
 
@@ -91,7 +92,7 @@ class Options:
         """What every converted layer computes; None where nothing is quantized and the model stays as it is."""
         recipe = nf.get_recipe("bf16" if self.backward == "none" else self.method)
         if self.backward == "forward":
-            recipe = recipe.forward_only()
+            recipe = recipe.final.forward_only()
         return recipe if recipe.quantizes else None
 
     def what(self) -> str:
@@ -157,11 +158,6 @@ def parse_args(argv: Sequence[str]) -> Options:
         raise UserError(
             f"method {method!r} rounds by what the layers' inputs are, which a nanochat checkout does not collect; use "
             "another method"
-        )
-    if late := recipe.late:
-        raise UserError(
-            f"method {method!r} changes at {late[0]:.0%} of a run, which a nanochat checkout knows nothing of; use "
-            f"{late[1]} for models that were trained with it, and another method to train"
         )
     return Options(
         script=args.script,
@@ -283,6 +279,7 @@ class Patch:
         self.built = 0  # models that were constructed, on the meta device too
         self.initialized: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # and how often
         self.converted = 0  # models, still alive or not
+        self.step: int | None = None  # of the run, where the method changes in its course
         self.twice = False
 
     def install(self, gpt: ModuleType) -> None:
@@ -387,6 +384,31 @@ class Patch:
             # nanochat gives every rank the same seed: right for the weights, which are made by now, and wrong for
             # rotations and stochastic rounding, whose errors average out over ranks only if they are independent.
             torch.manual_seed(torch.initial_seed() + rank)
+
+        if self.recipe.late:
+            self._follow(model)
+
+    def _follow(self, model: nn.Module) -> None:
+        """From here on set_progress is called before the first forward pass of each step."""
+        frame = sys._getframe()
+        while frame is not None and frame.f_globals.get("__name__") != "__main__":
+            frame = frame.f_back
+        variables = frame.f_globals if frame is not None else {}
+        # A compiled model is called by another module; a hook of that one is not compiled.
+        modules = [m for m in variables.values() if isinstance(m, nn.Module)]
+        called = next((m for m in modules if m is not model and getattr(m, "_orig_mod", None) is model), model)
+        called.register_forward_pre_hook(lambda module, args: self._set_progress(model, variables))
+
+    def _set_progress(self, model: nn.Module, variables: dict[str, Any]) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        step, steps = variables.get("step"), variables.get("num_iterations")
+        if not (isinstance(step, int) and isinstance(steps, int) and 0 <= step <= steps):
+            where = f"step is {step}, num_iterations {steps}"
+            raise _changed(self.root, f"its script does not say where the run is ({where})")
+        if step != self.step and nf.set_progress(model, step / max(1, steps)):
+            say(f"step {step} of {steps}: from here on {self.recipe.final if step else self.recipe}")
+        self.step = step
 
     def report_end(self) -> None:
         """What the user must know when the script has ended: whether its model was converted, and once."""

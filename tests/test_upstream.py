@@ -145,6 +145,7 @@ from tasks.arc import TASK
 parser = argparse.ArgumentParser()
 parser.add_argument("--depth", type=int, default=2)
 parser.add_argument("--fp8", action="store_true")
+parser.add_argument("--num-iterations", type=int, default=3)
 args = parser.parse_args()
 compute_init()
 
@@ -180,12 +181,14 @@ rank = int(os.environ.get("RANK", 0))
 data = torch.Generator().manual_seed(rank)
 losses = []
 x = torch.randint(64, (4, 33), generator=data)
-for step in range(3):
+step, num_iterations = 0, args.num_iterations
+while step < num_iterations:
     loss = compiled(x[:, :-1], x[:, 1:].contiguous())
     loss.backward()
     for o in optimizers:
         o.step()
     losses.append(loss.item())
+    step += 1
 record["losses"] = losses
 record["keys"] = list(model.state_dict())
 record["checksum"] = sum(p.double().sum().item() for p in model.parameters())
@@ -356,6 +359,25 @@ def test_bf16_is_the_checkout_as_it_is_and_clover_keeps_its_bookkeeping(checkout
     assert clover["keys"] == plain["keys"] and clover["seed"] == plain["seed"]
 
 
+def test_a_method_with_phases_is_told_where_the_run_is(checkout, run):
+    """clover_late is clover for 70% of the steps, and not from there on; later stages go on with what it ended with."""
+    more = ("scripts.base_train", "--", "--num-iterations=5", "--depth=1")
+    status, out, err = run(checkout, "--method=clover_late", *more)
+    assert status == 0, err
+    assert "step 4 of 5: from here on clover_refined" in err and err.count("from here on") == 1
+    late, clover = record(out), record(run(checkout, "--method=clover", *more)[1])
+    assert late["losses"][:4] == clover["losses"][:4] and late["losses"][4] != clover["losses"][4]
+    assert late["recipe"].startswith("clover_refined")
+    assert "four_over_six + rest" in record(run(checkout, "--method=clover_late", "scripts.chat_sft")[1])["recipe"]
+    (checkout / "scripts/base_train.py").write_text(
+        (checkout / "scripts/base_train.py")
+        .read_text()
+        .replace("num_iterations = 0, args", "steps = 0, args")
+        .replace("step < num_iterations", "step < steps")
+    )
+    check_error(run(checkout, "--method=clover_late", *more), "where the run is (step is 0, num_iterations None)")
+
+
 @pytest.mark.parametrize("script", ["scripts.chat_sft", "scripts.chat_eval"])
 def test_later_stages_quantize_the_forward_pass_of_loaded_weights(checkout, run, script, monkeypatch):
     status, out, err = run(checkout, "--method=clover", script)
@@ -483,7 +505,6 @@ def test_script_that_is_not_there(old, run, script):
 
 def test_unknown_method_flag_or_value(old, run, monkeypatch):
     check_error(run(old, "--method=clever", "scripts.base_train"), "--method: unknown method 'clever'", "clover")
-    check_error(run(old, "--method=clover_late", "scripts.base_train"), "changes at 70% of a run", "clover_refined")
     check_error(run(old, "--method=clover_feedback", "scripts.base_train"), "does not collect", "another method")
     check_error(run(old, "--backward=half", "scripts.base_train"), "--backward: unknown value 'half'", "forward")
     check_error(run(old, "scripts.base_train", "--depth=3"), "unknown arguments: --depth=3", "go after --")
