@@ -12,9 +12,15 @@ the kernels and the GEMM of a GPU:
 Exit status 2 and one line on stderr when something is wrong. `probe` is the part that a training run does at its start.
 """
 
+import contextlib
+import functools
+import multiprocessing
+import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
@@ -38,6 +44,7 @@ TIPPED = 1e-3  # share of the codes, and of the scales, that may differ after a 
 SUM_ERROR = 1e-4  # one rounding to BF16 and another order of summation: 3e-6
 HOST_AHEAD_CYCLES = 40_000_000  # 20 ms or more: the launches of some twenty calls of the longest operator here
 ROUNDING_ERROR = 0.1  # two operands of a gradient, stochastically rounded: up to 0.05
+MOST_PROCESSES = 8  # that compile and check at once; each has some 500 MB of a GPU's memory
 MOST_METHODS = 12  # with more of them the kernels are checked on several shapes, too
 
 
@@ -199,29 +206,42 @@ def quantize_bandwidth(device: torch.device, rows: int = 16384, columns: int = 8
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def examine(device: torch.device, methods: tuple[str, ...], say: Callable[[str], None] = print) -> list[str]:
-    """Every check, one line each through `say`; returns the problems."""
+def examine(
+    device: torch.device, methods: tuple[str, ...], say: Callable[[str], None] = print, processes: int = 0
+) -> list[str]:
+    """Every check, one line each through `say`; returns the problems.
+
+    processes: check in so many at once, since nearly all of the time goes into compiling kernels, some 80 for
+    nf.METHODS; 0: in this one.
+    """
     problems = []
 
-    def report(name: str, problem: str | None) -> None:
+    def report(name: str, check: Callable[[], str | None]) -> None:
+        try:
+            problem = check()
+        except BrokenProcessPool:
+            problem = f"{name}: the process that checked it died"
         say(f"  {'FAIL' if problem else 'ok':4s}  {problem or name}")
         if problem:
             problems.append(problem)
 
-    say("layers, forward and backward, against products of the reference's operands")
-    for method in methods:
-        report(method, layer_problem(device, method))
+    kernels, shapes = [], SHAPES_INTERPRETED
     if use_kernels(device):
-        shapes = SHAPES[: 3 if len(methods) > MOST_METHODS else 1] if device.type == "cuda" else SHAPES_INTERPRETED
-        say(f"kernels against the reference, {', '.join(f'{r} x {c}' for r, c in shapes)}")
-        for rounding, rht_dim in _kernels(map(get_recipe, methods)):
-            found = (kernel_problem(device, rounding, rht_dim, shape) for shape in shapes)
-            report(
-                f"{rounding.name}{f' after an RHT of {rht_dim}' if rht_dim else ''}",
-                next((p for p in found if p), None),
-            )
-    else:
-        say("kernels against the reference: nothing to compare, this machine quantizes with the reference")
+        kernels = _kernels(map(get_recipe, methods))
+        if device.type == "cuda":
+            shapes = SHAPES[: 3 if len(methods) > MOST_METHODS else 1]
+    with _checks(processes) as start:
+        layers = {method: start(layer_problem, device, method) for method in methods}
+        started = [(how, start(_kernel_problem_of_shapes, device, *how, shapes)) for how in kernels]
+        say("layers, forward and backward, against products of the reference's operands")
+        for method, check in layers.items():
+            report(method, check)
+        if started:
+            say(f"kernels against the reference, {', '.join(f'{r} x {c}' for r, c in shapes)}")
+        else:
+            say("kernels against the reference: nothing to compare, this machine quantizes with the reference")
+        for (rounding, rht_dim), check in started:
+            report(f"{rounding.name}{f' after an RHT of {rht_dim}' if rht_dim else ''}", check)
     if device.type == "cuda":
         copy = copy_bandwidth(device)
         quantize = quantize_bandwidth(device)
@@ -230,6 +250,21 @@ def examine(device: torch.device, methods: tuple[str, ...], say: Callable[[str],
         say(f"        quantize  {quantize:6.0f} GB/s, {quantize / copy:.0%} of copy (4/6: amax, codes, scales, decode)")
         say(f"        BF16 GEMM {gemm_tflops(device):6.0f} TFLOP/s")
     return problems
+
+
+def _kernel_problem_of_shapes(device: torch.device, rounding: Rounding, rht_dim: int, shapes) -> str | None:
+    return next((p for p in (kernel_problem(device, rounding, rht_dim, shape) for shape in shapes) if p), None)
+
+
+@contextlib.contextmanager
+def _checks(processes: int) -> Iterator[Callable[..., Callable]]:
+    """start(function, *arguments), which returns a function without arguments that waits for the result."""
+    if not processes:
+        yield functools.partial
+        return
+    context = multiprocessing.get_context("spawn")  # a process that has begun with CUDA cannot be forked
+    with ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)) as pool:
+        yield lambda *what: pool.submit(*what).result
 
 
 def operations(device: torch.device) -> list[str]:
@@ -265,7 +300,8 @@ def main(argv: list[str] | None = None) -> None:
     print(f"nanochat_fp4 doctor: {versions()}")
     print(f"device     {torch.cuda.get_device_name() if device.type == 'cuda' else device}")
     print("\n".join(operations(device)))
-    problems = examine(device, methods)
+    processes = min(MOST_PROCESSES, os.cpu_count() or 1) if device.type == "cuda" and len(methods) > 1 else 0
+    problems = examine(device, methods, processes=processes)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise UserError(f"this machine computes wrong results: {problems[0]}{more}; try NVFP4_KERNELS=reference")

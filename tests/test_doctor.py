@@ -1,5 +1,6 @@
 """The doctor and the start-up probe: silent on a sound machine, one clear line for every fault that is injected."""
 
+import os
 import time
 from pathlib import Path
 
@@ -208,10 +209,25 @@ def test_unknown_method_and_unknown_kernels(monkeypatch, capsys):
 
 def test_by_default_the_methods_to_choose_from_are_examined_and_all_else_on_request(monkeypatch):
     seen = []
-    monkeypatch.setattr(doctor, "examine", lambda device, methods, *rest: seen.append(methods) or [])
+    monkeypatch.setattr(doctor, "examine", lambda device, methods, **more: seen.append(methods) or [])
     for flags in ([], ["--all"]):
         doctor.main(flags)
     assert seen == [tuple(METHODS), tuple(METHOD_TABLE)]
+
+
+def end(device, method):
+    os._exit(1)
+
+
+@pytest.mark.slow
+def test_checks_in_processes_of_their_own_say_the_same_and_one_that_dies_is_named(monkeypatch):
+    said = [[], []]
+    for processes, lines in enumerate(said):
+        assert not doctor.examine(torch.device("cpu"), ("bf16", "clover"), lines.append, processes=processes)
+    assert said[0] == said[1]
+    monkeypatch.setattr(doctor, "layer_problem", end)
+    problems = doctor.examine(torch.device("cpu"), ("clover",), said[0].append, processes=1)
+    assert problems == ["clover: the process that checked it died"]
 
 
 def test_operations_names_a_backend_for_each():
