@@ -14,6 +14,7 @@ _BASE_DIR = tempfile.mkdtemp(prefix="nanochat_fp4_tests_")
 for _name in ("QAT_METHOD", "DATA_DIR", "WANDB_RUN", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NANOCHAT_TRACEBACK"):
     os.environ.pop(_name, None)
 os.environ.update(NANOCHAT_BASE_DIR=_BASE_DIR, WANDB_MODE="disabled", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+os.environ["NVFP4_COMPILE"] = "1"  # graphs of the reference, which are those of a GPU but for the kernels
 os.environ["MPLCONFIGDIR"] = os.path.join(_BASE_DIR, "matplotlib")
 
 import torch  # noqa: E402

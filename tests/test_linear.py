@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.hadamard import rotation_matrix
 from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE
@@ -628,6 +630,40 @@ def test_compiles_into_one_graph_with_the_same_bits(method, backend, layers, aut
     got, want = compiled_and_eager(method, backend, layers, autocast)
     for i, (a, b) in enumerate(zip(got, want)):
         assert torch.equal(a, b), f"{i}: relative square error {relative_square_error(a, b):.1e}"
+
+
+def test_a_cpu_leaves_the_layers_out_of_the_graph_and_says_so(monkeypatch):
+    """To compile two takes a C++ compiler minutes. What is around them is compiled; the numbers are the same."""
+    monkeypatch.setenv("NVFP4_COMPILE", "")
+    dispatch._say_what_is_left_out.cache_clear()
+    torch.compiler.reset()
+    model = torch.nn.ModuleList([nf.QuantLinear(32, 64), nf.QuantLinear(64, 32)])
+
+    def function(x):
+        return model[1]((model[0](2 * x)).relu()).sin()
+
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    compiled = torch.compile(function, backend=backend)
+    results = []
+    for each in (function, compiled):
+        torch.manual_seed(0)
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            y = each(x)
+        y.square().sum().backward()
+        told = sum("leaves the quantized layers alone" in str(w.message) for w in said)
+        results.append((y.detach(), model[0].weight.grad, told))
+        model.zero_grad()
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert (results[0][2], results[1][2]) == (0, 1)
+    assert sorted(graphs) == [["<built-in function mul>"], ["relu"], ["sin"]]
+    torch.compiler.reset()
 
 
 def test_compiled_layers_follow_full_precision_and_a_new_recipe():

@@ -8,11 +8,15 @@ each implementation multiplies operands whose product is known before it is used
 named with the reason, and the next one is tried: torch's scaled_mm (cuBLAS), Triton's dot_scaled, and then the emulated
 GEMM (gemm.py), which computes the same. NVFP4_GEMM=scaled_mm|dot_scaled|emulated asks for one of them.
 
+torch.compile: the kernels are operators of a graph. The reference on a CPU is left out of it (but for
+NVFP4_COMPILE=1).
+
 What is asked for and cannot run raises with the reason instead of falling back.
 """
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -86,6 +90,24 @@ def _use_kernels(device_type: str) -> bool:
     if wanted == "triton" and reason:
         raise ValueError(f"NVFP4_KERNELS=triton, but {reason}; unset it, or set NVFP4_KERNELS=reference")
     return wanted == "triton" or (wanted == "auto" and reason is None and device_type == "cuda")
+
+
+@constant_when_compiled
+def left_out_of_graphs(device_type: str) -> bool:
+    """Whether torch.compile leaves the quantized layers alone on this kind of device; says so the first time."""
+    left = device_type == "cpu" and os.environ.get("NVFP4_COMPILE", "0") in ("", "0") and not _use_kernels(device_type)
+    if left:
+        _say_what_is_left_out()
+    return left
+
+
+@functools.cache
+def _say_what_is_left_out() -> None:
+    warnings.warn(
+        "torch.compile leaves the quantized layers alone: on a CPU they are computed by the PyTorch reference, which "
+        "would take minutes to compile (NVFP4_COMPILE=1 does)",
+        stacklevel=2,
+    )
 
 
 @functools.cache

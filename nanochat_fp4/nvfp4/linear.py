@@ -40,6 +40,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs
 from nanochat_fp4.nvfp4.gemm import gemm
 from nanochat_fp4.nvfp4.gram import OLD_NAME, InputStatistics, set_gram_matrix
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -244,6 +245,10 @@ class QuantLinear(torch.nn.Linear):
     def _compute(self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]") -> torch.Tensor:
         """The outputs of layers like this one (itself the first), side by side."""
         device = x.device.type
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and left_out_of_graphs(device):
+            from nanochat_fp4.nvfp4.uncompiled import compute
+
+            return compute(self, x, layers)
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
         if not (self.quantization and self.recipe.quantizes and x.numel()):
