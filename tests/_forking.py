@@ -5,6 +5,7 @@ Runs of the scripts in processes that can be killed: a server that has imported 
         run = server.run("scripts.base_train", argv, after=0.3)    # SIGKILL after 0.3 seconds
         run = server.run("scripts.base_train", argv, operation=17) # SIGKILL at the 17th file operation of a save
         run.status, run.seconds, run.operations, run.log
+    server.python                                              # for programs that start a Python
 
 A fork starts in milliseconds where a new Python needs seconds to import torch. The server has no threads (a fork of a
 process that has some can hang), which is why pytest's own process cannot do it.
@@ -16,11 +17,13 @@ import json
 import os
 import resource
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +52,13 @@ class ForkServer:
         path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")])
         environment = environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "import _forking; _forking.serve()"],
+            [sys.executable, "-c", "import _forking; _forking.serve('socket')"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=self.folder,
         )  # fmt: skip
         assert self.process.stdout.readline() == "ready\n"
+        self.python = self.folder / "python"
+        self.python.write_text(f"#!{sys.executable} -SI\n{_CLIENT.format(str(self.folder), sys.executable)}")
+        self.python.chmod(0o755)
 
     def run(self, module: str, argv: list[str], **job: Any) -> Run:
         """
@@ -63,6 +69,7 @@ class ForkServer:
         operation: die at the n-th file operation of saves. fault: a function of this file and its arguments.
         ranks: so many processes with gloo between them; rank: the one that `after` and `operation` are for. When one
         ends with anything but success, the others are killed, as torchrun does.
+        executable: what it takes for the Python that runs it.
         """
         (log,) = self._logs(1)
         answer = self._ask({"module": module, "argv": argv, "log": str(log)} | job)
@@ -98,11 +105,37 @@ class ForkServer:
         self.process.wait(30)
 
 
+# What shell scripts and the like get for a Python: the package's modules run in a fork of the server, with this
+# process's arguments, environment, folder and files; everything else (-m pip) runs in Python.
+_CLIENT = """
+import json, os, signal, socket, sys
+
+option, what = (sys.argv[1:3] + ["", ""])[:2]
+if not (option == "-m" and what.startswith(("scripts.", "nanochat_fp4.")) or option == "-c" and "nanochat_fp4" in what):
+    os.execv({1!r}, [{1!r}, *sys.argv[1:]])
+with socket.socket(socket.AF_UNIX) as server:
+    job = json.dumps(dict(option=option, what=what, argv=sys.argv[3:], env=dict(os.environ), cwd=os.getcwd()))
+    os.chdir({0!r})
+    server.connect("socket")  # relative, as the path of a socket must be short
+    socket.send_fds(server, [(job + "\\n").encode()], [0, 1, 2])
+    answers = server.makefile()
+    pid = int(answers.readline())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: os.kill(pid, number))
+    status = int(answers.readline())
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The server
 
 
-def serve() -> None:
+def serve(path: str) -> None:
+    """Answers the jobs of stdin one after another, and runs what comes through the socket beside them."""
     import importlib
 
     import torch
@@ -110,11 +143,93 @@ def serve() -> None:
     torch.set_num_threads(1)
     for name in MODULES:
         importlib.import_module(f"scripts.{name}")
+    _listener.bind(path)
+    _listener.listen()
     answers = os.fdopen(os.dup(1), "w")
     print("ready", file=answers, flush=True)
-    for line in sys.stdin:
+    while True:
+        if not _serve_clients(None, sys.stdin):
+            continue
+        line = sys.stdin.readline()
+        if not line:
+            return
         job = json.loads(line)
         print(json.dumps(_fork_together(job) if "logs" in job else _fork(job)), file=answers, flush=True)
+
+
+_listener = socket.socket(socket.AF_UNIX)
+_clients: set[int] = set()  # processes that wait for a program
+
+
+def _serve_clients(seconds: float | None, *others: Any) -> bool:
+    """Waits so long, or until there is something to read from `others` (True) or a client, which is served."""
+    ready, _, _ = select.select([_listener, *others], [], [], seconds)
+    if _listener in ready:
+        _fork_for_a_client()
+    return any(other in ready for other in others)
+
+
+def _fork_for_a_client() -> None:
+    """A process that waits for another, which is the program, and tells the client its id and how it ended."""
+    connection, _ = _listener.accept()
+    _clients.difference_update([pid for pid in _clients if os.waitpid(pid, os.WNOHANG)[0]])
+    if pid := os.fork():
+        _clients.add(pid)
+        connection.close()
+        return
+    _listener.close()
+    text, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    while not text.endswith(b"\n"):
+        text += connection.recv(1 << 20)
+    job = json.loads(text)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        _program(job, files)
+    connection.sendall(f"{pid}\n".encode())
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{status}\n".encode())
+    os._exit(0)
+
+
+def _program(job: dict[str, Any], files: list[int]) -> None:
+    status = 70
+    try:
+        os.environ.clear()
+        os.environ.update(job["env"])
+        os.chdir(job["cwd"])
+        for target, fd in enumerate(files):
+            os.dup2(fd, target)
+            os.close(fd)
+        sys.stdin, sys.stdout = open(0), open(1, "w")
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")
+        sys.argv = [job["option"], *job["argv"]]
+        status = _status_of(lambda: _main(job["what"]) if job["option"] == "-m" else exec(job["what"], {}))
+        sys.stdout.flush()
+    finally:
+        os._exit(status)
+
+
+def _main(module: str) -> None:
+    """What `python -m module` runs, with sys.argv."""
+    sys.argv[0] = module
+    sys.modules.pop(module, None)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _status_of(program: Callable[[], Any]) -> int:
+    """The exit status with which Python would end after this."""
+    try:
+        program()
+    except SystemExit as e:
+        if isinstance(e.code, str):
+            print(e.code, file=sys.stderr)
+        return e.code if isinstance(e.code, int) else 0 if e.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def _free_port() -> int:
@@ -165,7 +280,7 @@ def _fork(job: dict[str, Any]) -> dict[str, Any]:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
             break
-        time.sleep(0.002)
+        _serve_clients(0.002)
     with os.fdopen(read) as f:
         count = f.read()
     return {"status": status, "seconds": time.monotonic() - start, "operations": int(count) if count else None}
@@ -194,7 +309,7 @@ def _fork_together(job: dict[str, Any]) -> list[dict[str, Any]]:
                 running.remove(pid)
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        time.sleep(0.002)
+        _serve_clients(0.002)
     return list(pids.values())
 
 
@@ -219,27 +334,18 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
 
         from nanochat_fp4.errors import run_main
 
-        try:
+        def program() -> None:
+            sys.argv = [job.get("module", ""), *job.get("argv", ())]
+            sys.executable = job.get("executable", sys.executable)
             if "code" in job:
                 exec(job["code"], {"__name__": "__main__"})
             elif "as_main" in job:
-                sys.argv = [job["module"], *job["argv"]]
-                sys.modules.pop(job["module"], None)
-                runpy.run_module(job["module"], run_name="__main__")
+                _main(job["module"])
             else:
-                sys.argv = [job["module"], *job["argv"]]
                 module = importlib.import_module(job["module"])
                 run_main(lambda: module.main(job["argv"]))
-            status = 0
-        except SystemExit as e:
-            if isinstance(e.code, str):
-                print(e.code, file=sys.stderr)
-            status = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
-        except BaseException:
-            import traceback
 
-            traceback.print_exc()
-            status = 1
+        status = _status_of(program)
         if chosen:
             os.write(write, str(operations[0]).encode())
         with contextlib.suppress(OSError):

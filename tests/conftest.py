@@ -154,7 +154,8 @@ def fork_server(tmp_path_factory, _tiny_base):
     """Forks runs of the scripts, to be killed or given odd arguments: see _forking.py."""
     from _forking import ForkServer
 
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("NANOCHAT_")}
+    # Without Triton's interpreter, which cannot be switched off again: there is no kernel to run, but some to compile.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("NANOCHAT_") and k != "TRITON_INTERPRET"}
     environment["DATA_DIR"] = str(_tiny_base / "text")
     with ForkServer(tmp_path_factory.mktemp("forked"), environment) as server:
         yield server

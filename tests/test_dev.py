@@ -19,7 +19,8 @@ def dev(fork_server):
     base = {"NANOCHAT_BASE_DIR": os.environ["NANOCHAT_BASE_DIR"]}
 
     def run(script: str, *arguments: object):
-        return fork_server.run(f"dev.{script}", list(map(str, arguments)), as_main=True, env=base)
+        python = {"executable": str(fork_server.python)}  # of the runs that it starts
+        return fork_server.run(f"dev.{script}", list(map(str, arguments)), as_main=True, env=base, **python)
 
     return run
 

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
-def measure(out: Path, **variables: str) -> subprocess.CompletedProcess:
+def measure(out: Path, python: Path | str = sys.executable, **variables: str) -> subprocess.CompletedProcess:
     known = ("PARTS", "PLAN_ONLY", "LIMIT", "QUARTET2", "NANOCHAT")
-    environment = {k: v for k, v in os.environ.items() if k not in known} | {"PY": sys.executable, "OUT": str(out)}
+    environment = {k: v for k, v in os.environ.items() if k not in known} | {"PY": str(python), "OUT": str(out)}
     environment["NVFP4_KERNELS"] = "reference"
     command = ["bash", str(ROOT / "dev" / "measure.sh")]
     return subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=300)
@@ -48,8 +48,8 @@ def test_every_file_and_flag_of_the_plan_is_there(tmp_path):
 
 
 @no_gpu
-def test_what_fails_leaves_the_others(tmp_path):
-    done = measure(tmp_path, PARTS="linear quartet2")
+def test_what_fails_leaves_the_others(fork_server, tmp_path):
+    done = measure(tmp_path, fork_server.python, PARTS="linear quartet2")
     assert done.returncode == 1
     *_, title, linear, quartet2 = done.stdout.splitlines()
     assert title == f"== summary, in {tmp_path}"
@@ -59,10 +59,16 @@ def test_what_fails_leaves_the_others(tmp_path):
 
 
 @no_gpu
-def test_the_doctor_works_anywhere_and_in_time(tmp_path):
-    done = measure(tmp_path, PARTS="doctor")
+def test_the_doctor_works_anywhere(fork_server, tmp_path):
+    done = measure(tmp_path, fork_server.python, PARTS="doctor")
     assert done.returncode == 0 and done.stdout.splitlines()[-1].endswith(" s: everything agrees")
-    done = measure(tmp_path, PARTS="doctor", LIMIT="1")
+
+
+def test_what_takes_too_long_is_cut_off(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    done = measure(tmp_path, python, PARTS="doctor", LIMIT="1")
     assert done.returncode == 1 and "doctor          FAILED, cut off after 1 s" in done.stdout
 
 

@@ -23,15 +23,14 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
 
 
 @pytest.fixture
-def environment(tiny_base, tmp_path):
-    """This interpreter as VENV, no GPU (a nvidia-smi that finds none), the toy's text and tokenizer."""
+def environment(tiny_base, tmp_path, fork_server):
+    """A Python that is forked as VENV, no GPU (a nvidia-smi that finds none), the toy's text and tokenizer."""
     venv, fake = tmp_path / "venv", tmp_path / "bin"
     (venv / "bin").mkdir(parents=True)
     fake.mkdir()
-    (venv / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    shutil.copy(fork_server.python, venv / "bin" / "python")
     (fake / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    for program in (venv / "bin" / "python", fake / "nvidia-smi"):
-        program.chmod(0o755)
+    (fake / "nvidia-smi").chmod(0o755)
     kept = {k: v for k, v in os.environ.items() if k not in TOY and k not in ("PYTHONPATH", "VENV", "STAGES")}
     return kept | {"VENV": str(venv), "PATH": f"{fake}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
@@ -222,7 +221,7 @@ def test_every_stage(environment):
 def test_speedrun_goes_on_after_a_signal(environment):
     """SIGTERM to the script reaches the training, which saves; the same command finishes the run."""
     base = Path(environment["NANOCHAT_BASE_DIR"])
-    variables = environment | TOY | {"NUM_ITERATIONS": "120", "QAT_METHOD": "bf16", "STAGES": "base report"}
+    variables = environment | TOY | {"NUM_ITERATIONS": "60", "QAT_METHOD": "bf16", "STAGES": "base report"}
     variables |= {"SAVE_EVERY": "1000", "EVAL_EVERY": "-1"}
     process = subprocess.Popen(
         ["bash", "speedrun_fp4.sh"], cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -237,14 +236,14 @@ def test_speedrun_goes_on_after_a_signal(environment):
     assert "SIGTERM: stopped at step" in out and "the same command again goes on from here" in err
     folder = next(base.glob("base_checkpoints/*/metrics.jsonl")).parent  # its lock lies beside it
     stopped = int(re.search(r"stopped at step (\d+)", out).group(1))
-    assert (folder / f"manifest_{stopped:06d}.json").is_file() and stopped < 120
+    assert (folder / f"manifest_{stopped:06d}.json").is_file() and stopped < 60
 
     done = subprocess.run(
         ["bash", "speedrun_fp4.sh"], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0 and f"Resuming from step {stopped}" in done.stdout, done.stderr
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in steps if r["event"] == "train"] == list(range(120))
+    assert [r["step"] for r in steps if r["event"] == "train"] == list(range(60))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
