@@ -349,20 +349,14 @@ def _open(folder: Path, entry: dict[str, Any]) -> BinaryIO:
         return open(folder / entry["name"], "rb")
 
 
-_verified: set[tuple[str, int, int, str]] = set()  # (path, size, mtime, sha256) that this process has hashed
-
-
 def _file_problem(folder: Path, entry: dict[str, Any], hashes: bool) -> str | None:
     try:
         with _open(folder, entry) as f:
-            stat = os.fstat(f.fileno())
-            if stat.st_size != entry["size"]:
-                return f"{entry['name']} has {stat.st_size:,} bytes instead of {entry['size']:,}"
-            key = (str(folder / entry["name"]), stat.st_size, stat.st_mtime_ns, entry["sha256"])
-            if hashes and key not in _verified:
-                if hashlib.file_digest(f, "sha256").hexdigest() != entry["sha256"]:
-                    return f"{entry['name']} differs from its checksum"
-                _verified.add(key)
+            size = os.fstat(f.fileno()).st_size
+            if size != entry["size"]:
+                return f"{entry['name']} has {size:,} bytes instead of {entry['size']:,}"
+            if hashes and hashlib.file_digest(f, "sha256").hexdigest() != entry["sha256"]:
+                return f"{entry['name']} differs from its checksum"
     except FileNotFoundError:
         return f"{entry['name']} is missing"
     except OSError as e:

@@ -21,7 +21,7 @@ from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.report import get_report
 from nanochat_fp4.resume import Start, check_same_run, find_resume_step, starts_over
-from nanochat_fp4.run_folder import check_writable, claim_run, save_bytes
+from nanochat_fp4.run_folder import check_writable, held_run, save_bytes
 from nanochat_fp4.stage import (
     Process,
     RunOptions,
@@ -100,7 +100,7 @@ class PostTraining:
         folder = Path(get_base_dir()) / SOURCES[name] / self.model_tag
         step = None
         if not self.options.dry_run:
-            claim_run(folder)
+            process.held.enter_context(held_run(folder))
             step = find_resume_step(folder, args.resume_from_step, args.overwrite, process.rank)
         self.start = Start(folder)
         if step is None:

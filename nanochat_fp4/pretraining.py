@@ -29,7 +29,7 @@ from nanochat_fp4.nvfp4 import oscillation
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.optim import PretrainingOptions
 from nanochat_fp4.resume import Start, check_same_run, find_resume_step
-from nanochat_fp4.run_folder import check_writable, claim_run, save_bytes
+from nanochat_fp4.run_folder import check_writable, held_run, save_bytes
 from nanochat_fp4.stage import Process
 from nanochat_fp4.tokenizer import RustBPETokenizer
 from nanochat_fp4.trainer import Trainer, due
@@ -113,7 +113,7 @@ def find_start(
 ) -> Start:
     """What the run goes on from; the model gets its weights."""
     branch = branch_point(args.branch_from, folder) if args.branch_from else None
-    claim_run(folder)
+    process.held.enter_context(held_run(folder))
     step = find_resume_step(folder, args.resume_from_step, args.overwrite, process.rank)
     source, same = folder, settings.run_config
     if step is None and branch:

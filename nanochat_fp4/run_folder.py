@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import filelock
@@ -18,8 +19,6 @@ from nanochat_fp4.console import format_bytes, logger
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.files import atomic_write
 
-_held: dict[Path, filelock.FileLock] = {}  # the folders of this process's run
-
 # ----------------------------------------------------------------------------------------------------------------------
 # One run at a time
 
@@ -28,9 +27,10 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 _LOCAL_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}
 
 
-def claim_run(folder: str | os.PathLike) -> None:
+@contextlib.contextmanager
+def held_run(folder: str | os.PathLike) -> Iterator[None]:
     """
-    Hold a run's folder until release_runs() or the end of the process, whatever ends it. All ranks call it together.
+    Inside, the run's folder is this run's, until the end of the process, whatever ends it. All ranks enter it together.
 
     The lock is the kernel's own (flock, on .<name>.lock beside the folder, which --overwrite would delete with it), so
     a killed process leaves none. .<name>.lock.json says who holds it. It reaches as far as the file system's locks do:
@@ -38,28 +38,24 @@ def claim_run(folder: str | os.PathLike) -> None:
     or there are none, a warning says so. Raises UserError on every rank where another run holds it.
     """
     folder = Path(folder).absolute()
-    problem = _lock(folder) if get_dist_info()[1] == 0 else None
+    lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"), fallback_to_soft=False)
+    problem = _take(lock, folder) if get_dist_info()[1] == 0 else None
     _fail_together(problem)
-
-
-def release_runs() -> None:
-    """Let go of every folder that this process holds. The lock's file stays: to delete it would let two runs in."""
-    while _held:
-        folder, lock = _held.popitem()
-        with contextlib.suppress(OSError):
-            _holder_file(folder).unlink()
-        lock.release()
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            with contextlib.suppress(OSError):
+                _holder_file(folder).unlink()
+            lock.release()  # its file stays: to delete it would let two runs in
 
 
 def _holder_file(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock.json")
 
 
-def _lock(folder: Path) -> str | None:
+def _take(lock: filelock.FileLock, folder: Path) -> str | None:
     """Take the lock; why it cannot be had otherwise."""
-    if folder in _held:
-        return None
-    lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"), fallback_to_soft=False)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
@@ -73,7 +69,6 @@ def _lock(folder: Path) -> str | None:
             return _cannot_write(folder, e)
         logger.warning(f"the file system of {folder} has no locks: nothing keeps a second run out of it")
         return None
-    _held[folder] = lock
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
     with contextlib.suppress(OSError):  # a full disk, which check_writable tells better
         atomic_write(_holder_file(folder), json.dumps(holder) + "\n")

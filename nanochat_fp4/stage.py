@@ -1,11 +1,12 @@
 """A stage as a program: the flags that all training stages have, its method, and the model of the stage before it."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
-from nanochat_fp4.run_folder import release_runs
 from nanochat_fp4.signals import StopSignals
 from nanochat_fp4.tokenizer import RustBPETokenizer
 
@@ -97,12 +97,13 @@ def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str
 
 @dataclass(frozen=True)
 class Process:
-    """This process of a run."""
+    """This process of a run. held: what it lets go at the end, the run's folder."""
 
     device: torch.device
     rank: int
     world_size: int
     signals: StopSignals
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
 def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> None:
@@ -112,10 +113,9 @@ def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> Non
     """
     _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
     try:
-        with StopSignals() as signals:
-            train(Process(device, rank, world_size, signals))
+        with contextlib.ExitStack() as held, StopSignals() as signals:
+            train(Process(device, rank, world_size, signals, held))
     finally:
-        release_runs()
         compute_cleanup()
     if signals.exit_code:
         sys.exit(signals.exit_code)

@@ -14,7 +14,7 @@ import torch
 from _assertions import assert_same, final_state
 
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.run_folder import check_writable, claim_run, local_locks, release_runs, save_bytes
+from nanochat_fp4.run_folder import check_writable, held_run, local_locks, save_bytes
 
 TAG = "run"
 BASE = (
@@ -37,12 +37,6 @@ def folder(tiny_base):
     return tiny_base / "base_checkpoints" / TAG
 
 
-@pytest.fixture(autouse=True)
-def let_go():
-    yield
-    release_runs()
-
-
 def content(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir()}
 
@@ -52,30 +46,29 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_second_run_is_refused_and_told_who_is_there(run, folder):
-    claim_run(folder)
-    claim_run(folder)  # its own folder
-    for flags in ([], ["--overwrite"], ["--resume-from-step=latest"]):
-        second = run(*flags)
-        assert second.status == 2, second.log
-        last = second.log.splitlines()[-1]
-        who = rf"error: another run is training in {folder}: process {os.getpid()} on {socket.gethostname()} since "
-        assert re.match(who + r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d; wait for it or stop it, or choose another", last), last
-    assert not folder.exists()
-    release_runs()
+    with held_run(folder):
+        for flags in ([], ["--overwrite"], ["--resume-from-step=latest"]):
+            second = run(*flags)
+            assert second.status == 2, second.log
+            last = second.log.splitlines()[-1]
+            who = rf"error: another run is training in {folder}: process {os.getpid()} on {socket.gethostname()} since "
+            assert re.match(who + r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d; wait for it or stop it, or choose another", last)
+        assert not folder.exists()
     assert run().status == 0
 
 
 def test_a_run_that_was_killed_is_in_nobodys_way(folder):
-    code = "import sys, time, nanochat_fp4.run_folder as r; r.claim_run(sys.argv[1]); print('held', flush=True)"
-    code += "; time.sleep(60)"
+    code = "import sys, time, nanochat_fp4.run_folder as r\nwith r.held_run(sys.argv[1]): print('held', flush=True)"
+    code += ", time.sleep(60)"
     root = Path(__file__).parent.parent
     holder = subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True, cwd=root)
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(UserError, match=f"process {holder.pid} on "):
-        claim_run(folder)
+        held_run(folder).__enter__()
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
-    claim_run(folder)
+    with held_run(folder):
+        pass
 
 
 def pair(fork_server, tiny_base: Path, *flags: str) -> None:
