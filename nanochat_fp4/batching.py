@@ -205,6 +205,7 @@ class Batcher:
         cache = self.engine.new_cache(self.rows, self.capacity)
         cache.first = torch.zeros(self.rows, dtype=torch.int32, device=cache.k_cache.device)
         column = [0] * self.rows
+        decoder = self.engine.decoder(cache)
         while True:
             for row in [r for r, state in self._active.items() if self._stopping or state.reply._cancelled.is_set()]:
                 self._end(row, "cancelled")
@@ -217,8 +218,7 @@ class Batcher:
                 self._say(row, self._read(cache, row, reply.request.tokens), column)
             if not self._active:
                 return
-            ids = torch.tensor(column, dtype=torch.long, device=cache.k_cache.device).unsqueeze(1)
-            logits = self.engine.model(ids, kv_cache=cache)[:, -1]
+            logits = decoder(torch.tensor(column, dtype=torch.long, device=cache.k_cache.device))
             for row in list(self._active):
                 self._say(row, logits[row : row + 1], column)
 

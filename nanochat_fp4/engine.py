@@ -16,7 +16,7 @@ What is left is the order of floating-point sums, which a matrix library may cho
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from nanochat_fp4.calculator import use_calculator
 from nanochat_fp4.common import preserved_rng
+from nanochat_fp4.decoding import Decoder, unsupported_reason
 from nanochat_fp4.gpt import autocast
 from nanochat_fp4.nvfp4.convert import per_token_scale, quantize_weights_once
 
@@ -149,10 +150,11 @@ class Engine:
     Generates from `model` (gpt.GPT, or anything with its config, get_device and call) with a key/value cache.
 
     `tokenizer` needs encode_special, get_bos_token_id, encode and decode. On CUDA call it inside gpt.autocast("cuda").
+    fused: tokens after the prompt by decoding.Decoder; None: on CUDA, where it can.
     """
 
-    def __init__(self, model: Any, tokenizer: Any):
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: Any, tokenizer: Any, fused: bool | None = None):
+        self.model, self.tokenizer, self.fused = model, tokenizer, fused
         special = {name: tokenizer.encode_special(f"<|{name}|>") for name in
                    ("python_start", "python_end", "output_start", "output_end", "assistant_end")}  # fmt: skip
         self.special = special
@@ -174,6 +176,13 @@ class Engine:
                 f"prompt {prompt_len} + max_tokens {max_tokens} exceeds the model's {limit} positions; lower max_tokens"
             )
         return max_tokens
+
+    def decoder(self, cache: KVCache) -> Callable[[Tensor], Tensor]:
+        """A function of one more token a row, (B,) -> logits (B, vocab_size), which the next call may overwrite."""
+        fused = cache.k_cache.is_cuda if self.fused is None else self.fused
+        if fused and (self.fused or unsupported_reason(self.model, cache) is None):
+            return Decoder(self.model, cache)
+        return lambda ids: self.model(ids.unsqueeze(1), kv_cache=cache)[:, -1]
 
     def new_cache(self, batch_size: int, seq_len: int) -> KVCache:
         config, device = self.model.config, torch.device(self.model.get_device())
@@ -226,6 +235,7 @@ class Engine:
         cache.prefill(prompt_cache)
         del prompt_cache
 
+        decoder = self.decoder(cache)
         rows = [RowState() for _ in range(num_samples)]
         for i in range(max_tokens):
             sampled = sample_next_token(logits, rngs, temperature, top_k)[:, 0].tolist()
@@ -236,8 +246,7 @@ class Engine:
             yield column, masks
             if i == max_tokens - 1 or all(row.completed for row in rows):
                 return
-            ids = torch.tensor(column, dtype=torch.long, device=device).unsqueeze(1)
-            logits = self.model(ids, kv_cache=cache)[:, -1]
+            logits = decoder(torch.tensor(column, dtype=torch.long, device=device))
 
     def follow(self, row: RowState, token: int) -> None:
         """Update a row's state by its next token; where that ends a tool call, line up the result."""
@@ -308,8 +317,9 @@ class Engine:
         shortest = min(map(len, prompts))
         cache = self.new_cache(len(rows), max(ends))
         ids = torch.tensor([sequence[:shortest] for sequence in sequences], dtype=torch.long, device=device)
+        logits = self.model(ids, kv_cache=cache)[:, -1]
+        decoder = self.decoder(cache)
         for position in range(shortest, max(ends)):
-            logits = self.model(ids, kv_cache=cache)[:, -1]
             # A row draws from its generator for its own tokens only, so the other prompts' lengths do not matter.
             going = [i for i, row in enumerate(rows) if not row.completed and len(sequences[i]) == position < ends[i]]
             if going:
@@ -324,7 +334,8 @@ class Engine:
                 break
             # A row that ended goes on with its last token; nobody looks at what it says.
             column = [sequence[min(position, len(sequence) - 1)] for sequence in sequences]
-            ids = torch.tensor(column, dtype=torch.long, device=device).unsqueeze(1)
+            if position + 1 < max(ends):
+                logits = decoder(torch.tensor(column, dtype=torch.long, device=device))
         return [sequences[i : i + num_samples] for i in range(0, len(sequences), num_samples)]
 
 

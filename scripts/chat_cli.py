@@ -15,6 +15,7 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init
 from nanochat_fp4.console import ArgumentParser, parse_finite
+from nanochat_fp4.decoding import compute_dtype, prepare
 from nanochat_fp4.engine import Engine
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.gpt import autocast
@@ -107,8 +108,9 @@ def converse(args: argparse.Namespace, device: torch.device) -> None:
     nf.convert(model, checkpoint_method(meta, args.method), backward=False, verbose=False)
     chat = Chat(Engine(model, tokenizer), args.temperature, args.top_k)
     precision = nf.full_precision(model) if args.precision == "bf16" else contextlib.nullcontext()
-    dtype = torch.float32 if args.dtype == "float32" else None
-    with precision, nf.per_token_scale(model), nf.quantize_weights_once(model), autocast(device.type, dtype):
+    dtype = compute_dtype(device, args.dtype)
+    with precision, nf.per_token_scale(model), autocast(device.type, dtype):
+        prepare(model, dtype)
         if args.prompt is not None:
             answer(chat, args.prompt.strip())
             return

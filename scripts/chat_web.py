@@ -17,6 +17,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.batching import Batcher
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite
+from nanochat_fp4.decoding import compute_dtype, prepare
 from nanochat_fp4.engine import Engine
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.gpt import autocast
@@ -41,6 +42,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device-type", default="", choices=("", "cuda", "cpu", "mps"), help="cuda|cpu|mps. empty => autodetect")
     add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     add("--method", default=None, help="QAT method of the forward pass (default: the one the model was trained with)")
+    add(
+        "--precision",
+        default="both",
+        choices=("both", "nvfp4", "bf16"),
+        help="what a conversation can choose; nvfp4 alone keeps the weights as 4-bit codes alone",
+    )
     return parser.parse_args(argv)
 
 
@@ -88,7 +95,9 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Batcher, dict]
     model, tokenizer, meta = load_stage_model(args.source, device, "eval", args.model_tag, args.step)
     method = checkpoint_method(meta, args.method)
     nf.convert(model, method, backward=False, verbose=False)
-    dtype = torch.float32 if args.dtype == "float32" else None
+    dtype = compute_dtype(device, args.dtype)
+    if method == "bf16":
+        args.precision = "bf16"
 
     @contextlib.contextmanager
     def forward(quantized: bool):
@@ -96,14 +105,15 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Batcher, dict]
             if not quantized:
                 stack.enter_context(nf.full_precision(model))
             stack.enter_context(nf.per_token_scale(model))
-            stack.enter_context(nf.quantize_weights_once(model))
             stack.enter_context(autocast(device.type, dtype))
             yield
 
     contexts = {"nvfp4": lambda: forward(True), "bf16": lambda: forward(False)}
     precisions = {"nvfp4": f"NVFP4 ({method})", "bf16": "BF16"}
-    if method == "bf16":
-        del contexts["nvfp4"], precisions["nvfp4"]
+    if args.precision != "both":
+        contexts, precisions = ({args.precision: d[args.precision]} for d in (contexts, precisions))
+    with forward("nvfp4" in contexts):
+        prepare(model, dtype, both=args.precision == "both")
     info = {
         "model": f"{args.source} {meta.get('model_tag') or args.model_tag or ''}".strip() + f", step {meta['step']}",
         "method": method,

@@ -75,6 +75,15 @@ def say(text):
 # The same as without a cache
 
 
+def test_fused_decoding_says_the_same():
+    pytest.importorskip("triton")
+    engine = make_engine(n_layer=1, n_head=2, n_kv_head=1, n_embd=32)
+    fused = Engine(engine.model, engine.tokenizer, fused=True)
+    prompts = [list(b"abc"), list(b"hello")]
+    assert fused.generate_batch(prompts[0], 2, max_tokens=4) == engine.generate_batch(prompts[0], 2, max_tokens=4)
+    assert fused.generate_many(prompts, max_tokens=2) == engine.generate_many(prompts, max_tokens=2)
+
+
 @pytest.mark.parametrize("prompt_len", [1, 5, 20, 31])  # the short windows are 16, so decoding crosses them
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_greedy_is_the_uncached_models_greedy(prompt_len, kv_heads):

@@ -252,6 +252,8 @@ class QuantLinear(torch.nn.Linear):
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
         if not (self.quantization and self.recipe.quantizes and x.numel()):
+            if self.weight.is_meta and not x.is_meta:
+                raise ValueError("QuantLinear: of this weight only the codes were kept (prepare); load the model anew")
             # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
             weight = _stacked([layer.matrix.to(dtype) for layer in layers])
             return torch.nn.functional.linear(x, weight, self.bias if self.bias is None else self.bias.to(dtype))

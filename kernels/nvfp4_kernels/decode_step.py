@@ -1,0 +1,372 @@
+"""One token a row: what a transformer does between its matrix products, and products with a weight in codes.
+
+For generation, where a layer is a chain of small steps: `row` (residual, norm, ReLU^2, quantization per token),
+`codes_matmul` (a few rows times a weight that is read as codes, 4.5 bits an element), `attention` (rotation, norm and
+attention of one new position, whose number is read on the device). Nothing waits for the host or allocates by a value
+on the device, so a step can be captured in a CUDA graph.
+
+Values are rounded to the dtype of the residual stream (BF16, or FP32 on a CPU) where the model outside of these kernels
+rounds them; sums are FP32, in another order. Codes and scales of a row are those of nvfp4's quantize(per_token=True).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nvfp4_kernels import _math as m
+from nvfp4_kernels._ops import NO_FUSION
+from nvfp4_kernels.quantize import fit_blocks, hardware
+
+
+@triton.jit
+def _sum_of_parts(ptr, at, mask, stride, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """Float32, rounded to dtype: the sum of PARTS partial products that lie `stride` elements apart."""
+    value = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(ptr + part * stride + at, mask=mask, other=0.0).to(tl.float32)
+    return m.rounded_to(value, dtype).to(tl.float32)
+
+
+@triton.jit
+def row_kernel(
+    y_ptr,
+    x_ptr,
+    x0_ptr,
+    x_factor_ptr,
+    x0_factor_ptr,
+    out_ptr,
+    out_scale_ptr,
+    rows,
+    columns,
+    eps,
+    PARTS: tl.constexpr,
+    ADD: tl.constexpr,
+    MIX: tl.constexpr,
+    NORM: tl.constexpr,
+    RELU2: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    GRID_MAX: tl.constexpr,
+    INVERSE: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    NB: tl.constexpr,
+):
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, NB)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    mask = at < columns
+    at += row * columns
+    v = _sum_of_parts(y_ptr, at, mask, rows * columns, PARTS, dtype)
+    if ADD:
+        v = m.rounded_to(tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) + v, dtype).to(tl.float32)
+    if MIX:
+        x0 = tl.load(x0_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        factor = m.rounded_to(tl.load(x_factor_ptr).to(tl.float32), dtype).to(tl.float32)
+        x0_factor = m.rounded_to(tl.load(x0_factor_ptr).to(tl.float32), dtype).to(tl.float32)
+        v = m.rounded_to(factor * v, dtype).to(tl.float32) + m.rounded_to(x0_factor * x0, dtype).to(tl.float32)
+        v = m.rounded_to(v, dtype).to(tl.float32)
+    if ADD or MIX:
+        tl.store(x_ptr + at, v.to(dtype), mask=mask)
+    if NORM:
+        mean = tl.sum(tl.sum(v * v, axis=1), axis=0) / columns
+        v = m.rounded_to(v * tl.math.rsqrt(mean + eps), dtype).to(tl.float32)
+    if RELU2:
+        v = tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        v = m.rounded_to(v * v, dtype).to(tl.float32)
+    if QUANTIZE:
+        amax = m.max_with_nan(v)
+        if m.INTERPRETED:
+            largest = m.from_bits(tl.max(m.bits(amax), axis=0))
+        else:
+            largest = tl.reduce(amax, 0, m._larger)
+        scale = m.tensor_scale_of(largest, DIVISOR, False)
+        inverse = tl.math.div_rn(1.0, scale)
+        q, _, block_scale, _ = fit_blocks(
+            v, amax * inverse, inverse, 0, 0, 0, GRID_MAX, INVERSE, CANDIDATES, False, False, HARDWARE, NB, 16
+        )
+        tl.store(out_scale_ptr + row, scale)
+        even, odd = tl.split(tl.reshape(q * block_scale[:, None], (NB, 8, 2)))
+        at = tl.arange(0, NB)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        mask = at < columns // 2
+        tl.store(out_ptr + row * columns + at, even.to(tl.float16), mask=mask)
+        tl.store(out_ptr + row * columns + columns // 2 + at, odd.to(tl.float16), mask=mask)
+    else:
+        tl.store(out_ptr + at, v.to(dtype), mask=mask)
+
+
+def row(
+    y: torch.Tensor,
+    x: torch.Tensor | None = None,
+    mix: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    *,
+    dtype: torch.dtype,
+    add: bool = False,
+    norm_eps: float | None = None,
+    relu2: bool = False,
+    rounding: tuple[float, float, tuple[float, ...]] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """y (P, R, K), the P parts of a product, summed -> what the next product takes, (values (R, K), scales (R, 1)).
+
+    x:        the residual stream (R, K) in dtype. add: x + y goes on instead of y; with add or mix x is set to it
+    mix:      (x0 (R, K), factor (), x0_factor ()): factor * x + x0_factor * x0, after the sum
+    norm_eps: RMSNorm with this epsilon then; relu2: ReLU^2
+    rounding: (grid_max, scale_cap, candidates): quantized per token, to 1x16 blocks: values are code * scale in
+              float16, exact, those of even columns first and then those of odd ones, and scales float32. None: values
+              in dtype, and no scales
+    K is a multiple of 16.
+    """
+    parts, rows, columns = y.shape
+    values = torch.empty(rows, columns, dtype=torch.float16 if rounding else dtype, device=y.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=y.device) if rounding else None
+    x = values if x is None else x
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    x0, factor, x0_factor = mix or (x, x, x)
+    grid_max, cap, candidates = rounding or (1.0, 1.0, (1.0,))
+    nb = triton.next_power_of_2(columns // 16)
+    row_kernel[(rows,)](
+        y, x, x0, factor, x0_factor, values, values if scales is None else scales, rows, columns, norm_eps or 0.0,
+        PARTS=parts, ADD=add, MIX=mix is not None, NORM=norm_eps is not None, RELU2=relu2,
+        QUANTIZE=rounding is not None, DIVISOR=grid_max * cap, GRID_MAX=grid_max, INVERSE=m.inverse(grid_max),
+        CANDIDATES=tuple(candidates), HARDWARE=hardware(), NB=nb, num_warps=4 if nb <= 128 else 8, **NO_FUSION,
+    )  # fmt: skip
+    return values, scales
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Products
+
+
+@triton.jit
+def _decode_halves(code, scale, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """Bytes of codes (ROWS, BYTES), of scales (ROWS, BYTES / 8) -> code * scale / 128 of the low and of the high
+    nibbles, float16 (ROWS, BYTES) each, exactly: multiples of 2^-17 with 6 significant bits, below 32."""
+    # The bits of an E4M3 number, two places lower, are those of the float16 number 2^-8 as large; of an E2M1 number,
+    # on top of the mantissa, 2^-14. Subnormal numbers included.
+    half = (scale.to(tl.int32) & 0x7F) << 7
+    half = tl.where(half == 0x3F80, 0x7E00, half)  # NaN
+    pair = tl.reshape(tl.broadcast_to((half | (half << 16))[:, :, None], (ROWS, BYTES // 8, 8)), (ROWS, BYTES))
+    if m.INTERPRETED:
+        factor = (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 2.0
+        code = code.to(tl.int32)
+        low, high = m.decode_e2m1(code & 0xF) * factor, m.decode_e2m1(code >> 4) * factor
+        return low.to(tl.float16), high.to(tl.float16)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 s, p, q, u, v, w, x;
+        mov.b32 x, 0x78007800;
+        mul.rn.f16x2 s, $5, x;
+        prmt.b32 p, $4, 0, 0x4140;
+        prmt.b32 q, $4, 0, 0x4342;
+        shl.b32 u, p, 9;  shl.b32 v, p, 12;  and.b32 u, u, 0x0E000E00;  lop3.b32 u, v, 0x80008000, u, 0xEA;
+        mul.rn.f16x2 $0, u, s;
+        shl.b32 w, q, 9;  shl.b32 x, q, 12;  and.b32 w, w, 0x0E000E00;  lop3.b32 w, x, 0x80008000, w, 0xEA;
+        mul.rn.f16x2 $1, w, s;
+        shl.b32 u, p, 5;  shl.b32 v, p, 8;  and.b32 u, u, 0x0E000E00;  lop3.b32 u, v, 0x80008000, u, 0xEA;
+        mul.rn.f16x2 $2, u, s;
+        shl.b32 w, q, 5;  shl.b32 x, q, 8;  and.b32 w, w, 0x0E000E00;  lop3.b32 w, x, 0x80008000, w, 0xEA;
+        mul.rn.f16x2 $3, w, s;
+        }""",
+        "=r,=r,=r,=r,r,r,r,r,r",
+        [code, pair],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def codes_matmul_kernel(
+    x_ptr,
+    x_scale_ptr,
+    codes_ptr,
+    scales_ptr,
+    tensor_scale_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    per_part,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """The transposed product (N, M): the weight has the many rows that tensor cores want, and x the few columns."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    part = tl.program_id(1)
+    row = tl.arange(0, BM)
+    byte, group = tl.arange(0, BK // 2), tl.arange(0, BK // 16)
+    accumulator = tl.zeros((BN, BM), tl.float32)
+    weight_row = n.to(tl.int64)[:, None]
+    for k in range(part * per_part, tl.minimum((part + 1) * per_part, K), BK):
+        at, group_at = k // 2 + byte, k // 16 + group
+        inside = at < K // 2
+        mask = (n < N)[:, None] & inside[None, :]
+        code = tl.load(codes_ptr + weight_row * (K // 2) + at[None, :], mask=mask, other=0)
+        mask = (n < N)[:, None] & (group_at < K // 16)[None, :]
+        scale = tl.load(scales_ptr + weight_row * (K // 16) + group_at[None, :], mask=mask, other=0)
+        x_at = row[None, :] * K + at[:, None]
+        mask = (row < M)[None, :] & inside[:, None]
+        even, odd = tl.load(x_ptr + x_at, mask=mask, other=0.0), tl.load(x_ptr + x_at + K // 2, mask=mask, other=0.0)
+        low, high = _decode_halves(code, scale, BN, BK // 2)
+        if m.INTERPRETED:
+            accumulator += tl.dot(low.to(tl.float32), even.to(tl.float32), input_precision="ieee")
+            accumulator += tl.dot(high.to(tl.float32), odd.to(tl.float32), input_precision="ieee")
+        else:
+            accumulator = tl.dot(low, even, accumulator)
+            accumulator = tl.dot(high, odd, accumulator)
+    alpha = tl.load(tensor_scale_ptr) * tl.load(x_scale_ptr + row, mask=row < M, other=0.0) * 128.0
+    out = m.rounded_to(accumulator * alpha[None, :], out_ptr.dtype.element_ty)
+    at = (part * M + row[None, :]) * N + n[:, None]
+    tl.store(out_ptr + at, out, mask=(row < M)[None, :] & (n < N)[:, None])
+
+
+def codes_matmul(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    tensor_scale: torch.Tensor,
+    out_dtype: torch.dtype,
+    tile: tuple[int, int, int, int, int] = (64, 128, 4, 3, 396),
+) -> torch.Tensor:
+    """x (M, K) . weight (N, K)^T -> its parts (P, M, N), whose sum is the product; the weight is read as codes.
+
+    x float16 and x_scale float32 (M, 1) as `row` makes them, M at most 64; codes uint8 (N, K/2), scales float8_e4m3fn
+    (N, K/16), tensor_scale float32 (). P is 1, and the part in out_dtype, where N alone gives enough programs;
+    otherwise the parts are float32, each over a share of K. The products are exact, the sums float32.
+    tile: weight rows and columns of a tile, warps, stages, and how many programs are enough.
+    """
+    (rows, k), n = x.shape, codes.shape[0]
+    bn, bk, warps, stages, enough = tile
+    wanted = max(1, min(4, enough // triton.cdiv(n, bn), k // (2 * bk)))
+    per_part = triton.cdiv(triton.cdiv(k, wanted), bk) * bk
+    parts = triton.cdiv(k, per_part)
+    out = torch.empty(parts, rows, n, dtype=out_dtype if parts == 1 else torch.float32, device=x.device)
+    codes_matmul_kernel[(triton.cdiv(n, bn), parts)](
+        x, x_scale, codes, scales.view(torch.uint8), tensor_scale, out, rows, n, k, per_part,
+        BM=max(16, triton.next_power_of_2(rows)), BN=bn, BK=bk, num_warps=warps, num_stages=stages, **NO_FUSION,
+    )  # fmt: skip
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Attention
+
+
+@triton.jit
+def _rotated_and_normalized(
+    ptr, at, stride, cos, sin, eps, PARTS: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr
+):
+    """The two halves of a head, float32 (HALF,) each, rotated and divided by their root mean square."""
+    d = tl.arange(0, HALF)
+    a = _sum_of_parts(ptr, at + d, d < HALF, stride, PARTS, dtype)
+    b = _sum_of_parts(ptr, at + HALF + d, d < HALF, stride, PARTS, dtype)
+    first = m.rounded_to(a * cos, dtype).to(tl.float32) + m.rounded_to(b * sin, dtype).to(tl.float32)
+    second = m.rounded_to(b * cos, dtype).to(tl.float32) - m.rounded_to(a * sin, dtype).to(tl.float32)
+    first, second = m.rounded_to(first, dtype).to(tl.float32), m.rounded_to(second, dtype).to(tl.float32)
+    r = tl.math.rsqrt((tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / (2 * HALF) + eps)
+    return m.rounded_to(first * r, dtype).to(tl.float32), m.rounded_to(second * r, dtype).to(tl.float32)
+
+
+@triton.jit
+def attention_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    position_ptr,
+    first_ptr,
+    out_ptr,
+    rows,
+    positions,
+    heads,
+    kv_heads,
+    left,
+    scale,
+    eps,
+    PARTS: tl.constexpr,
+    FIRST: tl.constexpr,
+    HALF: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """One head of one row: rotates and normalizes its query and key, puts key and value into the caches, attends."""
+    dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kv_head = head // (heads // kv_heads)
+    position = tl.load(position_ptr + row)
+    d, whole = tl.arange(0, HALF), tl.arange(0, 2 * HALF)
+    cos = tl.load(cos_ptr + position * HALF + d).to(tl.float32)
+    sin = tl.load(sin_ptr + position * HALF + d).to(tl.float32)
+    width: tl.constexpr = 2 * HALF
+    columns = (heads + 2 * kv_heads) * width
+    base, stride = row * columns, rows * columns
+    q1, q2 = _rotated_and_normalized(qkv_ptr, base + head * width, stride, cos, sin, eps, PARTS, HALF, dtype)
+    at_k = base + (heads + kv_head) * width
+    k1, k2 = _rotated_and_normalized(qkv_ptr, at_k, stride, cos, sin, eps, PARTS, HALF, dtype)
+    at_v = base + (heads + kv_heads + kv_head) * width + whole
+    v = _sum_of_parts(qkv_ptr, at_v, whole < width, stride, PARTS, dtype)
+    cache = row * positions * kv_heads * width + kv_head * width
+    new = cache + position.to(tl.int64) * kv_heads * width
+    if head % (heads // kv_heads) == 0:
+        tl.store(k_cache_ptr + new + d, k1.to(dtype))
+        tl.store(k_cache_ptr + new + HALF + d, k2.to(dtype))
+        tl.store(v_cache_ptr + new + whole, v.to(dtype))
+
+    largest = (tl.sum(q1 * k1, axis=0) + tl.sum(q2 * k2, axis=0)) * scale
+    total = largest * 0.0 + 1.0
+    result = v
+    start = position * 0
+    if FIRST:
+        start = tl.maximum(start, tl.load(first_ptr + row))
+    if left >= 0:
+        start = tl.maximum(start, position - left)
+    for t in range(start, position, BT):
+        key = t + tl.arange(0, BT)
+        seen = key < position
+        at = cache + key.to(tl.int64)[:, None] * kv_heads * width
+        c1 = tl.load(k_cache_ptr + at + d[None, :], mask=seen[:, None], other=0.0).to(tl.float32)
+        c2 = tl.load(k_cache_ptr + at + HALF + d[None, :], mask=seen[:, None], other=0.0).to(tl.float32)
+        values = tl.load(v_cache_ptr + at + whole[None, :], mask=seen[:, None], other=0.0).to(tl.float32)
+        score = (tl.sum(c1 * q1[None, :], axis=1) + tl.sum(c2 * q2[None, :], axis=1)) * scale
+        score = tl.where(seen, score, float("-inf"))
+        larger = tl.maximum(largest, tl.max(score, axis=0))
+        weight = tl.exp(score - larger)
+        shrink = tl.exp(largest - larger)
+        total = total * shrink + tl.sum(weight, axis=0)
+        result = result * shrink + tl.sum(values * weight[:, None], axis=0)
+        largest = larger
+    result = m.rounded_to(result / total, dtype)
+    tl.store(out_ptr + (row * heads + head) * width + whole, result)
+
+
+def attention(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    position: torch.Tensor,
+    first: torch.Tensor | None,
+    heads: int,
+    left: int,
+    eps: float,
+) -> torch.Tensor:
+    """Attention of one new position a row -> (1, B, H * D) in the caches' dtype; its key and value go into the caches.
+
+    qkv:      (P, B, (H + 2 H_kv) * D), parts of queries, keys and values
+    cos, sin: (positions, D / 2); queries and keys are rotated, then normalized with eps
+    caches:   (B, T, H_kv, D); position int32 (B,): where the new one is; first int32 (B,): where a row begins, or None
+    left:     a window of left + 1 positions; negative for none. D is twice a power of two, at least 16.
+    """
+    parts, rows, _ = qkv.shape
+    _, positions, kv_heads, width = k_cache.shape
+    out = torch.empty(1, rows, heads * width, dtype=k_cache.dtype, device=qkv.device)
+    attention_kernel[(rows, heads)](
+        qkv, cos, sin, k_cache, v_cache, position, position if first is None else first, out,
+        rows, positions, heads, kv_heads, left, width**-0.5, eps,
+        PARTS=parts, FIRST=first is not None, HALF=width // 2, BT=64, num_warps=4, **NO_FUSION,
+    )  # fmt: skip
+    return out

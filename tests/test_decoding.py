@@ -1,0 +1,155 @@
+"""Decoding by fused kernels, in Triton's interpreter, says what the model says; and what it cannot take it names."""
+
+import contextlib
+
+import pytest
+import torch
+from _assertions import relative_square_error
+
+pytest.importorskip("triton")
+
+from nvfp4_kernels.decode_step import codes_matmul, row  # noqa: E402
+
+import nanochat_fp4 as nf  # noqa: E402
+from nanochat_fp4.decoding import Decoder, prepare, unsupported_reason, weight_bytes  # noqa: E402
+from nanochat_fp4.engine import KVCache  # noqa: E402
+from nanochat_fp4.gpt import GPT, GPTConfig, autocast, norm  # noqa: E402
+from nanochat_fp4.nvfp4.format import NVFP4Tensor  # noqa: E402
+from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+
+
+def make_model(method="clover"):
+    config = GPTConfig(sequence_len=8, vocab_size=64, n_layer=2, n_head=2, n_kv_head=1, n_embd=32, window_pattern="SL")
+    model = GPT(config).to(DEVICE)
+    model.init_weights()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.2 * torch.randn_like(p)
+    return nf.convert(model, method, backward=False, verbose=False)
+
+
+def cache_of(model, rows):
+    c = model.config
+    return KVCache(rows, c.n_kv_head, 24, c.head_dim, c.n_layer, DEVICE, DTYPE)
+
+
+@pytest.mark.parametrize("name", ["rtn", "four_over_six", "scale_search_6"])
+def test_row_quantizes_as_the_reference_per_token(name):
+    """The codes' values and the scales to the bit; even columns first, then odd ones."""
+    torch.manual_seed(0)
+    rounding = get_rounding(name)
+    y = torch.randn(2, 3, 48, device=DEVICE) * torch.tensor([1.0, 1e6, 1e-6], device=DEVICE)[:, None]
+    values, scales = row(y, dtype=torch.float32, relu2=True,
+                         rounding=(rounding.grid_max, rounding.scale_cap, tuple(rounding.candidates)))  # fmt: skip
+    want = quantize_reference(y.sum(0).cpu().relu().square(), rounding, per_token=True)
+    got = torch.stack(values.float().cpu().chunk(2, dim=1), dim=-1).flatten(1)
+    assert torch.equal(got, want.decode())
+    assert torch.equal(scales.cpu(), want.tensor_scale)
+
+
+def test_row_adds_mixes_and_normalizes():
+    y, x, x0 = torch.randn(3, 5, 48, device=DEVICE).unbind()
+    factor, x0_factor = torch.tensor(0.7, device=DEVICE), torch.tensor(-0.3, device=DEVICE)
+    stream = x.clone()
+    values, scales = row(y[None], stream, (x0, factor, x0_factor), dtype=torch.float32, add=True, norm_eps=1e-7)
+    want = factor * (x + y) + x0_factor * x0
+    assert scales is None
+    torch.testing.assert_close(stream, want)
+    torch.testing.assert_close(values, norm(want))
+
+
+@pytest.mark.parametrize("rows, n, k", [(1, 80, 272), (5, 64, 1088)])
+def test_product_with_codes(rows, n, k):
+    """Tails in every dimension, several parts, every code and scale, zero and the smallest among them."""
+    torch.manual_seed(0)
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    scales = torch.randint(0, 127, (n, k // 16), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    weight = NVFP4Tensor(codes, scales, torch.tensor(3e-3))
+    x = nf.quantize(torch.randn(rows, k), "four_over_six").decode()
+    x_scale = torch.rand(rows, 1) + 0.5
+    halves = torch.cat((x[:, 0::2], x[:, 1::2]), dim=1).to(torch.float16)
+    tensors = (t.to(DEVICE) for t in (halves, x_scale, codes, scales, weight.tensor_scale))
+    parts = codes_matmul(*tensors, torch.float32)
+    assert parts.shape[1:] == (rows, n) and parts.dtype == torch.float32 and (k < 1000 or len(parts) > 1)
+    want = (x.double() @ weight.decode().double().T) * x_scale.double() * weight.tensor_scale.double()
+    assert relative_square_error(parts.sum(0).cpu(), want) < 1e-13
+
+
+@pytest.mark.parametrize("method, rows", [("bf16", 1), ("clover", 2)])
+def test_decoder_says_what_the_model_says(method, rows):
+    """Grouped heads, a window that the positions cross, rows that begin later, and a row's caches."""
+    torch.manual_seed(0)
+    model = make_model(method)
+    caches = [cache_of(model, rows) for _ in range(2)]
+    ids = torch.randint(0, 64, (rows, 7), device=DEVICE)
+    bound = 1e-9 if DTYPE == torch.float32 else 5e-3  # in BF16 a sum that differs moves codes
+    contexts = nf.per_token_scale(model), nf.quantize_weights_once(model), autocast(DEVICE.type)
+    with torch.inference_mode(), contexts[0], contexts[1], contexts[2]:
+        for cache in caches:
+            cache.first = torch.tensor([5, 0][:rows], dtype=torch.int32, device=DEVICE)
+            model(ids, kv_cache=cache)
+        decoder = Decoder(model, caches[1])
+        for step in range(rows):
+            want = model(ids[:, step : step + 1], kv_cache=caches[0])[:, -1]
+            got = decoder(ids[:, step])
+            assert relative_square_error(got, want) < bound
+    assert caches[0].get_pos() == caches[1].get_pos() == 7 + rows
+    assert torch.equal(caches[0].cache_seqlens, caches[1].cache_seqlens)
+    assert relative_square_error(caches[1].k_cache, caches[0].k_cache) < bound
+    assert relative_square_error(caches[1].v_cache, caches[0].v_cache) < bound
+
+
+def test_prepared_weights_are_codes_and_give_the_same_bits():
+    torch.manual_seed(0)
+    model = make_model()
+    ids = torch.randint(0, 64, (1, 5), device=DEVICE)
+    with torch.inference_mode(), nf.per_token_scale(model), autocast(DEVICE.type):
+        want = model(ids)
+        blocks = sum(p.numel() for p in model.transformer.h.parameters())
+        others = sum(p.numel() * p.element_size() for p in model.parameters()) - 4 * blocks
+        prepare(model, torch.float32)
+        assert torch.equal(model(ids), want)
+        operands = 4 * 2  # four products in each of two layers have a tensor scale
+        assert weight_bytes(model) == others + blocks * 9 // 16 + 4 * operands
+        with nf.full_precision(model), pytest.raises(ValueError, match="only the codes were kept"):
+            model(ids)
+
+
+def test_both_keeps_the_weights_for_full_precision():
+    torch.manual_seed(0)
+    model = make_model()
+    ids = torch.randint(0, 64, (1, 5), device=DEVICE)
+    with torch.inference_mode(), nf.per_token_scale(model), autocast(DEVICE.type):
+        with nf.full_precision(model):
+            want = model(ids)
+        prepare(model, torch.float32, both=True)
+        with nf.full_precision(model):
+            assert torch.equal(model(ids), want)
+
+
+@pytest.mark.parametrize(
+    "method, rows, per_token, reason",
+    [
+        ("clover", 1, False, "per token"),
+        ("clover", 65, True, "65 rows"),
+        ("clover_refined", 1, True, "another kind of input"),
+        ("mxfp8", 1, True, "another kind"),
+    ],
+)
+def test_what_it_cannot_take_is_named(method, rows, per_token, reason):
+    model = make_model(method)
+    with nf.per_token_scale(model) if per_token else contextlib.nullcontext():
+        assert reason in unsupported_reason(model, cache_of(model, rows))
+        with pytest.raises(ValueError, match=reason):
+            Decoder(model, cache_of(model, rows))
+
+
+def test_a_full_cache_is_refused():
+    model = make_model("bf16")
+    cache = cache_of(model, 1)
+    cache.move_to(24)
+    with nf.per_token_scale(model), pytest.raises(ValueError, match="holds 24 positions"):
+        Decoder(model, cache)(torch.zeros(1, dtype=torch.long, device=DEVICE))
