@@ -10,7 +10,7 @@
 #     COMPARE=1               also train the bf16 baseline, and report the gap to it
 #     NANOCHAT_BASE_DIR=...   where data, checkpoints and the report go (default: ~/.cache/nanochat)
 #     DATA_DIR=...            train on a folder of text or parquet files of your own
-#     WANDB_RUN=name          log to Weights & Biases
+#     WANDB_RUN=name          log to Weights & Biases, or with TRACKER=trackio to a local page
 #     NPROC=2                 processes (default: one for each GPU)
 #     STAGES="tok base loss report"    only some stages
 #     PLAN_ONLY=1             print the plan and stop; with GPU=rtx5090 (rtxpro4000, rtxpro6000, b200, h200) that of one

@@ -64,7 +64,7 @@ for name in sorted(set(sys.stdin.read().split()) - set(ours)):
     alike = difflib.get_close_matches(name, ours, n=1, cutoff=0.85) or [o for o in ours if sorted(o) == sorted(name)]
     if alike:
         sys.exit(f"error: {name} is set, and there is no such variable here; did you mean {alike[0]}? Unset {name} if not")
-' "${CHOSEN[@]}" QAT_METHOD COMPARE NANOCHAT_BASE_DIR DATA_DIR WANDB_RUN NPROC STAGES PLAN_ONLY GPU \
+' "${CHOSEN[@]}" QAT_METHOD COMPARE NANOCHAT_BASE_DIR DATA_DIR WANDB_RUN TRACKER NPROC STAGES PLAN_ONLY GPU \
         BASE_ARGS MID_ARGS SFT_ARGS EVAL_ARGS CORE_ARGS VENV PYTHON PYTHONPATH PIP_TORCH_ARGS || exit 2
 }
 

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import random
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -263,3 +264,12 @@ def compute_cleanup() -> None:
     """Leave the process group, if there is one."""
     if is_ddp_initialized():
         dist.destroy_process_group()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that CUDA's allocator has held, or, without a GPU, this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

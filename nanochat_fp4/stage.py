@@ -42,6 +42,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="wandb run name (default: $WANDB_RUN; 'dummy' disables wandb logging)",
     )
     add(
+        "--tracker",
+        choices=("wandb", "trackio"),
+        default=os.environ.get("TRACKER") or "wandb",
+        help="where --run is logged (default: $TRACKER): wandb, or trackio's local page, which needs no account",
+    )
+    add(
         "--telemetry-every",
         type=int,
         default=-1,
@@ -83,6 +89,7 @@ class RunOptions:
     resume_from_step: int | str
     overwrite: bool
     dry_run: bool = False
+    tracker: str = "wandb"
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "RunOptions":

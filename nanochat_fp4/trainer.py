@@ -28,6 +28,7 @@ from nanochat_fp4.common import (
     first_message,
     get_rng_state,
     mean_over_ranks,
+    peak_memory,
     preserved_rng,
     print0,
     set_rng_state,
@@ -45,7 +46,7 @@ from nanochat_fp4.resume import Start, changed_settings, restore_dict, restore_s
 from nanochat_fp4.signals import StopRequested
 from nanochat_fp4.stage import Process, RunOptions
 from nanochat_fp4.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
-from nanochat_fp4.wandb_run import setup_wandb
+from nanochat_fp4.wandb_run import setup_tracker
 
 MAX_SKIPPED_IN_A_ROW = 10  # --on-nonfinite=skip gives up after so many
 LOOK_TOKENS = 8192  # of a rank, for a look at the layers' inputs
@@ -206,7 +207,7 @@ class Trainer:
         }  # fmt: skip
         self.metrics.append("start", self.step, **record | stage.start_record)
         project = "nanochat" if stage.name == "base" else f"nanochat-{stage.name}"
-        self.wandb_run = setup_wandb(options.run, project, stage.user_config)
+        self.wandb_run = setup_tracker(options.tracker, options.run, project, stage.user_config)
         self.progress = Progress(
             total=None if stage.by_epoch else stage.num_iterations,
             desc="train" if stage.name == "base" else stage.name,
@@ -424,6 +425,7 @@ class Trainer:
         self.metrics.append("train", self.step, loss=loss, smoothed_loss=self.monitor.smoothed, **numbers)
         if self.step % WANDB_EVERY == 0:
             numbers |= {"loss": self.monitor.smoothed} | {k: self.monitor.state[k] for k in ("spikes", "skipped")}
+            numbers["peak_memory_mib"] = peak_memory(self.device) / 2**20
             self.log_to_wandb("train", numbers)
         shown = {"loss": f"{self.monitor.smoothed:.4f}", "lrm": f"{outcome.lrm:.2f}"}
         shown["tok/s"] = f"{self.tok_per_sec:,.0f}"
@@ -437,6 +439,7 @@ class Trainer:
         """Under nanochat's names, the same in every stage: train/loss, train/dt, val/bpb, total_training_time, ..."""
         values = {f"{event}/{key}": value for key, value in numbers.items() if value is not None}
         if self.stage.tokens_per_step:
+            values["total_training_tokens"] = self.stage.tokens_per_step * self.step
             values["total_training_flops"] = self.flops_per_token * self.stage.tokens_per_step * self.step
         values["total_training_time"] = self.loop["training_seconds"]
         self.wandb_run.log({"step": self.step, **values})

@@ -1,4 +1,4 @@
-"""A run on Weights & Biases that never prompts, never hangs and never stops a training run."""
+"""A run on Weights & Biases, or on trackio's local page, that never prompts, hangs or stops a training run."""
 
 import contextlib
 import os
@@ -20,6 +20,50 @@ class DummyWandb:
 
     def finish(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+
+class TrackioRun:
+    """wandb's calls on a run of trackio, which keeps it in a file of this machine."""
+
+    def __init__(self, run: Any):
+        self.run = run
+
+    def log(self, values: dict[str, Any]) -> None:
+        self.run.log({k: v for k, v in values.items() if k != "step"}, step=values.get("step"))
+
+    def finish(self) -> None:
+        self.run.finish()
+
+
+def setup_tracker(tracker: str, run: str | None, project: str, config: dict[str, Any]) -> Any:
+    """
+    setup_wandb, or, with tracker "trackio", the same kind of run on trackio: no account, no network, a local page.
+
+    trackio keeps its runs in $TRACKIO_DIR, by default trackio/ in the base directory; a run of the same name goes on.
+    Raises UserError where it is not installed, and for another tracker.
+    """
+    if tracker == "wandb":
+        return setup_wandb(run, project, config)
+    if tracker != "trackio":
+        raise UserError(f"--tracker={tracker} is not known; use wandb or trackio (or unset TRACKER)")
+    if not run or run == "dummy" or os.environ.get("RANK", "0") != "0":
+        return DummyWandb()
+    folder = os.environ.setdefault("TRACKIO_DIR", os.path.join(get_base_dir(), "trackio"))  # read at its import
+    try:
+        import trackio
+    except ImportError as e:
+        raise UserError(
+            f"--tracker=trackio: trackio cannot be imported ({one_line(e)}); pip install 'nanochat_fp4[trackio]'"
+        ) from e
+    try:
+        started = trackio.init(
+            project=project, name=run, config=config, resume="allow", embed=False, auto_log_cpu=False
+        )
+    except Exception as e:  # whatever it raises: logging must not stop a training run
+        logger.warning(f"trackio does not start ({one_line(e)[:200]}); going on without it")
+        return DummyWandb()
+    print0(f"trackio: watch it with: TRACKIO_DIR={folder} trackio show --project {project}")
+    return TrackioRun(started)
 
 
 def _has_wandb_account() -> bool:

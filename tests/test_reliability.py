@@ -330,7 +330,7 @@ def run_stage(stage: str, base: Path, *flags: str, steps: int = 4) -> Path:
 @pytest.mark.parametrize("stage", STAGES)
 def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch, stage):
     recorder = Recorder()
-    monkeypatch.setattr(trainer, "setup_wandb", lambda *args: recorder)
+    monkeypatch.setattr(trainer, "setup_tracker", lambda *args: recorder)
     folder = run_stage(stage, tiny_base, "--telemetry-every=2", "--eval-every=-1")
     names = {"train/loss", "train/lrm", "train/dt", "train/tok_per_sec", "train/grad_norm", "total_training_time"}
     assert names <= recorder.logged.keys()  # nanochat's, in every stage

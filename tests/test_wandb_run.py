@@ -1,13 +1,16 @@
 """wandb without an account, without an answer, not installed."""
 
+import importlib.util
+import json
 import os
+import sqlite3
 import sys
 import types
 
 import pytest
 
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.wandb_run import DummyWandb, setup_wandb
+from nanochat_fp4.wandb_run import DummyWandb, setup_tracker, setup_wandb
 
 
 class FakeWandb(types.ModuleType):
@@ -77,3 +80,44 @@ def test_wandb_asked_for_but_not_installed(no_account, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
         setup_wandb("run", "nanochat", {})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# trackio
+
+
+def test_trackio_keeps_the_run_on_this_machine(base_dir, monkeypatch, capsys):
+    """The real package, where it is installed: the values, by step, are in its file under the base directory."""
+    if importlib.util.find_spec("trackio") is None:  # its import would fix its folder
+        pytest.skip("trackio is not installed")
+    monkeypatch.delenv("TRACKIO_DIR", raising=False)
+    run = setup_tracker("trackio", "d2_clover", "nanochat", {"method": "clover"})
+    for step in (0, 10):
+        run.log({"step": step, "train/loss": 5.0 - step / 10, "total_training_tokens": 512 * step})
+    run.finish()
+    assert "trackio show --project nanochat" in capsys.readouterr().out
+    monkeypatch.delenv("TRACKIO_DIR")
+    rows = sqlite3.connect(next((base_dir / "trackio").glob("nanochat*.db"))).execute(
+        "select step, metrics from metrics where run_name = 'd2_clover' order by step"
+    )
+    values = [(step, json.loads(metrics)["train/loss"]) for step, metrics in rows]
+    assert values == [(0, 5.0), (10, 4.0)]
+
+
+def test_a_trackio_that_does_not_start_stops_nothing(base_dir, monkeypatch):
+    def init(**kwargs):
+        raise RuntimeError("no space left")
+
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
+    assert isinstance(setup_tracker("trackio", "run", "nanochat", {}), DummyWandb)
+    monkeypatch.setenv("RANK", "1")
+    assert isinstance(setup_tracker("trackio", "run", "nanochat", {}), DummyWandb)
+
+
+def test_trackers_that_are_not_there(base_dir, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(UserError, match=r"pip install 'nanochat_fp4\[trackio\]'"):
+        setup_tracker("trackio", "run", "nanochat", {})
+    assert isinstance(setup_tracker("trackio", "dummy", "nanochat", {}), DummyWandb)
+    with pytest.raises(UserError, match="--tracker=trackoi is not known"):
+        setup_tracker("trackoi", "run", "nanochat", {})
