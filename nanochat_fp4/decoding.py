@@ -1,5 +1,5 @@
 """
-Generation's inner loop: one token a row through gpt.GPT, by a few fused kernels a layer, on a GPU as one CUDA graph.
+Generation's inner loop: one token a row through GPT or Llama, by a few fused kernels a layer, on a GPU a CUDA graph.
 
 A token at a time, a layer's time is that of reading its weights and of launching what lies between its products. So a
 weight that quantizes is read as codes, 4.5 bits an element (nvfp4_kernels/decode_step.py), everything between two
@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat_fp4.gpt import GPT, NORM_EPS, SOFTCAP, norm
+from nanochat_fp4 import gpt, llama
+from nanochat_fp4.gpt import GPT
+from nanochat_fp4.llama import Llama
 from nanochat_fp4.nvfp4.convert import groups_computed_as_one
 from nanochat_fp4.nvfp4.dispatch import kernels_unavailable_reason
 from nanochat_fp4.nvfp4.linear import QuantLinear, can_be_fused, quantized_weights
@@ -49,28 +51,31 @@ def unsupported_reason(model: Any, cache: Any) -> str | None:
     """Why Decoder cannot take this model and engine.KVCache, or None."""
     if reason := kernels_unavailable_reason():
         return reason
-    if not isinstance(model, GPT):
-        return f"it is for GPT, and this is a {type(model).__name__}"
+    if not isinstance(model, GPT | Llama):
+        return f"it is for GPT and Llama, and this is a {type(model).__name__}"
     if cache.batch_size > MAX_ROWS:
         return f"there are {cache.batch_size} rows, and it takes up to {MAX_ROWS}"
     config = model.config
     half = config.head_dim // 2
     if half < 8 or half & (half - 1) or config.n_embd % 16:
         return f"heads of {config.head_dim} of {config.n_embd} columns are not for its kernels"
-    if model.transformer.wte.weight.dtype != cache.k_cache.dtype:
-        return f"the residual stream is {model.transformer.wte.weight.dtype} and the cache {cache.k_cache.dtype}"
     for block in model.transformer.h:
-        attention, mlp = block.attn, block.mlp
-        if not attention.fused_linears:
-            return "q, k and v are computed one by one"
-        groups = [[getattr(attention, name) for name in attention.fused_linears]]
-        groups += [[linear] for linear in (attention.c_proj, mlp.c_fc, mlp.c_proj)]
-        for layers in groups:
+        for layers in _products(block):
+            if not layers:
+                return "q, k and v are computed one by one"
             if not can_be_fused(layers):
                 return "a layer has a bias, hooks or a forward of its own"
             if _quantizes(layers[0]) and (reason := _unsupported_layer(layers[0])):
                 return reason
     return None
+
+
+def _products(block: torch.nn.Module) -> list[list[torch.nn.Linear]]:
+    """The layers of each of a block's four products: q, k, v; attention's output; MLP in; MLP out."""
+    attention, mlp = block.attn, block.mlp
+    into = getattr(mlp, "fused_linears", ("c_fc",))
+    qkv, into = ([getattr(m, n) for n in names] for m, names in ((attention, attention.fused_linears), (mlp, into)))
+    return [qkv, [attention.c_proj], into, [mlp.c_proj]]
 
 
 def _unsupported_layer(layer: QuantLinear) -> str | None:
@@ -95,9 +100,9 @@ def compute_dtype(device: torch.device, wanted: str = "bfloat16") -> torch.dtype
 def prepare(model: torch.nn.Module, dtype: torch.dtype, both: bool = False) -> torch.nn.Module:
     """Leaves of the weights what generating needs, in place and for good; returns the model.
 
-    Layers that quantize at the moment keep the codes of their forward, 4.5 bits a weight, and no other weight; all
-    other matrices are kept in dtype, in which autocast multiplies them, if that is smaller. both: the former keep their
-    weights in dtype as well, for full_precision. The state dict is then not one to save, and the layers cannot be
+    Layers that quantize at the moment keep the codes of their forward, 4.5 bits a weight, and no other weight; other
+    linear layers keep theirs in dtype, in which autocast multiplies them, if that is smaller. both: the former keep
+    their weights in dtype as well, for full_precision. The state dict is then not one to save, and the layers cannot be
     trained.
     """
     rounded_each_time: set[torch.nn.Module] = set()
@@ -111,10 +116,9 @@ def prepare(model: torch.nn.Module, dtype: torch.dtype, both: bool = False) -> t
         for layer in layers:
             _replace_weight(layer, layer.weight.to(dtype) if both else layer.weight.to("meta"))
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        is_matrix = isinstance(weight, Tensor) and weight.ndim == 2 and not weight.is_meta
-        if is_matrix and weight.element_size() > dtype.itemsize and module not in rounded_each_time:
-            _replace_weight(module, weight.to(dtype))
+        if isinstance(module, torch.nn.Linear) and module not in rounded_each_time:
+            if not module.weight.is_meta and module.weight.element_size() > dtype.itemsize:
+                _replace_weight(module, module.weight.to(dtype))
     return model
 
 
@@ -139,20 +143,13 @@ class Decoder:
     Raises ValueError for what unsupported_reason names and for a cache that is full.
     """
 
-    def __init__(self, model: GPT, cache: Any):
+    def __init__(self, model: GPT | Llama, cache: Any):
         if reason := unsupported_reason(model, cache):
             raise ValueError(f"Decoder: {reason}; use the model itself")
         self.model, self.cache = model, cache
         self.dtype = cache.k_cache.dtype
-        self.layers = [
-            (
-                self._product(*(getattr(block.attn, name) for name in block.attn.fused_linears)),
-                *(self._product(linear) for linear in (block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)),
-            )
-            for block in model.transformer.h
-        ]
+        self.layers = [[self._product(*layers) for layers in _products(block)] for block in model.transformer.h]
         self.head = model.lm_head.weight.to(self.dtype)
-        self.scalars = list(zip(model.resid_lambdas.unbind(), model.x0_lambdas.unbind()))
         self.ids = torch.zeros(cache.batch_size, dtype=torch.long, device=cache.k_cache.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
@@ -199,22 +196,26 @@ class Decoder:
         from nvfp4_kernels.decode_step import attention, row
 
         model, cache, dtype = self.model, self.cache, self.dtype
+        is_gpt = isinstance(model, GPT)
+        eps, activation = (gpt.NORM_EPS, "relu2") if is_gpt else (llama.NORM_EPS, "silu")
         cos, sin = (table[0, :, 0] for table in (model.cos, model.sin))
-        x0 = norm(model.transformer.wte(self.ids))
-        x, y = torch.empty_like(x0), x0.unsqueeze(0)
-        for i, (qkv, attention_out, c_fc, c_proj) in enumerate(self.layers):
-            mix = (x0, *self.scalars[i])
-            inputs = row(y, x, mix, dtype=dtype, add=i > 0, norm_eps=NORM_EPS, rounding=qkv.rounding)
+        x0 = model.transformer.wte(self.ids)
+        x0 = gpt.norm(x0) if is_gpt else x0
+        x, y = x0.clone(), torch.zeros(1, *x0.shape, dtype=dtype, device=x0.device)
+        for i, (block, (qkv, attention_out, mlp_in, mlp_out)) in enumerate(zip(model.transformer.h, self.layers)):
+            mix = (x0, model.resid_lambdas[i], model.x0_lambdas[i]) if is_gpt else None
+            weights = (None, None) if is_gpt else (block.ln_1.weight, block.ln_2.weight)
+            inputs = row(y, x, mix, dtype=dtype, add=True, norm_eps=eps, norm_weight=weights[0], rounding=qkv.rounding)
             y = attention(
                 qkv(*inputs), cos, sin, *cache.get_layer_cache(i), cache.cache_seqlens, cache.first,
-                model.config.n_head, model.window_sizes[i][0], NORM_EPS,
+                model.config.n_head, model.window_sizes[i][0] if is_gpt else -1, eps if is_gpt else None,
             )  # fmt: skip
             inputs = row(y, dtype=dtype, rounding=attention_out.rounding) if attention_out.rounding else (y[0], None)
             y = attention_out(*inputs)
-            inputs = row(y, x, dtype=dtype, add=True, norm_eps=NORM_EPS, rounding=c_fc.rounding)
-            inputs = row(c_fc(*inputs), dtype=dtype, relu2=True, rounding=c_proj.rounding)
-            y = c_proj(*inputs)
-        x, _ = row(y, x, dtype=dtype, add=True, norm_eps=NORM_EPS)
+            inputs = row(y, x, dtype=dtype, add=True, norm_eps=eps, norm_weight=weights[1], rounding=mlp_in.rounding)
+            y = mlp_out(*row(mlp_in(*inputs), dtype=dtype, activation=activation, rounding=mlp_out.rounding))
+        norm_weight = None if is_gpt else model.transformer.ln_f.weight
+        x, _ = row(y, x, dtype=dtype, add=True, norm_eps=eps, norm_weight=norm_weight)
         logits = F.linear(x, self.head)[:, : model.config.vocab_size].float()
         cache.cache_seqlens += 1
-        return SOFTCAP * torch.tanh(logits / SOFTCAP)
+        return gpt.SOFTCAP * torch.tanh(logits / gpt.SOFTCAP) if is_gpt else logits

@@ -14,6 +14,7 @@ import nanochat_fp4 as nf  # noqa: E402
 from nanochat_fp4.decoding import Decoder, prepare, unsupported_reason, weight_bytes  # noqa: E402
 from nanochat_fp4.engine import KVCache  # noqa: E402
 from nanochat_fp4.gpt import GPT, GPTConfig, autocast, norm  # noqa: E402
+from nanochat_fp4.llama import Llama, LlamaConfig  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference  # noqa: E402
 
@@ -21,10 +22,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 
 
-def make_model(method="clover"):
-    config = GPTConfig(sequence_len=8, vocab_size=64, n_layer=2, n_head=2, n_kv_head=1, n_embd=32, window_pattern="SL")
-    model = GPT(config).to(DEVICE)
-    model.init_weights()
+def make_model(method="clover", llama=False):
+    shape = dict(sequence_len=8, vocab_size=64, n_layer=2, n_head=2, n_kv_head=1, n_embd=32)
+    model = Llama(LlamaConfig(**shape)) if llama else GPT(GPTConfig(**shape, window_pattern="SL"))
+    model.to(DEVICE).init_weights()
     with torch.no_grad():
         for p in model.parameters():
             p += 0.2 * torch.randn_like(p)
@@ -42,7 +43,7 @@ def test_row_quantizes_as_the_reference_per_token(name):
     torch.manual_seed(0)
     rounding = get_rounding(name)
     y = torch.randn(2, 3, 48, device=DEVICE) * torch.tensor([1.0, 1e6, 1e-6], device=DEVICE)[:, None]
-    values, scales = row(y, dtype=torch.float32, relu2=True,
+    values, scales = row(y, dtype=torch.float32, activation="relu2",
                          rounding=(rounding.grid_max, rounding.scale_cap, tuple(rounding.candidates)))  # fmt: skip
     want = quantize_reference(y.sum(0).cpu().relu().square(), rounding, per_token=True)
     got = torch.stack(values.float().cpu().chunk(2, dim=1), dim=-1).flatten(1)
@@ -78,11 +79,11 @@ def test_product_with_codes(rows, n, k):
     assert relative_square_error(parts.sum(0).cpu(), want) < 1e-13
 
 
-@pytest.mark.parametrize("method, rows", [("bf16", 2), ("clover", 1)])
-def test_decoder_says_what_the_model_says(method, rows):
+@pytest.mark.parametrize("method, rows, llama", [("bf16", 2, False), ("clover", 1, False), ("clover", 1, True)])
+def test_decoder_says_what_the_model_says(method, rows, llama):
     """Grouped heads, a window that the positions cross, rows that begin later, and a row's caches."""
     torch.manual_seed(0)
-    model = make_model(method)
+    model = make_model(method, llama)
     caches = [cache_of(model, rows) for _ in range(2)]
     ids = torch.randint(0, 64, (rows, 7), device=DEVICE)
     bound = 1e-9 if DTYPE == torch.float32 else 5e-3  # in BF16 a sum that differs moves codes

@@ -17,6 +17,8 @@ from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION
 from nvfp4_kernels.quantize import fit_blocks, hardware
 
+TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
 
 @triton.jit
 def _sum_of_parts(ptr, at, mask, stride, PARTS: tl.constexpr, dtype: tl.constexpr):
@@ -34,16 +36,20 @@ def row_kernel(
     x0_ptr,
     x_factor_ptr,
     x0_factor_ptr,
+    norm_weight_ptr,
     out_ptr,
     out_scale_ptr,
     rows,
     columns,
     eps,
+    PRODUCT: tl.constexpr,
     PARTS: tl.constexpr,
     ADD: tl.constexpr,
     MIX: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_WEIGHT: tl.constexpr,
     RELU2: tl.constexpr,
+    SILU: tl.constexpr,
     QUANTIZE: tl.constexpr,
     DIVISOR: tl.constexpr,
     GRID_MAX: tl.constexpr,
@@ -55,9 +61,16 @@ def row_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, NB)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    mask = at < columns
+    column, mask = at, at < columns
     at += row * columns
-    v = _sum_of_parts(y_ptr, at, mask, rows * columns, PARTS, dtype)
+    if SILU:  # a row of gates, then what they let through
+        both = row * 2 * columns + column
+        gate = _sum_of_parts(y_ptr, both, mask, rows * 2 * columns, PARTS, PRODUCT)
+        gate = m.rounded_to(gate / (1.0 + tl.exp(-gate)), PRODUCT).to(tl.float32)
+        v = gate * _sum_of_parts(y_ptr, both + columns, mask, rows * 2 * columns, PARTS, PRODUCT)
+        v = m.rounded_to(v, PRODUCT).to(tl.float32)
+    else:
+        v = _sum_of_parts(y_ptr, at, mask, rows * columns, PARTS, PRODUCT)
     if ADD:
         v = m.rounded_to(tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) + v, dtype).to(tl.float32)
     if MIX:
@@ -70,10 +83,13 @@ def row_kernel(
         tl.store(x_ptr + at, v.to(dtype), mask=mask)
     if NORM:
         mean = tl.sum(tl.sum(v * v, axis=1), axis=0) / columns
-        v = m.rounded_to(v * tl.math.rsqrt(mean + eps), dtype).to(tl.float32)
+        v = v * tl.math.rsqrt(mean + eps)
+        if NORM_WEIGHT:
+            v = v * tl.load(norm_weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        v = m.rounded_to(v, dtype).to(tl.float32)
     if RELU2:
         v = tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        v = m.rounded_to(v * v, dtype).to(tl.float32)
+        v = m.rounded_to(v * v, PRODUCT).to(tl.float32)
     if QUANTIZE:
         amax = m.max_with_nan(v)
         if m.INTERPRETED:
@@ -92,7 +108,7 @@ def row_kernel(
         tl.store(out_ptr + row * columns + at, even.to(tl.float16), mask=mask)
         tl.store(out_ptr + row * columns + columns // 2 + at, odd.to(tl.float16), mask=mask)
     else:
-        tl.store(out_ptr + at, v.to(dtype), mask=mask)
+        tl.store(out_ptr + at, m.rounded_to(v, out_ptr.dtype.element_ty), mask=mask)
 
 
 def row(
@@ -103,31 +119,36 @@ def row(
     dtype: torch.dtype,
     add: bool = False,
     norm_eps: float | None = None,
-    relu2: bool = False,
+    norm_weight: torch.Tensor | None = None,
+    activation: str | None = None,
     rounding: tuple[float, float, tuple[float, ...]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """y (P, R, K), the P parts of a product, summed -> what the next product takes, (values (R, K), scales (R, 1)).
 
-    x:        the residual stream (R, K) in dtype. add: x + y goes on instead of y; with add or mix x is set to it
+    dtype:    in which products are computed; y is rounded to it, and values are in it
+    x:        the residual stream (R, K), in a dtype of its own. add: x + y goes on instead of y; with add or mix x is
+              set to it
     mix:      (x0 (R, K), factor (), x0_factor ()): factor * x + x0_factor * x0, after the sum
-    norm_eps: RMSNorm with this epsilon then; relu2: ReLU^2
+    norm_eps: RMSNorm with this epsilon then, times norm_weight (K,) if given
+    activation: "relu2", or "silu": y is (P, R, 2 K), gates and what they are multiplied with
     rounding: (grid_max, scale_cap, candidates): quantized per token, to 1x16 blocks: values are code * scale in
               float16, exact, those of even columns first and then those of odd ones, and scales float32. None: values
               in dtype, and no scales
     K is a multiple of 16.
     """
     parts, rows, columns = y.shape
+    columns //= 2 if activation == "silu" else 1
     values = torch.empty(rows, columns, dtype=torch.float16 if rounding else dtype, device=y.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=y.device) if rounding else None
-    x = values if x is None else x
-    if x.dtype != dtype:
-        x = x.to(dtype)
+    x = torch.empty((), dtype=dtype, device=y.device) if x is None else x
     x0, factor, x0_factor = mix or (x, x, x)
     grid_max, cap, candidates = rounding or (1.0, 1.0, (1.0,))
     nb = triton.next_power_of_2(columns // 16)
     row_kernel[(rows,)](
-        y, x, x0, factor, x0_factor, values, values if scales is None else scales, rows, columns, norm_eps or 0.0,
-        PARTS=parts, ADD=add, MIX=mix is not None, NORM=norm_eps is not None, RELU2=relu2,
+        y, x, x0, factor, x0_factor, x if norm_weight is None else norm_weight, values,
+        values if scales is None else scales, rows, columns, norm_eps or 0.0,
+        PRODUCT=TRITON_TYPES[dtype], PARTS=parts, ADD=add, MIX=mix is not None, NORM=norm_eps is not None,
+        NORM_WEIGHT=norm_weight is not None, RELU2=activation == "relu2", SILU=activation == "silu",
         QUANTIZE=rounding is not None, DIVISOR=grid_max * cap, GRID_MAX=grid_max, INVERSE=m.inverse(grid_max),
         CANDIDATES=tuple(candidates), HARDWARE=hardware(), NB=nb, num_warps=4 if nb <= 128 else 8, **NO_FUSION,
     )  # fmt: skip
@@ -257,17 +278,30 @@ def codes_matmul(
 
 @triton.jit
 def _rotated_and_normalized(
-    ptr, at, stride, cos, sin, eps, PARTS: tl.constexpr, HALF: tl.constexpr, dtype: tl.constexpr
+    ptr,
+    at,
+    stride,
+    cos,
+    sin,
+    eps,
+    PARTS: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    dtype: tl.constexpr,
+    rotated: tl.constexpr,
 ):
-    """The two halves of a head, float32 (HALF,) each, rotated and divided by their root mean square."""
+    """The two halves of a head, float32 (HALF,) each, rotated (in the dtype `rotated`) and divided by their root mean
+    square."""
     d = tl.arange(0, HALF)
     a = _sum_of_parts(ptr, at + d, d < HALF, stride, PARTS, dtype)
     b = _sum_of_parts(ptr, at + HALF + d, d < HALF, stride, PARTS, dtype)
-    first = m.rounded_to(a * cos, dtype).to(tl.float32) + m.rounded_to(b * sin, dtype).to(tl.float32)
-    second = m.rounded_to(b * cos, dtype).to(tl.float32) - m.rounded_to(a * sin, dtype).to(tl.float32)
+    first = m.rounded_to(a * cos, rotated).to(tl.float32) + m.rounded_to(b * sin, rotated).to(tl.float32)
+    second = m.rounded_to(b * cos, rotated).to(tl.float32) - m.rounded_to(a * sin, rotated).to(tl.float32)
     first, second = m.rounded_to(first, dtype).to(tl.float32), m.rounded_to(second, dtype).to(tl.float32)
-    r = tl.math.rsqrt((tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / (2 * HALF) + eps)
-    return m.rounded_to(first * r, dtype).to(tl.float32), m.rounded_to(second * r, dtype).to(tl.float32)
+    if NORM:
+        r = tl.math.rsqrt((tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / (2 * HALF) + eps)
+        first, second = m.rounded_to(first * r, dtype).to(tl.float32), m.rounded_to(second * r, dtype).to(tl.float32)
+    return first, second
 
 
 @triton.jit
@@ -289,6 +323,8 @@ def attention_kernel(
     eps,
     PARTS: tl.constexpr,
     FIRST: tl.constexpr,
+    NORM: tl.constexpr,
+    ROTATED: tl.constexpr,
     HALF: tl.constexpr,
     BT: tl.constexpr,
 ):
@@ -303,9 +339,10 @@ def attention_kernel(
     width: tl.constexpr = 2 * HALF
     columns = (heads + 2 * kv_heads) * width
     base, stride = row * columns, rows * columns
-    q1, q2 = _rotated_and_normalized(qkv_ptr, base + head * width, stride, cos, sin, eps, PARTS, HALF, dtype)
+    at_q = base + head * width
+    q1, q2 = _rotated_and_normalized(qkv_ptr, at_q, stride, cos, sin, eps, PARTS, HALF, NORM, dtype, ROTATED)
     at_k = base + (heads + kv_head) * width
-    k1, k2 = _rotated_and_normalized(qkv_ptr, at_k, stride, cos, sin, eps, PARTS, HALF, dtype)
+    k1, k2 = _rotated_and_normalized(qkv_ptr, at_k, stride, cos, sin, eps, PARTS, HALF, NORM, dtype, ROTATED)
     at_v = base + (heads + kv_heads + kv_head) * width + whole
     v = _sum_of_parts(qkv_ptr, at_v, whole < width, stride, PARTS, dtype)
     cache = row * positions * kv_heads * width + kv_head * width
@@ -352,12 +389,13 @@ def attention(
     first: torch.Tensor | None,
     heads: int,
     left: int,
-    eps: float,
+    eps: float | None,
 ) -> torch.Tensor:
     """Attention of one new position a row -> (1, B, H * D) in the caches' dtype; its key and value go into the caches.
 
     qkv:      (P, B, (H + 2 H_kv) * D), parts of queries, keys and values
-    cos, sin: (positions, D / 2); queries and keys are rotated, then normalized with eps
+    cos, sin: (positions, D / 2); queries and keys are rotated in their dtype, if it is wider than the caches',
+              and then normalized with eps (None: not)
     caches:   (B, T, H_kv, D); position int32 (B,): where the new one is; first int32 (B,): where a row begins, or None
     left:     a window of left + 1 positions; negative for none. D is twice a power of two, at least 16.
     """
@@ -366,7 +404,9 @@ def attention(
     out = torch.empty(1, rows, heads * width, dtype=k_cache.dtype, device=qkv.device)
     attention_kernel[(rows, heads)](
         qkv, cos, sin, k_cache, v_cache, position, position if first is None else first, out,
-        rows, positions, heads, kv_heads, left, width**-0.5, eps,
-        PARTS=parts, FIRST=first is not None, HALF=width // 2, BT=64, num_warps=4, **NO_FUSION,
+        rows, positions, heads, kv_heads, left, width**-0.5, eps or 0.0,
+        PARTS=parts, FIRST=first is not None, NORM=eps is not None,
+        ROTATED=TRITON_TYPES[torch.promote_types(cos.dtype, k_cache.dtype)],
+        HALF=width // 2, BT=64, num_warps=4, **NO_FUSION,
     )  # fmt: skip
     return out
