@@ -16,6 +16,7 @@ The class has GPT's interface (gpt.py), so that the training script, the engine 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -234,8 +235,23 @@ class Llama(nn.Module):
 
         return optimizers, schedule
 
-    def setup_finetuning(self, *args: Any) -> tuple[list[torch.optim.Optimizer], Schedule]:
-        raise UserError("mid-training and SFT are not for the --llama models, which the paper pre-trains only")
+    def setup_finetuning(
+        self,
+        rates: dict[str, float],
+        init_lr_frac: float,
+        lr_multiplier: Callable[[float], float],
+        momentum: Callable[[int], float] | None = None,
+    ) -> tuple[list[torch.optim.Optimizer], Schedule]:
+        """AdamW for all parameters at rates["unembedding_lr"], GPT's AdamW rate for a matrix, times init_lr_frac and
+        lr_multiplier(progress); the other rates and the momentum are not for it."""
+        optimizers = self.setup_optimizers(rates["unembedding_lr"] * init_lr_frac)
+
+        def schedule(step: int, progress: float) -> float:
+            lrm = lr_multiplier(progress)
+            set_learning_rates(optimizers, lrm)
+            return lrm
+
+        return optimizers, schedule
 
     @torch.no_grad()
     def clip_gradients(self) -> Tensor:

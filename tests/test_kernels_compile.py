@@ -66,6 +66,9 @@ def _compile(arch: int, methods: list[str], every_input: bool) -> list[dict]:
 
     dispatch._no_kernels_reason = lambda device_type: None
     quantize.conversion_problem = lambda: None  # it needs a GPU
+    if methods == ["decoding"]:
+        _launch_decoding()
+        return list(launched.values())
     cases = [(torch.bfloat16, torch.float32, 256)]
     if every_input:  # FP32 activations, BF16 weights, a number of tokens that nothing divides
         cases += [(torch.float32, torch.float32, 256), (torch.bfloat16, torch.bfloat16, 251)]
@@ -89,6 +92,26 @@ def _compile(arch: int, methods: list[str], every_input: bool) -> list[dict]:
         linear(x).backward(torch.zeros(256, 384, dtype=torch.bfloat16))
     amax(torch.empty(1 << 28, dtype=torch.bfloat16))  # memory that nobody touches: the kernel for large tensors
     return list(launched.values())
+
+
+def _launch_decoding() -> None:
+    """The kernels of generation, for BF16 and for the weights of one layer."""
+    from nvfp4_kernels import decode_step
+
+    weight = torch.zeros(256, 128, dtype=torch.uint8), torch.zeros(256, 16, dtype=torch.float8_e4m3fn)
+    bf16, stream, four_over_six = torch.bfloat16, torch.zeros(2, 256, dtype=torch.bfloat16), (6.0, 256.0, (1.0, 1.5))
+    scalars = torch.ones(()), torch.ones(())
+    values, scale = decode_step.row(
+        stream[None], stream, (stream, *scalars), dtype=bf16, add=True, norm_eps=1e-6, rounding=four_over_six
+    )
+    for activation in ("relu2", "silu"):
+        decode_step.row(torch.zeros(2, 2, 512), dtype=bf16, activation=activation, rounding=four_over_six)
+    for rows in (1, 32):
+        x = values[:1].expand(rows, -1).contiguous(), scale[:1].expand(rows, -1).contiguous()
+        decode_step.codes_matmul(*x, *weight, scalars[0], bf16)
+    caches, position = torch.zeros(2, 2, 64, 2, 128, dtype=bf16), torch.zeros(2, dtype=torch.int32)
+    tables = torch.zeros(2, 64, 64, dtype=bf16)
+    decode_step.attention(torch.zeros(1, 2, 768), *tables, *caches, position, position, 2, 32, 1e-6)
 
 
 def _inspect(kernel) -> dict:
@@ -251,6 +274,19 @@ def test_every_method_and_input_compiles(arch, tmp_path):
     print(table(every))
     assert len(every) > 20
     assert all(r["products"] == [MATRIX_PRODUCT[arch]] for r in every if r["kernel"] == "rotate_quantize_kernel")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_decodings_kernels_compile(arch, tmp_path):
+    """Products with codes on tensor cores, for one row and for 32; nothing in local memory."""
+    pytest.importorskip("triton")
+    compiled = records(start(arch, ("decoding",), tmp_path))
+    print(table(compiled))
+    names = Counter(r["kernel"] for r in compiled)
+    assert names == {"row_kernel": 3, "codes_matmul_kernel": 2, "attention_kernel": 1}
+    assert not any(r["spills"] or r["stack"] for r in compiled), table(compiled)
+    assert all(bool(r["products"]) == (r["kernel"] == "codes_matmul_kernel") for r in compiled)
 
 
 # --------------------------------------------------------------------------------------------------------------------
