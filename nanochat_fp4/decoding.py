@@ -67,7 +67,15 @@ def unsupported_reason(model: Any, cache: Any) -> str | None:
                 return "a layer has a bias, hooks or a forward of its own"
             if _quantizes(layers[0]) and (reason := _unsupported_layer(layers[0])):
                 return reason
-    return None
+    return _product_problem(cache.k_cache.device) if any(map(_quantizes, model.modules())) else None
+
+
+def _product_problem(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None  # the interpreter, which the tests compare
+    from nvfp4_kernels.decode_step import product_problem
+
+    return product_problem(device)
 
 
 def _products(block: torch.nn.Module) -> list[list[torch.nn.Linear]]:

@@ -8,7 +8,7 @@ from _assertions import relative_square_error
 
 pytest.importorskip("triton")
 
-from nvfp4_kernels.decode_step import codes_matmul, row  # noqa: E402
+from nvfp4_kernels.decode_step import codes_matmul, product_problem, row  # noqa: E402
 
 import nanochat_fp4 as nf  # noqa: E402
 from nanochat_fp4.decoding import Decoder, prepare, unsupported_reason, weight_bytes  # noqa: E402
@@ -62,7 +62,7 @@ def test_row_adds_mixes_and_normalizes():
     torch.testing.assert_close(values, norm(want))
 
 
-@pytest.mark.parametrize("rows, n, k", [(1, 80, 272), (5, 64, 1088)])
+@pytest.mark.parametrize("rows, n, k", [(1, 80, 272), (1, 40, 4096), (5, 64, 1088)])
 def test_product_with_codes(rows, n, k):
     """Tails in every dimension, several parts, every code and scale, zero and the smallest among them."""
     torch.manual_seed(0)
@@ -74,9 +74,15 @@ def test_product_with_codes(rows, n, k):
     halves = torch.cat((x[:, 0::2], x[:, 1::2]), dim=1).to(torch.float16)
     tensors = (t.to(DEVICE) for t in (halves, x_scale, codes, scales, weight.tensor_scale))
     parts = codes_matmul(*tensors, torch.float32)
-    assert parts.shape[1:] == (rows, n) and parts.dtype == torch.float32 and (k < 1000 or len(parts) > 1)
+    assert parts.shape[1:] == (rows, n) and parts.dtype == torch.float32 and (rows == 1 or len(parts) > 1)
     want = (x.double() @ weight.decode().double().T) * x_scale.double() * weight.tensor_scale.double()
     assert relative_square_error(parts.sum(0).cpu(), want) < 1e-13
+
+
+def test_the_known_product_is_right_and_a_wrong_one_is_named(monkeypatch):
+    assert product_problem(DEVICE) is None
+    monkeypatch.setattr(torch.Tensor, "half", lambda x: 1.01 * x.to(torch.float16))
+    assert "1 row(s) with codes is wrong" in product_problem.__wrapped__(DEVICE)
 
 
 @pytest.mark.parametrize("method, rows, llama", [("bf16", 2, False), ("clover", 1, False), ("clover", 1, True)])

@@ -9,6 +9,8 @@ Values are rounded to the dtype of the residual stream (BF16, or FP32 on a CPU) 
 rounds them; sums are FP32, in another order. Codes and scales of a row are those of nvfp4's quantize(per_token=True).
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -150,7 +152,7 @@ def row(
         PRODUCT=TRITON_TYPES[dtype], PARTS=parts, ADD=add, MIX=mix is not None, NORM=norm_eps is not None,
         NORM_WEIGHT=norm_weight is not None, RELU2=activation == "relu2", SILU=activation == "silu",
         QUANTIZE=rounding is not None, DIVISOR=grid_max * cap, GRID_MAX=grid_max, INVERSE=m.inverse(grid_max),
-        CANDIDATES=tuple(candidates), HARDWARE=hardware(), NB=nb, num_warps=4 if nb <= 128 else 8, **NO_FUSION,
+        CANDIDATES=tuple(candidates), HARDWARE=hardware(), NB=nb, num_warps=max(4, min(16, nb // 32)), **NO_FUSION,
     )  # fmt: skip
     return values, scales
 
@@ -243,6 +245,41 @@ def codes_matmul_kernel(
     tl.store(out_ptr + at, out, mask=(row < M)[None, :] & (n < N)[:, None])
 
 
+@triton.jit
+def one_row_kernel(
+    x_ptr,
+    x_scale_ptr,
+    codes_ptr,
+    scales_ptr,
+    tensor_scale_ptr,
+    out_ptr,
+    N,
+    K,
+    BN: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """One row of x, without tensor cores: all of K for BN rows of the weight, read at once."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    byte, group = tl.arange(0, BYTES), tl.arange(0, BYTES // 8)
+    weight_row, inside = n.to(tl.int64)[:, None], byte < K // 2
+    mask = (n < N)[:, None] & inside[None, :]
+    code = tl.load(codes_ptr + weight_row * (K // 2) + byte[None, :], mask=mask, other=0)
+    mask = (n < N)[:, None] & (group < K // 16)[None, :]
+    scale = tl.load(scales_ptr + weight_row * (K // 16) + group[None, :], mask=mask, other=0)
+    even = tl.load(x_ptr + byte, mask=inside, other=0.0).to(tl.float32)
+    odd = tl.load(x_ptr + K // 2 + byte, mask=inside, other=0.0).to(tl.float32)
+    low, high = _decode_halves(code, scale, BN, BYTES)
+    product = low.to(tl.float32) * even[None, :] + high.to(tl.float32) * odd[None, :]
+    out = tl.sum(product, axis=1) * (tl.load(tensor_scale_ptr) * tl.load(x_scale_ptr) * 128.0)
+    tl.store(out_ptr + n, m.rounded_to(out, out_ptr.dtype.element_ty), mask=n < N)
+
+
+# Bytes of codes that a program reads of one row's product; rows and columns of the weight in a tile of several rows',
+# how many programs are enough, warps. Tiles of 64 rows are wrong under Triton 3.6: its wgmma of operands made in
+# registers.
+ONE_ROW, TILE = (4096, 4), (32, 128, 1056, 4)
+
+
 def codes_matmul(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -250,26 +287,62 @@ def codes_matmul(
     scales: torch.Tensor,
     tensor_scale: torch.Tensor,
     out_dtype: torch.dtype,
-    tile: tuple[int, int, int, int, int] = (64, 128, 4, 3, 396),
+    tile: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """x (M, K) . weight (N, K)^T -> its parts (P, M, N), whose sum is the product; the weight is read as codes.
 
     x float16 and x_scale float32 (M, 1) as `row` makes them, M at most 64; codes uint8 (N, K/2), scales float8_e4m3fn
     (N, K/16), tensor_scale float32 (). P is 1, and the part in out_dtype, where N alone gives enough programs;
     otherwise the parts are float32, each over a share of K. The products are exact, the sums float32.
-    tile: weight rows and columns of a tile, warps, stages, and how many programs are enough.
+    tile: another ONE_ROW (of 2) or TILE (of 4), to time them.
     """
     (rows, k), n = x.shape, codes.shape[0]
-    bn, bk, warps, stages, enough = tile
-    wanted = max(1, min(4, enough // triton.cdiv(n, bn), k // (2 * bk)))
+    tile = tile or (ONE_ROW if rows == 1 and k <= 2 * ONE_ROW[0] else TILE)
+    scales = scales.view(torch.uint8)
+    if len(tile) == 2:
+        per_row = triton.next_power_of_2(k // 2)
+        bn = max(1, tile[0] // per_row)
+        out = torch.empty(1, 1, n, dtype=out_dtype, device=x.device)
+        one_row_kernel[(triton.cdiv(n, bn),)](
+            x, x_scale, codes, scales, tensor_scale, out, n, k, BN=bn, BYTES=per_row, num_warps=tile[1], **NO_FUSION
+        )
+        return out
+    bn, bk, enough, warps = tile
+    wanted = max(1, min(16, enough // triton.cdiv(n, bn), k // (2 * bk)))
     per_part = triton.cdiv(triton.cdiv(k, wanted), bk) * bk
     parts = triton.cdiv(k, per_part)
     out = torch.empty(parts, rows, n, dtype=out_dtype if parts == 1 else torch.float32, device=x.device)
     codes_matmul_kernel[(triton.cdiv(n, bn), parts)](
-        x, x_scale, codes, scales.view(torch.uint8), tensor_scale, out, rows, n, k, per_part,
-        BM=max(16, triton.next_power_of_2(rows)), BN=bn, BK=bk, num_warps=warps, num_stages=stages, **NO_FUSION,
+        x, x_scale, codes, scales, tensor_scale, out, rows, n, k, per_part,
+        BM=max(16, triton.next_power_of_2(rows)), BN=bn, BK=bk, num_warps=warps, num_stages=3, **NO_FUSION,
     )  # fmt: skip
     return out
+
+
+@functools.cache
+def product_problem(device: torch.device) -> str | None:
+    """What is wrong with codes_matmul on this GPU, or None: on one row and on 32 it must give a known product."""
+    generator = torch.Generator().manual_seed(4)
+    n, k = 48, 560
+    codes = torch.randint(0, 256, (n, k // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(0, 127, (n, k // 16), generator=generator, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).int()
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    weight = torch.where(nibbles > 7, -table[nibbles & 7], table[nibbles & 7])
+    weight = weight * scales.double().repeat_interleave(16, dim=1)
+    one = torch.ones(())
+    try:
+        for rows in (1, 32):
+            x = torch.randint(-12, 13, (rows, k), generator=generator).double() / 2
+            halves = torch.cat((x[:, 0::2], x[:, 1::2]), dim=1).half()
+            arguments = (t.to(device) for t in (halves, torch.ones(rows, 1), codes, scales, one))
+            got = codes_matmul(*arguments, torch.float32).double().sum(0).cpu()
+            want = x @ weight.T
+            if not float((got - want).square().sum() / want.square().sum()) < 1e-10:
+                return f"the product of {rows} row(s) with codes is wrong on this GPU"
+    except Exception as error:  # whatever a compiler raises
+        return f"the product with codes raises {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
