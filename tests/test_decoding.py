@@ -13,6 +13,7 @@ from nvfp4_kernels.decode_step import codes_matmul, product_problem, row  # noqa
 import nanochat_fp4 as nf  # noqa: E402
 from nanochat_fp4.decoding import Decoder, prepare, unsupported_reason, weight_bytes  # noqa: E402
 from nanochat_fp4.engine import KVCache  # noqa: E402
+from nanochat_fp4.errors import UserError  # noqa: E402
 from nanochat_fp4.gpt import GPT, GPTConfig, autocast, norm  # noqa: E402
 from nanochat_fp4.llama import Llama, LlamaConfig  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor  # noqa: E402
@@ -160,3 +161,11 @@ def test_a_full_cache_is_refused():
     cache.move_to(24)
     with nf.per_token_scale(model), pytest.raises(ValueError, match="holds 24 positions"):
         Decoder(model, cache)(torch.zeros(1, dtype=torch.long, device=DEVICE))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+def test_the_benchmark_wants_a_gpu():
+    from scripts import bench_generate
+
+    with pytest.raises(UserError, match="there is no CUDA device"):
+        bench_generate.main([])

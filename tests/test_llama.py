@@ -194,3 +194,18 @@ def test_training_checkpoints_and_resuming(tiny_base):
     with pytest.raises(UserError, match=r"of an earlier version \(commit abc1234\).* choose another --model-tag"):
         base_train.main([*flags, "--resume-from-step=9"])
     assert load_model("base", "cpu", "eval", "llama-tiny_bf16", step=9)[2]["commit"] == "abc1234"
+
+
+def test_fine_tuning_moves_all_parameters_at_one_rate():
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(sequence_len=8, vocab_size=64, n_layer=1, n_head=2, n_kv_head=1, n_embd=32))
+    model.init_weights()
+    before = [p.detach().clone() for p in model.parameters()]
+    (adamw,), schedule = model.setup_finetuning({"unembedding_lr": 4e-3, "matrix_lr": 9.0}, 0.5, lambda done: 1 - done)
+    ids = torch.randint(0, 64, (2, 8))
+    model(ids, ids).backward()
+    assert schedule(3, 0.75) == 0.25
+    assert {group["lr"] for group in adamw.param_groups} == {4e-3 * 0.5 * 0.25}
+    adamw.step()
+    moved = [float((p.detach() - b).abs().max()) for p, b in zip(model.parameters(), before)]
+    assert all(0 < m < 6e-4 for m in moved), moved
