@@ -1,4 +1,4 @@
-"""Is the model of a Blackwell true? What others have published of an RTX 5090 and an RTX PRO 4000, and what it says.
+"""Published times of an RTX 5090 and an RTX PRO 4000 beside those that roofline.py predicts: is its Blackwell true?
 
     python -m nanochat_fp4.blackwell       # the constants, and each point: published, predicted without it, error
 

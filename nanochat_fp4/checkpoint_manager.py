@@ -1,5 +1,5 @@
 """
-Checkpoints that are there or not there, never half: nanochat's files, a manifest with their checksums, and fallbacks.
+Saving, finding, loading and pruning checkpoints: nanochat's files and a manifest of their checksums, all there or not.
 
     model_000100.pt         weights (rank 0)
     optim_000100_rank0.pt   whatever a rank needs to go on: optimizer, random state, data position (every rank)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all, on the disk when they are said to be; and their SHA-256."""
+"""Atomic writes that are on the disk when they are said to be, and the SHA-256 of files."""
 
 import contextlib
 import errno

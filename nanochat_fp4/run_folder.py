@@ -1,4 +1,4 @@
-"""A run's folder before the run begins: no other run is in it, and a checkpoint can be written there."""
+"""The lock of a run's folder, and the look whether a checkpoint can be written there, before the run begins."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""Rounding a weight so that the error of the layer's output is small, not that of the weight: error feedback.
+"""Error feedback (GPTQ): a weight is rounded so that the error of the layer's output is small, not that of the weight.
 
 With S = E[x x^T], the Gram matrix of the layer's inputs, the output's error E |(W - Q) x|^2 is tr((W - Q) S (W - Q)^T).
 Rounding to nearest minimizes |W - Q|^2, as if S were the identity. Here blocks of 16 columns are rounded one after the
