@@ -1,4 +1,4 @@
-"""The GEMM of two operands, Y = A . B^T, of any two kinds of operands.py.
+"""The GEMM of two operands, Y = A . B^T, of any two kinds of operands.py, and what all kinds share.
 
 Where a Blackwell's tensor cores multiply NVFP4, two operands with codes go there, and FP8 operands with one scale go to
 FP8 tensor cores (native.py). Otherwise the product is emulated:
@@ -12,17 +12,39 @@ An operand of two terms is multiplied term by term, A1 . B1 + A1 . B2 + A2 . B1:
 A2 . B2, of the residuals, is left out; it is of the size of the error that the operands have anyway.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 
 from nanochat_fp4.nvfp4.dispatch import cublas_unavailable_reason
 
-if TYPE_CHECKING:
-    from nanochat_fp4.nvfp4.operands import GemmOperand
+
+class GemmOperand:
+    """What all kinds of operand share; operands.py says what a kind has, and which there are."""
+
+    tensor_scale: ClassVar[torch.Tensor | None] = None
+    exact = True  # its matrix is in a dtype that holds its values; False: in the dtype that was asked for
+
+    @property
+    def terms(self) -> "tuple[GemmOperand, ...]":
+        return (self,)
+
+    @classmethod
+    def from_tensors(cls, *tensors: torch.Tensor) -> "GemmOperand":
+        return cls(*tensors)
+
+    def complete_grad_weight(
+        self, grad_weight: torch.Tensor, grad_output: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return grad_weight
+
+    def tensor_core_product(self, b: "GemmOperand", out_dtype: torch.dtype) -> torch.Tensor | None:
+        return None
+
+    def without_cache(self) -> "GemmOperand":
+        """Itself without what can be made again from its tensors."""
+        return self
 
 
 def gemm(a: GemmOperand, b: GemmOperand, *, compute_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.Tensor:

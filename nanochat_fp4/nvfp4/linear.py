@@ -41,11 +41,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs
-from nanochat_fp4.nvfp4.gemm import gemm
+from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm
 from nanochat_fp4.nvfp4.gram import OLD_NAME, InputStatistics, set_gram_matrix
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.operands import (
-    GemmOperand,
     Quantization,
     after,
     quantize_grad_output,

@@ -26,7 +26,7 @@ know none of them by name.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -39,7 +39,7 @@ from nanochat_fp4.nvfp4.dispatch import (
 )
 from nanochat_fp4.nvfp4.feedback import round_with_feedback
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor
-from nanochat_fp4.nvfp4.gemm import gemm
+from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm
 from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, get_rounding, quantize_reference
 
@@ -75,33 +75,6 @@ class Quantization(NamedTuple):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The kinds
-
-
-class GemmOperand:
-    """What all kinds share; see the top of this file."""
-
-    tensor_scale: ClassVar[torch.Tensor | None] = None
-    exact = True  # its matrix is in a dtype that holds its values; False: in the dtype that was asked for
-
-    @property
-    def terms(self) -> "tuple[GemmOperand, ...]":
-        return (self,)
-
-    @classmethod
-    def from_tensors(cls, *tensors: torch.Tensor) -> "GemmOperand":
-        return cls(*tensors)
-
-    def complete_grad_weight(
-        self, grad_weight: torch.Tensor, grad_output: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        return grad_weight
-
-    def tensor_core_product(self, b: "GemmOperand", out_dtype: torch.dtype) -> torch.Tensor | None:
-        return None
-
-    def without_cache(self) -> "GemmOperand":
-        """Itself without what can be made again from its tensors."""
-        return self
 
 
 @dataclass
