@@ -22,6 +22,7 @@ STAGES = {
     "base_eval": "the CORE metric",
     "mid_train": "mid-training on conversations",
     "chat_sft": "fine-tuning",
+    "chat_rl": "reinforcement learning on GSM8K",
     "chat_eval": "benchmarks",
     "chat_cli": "talk to the model in a terminal",
     "chat_web": "talk to it in a browser",

@@ -1,21 +1,22 @@
 """
-Batches of conversations, for the two stages after pre-training.
+Batches of conversations, for the stages after pre-training.
 
 PackedConversations (mid-training): rows of T+1 tokens, each beginning with a conversation's BOS, filled by best fit as
 in pre-training; every token counts. ConversationBatches (SFT): one conversation a row, padded; only what the assistant
-says counts. Both are endless and deterministic, both resume exactly, and what an optimizer step sees does not depend on
-how many processes share it.
+says counts. Rollouts (RL): the model's own answers to a problem. All are endless and deterministic and resume exactly,
+and what an optimizer step sees does not depend on how many processes share it.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanochat_fp4.chat_data import Task
+from nanochat_fp4.common import mean_over_ranks
 from nanochat_fp4.errors import UserError
 
 DEFAULT_LANES = 8  # as in dataloader.py: 1, 2, 4 and 8 processes see the same rows
@@ -212,6 +213,89 @@ class ConversationBatches:
 
     def state_dict(self) -> dict[str, Any]:
         return self._config() | {"micro_batch": self.micro_batch}
+
+
+class Rollouts:
+    """
+    Endless iterator over (inputs, targets, advantages, state): the model's answers to one problem after the other.
+
+    generate(prompt, rows, seed) -> (sequences, masks): as engine.Engine.generate_batch gives them. Each problem is
+    answered num_samples times, B at a time, and makes num_samples / B micro-batches: inputs and targets int64 (B,
+    longest answer's length - 1), advantages FP32 (B,). A target is -1 in the prompt, in what the calculator said and in
+    the padding. An answer's advantage is its reward minus the mean reward of the problem's answers (nanochat's: GRPO
+    without dividing by the deviation). The answers are made when the first of a problem's micro-batches is asked for,
+    by the model as it then is. Problem n of the run goes to rank n % world_size, and its seeds depend on n alone.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: Any,
+        generate: Callable[[list[int], int, int], tuple[list[list[int]], list[list[int]]]],
+        B: int,
+        num_samples: int,
+        device: torch.device | str,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 42,
+        state: dict[str, Any] | None = None,
+    ):
+        _check(task, B=B, num_samples=num_samples)
+        self.content = _content(task)
+        self.task, self.tokenizer, self.generate, self.B, self.num_samples = task, tokenizer, generate, B, num_samples
+        self.device, self.rank, self.world_size, self.seed = torch.device(device), rank, world_size, seed
+        self.number = rank
+        if state is not None:
+            _check_state(state, self._config())
+            self.number = int(state["number"]) + rank
+        self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.rewards: list[float] = []  # and lengths of answers, in tokens: since numbers() was last called
+        self.lengths: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        if not self.waiting:
+            self.waiting = self._answer(self.number)
+            self.number += self.world_size
+        return *self.waiting.pop(0), self._config() | {"number": self.number - self.rank}
+
+    def _answer(self, number: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        problem = self.task[number % len(self.task)]
+        prompt = self.tokenizer.render_for_completion(problem)
+        rows: list[list[int]] = []
+        masks: list[list[int]] = []
+        for first in range(0, self.num_samples, self.B):
+            seed = int.from_bytes(hashlib.sha256(f"{self.seed} {number} {first}".encode()).digest()[:4], "big") // 2
+            for part, new in zip((rows, masks), self.generate(prompt, self.B, seed)):
+                part += new
+        answers = [self.tokenizer.decode(row[len(prompt) :]) for row in rows]
+        rewards = torch.tensor([float(self.task.evaluate(problem, answer)) for answer in answers])
+        self.rewards += rewards.tolist()
+        self.lengths += [len(row) - len(prompt) for row in rows]
+        longest = max(map(len, rows))
+        padding = self.tokenizer.encode_special("<|assistant_end|>")
+        ids = torch.tensor([row + [padding] * (longest - len(row)) for row in rows])
+        mask = torch.tensor([row + [0] * (longest - len(row)) for row in masks])
+        targets = torch.where(mask[:, 1:] == 1, ids[:, 1:], IGNORE)
+        whole = [t.to(self.device) for t in (ids[:, :-1].contiguous(), targets, rewards - rewards.mean())]
+        return list(zip(*(t.split(self.B) for t in whole)))
+
+    def numbers(self) -> dict[str, float]:
+        """Means over the answers of all ranks since the last call, which all ranks make together."""
+        means = torch.tensor([sum(v) / max(1, len(v)) for v in (self.rewards, self.lengths)], device=self.device)
+        self.rewards, self.lengths = [], []
+        return dict(zip(("reward", "sequence_length"), mean_over_ranks(means).tolist()))
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "conversations": len(self.task),
+            "content": self.content,
+            "num_samples": self.num_samples,
+            "B": self.B,
+            "world_size": self.world_size,
+        }
 
 
 def _content(dataset: Task) -> str:

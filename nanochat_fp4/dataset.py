@@ -14,6 +14,7 @@ Where the folder comes from, first match wins (ensure_data prints which and why)
 
     python -m nanochat_fp4.dataset -n 240       download shards 0 to 239 (resumable)
     python -m nanochat_fp4.dataset --embedded   build the embedded corpus
+    python -m nanochat_fp4.dataset --c4 -n 5    download C4 (5 of its files) and print what to set DATA_DIR to
     python -m nanochat_fp4.dataset --ensure     whatever of the above applies
 """
 
@@ -49,6 +50,8 @@ from nanochat_fp4.errors import UserError, one_line, run_main
 # FineWeb-Edu 100B, shuffled and re-cut into parquet shards by nanochat's author.
 DATASET = "karpathy/fineweb-edu-100b-shuffle"
 MAX_SHARD = 1822  # the last one is shard_01822.parquet
+# The text of the paper's Llama-like runs: files of about 320 MB (gzip, JSON lines), 360,000 documents each.
+C4, C4_FILES, C4_BYTES = "allenai/c4", 1024, 320_000_000
 SHARD_BYTES = (
     100_000_000  # a shard holds about 250M characters in a little under 100 MB: for the estimate of disk space
 )
@@ -69,9 +72,9 @@ def hub_url() -> str:
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
-def base_url() -> str:
+def base_url(dataset: str = DATASET) -> str:
     """Where the shards are."""
-    return f"{hub_url()}/datasets/{DATASET}/resolve/main"
+    return f"{hub_url()}/datasets/{dataset}/resolve/main"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -649,6 +652,28 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
     return str(folder)
 
 
+def download_c4(num_files: int, deadline: float = 3600.0) -> str:
+    """
+    Download the first num_files files of C4's English part into <base dir>/c4 and write them as shards; their folder.
+
+    A twentieth of the documents is the validation split, where the paper's runs had 0.05%, drawn at random. What is
+    there is kept. Raises UserError.
+    """
+    if not 1 <= num_files <= C4_FILES:
+        raise UserError(f"-n {num_files}: expected a number of C4's files from 1 to {C4_FILES}")
+    folder = Path(get_base_dir()) / "c4"
+    names = {f"c4-train.{i:05d}-of-{C4_FILES:05d}.json.gz": f"c4-train.{i:05d}.jsonl.gz" for i in range(num_files)}
+    missing = {theirs: ours for theirs, ours in names.items() if not (folder / ours).exists()}
+    if missing:
+        _check_space(folder, 4 * C4_BYTES * len(missing), f"{len(missing)} files of C4 and the shards made of them")
+        if problem := hub_problem():
+            raise UserError(f"cannot download C4: {problem}; {NO_NETWORK_HINT}")
+        for theirs, ours in missing.items():
+            url = f"{base_url(C4)}/en/{theirs}"
+            download_file(url, folder / ours, deadline=deadline, hint=NO_NETWORK_HINT)
+    return _own_data(str(folder))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The choice
 
@@ -737,6 +762,7 @@ def main(argv: list[str] | None = None) -> None:
         "--deadline", type=parse_finite, default=1800, help="seconds after which a shard's download gives up"
     )
     add_data_arguments(parser, "as the other flags say")
+    parser.add_argument("--c4", action="store_true", help="download -n files of C4, the paper's text, instead")
     parser.add_argument("--embedded", action="store_true", help="build the embedded corpus instead")
     parser.add_argument("--size-mb", type=parse_finite, default=None, help=f"its size (default: {EMBEDDED_MB:g})")
     parser.add_argument(
@@ -745,6 +771,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.data_dir:
         folder = ensure_data(args.data_dir, column=args.text_column)
+    elif args.c4:
+        folder = download_c4(args.num_files, args.deadline)
+        print0(f"to train on it: DATA_DIR={folder}, or --data-dir={folder}")
     elif args.embedded:
         folder = build_embedded_corpus(args.size_mb)
     elif args.ensure:

@@ -1,5 +1,5 @@
 """
-What mid-training and SFT share: flags, the model that they begin with, and the report.
+What mid-training, SFT and RL share: flags, the model that they begin with, and the report.
 
 Post-training keeps the forward pass of the method that the base model was trained with and leaves the backward pass
 unquantized (the paper, Appendix C); --quantization changes that.
@@ -37,7 +37,7 @@ QUANTIZATIONS = ("forward", "full", "none")
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -> None:
-    """nanochat's flags that both stages have, and ours."""
+    """nanochat's flags that these stages have, and ours."""
     add = parser.add_argument
     add_run_arguments(parser)
     add(
@@ -191,8 +191,8 @@ class PostTraining:
         )
         return Trainer(made, parts, self.options, self.process, self.start)
 
-    def parts(self, optimizers: list[torch.optim.Optimizer], forward: Any) -> TrainingStep:
-        return TrainingStep(self.model, optimizers, forward, QuantizedTraining(self.model), self.dtype)
+    def parts(self, optimizers: list[torch.optim.Optimizer], forward: Any, **loss: Any) -> TrainingStep:
+        return TrainingStep(self.model, optimizers, forward, QuantizedTraining(self.model), self.dtype, **loss)
 
     def report(self, trainer: Trainer, section: str, setup: dict[str, Any], sources: dict[str, str]) -> None:
         """What came out: to the screen, and under `section` into the report, with `setup`."""

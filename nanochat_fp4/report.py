@@ -38,6 +38,8 @@ SECTIONS = [
     "chat-evaluation-mid",
     "chat-sft",
     "chat-evaluation-sft",
+    "chat-rl",
+    "chat-evaluation-rl",
 ]
 # Columns of the benchmark table, in the paper's order (Table 5); other tasks follow.
 TASKS = ["ARC-Easy", "ARC-Challenge", "GSM8K", "HumanEval", "MMLU", "SpellingBee", "CORE", "ChatCORE"]
@@ -138,7 +140,7 @@ class Report:
         shown = [s for s in sections if s["model_tag"] is None or s["model_tag"] in tags]
         metrics = {tag: metrics[tag] for tag in tags if tag in metrics}
         stages = {"base": metrics}
-        for stage, folder in (("mid", "mid_checkpoints"), ("sft", "chatsft_checkpoints")):
+        for stage, folder in (("mid", "mid_checkpoints"), ("sft", "chatsft_checkpoints"), ("rl", "chatrl_checkpoints")):
             found = _read_metrics(self.report_dir.parent / folder, notes)
             stages[stage] = {tag: found[tag] for tag in tags if tag in found}
         plots = _plot(self.report_dir, stages, runs, notes)

@@ -25,6 +25,7 @@ MADE_BY = {
     "base": "python -m scripts.base_train",
     "mid": "python -m scripts.mid_train",
     "sft": "python -m scripts.chat_sft",
+    "rl": "python -m scripts.chat_rl",
 }
 
 

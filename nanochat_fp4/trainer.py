@@ -52,7 +52,7 @@ MAX_SKIPPED_IN_A_ROW = 10  # --on-nonfinite=skip gives up after so many
 LOOK_TOKENS = 8192  # of a rank, for a look at the layers' inputs
 WANDB_EVERY = 10  # steps
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]  # tokens, targets (negative: none), and whatever else the loss takes
 
 
 class TrainingStep:
@@ -60,6 +60,7 @@ class TrainingStep:
     One optimizer step in parts: the weights' codes made once, micro-batches whose gradients add up, the update.
 
     model: not compiled; forward: its compiled form, or itself. dtype: of matrix products, see gpt.autocast.
+    loss: (model or its compiled form, *batch) -> mean loss of a micro-batch, ().
     """
 
     def __init__(
@@ -69,8 +70,9 @@ class TrainingStep:
         forward: Callable[..., Tensor] | None = None,
         quantized: QuantizedTraining | None = None,
         dtype: torch.dtype | None = None,
+        loss: Callable[..., Tensor] = lambda forward, x, y: forward(x, y),
     ):
-        self.model, self.optimizers, self.dtype = model, list(optimizers), dtype
+        self.model, self.optimizers, self.dtype, self.loss = model, list(optimizers), dtype, loss
         self.forward = model if forward is None else forward
         self.quantized = quantized or QuantizedTraining(model)
         self.device = model.get_device()
@@ -89,10 +91,10 @@ class TrainingStep:
     def weights_once(self, passes: int) -> contextlib.AbstractContextManager:
         return self.quantized.weights_once(passes)
 
-    def micro_batch(self, x: Tensor, y: Tensor, count: int = 1) -> Tensor:
+    def micro_batch(self, *batch: Tensor, count: int = 1) -> Tensor:
         """Adds the gradients of one of `count` micro-batches, with its share; its mean loss, ()."""
         with record_function("phase: forward"), self.autocast():
-            loss = self.forward(x, y)
+            loss = self.loss(self.forward, *batch)
         with record_function("phase: backward"):
             (loss / count).backward()
         return loss.detach()
@@ -110,9 +112,9 @@ class TrainingStep:
 class Stage:
     """What distinguishes one stage's training from another's."""
 
-    name: str  # base, mid, sft
+    name: str  # base, mid, sft, rl
     method: str
-    make_loader: Callable[[Any], Iterator]  # saved position or None -> endless iterator over (x, y, position)
+    make_loader: Callable[[Any], Iterator]  # saved position or None -> endless iterator over (*batch, position)
     schedule: Schedule
     device_batch_size: int
     seq_len: int
@@ -128,6 +130,8 @@ class Stage:
     meta: dict[str, Any] = field(default_factory=dict)  # more of a checkpoint's metadata
     start_record: dict[str, Any] = field(default_factory=dict)  # more of the "start" record in metrics.jsonl
     lower: str = "the learning rates"  # what to lower where the numbers are bad
+    prefetch: bool = True  # False: a batch depends on the weights, and is made when it is trained on
+    numbers: Callable[[], dict[str, float]] = dict  # more of a step's, asked for after each
 
     @property
     def by_epoch(self) -> bool:
@@ -214,7 +218,7 @@ class Trainer:
             unit="step",
             initial=self.step,
         )
-        if not self.finished():
+        if not self.finished() and self.stage.prefetch:
             self.fetch()
 
     def restore(self) -> None:
@@ -239,8 +243,8 @@ class Trainer:
 
     def fetch(self) -> None:
         """The next batch, made on the CPU while the GPU works; `loader_state` stays that of the batch before it."""
-        x, y, self.next_loader_state = next(self.loader)
-        self.batch = x, y
+        *batch, self.next_loader_state = next(self.loader)
+        self.batch = tuple(batch)
 
     # ------------------------------------------------------------------------------------------------------------------
     # The loop
@@ -284,7 +288,7 @@ class Trainer:
         self.parts.synchronize()
         began = time.monotonic()
         before = get_rng_state(self.device), self.loader_state
-        tried: list[tuple[Tensor, Tensor, dict]] = []
+        tried: list[tuple[Batch, dict]] = []
         outcome = None
         try:
             outcome = self.optimize(tried)
@@ -306,18 +310,21 @@ class Trainer:
         self.step += 1
         self.progress.update(1, **shown)
 
-    def optimize(self, tried: list[tuple[Tensor, Tensor, dict]]) -> Outcome:
-        """Micro-batches and, where all numbers are finite, the update. tried: filled with (x, y, generators before)."""
+    def optimize(self, tried: list[tuple[Batch, dict]]) -> Outcome:
+        """Micro-batches and, where all numbers are finite, the update. tried: gets (batch, generators before)."""
         stage, parts = self.stage, self.parts
         losses, counted = [], 0
         with parts.weights_once(stage.grad_accum_steps):
             for _ in range(stage.grad_accum_steps):
-                x, y = self.batch
-                tried.append((x, y, get_rng_state(self.device)))
-                losses.append(parts.micro_batch(x, y, stage.grad_accum_steps))
-                counted = counted + (y >= 0).sum()
+                if not stage.prefetch:
+                    self.fetch()
+                batch = self.batch
+                tried.append((batch, get_rng_state(self.device)))
+                losses.append(parts.micro_batch(*batch, count=stage.grad_accum_steps))
+                counted = counted + (batch[1] >= 0).sum()
                 self.loader_state = self.next_loader_state
-                self.fetch()
+                if stage.prefetch:
+                    self.fetch()
         grad_norm = self.model.clip_gradients()
         loss = torch.stack(losses).mean()
         bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
@@ -344,7 +351,7 @@ class Trainer:
         return self.loop["progress"] if self.stage.by_epoch else self.step / self.stage.num_iterations
 
     def forward_of_few(self) -> None:
-        x, y = self.batch
+        x, y, *_ = self.batch
         rows = max(1, LOOK_TOKENS // self.stage.seq_len)
         self.model(x[:rows], y[:rows])
 
@@ -387,15 +394,15 @@ class Trainer:
         self.monitor.state["skipped"] += 1
         self.progress.write(f"warning: {what}; update skipped")
 
-    def name_the_layer(self, tried: list[tuple[Tensor, Tensor, dict]]) -> str:
+    def name_the_layer(self, tried: list[tuple[Batch, dict]]) -> str:
         """Where the first bad number of these micro-batches comes from; they are computed again."""
         place = ""
-        for x, y, rng in tried:
+        for batch, rng in tried:
 
-            def forward_backward(x=x, y=y, rng=rng) -> None:
+            def forward_backward(batch=batch, rng=rng) -> None:
                 set_rng_state(rng, self.device)
                 with self.parts.autocast():
-                    self.model(x, y).backward()
+                    self.parts.loss(self.model, *batch).backward()
 
             with preserved_rng(self.device):
                 place = name_nonfinite(self.model, forward_backward)
@@ -418,8 +425,9 @@ class Trainer:
         if self.peak_flops and self.stage.tokens_per_step:
             peak = self.peak_flops * self.process.world_size
             self.mfu = 100 * self.flops_per_token * self.tok_per_sec / peak
+        more = self.stage.numbers()
         numbers = {
-            "lrm": outcome.lrm, "dt": seconds, "tok_per_sec": self.tok_per_sec, "mfu": self.mfu,
+            **more, "lrm": outcome.lrm, "dt": seconds, "tok_per_sec": self.tok_per_sec, "mfu": self.mfu,
             "grad_norm": outcome.grad_norm, "tokens": outcome.tokens,
         }  # fmt: skip
         self.metrics.append("train", self.step, loss=loss, smoothed_loss=self.monitor.smoothed, **numbers)
@@ -428,6 +436,7 @@ class Trainer:
             numbers["peak_memory_mib"] = peak_memory(self.device) / 2**20
             self.log_to_wandb("train", numbers)
         shown = {"loss": f"{self.monitor.smoothed:.4f}", "lrm": f"{outcome.lrm:.2f}"}
+        shown |= {key: f"{value:.4g}" for key, value in more.items()}
         shown["tok/s"] = f"{self.tok_per_sec:,.0f}"
         if self.mfu is not None:
             shown["mfu"] = f"{self.mfu:.1f}%"
@@ -462,7 +471,7 @@ class Trainer:
             look(self, last)
         every = self.options.telemetry_every
         again = self.step == self.start.resumed_step
-        if not (last or again) and due(every, self.step, last) and self.quantized.quantizes():
+        if self.batch and not (last or again) and due(every, self.step, last) and self.quantized.quantizes():
             self.measure_layers()
 
     def evaluate(self, last: bool) -> None:
@@ -495,11 +504,11 @@ class Trainer:
 
     def measure_layers(self) -> None:
         """Telemetry of every quantized layer on the first row that is trained on next."""
-        x, y = self.batch
+        batch = [part[:1] for part in self.batch]
 
         def forward_backward() -> None:
             with self.parts.autocast():
-                self.model(x[:1], y[:1]).backward()
+                self.parts.loss(self.model, *batch).backward()
 
         with preserved_rng(self.device):
             telemetry = layer_telemetry(self.model, forward_backward)

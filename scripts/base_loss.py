@@ -3,6 +3,7 @@ Bits per byte of a base model on train and validation text, and a few samples. F
 
     python -m scripts.base_loss
     torchrun --standalone --nproc_per_node=8 -m scripts.base_loss
+    python -m scripts.base_loss --hf-path openai-community/gpt2     # a causal model of transformers, on the same text
 
 Measured twice: with the forward pass of the method that the model was trained with, and in BF16 (FP32 on a CPU).
 """
@@ -20,6 +21,7 @@ from nanochat_fp4.dataset import add_data_arguments, ensure_data
 from nanochat_fp4.engine import draw_samples
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.gpt import autocast
+from nanochat_fp4.hf_model import load_hf_model
 from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.report import get_report
 from nanochat_fp4.stage import checkpoint_method, resolve_method
@@ -35,6 +37,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model-step", type=int, default=None, help="model step to load")
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
     add_data_arguments(parser, "what training used")
+    add("--hf-path", default=None, help="HuggingFace model path (e.g. openai-community/gpt2), or a folder")
     add("--method", default=None, help="QAT method of the forward pass (default: the one the model was trained with)")
     return parser.parse_args(argv)
 
@@ -51,23 +54,28 @@ def main(argv: list[str] | None = None) -> None:
 
 def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_size: int) -> None:
     data_dir = ensure_data(args.data_dir, column=args.text_column)
-    model, tokenizer, meta = load_model("base", device, phase="eval", model_tag=args.model_tag, step=args.model_step)
-    sequence_len = meta["model_config"]["sequence_len"]
+    if args.hf_path:
+        model, tokenizer = load_hf_model(args.hf_path, device)
+        sequence_len, token_bytes, model_tag = model.sequence_len, tokenizer.token_bytes(device), None
+        trained, method = "bf16", resolve_method(args.method or "bf16")
+        name = args.hf_path
+    else:
+        model, tokenizer, meta = load_model("base", device, "eval", args.model_tag, args.model_step)
+        sequence_len, token_bytes = meta["model_config"]["sequence_len"], get_token_bytes(device=device)
+        trained = resolve_method(args.method or meta["user_config"].get("method", "bf16"))
+        method = checkpoint_method(meta, args.method)  # of the forward pass: what the run ended with
+        model_tag = meta.get("model_tag") or args.model_tag
+        name = f"base model {model_tag} (step {meta['step']})"
     tokens_per_step = args.device_batch_size * sequence_len * world_size
     if args.split_tokens <= 0 or args.split_tokens % tokens_per_step:
         raise UserError(
             f"--split-tokens={args.split_tokens} is not a multiple of {tokens_per_step}, the tokens of a batch "
             f"({args.device_batch_size} rows of {sequence_len} on {world_size} device(s)); choose a multiple"
         )
-    trained = resolve_method(args.method or meta["user_config"].get("method", "bf16"))
-    method = checkpoint_method(meta, args.method)  # of the forward pass: what the run ended with
-    model_tag = meta.get("model_tag") or args.model_tag
     nf.convert(model, method, per_token_in_eval=False)
-    name = f"base model {model_tag} (step {meta['step']})"
     print0(f"Evaluating {name} on {data_dir}")
 
     steps = args.split_tokens // tokens_per_step
-    token_bytes = get_token_bytes(device=device)
 
     def bpb(split: str, what: str) -> float:
         loader = tokenizing_distributed_data_loader_bos_bestfit(
@@ -91,12 +99,12 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         line = f"{split} bpb: {results[f'{split}_bpb']:.4f}"
         print0(line + (f" ({method} forward), {results[f'{split}_bpb_bf16']:.4f} (BF16)" if method != "bf16" else ""))
 
-    samples = draw_samples(model, tokenizer) if rank == 0 else []
+    samples = draw_samples(model, tokenizer) if rank == 0 and not args.hf_path else []
     for sample in samples:
         print0(f"  {sample}")
     lines = {"model": name, "method": trained, "forward": method, "tokens per split": args.split_tokens, **results}
     get_report(model_tag).log(
-        "Base model loss",
+        "Base model loss" + (f" of {name}" if args.hf_path else ""),
         [lines, {f"sample {i}": sample for i, sample in enumerate(samples)}],
         results={"method": trained, **results, "val_tokens": args.split_tokens, "samples": samples},
     )

@@ -255,6 +255,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
             "backend": backend,
             "total_batch_size": args.total_batch_size,
             "num_params": model.num_scaling_params(),
+            "vocab_size": model.config.vocab_size,
             "gemm_work": plan.work(model),
             "config_key": settings.config_key,
             **batch,

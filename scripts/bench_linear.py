@@ -36,7 +36,7 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
 from scripts import bench_common as common
 
-METHODS = ("clover", "clover_search", "nvidia", "tetrajet_v2")
+METHODS = ("fp8", "clover", "clover_search", "nvidia", "tetrajet_v2")
 PASSES = {"forward": "forward", "forward+backward": "forward_backward"}  # and the method of Layer
 MODES = ("graph", "eager")
 # Relative square errors against BF16: rounding of two operands in the forward pass (0.02), of four in a gradient.

@@ -195,7 +195,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__.split(":")[0])
     add = parser.add_argument
     add("--depth", default="26", help="depths, with commas")
-    add("--methods", default="clover", help="of nf.METHODS or nf.ABLATIONS, with commas; bf16 is always there")
+    add("--methods", default="fp8,clover", help="of nf.METHODS or nf.ABLATIONS, with commas; bf16 is always there")
     add("--recompute", default="none", help=f"of {', '.join(RECOMPUTE)}, with commas: what is computed twice")
     add("--micro-batch", default="auto", help="rows, or auto for the largest that fits (needs a GPU)")
     add("--memory-cap", type=parse_bytes, help="hard limit on the GPU's memory, e.g. 32GiB")

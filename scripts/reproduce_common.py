@@ -76,7 +76,7 @@ class Context:
             print0(f"left out, for they change before {until:g} of the steps: {', '.join(sweep_runs.labels(early))}")
         methods = [m for m in methods if m not in early]
         options = {"extra": extra, "data": sweep_runs.data_key(where), "bf16_until": until}
-        options["share_until"] = args.share_until
+        options |= {"share_until": args.share_until, "vary_data": args.vary_data}
         plan = sweep_runs.plan(methods, chosen, seeds, **length, **options)
         devices = ["cpu"] if self.quick and not args.sizes else sweep_scheduler.visible_devices(args.jobs)
         return sweep_scheduler.Sweep(self.folder, where, devices), plan

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -93,7 +94,7 @@ def fig9(context: Context) -> Outcome:
                 model, tag, data = trained_model(context, "d8")
             recipe = FORWARDS[forward](get_recipe(method))
             value = concentration(model[0], recipe, model[1], model[2], draws)
-            return value | {"measured_on": f"{tag}, data {data}, a batch of 4 validation sequences"}
+            return value | {"measured_on": f"{tag}, data {Path(data).name}, a batch of 4 validation sequences"}
 
         settings = {"method": method, "draws": draws, "sizes": context.args.sizes, "extra": context.args.extra}
         settings |= {"tokens": context.args.tokens, "ratio": context.args.ratio, "quick": context.quick}
@@ -127,7 +128,7 @@ def fig9(context: Context) -> Outcome:
         axes.legend(fontsize=7)
 
     return Outcome(
-        "Figure 9: concentration of the mean of B quantized backward passes, q, k, v of block 0",
+        "Figure 9: concentration of the mean of B quantized backward passes",
         ["forward", "method", "paper", "slope", f"gain of {draws[-1]}", "error of one pass", f"of {draws[-1]}"],
         rows,
         [

@@ -68,6 +68,10 @@ def training(
             form = "{:.4f}" if method == "bf16" else "{:+.2f}"
             said = " / ".join(form.format(v) for v in (paper or {}).get(method, ())) or "-"
             rows.append([size, method, said, f"{mean:.4f}", shown, len(bpb)])
+    for size in found:
+        run = next(r for r in results if r["size"] == size)
+        if differs := sweep_results.difference_from_paper(run, data):
+            notes = [*notes, f"{size} differs from the paper's runs: {differs}"]
     claims = [c for c in claims if {c.better, c.worse} <= set(names)]
     said = [f"the paper: {c.text}. Here, {size}: {c.verdict(results, size)}" for c in claims for size in found]
 
@@ -81,7 +85,7 @@ def training(
             axes.bar(at, means, 0.8 / len(found), yerr=errors, capsize=3, alpha=0.6, label=f"{size}, here")
         published = {j: paper[m] for j, m in enumerate(others) if paper and m in paper}
         for marker, model, values in zip("os", PAPER_MODELS, zip(*published.values())):
-            axes.plot(list(published), values, f"k{marker}", mfc="none", label=f"{model}, paper")
+            axes.plot(list(published), values, f"k{marker}", mfc="none", label=f"{model}, paper: other text")
         seeds = {m: max(v.n for (_, name), v in gaps.items() if name == m) for m in others}
         shown = [m if len(set(seeds.values())) == 1 else f"{m}, {n} seed{'s' * (n > 1)}" for m, n in seeds.items()]
         axes.set_xticks(range(len(others)), shown, rotation=45, ha="right", fontsize=7)

@@ -4,7 +4,8 @@
     python -m scripts.sweep ... the same again          # goes on where it was interrupted; what is done is skipped
 
 One process for each GPU takes run after run; without a GPU one after another in this process. Within a seed all
-methods have the same initialization and the same data in the same order, so that differences are paired; with
+methods have the same initialization and the same data in the same order, so that differences are paired; --vary-data
+gives each seed an order of its own, so that error bars are of the data as well; with
 --bf16-until they also have the first part of the training in common, that of the seed's BF16 run, and scatter far
 less. With --share-until 0.7, methods that compute the same up to 70% of the steps and differ later train that part
 once. A run that is done is one small JSON file, <folder>/runs/<size>_<method>_s<seed>_<key>.json, with its validation
@@ -34,7 +35,7 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
 from scripts import tok_train
 from scripts.bench_common import table
-from scripts.sweep_results import data_name, gap, summary
+from scripts.sweep_results import data_name, difference_from_paper, gap, summary
 from scripts.sweep_runs import Run, data_key, parse_number, plan
 from scripts.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
 
@@ -64,7 +65,10 @@ def report(sweep: Sweep, name: str, runs: Sequence[Run], baseline: str, other: s
     results = sweep.results(runs)
     methods, sizes = (list(dict.fromkeys(getattr(r, f) for r in runs)) for f in ("method", "size"))
     header, rows = summary(results, methods, sizes, baseline, other)
-    text = table(header, rows)
+    first = {r["size"]: r for r in reversed(results)}
+    differs = {size: difference_from_paper(r, data_name(sweep.data_dir)) for size, r in sorted(first.items())}
+    said = [f"{size} differs from the paper's runs: {what}" for size, what in differs.items() if what]
+    text = "\n".join([table(header, rows), *said])
     content = {
         "name": name,
         "runs": len(runs),
@@ -72,6 +76,7 @@ def report(sweep: Sweep, name: str, runs: Sequence[Run], baseline: str, other: s
         "data": data_name(sweep.data_dir),
         "environment": environment_info(),
         "table": [header, *rows],
+        "differs": differs,
         "gaps": {f"{size} {m}": dataclasses.asdict(gap(results, size, m, baseline)) for size in sizes for m in methods},
         "results": [{k: v for k, v in r.items() if k != "environment"} for r in results],
     }
@@ -79,7 +84,7 @@ def report(sweep: Sweep, name: str, runs: Sequence[Run], baseline: str, other: s
     lines = [f'"{k}": ' + (f"[\n{runs_text}\n]" if k == "results" else json.dumps(v)) for k, v in content.items()]
     atomic_write(sweep.folder / f"{name}.json", "{\n" + ",\n".join(lines) + "\n}\n")
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in (header, ["---"] * len(header), *rows)]
-    atomic_write(sweep.folder / f"{name}.md", "\n".join(lines) + "\n")
+    atomic_write(sweep.folder / f"{name}.md", "\n".join([*lines, "", *said]).rstrip() + "\n")
     return text
 
 
@@ -132,6 +137,11 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
         help="train the part up to this fraction of the steps once for methods that compute the same there "
         "(default: 0, every method from its own beginning)",
     )  # fmt: skip
+    add(
+        "--vary-data",
+        action="store_true",
+        help="a seed changes the order of the data as well, not only weights and noise",
+    )
     add("--data-dir", default=None, help="folder of text or parquet files (default: as for base_train)")
     add("--vocab-size", type=int, default=0, help="of a new tokenizer, where the base directory has none (32768)")
     add("--folder", default="", help="where runs and results go (default: sweeps/ in the base directory)")
@@ -156,6 +166,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--sizes, --methods, --seeds and --jobs must be at least one each")
     length = {"tokens": parse_number(args.tokens) if args.tokens else 0, "ratio": args.ratio}
     options = {"extra": args.extra.split(), "bf16_until": args.bf16_until, "share_until": args.share_until, **length}
+    options["vary_data"] = args.vary_data
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     plan(methods, sizes, seeds, **options)  # bad flags are refused before the data is made
     folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"

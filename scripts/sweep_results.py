@@ -85,6 +85,32 @@ def data_name(data_dir: str) -> str:
     return f"{Path(data_dir).name} ({data_key(data_dir)})"
 
 
+# The paper's runs, as its published code and nanochat's speedrun say: text, the name that a folder of it has here,
+# vocabulary, and flags of base_train. A micro-batch shares a tensor_scale; of nanochat's it is not published.
+PAPER_RUNS = {
+    "llama": ("C4", "c4_", 32_000, {"total-batch-size": 262144, "max-seq-len": 512, "device-batch-size": 128}),
+    "nanochat": (
+        "FineWeb-Edu", "base_data", 65_536, {"total-batch-size": 524288, "max-seq-len": 2048, "window-pattern": "SSSL"}
+    ),
+}  # fmt: skip
+
+
+def difference_from_paper(result: dict, data: str) -> str:
+    """How a run differs from the paper's with its kind of model, in words; data: data_name of its text."""
+    text, folder, vocabulary, wanted = PAPER_RUNS["llama" if result["size"].startswith("llama-") else "nanochat"]
+    if "flags" not in result:
+        return ""
+    flags = {name.removeprefix("--"): value for name, _, value in (flag.partition("=") for flag in result["flags"])}
+    said = [] if data.startswith(folder) else [f"text {data.partition(' ')[0]}, not {text}"]
+    if (size := result.get("vocab_size")) is not None and size != vocabulary:
+        said.append(f"vocabulary {size:,}, not {vocabulary:,}")
+    defaults = {"device-batch-size": "32", "window-pattern": "SSSL"}
+    for name, value in wanted.items():
+        if (mine := flags.get(name, defaults.get(name))) != str(value):
+            said.append(f"{name} {mine}, not {value}")
+    return "; ".join(said)
+
+
 def stored(path: str | Path) -> dict:
     """What `report` wrote: at least "data", "environment" and "results". Raises UserError."""
     try:

@@ -44,6 +44,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_rates_down": changed("clover", "", "", "--matrix-lr=0.016"),
     "clover_less_decay": changed("clover", "", "", "--weight-decay=0.1"),  # nanochat's is 0.2
     # (nanochat_fp4/nvfp4/oscillation.py)
+    # As in the paper's nanochat runs, where these differ from ours (docs/published.md).
+    "clover_separate_qkv": changed("clover", "", "", "--separate-qkv"),
+    "clover_exact_relu_squared": changed("clover", "", "", "--exact-relu-squared"),
     "clover_reset": changed("clover", "", "", "--oscillation=reset"),
     "nvidia_late_forward": changed("nvidia", phases="0.82=fig1d_sr"),  # NVIDIA's 18%, with SR in the backward
     # TetraJet-v2 in full: methods.py says how its OutControl differs from the authors'. OsciReset as in their smallest
@@ -66,10 +69,10 @@ def size_flags(size: str) -> list[str]:
     if match := re.fullmatch(r"d(\d+)", size):
         shape = [f"--depth={match[1]}", "--max-seq-len=1024", "--window-pattern=L", "--total-batch-size=65536"]
         return [*shape, "--eval-tokens=2097152"]
-    if size.startswith("llama-"):  # Table 4: sequences of 512, 512 of them a step
+    if size.startswith("llama-"):  # Table 4: sequences of 512, 512 of them a step; published: 128 to a micro-batch
         name = size.removeprefix("llama-")
         llama.config_from_size(name, vocab_size=1)
-        shape = [f"--llama={name}", "--max-seq-len=512", "--total-batch-size=262144"]
+        shape = [f"--llama={name}", "--max-seq-len=512", "--total-batch-size=262144", "--device-batch-size=128"]
         return [*shape, "--eval-tokens=2097152"]
     if size == "tiny":  # two layers of width 128, the smallest whose every GEMM can be rotated in groups of 128
         return (
@@ -148,13 +151,15 @@ def plan(
     data: str = "",
     bf16_until: float = 0.0,
     share_until: float = 0.0,
+    vary_data: bool = False,
 ) -> list[Run]:
     """All runs, seed after seed, so that an interrupted sweep has whole seeds.
 
     tokens, ratio: how long a run is, in tokens or in tokens per parameter, exactly one of them; extra: flags of
     base_train for all; data: data_key of the text; bf16_until: the fraction of the steps that all runs of a seed have
     in common, those of its BF16 run: they branch from it, and differ in what follows alone; share_until: the fraction
-    after which a method may branch from the first one that computes the same up to there. Raises UserError.
+    after which a method may branch from the first one that computes the same up to there; vary_data: a seed is one of
+    the data's order as well. Raises UserError.
     """
     if bool(tokens) == bool(ratio):
         raise UserError("say how long a run is: either --tokens=100M or --ratio=20 (tokens per parameter)")
@@ -167,6 +172,7 @@ def plan(
     for seed in seeds:
         for size in sizes:
             shape = (*size_flags(size), "--core-metric-every=-1", "--sample-every=-1", *extra)
+            shape += (f"--data-seed={seed}",) if vary_data else ()
             batch = int([f for f in shape if f.startswith("--total-batch-size=")][-1].partition("=")[2])
             steps = max(1, tokens // batch)
             horizon = f"--num-iterations={steps}" if tokens else f"--target-param-data-ratio={ratio:g}"

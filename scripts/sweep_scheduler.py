@@ -91,6 +91,7 @@ class Sweep:
             "steps": start["num_iterations"],
             "tokens": start["num_iterations"] * start["total_batch_size"],
             "num_params": start["num_params"],
+            "vocab_size": start.get("vocab_size"),
             "eval_tokens": values[-1]["tokens"],
             "training_seconds": seconds,
             "wall_seconds": time.monotonic() - started,

@@ -405,6 +405,19 @@ def test_download_shards(hub, shards, base_dir, capsys):
     assert len(hub.requests) == 3 and "All 3 shards" in capsys.readouterr().out
 
 
+def test_c4(hub, base_dir):
+    lines = "".join(json.dumps({"text": f"document {i} of C4", "url": "u"}) + "\n" for i in range(40))
+    for i in range(2):
+        path = f"/datasets/allenai/c4/resolve/main/en/c4-train.{i:05d}-of-01024.json.gz"
+        hub.files[path] = gzip.compress(lines.encode())
+    folder = dataset.download_c4(2)
+    assert len(texts_of(folder, "val")) == 4 and len(texts_of(folder, "train")) == 76  # every 20th document
+    count = len(hub.requests)
+    assert dataset.download_c4(2) == folder and len(hub.requests) == count
+    with pytest.raises(UserError, match="-n 0: expected a number of C4's files from 1 to 1024"):
+        dataset.download_c4(0)
+
+
 def test_an_interrupted_download_goes_on(hub, shards, base_dir):
     whole = (shards / "shard_00000.parquet").read_bytes()
     (base_dir / "base_data").mkdir(parents=True)

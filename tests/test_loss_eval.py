@@ -69,3 +69,40 @@ compute_cleanup()
 def test_two_processes_sum_before_they_divide(run_ranks):
     first, second = map(float, run_ranks(TWO_RANKS))
     assert first == second == pytest.approx(10 / (math.log(2) * 10), rel=1e-12)
+
+
+def test_of_a_model_of_transformers(tiny_base, tmp_path, capsys):
+    """--hf-path, on the text that ours are measured on, against the definition: nats of all text / (ln 2 * bytes)."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import ByteLevelBPETokenizer
+
+    from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+    from nanochat_fp4.hf_model import load_hf_model
+    from scripts import base_loss
+
+    words = ByteLevelBPETokenizer()
+    words.train_from_iterator(["the capital of France é 中 planets"] * 3, vocab_size=300, special_tokens=["<|bos|>"])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words._tokenizer, bos_token="<|bos|>")
+    tokenizer.save_pretrained(tmp_path / "hf")
+    config = transformers.GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=32, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
+
+    model, ours = load_hf_model(str(tmp_path / "hf"), torch.device("cpu"))
+    lengths = ours.token_bytes(torch.device("cpu"))
+    text = "the é 中 capital"
+    assert sum(lengths[i] for i in ours.encode([text], ours.get_bos_token_id())[0]) == len(text.encode())
+    assert lengths[ours.get_bos_token_id()] == 0
+
+    base_loss.main(["--device-type=cpu", f"--hf-path={tmp_path / 'hf'}", "--device-batch-size=2", "--split-tokens=128"])
+    said = {
+        line.split()[0]: float(line.split()[2]) for line in capsys.readouterr().out.splitlines() if " bpb: " in line
+    }
+    loader = tokenizing_distributed_data_loader_bos_bestfit(ours, 2, 32, "val", device="cpu")
+    nats = count = 0.0
+    with torch.no_grad():
+        for _, (x, y) in zip(range(2), loader):
+            for row, targets in zip(model.model(x).logits.log_softmax(-1), y):
+                for at, target in zip(row, targets):
+                    if lengths[target]:
+                        nats, count = nats - float(at[target]), count + int(lengths[target])
+    assert said["val"] == pytest.approx(nats / (math.log(2) * count), abs=1e-4) and said["train"] > 0

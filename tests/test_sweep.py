@@ -45,6 +45,25 @@ def test_a_plan_is_whole_seeds_with_equal_flags_but_for_method_and_seed():
     assert len({r.tag for r in runs}) == len(runs)
 
 
+def test_a_seed_may_be_one_of_the_data_as_well():
+    options = {"tokens": 10 * 512, "bf16_until": 0.5, "vary_data": True}
+    runs = sweep_runs.plan(["clover", "clover_separate_qkv"], ["tiny"], [3, 4], **options)
+    assert all(f"--data-seed={r.seed}" in r.flags for r in runs) and len(runs) == 6
+    assert {base_train.parse_args(list(r.flags)).data_seed for r in runs} == {3, 4}
+
+
+def test_how_a_run_differs_from_the_papers():
+    own = {"size": "llama-30M", "flags": sweep_runs.size_flags("llama-30M"), "vocab_size": 32_000}
+    assert sweep_results.difference_from_paper(own, "c4_0123 (abc)") == ""
+    other = {**own, "vocab_size": 8192, "flags": [*own["flags"], "--device-batch-size=32"]}
+    assert sweep_results.difference_from_paper(other, "corpus (abc)") == (
+        "text corpus, not C4; vocabulary 8,192, not 32,000; device-batch-size 32, not 128"
+    )
+    small = {"size": "d6", "flags": sweep_runs.size_flags("d6"), "vocab_size": 8192}
+    said = sweep_results.difference_from_paper(small, "base_data (abc)")
+    assert said.startswith("vocabulary 8,192, not 65,536; total-batch-size 65536, not 524288; max-seq-len 1024")
+
+
 def test_runs_branch_from_the_bf16_run_of_their_seed():
     names = ["clover", "bf16", "clover_late_fp8", "clover_up_fp8", "clover_reset"]
     runs = sweep_runs.plan(names, ["tiny"], [1, 2], tokens=5 * 512, bf16_until=0.5)

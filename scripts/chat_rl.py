@@ -1,0 +1,198 @@
+"""
+Reinforcement learning on GSM8K, nanochat's optional last stage: the model answers, and what was right becomes likelier.
+
+    python -m scripts.chat_rl
+    torchrun --standalone --nproc_per_node=8 -m scripts.chat_rl
+
+A tiny model on a CPU, without a network:
+
+    python -m scripts.chat_rl --data local --num-iterations=2 --examples-per-step=2 --max-new-tokens=16
+
+As nanochat's: no reference model, no ratio and no clipping, since each answer is trained on once, by the weights that
+gave it; the loss of a micro-batch is -sum(advantage * log p) over its tokens, divided by their number. The rates fall
+linearly to zero.
+
+In 4 bits, answers are drawn with a tensor scale for each token, so that none depends on its neighbours, and trained on
+with one for the micro-batch, as in SFT; the two forward passes differ by that.
+"""
+
+import os
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
+
+import argparse
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from eval.common import resolve_eval_dir
+from eval.gsm8k import GSM8K
+from eval.local import LocalArithmetic
+from nanochat_fp4.chat_data import Source, Task, describe_sources, load_sources
+from nanochat_fp4.chat_loader import Rollouts
+from nanochat_fp4.common import is_ddp_initialized
+from nanochat_fp4.console import ArgumentParser, parse_finite
+from nanochat_fp4.engine import Engine
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.nvfp4.convert import per_token_scale
+from nanochat_fp4.post_training import PostTraining, add_common_arguments
+from nanochat_fp4.stage import Process, changed_flags, run_stage
+from nanochat_fp4.trainer import TrainingStep, due
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = ArgumentParser(
+        description="Reinforcement learning on GSM8K",
+        epilog="SIGTERM, Ctrl-C and SIGUSR1 save a checkpoint and stop within one step.",
+    )
+    add_common_arguments(parser, init_lr_frac=0.05)
+    parser.set_defaults(save_every=60)
+    add = parser.add_argument
+    add("--source", default="sft", choices=("mid", "sft"), help="mid|sft - which checkpoint to load from")
+    # Training horizon
+    add("--num-epochs", type=int, default=1, help="number of epochs over GSM8K")
+    add("--num-iterations", type=int, default=-1, help="override number of iterations (-1 = use num_epochs)")
+    # Batch sizes and sampling
+    add("--device-batch-size", type=int, default=8, help="max batch size per forward pass")
+    add("--examples-per-step", type=int, default=16, help="examples per optimization step across all ranks")
+    add("--num-samples", type=int, default=16, help="number of samples per example")
+    # Generation
+    add("--max-new-tokens", type=int, default=256, help="max tokens to generate per sample")
+    add("--temperature", type=parse_finite, default=1.0, help="sampling temperature")
+    add("--top-k", type=int, default=50, help="top-k sampling (0 = disabled)")
+    # Evaluation
+    add("--eval-every", type=int, default=60, help="evaluate pass@k every N steps (-1 = disable)")
+    add("--eval-examples", type=int, default=400, help="number of examples for pass@k evaluation")
+    return parser.parse_args(argv)
+
+
+def source(args: argparse.Namespace, split: str) -> Source:
+    if args.data == "local":
+        return Source("Local-Arithmetic", lambda: LocalArithmetic(size=500, split=split))
+    return Source("GSM8K", lambda: GSM8K("main", split, eval_dir=args.eval_dir))
+
+
+def policy_loss(forward, x: Tensor, y: Tensor, advantages: Tensor) -> Tensor:
+    """-sum(advantage * log p) / number of tokens, over the targets y (B, T) that count; advantages (B,)."""
+    losses = forward(x, y, loss_reduction="none").view_as(y)  # -log p, and 0 where none counts
+    return (losses * advantages.unsqueeze(-1)).sum() / (y >= 0).sum().clamp(min=1)
+
+
+class Answers:
+    """How the model answers a problem: (prompt, rows, seed) -> (sequences, masks)."""
+
+    def __init__(self, args: argparse.Namespace, run: PostTraining, parts: TrainingStep):
+        self.args, self.model, self.parts, self.engine = args, run.model, parts, Engine(run.model, run.tokenizer)
+
+    @torch.no_grad()
+    def __call__(self, prompt: list[int], rows: int, seed: int, temperature: float | None = None):
+        args, was_training = self.args, self.model.training
+        self.model.eval()
+        try:
+            with self.parts.autocast(), per_token_scale(self.model):
+                return self.engine.generate_batch(
+                    prompt, rows, max_tokens=args.max_new_tokens, top_k=args.top_k, seed=seed,
+                    temperature=args.temperature if temperature is None else temperature,
+                )  # fmt: skip
+        finally:
+            self.model.train(was_training)
+
+
+def pass_at_k(args: argparse.Namespace, run: PostTraining, answers: Answers, task: Task) -> dict[str, float]:
+    """Share of the first --eval-examples problems that one of the first k answers solves, for k up to the micro-batch,
+    drawn at temperature 1. All ranks call it together; StopRequested on a signal."""
+    process, rows = run.process, args.device_batch_size
+    count = min(len(task), args.eval_examples)
+    solved = torch.zeros(rows, device=process.device)
+    with answers.parts.weights_once(count):
+        for first in process.signals.watch(iter(range(0, count, process.world_size)), process.device):
+            index = first + process.rank
+            if index < count:
+                problem = task[index]
+                prompt = run.tokenizer.render_for_completion(problem)
+                sequences, _ = answers(prompt, rows, args.seed + index, temperature=1.0)
+                right = [bool(task.evaluate(problem, run.tokenizer.decode(row[len(prompt) :]))) for row in sequences]
+                solved += torch.tensor([any(right[: k + 1]) for k in range(rows)], device=process.device)
+    if is_ddp_initialized():
+        dist.all_reduce(solved)
+    return {f"pass@{k}": value for k, value in enumerate((solved / count).tolist(), 1)}
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    args.eval_dir = resolve_eval_dir(args.eval_dir)
+    run_stage(args, functools.partial(train, args))
+
+
+def train(args: argparse.Namespace, process: Process) -> None:
+    B, samples, examples, world_size = (
+        args.device_batch_size, args.num_samples, args.examples_per_step, process.world_size
+    )  # fmt: skip
+    if min(B, samples, examples) < 1 or samples % B or examples % world_size:
+        raise UserError(
+            f"--num-samples={samples} must be a multiple of --device-batch-size={B}, and "
+            f"--examples-per-step={examples} of the number of processes, {world_size}"
+        )
+    if min(args.eval_examples, args.max_new_tokens) < 1 or args.temperature <= 0 or args.top_k < 0:
+        raise UserError(
+            f"--eval-examples={args.eval_examples} and --max-new-tokens={args.max_new_tokens} must be at least 1, "
+            f"--temperature={args.temperature:g} above 0, and --top-k={args.top_k} not negative"
+        )
+    run = PostTraining("rl", args.source, args, process)
+    train_part, val_part = source(args, "train"), source(args, "test")
+    task = load_sources([train_part], False, "training").tasks[0]
+    val_task = load_sources([val_part], False, "validation").tasks[0]
+    sources = describe_sources([train_part])
+    num_iterations = args.num_iterations
+    if num_iterations < 1:
+        num_iterations = (len(task) // examples) * args.num_epochs
+    if num_iterations < 1:
+        raise UserError(
+            f"{len(task)} problems, --examples-per-step={examples} and --num-epochs={args.num_epochs} make no step; "
+            "lower the one or raise the other"
+        )
+    optimizers, schedule = run.model.setup_finetuning(run.rates, args.init_lr_frac, lambda progress: 1.0 - progress)
+    parts = run.parts(optimizers, run.model, loss=policy_loss)
+    answers = Answers(args, run, parts)
+    rollouts: list[Rollouts] = []
+
+    def make_loader(position: dict | None) -> Rollouts:
+        rollouts[:] = [
+            Rollouts(
+                task, run.tokenizer, answers, B, samples, process.device, process.rank, world_size, args.seed, position
+            )
+        ]
+        return rollouts[0]
+
+    trainer = run.trainer(
+        parts,
+        sources,
+        {
+            "examples_per_step": examples, "num_samples": samples, "device_batch_size": B,
+            "max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_k": args.top_k,
+        },
+        make_loader=make_loader,
+        schedule=schedule,
+        device_batch_size=B,
+        seq_len=run.config.sequence_len,
+        grad_accum_steps=samples // B * (examples // world_size),
+        num_iterations=num_iterations,
+        evaluate=lambda step, last: pass_at_k(args, run, answers, val_task),
+        evaluate_due=functools.partial(due, args.eval_every),
+        prefetch=False,
+        numbers=lambda: rollouts[0].numbers(),
+    )  # fmt: skip
+    if trainer.run():
+        setup = {
+            "Flags": changed_flags(args, parse_args([])),
+            "Training problems": len(task),
+            "Problems per step": examples,
+            "Answers to a problem": samples,
+        }
+        run.report(trainer, "Chat RL", setup, sources)
+
+
+if __name__ == "__main__":
+    run_main(main)
