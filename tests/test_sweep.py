@@ -152,7 +152,7 @@ def test_every_variant_is_a_plan_of_base_train(variant):
     assert args.method in {*nf.METHODS, *nf.ABLATIONS}
     plan = MethodPlan.parse(args.method, args.layer_methods, args.method_phases)
     changed = plan.layers or plan.phases or args.matrix_lr != 0.02 or args.weight_decay != 0.2
-    changed = changed or args.oscillation
+    changed = changed or args.oscillation or args.separate_qkv or args.exact_relu_squared
     assert changed, "as its method alone"
 
 
