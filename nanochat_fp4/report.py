@@ -9,6 +9,7 @@ writes report.md, report.json and the plots beside them. It works from whatever 
 is still going on, shows up with what it has. Each section is replaced when its stage runs again.
 """
 
+import itertools
 import json
 import math
 import os
@@ -18,11 +19,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nanochat_fp4 import plots
 from nanochat_fp4.common import get_base_dir, get_dist_info
 from nanochat_fp4.console import ArgumentParser, format_seconds
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.files import atomic_open, atomic_write
+from nanochat_fp4.files import atomic_write
 from nanochat_fp4.metrics import read_jsonl
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE
 from nanochat_fp4.roofline import MACHINES, is_predictable, machine_of, predict
@@ -479,11 +481,11 @@ def _render(
 
 
 # File name -> title of the y axis.
-_PLOTS = {
-    "loss": "training loss (nats per token, smoothed)",
-    "bpb": "validation bits per byte",
-    "loss_mid": "midtraining loss (nats per token, smoothed)",
-    "loss_sft": "SFT loss (nats per token, smoothed)",
+_PLOTS = {  # file -> title, what is measured
+    "loss": ("Pre-training", "training loss, nats per token (smoothed)"),
+    "bpb": ("Pre-training: validation text", "bits per byte"),
+    "loss_mid": ("Mid-training", "training loss, nats per token (smoothed)"),
+    "loss_sft": ("Supervised fine-tuning", "training loss, nats per token (smoothed)"),
 }
 
 
@@ -505,36 +507,34 @@ def _plot(report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list
     for tag, records in stages["base"].items():
         curves["bpb"].append((tag, "-", *points(records, "val", "bpb")))
         if methods.get(tag) != "bf16":  # there it would be the same line again
-            curves["bpb"].append((f"{tag}, BF16 forward", "--", *points(records, "val", "bpb_bf16")))
-    if not any(x for lines in curves.values() for _, _, x, _ in lines):
-        return []
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-    except ImportError as e:
-        notes.append(f"no plots: matplotlib cannot be imported ({e})")
-        return []
+            curves["bpb"].append((tag, "--", *points(records, "val", "bpb_bf16")))
     written = []
-    for name, axis in _PLOTS.items():
-        lines = [line for line in curves[name] if line[2]]
-        if not lines:
+    for name, (title, axis) in _PLOTS.items():
+        # Runs that differ by their seed alone are one line, with a band.
+        groups: dict[tuple[str, str], list] = {}
+        for tag, style, x, y in curves[name]:
+            if x:
+                groups.setdefault((plots.SEED.sub("", tag), style), []).append((tag, x, y))
+        if not groups:
             continue
-        figure, ax = plt.subplots(figsize=(7, 4.2))
-        for label, style, x, y in lines:
-            color = "black" if methods.get(label.split(",")[0]) == "bf16" else None
-            ax.plot(x, y, style, label=label, color=color, linewidth=1.4, marker="o" if len(x) < 3 else None)
-        ax.set(xlabel="step", ylabel=axis)
-        ax.grid(alpha=0.3)
-        ax.legend()
-        figure.tight_layout()
-        report_dir.mkdir(parents=True, exist_ok=True)
-        with atomic_open(report_dir / f"{name}.png") as f:
-            figure.savefig(f, format="png", dpi=120)
-        plt.close(figure)
+        try:
+            plots.draw(report_dir / f"{name}.png", title, lambda axes, g=groups, a=axis: _draw(axes, g, a, methods))
+        except ImportError as e:
+            notes.append(f"no plots: matplotlib cannot be imported ({e})")
+            return written
         written.append(f"{name}.png")
     return written
+
+
+def _draw(axes: Any, groups: dict[tuple[str, str], list], axis: str, methods: dict[str, str | None]) -> None:
+    """Each run in a colour of its own, in both of its forward passes; the baseline black."""
+    baselines = {tag for (tag, _), runs in groups.items() if methods.get(runs[0][0]) == "bf16"}
+    others = dict.fromkeys(tag for tag, _ in groups if tag not in baselines)
+    colors = dict(zip(others, itertools.cycle(plots.COLORS)))
+    for (tag, style), runs in groups.items():
+        label = tag if style == "-" else f"{tag}, BF16 forward"
+        plots.curve(axes, label, [(x, y) for _, x, y in runs], style, colors.get(tag, plots.BASELINE))
+    axes.set(xlabel="step", ylabel=axis)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -19,11 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nanochat_fp4 import plots
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.files import atomic_open, atomic_write
+from nanochat_fp4.files import atomic_write
 from scripts import sweep, sweep_scheduler
 from scripts.bench_common import table
 from scripts.reproduce_attribution import attribution
@@ -82,17 +83,8 @@ def save(context: Context, name: str, outcome: Outcome) -> None:
     path = context.folder / f"{name}.json"
     atomic_write(path, json.dumps(content, indent=1) + "\n")
     if outcome.plot:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(7, 4.5), constrained_layout=True)
-        outcome.plot(axes)
-        axes.set_title(outcome.title[:80] + (" (quick)" if context.quick else ""), fontsize=8)
-        with atomic_open(path.with_suffix(".png")) as f:
-            figure.savefig(f, format="png", dpi=120)
-        pyplot.close(figure)
+        title = outcome.title + (" (quick: a check of the command)" if context.quick else "")
+        plots.draw(path.with_suffix(".png"), title, outcome.plot)
     print0(f"written to {path}")
 
 

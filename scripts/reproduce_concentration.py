@@ -125,7 +125,6 @@ def fig9(context: Context) -> Outcome:
         axes.loglog(draws, [first / b for b in draws], "k:", label="1/B")
         axes.set_xlabel("backward passes averaged, B")
         axes.set_ylabel("relative square error, q, k, v of block 0")
-        axes.legend(fontsize=7)
 
     return Outcome(
         "Figure 9: concentration of the mean of B quantized backward passes",

@@ -61,7 +61,6 @@ def table1(context: Context) -> Outcome:
         axes.bar([i + 0.2 for i in at], [numbers[n]["mse"] for n in names], 0.4, label="here")
         axes.set_xticks(list(at), names, rotation=60, ha="right", fontsize=7)
         axes.set_ylabel("MSE over N(0, 1), 1e-3")
-        axes.legend()
 
     return Outcome(
         "Table 1: quadratic error over N(0, 1), 1e-3, and unbiasedness",

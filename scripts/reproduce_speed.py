@@ -70,7 +70,6 @@ def fig6(context: Context) -> Outcome:
             axes.plot([r[1] for r in mine], [r[4] for r in mine], marker="o", label=f"clover, {where}")
         axes.axhline(1.0, color="k", linewidth=0.5)
         axes.set_ylabel("speedup over BF16, forward + backward")
-        axes.legend(fontsize=7)
 
     notes = ["the paper: more than 4x over BF16, and about 70% more than Quartet's kernels, on an RTX 5090"]
     if not on_gpu:
@@ -142,7 +141,6 @@ def table7(context: Context) -> Outcome:
             axes.barh([j + 0.2 * (2 * i - 1) for j in at], [shares[k][i] for k in kinds], 0.4, label=phase)
         axes.set_yticks(list(at), kinds, fontsize=7)
         axes.set_xlabel("% of the pass")
-        axes.legend()
 
     what = "d26, micro-batch as large as fits" if on_gpu else "a model of two layers: a check of the command"
     return Outcome(

@@ -43,7 +43,6 @@ def table2(context: Context) -> Outcome:
                 bottom += bits
         axes.set_xticks(range(len(counted)), list(counted))
         axes.set_ylabel("bits moved per element")
-        axes.legend()
 
     title = "Table 2: memory traffic and rotations of MS-EDEN requantization"
     numbers = {"launches": counted, "bits": totals, "saving": saving}

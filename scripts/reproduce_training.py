@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat_fp4 import llama
+from nanochat_fp4 import llama, plots
 from nanochat_fp4.errors import UserError
 from scripts import sweep, sweep_results, sweep_runs
 from scripts.reproduce_common import Context, Outcome
@@ -90,7 +90,6 @@ def training(
         shown = [m if len(set(seeds.values())) == 1 else f"{m}, {n} seed{'s' * (n > 1)}" for m, n in seeds.items()]
         axes.set_xticks(range(len(others)), shown, rotation=45, ha="right", fontsize=7)
         axes.set_ylabel("increase of validation BPB over bf16, %")
-        axes.legend(fontsize=7)
 
     seeds, tokens = sorted({r["seed"] for r in results}), sorted({r["tokens"] for r in results})
     numbers: dict[str, Any] = {"gaps": {f"{size} {m}": dataclasses.asdict(v) for (size, m), v in gaps.items()}}
@@ -175,6 +174,7 @@ def fig2(context: Context) -> Outcome:
 
 
 FULL_METHODS = ("bf16", "nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search")
+WITH_OURS = (*FULL_METHODS, "clover_feedback", "clover_late")  # where there are runs of them already
 FULL_CLAIMS = [
     Claim(f"Clover beats {name}", "clover", method)
     for method, name in (("nvidia", "NVIDIA"), ("four_over_six", "4/6"), ("tetrajet_v2", "TetraJet-v2"))
@@ -215,7 +215,8 @@ TABLE_5 = {
 
 def table5(context: Context) -> Outcome:
     title = "Table 5: nanochat's validation BPB, increase over BF16 (paper: d20 / d32)"
-    outcome, results = training(context, "table5", title, FULL_METHODS, FULL_CLAIMS, ["d8"], 20.0, TABLE_5)
+    methods = WITH_OURS if context.args.results else FULL_METHODS
+    outcome, results = training(context, "table5", title, methods, FULL_CLAIMS, ["d8"], 20.0, TABLE_5)
     reduction(outcome, results, "15% to 25%")
     outcome.notes.append(
         "the paper's rows after SFT come from the whole pipeline: COMPARE=1 QAT_METHOD=clover bash speedrun_fp4.sh"
@@ -224,22 +225,30 @@ def table5(context: Context) -> Outcome:
 
 
 def fig5(context: Context) -> Outcome:
+    methods = WITH_OURS if context.args.results else FULL_METHODS
     outcome, results = training(
-        context, "table5", "Figure 5", FULL_METHODS, FULL_CLAIMS, ["d8"], 20.0, TABLE_5,
+        context, "table5", "Figure 5", methods, FULL_CLAIMS, ["d8"], 20.0, TABLE_5,
     )  # fmt: skip
     # Runs that were evaluated at the ends alone: the mean training loss of parts of the run, on the same batches.
     loss = any(len(r["curve"]) < 4 for r in results) and all("loss_curve" in r for r in results)
     what = "training loss" if loss else "validation BPB"
     curves: dict[str, dict[str, list]] = {}
+    runs: dict[str, list[tuple[list, list]]] = {}  # of each line, one for each seed
     for size in dict.fromkeys(r["size"] for r in results):
         of_size = {(r["method"], r["seed"]): r["loss_curve" if loss else "curve"] for r in results if r["size"] == size}
         base = {seed: {c[0]: c[1] for c in curve} for (method, seed), curve in of_size.items() if method == "bf16"}
-        for method in FULL_METHODS[1:]:
+        for method in methods[1:]:
             points: dict[int, list[float]] = {}
             for seed in base:
-                for step, value, *_ in of_size.get((method, seed), ()):
-                    if step and step in base[seed]:
-                        points.setdefault(step, []).append(100 * (value / base[seed][step] - 1))
+                gaps = [
+                    (step, 100 * (value / base[seed][step] - 1))
+                    for step, value, *_ in of_size.get((method, seed), ())
+                    if step and step in base[seed]
+                ]
+                for step, value in gaps:
+                    points.setdefault(step, []).append(value)
+                if gaps:
+                    runs.setdefault(f"{method}, {size}", []).append(tuple(zip(*gaps)))
             if points:
                 curves.setdefault(size, {})[method] = [[s, sum(v) / len(v)] for s, v in sorted(points.items())]
     outcome.numbers["curves"] = curves
@@ -254,12 +263,10 @@ def fig5(context: Context) -> Outcome:
     )
 
     def plot(axes) -> None:
-        for size, methods in curves.items():
-            for method, points in methods.items():
-                axes.plot(*zip(*points), label=f"{method}, {size}" if len(curves) > 1 else method)
+        for name, seeds in runs.items():
+            plots.curve(axes, name if len(curves) > 1 else name.partition(",")[0], seeds)
         axes.set_xlabel("step")
         axes.set_ylabel(f"increase of the {what} over bf16, %")
-        axes.legend(fontsize=7)
 
     outcome.plot = plot
     return outcome

@@ -1,0 +1,62 @@
+"""How the project's pictures look: a title, units, whole steps, and colours that colour-blind readers can tell apart.
+
+matplotlib is imported here and nowhere else, when a picture is drawn: an ImportError is the caller's to explain.
+"""
+
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nanochat_fp4.files import atomic_open
+
+# Okabe and Ito's palette (jfly.uni-koeln.de/color), without its black, which is the baseline's, and its yellow, which
+# is too light for lines on white.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+BASELINE = "black"
+SEED = re.compile(r"_seed\d+(?=_|$)")  # of a run's name
+
+
+def draw(path: Path, title: str, plot: Callable[[Any], None]) -> None:
+    """Writes the PNG that plot(axes) draws. The legend goes below where it would hide lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from cycler import cycler
+    from matplotlib import pyplot
+
+    style = {"axes.prop_cycle": cycler(color=COLORS), "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(style | {"axes.grid": True, "grid.alpha": 0.3, "font.size": 9}):
+        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+        try:
+            plot(axes)
+            axes.set_axisbelow(True)
+            axes.set_title("\n".join(textwrap.wrap(title, 90)), fontsize=10)
+            if axes.get_xlabel() == "step":
+                axes.xaxis.get_major_locator().set_params(integer=True)
+            lines = axes.get_legend_handles_labels()
+            if axes.get_legend() is None and lines[0]:
+                columns = 1 if max(map(len, lines[1])) > 40 else 3 if len(lines[0]) > 4 else 2
+                figure.legend(*lines, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_open(path) as f:
+                figure.savefig(f, format="png", dpi=150)
+        finally:
+            pyplot.close(figure)
+
+
+def curve(axes: Any, label: str, runs: list[tuple[list, list]], style: str = "-", color: str | None = None) -> None:
+    """One line of (x, y); of several runs, which differ by their seeds, their mean, and the band between them."""
+    common = sorted(set.intersection(*(set(x) for x, _ in runs)))
+    values = [[dict(zip(x, y))[at] for x, y in runs] for at in common]
+    mean = [sum(v) / len(v) for v in values]
+    if len(runs) > 1:
+        label = f"{label}, {len(runs)} seeds"
+    (line,) = axes.plot(
+        common, mean, style, label=label, color=color, linewidth=1.4, marker="o" if len(common) < 15 else None,
+        markersize=3,
+    )  # fmt: skip
+    if len(runs) > 1:
+        axes.fill_between(common, [min(v) for v in values], [max(v) for v in values], color=line.get_color(), alpha=0.2)
