@@ -1,5 +1,5 @@
 """
-How reproducible a run is on this machine's GPU, as it is and with torch.use_deterministic_algorithms: one table.
+How reproducible a run is on this machine's GPU, as it is and with --deterministic: one table.
 
     python dev/determinism.py                                  # d6, clover; under 3 minutes on an H100 or H200
     python dev/determinism.py --method=bf16 --steps=100
@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from nanochat_fp4.common import use_deterministic_kernels  # noqa: E402
 from nanochat_fp4.errors import UserError, run_main  # noqa: E402
 
 MODES = ("default", "deterministic")
@@ -52,18 +52,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--passes", type=int, default=4, help="of one training step, whose operations are compared")
     add("--device-type", default="cuda")
     add("--out", default="", help="write the numbers here as JSON")
-    add("--child", choices=("run", "operations"), help=argparse.SUPPRESS)
-    add("--mode", choices=MODES, default="default", help=argparse.SUPPRESS)
-    add("rest", nargs="*", help=argparse.SUPPRESS)
+    add("--operations-of", choices=MODES, help=argparse.SUPPRESS)  # in a process of its own
     return parser.parse_args(argv)
-
-
-def set_mode(mode: str) -> None:
-    """Before the first CUDA call of a process. What has no deterministic implementation warns and goes on."""
-    if mode == "deterministic":
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it did not write
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -198,8 +188,9 @@ class Runs:
         return (self.base / f"{name}.log").read_text(errors="replace")
 
     def start(self, tag: str, mode: str, *flags: str) -> subprocess.Popen:
-        me = ["dev/determinism.py", "--child=run", f"--mode={mode}", "--"]
-        return self.program(*me, *self.flags, f"--model-tag={tag}", *flags, log=tag)
+        chosen = ["--deterministic"] if mode == "deterministic" else []
+        module = ["-W", "once", "-m", "scripts.base_train"]
+        return self.program(*module, *self.flags, *chosen, f"--model-tag={tag}", *flags, log=tag)
 
     def prepare(self) -> None:
         tokenizer = f"scripts.tok_train --vocab-size={VOCAB_SIZE} --max-chars=2000000"
@@ -255,8 +246,7 @@ def measure(args: argparse.Namespace, base: Path) -> dict[str, Any]:
     resumed = {mode: runs.start(f"{mode}_killed", mode, "--resume-from-step=latest") for mode in MODES}
     asked = {}
     for mode in MODES:
-        child = ["--child=operations", f"--mode={mode}", f"--out={base / f'{mode}.json'}"]
-        me = ["dev/determinism.py", *sys.argv[1:], *child]
+        me = ["dev/determinism.py", *sys.argv[1:], f"--operations-of={mode}", f"--out={base / f'{mode}.json'}"]
         asked[mode] = runs.program(*me, log=f"operations_{mode}", TORCHDYNAMO_DISABLE="1")
     for mode in MODES:
         runs.wait(beside[mode], f"{mode}_2")
@@ -310,20 +300,15 @@ def table(numbers: dict[str, Any]) -> str:
     ]
     run = f"{numbers['method']} d{numbers['depth']}, {numbers['steps']} steps"
     head = f"{numbers['gpu']}, torch {numbers['torch']}, {run}"
-    lines = [head, "", "| | as it is | use_deterministic_algorithms |", "|---|---|---|"]
+    lines = [head, "", "| | as it is | --deterministic |", "|---|---|---|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 
 
 def main() -> None:
     args = parse_args()
-    if args.child:
-        set_mode(args.mode)
-    if args.child == "run":
-        from scripts import base_train
-
-        warnings.simplefilter("once")
-        return base_train.main(args.rest)
-    if args.child == "operations":
+    if args.operations_of:
+        if args.operations_of == "deterministic":
+            use_deterministic_kernels()
         Path(args.out).write_text(json.dumps(operations(args)))
         return
     if args.device_type == "cuda" and not torch.cuda.is_available():

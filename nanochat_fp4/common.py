@@ -218,6 +218,18 @@ def rank_timeout() -> timedelta:
     return timedelta(seconds=seconds)
 
 
+def use_deterministic_kernels() -> None:
+    """
+    The same bits from the same bits on a CUDA device: PyTorch's deterministic algorithms, cuBLAS with one workspace
+    (set before the first product of the process), and no attention of cuDNN's, whose backward pass adds in any order
+    and which `torch.use_deterministic_algorithms` leaves alone. An operation that has no deterministic form warns.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it did not write
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, int, int, torch.device]:
     """
     Choose the device, seed (the same on all ranks, see seed_everything) and join the process group under torchrun.

@@ -49,6 +49,8 @@ def _load_fa3() -> tuple[ModuleType | None, str | None]:
     """(FlashAttention-3's interface module, None) or (None, the reason why not)."""
     if not torch.cuda.is_available():
         return None, "it needs a Hopper GPU, and there is no CUDA device"
+    if torch.are_deterministic_algorithms_enabled():
+        return None, "its backward pass is not deterministic"
     major, minor = torch.cuda.get_device_capability()
     if major != 9:
         return None, f"it needs a Hopper GPU (sm_90), and this is sm_{major}{minor}"

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from nanochat_fp4.checkpoint_manager import SOURCES, NoCheckpointError, build_model, check_model_tag, find_largest_model
-from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, get_base_dir, print0
+from nanochat_fp4.common import (
+    autodetect_device_type,
+    compute_cleanup,
+    compute_init,
+    get_base_dir,
+    print0,
+    use_deterministic_kernels,
+)
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -56,6 +63,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     # Runtime
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
+    add("--deterministic", action="store_true", help="the same bits each time on a GPU, too; slower there")
     add(
         "--on-nonfinite",
         choices=("stop", "skip"),
@@ -119,6 +127,8 @@ def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> Non
 
     Exits with the status of the signal that stopped it, if one did.
     """
+    if args.deterministic:
+        use_deterministic_kernels()
     _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
     try:
         with contextlib.ExitStack() as held, StopSignals() as signals:

@@ -1,5 +1,6 @@
 """The base directory, devices, ranks, seeds, the process group."""
 
+import os
 import random
 
 import pytest
@@ -26,6 +27,19 @@ def test_compute_init_returns_nanochats_tuple():
     common.compute_init("cpu")
     assert torch.equal(a, torch.rand(4))
     common.compute_cleanup()
+
+
+def test_deterministic_kernels_leave_cudnns_attention_out(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        common.use_deterministic_kernels()
+        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cuda.cudnn_sdp_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_cudnn_sdp(before)
+        torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def test_unknown_device_type():

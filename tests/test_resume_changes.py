@@ -12,6 +12,8 @@ from _damage import edit_meta
 from _samples import save_base
 from _training import STAGES
 
+from nanochat_fp4.environment import get_commit
+
 TAG = "run"
 COMMON = f"--model-tag={TAG} --num-iterations=3 --save-every=1 --keep-last=-1".split()
 
@@ -112,6 +114,8 @@ class Finished:
         return self.server.run(self.module, [*self.flags, *COMMON, *flags], env=env)
 
     def resume(self, change: str, said: str, status: int) -> None:
+        if change == "commit" and get_commit() is None:
+            return  # the tests of a source distribution, which is no checkout
         copy = self.base.with_name("copy")
         shutil.copytree(self.base, copy)
         # Where the text is must stay, or its path would be a second change.
