@@ -4,6 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import _models
 import pytest
 import torch
 
@@ -17,6 +18,8 @@ def load(name: str):
             pytest.skip(f"needs {package} (pip install '.[examples]')")
     spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    if name in NEEDS:
+        _models.package(NEEDS[name][0])
     spec.loader.exec_module(module)
     return module
 
