@@ -2,6 +2,7 @@
 
 from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.convert import (
+    accumulate_gradients,
     convert,
     full_precision,
     per_token_scale,
@@ -33,6 +34,7 @@ __all__ = [
     "Operand",
     "QuantLinear",
     "Recipe",
+    "accumulate_gradients",
     "backend",
     "convert",
     "full_precision",

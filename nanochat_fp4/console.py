@@ -69,6 +69,37 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
 
 
+_IMPORTED = time.monotonic()
+
+
+def process_age() -> float:
+    """Seconds since this process began, or since this module was imported where the system does not say."""
+    try:
+        with open("/proc/self/stat", encoding="ascii") as file:
+            began = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.monotonic() - _IMPORTED
+
+
+class Phases:
+    """Where the time of this process goes until something is there: what was done, and the seconds of it, in order."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {"start of Python": process_age()}
+        self.last = time.monotonic()
+
+    def end(self, name: str) -> None:
+        """What was done since the last call."""
+        now = time.monotonic()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
+        self.last = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return f"{sum(self.seconds.values()):.1f} s ({parts})"
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Printing, logging
 

@@ -1,17 +1,19 @@
 """
-Causal attention with a sliding window: one signature (FlashAttention-3's) over three backends.
+Causal attention with a sliding window: one signature (FlashAttention-3's) over four backends.
 
     fa3    FlashAttention-3 from Hugging Face's `kernels` package: Hopper, FP16 or BF16
+    flash  PyTorch's own flash kernel, with the window that SDPA has no argument for: sm_80 and newer, FP16 or BF16
     flex   torch's FlexAttention: sliding windows on other GPUs, inside torch.compile (outside it is not fused)
     sdpa   torch's scaled_dot_product_attention: everywhere; a window needs an explicit mask there
 
-The fastest one that can do a call is chosen for that call. NANOCHAT_ATTENTION=fa3|flex|sdpa, or `use(...)` in a test,
-forces one; a forced backend that cannot run raises instead of falling back.
+The fastest one that can do a call is chosen for that call. NANOCHAT_ATTENTION=fa3|flash|flex|sdpa, or `use(...)` in a
+test, forces one; a forced backend that cannot run raises instead of falling back.
 
 A window is FlashAttention's (left, right): position i sees i - left .. i, so left + 1 keys; left < 0 is no limit.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from types import ModuleType
@@ -22,8 +24,9 @@ from torch import Tensor
 
 from nanochat_fp4.common import print0
 from nanochat_fp4.errors import one_line
+from nanochat_fp4.nvfp4.dispatch import constant_when_compiled
 
-BACKENDS = ("fa3", "flex", "sdpa")
+BACKENDS = ("fa3", "flash", "flex", "sdpa")
 FA3_REPOSITORY = "varunneal/flash-attention-3"  # nanochat's choice on Hopper
 
 _NOT_TRIED = "it is looked for only when a model is set up on a CUDA device"
@@ -62,12 +65,33 @@ def _load_fa3() -> tuple[ModuleType | None, str | None]:
         return None, f"loading {FA3_REPOSITORY} failed: {type(e).__name__}: {one_line(e)}"
 
 
+@functools.cache
+def _flash_reason() -> str | None:
+    """Why PyTorch's flash kernel cannot be called here, or None."""
+    if not torch.cuda.is_available():
+        return "it needs a GPU, and there is no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"it needs sm_80 or newer, and this is sm_{major}{minor}"
+    if torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
+        return "this torch was built without it"
+    parameters = [a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments]
+    return None if "window_size_left" in parameters else "that of this torch takes no window"
+
+
+@constant_when_compiled
+def _has_flash() -> bool:
+    return _flash_reason() is None
+
+
 def unavailable_reason(backend: str) -> str | None:
     """None where `backend` can run on this machine (for fa3: after setup), else why it cannot. Raises ValueError."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown attention backend {backend!r}; use one of {', '.join(BACKENDS)}")
     if backend == "fa3":
         return _fa3_reason
+    if backend == "flash":
+        return _flash_reason()
     return _flex_reason if backend == "flex" else None
 
 
@@ -123,6 +147,9 @@ def _describe(device_type: str, windowed: bool) -> str:
         return "attention: FlashAttention-3"
     if not windowed:
         return f"attention: SDPA (FlashAttention-3: {_fa3_reason})"
+    if _flash_reason() is None:
+        line = "attention: PyTorch's flash kernel for sliding windows, SDPA for full context"
+        return f"{line} (FlashAttention-3: {_fa3_reason})"
     if _flex_reason is None:
         line = f"attention: FlexAttention for sliding windows where compiled, else {masked}; SDPA for full context"
         return f"{line} (FlashAttention-3: {_fa3_reason})"
@@ -160,6 +187,14 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, left: int, first: Tensor | None = Non
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
+def _flash(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
+    # It is what SDPA calls, whose wrapper does not pass a window on; its backward pass is torch's own as well.
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, q.size(1), k.size(1), 0.0, True, False, window_size_left=left, window_size_right=0
+    )
+    return out
+
+
 def _flex(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     def visible(_batch, _head, query, key):
         return (key <= query) & (query - key <= left) if left >= 0 else key <= query
@@ -178,8 +213,16 @@ def _choose(q: Tensor, left: int) -> str:
     if q.is_cuda:
         if _fa3 is not None and q.dtype in (torch.bfloat16, torch.float16):
             return "fa3"
-        if _flex_reason is None and 0 <= left < q.size(1) - 1 and torch.compiler.is_compiling():
-            return "flex"
+        if 0 <= left < q.size(1) - 1:
+            if (
+                _has_flash()
+                and q.dtype in (torch.bfloat16, torch.float16)
+                and q.size(-1) % 8 == 0
+                and q.size(-1) <= 256
+            ):
+                return "flash"
+            if _flex_reason is None and torch.compiler.is_compiling():
+                return "flex"
     return "sdpa"
 
 
@@ -201,6 +244,8 @@ def flash_attn_func(
     backend = _choose(q, window_size[0])
     if backend == "fa3":
         return _fa3.flash_attn_func(q, k, v, causal=True, window_size=window_size)
+    if backend == "flash":
+        return _flash(q, k, v, window_size[0])
     return _flex(q, k, v, window_size[0]) if backend == "flex" else _sdpa(q, k, v, window_size[0])
 
 

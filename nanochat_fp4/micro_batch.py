@@ -12,6 +12,7 @@ from nanochat_fp4.console import format_bytes
 from nanochat_fp4.errors import UserError, is_out_of_memory
 from nanochat_fp4.gpt import autocast
 from nanochat_fp4.hardware import physical_memory
+from nanochat_fp4.optim import STACK_ELEMENTS
 
 
 def plan_accumulation(total_batch_size: int, device_batch_size: int, seq_len: int, world_size: int) -> int:
@@ -74,12 +75,16 @@ def largest_micro_batch(
 
 def optimizer_bytes(model: nn.Module) -> int:
     """
-    Memory that the optimizers will take and that a trial pass does not show yet: Muon keeps one moment of each matrix
-    and AdamW two of everything else, and a Muon step works on some FP32 copies of the largest stack of matrices.
+    Memory that a step of several micro-batches takes and that a trial pass does not show: its first forward pass finds
+    no gradients yet, and no moments, of which Muon keeps one of each matrix and AdamW two of embedding and head.
     """
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    moments = sum(2 * p.numel() * p.element_size() for p in model.parameters())
-    return moments + 8 * max((p.numel() for p in matrices), default=0) * 4
+    sizes = [p.numel() * p.element_size() for p in model.parameters()]
+    return 2 * sum(sizes) + 2 * max(sizes, default=0)
+
+
+def update_bytes(model: nn.Module) -> int:
+    """Memory that the update itself takes, when the activations are gone: of Muon, 20 bytes an element of a stack."""
+    return 20 * min(STACK_ELEMENTS, sum(p.numel() for p in model.parameters() if p.ndim == 2))
 
 
 def try_micro_batch(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype | None = None) -> None:
@@ -110,9 +115,10 @@ def auto_device_batch_size(
 
         def peak_bytes(size: int) -> int:
             torch.cuda.reset_peak_memory_stats(device)
+            in_update = torch.cuda.memory_allocated(device) + update_bytes(model)
             try:
                 try_micro_batch(model, size, seq_len, dtype)
-                return torch.cuda.max_memory_allocated(device)
+                return max(torch.cuda.max_memory_allocated(device), in_update)
             finally:
                 model.zero_grad(set_to_none=True)
 

@@ -40,6 +40,10 @@ POLAR_EXPRESS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
+# Elements that Muon works on at a time: a stack of whole matrices of one shape. An update takes some 20 bytes of memory
+# for each (stacked weights and gradients in FP32, and what the orthogonalization makes): 5 GiB, whatever the depth.
+STACK_ELEMENTS = 2**28
+
 # The collectives got new names in torch 2.13; the old ones warn there, the new ones do not exist before.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -177,8 +181,9 @@ class Muon(torch.optim.Optimizer):
     """
     Muon for 2-D parameters; see the top of this file for the formula.
 
-    Parameters of one shape form a group (in the order of sorted shapes) and are updated as one stack. The schedules are
-    the caller's: set "lr", "momentum" and "weight_decay" of the groups before each step.
+    Parameters of one shape form a group (in the order of sorted shapes), of which as many as stack_elements allows are
+    updated as one stack. The schedules are the caller's: set "lr", "momentum" and "weight_decay" of the groups before
+    each step.
 
     Args:
         params: 2-D parameters, floating.
@@ -188,6 +193,7 @@ class Muon(torch.optim.Optimizer):
         orthogonalizer: "polar_express" (nanochat's) or "newton_schulz" (the muon-optimizer package's).
         dtype: of the orthogonalization; default BF16 on CUDA, and the parameters' elsewhere, where BF16 products can
             be many times slower.
+        stack_elements: how many elements are worked on at a time, which decides the memory that a step takes.
     Raises ValueError for parameters that are not matrices, and in step() for missing gradients.
     """
 
@@ -201,6 +207,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         orthogonalizer: str = "polar_express",
         dtype: torch.dtype | None = None,
+        stack_elements: int = STACK_ELEMENTS,
     ):
         params = list(params)
         for p in params:
@@ -209,7 +216,7 @@ class Muon(torch.optim.Optimizer):
         if orthogonalizer not in ORTHOGONALIZERS:
             raise ValueError(f"unknown orthogonalizer {orthogonalizer!r}; use one of {', '.join(ORTHOGONALIZERS)}")
         self.rank, self.world_size = _rank_and_world_size()
-        self.dtype = dtype
+        self.dtype, self.stack_elements = dtype, stack_elements
         shapes = sorted({tuple(p.shape) for p in params})  # sorted: the same order on every rank
         groups = [dict(params=[p for p in params if tuple(p.shape) == shape]) for shape in shapes]
         defaults = dict(
@@ -229,6 +236,14 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
+        if self.world_size == 1:
+            for group, grads in [(g, _gradients(g["params"])) for g in self.param_groups]:
+                params = group["params"]
+                for part in self._parts(params):
+                    stack = torch.stack(params[part])
+                    self._update_part(group, stack, torch.stack(grads[part]), part)
+                    torch._foreach_copy_(params[part], list(stack.unbind(0)))
+            return
         reduced = [self._reduce(group) for group in self.param_groups]
         gathered = [self._update(group, *info) for group, info in zip(self.param_groups, reduced)]
         for group, (work, stack) in zip(self.param_groups, gathered):
@@ -240,8 +255,6 @@ class Muon(torch.optim.Optimizer):
     def _reduce(self, group: dict[str, Any]) -> tuple[Any, Tensor]:
         """(work, averaged gradients of the own matrices (chunk, M, N), summed only once `work` is done)."""
         grads = torch.stack(_gradients(group["params"]))
-        if self.world_size == 1:
-            return None, grads
         chunk = self._chunk_size(group)
         missing = chunk * self.world_size - len(grads)
         if missing:
@@ -257,16 +270,22 @@ class Muon(torch.optim.Optimizer):
         params, chunk = group["params"], self._chunk_size(group)
         own = params[self.rank * chunk : (self.rank + 1) * chunk]
         stack = torch.stack(own) if own else grads[:0]
-        if own:
-            self._update_own(group, stack, grads[: len(own)])
-        if self.world_size == 1:
-            return None, stack
+        for part in self._parts(own):
+            self._update_part(group, stack[part], grads[part], part)
         padded = torch.cat((stack, stack.new_zeros(chunk - len(own), *stack.shape[1:])))
         everything = padded.new_empty(chunk * self.world_size, *padded.shape[1:])
         return _all_gather(everything, padded, async_op=True), everything
 
-    def _update_own(self, group: dict[str, Any], stack: Tensor, grads: Tensor) -> None:
-        num_own, rows, columns = stack.shape
+    def _parts(self, params: list[Tensor]) -> list[slice]:
+        """The parameters that are updated together. All parts are of one size, for which one graph is compiled."""
+        count = len(params)
+        sizes = [n for n in range(1, count + 1) if count % n == 0 and n * params[0].numel() <= self.stack_elements]
+        size = max(sizes, default=1)
+        return [slice(i, i + size) for i in range(0, count, size)]
+
+    def _update_part(self, group: dict[str, Any], stack: Tensor, grads: Tensor, part: slice) -> None:
+        """stack, grads: of the matrices `part` of those that this rank owns; both change in place."""
+        _, rows, columns = stack.shape
         state = self.state[group["params"][0]]  # one state for the group, under its first parameter, as nanochat has it
         if "momentum_buffer" not in state:
             chunk = self._chunk_size(group)
@@ -274,12 +293,12 @@ class Muon(torch.optim.Optimizer):
             if group["beta2"] is not None:
                 shape = (chunk, rows, 1) if rows >= columns else (chunk, 1, columns)
                 state["second_momentum_buffer"] = stack.new_zeros(shape)
-        second = state["second_momentum_buffer"][:num_own] if group["beta2"] is not None else None
+        second = state["second_momentum_buffer"][part] if group["beta2"] is not None else None
         update = _compiled_muon_update() if stack.is_cuda else muon_update
         update(
             stack,
             grads,
-            state["momentum_buffer"][:num_own],
+            state["momentum_buffer"][part],
             second,
             torch.tensor(group["momentum"], dtype=torch.float32),
             torch.tensor(group["beta2"] or 0.0, dtype=torch.float32),

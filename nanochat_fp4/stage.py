@@ -21,6 +21,7 @@ from nanochat_fp4.common import (
     print0,
     use_deterministic_kernels,
 )
+from nanochat_fp4.console import Phases
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -113,13 +114,15 @@ def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str
 
 @dataclass(frozen=True)
 class Process:
-    """This process of a run. held: what it lets go at the end, the run's folder."""
+    """This process of a run. held: what it lets go at the end, the run's folder; phases: of its time up to the first
+    step."""
 
     device: torch.device
     rank: int
     world_size: int
     signals: StopSignals
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    phases: Phases = field(default_factory=Phases)
 
 
 def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> None:
@@ -127,12 +130,13 @@ def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> Non
 
     Exits with the status of the signal that stopped it, if one did.
     """
+    phases = Phases()
     if args.deterministic:
         use_deterministic_kernels()
     _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
     try:
         with contextlib.ExitStack() as held, StopSignals() as signals:
-            train(Process(device, rank, world_size, signals, held))
+            train(Process(device, rank, world_size, signals, held, phases))
     finally:
         compute_cleanup()
     if signals.exit_code:

@@ -61,7 +61,10 @@ class TrainingStep:
 
     model: not compiled; forward: its compiled form, or itself. dtype: of matrix products, see gpt.autocast.
     loss: (model or its compiled form, *batch) -> mean loss of a micro-batch, ().
+    accumulates: whether gradients are added where they are made (nf.accumulate_gradients).
     """
+
+    accumulates = True
 
     def __init__(
         self,
@@ -90,6 +93,13 @@ class TrainingStep:
 
     def weights_once(self, passes: int) -> contextlib.AbstractContextManager:
         return self.quantized.weights_once(passes)
+
+    @contextlib.contextmanager
+    def micro_batches(self, count: int) -> Iterator[None]:
+        """Around so many micro-batches of one step: what they share is made once."""
+        accumulates = self.accumulates and count > 1
+        with self.weights_once(count), nf.accumulate_gradients(self.model) if accumulates else contextlib.nullcontext():
+            yield
 
     def micro_batch(self, *batch: Tensor, count: int = 1) -> Tensor:
         """Adds the gradients of one of `count` micro-batches, with its share; its mean loss, ()."""
@@ -177,6 +187,7 @@ class Trainer:
         }
         self.monitor = LossMonitor()
         self.loader_state: Any = None
+        self.made_first_step = False  # by this process
         self.skipped_in_a_row = 0
         self.warned_of_repetition = False
         self.batch: Batch | None = None  # the one that is trained on next, and the position after it
@@ -198,6 +209,7 @@ class Trainer:
     def begin(self) -> None:
         """Everything up to the first step."""
         stage, start, options = self.stage, self.start, self.options
+        self.process.phases.end("model")
         if start.source is not None:
             self.restore()
         self.loader = stage.make_loader(self.loader_state)
@@ -220,6 +232,7 @@ class Trainer:
         )
         if not self.finished() and self.stage.prefetch:
             self.fetch()
+        self.process.phases.end("first batch")
 
     def restore(self) -> None:
         """The state of the checkpoint that the run goes on from."""
@@ -281,6 +294,8 @@ class Trainer:
 
     def train_step(self) -> None:
         """One optimizer step, or the attempt at one."""
+        if not self.made_first_step:
+            self.process.phases.end("evaluation")
         if changed := self.quantized.set_progress(self.step):
             self.progress.write(f"step {self.step:05d} | from here on {changed}")
             if self.parts.compiled:
@@ -309,12 +324,16 @@ class Trainer:
         shown = {} if outcome.bad else self.account(outcome, seconds)
         self.step += 1
         self.progress.update(1, **shown)
+        if not self.made_first_step:
+            self.made_first_step = True
+            self.process.phases.end("first step, compiling" if self.parts.compiled else "first step")
+            self.progress.write(f"time to the first step: {self.process.phases}")
 
     def optimize(self, tried: list[tuple[Batch, dict]]) -> Outcome:
         """Micro-batches and, where all numbers are finite, the update. tried: gets (batch, generators before)."""
         stage, parts = self.stage, self.parts
         losses, counted = [], 0
-        with parts.weights_once(stage.grad_accum_steps):
+        with parts.micro_batches(stage.grad_accum_steps):
             for _ in range(stage.grad_accum_steps):
                 if not stage.prefetch:
                     self.fetch()

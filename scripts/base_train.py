@@ -165,6 +165,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     data_dir = ensure_data(args.data_dir, column=args.text_column)
     tokenizer = get_tokenizer()
     token_bytes = get_token_bytes(device=device)
+    process.phases.end("data, tokenizer")
     model, name = make_model(args, tokenizer.get_vocab_size(), device)
     settings = make_settings(args, method, model, tokenizer, data_dir, world_size)
     num_iterations = settings.num_iterations

@@ -55,7 +55,7 @@ def time_by_operation(subject: Subject, rows: int) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         with torch.profiler.profile(activities=activities) as profile:
-            with subject.weights_once(2):
+            with subject.micro_batches(2):
                 subject.micro_batch(ids, ids)
             subject.update()
             if cuda:

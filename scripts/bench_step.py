@@ -65,7 +65,7 @@ class Subject(TrainingStep):
     def passes(self, rows: int) -> None:
         """Two micro-batches: the second one finds gradients to add to."""
         ids = self.tokens(rows)
-        with self.weights_once(2):
+        with self.micro_batches(2):
             for _ in range(2):
                 self.micro_batch(ids, ids)
 
@@ -226,7 +226,7 @@ def compiled_graphs() -> int:
 def run_steps(subject: Subject, rows: int, micro_batches: int, watch: Stopwatch) -> None:
     """One optimizer step of a few timed micro-batches."""
     ids = subject.tokens(rows)
-    codes = subject.weights_once(2)
+    codes = subject.micro_batches(2)
     watch.time("codes", codes.__enter__)
     try:
         for _ in range(micro_batches):

@@ -87,8 +87,11 @@ def test_resume_continues_what_a_signal_stopped(tiny_base, capsys):
                 assert stopped.value.code == status
             else:
                 train(f"--model-tag={tag}", steps=6, method="bf16")
-        out = capsys.readouterr().out
+        out, err = capsys.readouterr()
         assert f"{signal.Signals(number).name}: stopped at step 3 of 6" in out and "--resume-from-step latest" in out
+        assert re.search(
+            r"time to the first step: [\d.]+ s \(start of Python [\d.]+, .*model .*, first step [\d.]+\)", out + err
+        )
         assert list_steps(tiny_base / "base_checkpoints" / tag) == [3]  # the step in progress was finished, no more
         assert signal.getsignal(number) == handler
 

@@ -87,6 +87,28 @@ def test_flex_compiles_in_one_graph():
     torch.testing.assert_close(out, loop(q, k, v, 7), **TOLERANCE)
 
 
+def test_the_flash_kernel_is_asked_for_the_window():
+    """What the calls are, forward and backward; the values: test_gpu_backends_agree_with_sdpa."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "_flash_attention" in str(function):
+                given = dict(zip((a.name for a in function._schema.arguments), args)) | (kwargs or {})
+                calls.append([given[k] for k in ("max_q", "max_k", "is_causal", "dropout_p")])
+                calls[-1] += [given["window_size_left"], given["window_size_right"]]
+            return function(*args, **(kwargs or {}))
+
+    inputs = [torch.empty(2, 20, h, 16, dtype=torch.bfloat16, device="meta", requires_grad=True) for h in (4, 2, 2)]
+    with Record():
+        y = flash_attention._flash(*inputs, 7)
+        grads = torch.autograd.grad(y, inputs, torch.ones_like(y))
+    assert [t.shape for t in (y, *grads)] == [t.shape for t in (inputs[0], *inputs)]
+    assert calls == [[20, 20, True, 0.0, 7, 0]] * 2
+
+
 def test_full_attention_compiles_for_any_length():
     """SDPA: is_causal and enable_gqa must be bool, not SymBool."""
     q, k, v = qkv()
@@ -96,7 +118,7 @@ def test_full_attention_compiles_for_any_length():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["fa3", "flex"])
+@pytest.mark.parametrize("name", ["fa3", "flash", "flex"])
 @pytest.mark.parametrize("left", [-1, 700])
 def test_gpu_backends_agree_with_sdpa(name, left):
     flash_attention.setup("cuda", windowed=True)
@@ -133,7 +155,7 @@ def test_forcing_what_is_not_there_is_an_error(monkeypatch):
     with pytest.raises(ValueError, match="fa3 cannot run"):
         flash_attention.setup("cpu")
     monkeypatch.setenv("NANOCHAT_ATTENTION", "fa9")
-    with pytest.raises(ValueError, match="unknown attention backend 'fa9'; use one of fa3, flex, sdpa"):
+    with pytest.raises(ValueError, match="unknown attention backend 'fa9'; use one of fa3, flash, flex, sdpa"):
         flash_attention.setup("cpu")
 
 

@@ -276,12 +276,17 @@ def test_a_conversion_that_does_not_work_is_not_used(monkeypatch):
     assert quantize_module.hardware.__wrapped__() == m.CONVERTS_E2M1.value
 
 
-@pytest.mark.parametrize("wrong", [None, "tie", "zero"])
+@pytest.mark.parametrize("wrong", [None, "tie", "zero", "nan", "infinity", "neighbour"])
 def test_the_probe_of_the_conversion_sees_a_wrong_code(wrong, monkeypatch):
-    """With the arithmetic in the place of the instruction, right, and wrong at a tie or in the sign of zero."""
+    """With the arithmetic in the place of the instruction, right, and wrong at a tie, in the sign of zero, for what is
+    no number, and for a number beside it."""
 
     def launch(y, codes, values, hardware, blocks, **_):
-        q = round_e2m1(y)
+        q = round_e2m1(y.nan_to_num(7.0).clamp(-6.9, 6.9))
+        if hardware and wrong in ("nan", "infinity"):
+            q = torch.where(y.isnan() if wrong == "nan" else y.isinf(), 0.0, q)
+        if hardware and wrong == "neighbour":
+            q = torch.where(y.isnan().roll(1), 6.0, q)
         if hardware and wrong == "tie":
             q = torch.where(y == 2.5, 3.0, q)
         if hardware and wrong == "zero":

@@ -104,6 +104,23 @@ def test_newton_schulz_is_the_muon_packages():
     torch.testing.assert_close(p.detach(), -theirs.float(), rtol=2**-6, atol=1e-3)
 
 
+def test_the_size_of_the_stacks_changes_nothing():
+    """One matrix at a time, two of six, and all; with their states taken over from one another."""
+    params = [parameters([(24, 16)] * 6 + [(8, 40)] * 3) for _ in range(3)]
+    muons = [Muon(p, weight_decay=0.1, stack_elements=n) for p, n in zip(params, (1, 2 * 24 * 16, 2**28))]
+    assert [[len(m._parts(g["params"])) for g in m.param_groups] for m in muons] == [[3, 6], [3, 3], [1, 1]]
+    for step in range(3):
+        for p, muon in zip(params, muons):
+            set_grads(p, step)
+            muon.step()
+        states = [muon.state_dict() for muon in muons]
+        for muon, state in zip(muons, states[1:] + states[:1]):
+            muon.load_state_dict(copy.deepcopy(state))
+    for p, q, r in zip(*params):
+        torch.testing.assert_close(p, r, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(q, r, rtol=1e-5, atol=1e-6)
+
+
 def test_first_update_is_nearly_semi_orthogonal():
     for shape in MATRICES:
         p = torch.nn.Parameter(torch.zeros(shape))

@@ -1,4 +1,5 @@
-"""BF16 matrix products whose alpha stays on the GPU: C = alpha * A . B^T with one rounding of the FP32 accumulator.
+"""BF16 matrix products whose alpha stays on the GPU: alpha * A . B^T, or C + alpha * A . B^T in place, with one
+rounding of the FP32 accumulator.
 
 torch.mm takes alpha from the host, which would need a synchronization, or rounds to BF16 before a later multiplication.
 cuBLAS itself takes alpha from device memory (pointer mode device); torch lends its handle, set to the current stream
@@ -55,14 +56,37 @@ def mm_alpha(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, out_d
 
     out_dtype is torch.bfloat16 or torch.float32. Raises RuntimeError with cuBLAS's status if it refuses.
     """
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    _gemm(a, b, alpha, 0.0, out)
+    return out
+
+
+@mm_alpha.register_fake
+def _(a, b, alpha, out_dtype):
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+@operator("mm_alpha_add(Tensor a, Tensor b, Tensor? alpha, Tensor(c!) into) -> ()")
+def mm_alpha_add(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, into: torch.Tensor) -> None:
+    """into += a (M, K) . b (N, K)^T * alpha, as mm_alpha; into FP32 or BF16 (M, N), contiguous."""
+    if not into.is_contiguous():
+        raise ValueError(f"mm_alpha_add: into has strides {into.stride()}, expected a contiguous matrix")
+    _gemm(a, b, alpha, 1.0, into)
+
+
+@mm_alpha_add.register_fake
+def _(a, b, alpha, into):
+    return None
+
+
+def _gemm(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, beta: float, out: torch.Tensor) -> None:
     (m, k), n = a.shape, b.shape[0]
     # Column-major cuBLAS computes C^T (N, M) = B . A^T; what is row-major here is transposed there.
     op_b, ldb = (OP_T, b.stride(0)) if b.stride(1) == 1 else (OP_N, b.stride(1))
     op_a, lda = (OP_N, a.stride(0)) if a.stride(1) == 1 else (OP_T, a.stride(1))
-    out = torch.empty(m, n, dtype=out_dtype, device=a.device)
     library = _library()
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-    zero = _constant(0.0, a.device)
+    beta = _constant(beta, a.device)
     alpha = _constant(1.0, a.device) if alpha is None else alpha
 
     def pointer(t: torch.Tensor) -> ctypes.c_void_p:
@@ -71,16 +95,10 @@ def mm_alpha(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, out_d
     library.cublasSetPointerMode_v2(handle, POINTER_MODE_DEVICE)
     status = library.cublasGemmEx(
         handle, op_b, op_a, n, m, k, pointer(alpha), pointer(b), R_16BF, ldb, pointer(a), R_16BF, lda,
-        pointer(zero), pointer(out), _DATA_TYPES[out_dtype], n, COMPUTE_32F, ALGO_DEFAULT,
+        pointer(beta), pointer(out), _DATA_TYPES[out.dtype], n, COMPUTE_32F, ALGO_DEFAULT,
     )  # fmt: skip
     library.cublasSetPointerMode_v2(handle, POINTER_MODE_HOST)
     if status:
         raise RuntimeError(
-            f"cublasGemmEx returned status {status} for {tuple(a.shape)} x {tuple(b.shape)} -> {out_dtype}"
+            f"cublasGemmEx returned status {status} for {tuple(a.shape)} x {tuple(b.shape)} -> {out.dtype}"
         )
-    return out
-
-
-@mm_alpha.register_fake
-def _(a, b, alpha, out_dtype):
-    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)

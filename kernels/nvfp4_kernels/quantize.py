@@ -280,23 +280,34 @@ def convert_kernel(y_ptr, codes_ptr, values_ptr, HARDWARE: tl.constexpr, NB: tl.
 
 def conversion_problem(device: str = "cuda") -> str | None:
     """What is wrong with the instruction that rounds to E2M1, or None: on every tie, its neighbours, both zeros and
-    numbers in between its codes and values must be those of the arithmetic; of infinity it may make 6. NaN it makes a
-    number, which does no harm: NaN reaches the scales too."""
+    numbers in between its codes and values must be those of the arithmetic. What is too large, and infinity, must
+    become 6 with its sign, NaN 6 or -6 (no harm: NaN reaches the scales too), and numbers beside them stay."""
     ties = torch.tensor([0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 6.875])
     near = torch.cat([ties, *(torch.nextafter(ties, torch.tensor(v)) for v in (0.0, 7.0)), torch.linspace(0, 6.9, 98)])
-    y = torch.cat((near, -near)).to(device)
+    finite = torch.cat((near, -near))
+    inf, nan = float("inf"), float("nan")
+    special = torch.tensor([inf, -inf, nan, 0.5, -nan, -1.5, 1e30, -1e30, 7.0, -7.0, 3e38, -0.0, 0.0, inf, -inf, 4.0])
     results = []
     try:
-        for conversions in (0, m.CONVERTS_E2M1.value):
+        for numbers, conversions in ((finite, 0), (finite, m.CONVERTS_E2M1.value), (special, m.CONVERTS_E2M1.value)):
+            y = numbers.to(device)
             codes = torch.empty(y.numel() // 8, dtype=torch.int32, device=device)
             values = torch.empty_like(y)
             convert_kernel[(1,)](y, codes, values, conversions, y.numel() // 16, num_warps=1, **NO_FUSION)
             results.append((codes.cpu(), values.cpu()))
     except Exception as error:  # whatever a compiler raises
         return f"raises {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
-    (codes, values), (converted, converted_values) = results
+    (codes, values), (converted, converted_values), (words, of_special) = results
     if not torch.equal(codes, converted) or not torch.equal(values, converted_values):
         return "does not round as it should"
+    want = special.clamp(-6.0, 6.0)
+    nans = special.isnan()
+    nibbles = (words.unsqueeze(-1) >> torch.arange(0, 32, 4) & 15).flatten()
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    coded = torch.copysign(grid[nibbles & 7], 0.5 - (nibbles >> 3))
+    same = torch.equal(coded[~nans], want[~nans]) and torch.equal(of_special[~nans], want[~nans])
+    if not same or not torch.equal(coded, of_special) or not (coded[nans].abs() == 6).all():
+        return "does not make 6 of NaN and infinity"
     return None
 
 

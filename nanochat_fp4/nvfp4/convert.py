@@ -8,7 +8,8 @@ import contextlib
 import fnmatch
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -247,11 +248,16 @@ def per_token_scale(model: nn.Module) -> contextlib.AbstractContextManager[None]
 
 
 def groups_computed_as_one(model: nn.Module) -> list[tuple[QuantLinear, ...]]:
-    """The layers that quantize, each with those that fused_linear computes as one with it, or alone.
+    """The layers that quantize, each with those that fused_linear computes as one with it, or alone."""
+    return _groups(model, lambda m: m.quantization and m.recipe.quantizes)
+
+
+def _groups(model: nn.Module, wanted: Callable[[QuantLinear], bool]) -> list[tuple[QuantLinear, ...]]:
+    """The layers that are wanted, each with those that fused_linear computes as one with it, or alone.
 
     Layers that are computed as one are found by their parent's attribute `fused_linears`, a tuple of names.
     """
-    layers = [m for m in model.modules() if isinstance(m, QuantLinear) and m.quantization and m.recipe.quantizes]
+    layers = [m for m in model.modules() if isinstance(m, QuantLinear) and wanted(m)]
     parents = [[getattr(m, name) for name in getattr(m, "fused_linears", ())] for m in model.modules()]
     groups = [tuple(g) for g in parents if g and set(layers).issuperset(g) and can_be_fused(g)]
     fused = {layer for group in groups for layer in group}
@@ -293,6 +299,82 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
             "quantize_weights_once: weights changed inside the context, so gradients were computed for the old ones; "
             "leave it before optimizer.step()"
         )
+
+
+@contextlib.contextmanager
+def accumulate_gradients(model: nn.Module) -> Iterator[None]:
+    """Inside this context, for the micro-batches of one optimizer step, converted layers add the gradient of their
+    weight to weight.grad in the GEMM that computes it (gemm.gemm_add); autograd gets no tensor to add.
+
+    weight.grad stays what it is to everybody else: float32, of the parameter's shape, made of zeros where there was
+    none, and after the context what autograd would have made of the same backward passes. So clipping, all-reducing,
+    GradScaler, optimizers and zero_grad() outside of the context need to know nothing, and retain_graph, activation
+    checkpointing and a layer that is called twice add as often as they are computed. Gradients of layers that are
+    computed as one are slices of one tensor. docs/gradients.md says what is equal to the bit.
+
+    Left to autograd, in the same context: weights that are not float32, are frozen, have hooks or are those of several
+    layers; Conv1D; and DTensors (FSDP2 never sees a gradient that backward does not return). torch.autograd.grad of a
+    loss for the weights of the other layers is not possible inside. Inside another such context it does nothing.
+
+    Raises ValueError for a model inside DistributedDataParallel, whose reduction waits for gradients that autograd
+    accumulates, and RuntimeError at the end if a weight's grad was dropped or exchanged inside.
+    """
+    if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
+        raise ValueError(
+            "accumulate_gradients: DistributedDataParallel reduces gradients while autograd accumulates them, and "
+            "would not see these; average weight.grad over the ranks after the last micro-batch, or leave this out"
+        )
+    owners = Counter(m.weight for m in model.modules() if isinstance(m, QuantLinear))
+    groups = _groups(model, lambda m: m.grad_buffer is None and owners[m.weight] == 1 and _takes_gradients(m))
+    buffers = [_make_gradients([layer.weight for layer in layers]) for layers in groups]
+    layers = [layer for group in groups for layer in group]
+    made = [layer.weight.grad for layer in layers]
+    attributes = [(layer, "grad_buffer", grad.data) for layer, grad in zip(layers, made)]
+    attributes += [(group[0], "stacked_grad_buffer", b.data) for group, b in zip(groups, buffers) if len(group) > 1]
+    try:
+        for layer, name, tensor in attributes:
+            setattr(layer, name, tensor)
+            layer.outside = layer.outside | {name: None}
+        yield
+    finally:
+        for layer, name, _ in attributes:
+            vars(layer).pop(name, None)
+            layer.outside = {k: v for k, v in layer.outside.items() if k != name}
+    if any(layer.weight.grad is not grad for layer, grad in zip(layers, made)):
+        raise RuntimeError(
+            "accumulate_gradients: the gradients of weights were dropped or exchanged inside the context, which adds "
+            "to those that it found; leave it before zero_grad()"
+        )
+
+
+def _takes_gradients(layer: QuantLinear) -> bool:
+    """Whether the layer's gradient may be added to weight.grad without autograd."""
+    weight = layer.weight
+    grad = weight.grad
+    plain = type(layer) is QuantLinear and type(weight) is nn.Parameter
+    plain = plain and (
+        grad is None or (type(grad) is torch.Tensor and grad.dtype == weight.dtype and not grad.is_sparse)
+    )
+    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    return plain and weight.dtype == torch.float32 and weight.requires_grad and not hooks
+
+
+def _make_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Makes the gradients of these weights slices of one tensor, which it returns; they keep their values."""
+    rows = [weight.shape[0] for weight in weights]
+    first = weights[0].grad
+    if first is not None and len(weights) > 1 and first._base is not None and first._base.shape[0] == sum(rows):
+        slices = first._base.split(rows)
+        if all(w.grad is not None and w.grad.data_ptr() == s.data_ptr() for w, s in zip(weights, slices)):
+            return first._base
+    if len(weights) == 1 and first is not None and first.is_contiguous():
+        return first
+    together = weights[0].new_zeros(sum(rows), *weights[0].shape[1:])
+    for weight, part in zip(weights, together.split(rows)):
+        if weight.grad is not None:
+            part.copy_(weight.grad)
+        weight.grad = part
+    return together
 
 
 def set_progress(model: nn.Module, progress: float) -> bool:

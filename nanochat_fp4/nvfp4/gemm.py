@@ -34,10 +34,27 @@ class GemmOperand:
     def from_tensors(cls, *tensors: torch.Tensor) -> "GemmOperand":
         return cls(*tensors)
 
-    def complete_grad_weight(
-        self, grad_weight: torch.Tensor, grad_output: torch.Tensor, dtype: torch.dtype
+    def grad_weight(
+        self,
+        et: "GemmOperand",
+        xt: "GemmOperand",
+        grad_output: torch.Tensor,
+        compute_dtype: torch.dtype,
+        out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        return grad_weight
+        """The wgrad GEMM of the operands made of grad_output and of this input, (N, K)."""
+        return gemm(et, xt, compute_dtype=compute_dtype, out_dtype=out_dtype)
+
+    def add_grad_weight(
+        self,
+        et: "GemmOperand",
+        xt: "GemmOperand",
+        grad_output: torch.Tensor,
+        compute_dtype: torch.dtype,
+        into: torch.Tensor,
+    ) -> None:
+        """Adds it to `into`, float32 (N, K)."""
+        gemm_add(et, xt, into, compute_dtype=compute_dtype)
 
     def tensor_core_product(self, b: "GemmOperand", out_dtype: torch.dtype) -> torch.Tensor | None:
         return None
@@ -61,8 +78,29 @@ def gemm(a: GemmOperand, b: GemmOperand, *, compute_dtype: torch.dtype, out_dtyp
     return _cast(functools.reduce(torch.add, products), out_dtype)
 
 
-def _product(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype, out_dtype: torch.dtype) -> torch.Tensor:
-    """Of two single terms."""
+def gemm_add(a: GemmOperand, b: GemmOperand, into: torch.Tensor, *, compute_dtype: torch.dtype) -> None:
+    """Adds a (M, K) . b (N, K)^T to `into`, float32 (M, N) with contiguous rows.
+
+    The reference is `into += gemm(...)` in FP32: to the bit the sum that autograd makes. CPUs do that, and FP4 tensor
+    cores (torch's scaled_mm has no C), and operands of two terms. Where cuBLAS takes alpha from the device it adds in
+    the GEMM itself, alpha * accumulator + into: no product is written, and the sum is rounded once instead of twice.
+    """
+    if len(a.terms) == len(b.terms) == 1:
+        product = _product(*a.terms, *b.terms, compute_dtype, torch.float32, into)
+    else:
+        product = gemm(a, b, compute_dtype=compute_dtype, out_dtype=torch.float32)
+    if product is not None:
+        into.add_(product)
+
+
+def _product(
+    a: GemmOperand,
+    b: GemmOperand,
+    compute_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    into: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Of two single terms. None where it was added to `into`, which not every way of multiplying does."""
     product = a.tensor_core_product(b, out_dtype)
     if product is not None:
         return product
@@ -79,8 +117,10 @@ def _product(a: GemmOperand, b: GemmOperand, compute_dtype: torch.dtype, out_dty
     if alpha is None and out_dtype == torch.bfloat16:
         return x @ y.T
     if (alpha is None or alpha.dim() == 0) and cublas_unavailable_reason() is None:
-        from nvfp4_kernels.cublas import mm_alpha
+        from nvfp4_kernels.cublas import mm_alpha, mm_alpha_add
 
+        if into is not None:
+            return mm_alpha_add(_dense(x), _dense(y), alpha, into)
         return mm_alpha(_dense(x), _dense(y), alpha, out_dtype)
     product = torch.mm(x, y.T, out_dtype=torch.float32)
     return _cast(product if alpha is None else product * alpha, out_dtype)

@@ -87,6 +87,8 @@ class _Layer(NamedTuple):
     dtype:        in which unquantized operands are multiplied, and of the output
     grad_enabled: the caller's torch.is_grad_enabled(); needs_input_grad does not know of no_grad
     weight:       the weight operand of the output GEMM where it was made already (quantize_weights_once)
+    grad_buffer:  float32 (N, K): what the gradient of all weights is added to instead of being returned to autograd
+                  (accumulate_gradients)
     """
 
     recipe: Recipe
@@ -95,6 +97,7 @@ class _Layer(NamedTuple):
     per_token: bool
     statistics: InputStatistics
     weight: GemmOperand | None
+    grad_buffer: torch.Tensor | None = None
 
 
 class _QuantLinear(torch.autograd.Function):
@@ -121,6 +124,7 @@ class _QuantLinear(torch.autograd.Function):
         _save(ctx, backward_w, backward_x, seed)
         ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.weight_dtype = recipe, layer.dtype, x.dtype, weights[0].dtype
         ctx.needs_wgrad, ctx.rows = needs_wgrad, [w.shape[0] for w in weights]
+        ctx.grad_buffer = layer.grad_buffer  # not saved: saved tensors must not change before the backward pass
         return gemm(xq, _output_needs(seed, wq), compute_dtype=layer.dtype, out_dtype=layer.dtype)
 
     @staticmethod
@@ -142,8 +146,10 @@ class _QuantLinear(torch.autograd.Function):
             grad_x = gemm(e, wt, compute_dtype=dtype, out_dtype=ctx.x_dtype)
         if ctx.needs_wgrad:
             xt = x if wgrad.b.raw else quantize_operand(x, for_x, transpose=True)
-            grad_w = gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype)
-            grad_ws = x.complete_grad_weight(grad_w, grad_output, dtype).split(ctx.rows)
+            if ctx.grad_buffer is None:
+                grad_ws = x.grad_weight(et, xt, grad_output, dtype, ctx.weight_dtype).split(ctx.rows)
+            else:
+                x.add_grad_weight(et, xt, grad_output, dtype, ctx.grad_buffer)
         return None, grad_x, *grad_ws
 
 
@@ -195,6 +201,10 @@ class QuantLinear(torch.nn.Linear):
     # weight with those of the layers that are computed with it by fused_linear below it.
     weight_operand: GemmOperand | None = None
     stacked_operand: GemmOperand | None = None
+    # Inside accumulate_gradients(model): weight.grad, and that of this weight with those of the layers that are
+    # computed with it by fused_linear, which are one tensor there.
+    grad_buffer: torch.Tensor | None = None
+    stacked_grad_buffer: torch.Tensor | None = None
     outside: dict[str, object] = {}  # inside these contexts: what the attributes that they change are outside
     gram_matrix: torch.Tensor | None = None  # of the inputs (gram.py), None: not known yet
     statistics = InputStatistics()  # what the recipe takes from it
@@ -235,7 +245,7 @@ class QuantLinear(torch.nn.Linear):
         return self.quantization and self.recipe.output.a.rounding is not None
 
     def __getstate__(self) -> dict:
-        """A copy or pickle made inside full_precision, per_token_scale or quantize_weights_once is not inside it."""
+        """A copy or pickle made inside one of the contexts of convert.py is not inside it."""
         return vars(self) | self.outside | {"outside": {}}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -250,7 +260,16 @@ class QuantLinear(torch.nn.Linear):
             return compute(self, x, layers)
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-        if not (self.quantization and self.recipe.quantizes and x.numel()):
+        grad_enabled = torch.is_grad_enabled()
+        grad_buffer = self.grad_buffer if len(layers) == 1 else self.stacked_grad_buffer
+        quantizes = self.quantization and self.recipe.quantizes
+        accumulates = (
+            grad_buffer is not None
+            and grad_enabled
+            and not self.recipe.quantizes
+            and dtype in (torch.float32, torch.bfloat16)
+        )
+        if not ((quantizes or accumulates) and x.numel()):
             if self.weight.is_meta and not x.is_meta:
                 raise ValueError("QuantLinear: of this weight only the codes were kept (prepare); load the model anew")
             # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
@@ -266,9 +285,10 @@ class QuantLinear(torch.nn.Linear):
         rows = x.reshape(-1, self.in_features)
         weights = [layer.matrix for layer in layers]
         operand = self.weight_operand if len(layers) == 1 else self.stacked_operand
-        grad_enabled = torch.is_grad_enabled()
+        if not quantizes:
+            rows = rows.to(dtype)  # which is what is kept of it
         per_token = self.per_token or (self.per_token_in_eval and not (self.training or grad_enabled))
-        layer = _Layer(self.recipe, dtype, grad_enabled, per_token, self.statistics, operand)
+        layer = _Layer(self.recipe, dtype, grad_enabled, per_token, self.statistics, operand, grad_buffer)
         y = _QuantLinear.apply(layer, rows, *weights)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(dtype)

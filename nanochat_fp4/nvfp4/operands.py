@@ -17,7 +17,7 @@ A kind has
     tensor_core_product(b, dtype)  its product with b where tensor cores of this machine multiply the two, else None
     source()                       what it is quantized again from: FP32 or BF16 values, or codes that a kernel reads
     transposed()                   its values contracted over the other dimension, not rounded again
-    complete_grad_weight(...)      the part of grad_weight that this input takes another way, put into it
+    grad_weight(...), add_grad_weight(...)   the wgrad GEMM with this input, as a tensor or added to one
     depending_on(seed)             itself, with values that a compiler must take for a function of the seed as well
 
 To add a kind, write a class here and say in `quantize_operand` which Quantization asks for it; linear.py and gemm.py
@@ -240,15 +240,17 @@ class HighPrecisionChannels(GemmOperand):
     def depending_on(self, seed: torch.Tensor) -> "HighPrecisionChannels":
         return HighPrecisionChannels(after(self.values, seed), self.channels)
 
-    def complete_grad_weight(
-        self, grad_weight: torch.Tensor, grad_output: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def grad_weight(self, et, xt, grad_output, compute_dtype, out_dtype):
+        others = super().grad_weight(et, xt, grad_output, compute_dtype, out_dtype)
         et, xt = (
             quantize_operand(v, Quantization(HIGH_PRECISION), transpose=True)
             for v in (grad_output, self.values.index_select(1, self.channels))
         )
-        columns = gemm(et, xt, compute_dtype=dtype, out_dtype=grad_weight.dtype)
-        return grad_weight.index_copy(1, self.channels, columns)
+        columns = gemm(et, xt, compute_dtype=compute_dtype, out_dtype=out_dtype)
+        return others.index_copy(1, self.channels, columns)
+
+    def add_grad_weight(self, et, xt, grad_output, compute_dtype, into):
+        into.add_(self.grad_weight(et, xt, grad_output, compute_dtype, into.dtype))
 
 
 @dataclass

@@ -1,0 +1,200 @@
+"""Gradients added where they are made (nf.accumulate_gradients): the bits that autograd's sums have, and who else sees
+them."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4.linear import fused_linear
+
+
+class Model(nn.Module):
+    """Two layers computed as one, and one alone."""
+
+    fused_linears = ("q", "k")
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False)
+        self.out = nn.Linear(96, 64)
+
+    def forward(self, x):
+        return self.out(torch.cat(fused_linear(x, self.q, self.k), -1).relu())
+
+
+class Recomputed(Model):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def model(method="clover", cls=Model):
+    torch.manual_seed(0)
+    return nf.convert(cls(), method, verbose=False)
+
+
+def backward(m, times=3, scale=1.0, retain=False):
+    """Gradients by name after so many passes; the same numbers are drawn each time."""
+    torch.manual_seed(1)
+    for _ in range(times):
+        loss = m(torch.randn(32, 64)).square().mean() * scale
+        loss.backward(retain_graph=retain)
+        if retain:
+            loss.backward()
+    return {name: p.grad.clone() for name, p in m.named_parameters()}
+
+
+def same(got, want):
+    return all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("method", ["clover", "nvidia", "tetrajet_v2", "clover_late", "clover_refined", "fp8", "bf16"])
+def test_sums_are_autograds_to_the_bit(method):
+    want = backward(model(method))
+    m = model(method)
+    with nf.accumulate_gradients(m):
+        got = backward(m)
+        buffer = m.q.stacked_grad_buffer
+        assert buffer.shape == (96, 64) and m.out.grad_buffer.data_ptr() == m.out.weight.grad.data_ptr()
+    assert same(got, want)
+    # q's and k's are slices of the one tensor that their GEMM adds to, and nothing of the context is left.
+    assert [p.grad.data_ptr() - buffer.data_ptr() for p in (m.q.weight, m.k.weight)] == [0, 64 * 64 * 4]
+    assert not {"grad_buffer", "stacked_grad_buffer"} & {*vars(m.q), *vars(m.k), *vars(m.out)}
+
+
+def test_autograd_gets_no_gradient_to_add():
+    """The gradient goes to the buffer, wherever that is: weight.grad itself is not touched by autograd."""
+    m = model()
+    with nf.accumulate_gradients(m):
+        m.out.grad_buffer = torch.zeros_like(m.out.weight)
+        got = backward(m)
+        assert not got["out.weight"].any() and m.out.grad_buffer.any()
+
+
+def test_a_second_context_adds_to_the_gradients_that_are_there():
+    twice = model()
+    backward(twice)
+    want = backward(twice)
+    m = model()
+    backward(m)  # by autograd: separate tensors, whose values are taken over
+    for _ in range(2):
+        with nf.accumulate_gradients(m), nf.accumulate_gradients(m):
+            pass
+    with nf.accumulate_gradients(m):
+        assert same(backward(m), want)
+
+
+@pytest.mark.parametrize("how", ["retain_graph", "checkpoint", "called twice", "scaled", "full_precision"])
+def test_what_adds_more_than_once_adds_as_often_as_autograd(how):
+    cls = Recomputed if how == "checkpoint" else Model
+
+    def run(m, context):
+        inside = nf.full_precision(m) if how == "full_precision" else contextlib.nullcontext()
+        if how == "called twice":
+            whole = nn.Sequential(m, m)
+            whole.named_parameters = m.named_parameters
+        else:
+            whole = m
+        with context, inside:
+            return backward(whole, scale=2.0**15 if how == "scaled" else 1.0, retain=how == "retain_graph")
+
+    want = run(model(cls=cls), contextlib.nullcontext())
+    m = model(cls=cls)
+    assert same(run(m, nf.accumulate_gradients(m)), want)
+
+
+@pytest.mark.parametrize("how", ["hook", "post hook", "frozen", "tied", "bf16 weights", "conv1d"])
+def test_what_is_left_to_autograd(how):
+    def made():
+        m = model()
+        seen = []
+        if how == "hook":
+            m.out.weight.register_hook(seen.append)
+        elif how == "post hook":
+            m.out.weight.register_post_accumulate_grad_hook(seen.append)
+        elif how == "frozen":
+            m.out.weight.requires_grad_(False)
+        elif how == "bf16 weights":
+            m.out.weight = nn.Parameter(m.out.weight.detach().bfloat16())
+        elif how == "tied":
+            m.other = copy.copy(m.out)
+            m.other._parameters = dict(m.out._parameters)
+        return m, seen
+
+    if how == "conv1d":
+        transformers = pytest.importorskip("transformers")
+        torch.manual_seed(0)
+        m = nf.convert(nn.Sequential(transformers.pytorch_utils.Conv1D(32, 64)), verbose=False)
+        with nf.accumulate_gradients(m):
+            assert m[0].grad_buffer is None
+            backward(m)
+        return
+    other, calls = made()
+    names = [name for name, p in other.named_parameters() if p.requires_grad]
+    torch.manual_seed(1)
+    for _ in range(2):
+        other(torch.randn(32, 64)).square().mean().backward()
+    m, seen = made()
+    with nf.accumulate_gradients(m):
+        assert m.out.grad_buffer is None and m.q.grad_buffer is not None
+        torch.manual_seed(1)
+        for _ in range(2):
+            m(torch.randn(32, 64)).square().mean().backward()
+    want = dict(other.named_parameters())
+    assert all(torch.equal(p.grad, want[name].grad) for name, p in m.named_parameters() if name in names)
+    assert len(seen) == len(calls) == (2 if "hook" in how else 0)
+
+
+def test_gradients_that_go_inside_are_told():
+    m = model()
+    with pytest.raises(RuntimeError, match="dropped or exchanged inside the context.*leave it before zero_grad"):
+        with nf.accumulate_gradients(m):
+            m.zero_grad()
+    assert m.out.grad_buffer is None
+    with nf.accumulate_gradients(m):
+        m.zero_grad(set_to_none=False)
+        with pytest.raises(RuntimeError, match="to not have been used"):  # autograd's own words
+            torch.autograd.grad(m(torch.randn(32, 64)).sum(), m.out.weight)
+
+
+def test_distributed_data_parallel_is_refused():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        m = nn.parallel.DistributedDataParallel(model())
+        with pytest.raises(ValueError, match="average weight.grad over the ranks after the last micro-batch"):
+            with nf.accumulate_gradients(m):
+                pass
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_copy_made_inside_is_not_inside():
+    m = model()
+    with nf.accumulate_gradients(m):
+        other = copy.deepcopy(m)
+    assert other.out.grad_buffer is None and other.q.stacked_grad_buffer is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m, n, k", [(1664, 4992, 4096), (96, 64, 32), (130, 48, 136)])
+@pytest.mark.parametrize("alpha", [None, 0.37])
+def test_cublas_adds_to_the_accumulator(m, n, k, alpha):
+    """To zeros: the bits of the product. To a sum: that of both, rounded once instead of twice."""
+    from nvfp4_kernels.cublas import mm_alpha, mm_alpha_add
+
+    a, b = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
+    alpha = None if alpha is None else torch.tensor(alpha, device="cuda")
+    product, zeros = mm_alpha(a, b, alpha, torch.float32), torch.zeros(m, n, device="cuda")
+    mm_alpha_add(a, b, alpha, zeros)
+    assert torch.equal(zeros, product)
+    before = torch.randn(m, n, device="cuda") * product.std()
+    after = before.clone()
+    mm_alpha_add(a, b, alpha, after)
+    unit = 2.0**-23 * torch.maximum(product.abs(), before.abs())
+    assert ((after - (before + product)).abs() <= 2 * unit).all()
+    with pytest.raises(ValueError, match="expected a contiguous matrix"):
+        mm_alpha_add(a, b, alpha, before.T.contiguous().T)
