@@ -73,6 +73,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     # Checkpoints
     add("--save-every", type=int, default=-1, help="save checkpoints every N steps (-1 = only at end)")
+    add("--save-at", type=_steps, default=[], help="save checkpoints at these steps too, with commas")
     add("--keep-last", type=int, default=2, help="keep so many of the newest checkpoints (-1 = all)")
     add(
         "--resume-from-step",
@@ -81,6 +82,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="resume from this step, or from the 'latest' intact checkpoint if there is one (-1 = disable)",
     )
     add("--overwrite", action="store_true", help="start over although this stage has checkpoints under the model tag")
+
+
+def _steps(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def _step_or_latest(text: str) -> int | str:
@@ -95,6 +100,7 @@ class RunOptions:
     telemetry_every: int
     on_nonfinite: str
     save_every: int
+    save_at: list[int]
     keep_last: int
     resume_from_step: int | str
     overwrite: bool

@@ -541,7 +541,8 @@ class Trainer:
     # Checkpoints
 
     def save_due(self) -> bool:
-        return self.step > 0 and due(self.options.save_every, self.step, False)
+        options = self.options
+        return self.step > 0 and (due(options.save_every, self.step, False) or self.step in options.save_at)
 
     def save(self, step: int, rng: dict[str, Tensor], loader_state: Any) -> bool:
         """True once the checkpoint is on the disk as a whole. All ranks call this together."""

@@ -120,6 +120,10 @@ def stopped(interrupted: Interrupted) -> None:
     sys.exit(interrupted.args[0])
 
 
+def fractions(text: str) -> list[float]:
+    return [float(part) for part in text.split(",") if part]
+
+
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--sizes", default="", help="d<depth>, llama-<size>, tiny; with commas")
@@ -133,9 +137,9 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
         "told apart (default: 0, no branches)",
     )  # fmt: skip
     add(
-        "--share-until", type=float, default=0.0,
-        help="train the part up to this fraction of the steps once for methods that compute the same there "
-        "(default: 0, every method from its own beginning)",
+        "--share-until", type=fractions, default=[],
+        help="fractions of the steps, with commas: train the part up to the last of them up to which methods compute "
+        "the same once for all of these (default: every method from its own beginning)",
     )  # fmt: skip
     add(
         "--vary-data",

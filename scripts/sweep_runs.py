@@ -150,7 +150,7 @@ def plan(
     extra: Sequence[str] = (),
     data: str = "",
     bf16_until: float = 0.0,
-    share_until: float = 0.0,
+    share_until: Sequence[float] = (),
     vary_data: bool = False,
 ) -> list[Run]:
     """All runs, seed after seed, so that an interrupted sweep has whole seeds.
@@ -163,7 +163,7 @@ def plan(
     """
     if bool(tokens) == bool(ratio):
         raise UserError("say how long a run is: either --tokens=100M or --ratio=20 (tokens per parameter)")
-    for flag, fraction in (("--bf16-until", bf16_until), ("--share-until", share_until)):
+    for flag, fraction in (("--bf16-until", bf16_until), *(("--share-until", f) for f in share_until)):
         if fraction and not (0 < fraction < 1 and tokens):
             raise UserError(f"{flag}={fraction:g}: expected a fraction of the steps, between 0 and 1, and --tokens")
     if bf16_until and share_until:
@@ -182,25 +182,35 @@ def plan(
                 flags = (*shape, horizon, "--method=bf16", f"--save-every={at}", "--keep-last=-1", f"--seed={seed}")
                 runs.append(Run("bf16", size, seed, flags, data))
                 branch = (f"--branch-from={runs[-1].tag}@{at}",)
-            alike = [until(method_flags(m), share_until) if share_until else None for m in methods]
-            trunks: dict[int, str] = {}  # index of a method that others branch from -> tag of its run
+            points = branches([method_flags(m) for m in methods], share_until, steps)
+            tags: list[str] = []  # of the methods' runs
             for i, (label, own) in enumerate(zip(labels(methods), map(method_flags, methods))):
                 if not begins_late(own, bf16_until):
                     raise UserError(f"--bf16-until={bf16_until:g}: {label} changes before that")
                 if branch and own == ("--method=bf16",):
                     continue  # the run that the others branch from
                 more = branch
-                if share_until and alike.count(alike[i]) > 1:
-                    at, first = math.ceil(share_until * steps), alike.index(alike[i])
-                    more = (
-                        (f"--branch-from={trunks[first]}@{at}",)
-                        if first < i
-                        else (f"--save-every={at}", "--keep-last=-1")
-                    )
+                if saved := sorted({at for first, at in filter(None, points) if first == i}):
+                    more = (f"--save-at={','.join(map(str, saved))}", "--keep-last=-1")
+                if points[i]:
+                    first, at = points[i]
+                    more = (f"--branch-from={tags[first]}@{at}", *more)
                 flags = (*shape, horizon, *own, *more, f"--seed={seed}")
                 runs.append(Run(label, size, seed, flags, data))
-                trunks[i] = runs[-1].tag
+                tags.append(runs[-1].tag)
     return runs
+
+
+def branches(flags: Sequence[tuple[str, ...]], fractions: Sequence[float], steps: int) -> list[tuple[int, int] | None]:
+    """Where each method may branch: (index of an earlier method, step), or None. steps: of runs that do not say."""
+    found: list[tuple[int, int] | None] = [None] * len(flags)
+    for fraction in sorted(fractions):
+        alike = [until(own, fraction) for own in flags]
+        for i, own in enumerate(flags):
+            if (first := alike.index(alike[i])) < i:
+                own_steps = [f.partition("=")[2] for f in own if f.startswith("--num-iterations=")]
+                found[i] = first, math.ceil(fraction * int([steps, *own_steps][-1]))
+    return found
 
 
 def labels(methods: Iterable[str]) -> list[str]:

@@ -86,20 +86,24 @@ def test_runs_branch_from_the_bf16_run_of_their_seed():
 def test_methods_that_compute_the_same_for_a_while_share_that_part():
     names = ["bf16", "clover", "clover_late", "clover_late_fp8", "clover_up_fp8", "nvidia", "clover_rates_up"]
     mixed = "late_up: --method=clover --layer-methods=*.mlp.c_proj=clover --method-phases=0.6=clover_fp8_forward"
-    runs = {r.method: r for r in sweep_runs.plan([*names, mixed], ["tiny"], [1], tokens=10 * 512, share_until=0.55)}
+    runs = {r.method: r for r in sweep_runs.plan([*names, mixed], ["tiny"], [1], tokens=10 * 512, share_until=[0.55])}
     trunk = runs["clover"]
-    assert trunk.branch is None and {"--save-every=6", "--keep-last=-1"} <= set(trunk.flags)
+    assert trunk.branch is None and {"--save-at=6", "--keep-last=-1"} <= set(trunk.flags)
     for name in ("clover_late", "clover_late_fp8", "late_up"):  # clover's until 0.7, 0.7 and 0.6
         assert runs[name].branch == (trunk.tag, 6), name
     for name in ("bf16", "clover_up_fp8", "nvidia", "clover_rates_up"):  # another method, layer or rate from the start
-        assert runs[name].branch is None and "--save-every=6" not in runs[name].flags, name
-    late = sweep_runs.plan(["clover", "clover_late"], ["tiny"], [1], tokens=10 * 512, share_until=0.8)
+        assert runs[name].branch is None and "--save-at=6" not in runs[name].flags, name
+    several = [mixed.replace("late_up", "other").replace("0.6=", "0.8="), *names]  # parts at 0.8 from clover itself
+    runs = {r.method: r for r in sweep_runs.plan(several, ["tiny"], [1], tokens=10 * 512, share_until=[0.55, 0.75])}
+    assert "--save-at=6,8" in runs["other"].flags and runs["clover"].branch == (runs["other"].tag, 8)
+    assert runs["clover_late"].branch == (runs["other"].tag, 6)
+    late = sweep_runs.plan(["clover", "clover_late"], ["tiny"], [1], tokens=10 * 512, share_until=[0.8])
     assert [r.branch for r in late] == [None, None]  # they part before that
-    for wrong in ({"share_until": 1.5, "tokens": 1000}, {"share_until": 0.5, "ratio": 8.0}):
+    for wrong in ({"share_until": [1.5], "tokens": 1000}, {"share_until": [0.5], "ratio": 8.0}):
         with pytest.raises(UserError, match="--share-until=.* between 0 and 1, and --tokens"):
             sweep_runs.plan(["clover"], ["tiny"], [1], **wrong)
     with pytest.raises(UserError, match="exclude each other"):
-        sweep_runs.plan(["clover"], ["tiny"], [1], tokens=1000, share_until=0.5, bf16_until=0.5)
+        sweep_runs.plan(["clover"], ["tiny"], [1], tokens=1000, share_until=[0.5], bf16_until=0.5)
 
 
 def test_the_tag_changes_with_any_flag():
