@@ -30,6 +30,7 @@ from scripts.bench_common import table
 from scripts.reproduce_attribution import attribution
 from scripts.reproduce_common import Context, Outcome
 from scripts.reproduce_concentration import fig9
+from scripts.reproduce_horizon import frontier, horizon
 from scripts.reproduce_operands import operands
 from scripts.reproduce_remedies import remedies
 from scripts.reproduce_rounding import table1
@@ -54,6 +55,7 @@ ITEMS: dict[str, Callable[[Context], Outcome]] = {
     "operands": operands,
     "remedies": remedies,
 }
+OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {"horizon": horizon, "frontier": frontier}  # of --results alone
 SAME = {"table6": "fig6"}
 
 
@@ -90,7 +92,7 @@ def save(context: Context, name: str, outcome: Outcome) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("name", help=f"all, list, or one of {', '.join([*ITEMS, *SAME])}")
+    parser.add_argument("name", help=f"all, list, or one of {', '.join([*ITEMS, *OF_RESULTS, *SAME])}")
     parser.add_argument("--quick", action="store_true", help="small sizes, on a CPU: a check of the command")
     parser.add_argument("--samples", type=int, default=0, help="table1: numbers that are rounded")
     parser.add_argument(
@@ -107,11 +109,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.set_defaults(seeds=0)
     args = parser.parse_args(argv)
     if args.name == "list":
-        print0("\n".join([*ITEMS, *[f"{a} (= {b})" for a, b in SAME.items()]]))
+        print0("\n".join([*ITEMS, *OF_RESULTS, *[f"{a} (= {b})" for a, b in SAME.items()]]))
         return
     names = list(ITEMS) if args.name == "all" else [SAME.get(args.name, args.name)]
-    if names[0] not in ITEMS:
-        raise UserError(f"{args.name!r} is no table or figure; use all, list, or one of {', '.join([*ITEMS, *SAME])}")
+    if names[0] not in ITEMS | OF_RESULTS:
+        raise UserError(
+            f"{args.name!r} is no table or figure; use all, list, or one of {', '.join([*ITEMS, *OF_RESULTS, *SAME])}"
+        )
     if min(args.seeds, args.samples) < 0 or args.jobs < 1 or (args.draws and args.draws < 4):
         raise UserError("--seeds and --samples cannot be negative, --jobs is at least 1 and --draws at least 4")
     default = Path(get_base_dir()) / ("reproduce_quick" if args.quick else "reproduce")
@@ -119,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     context.folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         try:
-            save(context, name, ITEMS[name](context))
+            save(context, name, (ITEMS | OF_RESULTS)[name](context))
         except sweep_scheduler.Interrupted as e:
             sweep.stopped(e)
 

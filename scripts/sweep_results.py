@@ -58,6 +58,36 @@ def difference(results: Sequence[dict], size: str, method: str, other: str, base
     return estimate([100 * (a[s] - b[s]) / base[s] for s in sorted(a.keys() & b.keys() & base.keys())])
 
 
+def gaps_by_seed(
+    results: Sequence[dict], size: str, method: str, value: str = "val_bpb", baseline: str = "bf16"
+) -> dict[int, float]:
+    """seed -> increase over the baseline of that seed in percent."""
+    a, b = by_seed(results, size, method, value), by_seed(results, size, baseline)
+    return {s: 100 * (a[s] / b[s] - 1) for s in sorted(a.keys() & b.keys())}
+
+
+def pooled_differences(
+    results: Sequence[dict], size: str, methods: Sequence[str], other: str, share: float = 1.0
+) -> dict[str, Estimate]:
+    """method -> gap of the method minus `share` times that of the other, in percentage points, paired by seed.
+
+    The variance between seeds is the mean over all methods with several, which share its degrees of freedom.
+    """
+    theirs = gaps_by_seed(results, size, other)
+    differences: dict[str, list[float]] = {}
+    for method in methods:
+        mine = gaps_by_seed(results, size, method)
+        if both := sorted(mine.keys() & theirs.keys()):
+            differences[method] = [mine[s] - share * theirs[s] for s in both]
+    several = [v for m, v in differences.items() if len(v) > 1 and m != other]
+    freedom = sum(len(v) - 1 for v in several)
+    half = math.nan
+    if freedom:
+        variance = sum(statistics.variance(v) * (len(v) - 1) for v in several) / freedom
+        half = (_T95[freedom - 1] if freedom <= len(_T95) else 1.96) * variance**0.5
+    return {m: Estimate(statistics.fmean(v), half / len(v) ** 0.5, len(v)) for m, v in differences.items()}
+
+
 def summary(results: Sequence[dict], methods: Sequence[str], sizes: Sequence[str], baseline: str, other: str):
     """(header, rows) of the table: BPB, gap to the baseline and paired difference to another method."""
     header = ["size", "method", "seeds", "val BPB", f"gap to {baseline}, %", "BF16 fwd", f"minus {other}", "minutes"]

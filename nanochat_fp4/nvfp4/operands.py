@@ -152,8 +152,8 @@ class Codes(NVFP4Tensor, GemmOperand):
 
 
 def larger_pairs(x: torch.Tensor) -> torch.Tensor:
-    """x (R, C), C % 8 == 0, with zeros for the two of each four pairs of neighbours that have less energy; of equal ones
-    the first stay. 4:8 sparsity in pairs, as `mma.sp` takes it for E2M1 (PTX)."""
+    """x (R, C), C % 8 == 0, with zeros for the two of each four pairs of neighbours that have less energy; of equal
+    ones the first stay. 4:8 sparsity in pairs, as `mma.sp` takes it for E2M1 (PTX)."""
     energy = x.unflatten(-1, (-1, 4, 2)).square().sum(-1)  # (R, C/8, 4)
     mine, other = energy.unsqueeze(-1), energy.unsqueeze(-2)
     first = torch.ones(4, 4, dtype=torch.bool, device=x.device).tril(-1)  # other stands before mine

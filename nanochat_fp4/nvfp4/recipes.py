@@ -32,8 +32,8 @@ class Operand:
     rounding: one of ROUNDINGS, or its name; None: the value that the forward GEMM used, or grad_output itself
     terms:    2 for the sum of two quantized tensors, the second of what the first one leaves (input and weight in the
               output GEMM only): an error like FP8's from products of 4-bit operands, of which there are more
-    sparse:   of the second term, only the larger two of each four pairs of neighbours: the 4:8 sparsity that a Blackwell's
-              sparse FP4 tensor cores multiply at twice the rate, so that its product counts half
+    sparse:   of the second term, only the larger two of each four pairs of neighbours: the 4:8 sparsity that sparse FP4
+              tensor cores multiply at twice the rate, so that its product counts half
     raw:      taken from the unquantized tensor although the forward GEMM used a quantized one (input and weight in the
               backward GEMMs only); then it is quantized during the forward pass, so that only its codes are kept
     feedback: rounded so that the error of the layer's output is small, for the inputs it has had (feedback.py; the
