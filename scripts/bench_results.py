@@ -25,8 +25,8 @@ class Results:
     def add(self, depth: int, variant: Variant, **known: object) -> dict:
         """A new record; what is not known yet is None."""
         unknown = (
-            "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "tokens_per_second", "ratio",
-            "mfu", "peak_bytes", "bytes_per_token", "memory_ratio", "rounds", "recompiles", "problem",
+            "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "gram_ms",
+            "tokens_per_second", "ratio", "mfu", "peak_bytes", "bytes_per_token", "memory_ratio", "rounds", "recompiles", "problem",
         )  # fmt: skip
         record = {"depth": depth, "variant": str(variant), "method": variant.method, "recompute": variant.recompute}
         self.records.append(record | dict.fromkeys(unknown) | known)

@@ -17,7 +17,7 @@ from nanochat_fp4.errors import UserError, is_out_of_memory, one_line
 from nanochat_fp4.gpt import GPT, GPTConfig, compile_layers
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.trainer import TrainingStep
+from nanochat_fp4.trainer import LOOK_TOKENS, TrainingStep
 
 
 @dataclass(frozen=True)
@@ -234,3 +234,7 @@ def run_steps(subject: Subject, rows: int, micro_batches: int, watch: Stopwatch)
     finally:
         codes.__exit__(None, None, None)
     watch.time("update", subject.update)
+    if any(isinstance(m, QuantLinear) and m.recipe.looks_at_inputs for m in subject.model.modules()):
+        few = ids[: max(1, LOOK_TOKENS // ids.shape[1])]
+        with subject.autocast():
+            watch.time("gram", lambda: nf.update_gram_matrices(subject.model, lambda: subject.model(few, few)))

@@ -13,7 +13,9 @@ One model, one set of weights and optimizers: a method is a recipe of its layers
 that of scripts.base_train on made-up tokens: accumulation over micro-batches, the weights' codes made once, Muon and
 AdamW. The times of a micro-batch, of making the codes and of the update are medians over all rounds, and
 
-    tokens/s = total batch / (micro-batches * micro-batch time + codes + update)
+    tokens/s = total batch / (micro-batches * micro-batch time + codes + update + a tenth of a look at the inputs)
+
+The look (Gram matrices and their factors, for methods with feedback or outliers) is every tenth step's, as in training.
 
 Peak memory is that of a whole step, gradients and optimizer states included. The largest micro-batch is found by steps
 that are run: what 1 and 2 rows take without torch.compile predicts it, then one row and the prediction are tried out,
@@ -46,6 +48,7 @@ from nanochat_fp4.errors import UserError, is_out_of_memory, one_line, run_main
 from nanochat_fp4.gpt import config_from_depth
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.training import LOOK_EVERY
 from nanochat_fp4.roofline import MACHINES, TOKENS, predict
 from scripts import bench_common as common
 from scripts.bench_profile import show_table_7, time_by_operation
@@ -102,13 +105,13 @@ def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], re
 def add_times(args: argparse.Namespace, record: dict, ms: dict[str, float], subject: Subject) -> None:
     size = record["micro_batch"]
     count = args.total_batch_size // args.seq_len // size
-    step_ms = count * ms["micro-batch"] + ms["codes"] + ms["update"]
+    step_ms = count * ms["micro-batch"] + ms["codes"] + ms["update"] + ms.get("gram", 0.0) / LOOK_EVERY
     speed = count * size * args.seq_len / step_ms * 1e3
     cuda = subject.device.type == "cuda"
     peak_flops = get_peak_flops(torch.cuda.get_device_name(subject.device)) if cuda else None
     record |= {
         "micro_batches": count, "micro_batch_ms": ms["micro-batch"], "codes_ms": ms["codes"],
-        "update_ms": ms["update"], "tokens_per_second": speed,
+        "update_ms": ms["update"], "gram_ms": ms.get("gram"), "tokens_per_second": speed,
         "mfu": 100 * record["flops_per_token"] * speed / peak_flops if peak_flops else None,
     }  # fmt: skip
 

@@ -185,7 +185,7 @@ def test_a_branch_goes_on_as_a_change_of_the_method_does(tiny_base, monkeypatch,
     expected = final_state(checkpoints / "phases", 5)
     expected["records"] = [r for r in expected["records"] if r["step"] >= 3]
 
-    train("--save-every=3", "--keep-last=-1", method="bf16", steps=5)
+    train("--save-at=1,3", "--keep-last=-1", method="bf16", steps=5)
     trunk = final_state(checkpoints / "d1_bf16", 5)
     train("--branch-from=d1_bf16@3", "--save-every=4", "--keep-last=-1", steps=5)
     assert "Resuming from step 3 of d1_bf16" in capsys.readouterr().out

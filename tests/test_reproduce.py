@@ -183,6 +183,20 @@ def test_tables_are_made_from_the_runs_of_an_earlier_sweep(tmp_path, monkeypatch
         reproduce.main(["systems", f"--results={tmp_path / 'd6.json'}", "--sizes=d8", f"--folder={tmp_path}"])
 
 
+def test_long_runs_are_put_beside_their_gemm_work(tmp_path):
+    stored_runs(tmp_path / "d6.json")
+    content = {}
+    for name in ("horizon", "frontier"):
+        reproduce.main([name, f"--results={tmp_path / 'd6.json'}", f"--folder={tmp_path}"])
+        content[name] = {row[0]: row[1:] for row in json.loads((tmp_path / f"{name}.json").read_text())["table"]}
+        assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    assert content["horizon"]["clover_late_refined"][-4:] == ["0.50 / 0.50 / 0.50", "0.50", "-0.50 ± 0.00", "0.50x"]
+    assert content["frontier"]["nvidia"] == ["1.000", "2.00", "2.00", 3, ""]  # clover is better for the same
+    assert content["frontier"]["clover"][-1] == content["frontier"]["clover_late_refined"][-1] == "*"
+    with pytest.raises(UserError, match="takes its runs from a sweep: add --results"):
+        reproduce.main(["horizon", f"--folder={tmp_path}"])
+
+
 def test_speed_from_the_files_of_benchmarks(tmp_path):
     environment = {"gpu": "NVIDIA X", "gpu_count": 1, "torch": "2", "commit": "abc"}
     timed = {"model": "3B", "pass": "forward+backward", "mode": "graph", "method": "clover", "ms": 20.0, "ratio": 1.25}

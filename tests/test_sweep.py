@@ -217,6 +217,19 @@ def test_gaps_and_differences_are_paired():
     assert rows[1][header.index("minus clover")] == "+1.00 ± 0.00"
 
 
+def test_the_scatter_is_pooled_over_methods():
+    """Differences 0, 2 and 0, 0 of two seeds: variances 2 and 0, pooled 1 with two degrees of freedom."""
+    results = []
+    for seed, gaps in ((1, (1.0, 1.0, 1.0)), (2, (1.0, 3.0, 1.0))):
+        results.append(result("bf16", seed, 1.0))
+        results += [result(m, seed, 1 + g / 100) for m, g in zip(("clover", "a", "b"), gaps)]
+    pooled = sweep_results.pooled_differences(results, "tiny", ["clover", "a", "b"], "clover")
+    assert (pooled["a"].mean, pooled["b"].mean) == (pytest.approx(1.0), pytest.approx(0.0))
+    assert pooled["a"].half == pooled["b"].half == pytest.approx(4.303 / 2**0.5)
+    half = sweep_results.pooled_differences(results, "tiny", ["a"], "clover", share=0.5)["a"]
+    assert half.mean == pytest.approx(1.5)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Running
 
