@@ -26,7 +26,8 @@ class Results:
         """A new record; what is not known yet is None."""
         unknown = (
             "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "gram_ms",
-            "tokens_per_second", "ratio", "mfu", "peak_bytes", "bytes_per_token", "memory_ratio", "rounds", "recompiles", "problem",
+            "tokens_per_second", "ratio", "mfu", "peak_bytes", "bytes_per_token", "memory_ratio", "rounds",
+            "recompiles", "problem",
         )  # fmt: skip
         record = {"depth": depth, "variant": str(variant), "method": variant.method, "recompute": variant.recompute}
         self.records.append(record | dict.fromkeys(unknown) | known)

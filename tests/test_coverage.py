@@ -208,6 +208,18 @@ def test_phases_happen_in_a_foreign_loop_and_forgetting_them_is_said(monkeypatch
     assert fresh("clover_late")[0].recipe.name == "clover_late"
     clover = train(fresh("clover"), 10)
     assert late[:7] == clover[:7] and late[7] != clover[7]  # 70% of ten steps
+    x = torch.randn(64, 32)
+    late, feedback = fresh("clover_feedback_late"), fresh("clover_feedback")
+    losses = [
+        train(m, 40, lambda done, m=m: (nf.set_progress(m, done), nf.update_gram_matrices(m, lambda: m(x))))
+        for m in (late, feedback)
+    ]
+    assert late[0].recipe.name == "clover_refined" and losses[0][-1] != losses[1][-1]  # the last 3% of 40 steps: one
+    assert losses[0][:-1] == losses[1][:-1]
+    with pytest.warns(UserWarning, match=r"clover_feedback_late looks at .* nanochat_fp4.update_gram_mat") as seen:
+        model = fresh("clover_feedback_late")
+        train(model, 12, lambda done: nf.set_progress(model, done))
+    assert len(seen) == 1
     for method, call in (("clover_late", "set_progress"), ("clover_feedback", "update_gram_matrices")):
         with pytest.warns(UserWarning, match=rf"{method} .* nanochat_fp4.{call}") as seen:
             train(fresh(method), 12)

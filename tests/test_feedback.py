@@ -206,15 +206,6 @@ def test_copies_and_averages_of_a_model_with_gram_matrices():
     assert model.bfloat16().q.gram_matrix.dtype == torch.float16
 
 
-def test_frozen_gram_matrices_stay():
-    model = trained_model()
-    for layer in (model.q, model.k, model.out):
-        layer.set_recipe(nf.get_recipe("clover_feedback_frozen"))
-    before, factor = model.q.gram_matrix.clone(), model.q.statistics.factor.clone()
-    nf.update_gram_matrices(model, lambda: model(correlated(64, 128, 5)))
-    assert torch.equal(model.q.gram_matrix, before) and torch.equal(model.q.statistics.factor, factor) and factor.any()
-
-
 def test_a_state_dict_of_before_with_its_gram_matrices_is_loaded():
     model, other = trained_model(), nf.convert(Model(), "clover_feedback", verbose=False)
     old = model.state_dict() | {f"{n}.second_moment": 7.0 * g.float() for n, g in nf.gram_state(model).items()}

@@ -138,17 +138,6 @@ def test_the_error_of_two_terms_is_the_square_of_that_of_one():
     assert relative_square_error(got, want) < 0.2 * relative_square_error(eight_bits[0] @ eight_bits[1].T, want)
 
 
-def test_a_sparse_second_term_keeps_the_larger_pairs_and_four_fifths_of_the_error():
-    x = torch.randn(512, 1024)
-    t = quantize_operand(x, Quantization(ROUNDINGS["four_over_six"], terms=2, sparse=True), keep_codes=True)
-    rest, kept = (x - t.first.dequantize()).view(512, -1, 4, 2), t.residual.dequantize().view(512, -1, 4, 2)
-    energy, some = rest.square().sum(-1), kept.square().sum(-1) > 0
-    assert some.sum(-1).max() == 2  # of four pairs of neighbours: what sparse tensor cores take
-    left_out = torch.where(some, float("inf"), -energy).amax(-1) == float("inf")
-    assert left_out.all() and (torch.where(some, energy, 9.0).amin(-1) >= torch.where(some, 0.0, energy).amax(-1)).all()
-    assert relative_square_error(t.dequantize(), x) == pytest.approx(0.21 * 7.57e-3, rel=0.05)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_terms_are_multiplied_term_by_term_and_rounded_once(dtype):
     a, b, plain = two_terms(torch.randn(40, 64)), two_terms(torch.randn(24, 64)), torch.randn(24, 64)

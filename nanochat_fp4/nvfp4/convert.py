@@ -378,7 +378,8 @@ def _make_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
 
 
 def set_progress(model: nn.Module, progress: float) -> bool:
-    """For a training loop of a method that changes in the course of a run (clover_late): before each step, its place.
+    """For a training loop of a method that changes in the course of a run (clover_feedback_late, clover_late): before
+    each step, its place.
 
     progress: from 0 to 1, steps done over steps of the run. Gives the layers the method of that phase; returns whether
     one changed, and makes torch.compile look at the layers again then. Methods without phases ignore it. Raises
@@ -389,7 +390,7 @@ def set_progress(model: nn.Module, progress: float) -> bool:
         raise ValueError("set_progress: the model was not converted; call nanochat_fp4.convert(model, method) first")
     if not 0 <= progress <= 1:
         raise ValueError(f"set_progress: progress is {progress}, expected the share of the run's steps, from 0 to 1")
-    expect_calls(model, None)
+    was_called(model, "set_progress")
     if report.recipe.late is None or not MethodPlan.parse(report.recipe).apply(model, progress):
         return False
     if torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules:
@@ -405,30 +406,38 @@ class _Reminder:
 
     def __init__(self, recipe: Recipe):
         self.recipe, self.passes = recipe, 0
+        self.missing = {}  # call -> what of the method asks for it
+        if recipe.late:
+            self.missing["set_progress(model, done)"] = f"changes from {100 * recipe.late[0]:.0f}% of the steps on"
+        if recipe.looks_at_inputs:
+            self.missing["update_gram_matrices(model, lambda: model(x))"] = "looks at the layers' inputs"
 
     def __call__(self, model: nn.Module, args: tuple) -> None:
         if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         self.passes += 1
-        if self.passes == PATIENCE and (self.recipe.late or not gram_state(model)):
-            if self.recipe.late:
-                what, call = (
-                    f"changes from {100 * self.recipe.late[0]:.0f}% of the steps on",
-                    "set_progress(model, done)",
+        if self.passes != PATIENCE:
+            return
+        for call, what in self.missing.items():
+            if call.startswith("set_progress") or not gram_state(model):
+                warnings.warn(
+                    f"{self.recipe.name} {what}, and {PATIENCE} training passes have not called nanochat_fp4.{call}: "
+                    "what is trained is the method without it",
+                    stacklevel=2,
                 )
-            else:
-                what, call = "looks at the layers' inputs", "update_gram_matrices(model, lambda: model(x))"
-            warnings.warn(
-                f"{self.recipe.name} {what}, and {PATIENCE} training passes have not called nanochat_fp4.{call}: what "
-                "is trained is the method without it",
-                stacklevel=2,
-            )
 
 
 def expect_calls(model: nn.Module, recipe: Recipe | None) -> None:
     """Reminds of the calls that this recipe wants of a training loop; None: no longer."""
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if isinstance(hook, _Reminder):
-            del model._forward_pre_hooks[key]
+    was_called(model, "")
     if recipe is not None and (recipe.late or recipe.looks_at_inputs):
         model.register_forward_pre_hook(_Reminder(recipe))
+
+
+def was_called(model: nn.Module, name: str) -> None:
+    """Reminds no longer of the call of that name; "": of none."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, _Reminder):
+            hook.missing = {c: what for c, what in hook.missing.items() if not c.startswith(name)}
+            if not hook.missing:
+                del model._forward_pre_hooks[key]

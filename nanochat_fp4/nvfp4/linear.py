@@ -65,7 +65,7 @@ def _quantizations(
     if spec.fixed_signs:
         rht_seed = torch.zeros((), dtype=torch.int64, device=device)
     a, b = (
-        Quantization(o.rounding, seed, stream + i, spec.rht_dim, rht_seed, stream, o.terms, o.outer, sparse=o.sparse)
+        Quantization(o.rounding, seed, stream + i, spec.rht_dim, rht_seed, stream, o.terms, o.outer)
         for i, o in enumerate((spec.a, spec.b))
     )
     return a, b

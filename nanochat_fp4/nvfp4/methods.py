@@ -272,7 +272,6 @@ def _parts_of_clover() -> list[Recipe]:
     search, fp8 = "scale_search", Operand("mxfp8")
     eden_search = both("ms_eden_search", RHT_DIM)
     x = weight = Operand("four_over_six")
-    two_terms = replace(x, terms=2)
     return [
         Recipe("clover_input", output=Gemm(x, Operand()), summary="clover's input in the forward, nothing else"),
         Recipe("clover_weight", output=Gemm(Operand(), weight), summary="clover's weight in the forward, nothing else"),
@@ -296,24 +295,6 @@ def _parts_of_clover() -> list[Recipe]:
             grad_weight=eden_search,
         ),
         _refined,
-        _clover("weight_residual", "with two terms for the forward's weight", output=Gemm(x, two_terms)),
-        _clover(
-            "feedback_input_residual",
-            "with two terms for the forward's input, and error feedback for its weight",
-            output=Gemm(two_terms, _feedback),
-        ),
-        _clover(
-            "refined_sparse",
-            "with second terms for both operands of its forward in which half of the pairs are zeros: they are two "
-            "products of half the work",
-            output=Gemm(replace(two_terms, sparse=True), replace(two_terms, sparse=True)),
-        ),
-        _clover(
-            "feedback_frozen",
-            "with error feedback by the Gram matrices that it has",
-            output=Gemm(x, _feedback),
-            frozen_gram=True,
-        ),
         _clover("fp8_input", "with the forward's input in FP8: 1/3 of the work in 8 bits", output=Gemm(fp8, weight)),
         _clover("fp8_weight", "with the forward's weight in FP8: 1/3 of the work in 8 bits", output=Gemm(x, fp8)),
         _clover("fp8_forward", "with its forward in FP8: 1/3 of the work in 8 bits", output=both("mxfp8")),

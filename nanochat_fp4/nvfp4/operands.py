@@ -54,7 +54,7 @@ class Quantization(NamedTuple):
     rounding:    None takes the values as they are
     seed, stream: of the noise of stochastic rounding
     rht_dim, rht_seed, rht_stream: of the rotation along the contraction dimension; 0 for none
-    terms, outer, sparse: of recipes.Operand
+    terms, outer: of recipes.Operand
     per_token:   a tensor_scale for each row, so that a row does not depend on the others
     factor:      round with this error feedback (feedback.feedback_factor), or None
     channels:    int64 (H,), rising: these columns in MXFP8, or None
@@ -71,7 +71,6 @@ class Quantization(NamedTuple):
     per_token: bool = False
     factor: torch.Tensor | None = None
     channels: torch.Tensor | None = None
-    sparse: bool = False
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -151,17 +150,6 @@ class Codes(NVFP4Tensor, GemmOperand):
         return Codes(self.codes, self.scales, after(self.tensor_scale, seed), self.decoded)
 
 
-def larger_pairs(x: torch.Tensor) -> torch.Tensor:
-    """x (R, C), C % 8 == 0, with zeros for the two of each four pairs of neighbours that have less energy; of equal
-    ones the first stay. 4:8 sparsity in pairs, as `mma.sp` takes it for E2M1 (PTX)."""
-    energy = x.unflatten(-1, (-1, 4, 2)).square().sum(-1)  # (R, C/8, 4)
-    mine, other = energy.unsqueeze(-1), energy.unsqueeze(-2)
-    first = torch.ones(4, 4, dtype=torch.bool, device=x.device).tril(-1)  # other stands before mine
-    larger = (other > mine) | ((other == mine) & first)
-    keep = (larger.sum(-1) < 2).repeat_interleave(2, -1).flatten(-2)
-    return torch.where(keep, x, 0.0)
-
-
 @dataclass
 class WithResidual(GemmOperand):
     """A tensor as the sum of two: `first`, quantized, and `residual`, what that leaves of it, quantized.
@@ -187,8 +175,7 @@ class WithResidual(GemmOperand):
     @classmethod
     def make(cls, value: torch.Tensor, how: Quantization) -> "WithResidual":
         first = quantize_operand(value, how, keep_codes=True)
-        rest = value.float() - first.fp32()
-        return cls(first, quantize_operand(larger_pairs(rest) if how.sparse else rest, how, keep_codes=True))
+        return cls(first, quantize_operand(value.float() - first.fp32(), how, keep_codes=True))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return *self.first.tensors(), *self.residual.tensors()

@@ -32,8 +32,6 @@ class Operand:
     rounding: one of ROUNDINGS, or its name; None: the value that the forward GEMM used, or grad_output itself
     terms:    2 for the sum of two quantized tensors, the second of what the first one leaves (input and weight in the
               output GEMM only): an error like FP8's from products of 4-bit operands, of which there are more
-    sparse:   of the second term, only the larger two of each four pairs of neighbours: the 4:8 sparsity that sparse FP4
-              tensor cores multiply at twice the rate, so that its product counts half
     raw:      taken from the unquantized tensor although the forward GEMM used a quantized one (input and weight in the
               backward GEMMs only); then it is quantized during the forward pass, so that only its codes are kept
     feedback: rounded so that the error of the layer's output is small, for the inputs it has had (feedback.py; the
@@ -47,7 +45,6 @@ class Operand:
     terms: int = 1
     feedback: bool = False
     outer: bool = False
-    sparse: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.rounding, str):
@@ -57,7 +54,7 @@ class Operand:
         text = (
             ("raw " if self.raw else "")
             + (self.rounding.name if self.rounding else "-")
-            + ((" + sparse rest" if self.sparse else " + rest") if self.terms == 2 else "")
+            + (" + rest" if self.terms == 2 else "")
         )
         return text + (" with feedback" if self.feedback else "") + (" by 128" if self.outer else "")
 
@@ -97,8 +94,6 @@ class Recipe:
     late: "tuple[float, Recipe] | None" = None
     # Share of in_features, those with the largest inputs, that output and grad_weight multiply in MXFP8.
     outliers: float = 0.0
-    # The layers go on with the Gram matrices that they have.
-    frozen_gram: bool = False
     # Share of a model's blocks, those at its end and at least one, that convert leaves in BF16.
     kept_blocks: float = 0.0
     summary: str = ""
@@ -115,10 +110,9 @@ class Recipe:
         return max((OUTLIER_MULTIPLE if self.outliers else 0, *blocks))
 
     @property
-    def output_products(self) -> float:
-        """How many products of 4-bit (or other) operands the output GEMM is: one more for each second term, half of one
-        where that is sparse."""
-        return 1 + sum((o.terms - 1) * (0.5 if o.sparse else 1) for o in (self.output.a, self.output.b))
+    def output_products(self) -> int:
+        """How many products of 4-bit (or other) operands the output GEMM is: one more for each second term."""
+        return self.output.a.terms + self.output.b.terms - 1
 
     def outlier_channels(self, in_features: int) -> int:
         """How many channels are outliers: their share in multiples of 32, an MXFP8 block, but at least 32."""
@@ -129,8 +123,8 @@ class Recipe:
 
     @property
     def looks_at_inputs(self) -> bool:
-        """Whether the layers compute with the newest Gram matrix of their inputs (convert.update_gram_matrices)."""
-        return (self.output.b.feedback or self.outliers > 0) and not self.frozen_gram
+        """Whether the layers compute with the Gram matrix of their inputs (convert.update_gram_matrices)."""
+        return self.output.b.feedback or self.outliers > 0
 
     @property
     def fixed_weight(self) -> bool:
@@ -218,8 +212,6 @@ def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:
                 "two terms are for operands of output with an NVFP4 rounding that draws nothing; "
                 f"got {o.terms} for {o.rounding and o.rounding.name}"
             )
-        if o.sparse and o.terms != 2:
-            yield "sparse is about a second term; set terms=2"
         native = draws_nothing(o) and o.rounding.block_rows == 1
         if o.feedback and not (is_output and o is gemm.b and native and o.terms == 1):
             yield (
