@@ -112,7 +112,8 @@ def horizon(context: Context) -> Outcome:
         rows,
         [
             "each seed's gap in percent; BF16 forward: mean of the seeds, the trained weights evaluated in BF16",
-            "minus clover: points, 95%, paired by seed, the scatter between seeds pooled over all methods",
+            "minus clover: points, 95%, paired by seed, the scatter between seeds pooled over the methods "
+            "trained from scratch",
             "GEMM work: 1 is every GEMM of the run in 4 bits; 8 bits count 2 and 16 bits 4",
         ],
         {"methods": numbers},

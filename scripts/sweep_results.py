@@ -71,7 +71,8 @@ def pooled_differences(
 ) -> dict[str, Estimate]:
     """method -> gap of the method minus `share` times that of the other, in percentage points, paired by seed.
 
-    The variance between seeds is the mean over all methods with several, which share its degrees of freedom.
+    The variance between seeds is the mean over the methods with several that were trained from scratch, which share its
+    degrees of freedom: branches of one run (sweep --share-until) have its scatter in common.
     """
     theirs = gaps_by_seed(results, size, other)
     differences: dict[str, list[float]] = {}
@@ -79,7 +80,8 @@ def pooled_differences(
         mine = gaps_by_seed(results, size, method)
         if both := sorted(mine.keys() & theirs.keys()):
             differences[method] = [mine[s] - share * theirs[s] for s in both]
-    several = [v for m, v in differences.items() if len(v) > 1 and m != other]
+    branches = {r["method"] for r in results if any(f.startswith("--branch-from") for f in r.get("flags", ()))}
+    several = [v for m, v in differences.items() if len(v) > 1 and m != other and m not in branches]
     freedom = sum(len(v) - 1 for v in several)
     half = math.nan
     if freedom:

@@ -157,9 +157,9 @@ def plan(
 
     tokens, ratio: how long a run is, in tokens or in tokens per parameter, exactly one of them; extra: flags of
     base_train for all; data: data_key of the text; bf16_until: the fraction of the steps that all runs of a seed have
-    in common, those of its BF16 run: they branch from it, and differ in what follows alone; share_until: the fraction
-    after which a method may branch from the first one that computes the same up to there; vary_data: a seed is one of
-    the data's order as well. Raises UserError.
+    in common, those of its BF16 run: they branch from it, and differ in what follows alone; share_until: fractions
+    of the steps at which a method may branch, at the last of them, from the first one that computes the same up to
+    there; vary_data: a seed is one of the data's order as well. Raises UserError.
     """
     if bool(tokens) == bool(ratio):
         raise UserError("say how long a run is: either --tokens=100M or --ratio=20 (tokens per parameter)")
