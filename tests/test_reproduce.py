@@ -146,9 +146,9 @@ def stored_runs(path):
     runs = []
     two, one = [1.02, 1.122, 1.224], [1.01, 1.111, 1.212]
     for r in results(bf16=[1.0, 1.1, 1.2], nvidia=two, four_over_six=two, tetrajet_v2=two, clover=one):
-        runs.append(r | {"tokens": 4096, "gemm_work": {"4": 1.0, "8": 0.0, "16": 0.0}})
+        runs.append(r | {"tokens": 4096, "steps": 8, "gemm_work": {"4": 1.0, "8": 0.0, "16": 0.0}})
     for r in results(clover_late_refined=[1.005, 1.1055, 1.206]):
-        runs.append(r | {"tokens": 4096, "gemm_work": {"4": 1.1, "8": 0.0, "16": 0.0}})
+        runs.append(r | {"tokens": 4096, "steps": 8, "gemm_work": {"4": 1.1, "8": 0.0, "16": 0.0}})
     for r in runs:
         r["curve"] = [[0, 3.0, 3.0], [8, r["val_bpb"], r["val_bpb"]]]
         r["loss_curve"] = [[4, 2 * r["val_bpb"]], [8, r["val_bpb"]]]
