@@ -495,8 +495,12 @@ def log_is_gone(how: str) -> None:
 
 
 def bounded(seconds: float, gigabytes: float) -> None:
-    """For made-up command lines: a run that is valid is asked to stop after some time, and has so much memory."""
+    """For made-up command lines: a valid run is asked to stop after so much processor time, and has so much memory."""
     limit = int(gigabytes * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    for number, timer, after in (
+        (signal.SIGPROF, signal.ITIMER_PROF, seconds),
+        (signal.SIGALRM, signal.ITIMER_REAL, 20 * seconds),
+    ):
+        signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        signal.setitimer(timer, after)

@@ -111,6 +111,7 @@ def test_timed_once_torch_compile_has_given_up(script, on_a_cpu, tmp_path):
     assert "never stops" not in script.show(records)
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6)
 def test_tracing_that_never_stops_is_named(script, on_a_cpu, tmp_path):
     records, _ = script.compare(checkout(tmp_path, RECOMPILES), "3B", 0.01)
@@ -119,6 +120,19 @@ def test_tracing_that_never_stops_is_named(script, on_a_cpu, tmp_path):
     assert delayed["settled"] and delayed["recompiled"] == 0
     text = script.show(records)
     assert f"exact amax: torch.compile never stops tracing functions again, {exact['recompiled']} times" in text
+
+
+def test_what_was_still_tracing_is_named(script):
+    visits = [
+        {"ms": [3.0, 1.0, 2.0], "recompiled": 6, "uncompiled": 0, "settled": False},
+        {"ms": [4.0], "recompiled": 0, "uncompiled": 1, "settled": True},
+    ]
+    record = script.summarize(visits)
+    assert record == {
+        "ms": 2.5, "visits": [2.0, 4.0], "calls": 4, "recompiled": 6, "uncompiled": 1, "settled": False
+    }  # fmt: skip
+    text = script.show([{"name": "exact amax", "ratio": 1.0, "times_clover": 1.0, "mhz": None, "watts": None} | record])
+    assert "exact amax: torch.compile never stops tracing functions again, 6 times in 4 timed calls" in text
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from nanochat_fp4 import doctor
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4 import dispatch, linear
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, METHODS
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
 
 ROOT = Path(__file__).parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -174,7 +175,7 @@ def test_a_rotating_kernel_that_is_wrong(what, monkeypatch):
         return tensors
 
     monkeypatch.setattr(kernels, "rotate_quantize", rotate_quantize)
-    text = failure()
+    text = doctor.kernel_problem(DEVICE, ROUNDINGS["ms_eden"], 128, (32, 128))
     assert "ms_eden after an RHT of 128" in text
     assert ("the operand that the GEMM reads" if what == "decoded" else f"{what} differ") in text
 

@@ -1,31 +1,30 @@
 """Compiles the kernels ahead of time for GPUs that are not here, and looks into what the compiler made.
 
-Each target has a process of its own (this file, run as a program), because Triton's interpreter, which the other tests
-use, cannot be switched off again. There QuantLinear runs on a CPU, forward and backward, with every launch of a kernel
+Each target has a process of its own, because Triton's interpreter, which the other tests use, cannot be switched off
+again. There QuantLinear runs on a CPU, forward and backward, with every launch of a kernel
 replaced by its compilation: so what is compiled is what training launches, with its compile-time arguments, its
 specialization on alignment and its launch options. What the layer computes is garbage.
 """
 
 import json
-import os
 import re
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
 ARCHITECTURES = (90, 100, 120)
-DEFAULT = ("clover",)
 MATRIX_PRODUCT = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 NATIVE = {100: "tcgen05.mma", 120: "mma.sync"}  # where dot_scaled becomes an FP4 instruction
 
 
-def _compile(arch: int, methods: list[str], every_input: bool) -> list[dict]:
-    """One record for each different kernel that the methods launch; runs in the process without the interpreter."""
+def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[dict]:
+    """
+    One record for each different kernel that the methods launch, with operands for the GEMM that the GPU has, and for
+    the emulated one, too, where every input is wanted. Runs in the process without the interpreter.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import JITFunction
@@ -72,25 +71,27 @@ def _compile(arch: int, methods: list[str], every_input: bool) -> list[dict]:
     cases = [(torch.bfloat16, torch.float32, 256)]
     if every_input:  # FP32 activations, BF16 weights, a number of tokens that nothing divides
         cases += [(torch.float32, torch.float32, 256), (torch.bfloat16, torch.bfloat16, 251)]
-    for method in methods:
-        for dtype, weight_dtype, tokens in cases:
-            linear = nf.QuantLinear(256, 384, method=method, dtype=weight_dtype)
-            x = torch.zeros(tokens, 256, dtype=dtype, requires_grad=True)
-            linear(x).backward(torch.zeros(tokens, 384, dtype=dtype))
+
+    def train(method, dtype, weight_dtype, tokens):
+        linear = nf.QuantLinear(256, 384, method=method, dtype=weight_dtype)
+        x = torch.zeros(tokens, 256, dtype=dtype, requires_grad=True)
+        linear(x).backward(torch.zeros(tokens, 384, dtype=dtype))
+
+    for method in methods if every_input or arch not in NATIVE else ():
+        for case in cases:
+            train(method, *case)
     operand = torch.zeros(256, 128, dtype=torch.uint8), torch.zeros(256, 16, dtype=torch.float8_e4m3fn)
-    decode(*operand)
-    swizzle(operand[1])
-    for dtype, columns in ((torch.bfloat16, 1536), (torch.float32, 1536), (torch.bfloat16, 100)):
-        relu_squared(torch.zeros(8, columns, dtype=dtype), torch.tensor(1))
+    if every_input or arch not in NATIVE:  # kernels that are the same everywhere
+        decode(*operand)
+        swizzle(operand[1])
+        for dtype, columns in ((torch.bfloat16, 1536), (torch.float32, 100)):
+            relu_squared(torch.zeros(8, columns, dtype=dtype), torch.tensor(1))
+        amax(torch.empty(1 << 28, dtype=torch.bfloat16))  # memory that nobody touches: the kernel for large tensors
     if arch in NATIVE:
         for out_dtype in (torch.bfloat16, torch.float32):
             dot_scaled(*operand, torch.ones(()), *operand, torch.ones(()), out_dtype)
-        # The same layer where the GEMM reads codes.
-        operands.native_gemm = lambda device_type: "dot_scaled"
-        linear = nf.QuantLinear(256, 384, method=methods[0])
-        x = torch.zeros(256, 256, dtype=torch.bfloat16, requires_grad=True)
-        linear(x).backward(torch.zeros(256, 384, dtype=torch.bfloat16))
-    amax(torch.empty(1 << 28, dtype=torch.bfloat16))  # memory that nobody touches: the kernel for large tensors
+        operands.native_gemm = lambda device_type: "dot_scaled"  # the GEMM reads codes
+        train(methods[0], *cases[0])
     return list(launched.values())
 
 
@@ -124,11 +125,9 @@ def _inspect(kernel) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(kernel.asm["cubin"])
         f.flush()
-        usage, sass = (
-            subprocess.run([cuobjdump, option, f.name], capture_output=True, text=True, check=True).stdout
-            for option in ("-res-usage", "-sass")
-        )
-    numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+        command = [cuobjdump, "-res-usage", "-sass", f.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", sass)}
     opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass))
     branches = re.findall(r"/\*([0-9a-f]{4,})\*/[^;\n]*\bBRA\b[^;\n]*\b0x([0-9a-f]+)", sass)
     loops = [(int(at, 16) - int(to, 16)) // 16 + 1 for at, to in branches]  # an instruction has 16 bytes
@@ -150,33 +149,30 @@ def _inspect(kernel) -> dict:
     }
 
 
-if __name__ == "__main__":
-    for record in _compile(int(sys.argv[1]), sys.argv[3].split(","), sys.argv[2] == "every"):
-        print("RECORD", json.dumps(record))
-
-
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def start(arch, methods, cache, inputs="default") -> subprocess.Popen:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    env = {**os.environ, "NVFP4_KERNELS": "triton", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": paths}
-    env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, __file__, str(arch), inputs, ",".join(methods)]
-    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def records(process) -> list[dict]:
-    out, err = process.communicate(timeout=1800)
-    assert process.returncode == 0, err[-3000:]
+def compiled(fork_server, arch, methods, cache, every_input=False) -> list[dict]:
+    pytest.importorskip("triton")
+    code = f"""
+import json
+import test_kernels_compile as t
+for record in t.compile_kernels({arch}, {list(methods)}, {every_input}):
+    print("RECORD", json.dumps(record))
+"""
+    (out,) = fork_server.run_ranks(code, 1, env={"NVFP4_KERNELS": "triton", "TRITON_CACHE_DIR": str(cache)})
     return [json.loads(line.removeprefix("RECORD ")) for line in out.splitlines() if line.startswith("RECORD ")]
 
 
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def arch(request) -> int:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def clover(tmp_path_factory) -> dict[int, list[dict]]:
-    pytest.importorskip("triton")
-    processes = {arch: start(arch, DEFAULT, tmp_path_factory.mktemp(f"sm_{arch}")) for arch in ARCHITECTURES}
-    return {arch: records(process) for arch, process in processes.items()}
+def clover(fork_server, arch, tmp_path_factory) -> list[dict]:
+    """What clover launches on such a GPU."""
+    return compiled(fork_server, arch, ["clover"], tmp_path_factory.mktemp(f"sm_{arch}"))
 
 
 def table(rows) -> str:
@@ -184,23 +180,20 @@ def table(rows) -> str:
     return "\n" + "\n".join("  ".join(str(r[k]) for k in keys) for r in rows)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_clovers_kernels_compile(clover, arch):
-    names = Counter(r["kernel"] for r in clover[arch])
-    print(table(clover[arch]))
-    # Rotations: E and E^T in one launch, and the requantization of weight and input, which are one kernel; for the
-    # emulated GEMM and, on a Blackwell, for the native one.
-    assert names["rotate_quantize_kernel"] == (4 if arch in NATIVE else 2)
-    expected = {"amax", "quantize", "rotate_quantize", "repair", "decode", "swizzle", "relu_squared"}
-    expected = {f"{name}_kernel" for name in expected}
-    assert expected | ({"dot_scaled_kernel", "finish_kernel"} if arch in NATIVE else set()) == set(names)
-    assert all(re.fullmatch(rf"sm_{arch}[af]?", r["target"]) for r in clover[arch])
+    names = Counter(r["kernel"] for r in clover)
+    print(table(clover))
+    # Rotations: E and E^T in one launch, and the requantization of weight and input, which are one kernel.
+    assert names["rotate_quantize_kernel"] == 2
+    expected = {"amax", "quantize", "rotate_quantize"}
+    expected |= {"dot_scaled", "finish"} if arch in NATIVE else {"repair", "decode", "swizzle", "relu_squared"}
+    assert {f"{name}_kernel" for name in expected} == set(names) - ({"swizzle_kernel"} if arch in NATIVE else set())
+    assert all(re.fullmatch(rf"sm_{arch}[af]?", r["target"]) for r in clover)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_clovers_kernels_do_not_spill(clover, arch):
     """But for a few bytes in sm_90's rotating kernel, which has 128 registers so that four programs fit."""
-    spilling = [r for r in clover[arch] if r["spills"] and r["stack"] > allowed_stack(r, arch)]
+    spilling = [r for r in clover if r["spills"] and r["stack"] > allowed_stack(r, arch)]
     assert not spilling, table(spilling)
 
 
@@ -209,44 +202,42 @@ def allowed_stack(record, arch) -> int:
     return {90: 48, 100: 16, 120: 128}[arch] if record["kernel"] == "rotate_quantize_kernel" else 0
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_rounding_to_e2m1_is_an_instruction_where_there_is_one(clover, arch):
     """In what the compiler was given and in what it made: each for two values. sm_90 has none, and a rotation to BF16
     does without."""
-    for r in clover[arch]:
+    for r in clover:
         if r["kernel"] in ("quantize_kernel", "rotate_quantize_kernel"):
             codes = r["kernel"] == "quantize_kernel" or "STORE_CODES': True" in r["constants"]
             assert all(count >= 8 if arch in NATIVE and codes else count == 0 for count in r["conversions"]), r
         assert r["shared"] <= (99 if arch == 120 else 227) * 1024
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_rotation_runs_on_tensor_cores(clover, arch):
-    for r in clover[arch]:
+    for r in clover:
         multiplies = r["kernel"] in ("rotate_quantize_kernel", "dot_scaled_kernel")
         assert r["products"] == ([MATRIX_PRODUCT[arch]] if multiplies else []), r["kernel"]
 
 
-@pytest.mark.parametrize("arch", NATIVE)
+@pytest.mark.parametrize("arch", NATIVE, indirect=True)
 def test_the_native_gemm_is_an_fp4_instruction(clover, arch):
     """NVFP4 (blocks of 16, E4M3 scales) on FP4 tensor cores; on other GPUs dot_scaled would be BF16 products."""
-    kernels = [r for r in clover[arch] if r["kernel"] == "dot_scaled_kernel"]
+    kernels = [r for r in clover if r["kernel"] == "dot_scaled_kernel"]
     assert len(kernels) == 2
     for r in kernels:
         assert len(r["kinds"]) == 1 and "kind::mxf4nvf4" in r["kinds"][0], r["kinds"]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_how_many_rotating_programs_fit_a_multiprocessor(clover, arch):
     """Of 65536 registers and 227 KiB of shared memory (sm_120: 99 KiB)."""
     programs, memory = {90: (4, 227), 100: (2, 227), 120: (1, 99)}[arch]
-    for r in clover[arch]:
+    for r in clover:
         if r["kernel"] == "rotate_quantize_kernel":
             assert programs * r["registers"] * r["warps"] * 32 <= 65536
             assert programs * (r["shared"] + 1024) <= memory * 1024, r["shared"]
 
 
-def test_predictions_count_these_instructions(clover):
+@pytest.mark.parametrize("arch", [90], indirect=True)
+def test_predictions_count_these_instructions(clover, arch):
     """roofline.py's budgets, which are of another version of the compiler, against the loops of sm_90."""
     from nanochat_fp4 import roofline
 
@@ -255,22 +246,20 @@ def test_predictions_count_these_instructions(clover):
         "quantize_kernel": [roofline._instructions("four_over_six", roofline.ROWS_INSTRUCTIONS)],
         "rotate_quantize_kernel": [eden, eden + roofline.ROTATED_DECODE_INSTRUCTIONS],
     }
-    for r in clover[90]:
+    for r in clover:
         elements = {"quantize_kernel": 16, "rotate_quantize_kernel": 64}.get(r["kernel"])
         for size in r["loops"] if elements else []:
             wanted = expected[r["kernel"]]["'FROM_CODES': True" in r["constants"]]
             assert size / elements == pytest.approx(wanted, rel=0.15), (r["kernel"], r["loops"])
-    assert sum(len(r["loops"]) for r in clover[90] if r["kernel"] in expected) == 5
+    assert sum(len(r["loops"]) for r in clover if r["kernel"] in expected) == 5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_method_and_input_compiles(arch, tmp_path):
-    pytest.importorskip("triton")
+def test_every_method_and_input_compiles(fork_server, arch, tmp_path):
     from nanochat_fp4.nvfp4.methods import METHOD_TABLE
 
     methods = [m for m in METHOD_TABLE if m != "bf16"]
-    every = records(start(arch, methods, tmp_path, "every"))
+    every = compiled(fork_server, arch, methods, tmp_path, every_input=True)
     print(table(every))
     assert len(every) > 20
     assert all(r["products"] == [MATRIX_PRODUCT[arch]] for r in every if r["kernel"] == "rotate_quantize_kernel")

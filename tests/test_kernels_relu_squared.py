@@ -38,16 +38,16 @@ def test_kernel_is_the_reference(shape, dtype):
 
 def test_the_largest_value_is_kept_and_nothing_wraps():
     """A row of its largest value: 255 steps, with all noise; and what is no number, or infinite, shows in its row."""
-    x = torch.exp(torch.randn(64, 1)).expand(64, 8192)  # one draw in 2^16 comes close enough to a half
+    x = torch.exp(torch.randn(16, 1)).expand(16, 4096)  # one draw in 2^16 comes close enough to a half
     for function in (lambda x, s: relu_squared(x.to(DEVICE), s.to(DEVICE)), relu_squared_reference):
         _, kept, step = function(x, torch.tensor(5))
         assert (kept >= 254).all() and (kept == 255).float().mean() > 0.999
         for bad in (float("nan"), float("inf")):
-            broken = x.clone()
+            broken = x[:, :64].clone()
             broken[3, 7] = bad
             y, _, step = function(broken, torch.tensor(5))
             assert not torch.isfinite(y[3, 7]) and not torch.isfinite(step[3])
-            assert torch.isfinite(step).sum() == 63
+            assert torch.isfinite(step).sum() == 15
 
 
 def test_what_the_rounding_leaves_of_a_bias():

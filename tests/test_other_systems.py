@@ -5,7 +5,6 @@ import torch
 from _assertions import assert_unbiased, concentrate, relative_square_error
 
 import nanochat_fp4 as nf
-from nanochat_fp4 import doctor
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE
 from nanochat_fp4.nvfp4.quantizers import quantize
 
@@ -49,7 +48,6 @@ def test_beside_kernels(method, monkeypatch):
     for wanted in ("triton", "reference"):
         monkeypatch.setenv("NVFP4_KERNELS", wanted)
         results.append(backward(layer(method, 64, 96).to(device), x, e))
-        assert method in doctor.probe(device, method)
     for got, want in zip(*results):
         assert relative_square_error(got, want) < 1e-4
 

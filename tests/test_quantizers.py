@@ -354,15 +354,16 @@ def products(name: str, draws: int = 1024):
     return concentrate(draw, (a.double() @ b.double().T,), draws)[0]
 
 
+@pytest.mark.parametrize("draws", [256, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["sr", "ms_eden", "ms_eden_search"])
-def test_products_are_unbiased_to_1024_draws(name):
-    assert_unbiased(name, products(name))
+def test_products_are_unbiased(name, draws):
+    assert_unbiased(name, products(name, draws))
 
 
-@pytest.mark.parametrize("name, ceiling", [("sr_four_over_six", 200), ("four_over_six", 2), ("scale_search", 2)])
+@pytest.mark.parametrize("name, ceiling", [("sr_four_over_six", 150), ("four_over_six", 2), ("scale_search", 2)])
 def test_products_of_biased_roundings_reach_a_plateau(name, ceiling):
     """SR that keeps the luckier of two draws is biased, as the paper says; rounding to nearest does not average."""
-    assert products(name, 1024 if name.startswith("sr") else 16).gain < ceiling
+    assert products(name, 256 if name.startswith("sr") else 16).gain < ceiling
 
 
 @pytest.mark.parametrize("name", ["sr", "ms_eden", "ms_eden_search"])

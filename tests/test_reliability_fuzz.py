@@ -462,7 +462,7 @@ def try_commands(server: ForkServer, base: Path, module: str, count: int, rng: r
         argv = made_up(module, actions, rng) if i else SCRIPTS[module].split()
         mine = tmp / str(i)
         shutil.copytree(base, mine)
-        seconds = 4.0 if i else 500.0
+        seconds = 1.0 if i else 500.0
         run = server.run(module, argv, env={"NANOCHAT_BASE_DIR": str(mine)}, fault=("bounded", seconds, 8.0))
         said = f"{module} {argv!r}: status {run.status}\n{run.log[-3000:]}"
         assert run.status is not None, f"hangs: {said}"
