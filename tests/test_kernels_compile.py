@@ -266,16 +266,14 @@ def test_every_method_and_input_compiles(fork_server, arch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_decodings_kernels_compile(arch, tmp_path):
+def test_decodings_kernels_compile(fork_server, arch, tmp_path):
     """Products with codes on tensor cores, for one row and for 32; nothing in local memory."""
-    pytest.importorskip("triton")
-    compiled = records(start(arch, ("decoding",), tmp_path))
-    print(table(compiled))
-    names = Counter(r["kernel"] for r in compiled)
+    found = compiled(fork_server, arch, ["decoding"], tmp_path)
+    print(table(found))
+    names = Counter(r["kernel"] for r in found)
     assert names == {"row_kernel": 3, "one_row_kernel": 1, "codes_matmul_kernel": 1, "attention_kernel": 1}
-    assert not any(r["spills"] or r["stack"] for r in compiled), table(compiled)
-    assert all(bool(r["products"]) == (r["kernel"] == "codes_matmul_kernel") for r in compiled)
+    assert not any(r["spills"] or r["stack"] for r in found), table(found)
+    assert all(bool(r["products"]) == (r["kernel"] == "codes_matmul_kernel") for r in found)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -619,7 +619,7 @@ def compiled_and_eager(method, backend, layers, autocast):
     "method, backend, layers, autocast",
     [
         ("clover", "aot_eager", 1, True),
-        ("clover_refined", "aot_eager", 1, True),
+        ("clover_refined", "eager", 1, True),
         ("nvidia", "aot_eager", 2, False),
         ("tetrajet_v2", "eager", 1, True),
     ],
