@@ -277,7 +277,7 @@ def one_row_kernel(
 # Bytes of codes that a program reads of one row's product; rows and columns of the weight in a tile of several rows',
 # how many programs are enough, warps. Tiles of 64 rows are wrong under Triton 3.6: its wgmma of operands made in
 # registers.
-ONE_ROW, TILE = (4096, 4), (32, 128, 1056, 4)
+ONE_ROW, TILE = (4096, 4), (32, 128, 1056, 2)
 
 
 def codes_matmul(
