@@ -15,12 +15,12 @@ from scripts.bench_step import Subject
 KINDS = (
     ("LM head and loss", ("linear_cross_entropy", "_chunk_loss", "chunk_loss")),
     ("attention", ("flash", "fmha", "attention", "flex", "sdpa")),
-    ("GEMM", ("gemm", "nvjet", "cutlass", "splitk", "mm_alpha", "dot_scaled_kernel")),  # also inside operators of ours
+    ("GEMM", ("gemm", "nvjet", "cutlass", "splitk", "mm_alpha", "dot_scaled_kernel", "codes_matmul", "one_row")),  # also inside operators of ours
     ("ReLU^2", ("relu_squared",)),
     ("abs-max", ("amax_kernel", "nvfp4::amax")),
     ("decode", ("decode_kernel", "nvfp4::decode")),
     ("rotate and quantize", ("rotate_quantize", "repair", "prepare_kernel", "finish_kernel", "nvfp4::rotate")),
-    ("quantize", ("convert_kernel", "quantize", "tensor_scale", "nvfp4::", "swizzle")),
+    ("quantize", ("convert_kernel", "quantize", "tensor_scale", "nvfp4::", "swizzle", "row_kernel")),
     ("GEMM", ("_mm", "::mm", "::addmm", "::bmm", "::matmul")),
     ("RMSNorm", ("rms_norm", "_Norm")),
     ("ReLU^2", ("relu", "_ReluSquared", "uint8")),
