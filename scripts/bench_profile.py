@@ -15,7 +15,7 @@ from scripts.bench_step import Subject
 KINDS = (
     ("LM head and loss", ("linear_cross_entropy", "_chunk_loss", "chunk_loss")),
     ("attention", ("flash", "fmha", "attention", "flex", "sdpa")),
-    ("GEMM", ("gemm", "nvjet", "cutlass", "splitk", "mm_alpha", "dot_scaled_kernel", "codes_matmul", "one_row")),  # also inside operators of ours
+    ("GEMM", ("gemm", "nvjet", "cutlass", "splitk", "mm_alpha", "dot_scaled_kernel", "codes_matmul", "one_row")),
     ("ReLU^2", ("relu_squared",)),
     ("abs-max", ("amax_kernel", "nvfp4::amax")),
     ("decode", ("decode_kernel", "nvfp4::decode")),
