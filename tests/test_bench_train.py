@@ -370,7 +370,7 @@ def test_memory_that_runs_out_is_one_line(monkeypatch):
 
     monkeypatch.setattr(Subject, "passes", passes)
     with pytest.raises(UserError, match="2 of 2 variants failed: d1 bf16: micro-batch: out of memory; lower --micro-b"):
-        bench_train.main(TINY)
+        bench_train.main([*TINY, "--methods", "clover"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def written(base_dir) -> dict[str, dict]:
 
 
 def test_what_was_measured_survives_a_kill(fork_server, base_dir):
-    flags = ["--recompute", "none,all", "--rounds", "100000", "--calls", "20"]
+    flags = ["--methods", "clover", "--recompute", "none,all", "--rounds", "100000", "--calls", "20"]
     command = [fork_server.python, "-m", "scripts.bench_train", *TINY, *flags]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -408,7 +408,7 @@ def test_sizes_are_written_before_anything_is_timed(base_dir, monkeypatch):
 
     monkeypatch.setattr(bench_train, "run_steps", run_steps)
     with pytest.raises(KeyboardInterrupt):
-        bench_train.main(TINY)
+        bench_train.main([*TINY, "--methods", "clover"])
     assert [r["micro_batch"] for r in written(base_dir).values()] == [2, 2]
     assert [r["tokens_per_second"] for r in written(base_dir).values()] == [None, None]
 
