@@ -30,12 +30,13 @@ from scripts.bench_common import table
 from scripts.reproduce_attribution import attribution
 from scripts.reproduce_common import Context, Outcome
 from scripts.reproduce_concentration import fig9
-from scripts.reproduce_horizon import frontier, horizon
+from scripts.reproduce_horizon import claims, frontier, horizon
 from scripts.reproduce_operands import operands
 from scripts.reproduce_remedies import remedies
 from scripts.reproduce_rounding import table1
 from scripts.reproduce_speed import fig6, table7
 from scripts.reproduce_systems import systems
+from scripts.reproduce_time import equal_time
 from scripts.reproduce_traffic import table2
 from scripts.reproduce_training import fig1, fig2, fig4, fig5, table5
 
@@ -55,7 +56,12 @@ ITEMS: dict[str, Callable[[Context], Outcome]] = {
     "operands": operands,
     "remedies": remedies,
 }
-OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {"horizon": horizon, "frontier": frontier}  # of --results alone
+OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {
+    "horizon": horizon,
+    "frontier": frontier,
+    "claims": claims,
+    "equal_time": equal_time,
+}  # of --results alone
 SAME = {"table6": "fig6"}
 
 

@@ -4,6 +4,7 @@ Both take the runs of one size from --results; statistics are of differences pai
 the methods, for the scatter between seeds is of the training and not of a method, and two seeds alone say nothing.
 """
 
+import statistics
 from typing import Any
 
 from nanochat_fp4.errors import UserError
@@ -12,16 +13,34 @@ from scripts.reproduce_common import Context, Outcome
 
 # What a multiply-add costs in units of one in 4 bits: the rates of a B200's tensor cores.
 COST = {"4": 1.0, "8": 2.0, "16": 4.0}
+TARGETS = (
+    ("clover_feedback_late", 0.5, "val_bpb"),
+    ("both_from_92.5%", 0.5, "val_bpb"),
+    ("both_from_85%", 1 / 3, "val_bpb"),
+    ("clover_feedback_late", 0.4, "val_bpb_bf16"),
+    ("both_from_85%", 0.4, "val_bpb_bf16"),
+)  # method, share of clover's gap, of which forward
 PARTS = (0.3, 0.5, 0.7, 0.8, 0.9)  # of the run: where the table shows the gap on the way
 
 
 def stored_runs(context: Context) -> tuple[list[dict], dict]:
-    """The runs of --results, of --sizes if that is given, and what else the file says. Raises UserError."""
+    """The runs of --results (several files with commas: of the same data, other seeds or methods), of --sizes if that
+    is given, and what else the first file says; each run with its "file". Raises UserError."""
     if not context.args.results:
         raise UserError("this item takes its runs from a sweep: add --results=<folder>/<name>.json of scripts.sweep")
-    content = sweep_results.stored(context.args.results)
+    paths = context.args.results.split(",")
+    contents = [sweep_results.stored(path) for path in paths]
+    content = contents[0]
     size = context.args.sizes or content["results"][0]["size"]
-    runs = [r for r in content["results"] if r["size"] == size]
+    runs = [r | {"file": i} for i, c in enumerate(contents) for r in c["results"] if r["size"] == size]
+    for path, other in zip(paths, contents):
+        if other["data"] != content["data"]:
+            raise UserError(
+                f"{path} is of {other['data']}, {paths[0]} of {content['data']}: give sweeps of the same text"
+            )
+    keys = [(r["method"], r["seed"]) for r in runs]
+    if twice := sorted({k for k in keys if keys.count(k) > 1}):
+        raise UserError(f"--results has {twice[0][0]} of seed {twice[0][1]} twice; give files of different runs")
     if not any(r["method"] == "bf16" for r in runs):
         raise UserError(f"{context.args.results} has no bf16 run of size {size!r}; gaps are to bf16")
     return runs, content
@@ -62,15 +81,18 @@ def summary(runs: list[dict]) -> list[dict[str, Any]]:
         both = sorted(own.keys() & clover.keys())
         if not own:
             continue
+        share = sum(own[s] for s in both) / sum(clover[s] for s in both) if both else None
+        # Seeds differ in their gaps: a method's share of clover's, on the seeds of both, is of clover's mean of all.
+        beside = statistics.fmean(own.values()) if share is None else share * statistics.fmean(clover.values())
         records.append(
             {
                 "method": method,
                 "work": gemm_work(next(r for r in runs if r["method"] == method), steps),
                 "gaps": own,
-                "gap": sum(own.values()) / len(own),
+                "gap": beside,
                 "forward": sum(forward.values()) / len(forward),
                 "minus_clover": minus.get(method),
-                "share": sum(own[s] for s in both) / sum(clover[s] for s in both) if both else None,
+                "share": share,
             }
         )
     return sorted(records, key=lambda r: -r["gap"])
@@ -79,6 +101,51 @@ def summary(runs: list[dict]) -> list[dict[str, Any]]:
 def measured_on(runs: list[dict], content: dict) -> str:
     tokens, seeds = sorted({r["tokens"] for r in runs}), sorted({r["seed"] for r in runs})
     return f"{runs[0]['size']}, data {content['data']}, {'/'.join(f'{t:,}' for t in tokens)} tokens, seeds {seeds}"
+
+
+def share_of(runs: list[dict], method: str, target: float, value: str) -> tuple[float, float, int]:
+    """(share of clover's gap, half of its 95% interval, seeds), by the method minus target times clover."""
+    (size,) = {r["size"] for r in runs}
+    methods = [m for m in dict.fromkeys(r["method"] for r in runs) if m not in ("bf16", "clover")]
+    difference = sweep_results.pooled_differences(runs, size, methods, "clover", target, value)[method]
+    mine, clover = (sweep_results.gaps_by_seed(runs, size, m, value) for m in (method, "clover"))
+    mean = statistics.fmean(clover[s] for s in mine.keys() & clover.keys())
+    return target + difference.mean / mean, difference.half / mean, difference.n
+
+
+def claims(context: Context) -> Outcome:
+    """The targets: on the seeds of the last file of --results, which are fresh, and on all."""
+    runs, content = stored_runs(context)
+    fresh = [r for r in runs if r["file"] == max(r["file"] for r in runs)]
+    if not any(r["method"] == "bf16" for r in fresh):
+        raise UserError("the last file of --results has no bf16 run: give the one with the fresh seeds last")
+    work = {r["method"]: gemm_work(r, steps_of(runs)) for r in runs}
+    rows, numbers = [], []
+    for method, target, value in TARGETS:
+        cells: list[str] = []
+        own, every = share_of(fresh, method, target, value), share_of(runs, method, target, value)
+        pooled = every[1] * (every[2] / own[2]) ** 0.5
+        for share, half in (own[:2], (own[0], pooled), every[:2]):
+            reached = "reached" if share + half < target else "missed" if share > target else "not decided"
+            cells.append(f"{share:.3f} ± {half:.3f}, {reached}")
+            numbers.append({"method": method, "target": target, "value": value, "share": share, "half": half})
+        forward = "with a BF16 forward" if value == "val_bpb_bf16" else "own forward"
+        rows.append([method, f"{work[method]:.2f}", forward, f"{target:.2f}x", *cells])
+    seeds = sorted({r["seed"] for r in fresh})
+    return Outcome(
+        "Shares of clover's gap, and the targets",
+        ["method", "GEMM work", "gap", "target", f"fresh seeds {seeds}", "the same, scatter of all", "all seeds"],
+        rows,
+        [
+            "reached: the upper end of the 95% interval is below the target; not decided: the mean alone is",
+            "intervals of method minus target times clover over clover's mean gap, paired by seed, the scatter pooled "
+            "over the methods trained from scratch: those of the same seeds, or of all runs",
+        ],
+        {"claims": numbers},
+        None,
+        measured_on(runs, content),
+        content["environment"],
+    )
 
 
 def horizon(context: Context) -> Outcome:
@@ -150,7 +217,10 @@ def frontier(context: Context) -> Outcome:
         "The frontier of gap against GEMM work",
         ["method", "GEMM work", "gap, %", "BF16 forward", "seeds", "nothing is better for less"],
         rows,
-        ["runs with more than 1.5 are in the table alone"],
+        [
+            "gap: clover's mean of all seeds, times the method's share of it on the seeds of both",
+            "runs with more than 1.5 are in the table alone",
+        ],
         {"methods": [{k: v for k, v in r.items() if k != "minus_clover"} for r in records]},
         plot,
         measured_on(runs, content),

@@ -67,17 +67,17 @@ def gaps_by_seed(
 
 
 def pooled_differences(
-    results: Sequence[dict], size: str, methods: Sequence[str], other: str, share: float = 1.0
+    results: Sequence[dict], size: str, methods: Sequence[str], other: str, share: float = 1.0, value: str = "val_bpb"
 ) -> dict[str, Estimate]:
     """method -> gap of the method minus `share` times that of the other, in percentage points, paired by seed.
 
     The variance between seeds is the mean over the methods with several that were trained from scratch, which share its
-    degrees of freedom: branches of one run (sweep --share-until) have its scatter in common.
+    degrees of freedom: branches of one run (sweep --share-until) have its scatter in common. value: of the gaps.
     """
-    theirs = gaps_by_seed(results, size, other)
+    theirs = gaps_by_seed(results, size, other, value)
     differences: dict[str, list[float]] = {}
     for method in methods:
-        mine = gaps_by_seed(results, size, method)
+        mine = gaps_by_seed(results, size, method, value)
         if both := sorted(mine.keys() & theirs.keys()):
             differences[method] = [mine[s] - share * theirs[s] for s in both]
     branches = {r["method"] for r in results if any(f.startswith("--branch-from") for f in r.get("flags", ()))}

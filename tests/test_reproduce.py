@@ -1,6 +1,7 @@
 """`python -m scripts.reproduce`: every item in its smallest form, its numbers, resuming; the counting of Table 2."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -195,6 +196,57 @@ def test_long_runs_are_put_beside_their_gemm_work(tmp_path):
     assert content["frontier"]["clover"][-1] == content["frontier"]["clover_late_refined"][-1] == "*"
     with pytest.raises(UserError, match="takes its runs from a sweep: add --results"):
         reproduce.main(["horizon", f"--folder={tmp_path}"])
+
+
+def long_runs(path, seeds: list[int], percent: dict[str, list[float]], steps: int = 2000, data: str = "text (1)"):
+    """A sweep's file: gaps to a BF16 of 1 bit per byte, in percent, by seed."""
+    one = {"size": "d6", "steps": steps, "tokens": steps, "gemm_work": {"4": 1.0, "8": 0.0, "16": 0.0}, "curve": []}
+    results = [
+        one | {"method": m, "seed": s, "val_bpb": 1 + v / 100, "val_bpb_bf16": 1 + v / 200}
+        for m, values in percent.items()
+        for s, v in zip(seeds, values)
+    ]
+    environment = {"gpu": "an old GPU", "gpu_count": 1, "torch": "1.0", "commit": "abc"}
+    path.write_text(json.dumps({"data": data, "environment": environment, "results": results}))
+
+
+def test_claims_are_made_on_fresh_seeds(tmp_path):
+    """Shares of 0.1 where the methods were chosen, and of 0.45 and 0.6 on the fresh seeds."""
+    for name, seeds, late in (("a", [1, 2], [0.1, 0.1]), ("b", [3, 4, 5], [0.45, 0.45, 0.45])):
+        other = [0.6 if name == "b" else 0.1 for _ in seeds]
+        methods = {"bf16": [0.0] * 3, "clover": [1.0] * 3, "clover_feedback_late": late}
+        long_runs(tmp_path / name, seeds, methods | {"both_from_92.5%": other, "both_from_85%": other})
+    files = f"{tmp_path / 'a'},{tmp_path / 'b'}"
+    reproduce.main(["claims", f"--results={files}", f"--folder={tmp_path}"])
+    _, late, other, at_85, *_ = json.loads((tmp_path / "claims.json").read_text())["table"]
+    assert late[:5] == ["clover_feedback_late", "1.00", "own forward", "0.50x", "0.450 ± 0.000, reached"]
+    assert late[5] == "0.450 ± 0.314, not decided"
+    assert (other[4], at_85[3:5]) == ("0.600 ± 0.000, missed", ["0.33x", "0.600 ± 0.000, missed"])
+    with pytest.raises(UserError, match="bf16 of seed 1 twice"):
+        reproduce.main(["claims", f"--results={files},{tmp_path / 'a'}", f"--folder={tmp_path}"])
+    long_runs(tmp_path / "c", [6], {"bf16": [0.0]}, data="other text (2)")
+    with pytest.raises(UserError, match=r"c is of other text \(2\), .* give sweeps of the same text"):
+        reproduce.main(["claims", f"--results={files},{tmp_path / 'c'}", f"--folder={tmp_path}"])
+
+
+def test_at_equal_time_faster_methods_have_trained_for_longer(tmp_path):
+    names = ("bf16", "fp8", "clover", "clover_feedback_late")
+    long_runs(tmp_path / "long", [1], {m: [float(i)] for i, m in enumerate(names)})
+    long_runs(tmp_path / "short", [1], {f"{m}_1000": [10.0 + i] for i, m in enumerate(names)}, steps=1000)
+    with pytest.raises(UserError, match="has 0 shorter runs of bf16"):
+        reproduce.main(["equal_time", f"--results={tmp_path / 'long'}", f"--folder={tmp_path}"])
+    files = f"{tmp_path / 'long'},{tmp_path / 'short'}"
+    reproduce.main(["equal_time", "--quick", f"--results={files}", f"--folder={tmp_path}"])
+    assert (tmp_path / "equal_time.png").read_bytes()[:4] == b"\x89PNG"
+    predictions = json.loads((tmp_path / "equal_time.json").read_text())["numbers"]["predictions"]
+    found = {(p["machine"], p["depth"]): p for p in predictions}
+    at = found["RTX 5090", 20]
+    hours = at["hours"][""]
+    assert hours["clover"] < hours["clover_feedback_late"] < hours["fp8"] < hours["bf16"]
+    assert at["budget"] == hours["clover"] and at["bpb"]["clover"] == pytest.approx(1.02)
+    # In the time that clover has, bf16 does this share of its steps; between 1000 and 2000 its BPB falls by 0.1.
+    assert at["bpb"]["bf16"] == pytest.approx(1 - 0.1 * math.log2(hours["clover"] / hours["bf16"]))
+    assert found["B200", 20]["bpb"]["fp8"] == pytest.approx(1.01)  # where FP8 is the fastest
 
 
 def test_speed_from_the_files_of_benchmarks(tmp_path):
