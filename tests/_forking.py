@@ -187,6 +187,10 @@ def _fork_for_a_client() -> None:
         connection.close()
         _program(job, files)
     connection.sendall(f"{pid}\n".encode())
+    if hasattr(os, "pidfd_open"):  # Linux
+        ended = os.pidfd_open(pid)
+        if ended not in select.select([ended, connection], [], [])[0]:  # the client is gone
+            os.kill(pid, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):
         connection.sendall(f"{status}\n".encode())
