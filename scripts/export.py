@@ -61,7 +61,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="bfloat16", choices=tuple(DTYPES), help="of the weights that are not in 4 bits")
     add("--method", default=None, help="forward pass to export (default: the one the model was trained with)")
     add("--weights-only", action="store_true", help="4-bit weights, inputs left in 16 bits: no input scales")
-    add("--share-scales", action="store_true", help="round layers that servers fuse (q, k, v; gate, up) as one")
+    add("--share-scales", action="store_true", help="--separate-qkv: round q, k, v, which servers fuse, as one")
     add("--data-dir", default=None, help="text to calibrate and to measure on (default: $DATA_DIR, else as training)")
     add("--calibration-tokens", type=int, default=32768, help="training tokens that input scales are found on")
     add("--eval-tokens", type=int, default=65536, help="validation tokens that bits per byte are measured on; 0: none")
@@ -148,7 +148,7 @@ class Export:
     def say_what_is_lost(self, weights: Weights) -> None:
         if weights.lost:
             self.notes.append(f"Lost, because the format cannot hold it: {weights.lost}.")
-        if self.args.share_scales:
+        if self.args.share_scales and getattr(self.model.config, "separate_qkv", False):
             self.notes.append("Layers that servers fuse were rounded as one: their codes are not those of training.")
         separate = weights.separate(self.about.fused)
         if separate:

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +22,9 @@ CONFIGS = {
 }
 
 
-def save_small(base: Path, family: str, method: str, tag: str = "") -> torch.nn.Module:
+def save_small(base: Path, family: str, method: str, tag: str = "", **changes) -> torch.nn.Module:
     """Saves a base checkpoint of random weights, step 7, as if trained with the method; returns the model."""
-    config = CONFIGS[family]
-    config.vocab_size = get_tokenizer().get_vocab_size()
+    config = replace(CONFIGS[family], vocab_size=get_tokenizer().get_vocab_size(), **changes)
     model = (GPT if family == "gpt" else Llama)(config)
     model.init_weights()
     generator = torch.Generator().manual_seed(1)

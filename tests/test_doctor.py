@@ -9,7 +9,8 @@ import torch
 
 from nanochat_fp4 import doctor
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.nvfp4 import dispatch, linear
+from nanochat_fp4.nvfp4 import dispatch, linear, operands
+from nanochat_fp4.nvfp4 import gemm as gemm_module
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, METHODS
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
 
@@ -90,7 +91,8 @@ def inject(monkeypatch, calls, damage):
         count[0] += 1
         return damage(y) if (count[0] - 1) % 3 in calls else y
 
-    monkeypatch.setattr(linear, "gemm", gemm)
+    for module in (linear, gemm_module, operands):
+        monkeypatch.setattr(module, "gemm", gemm)
 
 
 @pytest.mark.parametrize("method", ["bf16", *TRAINING])

@@ -50,7 +50,7 @@ def swapped(rows: np.ndarray, heads: int) -> np.ndarray:
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 @pytest.mark.parametrize("method, rounding", [("clover", "four_over_six"), ("nvidia", "rtn_16x16")])
 def test_the_codes_of_the_forward_pass(tiny_base, tmp_path, family, method, rounding):
-    """Every layer's codes, block scales and 1 / tensor_scale; GPT computes q, k and v as one layer."""
+    """Every layer's codes, block scales and 1 / tensor_scale; q, k and v are one layer, and Llama's gate and up."""
     model = save_small(tiny_base, family, method)
     folder = run(tmp_path, f"--model-tag={family}", "--format=compressed-tensors")
     tensors = read_safetensors(folder / "model.safetensors")
@@ -59,10 +59,11 @@ def test_the_codes_of_the_forward_pass(tiny_base, tmp_path, family, method, roun
         for ours, theirs in (NAMES | MLP[family]).items():
             weight = block.get_submodule(ours).weight.detach()
             rows = slice(0, len(weight))
-            if family == "gpt" and ours in ("attn.c_q", "attn.c_k", "attn.c_v"):
-                parts = [block.attn.c_q.weight, block.attn.c_k.weight, block.attn.c_v.weight]
-                start = sum(len(p) for p in parts[: "qkv".index(ours[-1])])
-                rows, weight = slice(start, start + len(weight)), torch.cat(parts)
+            for group in (("attn.c_q", "attn.c_k", "attn.c_v"), ("mlp.c_gate", "mlp.c_fc")):
+                if ours in group and hasattr(block.mlp, "c_gate") >= ("mlp.c_fc" in group):
+                    parts = [block.get_submodule(name).weight for name in group]
+                    start = sum(len(p) for p in parts[: group.index(ours)])
+                    rows, weight = slice(start, start + len(weight)), torch.cat(parts)
             want = nf.quantize(weight, rounding)
             codes, scales = want.codes[rows].numpy(), want.scales.view(torch.uint8)[rows].numpy()
             if family == "llama" and ours in ("attn.c_q", "attn.c_k"):
@@ -139,7 +140,7 @@ def test_what_is_lost_and_what_was_measured(tiny_base, tmp_path, capsys):
 
 def test_flags_of_the_scales(tiny_base, tmp_path, capsys):
     """Weights alone; and layers that servers fuse as one, where the model computes them one by one."""
-    model = save_small(tiny_base, "llama", "clover")
+    model = save_small(tiny_base, "gpt", "clover", separate_qkv=True)
     folder = run(tmp_path, "--format=compressed-tensors", "--weights-only", "--share-scales")
     assert "are not those of training" in capsys.readouterr().out
     tensors = read_safetensors(folder / "model.safetensors")
@@ -151,10 +152,10 @@ def test_flags_of_the_scales(tiny_base, tmp_path, capsys):
     for i, n in enumerate("qkv"):
         name = f"model.layers.1.self_attn.{n}_proj"
         assert tensors[f"{name}.weight_global_scale"][1][0] == (1 / want.tensor_scale).item()
-        codes = want.codes[64 * i : 64 * i + 64].numpy()
-        assert (tensors[f"{name}.weight_packed"][1] == (codes if n == "v" else swapped(codes, 2))).all()
+        codes = want.codes.split([len(getattr(attn, f"c_{m}").weight) for m in "qkv"])[i].numpy()
+        assert (tensors[f"{name}.weight_packed"][1] == codes).all()
     run(tmp_path, "--format=compressed-tensors", "--weights-only", out="separate")
-    assert "4 groups of layers that servers fuse have a tensor scale for each layer" in capsys.readouterr().out
+    assert f"{model.config.n_layer} groups of layers that servers fuse have a tensor scale for each layer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

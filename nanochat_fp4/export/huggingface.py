@@ -82,8 +82,7 @@ def describe(model: GPT | Llama) -> Description:
         for ours, theirs in (_LLAMA if llama else _GPT).items():
             names[f"transformer.h.{i}.{ours}"] = f"model.layers.{i}.{theirs}"
     blocks = [f"transformer.h.{i}" for i in range(config.n_layer)]
-    one_by_one = getattr(config, "separate_qkv", False)
-    fused = [] if one_by_one else [tuple(f"{block}.attn.c_{n}" for n in "qkv") for block in blocks]
+    fused = [tuple(f"{block}.attn.c_{n}" for n in "qkv") for block in blocks]
     base = float(config.rope_base if llama else ROTARY_BASE)
     rope = {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
     if llama:
