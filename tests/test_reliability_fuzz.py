@@ -452,7 +452,7 @@ def content(base: Path) -> dict[str, bytes]:
 
 NOT_HERE = {f"scripts.bench_{what}" for what in ("generate", "linear", "quantize", "train")}  # want a GPU
 NOT_HERE |= {"nanochat_fp4.upstream"}  # wants a checkout of nanochat
-NOT_HERE |= {"scripts.export", "scripts.import_model"}  # want a format and a file
+NOT_HERE |= {"scripts.export", "scripts.import_model", "scripts.chat_rl"}  # want a format, a file, GSM8K
 
 
 def try_commands(server: ForkServer, base: Path, module: str, count: int, rng: random.Random, tmp: Path) -> dict:
