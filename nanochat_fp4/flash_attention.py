@@ -211,15 +211,11 @@ def _choose(q: Tensor, left: int) -> str:
     if _forced is not None:
         return _forced
     if q.is_cuda:
-        if _fa3 is not None and q.dtype in (torch.bfloat16, torch.float16):
+        half, width = q.dtype in (torch.bfloat16, torch.float16), q.size(-1)
+        if _fa3 is not None and half:
             return "fa3"
         if 0 <= left < q.size(1) - 1:
-            if (
-                _has_flash()
-                and q.dtype in (torch.bfloat16, torch.float16)
-                and q.size(-1) % 8 == 0
-                and q.size(-1) <= 256
-            ):
+            if half and width % 8 == 0 and width <= 256 and _has_flash():
                 return "flash"
             if _flex_reason is None and torch.compiler.is_compiling():
                 return "flex"

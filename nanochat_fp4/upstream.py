@@ -488,9 +488,6 @@ def precision_lines(recipe: nf.Recipe) -> list[str]:
 
 def run_script(options: Options, path: Path, patch: Patch) -> None:
     """Runs the script as __main__. Its own errors show themselves as always: traceback, exit status 1."""
-    import torch._dynamo  # noqa: F401  Now: where it is first imported, it looks at the file of every module, and
-    # the checkout's `scripts`, a folder without __init__, has none.
-
     sys.argv = [str(path), *options.script_args]
     try:
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""Small examples of what the package reads: text, checkpoints, benchmarks, an eval bundle."""
+"""Small examples of what the package reads: text, checkpoints, benchmarks, an eval bundle, a model to convert."""
 
 import json
 import random
@@ -8,9 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from torch import nn
 
 from nanochat_fp4.checkpoint_manager import save_checkpoint
 from nanochat_fp4.gpt import GPT, GPTConfig
+from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, get_tokenizer
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -123,3 +125,21 @@ def make_bundle(folder: Path) -> Path:
         "Eval Task,Random baseline\nmultiple_choice,50\nschema,50\nlanguage_modeling,0\n"
     )
     return folder
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A model of somebody else's
+
+
+class Fused(nn.Module):
+    """Two layers computed as one, and one alone."""
+
+    fused_linears = ("q", "k")
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False)
+        self.out = nn.Linear(96, 64)
+
+    def forward(self, x):
+        return self.out(torch.cat(fused_linear(x, self.q, self.k), -1).relu())

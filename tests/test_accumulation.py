@@ -6,33 +6,19 @@ import copy
 
 import pytest
 import torch
+from _samples import Fused
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import nanochat_fp4 as nf
-from nanochat_fp4.nvfp4.linear import fused_linear
 
 
-class Model(nn.Module):
-    """Two layers computed as one, and one alone."""
-
-    fused_linears = ("q", "k")
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k = nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False)
-        self.out = nn.Linear(96, 64)
-
-    def forward(self, x):
-        return self.out(torch.cat(fused_linear(x, self.q, self.k), -1).relu())
-
-
-class Recomputed(Model):
+class Recomputed(Fused):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def model(method="clover", cls=Model):
+def model(method="clover", cls=Fused):
     torch.manual_seed(0)
     return nf.convert(cls(), method, verbose=False)
 
@@ -90,7 +76,7 @@ def test_a_second_context_adds_to_the_gradients_that_are_there():
 
 @pytest.mark.parametrize("how", ["retain_graph", "checkpoint", "called twice", "scaled", "full_precision"])
 def test_what_adds_more_than_once_adds_as_often_as_autograd(how):
-    cls = Recomputed if how == "checkpoint" else Model
+    cls = Recomputed if how == "checkpoint" else Fused
 
     def run(m, context):
         inside = nf.full_precision(m) if how == "full_precision" else contextlib.nullcontext()

@@ -6,12 +6,12 @@ import pickle
 
 import pytest
 import torch
+from _samples import Fused
 from torch import nn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import linear as linear_module
 from nanochat_fp4.nvfp4 import methods, operands
-from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
 
 
@@ -396,20 +396,6 @@ def test_backend_is_one_line():
 
 # --------------------------------------------------------------------------------------------------------------------
 # Weights quantized once for several passes.
-
-
-class Fused(nn.Module):
-    """Two layers computed as one, and one alone."""
-
-    fused_linears = ("q", "k")
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k = nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False)
-        self.out = nn.Linear(96, 64)
-
-    def forward(self, x):
-        return self.out(torch.cat(fused_linear(x, self.q, self.k), -1).relu())
 
 
 def passes(model, forward, count=3):

@@ -29,6 +29,8 @@ NAMES = {"attn.c_q": "self_attn.q_proj", "attn.c_k": "self_attn.k_proj", "attn.c
          "attn.c_proj": "self_attn.o_proj"}  # fmt: skip
 MLP = {"gpt": {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"},
        "llama": {"mlp.c_gate": "mlp.gate_proj", "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}}  # fmt: skip
+QKV = ("attn.c_q", "attn.c_k", "attn.c_v")
+FUSED = {"gpt": (QKV,), "llama": (QKV, ("mlp.c_gate", "mlp.c_fc"))}  # computed as one layer
 
 
 def run(tmp_path, *flags: str, out: str = "out"):
@@ -59,8 +61,8 @@ def test_the_codes_of_the_forward_pass(tiny_base, tmp_path, family, method, roun
         for ours, theirs in (NAMES | MLP[family]).items():
             weight = block.get_submodule(ours).weight.detach()
             rows = slice(0, len(weight))
-            for group in (("attn.c_q", "attn.c_k", "attn.c_v"), ("mlp.c_gate", "mlp.c_fc")):
-                if ours in group and hasattr(block.mlp, "c_gate") >= ("mlp.c_fc" in group):
+            for group in FUSED[family]:
+                if ours in group:
                     parts = [block.get_submodule(name).weight for name in group]
                     start = sum(len(p) for p in parts[: group.index(ours)])
                     rows, weight = slice(start, start + len(weight)), torch.cat(parts)

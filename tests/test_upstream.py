@@ -3,6 +3,7 @@ The runner for real nanochat checkouts, against two small make-believe checkouts
 f5425245f and as the newest one are; and, where NANOCHAT_TEST_CHECKOUTS names real ones (separated by :), against those.
 """
 
+import inspect
 import json
 import os
 import runpy
@@ -283,6 +284,9 @@ def run(monkeypatch, capsys):
     def forget():
         for name in [name for name in sys.modules if name.split(".")[0] in taken]:
             del sys.modules[name]
+            inspect._filesbymodname.pop(
+                name, None
+            )  # or it looks for the file of a checkout's `scripts`, which has none
         sys.path[:], sys.meta_path[:] = path, meta_path
 
     def runner(root, *arguments):
