@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanochat_fp4.chat_data import Task
 from nanochat_fp4.common import mean_over_ranks
+from nanochat_fp4.dataloader import RowOrder
 from nanochat_fp4.errors import UserError
 
 DEFAULT_LANES = 8  # as in dataloader.py: 1, 2, 4 and 8 processes see the same rows
@@ -80,6 +81,7 @@ class PackedConversations:
 
     buffer_size: conversations that each of the packers holds back to choose from (nanochat's 100 per process; like
     nanochat on 8 GPUs, there are 8 packers), at most a quarter of its share of the dataset.
+    micro_batches: of a step over all ranks, which have the rows that dataloader.RowOrder gives them.
     state["consumed"]: conversations in this rank's rows so far; the sum over ranks says how far the epoch is.
     Raises UserError (no conversation, one that cannot be rendered, a state of another run).
     """
@@ -95,6 +97,7 @@ class PackedConversations:
         world_size: int = 1,
         buffer_size: int = 100,
         state: dict[str, Any] | None = None,
+        micro_batches: int | None = None,
     ):
         _check(dataset, B=B, T=T, buffer_size=buffer_size)
         self.content = _content(dataset)
@@ -102,7 +105,7 @@ class PackedConversations:
         self.device, self.rank, self.world_size = torch.device(device), rank, world_size
         self.lanes = DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else world_size
         self.lane_buffer = max(1, min(buffer_size, len(dataset) // (4 * self.lanes)))
-        self.row, self.consumed = rank, 0
+        self.order, self.consumed = RowOrder(B, self.lanes, rank, world_size, micro_batches), 0
         self.my_lanes = {lane: _Lane(self, lane) for lane in range(rank, self.lanes, world_size)}
         if state is not None:
             self._restore(state)
@@ -112,10 +115,9 @@ class PackedConversations:
 
     def __next__(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         rows = []
-        for _ in range(self.B):
-            row, used = self.my_lanes[self.row % self.lanes].next_row()
+        for lane in self.order.next_lanes():
+            row, used = self.my_lanes[lane].next_row()
             rows.append(row)
-            self.row += self.world_size
             self.consumed += used
         batch = torch.tensor(rows, dtype=torch.long)
         if self.device.type == "cuda":
@@ -135,16 +137,18 @@ class PackedConversations:
 
     def state_dict(self) -> dict[str, Any]:
         return self._config() | {
-            "row": self.row,
+            **self.order.state(),
             "consumed": self.consumed,
             "lane_states": {str(lane): packer.state() for lane, packer in self.my_lanes.items()},
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
         _check_state(state, self._config())
+        if not self.order.restore(state | {"row": int(state["row"]) // self.world_size * self.world_size}):
+            raise UserError("the data position in the checkpoint is not one of this run; resume from another step")
         for lane, packer in self.my_lanes.items():
             packer.restore(state["lane_states"][str(lane)])
-        self.row, self.consumed = int(state["row"]), int(state["consumed"])
+        self.consumed = int(state["consumed"])
 
 
 class ConversationBatches:

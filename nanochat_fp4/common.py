@@ -132,23 +132,22 @@ def check_device_type(device_type: str) -> None:
 # Seeds
 
 
-def seed_everything(seed: int, rank: int | None = None) -> int:
-    """
-    Seed python's and torch's default generators (CPU, CUDA, MPS). Returns the seed that was used.
-
-    Two steps make a data-parallel run: `seed_everything(seed)` on every rank before the model is made, so that all
-    ranks draw the same weights, and `seed_everything(seed, rank)` after it, so that each rank draws its own rounding
-    noise and rotations from then on (independent noise averages out over ranks, shared noise would not). The seed of a
-    rank is a SHA-256 of (seed, rank), so neighbouring seeds and ranks do not overlap.
-    """
+def seed_everything(seed: int) -> None:
+    """Seed python's and torch's default generators (CPU, CUDA, MPS): all ranks draw the same weights."""
     if not -(2**63) <= seed < 2**64:
         raise UserError(f"--seed={seed} does not fit into 64 bits; use a number from 0 to {2**64 - 1}")
-    if rank is not None:
-        digest = hashlib.sha256(f"nanochat_fp4 seed {seed} rank {rank}".encode()).digest()
-        seed = int.from_bytes(digest[:8], "little") >> 1  # 63 bits: what torch.manual_seed takes without a sign
     random.seed(seed)
     torch.manual_seed(seed)  # seeds every device's default generator as well
-    return seed
+
+
+def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
+    """
+    Seed torch's default generators for the rotations and the rounding noise of one micro-batch of a step, of those of
+    all ranks: whichever rank computes it draws the same. A SHA-256 of the three, so neighbouring ones do not overlap
+    (independent noise averages out over micro-batches, shared noise would not).
+    """
+    digest = hashlib.sha256(f"nanochat_fp4 seed {seed} step {step} micro-batch {micro_batch}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # 63 bits: what it takes without a sign
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -232,7 +231,7 @@ def use_deterministic_kernels() -> None:
 
 def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, int, int, torch.device]:
     """
-    Choose the device, seed (the same on all ranks, see seed_everything) and join the process group under torchrun.
+    Choose the device, seed (the same on all ranks) and join the process group under torchrun.
 
     device_type: cuda | mps | cpu, or "" to autodetect. NCCL on CUDA, gloo on the CPU.
     Returns (ddp, rank, local_rank, world_size, device), as nanochat does. Raises UserError.

@@ -13,6 +13,9 @@ What is promised:
   k = r (mod W), hence only the lanes = r (mod W). One optimizer step over n rows therefore sees the same n rows for
   every world size that divides `lanes`, every device batch size and every number of accumulation steps. (The order of
   the rows within the step differs, so sums are equal up to rounding.)
+- Rows belong to micro-batches. Of the `micro_batches` of a step, over all ranks, number m has rows k = m (mod g), g the
+  greatest common divisor of `micro_batches` and `lanes`; rank r computes numbers r, r + W, ... So 1 rank of 4
+  micro-batches, 2 of 2 and 4 of 1 see the same rows in each micro-batch.
 - Resume is exact. The state that comes with each batch names the documents in the buffers, not only the place in the
   files: restoring it yields, bit for bit, the batches that would have followed. It is small (some 10 KB) and goes
   through JSON unchanged. Every rank has a state of its own; merge_states joins those of all ranks into one that any
@@ -23,6 +26,7 @@ What is promised:
 
 import bisect
 import hashlib
+import math
 import os
 from collections.abc import Iterator
 from itertools import groupby
@@ -43,6 +47,48 @@ def _split_fingerprint(shards: list[Shard]) -> str:
     """Names the shards of a split, so that a state is not resumed on other data."""
     text = "\n".join(f"{os.path.basename(s.path)} {s.rows}" for s in shards)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class RowOrder:
+    """
+    Which row of the run, and so which lane, is next on this rank: see the top of this file.
+
+    start: rows of the run before the micro-batches that were counted; done: micro-batches of this rank since.
+    Raises ValueError for micro_batches that the ranks cannot share.
+    """
+
+    def __init__(self, B: int, lanes: int, rank: int, world_size: int, micro_batches: int | None = None):
+        micro_batches = world_size if micro_batches is None else micro_batches
+        if micro_batches < 1 or micro_batches % world_size:
+            raise ValueError(
+                f"micro_batches={micro_batches} must be a multiple of the number of processes, {world_size}"
+            )
+        self.B, self.lanes, self.rank, self.world_size = B, lanes, rank, world_size
+        self.classes = math.gcd(micro_batches, lanes)
+        self.start = self.done = 0
+
+    def next_lanes(self) -> list[int]:
+        """The lanes of the rows of the next micro-batch."""
+        turn, number = divmod(self.rank + self.done * self.world_size, self.classes)
+        self.done += 1
+        first = self.start + number + turn * self.B * self.classes
+        return [(first + b * self.classes) % self.lanes for b in range(self.B)]
+
+    def state(self) -> dict[str, int]:
+        """row: of the run, over all ranks, that were yielded; micro_batch: of these, on this rank, that are part of a
+        round of the classes, left out where the round is complete (as it is at the end of a step)."""
+        part = self.done % (self.classes // self.world_size)
+        row = self.start + self.done * self.world_size * self.B
+        return {"row": row, **({"micro_batch": part} if part else {})}
+
+    def restore(self, state: dict[str, Any]) -> bool:
+        """False where this is no place that such a loader comes to."""
+        part = int(state.get("micro_batch", 0))
+        start = int(state["row"]) - part * self.world_size * self.B
+        if start < 0 or start % self.classes or part >= max(1, self.classes // self.world_size):
+            return False
+        self.start, self.done = start, part
+        return True
 
 
 class _Lane:
@@ -123,6 +169,7 @@ class BestFitLoader:
     lane holds back more than a quarter of its share of an epoch, so that a small corpus is not read several times over
     before its first batch.
     lanes: a multiple of the world size. Default: 8 where the world size divides it, else the world size.
+    micro_batches: of a step, over all ranks, a multiple of the world size. Default: one a rank.
     data_dir: a folder of shards; default: the one that dataset.ensure_data finds.
     data_seed: 0 for the order in which the text is stored; another number for another order of the row groups, and of
         the documents within each, in every epoch the same.
@@ -145,6 +192,7 @@ class BestFitLoader:
         rank: int | None = None,
         world_size: int | None = None,
         data_seed: int = 0,
+        micro_batches: int | None = None,
     ):
         if not 0 <= data_seed < 2**32:
             raise UserError(f"--data-seed={data_seed} is not a number from 0 to {2**32 - 1}")
@@ -177,7 +225,7 @@ class BestFitLoader:
         self.refill = max(1, min(self.refill, self.lane_buffer))
 
         self.bos = tokenizer.get_bos_token_id()
-        self.row = rank  # the next row of the run that this rank makes
+        self.order = RowOrder(B, lanes, rank, world_size, micro_batches)
         self.my_lanes = {lane: _Lane(self, lane) for lane in range(rank, lanes, world_size)}
         if resume_state_dict is not None:
             self._restore(resume_state_dict)
@@ -205,10 +253,9 @@ class BestFitLoader:
         pinned = self.device.type == "cuda"
         inputs = torch.empty(self.B, self.T, dtype=torch.long, pin_memory=pinned)
         targets = torch.empty(self.B, self.T, dtype=torch.long, pin_memory=pinned)
-        for b in range(self.B):
-            row = torch.from_numpy(self.my_lanes[self.row % self.lanes].next_row())
+        for b, lane in enumerate(self.order.next_lanes()):
+            row = torch.from_numpy(self.my_lanes[lane].next_row())
             inputs[b], targets[b] = row[:-1], row[1:]
-            self.row += self.world_size
         inputs = inputs.to(self.device, non_blocking=pinned)
         targets = targets.to(self.device, non_blocking=pinned)
         return inputs, targets, self.state_dict()
@@ -233,7 +280,7 @@ class BestFitLoader:
         pq_idx, rg_idx = self.row_groups[position]
         return self._config() | {
             "content": self.content,
-            "row": self.row - self.rank,  # rows of the run that were yielded, over all ranks
+            **self.order.state(),
             "lane_states": {str(lane): packer.state() for lane, packer in self.my_lanes.items()},
             "epoch": 1 + epoch,
             "pq_idx": pq_idx,
@@ -272,12 +319,11 @@ class BestFitLoader:
                 "trained on; put the old file back, or start a new run"
             )
         try:
-            row, lane_states = int(state["row"]), state["lane_states"]
+            lane_states = state["lane_states"]
             missing = [str(lane) for lane in self.my_lanes if str(lane) not in lane_states]
-            if not missing and row % self.world_size == 0:
+            if not missing and self.order.restore(state):
                 for lane, packer in self.my_lanes.items():
                     packer.restore(lane_states[str(lane)])
-                self.row = row + self.rank
                 return
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as e:
             raise UserError(

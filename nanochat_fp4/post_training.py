@@ -14,7 +14,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.checkpoint_manager import SOURCES, build_model, check_model_tag, config_record, load_checkpoint
-from nanochat_fp4.common import announce, get_base_dir, print0, seed_everything
+from nanochat_fp4.common import announce, get_base_dir, print0
 from nanochat_fp4.console import format_seconds, parse_finite
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -122,7 +122,6 @@ class PostTraining:
             verbose=process.rank == 0,
             per_token_in_eval=False,
         )
-        seed_everything(args.seed, process.rank)
 
     def begin_anew(self) -> None:
         """With the model of the stage before."""
@@ -187,6 +186,7 @@ class PostTraining:
             meta={"model_config": config_record(self.config), "run_config": run_config, "parent": self.parent},
             start_record={"quantization": args.quantization, "sources": sources},
             lower="--init-lr-frac",
+            seed=args.seed,
             **stage,
         )
         return Trainer(made, parts, self.options, self.process, self.start)

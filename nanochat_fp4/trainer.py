@@ -31,6 +31,7 @@ from nanochat_fp4.common import (
     peak_memory,
     preserved_rng,
     print0,
+    seed_micro_batch,
     set_rng_state,
 )
 from nanochat_fp4.console import Progress
@@ -133,6 +134,7 @@ class Stage:
     evaluate: Callable[[int, bool], dict[str, float]]  # (step, last step) -> numbers: val_bpb, val_loss, mmlu_acc, ...
     evaluate_due: Callable[[int, bool], bool]
     also: Sequence[Callable[["Trainer", bool], None]] = ()  # looked at before each step: samples, benchmarks
+    seed: int = 42  # of rotations and rounding noise
     conversations: int = 0  # in the training data, where an epoch of them is the run
     tokens_per_step: int | None = None  # where it is the same in every step
     val_tokens: int | None = None
@@ -334,10 +336,12 @@ class Trainer:
         stage, parts = self.stage, self.parts
         losses, counted = [], 0
         with parts.micro_batches(stage.grad_accum_steps):
-            for _ in range(stage.grad_accum_steps):
+            for i in range(stage.grad_accum_steps):
                 if not stage.prefetch:
                     self.fetch()
                 batch = self.batch
+                # Of the step's micro-batches this rank has numbers rank, rank + world size, ...: see dataloader.py.
+                seed_micro_batch(stage.seed, self.step, i * self.process.world_size + self.process.rank)
                 tried.append((batch, get_rng_state(self.device)))
                 losses.append(parts.micro_batch(*batch, count=stage.grad_accum_steps))
                 counted = counted + (batch[1] >= 0).sum()

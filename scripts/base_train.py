@@ -27,7 +27,7 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4 import llama
 from nanochat_fp4.checkpoint_manager import check_model_tag, config_record
-from nanochat_fp4.common import announce, get_base_dir, print0, seed_everything
+from nanochat_fp4.common import announce, get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser, format_seconds, parse_finite
 from nanochat_fp4.dataloader import (
     tokenizing_distributed_data_loader_bos_bestfit,
@@ -180,7 +180,6 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
     quantized = QuantizedTraining(model, plan, num_iterations, args.oscillation)
     quantized.set_progress(start.step)
-    seed_everything(args.seed, process.rank)  # from here on each rank draws its own rotations and noise
 
     device_batch_size = args.device_batch_size
     if device_batch_size == "auto":
@@ -207,7 +206,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     def make_loader(position: Any) -> Any:
         return tokenizing_distributed_data_loader_with_state_bos_bestfit(
             tokenizer, device_batch_size, args.max_seq_len, "train", device=device, resume_state_dict=position,
-            data_dir=data_dir, data_seed=args.data_seed,
+            data_dir=data_dir, data_seed=args.data_seed, micro_batches=grad_accum_steps * world_size,
         )  # fmt: skip
 
     def validation_bpb(forward: Any) -> float:
@@ -239,6 +238,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         seq_len=args.max_seq_len,
         grad_accum_steps=grad_accum_steps,
         num_iterations=num_iterations,
+        seed=args.seed,
         evaluate=evaluate,
         evaluate_due=functools.partial(due, args.eval_every),
         also=(core, samples),

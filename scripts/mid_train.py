@@ -163,8 +163,16 @@ def train(args: argparse.Namespace, process: Process) -> None:
         sources,
         {"total_batch_size": args.total_batch_size, "device_batch_size": B, "max_seq_len": T},
         make_loader=lambda position: PackedConversations(
-            dataset, tokenizer, B, T, device, rank, world_size, state=position
-        ),
+            dataset,
+            tokenizer,
+            B,
+            T,
+            device,
+            rank,
+            world_size,
+            state=position,
+            micro_batches=grad_accum_steps * world_size,
+        ),  # fmt: skip
         schedule=schedule,
         device_batch_size=B,
         seq_len=T,

@@ -72,13 +72,16 @@ def test_bad_torchrun_variables(monkeypatch, env):
 
 
 def test_seeds():
-    def draw(*args):
-        common.seed_everything(*args)
-        return random.random(), *torch.rand(3).tolist()
+    def draw(seed, *args):
+        common.seed_everything(seed)
+        first = random.random()
+        if args:
+            common.seed_micro_batch(seed, *args)
+        return first, *torch.rand(3).tolist()
 
     assert draw(1) == draw(1) != draw(2)
-    assert draw(1, 0) == draw(1, 0)
-    assert len({draw(seed, rank) for seed in (1, 2) for rank in (0, 1, None)}) == 6
+    assert draw(1, 0, 1) == draw(1, 0, 1)
+    assert len({draw(seed, *more) for seed in (1, 2) for more in ((0, 0), (0, 1), (1, 0), ())}) == 8
 
 
 def test_two_processes_join_over_gloo(run_ranks):
@@ -87,7 +90,7 @@ def test_two_processes_join_over_gloo(run_ranks):
         "from nanochat_fp4.common import *\n"
         "ddp, rank, local_rank, world_size, device = compute_init('cpu')\n"
         "same = torch.rand(1)\n"
-        "seed_everything(42, rank)\n"
+        "seed_micro_batch(42, 0, rank)\n"
         "t = torch.cat([same, torch.rand(1)])\n"
         "out = [torch.empty(2) for _ in range(2)]\n"
         "dist.all_gather(out, t)\n"

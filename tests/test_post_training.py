@@ -116,10 +116,10 @@ def test_rows_do_not_depend_on_the_world_size():
         loaders = [PackedConversations(dataset, tokenizer, B, 50, "cpu", r, world_size) for r in range(world_size)]
         out = {}
         for _ in range(batches):
-            for loader in loaders:
+            for r, loader in enumerate(loaders):
                 x, _, state = next(loader)
                 for b, row in enumerate(x.tolist()):
-                    out[state["row"] - world_size * (B - b)] = row
+                    out[r + state["row"] - world_size * (B - b)] = row
         return out, sum(state.consumed for state in loaders)
 
     alone, consumed = rows(1, 8, 3)

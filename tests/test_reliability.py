@@ -242,13 +242,13 @@ def test_a_rank_that_is_lost_is_told_in_one_line(fork_server, tiny_base):
 
 @pytest.mark.parametrize(
     "stage, method, tolerance",
-    [("base", "bf16", 1e-4), ("base", "clover", 2e-2), ("mid", "bf16", 1e-3), ("sft", "bf16", 1e-3)],
+    [("base", "bf16", 1e-4), ("base", "clover", 1e-3), ("mid", "bf16", 1e-3), ("sft", "bf16", 1e-3)],
 )
 def test_one_process_and_two_agree(fork_server, tiny_base, stage, method, tolerance):
     """
     The same rows in each step. Without quantization only the order of sums differs (FP32, 1e-7, of which Muon makes
-    1e-4 where a gradient has small singular values; the larger rates of post-training 1e-3). With it, tensor scales
-    and noise are not the same: as far apart as two seeds are.
+    1e-4 where a gradient has small singular values; the larger rates of post-training 1e-3). So with it: one process
+    and two draw the same noise for the same micro-batch. Then a weight may round to another code.
     """
     case = Case(fork_server, tiny_base, stage, method)
     two = case.run(ranks=2)
