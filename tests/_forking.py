@@ -139,6 +139,7 @@ def serve(path: str) -> None:
     import importlib
 
     import torch
+    import torch._dynamo  # which the first tensor on the meta device imports, for more than a second, in every fork
 
     torch.set_num_threads(1)
     for name in MODULES:

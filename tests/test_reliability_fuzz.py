@@ -411,8 +411,6 @@ def made_up(module: str, actions: list[argparse.Action], rng: random.Random) -> 
             continue
         action = rng.choice(actions)
         flag = rng.choice(action.option_strings)
-        if isinstance(action, argparse._HelpAction):
-            continue
         if action.nargs == 0:
             argv.append(flag if rng.random() < 0.9 else f"{flag}=1")
             continue
@@ -456,7 +454,7 @@ NOT_HERE |= {"scripts.export", "scripts.import_model", "scripts.chat_rl"}  # wan
 
 
 def try_commands(server: ForkServer, base: Path, module: str, count: int, rng: random.Random, tmp: Path) -> dict:
-    actions, outcome = options(module), {}
+    actions, outcome = [a for a in options(module) if not isinstance(a, argparse._HelpAction)], {}
     before = content(base)
     for i in range(count + 1):
         argv = made_up(module, actions, rng) if i else SCRIPTS[module].split()
