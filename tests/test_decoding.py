@@ -8,7 +8,7 @@ from _assertions import relative_square_error
 
 pytest.importorskip("triton")
 
-from nvfp4_kernels.decode_step import codes_matmul, product_problem, row  # noqa: E402
+from nvfp4_kernels.decode_step import attention, codes_matmul, product_problem, row  # noqa: E402
 
 import nanochat_fp4 as nf  # noqa: E402
 from nanochat_fp4.decoding import Decoder, prepare, unsupported_reason, weight_bytes  # noqa: E402
@@ -21,6 +21,37 @@ from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference  # no
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+
+
+@pytest.fixture(autouse=DEVICE.type == "cpu")
+def in_bounds(monkeypatch):
+    """Every address that a kernel reads or writes in the interpreter lies in a tensor that the kernel was given."""
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    given, prepare_arguments = [], GridExecutor._init_args_hst
+
+    def remember(self, arguments, *rest):
+        result = prepare_arguments(self, arguments, *rest)
+        tensors = [t for t in result[0] if isinstance(t, torch.Tensor)]
+        given[:] = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors]
+        assert all(t.is_contiguous() for t in tensors)
+        return result
+
+    def checked(name, mask_at):
+        original = getattr(InterpreterBuilder, name)
+
+        def access(self, pointers, *arguments):
+            size = pointers.get_element_ty().primitive_bitwidth // 8
+            used = pointers.data[arguments[mask_at].data]
+            inside = sum((used >= start) & (used + size <= end) for start, end in given)
+            assert inside.all(), f"{name}: {(inside == 0).sum()} of {used.size} addresses are outside of all tensors"
+            return original(self, pointers, *arguments)
+
+        monkeypatch.setattr(InterpreterBuilder, name, access)
+
+    monkeypatch.setattr(GridExecutor, "_init_args_hst", remember)
+    checked("create_masked_load", 0)
+    checked("create_masked_store", 1)
 
 
 def make_model(method="clover", llama=False):
@@ -78,6 +109,56 @@ def test_product_with_codes(rows, n, k):
     assert parts.shape[1:] == (rows, n) and parts.dtype == torch.float32 and (rows == 1 or len(parts) > 1)
     want = (x.double() @ weight.decode().double().T) * x_scale.double() * weight.tensor_scale.double()
     assert relative_square_error(parts.sum(0).cpu(), want) < 1e-13
+
+
+@pytest.mark.parametrize("shape", [(32, 128, 1, 4, 3), (64, 128, 330, 4, 4), (128, 64, 2, 8, 2)])
+def test_tiles_of_a_product_give_one_result(shape):
+    """Whatever the tile: the sums of these products are exact, so the order does not matter."""
+    torch.manual_seed(0)
+    codes = torch.randint(0, 256, (130, 136), dtype=torch.uint8, device=DEVICE)
+    scales = torch.randint(48, 64, (130, 17), dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    x = torch.randint(-12, 13, (32, 272), device=DEVICE).half() / 2
+    one, ones = torch.ones((), device=DEVICE), torch.ones(32, 1, device=DEVICE)
+    parts = codes_matmul(x, ones, codes, scales, one, torch.float32, tile=shape)
+    weight = NVFP4Tensor(codes, scales, one).decode()
+    assert torch.equal(parts.sum(0), torch.stack(x.float().chunk(2, dim=1), dim=-1).flatten(1) @ weight.T)
+
+
+@pytest.mark.parametrize("parts, left, begins, past", [(1, -1, 0, 69), (3, 40, 0, 69), (1, -1, 66, 69), (1, -1, 0, 0)])
+def test_attention_of_one_position(parts, left, begins, past):
+    """Against softmax, up to the last position of the caches; a score is of several blocks of positions, or of none."""
+    torch.manual_seed(0)
+    rows, heads, kv_heads, width = 2, 4, 2, 16
+    k, v = torch.randn(2, rows, past + 1, kv_heads, width, device=DEVICE).to(DTYPE).unbind()
+    qkv = torch.randn(parts, rows, (heads + 2 * kv_heads) * width, device=DEVICE)
+    cos, sin = torch.randn(2, past + 1, width // 2, device=DEVICE).to(DTYPE).unbind()
+    position, first = (torch.full((rows,), n, dtype=torch.int32, device=DEVICE) for n in (past, begins))
+    got = attention(qkv, cos, sin, k, v, position, first if begins else None, heads, left, None)
+
+    q, key, value = qkv.sum(0).to(DTYPE).view(rows, -1, width).split((heads, kv_heads, kv_heads), dim=1)
+    a, b = torch.cat((q, key), dim=1).chunk(2, dim=-1)
+    q, key = torch.cat((a * cos[past] + b * sin[past], b * cos[past] - a * sin[past]), -1).split((heads, kv_heads), 1)
+    for cache, new in ((k, key), (v, value)):
+        torch.testing.assert_close(cache[:, past], new)
+    seen = slice(max(begins, past - left if left >= 0 else 0), past + 1)
+    keys, values = (t[:, seen].repeat_interleave(2, dim=2).transpose(1, 2).float() for t in (k, v))
+    want = (q.float().unsqueeze(2) @ keys.transpose(2, 3) / width**0.5).softmax(-1) @ values
+    bound = 1e-12 if DTYPE == torch.float32 else 1e-4
+    assert relative_square_error(got[0].view(rows, heads, width).float(), want.squeeze(2)) < bound
+
+
+def test_attention_wants_a_position_for_each_row():
+    qkv, caches, table = torch.zeros(1, 2, 48), torch.zeros(2, 2, 4, 1, 16), torch.zeros(2, 4, 8)
+    for position in (torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="position"):
+            attention(qkv, *table, *caches, position, None, 1, -1, None)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter sees it")
+def test_a_position_behind_the_caches_would_be_noticed():
+    qkv, caches, table = torch.zeros(1, 2, 48), torch.zeros(2, 2, 4, 1, 16), torch.zeros(2, 5, 8)
+    with pytest.raises(Exception, match="outside of all tensors"):
+        attention(qkv, *table, *caches, torch.full((2,), 4, dtype=torch.int32), None, 1, -1, None)
 
 
 def test_the_known_product_is_right_and_a_wrong_one_is_named(monkeypatch):
@@ -153,6 +234,12 @@ def test_what_it_cannot_take_is_named(method, rows, per_token, reason):
         assert reason in unsupported_reason(model, cache_of(model, rows))
         with pytest.raises(ValueError, match=reason):
             Decoder(model, cache_of(model, rows))
+
+
+def test_caches_longer_than_the_rotary_tables_are_refused():
+    model = make_model("bf16")
+    cache = KVCache(1, 1, model.cos.shape[1] + 1, 16, 2, DEVICE, DTYPE)
+    assert "rotary tables" in unsupported_reason(model, cache)
 
 
 def test_a_full_cache_is_refused():

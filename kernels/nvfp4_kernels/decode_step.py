@@ -10,6 +10,7 @@ rounds them; sums are FP32, in another order. Codes and scales of a row are thos
 """
 
 import functools
+import math
 
 import torch
 import triton
@@ -175,21 +176,24 @@ def _decode_halves(code, scale, ROWS: tl.constexpr, BYTES: tl.constexpr):
         code = code.to(tl.int32)
         low, high = m.decode_e2m1(code & 0xF) * factor, m.decode_e2m1(code >> 4) * factor
         return low.to(tl.float16), high.to(tl.float16)
+    # Of the four bytes that a thread has at once, two and two are neighbours: the operand of a wgmma has the third and
+    # fourth from eight rows below the first, where another scale is.
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 s, p, q, u, v, w, x;
+        .reg .b32 r, s, p, q, u, v, w, x;
         mov.b32 x, 0x78007800;
         mul.rn.f16x2 s, $5, x;
+        mul.rn.f16x2 r, $7, x;
         prmt.b32 p, $4, 0, 0x4140;
         prmt.b32 q, $4, 0, 0x4342;
         shl.b32 u, p, 9;  shl.b32 v, p, 12;  and.b32 u, u, 0x0E000E00;  lop3.b32 u, v, 0x80008000, u, 0xEA;
         mul.rn.f16x2 $0, u, s;
         shl.b32 w, q, 9;  shl.b32 x, q, 12;  and.b32 w, w, 0x0E000E00;  lop3.b32 w, x, 0x80008000, w, 0xEA;
-        mul.rn.f16x2 $1, w, s;
+        mul.rn.f16x2 $1, w, r;
         shl.b32 u, p, 5;  shl.b32 v, p, 8;  and.b32 u, u, 0x0E000E00;  lop3.b32 u, v, 0x80008000, u, 0xEA;
         mul.rn.f16x2 $2, u, s;
         shl.b32 w, q, 5;  shl.b32 x, q, 8;  and.b32 w, w, 0x0E000E00;  lop3.b32 w, x, 0x80008000, w, 0xEA;
-        mul.rn.f16x2 $3, w, s;
+        mul.rn.f16x2 $3, w, r;
         }""",
         "=r,=r,=r,=r,r,r,r,r,r",
         [code, pair],
@@ -209,29 +213,35 @@ def codes_matmul_kernel(
     out_ptr,
     M,
     N,
-    K,
+    units,
     per_part,
+    UNIT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """The transposed product (N, M): the weight has the many rows that tensor cores want, and x the few columns."""
+    """The transposed product (N, M): the weight has the many rows that tensor cores want, and x the few columns.
+
+    A row of the weight has units * UNIT blocks. So the compiler knows what divides its length, and may read codes and
+    scales several bytes at once and ahead of time (what it would read byte by byte it reads when it is needed).
+    """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     part = tl.program_id(1)
     row = tl.arange(0, BM)
     byte, group = tl.arange(0, BK // 2), tl.arange(0, BK // 16)
+    groups, half = units * UNIT, units * (UNIT * 8)
     accumulator = tl.zeros((BN, BM), tl.float32)
     weight_row = n.to(tl.int64)[:, None]
-    for k in range(part * per_part, tl.minimum((part + 1) * per_part, K), BK):
-        at, group_at = k // 2 + byte, k // 16 + group
-        inside = at < K // 2
+    for step in range(part * per_part, tl.minimum((part + 1) * per_part, tl.cdiv(half, BK // 2))):
+        at, group_at = step * (BK // 2) + byte, step * (BK // 16) + group
+        inside = at < half
         mask = (n < N)[:, None] & inside[None, :]
-        code = tl.load(codes_ptr + weight_row * (K // 2) + at[None, :], mask=mask, other=0)
-        mask = (n < N)[:, None] & (group_at < K // 16)[None, :]
-        scale = tl.load(scales_ptr + weight_row * (K // 16) + group_at[None, :], mask=mask, other=0)
-        x_at = row[None, :] * K + at[:, None]
+        code = tl.load(codes_ptr + weight_row * half + at[None, :], mask=mask, other=0)
+        mask = (n < N)[:, None] & (group_at < groups)[None, :]
+        scale = tl.load(scales_ptr + weight_row * groups + group_at[None, :], mask=mask, other=0)
+        x_at = row[None, :] * (2 * half) + at[:, None]
         mask = (row < M)[None, :] & inside[:, None]
-        even, odd = tl.load(x_ptr + x_at, mask=mask, other=0.0), tl.load(x_ptr + x_at + K // 2, mask=mask, other=0.0)
+        even, odd = tl.load(x_ptr + x_at, mask=mask, other=0.0), tl.load(x_ptr + x_at + half, mask=mask, other=0.0)
         low, high = _decode_halves(code, scale, BN, BK // 2)
         if m.INTERPRETED:
             accumulator += tl.dot(low.to(tl.float32), even.to(tl.float32), input_precision="ieee")
@@ -274,10 +284,9 @@ def one_row_kernel(
     tl.store(out_ptr + n, m.rounded_to(out, out_ptr.dtype.element_ty), mask=n < N)
 
 
-# Bytes of codes that a program reads of one row's product; rows and columns of the weight in a tile of several rows',
-# how many programs are enough, warps. Tiles of 64 rows are wrong under Triton 3.6: its wgmma of operands made in
-# registers.
-ONE_ROW, TILE = (4096, 4), (32, 128, 1056, 2)
+# Bytes of codes that a program reads of one row's product, and warps; for several rows, rows and columns of the weight
+# in a tile, how many programs are enough, warps, and one more than the tiles that are on their way.
+ONE_ROW, TILE = (4096, 4), (64, 128, 330, 4, 4)
 
 
 def codes_matmul(
@@ -294,7 +303,7 @@ def codes_matmul(
     x float16 and x_scale float32 (M, 1) as `row` makes them, M at most 64; codes uint8 (N, K/2), scales float8_e4m3fn
     (N, K/16), tensor_scale float32 (). P is 1, and the part in out_dtype, where N alone gives enough programs;
     otherwise the parts are float32, each over a share of K. The products are exact, the sums float32.
-    tile: another ONE_ROW (of 2) or TILE (of 4), to time them.
+    tile: another ONE_ROW (of 2) or TILE (of 5), to time them.
     """
     (rows, k), n = x.shape, codes.shape[0]
     tile = tile or (ONE_ROW if rows == 1 and k <= 2 * ONE_ROW[0] else TILE)
@@ -307,14 +316,14 @@ def codes_matmul(
             x, x_scale, codes, scales, tensor_scale, out, n, k, BN=bn, BYTES=per_row, num_warps=tile[1], **NO_FUSION
         )
         return out
-    bn, bk, enough, warps = tile
-    wanted = max(1, min(16, enough // triton.cdiv(n, bn), k // (2 * bk)))
-    per_part = triton.cdiv(triton.cdiv(k, wanted), bk) * bk
-    parts = triton.cdiv(k, per_part)
+    bn, bk, enough, warps, stages = tile
+    steps, unit = triton.cdiv(k, bk), math.gcd(k // 16, 16)
+    per_part = triton.cdiv(steps, max(1, min(16, enough // triton.cdiv(n, bn), steps)))
+    parts = triton.cdiv(steps, per_part)
     out = torch.empty(parts, rows, n, dtype=out_dtype if parts == 1 else torch.float32, device=x.device)
     codes_matmul_kernel[(triton.cdiv(n, bn), parts)](
-        x, x_scale, codes, scales, tensor_scale, out, rows, n, k, per_part,
-        BM=max(16, triton.next_power_of_2(rows)), BN=bn, BK=bk, num_warps=warps, num_stages=3, **NO_FUSION,
+        x, x_scale, codes, scales, tensor_scale, out, rows, n, k // 16 // unit, per_part, UNIT=unit,
+        BM=max(16, triton.next_power_of_2(rows)), BN=bn, BK=bk, num_warps=warps, num_stages=stages, **NO_FUSION,
     )  # fmt: skip
     return out
 
@@ -372,7 +381,7 @@ def _rotated_and_normalized(
     second = m.rounded_to(b * cos, rotated).to(tl.float32) - m.rounded_to(a * sin, rotated).to(tl.float32)
     first, second = m.rounded_to(first, dtype).to(tl.float32), m.rounded_to(second, dtype).to(tl.float32)
     if NORM:
-        r = tl.math.rsqrt((tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / (2 * HALF) + eps)
+        r = tl.math.rsqrt(tl.sum(first * first + second * second, axis=0) / (2 * HALF) + eps)
         first, second = m.rounded_to(first * r, dtype).to(tl.float32), m.rounded_to(second * r, dtype).to(tl.float32)
     return first, second
 
@@ -400,8 +409,13 @@ def attention_kernel(
     ROTATED: tl.constexpr,
     HALF: tl.constexpr,
     BT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """One head of one row: rotates and normalizes its query and key, puts key and value into the caches, attends."""
+    """One head of one row: rotates and normalizes its query and key, puts key and value into the caches, attends.
+
+    BT positions are read at a time, each with a softmax of its own over every BTth position, so that nothing but the
+    score is summed across threads; they are joined at the end.
+    """
     dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_head = head // (heads // kv_heads)
@@ -425,31 +439,37 @@ def attention_kernel(
         tl.store(k_cache_ptr + new + HALF + d, k2.to(dtype))
         tl.store(v_cache_ptr + new + whole, v.to(dtype))
 
-    largest = (tl.sum(q1 * k1, axis=0) + tl.sum(q2 * k2, axis=0)) * scale
-    total = largest * 0.0 + 1.0
-    result = v
+    own = tl.sum(q1 * k1 + q2 * k2, axis=0) * scale
+    q = tl.reshape(tl.trans(tl.join(q1, q2)), (1, width))
+    lane = tl.arange(0, BT)
+    largest = tl.zeros((BT,), tl.float32) + own
+    total = tl.zeros((BT,), tl.float32)
+    result = tl.zeros((BT, width), tl.float32)
     start = position * 0
     if FIRST:
         start = tl.maximum(start, tl.load(first_ptr + row))
     if left >= 0:
         start = tl.maximum(start, position - left)
-    for t in range(start, position, BT):
-        key = t + tl.arange(0, BT)
-        seen = key < position
-        at = cache + key.to(tl.int64)[:, None] * kv_heads * width
-        c1 = tl.load(k_cache_ptr + at + d[None, :], mask=seen[:, None], other=0.0).to(tl.float32)
-        c2 = tl.load(k_cache_ptr + at + HALF + d[None, :], mask=seen[:, None], other=0.0).to(tl.float32)
-        values = tl.load(v_cache_ptr + at + whole[None, :], mask=seen[:, None], other=0.0).to(tl.float32)
-        score = (tl.sum(c1 * q1[None, :], axis=1) + tl.sum(c2 * q2[None, :], axis=1)) * scale
-        score = tl.where(seen, score, float("-inf"))
-        larger = tl.maximum(largest, tl.max(score, axis=0))
-        weight = tl.exp(score - larger)
-        shrink = tl.exp(largest - larger)
-        total = total * shrink + tl.sum(weight, axis=0)
-        result = result * shrink + tl.sum(values * weight[:, None], axis=0)
+    for t in tl.range(start, position, BT, num_stages=STAGES):
+        seen = t + lane < position
+        at = cache + (t + lane).to(tl.int64)[:, None] * kv_heads * width + whole[None, :]
+        keys = tl.load(k_cache_ptr + at, mask=seen[:, None], other=0.0).to(tl.float32)
+        values = tl.load(v_cache_ptr + at, mask=seen[:, None], other=0.0).to(tl.float32)
+        score = tl.where(seen, tl.sum(keys * q, axis=1) * scale, float("-inf"))
+        larger = tl.maximum(largest, score)
+        weight, shrink = tl.exp(score - larger), tl.exp(largest - larger)
+        total = total * shrink + weight
+        result = result * shrink[:, None] + weight[:, None] * values
         largest = larger
-    result = m.rounded_to(result / total, dtype)
-    tl.store(out_ptr + (row * heads + head) * width + whole, result)
+    at_most = tl.max(largest, axis=0)
+    weight, own = tl.exp(largest - at_most), tl.exp(own - at_most)
+    total = tl.sum(total * weight, axis=0) + own
+    result = tl.sum(result * weight[:, None], axis=0) + v * own
+    tl.store(out_ptr + (row * heads + head) * width + whole, m.rounded_to(result / total, dtype))
+
+
+# Positions read at a time, warps, and one more than the blocks of positions that are on their way.
+ATTENTION = (32, 4, 3)
 
 
 def attention(
@@ -471,8 +491,12 @@ def attention(
               and then normalized with eps (None: not)
     caches:   (B, T, H_kv, D); position int32 (B,): where the new one is; first int32 (B,): where a row begins, or None
     left:     a window of left + 1 positions; negative for none. D is twice a power of two, at least 16.
+    Nobody checks that positions lie in caches and tables, whose values are known to the device alone.
+    Raises ValueError for a position of another shape or dtype.
     """
     parts, rows, _ = qkv.shape
+    if position.shape != (rows,) or position.dtype != torch.int32:
+        raise ValueError(f"position must be int32 ({rows},), not {position.dtype} {tuple(position.shape)}")
     _, positions, kv_heads, width = k_cache.shape
     out = torch.empty(1, rows, heads * width, dtype=k_cache.dtype, device=qkv.device)
     attention_kernel[(rows, heads)](
@@ -480,6 +504,6 @@ def attention(
         rows, positions, heads, kv_heads, left, width**-0.5, eps or 0.0,
         PARTS=parts, FIRST=first is not None, NORM=eps is not None,
         ROTATED=TRITON_TYPES[torch.promote_types(cos.dtype, k_cache.dtype)],
-        HALF=width // 2, BT=64, num_warps=4, **NO_FUSION,
+        HALF=width // 2, BT=ATTENTION[0], num_warps=ATTENTION[1], STAGES=ATTENTION[2],
     )  # fmt: skip
     return out
