@@ -188,11 +188,19 @@ class Export:
         with nf.full_precision(self.model):
             measured[f"{precision} weights and inputs"] = bpb(self.model)
         if weights is not None:
-            with served(self.model, weights) as copied:
-                measured[f"exported: 4-bit weights, {precision} inputs"] = bpb(copied)
+            inputs = {f"{precision} inputs": None}
             if input_scales is not None:
-                with served(self.model, weights, input_scales) as copied:
-                    measured["exported: 4-bit weights, 4-bit inputs with static scales"] = bpb(copied)
+                inputs["4-bit inputs with a scale for each token"] = dict.fromkeys(weights.tensors)
+                inputs["4-bit inputs with static scales"] = input_scales
+            logits = []
+            for what, scales in inputs.items():
+                with served(self.model, weights, scales) as copied:
+                    measured[f"exported: 4-bit weights, {what}"] = bpb(copied)
+                    logits.append(copied(batches[0][0]).float())
+                if scales is not None:
+                    moved = float((logits.pop() - logits[0]).std() / logits[0].std())
+                    self.notes.append(f"4-bit weights, {what}: logits move by {moved:.3f} of their standard deviation.")
+                    print0(self.notes[-1])
         for what, value in measured.items():
             print0(f"bits per byte, {what}: {value:.4f}")
         info = environment_info()

@@ -20,6 +20,7 @@ from nanochat_fp4.export.gguf_file import pack_blocks, unpack_blocks
 from nanochat_fp4.export.tokenizer_files import CHAT_TEMPLATE, chat_template, tokenizer_json
 from nanochat_fp4.export.weights import static_quantize
 from nanochat_fp4.nvfp4.format import pack
+from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference
 from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer
 from scripts import export, import_model
 
@@ -111,6 +112,8 @@ def test_inputs_as_a_server_rounds_them():
     x = torch.randn(5, 64)
     t = nf.quantize(x, "rtn")
     assert torch.allclose(static_quantize(x, 448 * 6 / x.abs().max()), t.dequantize(), rtol=1e-6)
+    by_token = static_quantize(x, 448 * 6 / x.abs().amax(dim=-1, keepdim=True))
+    assert torch.allclose(by_token, quantize_reference(x, get_rounding("rtn"), per_token=True).dequantize(), rtol=1e-6)
     clipped = static_quantize(torch.full((1, 16), 3.0), torch.tensor(448 * 6 / 2.0))
     assert torch.allclose(clipped, torch.tensor(2.0))
     assert_same_bits("zeros", static_quantize(torch.zeros(1, 16), torch.tensor(1.0)), torch.zeros(1, 16))
@@ -127,17 +130,19 @@ def test_what_is_lost_and_what_was_measured(tiny_base, tmp_path, capsys):
         assert "Lost, because the format cannot hold it: the second term of 4 bits of each weight." in text
     rows = {c[1].strip(): c[2].strip() for c in (r.split("|") for r in card.splitlines()) if len(c) == 4}
     assert rows["forward pass exported"] == "clover_refined" and rows["steps"] == "7"
-    trained, exact, weights, inputs = (
+    trained, exact, weights, by_token, inputs = (
         float(rows[name])
         for name in (
             "trained: clover_refined",
             "FP32 weights and inputs",
             "exported: 4-bit weights, FP32 inputs",
+            "exported: 4-bit weights, 4-bit inputs with a scale for each token",
             "exported: 4-bit weights, 4-bit inputs with static scales",
         )
     )
+    assert card.count("of their standard deviation") == 2
     # Random weights: the order of the four is chance, but one term must be much further from FP32 than two.
-    assert abs(trained - exact) < abs(weights - exact) and inputs != weights
+    assert abs(trained - exact) < abs(weights - exact) and len({weights, by_token, inputs}) == 3
 
 
 def test_flags_of_the_scales(tiny_base, tmp_path, capsys):

@@ -103,28 +103,28 @@ def _as_nvfp4(operand) -> tuple[NVFP4Tensor, str]:
 
 
 def static_quantize(x: Tensor, global_scale: Tensor) -> Tensor:
-    """x (..., K) rounded to NVFP4 with a constant in the place of 1 / tensor_scale, as servers do; FP32 values.
+    """x (..., K) rounded to NVFP4 with a constant (or (..., 1)) for 1 / tensor_scale, as servers do; FP32 values.
 
     Block scales are amax / 6, to nearest; what is larger than the constant was made for is clipped.
     """
     blocks = (x.float() * global_scale).unflatten(-1, (-1, BLOCK))
     scale = round_e4m3(blocks.abs().amax(dim=-1, keepdim=True) / E2M1_MAX).float()
     codes = round_e2m1(torch.where(scale > 0, blocks / scale, 0.0))
-    return (codes * scale / global_scale).flatten(-2)
+    return (codes * scale).flatten(-2) / global_scale
 
 
 @contextlib.contextmanager
 def served(
     model: nn.Module,
     weights: Weights,
-    input_scales: Mapping[str, float] | None = None,
+    input_scales: Mapping[str, float | None] | None = None,
     dtype: torch.dtype = torch.float32,
     decoded: torch.dtype = torch.float32,
 ) -> Iterator[nn.Module]:
     """A copy of the model that computes what a server makes of an export, in the precision of autocast.
 
     Its weights are the decoded ones; inputs stay as they are, or are rounded with input_scales (448 * 6 / amax of each
-    layer's input). The weights in 4 bits are rounded to `decoded`, the others to dtype.
+    layer's input; None: of each token of it). The weights in 4 bits are rounded to `decoded`, the others to dtype.
     """
     copied = copy.deepcopy(model)
     layers = dict(copied.named_modules())
@@ -136,8 +136,17 @@ def served(
             layers[name].weight.copy_(tensor.dequantize(decoded))
 
     def rounded(name: str):
-        scale = torch.tensor(input_scales[name], dtype=torch.float32)
-        return lambda layer, args: (static_quantize(args[0], scale.to(args[0].device)).to(args[0].dtype),)
+        constant = input_scales[name]
+
+        def hook(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+            x = args[0]
+            if constant is None:
+                scale = E4M3_MAX * E2M1_MAX / x.float().abs().amax(dim=-1, keepdim=True).clamp(min=2.0**-100)
+            else:
+                scale = torch.tensor(constant, dtype=torch.float32, device=x.device)
+            return (static_quantize(x, scale).to(x.dtype),)
+
+        return hook
 
     for name in input_scales or ():
         layers[name].register_forward_pre_hook(rounded(name))
