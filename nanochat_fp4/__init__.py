@@ -17,6 +17,7 @@ from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
+from nanochat_fp4.nvfp4.sharding import gather_codes
 from nanochat_fp4.nvfp4.training import update_gram_matrices
 
 __version__ = "0.2.0"
@@ -38,6 +39,7 @@ __all__ = [
     "backend",
     "convert",
     "full_precision",
+    "gather_codes",
     "get_recipe",
     "gram_state",
     "load_gram_state",

@@ -282,6 +282,7 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     """
     # Codes that were loaded (export/load.py) stay.
     groups = [g for g in groups_computed_as_one(model) if g[0].weight_operand is g[0].stacked_operand is None]
+    groups = [g for g in groups if not any(hasattr(layer.weight, "device_mesh") for layer in g)]  # see sharding.py
     versions = {layer: _version(layer.weight) for layers in groups for layer in layers}
     operands = quantized_weights(groups)
     names = ["weight_operand" if len(layers) == 1 else "stacked_operand" for layers in groups]

@@ -45,16 +45,20 @@ def feedback_factor(gram: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def round_with_feedback(weights: torch.Tensor, factors: torch.Tensor, spec: Rounding) -> list[NVFP4Tensor]:
+def round_with_feedback(
+    weights: torch.Tensor, factors: torch.Tensor, spec: Rounding, amaxes: torch.Tensor | None = None
+) -> list[NVFP4Tensor]:
     """weights (L, N, K) FP32 or BF16, factors (L, K, K) of feedback_factor -> an NVFP4Tensor (N, K) for each of the L.
 
-    spec: with blocks of 1x16, drawing no random numbers. Each weight has the tensor_scale
-    that quantize gives it; with factors of zeros the result is quantize's, to the bit.
+    spec: with blocks of 1x16, drawing no random numbers. amaxes (L,): of the tensors that the weights are rows of,
+    where they are not all of them. Each weight has the tensor_scale that quantize gives it; with factors of zeros the
+    result is quantize's, to the bit.
     """
     layers, rows, _ = weights.shape
     weights = weights.float()
     limit = spec.grid_max * spec.scale_cap
-    tensor_scale = divide(weights.abs().amax((1, 2)), limit).clamp(min=TENSOR_SCALE_MIN)
+    amaxes = weights.abs().amax((1, 2)) if amaxes is None else amaxes
+    tensor_scale = divide(amaxes, limit).clamp(min=TENSOR_SCALE_MIN)
     u = weights * (1.0 / tensor_scale).view(-1, 1, 1)
     one = torch.full((), limit, device=u.device)  # the amax with which tensor_scale is 1
     blocks = u.unflatten(-1, (-1, BLOCK)).permute(2, 0, 1, 3).contiguous()  # (G, L, N, 16)

@@ -45,7 +45,9 @@ from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm
 from nanochat_fp4.nvfp4.gram import OLD_NAME, InputStatistics, set_gram_matrix
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.operands import (
+    Codes,
     Quantization,
+    Stacked,
     after,
     quantize_grad_output,
     quantize_operand,
@@ -56,6 +58,7 @@ from nanochat_fp4.nvfp4.recipes import Gemm, Recipe
 
 # One stream of random numbers for each operand, so that no two share noise: a of a GEMM has this one, b the next.
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = 0, 2, 4
+UNQUANTIZED = Recipe("bf16")
 
 
 def _quantizations(
@@ -89,6 +92,7 @@ class _Layer(NamedTuple):
     weight:       the weight operand of the output GEMM where it was made already (quantize_weights_once)
     grad_buffer:  float32 (N, K): what the gradient of all weights is added to instead of being returned to autograd
                   (accumulate_gradients)
+    values:       the weights where they are not the function's arguments, which only get the gradients (sharding.py)
     """
 
     recipe: Recipe
@@ -98,6 +102,7 @@ class _Layer(NamedTuple):
     statistics: InputStatistics
     weight: GemmOperand | None
     grad_buffer: torch.Tensor | None = None
+    values: tuple[torch.Tensor, ...] | None = None
 
 
 class _QuantLinear(torch.autograd.Function):
@@ -108,7 +113,7 @@ class _QuantLinear(torch.autograd.Function):
         needs_dgrad = ctx.needs_input_grad[1] and layer.grad_enabled
         needs_wgrad = any(ctx.needs_input_grad[2:]) and layer.grad_enabled
         seed = new_seed(x.device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
-        weight = _stacked(weights) if layer.weight is None or recipe.grad_input.b.raw else None
+        weight = _stacked(layer.values or weights) if layer.weight is None or recipe.grad_input.b.raw else None
         for_x, for_w = _of_output(recipe, layer, seed, x.device)
         xq = quantize_operand(x, for_x, keep_codes=True)
         wq = quantize_operand(weight, for_w, keep_codes=True) if layer.weight is None else layer.weight
@@ -205,6 +210,7 @@ class QuantLinear(torch.nn.Linear):
     # computed with it by fused_linear, which are one tensor there.
     grad_buffer: torch.Tensor | None = None
     stacked_grad_buffer: torch.Tensor | None = None
+    gathered: GemmOperand | None = None  # what FSDP gathers of the weight, into which buffers (sharding.py)
     outside: dict[str, object] = {}  # inside these contexts: what the attributes that they change are outside
     gram_matrix: torch.Tensor | None = None  # of the inputs (gram.py), None: not known yet
     statistics = InputStatistics()  # what the recipe takes from it
@@ -269,7 +275,8 @@ class QuantLinear(torch.nn.Linear):
             and not self.recipe.quantizes
             and dtype in (torch.float32, torch.bfloat16)
         )
-        if not ((quantizes or accumulates) and x.numel()):
+        gathered = self._gathered(layers)
+        if not ((quantizes or accumulates or gathered) and x.numel()):
             if self.weight.is_meta and not x.is_meta:
                 raise ValueError("QuantLinear: of this weight only the codes were kept (prepare); load the model anew")
             # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
@@ -285,13 +292,24 @@ class QuantLinear(torch.nn.Linear):
         rows = x.reshape(-1, self.in_features)
         weights = [layer.matrix for layer in layers]
         operand = self.weight_operand if len(layers) == 1 else self.stacked_operand
+        recipe, values = self.recipe if quantizes else UNQUANTIZED, None
         if not quantizes:
             rows = rows.to(dtype)  # which is what is kept of it
+        if gathered is not None and (isinstance(gathered.joined, Codes) or not quantizes):
+            operand = gathered if len(layers) > 1 else self.gathered
+        elif gathered is not None:
+            values = tuple(part.values for part in gathered.parts)
         per_token = self.per_token or (self.per_token_in_eval and not (self.training or grad_enabled))
-        layer = _Layer(self.recipe, dtype, grad_enabled, per_token, self.statistics, operand, grad_buffer)
+        layer = _Layer(recipe, dtype, grad_enabled, per_token, self.statistics, operand, grad_buffer, values)
         y = _QuantLinear.apply(layer, rows, *weights)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(dtype)
+
+    def _gathered(self, layers: "tuple[QuantLinear, ...]") -> Stacked | None:
+        """The weights of these layers where FSDP has gathered them and the Parameters are not to be read."""
+        if self.gathered is None or self.weight.stride(0):
+            return None
+        return Stacked(tuple(layer.gathered for layer in layers))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.recipe}"
@@ -370,6 +388,12 @@ def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear, head_dim: int | Non
     return y.unflatten(-1, (-1, head_dim)).split([size // head_dim for size in sizes], dim=-2)
 
 
+def weight_quantization(layer: QuantLinear, device: torch.device) -> Quantization:
+    """How the weight operand of the layer's output GEMM is made, where that is the same in each pass."""
+    unused = _Layer(layer.recipe, torch.float32, False, False, layer.statistics, None)
+    return _of_output(layer.recipe, unused, None, device)[1]
+
+
 def quantized_weights(groups: Sequence[Sequence[QuantLinear]]) -> list[GemmOperand | None]:
     """The weight operand of the output GEMM of each group of layers that are computed as one; None where it is not the
     same in each pass."""
@@ -377,7 +401,6 @@ def quantized_weights(groups: Sequence[Sequence[QuantLinear]]) -> list[GemmOpera
     weights = []
     for layers in fixed:
         weight = _stacked([layer.matrix.detach() for layer in layers])
-        layer = _Layer(layers[0].recipe, weight.dtype, False, False, layers[0].statistics, None)
-        weights.append((weight, _of_output(layer.recipe, layer, None, weight.device)[1]))
+        weights.append((weight, weight_quantization(layers[0], weight.device)))
     operands = iter(quantize_weights(weights))
     return [next(operands) if layers[0].recipe.fixed_weight else None for layers in groups]

@@ -2,6 +2,7 @@
 
     Plain                   a tensor in a float dtype, rounded to the layer's compute dtype when it is multiplied
     Codes                   4-bit codes and their scales (NVFP4)
+    Stacked                 codes, or tensors, of several weights, one below the other
     WithResidual            two terms: codes, and the codes of what these leave of the tensor
     HighPrecisionChannels   4-bit values but for some channels, which are in MXFP8
     FP8                     8-bit numbers with one scale
@@ -58,6 +59,8 @@ class Quantization(NamedTuple):
     per_token:   a tensor_scale for each row, so that a row does not depend on the others
     factor:      round with this error feedback (feedback.feedback_factor), or None
     channels:    int64 (H,), rising: these columns in MXFP8, or None
+    amax:        float32 (): of the tensor that these rows are a part of; None: they are all of it (roundings of NVFP4
+                 without a rotation, one term, no outer blocks)
     """
 
     rounding: Rounding | None = None
@@ -71,6 +74,7 @@ class Quantization(NamedTuple):
     per_token: bool = False
     factor: torch.Tensor | None = None
     channels: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -148,6 +152,61 @@ class Codes(NVFP4Tensor, GemmOperand):
 
     def depending_on(self, seed: torch.Tensor) -> "Codes":
         return Codes(self.codes, self.scales, after(self.tensor_scale, seed), self.decoded)
+
+
+@dataclass
+class Stacked(GemmOperand):
+    """Weights that are multiplied as one, Codes with one tensor_scale or Plain, each kept where it is: that is FSDP's
+    memory, and a copy would outlive it."""
+
+    parts: tuple[GemmOperand, ...]
+
+    @property
+    def joined(self) -> GemmOperand:
+        first = self.parts[0]
+        if len(self.parts) == 1:
+            return first
+        if isinstance(first, Plain):
+            return Plain(torch.cat([part.values for part in self.parts]))
+        # Older releases cannot join E4M3 tensors.
+        codes, scales = (
+            torch.cat([t.view(torch.uint8) for t in some]) for some in zip(*(p.tensors()[:2] for p in self.parts))
+        )
+        return Codes(codes, scales.view(first.scales.dtype), first.tensor_scale)
+
+    @property
+    def exact(self) -> bool:
+        return self.parts[0].exact
+
+    @property
+    def tensor_scale(self) -> torch.Tensor | None:
+        return self.parts[0].tensor_scale
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(t for part in self.parts for t in part.tensors())
+
+    @classmethod
+    def from_tensors(cls, *tensors: torch.Tensor) -> "Stacked":
+        kind, size = (Codes, 3) if tensors[0].dtype == torch.uint8 else (Plain, 1)
+        return cls(tuple(kind(*tensors[i : i + size]) for i in range(0, len(tensors), size)))
+
+    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.joined.matrix(dtype)
+
+    def source(self) -> torch.Tensor | NVFP4Tensor:
+        return self.joined.source()
+
+    def transposed(self) -> GemmOperand:
+        return self.joined.transposed()
+
+    def tensor_core_product(self, b: GemmOperand, out_dtype: torch.dtype) -> torch.Tensor | None:
+        return None  # as a, which a weight never is
+
+    def depending_on(self, seed: torch.Tensor) -> GemmOperand:
+        return self.joined.depending_on(seed)
+
+    def dequantize(self) -> torch.Tensor:
+        return self.joined.dequantize()
 
 
 @dataclass
@@ -331,7 +390,7 @@ def quantize_operand(
     if how.channels is not None:
         return HighPrecisionChannels.make(value, how)
     if how.factor is not None:
-        return Codes(*_with_feedback(value, how.factor, rounding.name))
+        return Codes(*_with_feedback(value, how.factor, rounding.name, how.amax))
     if how.terms == 2:
         return WithResidual.make(value, how._replace(terms=1))
     if how.outer:
@@ -354,6 +413,7 @@ def quantize_operand(
         rht_seed=how.rht_seed,
         rht_stream=how.rht_stream,
         per_token=how.per_token,
+        amax=how.amax,
     )
     if rounding.fp8 == "tensor":
         return FP8(t.codes, t.tensor_scale)
@@ -436,7 +496,9 @@ def _quantize_rows(x: torch.Tensor, how: Quantization) -> Codes:
     r = how.rounding
     constants = (r.grid_max, r.scale_cap, list(r.candidates), r.stochastic, r.block_rows)
     decode = how.per_token or native_gemm(x.device.type) is None
-    codes, scales, tensor_scale, decoded = quantize(x, None, how.seed, how.stream, *constants, decode, how.per_token)
+    codes, scales, tensor_scale, decoded = quantize(
+        x, how.amax, how.seed, how.stream, *constants, decode, how.per_token
+    )
     return Codes(codes, scales, tensor_scale, decoded if decode else None)
 
 
@@ -477,15 +539,18 @@ def _rotate_quantize(
 
 @torch.library.custom_op("nanochat_fp4::with_feedback", mutates_args=())
 def _with_feedback(
-    weight: torch.Tensor, factor: torch.Tensor, rounding: str
+    weight: torch.Tensor, factor: torch.Tensor, rounding: str, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """round_with_feedback of one weight: codes, scales, tensor_scale. A compiler is not to look into its long loop."""
-    t = round_with_feedback(weight.unsqueeze(0), factor.float().unsqueeze(0), get_rounding(rounding))[0]
+    amaxes = None if amax is None else amax.unsqueeze(0)
+    t = round_with_feedback(weight.unsqueeze(0), factor.float().unsqueeze(0), get_rounding(rounding), amaxes)[0]
     return t.codes, t.scales, t.tensor_scale
 
 
 @_with_feedback.register_fake
-def _(weight: torch.Tensor, factor: torch.Tensor, rounding: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(
+    weight: torch.Tensor, factor: torch.Tensor, rounding: str, amax: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, columns = weight.shape
     return (
         weight.new_empty(rows, columns // 2, dtype=torch.uint8),

@@ -359,6 +359,7 @@ def quantize_reference(
     rht_seed: torch.Tensor | int | None = None,
     rht_stream: int = 0,
     per_token: bool = False,
+    amax: torch.Tensor | None = None,
 ) -> NVFP4Tensor:
     """x (..., K), any float dtype, K a multiple of the block -> NVFP4Tensor with `decoded` in float32.
 
@@ -367,6 +368,7 @@ def quantize_reference(
     seed, stream:          the noise of SR
     rht_dim, rht_seed, rht_stream: rotate first (K % rht_dim == 0); rht_seed defaults to seed. MS-EDEN needs 128.
     per_token:             one tensor_scale per row, (..., 1), so that a row does not depend on the others
+    amax:                  float32 (): of the tensor that x is a part of, where it is one (without a rotation)
     NaN and Inf travel into tensor_scale and from there into everything that is computed.
     """
     norm = 1.0
@@ -375,7 +377,8 @@ def quantize_reference(
         norm = rht_dim**-0.5
     leading = x.shape[:-1]
     rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
-    amax = rows.abs().amax(dim=-1, keepdim=True) if per_token else rows.abs().amax()
+    if amax is None:
+        amax = rows.abs().amax(dim=-1, keepdim=True) if per_token else rows.abs().amax()
     if rounding.fp8 == "tensor":  # as nanochat's fp8.py: the scale in FP64, so that compiled code has the same one
         scale = (rounding.grid_max / (amax * norm).double().clamp(min=FP8_AMAX_MIN)).float()
         codes = to_fp8(rows * (scale * norm), rounding.element).view(*leading, -1)
