@@ -34,6 +34,7 @@ from nanochat_fp4.cross_entropy import linear_cross_entropy
 from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.relu_squared import relu_squared
 from nanochat_fp4.optim import AdamW, Muon, PretrainingOptions, Schedule, gradient_norm, set_learning_rates
+from nanochat_fp4.parallel import is_sharded
 
 SOFTCAP = 15.0  # logits lie in (-15, 15)
 ROTARY_BASE = 10000.0
@@ -339,6 +340,13 @@ def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
     # Windows, micro-batch sizes, with and without gradients, and a plan's methods are all compiled from one function.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     options = COMPILER_OPTIONS if model.get_device().type == "cuda" else None
+    if is_sharded(model):
+        # FSDP's hooks gather and free around a block, and no graph may hold them: what they are around is compiled.
+        outer_norm = torch.compile(norm, dynamic=False, fullgraph=True, options=options)
+        forward = torch.compile(Block.forward, dynamic=False, fullgraph=True, options=options)
+        for block in model.transformer.h:
+            block.forward = functools.partial(forward, block)
+        return functools.partial(model, outer_norm=outer_norm)
     layer, outer_norm = (torch.compile(f, dynamic=False, fullgraph=True, options=options) for f in (_layer, norm))
     return functools.partial(model, layer=layer, outer_norm=outer_norm)
 

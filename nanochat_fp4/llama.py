@@ -32,7 +32,8 @@ from nanochat_fp4.cross_entropy import linear_cross_entropy
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import ROTARY_BASE, ROTARY_FACTOR, apply_rotary_emb
 from nanochat_fp4.nvfp4.linear import fused_linear
-from nanochat_fp4.optim import AdamW, PretrainingOptions, Schedule, set_learning_rates
+from nanochat_fp4.optim import AdamW, PretrainingOptions, Schedule, gradient_norm, set_learning_rates
+from nanochat_fp4.parallel import is_sharded, local
 
 NORM_EPS = 1e-5
 HIDDEN_MULTIPLE = 256
@@ -261,13 +262,13 @@ class Llama(nn.Module):
         """
         grads = [p.grad for p in self.parameters() if p.grad is not None]
         if is_ddp_initialized():
-            for grad in grads:
+            for grad in (g for g in grads if not is_sharded(g)):
                 dist.all_reduce(grad)
                 grad /= dist.get_world_size()
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in grads]))
+        norm = gradient_norm(self)
         scale = (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
         for grad in grads:
-            grad.mul_(scale)
+            local(grad).mul_(scale)
         return norm
 
     def forward(

@@ -6,6 +6,10 @@ share the work, ZeRO-2 style: each rank receives the averaged gradients of the p
 part only, updates it, and the results are gathered. The outcome is that of one process on the averaged gradients. State
 dicts are per rank, and fit only the number of processes they come from.
 
+Of parameters that FSDP has sharded by rows (parallel.py) gradients come averaged. AdamW's rows are then the shard
+itself. Muon needs whole matrices: each rank gets the rows of those that it owns, of gradients and weights, and sends
+their updated rows back, in three all-to-alls. The state is the same as without shards.
+
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/), with what nanochat added at revision f5425245f, for a
 matrix W (M, N) with gradient G:
 
@@ -30,6 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from nanochat_fp4.parallel import is_sharded, local
+
 # (a, b, c) of the five steps X <- a X + (b A + c A^2) X with A = X X^T, from arXiv 2505.16932 for 5 iterations, safety
 # factor 0.02, cushion 2.
 POLAR_EXPRESS = (
@@ -44,9 +50,17 @@ POLAR_EXPRESS = (
 # for each (stacked weights and gradients in FP32, and what the orthogonalization makes): 5 GiB, whatever the depth.
 STACK_ELEMENTS = 2**28
 
-# The collectives got new names in torch 2.13; the old ones warn there, the new ones do not exist before.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# The collectives got new names in torch 2.13; the old ones warn there, the new ones do not exist before. Looked up at
+# each call, so that communication.counted sees them.
+
+
+def _reduce_scatter(output: Tensor, source: Tensor) -> Any:
+    return (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(output, source, async_op=True)
+
+
+def _all_gather(output: Tensor, source: Tensor) -> Any:
+    return (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, source, async_op=True)
 
 
 def _rank_and_world_size() -> tuple[int, int]:
@@ -66,9 +80,17 @@ def _gradients(params: list[Tensor]) -> list[Tensor]:
 
 
 def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
-    """2-norm of all gradients on this rank, a scalar on their device; not finite if any of them is not."""
+    """2-norm of all gradients on this rank, a scalar on their device; not finite if any of them is not.
+
+    Where they are sharded, and so averaged already, that of all ranks, which call it together."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return torch.nn.utils.get_total_norm(grads).float()
+    norm = torch.nn.utils.get_total_norm([g for g in grads if not is_sharded(g)]).float()
+    shards = [local(g) for g in grads if is_sharded(g)]
+    if not shards:
+        return norm
+    square = torch.nn.utils.get_total_norm(shards).float().square()
+    dist.all_reduce(square)
+    return (norm.square() + square).sqrt()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -249,32 +271,57 @@ class Muon(torch.optim.Optimizer):
         for group, (work, stack) in zip(self.param_groups, gathered):
             if work is not None:
                 work.wait()
-            params = group["params"]
+            params = [local(p) for p in group["params"]]
             torch._foreach_copy_(params, list(stack[: len(params)].unbind(0)))
 
     def _reduce(self, group: dict[str, Any]) -> tuple[Any, Tensor]:
-        """(work, averaged gradients of the own matrices (chunk, M, N), summed only once `work` is done)."""
-        grads = torch.stack(_gradients(group["params"]))
-        chunk = self._chunk_size(group)
-        missing = chunk * self.world_size - len(grads)
-        if missing:
-            grads = torch.cat((grads, grads.new_zeros(missing, *grads.shape[1:])))
-        own = torch.empty_like(grads[:chunk])
-        return _reduce_scatter(own, grads, async_op=True), own
+        """(work, gradients of the own matrices (chunk, M, N), summed only once `work` is done; of sharded ones each
+        rank's rows, (W * chunk, M / W, N))"""
+        grads = _gradients(group["params"])
+        if is_sharded(grads[0]):
+            return self._to_owners(group, grads)
+        stack = self._padded(group, torch.stack(grads))
+        own = torch.empty_like(stack[: self._chunk_size(group)])
+        return _reduce_scatter(own, stack), own
+
+    def _padded(self, group: dict[str, Any], stack: Tensor) -> Tensor:
+        """With zeros for the matrices that the last ranks have fewer of."""
+        missing = self._chunk_size(group) * self.world_size - len(stack)
+        return torch.cat((stack, stack.new_zeros(missing, *stack.shape[1:]))) if missing else stack
+
+    def _to_owners(self, group: dict[str, Any], shards: list[Tensor]) -> tuple[Any, Tensor]:
+        """Sends this rank's rows of each matrix to the rank that owns it: (work, what this rank receives)."""
+        stack = self._padded(group, torch.stack([local(t) for t in shards]))
+        received = torch.empty_like(stack)
+        return dist.all_to_all_single(received, stack, async_op=True), received
+
+    def _whole(self, received: Tensor) -> Tensor:
+        """(W * chunk, M / W, N), rows of each rank -> (chunk, M, N)."""
+        return received.unflatten(0, (self.world_size, -1)).transpose(0, 1).flatten(1, 2)
 
     def _update(self, group: dict[str, Any], work: Any, grads: Tensor) -> tuple[Any, Tensor]:
         """(work, all matrices of the group after the step, filled in once `work` is done)."""
-        if work is not None:
-            work.wait()
-            grads /= self.world_size
         params, chunk = group["params"], self._chunk_size(group)
         own = params[self.rank * chunk : (self.rank + 1) * chunk]
-        stack = torch.stack(own) if own else grads[:0]
+        if is_sharded(params[0]):
+            weights_work, weights = self._to_owners(group, params)
+            work.wait()
+            grads = self._whole(grads)
+            weights_work.wait()
+            stack = self._whole(weights)[: len(own)]
+        else:
+            work.wait()
+            grads /= self.world_size
+            stack = torch.stack(own) if own else grads[:0]
         for part in self._parts(own):
             self._update_part(group, stack[part], grads[part], part)
         padded = torch.cat((stack, stack.new_zeros(chunk - len(own), *stack.shape[1:])))
+        if is_sharded(params[0]):
+            rows = padded.unflatten(1, (self.world_size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+            received = torch.empty_like(rows)
+            return dist.all_to_all_single(received, rows, async_op=True), received
         everything = padded.new_empty(chunk * self.world_size, *padded.shape[1:])
-        return _all_gather(everything, padded, async_op=True), everything
+        return _all_gather(everything, padded), everything
 
     def _parts(self, params: list[Tensor]) -> list[slice]:
         """The parameters that are updated together. All parts are of one size, for which one graph is compiled."""
@@ -366,6 +413,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _own_rows(self, p: Tensor) -> Tensor:
         """A view of the part of p that this rank updates."""
+        if is_sharded(p):
+            return local(p)
         if not self._is_split(p):
             return p
         rows = p.size(0) // self.world_size
@@ -384,18 +433,18 @@ class AdamW(torch.optim.Optimizer):
                     grad = grad / self.world_size
                 own = self._own_rows(p)
                 self._update(group, p, own, grad)
-                if self._is_split(p):
-                    gathers.append(_all_gather(p, own, async_op=True))
+                if self._is_split(p) and not is_sharded(p):
+                    gathers.append(_all_gather(p, own))
         for work in gathers:
             work.wait()
 
     def _reduce(self, p: Tensor, grad: Tensor) -> tuple[Any, Tensor]:
         """(work, gradient of the own rows, summed over the ranks once `work` is done)."""
-        if self.world_size == 1:
-            return None, grad
+        if self.world_size == 1 or is_sharded(p):
+            return None, local(grad)
         if self._is_split(p):
             own = torch.empty_like(self._own_rows(p))
-            return _reduce_scatter(own, grad.contiguous(), async_op=True), own
+            return _reduce_scatter(own, grad.contiguous()), own
         total = grad.clone()
         return dist.all_reduce(total, async_op=True), total
 

@@ -26,6 +26,7 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.parallel import add_parallel_argument
 from nanochat_fp4.signals import StopSignals
 from nanochat_fp4.tokenizer import RustBPETokenizer
 
@@ -63,6 +64,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure each layer's quantization error every N steps (-1 = disable)",
     )
     # Runtime
+    add_parallel_argument(parser)
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
     add("--deterministic", action="store_true", help="the same bits each time on a GPU, too; slower there")
     add(

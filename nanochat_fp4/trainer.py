@@ -43,6 +43,7 @@ from nanochat_fp4.metrics import LossMonitor, MetricsLog
 from nanochat_fp4.micro_batch import auto_device_batch_size
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.optim import Schedule
+from nanochat_fp4.parallel import full_state_dict, is_sharded
 from nanochat_fp4.resume import Start, changed_settings, restore_dict, restore_state, start_over, starts_over
 from nanochat_fp4.signals import StopRequested
 from nanochat_fp4.stage import Process, RunOptions
@@ -403,7 +404,10 @@ class Trainer:
 
     def skip(self, outcome: Outcome, tried: list, before: tuple[dict, Any]) -> None:
         """A step whose numbers are not finite: nothing was updated. Raises UserError unless it may be passed over."""
-        place = first_message(self.name_the_layer(tried) if outcome.bad_here else None)
+        if is_sharded(self.model):  # one process alone cannot compute it again
+            place = "a process that shares the weights; --parallel=ddp names the layer"
+        else:
+            place = first_message(self.name_the_layer(tried) if outcome.bad_here else None)
         self.model.zero_grad(set_to_none=True)
         what = f"step {self.step}: loss {outcome.loss:.4g}, first not finite: {place}"
         self.skipped_in_a_row += 1
@@ -556,7 +560,7 @@ class Trainer:
         saved = save_checkpoint(
             self.folder,
             step,
-            self.model.state_dict(),
+            full_state_dict(self.model, self.process.rank),
             {"optimizers": [o.state_dict() for o in with_state], "rng": rng, "dataloader": loader_state},
             {
                 "step": step,

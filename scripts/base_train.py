@@ -41,6 +41,7 @@ from nanochat_fp4.loss_eval import evaluate_bpb
 from nanochat_fp4.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
+from nanochat_fp4.parallel import check_parallel, shard
 from nanochat_fp4.pretraining import (
     CoreMetric,
     Samples,
@@ -162,6 +163,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(args: argparse.Namespace, method: str, process: Process) -> None:
     device, world_size = process.device, process.world_size
+    sharded = check_parallel(args)
     data_dir = ensure_data(args.data_dir, column=args.text_column)
     tokenizer = get_tokenizer()
     token_bytes = get_token_bytes(device=device)
@@ -190,6 +192,8 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     val_batch = device_batch_size * args.max_seq_len * world_size
     eval_steps = max(1, args.eval_tokens // val_batch)
 
+    if sharded:
+        shard(model, torch.bfloat16 if device.type == "cuda" else None)
     compiled = args.compile if args.compile is not None else device.type == "cuda"
     forward = compile_layers(model) if compiled else model
     backend = str(nf.backend())

@@ -241,17 +241,24 @@ def test_a_rank_that_is_lost_is_told_in_one_line(fork_server, tiny_base):
 
 
 @pytest.mark.parametrize(
-    "stage, method, tolerance",
-    [("base", "bf16", 1e-4), ("base", "clover", 1e-3), ("mid", "bf16", 1e-3), ("sft", "bf16", 1e-3)],
+    "stage, method, tolerance, parallel",
+    [
+        ("base", "bf16", 1e-4, "ddp"),
+        ("base", "clover", 1e-3, "ddp"),
+        ("base", "clover", 1e-3, "fsdp"),
+        ("base", "nvidia", 1e-3, "fsdp"),
+        ("mid", "bf16", 1e-3, "ddp"),
+        ("sft", "bf16", 1e-3, "ddp"),
+    ],
 )
-def test_one_process_and_two_agree(fork_server, tiny_base, stage, method, tolerance):
+def test_one_process_and_two_agree(fork_server, tiny_base, stage, method, tolerance, parallel):
     """
     The same rows in each step. Without quantization only the order of sums differs (FP32, 1e-7, of which Muon makes
     1e-4 where a gradient has small singular values; the larger rates of post-training 1e-3). So with it: one process
     and two draw the same noise for the same micro-batch. Then a weight may round to another code.
     """
     case = Case(fork_server, tiny_base, stage, method)
-    two = case.run(ranks=2)
+    two = case.run(f"--parallel={parallel}", ranks=2)
     assert two.status == 0, two.log
     records = final_state(case.folder, STEPS)["records"]
     assert len(records) == len(case.expected["records"])

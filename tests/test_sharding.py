@@ -40,7 +40,7 @@ def made(method, shard=False, **gather):
             fully_shard(block)
         fully_shard(model)
         raw = nf.gather_codes(model, **gather)
-        assert bool(raw) == (method in ("bf16", "fp8", "clover_late")), raw
+        assert bool(raw) == (method == "bf16"), raw
     return model
 
 
@@ -49,6 +49,7 @@ def trained(model, rows):
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
     nf.update_gram_matrices(model, lambda: model(rows[:, :-1]))
     for step in range(3):
+        nf.set_progress(model, step / 2)  # clover_late ends with two terms, which take the weight itself
         torch.manual_seed(step)
         loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()

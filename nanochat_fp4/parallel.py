@@ -1,0 +1,112 @@
+"""How a run is spread over its processes: --parallel ddp or fsdp.
+
+    ddp    every process has all weights; the optimizers average the gradients and share their own work (optim.py)
+    fsdp   every process has some rows of each matrix, of its gradient and of its moments (PyTorch's FSDP2); quantized
+           weights travel as codes (nvfp4/sharding.py)
+
+Both deal micro-batches to processes in the same way, and both make the same run: the forward pass has the same codes to
+the bit, gradients agree up to the order in which they are added. Gradients of the blocks are made, reduced and added up
+in FP32 by both; fsdp makes those of embedding and head in BF16 on a GPU, and reduces them in FP32 after each
+micro-batch, where ddp averages the sum of all.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nanochat_fp4.common import print0
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.nvfp4.sharding import gather_codes
+
+MODES = ("ddp", "fsdp")
+
+
+def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--parallel",
+        choices=MODES,
+        default="ddp",
+        help="over several processes: all weights in each (ddp), or shards of them that are gathered in 4 bits (fsdp)",
+    )
+
+
+def check_parallel(args: argparse.Namespace) -> bool:
+    """Whether the run is sharded. Raises UserError for flags that do not go with that; says what is left out."""
+    if args.parallel != "fsdp" or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    unfit = {
+        "--oscillation": bool(getattr(args, "oscillation", "")),
+        "--device-batch-size=auto": args.device_batch_size == "auto",
+        "--telemetry-every": args.telemetry_every > 0,
+    }
+    for flag in (flag for flag, given in unfit.items() if given):
+        raise UserError(f"{flag} does not go with --parallel=fsdp; leave it out, or use --parallel=ddp")
+    # These run the model on one process, or on other shapes on each: where weights are gathered all must take part.
+    alone = [f for f in ("sample_every", "core_metric_every", "eval_metrics_every") if getattr(args, f, -1) > 0]
+    if alone:
+        print0(f"note: with --parallel=fsdp there is no {' and no '.join('--' + f.replace('_', '-') for f in alone)}")
+        for flag in alone:
+            setattr(args, flag, -1)
+    return True
+
+
+def shard(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Shards a converted GPT or Llama over all processes, in place: before it is compiled and gets its optimizers.
+
+    The matrices, by rows; vectors and scalars stay whole, and the optimizers average their gradients as in ddp. dtype:
+    in which weights travel that do not travel as codes, and the output head's gradient; None for their own.
+    Raises UserError where the rows of a matrix do not divide.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    size = dist.get_world_size()
+    for name, p in model.named_parameters():
+        if p.ndim > 1 and p.shape[0] % size:
+            raise UserError(
+                f"--parallel=fsdp: the {p.shape[0]} rows of {name} do not divide by {size} processes; use a number of "
+                "processes that divides them, or --parallel=ddp"
+            )
+    mesh = dist.device_mesh.init_device_mesh(model.get_device().type, (size,))
+    whole = {p for p in model.parameters() if p.ndim < 2}
+    plain = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    head = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh, mp_policy=plain, ignored_params=whole)
+    fully_shard(model.transformer.wte, mesh=mesh, mp_policy=head, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=head, ignored_params=whole)
+    raw = gather_codes(model, dtype)
+    name = str(dtype or torch.float32).removeprefix("torch.")
+    others = "output head and embedding" + (
+        f", and {len(raw)} layers whose method takes the weight itself," * bool(raw)
+    )
+    print0(f"FSDP over {size} processes: quantized weights are gathered as codes; {others} in {name}")
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a tensor (a DTensor), or a model, is sharded."""
+    if isinstance(value, nn.Module):
+        return any(is_sharded(p) for p in value.parameters())
+    return hasattr(value, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rows that this process has; of a tensor that is not sharded, all."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    """model.state_dict(), whole tensors on the CPU of rank 0 where it is sharded; all processes call it together."""
+    state = model.state_dict()
+    if not any(map(is_sharded, state.values())):
+        return state
+    whole = {}
+    for name, tensor in state.items():
+        if is_sharded(tensor):
+            tensor = tensor.full_tensor()
+        if rank == 0:
+            whole[name] = tensor.cpu()
+    return whole
