@@ -1,6 +1,7 @@
 """What a number was measured on: versions, GPU, CPU, driver, commit."""
 
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -39,13 +40,15 @@ def _driver_version() -> str | None:
     return out.splitlines()[0] if out else None
 
 
+@functools.cache
 def get_commit() -> str | None:
-    """Commit of the checkout this package lies in, with '+changes' where tracked files differ; None outside of git."""
+    """Commit of the checkout this package lies in, with '+changes' where tracked files differ; None outside of git. As
+    it is at the first call of a process, which is the code that it has loaded."""
     root = str(Path(__file__).resolve().parent.parent)
-    if _command_output("git", "rev-parse", "--show-toplevel", cwd=root) != root:
+    top, _, commit = (_command_output("git", "rev-parse", "--show-toplevel", "HEAD", cwd=root) or "").partition("\n")
+    if top != root:
         return None  # an installed copy that happens to lie in somebody else's repository
-    commit = _command_output("git", "rev-parse", "HEAD", cwd=root)
-    if commit and _command_output("git", "status", "--porcelain", "--untracked-files=no", cwd=root):
+    if _command_output("git", "status", "--porcelain", "--untracked-files=no", cwd=root):
         commit += "+changes"
     return commit
 

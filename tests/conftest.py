@@ -67,6 +67,12 @@ def fixed_seeds():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def no_power_cuts(monkeypatch):
+    """A killed process, unlike a power cut, loses nothing that was written: fsync only takes time here."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
 @pytest.fixture
 def base_dir(tmp_path, monkeypatch):
     """A NANOCHAT_BASE_DIR of its own for one test."""

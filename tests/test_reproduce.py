@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ SMALL = "--quick --seeds=1 --tokens=512 --samples=65536 --draws=4 --extra=--eval
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory):
+def everything(tmp_path_factory, fork_server):
     """The folder of `reproduce all --quick` with the smallest runs there are: one step, one seed."""
     folder = tmp_path_factory.mktemp("reproduce")
-    reproduce.main(["all", *SMALL, f"--folder={folder}"])
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(sys, "executable", str(fork_server.python))  # for bench_train, which it starts
+        reproduce.main(["all", *SMALL, f"--folder={folder}"])
     return folder
 
 
