@@ -15,6 +15,7 @@ written into the model card. --verify reads the result with the packages of pip 
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -46,6 +47,8 @@ FORMATS = ("safetensors", *FOUR_BITS, "gguf-bf16")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # The class of transformers rotates by angles in FP32, nanochat in BF16; in BF16 both are the same.
 NANOCHAT_LOGITS = 0.05
+# Of their standard deviation: its BF16 weights meet BF16 inputs, its NVFP4 weights inputs in 8 bits (on a CPU).
+LLAMA_CPP_LOGITS = {"gguf-bf16": 0.03, "gguf": 0.08}
 FP32_LOGITS = 1e-3  # at most, between two orders of summation of FP32 products; logits lie within +-15 or so
 
 
@@ -253,9 +256,10 @@ class Export:
             check = {"compressed-tensors": verify.compressed_tensors, "modelopt": verify.modelopt, "gguf": verify.gguf}
             check = check[self.args.format]
             print0(f"verified with {check(out, self.about, weights)}")
-        if self.args.format.startswith("gguf"):
-            return
         rows, _ = self.batches("val", 1)[0]
+        if self.args.format.startswith("gguf"):
+            self.ask_llama_cpp(out, rows[0].tolist(), weights)
+            return
         texts = [self.tokenizer.decode(row.tolist()[1:]) for row in rows.cpu()]
         print0(f"verified with {verify.tokenizer(out, self.tokenizer, texts)}")
         if self.args.format == "modelopt":
@@ -273,6 +277,15 @@ class Export:
                 reader, logits = verify.transformers_logits(out, ids, quantized_inputs=True)
                 losses = [cross_entropy(x[:, :-1].transpose(1, 2), ids[:, 1:]).item() for x in (logits, copied(ids))]
             print0(f"{reader}, 4-bit inputs, in BF16: a loss of {losses[0]:.4f} where ours is {losses[1]:.4f} (FP32)")
+
+    def ask_llama_cpp(self, out: Path, text: list[int], weights: Weights | None) -> None:
+        if importlib.util.find_spec("xllamacpp") is None:
+            print0("not compared with what llama.cpp says: that needs pip install xllamacpp")
+            return
+        prompts = [text[: len(text) // n] for n in (2, 4, 8, 16)]
+        bound = LLAMA_CPP_LOGITS[self.args.format]
+        with served(self.model, weights or Weights(), None, torch.bfloat16, torch.bfloat16) as copied:
+            print0(f"verified with {verify.llama_cpp(out, copied, prompts, bound)}")
 
 
 if __name__ == "__main__":

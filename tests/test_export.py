@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import zipfile
+from contextlib import nullcontext
 
 import jinja2
 import numpy as np
@@ -398,6 +399,17 @@ def test_gguf_reads_the_codes(tiny_base, tmp_path, capsys):
     fields = GGUFReader(folder / "model.gguf").fields
     assert fields["general.architecture"].contents() == "llama" and fields["llama.rope.freq_base"].contents() == 10000
     assert fields["tokenizer.ggml.tokens"].contents()[-1] == "<|output_end|>"
+
+
+@has("gguf", "xllamacpp")
+@pytest.mark.parametrize("flags, bound", [(("--format=gguf",), 0.08), (("--format=gguf-bf16",), 1e-6)])
+def test_llama_cpp_says_the_same(tiny_base, tmp_path, capsys, monkeypatch, flags, bound):
+    """Within what it rounds inputs to; and a bound that nothing keeps is not kept."""
+    save_small(tiny_base, "llama", "clover")
+    monkeypatch.setattr(export, "LLAMA_CPP_LOGITS", {"gguf": bound, "gguf-bf16": bound})
+    with pytest.raises(UserError, match="xllamacpp .*: logits differ by") if bound < 1e-3 else nullcontext():
+        run(tmp_path, *flags, "--verify")
+    assert bound < 1e-3 or "of 32 greedy tokens equal" in capsys.readouterr().out
 
 
 @has("gguf")

@@ -171,6 +171,37 @@ def transformers_logits(folder: Path, ids: Tensor, quantized_inputs: bool = Fals
         return f"{versions[0]}, {type(model).__name__}", model.eval()(ids).logits.float()
 
 
+def llama_cpp(folder: Path, model: torch.nn.Module, prompts: list[list[int]], bound: float, tokens: int = 8) -> str:
+    """What llama.cpp says to the prompts, against a model that computes with the same weights in FP32.
+
+    bound: how far logits may lie from the model's: the standard deviation of the difference over theirs, in the worst
+    prompt. Raises UserError where they lie further.
+    """
+    from nanochat_fp4.export.llama_cpp import answers
+
+    version = needs("xllamacpp")[0]
+    same = furthest = worst = 0
+    size = model.config.vocab_size
+    for prompt, (greedy, theirs) in zip(prompts, answers(folder / gguf_file.FILE_NAME, prompts, tokens, size)):
+        device, ids = model.get_device(), list(prompt)
+        ours = model(torch.tensor([ids], device=device))[0, -1, :size].float().log_softmax(-1).cpu()
+        for _ in range(tokens):
+            ids.append(int(model(torch.tensor([ids], device=device))[0, -1, :size].argmax()))
+        same += sum(a == b for a, b in zip(greedy, ids[len(prompt) :]))
+        seen = theirs > -60  # what is less likely is cut off there
+        difference = (theirs - ours)[seen]
+        difference -= difference.mean()  # logits are known up to a constant
+        worst = max(worst, float(difference.std() / ours[seen].std()))
+        furthest = max(furthest, float(difference.abs().max()))
+    total = tokens * len(prompts)
+    if not worst <= bound:
+        raise UserError(f"{version}: logits differ by {worst:.3f} of their standard deviation, more than {bound}")
+    return (
+        f"{version} (llama.cpp): {same} of {total} greedy tokens equal after {len(prompts)} prompts; logits differ by "
+        f"at most {furthest:.2g}, by {worst:.3f} of their standard deviation (bound {bound}), from ours with FP32 inputs"
+    )
+
+
 def tokenizer(folder: Path, ours: RustBPETokenizer, texts: Iterable[str]) -> str:
     """transformers' ids of the texts, against ours. Raises UserError that shows the first text with other ids."""
     versions = needs("transformers", "tokenizers")
