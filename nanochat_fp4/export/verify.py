@@ -198,7 +198,7 @@ def llama_cpp(folder: Path, model: torch.nn.Module, prompts: list[list[int]], bo
         raise UserError(f"{version}: logits differ by {worst:.3f} of their standard deviation, more than {bound}")
     return (
         f"{version} (llama.cpp): {same} of {total} greedy tokens equal after {len(prompts)} prompts; logits differ by "
-        f"at most {furthest:.2g}, by {worst:.3f} of their standard deviation (bound {bound}), from ours with FP32 inputs"
+        f"at most {furthest:.2g}, by {worst:.3f} of their standard deviation (bound {bound}), from ours, FP32 inputs"
     )
 
 
