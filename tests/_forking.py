@@ -13,6 +13,7 @@ process that has some can hang), which is why pytest's own process cannot do it.
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -144,6 +145,8 @@ def serve(path: str) -> None:
     torch.set_num_threads(1)
     for name in MODULES:
         importlib.import_module(f"scripts.{name}")
+    gc.collect()
+    gc.freeze()  # or each fork would copy what its garbage collector looks at
     _listener.bind(path)
     _listener.listen()
     answers = os.fdopen(os.dup(1), "w")

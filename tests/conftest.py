@@ -2,6 +2,7 @@
 What every test runs under: no GPU code without a GPU, no home directory, no network, fixed seeds, poisoned memory.
 """
 
+import gc
 import os
 import shutil
 import tempfile
@@ -65,6 +66,13 @@ def fixed_seeds():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_garbage():
+    """What is there before a module's tests is not looked through again by each gc.collect(): modules, most of all."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
