@@ -542,8 +542,7 @@ class Trainer:
         self.telemetry = f"step {self.step}: {summarize_telemetry(telemetry)}"
         self.progress.write(self.telemetry)
         self.metrics.append("telemetry", self.step, layers=telemetry)
-        values = {f"telemetry/{n}/{k}": v for n, t in telemetry.items() for k, v in t.items()}
-        self.wandb_run.log({"step": self.step, **values})
+        self.log_to_wandb("telemetry", {f"{n}/{k}": v for n, t in telemetry.items() for k, v in t.items()})
 
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoints

@@ -23,13 +23,18 @@ class DummyWandb:
 
 
 class TrackioRun:
-    """wandb's calls on a run of trackio, which keeps it in a file of this machine."""
+    """wandb's calls on a run of trackio, which keeps it in a file of this machine.
+
+    Its page has a section for each first part of a name, in alphabetical order: layers, of which there are hundreds of
+    curves, must come after train and val.
+    """
 
     def __init__(self, run: Any):
         self.run = run
 
     def log(self, values: dict[str, Any]) -> None:
-        self.run.log({k: v for k, v in values.items() if k != "step"}, step=values.get("step"))
+        named = {re.sub("^telemetry/", "within layers/", k): v for k, v in values.items() if k != "step"}
+        self.run.log(named, step=values.get("step"))
 
     def finish(self) -> None:
         self.run.finish()

@@ -93,15 +93,17 @@ def test_trackio_keeps_the_run_on_this_machine(base_dir, monkeypatch, capsys):
     monkeypatch.delenv("TRACKIO_DIR", raising=False)
     run = setup_tracker("trackio", "d2_clover", "nanochat", {"method": "clover"})
     for step in (0, 10):
-        run.log({"step": step, "train/loss": 5.0 - step / 10, "total_training_tokens": 512 * step})
+        values = {"train/loss": 5.0 - step / 10, "telemetry/h.0/output_error": 0.1, "total_training_tokens": 512 * step}
+        run.log({"step": step, **values})
     run.finish()
     assert "trackio show --project nanochat" in capsys.readouterr().out
     monkeypatch.delenv("TRACKIO_DIR")
     rows = sqlite3.connect(next((base_dir / "trackio").glob("nanochat*.db"))).execute(
         "select step, metrics from metrics where run_name = 'd2_clover' order by step"
     )
-    values = [(step, json.loads(metrics)["train/loss"]) for step, metrics in rows]
-    assert values == [(0, 5.0), (10, 4.0)]
+    values = [(step, json.loads(metrics)) for step, metrics in rows]
+    assert [(step, v["train/loss"]) for step, v in values] == [(0, 5.0), (10, 4.0)]
+    assert max(values[0][1]) == "within layers/h.0/output_error"  # the last section of the page
 
 
 def test_a_trackio_that_does_not_start_stops_nothing(base_dir, monkeypatch):
