@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,7 @@ class UserError(Exception):
 
 # A full or read-only disk is the user's to fix, too; any other OSError is ours and keeps its traceback.
 USER_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+_NOT_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")  # torch's RuntimeError
 _PATH_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}  # a path that cannot be what it should
 
 
@@ -52,6 +54,8 @@ def run_main(main: Callable[[], Any]) -> None:
             message = one_line(e)
         elif isinstance(e, OverflowError) or "Overflow when unpacking" in str(e):  # Python's, and torch's TypeError
             message = f"a number is too large ({one_line(e)[:150]}); see the command's --help"
+        elif isinstance(e, RuntimeError) and (name := _NOT_DETERMINISTIC.match(str(e))):
+            message = f"{name[1]} has no deterministic form on this device; train without --deterministic"
         elif is_lost_rank(e):
             message, status = f"{LOST_RANK} ({one_line(e).rpartition('] ')[2][:120]})", 1
         elif isinstance(e, OSError) and e.errno in USER_ERRNOS:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanochat_fp4 import common
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.errors import UserError, run_main
 
 
 def test_base_dir_is_created(base_dir):
@@ -29,12 +29,15 @@ def test_compute_init_returns_nanochats_tuple():
     common.compute_cleanup()
 
 
-def test_deterministic_kernels_leave_cudnns_attention_out(monkeypatch):
+def test_deterministic_kernels_or_one_line(monkeypatch, capsys):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         common.use_deterministic_kernels()
-        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cuda.cudnn_sdp_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        with pytest.raises(SystemExit):  # warned of only, flash attention's backward pass would stay as it was
+            run_main(lambda: torch.zeros(3).put_(torch.tensor([0]), torch.ones(1)))
+        assert capsys.readouterr().err.startswith("error: put_ has no deterministic form")
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
