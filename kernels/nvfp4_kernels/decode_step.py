@@ -114,6 +114,9 @@ def row_kernel(
         tl.store(out_ptr + at, m.rounded_to(v, out_ptr.dtype.element_ty), mask=mask)
 
 
+ROW_BLOCKS = 32  # blocks of 16 columns in a warp
+
+
 def row(
     y: torch.Tensor,
     x: torch.Tensor | None = None,
@@ -153,7 +156,7 @@ def row(
         PRODUCT=TRITON_TYPES[dtype], PARTS=parts, ADD=add, MIX=mix is not None, NORM=norm_eps is not None,
         NORM_WEIGHT=norm_weight is not None, RELU2=activation == "relu2", SILU=activation == "silu",
         QUANTIZE=rounding is not None, DIVISOR=grid_max * cap, GRID_MAX=grid_max, INVERSE=m.inverse(grid_max),
-        CANDIDATES=tuple(candidates), HARDWARE=hardware(), NB=nb, num_warps=max(4, min(16, nb // 32)), **NO_FUSION,
+        CANDIDATES=tuple(candidates), HARDWARE=hardware(), NB=nb, num_warps=max(4, min(16, nb // ROW_BLOCKS)), **NO_FUSION,
     )  # fmt: skip
     return values, scales
 
