@@ -156,7 +156,8 @@ def row(
         PRODUCT=TRITON_TYPES[dtype], PARTS=parts, ADD=add, MIX=mix is not None, NORM=norm_eps is not None,
         NORM_WEIGHT=norm_weight is not None, RELU2=activation == "relu2", SILU=activation == "silu",
         QUANTIZE=rounding is not None, DIVISOR=grid_max * cap, GRID_MAX=grid_max, INVERSE=m.inverse(grid_max),
-        CANDIDATES=tuple(candidates), HARDWARE=hardware(), NB=nb, num_warps=max(4, min(16, nb // ROW_BLOCKS)), **NO_FUSION,
+        CANDIDATES=tuple(candidates), HARDWARE=hardware(), NB=nb, num_warps=max(4, min(16, nb // ROW_BLOCKS)),
+        **NO_FUSION,
     )  # fmt: skip
     return values, scales
 
