@@ -10,10 +10,12 @@ reduce-scatter and an all-to-all (W - 1) / W of their input, an all-reduce twice
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 # What torch.distributed calls them: torch 2.13 gave some new names. (kind, which argument is the input, its keyword)
 _COLLECTIVES = {
@@ -56,3 +58,100 @@ def counted() -> Iterator[Counter[str]]:
     finally:
         for name, function in functions.items():
             setattr(dist, name, function)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The cost model: docs/scale.md
+
+MODES = ("ddp", "fsdp_bf16", "fsdp_codes")
+CODE_BYTES = 4.5 / 8  # of an element: E2M1 codes and an E4M3 scale for 16
+NVLINK = 450e9  # bytes a second that an H200 sends to the GPUs of its host
+NETWORK = 400e9 / 8  # and its share of what the host sends to others: 400 Gb/s for each GPU
+GPUS_OF_A_HOST = 8
+CLOVER_FLOPS = 463e12  # a second that an H200 trained d26 with (clover: 71,172 tokens/s; docs/results.md)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What of a GPT is communicated: its matrices in blocks, {shape: how many}; elements of head, embedding, vectors;
+    quantized layers; bytes of an element of head and embedding where they are gathered, and of the embedding's own."""
+
+    matrices: dict[tuple[int, int], int]
+    head: int
+    embedding: int
+    vectors: int
+    gathered_bytes: int = 2
+    embedding_bytes: int = 2
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Sizes":
+        matrices = Counter(tuple(p.shape) for p in model.transformer.h.parameters() if p.ndim == 2)
+        embedding = model.transformer.wte.weight
+        vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
+        gathered = 2 if model.get_device().type == "cuda" else 4
+        head = model.lm_head.weight.numel()
+        return cls(dict(matrices), head, embedding.numel(), vectors, gathered, embedding.element_size())
+
+    @classmethod
+    def of_shape(cls, layers: int, width: int, vocab_size: int = 65536) -> "Sizes":
+        """nanochat's GPT: four square matrices a layer and two of an MLP of four times the width."""
+        matrices = {(width, width): 4 * layers, (4 * width, width): layers, (width, 4 * width): layers}
+        return cls(matrices, vocab_size * width, vocab_size * width, 2 * layers)
+
+    @property
+    def blocks(self) -> int:
+        return sum(rows * columns * count for (rows, columns), count in self.matrices.items())
+
+    def muon(self, world_size: int) -> int:
+        """Elements of the blocks as Muon deals them: whole matrices of a shape, as many to each rank."""
+        padded = {s: -(-count // world_size) * world_size for s, count in self.matrices.items()}
+        return sum(rows * columns * padded[rows, columns] for rows, columns in padded)
+
+
+def predicted_bytes(sizes: Sizes, mode: str, world_size: int, micro_batches: int) -> float:
+    """What each of world_size processes sends in a step of so many micro-batches of its own."""
+    if world_size == 1:
+        return 0.0
+
+    def sent(kind: str, nbytes: float) -> float:
+        return bytes_sent(kind, nbytes, world_size)
+
+    muon, own = 4 * sizes.muon(world_size), sizes.embedding_bytes
+    whole = sent("all_reduce", 4 * sizes.vectors)
+    if mode == "ddp":  # gradients to their owners, updated weights to all, once
+        table = 4 * sizes.head + own * sizes.embedding
+        return sent("reduce_scatter", muon + table) + sent("all_gather", (muon + table) / world_size) + whole
+    element = CODE_BYTES if mode == "fsdp_codes" else sizes.gathered_bytes
+    ends = sizes.gathered_bytes * sizes.head + min(sizes.gathered_bytes, own) * sizes.embedding
+    gathers = sent("all_gather", (2 * element * sizes.blocks + ends) / world_size)  # blocks forward and backward
+    gradients = sent("reduce_scatter", 4 * (sizes.blocks + sizes.head + sizes.embedding))
+    amaxes = 4 * sum(sizes.matrices.values()) if mode == "fsdp_codes" else 0
+    update = 3 * sent("all_to_all", muon / world_size) + whole + sent("all_reduce", 4 + amaxes)
+    return micro_batches * (gathers + gradients) + update
+
+
+def state_bytes(sizes: Sizes, mode: str, world_size: int) -> float:
+    """Weights, gradients and moments of a process: FP32, but for the embedding; Muon has one moment, AdamW two."""
+    blocks, head, embedding = 4 * sizes.blocks, 4 * sizes.head, sizes.embedding_bytes * sizes.embedding
+    moments = 4 * sizes.muon(world_size) + 2 * (head + embedding)
+    here = 2 * (blocks + head + embedding)
+    return (here if mode == "ddp" else here / world_size) + moments / world_size
+
+
+def prediction(layers: int, width: int, world_size: int, rows: int, seq_len: int = 2048) -> dict[str, dict[str, float]]:
+    """For each mode: gigabytes that a GPU sends in a step, and its seconds for sending and for computing.
+
+    A step is of 2^19 tokens, or of one micro-batch of `rows` for each GPU if that is more.
+    """
+    sizes = Sizes.of_shape(layers, width)
+    tokens = max(2**19, world_size * rows * seq_len)
+    micro_batches = tokens // (world_size * rows * seq_len)
+    flops = 6 * (sizes.blocks + sizes.head) + 12 * width * layers * seq_len * 5 // 8  # windows of SSSL
+    speed = NVLINK if world_size <= GPUS_OF_A_HOST else NETWORK
+    result = {}
+    for mode in MODES:
+        sent = predicted_bytes(sizes, mode, world_size, micro_batches)
+        computing = flops * tokens / world_size / CLOVER_FLOPS
+        held = state_bytes(sizes, mode, world_size) / 2**30
+        result[mode] = {"GB": sent / 1e9, "sending": sent / speed, "computing": computing, "GiB": held}
+    return result

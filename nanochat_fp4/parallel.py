@@ -53,11 +53,12 @@ def check_parallel(args: argparse.Namespace) -> bool:
     return True
 
 
-def shard(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+def shard(model: nn.Module, dtype: torch.dtype | None = None, codes: bool = True) -> None:
     """Shards a converted GPT or Llama over all processes, in place: before it is compiled and gets its optimizers.
 
     The matrices, by rows; vectors and scalars stay whole, and the optimizers average their gradients as in ddp. dtype:
-    in which weights travel that do not travel as codes, and the output head's gradient; None for their own.
+    in which weights travel that do not travel as codes, and the output head's gradient; None for their own. codes:
+    False for FSDP2 as it is, to be compared with: all weights travel in dtype, and each process quantizes all of them.
     Raises UserError where the rows of a matrix do not divide.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -74,11 +75,14 @@ def shard(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     plain = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     head = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.transformer.h:
-        fully_shard(block, mesh=mesh, mp_policy=plain, ignored_params=whole)
+        fully_shard(block, mesh=mesh, mp_policy=plain if codes else head, ignored_params=whole)
     fully_shard(model.transformer.wte, mesh=mesh, mp_policy=head, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=head, ignored_params=whole)
-    raw = gather_codes(model, dtype)
     name = str(dtype or torch.float32).removeprefix("torch.")
+    if not codes:
+        print0(f"FSDP over {size} processes: all weights are gathered in {name}")
+        return
+    raw = gather_codes(model, dtype)
     others = "output head and embedding" + (
         f", and {len(raw)} layers whose method takes the weight itself," * bool(raw)
     )
