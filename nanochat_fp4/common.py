@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nanochat_fp4 import rank_watch
 from nanochat_fp4.console import logger, print_safely
 from nanochat_fp4.errors import UserError, one_line
 
@@ -205,15 +206,23 @@ def _restart_store() -> dist.Store | None:
     return dist.PrefixStore(f"nanochat_fp4/start_{attempt}", store)
 
 
-def rank_timeout() -> timedelta:
-    """NANOCHAT_RANK_TIMEOUT: how many seconds a process waits for the others before it gives up; default 600."""
-    text = os.environ.get("NANOCHAT_RANK_TIMEOUT") or "600"
+def _own_store() -> dist.Store:
+    """A connection of its own to the store of the process group, for another thread."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return dist.PrefixStore(f"nanochat_fp4/ranks_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def rank_timeout(flag: str | None = None) -> timedelta:
+    """How long a process waits for the others before it gives up: --rank-timeout, else NANOCHAT_RANK_TIMEOUT, in
+    seconds; default 120."""
+    text = flag or os.environ.get("NANOCHAT_RANK_TIMEOUT") or "120"
     try:
         seconds = float(text)
         if not 1 <= seconds <= 86_400:
             raise ValueError
     except ValueError:
-        raise UserError(f"NANOCHAT_RANK_TIMEOUT={text!r} is not a number of seconds from 1 to 86400") from None
+        name = "--rank-timeout" if flag else "NANOCHAT_RANK_TIMEOUT"
+        raise UserError(f"{name}={text!r} is not a number of seconds from 1 to 86400") from None
     return timedelta(seconds=seconds)
 
 
@@ -230,11 +239,13 @@ def use_deterministic_kernels() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, int, int, torch.device]:
+def compute_init(
+    device_type: str = "cuda", seed: int = 42, timeout: str | None = None
+) -> tuple[bool, int, int, int, torch.device]:
     """
     Choose the device, seed (the same on all ranks) and join the process group under torchrun.
 
-    device_type: cuda | mps | cpu, or "" to autodetect. NCCL on CUDA, gloo on the CPU.
+    device_type: cuda | mps | cpu, or "" to autodetect. NCCL on CUDA, gloo on the CPU. timeout: of rank_timeout.
     Returns (ddp, rank, local_rank, world_size, device), as nanochat does. Raises UserError.
     """
     device_type = device_type or autodetect_device_type()
@@ -259,13 +270,17 @@ def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, 
         if not is_ddp_initialized():
             try:
                 where = {"store": store, "rank": rank, "world_size": world_size} if (store := _restart_store()) else {}
-                where["timeout"] = rank_timeout()
+                where["timeout"] = limit = rank_timeout(timeout)
                 if device_type == "cuda":
                     dist.init_process_group(backend="nccl", device_id=device, **where)
                 else:
                     dist.init_process_group(backend="gloo", **where)
             except (dist.DistError, ValueError) as e:
                 raise UserError(f"cannot join the process group: {one_line(e)}; start with torchrun") from e
+            if world_size > 1:
+                # Said before the collectives end by themselves.
+                seconds = limit.total_seconds()
+                rank_watch.start(_own_store(), rank, world_size, max(seconds / 2, seconds - 10))
         dist.barrier()
     if rank == 0:
         logger.info(f"device {device}, world size {world_size}")
@@ -274,6 +289,7 @@ def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, 
 
 def compute_cleanup() -> None:
     """Leave the process group, if there is one."""
+    rank_watch.stop()
     if is_ddp_initialized():
         dist.destroy_process_group()
 

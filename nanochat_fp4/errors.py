@@ -18,6 +18,10 @@ class UserError(Exception):
     """Something the user can put right. The message is one line: what was wrong, what was expected, what to do."""
 
 
+class LostRankError(Exception):
+    """Another process of the run was lost; the message is one line that names it."""
+
+
 # A full or read-only disk is the user's to fix, too; any other OSError is ours and keeps its traceback.
 USER_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")  # torch's RuntimeError
@@ -56,6 +60,8 @@ def run_main(main: Callable[[], Any]) -> None:
             message = f"a number is too large ({one_line(e)[:150]}); see the command's --help"
         elif isinstance(e, RuntimeError) and (name := _NOT_DETERMINISTIC.match(str(e))):
             message = f"{name[1]} has no deterministic form on this device; train without --deterministic"
+        elif isinstance(e, LostRankError):
+            message, status = one_line(e), 1
         elif is_lost_rank(e):
             message, status = f"{LOST_RANK} ({one_line(e).rpartition('] ')[2][:120]})", 1
         elif isinstance(e, OSError) and e.errno in USER_ERRNOS:
@@ -84,7 +90,7 @@ def _let_go_of_stdout() -> None:
 
 
 LOST_RANK = (
-    "another process of this run has ended, or did not answer within the seconds of NANOCHAT_RANK_TIMEOUT; see what it "
+    "another process of this run has ended, or did not answer within the seconds of --rank-timeout; see what it "
     "said last, and start all of them again with --resume-from-step latest"
 )
 

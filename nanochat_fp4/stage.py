@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nanochat_fp4 import rank_watch
 from nanochat_fp4.checkpoint_manager import SOURCES, NoCheckpointError, build_model, check_model_tag, find_largest_model
 from nanochat_fp4.common import (
     autodetect_device_type,
@@ -22,7 +23,7 @@ from nanochat_fp4.common import (
     use_deterministic_kernels,
 )
 from nanochat_fp4.console import Phases
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.errors import LostRankError, UserError, is_lost_rank
 from nanochat_fp4.gpt import GPT
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
@@ -65,6 +66,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     # Runtime
     add_parallel_argument(parser)
+    add(
+        "--rank-timeout",
+        default=None,
+        metavar="SECONDS",
+        help="how long to wait for a process that does not answer (default: $NANOCHAT_RANK_TIMEOUT, else 120)",
+    )
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
     add("--deterministic", action="store_true", help="the same bits each time on a GPU, too; slower there")
     add(
@@ -141,10 +148,16 @@ def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> Non
     phases = Phases()
     if args.deterministic:
         use_deterministic_kernels()
-    _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
+    _, rank, _, world_size, device = compute_init(
+        args.device_type or autodetect_device_type(), args.seed, args.rank_timeout
+    )
     try:
         with contextlib.ExitStack() as held, StopSignals() as signals:
             train(Process(device, rank, world_size, signals, held, phases))
+    except RuntimeError as e:
+        if is_lost_rank(e) and (line := rank_watch.lost()):
+            raise LostRankError(line) from e
+        raise
     finally:
         compute_cleanup()
     if signals.exit_code:
