@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ARCHITECTURES = (90, 100, 120)
+ARCHITECTURES = (90, pytest.param(100, marks=pytest.mark.slow), 120)
 MATRIX_PRODUCT = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 NATIVE = {100: "tcgen05.mma", 120: "mma.sync"}  # where dot_scaled becomes an FP4 instruction
 
@@ -218,7 +218,7 @@ def test_the_rotation_runs_on_tensor_cores(clover, arch):
         assert r["products"] == ([MATRIX_PRODUCT[arch]] if multiplies else []), r["kernel"]
 
 
-@pytest.mark.parametrize("arch", NATIVE, indirect=True)
+@pytest.mark.parametrize("arch", ARCHITECTURES[1:], indirect=True)
 def test_the_native_gemm_is_an_fp4_instruction(clover, arch):
     """NVFP4 (blocks of 16, E4M3 scales) on FP4 tensor cores; on other GPUs dot_scaled would be BF16 products."""
     kernels = [r for r in clover if r["kernel"] == "dot_scaled_kernel"]

@@ -284,9 +284,8 @@ def run(monkeypatch, capsys):
     def forget():
         for name in [name for name in sys.modules if name.split(".")[0] in taken]:
             del sys.modules[name]
-            inspect._filesbymodname.pop(
-                name, None
-            )  # or it looks for the file of a checkout's `scripts`, which has none
+            # Or it looks for the file of a checkout's `scripts`, which has none.
+            inspect._filesbymodname.pop(name, None)
         sys.path[:], sys.meta_path[:] = path, meta_path
 
     def runner(root, *arguments):
@@ -348,11 +347,21 @@ def test_the_script_sees_itself_as_main_with_its_own_arguments(checkout, run):
     assert r["scripts"] == str(checkout / "scripts/base_eval.py") and r["tasks"] == str(checkout / "tasks/arc.py")
 
 
-def test_bf16_is_the_checkout_as_it_is_and_clover_keeps_its_bookkeeping(checkout, run):
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    command = [sys.executable, "-B", "-m", "scripts.base_train"]
-    plain = subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, timeout=300)
-    plain = record(plain.stdout)
+# In a fork of a process that has imported our own scripts, what a new one would do in a checkout. {} is the program.
+IN_A_FORK = """
+import inspect, runpy, sys
+for name in [n for n in sys.modules if n.split(".")[0] == "scripts"]:
+    del sys.modules[name]
+    inspect._filesbymodname.pop(name, None)  # see forget()
+sys.dont_write_bytecode = True
+{}
+"""
+
+
+def test_bf16_is_the_checkout_as_it_is_and_clover_keeps_its_bookkeeping(checkout, run, run_ranks):
+    path = f"sys.path[:] = [{str(checkout)!r}, *(p for p in sys.path if p != {str(ROOT)!r})]"
+    program = f"{path}\nrunpy.run_module('scripts.base_train', run_name='__main__')"
+    (plain,) = map(record, run_ranks(IN_A_FORK.format(program), 1))
     bf16 = record(run(checkout, "--method", "bf16", "scripts.base_train")[1])
     clover = record(run(checkout, "--method", "clover", "scripts.base_train")[1])
     assert bf16["after_init"] == plain["after_init"]
@@ -438,18 +447,18 @@ def test_the_checkout_wins_over_folders_of_the_same_name(old, tmp_path):
     assert path[0] == str(old) and str(ROOT) not in path
 
 
-def test_two_processes_share_weights_and_not_their_random_numbers(tmp_path):
+def test_two_processes_share_weights_and_not_their_random_numbers(tmp_path, run_ranks):
     checkout = make_checkout(tmp_path / "nanochat", "new")
     files = sorted(checkout.rglob("*"))
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    done = outside(checkout, *launch, "-m", "nanochat_fp4.upstream", "scripts.base_train", "--", "--depth=1")
-    assert done.returncode == 0, done.stderr
-    zero, one = record(done.stdout, 0), record(done.stdout, 1)
+    program = "sys.stderr = sys.stdout\nfrom nanochat_fp4.upstream import main\n"
+    program += "main(['scripts.base_train', '--', '--depth=1'])"
+    outs = run_ranks(IN_A_FORK.format(program), env={"NANOCHAT_DIR": str(checkout)})
+    zero, one = record(outs[0], 0), record(outs[1], 1)
     assert zero["argv"][1:] == one["argv"][1:] == ["--depth=1"]
     assert zero["losses"] != one["losses"]  # different data
     assert zero["checksum"] == one["checksum"]
     assert (zero["seed"], one["seed"]) == (42, 43)
-    assert done.stderr.count("converted 2 linear layers") == 1  # rank 0 speaks for all
+    assert "".join(outs).count("converted 2 linear layers") == 1  # rank 0 speaks for all
     assert sorted(checkout.rglob("*")) == files  # no __pycache__ either
 
 
