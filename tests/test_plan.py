@@ -55,6 +55,15 @@ def test_work_by_hand():
     assert MethodPlan.parse("bf16", phases="0.1=clover").work(model())[16] == pytest.approx(0.1)
 
 
+def test_blocks_that_are_kept_are_work_in_16_bits():
+    """nvidia_full of two blocks: one, and of the other one GEMM of three for the last 18% of the steps."""
+    blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(32, 32)) for _ in range(2))
+    net = nf.convert(torch.nn.ModuleDict({"h": blocks}), "nvidia_full", verbose=False)
+    work = MethodPlan.parse("nvidia_full").work(net)
+    assert work == pytest.approx({4: 0.5 - 0.03, 8: 0.0, 16: 0.5 + 0.03})
+    assert MethodPlan.parse("clover").work(nf.convert(net, "clover", verbose=False))[16] == 0
+
+
 @pytest.mark.parametrize(
     "method, bits",
     [

@@ -45,6 +45,7 @@ class ConvertReport:
     recipe: Recipe
     converted: list[str] = field(default_factory=list)
     left_alone: list[tuple[str, str]] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)  # of those, what is so for the first or last block that it is in alone
     without_gram_matrices: bool = False  # feedback or outliers are asked for, and no layer has a Gram matrix yet
     quantized: float = 1.0  # share of all weights in matrix products that the converted layers hold
     quantized_without_heads: float = 1.0
@@ -124,8 +125,12 @@ def convert(
     report = ConvertReport(recipe)
     for name, linear in linears.items():
         head = "the output head stays in full precision" if name in heads else None
-        reason = head or _skip_reason(name, skip, kept_blocks) or _subclass_reason(linear)
+        reason = head or _skip_reason(name, skip) or _subclass_reason(linear)
         reason = reason or reason_to_leave(name, linear) or unsupported_reason(linear, recipe)
+        if any(name.startswith(block + ".") for block in kept_blocks):
+            if not reason:
+                report.kept.append(name)
+            reason = "in a first or last block kept in full precision"
         if reason:
             report.left_alone.append((name, reason))
             if isinstance(linear, QuantLinear):  # of a method before this one
@@ -150,13 +155,8 @@ def convert(
     return model
 
 
-def _skip_reason(name: str, skip: Sequence[str], kept_blocks: Sequence[str]) -> str | None:
-    for pattern in skip:
-        if _in_pattern(name, pattern):
-            return f"skip pattern {pattern!r}"
-    if any(name.startswith(block + ".") for block in kept_blocks):
-        return "in a first or last block kept in full precision"
-    return None
+def _skip_reason(name: str, skip: Sequence[str]) -> str | None:
+    return next((f"skip pattern {pattern!r}" for pattern in skip if _in_pattern(name, pattern)), None)
 
 
 def _in_pattern(name: str, pattern: str) -> bool:

@@ -100,10 +100,13 @@ class MethodPlan:
         """Multiply-adds in 4, 8 and 16 bits, the wider operand of a GEMM counting, as shares of those of all steps in
         one format: {4: ...}. They add up to more than 1 where operands have two terms, whose products are all counted.
 
-        That is what a machine with tensor cores for each format would run; of the quantized layers alone.
+        That is what a machine with tensor cores for each format would run; of the quantized layers, and of those that
+        would be if their block were not kept in BF16.
         """
         edges = [0.0, *[fraction for fraction, _ in self.phases], 1.0]
-        shares, total = {4: 0.0, 8: 0.0, 16: 0.0}, 0.0
+        kept = model.nf_report.kept if hasattr(model, "nf_report") else ()
+        total = 3.0 * sum(model.get_submodule(name).weight.numel() for name in kept)
+        shares = {4: 0.0, 8: 0.0, 16: total}
         for start, end in zip(edges, edges[1:]):
             for name, layer in model.named_modules():
                 if isinstance(layer, QuantLinear):
