@@ -7,9 +7,12 @@ the methods, for the scatter between seeds is of the training and not of a metho
 import statistics
 from typing import Any
 
+from nanochat_fp4 import plots
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.nvfp4.methods import METHODS
 from scripts import sweep_results
 from scripts.reproduce_common import Context, Outcome
+from scripts.reproduce_training import FULL_CLAIMS, SYSTEMS, Claim
 
 # What a multiply-add costs in units of one in 4 bits: the rates of a B200's tensor cores.
 COST = {"4": 1.0, "8": 2.0, "16": 4.0}
@@ -20,6 +23,12 @@ TARGETS = (
     ("clover_feedback_late", 0.4, "val_bpb_bf16"),
     ("both_from_85%", 0.4, "val_bpb_bf16"),
 )  # method, share of clover's gap, of which forward
+# Of whole runs, besides that Clover beats each of the three (Table 5, and Figure 4's data: the longer, the more so).
+CLAIMS = (
+    *FULL_CLAIMS,
+    Claim("4/6 beats NVIDIA", "four_over_six", "nvidia"),
+    Claim("TetraJet-v2 beats NVIDIA", "tetrajet_v2", "nvidia"),
+)
 PARTS = (0.3, 0.5, 0.7, 0.8, 0.9)  # of the run: where the table shows the gap on the way
 
 
@@ -73,6 +82,7 @@ def summary(runs: list[dict]) -> list[dict[str, Any]]:
     (size,), steps = {r["size"] for r in runs}, steps_of(runs)
     methods = [m for m in dict.fromkeys(r["method"] for r in runs) if m != "bf16"]
     minus = sweep_results.pooled_differences(runs, size, methods, "clover")
+    gaps = sweep_results.pooled_differences(runs, size, methods, "bf16")
     records = []
     for method in methods:
         own = sweep_results.gaps_by_seed(runs, size, method)
@@ -90,6 +100,7 @@ def summary(runs: list[dict]) -> list[dict[str, Any]]:
                 "work": gemm_work(next(r for r in runs if r["method"] == method), steps),
                 "gaps": own,
                 "gap": beside,
+                "pooled": gaps[method],
                 "forward": sum(forward.values()) / len(forward),
                 "minus_clover": minus.get(method),
                 "share": share,
@@ -148,6 +159,26 @@ def claims(context: Context) -> Outcome:
     )
 
 
+def verdicts(runs: list[dict]) -> list[str]:
+    """What the paper claims of these methods and whether the runs agree, by differences with pooled scatter."""
+    (size,), methods = {r["size"] for r in runs}, [m for m in dict.fromkeys(r["method"] for r in runs) if m != "bf16"]
+    lines = [
+        f"the paper: {c.text}. Here: {c.verdict(runs, size, methods)}"
+        for c in CLAIMS
+        if {c.better, c.worse} <= set(methods)
+    ]
+    others = [m for m in SYSTEMS if m in methods]
+    if "clover" in methods and others:
+        gaps = sweep_results.pooled_differences(runs, size, methods, "bf16")
+        best = min(others, key=lambda m: gaps[m].mean)
+        minus = sweep_results.pooled_differences(runs, size, methods, best)["clover"]
+        below, half = -100 * minus.mean / gaps[best].mean, 100 * minus.half / gaps[best].mean
+        lines.append(
+            f"the paper: Clover's gap is 15% to 25% below the best other. Here: {below:.0f} ± {half:.0f}%, {best}"
+        )
+    return lines
+
+
 def horizon(context: Context) -> Outcome:
     runs, content = stored_runs(context)
     steps, curves, records = steps_of(runs), along(runs), summary(runs)
@@ -156,34 +187,54 @@ def horizon(context: Context) -> Outcome:
         cells = []
         for part in PARTS:
             values = [g[s] for g in curves.get(r["method"], {}).values() for s in g if abs(s / steps - part) < 0.01]
-            cells.append(" / ".join(f"{v:.2f}" for v in values) or "-")
+            cells.append(f"{statistics.fmean(values):.2f}" if values else "-")
         last = " / ".join(f"{v:.2f}" for v in r["gaps"].values())
-        minus = "-" if r["method"] == "clover" or r["minus_clover"] is None else str(r["minus_clover"])
+        clover = r["method"] == "clover"
+        minus = "-" if clover or r["minus_clover"] is None else str(r["minus_clover"])
         share = "-" if r["share"] is None else f"{r['share']:.2f}x"
-        rows.append([r["method"], f"{r['work']:.3f}", *cells, last, f"{r['forward']:.2f}", minus, share])
+        if r["share"] is not None and not clover:
+            share = f"{r['share']:.2f} ± {share_of(runs, r['method'], r['share'], 'val_bpb')[1]:.2f}"
+        seeds = ", ".join(map(str, r["gaps"]))
+        rows.append(
+            [
+                r["method"],
+                f"{r['work']:.2f}",
+                seeds,
+                *cells,
+                last,
+                str(r["pooled"]),
+                f"{r['forward']:.2f}",
+                minus,
+                share,
+            ]
+        )
+    late = {r["method"] for r in runs if any(f.startswith("--branch-from") for f in r.get("flags", ()))}
 
     def plot(axes) -> None:
-        for method, seeds in curves.items():
-            shared = set.intersection(*(set(g) for g in seeds.values()))
-            points = [(s, sum(g[s] for g in seeds.values()) / len(seeds)) for s in sorted(shared)]
-            axes.plot([100 * s / steps for s, _ in points], [g for _, g in points], marker=".", label=method)
-        axes.set_xlabel("steps, %")
+        shown = [r["method"] for r in records if r["method"] in curves]
+        shown = [m for m in shown if m not in late or m in METHODS]
+        for i, method in enumerate(shown):
+            lines = [tuple(zip(*[(100 * s / steps, g) for s, g in sorted(at.items()) if s > 0.15 * steps]))
+                     for at in curves[method].values()]  # fmt: skip
+            plots.curve(axes, method, lines, "-" if i < len(plots.COLORS) else "--")
+        axes.set_xlabel("steps, %; before a fifth of them, gaps are of the order of what seeds differ by")
         axes.set_ylabel("increase of validation BPB over bf16, %")
-        axes.legend(fontsize=5, ncols=2)
 
-    numbers = [r | {"minus_clover": r["minus_clover"] and str(r["minus_clover"])} for r in records]
+    numbers = [r | {k: r[k] and str(r[k]) for k in ("minus_clover", "pooled")} for r in records]
     ways = [f"{100 * p:.0f}%" for p in PARTS]
     return Outcome(
         "Gap to BF16 along the run",
-        ["method", "GEMM work", *ways, "end", "BF16 forward", "minus clover", "of clover's"],
+        ["method", "GEMM work", "seeds", *ways, "end", "gap", "BF16 forward", "minus clover", "of clover's"],
         rows,
         [
-            "each seed's gap in percent; BF16 forward: mean of the seeds, the trained weights evaluated in BF16",
-            "minus clover: points, 95%, paired by seed, the scatter between seeds pooled over the methods "
-            "trained from scratch",
+            *verdicts(runs),
+            "gap in percent: at the end of each seed, before it the mean of the seeds; BF16 forward: their mean, the "
+            "trained weights evaluated in BF16",
+            "intervals: 95%; minus clover in points and of clover's paired by seed; the scatter between seeds pooled "
+            "over the methods trained from scratch",
             "GEMM work: 1 is every GEMM of the run in 4 bits; 8 bits count 2 and 16 bits 4",
         ],
-        {"methods": numbers},
+        {"methods": numbers, "curves": curves},
         plot,
         measured_on(runs, content),
         content["environment"],
@@ -221,7 +272,7 @@ def frontier(context: Context) -> Outcome:
             "gap: clover's mean of all seeds, times the method's share of it on the seeds of both",
             "runs with more than 1.5 are in the table alone",
         ],
-        {"methods": [{k: v for k, v in r.items() if k != "minus_clover"} for r in records]},
+        {"methods": [{k: v for k, v in r.items() if k not in ("minus_clover", "pooled")} for r in records]},
         plot,
         measured_on(runs, content),
         content["environment"],

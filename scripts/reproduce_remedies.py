@@ -2,7 +2,7 @@
 
 from scripts import sweep_results
 from scripts.reproduce_common import Context, Outcome
-from scripts.reproduce_training import FULL_METHODS, ends_in_bf16, one_size, training
+from scripts.reproduce_training import WITH_OTHERS, ends_in_bf16, one_size, training
 
 REMEDIES = (
     "clover_search", "clover_search_forward", "clover_search_backward", "clover_weight_search", "clover_warmup",
@@ -20,7 +20,7 @@ QUICK = ("clover_feedback", "clover_late_forward", "clover_up_fp8")
 def remedies(context: Context) -> Outcome:
     chosen = [m for m in REMEDIES if m in QUICK or not context.quick]
     size = one_size(context)
-    chosen = [*(FULL_METHODS if context.args.results else ("bf16", "clover")), *chosen, ends_in_bf16("clover", size)]
+    chosen = [*(WITH_OTHERS if context.args.results else ("bf16", "clover")), *chosen, ends_in_bf16("clover", size)]
     methods = list(dict.fromkeys(chosen))
     outcome, results = training(context, "remedies", "Remedies on top of Clover", methods, [], [size], 20.0)
     outcome.header = ["size", "method", "work in 4 / 8 / 16 bits, %", *outcome.header[3:]]

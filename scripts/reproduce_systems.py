@@ -5,7 +5,8 @@ from scripts.reproduce_training import Claim, compare, ends_in_bf16, one_size, t
 
 OTHER_SYSTEMS = (
     "bf16", "fp8", "clover", "nvidia", "nvidia_fixed_signs", "nvidia_1d", "nvidia_no_rht", "nvidia_no_sr",
-    "nvidia_late_forward", "chmiel", "tetrajet_v2", "tetrajet_v2_full", "tseng", "mxfp4_nvidia",
+    "nvidia_late_forward", "nvidia_full", "chmiel", "tetrajet_v2", "tetrajet_v2_rht128", "tetrajet_v2_full", "tseng",
+    "mxfp4_nvidia", "mxfp8",
 )  # fmt: skip
 
 # With --quick one of each sort.

@@ -189,12 +189,19 @@ def test_tables_are_made_from_the_runs_of_an_earlier_sweep(tmp_path, monkeypatch
 
 def test_long_runs_are_put_beside_their_gemm_work(tmp_path):
     stored_runs(tmp_path / "d6.json")
-    content = {}
+    content, notes = {}, {}
     for name in ("horizon", "frontier"):
         reproduce.main([name, f"--results={tmp_path / 'd6.json'}", f"--folder={tmp_path}"])
-        content[name] = {row[0]: row[1:] for row in json.loads((tmp_path / f"{name}.json").read_text())["table"]}
+        written = json.loads((tmp_path / f"{name}.json").read_text())
+        content[name] = {row[0]: row[1:] for row in written["table"]}
+        notes[name] = written["notes"]
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
-    assert content["horizon"]["clover_late_refined"][-4:] == ["0.50 / 0.50 / 0.50", "0.50", "-0.50 ± 0.00", "0.50x"]
+    assert content["horizon"]["clover_late_refined"][-4:] == [
+        "+0.50 ± 0.00", "0.50", "-0.50 ± 0.00", "0.50 ± 0.00"
+    ]  # fmt: skip
+    assert "the paper: Clover beats NVIDIA. Here: agrees (-1.00 ± 0.00 points)" in notes["horizon"]
+    assert "the paper: 4/6 beats NVIDIA. Here: undecided (+0.00 ± 0.00 points)" in notes["horizon"]
+    assert any(n.endswith("below the best other. Here: 50 ± 0%, nvidia") for n in notes["horizon"])
     assert content["frontier"]["nvidia"] == ["1.000", "2.00", "2.00", 3, ""]  # clover is better for the same
     assert content["frontier"]["clover"][-1] == content["frontier"]["clover_late_refined"][-1] == "*"
     with pytest.raises(UserError, match="takes its runs from a sweep: add --results"):

@@ -45,7 +45,7 @@ class ConvertReport:
     recipe: Recipe
     converted: list[str] = field(default_factory=list)
     left_alone: list[tuple[str, str]] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)  # of those, what is so for the first or last block that it is in alone
+    kept: list[str] = field(default_factory=list)  # of those, for nothing but the block that they are in
     without_gram_matrices: bool = False  # feedback or outliers are asked for, and no layer has a Gram matrix yet
     quantized: float = 1.0  # share of all weights in matrix products that the converted layers hold
     quantized_without_heads: float = 1.0
