@@ -1,4 +1,4 @@
-"""FSDP2: convert, then fully_shard as always. Each layer quantizes the weight that FSDP has gathered.
+"""FSDP2: convert, then fully_shard as always, then gather_codes: weights travel in 4.5 bits an element.
 
 torchrun --nproc_per_node=2 examples/fsdp2.py
 """
@@ -21,6 +21,7 @@ def main(method: str = "clover", steps: int = 20) -> list[float]:
     for block in model[1:3]:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    nf.gather_codes(model)  # without it FSDP gathers the weights themselves, and each rank quantizes all of them
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     torch.manual_seed(1 + dist.get_rank())  # other data on each rank, and noise of its own
     rows, losses = torch.randint(50, (8, 33), device=model[0].weight.device), []

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanochat_fp4.chat_data import Task
 from nanochat_fp4.common import mean_over_ranks
-from nanochat_fp4.dataloader import RowOrder
+from nanochat_fp4.dataloader import RowOrder, lanes_of
 from nanochat_fp4.errors import UserError
 
 DEFAULT_LANES = 8  # as in dataloader.py: 1, 2, 4 and 8 processes see the same rows
@@ -103,7 +103,7 @@ class PackedConversations:
         self.content = _content(dataset)
         self.dataset, self.tokenizer, self.B, self.T = dataset, tokenizer, B, T
         self.device, self.rank, self.world_size = torch.device(device), rank, world_size
-        self.lanes = DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else world_size
+        self.lanes = lanes_of(state, world_size) or (DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else world_size)
         self.lane_buffer = max(1, min(buffer_size, len(dataset) // (4 * self.lanes)))
         self.order, self.consumed = RowOrder(B, self.lanes, rank, world_size, micro_batches), 0
         self.my_lanes = {lane: _Lane(self, lane) for lane in range(rank, self.lanes, world_size)}
@@ -132,7 +132,6 @@ class PackedConversations:
             "T": self.T,
             "lanes": self.lanes,
             "lane_buffer": self.lane_buffer,
-            "world_size": self.world_size,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,7 +177,8 @@ class ConversationBatches:
         self.micro_batch = rank
         if state is not None:
             _check_state(state, self._config())
-            self.micro_batch = int(state["micro_batch"])
+            before = int(state["micro_batch"]) // state.get("world_size", world_size) * world_size
+            self.micro_batch = before + rank
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
         return self
@@ -212,11 +212,10 @@ class ConversationBatches:
             "content": self.content,
             "B": self.B,
             "max_tokens": self.max_tokens,
-            "world_size": self.world_size,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return self._config() | {"micro_batch": self.micro_batch}
+        return self._config() | {"micro_batch": self.micro_batch - self.rank}  # of all ranks
 
 
 class Rollouts:
@@ -298,7 +297,6 @@ class Rollouts:
             "content": self.content,
             "num_samples": self.num_samples,
             "B": self.B,
-            "world_size": self.world_size,
         }
 
 

@@ -426,9 +426,22 @@ def find_last_step(checkpoint_dir: str | os.PathLike) -> int:
 # Loading
 
 
-def _torch_load(folder: Path, entry: dict[str, Any], device: Any) -> Any:
+def _saved_world_size(folder: Path, step: int) -> int | None:
+    """How many ranks wrote a checkpoint; None where its manifest is damaged."""
+    try:
+        return _read_manifest(folder, step)["world_size"]
+    except UserError:
+        return None
+
+
+def _torch_load(folder: Path, entry: dict[str, Any], device: Any, mmap: bool = False) -> Any:
+    """mmap: of a file of which most is not needed; it is read as it is asked for."""
     path = folder / entry["name"]
     try:
+        if mmap:
+            staged = folder / entry["staged"]
+            name = str(staged if staged.exists() else path)
+            return torch.load(name, map_location=device, weights_only=True, mmap=True)
         with _open(folder, entry) as f:
             return torch.load(f, map_location=device, weights_only=True)
     except FileNotFoundError as e:
@@ -462,18 +475,23 @@ def load_checkpoint(
 
     step=None takes the newest intact one (find_last_step); meta_data["step"] says which. A step that was asked for is
     never replaced by another: where it is damaged, the UserError names the file and the newest intact step.
-    load_optimizer: also this rank's file, which exists only for as many ranks as wrote the checkpoint. The optimizer's
-    state is spread over the ranks, so a run is resumed with the world size that it had; any world size can load the
-    weights.
+    load_optimizer: also this rank's file. Where another number of ranks wrote the checkpoint, those of all of them:
+    optimizer_data is then one of them, with "all_ranks", the optimizers' states of each, on the CPU (resume.py gives
+    every optimizer its part), and "dataloaders", the data positions of each.
     """
     folder = Path(checkpoint_dir)
     if step is None:
         step = find_last_step(folder)
     check_step(folder, step)
-    wanted = [_model_name(step), _meta_name(step)] + ([_optim_name(step, rank)] if load_optimizer else [])
     has_manifest = (folder / _manifest_name(step)).exists()
+    ranks = [rank] if load_optimizer else []
+    world_size = dist.get_world_size() if is_ddp_initialized() else get_dist_info()[3]
+    saved = _saved_world_size(folder, step) if load_optimizer and has_manifest else None
+    if saved not in (None, world_size):
+        ranks = list(range(saved))
+    wanted = [_model_name(step), _meta_name(step), *(_optim_name(step, r) for r in ranks)]
     if has_manifest:
-        problem = _listed_problem(folder, step, wanted, load_optimizer)
+        problem = _listed_problem(folder, step, wanted)
     else:
         problem = _problem(folder, step)
     if problem is not None:
@@ -496,8 +514,13 @@ def load_checkpoint(
     if not isinstance(model_data, dict):
         raise UserError(f"{folder / _model_name(step)} holds no state dict; {_way_out(folder, step)}")
     optimizer_data = None
-    if load_optimizer:
+    if ranks and saved in (None, world_size):
         optimizer_data = _torch_load(folder, entries[_optim_name(step, rank)], device)
+    elif ranks:
+        parts = [_torch_load(folder, entries[_optim_name(step, r)], "cpu", mmap=True) for r in ranks]
+        optimizer_data = dict(parts[rank] if rank < len(parts) else parts[0])
+        optimizer_data["all_ranks"] = [part["optimizers"] for part in parts]
+        optimizer_data["dataloaders"] = [part.get("dataloader", part.get("loader")) for part in parts]
     return model_data, optimizer_data, meta
 
 
@@ -515,18 +538,12 @@ def load_method_data(checkpoint_dir: str | os.PathLike, step: int, device: str |
     return {}
 
 
-def _listed_problem(folder: Path, step: int, wanted: list[str], load_optimizer: bool) -> str | None:
+def _listed_problem(folder: Path, step: int, wanted: list[str]) -> str | None:
     try:
         manifest = _read_manifest(folder, step)
     except UserError as e:
         return str(e)
     entries = {entry["name"]: entry for entry in manifest["files"]}
-    world_size = dist.get_world_size() if is_ddp_initialized() else get_dist_info()[3]
-    if load_optimizer and manifest["world_size"] != world_size:
-        raise UserError(
-            f"the checkpoint of step {step} in {folder} was written by {manifest['world_size']} process(es), and this "
-            f"run has {world_size}; resume with --nproc_per_node={manifest['world_size']}, or start a new run"
-        )
     for name in wanted:
         if name not in entries:
             return f"{name} was not saved"

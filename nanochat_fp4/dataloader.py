@@ -49,6 +49,12 @@ def _split_fingerprint(shards: list[Shard]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def lanes_of(state: Any, world_size: int) -> int | None:
+    """Those of a state, if so many processes can share them: the run that goes on has its own number of processes."""
+    lanes = state.get("lanes") if isinstance(state, dict) else None
+    return lanes if isinstance(lanes, int) and lanes > 0 and lanes % world_size == 0 else None
+
+
 class RowOrder:
     """
     Which row of the run, and so which lane, is next on this rank: see the top of this file.
@@ -204,6 +210,8 @@ class BestFitLoader:
         if rank is None or world_size is None:
             _, rank, _, world_size = get_dist_info()
         if lanes is None:
+            lanes = lanes_of(resume_state_dict, world_size)
+        if lanes is None:
             lanes = DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else world_size
         if lanes < 1 or lanes % world_size:
             raise ValueError(f"lanes={lanes} must be a multiple of the number of processes, {world_size}")
@@ -337,12 +345,17 @@ class BestFitLoader:
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """One state for all ranks out of the states that the ranks saved at the same step (in any order)."""
+    """
+    One state for all ranks out of the states that the ranks saved at the same step (in any order): of this loader, or
+    of one of chat_loader's, whose "consumed" becomes that of all ranks.
+    """
     merged = dict(states[0])
-    merged["lane_states"] = {lane: s for state in states for lane, s in state["lane_states"].items()}
-    differing = [k for k in merged if k not in ("lane_states", "epoch", "pq_idx", "rg_idx")
+    merged["lane_states"] = {lane: s for state in states for lane, s in state.get("lane_states", {}).items()}
+    if "consumed" in merged:
+        merged["consumed"] = sum(state["consumed"] for state in states)
+    differing = [k for k in merged if k not in ("lane_states", "epoch", "pq_idx", "rg_idx", "consumed")
                  and any(state.get(k) != merged[k] for state in states)]  # fmt: skip
-    if differing or len(merged["lane_states"]) != merged["lanes"]:
+    if differing or len(merged["lane_states"]) != merged.get("lanes", 0):
         raise UserError(
             f"the ranks' data positions do not belong together ({', '.join(differing) or 'a rank is missing'}); resume "
             "from another checkpoint"

@@ -4,7 +4,7 @@ Muon for the matrices, AdamW for the rest; one class each, for one process and f
 With a process group of several ranks the optimizers also average the gradients (there is no DDP around the model) and
 share the work, ZeRO-2 style: each rank receives the averaged gradients of the part it owns, keeps the state of that
 part only, updates it, and the results are gathered. The outcome is that of one process on the averaged gradients. State
-dicts are per rank, and fit only the number of processes they come from.
+dicts are per rank; `resharded` makes those of another number of processes out of them.
 
 Of parameters that FSDP has sharded by rows (parallel.py) gradients come averaged. AdamW's rows are then the shard
 itself. Muon needs whole matrices: each rank gets the rows of those that it owns, of gradients and weights, and sends
@@ -356,6 +356,19 @@ class Muon(torch.optim.Optimizer):
             self.dtype or (torch.bfloat16 if stack.is_cuda else stack.dtype),
         )
 
+    def resharded(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """This rank's state dict out of those of all ranks of another number of processes, in their order."""
+        result = _state_dict_of(states[0], self.world_size)
+        for group, saved in zip(self.param_groups, states[0]["param_groups"], strict=True):
+            chunk, first = self._chunk_size(group), saved["params"][0]
+            mine = slice(self.rank * chunk, (self.rank + 1) * chunk)
+            parts = [state["state"][first] for state in states if first in state["state"]]
+            for key in parts[0] if parts and self.rank * chunk < len(group["params"]) else ():
+                whole = torch.cat([part[key] for part in parts])[: len(group["params"])][mine]
+                missing = whole.new_zeros(chunk - len(whole), *whole.shape[1:])
+                result["state"].setdefault(first, {})[key] = torch.cat((whole, missing))
+        return result
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore exactly. Raises ValueError for the state of another number of processes."""
         _check_world_size(state_dict, self.world_size)
@@ -371,6 +384,12 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:  # a state that nanochat saved does not have these
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+
+
+def _state_dict_of(state_dict: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Its groups, as of this number of processes; no state."""
+    groups = [{**group, "world_size": world_size} for group in state_dict["param_groups"]]
+    return {"state": {}, "param_groups": groups}
 
 
 def _check_world_size(state_dict: dict[str, Any], world_size: int) -> None:
@@ -471,6 +490,20 @@ class AdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+    def resharded(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """This rank's state dict out of those of all ranks of another number of processes, in their order."""
+        result = _state_dict_of(states[0], self.world_size)
+        for group, saved in zip(self.param_groups, states[0]["param_groups"], strict=True):
+            for p, index in zip(group["params"], saved["params"], strict=True):
+                rows = self._own_rows(p).shape[:1]
+                for key, part in states[0]["state"].get(index, {}).items():
+                    if part.ndim and len(part) < len(p):  # these ranks had some rows each
+                        part = torch.cat([state["state"][index][key] for state in states])
+                    if part.ndim and rows[0] < len(p):
+                        part = part[self.rank * rows[0] : (self.rank + 1) * rows[0]].clone()
+                    result["state"].setdefault(index, {})[key] = part
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore exactly. Raises ValueError for the state of another number of processes."""

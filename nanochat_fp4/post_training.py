@@ -19,6 +19,7 @@ from nanochat_fp4.console import format_seconds, parse_finite
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.training import QuantizedTraining
+from nanochat_fp4.parallel import check_parallel, shard
 from nanochat_fp4.report import get_report
 from nanochat_fp4.resume import Start, check_same_run, find_resume_step, starts_over
 from nanochat_fp4.run_folder import check_writable, held_run, save_bytes
@@ -95,6 +96,9 @@ class PostTraining:
     def __init__(self, name: str, source: str, args: argparse.Namespace, process: Process):
         self.name, self.source, self.args, self.process = name, source, args, process
         self.options = RunOptions.of(args)
+        if name == "rl" and args.parallel != "ddp":
+            raise UserError("reinforcement learning generates on each process by itself; leave --parallel out")
+        sharded = check_parallel(args)
         check_model_tag(args.model_tag)
         self.model_tag = args.model_tag or find_model_tag(source, None)
         folder = Path(get_base_dir()) / SOURCES[name] / self.model_tag
@@ -122,6 +126,8 @@ class PostTraining:
             verbose=process.rank == 0,
             per_token_in_eval=False,
         )
+        if sharded:
+            shard(self.model, torch.bfloat16 if process.device.type == "cuda" and self.dtype is None else None)
 
     def begin_anew(self) -> None:
         """With the model of the stage before."""
@@ -173,7 +179,6 @@ class PostTraining:
             **batch_config,
             "num_iterations": stage["num_iterations"],
             "sources": sources,
-            "world_size": self.process.world_size,
             "seed": args.seed,
             "tokenizer": self.tokenizer.fingerprint(),
         }
@@ -183,7 +188,12 @@ class PostTraining:
             name=self.name,
             method=self.method,
             user_config={**vars(args), "method": self.method, "device_batch_size": stage["device_batch_size"]},
-            meta={"model_config": config_record(self.config), "run_config": run_config, "parent": self.parent},
+            meta={
+                "model_config": config_record(self.config),
+                "run_config": run_config,
+                "tunable": {"world_size": self.process.world_size, "parallel": args.parallel},
+                "parent": self.parent,
+            },
             start_record={"quantization": args.quantization, "sources": sources},
             lower="--init-lr-frac",
             seed=args.seed,

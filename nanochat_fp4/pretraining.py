@@ -95,7 +95,6 @@ def make_settings(
         "method": method,
         **{k: v for k, v in config_record(model.config).items() if k not in SWITCHES},
         "total_batch_size": args.total_batch_size,
-        "world_size": world,
         "seed": args.seed,
         "data_seed": args.data_seed or None,
         **({"schedule": "OneCycleLR"} if args.llama else {}),  # earlier versions had another one
@@ -103,7 +102,8 @@ def make_settings(
         **{k: getattr(args, k) or None for k in METHOD_CHANGES},
     }
     tunable = {**asdict(options), "num_iterations": num_iterations, "data_dir": str(data_dir)}
-    apart = ("method", "world_size", *METHOD_CHANGES, *([] if args.data_seed else ["data_seed"]))
+    tunable |= {"world_size": world, "parallel": args.parallel}
+    apart = ("method", "world_size", "parallel", *METHOD_CHANGES, *([] if args.data_seed else ["data_seed"]))
     comparable = {k: v for k, v in (run_config | tunable).items() if k not in apart}
     key = hashlib.sha256(json.dumps(comparable, sort_keys=True).encode()).hexdigest()[:12]
     return Settings(num_iterations, options, run_config, tunable, key)

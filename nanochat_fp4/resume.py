@@ -131,7 +131,11 @@ def restore_state(
     stay this run's. Raises UserError where it holds something else: its checksums only say that it is what was written.
     """
     try:
-        for optimizer, state in zip(optimizers, rank_state["optimizers"], strict=True):
+        states = rank_state["optimizers"]
+        if "all_ranks" in rank_state:  # of another number of processes
+            of_each = zip(*rank_state["all_ranks"], strict=True)
+            states = [o.resharded(list(parts)) for o, parts in zip(optimizers, of_each, strict=True)]
+        for optimizer, state in zip(optimizers, states, strict=True):
             groups = getattr(optimizer, "param_groups", ())
             options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             optimizer.load_state_dict(state)

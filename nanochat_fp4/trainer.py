@@ -35,6 +35,7 @@ from nanochat_fp4.common import (
     set_rng_state,
 )
 from nanochat_fp4.console import Progress
+from nanochat_fp4.dataloader import merge_states
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, is_out_of_memory
 from nanochat_fp4.gpt import autocast
@@ -245,6 +246,10 @@ class Trainer:
         restore_state([*self.parts.optimizers, *remedies], start.rank_state, self.device, start.source)
         # Mid-training and SFT of earlier versions called it "loader".
         self.loader_state = start.rank_state.get("dataloader", start.rank_state.get("loader"))
+        if "dataloaders" in start.rank_state:  # of another number of processes
+            self.loader_state = merge_states(start.rank_state["dataloaders"])
+            if self.process.rank:
+                self.loader_state |= {"consumed": 0} if "consumed" in self.loader_state else {}
         meta = start.meta | {"loop_state": _loop_state(start.meta.get("loop_state"))}
         self.loop = restore_dict(self.loop, meta, "loop_state", start.source)
         self.monitor = LossMonitor(restore_dict(self.monitor.state, meta, "loss_state", start.source))

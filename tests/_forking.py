@@ -460,6 +460,13 @@ def read_only(folder: str, first: int, last: int) -> None:
     at_step(first, lambda: os.chmod(folder, 0o555), last, end)
 
 
+def in_step(step: int, how: str) -> None:
+    """Rank 1 (or the only one) gets SIGKILL, or SIGTERM, inside this step of those that this process trains."""
+    if os.environ.get("RANK", "1") == "1":
+        number = {"kill": signal.SIGKILL, "term": signal.SIGTERM}[how]
+        at_step(step, lambda: os.kill(os.getpid(), number), step, lambda: None)
+
+
 def rank_stops(rank: int) -> None:
     """This rank is stopped (SIGSTOP) inside step 1, as by a debugger or a suspended virtual machine."""
     if os.environ["RANK"] == str(rank):

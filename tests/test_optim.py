@@ -301,6 +301,12 @@ def one_rank(results):
         dist.destroy_process_group()
 
 
+def assert_same_state(a, b):
+    assert a.keys() == b.keys()
+    for index in a:
+        assert a[index].keys() == b[index].keys() and all(torch.equal(a[index][k], b[index][k]) for k in a[index])
+
+
 def test_two_processes_do_what_one_does_on_the_averaged_gradients(run_ranks, tmp_path):
     run_ranks(f"import test_optim; test_optim.one_rank({str(tmp_path)!r})")
     ranks = [torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1)]
@@ -324,6 +330,28 @@ def test_two_processes_do_what_one_does_on_the_averaged_gradients(run_ranks, tmp
                     parts = [torch.cat(parts)[: whole.size(0)]]
                 for part in parts:
                     torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
+    # Of the states of two processes one makes its own, and of its own each of four; bit for bit what was saved.
+    for number, optimizer in enumerate(optimizers, start=1):
+        saved = [
+            {
+                "state": rank[number],
+                "param_groups": [{**g, "world_size": 2} for g in optimizer.state_dict()["param_groups"]],
+            }
+            for rank in ranks
+        ]
+        alone = optimizer.resharded(saved)
+        optimizer.load_state_dict(alone)
+        for world_size in (2, 4):
+            optimizer.world_size = world_size
+            parts = []
+            for optimizer.rank in range(world_size):
+                parts.append(optimizer.resharded([alone]))
+                optimizer.load_state_dict(copy.deepcopy(parts[-1]))
+            if world_size == 2:
+                for got, rank in zip(parts, ranks):
+                    assert_same_state(got["state"], rank[number])
+            optimizer.rank, optimizer.world_size = 0, 1
+            assert_same_state(optimizer.resharded(parts)["state"], alone["state"])
     muon_state, adamw_state = ranks[0][1:]
     # Groups of (6, 40), (16, 48), (24, 24), (48, 16): 1, 3, 5 and 2 matrices, under their first parameter's number.
     assert [muon_state[i]["momentum_buffer"].size(0) for i in (0, 1, 4, 9)] == [1, 2, 3, 1]

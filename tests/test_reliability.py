@@ -229,6 +229,19 @@ def test_one_of_two_ranks_is_killed_and_both_go_on(fork_server, tiny_base):
             killed += 1
 
 
+@pytest.mark.parametrize("stage", ["base", "mid", "sft"])
+def test_any_number_of_processes_goes_on_with_what_others_saved(fork_server, tiny_base, stage):
+    """Of two processes with shards one is killed; one goes on and is stopped; two without shards end the run."""
+    case = Case(fork_server, tiny_base, stage, "clover" if stage == "base" else "bf16")
+    killed = case.run("--save-every=1", "--parallel=fsdp", ranks=2, fault=("in_step", 1, "kill"), rank=1)
+    assert killed.status == -signal.SIGKILL and find_last_step(case.folder) == 1, killed.log
+    stopped = case.run("--resume-from-step=latest", fault=("in_step", 0, "term"))
+    assert stopped.status == 143 and "world_size was 2 so far and is 1" in stopped.log, stopped.log
+    assert case.run("--resume-from-step=latest", ranks=2).status == 0
+    for a, b in zip(final_state(case.folder, STEPS)["records"], case.expected["records"], strict=True):
+        assert a["event"] == b["event"] and a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-3)
+
+
 def test_a_rank_that_is_lost_is_named_in_one_line(fork_server, tiny_base):
     """Rank 1 is stopped: rank 0 gives up before the time that was set is over, and names it."""
     argv = [*BASE, "--method=bf16", "--num-iterations=3", f"--model-tag={TAG}", "--rank-timeout=6"]
