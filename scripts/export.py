@@ -122,6 +122,15 @@ class Export:
         )
         return [batch for batch, _ in zip(loader, range(max(1, round(tokens / (rows * length)))))]
 
+    def validation_texts(self) -> list[str]:
+        """A batch's documents, one by one: what their beginnings are written as is no special token in a text."""
+        rows, _ = self.batches("val", 1)[0]
+        bos, texts = self.tokenizer.get_bos_token_id(), []
+        for row in rows.tolist():
+            starts = [i for i, token in enumerate(row) if token == bos] + [len(row)]
+            texts += [self.tokenizer.decode(row[i + 1 : j]) for i, j in zip(starts, starts[1:])]
+        return list(filter(None, texts))
+
     def run(self, out: Path) -> None:
         weights, input_scales = None, None
         if self.four_bits:
@@ -169,8 +178,7 @@ class Export:
     def say_what_llama_cpp_does(self) -> None:
         if self.four_bits:
             self.notes.append("llama.cpp rounds inputs its own way, not as training did.")
-        rows, _ = self.batches("val", 1)[0]
-        changed, total = gguf_file.other_ids(self.tokenizer, [self.tokenizer.decode(r.tolist()[1:]) for r in rows])
+        changed, total = gguf_file.other_ids(self.tokenizer, self.validation_texts())
         self.notes.append(
             f"llama.cpp splits text by {gguf_file.PRE_TOKENIZER!r}, for want of nanochat's pattern: on validation text "
             f"{changed:,} of {total:,} ids differ."
@@ -260,8 +268,7 @@ class Export:
         if self.args.format.startswith("gguf"):
             self.ask_llama_cpp(out, rows[0].tolist(), weights)
             return
-        texts = [self.tokenizer.decode(row.tolist()[1:]) for row in rows.cpu()]
-        print0(f"verified with {verify.tokenizer(out, self.tokenizer, texts)}")
+        print0(f"verified with {verify.tokenizer(out, self.tokenizer, self.validation_texts())}")
         if self.args.format == "modelopt":
             return  # transformers does not read it
         ids = rows[:2, :128].cpu()

@@ -146,6 +146,14 @@ def test_what_is_lost_and_what_was_measured(tiny_base, tmp_path, capsys):
     assert abs(trained - exact) < abs(weights - exact) and len({weights, by_token, inputs}) == 3
 
 
+def test_texts_to_compare_tokenizers_on_are_documents(tiny_base, tmp_path, monkeypatch):
+    save_small(tiny_base, "gpt", "clover")
+    one = export.Export(export.parse_args(["--source=base", f"--out={tmp_path}", "--format=safetensors"]), "cpu")
+    bos, text = one.tokenizer.get_bos_token_id(), one.tokenizer.encode("gold planets")
+    monkeypatch.setattr(one, "batches", lambda *_: [(torch.tensor([[bos, *text, bos, *text[:-1], bos]]), None)])
+    assert one.validation_texts() == ["gold planets", one.tokenizer.decode(text[:-1])]
+
+
 def test_flags_of_the_scales(tiny_base, tmp_path, capsys):
     """Weights alone; and layers that servers fuse as one, where the model computes them one by one."""
     model = save_small(tiny_base, "gpt", "clover", separate_qkv=True)
