@@ -133,7 +133,7 @@ def difference_from_paper(result: dict, data: str) -> str:
     if "flags" not in result:
         return ""
     flags = {name.removeprefix("--"): value for name, _, value in (flag.partition("=") for flag in result["flags"])}
-    said = [] if data.startswith(folder) else [f"text {data.partition(' ')[0]}, not {text}"]
+    said = [] if data.startswith(folder) else [f"text {data.rpartition(' (')[0]}, not {text}"]
     if (size := result.get("vocab_size")) is not None and size != vocabulary:
         said.append(f"vocabulary {size:,}, not {vocabulary:,}")
     defaults = {"device-batch-size": "32", "window-pattern": "SSSL"}

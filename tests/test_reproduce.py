@@ -180,6 +180,9 @@ def test_tables_are_made_from_the_runs_of_an_earlier_sweep(tmp_path, monkeypatch
     curves = content["fig5"]["numbers"]["curves"]["tiny"]
     assert curves["clover"] == [[4, pytest.approx(1)], [8, pytest.approx(1)]]
     assert "training loss" in content["fig5"]["title"]
+    reproduce.main(["fig4", f"--results={tmp_path / 'd6.json'}", f"--folder={tmp_path}"])
+    table = {row[1]: row for row in json.loads((tmp_path / "fig4.json").read_text())["table"]}
+    assert table["clover"][2] == "+1.26 / +2.45" and table["bf16"][2] == "-"
     reproduce.main(["systems", f"--results={tmp_path / 'd6.json'}", f"--folder={tmp_path}"])
     table = {row[1]: row for row in json.loads((tmp_path / "systems.json").read_text())["table"]}
     assert table["nvidia"][-2:] == ["+2.00 ± 0.00", "+1.00 ± 0.00"] and table["clover"][-1] == "-"

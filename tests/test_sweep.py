@@ -56,8 +56,8 @@ def test_how_a_run_differs_from_the_papers():
     own = {"size": "llama-30M", "flags": sweep_runs.size_flags("llama-30M"), "vocab_size": 32_000}
     assert sweep_results.difference_from_paper(own, "c4_0123 (abc)") == ""
     other = {**own, "vocab_size": 8192, "flags": [*own["flags"], "--device-batch-size=32"]}
-    assert sweep_results.difference_from_paper(other, "corpus (abc)") == (
-        "text corpus, not C4; vocabulary 8,192, not 32,000; device-batch-size 32, not 128"
+    assert sweep_results.difference_from_paper(other, "prose and code (abc)") == (
+        "text prose and code, not C4; vocabulary 8,192, not 32,000; device-batch-size 32, not 128"
     )
     small = {"size": "d6", "flags": sweep_runs.size_flags("d6"), "vocab_size": 8192}
     said = sweep_results.difference_from_paper(small, "base_data (abc)")
