@@ -14,6 +14,7 @@ import torch
 from _assertions import assert_same, final_state
 from _training import BASE, after_steps, in_step, out_of_memory
 
+from nanochat_fp4 import trainer
 from nanochat_fp4.checkpoint_manager import find_last_step, list_steps, load_checkpoint
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.gpt import GPT, GPTConfig
@@ -70,6 +71,17 @@ def test_resume_is_exact(tiny_base, method, flags):
 
     train("--resume-from-step=2", *flags, method=method, steps=4)
     assert_same(final_state(folder, 4), expected)
+
+
+def test_the_generators_are_where_the_run_left_them(tiny_base, monkeypatch):
+    """Each micro-batch seeds them. Left to themselves they are restored with a checkpoint, and after telemetry."""
+    monkeypatch.setattr(trainer, "seed_micro_batch", lambda *args: None)
+    train("--save-every=2", "--keep-last=-1", steps=4)
+    folder = tiny_base / "base_checkpoints" / "d1_clover"
+    expected = final_state(folder, 4)
+    for flag in ("--resume-from-step=2", "--telemetry-every=1"):
+        train(flag, *["--overwrite"] * ("telemetry" in flag), steps=4)
+        assert_same(final_state(folder, 4), expected)
 
 
 def test_resume_continues_what_a_signal_stopped(tiny_base, capsys):
