@@ -435,7 +435,7 @@ def test_weights_quantized_once_change_no_bit(method, monkeypatch):
     assert len(calls) == (2 if nf.get_recipe(method).output.b.rounding else 0 if method == "bf16" else 6)
 
 
-@pytest.mark.parametrize("method", ["clover", "clover_refined", "bf16"])
+@pytest.mark.parametrize("method", ["clover", "clover_refined", "bf16", "fig1a_sr"])
 def test_weights_quantized_once_within_once(method):
     model = converted(Fused(), method)
     want = passes(model, model)
