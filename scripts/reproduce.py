@@ -7,6 +7,7 @@
     python -m scripts.reproduce attribution           # where Clover's gap comes from; also: operands, remedies, systems
 
     python -m scripts.reproduce table5 --results docs/results/d6.json    # from that sweep's runs, without training
+    python -m scripts.reproduce horizon --results a.json,b.json          # gaps along long runs; frontier, claims
     python -m scripts.reproduce fig6 --results bench_linear.json         # from that benchmark; table7: bench_train's
 
 Each prints a table, writes <folder>/<name>.json and <name>.png, and says on what hardware, data, tokens, seeds and
@@ -109,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         "--results",
         default="",
         help="train and time nothing: take the runs from this file of scripts.sweep (fig6: of scripts.bench_linear, "
-        "table7: of scripts.bench_train)",
+        "table7: of scripts.bench_train); horizon, frontier, claims, equal_time: from several, with commas",
     )
     sweep.add_sweep_arguments(parser)
     parser.set_defaults(seeds=0)

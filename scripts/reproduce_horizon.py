@@ -52,7 +52,8 @@ def stored_runs(context: Context) -> tuple[list[dict], dict]:
         raise UserError(f"--results has {twice[0][0]} of seed {twice[0][1]} twice; give files of different runs")
     if not any(r["method"] == "bf16" for r in runs):
         raise UserError(f"{context.args.results} has no bf16 run of size {size!r}; gaps are to bf16")
-    return runs, content
+    commits = dict.fromkeys(c["environment"].get("commit") or "unknown" for c in contents)
+    return runs, content | {"environment": content["environment"] | {"commit": ", ".join(commits)}}
 
 
 def steps_of(runs: list[dict]) -> int:

@@ -219,7 +219,7 @@ def long_runs(path, seeds: list[int], percent: dict[str, list[float]], steps: in
         for m, values in percent.items()
         for s, v in zip(seeds, values)
     ]
-    environment = {"gpu": "an old GPU", "gpu_count": 1, "torch": "1.0", "commit": "abc"}
+    environment = {"gpu": "an old GPU", "gpu_count": 1, "torch": "1.0", "commit": path.name}
     path.write_text(json.dumps({"data": data, "environment": environment, "results": results}))
 
 
@@ -231,7 +231,9 @@ def test_claims_are_made_on_fresh_seeds(tmp_path):
         long_runs(tmp_path / name, seeds, methods | {"both_from_92.5%": other, "both_from_85%": other})
     files = f"{tmp_path / 'a'},{tmp_path / 'b'}"
     reproduce.main(["claims", f"--results={files}", f"--folder={tmp_path}"])
-    _, late, other, at_85, *_ = json.loads((tmp_path / "claims.json").read_text())["table"]
+    written = json.loads((tmp_path / "claims.json").read_text())
+    _, late, other, at_85, *_ = written["table"]
+    assert written["environment"]["commit"] == "a, b"
     assert late[:5] == ["clover_feedback_late", "1.00", "own forward", "0.50x", "0.450 ± 0.000, reached"]
     assert late[5] == "0.450 ± 0.314, not decided"
     assert (other[4], at_85[3:5]) == ("0.600 ± 0.000, missed", ["0.33x", "0.600 ± 0.000, missed"])
