@@ -10,7 +10,7 @@ import pytest
 import torch
 from _assertions import assert_same, final_state
 from _samples import CORE_TASKS, byte_tokenizer, make_bundle, save_base
-from _training import after_steps
+from _training import BASE, MID, SFT, after_steps
 
 from eval.local import LocalArithmetic, LocalChoice
 from nanochat_fp4 import core_eval
@@ -25,13 +25,8 @@ from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer
 from scripts import base_eval, base_train, chat_cli, chat_eval, chat_sft, mid_train
 
 ROOT = Path(mid_train.__file__).resolve().parent.parent
-MID = (
-    "--data=local --device-type=cpu --device-batch-size=2 --total-batch-size=512 --eval-every=4 --eval-tokens=512"
-).split()
-SFT = (
-    "--data=local --device-type=cpu --device-batch-size=2 --target-examples-per-step=4 --eval-every=4 --eval-steps=2 "
-    "--eval-metrics-every=4 --eval-metrics-max-problems=6"
-).split()
+MID = [*MID, "--eval-every=4"]
+SFT = [*SFT, "--eval-every=4", "--eval-metrics-every=4", "--eval-metrics-max-problems=6"]
 
 
 @pytest.fixture
@@ -668,19 +663,16 @@ def test_bundles_that_are_bombs(tmp_path, base_dir):
 
 
 def test_base_training_measures_core_or_says_why_not(tiny_base, capsys, monkeypatch):
-    flags = "--depth=1 --aspect-ratio=128 --head-dim=64 --max-seq-len=32 --device-batch-size=2 --total-batch-size=64 "
-    flags += (
-        "--eval-every=-1 --sample-every=-1 --core-metric-every=1 --device-type=cpu --method=bf16 --num-iterations=1"
-    )
+    flags = [*BASE, "--eval-every=-1", "--core-metric-every=1", "--method=bf16", "--num-iterations=1"]
 
     def no_network(*args, **kwargs):
         raise UserError("download failed (test)")
 
     monkeypatch.setattr(base_eval, "download_file_with_lock", no_network)
-    base_train.main(flags.split())
+    base_train.main(flags)
     assert "no CORE metric from here on: CORE needs the eval bundle" in capsys.readouterr().err
     make_bundle(tiny_base / "eval_bundle")
-    base_train.main([*flags.split(), "--overwrite"])
+    base_train.main([*flags, "--overwrite"])
     records = read_jsonl(tiny_base / "base_checkpoints" / "d1_bf16" / "metrics.jsonl")
     assert [r["event"] for r in records].count("core") == 1
 

@@ -12,16 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from _assertions import assert_same, final_state
+from _training import BASE
 
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.run_folder import check_writable, held_run, local_locks, save_bytes
 
 TAG = "run"
-BASE = (
-    "--depth=1 --aspect-ratio=128 --head-dim=64 --max-seq-len=32 --device-batch-size=2 --total-batch-size=128 "
-    "--eval-every=-1 --core-metric-every=-1 --sample-every=-1 --device-type=cpu --method=bf16 --num-iterations=3 "
-    f"--save-every=1 --model-tag={TAG}"
-).split()
+BASE = [*BASE, "--eval-every=-1", "--method=bf16", "--num-iterations=3", "--save-every=1", f"--model-tag={TAG}"]
 
 
 @pytest.fixture
