@@ -114,7 +114,7 @@ def row_kernel(
         tl.store(out_ptr + at, m.rounded_to(v, out_ptr.dtype.element_ty), mask=mask)
 
 
-ROW_BLOCKS = 32  # blocks of 16 columns in a warp
+ROW_BLOCKS = 8  # blocks of 16 columns in a warp
 
 
 def row(
@@ -290,7 +290,7 @@ def one_row_kernel(
 
 # Bytes of codes that a program reads of one row's product, and warps; for several rows, rows and columns of the weight
 # in a tile, how many programs are enough, warps, and one more than the tiles that are on their way.
-ONE_ROW, TILE = (4096, 4), (64, 128, 330, 4, 4)
+ONE_ROW, TILE = (4096, 4), (32, 128, 528, 2, 4)
 
 
 def codes_matmul(
@@ -463,7 +463,7 @@ def attention_kernel(
         larger = tl.maximum(largest, score)
         weight, shrink = tl.exp(score - larger), tl.exp(largest - larger)
         total = total * shrink + weight
-        result = result * shrink[:, None] + weight[:, None] * values
+        result = tl.fma(weight[:, None], values, result * shrink[:, None])
         largest = larger
     at_most = tl.max(largest, axis=0)
     weight, own = tl.exp(largest - at_most), tl.exp(own - at_most)
@@ -473,7 +473,7 @@ def attention_kernel(
 
 
 # Positions read at a time, warps, and one more than the blocks of positions that are on their way.
-ATTENTION = (32, 4, 3)
+ATTENTION = (16, 4, 4)
 
 
 def attention(
@@ -508,6 +508,6 @@ def attention(
         rows, positions, heads, kv_heads, left, width**-0.5, eps or 0.0,
         PARTS=parts, FIRST=first is not None, NORM=eps is not None,
         ROTATED=TRITON_TYPES[torch.promote_types(cos.dtype, k_cache.dtype)],
-        HALF=width // 2, BT=ATTENTION[0], num_warps=ATTENTION[1], STAGES=ATTENTION[2],
+        HALF=width // 2, BT=ATTENTION[0], num_warps=ATTENTION[1], STAGES=ATTENTION[2], **NO_FUSION,
     )  # fmt: skip
     return out
