@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nanochat_fp4.common import print0
+from nanochat_fp4.common import is_ddp_initialized, print0
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.sharding import gather_codes
 
@@ -35,7 +35,10 @@ def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
 
 def check_parallel(args: argparse.Namespace) -> bool:
     """Whether the run is sharded. Raises UserError for flags that do not go with that; says what is left out."""
-    if args.parallel != "fsdp" or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if args.parallel != "fsdp":
+        return False
+    if not (is_ddp_initialized() and dist.get_world_size() > 1):
+        print0("note: one process has nobody to share weights with: --parallel=fsdp is --parallel=ddp")
         return False
     unfit = {
         "--oscillation": bool(getattr(args, "oscillation", "")),

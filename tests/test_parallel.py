@@ -5,7 +5,7 @@ import json
 import pytest
 
 SMALL = (
-    "--depth 2 --aspect-ratio 64 --head-dim 64 --vocab-size 512 --seq-len 64 --micro-batch 1 --total-batch-size 256 "
+    "--depth 2 --aspect-ratio 64 --head-dim 64 --vocab-size 256 --seq-len 32 --micro-batch 1 --total-batch-size 128 "
     "--seconds 0.01"
 ).split()
 

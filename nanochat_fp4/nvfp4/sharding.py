@@ -119,7 +119,8 @@ class _Shard:
             self.gathered_as_codes = as_codes
         if not as_codes:
             return (self.local.to(self.raw_dtype or policy.param_dtype or self.local.dtype),), None
-        self.shards.refresh()
+        if self.version != self.version_now():
+            self.shards.refresh()
         return (self.codes.codes, self.codes.scales), None
 
     def after(self, outputs: tuple, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None) -> Any:
@@ -141,10 +142,8 @@ class _Shards:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Makes the codes anew where weights have changed, and so on all ranks."""
+        """Makes the codes of all weights anew: one has changed, and so on all ranks."""
         shards = [s for s in self.all if s.as_codes()]
-        if all(s.version == s.version_now() for s in shards):
-            return
         amaxes = _reduced([_amax(s.local) for s in shards], [s.group for s in shards])
         of_layer = {s.layer: amax for s, amax in zip(shards, amaxes)}
         for group in groups_computed_as_one(self.model):
