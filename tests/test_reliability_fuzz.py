@@ -390,6 +390,8 @@ SCRIPTS = dict.fromkeys(
     "scripts.sweep": "--sizes=tiny --seeds=1 --tokens=1M --plan",
     "scripts.reproduce": "list",
     "scripts.bench_memory": "--depth=1 --methods=bf16",
+    "scripts.bench_parallel": "--depth=1 --aspect-ratio=64 --head-dim=64 --vocab-size=512 --seq-len=64 --micro-batch=1 "
+    "--total-batch-size=128 --seconds=0.01",
     "nanochat_fp4.dataset": "--embedded --size-mb=0.2",
     "nanochat_fp4.tokenizer": "",
     "nanochat_fp4.report": "",
