@@ -181,8 +181,8 @@ def slow(*values):
 @pytest.mark.parametrize(
     "method, draws",
     [
-        *(("tetrajet_v2", 256), ("clover", 1024), ("clover_search", 256), ("clover_refined", 256)),
-        *(slow(method, 1024) for method in ("tetrajet_v2", "clover_search", "clover_refined")),
+        *(("tetrajet_v2", 256), ("clover", 512), ("clover_search", 256), ("clover_refined", 256)),
+        *(slow(method, 1024) for method in ("tetrajet_v2", "clover", "clover_search", "clover_refined")),
     ],
 )
 def test_backward_passes_are_unbiased(method, draws):
@@ -191,15 +191,18 @@ def test_backward_passes_are_unbiased(method, draws):
     assert_unbiased(f"{method} grad_weight", grad_weight)
 
 
-@pytest.mark.parametrize("method", ["nvidia", slow("four_over_six")])
-def test_nvidia_is_unbiased_but_for_the_rounding_of_its_input(method):
+@pytest.mark.parametrize(
+    "method, draws, least, most",
+    [("nvidia", 512, 250, 430), *(slow(m, 1024, 300, 750) for m in ("nvidia", "four_over_six"))],
+)
+def test_nvidia_is_unbiased_but_for_the_rounding_of_its_input(method, draws, least, most):
     """The two differ in the forward alone. grad_input: SR on grad_output alone, unbiased. grad_weight rounds the
     rotated input to nearest. Its error changes with the signs of every forward pass and mostly averages out, but RTN
     shrinks values on average, whatever the signs: a plateau near 3e-5 of the gradient's square, 1/1000 of one step's
     noise, which B = 1024 just reaches."""
-    grad_input, grad_weight = gradients(method)
+    grad_input, grad_weight = gradients(method, draws=draws)
     assert_unbiased("grad_input", grad_input)
-    assert 300 < grad_weight.gain < 750, str(grad_weight)
+    assert least < grad_weight.gain < most, str(grad_weight)
 
 
 def test_nvidias_grad_weight_is_unbiased_for_the_input_it_rounded():
