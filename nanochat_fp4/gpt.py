@@ -185,22 +185,23 @@ class _ReluSquared(torch.autograd.Function):
     Where it keeps 4-bit codes of y, they are too coarse: rounding to nearest would bias the gradient. Then `eight_bits`
     keeps relu(x) in steps of 1/255 of each token's largest value, rounded stochastically, so that the gradient is right
     on average: half the memory of y in BF16, and an error (4e-5 of the gradient's square) far below that of its
-    quantization (1e-2).
+    quantization (1e-2). With it comes the largest y, (), for the quantization of y; without there is none.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, eight_bits: bool) -> Tensor:
+    def forward(ctx, x: Tensor, eight_bits: bool) -> Tensor | tuple[Tensor, Tensor]:
         if eight_bits:
-            y, kept, step = relu_squared(x)
+            y, kept, step, amax = relu_squared(x)
             ctx.save_for_backward(kept, step)
-        else:
-            positive = F.relu(x)
-            y = positive * positive
-            ctx.save_for_backward(y)
+            ctx.mark_non_differentiable(amax)
+            return y, amax
+        positive = F.relu(x)
+        y = positive * positive
+        ctx.save_for_backward(y)
         return y
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad_y: Tensor, *grad_amax: Tensor | None) -> tuple[Tensor, None]:
         kept, *step = ctx.saved_tensors  # asked for once: recomputed tensors can be had only once
         if step:
             return (grad_y * (2 * step[0] * kept)).to(grad_y.dtype), None
@@ -268,8 +269,10 @@ class MLP(nn.Module):
             return self.c_proj(F.relu(self.c_fc(x)).square())
         eight_bits = torch.is_grad_enabled() and getattr(self.c_proj, "quantizes_input", False)
         x = self.c_fc(x)
-        x = _ReluSquared.apply(x, eight_bits)
-        return self.c_proj(x)
+        if not eight_bits:
+            return self.c_proj(_ReluSquared.apply(x, False))
+        x, amax = _ReluSquared.apply(x, True)
+        return self.c_proj(x, amax)
 
 
 class Block(nn.Module):

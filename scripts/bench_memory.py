@@ -42,7 +42,7 @@ NAMES = {
     "self.mlp(norm(x)": "residual stream into the norm before the MLP",
     "self.c_fc(x)": "input of c_fc",
     "_ReluSquared.apply": "for the derivative of ReLU^2",
-    "self.c_proj(x)": "input of the MLP's c_proj",
+    "self.c_proj(x": "input of the MLP's c_proj",
 }
 # Functions that keep something for whoever calls them.
 HELPERS = ("norm", "apply_rotary_emb", "_recomputed")

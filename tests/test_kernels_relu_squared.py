@@ -5,8 +5,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from nvfp4_kernels import quantize as quantize_module
 from nvfp4_kernels.relu_squared import relu_squared
 
+import nanochat_fp4 as nf
+from nanochat_fp4.gpt import MLP, GPTConfig, norm
 from nanochat_fp4.nvfp4 import relu_squared as dispatch
 from nanochat_fp4.nvfp4.relu_squared import relu_squared_reference
 
@@ -31,22 +34,24 @@ def made(rows, columns, dtype) -> torch.Tensor:
 def test_kernel_is_the_reference(shape, dtype):
     x, seed = made(*shape, dtype), torch.tensor(-(2**40) - 7)
     results = relu_squared(x.to(DEVICE), seed.to(DEVICE))
-    for name, got, want in zip(("y", "kept", "step"), results, relu_squared_reference(x, seed)):
+    for name, got, want in zip(("y", "kept", "step", "amax"), results, relu_squared_reference(x, seed)):
         assert got.dtype == want.dtype and got.shape == want.shape, name
-        assert torch.equal(got.cpu().view(torch.uint8), want.contiguous().view(torch.uint8)), name
+        got, want = (t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (got, want))
+        assert torch.equal(got, want), name
 
 
 def test_the_largest_value_is_kept_and_nothing_wraps():
     """A row of its largest value: 255 steps, with all noise; and what is no number, or infinite, shows in its row."""
     x = torch.exp(torch.randn(16, 1)).expand(16, 4096)  # one draw in 2^16 comes close enough to a half
     for function in (lambda x, s: relu_squared(x.to(DEVICE), s.to(DEVICE)), relu_squared_reference):
-        _, kept, step = function(x, torch.tensor(5))
+        _, kept, step, _ = function(x, torch.tensor(5))
         assert (kept >= 254).all() and (kept == 255).float().mean() > 0.999
         for bad in (float("nan"), float("inf")):
             broken = x[:, :64].clone()
             broken[3, 7] = bad
-            y, _, step = function(broken, torch.tensor(5))
+            y, _, step, amax = function(broken, torch.tensor(5))
             assert not torch.isfinite(y[3, 7]) and not torch.isfinite(step[3])
+            torch.testing.assert_close(amax.cpu(), torch.tensor(bad), equal_nan=True)
             assert torch.isfinite(step).sum() == 15
 
 
@@ -54,7 +59,7 @@ def test_what_the_rounding_leaves_of_a_bias():
     """Of 2^20 draws of values that lie anywhere between two steps, also near 0 and 255: none but what chance leaves."""
     values = torch.tensor([1 / 512, 0.01, 0.25, 0.5, 3.999, 128.37, 254.99])
     x = torch.cat((torch.full((1,), 255.0), values.repeat_interleave(2**17)))[None]
-    _, kept, step = relu_squared_reference(x, torch.tensor(3))
+    _, kept, step, _ = relu_squared_reference(x, torch.tensor(3))
     assert step == 1
     mean = kept[0, 1:].view(len(values), -1).double().mean(1)
     fraction = values.double() % 1
@@ -70,7 +75,7 @@ def test_dispatch(monkeypatch):
         monkeypatch.setenv("NVFP4_KERNELS", wanted)
         torch.manual_seed(1)
         results.append(dispatch.relu_squared(x))
-    for got, want, shape in zip(*results, ((2, 3, 40), (2, 3, 40), (2, 3, 1))):
+    for got, want, shape in zip(*results, ((2, 3, 40), (2, 3, 40), (2, 3, 1), ())):
         assert got.shape == shape and torch.equal(got, want)
 
 
@@ -78,3 +83,27 @@ def test_what_the_kernel_refuses():
     for x in (torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64)):
         with pytest.raises(ValueError, match="nvfp4::relu_squared: got .*, expected FP32 or BF16"):
             relu_squared(x.to(DEVICE), torch.tensor(1, device=DEVICE))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, monkeypatch):
+    """ReLU^2's kernel does, and under torch.compile whatever else makes one, here a norm: no kernel of ours reads the
+    input once more for it. The forward pass's bits are the reference's, which looks for itself."""
+    torch.manual_seed(0)
+    mlp = nf.convert(MLP(GPTConfig(n_head=1, n_kv_head=1, n_embd=32)), "clover", verbose=False).to(DEVICE, dtype)
+    x, read = torch.randn(24, 32).to(DEVICE, dtype), []
+    find = quantize_module._amax_bits
+    monkeypatch.setattr(quantize_module, "_amax_bits", lambda x: read.append(tuple(x.shape)) or find(x))
+
+    def forward(x):
+        return mlp(norm(x))
+
+    monkeypatch.setenv("NVFP4_KERNELS", "reference")
+    want = forward(x)
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    torch.compiler.reset()
+    with nf.quantize_weights_once(mlp):
+        read.clear()
+        got = (torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward)(x)
+    assert torch.equal(got, want) and read == ([] if compiled else [(24, 32)])

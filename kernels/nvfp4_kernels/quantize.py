@@ -349,7 +349,7 @@ def quantize(
     decode: bool,
     per_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x (R, K) FP32 or BF16, K % 16 == 0, amax float32 () or None to find it first ->
+    """x (R, K) FP32 or BF16, K % 16 == 0, amax () in FP32 or x's dtype, or None to find it first ->
     codes uint8 (R, K/2), scales float8_e4m3fn (R, K/16), tensor_scale float32 (), decoded BF16 (R, K), or (0,) without.
 
     per_token: a tensor_scale for each row, (R, 1), so that no row depends on another; amax float32 (R,) or None.
@@ -363,7 +363,7 @@ def quantize(
     if amax is None:
         amax = x.abs().amax(-1).float().view(torch.int32) if per_token else _amax_bits(x)
     else:
-        amax = amax.view(torch.int32)
+        amax = amax.float().view(torch.int32)
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
     scales = torch.empty(rows, columns // 16, dtype=torch.uint8, device=x.device)
     tensor_scale = torch.empty((rows, 1) if per_token else (), dtype=torch.float32, device=x.device)

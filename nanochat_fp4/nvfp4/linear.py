@@ -78,8 +78,10 @@ def _of_output(recipe: Recipe, layer: "_Layer", seed: torch.Tensor | None, devic
     """How the operands of the output GEMM are made: of a layer and what it knows of its inputs."""
     for_x, for_w = _quantizations(recipe.output, OUTPUT, seed, seed, device)
     factor, channels = layer.statistics
+    unrotated = for_x.rounding and for_x.rounding.has_kernels and not for_x.rht_dim
+    amax = layer.amax if unrotated and not layer.per_token else None
     return (
-        for_x._replace(per_token=layer.per_token, channels=channels),
+        for_x._replace(per_token=layer.per_token, channels=channels, amax=amax),
         for_w._replace(factor=factor, channels=channels),
     )
 
@@ -93,6 +95,7 @@ class _Layer(NamedTuple):
     grad_buffer:  float32 (N, K): what the gradient of all weights is added to instead of being returned to autograd
                   (accumulate_gradients)
     values:       the weights where they are not the function's arguments, which only get the gradients (sharding.py)
+    amax:         max |input|, FP32 (), where the caller knows it
     """
 
     recipe: Recipe
@@ -103,6 +106,7 @@ class _Layer(NamedTuple):
     weight: GemmOperand | None
     grad_buffer: torch.Tensor | None = None
     values: tuple[torch.Tensor, ...] | None = None
+    amax: torch.Tensor | None = None
 
 
 class _QuantLinear(torch.autograd.Function):
@@ -254,10 +258,14 @@ class QuantLinear(torch.nn.Linear):
         """A copy or pickle made inside one of the contexts of convert.py is not inside it."""
         return vars(self) | self.outside | {"outside": {}}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._compute(x, (self,))
+    def forward(self, x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
+        """x (..., in_features) -> (..., out_features). amax: max |x|, float32 (), where what made x has found it, which
+        saves to read x once more for it."""
+        return self._compute(x, (self,), amax)
 
-    def _compute(self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]") -> torch.Tensor:
+    def _compute(
+        self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]", amax: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The outputs of layers like this one (itself the first), side by side."""
         device = x.device.type
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and left_out_of_graphs(device):
@@ -300,7 +308,7 @@ class QuantLinear(torch.nn.Linear):
         elif gathered is not None:
             values = tuple(part.values for part in gathered.parts)
         per_token = self.per_token or (self.per_token_in_eval and not (self.training or grad_enabled))
-        layer = _Layer(recipe, dtype, grad_enabled, per_token, self.statistics, operand, grad_buffer, values)
+        layer = _Layer(recipe, dtype, grad_enabled, per_token, self.statistics, operand, grad_buffer, values, amax)
         y = _QuantLinear.apply(layer, rows, *weights)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(dtype)

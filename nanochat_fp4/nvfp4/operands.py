@@ -59,8 +59,8 @@ class Quantization(NamedTuple):
     per_token:   a tensor_scale for each row, so that a row does not depend on the others
     factor:      round with this error feedback (feedback.feedback_factor), or None
     channels:    int64 (H,), rising: these columns in MXFP8, or None
-    amax:        float32 (): of the tensor that these rows are a part of; None: they are all of it (roundings of NVFP4
-                 without a rotation, one term, no outer blocks)
+    amax:        max |value|, (), where it is known already; or float32 (), of the tensor that these rows are a
+                 part of (roundings of NVFP4 without a rotation, one term, no outer blocks); or None
     """
 
     rounding: Rounding | None = None
@@ -234,7 +234,8 @@ class WithResidual(GemmOperand):
     @classmethod
     def make(cls, value: torch.Tensor, how: Quantization) -> "WithResidual":
         first = quantize_operand(value, how, keep_codes=True)
-        return cls(first, quantize_operand(value.float() - first.fp32(), how, keep_codes=True))
+        rest = value.float() - first.fp32()
+        return cls(first, quantize_operand(rest, how._replace(amax=None), keep_codes=True))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return *self.first.tensors(), *self.residual.tensors()
@@ -276,7 +277,7 @@ class HighPrecisionChannels(GemmOperand):
 
     @classmethod
     def make(cls, value: torch.Tensor, how: Quantization) -> "HighPrecisionChannels":
-        channels, how = how.channels, how._replace(channels=None, per_token=False)
+        channels, how = how.channels, how._replace(channels=None, per_token=False, amax=None)
         others = quantize_operand(value.index_fill(1, channels, 0.0), how).values
         wide = quantize_operand(value.index_select(1, channels), Quantization(HIGH_PRECISION)).values
         return cls(others.index_copy(1, channels, wide.to(others.dtype)), channels)
@@ -496,10 +497,21 @@ def _quantize_rows(x: torch.Tensor, how: Quantization) -> Codes:
     r = how.rounding
     constants = (r.grid_max, r.scale_cap, list(r.candidates), r.stochastic, r.block_rows)
     decode = how.per_token or native_gemm(x.device.type) is None
-    codes, scales, tensor_scale, decoded = quantize(
-        x, how.amax, how.seed, how.stream, *constants, decode, how.per_token
-    )
+    amax = how.amax
+    if amax is None and not how.per_token:
+        amax = _amax_for_a_compiler(x)
+    codes, scales, tensor_scale, decoded = quantize(x, amax, how.seed, how.stream, *constants, decode, how.per_token)
     return Codes(codes, scales, tensor_scale, decoded if decode else None)
+
+
+def _amax_for_a_compiler(x: torch.Tensor) -> torch.Tensor | None:
+    """max |x|, (), in x's dtype, by operations that torch.compile puts into the kernel that makes x, such as a norm;
+    without it None, for a kernel of ours.
+
+    To the bit the largest of x as it is written, though the compiler takes the numbers before they are rounded to BF16:
+    rounding keeps the order, and the result is rounded.
+    """
+    return x.abs().amax(-1).amax() if torch.compiler.is_compiling() else None
 
 
 def _rotate_quantize(

@@ -13,8 +13,9 @@ from nanochat_fp4.nvfp4.quantizers import divide
 STEPS = 255  # of the largest value of a row
 
 
-def relu_squared(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x (..., C) FP32 or BF16 -> y = relu(x)^2 (..., C) in x's dtype, kept uint8 (..., C), step float32 (..., 1).
+def relu_squared(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x (..., C) FP32 or BF16 -> y = relu(x)^2 (..., C) in x's dtype, kept uint8 (..., C), step float32 (..., 1), and
+    max y float32 (), which the quantization of y wants.
 
     kept * step is relu(x) on average: step is 1/255 of the row's largest value, and kept is rounded stochastically with
     16 random bits, which leaves a bias of at most 2^-16 of a step.
@@ -23,13 +24,15 @@ def relu_squared(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     if use_kernels(x.device):
         from nvfp4_kernels.relu_squared import relu_squared as kernel
 
-        y, kept, step = kernel(rows, seed)
+        y, kept, step, amax = kernel(rows, seed)
     else:
-        y, kept, step = relu_squared_reference(rows, seed)
-    return y.view(x.shape), kept.view(x.shape), step.view(*x.shape[:-1], 1)
+        y, kept, step, amax = relu_squared_reference(rows, seed)
+    return y.view(x.shape), kept.view(x.shape), step.view(*x.shape[:-1], 1), amax
 
 
-def relu_squared_reference(x: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def relu_squared_reference(
+    x: torch.Tensor, seed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """relu_squared of x (R, C), with the random numbers of seed, int64 (). Every row begins with a Philox call."""
     rows, columns = x.shape
     positive = torch.relu(x)
@@ -38,4 +41,5 @@ def relu_squared_reference(x: torch.Tensor, seed: torch.Tensor) -> tuple[torch.T
     padded = -(-columns // 16) * 16
     noise = uniform_elements(seed, 0, rows * padded, 0, 0, x.device).view(rows, padded)[:, :columns] - 0.5
     kept = (positive.float() * (1 / step) + noise).clamp_max(STEPS).round().to(torch.uint8)
-    return positive * positive, kept, step
+    y = positive * positive
+    return y, kept, step, y.amax().float() if y.numel() else step.new_zeros(())
