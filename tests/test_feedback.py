@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.nvfp4.feedback import DAMPING, feedback_factor, round_with_feedback
+from nanochat_fp4.nvfp4.feedback import COLUMNS, DAMPING, feedback_factor, round_with_feedback
 from nanochat_fp4.nvfp4.gram import mean_of_products
 from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
@@ -40,15 +40,16 @@ def test_uncorrelated_inputs_give_plain_rounding_to_the_bit(rounding):
     assert all(same(got, nf.quantize(w, rounding)) for got, w in zip(rounded, weights))
 
 
-def test_it_is_gptq():
+@pytest.mark.parametrize("columns", [80, 2 * COLUMNS + 16])
+def test_it_is_gptq(columns):
     """The published form: what is left of the weight is updated after each block, by a Cholesky factor of H^-1."""
-    w = torch.randn(32, 80, generator=torch.Generator().manual_seed(1))
+    w = torch.randn(32, columns, generator=torch.Generator().manual_seed(1))
     w[0, 0] = 8.0  # amax, also of what feedback makes of the rest
-    s = mean_of_products(correlated(500, 80))
-    h = (s + DAMPING * s.diagonal().mean() * torch.eye(80)).double()
+    s = mean_of_products(correlated(500, columns))
+    h = (s + DAMPING * s.diagonal().mean() * torch.eye(columns)).double()
     u = torch.linalg.cholesky(torch.linalg.inv(h)).mT  # H^-1 = U^T U
-    left, want = w.double(), torch.zeros(32, 80)
-    for b in range(0, 80, 16):
+    left, want = w.double(), torch.zeros(32, columns)
+    for b in range(0, columns, 16):
         with_amax = torch.cat([left[:, b : b + 16].float(), torch.full((32, 16), 8.0)], 1)
         want[:, b : b + 16] = nf.quantize(with_amax, "four_over_six").dequantize()[:, :16]
         error = (left[:, b : b + 16] - want[:, b : b + 16]) @ torch.linalg.inv(u[b : b + 16, b : b + 16])

@@ -15,12 +15,15 @@ The feedback can push a block beyond the tensor's amax. Its scale then uses the 
 the largest scale is clipped and fed back like any other error.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, TENSOR_SCALE_MIN, NVFP4Tensor, encode_e2m1, pack
 from nanochat_fp4.nvfp4.quantizers import Rounding, _round_block_scale, _search, divide
 
+COLUMNS = 128  # that are rounded before what they missed reaches all after them
 DAMPING = 0.3  # in units of the mean of S's diagonal
 
 
@@ -46,33 +49,44 @@ def feedback_factor(gram: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def round_with_feedback(
-    weights: torch.Tensor, factors: torch.Tensor, spec: Rounding, amaxes: torch.Tensor | None = None
+    weights: torch.Tensor, factors: Sequence[torch.Tensor], spec: Rounding, amaxes: torch.Tensor | None = None
 ) -> list[NVFP4Tensor]:
-    """weights (L, N, K) FP32 or BF16, factors (L, K, K) of feedback_factor -> an NVFP4Tensor (N, K) for each of the L.
+    """weights (L, N, K) FP32 or BF16, L factors (K, K) of feedback_factor -> an NVFP4Tensor (N, K) for each of the L.
+
+    What blocks of columns get from those more than COLUMNS before is one product for all of COLUMNS: what was missed in
+    all columns so far, the largest thing there is to read, is read once for eight blocks and not for each.
 
     spec: with blocks of 1x16, drawing no random numbers. amaxes (L,): of the tensors that the weights are rows of,
     where they are not all of them. Each weight has the tensor_scale that quantize gives it; with factors of zeros the
     result is quantize's, to the bit.
     """
-    layers, rows, _ = weights.shape
+    layers, rows, columns = weights.shape
     weights = weights.float()
     limit = spec.grid_max * spec.scale_cap
     amaxes = weights.abs().amax((1, 2)) if amaxes is None else amaxes
     tensor_scale = divide(amaxes, limit).clamp(min=TENSOR_SCALE_MIN)
     u = weights * (1.0 / tensor_scale).view(-1, 1, 1)
     one = torch.full((), limit, device=u.device)  # the amax with which tensor_scale is 1
-    blocks = u.unflatten(-1, (-1, BLOCK)).permute(2, 0, 1, 3).contiguous()  # (G, L, N, 16)
     missed = torch.empty_like(u)  # W - Q
     codes, scales = [], []
     with torch.autocast(u.device.type, enabled=False):
-        for g, block in enumerate(blocks):
-            done = g * BLOCK
-            wanted = torch.baddbmm(block, missed[..., :done], factors[:, :done, done : done + BLOCK]) if g else block
-            wanted = wanted.clamp(-E2M1_MAX * E4M3_MAX, E2M1_MAX * E4M3_MAX)
-            code, scale, values = _round_blocks(wanted.view(-1, BLOCK), spec, one)
-            torch.sub(block, values.view_as(block), out=missed[..., done : done + BLOCK])
-            codes.append(code.view(layers, rows, -1))
-            scales.append(scale.view(layers, rows, 1).view(torch.uint8))  # older releases cannot join E4M3 tensors
+        for start in range(0, columns, COLUMNS):
+            end = min(start + COLUMNS, columns)
+            factor = torch.stack([f[:end, start:end] for f in factors]).float()
+            group = u[..., start:end]
+            if start:
+                group = torch.baddbmm(group, missed[..., :start], factor[:, :start])
+            for done in range(start, end, BLOCK):
+                block = slice(done, done + BLOCK)
+                wanted = group[..., done - start : done - start + BLOCK]
+                if done > start:
+                    near = factor[:, start:done, done - start : done - start + BLOCK]
+                    wanted = torch.baddbmm(wanted, missed[..., start:done], near)
+                wanted = wanted.clamp(-E2M1_MAX * E4M3_MAX, E2M1_MAX * E4M3_MAX)
+                code, scale, values = _round_blocks(wanted.reshape(-1, BLOCK), spec, one)
+                torch.sub(u[..., block], values.view(layers, rows, BLOCK), out=missed[..., block])
+                codes.append(code.view(layers, rows, -1))
+                scales.append(scale.view(layers, rows, 1).view(torch.uint8))  # older releases cannot join E4M3 tensors
     codes, scales = torch.cat(codes, -1), torch.cat(scales, -1).view(torch.float8_e4m3fn)
     return [NVFP4Tensor(codes[i], scales[i], tensor_scale[i].clone()) for i in range(layers)]
 

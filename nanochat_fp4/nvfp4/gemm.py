@@ -12,7 +12,6 @@ An operand of two terms is multiplied term by term, A1 . B1 + A1 . B2 + A2 . B1:
 A2 . B2, of the residuals, is left out; it is of the size of the error that the operands have anyway.
 """
 
-import functools
 from typing import ClassVar
 
 import torch
@@ -74,8 +73,11 @@ def gemm(a: GemmOperand, b: GemmOperand, *, compute_dtype: torch.dtype, out_dtyp
     if not (a_rest or b_rest):
         return _product(a_first, b_first, compute_dtype, out_dtype)
     pairs = [(a_first, b_first), *((a_first, rest) for rest in b_rest), *((rest, b_first) for rest in a_rest)]
-    products = [_product(x, y, compute_dtype, torch.float32) for x, y in pairs]
-    return _cast(functools.reduce(torch.add, products), out_dtype)
+    total = _product(*pairs[0], compute_dtype, torch.float32)
+    for x, y in pairs[1:]:
+        product = _product(x, y, compute_dtype, torch.float32, total)
+        total = total if product is None else total + product
+    return _cast(total, out_dtype)
 
 
 def gemm_add(a: GemmOperand, b: GemmOperand, into: torch.Tensor, *, compute_dtype: torch.dtype) -> None:

@@ -44,7 +44,7 @@ from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm
 from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, get_rounding, quantize_reference
 
-FACTORS_AT_ONCE = 2**28  # elements of error feedback's factors in FP32, 1 GiB, for weights that are rounded together
+ROUNDED_AT_ONCE = 2**28  # elements of weights that are rounded together with feedback, 1 GiB in FP32
 OUTER_BLOCK = 128  # values along the contraction dimension that share a tensor_scale in Quantization.outer
 HIGH_PRECISION = ROUNDINGS["mxfp8"]  # of HighPrecisionChannels
 
@@ -460,9 +460,9 @@ def quantize_weights(weights: Sequence[tuple[torch.Tensor, Quantization]]) -> li
         else:
             alike.setdefault((weight.shape, weight.dtype, how.rounding), []).append(i)
     for (_, _, rounding), numbers in alike.items():
-        at_once = max(1, FACTORS_AT_ONCE // weights[numbers[0]][1].factor.numel())
+        at_once = max(1, ROUNDED_AT_ONCE // weights[numbers[0]][0].numel())
         for some in (numbers[i : i + at_once] for i in range(0, len(numbers), at_once)):
-            factors = torch.stack([weights[i][1].factor for i in some]).float()
+            factors = [weights[i][1].factor for i in some]
             for i, t in zip(some, round_with_feedback(torch.stack([weights[i][0] for i in some]), factors, rounding)):
                 operands[i] = Codes(t.codes, t.scales, t.tensor_scale)
     return operands
@@ -555,7 +555,7 @@ def _with_feedback(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """round_with_feedback of one weight: codes, scales, tensor_scale. A compiler is not to look into its long loop."""
     amaxes = None if amax is None else amax.unsqueeze(0)
-    t = round_with_feedback(weight.unsqueeze(0), factor.float().unsqueeze(0), get_rounding(rounding), amaxes)[0]
+    t = round_with_feedback(weight.unsqueeze(0), [factor], get_rounding(rounding), amaxes)[0]
     return t.codes, t.scales, t.tensor_scale
 
 
