@@ -31,8 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from nanochat_fp4 import flash_attention
 from nanochat_fp4.common import print0
 from nanochat_fp4.cross_entropy import linear_cross_entropy
-from nanochat_fp4.nvfp4.linear import fused_linear
-from nanochat_fp4.nvfp4.relu_squared import relu_squared
+from nanochat_fp4.nvfp4.linear import fused_linear, relu_squared_linear
 from nanochat_fp4.optim import AdamW, Muon, PretrainingOptions, Schedule, gradient_norm, set_learning_rates
 from nanochat_fp4.parallel import is_sharded
 
@@ -176,36 +175,27 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class _ReluSquared(torch.autograd.Function):
     """
-    y = relu(x)^2, whose derivative is 2 relu(x).
+    y = relu(x)^2, whose derivative is 2 relu(x): made from y, 2 sqrt(y), which the next linear keeps anyway, so that it
+    costs no memory; autograd's own version keeps relu(x) as well. In BF16 the rounding of y adds at most 2^-9 of
+    relative error, no more than the rounding of the gradient itself.
 
-    Where the next linear keeps y unquantized, the derivative is made from y, 2 sqrt(y), and costs no memory; autograd's
-    own version keeps relu(x) as well. In BF16 the rounding of y adds at most 2^-9 of relative error, no more than the
-    rounding of the gradient itself.
-
-    Where it keeps 4-bit codes of y, they are too coarse: rounding to nearest would bias the gradient. Then `eight_bits`
-    keeps relu(x) in steps of 1/255 of each token's largest value, rounded stochastically, so that the gradient is right
-    on average: half the memory of y in BF16, and an error (4e-5 of the gradient's square) far below that of its
-    quantization (1e-2). With it comes the largest y, (), for the quantization of y; without there is none.
+    Where the next linear keeps 4-bit codes of y, they are too coarse: rounding to nearest would bias the gradient. Then
+    relu_squared_linear keeps relu(x) in steps of 1/255 of each token's largest value, rounded stochastically, so that
+    the gradient is right on average: half the memory of y in BF16, and an error (4e-5 of the gradient's square) far
+    below that of its quantization (1e-2).
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, eight_bits: bool) -> Tensor | tuple[Tensor, Tensor]:
-        if eight_bits:
-            y, kept, step, amax = relu_squared(x)
-            ctx.save_for_backward(kept, step)
-            ctx.mark_non_differentiable(amax)
-            return y, amax
+    def forward(ctx, x: Tensor) -> Tensor:
         positive = F.relu(x)
         y = positive * positive
         ctx.save_for_backward(y)
         return y
 
     @staticmethod
-    def backward(ctx, grad_y: Tensor, *grad_amax: Tensor | None) -> tuple[Tensor, None]:
-        kept, *step = ctx.saved_tensors  # asked for once: recomputed tensors can be had only once
-        if step:
-            return (grad_y * (2 * step[0] * kept)).to(grad_y.dtype), None
-        return grad_y * (2 * kept.sqrt()), None
+    def backward(ctx, grad_y: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad_y * (2 * y.sqrt())
 
 
 class CausalSelfAttention(nn.Module):
@@ -269,10 +259,10 @@ class MLP(nn.Module):
             return self.c_proj(F.relu(self.c_fc(x)).square())
         eight_bits = torch.is_grad_enabled() and getattr(self.c_proj, "quantizes_input", False)
         x = self.c_fc(x)
-        if not eight_bits:
-            return self.c_proj(_ReluSquared.apply(x, False))
-        x, amax = _ReluSquared.apply(x, True)
-        return self.c_proj(x, amax)
+        if eight_bits:
+            return relu_squared_linear(x, self.c_proj)
+        x = _ReluSquared.apply(x)
+        return self.c_proj(x)
 
 
 class Block(nn.Module):

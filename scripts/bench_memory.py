@@ -43,6 +43,7 @@ NAMES = {
     "self.c_fc(x)": "input of c_fc",
     "_ReluSquared.apply": "for the derivative of ReLU^2",
     "self.c_proj(x": "input of the MLP's c_proj",
+    "relu_squared_linear(x": "input of the MLP's c_proj, and for the derivative of ReLU^2",
 }
 # Functions that keep something for whoever calls them.
 HELPERS = ("norm", "apply_rotary_emb", "_recomputed")

@@ -17,13 +17,13 @@ from nanochat_fp4.gpt import (
     GPT,
     NORM_EPS,
     GPTConfig,
-    _ReluSquared,
     apply_rotary_emb,
     autocast,
     compile_layers,
     config_from_depth,
     norm,
 )
+from nanochat_fp4.nvfp4.relu_squared import ReluSquared
 
 TINY = dict(sequence_len=24, vocab_size=300, n_layer=5, n_head=4, n_kv_head=2, n_embd=64, window_pattern="SSSL")
 
@@ -320,7 +320,7 @@ def relu_squared_gradients(x, grad, draws, dtype=torch.float32):
     exact = 2 * F.relu(x.double()) * grad.double()
     for _ in range(draws):
         leaf = x.to(dtype, copy=True).requires_grad_()
-        (g,) = torch.autograd.grad(_ReluSquared.apply(leaf, True)[0], leaf, grad.to(dtype))
+        (g,) = torch.autograd.grad(ReluSquared.apply(leaf)[0], leaf, grad.to(dtype))
         mean, single = mean + g.double() / draws, single + (g.double() - exact).square().sum() / draws
     return mean, exact, single
 
@@ -348,7 +348,7 @@ def test_relu_squared_shows_nan_and_infinity():
         x = torch.randn(4, 32)
         x[1, 3] = bad
         leaf = x.requires_grad_()
-        (grad,) = torch.autograd.grad(_ReluSquared.apply(leaf, True)[0], leaf, torch.ones(4, 32))
+        (grad,) = torch.autograd.grad(ReluSquared.apply(leaf)[0], leaf, torch.ones(4, 32))
         assert torch.isfinite(grad[[0, 2, 3]]).all() and not torch.isfinite(grad[1]).all()
 
 

@@ -58,7 +58,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     from nvfp4_kernels.decode import decode
     from nvfp4_kernels.matmul import dot_scaled, swizzle
     from nvfp4_kernels.quantize import amax
-    from nvfp4_kernels.relu_squared import relu_squared
+    from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
     import nanochat_fp4 as nf
     from nanochat_fp4.nvfp4 import dispatch, operands
@@ -86,6 +86,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
         swizzle(operand[1])
         for dtype, columns in ((torch.bfloat16, 1536), (torch.float32, 100)):
             relu_squared(torch.zeros(8, columns, dtype=dtype), torch.tensor(1))
+        quantize_relu_squared(torch.zeros(8, 1536, dtype=torch.bfloat16), torch.tensor(1), 6.0, 256.0, [1.0, 1.5], True)
         amax(torch.empty(1 << 28, dtype=torch.bfloat16))  # memory that nobody touches: the kernel for large tensors
     if arch in NATIVE:
         for out_dtype in (torch.bfloat16, torch.float32):
@@ -306,6 +307,8 @@ def operator_calls():
         yield op.quantize.default, (x.bfloat16(), None, seed, *constants)
     yield op.decode.default, codes[:2]
     yield op.relu_squared.default, (x, seed)
+    for decode in (True, False):
+        yield op.quantize_relu_squared.default, (x.bfloat16(), seed, 6.0, 256.0, [1.0, 1.5], decode)
     yield op.dot_scaled.default, (*codes[:3], *codes[:3], torch.bfloat16)
     for row, col in ((eden, eden), (plain, aligned), (eden_codes, aligned_codes)):
         yield op.rotate_quantize_sides.default, (x, None, None, *side(row), *side(col))

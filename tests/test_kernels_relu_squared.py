@@ -2,15 +2,17 @@
 
 import pytest
 import torch
+from _assertions import assert_same_bits
 
 pytest.importorskip("triton")
 
 from nvfp4_kernels import quantize as quantize_module
-from nvfp4_kernels.relu_squared import relu_squared
+from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
 import nanochat_fp4 as nf
 from nanochat_fp4.gpt import MLP, GPTConfig, norm
 from nanochat_fp4.nvfp4 import relu_squared as dispatch
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference
 from nanochat_fp4.nvfp4.relu_squared import relu_squared_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,6 +40,25 @@ def test_kernel_is_the_reference(shape, dtype):
         assert got.dtype == want.dtype and got.shape == want.shape, name
         got, want = (t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (got, want))
         assert torch.equal(got, want), name
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (9, 48), (6, 2064), (131, 528)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["four_over_six", "rtn"])
+def test_quantized_as_it_is_made_is_quantized_after(name, dtype, shape):
+    """To the bit the references of both, one after the other."""
+    x, seed, r = made(*shape, dtype), torch.tensor(11), ROUNDINGS[name]
+    got = quantize_relu_squared(x.to(DEVICE), seed.to(DEVICE), r.grid_max, r.scale_cap, list(r.candidates), True)
+    y, kept, step, _ = relu_squared_reference(x, seed)
+    t = quantize_reference(y, r)
+    want = (t.codes, t.scales, t.tensor_scale, t.decoded.bfloat16(), kept, step)
+    for part, a, b in zip(("codes", "scales", "tensor_scale", "decoded", "kept", "step"), got, want, strict=True):
+        assert_same_bits(part, a.cpu(), b)
+    x[-1, 3] = float("nan")
+    *_, tensor_scale, decoded, _, step = quantize_relu_squared(
+        x.to(DEVICE), seed.to(DEVICE), r.grid_max, r.scale_cap, list(r.candidates), True
+    )
+    assert tensor_scale.isnan() and decoded.isnan().any() and step.isnan().sum() == 1
 
 
 def test_the_largest_value_is_kept_and_nothing_wraps():
@@ -89,7 +110,8 @@ def test_what_the_kernel_refuses():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, monkeypatch):
     """ReLU^2's kernel does, and under torch.compile whatever else makes one, here a norm: no kernel of ours reads the
-    input once more for it. The forward pass's bits are the reference's, which looks for itself."""
+    input once more for it. The forward pass's bits are the reference's, which looks for itself; and ReLU^2 quantized as
+    it is made has the gradients of the two kernels one after the other, which a layer with a hook gets."""
     torch.manual_seed(0)
     mlp = nf.convert(MLP(GPTConfig(n_head=1, n_kv_head=1, n_embd=32)), "clover", verbose=False).to(DEVICE, dtype)
     x, read = torch.randn(24, 32).to(DEVICE, dtype), []
@@ -103,7 +125,17 @@ def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, monkeypatch
     want = forward(x)
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
     torch.compiler.reset()
+    results = []
     with nf.quantize_weights_once(mlp):
-        read.clear()
-        got = (torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward)(x)
-    assert torch.equal(got, want) and read == ([] if compiled else [(24, 32)])
+        for hooked in (False, True):
+            if hooked:
+                mlp.c_proj.register_forward_pre_hook(lambda _, args: None)
+            torch.manual_seed(2)
+            mlp.zero_grad()
+            read.clear()
+            got = (torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward)(x)
+            assert torch.equal(got, want) and read == ([] if compiled else [(24, 32)])
+            if not compiled:
+                got.float().square().sum().backward()
+                results.append([p.grad.clone() for p in mlp.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*results))

@@ -27,6 +27,7 @@ E2M1_OVERFLOW = tl.constexpr(6.875)
 E4M3_MAX = tl.constexpr(448.0)
 TENSOR_SCALE_MIN = tl.constexpr(2.0**-116)
 E4M3_MIN_NORMAL = tl.constexpr(2.0**-6)
+ROUND_MAGIC = tl.constexpr(1.5 * 2.0**23)  # ulp 1 on [2^23, 2^24): the sum's low bits are the rounded integer
 E2M1_MAGIC = tl.constexpr(1.5 * 2.0**22)
 E4M3_MAGIC = tl.constexpr(1.5 * 2.0**20)
 ERROR_MAGIC = tl.constexpr(48.0)  # ulp 2^-18 on [32, 64): squared errors below 16
@@ -320,3 +321,10 @@ def element_noise(seed, index, CANDIDATE: tl.constexpr, stream, NB: tl.constexpr
     half = tl.reshape(tl.join(word & 0xFFFF, (word >> 16) & 0xFFFF), (NB, 16))
     # 1 + k / 2^16 by its mantissa: no conversion from integer.
     return from_bits(0x3F800000 | (half << 7)) - (1.5 - 2.0**-17)
+
+
+@triton.jit
+def keep_eight_bits(x, inverse_step, seed, index, NB: tl.constexpr):
+    """x >= 0 (NB, 16) in steps, rounded stochastically, uint8: relu_squared's. index int64 (NB, 2) as element_noise's."""
+    rounded = tl.minimum(x * inverse_step + element_noise(seed, index, 0, 0, NB), 255.0) + ROUND_MAGIC
+    return bits(rounded).to(tl.uint8)

@@ -116,6 +116,8 @@ def quantize_kernel(
     scales_ptr,
     tensor_scale_ptr,
     decoded_ptr,
+    step_ptr,
+    kept_ptr,
     blocks,
     columns,
     stream,
@@ -127,12 +129,14 @@ def quantize_kernel(
     HARDWARE: tl.constexpr,
     DECODE: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    SQUARE: tl.constexpr,
     NB: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
 ):
     """PER_PROGRAM times NB blocks of 16 contiguous elements a program. x may be FP32 or BF16; scales are E4M3 bytes.
 
     PER_TOKEN: an amax and a tensor_scale for each row of `columns` elements.
+    SQUARE: relu(x)^2 is quantized, and relu(x) kept in units of its row's step (relu_squared.py).
     """
     if not PER_TOKEN:
         tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, False)
@@ -141,14 +145,22 @@ def quantize_kernel(
         inverse_tensor_scale = tl.math.div_rn(1.0, tensor_scale)
 
     seed = 0
-    if STOCHASTIC:
+    if STOCHASTIC or SQUARE:
         seed = tl.load(seed_ptr)
     for i in range(PER_PROGRAM):
         first = (tl.program_id(0).to(tl.int64) * PER_PROGRAM + i) * NB
         block = first + tl.arange(0, NB)
         mask = block < blocks
         x = _load_blocks(x_ptr, block, mask, NB)
+        noise_index = block[:, None] * 2 + tl.arange(0, 2)[None, :]
 
+        if SQUARE:
+            step = tl.load(step_ptr + block // (columns // 16), mask=mask, other=1.0)
+            x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            kept = m.keep_eight_bits(x, tl.math.div_rn(1.0, step)[:, None], seed, noise_index, NB)
+            element = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+            tl.store(kept_ptr + element, kept, mask=mask[:, None])
+            x = m.rounded_to(x * x, x_ptr.dtype.element_ty).to(tl.float32)
         if PER_TOKEN:
             row = block // (columns // 16)
             row_amax = m.from_bits(tl.load(amax_ptr + row, mask=mask, other=0))
@@ -156,7 +168,6 @@ def quantize_kernel(
             tl.store(tensor_scale_ptr + row, row_scale, mask=mask & (block % (columns // 16) == 0))
             inverse_tensor_scale = tl.math.div_rn(1.0, row_scale)
         amax = tl.max(tl.abs(x), axis=1) * inverse_tensor_scale
-        noise_index = block[:, None] * 2 + tl.arange(0, 2)[None, :]
         q, _, scale, codes = fit_blocks(
             x, amax, inverse_tensor_scale, seed, noise_index, stream,
             GRID_MAX, INVERSE, CANDIDATES, STOCHASTIC, False, HARDWARE, NB, 16,
@@ -202,6 +213,8 @@ def quantize_16x16_kernel(
     scales_ptr,
     tensor_scale_ptr,
     decoded_ptr,
+    step_ptr,
+    kept_ptr,
     blocks,
     columns,
     stream,
@@ -213,6 +226,7 @@ def quantize_16x16_kernel(
     HARDWARE: tl.constexpr,
     DECODE: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    SQUARE: tl.constexpr,
     NB: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
 ):
@@ -355,15 +369,35 @@ def quantize(
     per_token: a tensor_scale for each row, (R, 1), so that no row depends on another; amax float32 (R,) or None.
     The other arguments are the fields of quantizers.Rounding. Raises ValueError for shapes and dtypes it cannot take.
     """
-    _check(x, block_rows)
+    check(x, block_rows)
     if per_token and block_rows != 1:
         raise ValueError("nvfp4::quantize: blocks of 16 rows cannot have a tensor_scale per token")
     x = x.contiguous()
-    rows, columns = x.shape
     if amax is None:
         amax = x.abs().amax(-1).float().view(torch.int32) if per_token else _amax_bits(x)
     else:
         amax = amax.float().view(torch.int32)
+    constants = (stream, grid_max, scale_cap, candidates, stochastic, block_rows, decode, per_token)
+    return quantize_with(x, amax, seed, *constants)
+
+
+def quantize_with(
+    x: torch.Tensor,
+    amax: torch.Tensor,
+    seed: torch.Tensor | None,
+    stream: int,
+    grid_max: float,
+    scale_cap: float,
+    candidates: list[float],
+    stochastic: bool,
+    block_rows: int,
+    decode: bool,
+    per_token: bool,
+    step: torch.Tensor | None = None,
+    kept: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """quantize of a contiguous x, amax as float32's bits. With step and kept, of relu(x)^2: see relu_squared.py."""
+    rows, columns = x.shape
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
     scales = torch.empty(rows, columns // 16, dtype=torch.uint8, device=x.device)
     tensor_scale = torch.empty((rows, 1) if per_token else (), dtype=torch.float32, device=x.device)
@@ -383,6 +417,8 @@ def quantize(
         scales,
         tensor_scale,
         decoded,
+        x if step is None else step,
+        x if kept is None else kept,
         blocks,
         columns,
         stream,
@@ -394,6 +430,7 @@ def quantize(
         HARDWARE=hardware(),
         DECODE=decode,
         PER_TOKEN=per_token,
+        SQUARE=step is not None,
         NB=nb,
         PER_PROGRAM=per_program,
         num_warps=4,
@@ -413,7 +450,8 @@ def _(x, amax, seed, stream, grid_max, scale_cap, candidates, stochastic, block_
     )
 
 
-def _check(x: torch.Tensor, block_rows: int) -> None:
+def check(x: torch.Tensor, block_rows: int) -> None:
+    """Raises ValueError for what the kernels do not take."""
     if x.dim() != 2 or x.shape[1] % 16 or x.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"nvfp4::quantize: got {x.dtype} {tuple(x.shape)}, expected FP32 or BF16 (R, K), K % 16 == 0")
     if block_rows not in (1, 16):

@@ -10,14 +10,17 @@ import triton.language as tl
 
 from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION, operator
+from nvfp4_kernels.quantize import check, quantize_with
 
-ROUND_MAGIC = tl.constexpr(1.5 * 2.0**23)  # ulp 1 on [2^23, 2^24): the sum's low bits are the rounded integer
 STEP_MIN = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def relu_squared_kernel(x_ptr, seed_ptr, y_ptr, kept_ptr, step_ptr, amax_ptr, columns, groups, NB: tl.constexpr):
-    """One row a program, NB times 16 elements at a time; groups: ceil(columns / 16). amax: as amax_kernel's."""
+def relu_squared_kernel(
+    x_ptr, seed_ptr, y_ptr, kept_ptr, step_ptr, amax_ptr, columns, groups, NB: tl.constexpr, ONLY_STEP: tl.constexpr
+):
+    """One row a program, NB times 16 elements at a time; groups: ceil(columns / 16). amax: as amax_kernel's.
+    ONLY_STEP: no y and nothing kept."""
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seed_ptr)
     lane = tl.arange(0, NB)
@@ -33,18 +36,18 @@ def relu_squared_kernel(x_ptr, seed_ptr, y_ptr, kept_ptr, step_ptr, amax_ptr, co
     # Squaring and rounding keep the order: the largest y is that of the largest x.
     largest_y = m.rounded_to(amax * amax, y_ptr.dtype.element_ty).to(tl.float32)
     tl.atomic_max(amax_ptr, m.bits(largest_y) & 0x7FFFFFFF, sem="relaxed")
-    inverse = tl.math.div_rn(1.0, step)
-    for first in range(0, groups, NB):
-        column = (first + lane)[:, None] * 16 + tl.arange(0, 16)[None, :]
-        mask = column < columns
-        x = tl.load(x_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)
-        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        y = m.rounded_to(positive * positive, y_ptr.dtype.element_ty)
-        tl.store(y_ptr + row * columns + column, y, mask=mask)
-        index = (row * groups + first + lane)[:, None] * 2 + tl.arange(0, 2)[None, :]
-        noise = m.element_noise(seed, index, 0, 0, NB)
-        rounded = tl.minimum(positive * inverse + noise, 255.0) + ROUND_MAGIC
-        tl.store(kept_ptr + row * columns + column, m.bits(rounded).to(tl.uint8), mask=mask)
+    if not ONLY_STEP:
+        inverse = tl.math.div_rn(1.0, step)
+        for first in range(0, groups, NB):
+            column = (first + lane)[:, None] * 16 + tl.arange(0, 16)[None, :]
+            mask = column < columns
+            x = tl.load(x_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)
+            positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            y = m.rounded_to(positive * positive, y_ptr.dtype.element_ty)
+            tl.store(y_ptr + row * columns + column, y, mask=mask)
+            index = (row * groups + first + lane)[:, None] * 2 + tl.arange(0, 2)[None, :]
+            kept = m.keep_eight_bits(positive, inverse, seed, index, NB)
+            tl.store(kept_ptr + row * columns + column, kept, mask=mask)
 
 
 @operator("relu_squared(Tensor x, Tensor seed) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -57,15 +60,25 @@ def relu_squared(x: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, tor
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"nvfp4::relu_squared: got {x.dtype} {tuple(x.shape)}, expected FP32 or BF16 (R, C)")
     x = x.contiguous()
-    rows, columns = x.shape
     y, kept = torch.empty_like(x), torch.empty_like(x, dtype=torch.uint8)
+    step, amax = _launch(x, seed, y, kept)
+    return y, kept, step, amax.view(torch.float32)
+
+
+def _launch(
+    x: torch.Tensor, seed: torch.Tensor, y: torch.Tensor | None, kept: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Writes y and kept, if they are wanted; step, and amax as the bits of float32."""
+    rows, columns = x.shape
     step = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     amax = torch.zeros((), dtype=torch.int32, device=x.device)
     if x.numel():
         groups = triton.cdiv(columns, 16)
         nb = min(128, triton.next_power_of_2(groups))
-        relu_squared_kernel[(rows,)](x, seed, y, kept, step, amax, columns, groups, NB=nb, num_warps=4, **NO_FUSION)
-    return y, kept, step, amax.view(torch.float32)
+        written = (x, x) if y is None else (y, kept)
+        options = dict(NB=nb, ONLY_STEP=y is None, num_warps=4, **NO_FUSION)
+        relu_squared_kernel[(rows,)](x, seed, *written, step, amax, columns, groups, **options)
+    return step, amax
 
 
 @relu_squared.register_fake
@@ -73,3 +86,37 @@ def _(x, seed):
     contiguous = x.new_empty(x.shape)
     step, amax = (x.new_empty(shape, dtype=torch.float32) for shape in ((x.shape[0], 1), ()))
     return contiguous, contiguous.new_empty(x.shape, dtype=torch.uint8), step, amax
+
+
+@operator(
+    "quantize_relu_squared(Tensor x, Tensor seed, float grid_max, float scale_cap, float[] candidates, bool decode) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def quantize_relu_squared(
+    x: torch.Tensor, seed: torch.Tensor, grid_max: float, scale_cap: float, candidates: list[float], decode: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """quantize.quantize of relu_squared(x, seed), in blocks of 1x16 to nearest, and what that keeps:
+    codes, scales, tensor_scale, decoded; kept, step. relu(x)^2 itself is not written.
+
+    x (R, C) FP32 or BF16, C % 16 == 0. Bytes per element, for BF16: 2 for the largest values; 2 again, 1 for kept and
+    those of the codes. Raises ValueError for shapes and dtypes it cannot take.
+    """
+    check(x, 1)
+    x = x.contiguous()
+    step, amax = _launch(x, seed, None, None)
+    kept = torch.empty_like(x, dtype=torch.uint8)
+    constants = (0, grid_max, scale_cap, candidates, False, 1, decode, False)
+    return *quantize_with(x, amax, seed, *constants, step, kept), kept, step
+
+
+@quantize_relu_squared.register_fake
+def _(x, seed, grid_max, scale_cap, candidates, decode):
+    rows, columns = x.shape
+    return (
+        x.new_empty(rows, columns // 2, dtype=torch.uint8),
+        x.new_empty(rows, columns // 16, dtype=torch.float8_e4m3fn),
+        x.new_empty((), dtype=torch.float32),
+        x.new_empty((rows, columns) if decode else (0,), dtype=torch.bfloat16),
+        x.new_empty(rows, columns, dtype=torch.uint8),
+        x.new_empty(rows, 1, dtype=torch.float32),
+    )

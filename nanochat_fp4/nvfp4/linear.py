@@ -34,6 +34,7 @@ and restoring torch's generators resumes rotations and roundings to the bit. Pas
 state is kept outside of the layers, so threads may call them side by side.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,10 +52,13 @@ from nanochat_fp4.nvfp4.operands import (
     after,
     quantize_grad_output,
     quantize_operand,
+    quantize_relu_squared,
     quantize_weights,
+    takes_relu_squared,
 )
 from nanochat_fp4.nvfp4.philox import new_seed
 from nanochat_fp4.nvfp4.recipes import Gemm, Recipe
+from nanochat_fp4.nvfp4.relu_squared import ReluSquared, relu_squared_gradient
 
 # One stream of random numbers for each operand, so that no two share noise: a of a GEMM has this one, b the next.
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = 0, 2, 4
@@ -96,6 +100,7 @@ class _Layer(NamedTuple):
                   (accumulate_gradients)
     values:       the weights where they are not the function's arguments, which only get the gradients (sharding.py)
     amax:         max |input|, FP32 (), where the caller knows it
+    squares:      the input is relu(x)^2 of what is given
     """
 
     recipe: Recipe
@@ -107,6 +112,7 @@ class _Layer(NamedTuple):
     grad_buffer: torch.Tensor | None = None
     values: tuple[torch.Tensor, ...] | None = None
     amax: torch.Tensor | None = None
+    squares: bool = False
 
 
 class _QuantLinear(torch.autograd.Function):
@@ -116,10 +122,15 @@ class _QuantLinear(torch.autograd.Function):
         recipe = layer.recipe
         needs_dgrad = ctx.needs_input_grad[1] and layer.grad_enabled
         needs_wgrad = any(ctx.needs_input_grad[2:]) and layer.grad_enabled
+        square_seed = new_seed(x.device) if layer.squares else None
         seed = new_seed(x.device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
         weight = _stacked(layer.values or weights) if layer.weight is None or recipe.grad_input.b.raw else None
         for_x, for_w = _of_output(recipe, layer, seed, x.device)
-        xq = quantize_operand(x, for_x, keep_codes=True)
+        square = ()
+        if layer.squares:
+            xq, *square = quantize_relu_squared(x, for_x, square_seed)
+        else:
+            xq = quantize_operand(x, for_x, keep_codes=True)
         wq = quantize_operand(weight, for_w, keep_codes=True) if layer.weight is None else layer.weight
 
         # The backward GEMMs take the values used here, or ("raw") codes made now of the unquantized tensor.
@@ -130,7 +141,7 @@ class _QuantLinear(torch.autograd.Function):
         if needs_wgrad and recipe.grad_weight.b.raw:
             _, for_x = _quantizations(recipe.grad_weight, GRAD_WEIGHT, seed, seed, x.device)
             backward_x = quantize_operand(x, for_x, transpose=True, keep_codes=True)
-        _save(ctx, backward_w, backward_x, seed)
+        _save(ctx, backward_w, backward_x, *square, seed)
         ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.weight_dtype = recipe, layer.dtype, x.dtype, weights[0].dtype
         ctx.needs_wgrad, ctx.rows = needs_wgrad, [w.shape[0] for w in weights]
         ctx.grad_buffer = layer.grad_buffer  # not saved: saved tensors must not change before the backward pass
@@ -140,7 +151,7 @@ class _QuantLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_output: torch.Tensor):
         recipe, dtype = ctx.recipe, ctx.dtype
-        w, x, forward_seed = _saved(ctx)
+        w, x, *square, forward_seed = _saved(ctx)
         seed = _backward_seed(grad_output) if recipe.draws_in_backward else None
         dgrad, wgrad = recipe.grad_input, recipe.grad_weight
         # A GEMM whose b was rotated in the forward pass goes on with that pass's signs.
@@ -153,6 +164,8 @@ class _QuantLinear(torch.autograd.Function):
         if needs_dgrad:
             wt = w if dgrad.b.raw else quantize_operand(w, for_w, transpose=True)
             grad_x = gemm(e, wt, compute_dtype=dtype, out_dtype=ctx.x_dtype)
+            if square:
+                grad_x = relu_squared_gradient(grad_x, *square)
         if ctx.needs_wgrad:
             xt = x if wgrad.b.raw else quantize_operand(x, for_x, transpose=True)
             if ctx.grad_buffer is None:
@@ -181,17 +194,17 @@ def _stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
-def _save(ctx, w: GemmOperand | None, x: GemmOperand | None, seed: torch.Tensor | None) -> None:
+def _save(ctx, w: GemmOperand | None, x: GemmOperand | None, *more: torch.Tensor | None) -> None:
     parts = [() if operand is None else operand.tensors() for operand in (w, x)]
     ctx.kinds = [(type(operand), len(part)) for operand, part in zip((w, x), parts)]
-    ctx.save_for_backward(*parts[0], *parts[1], seed)
+    ctx.save_for_backward(*parts[0], *parts[1], *more)
 
 
-def _saved(ctx) -> tuple[GemmOperand | None, GemmOperand | None, torch.Tensor | None]:
-    *tensors, seed = ctx.saved_tensors
-    (w_kind, count), (x_kind, _) = ctx.kinds
-    w, x = tensors[:count], tensors[count:]
-    return w_kind.from_tensors(*w) if w else None, x_kind.from_tensors(*x) if x else None, seed
+def _saved(ctx) -> tuple:
+    """w, x, and what more was saved."""
+    tensors = iter(ctx.saved_tensors)  # asked for once: recomputed tensors can be had only once
+    parts = [(kind, list(itertools.islice(tensors, count))) for kind, count in ctx.kinds]
+    return *(kind.from_tensors(*part) if part else None for kind, part in parts), *tensors
 
 
 class QuantLinear(torch.nn.Linear):
@@ -264,7 +277,11 @@ class QuantLinear(torch.nn.Linear):
         return self._compute(x, (self,), amax)
 
     def _compute(
-        self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]", amax: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        layers: "tuple[QuantLinear, ...]",
+        amax: torch.Tensor | None = None,
+        squares: bool = False,
     ) -> torch.Tensor:
         """The outputs of layers like this one (itself the first), side by side."""
         device = x.device.type
@@ -308,7 +325,9 @@ class QuantLinear(torch.nn.Linear):
         elif gathered is not None:
             values = tuple(part.values for part in gathered.parts)
         per_token = self.per_token or (self.per_token_in_eval and not (self.training or grad_enabled))
-        layer = _Layer(recipe, dtype, grad_enabled, per_token, self.statistics, operand, grad_buffer, values, amax)
+        layer = _Layer(
+            recipe, dtype, grad_enabled, per_token, self.statistics, operand, grad_buffer, values, amax, squares
+        )
         y = _QuantLinear.apply(layer, rows, *weights)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(dtype)
@@ -400,6 +419,20 @@ def weight_quantization(layer: QuantLinear, device: torch.device) -> Quantizatio
     """How the weight operand of the layer's output GEMM is made, where that is the same in each pass."""
     unused = _Layer(layer.recipe, torch.float32, False, False, layer.statistics, None)
     return _of_output(layer.recipe, unused, None, device)[1]
+
+
+def relu_squared_linear(x: torch.Tensor, linear: QuantLinear) -> torch.Tensor:
+    """linear(relu(x)^2) of a layer that quantizes its input: of relu(x) 8 bits are kept for the derivative
+    (relu_squared.py). x (..., in_features) in FP32 or BF16.
+
+    Where the kernels can, relu(x)^2 is quantized as it is made and never written; to the bit the same. A layer with
+    hooks, which want to see it, is called with it.
+    """
+    per_token = linear.per_token or (linear.per_token_in_eval and not linear.training)
+    if can_be_fused([linear]) and not per_token and x.numel() and takes_relu_squared(linear.recipe, x.device):
+        return linear._compute(x, (linear,), squares=True)
+    y, amax = ReluSquared.apply(x)
+    return linear(y, amax)
 
 
 def quantized_weights(groups: Sequence[Sequence[QuantLinear]]) -> list[GemmOperand | None]:

@@ -43,6 +43,7 @@ from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor
 from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm
 from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, get_rounding, quantize_reference
+from nanochat_fp4.nvfp4.recipes import Recipe
 
 ROUNDED_AT_ONCE = 2**28  # elements of weights that are rounded together with feedback, 1 GiB in FP32
 OUTER_BLOCK = 128  # values along the contraction dimension that share a tensor_scale in Quantization.outer
@@ -502,6 +503,25 @@ def _quantize_rows(x: torch.Tensor, how: Quantization) -> Codes:
         amax = _amax_for_a_compiler(x)
     codes, scales, tensor_scale, decoded = quantize(x, amax, how.seed, how.stream, *constants, decode, how.per_token)
     return Codes(codes, scales, tensor_scale, decoded if decode else None)
+
+
+def quantize_relu_squared(
+    x: torch.Tensor, how: Quantization, seed: torch.Tensor
+) -> tuple[Codes, torch.Tensor, torch.Tensor]:
+    """relu(x)^2 as an operand, with kept and step as relu_squared(x) draws them from seed: by a kernel that does not
+    write relu(x)^2. Where takes_relu_squared says so."""
+    from nvfp4_kernels.relu_squared import quantize_relu_squared as kernel
+
+    r, decode = how.rounding, native_gemm(x.device.type) is None
+    *codes, decoded, kept, step = kernel(x, seed, r.grid_max, r.scale_cap, list(r.candidates), decode)
+    return Codes(*codes, decoded if decode else None), kept, step
+
+
+def takes_relu_squared(recipe: Recipe, device: torch.device) -> bool:
+    """Whether quantize_relu_squared makes all that this recipe needs of an input."""
+    a, r = recipe.output.a, recipe.output.a.rounding
+    plain = a.terms == 1 and not (a.outer or recipe.output.rht_dim or recipe.outliers or recipe.grad_weight.b.raw)
+    return plain and r is not None and r.has_kernels and not r.stochastic and r.block_rows == 1 and use_kernels(device)
 
 
 def _amax_for_a_compiler(x: torch.Tensor) -> torch.Tensor | None:

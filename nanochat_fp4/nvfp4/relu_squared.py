@@ -13,6 +13,26 @@ from nanochat_fp4.nvfp4.quantizers import divide
 STEPS = 255  # of the largest value of a row
 
 
+class ReluSquared(torch.autograd.Function):
+    """(relu(x)^2, its largest value), with the derivative from what relu_squared keeps."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, kept, step, amax = relu_squared(x)
+        ctx.save_for_backward(kept, step)
+        ctx.mark_non_differentiable(amax)
+        return y, amax
+
+    @staticmethod
+    def backward(ctx, grad_y: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+        return relu_squared_gradient(grad_y, *ctx.saved_tensors)
+
+
+def relu_squared_gradient(grad_y: torch.Tensor, kept: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """grad_y * 2 relu(x), in grad_y's dtype."""
+    return (grad_y * (2 * step * kept)).to(grad_y.dtype)
+
+
 def relu_squared(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x (..., C) FP32 or BF16 -> y = relu(x)^2 (..., C) in x's dtype, kept uint8 (..., C), step float32 (..., 1), and
     max y float32 (), which the quantization of y wants.
