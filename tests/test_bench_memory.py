@@ -34,8 +34,7 @@ def test_bytes_per_token_are_those_of_the_tensors(records):
         codes,  # input of c_proj
         bf16 + number,
         codes,  # input of c_fc
-        4 * WIDTH + number,  # relu in 8 bits, and its step
-        4 * codes,  # input of the MLP's c_proj
+        4 * WIDTH + number + 4 * codes,  # relu in 8 bits, its step, and the input of the MLP's c_proj
     ]
     plain = records["bf16", "none"]
     assert plain["tensors"]["input of c_q, c_k, c_v"] == plain["tensors"]["input of c_fc"] == bf16

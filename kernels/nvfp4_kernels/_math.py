@@ -325,6 +325,6 @@ def element_noise(seed, index, CANDIDATE: tl.constexpr, stream, NB: tl.constexpr
 
 @triton.jit
 def keep_eight_bits(x, inverse_step, seed, index, NB: tl.constexpr):
-    """x >= 0 (NB, 16) in steps, rounded stochastically, uint8: relu_squared's. index int64 (NB, 2) as element_noise's."""
+    """x >= 0 (NB, 16) in steps, rounded stochastically, uint8 (relu_squared's); index as element_noise's."""
     rounded = tl.minimum(x * inverse_step + element_noise(seed, index, 0, 0, NB), 255.0) + ROUND_MAGIC
     return bits(rounded).to(tl.uint8)
