@@ -29,9 +29,10 @@ from nanochat_fp4.common import autodetect_device_type
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.nvfp4.dispatch import relative_square_error, use_kernels
+from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, METHODS, get_recipe
-from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
+from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_grad_output, quantize_operand
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe
 
@@ -59,7 +60,11 @@ def probe(device: torch.device | str, method: str | Recipe = "clover") -> str:
     problem = None
     if recipe.quantizes and use_kernels(device):
         for rounding in dict.fromkeys(rounding for rounding, _ in _kernels([recipe])):
-            problem = problem or kernel_problem(device, rounding, RHT_DIM if rounding.ms_eden else 0, LAYER[::2])
+            problem = problem or (
+                training_problem(device, rounding, LAYER[::2])
+                if rounding.ms_eden
+                else kernel_problem(device, rounding, 0, LAYER[::2])
+            )
     problem = problem or layer_problem(device, recipe)
     if problem:
         raise UserError(
@@ -135,9 +140,7 @@ def _kernels(recipes: Iterable[Recipe]) -> list[tuple[Rounding, int]]:
 
 def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape: tuple[int, int]) -> str | None:
     """What is wrong with the codes of a random tensor and with what the GEMM would read, or None. Needs use_kernels."""
-    generator = torch.Generator().manual_seed(shape[0])
-    x = torch.randn(shape, generator=generator) * torch.logspace(-6, 0, shape[0]).unsqueeze(1)
-    x = x.bfloat16()
+    x = _uneven(shape)
     random = {"stream": 3, "rht_dim": rht_dim, "rht_stream": 2}
     where = f"{rounding.name}{f' after an RHT of {rht_dim}' if rht_dim else ''}, {shape[0]} x {shape[1]}"
     for transpose in (False, True) if rht_dim else (False,):
@@ -161,6 +164,40 @@ def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape
         if (codes.without_cache().dequantize() != operand.dequantize()).any():
             return f"{where}: the operand that the GEMM reads is not the value of the codes"
     return None
+
+
+def training_problem(device: torch.device, rounding: Rounding, shape: tuple[int, int]) -> str | None:
+    """As kernel_problem after a rotation, of the very launches of a training step: both operands of a grad_output at
+    once, and one of codes. So nothing is compiled that training does not need, and nothing of that is left out."""
+    x = _uneven(shape)
+    random = {"stream": 3, "rht_dim": RHT_DIM, "rht_stream": 2}
+    t = quantize_reference(x.float(), ROUNDINGS["four_over_six"])
+    try:
+        seeds = {"seed": torch.tensor(7, device=device), "rht_seed": torch.tensor(8, device=device)}
+        how = Quantization(rounding, **seeds, **random)
+        row, col = quantize_grad_output(x.to(device), how, how)
+        codes = Codes(*(part.to(device) for part in (t.codes, t.scales, t.tensor_scale)))
+        again = quantize_operand(codes, how, transpose=True)
+    except RuntimeError as error:
+        return f"{rounding.name} after an RHT of {RHT_DIM}: {one_line(error)[:200]}"
+    for name, operand, source in (
+        ("grad_output", row, x.float()),
+        ("transposed grad_output", col, x.float().T),
+        ("transposed codes", again, t.dequantize().T),
+    ):
+        padded = torch.nn.functional.pad(source, (0, -source.shape[1] % RHT_DIM))
+        want = quantize_reference(padded, rounding, seed=7, rht_seed=8, **random).dequantize()
+        wrong = int((operand.dequantize().cpu() != want).sum())
+        if wrong > max(4 * BLOCK, 4 * TIPPED * want.numel()):  # a scale that tipped counts with all of its block
+            of = f"{wrong} of {want.numel()} values of a {name}, {shape[0]} x {shape[1]}"
+            return f"{rounding.name} after an RHT of {RHT_DIM}: {of}, differ from the reference"
+    return None
+
+
+def _uneven(shape: tuple[int, int]) -> torch.Tensor:
+    """A random BF16 tensor whose rows have magnitudes from 1e-6 to 1."""
+    generator = torch.Generator().manual_seed(shape[0])
+    return (torch.randn(shape, generator=generator) * torch.logspace(-6, 0, shape[0]).unsqueeze(1)).bfloat16()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -57,10 +57,11 @@ def test_probe_leaves_the_generators_alone():
 def test_probe_checks_the_kernels_where_they_are_used(monkeypatch):
     use_interpreted_kernels(monkeypatch)
     seen = []
-    real = doctor.kernel_problem
-    monkeypatch.setattr(doctor, "kernel_problem", lambda *a: seen.append(a[1].name) or real(*a))
+    for name in ("kernel_problem", "training_problem"):
+        real = getattr(doctor, name)
+        monkeypatch.setattr(doctor, name, lambda *a, name=name, real=real: seen.append((name, a[1].name)) or real(*a))
     doctor.probe(DEVICE, "clover")
-    assert seen == ["four_over_six", "ms_eden"]
+    assert seen == [("kernel_problem", "four_over_six"), ("training_problem", "ms_eden")]
 
 
 def test_the_command_passes_here(fork_server):
@@ -180,6 +181,29 @@ def test_a_rotating_kernel_that_is_wrong(what, monkeypatch):
     text = doctor.kernel_problem(DEVICE, ROUNDINGS["ms_eden"], 128, (32, 128))
     assert "ms_eden after an RHT of 128" in text
     assert ("the operand that the GEMM reads" if what == "decoded" else f"{what} differ") in text
+
+
+OPERANDS = ["grad_output", "transposed grad_output", "transposed codes"]
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_the_probe_sees_each_operand_of_a_step(name, monkeypatch):
+    use_interpreted_kernels(monkeypatch)
+    wrong = OPERANDS.index(name)
+    import nvfp4_kernels.rotate as kernels
+
+    real, made = kernels.rotate_quantize, []
+
+    def rotate_quantize(*args):
+        tensors = real(*args)
+        made.extend(tensors)
+        if len(made) - len(tensors) <= wrong < len(made):
+            made[wrong][:, 3] *= 2
+        return tensors
+
+    monkeypatch.setattr(kernels, "rotate_quantize", rotate_quantize)
+    text = doctor.training_problem(DEVICE, ROUNDINGS["ms_eden"], (128, 128))
+    assert f"values of a {name}, 128 x 128, differ from the reference" in text
 
 
 def test_examine_lists_every_problem(monkeypatch):
