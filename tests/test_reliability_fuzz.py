@@ -135,31 +135,31 @@ def resealed_kind(base: Path, tmp: Path) -> Kind:
 
 
 def resumed_kind(base: Path, tmp: Path) -> Kind:
-    """The same for what a training run goes on with; the run, which is at its end, is started for each."""
-    flags = "--depth=1 --aspect-ratio=64 --head-dim=64 --max-seq-len=16 --device-batch-size=2 --total-batch-size=32 "
-    flags += (
-        "--eval-every=-1 --core-metric-every=-1 --sample-every=-1 --device-type=cpu --method=bf16 --model-tag=resumed "
-    )
-    flags += "--num-iterations=1"
-    base_train.main(flags.split())
+    """The same for what a training run goes on with, here by one more step."""
+    flags = f"{SCRIPTS['scripts.base_train']} --eval-every=-1 --method=bf16 --model-tag=resumed".split()
+    base_train.main(flags)
     folder = base / "base_checkpoints" / "resumed"
     model, _, meta = load_checkpoint(folder, 1, "cpu")
     state = torch.load(folder / "optim_000001_rank0.pt", weights_only=True)
     parts = {key: meta[key] for key in ("loop_state", "loss_state", "tunable", "device_batch_size", "run_config")}
-    plain = {"meta": parts, "loader": state["dataloader"], "state": list(state)}
-    source = write(tmp / "resumed.json", json.dumps(plain))
+    parts |= {"loader": state["dataloader"], "state": list(state)}
+    sources = {key: write(tmp / f"{key}.json", json.dumps(part)) for key, part in parts.items()}
 
     def read():
         try:
-            odd = json.loads(source.read_bytes())
-            changed = {**meta, **odd["meta"]}
-            kept = {key: state[key] for key in odd["state"] if key in state} | {"dataloader": odd["loader"]}
-        except (ValueError, KeyError, TypeError, RecursionError):
+            odd = {key: json.loads(path.read_bytes()) for key, path in sources.items()}
+            kept = {key: state[key] for key in odd.pop("state") if key in state} | {"dataloader": odd.pop("loader")}
+        except (ValueError, TypeError, RecursionError):
             return  # not even JSON: no test of what is read
+        changed = {**meta, **odd}
         assert save_checkpoint(folder, 1, model, kept, changed)
-        base_train.main([*flags.split(), "--resume-from-step=latest"])
+        base_train.main([*flags, "--resume-from-step=latest", "--num-iterations=2"])
 
-    return Kind([source], read, share=1.5)
+    def reset():
+        for path in folder.glob("*_000002*"):
+            path.unlink()
+
+    return Kind([*sources.values()], read, share=1.5, reset=reset)
 
 
 def tokenizer_kind(base: Path, tmp: Path) -> Kind:
