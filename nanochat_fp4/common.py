@@ -5,6 +5,8 @@ import hashlib
 import os
 import random
 import sys
+import time
+import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -189,27 +191,65 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
 # Joining and leaving the process group
 
 
-def _restart_store() -> dist.Store | None:
+def _agent_store(seconds: float) -> dist.Store | None:
     """
-    Where the ranks meet after torchrun has started all of them again (--max-restarts); None at the first start.
+    torchrun's own store, under a prefix for this start of all processes; None where there is no such store.
 
-    torchrun's own store lives on, and with it the addresses of the dead processes: a rank that looks before its peer
-    has written the new one tries to connect to the old one. Under a prefix for each start there are no old ones. On
-    one node only: the nodes of a larger job may count their restarts differently.
+    It lives on when torchrun starts the processes again (--max-restarts), and with it the addresses of the dead ones: a
+    rank that looks before its peer has written the new one tries to connect to the old one. Under a prefix for each
+    start there are no old ones. On one node that is torchrun's count; nodes count their restarts for themselves, and so
+    the processes agree on a number.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
-        return None
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return dist.PrefixStore(f"nanochat_fp4/start_{attempt}", store)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        number = agree_on_start(store, rank, world_size, seconds)
+        start = f"agreed_{number}"
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number - 1)  # the same for all: see resume.py
+    return dist.PrefixStore(f"nanochat_fp4/start_{start}", store)
 
 
-def _own_store() -> dist.Store:
-    """A connection of its own to the store of the process group, for another thread."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return dist.PrefixStore(f"nanochat_fp4/ranks_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+def agree_on_start(store: dist.Store, rank: int, world_size: int, seconds: float) -> int:
+    """
+    A number that these ranks, and no process that was one of them before, have from this call; in a store that may hold
+    what such processes wrote. All ranks call it together. Raises UserError where one does not come in time.
+
+    Each rank but 0 says its name, drawn anew; rank 0 answers each name it finds with a new number; who finds his own
+    name answered agrees; and rank 0 waits until all have agreed to what it answered last.
+    """
+
+    def read(key: str) -> str:
+        return store.get(key).decode() if store.check([key]) else ""
+
+    end, others = time.monotonic() + seconds, range(1, world_size)
+    if rank == 0:
+        number = str(store.add("starts", 1))
+        waiting = set(others)
+    else:
+        name = uuid.uuid4().hex
+        store.set(f"name/{rank}", name)
+    while time.monotonic() < end:
+        if rank == 0:
+            for other in sorted(waiting):
+                answer = f"{read(f'name/{other}')} {number}"
+                if read(f"agreed/{other}") == answer:
+                    waiting.discard(other)
+                else:
+                    store.set(f"answer/{other}", answer)
+            if not waiting:
+                return int(number)
+        else:
+            answer = read(f"answer/{rank}")
+            if answer.startswith(f"{name} "):
+                store.set(f"agreed/{rank}", answer)
+                return int(answer.split()[1])
+        time.sleep(0.05)
+    raise UserError(
+        f"not all of {world_size} processes came within {seconds:.0f} seconds; look at those of other nodes"
+    )
 
 
 def rank_timeout(flag: str | None = None) -> timedelta:
@@ -269,8 +309,10 @@ def compute_init(
             torch.cuda.set_device(device)
         if not is_ddp_initialized():
             try:
-                where = {"store": store, "rank": rank, "world_size": world_size} if (store := _restart_store()) else {}
-                where["timeout"] = limit = rank_timeout(timeout)
+                limit = rank_timeout(timeout)
+                agents = _agent_store(limit.total_seconds())
+                where = {"store": agents, "rank": rank, "world_size": world_size} if agents else {}
+                where["timeout"] = limit
                 if device_type == "cuda":
                     dist.init_process_group(backend="nccl", device_id=device, **where)
                 else:
@@ -280,7 +322,9 @@ def compute_init(
             if world_size > 1:
                 # Said before the collectives end by themselves.
                 seconds = limit.total_seconds()
-                rank_watch.start(_own_store(), rank, world_size, max(seconds / 2, seconds - 10))
+                watched = agents or dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+                watched = dist.PrefixStore("ranks", watched.clone() if hasattr(watched, "clone") else watched)
+                rank_watch.start(watched, rank, world_size, max(seconds / 2, seconds - 10))
         dist.barrier()
     if rank == 0:
         logger.info(f"device {device}, world size {world_size}")
