@@ -90,16 +90,16 @@ def test_recompilations_are_counted(monkeypatch):
     torch._dynamo.reset()
     trainer = tiny_trainer(compiled=True)
 
-    def run(rows=1):
+    def run(rows=1, methods=("bf16", "fig2_1x16_rtn")):
         before = bench_step.compiled_graphs()
-        for variant in (Variant("bf16"), Variant("fig2_1x16_rtn")):
-            trainer.become(variant)
+        for method in methods:
+            trainer.become(Variant(method))
             bench_step.run_steps(trainer, rows, 1, bench_step.Stopwatch(trainer.device))
         return bench_step.compiled_graphs() - before
 
     assert run() >= 2
     assert run() == 0  # the variants take turns without compiling anything again
-    assert run(rows=2) >= 2  # another shape
+    assert run(2, ["bf16"]) >= 1  # another shape
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def test_break_even_is_a_prediction(machine, base_dir, capsys):
         (["--rounds", "0"], "must be at least 1"),
         (["--micro-batch", "3"], "not a multiple of a micro-batch of 3 rows of 2048 tokens"),
         (["--nanochat", "x"], "give --micro-batch a number"),
-        ([*TINY, "--nanochat", "/nowhere"], "no nanochat.gpt can be imported from /nowhere"),
+        ([*TINY, "--methods=bf16", "--nanochat", "/nowhere"], "no nanochat.gpt can be imported from /nowhere"),
     ],
 )
 def test_bad_arguments(argv, message):
@@ -446,7 +446,7 @@ def test_a_wrong_method_is_not_timed(base_dir, monkeypatch):
         bench_train, "layer_problem", lambda device, method: "all zeros" if method == "nvidia" else None
     )
     with pytest.raises(UserError, match="1 of 3 variants failed: d1 nvidia: wrong result: all zeros"):
-        bench_train.main([*TINY, "--methods", "nvidia,clover"])
+        bench_train.main([*TINY, "--methods", "nvidia,clover", "--no-table7"])
     records = written(base_dir)
     assert records["nvidia"]["micro_batch"] is None and records["clover"]["ratio"] > 0
 
@@ -459,7 +459,7 @@ def test_a_depth_that_cannot_be_built_leaves_the_others(base_dir, monkeypatch):
 
     monkeypatch.setattr(bench_train, "Subject", build)
     with pytest.raises(UserError, match="1 of 3 variants failed: d2 bf16: out of memory; lower --depth"):
-        bench_train.main([*TINY, "--methods", "clover", "--depth", "2,1"])
+        bench_train.main([*TINY, "--methods", "clover", "--depth", "2,1", "--no-table7"])
     content = json.loads((base_dir / "bench" / "bench_train.json").read_text())
     timed = [(r["depth"], r["variant"]) for r in content["records"] if r.get("tokens_per_second")]
     assert timed == [(1, "bf16"), (1, "clover")]

@@ -472,7 +472,10 @@ def test_new_weights_are_quantized_anew_for_the_next_step():
         torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
-@pytest.mark.parametrize("method, backend", [("fig2_1x16_four_over_six", "aot_eager"), ("clover_refined", "eager")])
+@pytest.mark.parametrize(
+    "method, backend",
+    [("fig2_1x16_four_over_six", "aot_eager"), pytest.param("clover_refined", "eager", marks=pytest.mark.slow)],
+)
 def test_compiled_code_takes_the_weights_of_each_step_and_is_not_compiled_again(method, backend):
     model = converted(Fused(), method)
     torch._dynamo.reset()
