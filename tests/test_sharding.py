@@ -44,9 +44,11 @@ def made(method, shard=False, **gather):
     return model
 
 
-def trained(model, rows):
-    """Losses of three steps, as an SGD makes them; a method that looks at its inputs has looked at them once."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+def trained(model, rows, fused=False):
+    """Losses of three steps; a method that looks at its inputs has looked at them once. fused: AdamW's kernel, whose
+    changes PyTorch does not count (_version)."""
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True) if fused else sgd, []
     nf.update_gram_matrices(model, lambda: model(rows[:, :-1]))
     for step in range(3):
         nf.set_progress(model, step / 2)  # clover_late ends with two terms, which take the weight itself
@@ -77,6 +79,8 @@ def one_rank(methods):
                 with nf.full_precision(alone), nf.full_precision(sharded):
                     assert torch.equal(sharded(rows), alone(rows)), method
                 assert torch.equal(sharded(rows), y), f"{method}: codes are gathered again"
+        alone, sharded = made("clover"), made("clover", shard=True)
+        assert trained(alone, rows, fused=True) == trained(sharded, rows, fused=True)
         nothing_stays(made("clover", shard=True), rows)
         counts(made("clover", shard=True), rows)
         refusals()

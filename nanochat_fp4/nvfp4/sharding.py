@@ -8,10 +8,10 @@
 
 A rank holds some rows of each weight in FP32. Blocks of 1x16 lie along in_features, so these rows quantize by
 themselves once all ranks know the tensor's amax; with 16x16 blocks, where they are whole rows of blocks. Before the
-first gather after a change of the weights (an optimizer's step) the amaxes of all weights are reduced, in one
-all-reduce of 4 bytes a layer, and each rank makes the codes of its rows: the codes that one process would make, to the
-bit. Each gather until the next change sends these. Layers that fused_linear computes as one share a tensor_scale, so
-they share the amax.
+first gather after a change of the weights (a step of a torch.optim.Optimizer, or a change in place that PyTorch counts)
+the amaxes of all weights are reduced, in one all-reduce of 4 bytes a layer, and each rank makes the codes of its rows:
+the codes that one process would make, to the bit. Each gather until the next change sends these. Layers that
+fused_linear computes as one share a tensor_scale, so they share the amax.
 
 What a product takes, and what is saved for the backward pass, are the buffers that FSDP gathers into: it frees them
 after the layer's forward pass and fills them again before its backward pass. The weight itself is nowhere in one
@@ -27,12 +27,14 @@ the rank's local tensor, where they are put here as attributes. So the rows stay
 checkpoints.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nanochat_fp4.nvfp4.convert import groups_computed_as_one
 from nanochat_fp4.nvfp4.dispatch import use_kernels
@@ -98,10 +100,10 @@ class _Shard:
         self.local.fsdp_post_all_gather = self.after
 
     def version_now(self) -> tuple:
-        """Another one after every change: of the DTensor, as torch's optimizers make it, of the local tensor, and of
-        how it is rounded."""
-        layer = self.layer
-        return self.fsdp_param.sharded_param._version, self.local._version, layer.recipe, id(layer.statistics)
+        """Another one after every step of an optimizer and every other change of the DTensor or the local tensor, and
+        of how they are rounded."""
+        layer, sharded = self.layer, self.fsdp_param.sharded_param
+        return self.shards.steps, sharded._version, self.local._version, layer.recipe, id(layer.statistics)
 
     def as_codes(self) -> bool:
         """Whether the forward pass takes codes of the weight, and nothing takes the weight itself."""
@@ -136,6 +138,14 @@ class _Shards:
 
     def __init__(self, model: nn.Module):
         self.model, self.all = model, []
+        self.steps = 0  # of any optimizer: fused kernels change weights and count no version
+        itself = weakref.ref(self)
+
+        def after_step(*_: Any) -> None:
+            if (shards := itself()) is not None:
+                shards.steps += 1
+
+        register_optimizer_step_post_hook(after_step)
 
     def add(self, shard: _Shard) -> None:
         self.all.append(shard)
