@@ -76,7 +76,7 @@ def test_every_unrotated_rounding_is_covered():
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", UNROTATED)
 def test_random_tensors(name, dtype):
-    shapes = [(33, 64), (1, 16)] if dtype == torch.float32 else [(33, 64), (7, 48)]
+    shapes = [(33, 64), (1, 16)] if dtype == torch.float32 else [(7, 48)]
     if DEVICE.type == "cuda":
         shapes += [(1024, 2048), (333, 4112), (4097, 528)]
     for shape in shapes:
@@ -112,7 +112,7 @@ def test_a_tensor_scale_per_token_of_square_blocks_is_refused():
         kernel(torch.randn(32, 32), "rtn_16x16", per_token=True)
 
 
-@pytest.mark.parametrize("name", ["four_over_six", "sr", "rtn_16x16"])
+@pytest.mark.parametrize("name", [pytest.param("four_over_six", marks=pytest.mark.slow), "sr", "rtn_16x16"])
 def test_every_finite_bf16_value(name):
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = x[torch.isfinite(x.float())].view(-1, 256)
@@ -123,7 +123,7 @@ def test_every_finite_bf16_value(name):
     assert_as_reference(f"{name} shuffled", (x * (x.abs() > 1e-4)).bfloat16(), name)
 
 
-@pytest.mark.parametrize("name", ["rtn", "sr", "four_over_six", "four_over_six_16x16"])
+@pytest.mark.parametrize("name", ["rtn", "sr", "four_over_six_16x16"])
 def test_special_tensors(name):
     zeros = torch.zeros(5, 32)
     outlier = torch.randn(5, 32) * 1e-3
