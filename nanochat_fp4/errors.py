@@ -25,7 +25,8 @@ class LostRankError(Exception):
 # A full or read-only disk is the user's to fix, too; any other OSError is ours and keeps its traceback.
 USER_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")  # torch's RuntimeError
-_PATH_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}  # a path that cannot be what it should
+# A path that cannot be what it should.
+_PATH_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 
 
 def one_line(error: BaseException | str) -> str:
