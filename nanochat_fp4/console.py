@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import difflib
+import gc
 import logging
 import math
 import os
@@ -98,6 +99,18 @@ class Phases:
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
         return f"{sum(self.seconds.values()):.1f} s ({parts})"
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Python looks for cyclic garbage a hundred times less often. What torch's compiler imports and makes is there to
+    stay, and to look through it again and again takes a tenth of the time that it needs."""
+    before = gc.get_threshold()
+    gc.set_threshold(100 * before[0], *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from nanochat_fp4.common import (
     print0,
     use_deterministic_kernels,
 )
-from nanochat_fp4.console import Phases
+from nanochat_fp4.console import Phases, rare_collections
 from nanochat_fp4.errors import LostRankError, UserError, is_lost_rank
 from nanochat_fp4.gpt import GPT
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -129,14 +129,15 @@ def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str
 
 @dataclass(frozen=True)
 class Process:
-    """This process of a run. held: what it lets go at the end, the run's folder; phases: of its time up to the first
-    step."""
+    """This process of a run. held: what it lets go at the end, the run's folder; starting: what ends with the first
+    step; phases: of its time up to then."""
 
     device: torch.device
     rank: int
     world_size: int
     signals: StopSignals
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    starting: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     phases: Phases = field(default_factory=Phases)
 
 
@@ -152,8 +153,9 @@ def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> Non
         args.device_type or autodetect_device_type(), args.seed, args.rank_timeout
     )
     try:
-        with contextlib.ExitStack() as held, StopSignals() as signals:
-            train(Process(device, rank, world_size, signals, held, phases))
+        with contextlib.ExitStack() as held, StopSignals() as signals, contextlib.ExitStack() as starting:
+            starting.enter_context(rare_collections())
+            train(Process(device, rank, world_size, signals, held, starting, phases))
     except RuntimeError as e:
         if is_lost_rank(e) and (line := rank_watch.lost()):
             raise LostRankError(line) from e

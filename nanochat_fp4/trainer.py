@@ -334,6 +334,7 @@ class Trainer:
         self.progress.update(1, **shown)
         if not self.made_first_step:
             self.made_first_step = True
+            self.process.starting.close()
             self.process.phases.end("first step, compiling" if self.parts.compiled else "first step")
             self.progress.write(f"time to the first step: {self.process.phases}")
 

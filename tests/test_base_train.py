@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import re
@@ -85,7 +86,10 @@ def test_the_generators_are_where_the_run_left_them(tiny_base, monkeypatch):
 
 
 def test_resume_continues_what_a_signal_stopped(tiny_base, capsys):
-    train(steps=6, method="bf16")
+    usual, seen = gc.get_threshold()[0], []
+    with in_step(0, lambda: seen.append(gc.get_threshold()[0])), in_step(1, lambda: seen.append(gc.get_threshold()[0])):
+        train(steps=6, method="bf16")
+    assert seen == [100 * usual, usual], "few collections of garbage up to the first step, and only then"
     folder = tiny_base / "base_checkpoints" / "d1_bf16"
     expected = final_state(folder, 6)
 
