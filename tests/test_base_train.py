@@ -243,7 +243,9 @@ def broken_layer(where: str, name: str, steps: set[int]):
             return real_forward(self, *args, **kwargs)
         layer = self.get_submodule(name)
         own = layer.forward
-        layer.forward = lambda x: Nan.apply(own(x), True) if where == "forward" else own(Nan.apply(x, False))
+        layer.forward = lambda x, *more: (
+            Nan.apply(own(x, *more), True) if where == "forward" else own(Nan.apply(x, False), *more)
+        )
         try:
             return real_forward(self, *args, **kwargs)
         finally:
