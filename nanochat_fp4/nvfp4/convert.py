@@ -130,7 +130,7 @@ def convert(
         if any(name.startswith(block + ".") for block in kept_blocks):
             if not reason:
                 report.kept.append(name)
-            reason = "in a first or last block kept in full precision"
+                reason = "in a first or last block kept in full precision"
         if reason:
             report.left_alone.append((name, reason))
             if isinstance(linear, QuantLinear):  # of a method before this one
