@@ -125,12 +125,13 @@ def convert(
     report = ConvertReport(recipe)
     for name, linear in linears.items():
         head = "the output head stays in full precision" if name in heads else None
-        reason = head or _skip_reason(name, skip) or _subclass_reason(linear)
+        named = head or _skip_reason(name, skip)
+        reason = named or _subclass_reason(linear)
         reason = reason or reason_to_leave(name, linear) or unsupported_reason(linear, recipe)
         if any(name.startswith(block + ".") for block in kept_blocks):
             if not reason:
                 report.kept.append(name)
-                reason = "in a first or last block kept in full precision"
+            reason = named or "in a first or last block kept in full precision"
         if reason:
             report.left_alone.append((name, reason))
             if isinstance(linear, QuantLinear):  # of a method before this one
