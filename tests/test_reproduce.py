@@ -21,13 +21,15 @@ SMALL = "--quick --seeds=1 --tokens=512 --samples=65536 --draws=4 --extra=--eval
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory, fork_server):
+def everything(made_once, fork_server):
     """The folder of `reproduce all --quick` with the smallest runs there are: one step, one seed."""
-    folder = tmp_path_factory.mktemp("reproduce")
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(sys, "executable", str(fork_server.python))  # for bench_train, which it starts
-        reproduce.main(["all", *SMALL, f"--folder={folder}"])
-    return folder
+
+    def make(folder):
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(sys, "executable", str(fork_server.python))  # for bench_train, which it starts
+            reproduce.main(["all", *SMALL, f"--folder={folder}"])
+
+    return made_once("reproduce", make)
 
 
 @pytest.mark.parametrize("name", reproduce.ITEMS)
