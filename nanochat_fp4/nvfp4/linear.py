@@ -320,17 +320,20 @@ class QuantLinear(torch.nn.Linear):
         recipe, values = self.recipe if quantizes else UNQUANTIZED, None
         if not quantizes:
             rows = rows.to(dtype)  # which is what is kept of it
-        if gathered is not None and (isinstance(gathered.joined, Codes) or not quantizes):
+        if gathered is not None and (isinstance(gathered.parts[0], Codes) or not quantizes):
             operand = gathered if len(layers) > 1 else self.gathered
         elif gathered is not None:
             values = tuple(part.values for part in gathered.parts)
-        per_token = self.per_token or (self.per_token_in_eval and not (self.training or grad_enabled))
+        per_token = self._per_token_now(grad_enabled)
         layer = _Layer(
             recipe, dtype, grad_enabled, per_token, self.statistics, operand, grad_buffer, values, amax, squares
         )
         y = _QuantLinear.apply(layer, rows, *weights)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(dtype)
+
+    def _per_token_now(self, grad_enabled: bool) -> bool:
+        return self.per_token or (self.per_token_in_eval and not (self.training or grad_enabled))
 
     def _gathered(self, layers: "tuple[QuantLinear, ...]") -> Stacked | None:
         """The weights of these layers where FSDP has gathered them and the Parameters are not to be read."""
@@ -428,7 +431,7 @@ def relu_squared_linear(x: torch.Tensor, linear: QuantLinear) -> torch.Tensor:
     Where the kernels can, relu(x)^2 is quantized as it is made and never written; to the bit the same. A layer with
     hooks, which want to see it, is called with it.
     """
-    per_token = linear.per_token or (linear.per_token_in_eval and not linear.training)
+    per_token = linear._per_token_now(torch.is_grad_enabled())
     if can_be_fused([linear]) and not per_token and x.numel() and takes_relu_squared(linear.recipe, x.device):
         return linear._compute(x, (linear,), squares=True)
     y, amax = ReluSquared.apply(x)

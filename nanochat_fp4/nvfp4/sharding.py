@@ -19,8 +19,8 @@ piece. The Parameter that FSDP puts in its place while it is gathered has its sh
 and takes no memory: every element is the same NaN, so what should read it by mistake is heard of.
 
 What needs the weight and not its codes gathers the weight, in raw_dtype: methods without a quantized forward, with
-backward operands of the raw weight, two terms, outliers or FP8, and layers inside full_precision. Where that is so in
-training, gather_codes says it once.
+backward operands of the raw weight, two terms, outliers or FP8, and layers inside full_precision. gather_codes returns
+the names of the layers of which that is so.
 
 FSDP2's hooks for this (fsdp_pre_all_gather, fsdp_post_all_gather) are made for tensor subclasses; it looks for them on
 the rank's local tensor, where they are put here as attributes. So the rows stay a plain tensor for optimizers and
@@ -68,9 +68,8 @@ def gather_codes(model: nn.Module, raw_dtype: torch.dtype | None = None) -> list
     for name, layer in layers.items():
         fsdp_param = params[id(layer.weight)]
         if fsdp_param.shard_mesh.size() > 1:
-            shards.add(_Shard(name, layer, fsdp_param, shards, raw_dtype))
-    raw = [shard.name for shard in shards.all if not shard.as_codes()]
-    return raw
+            shards.all.append(_Shard(name, layer, fsdp_param, shards, raw_dtype))
+    return [shard.name for shard in shards.all if not shard.as_codes()]
 
 
 class _Shard:
@@ -137,7 +136,8 @@ class _Shards:
     """All of a model."""
 
     def __init__(self, model: nn.Module):
-        self.model, self.all = model, []
+        self.model = model
+        self.all: list[_Shard] = []
         self.steps = 0  # of any optimizer: fused kernels change weights and count no version
         itself = weakref.ref(self)
 
@@ -146,9 +146,6 @@ class _Shards:
                 shards.steps += 1
 
         register_optimizer_step_post_hook(after_step)
-
-    def add(self, shard: _Shard) -> None:
-        self.all.append(shard)
 
     @torch.no_grad()
     def refresh(self) -> None:
