@@ -57,7 +57,7 @@ class Results:
 
 def add_ratios(records: list[dict]) -> None:
     """To BF16 that computes nothing twice, where it was measured."""
-    base = next((r for r in records if r["variant"] == "bf16"), {})
+    base = next((r for r in records if (r["method"], r["recompute"]) == ("bf16", "none")), {})
     for ratio, key in (("ratio", "tokens_per_second"), ("memory_ratio", "bytes_per_token")):
         for r in records:
             r[ratio] = r[key] / base[key] if r[key] and base.get(key) else None
@@ -100,7 +100,7 @@ def plot(records: list[dict], hardware: str, target: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(12, 1.5 + 0.4 * len(records)), sharey=True)
     for axis, key, title in zip(axes, ("tokens_per_second", "micro_batch"), ("tokens/s", "micro-batch, rows")):
         values = [r[key] for r in records]
-        bars = axis.barh(labels, values, color=["0.6" if r["variant"] == "bf16" else "tab:green" for r in records])
+        bars = axis.barh(labels, values, color=["0.6" if r["method"] == "bf16" else "tab:green" for r in records])
         axis.bar_label(bars, [f"{v:,.0f}" for v in values], padding=3)
         axis.set_xlabel(title)
         axis.margins(x=0.15)

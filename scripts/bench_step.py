@@ -22,13 +22,15 @@ from nanochat_fp4.trainer import LOOK_TOKENS, TrainingStep
 
 @dataclass(frozen=True)
 class Variant:
-    """A method, and what it computes twice."""
+    """A method, what it computes twice, and the rows of its micro-batch where it has a size of its own."""
 
     method: str
     recompute: str = "none"
+    rows: int | None = None
 
     def __str__(self) -> str:
-        return self.method + ("" if self.recompute == "none" else f", {self.recompute} again")
+        rows = f", {self.rows} rows" if self.rows else ""
+        return self.method + rows + ("" if self.recompute == "none" else f", {self.recompute} again")
 
 
 class Subject(TrainingStep):
@@ -71,7 +73,7 @@ class Subject(TrainingStep):
 
 
 class NanochatSubject(Subject):
-    """The model and optimizers of a real checkout, of the revision that this project is compatible with."""
+    """The model and optimizers of a real checkout: f5425245f, or a later one, which needs no autocast."""
 
     def __init__(self, folder: str, config: GPTConfig, device: torch.device, compiled: bool):
         sys.path.insert(0, folder)
@@ -92,9 +94,13 @@ class NanochatSubject(Subject):
         forward = torch.compile(model, dynamic=False) if compiled else None
         TrainingStep.__init__(self, model, optimizers, forward)
         self.sequence_len, self.vocab_size = config.sequence_len, config.vocab_size
+        self.casts_by_itself = hasattr(theirs, "COMPUTE_DTYPE")
 
     def become(self, variant: Variant) -> None:
         pass
+
+    def autocast(self) -> AbstractContextManager:
+        return nullcontext() if self.casts_by_itself else super().autocast()
 
     def weights_once(self, passes: int) -> AbstractContextManager:
         return nullcontext()

@@ -4,6 +4,7 @@ largest micro-batch, where the time goes (the paper's Table 7), recompilations.
     python -m scripts.bench_train                                          # d26, BF16 and clover, no cap
     python -m scripts.bench_train --memory-cap 32GiB --recompute none,mlp  # as if on an RTX 5090
     python -m scripts.bench_train --depth 20,26,32 --methods clover,nvidia --micro-batch 8
+    python -m scripts.bench_train --methods bf16:32,clover:64,clover:32    # each with a micro-batch of its own
     python -m scripts.bench_train --depth 20 --methods "" --micro-batch 16 --nanochat ~/nanochat   # BF16, both
     python -m scripts.bench_train --roofline rtx5090                       # from which width 4 bits pay; no GPU
     python -m scripts.bench_train --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 \\
@@ -36,6 +37,7 @@ import gc
 import re
 import traceback
 from dataclasses import asdict
+from typing import Literal
 
 import torch
 
@@ -127,7 +129,7 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
     subjects: dict[Variant, Subject] = {}
     records: dict[Variant, dict] = {}
     for recompute in args.recompute:
-        added: dict[Variant, Subject] = {Variant(method, recompute): ours for method in args.methods}
+        added: dict[Variant, Subject] = {Variant(m, recompute, rows): ours for m, rows in args.variants}
         nanochat = Variant("nanochat")
         if args.nanochat and not subjects:
             added[nanochat] = ours
@@ -143,7 +145,7 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
                     subject = NanochatSubject(args.nanochat, config, device, args.compile)
                 subjects[variant] = subject
                 subject.become(variant)
-                find_memory(args, record, subject, rows_per_step)
+                find_memory(args, record, subject, rows_per_step, variant.rows or args.micro_batch)
                 add_ratios(list(records.values()))
                 results.write()
                 print0(f"{variant}: {describe_memory(record)}", flush=True)
@@ -161,13 +163,15 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
                 print0(show_table_7(title, found) + "\n", flush=True)
 
 
-def find_memory(args: argparse.Namespace, record: dict, subject: Subject, rows: int) -> None:
+def find_memory(
+    args: argparse.Namespace, record: dict, subject: Subject, rows: int, size: int | Literal["auto"]
+) -> None:
     """The micro-batch of a variant, its peak, and what a token takes, as far as they can be had."""
     memory = Memory()
-    if args.micro_batch == "auto":
+    if size == "auto":
         record["micro_batch"], memory = find_micro_batch(subject, rows, args.budget)
     else:
-        size = record["micro_batch"] = args.micro_batch
+        record["micro_batch"] = size
         subject.passes(size)
         subject.update()  # makes the optimizers' states
         if subject.device.type == "cuda" and not args.nanochat:  # two models at once: their memory would mean nothing
@@ -194,11 +198,26 @@ def parse_bytes(text: str) -> int:
     return int(number * (1024 if match.group(3) else 1000) ** power)
 
 
+def parse_variant(text: str) -> tuple[str, int | None]:
+    """clover, or clover:64 with the rows of its micro-batch. Raises UserError."""
+    name, colon, rows = text.partition(":")
+    if colon and (not rows.isdecimal() or int(rows) < 1):
+        raise UserError(f"--methods: {text!r}, expected a method, or one with the rows of its micro-batch: clover:64")
+    try:
+        return get_recipe(name).name, int(rows) if colon else None
+    except ValueError as error:
+        raise UserError(f"--methods: {error}") from None
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__.split(":")[0])
     add = parser.add_argument
     add("--depth", default="26", help="depths, with commas")
-    add("--methods", default="fp8,clover", help="of nf.METHODS or nf.ABLATIONS, with commas; bf16 is always there")
+    add(
+        "--methods",
+        default="fp8,clover",
+        help="of nf.METHODS or nf.ABLATIONS, with commas; bf16 is always there. clover:64: in micro-batches of 64 rows",
+    )
     add("--recompute", default="none", help=f"of {', '.join(RECOMPUTE)}, with commas: what is computed twice")
     add("--micro-batch", default="auto", help="rows, or auto for the largest that fits (needs a GPU)")
     add("--memory-cap", type=parse_bytes, help="hard limit on the GPU's memory, e.g. 32GiB")
@@ -212,7 +231,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--calls", type=int, default=4, help="timed micro-batches of a variant in a round")
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help="(default: on a GPU only)")
     add("--table7", action=argparse.BooleanOptionalAction, default=True, help="profile: time by operation")
-    add("--nanochat", default="", help="a checkout of nanochat to time as well, in BF16 (revision f5425245f)")
+    add("--nanochat", default="", help="a checkout of nanochat to time as well, in BF16 (f5425245f or later)")
     add("--tokens", type=int, default=TOKENS, help="tokens of a micro-batch, for --roofline")
     common.add_common_arguments(parser)
     args = parser.parse_args(argv)
@@ -220,11 +239,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.depth = [int(d) if d.isdigit() else 0 for d in args.depth.split(",") if d]
     if not args.depth or min(args.depth) < 1:
         raise UserError("--depth must be one or several positive whole numbers, with commas")
-    try:
-        names = [get_recipe(m).name for m in args.methods.split(",") if m]
-    except ValueError as error:
-        raise UserError(f"--methods: {error}") from None
-    args.methods = list(dict.fromkeys(["bf16", *names]))
+    args.variants = [parse_variant(text) for text in args.methods.split(",") if text]
+    if "bf16" not in [method for method, _ in args.variants]:
+        args.variants.append(("bf16", None))
+    args.variants = sorted(dict.fromkeys(args.variants), key=lambda v: v[0] != "bf16")  # what others are compared with
+    args.methods = list(dict.fromkeys(method for method, _ in args.variants))
     args.recompute = [r for r in args.recompute.split(",") if r]
     if not args.recompute or not set(args.recompute) <= set(RECOMPUTE):
         raise UserError(f"--recompute must be some of {', '.join(RECOMPUTE)}, with commas")
@@ -234,14 +253,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.micro_batch = int(args.micro_batch)
     if min(args.rounds, args.calls, args.seq_len, args.vocab_size, args.total_batch_size, args.tokens) < 1:
         raise UserError("--rounds, --calls, --seq-len, --vocab-size, --total-batch-size, --tokens must be at least 1")
-    rows = 1 if args.micro_batch == "auto" else args.micro_batch
     if args.nanochat and (args.micro_batch == "auto" or args.memory_cap):
         raise UserError("--nanochat holds two models at once; give --micro-batch a number, and no --memory-cap")
-    if args.total_batch_size % (rows * args.seq_len):
-        raise UserError(
-            f"--total-batch-size {args.total_batch_size} is not a multiple of a micro-batch of {rows} rows of "
-            f"{args.seq_len} tokens; choose a multiple"
-        )
+    for rows in (1 if args.micro_batch == "auto" else args.micro_batch, *(rows for _, rows in args.variants if rows)):
+        if args.total_batch_size % (rows * args.seq_len):
+            raise UserError(
+                f"--total-batch-size {args.total_batch_size} is not a multiple of a micro-batch of {rows} rows of "
+                f"{args.seq_len} tokens; choose a multiple"
+            )
     return args
 
 
@@ -252,7 +271,7 @@ def set_up_device(args: argparse.Namespace) -> torch.device:
     args.compile = cuda if args.compile is None else args.compile
     args.budget = 0
     if not cuda:
-        if args.memory_cap or args.micro_batch == "auto":
+        if args.memory_cap or (args.micro_batch == "auto" and not all(rows for _, rows in args.variants)):
             raise UserError(
                 "there is no CUDA device, so there is no memory to measure: give --micro-batch a number, and small "
                 f"sizes (see the top of scripts/bench_train.py), or predict: --roofline {'|'.join(MACHINES)}"

@@ -56,6 +56,18 @@ def test_one_command_measures_everything(base_dir, capsys):
     assert (base_dir / "bench" / "bench_train.png").read_bytes()[1:4] == b"PNG"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU memory is measured, too")
+def test_each_method_may_have_a_micro_batch_of_its_own(base_dir, capsys):
+    bench_train.main([*SIZES, "--methods", "clover:4,clover:1,nvidia,bf16:2", "--micro-batch", "4", "--no-table7"])
+    records = written(base_dir)
+    assert {name: (r["micro_batch"], r["micro_batches"]) for name, r in records.items()} == {
+        "bf16, 2 rows": (2, 2), "clover, 4 rows": (4, 1), "clover, 1 rows": (1, 4), "nvidia": (4, 1),
+    }  # fmt: skip
+    base = records["bf16, 2 rows"]["tokens_per_second"]
+    assert all(r["ratio"] == pytest.approx(r["tokens_per_second"] / base) for r in records.values())
+    bench_train.main([*SIZES, "--methods", "clover:2,bf16:2", "--no-table7"])  # no --micro-batch is needed then
+
+
 def test_variants_are_what_they_say():
     trainer = tiny_trainer()
     layers = [m for m in trainer.model.modules() if isinstance(m, QuantLinear)]
@@ -343,6 +355,10 @@ def test_break_even_is_a_prediction(machine, base_dir, capsys):
         (["--depth", "20,x"], "--depth must be"),
         (["--depth", ""], "--depth must be"),
         (["--methods", "clever"], "--methods: unknown method 'clever'"),
+        (["--methods", "clover:"], "--methods: 'clover:', expected a method, or one with the rows"),
+        (["--methods", "clover:0"], "'clover:0', expected a method"),
+        (["--methods", "clever:64"], "--methods: unknown method 'clever'"),
+        (["--methods", "clover:3"], "not a multiple of a micro-batch of 3 rows of 2048 tokens"),
         (["--recompute", "some"], "--recompute must be some of none, mlp, all"),
         (["--micro-batch", "0"], "expected 'auto' or a positive whole number"),
         (["--rounds", "0"], "must be at least 1"),
