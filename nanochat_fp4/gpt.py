@@ -274,17 +274,23 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
+        x0: Tensor,
+        resid_lambda: Tensor,
+        x0_lambda: Tensor,
         cos_sin: tuple[Tensor, Tensor],
         window_size: tuple[int, int],
         kv_cache: Any,
-        recompute: Literal["none", "mlp", "all"] = "none",
+        recompute: Literal["none", "mlp", "all"],
     ) -> Tensor:
+        """On its mix of the residual stream x and the normalized embedding x0, both (B, T, C) -> (B, T, C)."""
+
         def attention(x: Tensor) -> Tensor:
             return x + self.attn(norm(x), cos_sin, window_size, kv_cache)
 
         def mlp(x: Tensor) -> Tensor:
             return x + self.mlp(norm(x))
 
+        x = resid_lambda * x + x0_lambda * x0
         training = torch.is_grad_enabled()
         x = _recomputed(attention, x) if training and recompute == "all" else attention(x)
         return _recomputed(mlp, x) if training and recompute != "none" else mlp(x)
@@ -293,22 +299,6 @@ class Block(nn.Module):
 def _recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x), of which only x is kept; the backward pass computes it again."""
     return checkpoint(function, x, use_reentrant=False)
-
-
-def _layer(
-    block: Block,
-    x: Tensor,
-    x0: Tensor,
-    resid_lambda: Tensor,
-    x0_lambda: Tensor,
-    cos_sin: tuple[Tensor, Tensor],
-    window_size: tuple[int, int],
-    kv_cache: Any,
-    recompute: Literal["none", "mlp", "all"],
-) -> Tensor:
-    """The block on its mix of the residual stream x and the normalized embedding x0, both (B, T, C) -> (B, T, C)."""
-    x = resid_lambda * x + x0_lambda * x0
-    return block(x, cos_sin, window_size, kv_cache, recompute)
 
 
 # Up to how many reads and operations torch.compile computes something anew for each of its uses instead of writing it
@@ -333,15 +323,14 @@ def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
     # Windows, micro-batch sizes, with and without gradients, and a plan's methods are all compiled from one function.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     options = COMPILER_OPTIONS if model.get_device().type == "cuda" else None
-    if is_sharded(model):
-        # FSDP's hooks gather and free around a block, and no graph may hold them: what they are around is compiled.
-        outer_norm = torch.compile(norm, dynamic=False, fullgraph=True, options=options)
-        forward = torch.compile(Block.forward, dynamic=False, fullgraph=True, options=options)
-        for block in model.transformer.h:
-            block.forward = functools.partial(forward, block)
-        return functools.partial(model, outer_norm=outer_norm)
-    layer, outer_norm = (torch.compile(f, dynamic=False, fullgraph=True, options=options) for f in (_layer, norm))
-    return functools.partial(model, layer=layer, outer_norm=outer_norm)
+    compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, options=options)
+    layer, outer_norm = compiled(Block.forward), compiled(norm)
+    if not is_sharded(model):
+        return functools.partial(model, layer=layer, outer_norm=outer_norm)
+    # FSDP's hooks gather and free around a block, and no graph may hold them: what they are around is compiled.
+    for block in model.transformer.h:
+        block.forward = functools.partial(layer, block)
+    return functools.partial(model, outer_norm=outer_norm)
 
 
 class GPT(nn.Module):
@@ -549,7 +538,7 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         kv_cache: Any = None,
         loss_reduction: str = "mean",
-        layer: Callable[..., Tensor] = _layer,
+        layer: Callable[..., Tensor] = nn.Module.__call__,
         outer_norm: Callable[[Tensor], Tensor] = norm,
     ) -> Tensor:
         """
