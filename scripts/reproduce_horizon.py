@@ -4,6 +4,7 @@ Both take the runs of one size from --results; statistics are of differences pai
 the methods, for the scatter between seeds is of the training and not of a method, and two seeds alone say nothing.
 """
 
+import math
 import statistics
 from typing import Any
 
@@ -125,6 +126,11 @@ def share_of(runs: list[dict], method: str, target: float, value: str) -> tuple[
     return target + difference.mean / mean, difference.half / mean, difference.n
 
 
+def with_half(mean: float, half: float, digits: int) -> str:
+    """A mean and half of its interval, which one seed of each method does not have."""
+    return f"{mean:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
+
+
 def claims(context: Context) -> Outcome:
     """The targets: on the seeds of the last file of --results, which are fresh, and on all."""
     runs, content = stored_runs(context)
@@ -175,7 +181,7 @@ def verdicts(runs: list[dict]) -> list[str]:
         minus = sweep_results.pooled_differences(runs, size, methods, best)["clover"]
         below, half = -100 * minus.mean / gaps[best].mean, 100 * minus.half / gaps[best].mean
         lines.append(
-            f"the paper: Clover's gap is 15% to 25% below the best other. Here: {below:.0f} ± {half:.0f}%, {best}"
+            f"the paper: Clover's gap is 15% to 25% below the best other. Here: {with_half(below, half, 0)}%, {best}"
         )
     return lines
 
@@ -194,7 +200,7 @@ def horizon(context: Context) -> Outcome:
         minus = "-" if clover or r["minus_clover"] is None else str(r["minus_clover"])
         share = "-" if r["share"] is None else f"{r['share']:.2f}x"
         if r["share"] is not None and not clover:
-            share = f"{r['share']:.2f} ± {share_of(runs, r['method'], r['share'], 'val_bpb')[1]:.2f}"
+            share = with_half(r["share"], share_of(runs, r["method"], r["share"], "val_bpb")[1], 2)
         seeds = ", ".join(map(str, r["gaps"]))
         rows.append(
             [

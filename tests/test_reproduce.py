@@ -213,11 +213,24 @@ def test_long_runs_are_put_beside_their_gemm_work(tmp_path):
         reproduce.main(["horizon", f"--folder={tmp_path}"])
 
 
+def test_of_one_seed_no_interval_is_claimed(tmp_path):
+    long_runs(tmp_path / "d8.json", [1], {"bf16": [0], "nvidia": [2.0], "clover": [1.0]})
+    reproduce.main(["horizon", f"--results={tmp_path / 'd8.json'}", f"--folder={tmp_path}"])
+    written = json.loads((tmp_path / "horizon.json").read_text())
+    assert [row[-4:] for row in written["table"][1:]] == [
+        ["+2.00", "1.00", "+1.00", "2.00"], ["+1.00", "0.50", "-", "1.00x"]
+    ]  # fmt: skip
+    assert "the paper: Clover beats NVIDIA. Here: undecided (-1.00 points)" in written["notes"]
+    assert any(n.endswith("Here: 50%, nvidia") for n in written["notes"])
+
+
 def long_runs(path, seeds: list[int], percent: dict[str, list[float]], steps: int = 2000, data: str = "text (1)"):
     """A sweep's file: gaps to a BF16 of 1 bit per byte, in percent, by seed."""
-    one = {"size": "d6", "steps": steps, "tokens": steps, "gemm_work": {"4": 1.0, "8": 0.0, "16": 0.0}, "curve": []}
+    one = {"size": "d6", "steps": steps, "tokens": steps, "gemm_work": {"4": 1.0, "8": 0.0, "16": 0.0}}
     results = [
-        one | {"method": m, "seed": s, "val_bpb": 1 + v / 100, "val_bpb_bf16": 1 + v / 200}
+        one
+        | {"method": m, "seed": s, "val_bpb": 1 + v / 100, "val_bpb_bf16": 1 + v / 200}
+        | {"curve": [[at, 1 + v / 100, 1 + v / 200] for at in (steps // 2, steps)]}
         for m, values in percent.items()
         for s, v in zip(seeds, values)
     ]
