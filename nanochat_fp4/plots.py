@@ -16,7 +16,7 @@ from nanochat_fp4.files import atomic_open
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 BASELINE = "black"
-SEED = re.compile(r"_seed\d+(?=_|$)")  # of a run's name
+SEED = re.compile(r"_seed\d+(?=_|$)|_s\d+_[0-9a-f]{8}$")  # of a run's name: the pipeline's, or the sweep's
 
 
 def draw(path: Path, title: str, plot: Callable[[Any], None]) -> None:

@@ -493,6 +493,15 @@ def _plot(report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list
     """The files of _PLOTS, every run a line. stages: base, mid, sft -> tag -> records of metrics.jsonl. Returns the
     file names that were written."""
     methods = {r["model_tag"]: r["method"] for r in runs}
+    lengths: dict[str, set] = {}
+    for r in runs:
+        lengths.setdefault(plots.SEED.sub("", r["model_tag"]), set()).add(r["num_iterations"])
+
+    def line(tag: str) -> str:
+        """Runs that differ by their seed alone are one line, with a band."""
+        name = plots.SEED.sub("", tag)
+        steps = next((r["num_iterations"] for r in runs if r["model_tag"] == tag), None)
+        return name if len(lengths.get(name, ())) < 2 else f"{name}, {steps or 0:,.0f} steps"
 
     def points(records: list[dict], event: str, key: str) -> tuple[list[float], list[float]]:
         pairs = [(_number(r.get("step")), _number(r.get(key))) for r in records if r.get("event") == event]
@@ -510,11 +519,10 @@ def _plot(report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list
             curves["bpb"].append((tag, "--", *points(records, "val", "bpb_bf16")))
     written = []
     for name, (title, axis) in _PLOTS.items():
-        # Runs that differ by their seed alone are one line, with a band.
         groups: dict[tuple[str, str], list] = {}
         for tag, style, x, y in curves[name]:
             if x:
-                groups.setdefault((plots.SEED.sub("", tag), style), []).append((tag, x, y))
+                groups.setdefault((line(tag), style), []).append((tag, x, y))
         if not groups:
             continue
         try:

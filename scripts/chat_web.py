@@ -57,6 +57,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--max-batch and --max-tokens are at least 1; --max-waiting, --rate and --top-k at least 0")
     if not 0 <= args.temperature <= 2 or args.top_k > 200 or args.max_tokens > 4096:
         raise UserError("--temperature is from 0 to 2, --top-k at most 200, --max-tokens at most 4096")
+    if not 1 <= args.port <= 65535:
+        raise UserError(f"--port={args.port} is no port; use one from 1 to 65535")
     try:
         import uvicorn
 
@@ -94,6 +96,8 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Batcher, dict]
     """A Batcher with the model, which computes with its method's forward or in BF16; and what the page says of it."""
     model, tokenizer, meta = load_stage_model(args.source, device, "eval", args.model_tag, args.step)
     method = checkpoint_method(meta, args.method)
+    if method == "bf16" and args.precision == "nvfp4":
+        raise UserError("--precision=nvfp4: the model was trained in bf16; choose how to round it, --method=clover say")
     nf.convert(model, method, backward=False, verbose=False)
     dtype = compute_dtype(device, args.dtype)
     if method == "bf16":

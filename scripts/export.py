@@ -32,7 +32,7 @@ from nanochat_fp4.dataset import ensure_data
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.export import gguf_file, huggingface, tokenizer_files, verify
-from nanochat_fp4.export.model_card import model_card
+from nanochat_fp4.export.model_card import MADE_BY, model_card
 from nanochat_fp4.export.weights import Weights, calibrate, forward_weights, served
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.gpt import autocast
@@ -44,6 +44,12 @@ from nanochat_fp4.tokenizer import get_token_bytes
 
 FOUR_BITS = (*huggingface.FORMATS, "gguf")
 FORMATS = ("safetensors", *FOUR_BITS, "gguf-bf16")
+TRANSFORMERS = ("transformers", "tokenizers")
+VERIFIED_BY = {
+    "safetensors": TRANSFORMERS,
+    "compressed-tensors": ("compressed-tensors", "safetensors", *TRANSFORMERS),
+    "modelopt": ("nvidia-modelopt", "safetensors", *TRANSFORMERS),
+}
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # The class of transformers rotates by angles in FP32, nanochat in BF16; in BF16 both are the same.
 NANOCHAT_LOGITS = 0.05
@@ -81,10 +87,16 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--weights-only and --share-scales are about 4-bit weights; --format={args.format} has none")
     if args.format.startswith("gguf"):
         verify.needs("gguf")
+        if args.dtype != "bfloat16":
+            raise UserError(f"--dtype={args.dtype} is not for GGUF, whose other weights are BF16; leave it out")
+    if args.verify:
+        verify.needs(*VERIFIED_BY.get(args.format, ()))
     if args.calibration_tokens < 1 or args.eval_tokens < 0 or args.device_batch_size < 1:
         raise UserError("--calibration-tokens and --device-batch-size must be at least 1, --eval-tokens at least 0")
     if out.exists() and not args.overwrite:
         raise UserError(f"{out} is there already; choose another --out, or replace it with --overwrite")
+    if out.exists() and not is_export(out):
+        raise UserError(f"{out} is not an export, so --overwrite leaves it alone; choose another --out, or remove it")
     _, _, _, world_size, device = compute_init(args.device_type or autodetect_device_type())
     try:
         if world_size > 1:
@@ -93,6 +105,14 @@ def main(argv: list[str] | None = None) -> None:
             Export(args, device).run(out)
     finally:
         compute_cleanup()
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a folder holds nothing but files, and what an export always writes among them, or nothing at all."""
+    if not folder.is_dir() or any(not path.is_file() for path in folder.iterdir()):
+        return False
+    card = folder / "README.md"
+    return MADE_BY in card.read_text(errors="replace") if card.is_file() else not any(folder.iterdir())
 
 
 class Export:

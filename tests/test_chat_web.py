@@ -292,9 +292,17 @@ def test_a_script_that_got_into_the_page_would_not_run(page):
 
 
 def test_flags_out_of_range_are_refused():
-    for wrong in ("--temperature=3", "--max-batch=0", "--top-k=-1", "--max-tokens=5000"):
+    for wrong in ("--temperature=3", "--max-batch=0", "--top-k=-1", "--max-tokens=5000", "--port=65536"):
         with pytest.raises(UserError, match=wrong.partition("=")[0]):
             chat_web.main([wrong])
+
+
+def test_a_model_without_4_bits_has_no_nvfp4_forward(monkeypatch, tokenizer):
+    model = GPT(GPTConfig(sequence_len=8, vocab_size=300, n_layer=1, n_head=1, n_kv_head=1, n_embd=16))
+    meta = {"step": 1, "user_config": {"method": "bf16"}}
+    monkeypatch.setattr(chat_web, "load_stage_model", lambda *_: (model, tokenizer, meta))
+    with pytest.raises(UserError, match="--precision=nvfp4: .* --method=clover"):
+        chat_web.main(["--precision=nvfp4", "--device-type=cpu"])
 
 
 def test_a_port_that_is_taken_is_one_line(monkeypatch, tokenizer):

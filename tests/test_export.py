@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 import zipfile
 from contextlib import nullcontext
 
@@ -183,13 +184,26 @@ def test_flags_of_the_scales(tiny_base, tmp_path, capsys):
         (["--format=safetensors", "--eval-tokens=-1"], "--eval-tokens at least 0"),
         (["--format=safetensors", "--model-tag=other"], "there is no base checkpoint other"),
         (["--format=safetensors", "--out={}"], "is there already; choose another --out"),
+        (["--format=safetensors", "--out={}", "--overwrite"], "is not an export, so --overwrite leaves it alone"),
+        (["--format=modelopt", "--verify"], "pip install .*nvidia-modelopt"),
     ],
 )
-def test_refused_in_one_line(tiny_base, tmp_path, flags, message):
+def test_refused_in_one_line(tiny_base, tmp_path, monkeypatch, flags, message):
     save_small(tiny_base, "gpt", "clover")
+    monkeypatch.setitem(sys.modules, "modelopt", None)  # as if it were not installed
+    (tmp_path / "mine").touch()
     with pytest.raises((UserError, ValueError), match=message) as refused:
         run(tmp_path, *(flag.format(tmp_path) for flag in flags))
-    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
+    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists() and (tmp_path / "mine").exists()
+
+
+def test_an_export_is_replaced_where_that_is_wanted(tiny_base, tmp_path):
+    save_small(tiny_base, "gpt", "clover")
+    run(tmp_path, "--format=safetensors")
+    out = run(tmp_path, "--format=safetensors", "--overwrite")
+    (out / "folder").mkdir()
+    with pytest.raises(UserError, match="is not an export"):
+        run(tmp_path, "--format=safetensors", "--overwrite")
 
 
 def test_a_model_of_many_dtypes_and_damaged_files(tmp_path):
@@ -385,6 +399,12 @@ def test_gguf_is_for_llama(tiny_base, tmp_path):
     save_small(tiny_base, "gpt", "clover")
     with pytest.raises(UserError, match="Llama-like models|gguf"):  # the second where the package is not installed
         run(tmp_path, "--format=gguf")
+
+
+@has("gguf")
+def test_gguf_has_no_other_dtype(tmp_path):
+    with pytest.raises(UserError, match="--dtype=float32 is not for GGUF"):
+        run(tmp_path, "--format=gguf-bf16", "--dtype=float32")
 
 
 @has("gguf")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from _damage import damaged
 
-from nanochat_fp4 import report
+from nanochat_fp4 import plots, report
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.metrics import MetricsLog
 from nanochat_fp4.report import Report, get_report
@@ -74,6 +74,25 @@ def test_whole_report(base_dir, folder):
     # The tokenizer comes before training, and training before the loss.
     places = [text.index(f"### {name}") for name in ("Tokenizer training", "Base model training", "Base model loss")]
     assert places == sorted(places)
+
+
+def test_runs_of_several_seeds_are_a_line_with_a_band(base_dir, folder, monkeypatch):
+    """By the pipeline's names and by the sweep's; runs of another length are not among them."""
+    for tag in ("d4_clover", "d4_clover_seed43", "tiny_clover_s1_0123abcd", "tiny_clover_s2_89abcdef"):
+        make_run(base_dir, tag, "clover", 1.25)
+    make_run(base_dir, "tiny_clover_s1_01234567", "clover", 1.25, steps=4)
+    drawn, curve = set(), plots.curve
+
+    def noted(axes, label, runs, *style):
+        before = len(axes.collections)
+        curve(axes, label, runs, *style)
+        drawn.add((label, len(runs), len(axes.collections) - before))
+
+    monkeypatch.setattr(plots, "curve", noted)
+    generated(folder)
+    assert {d for d in drawn if "BF16" not in d[0]} == {
+        ("d4_clover", 2, 1), ("tiny_clover, 6 steps", 2, 1), ("tiny_clover, 4 steps", 1, 0),
+    }  # fmt: skip
 
 
 def test_runs_can_be_chosen_and_ordered(base_dir, folder):

@@ -24,7 +24,7 @@ def needs(*packages: str) -> list[str]:
     modules = {"nvidia-modelopt": "modelopt"}
     missing = [p for p in packages if importlib.util.find_spec(modules.get(p, p.replace("-", "_"))) is None]
     if missing:
-        raise UserError(f"this needs {', '.join(missing)}; install them with: pip install 'nanochat_fp4[export]'")
+        raise UserError(f"this needs what is not installed here: pip install {' '.join(missing)}")
     return [f"{p} {importlib.metadata.version(p)}" for p in packages]
 
 
