@@ -53,7 +53,7 @@ def curve(axes: Any, label: str, runs: list[tuple[list, list]], style: str = "-"
     values = [[dict(zip(x, y))[at] for x, y in runs] for at in common]
     mean = [sum(v) / len(v) for v in values]
     if len(runs) > 1:
-        label = f"{label}, {len(runs)} seeds"
+        label = f"{label}, mean and range of {len(runs)} seeds"
     (line,) = axes.plot(
         common, mean, style, label=label, color=color, linewidth=1.4, marker="o" if len(common) < 15 else None,
         markersize=3,
