@@ -15,7 +15,7 @@ apart; MHz, W and what limits the clock were sampled by NVML while the calls ran
 way: in turns of a few calls, in which each of them runs in the clock that the others left.
 
 Nothing is timed before its result was compared: with the reference (nanochat_fp4.doctor), and, on the very tensors that
-are timed, with BF16.
+are timed, with BF16. The JSON is written as the numbers come.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -32,6 +33,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4 import roofline
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.doctor import layer_problem, relative_square_error
+from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
 from scripts import bench_common as common
@@ -157,9 +159,16 @@ def layers_of(model: str, methods: list[str], tokens: int, device, problems: dic
 
 
 def measure(
-    models: list[str], methods: list[str], tokens: int, modes: list[str], passes: list[str], ways: dict[str, Callable]
+    models: list[str],
+    methods: list[str],
+    tokens: int,
+    modes: list[str],
+    passes: list[str],
+    ways: dict[str, Callable],
+    report: Callable[[list[dict]], object],
 ) -> tuple[list[dict], list[str]]:
-    """(records, problems): one record for each model, mode, pass, way of timing and method that is right."""
+    """(records, problems): one record for each model, mode, pass, way of timing and method that is right. All so far
+    are reported whenever there are more."""
     device = common.need_cuda("bench_linear")
     problems = {m: p for m in methods if (p := layer_problem(device, m))}
     if "bf16" in problems:
@@ -181,6 +190,7 @@ def measure(
                         record = {"model": model, "mode": mode, "pass": which, "timing": way, "method": method}
                         ratio = numbers["ms"] / found["bf16"]["ms"]
                         records.append(record | numbers | {"ratio": ratio, "tflops": work / numbers["ms"] / 1e9})
+                    report([r for r in records if r["method"] not in problems])
                 del functions
         del layers
         if device.type == "cuda":
@@ -269,6 +279,12 @@ def main(argv: list[str] | None = None) -> None:
     methods = ["bf16", *[m for m in dict.fromkeys(names) if m != "bf16"]]
 
     settings = {"models": models, "methods": methods, "tokens": args.tokens, "seconds": args.seconds}
+    name = f"bench_linear_{args.roofline}_predicted" if args.roofline else "bench_linear"
+    environment = environment_info()
+
+    def report(records: list[dict]) -> Path:
+        return common.write_json(name, args.json, settings, records, environment)
+
     problems: list[str] = []
     if args.roofline:
         machine = roofline.MACHINES[args.roofline]
@@ -282,10 +298,9 @@ def main(argv: list[str] | None = None) -> None:
         ways = {"steady": functools.partial(steady, seconds=args.seconds)}
         if args.turns:
             ways["turns"] = functools.partial(in_turns, seconds=args.seconds)
-        records, problems = measure(models, methods, args.tokens, modes, passes, ways)
+        records, problems = measure(models, methods, args.tokens, modes, passes, ways, report)
     print(show(records))
-    name = f"bench_linear_{args.roofline}_predicted" if args.roofline else "bench_linear"
-    print(f"written to {common.write_json(name, args.json, settings, records)}")
+    print(f"written to {report(records)}")
     if problems:
         raise UserError(f"not timed, because the result is wrong: {'; '.join(problems)}")
 

@@ -252,8 +252,10 @@ def test_monitor_says_how_often_what_limited_the_clock():
 
 def test_measure_layers(on_a_cpu):
     methods = ["bf16", "nvidia", "clover"]
-    records, problems = bench_linear.measure(["tiny"], methods, 256, ["eager"], PASSES, BOTH)
-    assert problems == []
+    so_far = []
+    report = lambda records: so_far.append(len(records))  # noqa: E731
+    records, problems = bench_linear.measure(["tiny"], methods, 256, ["eager"], PASSES, BOTH, report)
+    assert problems == [] and so_far == [3, 6, 9, 12]  # whenever a way of timing is through
     expected = [(p, way, m) for p in PASSES for way in BOTH for m in methods]
     assert [(r["pass"], r["timing"], r["method"]) for r in records] == expected
     assert all(("spread" in r) == (r["timing"] == "steady") for r in records)
@@ -265,7 +267,7 @@ def test_measure_layers(on_a_cpu):
 def test_a_wrong_method_is_not_timed(on_a_cpu, monkeypatch):
     real = linear.gemm
     monkeypatch.setattr(linear, "gemm", lambda a, b, **kw: torch.zeros_like(real(a, b, **kw)))
-    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 256, ["eager"], PASSES, STEADY)
+    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 256, ["eager"], PASSES, STEADY, len)
     assert {r["method"] for r in records} == {"bf16"}
     assert problems == ["clover: output is all zeros"]
 
@@ -279,7 +281,7 @@ def test_a_method_that_is_wrong_only_at_the_benchmarks_shape_is_not_timed(on_a_c
         return y * (torch.arange(len(y)) < 200).unsqueeze(1) if len(y) == 256 else y
 
     monkeypatch.setattr(linear, "gemm", gemm)
-    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 256, ["eager"], PASSES, STEADY)
+    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 256, ["eager"], PASSES, STEADY, len)
     assert {r["method"] for r in records} == {"bf16"}
     assert len(problems) == 1 and "tiny up: output is off BF16" in problems[0]
 
