@@ -33,9 +33,8 @@ CODES = 0.5 + 1 / 16  # 4-bit codes and an E4M3 scale for 16 of them
 BF16 = 2.0
 PSEUDO = 2 / 16 + 4 / 128  # MS-EDEN: a BF16 pseudo-scale for 16 elements and S for 128
 
-# Instructions per element and output of a kernel: those of its loop in SASS for sm_90, which `python
-# tests/test_kernels_compile.py 90 default METHODS` prints (of the whole kernel where it has no loop), by the elements
-# that a thread has: 64 of a rotating kernel's strip, 16 of the others' tiles. Compiled with Triton 3.6.
+# Instructions per element and output of a kernel, as `python dev/instructions.py 90` counts them in SASS for sm_90.
+# Compiled with Triton 3.6.
 # Rounding with one candidate: along rows as they lie, in 16x16 blocks, after a rotation to BF16 (to codes: PACK more).
 ROWS_INSTRUCTIONS, SQUARE_INSTRUCTIONS, ROTATED_INSTRUCTIONS, PACK_INSTRUCTIONS = 19.5, 49.0, 15.0, 4.0
 EDEN_INSTRUCTIONS = 7.0

@@ -135,6 +135,60 @@ def test_what_is_left_to_autograd(how):
     assert len(seen) == len(calls) == (2 if "hook" in how else 0)
 
 
+def test_the_weight_of_a_layer_may_be_an_embeddings():
+    """Autograd adds the embedding's part to the tensor that the GEMM adds to."""
+
+    def run(accumulate):
+        m = model()
+        embedding = nn.Embedding(64, 96, _weight=m.out.weight)
+        embedding.weight = m.out.weight
+        with nf.accumulate_gradients(m) if accumulate else contextlib.nullcontext():
+            assert (m.out.grad_buffer is not None) == accumulate
+            torch.manual_seed(1)
+            for _ in range(3):
+                (m(torch.randn(32, 64)).square().mean() + embedding(torch.arange(32)).sum()).backward()
+            assert not accumulate or m.out.weight.grad.data_ptr() == m.out.grad_buffer.data_ptr()
+        return m.out.weight.grad
+
+    # Autograd first adds up the two parts of a pass: another order of the same six terms.
+    torch.testing.assert_close(run(True), run(False), rtol=1e-6, atol=1e-7)
+
+
+def test_a_scalers_skipped_step_skips_what_was_added():
+    """An infinite gradient in one micro-batch: the scaler sees it in weight.grad, as if autograd had put it there."""
+    m = model("bf16")
+    m.out.bias.requires_grad_(False)  # autograd would show its gradient
+    before = {name: p.detach().clone() for name, p in m.named_parameters() if p.requires_grad}
+    optimizer, scaler = torch.optim.SGD(m.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for scale, moves in ((float("inf"), False), (1.0, True)):
+        with nf.accumulate_gradients(m):
+            for factor in (1.0, scale):
+                scaler.scale(m(torch.randn(32, 64)).square().mean() * factor).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert all(torch.equal(p, before[name]) != moves for name, p in m.named_parameters() if name in before)
+        assert scaler.get_scale() == 4.0  # halved by the first, left by the second
+
+
+def test_fsdp2_gets_its_gradients_from_autograd():
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        got = {}
+        for accumulate in (True, False):
+            m = model()
+            fully_shard(m, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+            with nf.accumulate_gradients(m) if accumulate else contextlib.nullcontext():
+                assert m.out.grad_buffer is None and m.q.stacked_grad_buffer is None
+                got[accumulate] = backward(m)
+        assert all(torch.equal(got[True][n].full_tensor(), g.full_tensor()) for n, g in got[False].items())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_gradients_that_go_inside_are_told():
     m = model()
     with pytest.raises(RuntimeError, match="dropped or exchanged inside the context.*leave it before zero_grad"):

@@ -1,153 +1,24 @@
-"""Compiles the kernels ahead of time for GPUs that are not here, and looks into what the compiler made.
+"""The kernels compiled ahead of time for GPUs that are not here (dev/instructions.py): what the compiler made of them.
 
 Each target has a process of its own, because Triton's interpreter, which the other tests use, cannot be switched off
-again. There QuantLinear runs on a CPU, forward and backward, with every launch of a kernel
-replaced by its compilation: so what is compiled is what training launches, with its compile-time arguments, its
-specialization on alignment and its launch options. What the layer computes is garbage.
+again.
 """
 
+import importlib.util
 import json
 import re
-import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
+ROOT = Path(__file__).parent.parent
+
 ARCHITECTURES = (90, pytest.param(100, marks=pytest.mark.slow), 120)
 MATRIX_PRODUCT = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 NATIVE = {100: "tcgen05.mma", 120: "mma.sync"}  # where dot_scaled becomes an FP4 instruction
-
-
-def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[dict]:
-    """
-    One record for each different kernel that the methods launch, with operands for the GEMM that the GPU has, and for
-    the emulated one, too, where every input is wanted. Runs in the process without the interpreter.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.jit import JITFunction
-
-    class NoGPU:
-        """As much of a driver as the compiler asks for."""
-
-        def get_current_device(self):
-            return 0
-
-        def get_current_stream(self, device):
-            return 0
-
-        def get_current_target(self):
-            return GPUTarget("cuda", arch, 32)
-
-    triton.runtime.driver.set_active(NoGPU())
-    launched: dict[str, dict] = {}
-    original = JITFunction.run
-
-    def run(self, *args, grid, warmup, **kwargs):
-        kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
-        if kernel.hash not in launched:
-            constants = {self.arg_names[k[0]]: v for k, v in kernel.src.constants.items() if len(k) == 1}
-            launched[kernel.hash] = {"kernel": self.fn.__name__, "constants": repr(constants), **_inspect(kernel)}
-        return kernel
-
-    JITFunction.run = run
-
-    from nvfp4_kernels import quantize
-    from nvfp4_kernels.decode import decode
-    from nvfp4_kernels.matmul import dot_scaled, swizzle
-    from nvfp4_kernels.quantize import amax
-    from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
-
-    import nanochat_fp4 as nf
-    from nanochat_fp4.nvfp4 import dispatch, operands
-
-    dispatch._no_kernels_reason = lambda device_type: None
-    quantize.conversion_problem = lambda: None  # it needs a GPU
-    if methods == ["decoding"]:
-        _launch_decoding()
-        return list(launched.values())
-    cases = [(torch.bfloat16, torch.float32, 256)]
-    if every_input:  # FP32 activations, BF16 weights, a number of tokens that nothing divides
-        cases += [(torch.float32, torch.float32, 256), (torch.bfloat16, torch.bfloat16, 251)]
-
-    def train(method, dtype, weight_dtype, tokens):
-        linear = nf.QuantLinear(256, 384, method=method, dtype=weight_dtype)
-        x = torch.zeros(tokens, 256, dtype=dtype, requires_grad=True)
-        linear(x).backward(torch.zeros(tokens, 384, dtype=dtype))
-
-    for method in methods if every_input or arch not in NATIVE else ():
-        for case in cases:
-            train(method, *case)
-    operand = torch.zeros(256, 128, dtype=torch.uint8), torch.zeros(256, 16, dtype=torch.float8_e4m3fn)
-    if every_input or arch not in NATIVE:  # kernels that are the same everywhere
-        decode(*operand)
-        swizzle(operand[1])
-        for dtype, columns in ((torch.bfloat16, 1536), (torch.float32, 100)):
-            relu_squared(torch.zeros(8, columns, dtype=dtype), torch.tensor(1))
-        quantize_relu_squared(torch.zeros(8, 1536, dtype=torch.bfloat16), torch.tensor(1), 6.0, 256.0, [1.0, 1.5], True)
-        amax(torch.empty(1 << 28, dtype=torch.bfloat16))  # memory that nobody touches: the kernel for large tensors
-    if arch in NATIVE:
-        for out_dtype in (torch.bfloat16, torch.float32):
-            dot_scaled(*operand, torch.ones(()), *operand, torch.ones(()), out_dtype)
-        operands.native_gemm = lambda device_type: "dot_scaled"  # the GEMM reads codes
-        train(methods[0], *cases[0])
-    return list(launched.values())
-
-
-def _launch_decoding() -> None:
-    """The kernels of generation, for BF16 and for the weights of one layer."""
-    from nvfp4_kernels import decode_step
-
-    weight = torch.zeros(256, 128, dtype=torch.uint8), torch.zeros(256, 16, dtype=torch.float8_e4m3fn)
-    bf16, stream, four_over_six = torch.bfloat16, torch.zeros(2, 256, dtype=torch.bfloat16), (6.0, 256.0, (1.0, 1.5))
-    scalars = torch.ones(()), torch.ones(())
-    values, scale = decode_step.row(
-        stream[None], stream, (stream, *scalars), dtype=bf16, add=True, norm_eps=1e-6, rounding=four_over_six
-    )
-    for activation in ("relu2", "silu"):
-        decode_step.row(torch.zeros(2, 2, 512), dtype=bf16, activation=activation, rounding=four_over_six)
-    for rows in (1, 32):
-        x = values[:1].expand(rows, -1).contiguous(), scale[:1].expand(rows, -1).contiguous()
-        decode_step.codes_matmul(*x, *weight, scalars[0], bf16)
-    caches, position = torch.zeros(2, 2, 64, 2, 128, dtype=bf16), torch.zeros(2, dtype=torch.int32)
-    tables = torch.zeros(2, 64, 64, dtype=bf16)
-    decode_step.attention(torch.zeros(1, 2, 768), *tables, *caches, position, position, 2, 32, 1e-6)
-
-
-def _inspect(kernel) -> dict:
-    """Registers, stack and instructions of a compiled kernel; loops: how many of them are in each."""
-    import tempfile
-
-    import triton
-
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(kernel.asm["cubin"])
-        f.flush()
-        command = [cuobjdump, "-res-usage", "-sass", f.name]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", sass)}
-    opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass))
-    branches = re.findall(r"/\*([0-9a-f]{4,})\*/[^;\n]*\bBRA\b[^;\n]*\b0x([0-9a-f]+)", sass)
-    loops = [(int(at, 16) - int(to, 16)) // 16 + 1 for at, to in branches]  # an instruction has 16 bytes
-    ptx = kernel.asm["ptx"]
-    return {
-        "registers": numbers["REG"],
-        "stack": numbers["STACK"] + numbers["LOCAL"],
-        "shared": kernel.metadata.shared,
-        "spills": opcodes["LDL"] + opcodes["STL"],
-        "conversions": [ptx.count("cvt.rn.satfinite.e2m1x2.f32"), len(re.findall(r"F2FP\S*\.E2M1\.F32", sass))],
-        "instructions": sum(opcodes.values()),
-        "loops": sorted((size for size in loops if size > 32), reverse=True),
-        "warps": kernel.metadata.num_warps,
-        "target": re.search(r"\.target (\w+)", ptx).group(1),
-        "products": sorted(set(re.findall(r"wgmma\.mma_async|tcgen05\.mma\b|mma\.sync", ptx))),
-        "kinds": sorted(set(re.findall(r"(?:mma|mma\.sync)\.\S*(?:block_scale|mxf4nvf4)\S*", ptx))),
-        "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
-        "approximate_divisions": len(re.findall(r"div\.full\.f32|div\.approx", ptx)),
-    }
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -156,8 +27,9 @@ def _inspect(kernel) -> dict:
 def compiled(fork_server, arch, methods, cache, every_input=False) -> list[dict]:
     pytest.importorskip("triton")
     code = f"""
-import json
-import test_kernels_compile as t
+import json, sys
+sys.path.insert(0, {str(ROOT / "dev")!r})
+import instructions as t
 for record in t.compile_kernels({arch}, {list(methods)}, {every_input}):
     print("RECORD", json.dumps(record))
 """
@@ -254,6 +126,23 @@ def test_predictions_count_these_instructions(clover, arch):
             wanted = expected[r["kernel"]]["'FROM_CODES': True" in r["constants"]]
             assert size / elements == pytest.approx(wanted, rel=0.15), (r["kernel"], r["loops"])
     assert sum(len(r["loops"]) for r in clover if r["kernel"] in expected) == 5
+
+
+def test_instructions_are_named_and_counted(clover, arch, capsys, monkeypatch):
+    """What dev/instructions.py prints of these."""
+    spec = importlib.util.spec_from_file_location("instructions", ROOT / "dev" / "instructions.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "compile_kernels", lambda *args, **kwargs: clover)
+    module.show(arch, "clover")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+    to = "codes" if arch in NATIVE else "BF16"
+    names = {f"rotate grad_output to {to}", f"requantize to {to}"}
+    assert names < {row[1] for row in rows} and all(row[0].startswith(f"sm_{arch}") for row in rows)
+    counts = {row[1]: [float(n) for n in row[2].split(", ")] for row in rows}
+    assert len(counts[f"rotate grad_output to {to}"]) == 2  # a loop for each operand
+    assert all(8 < n < 80 for values in counts.values() for n in values), counts
 
 
 @pytest.mark.slow
