@@ -141,7 +141,12 @@ def _inspect(kernel) -> dict:
     numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", sass)}
     opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass))
     branches = re.findall(r"/\*([0-9a-f]{4,})\*/[^;\n]*\bBRA\b[^;\n]*\b0x([0-9a-f]+)", sass)
-    loops = [(int(at, 16) - int(to, 16)) // 16 + 1 for at, to in branches]  # an instruction has 16 bytes
+    exits = [int(at, 16) for at in re.findall(r"/\*([0-9a-f]{4,})\*/\s+EXIT\b", sass)]
+    jumps = [(int(to, 16), int(at, 16)) for at, to in branches]
+    # What waits is put behind the end of a kernel and jumps back: no loop. Of loops inside of each other the outermost.
+    jumps = [(to, at) for to, at in jumps if not any(to < e < at for e in exits)]
+    jumps = [j for j in jumps if not any(o != j and o[0] <= j[0] and j[1] <= o[1] for o in jumps)]
+    loops = [(at - to) // 16 + 1 for to, at in jumps]  # an instruction has 16 bytes
     ptx = kernel.asm["ptx"]
     return {
         "registers": numbers["REG"],
@@ -177,8 +182,7 @@ def label(record: dict) -> str:
 def per_element(record: dict) -> list[float]:
     """Instructions per element, of each loop over tiles."""
     elements = ELEMENTS[record["kernel"]]
-    loops = [size for size in record["loops"] if size > 4 * elements]  # not those inside of a tile
-    return [round(size / elements, 1) for size in loops or [record["instructions"]]]
+    return [round(size / elements, 1) for size in record["loops"] or [record["instructions"]]]
 
 
 def show(arch: int, method: str) -> None:

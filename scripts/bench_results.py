@@ -40,6 +40,7 @@ class Results:
     @contextmanager
     def attempt(self, record: dict, what: str) -> Iterator[None]:
         """An error inside becomes the record's problem, and is printed and written."""
+        gc.collect()  # before, not after: what an error of the last one keeps alive is let go only when it has left
         try:
             yield
         except Exception as error:
@@ -52,7 +53,6 @@ class Results:
                 record["problem"] = f"{what}: {type(error).__name__}: {one_line(error)}"
             print0(f"FAILED d{record['depth']} {record['variant']}, {record['problem']}", flush=True)
             self.write()
-        gc.collect()
 
 
 def add_ratios(records: list[dict]) -> None:

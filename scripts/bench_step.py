@@ -52,6 +52,7 @@ class Subject(TrainingStep):
             if isinstance(module, QuantLinear):
                 module.set_recipe(recipe)
         self.model.recompute = variant.recompute
+        self.model.zero_grad(set_to_none=True)  # of one that failed in the middle of a step
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:

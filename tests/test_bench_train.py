@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import subprocess
+import weakref
 from pathlib import Path
 
 import pytest
@@ -455,6 +456,34 @@ def test_one_variant_that_fails_leaves_the_others(part, base_dir, monkeypatch, c
     assert "nvidia FAILED" in captured.out and "RuntimeError: a bug" in captured.err
     assert ("bf16, all again, micro-batch 2: forward" in captured.out) == (part == "time_by_operation")
     assert "nvidia, micro-batch 2: forward" not in captured.out
+
+
+def test_a_variant_that_fails_leaves_nothing_in_memory(base_dir, monkeypatch):
+    """Neither what its frames hold, which an error refers to and they to it, nor its gradients."""
+    real, become, held = Subject.passes, Subject.become, []
+
+    class Activations:
+        pass
+
+    def passes(self, rows):
+        real(self, rows)
+        if len(self.seen) == 2:
+            activations = Activations()
+            held.append(weakref.ref(activations))
+            error = torch.OutOfMemoryError("CUDA out of memory")
+            raise error
+
+    def watched(self, variant):
+        become(self, variant)
+        self.seen = [*getattr(self, "seen", []), variant]
+        assert all(ref() is None for ref in held)
+        assert all(p.grad is None for p in self.model.parameters())
+
+    monkeypatch.setattr(Subject, "passes", passes)
+    monkeypatch.setattr(Subject, "become", watched)
+    with pytest.raises(UserError, match="1 of 3 variants failed: d1 clover: micro-batch: out of memory"):
+        bench_train.main([*TINY, "--methods", "clover,nvidia", "--no-table7"])
+    assert len(held) == 1 and written(base_dir)["nvidia"]["tokens_per_second"] > 0
 
 
 def test_a_wrong_method_is_not_timed(base_dir, monkeypatch):
