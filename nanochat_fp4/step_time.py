@@ -11,7 +11,7 @@ Linear layers are roofline.layer_steps, of which our kernels have a band. For th
     weights      for each micro-batch: the cast of the FP32 weights to BF16, and the gradients' accumulation in FP32
     optimizer    Muon's Newton-Schulz steps, and UPDATE bytes a parameter, once a step
 
-GLUE is that of our own BF16 step on an H200 (d26, 780.7 ms for 65,536 tokens, docs/results/bench_train.json)
+GLUE is that of our own BF16 step on an H200 (d26, 780.7 ms for 65,536 tokens, docs/results/bench_train.json of d3bf343)
 less what the other lines say; the fork that was measured on a Blackwell has about as many (blackwell.py).
 """
 
