@@ -27,6 +27,8 @@ the rank's local tensor, where they are put here as attributes. So the rows stay
 checkpoints.
 """
 
+import functools
+import inspect
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -95,7 +97,8 @@ class _Shard:
         self.codes: Codes | None = None
         self.tensor_scale = torch.empty((), dtype=torch.float32, device=self.local.device)
         self.gathered_as_codes: bool | None = None  # None: not yet
-        self.local.fsdp_pre_all_gather = self.before
+        self.local.fsdp_pre_all_gather = functools.partial(self.before)
+        self.local.fsdp_pre_all_gather.__signature__ = _SIGNATURE
         self.local.fsdp_post_all_gather = self.after
 
     def version_now(self) -> tuple:
@@ -130,6 +133,10 @@ class _Shard:
             return None
         self.layer.gathered = Codes(*outputs, self.tensor_scale) if self.gathered_as_codes else Plain(*outputs)
         return torch.full((), torch.nan, dtype=param_dtype, device=self.local.device).as_subclass(_Unread), ()
+
+
+# FSDP asks for it at each gather; to find it out takes longer than all that is done here.
+_SIGNATURE = inspect.signature(_Shard.before.__get__(object()))
 
 
 class _Shards:
