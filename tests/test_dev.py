@@ -86,3 +86,19 @@ def test_logs_side_by_side(dev, tmp_path):
     assert rows[-1] == ["ms", "(median)", "11.0", "11.0"]
     done = dev("compare_upstream", "table", tmp_path / "nothing.log")
     assert done.status == 1 and done.log.startswith("error: there is no ")
+
+
+def test_losses_in_one_picture(dev, tmp_path):
+    pytest.importorskip("matplotlib")
+    runs = []
+    for name, losses in (("one", (5.0, 4.0, 3.0)), ("two", (5.0, 4.5, 3.25))):
+        records = [{"event": "train", "step": i, "loss": loss} for i, loss in enumerate(losses)]
+        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+        runs.append(f"{name} of them={tmp_path / name}")
+    done = dev("plot_losses", tmp_path / "losses.png", *runs)
+    assert done.status == 0, done.log
+    assert "two of them: 3 steps, at most 0.5000 apart, 0.2500 in the last 50" in done.log
+    assert (tmp_path / "losses.png").stat().st_size > 5000
+    assert "give a picture and runs" in dev("plot_losses").log
+    done = dev("plot_losses", tmp_path / "losses.png", f"none={tmp_path / 'nowhere'}")
+    assert done.status == 2 and "has no losses of training steps" in done.log
