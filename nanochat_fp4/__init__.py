@@ -30,11 +30,13 @@ __all__ = [
     "ABLATIONS",
     "METHODS",
     "ROUNDINGS",
+    "ColwiseParallel",
     "Gemm",
     "NVFP4Tensor",
     "Operand",
     "QuantLinear",
     "Recipe",
+    "RowwiseParallel",
     "accumulate_gradients",
     "backend",
     "convert",
@@ -55,8 +57,13 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name == "load_quantized":  # needs more than torch, and is needed by few: loaded when asked for
+    # These need more than torch, or more of it, and are needed by few: loaded when asked for.
+    if name == "load_quantized":
         from nanochat_fp4.export.load import load_quantized
 
         return load_quantized
+    if name in ("ColwiseParallel", "RowwiseParallel"):
+        from nanochat_fp4.nvfp4 import tensor_parallel
+
+        return getattr(tensor_parallel, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

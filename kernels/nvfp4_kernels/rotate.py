@@ -27,13 +27,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 
 from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION, operator
 from nvfp4_kernels.quantize import fit_blocks, hardware
-from nvfp4_kernels.scales import finish, repair, tensor_scale_kernel
+from nvfp4_kernels.scales import PLACE, finish, repair, tensor_scale_kernel
 
 TILE = 128  # a group of the rotation
 STRIP = 64  # rows of an operand that a program makes at a time: what one warp group multiplies
@@ -113,6 +114,9 @@ def _emit(
     group,
     rows,
     groups,
+    place_row,
+    place_block,
+    place_blocks,
     seed_ptr,
     codes_ptr,
     scales_ptr,
@@ -132,6 +136,7 @@ def _emit(
     says.
 
     `rows` and `groups` are the output's extent; tail: blocks that the last group of a row has (8 unless K % 128).
+    place: where the output is in what it is a part of, its first row and block, and how many blocks a row of that has.
     Returns the blocks' largest magnitudes (512,).
     """
     line = tl.arange(0, 512)
@@ -148,7 +153,8 @@ def _emit(
         seed = 0
         if STOCHASTIC:
             seed = tl.load(seed_ptr)
-        noise_index = block[:, None] * 2 + tl.arange(0, 2)[None, :]
+        placed = (place_row + row).to(tl.int64) * place_blocks + place_block + group * 8 + block_in_group
+        noise_index = placed[:, None] * 2 + tl.arange(0, 2)[None, :]
         q, _, scale, codes = fit_blocks(
             x, absolute, factor, seed, noise_index, stream,
             GRID_MAX, INVERSE, CANDIDATES, STOCHASTIC, False, CONVERSIONS, 512, 16,
@@ -177,7 +183,8 @@ def _emit(
         tl.store(scales_ptr + block, scale.to(tl.bfloat16), mask=mask)
 
         if KIND == EDEN_EMULATED:
-            words = m.scale_words(tl.load(seed_ptr), row0 // 16, group * 4, groups * 4, stream, 64, 4)
+            row16, pair = (place_row + row0) // 16, place_block // 2 + group * 4
+            words = m.scale_words(tl.load(seed_ptr), row16, pair, place_blocks // 2, stream, 64, 4)
             corrected = scale * tl.reshape(tl.broadcast_to(s[:, None], (64, 8)), (512,))
             final = m.stochastic_round_m3(corrected, tl.reshape(words, (512,)))
             _store_decoded(q * final[:, None], decoded_ptr, row0, group, rows, blocks_per_row)
@@ -220,6 +227,9 @@ def _make(
     decoded_ptr,
     stream,
     rht_stream,
+    place_row,
+    place_block,
+    place_blocks,
     COL: tl.constexpr,
     FROM_CODES: tl.constexpr,
     FP32: tl.constexpr,
@@ -291,6 +301,9 @@ def _make(
             tile_row if COL else tile_column,
             columns if COL else rows,
             row_tiles if COL else column_tiles,
+            place_row,
+            place_block,
+            place_blocks,
             seed_ptr,
             codes_ptr,
             scales_ptr,
@@ -312,7 +325,7 @@ def _make(
         tl.atomic_max(amax_ptr, tl.max(m.bits(largest), axis=0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[f"{side}_{place}" for side in ("row", "col") for place in PLACE])
 def rotate_quantize_kernel(
     x_ptr,
     x_scales_ptr,
@@ -329,6 +342,9 @@ def rotate_quantize_kernel(
     row_decoded_ptr,
     row_stream,
     row_rht_stream,
+    row_place_row,
+    row_place_block,
+    row_place_blocks,
     col_hadamard_ptr,
     col_rht_seed_ptr,
     col_amax_ptr,
@@ -339,6 +355,9 @@ def rotate_quantize_kernel(
     col_decoded_ptr,
     col_stream,
     col_rht_stream,
+    col_place_row,
+    col_place_block,
+    col_place_blocks,
     FROM_CODES: tl.constexpr,
     FP32: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -383,6 +402,7 @@ def rotate_quantize_kernel(
                 first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns,
                 row_hadamard_ptr, row_rht_seed_ptr, row_amax_ptr, row_seed_ptr, row_codes_ptr,
                 row_scales_ptr, row_correction_ptr, row_decoded_ptr, row_stream, row_rht_stream,
+                row_place_row, row_place_block, row_place_blocks,
                 False, FROM_CODES, FP32, ROW_KIND, ROW_RHT_DIM, ROW_NORM, ROW_DIVISOR, ROW_GRID_MAX, ROW_INVERSE,
                 ROW_CANDIDATES, ROW_STOCHASTIC, HARDWARE, ROW_STORE_CODES, ROW_TAIL,
             )  # fmt: skip
@@ -392,6 +412,7 @@ def rotate_quantize_kernel(
                 first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns,
                 col_hadamard_ptr, col_rht_seed_ptr, col_amax_ptr, col_seed_ptr, col_codes_ptr,
                 col_scales_ptr, col_correction_ptr, col_decoded_ptr, col_stream, col_rht_stream,
+                col_place_row, col_place_block, col_place_blocks,
                 True, FROM_CODES, FP32, COL_KIND, COL_RHT_DIM, COL_NORM, COL_DIVISOR, COL_GRID_MAX, COL_INVERSE,
                 COL_CANDIDATES, COL_STOCHASTIC, HARDWARE, COL_STORE_CODES, COL_TAIL,
             )  # fmt: skip
@@ -401,6 +422,7 @@ class Operand(NamedTuple):
     """One operand to make: the fields of quantizers.Rounding, its rotation and its streams of random numbers.
 
     emulated: make the BF16 operand for a decoding GEMM instead of codes and scales.
+    group, row, column, columns: where the operand is a part of one: of nanochat_fp4.nvfp4.part.Part
     """
 
     grid_max: float = 6.0
@@ -412,6 +434,14 @@ class Operand(NamedTuple):
     stream: int = 0
     rht_stream: int = 0
     emulated: bool = True
+    group: str = ""
+    row: int = 0
+    column: int = 0
+    columns: int = 0
+
+    def place(self, blocks: int) -> tuple[int, int, int]:
+        """Its first row and block in what it is a part of, and the blocks of a row of that; blocks: of its own."""
+        return self.row, self.column // 16, self.columns // 16 or blocks
 
     def padded(self, contraction: int) -> int:
         multiple = self.rht_dim or 16
@@ -471,8 +501,9 @@ class _Output:
 
     def arguments(self) -> tuple:
         buffers = (self.codes.view(torch.int32), self.scales, self.correction, self.decoded)
-        streams = (self.operand.stream, self.operand.rht_stream) if self.operand else (0, 0)
-        return (self.hadamard, self.rht_seed, self.amax, self.seed, *buffers, *streams)
+        o = self.operand or Operand()
+        scalars = (o.stream, o.rht_stream, *o.place(self.columns // 16))
+        return (self.hadamard, self.rht_seed, self.amax, self.seed, *buffers, *scalars)
 
     def finish(self) -> list[torch.Tensor]:
         """[decoded], [decoded, tensor_scale] or [codes, scales, tensor_scale]: see rotate_quantize."""
@@ -518,7 +549,7 @@ def rotate_quantize(
 
 def _side(name: str) -> str:
     """An operand in the schema of an operator, which knows no records: its seeds, whether it is wanted, its fields."""
-    kinds = {float: "float", int: "int", bool: "bool", tuple[float, ...]: "float[]"}
+    kinds = {float: "float", int: "int", bool: "bool", tuple[float, ...]: "float[]", str: "str"}
     fields = [f"{kinds[kind]} {name}_{field}" for field, kind in Operand.__annotations__.items()]
     return ", ".join([f"Tensor? {name}_seed", f"Tensor? {name}_rht_seed", f"bool {name}", *fields])
 
@@ -574,8 +605,20 @@ def rotate_quantize_sides(
 
     if any(o is not None and not o.ms_eden for o in (row_operand, col_operand)):
         launch(amax_only=True)
+        _reduce_over_group(amax, [o is not None and not o.ms_eden and o.group for o in (row_operand, col_operand)])
     launch(amax_only=False)
+    _reduce_over_group(amax, [o is not None and o.ms_eden and o.group for o in (row_operand, col_operand)])
     return [*outputs[0].finish(), *outputs[1].finish()]
+
+
+def _reduce_over_group(amax: torch.Tensor, groups: list) -> None:
+    """amax int32 (2,), in place: the largest that the processes of each one's group have; none where that is empty."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    for group in {group for group in groups if group}:
+        mine = [i for i, g in enumerate(groups) if g == group]
+        part = amax if len(mine) == 2 else amax[mine[0]]
+        dist.all_reduce(part, op=dist.ReduceOp.MAX, group=_resolve_process_group(group))
 
 
 @rotate_quantize_sides.register_fake

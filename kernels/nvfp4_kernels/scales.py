@@ -15,6 +15,9 @@ from nvfp4_kernels._ops import NO_FUSION
 from nvfp4_kernels.quantize import hardware
 
 GROUPS = 8  # of a rotation, 8 scales each, that a program takes of 16 rows
+# Arguments that say where an operand is in what it is a part of: they count for random numbers alone, and no value of
+# them is worth a kernel of its own.
+PLACE = ["place_row", "place_block", "place_blocks"]
 
 
 @triton.jit
@@ -23,7 +26,7 @@ def tensor_scale_kernel(amax_ptr, tensor_scale_ptr, DIVISOR: tl.constexpr, POWER
     tl.store(tensor_scale_ptr, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLACE)
 def finish_kernel(
     pseudo_ptr,
     correction_ptr,
@@ -34,6 +37,9 @@ def finish_kernel(
     rows,
     groups,
     stream,
+    place_row,
+    place_block,
+    place_blocks,
     DIVISOR: tl.constexpr,
     HARDWARE: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -47,11 +53,12 @@ def finish_kernel(
     at, mask, corrected = _corrected(
         pseudo_ptr, correction_ptr, m.power_of_two_reciprocal(tensor_scale), row16, first, rows, groups, GROUPS
     )
-    words = m.scale_words(tl.load(seed_ptr), row16, first * 4, groups * 4, stream, 16, 4 * GROUPS)
+    at16, pair = place_row // 16 + row16, place_block // 2 + first * 4
+    words = m.scale_words(tl.load(seed_ptr), at16, pair, place_blocks // 2, stream, 16, 4 * GROUPS)
     tl.store(scales_ptr + at, m.encode_e4m3(m.stochastic_round_e4m3(corrected, words), HARDWARE), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLACE)
 def repair_kernel(
     decoded_ptr,
     pseudo_ptr,
@@ -61,6 +68,9 @@ def repair_kernel(
     rows,
     groups,
     stream,
+    place_row,
+    place_block,
+    place_blocks,
     DIVISOR: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -75,7 +85,8 @@ def repair_kernel(
     if tl.max(tl.max(subnormal.to(tl.int32), axis=1), axis=0) > 0:
         for group in range(first, tl.minimum(first + GROUPS, groups)):
             at, mask, corrected_again = _corrected(pseudo_ptr, correction_ptr, shift, row16, group, rows, groups, 1)
-            words = m.scale_words(tl.load(seed_ptr), row16, group * 4, groups * 4, stream, 16, 4)
+            at16, pair = place_row // 16 + row16, place_block // 2 + group * 4
+            words = m.scale_words(tl.load(seed_ptr), at16, pair, place_blocks // 2, stream, 16, 4)
             # What the first kernel rounded to, free of E4M3's range, and what it should have been.
             before = m.stochastic_round_m3(corrected_again, words)
             after = m.stochastic_round_e4m3(corrected_again, words)
@@ -112,6 +123,7 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
         tensor_scale,
         *correction.shape,
         operand.stream,
+        *operand.place(pseudo.shape[1]),
         DIVISOR=operand.divisor,
         HARDWARE=hardware(),
         GROUPS=GROUPS,
@@ -130,6 +142,7 @@ def repair(decoded, pseudo, correction, amax, seed, operand) -> None:
         seed,
         *correction.shape,
         operand.stream,
+        *operand.place(pseudo.shape[1]),
         DIVISOR=operand.divisor,
         GROUPS=GROUPS,
         **NO_FUSION,

@@ -267,6 +267,7 @@ def _groups(model: nn.Module, wanted: Callable[[QuantLinear], bool]) -> list[tup
 
 def _version(weight: torch.Tensor) -> tuple[int, int, int]:
     """Another one after every change that PyTorch counts, and where other memory takes the weight's place."""
+    weight = _local(weight)
     return id(weight), weight._version, 0 if weight.is_meta else weight.untyped_storage().data_ptr()
 
 
@@ -283,7 +284,8 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     """
     # Codes that were loaded (export/load.py) stay.
     groups = [g for g in groups_computed_as_one(model) if g[0].weight_operand is g[0].stacked_operand is None]
-    groups = [g for g in groups if not any(hasattr(layer.weight, "device_mesh") for layer in g)]  # see sharding.py
+    # FSDP's codes are made by sharding.py.
+    groups = [g for g in groups if g[0].shard or not any(hasattr(layer.weight, "device_mesh") for layer in g)]
     versions = {layer: _version(layer.weight) for layers in groups for layer in layers}
     operands = quantized_weights(groups)
     names = ["weight_operand" if len(layers) == 1 else "stacked_operand" for layers in groups]
@@ -315,7 +317,7 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
     computed as one are slices of one tensor. docs/gradients.md says what is equal to the bit.
 
     Left to autograd, in the same context: weights that are not float32, are frozen, have hooks or are those of several
-    layers; Conv1D; and DTensors (FSDP2 never sees a gradient that backward does not return). torch.autograd.grad of a
+    layers; Conv1D; and FSDP2's (it never sees a gradient that backward does not return). torch.autograd.grad of a
     loss for the weights of the other layers is not possible inside. Inside another such context it does nothing.
 
     Raises ValueError for a model inside DistributedDataParallel, whose reduction waits for gradients that autograd
@@ -331,7 +333,7 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
     buffers = [_make_gradients([layer.weight for layer in layers]) for layers in groups]
     layers = [layer for group in groups for layer in group]
     made = [layer.weight.grad for layer in layers]
-    attributes = [(layer, "grad_buffer", grad.data) for layer, grad in zip(layers, made)]
+    attributes = [(layer, "grad_buffer", _local(grad).data) for layer, grad in zip(layers, made)]
     attributes += [(group[0], "stacked_grad_buffer", b.data) for group, b in zip(groups, buffers) if len(group) > 1]
     try:
         for layer, name, tensor in attributes:
@@ -352,8 +354,8 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
 def _takes_gradients(layer: QuantLinear) -> bool:
     """Whether the layer's gradient may be added to weight.grad without autograd."""
     weight = layer.weight
-    grad = weight.grad
-    plain = type(layer) is QuantLinear and type(weight) is nn.Parameter
+    grad = _local(weight.grad)
+    plain = type(layer) is QuantLinear and (type(weight) is nn.Parameter or layer.shard is not None)
     plain = plain and (
         grad is None or (type(grad) is torch.Tensor and grad.dtype == weight.dtype and not grad.is_sparse)
     )
@@ -363,20 +365,29 @@ def _takes_gradients(layer: QuantLinear) -> bool:
 
 def _make_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
     """Makes the gradients of these weights slices of one tensor, which it returns; they keep their values."""
-    rows = [weight.shape[0] for weight in weights]
-    first = weights[0].grad
+    values, grads = [_local(weight.detach()) for weight in weights], [_local(weight.grad) for weight in weights]
+    rows = [value.shape[0] for value in values]
+    first = grads[0]
     if first is not None and len(weights) > 1 and first._base is not None and first._base.shape[0] == sum(rows):
         slices = first._base.split(rows)
-        if all(w.grad is not None and w.grad.data_ptr() == s.data_ptr() for w, s in zip(weights, slices)):
+        if all(grad is not None and grad.data_ptr() == s.data_ptr() for grad, s in zip(grads, slices)):
             return first._base
     if len(weights) == 1 and first is not None and first.is_contiguous():
         return first
-    together = weights[0].new_zeros(sum(rows), *weights[0].shape[1:])
-    for weight, part in zip(weights, together.split(rows)):
-        if weight.grad is not None:
-            part.copy_(weight.grad)
-        weight.grad = part
+    together = values[0].new_zeros(sum(rows), *values[0].shape[1:])
+    for weight, grad, part in zip(weights, grads, together.split(rows)):
+        if grad is not None:
+            part.copy_(grad)
+        if type(weight) is nn.Parameter:
+            weight.grad = part
+        else:
+            weight.grad = type(weight).from_local(part, weight.device_mesh, weight.placements)
     return together
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The part of a DTensor that this process has; of other tensors, all."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def set_progress(model: nn.Module, progress: float) -> bool:

@@ -36,7 +36,7 @@ state is kept outside of the layers, so threads may call them side by side.
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -60,27 +60,37 @@ from nanochat_fp4.nvfp4.philox import new_seed
 from nanochat_fp4.nvfp4.recipes import Gemm, Recipe
 from nanochat_fp4.nvfp4.relu_squared import ReluSquared, relu_squared_gradient
 
+if TYPE_CHECKING:
+    from nanochat_fp4.nvfp4.tensor_parallel import Shard
+
 # One stream of random numbers for each operand, so that no two share noise: a of a GEMM has this one, b the next.
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = 0, 2, 4
+# (rows, contracted dimension) of its operands a and b; M, N and K as above.
+DIMENSIONS = {OUTPUT: ("MK", "NK"), GRAD_INPUT: ("MN", "KN"), GRAD_WEIGHT: ("NM", "KM")}
 UNQUANTIZED = Recipe("bf16")
 
 
 def _quantizations(
-    spec: Gemm, stream: int, seed: torch.Tensor | None, rht_seed: torch.Tensor | None, device: torch.device
+    spec: Gemm,
+    stream: int,
+    seed: torch.Tensor | None,
+    rht_seed: torch.Tensor | None,
+    device: torch.device,
+    shard: "Shard | None" = None,
 ) -> tuple[Quantization, Quantization]:
     """How the operands a and b of a GEMM are made: rotated with the same signs, rounded with different noise."""
     if spec.fixed_signs:
         rht_seed = torch.zeros((), dtype=torch.int64, device=device)
     a, b = (
-        Quantization(o.rounding, seed, stream + i, spec.rht_dim, rht_seed, stream, o.terms, o.outer)
-        for i, o in enumerate((spec.a, spec.b))
+        Quantization(o.rounding, seed, stream + i, spec.rht_dim, rht_seed, stream, o.terms, o.outer, part=part)
+        for i, (o, part) in enumerate(zip((spec.a, spec.b), shard.parts(stream) if shard else (None, None)))
     )
     return a, b
 
 
 def _of_output(recipe: Recipe, layer: "_Layer", seed: torch.Tensor | None, device: torch.device):
     """How the operands of the output GEMM are made: of a layer and what it knows of its inputs."""
-    for_x, for_w = _quantizations(recipe.output, OUTPUT, seed, seed, device)
+    for_x, for_w = _quantizations(recipe.output, OUTPUT, seed, seed, device, layer.shard)
     factor, channels = layer.statistics
     unrotated = for_x.rounding and for_x.rounding.has_kernels and not for_x.rht_dim
     amax = layer.amax if unrotated and not layer.per_token else None
@@ -101,6 +111,7 @@ class _Layer(NamedTuple):
     values:       the weights where they are not the function's arguments, which only get the gradients (sharding.py)
     amax:         max |input|, FP32 (), where the caller knows it
     squares:      the input is relu(x)^2 of what is given
+    shard:        which part of the layer this is, where several processes compute it together (tensor_parallel.py)
     """
 
     recipe: Recipe
@@ -113,6 +124,7 @@ class _Layer(NamedTuple):
     values: tuple[torch.Tensor, ...] | None = None
     amax: torch.Tensor | None = None
     squares: bool = False
+    shard: "Shard | None" = None
 
 
 class _QuantLinear(torch.autograd.Function):
@@ -123,6 +135,7 @@ class _QuantLinear(torch.autograd.Function):
         needs_dgrad = ctx.needs_input_grad[1] and layer.grad_enabled
         needs_wgrad = any(ctx.needs_input_grad[2:]) and layer.grad_enabled
         square_seed = new_seed(x.device) if layer.squares else None
+        shard = layer.shard
         seed = new_seed(x.device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
         weight = _stacked(layer.values or weights) if layer.weight is None or recipe.grad_input.b.raw else None
         for_x, for_w = _of_output(recipe, layer, seed, x.device)
@@ -131,33 +144,35 @@ class _QuantLinear(torch.autograd.Function):
             xq, *square = quantize_relu_squared(x, for_x, square_seed)
         else:
             xq = quantize_operand(x, for_x, keep_codes=True)
+        if shard is not None:
+            xq = shard.gathered_codes(xq)
         wq = quantize_operand(weight, for_w, keep_codes=True) if layer.weight is None else layer.weight
 
         # The backward GEMMs take the values used here, or ("raw") codes made now of the unquantized tensor.
         backward_w, backward_x = wq if needs_dgrad else None, xq if needs_wgrad else None
         if needs_dgrad and recipe.grad_input.b.raw:
-            _, for_w = _quantizations(recipe.grad_input, GRAD_INPUT, seed, seed, x.device)
+            _, for_w = _quantizations(recipe.grad_input, GRAD_INPUT, seed, seed, x.device, shard)
             backward_w = quantize_operand(weight, for_w, transpose=True, keep_codes=True)
         if needs_wgrad and recipe.grad_weight.b.raw:
-            _, for_x = _quantizations(recipe.grad_weight, GRAD_WEIGHT, seed, seed, x.device)
+            _, for_x = _quantizations(recipe.grad_weight, GRAD_WEIGHT, seed, seed, x.device, shard)
             backward_x = quantize_operand(x, for_x, transpose=True, keep_codes=True)
         _save(ctx, backward_w, backward_x, *square, seed)
         ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.weight_dtype = recipe, layer.dtype, x.dtype, weights[0].dtype
-        ctx.needs_wgrad, ctx.rows = needs_wgrad, [w.shape[0] for w in weights]
+        ctx.needs_wgrad, ctx.rows, ctx.shard = needs_wgrad, [w.shape[0] for w in weights], shard
         ctx.grad_buffer = layer.grad_buffer  # not saved: saved tensors must not change before the backward pass
         return gemm(xq, _output_needs(seed, wq), compute_dtype=layer.dtype, out_dtype=layer.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: torch.Tensor):
-        recipe, dtype = ctx.recipe, ctx.dtype
+        recipe, dtype, shard = ctx.recipe, ctx.dtype, ctx.shard
         w, x, *square, forward_seed = _saved(ctx)
         seed = _backward_seed(grad_output) if recipe.draws_in_backward else None
         dgrad, wgrad = recipe.grad_input, recipe.grad_weight
         # A GEMM whose b was rotated in the forward pass goes on with that pass's signs.
         device = grad_output.device
-        for_e, for_w = _quantizations(dgrad, GRAD_INPUT, seed, forward_seed if dgrad.b.raw else seed, device)
-        for_et, for_x = _quantizations(wgrad, GRAD_WEIGHT, seed, forward_seed if wgrad.b.raw else seed, device)
+        for_e, for_w = _quantizations(dgrad, GRAD_INPUT, seed, forward_seed if dgrad.b.raw else seed, device, shard)
+        for_et, for_x = _quantizations(wgrad, GRAD_WEIGHT, seed, forward_seed if wgrad.b.raw else seed, device, shard)
         needs_dgrad = ctx.needs_input_grad[1]
         e, et = quantize_grad_output(grad_output, for_e if needs_dgrad else None, for_et if ctx.needs_wgrad else None)
         grad_x, grad_ws = None, [None] * len(ctx.rows)
@@ -166,6 +181,8 @@ class _QuantLinear(torch.autograd.Function):
             grad_x = gemm(e, wt, compute_dtype=dtype, out_dtype=ctx.x_dtype)
             if square:
                 grad_x = relu_squared_gradient(grad_x, *square)
+            if shard is not None:
+                grad_x = shard.scattered_gradient(grad_x)
         if ctx.needs_wgrad:
             xt = x if wgrad.b.raw else quantize_operand(x, for_x, transpose=True)
             if ctx.grad_buffer is None:
@@ -231,6 +248,7 @@ class QuantLinear(torch.nn.Linear):
     outside: dict[str, object] = {}  # inside these contexts: what the attributes that they change are outside
     gram_matrix: torch.Tensor | None = None  # of the inputs (gram.py), None: not known yet
     statistics = InputStatistics()  # what the recipe takes from it
+    shard: "Shard | None" = None  # which part of the layer this process has (tensor_parallel.py); sizes are the whole's
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, method: str | Recipe = "clover", **kw):
         super().__init__(in_features, out_features, bias=bias, **kw)
@@ -247,8 +265,8 @@ class QuantLinear(torch.nn.Linear):
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The weight as (out_features, in_features)."""
-        return self.weight
+        """The weight as (out_features, in_features); where it is divided, what this process has."""
+        return self.weight if self.shard is None else self.weight.to_local()
 
     def _apply(self, fn, recurse: bool = True) -> "QuantLinear":
         super()._apply(fn, recurse)
@@ -301,11 +319,19 @@ class QuantLinear(torch.nn.Linear):
             and dtype in (torch.float32, torch.bfloat16)
         )
         gathered = self._gathered(layers)
+        weights = [layer.matrix for layer in layers]
+        per_token = self._per_token_now(grad_enabled)
+        shard = self.shard
+        if shard is not None:
+            shard = shard.of_pass(x, self.recipe if quantizes and not per_token else UNQUANTIZED, weights)
+            x, amax = shard.enter(x, amax)
         if not ((quantizes or accumulates or gathered) and x.numel()):
             if self.weight.is_meta and not x.is_meta:
                 raise ValueError("QuantLinear: of this weight only the codes were kept (prepare); load the model anew")
             # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
-            weight = _stacked([layer.matrix.to(dtype) for layer in layers])
+            weight = _stacked([weight.to(dtype) for weight in weights])
+            if shard is not None:
+                return shard.leave(torch.nn.functional.linear(x, weight), self.bias)
             return torch.nn.functional.linear(x, weight, self.bias if self.bias is None else self.bias.to(dtype))
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
@@ -314,8 +340,7 @@ class QuantLinear(torch.nn.Linear):
             )
         # Autocast stays on: where a product must be FP32 (rotate, gemm on a CPU), it is off around it. A context around
         # the whole would be traced by torch.compile into the backward, which CUDA's autocast does not survive.
-        rows = x.reshape(-1, self.in_features)
-        weights = [layer.matrix for layer in layers]
+        rows = x.reshape(-1, x.shape[-1])
         operand = self.weight_operand if len(layers) == 1 else self.stacked_operand
         recipe, values = self.recipe if quantizes else UNQUANTIZED, None
         if not quantizes:
@@ -324,11 +349,12 @@ class QuantLinear(torch.nn.Linear):
             operand = gathered if len(layers) > 1 else self.gathered
         elif gathered is not None:
             values = tuple(part.values for part in gathered.parts)
-        per_token = self._per_token_now(grad_enabled)
         layer = _Layer(
-            recipe, dtype, grad_enabled, per_token, self.statistics, operand, grad_buffer, values, amax, squares
+            recipe, dtype, grad_enabled, per_token, self.statistics, operand, grad_buffer, values, amax, squares, shard
         )
         y = _QuantLinear.apply(layer, rows, *weights)
+        if shard is not None:
+            return shard.leave(y.view(*shard.leading(x.shape), y.shape[-1]), self.bias)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + self.bias.to(dtype)
 
@@ -375,7 +401,8 @@ def unsupported_reason(linear: torch.nn.Module, recipe: Recipe) -> str | None:
     for name, size in sizes.items():
         if size % recipe.block:
             return f"{name} is {size}, expected a multiple of {recipe.block}"
-    return None
+    shard = getattr(linear, "shard", None)
+    return None if shard is None else shard.problem(recipe, linear.weight.shape[shard.dim])
 
 
 def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
@@ -388,8 +415,8 @@ def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
         and linear.bias is None
         and "forward" not in vars(linear)
         and not any(getattr(linear, name) for name in hooks)
-        and [getattr(linear, name, None) for name in ("recipe", "quantization", "per_token")]
-        == [getattr(first, name, None) for name in ("recipe", "quantization", "per_token")]
+        and [getattr(linear, name, None) for name in ("recipe", "quantization", "per_token", "shard")]
+        == [getattr(first, name, None) for name in ("recipe", "quantization", "per_token", "shard")]
         for linear in linears
     )
 
@@ -413,6 +440,8 @@ def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear, head_dim: int | Non
         dtype = torch.get_autocast_dtype(x.device.type) if autocast else linears[0].weight.dtype
         y = torch.nn.functional.linear(x, _stacked([linear.weight.to(dtype) for linear in linears]))
     sizes = [linear.out_features for linear in linears]
+    processes = sum(sizes) // y.shape[-1]  # that the layers are divided among
+    sizes = [size // processes for size in sizes]
     if head_dim is None:
         return y.split(sizes, dim=-1)
     return y.unflatten(-1, (-1, head_dim)).split([size // head_dim for size in sizes], dim=-2)
@@ -420,7 +449,8 @@ def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear, head_dim: int | Non
 
 def weight_quantization(layer: QuantLinear, device: torch.device) -> Quantization:
     """How the weight operand of the layer's output GEMM is made, where that is the same in each pass."""
-    unused = _Layer(layer.recipe, torch.float32, False, False, layer.statistics, None)
+    shard = layer.shard and layer.shard._replace(extent=layer.matrix.shape[layer.shard.dim])
+    unused = _Layer(layer.recipe, torch.float32, False, False, layer.statistics, None, shard=shard)
     return _of_output(layer.recipe, unused, None, device)[1]
 
 
@@ -432,9 +462,10 @@ def relu_squared_linear(x: torch.Tensor, linear: QuantLinear) -> torch.Tensor:
     hooks, which want to see it, is called with it.
     """
     per_token = linear._per_token_now(torch.is_grad_enabled())
-    if can_be_fused([linear]) and not per_token and x.numel() and takes_relu_squared(linear.recipe, x.device):
+    alone = can_be_fused([linear]) and not per_token and linear.shard is None
+    if alone and x.numel() and takes_relu_squared(linear.recipe, x.device):
         return linear._compute(x, (linear,), squares=True)
-    y, amax = ReluSquared.apply(x)
+    y, amax = ReluSquared.apply(x, linear.shard.rank if linear.shard else 0)
     return linear(y, amax)
 
 

@@ -42,6 +42,7 @@ from nanochat_fp4.nvfp4.feedback import round_with_feedback
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor
 from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm
 from nanochat_fp4.nvfp4.hadamard import rotate
+from nanochat_fp4.nvfp4.part import Part
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, get_rounding, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Recipe
 
@@ -62,6 +63,7 @@ class Quantization(NamedTuple):
     channels:    int64 (H,), rising: these columns in MXFP8, or None
     amax:        max |value|, (), where it is known already; or float32 (), of the tensor that these rows are a
                  part of (roundings of NVFP4 without a rotation, one term, no outer blocks); or None
+    part:        several processes, which make it together, have a part each (no feedback, channels, outer blocks)
     """
 
     rounding: Rounding | None = None
@@ -76,6 +78,7 @@ class Quantization(NamedTuple):
     factor: torch.Tensor | None = None
     channels: torch.Tensor | None = None
     amax: torch.Tensor | None = None
+    part: Part | None = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -400,12 +403,15 @@ def quantize_operand(
     device = value.codes.device if isinstance(value, NVFP4Tensor) else value.device
     by_rows = how.per_token and (how.rht_dim or rounding.block_rows > 1)
     if use_kernels(device) and rounding.has_kernels and not by_rows:
+        emulated = not keep_codes and native_gemm(device.type) is None
         if how.rht_dim and not (isinstance(value, NVFP4Tensor) and not transpose):
-            emulated = not keep_codes and native_gemm(device.type) is None
             row, col = (None, how) if transpose else (how, None)
             return _rotate_quantize(value, row, col, emulated)[1 if transpose else 0]
         if not how.rht_dim:
-            return _quantize_rows(_contracted_last(value, transpose, BLOCK), how)
+            x = _contracted_last(value, transpose, BLOCK)
+            if how.part is not None and rounding.stochastic:  # the other kernel knows no places
+                return _rotate_quantize(x, how, None, emulated)[0]
+            return _quantize_rows(x, how)
     t = quantize_reference(
         _contracted_last(value, transpose, max(how.rht_dim, rounding.block)),
         rounding,
@@ -416,6 +422,7 @@ def quantize_operand(
         rht_stream=how.rht_stream,
         per_token=how.per_token,
         amax=how.amax,
+        part=how.part,
     )
     if rounding.fp8 == "tensor":
         return FP8(t.codes, t.tensor_scale)
@@ -501,6 +508,10 @@ def _quantize_rows(x: torch.Tensor, how: Quantization) -> Codes:
     amax = how.amax
     if amax is None and not how.per_token:
         amax = _amax_for_a_compiler(x)
+    if how.part is not None:
+        if amax is None:
+            amax = x.abs().amax(-1) if how.per_token else largest_magnitude(x)
+        amax = how.part.largest(amax)
     codes, scales, tensor_scale, decoded = quantize(x, amax, how.seed, how.stream, *constants, decode, how.per_token)
     return Codes(codes, scales, tensor_scale, decoded if decode else None)
 
@@ -522,6 +533,15 @@ def takes_relu_squared(recipe: Recipe, device: torch.device) -> bool:
     a, r = recipe.output.a, recipe.output.a.rounding
     plain = a.terms == 1 and not (a.outer or recipe.output.rht_dim or recipe.outliers or recipe.grad_weight.b.raw)
     return plain and r is not None and r.has_kernels and not r.stochastic and r.block_rows == 1 and use_kernels(device)
+
+
+def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """max |x|, float32 ()."""
+    if use_kernels(x.device):
+        from nvfp4_kernels.quantize import amax
+
+        return amax(x)
+    return x.abs().amax().float()
 
 
 def _amax_for_a_compiler(x: torch.Tensor) -> torch.Tensor | None:
@@ -548,7 +568,8 @@ def _rotate_quantize(
             return None, None, None
         r = how.rounding
         limits, random = (r.grid_max, r.scale_cap, r.candidates), (how.rht_dim, how.stream, how.rht_stream)
-        return Operand(*limits, r.stochastic, r.ms_eden, *random, emulated), how.seed, how.rht_seed
+        place = how.part or ()
+        return Operand(*limits, r.stochastic, r.ms_eden, *random, emulated, *place), how.seed, how.rht_seed
 
     codes = isinstance(value, NVFP4Tensor)
     source = (value.codes, value.scales, value.tensor_scale) if codes else (value, None, None)

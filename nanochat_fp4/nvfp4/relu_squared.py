@@ -17,15 +17,15 @@ class ReluSquared(torch.autograd.Function):
     """(relu(x)^2, its largest value), with the derivative from what relu_squared keeps."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y, kept, step, amax = relu_squared(x)
+    def forward(ctx, x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        y, kept, step, amax = relu_squared(x, part)
         ctx.save_for_backward(kept, step)
         ctx.mark_non_differentiable(amax)
         return y, amax
 
     @staticmethod
-    def backward(ctx, grad_y: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
-        return relu_squared_gradient(grad_y, *ctx.saved_tensors)
+    def backward(ctx, grad_y: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor, None]:
+        return relu_squared_gradient(grad_y, *ctx.saved_tensors), None
 
 
 def relu_squared_gradient(grad_y: torch.Tensor, kept: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
@@ -33,14 +33,15 @@ def relu_squared_gradient(grad_y: torch.Tensor, kept: torch.Tensor, step: torch.
     return (grad_y * (2 * step * kept)).to(grad_y.dtype)
 
 
-def relu_squared(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def relu_squared(x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x (..., C) FP32 or BF16 -> y = relu(x)^2 (..., C) in x's dtype, kept uint8 (..., C), step float32 (..., 1), and
     max y float32 (), which the quantization of y wants.
 
     kept * step is relu(x) on average: step is 1/255 of the row's largest value, and kept is rounded stochastically with
-    16 random bits, which leaves a bias of at most 2^-16 of a step.
+    16 random bits, which leaves a bias of at most 2^-16 of a step. part: which of the columns these are, where several
+    processes have some each and draw the same seeds.
     """
-    seed, rows = new_seed(x.device), x.reshape(-1, x.shape[-1])
+    seed, rows = new_seed(x.device) + part, x.reshape(-1, x.shape[-1])
     if use_kernels(x.device):
         from nvfp4_kernels.relu_squared import relu_squared as kernel
 

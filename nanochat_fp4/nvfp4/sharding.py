@@ -39,9 +39,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nanochat_fp4.nvfp4.convert import groups_computed_as_one
-from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.linear import QuantLinear, weight_quantization
-from nanochat_fp4.nvfp4.operands import Codes, Plain, quantize_operand
+from nanochat_fp4.nvfp4.operands import Codes, Plain, largest_magnitude, quantize_operand
 
 
 def gather_codes(model: nn.Module, raw_dtype: torch.dtype | None = None) -> list[str]:
@@ -201,11 +200,7 @@ def _block_rows(layer: QuantLinear) -> int:
 def _amax(x: torch.Tensor) -> torch.Tensor:
     """max |x| as the bits of a float32, int32 (): of non-negative numbers their order is that of the numbers, NaN on
     top, so that no reduction loses it."""
-    if use_kernels(x.device):
-        from nvfp4_kernels.quantize import amax
-
-        return amax(x).view(torch.int32)
-    return x.abs().amax().float().view(torch.int32)
+    return largest_magnitude(x).view(torch.int32)
 
 
 def _reduced(amaxes: Sequence[torch.Tensor], groups: Sequence[Any]) -> list[torch.Tensor]:

@@ -1,0 +1,47 @@
+"""Operands of which several processes have a part each: rounded as the whole would be.
+
+What a part needs to know of the others is the largest magnitude of the whole, and where in it its own rows and columns
+are: which random numbers they draw.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Part(NamedTuple):
+    """Where an operand (R, C) is in the one that the processes of a group have together.
+
+    group:       its name
+    row, column: of the first element there, multiples of 16
+    columns:     of the whole; 0: as many as here
+    """
+
+    group: str
+    row: int = 0
+    column: int = 0
+    columns: int = 0
+
+    def largest(self, amax: torch.Tensor) -> torch.Tensor:
+        """The largest of the processes' amaxes, non-negative numbers: float32, of amax's shape."""
+        return _largest(amax.float(), self.group)
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+@torch.library.custom_op("nanochat_fp4::largest", mutates_args=())
+def _largest(amax: torch.Tensor, group: str) -> torch.Tensor:
+    """As the bits of a float32: of non-negative numbers their order is that of the numbers, NaN on top."""
+    bits = amax.clone().view(torch.int32)
+    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=process_group(group))
+    return bits.view(torch.float32)
+
+
+@_largest.register_fake
+def _(amax: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(amax)

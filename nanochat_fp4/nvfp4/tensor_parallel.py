@@ -1,0 +1,280 @@
+"""Tensor and sequence parallelism: a quantized layer that several processes compute together, through DTensor's styles.
+
+    nf.convert(model, method)
+    mesh = init_device_mesh("cuda", (2,))                    # or one dimension of a larger mesh
+    styles = {f"attn.{name}": nf.ColwiseParallel() for name in "qkv"} | {"attn.o": nf.RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh, styles | {"mlp.up": nf.ColwiseParallel(), "mlp.down": nf.RowwiseParallel()})
+
+W processes, M tokens, K in_features, N out_features. What is between the layers (norms, residual stream) is divided
+along the sequence (sequence_parallel, the default), or whole in each process.
+
+                      ColwiseParallel                            RowwiseParallel
+    weight            N / W rows                                 K / W columns
+    input             (M / W, K), gathered as codes; or (M, K)   (M, K / W)
+    output            (M, N / W)                                 added up, (M / W, N) of it here; or all (M, N)
+    grad_input        added up, (M / W, K) of it; or all (M, K)  (M, K / W)
+    grad_output       (M, N / W)                                 (M / W, N), gathered as it is; or (M, N)
+
+A process quantizes its tokens with the tensor_scale of all, for which the group reduces one number, and what it sends
+are codes and scales, 4.5 bits an element. They are kept for wgrad as they were gathered: nothing is sent twice, at 4.5
+bits for each element of the whole input in each process. Methods whose input is not plain codes (bf16, FP8, MX, two
+terms, nvidia's wgrad of the raw input, a scale per token) gather the input itself, in its own dtype.
+
+Of every operand that is divided the largest magnitude is reduced over the group, and each process draws the random
+numbers of its place in the whole (part.py). So forward codes are those of one process, to the bit. So are backward
+codes, made of the same grad_output, up to the order in which a rotation is summed; but not those of q, k and v, of
+which one process has another order of rows, and draws accordingly. grad_output itself differs by the order in which
+partial products are added. All processes of a group must draw the same seeds: the same state of torch's generators,
+and the same passes.
+
+Gradients are those of the sum of the processes' losses where the sequence is divided, else of the one loss that all
+have. Weights and their gradients are DTensors. Refused in one line: shards that are not whole blocks and rotation
+groups (16, 32, 128), feedback and outliers (a process does not see all inputs) and scales by 128.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Sharded
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from nanochat_fp4.nvfp4.format import BLOCK
+from nanochat_fp4.nvfp4.linear import DIMENSIONS, QuantLinear
+from nanochat_fp4.nvfp4.operands import Codes
+from nanochat_fp4.nvfp4.part import Part, process_group
+from nanochat_fp4.nvfp4.recipes import Recipe
+
+
+class Shard(NamedTuple):
+    """Which part of a layer a process has.
+
+    group, rank, size: the processes that compute it together, by the group's name, and this one
+    dim:       of the weight (out_features, in_features) that is divided
+    sequence:  inputs of column-parallel and outputs of row-parallel layers are divided along the sequence, dimension -2
+    extent:    in a pass: of the divided dimension in this process, of all layers that are computed as one
+    sequences: in a pass: of how many sequences the input is gathered as codes; 0: it is not
+    """
+
+    group: str
+    rank: int
+    size: int
+    dim: int
+    sequence: bool
+    extent: int = 0
+    sequences: int = 0
+
+    def problem(self, recipe: Recipe, features: int) -> str | None:
+        """Why a layer whose divided dimension is so large cannot be computed with this recipe, or None."""
+        gemms = recipe.output, recipe.grad_input, recipe.grad_weight
+        operands = [o for gemm in gemms for o in (gemm.a, gemm.b)]
+        if recipe.looks_at_inputs or any(o.outer for o in operands):
+            what = "feedback" if recipe.output.b.feedback else "outliers" if recipe.outliers else "scales by 128"
+            return f"{recipe.name} has {what}, which is not divided among processes; use another method"
+        roundings = [o.rounding for o in operands if o.rounding]
+        unit = max([BLOCK, *(g.rht_dim for g in gemms), *(max(r.block, r.block_rows) for r in roundings)])
+        unit = unit if recipe.quantizes else 1
+        if features % (self.size * unit):
+            name = ("out_features", "in_features")[self.dim]
+            return f"{name} is {features}, expected a multiple of {self.size} x {unit} for {self.size} processes"
+        return None
+
+    def of_pass(self, x: torch.Tensor, recipe: Recipe, weights: list[torch.Tensor]) -> "Shard":
+        """recipe: that of this pass; weights: of this process, of all layers that are computed as one."""
+        extent = sum(w.shape[0] for w in weights) if self.dim == 0 else weights[0].shape[1]
+        as_codes = self.dim == 0 and self.sequence and input_is_codes(recipe)
+        return self._replace(extent=extent, sequences=x.shape[:-2].numel() if as_codes else 0)
+
+    def parts(self, stream: int) -> list[Part | None]:
+        """Which parts the operands of a GEMM are here; None: each process has all of it."""
+        divided, at = "NK"[self.dim], self.rank * self.extent
+        result: list[Part | None] = []
+        for rows, contracted in DIMENSIONS[stream]:
+            if contracted == divided:
+                result.append(Part(self.group, column=at, columns=self.size * self.extent))
+            elif rows == divided:
+                result.append(Part(self.group, row=at))
+            else:
+                result.append(Part(self.group) if self.sequences and (rows, contracted) == ("M", "K") else None)
+        return result
+
+    # What travels around the product, differentiable
+
+    def enter(self, x: torch.Tensor, amax: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The input (..., T, K) of the product, and what is known of its largest magnitude."""
+        if self.dim == 1 or self.sequences:
+            return x, amax
+        if not self.sequence:
+            return _Exchange.apply(x, self, "", "sum"), amax
+        return _Exchange.apply(x, self, "gather", "scatter"), None
+
+    def leave(self, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The layer's output from the product's."""
+        if self.dim == 1:
+            y = _Exchange.apply(y, self, *(("scatter", "gather") if self.sequence else ("sum", "")))
+        if bias is None:
+            return y
+        bias = bias.to_local().to(y.dtype)
+        return y + (_Exchange.apply(bias, self, "", "sum") if self.dim == 1 and self.sequence else bias)
+
+    # and inside it
+
+    def leading(self, shape: torch.Size) -> tuple[int, ...]:
+        """The product's leading dimensions, of an input (..., T, K)."""
+        return (*shape[:-2], shape[-2] * self.size) if self.sequences else tuple(shape[:-1])
+
+    def gathered_codes(self, x: Codes) -> Codes:
+        """Codes of all tokens, of those of this process, where the input travels as codes."""
+        if not self.sequences:
+            return x
+        packed = torch.cat((x.codes, x.scales.view(torch.uint8)), dim=1)
+        packed = _gather(packed.unflatten(0, (self.sequences, -1)), self.group, self.size).flatten(0, 1)
+        codes, scales = (t.contiguous() for t in packed.split((x.codes.shape[1], x.scales.shape[1]), dim=1))
+        return Codes(codes, scales.view(x.scales.dtype), x.tensor_scale)
+
+    def scattered_gradient(self, grad_x: torch.Tensor) -> torch.Tensor:
+        """Its gradient for the tokens of this process."""
+        if not self.sequences:
+            return grad_x
+        return _scatter(grad_x.unflatten(0, (self.sequences, -1)), self.group, self.size).flatten(0, 1)
+
+    def exchanged(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        """gather: of (..., T / W, C) all of (..., T, C); scatter: the other way, added up; sum: added up."""
+        if how == "":
+            return x.view_as(x)
+        if how == "sum":
+            return _add_up(x, self.group)
+        if how == "scatter" and x.shape[-2] % self.size:
+            raise ValueError(
+                f"{x.shape[-2]} tokens do not divide by {self.size} processes; give sequences that do, or use "
+                "sequence_parallel=False"
+            )
+        sequences = x.reshape(-1, *x.shape[-2:])
+        y = (_gather if how == "gather" else _scatter)(sequences, self.group, self.size)
+        return y.view(*x.shape[:-2], *y.shape[-2:])
+
+
+def input_is_codes(recipe: Recipe) -> bool:
+    """Whether all that a recipe takes of its input are the NVFP4 codes of its forward GEMM, which a row and the
+    tensor's amax determine."""
+    output, a = recipe.output, recipe.output.a
+    plain = a.terms == 1 and not (a.outer or output.rht_dim or recipe.grad_weight.b.raw)
+    return plain and a.rounding is not None and a.rounding.has_kernels and not a.rounding.random
+
+
+class _Exchange(torch.autograd.Function):
+    """Shard.exchanged, with another exchange in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, shard: Shard, forth: str, back: str) -> torch.Tensor:
+        ctx.shard, ctx.back = shard, back
+        return shard.exchanged(x, forth)
+
+    @staticmethod
+    def backward(ctx, grad_y: torch.Tensor):
+        return ctx.shard.exchanged(grad_y, ctx.back), None, None, None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Collectives as operators, which torch.compile does not look into. Their names changed in torch 2.13.
+
+
+@torch.library.custom_op("nanochat_fp4::gather_sequences", mutates_args=())
+def _gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """(B, T / W, C) -> (B, T, C)"""
+    out = x.new_empty(size, *x.shape)
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    all_gather(out.flatten(0, 1), x.contiguous(), group=process_group(group))
+    return out.movedim(0, 1).flatten(1, 2).contiguous()
+
+
+@_gather.register_fake
+def _(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], size * x.shape[1], x.shape[2])
+
+
+@torch.library.custom_op("nanochat_fp4::scatter_sequences", mutates_args=())
+def _scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """(B, T, C) -> (B, T / W, C), the sum over the processes"""
+    parts = x.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
+    out = torch.empty_like(parts[0])
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce_scatter(out, parts.flatten(0, 1), group=process_group(group))
+    return out
+
+
+@_scatter.register_fake
+def _(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // size, x.shape[2])
+
+
+@torch.library.custom_op("nanochat_fp4::add_up", mutates_args=())
+def _add_up(x: torch.Tensor, group: str) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=process_group(group))
+    return total
+
+
+@_add_up.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The styles
+
+
+class _Style(ParallelStyle):
+    dim: int  # of the weight that is divided
+
+    def __init__(self, *, sequence_parallel: bool = True):
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        name = type(self).__name__
+        if type(module) is not QuantLinear or module.shard is not None:
+            what = "a layer that is parallel already" if hasattr(module, "shard") else type(module).__name__
+            raise ValueError(f"{name} is for layers that nanochat_fp4.convert has converted; got {what}")
+        if device_mesh.ndim != 1:
+            raise ValueError(f"{name}: the mesh has {device_mesh.ndim} dimensions, expected one; take mesh['tp'] of it")
+        group = device_mesh.get_group()
+        shard = Shard(
+            group.group_name, device_mesh.get_local_rank(), device_mesh.size(), self.dim, self.sequence_parallel
+        )
+        features = module.weight.shape[self.dim]
+        for recipe in (module.recipe, module.recipe.final):
+            problem = shard.problem(recipe, features)
+            if problem:
+                raise ValueError(f"{name}: {problem}")
+        for key, param in list(module.named_parameters()):
+            placement = Sharded(self.dim) if key == "weight" or self.dim == 0 else Replicate()
+            local = distribute_tensor(param.detach(), device_mesh, [placement], src_data_rank=self.src_data_rank)
+            setattr(module, key, nn.Parameter(local, requires_grad=param.requires_grad))
+        module.shard = shard
+        return module
+
+
+class ColwiseParallel(_Style):
+    """A ParallelStyle for parallelize_module: a quantized layer by its out_features; see the top of this file.
+
+    Input (..., T / W, in_features), or (..., T, in_features) with sequence_parallel=False; output (..., T,
+    out_features / W). Layers that fused_linear computes as one (q, k, v) are gathered and quantized as one.
+    Raises ValueError for a layer that is not converted, a size that does not divide, a method that is refused.
+    """
+
+    dim = 0
+
+
+class RowwiseParallel(_Style):
+    """A ParallelStyle for parallelize_module: a quantized layer by its in_features; see the top of this file.
+
+    Input (..., T, in_features / W); output (..., T / W, out_features), or (..., T, out_features) with
+    sequence_parallel=False. Raises ValueError as ColwiseParallel does.
+    """
+
+    dim = 1
