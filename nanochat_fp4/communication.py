@@ -74,7 +74,8 @@ CLOVER_FLOPS = 463e12  # a second that an H200 trained d26 with (clover: 71,172 
 @dataclass(frozen=True)
 class Sizes:
     """What of a GPT is communicated: its matrices in blocks, {shape: how many}; elements of head, embedding, vectors;
-    quantized layers; bytes of an element of head and embedding where they are gathered, and of the embedding's own."""
+    bytes of an element of head and embedding where they are gathered (and of activations), and of the embedding's own;
+    layers and width."""
 
     matrices: dict[tuple[int, int], int]
     head: int
@@ -82,6 +83,8 @@ class Sizes:
     vectors: int
     gathered_bytes: int = 2
     embedding_bytes: int = 2
+    layers: int = 0
+    width: int = 0
 
     @classmethod
     def of(cls, model: nn.Module) -> "Sizes":
@@ -90,13 +93,14 @@ class Sizes:
         vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
         gathered = 2 if model.get_device().type == "cuda" else 4
         head = model.lm_head.weight.numel()
-        return cls(dict(matrices), head, embedding.numel(), vectors, gathered, embedding.element_size())
+        shape = len(model.transformer.h), embedding.shape[1]
+        return cls(dict(matrices), head, embedding.numel(), vectors, gathered, embedding.element_size(), *shape)
 
     @classmethod
     def of_shape(cls, layers: int, width: int, vocab_size: int = 65536) -> "Sizes":
         """nanochat's GPT: four square matrices a layer and two of an MLP of four times the width."""
         matrices = {(width, width): 4 * layers, (4 * width, width): layers, (width, 4 * width): layers}
-        return cls(matrices, vocab_size * width, vocab_size * width, 2 * layers)
+        return cls(matrices, vocab_size * width, vocab_size * width, 2 * layers, layers=layers, width=width)
 
     @property
     def blocks(self) -> int:
@@ -130,12 +134,73 @@ def predicted_bytes(sizes: Sizes, mode: str, world_size: int, micro_batches: int
     return micro_batches * (gathers + gradients) + update
 
 
-def state_bytes(sizes: Sizes, mode: str, world_size: int) -> float:
+# Largest magnitudes that the processes of a divided block reduce, with clover: in a micro-batch of the inputs of its
+# four products (q, k, v are one), of grad_output twice in the two column-parallel ones, of the weights for dgrad, and
+# of the two row-parallel ones' inputs for wgrad; in a step, of the weights.
+AMAXES, AMAXES_OF_WEIGHTS = 4 + 4 + 4 + 2, 4
+
+
+def predicted_tensor_parallel_bytes(
+    sizes: Sizes, world_size: int, micro_batches: int, tokens: int, divided: int = 2, codes: bool = True
+) -> tuple[float, float]:
+    """What each process sends in a step, (in its group of `divided` processes, to update the weights): micro-batches of
+    so many tokens for each group. codes: the method is clover; else bf16.
+
+    In each layer two inputs are gathered, as codes or in the activations' dtype, and two gradients; two outputs and
+    two gradients are added up and scattered.
+    """
+    if world_size == 1:
+        return 0.0, 0.0
+    activation = sizes.gathered_bytes
+    element = CODE_BYTES if codes else activation
+    inputs = bytes_sent("all_gather", 2 * (element + activation) * tokens * sizes.width / divided, divided)
+    outputs = bytes_sent("reduce_scatter", 4 * activation * tokens * sizes.width, divided)
+    amaxes = codes * sizes.layers * 4 * (micro_batches * AMAXES + AMAXES_OF_WEIGHTS)
+    norm = 4
+    table = 4 * sizes.head + sizes.embedding_bytes * sizes.embedding
+    update = (
+        3 * bytes_sent("all_to_all", 4 * sizes.muon(world_size) / divided, world_size)
+        + bytes_sent("reduce_scatter", table, world_size)
+        + bytes_sent("all_gather", table / world_size, world_size)
+        + bytes_sent("all_reduce", 4 * sizes.vectors, world_size)
+    )
+    group = micro_batches * sizes.layers * (inputs + outputs) + bytes_sent("all_reduce", amaxes + norm, divided)
+    return group, update
+
+
+def state_bytes(sizes: Sizes, mode: str, world_size: int, divided: int = 1) -> float:
     """Weights, gradients and moments of a process: FP32, but for the embedding; Muon has one moment, AdamW two."""
+    if divided > 1:
+        blocks = 2 * 4 * sizes.blocks * (1 - 1 / divided)
+        return state_bytes(sizes, "ddp", world_size) - blocks
     blocks, head, embedding = 4 * sizes.blocks, 4 * sizes.head, sizes.embedding_bytes * sizes.embedding
     moments = 4 * sizes.muon(world_size) + 2 * (head + embedding)
     here = 2 * (blocks + head + embedding)
     return (here if mode == "ddp" else here / world_size) + moments / world_size
+
+
+SMALL_REDUCTION = 20e-6  # seconds of an all-reduce of one or two numbers between GPUs of a host: assumed
+REDUCTIONS = 4 + 2 + 4 + 2  # of AMAXES: kernels find the two of grad_output together
+BF16_FLOPS = CLOVER_FLOPS / 0.84  # clover's share of BF16's speed, d26 (README)
+
+
+def tensor_parallel_prediction(
+    layers: int, width: int, world_size: int, rows: int, codes: bool = True, seq_len: int = 2048, divided: int = 2
+) -> dict[str, float]:
+    """As prediction, within a host; and the seconds of small reductions, and tokens a second of all GPUs."""
+    sizes, tokens = Sizes.of_shape(layers, width), 2**19
+    micro_batches = tokens * divided // (world_size * rows * seq_len)
+    step = world_size, micro_batches, rows * seq_len, divided, codes
+    sent = sum(predicted_tensor_parallel_bytes(sizes, *step))
+    computing = prediction(layers, width, world_size, 1, seq_len)["ddp"]["computing"]
+    computing *= 1 if codes else CLOVER_FLOPS / BF16_FLOPS
+    small = codes * micro_batches * layers * REDUCTIONS * SMALL_REDUCTION
+    speed = tokens / (computing + sent / NVLINK + small)
+    held = state_bytes(sizes, "ddp", world_size, divided) / 2**30
+    return {
+        "GB": sent / 1e9, "sending": sent / NVLINK, "small": small, "computing": computing, "tokens/s": speed,
+        "GiB": held,
+    }  # fmt: skip
 
 
 def prediction(layers: int, width: int, world_size: int, rows: int, seq_len: int = 2048) -> dict[str, dict[str, float]]:

@@ -325,7 +325,7 @@ def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
     options = COMPILER_OPTIONS if model.get_device().type == "cuda" else None
     compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, options=options)
     layer, outer_norm = compiled(Block.forward), compiled(norm)
-    if not is_sharded(model):
+    if not is_sharded(model) or model.sequence_part is not None:
         return functools.partial(model, layer=layer, outer_norm=outer_norm)
     # FSDP's hooks gather and free around a block, and no graph may hold them: what they are around is compiled.
     for block in model.transformer.h:
@@ -349,6 +349,7 @@ class GPT(nn.Module):
     """
 
     recompute: Literal["none", "mlp", "all"] = "none"
+    sequence_part: tuple[int, int] | None = None  # which of how many this process computes (parallel.divide)
 
     def __init__(self, config: GPTConfig, pad_vocab_size_to: int = 64):
         super().__init__()
@@ -543,7 +544,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """
         idx (B, T) int64 -> capped logits (B, T, vocab_size) FP32, or, with targets (B, T; -1 where none counts), the
-        cross-entropy in nats, FP32: () for loss_reduction "mean" and "sum", (B * T,) for "none".
+        cross-entropy in nats, FP32: () for loss_reduction "mean" and "sum", (B * T,) for "none". Where the sequence is
+        divided among processes, those of this one's part.
 
         With a kv_cache (engine.KVCache) the tokens continue what it holds, and it is extended. compile_layers replaces
         `layer`, and `outer_norm`, the norm before and after the layers. Raises ValueError for positions beyond the
@@ -559,6 +561,12 @@ class GPT(nn.Module):
         if idx.device != self.cos.device:
             raise ValueError(f"tokens are on {idx.device} and the model on {self.cos.device}; move the tokens there")
         cos_sin = self.cos[:, start:end], self.sin[:, start:end]
+
+        if self.sequence_part is not None:  # where the layers need all of it they put it together
+            part, parts = self.sequence_part
+            if idx.size(1) % parts or kv_cache is not None:
+                raise ValueError(f"{idx.size(1)} tokens: expected a multiple of {parts}, by which they are divided")
+            idx, targets = (None if t is None else t.chunk(parts, dim=1)[part] for t in (idx, targets))
 
         x0 = outer_norm(self.transformer.wte(idx))
         x = x0.view_as(x0)  # an object of its own: one input in the place of two would be compiled separately

@@ -7,8 +7,10 @@ part only, updates it, and the results are gathered. The outcome is that of one 
 dicts are per rank; `resharded` makes those of another number of processes out of them.
 
 Of parameters that FSDP has sharded by rows (parallel.py) gradients come averaged. AdamW's rows are then the shard
-itself. Muon needs whole matrices: each rank gets the rows of those that it owns, of gradients and weights, and sends
-their updated rows back, in three all-to-alls. The state is the same as without shards.
+itself. Muon needs whole matrices: each rank gets the shards of those that it owns, of gradients and weights, and sends
+their updated shards back, in three all-to-alls. The same for matrices that are divided among some of the ranks, by rows
+or by columns (tensor parallelism); gradients of those who have the same shard are averaged by the owner. The state is
+the same as without shards.
 
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/), with what nanochat added at revision f5425245f, for a
 matrix W (M, N) with gradient G:
@@ -34,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from nanochat_fp4.parallel import is_sharded, local
+from nanochat_fp4.parallel import is_sharded, local, losses_of
 
 # (a, b, c) of the five steps X <- a X + (b A + c A^2) X with A = X X^T, from arXiv 2505.16932 for 5 iterations, safety
 # factor 0.02, cushion 2.
@@ -82,14 +84,14 @@ def _gradients(params: list[Tensor]) -> list[Tensor]:
 def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
     """2-norm of all gradients on this rank, a scalar on their device; not finite if any of them is not.
 
-    Where they are sharded, and so averaged already, that of all ranks, which call it together."""
+    Where they are sharded, that of the ranks who have the shards, which call it together."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([g for g in grads if not is_sharded(g)]).float()
-    shards = [local(g) for g in grads if is_sharded(g)]
+    shards = [g for g in grads if is_sharded(g)]
     if not shards:
         return norm
-    square = torch.nn.utils.get_total_norm(shards).float().square()
-    dist.all_reduce(square)
+    square = (torch.nn.utils.get_total_norm([local(g) for g in shards]).float() / losses_of(shards[0])).square()
+    dist.all_reduce(square, group=shards[0].device_mesh.get_group())
     return (norm.square() + square).sqrt()
 
 
@@ -272,14 +274,14 @@ class Muon(torch.optim.Optimizer):
             if work is not None:
                 work.wait()
             params = [local(p) for p in group["params"]]
-            torch._foreach_copy_(params, list(stack[: len(params)].unbind(0)))
+            torch._foreach_copy_(params, [new.view(p.shape) for p, new in zip(params, stack)])
 
     def _reduce(self, group: dict[str, Any]) -> tuple[Any, Tensor]:
-        """(work, gradients of the own matrices (chunk, M, N), summed only once `work` is done; of sharded ones each
-        rank's rows, (W * chunk, M / W, N))"""
+        """(work, gradients of the own matrices (chunk, M, N), summed only once `work` is done; of sharded ones what
+        _to_owners receives)"""
         grads = _gradients(group["params"])
         if is_sharded(grads[0]):
-            return self._to_owners(group, grads)
+            return self._to_owners(group, [local(g) / losses_of(g) for g in grads])
         stack = self._padded(group, torch.stack(grads))
         own = torch.empty_like(stack[: self._chunk_size(group)])
         return _reduce_scatter(own, stack), own
@@ -290,36 +292,52 @@ class Muon(torch.optim.Optimizer):
         return torch.cat((stack, stack.new_zeros(missing, *stack.shape[1:]))) if missing else stack
 
     def _to_owners(self, group: dict[str, Any], shards: list[Tensor]) -> tuple[Any, Tensor]:
-        """Sends this rank's rows of each matrix to the rank that owns it: (work, what this rank receives)."""
-        stack = self._padded(group, torch.stack([local(t) for t in shards]))
+        """Sends this rank's shard of each matrix to the rank that owns it: (work, (W * chunk, elements of a shard))."""
+        stack = self._padded(group, torch.stack([shard.flatten() for shard in shards]))
         received = torch.empty_like(stack)
         return dist.all_to_all_single(received, stack, async_op=True), received
 
-    def _whole(self, received: Tensor) -> Tensor:
-        """(W * chunk, M / W, N), rows of each rank -> (chunk, M, N)."""
-        return received.unflatten(0, (self.world_size, -1)).transpose(0, 1).flatten(1, 2)
+    def _whole(self, params: list[Tensor], own: list[Tensor], received: Tensor, average: bool) -> Tensor:
+        """The own ones of these matrices (len(own), M, N) from what _to_owners received; of ranks who have the same
+        shard the average, or any."""
+        size, matrices = params[0].device_mesh.size(), []
+        for p, shards in zip(own, received.unflatten(0, (self.world_size, -1)).unbind(1)):
+            shards = shards.unflatten(0, (-1, size))  # ranks of one mesh follow each other
+            shards = shards.mean(0) if average else shards[0]
+            matrices.append(torch.cat([s.view(local(p).shape) for s in shards], p.placements[0].dim))
+        return torch.stack(matrices) if own else received.new_empty(0, *params[0].shape)
+
+    def _to_shards(self, params: list[Tensor], own: list[Tensor], stack: Tensor, chunk: int) -> tuple[Any, Tensor]:
+        """Sends the own matrices, stack (len(own), M, N), to those who have their shards: (work, this rank's shards of
+        all, flat)."""
+        size, elements = params[0].device_mesh.size(), local(params[0]).numel()
+        shards = stack.new_zeros(size, chunk, elements)  # of fewer matrices than chunk in the last ranks
+        for i, (p, matrix) in enumerate(zip(own, stack)):
+            for shard, into in zip(matrix.chunk(size, p.placements[0].dim), shards[:, i]):
+                into.view(shard.shape).copy_(shard)
+        shards = shards.repeat(self.world_size // size, 1, 1).flatten(0, 1)
+        received = torch.empty_like(shards)
+        return dist.all_to_all_single(received, shards, async_op=True), received
 
     def _update(self, group: dict[str, Any], work: Any, grads: Tensor) -> tuple[Any, Tensor]:
         """(work, all matrices of the group after the step, filled in once `work` is done)."""
         params, chunk = group["params"], self._chunk_size(group)
         own = params[self.rank * chunk : (self.rank + 1) * chunk]
         if is_sharded(params[0]):
-            weights_work, weights = self._to_owners(group, params)
+            weights_work, weights = self._to_owners(group, [local(p) for p in params])
             work.wait()
-            grads = self._whole(grads)
+            grads = self._whole(params, own, grads, average=True)
             weights_work.wait()
-            stack = self._whole(weights)[: len(own)]
+            stack = self._whole(params, own, weights, average=False)
         else:
             work.wait()
             grads /= self.world_size
             stack = torch.stack(own) if own else grads[:0]
         for part in self._parts(own):
             self._update_part(group, stack[part], grads[part], part)
-        padded = torch.cat((stack, stack.new_zeros(chunk - len(own), *stack.shape[1:])))
         if is_sharded(params[0]):
-            rows = padded.unflatten(1, (self.world_size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
-            received = torch.empty_like(rows)
-            return dist.all_to_all_single(received, rows, async_op=True), received
+            return self._to_shards(params, own, stack, chunk)
+        padded = torch.cat((stack, stack.new_zeros(chunk - len(own), *stack.shape[1:])))
         everything = padded.new_empty(chunk * self.world_size, *padded.shape[1:])
         return _all_gather(everything, padded), everything
 

@@ -92,6 +92,43 @@ def shard(model: nn.Module, dtype: torch.dtype | None = None, codes: bool = True
     print0(f"FSDP over {size} processes: quantized weights are gathered as codes; {others} in {name}")
 
 
+TENSOR = "tensor"  # the mesh dimension of processes that compute a layer together
+
+
+def divide(model: nn.Module, size: int) -> None:
+    """Divides the blocks of a converted GPT among each `size` consecutive processes, in place, before it is compiled
+    and gets its optimizers: tensor parallelism for products and heads, sequence parallelism for what is between.
+
+    These processes get the same tokens and the same state of torch's generators, and each returns the mean loss of its
+    part of the sequence. Embedding, head and scalars are whole in each, and their gradients are averaged over all
+    processes, as in ddp. Raises UserError for numbers that do not divide, and for methods that are not divided.
+    """
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from nanochat_fp4.nvfp4.tensor_parallel import ColwiseParallel, RowwiseParallel
+
+    world_size = dist.get_world_size()
+    if world_size % size:
+        raise UserError(f"--tensor-parallel={size} does not divide {world_size} processes; use a number that does")
+    for heads in (model.config.n_head, model.config.n_kv_head):
+        if heads % size:
+            raise UserError(
+                f"--tensor-parallel={size}: {heads} attention heads do not divide by {size}; use another depth (d32 "
+                "has 16 heads), or --parallel=ddp"
+            )
+    names = ("data", TENSOR)
+    mesh = dist.device_mesh.init_device_mesh(model.get_device().type, (world_size // size, size), mesh_dim_names=names)
+    styles = {f"attn.{name}": ColwiseParallel() for name in ("c_q", "c_k", "c_v")}
+    styles |= {"mlp.c_fc": ColwiseParallel(), "attn.c_proj": RowwiseParallel(), "mlp.c_proj": RowwiseParallel()}
+    try:
+        for block in model.transformer.h:
+            parallelize_module(block, mesh[TENSOR], styles)
+    except ValueError as e:
+        raise UserError(f"--tensor-parallel={size}: {e}") from e
+    model.sequence_part = mesh[TENSOR].get_local_rank(), size
+    print0(f"tensor and sequence parallel over {size} of {world_size} processes")
+
+
 def is_sharded(value: Any) -> bool:
     """Whether a tensor (a DTensor), or a model, is sharded."""
     if isinstance(value, nn.Module):
@@ -100,8 +137,14 @@ def is_sharded(value: Any) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The rows that this process has; of a tensor that is not sharded, all."""
+    """The part that this process has; of a tensor that is not sharded, all."""
     return tensor._local_tensor if is_sharded(tensor) else tensor
+
+
+def losses_of(grad: Tensor) -> int:
+    """Of how many processes' losses a sharded gradient is the sum: FSDP's is that of their mean."""
+    mesh = grad.device_mesh
+    return mesh.size() if mesh.mesh_dim_names == (TENSOR,) else 1
 
 
 @torch.no_grad()

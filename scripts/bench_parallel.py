@@ -1,8 +1,10 @@
 """
-Time, memory and traffic of whole training steps on several GPUs: ddp, FSDP with BF16 gathers, FSDP with 4-bit gathers.
+Time, memory and traffic of whole training steps on several GPUs: ddp, FSDP with BF16 gathers, FSDP with 4-bit gathers,
+tensor and sequence parallelism (times ddp).
 
     torchrun --standalone --nproc_per_node=2 -m scripts.bench_parallel --depth 26 --parallel ddp
     torchrun --standalone --nproc_per_node=2 -m scripts.bench_parallel --depth 26 --parallel fsdp --gather codes
+    torchrun --standalone --nproc_per_node=4 -m scripts.bench_parallel --depth 32 --parallel tp --tensor-parallel 2
 
 Made-up tokens, nanochat's GPT and optimizers. After a step to warm up, one whose traffic is counted and whose memory is
 read, then steps for --seconds: their median. One row is appended to --json, beside what docs/scale.md predicts for it.
@@ -26,14 +28,21 @@ import torch.distributed as dist
 import nanochat_fp4 as nf
 from nanochat_fp4.common import compute_cleanup, compute_init, is_ddp_initialized, peak_memory, print0
 from nanochat_fp4.communication import MODES as PREDICTED
-from nanochat_fp4.communication import Sizes, counted, predicted_bytes, prediction
+from nanochat_fp4.communication import (
+    Sizes,
+    counted,
+    predicted_bytes,
+    predicted_tensor_parallel_bytes,
+    prediction,
+    tensor_parallel_prediction,
+)
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.gpt import GPT, compile_layers, config_from_depth
 from nanochat_fp4.micro_batch import plan_accumulation
 from nanochat_fp4.optim import PretrainingOptions
-from nanochat_fp4.parallel import MODES, local, shard
+from nanochat_fp4.parallel import MODES, divide, local, shard
 from nanochat_fp4.trainer import TrainingStep
 
 GIB = 2**30
@@ -44,7 +53,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--depth", type=int, default=26)
     add("--method", default="clover", help="of nf.METHODS or nf.ABLATIONS")
-    add("--parallel", choices=MODES, default="ddp")
+    add("--parallel", choices=(*MODES, "tp"), default="ddp")
+    add("--tensor-parallel", type=int, default=2, help="processes that compute a layer together (tp)")
     add("--gather", choices=("codes", "bf16"), default="codes", help="what travels of a quantized weight (fsdp)")
     add("--micro-batch", type=int, default=8, help="rows")
     add("--total-batch-size", type=int, default=524288, help="tokens of a step")
@@ -59,7 +69,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def make_step(args: argparse.Namespace, device: torch.device, sharded: bool) -> TrainingStep:
+def make_step(args: argparse.Namespace, device: torch.device, sharded: bool, divided: int) -> TrainingStep:
     with torch.device("meta"):
         config = config_from_depth(args.depth, args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio)
         model = GPT(config)
@@ -69,6 +79,8 @@ def make_step(args: argparse.Namespace, device: torch.device, sharded: bool) -> 
     cuda = device.type == "cuda"
     if sharded:
         shard(model, torch.bfloat16 if cuda else None, codes=args.gather == "codes")
+    if divided > 1:
+        divide(model, divided)
     forward = compile_layers(model) if (cuda if args.compile is None else args.compile) else model
     optimizers, schedule = model.setup_pretraining(PretrainingOptions(), args.total_batch_size, 1000)
     schedule(500, 0.5)
@@ -79,11 +91,13 @@ class Bench:
     def __init__(self, args: argparse.Namespace, device: torch.device, rank: int, world_size: int):
         self.args, self.device, self.world_size = args, device, world_size
         self.sharded = args.parallel == "fsdp" and world_size > 1
-        self.step = make_step(args, device, self.sharded)
-        self.micro_batches = plan_accumulation(args.total_batch_size, args.micro_batch, args.seq_len, world_size)
+        self.divided = args.tensor_parallel if args.parallel == "tp" else 1
+        self.step = make_step(args, device, self.sharded, self.divided)
+        groups = world_size // self.divided
+        self.micro_batches = plan_accumulation(args.total_batch_size, args.micro_batch, args.seq_len, groups)
         tokens = torch.randint(args.vocab_size, (args.micro_batch, args.seq_len + 1), device=device)
         self.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        torch.manual_seed(rank)  # noise of its own
+        torch.manual_seed(rank // self.divided)  # noise of its own
 
     def run(self, micro_batches: int | None = None) -> tuple[float, int]:
         """One step: (seconds, bytes held between the last backward pass and the update)."""
@@ -118,8 +132,13 @@ class Bench:
         times = [self.run()[0] for _ in range(int(steps))]
         median = statistics.median(times)
         sizes = Sizes.of(self.step.model)
-        mode = "ddp" if not self.sharded else f"fsdp_{args.gather}"
-        predicted = predicted_bytes(sizes, mode, self.world_size, self.micro_batches)
+        mode = "tp" if self.divided > 1 else f"fsdp_{args.gather}" if self.sharded else "ddp"
+        if mode == "tp":
+            tokens, codes = args.micro_batch * args.seq_len, args.method != "bf16"
+            step = self.micro_batches, tokens, self.divided, codes
+            predicted = sum(predicted_tensor_parallel_bytes(sizes, self.world_size, *step))
+        else:
+            predicted = predicted_bytes(sizes, mode, self.world_size, self.micro_batches)
         return {
             "depth": args.depth, "method": args.method, "mode": mode, "gpus": self.world_size,
             "micro_batch": args.micro_batch, "micro_batches": self.micro_batches, "tokens": args.total_batch_size,
@@ -136,7 +155,8 @@ MODELS = {"d26": (26, 1664, 8), "d32": (32, 2048, 8), "7B": (32, 4096, 4), "64B"
 
 
 def predictions() -> str:
-    """A row for each model and number of GPUs: GB that a GPU sends in a step, its seconds over those of computing."""
+    """A row for each model and number of GPUs: GB that a GPU sends in a step, its seconds over those of computing; and
+    tensor parallelism's."""
     rows = []
     for name, (layers, width, micro_batch) in MODELS.items():
         for gpus in (2, 4, 8, 64, 1024):
@@ -144,6 +164,13 @@ def predictions() -> str:
             numbers = [f"{m['GB']:.2f}, {m['sending'] / m['computing']:.2f}" for m in by_mode.values()]
             states = [f"{by_mode[mode]['GiB']:.1f}" for mode in ("ddp", "fsdp_codes")]
             rows.append([name, str(gpus), f"{by_mode['ddp']['computing']:.2f}", *numbers, *states])
+    divided = []
+    for method, gpus, micro_batch in (("clover", 2, 8), ("clover", 2, 32), ("bf16", 2, 8), ("clover", 4, 8)):
+        p = tensor_parallel_prediction(32, 2048, gpus, micro_batch, method == "clover")
+        seconds = [f"{p[key]:.2f}" for key in ("GB", "sending", "small", "computing")]
+        divided.append(
+            [f"d32 {method}", str(gpus), str(micro_batch), *seconds, f"{p['tokens/s']:,.0f}", f"{p['GiB']:.1f}"]
+        )
     head = [
         "model",
         "GPUs",
@@ -152,7 +179,8 @@ def predictions() -> str:
         "ddp GiB",
         "fsdp GiB",
     ]
-    return table(head, rows)
+    head_divided = ["tp 2", "GPUs", "micro-batch", "GB", "sending, s", "small reductions, s", "computing, s"]
+    return table(head, rows) + "\n\n" + table([*head_divided, "tokens/s", "GiB"], divided)
 
 
 def main(argv: list[str] | None = None) -> None:
