@@ -247,3 +247,22 @@ def test_training_on_without_a_look_at_the_inputs_is_said_once(monkeypatch):
     forgotten, loaded = (nf.convert(Model(), "clover_feedback", verbose=False) for _ in range(2))
     nf.load_gram_state(loaded, state)
     assert len(warnings_of(forgotten)) == 1 and not warnings_of(loaded)
+
+
+@pytest.mark.parametrize("rounding, dtype", [("rtn", torch.bfloat16), ("scale_search_6", torch.float32)])
+def test_the_kernel_equals_the_reference_to_the_bit(rounding, dtype, monkeypatch):
+    """Of two layers, one row more than a program has, and two groups of columns of which the last is not whole (both
+    smaller than in use, for the interpreter takes seconds for 128 columns)."""
+    pytest.importorskip("triton")
+    from nvfp4_kernels.feedback import ROWS
+
+    monkeypatch.setattr("nanochat_fp4.nvfp4.feedback.COLUMNS", 48)
+    columns = 80
+    w = torch.randn(2, ROWS + 1, columns, generator=torch.Generator().manual_seed(4)).to(dtype)
+    factors = [feedback_factor(mean_of_products(correlated(500, columns, seed))).half() for seed in (0, 1)]
+    factors[0] *= 300.0  # beyond the largest scale
+    results = []
+    for wanted in ("triton", "reference"):
+        monkeypatch.setenv("NVFP4_KERNELS", wanted)
+        results.append(round_with_feedback(w, factors, ROUNDINGS[rounding]))
+    assert all(same(got, want) for got, want in zip(*results))

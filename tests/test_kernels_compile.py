@@ -59,7 +59,8 @@ def test_clovers_kernels_compile(clover, arch):
     # Rotations: E and E^T in one launch, and the requantization of weight and input, which are one kernel.
     assert names["rotate_quantize_kernel"] == 2
     expected = {"amax", "quantize", "rotate_quantize"}
-    expected |= {"dot_scaled", "finish"} if arch in NATIVE else {"repair", "decode", "swizzle", "relu_squared"}
+    everywhere = {"repair", "decode", "swizzle", "relu_squared", "feedback"}
+    expected |= {"dot_scaled", "finish"} if arch in NATIVE else everywhere
     assert {f"{name}_kernel" for name in expected} == set(names) - ({"swizzle_kernel"} if arch in NATIVE else set())
     assert all(re.fullmatch(rf"sm_{arch}[af]?", r["target"]) for r in clover)
 

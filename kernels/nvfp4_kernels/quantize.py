@@ -151,7 +151,7 @@ def quantize_kernel(
         first = (tl.program_id(0).to(tl.int64) * PER_PROGRAM + i) * NB
         block = first + tl.arange(0, NB)
         mask = block < blocks
-        x = _load_blocks(x_ptr, block, mask, NB)
+        x = load_blocks(x_ptr, block * 16, mask)
         noise_index = block[:, None] * 2 + tl.arange(0, 2)[None, :]
 
         if SQUARE:
@@ -187,21 +187,23 @@ def quantize_kernel(
 
 
 @triton.jit
-def _load_blocks(x_ptr, block, mask, NB: tl.constexpr):
-    """Blocks of 16 contiguous values, float32 (NB, 16), each in one thread: it loads them in pieces of 16 bytes."""
+def load_blocks(x_ptr, first, mask):
+    """Blocks of 16 contiguous values, float32 (NB, 16), each in one thread: it loads them in pieces of 16 bytes.
+    first, mask (NB,): where each begins, and whether it is read (else zeros)."""
     mask = mask[:, None]
+    first = first[:, None]
     if x_ptr.dtype.element_ty == tl.float32:
-        at = x_ptr + block[:, None] * 16 + tl.arange(0, 4)[None, :]
-        first = tl.load(at, mask=mask, other=0.0)
-        second = tl.load(at + 4, mask=mask, other=0.0)
-        third = tl.load(at + 8, mask=mask, other=0.0)
-        fourth = tl.load(at + 12, mask=mask, other=0.0)
-        x = tl.permute(tl.join(tl.join(first, third), tl.join(second, fourth)), (0, 2, 3, 1))
+        at = x_ptr + first + tl.arange(0, 4)[None, :]
+        a = tl.load(at, mask=mask, other=0.0)
+        b = tl.load(at + 4, mask=mask, other=0.0)
+        c = tl.load(at + 8, mask=mask, other=0.0)
+        d = tl.load(at + 12, mask=mask, other=0.0)
+        x = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
     else:
-        at = x_ptr + block[:, None] * 16 + tl.arange(0, 8)[None, :]
+        at = x_ptr + first + tl.arange(0, 8)[None, :]
         low = tl.load(at, mask=mask, other=0.0)
         x = tl.permute(tl.join(low, tl.load(at + 8, mask=mask, other=0.0)), (0, 2, 1))
-    return tl.reshape(x, (NB, 16)).to(tl.float32)
+    return tl.reshape(x, (first.shape[0], 16)).to(tl.float32)
 
 
 @triton.jit

@@ -53,51 +53,51 @@ def round_with_feedback(
 ) -> list[NVFP4Tensor]:
     """weights (L, N, K) FP32 or BF16, L factors (K, K) of feedback_factor -> an NVFP4Tensor (N, K) for each of the L.
 
-    What blocks of columns get from those more than COLUMNS before is one product for all of COLUMNS: what was missed in
-    all columns so far, the largest thing there is to read, is read once for eight blocks and not for each.
+    What COLUMNS get from those before them is one product: what was missed in all columns so far, the largest thing
+    there is to read, is read once for eight blocks and not for each. Within COLUMNS a kernel goes from block to block.
 
     spec: with blocks of 1x16, drawing no random numbers. amaxes (L,): of the tensors that the weights are rows of,
     where they are not all of them. Each weight has the tensor_scale that quantize gives it; with factors of zeros the
     result is quantize's, to the bit.
     """
+    weights = weights.contiguous()
     layers, rows, columns = weights.shape
-    weights = weights.float()
-    limit = spec.grid_max * spec.scale_cap
-    amaxes = weights.abs().amax((1, 2)) if amaxes is None else amaxes
-    tensor_scale = divide(amaxes, limit).clamp(min=TENSOR_SCALE_MIN)
-    u = weights * (1.0 / tensor_scale).view(-1, 1, 1)
-    one = torch.full((), limit, device=u.device)  # the amax with which tensor_scale is 1
-    missed = torch.empty_like(u)  # W - Q
-    codes, scales = [], []
-    with torch.autocast(u.device.type, enabled=False):
+    amaxes = weights.abs().amax((1, 2)).float() if amaxes is None else amaxes
+    tensor_scale = divide(amaxes, spec.grid_max * spec.scale_cap).clamp(min=TENSOR_SCALE_MIN)
+    inverse = 1.0 / tensor_scale
+    missed = weights.new_empty(layers, columns, rows, dtype=torch.float32)  # (W - Q)^T, in units of tensor_scale
+    codes = weights.new_empty(layers, rows, columns // 2, dtype=torch.uint8)
+    scales = weights.new_empty(layers, rows, columns // BLOCK, dtype=torch.uint8)
+    round_group = _round_group
+    if use_kernels(weights.device):
+        from nvfp4_kernels.feedback import round_group
+    with torch.autocast(weights.device.type, enabled=False):
         for start in range(0, columns, COLUMNS):
             end = min(start + COLUMNS, columns)
             factor = torch.stack([f[:end, start:end] for f in factors]).float()
-            group = u[..., start:end]
-            if start:
-                group = torch.baddbmm(group, missed[..., :start], factor[:, :start])
-            for done in range(start, end, BLOCK):
-                block = slice(done, done + BLOCK)
-                wanted = group[..., done - start : done - start + BLOCK]
-                if done > start:
-                    near = factor[:, start:done, done - start : done - start + BLOCK]
-                    wanted = torch.baddbmm(wanted, missed[..., start:done], near)
-                wanted = wanted.clamp(-E2M1_MAX * E4M3_MAX, E2M1_MAX * E4M3_MAX)
-                code, scale, values = _round_blocks(wanted.reshape(-1, BLOCK), spec, one)
-                torch.sub(u[..., block], values.view(layers, rows, BLOCK), out=missed[..., block])
-                codes.append(code.view(layers, rows, -1))
-                scales.append(scale.view(layers, rows, 1).view(torch.uint8))  # older releases cannot join E4M3 tensors
-    codes, scales = torch.cat(codes, -1), torch.cat(scales, -1).view(torch.float8_e4m3fn)
+            before = torch.bmm(missed[:, :start].mT, factor[:, :start])  # zeros where there is nothing before
+            round_group(weights, inverse, before, factor, missed, codes, scales, start, spec.grid_max, spec.candidates)
+    scales = scales.view(torch.float8_e4m3fn)
     return [NVFP4Tensor(codes[i], scales[i], tensor_scale[i].clone()) for i in range(layers)]
 
 
-def _round_blocks(u: torch.Tensor, spec: Rounding, one: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """u (R, 16) float32, in units of tensor_scale -> codes (R, 8), E4M3 scales (R, 1), values code * scale (R, 16)."""
-    if use_kernels(u.device):
-        from nvfp4_kernels.quantize import quantize
-
-        constants = (spec.grid_max, spec.scale_cap, list(spec.candidates), False, spec.block_rows)
-        codes, scales, _, values = quantize(u, one, None, 0, *constants, True)
-        return codes, scales, values
-    q, scale = _search(u.unsqueeze(1), spec, _round_block_scale(spec))
-    return pack(encode_e2m1(q.squeeze(1))), scale.to(torch.float8_e4m3fn), q.squeeze(1) * scale
+def _round_group(weights, inverse, before, factor, missed, codes, scales, start, grid_max, candidates) -> None:
+    """What nvfp4_kernels.feedback.round_group does, whose docstring has shapes and dtypes. Each element gets what was
+    missed before it in its group one column after the other, product and sum rounded for themselves."""
+    layers, rows, _ = weights.shape
+    limit = E2M1_MAX * E4M3_MAX
+    spec = Rounding(grid_max, candidates=tuple(candidates))
+    end = start + before.shape[2]
+    near = factor[:, start:]
+    u = weights[..., start:end].float() * inverse.view(-1, 1, 1)
+    wanted = u + before
+    for done in range(0, end - start, BLOCK):
+        block = slice(done, done + BLOCK)
+        x = wanted[..., block].clamp(-limit, limit)
+        q, scale = _search(x.reshape(-1, 1, BLOCK), spec, _round_block_scale(spec))
+        codes[..., (start + done) // 2 :][..., : BLOCK // 2] = pack(encode_e2m1(q.view(layers, rows, BLOCK)))
+        scales[..., (start + done) // BLOCK] = scale.view(layers, rows).to(torch.float8_e4m3fn).view(torch.uint8)
+        error = u[..., block] - (q * scale.unsqueeze(-1)).view(layers, rows, BLOCK)
+        missed[:, start + done : start + done + BLOCK] = error.mT
+        for k in range(BLOCK):
+            wanted[..., done + BLOCK :] += error[..., k : k + 1] * near[:, done + k : done + k + 1, done + BLOCK :]

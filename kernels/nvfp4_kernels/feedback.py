@@ -1,0 +1,111 @@
+"""Rounding with error feedback: the blocks of a group of columns one after the other, in one launch for all its rows.
+
+The arithmetic is nanochat_fp4.nvfp4.feedback.round_with_feedback's between two of its products, bit for bit. Bytes per
+element: the weight and what came from the groups before are read (2 or 4, and 4), codes and scales written, and what
+was missed written once (4) and read by the rows that wrote it, from the cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nvfp4_kernels import _math as m
+from nvfp4_kernels._ops import NO_FUSION
+from nvfp4_kernels.quantize import fit_blocks, hardware, load_blocks
+
+ROWS = 32  # a program's: one for each thread of a warp
+
+
+@triton.jit
+def feedback_kernel(
+    weights_ptr,
+    inverse_ptr,
+    before_ptr,
+    factor_ptr,
+    missed_ptr,
+    codes_ptr,
+    scales_ptr,
+    rows,
+    columns,
+    start,
+    width,
+    factor_rows,
+    GRID_MAX: tl.constexpr,
+    INVERSE: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Columns start .. start + width of ROWS rows of one layer, which is program_id(1).
+
+    weights (L, N, K), before (L, N, width), factor (L, factor_rows, width) of which the last `width` rows are these
+    columns, missed (L, K, N): columns of a weight are its rows, so that a warp reads and writes whole lines."""
+    layer = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = row < rows
+    line = layer * rows + row
+    inverse = tl.load(inverse_ptr + layer)
+    factor_ptr += (layer * factor_rows + factor_rows - width) * width
+    missed_ptr += (layer * columns + start) * rows
+    LIMIT: tl.constexpr = m.E2M1_MAX * m.E4M3_MAX
+    zero, column = tl.arange(0, 1), tl.arange(0, 16)
+    for done in range(0, width, 16):
+        u = load_blocks(weights_ptr, line * columns + start + done, mask) * inverse
+        wanted = u + load_blocks(before_ptr, line * width + done, mask)
+        for k in tl.range(0, done, loop_unroll_factor=4):
+            error = tl.load(missed_ptr + k * rows + row, mask=mask, other=0.0)
+            wanted += error[:, None] * load_blocks(factor_ptr, k * width + done + zero, zero == 0)
+        wanted = tl.maximum(wanted, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        wanted = tl.minimum(wanted, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        amax = tl.max(tl.abs(wanted), axis=1)
+        q, _, scale, codes = fit_blocks(
+            wanted, amax, 1.0, 0, 0, 0, GRID_MAX, INVERSE, CANDIDATES, False, False, HARDWARE, ROWS, 16
+        )
+        block = line * (columns // 16) + (start + done) // 16
+        tl.store(scales_ptr + block, m.encode_e4m3(scale, HARDWARE), mask=mask)
+        tl.store(codes_ptr + block[:, None] * 2 + tl.arange(0, 2)[None, :], codes, mask=mask[:, None])
+        at = (done + column)[None, :] * rows + row[:, None]
+        tl.store(missed_ptr + at, u - q * scale[:, None], mask=mask[:, None])
+        tl.debug_barrier()  # the next block reads it
+
+
+def round_group(
+    weights: torch.Tensor,
+    inverse: torch.Tensor,
+    before: torch.Tensor,
+    factor: torch.Tensor,
+    missed: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    start: int,
+    grid_max: float,
+    candidates: tuple[float, ...],
+) -> None:
+    """Rounds columns start .. start + C of weights (L, N, K) FP32 or BF16; all tensors contiguous.
+
+    inverse (L,): 1 / tensor_scale. before (L, N, C) float32: what comes from the columns before. factor (L, end, C)
+    float32: of round_with_feedback. Writes these columns of missed (L, K, N) float32, codes (L, N, K/2) and scales
+    (L, N, K/16), both uint8.
+    """
+    layers, rows, columns = weights.shape
+    feedback_kernel[(triton.cdiv(rows, ROWS), layers)](
+        weights,
+        inverse,
+        before,
+        factor,
+        missed,
+        codes.view(torch.int32),
+        scales,
+        rows,
+        columns,
+        start,
+        before.shape[2],
+        factor.shape[1],
+        grid_max,
+        m.inverse(grid_max),
+        tuple(candidates),
+        hardware(),
+        ROWS,
+        num_warps=ROWS // 32,
+        **NO_FUSION,
+    )
