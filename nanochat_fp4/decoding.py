@@ -69,6 +69,8 @@ def unsupported_reason(model: Any, cache: Any) -> str | None:
                 return "a layer has a bias, hooks or a forward of its own"
             if _quantizes(layers[0]) and (reason := _unsupported_layer(layers[0])):
                 return reason
+            if not _quantizes(layers[0]) and getattr(layers[0], "gathered", None) is not None:
+                return "FSDP has gathered the weights themselves"
     return _product_problem(cache.k_cache.device) if any(map(_quantizes, model.modules())) else None
 
 

@@ -11,6 +11,8 @@ micro-batch, where ddp averages the sum of all.
 """
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def check_parallel(args: argparse.Namespace) -> bool:
-    """Whether the run is sharded. Raises UserError for flags that do not go with that; says what is left out."""
+    """Whether the run is sharded. Raises UserError for flags that do not go with that."""
     if args.parallel != "fsdp":
         return False
     if not (is_ddp_initialized() and dist.get_world_size() > 1):
@@ -47,12 +49,6 @@ def check_parallel(args: argparse.Namespace) -> bool:
     }
     for flag in (flag for flag, given in unfit.items() if given):
         raise UserError(f"{flag} does not go with --parallel=fsdp; leave it out, or use --parallel=ddp")
-    # These run the model on one process, or on other shapes on each: where weights are gathered all must take part.
-    alone = [f for f in ("sample_every", "core_metric_every", "eval_metrics_every") if getattr(args, f, -1) > 0]
-    if alone:
-        print0(f"note: with --parallel=fsdp there is no {' and no '.join('--' + f.replace('_', '-') for f in alone)}")
-        for flag in alone:
-            setattr(args, flag, -1)
     return True
 
 
@@ -145,6 +141,35 @@ def losses_of(grad: Tensor) -> int:
     """Of how many processes' losses a sharded gradient is the sum: FSDP's is that of their mean."""
     mesh = grad.device_mesh
     return mesh.size() if mesh.mesh_dim_names == (TENSOR,) else 1
+
+
+@contextlib.contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Inside, every process has all weights of a sharded model and calls it by itself, as often as it likes, to
+    evaluate and to generate; nothing is compiled. All processes enter together. A model that is whole stays as it is.
+
+    Each weight is gathered once, as forward passes take it on entry: in codes 4.5 bits an element. So the context of a
+    precision (nf.full_precision) is to be around this one and not inside. What was gathered is freed at the end, and
+    training goes on to the same bits. Not for backward passes.
+    """
+    if not hasattr(model, "unshard"):  # FSDP's
+        yield
+        return
+    blocks = list(model.transformer.h)
+    parts = [*blocks, model.transformer.wte, model]
+    try:
+        for block in blocks:
+            block.set_reshard_after_forward(False)
+        for part in parts:
+            part.unshard()
+        # A batch of each shape would be a compilation, and so would each position of a cache.
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for block in blocks:
+            block.set_reshard_after_forward(True)
+        for part in parts:
+            part.reshard()
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from nanochat_fp4.nvfp4 import oscillation
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.optim import PretrainingOptions
+from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.resume import Start, check_same_run, find_resume_step
 from nanochat_fp4.run_folder import check_writable, held_run, save_bytes
 from nanochat_fp4.stage import Process
@@ -287,7 +288,12 @@ class CoreMetric:
         if not (due(self.every, trainer.step, last) and trainer.step > 0):
             return
         try:
-            with trainer.evaluating(), trainer.parts.weights_once(1), trainer.parts.autocast():
+            with (
+                trainer.evaluating(),
+                unsharded(trainer.model),
+                trainer.parts.weights_once(1),
+                trainer.parts.autocast(),
+            ):
                 results = self.evaluation()(
                     trainer.model, self.tokenizer, trainer.device, max_per_task=self.max_per_task
                 )
@@ -307,9 +313,11 @@ class Samples:
         self.newest: list[str] = []
 
     def __call__(self, trainer: Trainer, last: bool) -> None:
-        if trainer.process.rank or not due(self.every, trainer.step, last) or trainer.step == 0:
+        if not due(self.every, trainer.step, last) or trainer.step == 0:
             return
-        with trainer.evaluating():
+        with trainer.evaluating(), unsharded(trainer.model):
+            if trainer.process.rank:
+                return
             self.newest = draw_samples(trainer.model, self.tokenizer)
         for sample in self.newest:
             trainer.progress.write(f"  {sample}")

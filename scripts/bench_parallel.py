@@ -36,9 +36,9 @@ from nanochat_fp4.communication import (
     prediction,
     tensor_parallel_prediction,
 )
-from nanochat_fp4.console import ArgumentParser, table
+from nanochat_fp4.console import ArgumentParser, parse_finite, table
 from nanochat_fp4.environment import environment_info
-from nanochat_fp4.errors import run_main
+from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.gpt import GPT, compile_layers, config_from_depth
 from nanochat_fp4.micro_batch import plan_accumulation
 from nanochat_fp4.optim import PretrainingOptions
@@ -62,11 +62,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--vocab-size", type=int, default=65536)
     add("--aspect-ratio", type=int, default=64, help="width = depth * aspect_ratio")
     add("--head-dim", type=int, default=128)
-    add("--seconds", type=float, default=30.0, help="of timed steps; at least two are taken, at most 50")
+    add("--seconds", type=parse_finite, default=30.0, help="of timed steps; at least two are taken, at most 50")
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help="(default: on a GPU only)")
     add("--json", default="", help="append the row to this file")
     add("--predict", action="store_true", help="print docs/scale.md's table instead: what each GPU sends, d26 to 64B")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.gather == "bf16" and args.parallel != "fsdp":
+        raise UserError("--gather=bf16 is for shards; add --parallel=fsdp, or leave it out")
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise UserError(f"--json={args.json}: its folder is not there; make it, or name another file")
+    return args
 
 
 def make_step(args: argparse.Namespace, device: torch.device, sharded: bool, divided: int) -> TrainingStep:
@@ -91,6 +96,8 @@ class Bench:
     def __init__(self, args: argparse.Namespace, device: torch.device, rank: int, world_size: int):
         self.args, self.device, self.world_size = args, device, world_size
         self.sharded = args.parallel == "fsdp" and world_size > 1
+        if args.parallel == "fsdp" and not self.sharded:
+            raise UserError("one process has nobody to share weights with; start several with torchrun, or use ddp")
         self.divided = args.tensor_parallel if args.parallel == "tp" else 1
         self.step = make_step(args, device, self.sharded, self.divided)
         groups = world_size // self.divided

@@ -43,6 +43,7 @@ from nanochat_fp4.chat_loader import ConversationBatches
 from nanochat_fp4.common import mean_over_ranks
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.post_training import PostTraining, add_common_arguments
 from nanochat_fp4.signals import StopRequested
 from nanochat_fp4.stage import Process, changed_flags, run_stage
@@ -154,15 +155,16 @@ class Evaluation:
 
     def accuracy(self, source: Source) -> float:
         signals = self.run.process.signals
-        score = run_task(
-            source.task,
-            self.run.model,
-            self.run.tokenizer,
-            source.name,
-            batch_size=2 * self.args.device_batch_size,  # without gradients there is room for more
-            max_problems=self.args.eval_metrics_max_problems,
-            interrupted=lambda: signals.signum is not None,
-        )
+        with unsharded(self.run.model):
+            score = run_task(
+                source.task,
+                self.run.model,
+                self.run.tokenizer,
+                source.name,
+                batch_size=2 * self.args.device_batch_size,  # without gradients there is room for more
+                max_problems=self.args.eval_metrics_max_problems,
+                interrupted=lambda: signals.signum is not None,
+            )
         if signals.received(self.run.process.device):
             raise StopRequested
         return score.accuracy

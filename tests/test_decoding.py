@@ -16,7 +16,10 @@ from nanochat_fp4.engine import KVCache  # noqa: E402
 from nanochat_fp4.errors import UserError  # noqa: E402
 from nanochat_fp4.gpt import GPT, GPTConfig, autocast, norm  # noqa: E402
 from nanochat_fp4.llama import Llama, LlamaConfig  # noqa: E402
+from nanochat_fp4.nvfp4.convert import groups_computed_as_one  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor  # noqa: E402
+from nanochat_fp4.nvfp4.linear import QuantLinear, quantized_weights  # noqa: E402
+from nanochat_fp4.nvfp4.operands import Codes, Plain  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -189,6 +192,37 @@ def test_decoder_says_what_the_model_says(method, rows, llama):
     assert torch.equal(caches[0].cache_seqlens, caches[1].cache_seqlens)
     assert relative_square_error(caches[1].k_cache, caches[0].k_cache) < bound
     assert relative_square_error(caches[1].v_cache, caches[0].v_cache) < bound
+
+
+@pytest.mark.parametrize("in_codes", [True, False])
+def test_takes_codes_that_fsdp_has_gathered(in_codes):
+    """As sharding.py leaves them: the weights are to be found in `gathered` alone."""
+    torch.manual_seed(0)
+    model = make_model()
+    ids = torch.randint(0, 64, (1, 3), device=DEVICE)
+    caches = [cache_of(model, 1) for _ in range(2)]
+    with torch.no_grad(), nf.per_token_scale(model), autocast(DEVICE.type):
+        with nf.full_precision(model):
+            full = model(ids)
+        want = [Decoder(model, caches[0])(ids[:, 0]).clone(), model(ids)]
+        for layers in groups_computed_as_one(model):
+            codes, start = quantized_weights([layers])[0], 0
+            for layer in layers:
+                rows = slice(start, start := start + layer.out_features)
+                part = Codes(codes.codes[rows], codes.scales[rows], codes.tensor_scale)
+                layer.gathered = part if in_codes else Plain(layer.weight.detach())
+        for layer in (m for m in model.modules() if isinstance(m, QuantLinear)):
+            layer.weight = torch.nn.Parameter(torch.full((), torch.nan, device=DEVICE).expand(layer.weight.shape))
+        assert torch.equal(Decoder(model, caches[1])(ids[:, 0]), want[0])
+        with nf.quantize_weights_once(model):
+            assert torch.equal(model(ids), want[1])
+            with nf.full_precision(model):
+                assert "FSDP has gathered the weights themselves" in unsupported_reason(model, caches[1])
+                if in_codes:
+                    with pytest.raises(ValueError, match="enter full_precision around unsharded"):
+                        model(ids)
+                else:
+                    assert torch.equal(model(ids), full)
 
 
 def test_prepared_weights_are_codes_and_give_the_same_bits():

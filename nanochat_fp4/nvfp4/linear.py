@@ -345,10 +345,14 @@ class QuantLinear(torch.nn.Linear):
         recipe, values = self.recipe if quantizes else UNQUANTIZED, None
         if not quantizes:
             rows = rows.to(dtype)  # which is what is kept of it
-        if gathered is not None and (isinstance(gathered.parts[0], Codes) or not quantizes):
-            operand = gathered if len(layers) > 1 else self.gathered
-        elif gathered is not None:
-            values = tuple(part.values for part in gathered.parts)
+        if gathered is not None:
+            whole = gathered if len(layers) > 1 else self.gathered
+            if not isinstance(gathered.parts[0], Codes):
+                operand, values = (operand, gathered.values) if quantizes else (whole, None)
+            elif quantizes:
+                operand = whole if operand is None else operand
+            else:
+                raise ValueError("QuantLinear: FSDP gathered the codes alone; enter full_precision around unsharded")
         layer = _Layer(
             recipe, dtype, grad_enabled, per_token, self.statistics, operand, grad_buffer, values, amax, squares, shard
         )
@@ -472,10 +476,17 @@ def relu_squared_linear(x: torch.Tensor, linear: QuantLinear) -> torch.Tensor:
 def quantized_weights(groups: Sequence[Sequence[QuantLinear]]) -> list[GemmOperand | None]:
     """The weight operand of the output GEMM of each group of layers that are computed as one; None where it is not the
     same in each pass."""
-    fixed = [layers for layers in groups if layers[0].recipe.fixed_weight]
-    weights = []
-    for layers in fixed:
-        weight = _stacked([layer.matrix.detach() for layer in layers])
-        weights.append((weight, weight_quantization(layers[0], weight.device)))
-    operands = iter(quantize_weights(weights))
-    return [next(operands) if layers[0].recipe.fixed_weight else None for layers in groups]
+    made: list[GemmOperand | None] = [None] * len(groups)
+    weights = {}
+    for i, layers in enumerate(groups):
+        if not layers[0].recipe.fixed_weight:
+            continue
+        gathered = layers[0]._gathered(layers)
+        if gathered is not None and isinstance(gathered.parts[0], Codes):
+            made[i] = gathered.joined
+            continue
+        weight = _stacked([layer.matrix.detach() for layer in layers] if gathered is None else gathered.values)
+        weights[i] = weight, weight_quantization(layers[0], weight.device)
+    for i, operand in zip(weights, quantize_weights(list(weights.values()))):
+        made[i] = operand
+    return made

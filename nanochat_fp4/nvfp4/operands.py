@@ -179,6 +179,10 @@ class Stacked(GemmOperand):
         return Codes(codes, scales.view(first.scales.dtype), first.tensor_scale)
 
     @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        return tuple(part.values for part in self.parts)
+
+    @property
     def exact(self) -> bool:
         return self.parts[0].exact
 
