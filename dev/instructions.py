@@ -196,7 +196,6 @@ def per_element(record: dict) -> list[float]:
 
 
 def show(arch: int, method: str) -> None:
-    os.environ["NVFP4_KERNELS"] = "triton"
     for r in compile_kernels(arch, [method], every_input=False):
         if r["kernel"] in ELEMENTS:
             counts = ", ".join(f"{n:.1f}" for n in per_element(r))
@@ -224,4 +223,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    os.environ["NVFP4_KERNELS"] = "triton"
     main()
