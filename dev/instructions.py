@@ -207,7 +207,7 @@ def show(arch: int, method: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0], allow_abbrev=False)
     parser.add_argument("arch", type=int, nargs="*", default=[90, 100, 120], help="compute capabilities: 90, 100, 120")
     parser.add_argument("--method", default="clover", help="a method of nf.METHODS or nf.ABLATIONS")
     args = parser.parse_args()

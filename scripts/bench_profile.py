@@ -20,7 +20,7 @@ KINDS = (
     ("abs-max", ("amax_kernel", "nvfp4::amax")),
     ("decode", ("decode_kernel", "nvfp4::decode")),
     ("rotate and quantize", ("rotate_quantize", "repair", "prepare_kernel", "finish_kernel", "nvfp4::rotate")),
-    ("quantize", ("convert_kernel", "quantize", "tensor_scale", "nvfp4::", "swizzle", "row_kernel")),
+    ("quantize", ("convert_kernel", "feedback_kernel", "quantize", "tensor_scale", "nvfp4::", "swizzle", "row_kernel")),
     ("GEMM", ("_mm", "::mm", "::addmm", "::bmm", "::matmul")),
     ("RMSNorm", ("rms_norm", "_Norm")),
     ("ReLU^2", ("relu", "_ReluSquared", "uint8")),
