@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# What docs/scale.md says of several GPUs of a host: its table, the loss curves of 1 process, ddp and fsdp over one
+# another, and a run of which one process is killed.
+#
+#     DATA_DIR=... bash dev/scale.sh
+#
+#     PARTS="table curves kill"   only these
+#     GPUS=2                      how many processes (the curves: of ddp and fsdp)
+#     OUT=...                     numbers, logs and the picture (default: scale/ here), which grow as it measures
+#     DATA_DIR                    text as parquet, one text a row (curves, kill); the last shard is validation
+#     PY=python SECONDS_EACH=10 LIMIT=300     which python; seconds of timed steps of a row; seconds for a row or a run
+#     TRY=1                       all of it in small, on CPUs too: to see that it works
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+PARTS=${PARTS:-table curves kill} GPUS=${GPUS:-2} OUT=${OUT:-$PWD/scale} PY=${PY:-python} LIMIT=${LIMIT:-300}
+for part in $PARTS; do
+    [[ " table curves kill " == *" $part "* ]] || { echo "error: PARTS: there is no part '$part'; the parts are: table curves kill" >&2; exit 2; }
+done
+[ "$PARTS" = table ] || [ -d "${DATA_DIR:-}" ] || { echo "error: DATA_DIR=${DATA_DIR:-} is no folder; give one with parquet shards, or PARTS=table" >&2; exit 2; }
+export DATA_DIR NANOCHAT_BASE_DIR=$OUT/base PYTHONPATH=$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+mkdir -p "$NANOCHAT_BASE_DIR" || exit 1
+runs=$NANOCHAT_BASE_DIR/base_checkpoints
+if [ -n "${TRY:-}" ]; then
+    MODELS=("--depth=2 --micro-batch=2 --aspect-ratio=128 --head-dim=64 --vocab-size=256 --seq-len=64 --total-batch-size=512 --no-compile")
+    SECONDS_EACH=1 VOCABULARY=400 CHARS=200000 EVERY=2 KILL_AT=3
+    TRAIN="--depth=1 --aspect-ratio=64 --head-dim=64 --max-seq-len=64 --device-batch-size=2 --total-batch-size=256 --eval-every=3 --eval-tokens=512 --num-iterations"
+    TRAIN_STEPS=6 KILL_STEPS=8
+else
+    MODELS=("--depth=26 --micro-batch=32" "--depth=32 --micro-batch=16")
+    VOCABULARY=8192 EVERY=20 KILL_AT=30 TRAIN_STEPS=300 KILL_STEPS=60
+    TRAIN="--depth=12 --device-batch-size=8 --total-batch-size=32768 --eval-every=100 --eval-tokens=131072 --num-iterations"
+fi
+train() { # tag, processes, flags ...
+    timeout -k 10 "$LIMIT" "$PY" -m torch.distributed.run --standalone --nproc_per_node="$2" ${RESTARTS:-} -m scripts.base_train \
+        --model-tag="$1" --method=clover --core-metric-every=-1 --sample-every=-1 --resume-from-step=latest "${@:3}" > "$OUT/$1.log" 2>&1
+}
+tokenizer() {
+    [ -d "$NANOCHAT_BASE_DIR/tokenizer" ] || "$PY" -m scripts.tok_train --vocab-size=$VOCABULARY --max-chars=${CHARS:-20000000} > "$OUT/tokenizer.log" 2>&1 ||
+        { tail -n 3 "$OUT/tokenizer.log" >&2; exit 1; }
+}
+table() {
+    local model mode
+    for model in "${MODELS[@]}"; do
+        bench() { # processes, flags ...
+            timeout -k 10 "$LIMIT" "$PY" -m torch.distributed.run --standalone --nproc_per_node="$1" -m scripts.bench_parallel \
+                $model --seconds="${SECONDS_EACH:-10}" --json="$OUT/bench_parallel.jsonl" "${@:2}" > "$OUT/row.log" 2>&1
+            grep -e "tokens/s" -e "error:" "$OUT/row.log" || tail -n 1 "$OUT/row.log"
+        }
+        bench 1
+        for mode in "ddp" "fsdp --gather=codes" "fsdp --gather=bf16"; do bench "$GPUS" --parallel=$mode; done
+        [[ $model == *depth=26* ]] || bench "$GPUS" --parallel=tp # 13 heads are not divided
+    done
+}
+curves() {
+    tokenizer
+    train one 1 $TRAIN=$TRAIN_STEPS
+    train ddp "$GPUS" $TRAIN=$TRAIN_STEPS
+    train fsdp "$GPUS" --parallel=fsdp $TRAIN=$TRAIN_STEPS
+    "$PY" dev/plot_losses.py "$OUT/curves.png" "1 process=$runs/one/metrics.jsonl" "$GPUS, ddp=$runs/ddp/metrics.jsonl" \
+        "$GPUS, fsdp=$runs/fsdp/metrics.jsonl"
+}
+kill_one() { # the last process of a sharded run; torchrun starts all of them again, from the newest checkpoint
+    tokenizer
+    rm -rf "$runs/killed"
+    RESTARTS=--max-restarts=1 train killed "$GPUS" --parallel=fsdp --save-every=$EVERY $TRAIN=$KILL_STEPS &
+    local run=$! victim=""
+    until [ "$(grep -c '"train"' "$runs/killed/metrics.jsonl" 2> /dev/null)" -ge $KILL_AT ] 2> /dev/null; do
+        kill -0 $run 2> /dev/null || { tail -n 3 "$OUT/killed.log"; return; }
+        sleep 0.2
+    done
+    # torchrun starts the processes one after the other; what has its command line and is older is `timeout`.
+    victim=$(pgrep -P "$(pgrep -f "torch.distributed.run .*--model-tag=killed" | sort -n | tail -n 1)" | sort -n | tail -n 1)
+    echo "SIGKILL to process $victim after $KILL_AT steps, at $(date +%T.%1N)"
+    kill -9 "$victim"
+    wait $run
+    echo "ended with status $? at $(date +%T.%1N)"
+    grep -a -e "error: rank" -e "exitcode: -9" -e "Resuming" -e "step 000" "$OUT/killed.log" | cut -c1-160 | tail -n 12
+}
+for part in $PARTS; do
+    echo "== $part"
+    case $part in table) table ;; curves) curves ;; kill) kill_one ;; esac
+done
