@@ -456,7 +456,9 @@ NOT_HERE |= {"scripts.export", "scripts.import_model", "scripts.chat_rl"}  # wan
 
 
 def try_commands(server: ForkServer, base: Path, module: str, count: int, rng: random.Random, tmp: Path) -> dict:
-    actions, outcome = [a for a in options(module) if not isinstance(a, argparse._HelpAction)], {}
+    # Compiling the reference takes minutes, in which a process does not let itself be interrupted.
+    actions = [a for a in options(module) if not isinstance(a, argparse._HelpAction) and a.dest != "compile"]
+    outcome = {}
     before = content(base)
     for i in range(count + 1):
         argv = made_up(module, actions, rng) if i else SCRIPTS[module].split()
