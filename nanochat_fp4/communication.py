@@ -181,7 +181,7 @@ def state_bytes(sizes: Sizes, mode: str, world_size: int, divided: int = 1) -> f
 
 SMALL_REDUCTION = 20e-6  # seconds of an all-reduce of one or two numbers between GPUs of a host: assumed
 REDUCTIONS = 4 + 2 + 4 + 2  # of AMAXES: kernels find the two of grad_output together
-BF16_FLOPS = CLOVER_FLOPS / 0.84  # clover's share of BF16's speed, d26 (README)
+BF16_TIME = 0.84  # of clover's, d26, as it was measured when this was predicted
 
 
 def tensor_parallel_prediction(
@@ -193,7 +193,7 @@ def tensor_parallel_prediction(
     step = world_size, micro_batches, rows * seq_len, divided, codes
     sent = sum(predicted_tensor_parallel_bytes(sizes, *step))
     computing = prediction(layers, width, world_size, 1, seq_len)["ddp"]["computing"]
-    computing *= 1 if codes else CLOVER_FLOPS / BF16_FLOPS
+    computing *= 1 if codes else BF16_TIME
     small = codes * micro_batches * layers * REDUCTIONS * SMALL_REDUCTION
     speed = tokens / (computing + sent / NVLINK + small)
     held = state_bytes(sizes, "ddp", world_size, divided) / 2**30

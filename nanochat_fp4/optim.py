@@ -36,7 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from nanochat_fp4.parallel import is_sharded, local, losses_of
+from nanochat_fp4.nvfp4.part import all_gather, local, reduce_scatter
+from nanochat_fp4.parallel import is_sharded, losses_of
 
 # (a, b, c) of the five steps X <- a X + (b A + c A^2) X with A = X X^T, from arXiv 2505.16932 for 5 iterations, safety
 # factor 0.02, cushion 2.
@@ -55,14 +56,6 @@ STACK_ELEMENTS = 2**28
 
 # The collectives got new names in torch 2.13; the old ones warn there, the new ones do not exist before. Looked up at
 # each call, so that communication.counted sees them.
-
-
-def _reduce_scatter(output: Tensor, source: Tensor) -> Any:
-    return (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(output, source, async_op=True)
-
-
-def _all_gather(output: Tensor, source: Tensor) -> Any:
-    return (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, source, async_op=True)
 
 
 def _rank_and_world_size() -> tuple[int, int]:
@@ -284,7 +277,7 @@ class Muon(torch.optim.Optimizer):
             return self._to_owners(group, [local(g) / losses_of(g) for g in grads])
         stack = self._padded(group, torch.stack(grads))
         own = torch.empty_like(stack[: self._chunk_size(group)])
-        return _reduce_scatter(own, stack), own
+        return reduce_scatter(own, stack, async_op=True), own
 
     def _padded(self, group: dict[str, Any], stack: Tensor) -> Tensor:
         """With zeros for the matrices that the last ranks have fewer of."""
@@ -339,7 +332,7 @@ class Muon(torch.optim.Optimizer):
             return self._to_shards(params, own, stack, chunk)
         padded = torch.cat((stack, stack.new_zeros(chunk - len(own), *stack.shape[1:])))
         everything = padded.new_empty(chunk * self.world_size, *padded.shape[1:])
-        return _all_gather(everything, padded), everything
+        return all_gather(everything, padded, async_op=True), everything
 
     def _parts(self, params: list[Tensor]) -> list[slice]:
         """The parameters that are updated together. All parts are of one size, for which one graph is compiled."""
@@ -471,7 +464,7 @@ class AdamW(torch.optim.Optimizer):
                 own = self._own_rows(p)
                 self._update(group, p, own, grad)
                 if self._is_split(p) and not is_sharded(p):
-                    gathers.append(_all_gather(p, own))
+                    gathers.append(all_gather(p, own, async_op=True))
         for work in gathers:
             work.wait()
 
@@ -481,7 +474,7 @@ class AdamW(torch.optim.Optimizer):
             return None, local(grad)
         if self._is_split(p):
             own = torch.empty_like(self._own_rows(p))
-            return _reduce_scatter(own, grad.contiguous()), own
+            return reduce_scatter(own, grad.contiguous(), async_op=True), own
         total = grad.clone()
         return dist.all_reduce(total, async_op=True), total
 

@@ -132,11 +132,6 @@ def is_sharded(value: Any) -> bool:
     return hasattr(value, "device_mesh")
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The part that this process has; of a tensor that is not sharded, all."""
-    return tensor._local_tensor if is_sharded(tensor) else tensor
-
-
 def losses_of(grad: Tensor) -> int:
     """Of how many processes' losses a sharded gradient is the sum: FSDP's is that of their mean."""
     mesh = grad.device_mesh

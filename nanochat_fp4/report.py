@@ -493,15 +493,15 @@ def _plot(report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list
     """The files of _PLOTS, every run a line. stages: base, mid, sft -> tag -> records of metrics.jsonl. Returns the
     file names that were written."""
     methods = {r["model_tag"]: r["method"] for r in runs}
+    steps = {r["model_tag"]: r["num_iterations"] for r in runs}
     lengths: dict[str, set] = {}
-    for r in runs:
-        lengths.setdefault(plots.SEED.sub("", r["model_tag"]), set()).add(r["num_iterations"])
+    for tag, count in steps.items():
+        lengths.setdefault(plots.SEED.sub("", tag), set()).add(count)
 
     def line(tag: str) -> str:
         """Runs that differ by their seed alone are one line, with a band."""
         name = plots.SEED.sub("", tag)
-        steps = next((r["num_iterations"] for r in runs if r["model_tag"] == tag), None)
-        return name if len(lengths.get(name, ())) < 2 else f"{name}, {steps or 0:,.0f} steps"
+        return name if len(lengths.get(name, ())) < 2 else f"{name}, {steps.get(tag) or 0:,.0f} steps"
 
     def points(records: list[dict], event: str, key: str) -> tuple[list[float], list[float]]:
         pairs = [(_number(r.get("step")), _number(r.get(key))) for r in records if r.get("event") == event]

@@ -41,8 +41,9 @@ from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.gpt import GPT, compile_layers, config_from_depth
 from nanochat_fp4.micro_batch import plan_accumulation
+from nanochat_fp4.nvfp4.part import local
 from nanochat_fp4.optim import PretrainingOptions
-from nanochat_fp4.parallel import MODES, divide, local, shard
+from nanochat_fp4.parallel import MODES, divide, shard
 from nanochat_fp4.trainer import TrainingStep
 
 GIB = 2**30

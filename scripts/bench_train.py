@@ -37,7 +37,6 @@ import gc
 import re
 import traceback
 from dataclasses import asdict
-from typing import Literal
 
 import torch
 
@@ -163,9 +162,7 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
                 print0(show_table_7(title, found) + "\n", flush=True)
 
 
-def find_memory(
-    args: argparse.Namespace, record: dict, subject: Subject, rows: int, size: int | Literal["auto"]
-) -> None:
+def find_memory(args: argparse.Namespace, record: dict, subject: Subject, rows: int, size: int | str) -> None:
     """The micro-batch of a variant, its peak, and what a token takes, as far as they can be had."""
     memory = Memory()
     if size == "auto":

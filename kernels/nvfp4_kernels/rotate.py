@@ -613,9 +613,9 @@ def rotate_quantize_sides(
 
 def _reduce_over_group(amax: torch.Tensor, groups: list) -> None:
     """amax int32 (2,), in place: the largest that the processes of each one's group have; none where that is empty."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
     for group in {group for group in groups if group}:
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
         mine = [i for i, g in enumerate(groups) if g == group]
         part = amax if len(mine) == 2 else amax[mine[0]]
         dist.all_reduce(part, op=dist.ReduceOp.MAX, group=_resolve_process_group(group))

@@ -34,6 +34,7 @@ from nanochat_fp4.nvfp4.linear import (
     unsupported_reason,
 )
 from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.part import local
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.recipes import Recipe
 
@@ -267,7 +268,7 @@ def _groups(model: nn.Module, wanted: Callable[[QuantLinear], bool]) -> list[tup
 
 def _version(weight: torch.Tensor) -> tuple[int, int, int]:
     """Another one after every change that PyTorch counts, and where other memory takes the weight's place."""
-    weight = _local(weight)
+    weight = local(weight)
     return id(weight), weight._version, 0 if weight.is_meta else weight.untyped_storage().data_ptr()
 
 
@@ -333,7 +334,7 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
     buffers = [_make_gradients([layer.weight for layer in layers]) for layers in groups]
     layers = [layer for group in groups for layer in group]
     made = [layer.weight.grad for layer in layers]
-    attributes = [(layer, "grad_buffer", _local(grad).data) for layer, grad in zip(layers, made)]
+    attributes = [(layer, "grad_buffer", local(grad).data) for layer, grad in zip(layers, made)]
     attributes += [(group[0], "stacked_grad_buffer", b.data) for group, b in zip(groups, buffers) if len(group) > 1]
     try:
         for layer, name, tensor in attributes:
@@ -354,7 +355,7 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
 def _takes_gradients(layer: QuantLinear) -> bool:
     """Whether the layer's gradient may be added to weight.grad without autograd."""
     weight = layer.weight
-    grad = _local(weight.grad)
+    grad = local(weight.grad)
     plain = type(layer) is QuantLinear and (type(weight) is nn.Parameter or layer.shard is not None)
     plain = plain and (
         grad is None or (type(grad) is torch.Tensor and grad.dtype == weight.dtype and not grad.is_sparse)
@@ -365,7 +366,7 @@ def _takes_gradients(layer: QuantLinear) -> bool:
 
 def _make_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
     """Makes the gradients of these weights slices of one tensor, which it returns; they keep their values."""
-    values, grads = [_local(weight.detach()) for weight in weights], [_local(weight.grad) for weight in weights]
+    values, grads = [local(weight.detach()) for weight in weights], [local(weight.grad) for weight in weights]
     rows = [value.shape[0] for value in values]
     first = grads[0]
     if first is not None and len(weights) > 1 and first._base is not None and first._base.shape[0] == sum(rows):
@@ -383,11 +384,6 @@ def _make_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
         else:
             weight.grad = type(weight).from_local(part, weight.device_mesh, weight.placements)
     return together
-
-
-def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The part of a DTensor that this process has; of other tensors, all."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def set_progress(model: nn.Module, progress: float) -> bool:

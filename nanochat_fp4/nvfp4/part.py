@@ -1,10 +1,11 @@
 """Operands of which several processes have a part each: rounded as the whole would be.
 
 What a part needs to know of the others is the largest magnitude of the whole, and where in it its own rows and columns
-are: which random numbers they draw.
+are: which random numbers they draw. And what all that is divided among processes has in common: local parts and
+collectives.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,22 @@ class Part(NamedTuple):
     def largest(self, amax: torch.Tensor) -> torch.Tensor:
         """The largest of the processes' amaxes, non-negative numbers: float32, of amax's shape."""
         return _largest(amax.float(), self.group)
+
+
+def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The part of a DTensor that this process has; of other tensors, all."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+# torch 2.13 gave these two new names.
+
+
+def all_gather(output: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Any:
+    return (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, source, **kwargs)
+
+
+def reduce_scatter(output: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Any:
+    return (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(output, source, **kwargs)
 
 
 def process_group(name: str) -> dist.ProcessGroup:

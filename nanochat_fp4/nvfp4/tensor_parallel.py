@@ -46,7 +46,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.linear import DIMENSIONS, QuantLinear
 from nanochat_fp4.nvfp4.operands import Codes
-from nanochat_fp4.nvfp4.part import Part, process_group
+from nanochat_fp4.nvfp4.part import Part, all_gather, process_group, reduce_scatter
 from nanochat_fp4.nvfp4.recipes import Recipe
 
 
@@ -180,14 +180,13 @@ class _Exchange(torch.autograd.Function):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Collectives as operators, which torch.compile does not look into. Their names changed in torch 2.13.
+# Collectives as operators, which torch.compile does not look into.
 
 
 @torch.library.custom_op("nanochat_fp4::gather_sequences", mutates_args=())
 def _gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """(B, T / W, C) -> (B, T, C)"""
     out = x.new_empty(size, *x.shape)
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     all_gather(out.flatten(0, 1), x.contiguous(), group=process_group(group))
     return out.movedim(0, 1).flatten(1, 2).contiguous()
 
@@ -202,7 +201,6 @@ def _scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """(B, T, C) -> (B, T / W, C), the sum over the processes"""
     parts = x.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
     out = torch.empty_like(parts[0])
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     reduce_scatter(out, parts.flatten(0, 1), group=process_group(group))
     return out
 
