@@ -44,15 +44,12 @@ def layer(module: str) -> int | None:
 
 
 def imports(module: str) -> set[str]:
-    """Names of the modules that a module imports anywhere, inside functions too; our own ones down to the module."""
+    """Names of the modules that a module imports anywhere, inside functions and for type checkers too; our own ones
+    down to the module."""
     file = MODULES[module]
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     names = set()
-    tree = ast.parse(file.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []  # read by type checkers, never run
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -36,12 +36,13 @@ state is kept outside of the layers, so threads may call them side by side.
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs
+from nanochat_fp4.nvfp4.divided import Shard
 from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm
 from nanochat_fp4.nvfp4.gram import OLD_NAME, InputStatistics, set_gram_matrix
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -60,9 +61,6 @@ from nanochat_fp4.nvfp4.philox import new_seed
 from nanochat_fp4.nvfp4.recipes import Gemm, Recipe
 from nanochat_fp4.nvfp4.relu_squared import ReluSquared, relu_squared_gradient
 
-if TYPE_CHECKING:
-    from nanochat_fp4.nvfp4.tensor_parallel import Shard
-
 # One stream of random numbers for each operand, so that no two share noise: a of a GEMM has this one, b the next.
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = 0, 2, 4
 # (rows, contracted dimension) of its operands a and b; M, N and K as above.
@@ -76,14 +74,15 @@ def _quantizations(
     seed: torch.Tensor | None,
     rht_seed: torch.Tensor | None,
     device: torch.device,
-    shard: "Shard | None" = None,
+    shard: Shard | None = None,
 ) -> tuple[Quantization, Quantization]:
     """How the operands a and b of a GEMM are made: rotated with the same signs, rounded with different noise."""
     if spec.fixed_signs:
         rht_seed = torch.zeros((), dtype=torch.int64, device=device)
+    parts = shard.parts(DIMENSIONS[stream]) if shard else (None, None)
     a, b = (
         Quantization(o.rounding, seed, stream + i, spec.rht_dim, rht_seed, stream, o.terms, o.outer, part=part)
-        for i, (o, part) in enumerate(zip((spec.a, spec.b), shard.parts(stream) if shard else (None, None)))
+        for i, (o, part) in enumerate(zip((spec.a, spec.b), parts))
     )
     return a, b
 
@@ -111,7 +110,7 @@ class _Layer(NamedTuple):
     values:       the weights where they are not the function's arguments, which only get the gradients (sharding.py)
     amax:         max |input|, FP32 (), where the caller knows it
     squares:      the input is relu(x)^2 of what is given
-    shard:        which part of the layer this is, where several processes compute it together (tensor_parallel.py)
+    shard:        which part of the layer this is, where several processes compute it together (divided.py)
     """
 
     recipe: Recipe
@@ -124,7 +123,7 @@ class _Layer(NamedTuple):
     values: tuple[torch.Tensor, ...] | None = None
     amax: torch.Tensor | None = None
     squares: bool = False
-    shard: "Shard | None" = None
+    shard: Shard | None = None
 
 
 class _QuantLinear(torch.autograd.Function):
@@ -248,7 +247,7 @@ class QuantLinear(torch.nn.Linear):
     outside: dict[str, object] = {}  # inside these contexts: what the attributes that they change are outside
     gram_matrix: torch.Tensor | None = None  # of the inputs (gram.py), None: not known yet
     statistics = InputStatistics()  # what the recipe takes from it
-    shard: "Shard | None" = None  # which part of the layer this process has (tensor_parallel.py); sizes are the whole's
+    shard: Shard | None = None  # which part of the layer this process has (divided.py); sizes are the whole's
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, method: str | Recipe = "clover", **kw):
         super().__init__(in_features, out_features, bias=bias, **kw)
