@@ -5,7 +5,7 @@
 #     DATA_DIR=... bash dev/scale.sh
 #
 #     PARTS="table curves kill"   only these
-#     GPUS=2                      how many processes (the curves: of ddp and fsdp)
+#     GPUS=2                      how many processes: 2, 4 or 8 (the curves: ddp of 2, 4, ... and fsdp of all)
 #     OUT=...                     numbers, logs and the picture (default: scale/ here), which grow as it measures
 #     DATA_DIR                    text as parquet, one text a row (curves, kill); the last shard is validation
 #     PY=python SECONDS_EACH=10 LIMIT=300     which python; seconds of timed steps of a row; seconds for a row or a run
@@ -23,12 +23,12 @@ runs=$NANOCHAT_BASE_DIR/base_checkpoints
 if [ -n "${TRY:-}" ]; then
     MODELS=("--depth=2 --micro-batch=2 --aspect-ratio=128 --head-dim=64 --vocab-size=256 --seq-len=64 --total-batch-size=512 --no-compile")
     SECONDS_EACH=1 VOCABULARY=400 CHARS=200000 EVERY=2 KILL_AT=3
-    TRAIN="--depth=1 --aspect-ratio=64 --head-dim=64 --max-seq-len=64 --device-batch-size=2 --total-batch-size=256 --eval-every=3 --eval-tokens=512 --num-iterations"
+    TRAIN="--depth=1 --aspect-ratio=64 --head-dim=64 --max-seq-len=64 --device-batch-size=1 --total-batch-size=512 --eval-every=3 --eval-tokens=512 --num-iterations"
     TRAIN_STEPS=6 KILL_STEPS=8
 else
     MODELS=("--depth=26 --micro-batch=32" "--depth=32 --micro-batch=16")
     VOCABULARY=8192 EVERY=20 KILL_AT=30 TRAIN_STEPS=300 KILL_STEPS=60
-    TRAIN="--depth=12 --device-batch-size=8 --total-batch-size=32768 --eval-every=100 --eval-tokens=131072 --num-iterations"
+    TRAIN="--depth=12 --device-batch-size=4 --total-batch-size=65536 --eval-every=100 --eval-tokens=131072 --num-iterations"
 fi
 train() { # tag, processes, flags ...
     timeout -k 10 "$LIMIT" "$PY" -m torch.distributed.run --standalone --nproc_per_node="$2" ${RESTARTS:-} -m scripts.base_train \
@@ -53,11 +53,14 @@ table() {
 }
 curves() {
     tokenizer
+    local n plotted=("1 process=$runs/one/metrics.jsonl")
     train one 1 $TRAIN=$TRAIN_STEPS
-    train ddp "$GPUS" $TRAIN=$TRAIN_STEPS
+    for ((n = 2; n <= GPUS; n *= 2)); do
+        train "ddp$n" "$n" $TRAIN=$TRAIN_STEPS
+        plotted+=("$n, ddp=$runs/ddp$n/metrics.jsonl")
+    done
     train fsdp "$GPUS" --parallel=fsdp $TRAIN=$TRAIN_STEPS
-    "$PY" dev/plot_losses.py "$OUT/curves.png" "1 process=$runs/one/metrics.jsonl" "$GPUS, ddp=$runs/ddp/metrics.jsonl" \
-        "$GPUS, fsdp=$runs/fsdp/metrics.jsonl"
+    "$PY" dev/plot_losses.py "$OUT/curves.png" "${plotted[@]}" "$GPUS, fsdp=$runs/fsdp/metrics.jsonl"
 }
 kill_one() { # the last process of a sharded run; torchrun starts all of them again, from the newest checkpoint
     tokenizer
