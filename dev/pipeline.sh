@@ -210,7 +210,7 @@ stage_base() { # METHOD TAG
         --matrix-lr="$MATRIX_LR" --embedding-lr="$EMBEDDING_LR" --unembedding-lr="$UNEMBEDDING_LR" \
         --device-batch-size="$DEVICE_BATCH" --eval-every="$EVAL_EVERY" --eval-tokens="$EVAL_TOKENS" \
         --sample-every="$SAMPLE_EVERY" --core-metric-every="$CORE_EVERY" --save-every="$SAVE_EVERY" --seed="$SEED" \
-        --resume-from-step=latest --run="$WANDB_RUN" ${BASE_ARGS:-}
+        --resume-from-step=latest ${BASE_ARGS:-}
 }
 
 stage_loss() { # METHOD TAG
@@ -247,7 +247,7 @@ stage_core() { # METHOD TAG
 # shellcheck disable=SC2086
 stage_mid() {
     after_training midtraining base_checkpoints "$2" "midtraining, $1" \
-        scripts.mid_train --model-tag="$2" --run="$WANDB_RUN" --resume-from-step=latest ${MID_ARGS:-}
+        scripts.mid_train --model-tag="$2" --resume-from-step=latest ${MID_ARGS:-}
     after_training chat-evaluation-mid mid_checkpoints "$2" "evaluation after midtraining, $1" \
         scripts.chat_eval -i mid -g "$2" ${EVAL_ARGS:-}
 }
@@ -255,7 +255,7 @@ stage_mid() {
 # shellcheck disable=SC2086
 stage_sft() {
     after_training chat-sft mid_checkpoints "$2" "SFT, $1" \
-        scripts.chat_sft --model-tag="$2" --run="$WANDB_RUN" --resume-from-step=latest ${SFT_ARGS:-}
+        scripts.chat_sft --model-tag="$2" --resume-from-step=latest ${SFT_ARGS:-}
     after_training chat-evaluation-sft chatsft_checkpoints "$2" "evaluation after SFT, $1" \
         scripts.chat_eval -i sft -g "$2" ${EVAL_ARGS:-}
 }
@@ -321,7 +321,7 @@ tag_of() { # METHOD
 pipeline() {
     local method tags=() stage known="tok base loss core mid sft report"
     : "${QAT_METHOD:=clover}" "${COMPARE:=0}" "${WANDB_RUN:=dummy}" "${STAGES:=$(default_stages)}"
-    export QAT_METHOD
+    export QAT_METHOD WANDB_RUN
     for stage in $STAGES; do
         [[ " $known " == *" $stage "* ]] || die "STAGES: there is no stage '$stage'; the stages are: $known"
     done

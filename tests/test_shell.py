@@ -218,6 +218,26 @@ def test_every_stage(environment):
     assert second.returncode == 0 and second.stdout.count("done before") == 4, second.stdout
 
 
+def test_torchrun_takes_every_stage(environment, tmp_path):
+    """torchrun's parser looks at the flags of the script, too: --run=name it took for a beginning of its --run-path."""
+    from torch.distributed.run import parse_args
+
+    python, calls = Path(environment["VENV"]) / "bin" / "python", tmp_path / "calls"
+    python.rename(python.with_name("real"))
+    python.write_text(
+        f'#!/bin/bash\n[ "$2" != torch.distributed.run ] || {{ echo "${{@:3}}" >> {calls}; exit; }}\n'
+        'exec "$(dirname "$0")/real" "$@"\n'
+    )
+    python.chmod(0o755)
+    toy = TOY | {"STAGES": "base loss core mid sft"}
+    done = bash("speedrun_fp4.sh", environment, **toy, NPROC="2", QAT_METHOD="bf16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    taken = [parse_args(line.split()) for line in calls.read_text().splitlines()]
+    expected = ["base_train", "base_loss", "base_eval", "mid_train", "chat_eval", "chat_sft", "chat_eval"]
+    assert [t.training_script for t in taken] == [f"scripts.{name}" for name in expected]
+    assert {t.nproc_per_node for t in taken} == {"2"}
+
+
 def test_speedrun_goes_on_after_a_signal(environment):
     """SIGTERM to the script reaches the training, which saves; the same command finishes the run."""
     base = Path(environment["NANOCHAT_BASE_DIR"])
