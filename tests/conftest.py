@@ -75,8 +75,30 @@ def frozen_garbage():
     gc.freeze()
 
 
+def _switches():
+    """The environment variables by which this project is told what to do."""
+    ours, others = ("NVFP4_", "NANOCHAT_"), ("QAT_METHOD", "TRITON_INTERPRET")
+    return {name: value for name, value in os.environ.items() if name.startswith(ours) or name in others}
+
+
 @pytest.fixture(autouse=True)
-def no_power_cuts(monkeypatch):
+def environment_kept():
+    """A test that leaves one of them changed fails: with NVFP4_KERNELS=triton, say, all that its process runs after it
+    would be slow. What uses monkeypatch for every test asks for this first, so that monkeypatch is undone before."""
+    before = _switches()
+    yield
+    after = _switches()
+    if after != before:
+        changed = sorted(name for name in before | after if before.get(name) != after.get(name))
+        for name in changed:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+        what = ", ".join(f"{n} (was {before.get(n, 'not set')}, is {after.get(n, 'not set')})" for n in changed)
+        pytest.fail(f"the test leaves the environment changed: {what}; use monkeypatch.setenv", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def no_power_cuts(environment_kept, monkeypatch):
     """A killed process, unlike a power cut, loses nothing that was written: fsync only takes time here."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
@@ -130,7 +152,7 @@ def _poisoned(function):
 
 
 @pytest.fixture(autouse=True)
-def poisoned_empty(monkeypatch):
+def poisoned_empty(environment_kept, monkeypatch):
     for name, function in _EMPTY.items():
         monkeypatch.setattr(torch, name, _poisoned(function))
     for name, function in _NEW_EMPTY.items():
