@@ -318,6 +318,15 @@ def dequantized(value) -> torch.Tensor:
     return (value.values.float() * (1 if value.tensor_scale is None else value.tensor_scale)).cpu()
 
 
+def test_a_length_that_changes_compiles_once_more_at_most():
+    """Conversations have any number of tokens: with a kernel for each number of blocks in the last group, 30 steps of
+    SFT of nvidia took three minutes on an H200."""
+    operand = Operand(rht_dim=16, stochastic=True)
+    lengths = {operand.padded(tokens) for tokens in range(1, 1025)}
+    compiled = {tuple(rotate._constants("COL", operand, length, False).items()) for length in lengths}
+    assert len(lengths) == 64 and len(compiled) == 2
+
+
 @pytest.mark.parametrize("keep_codes", [False, True])
 @pytest.mark.parametrize("rounding, rht_dim", [("ms_eden", 128), ("sr", 16), ("rtn", 128)])
 def test_dispatch_pads_the_contraction_dimension(rounding, rht_dim, keep_codes, monkeypatch):

@@ -114,6 +114,7 @@ def _emit(
     group,
     rows,
     groups,
+    contraction,
     place_row,
     place_block,
     place_blocks,
@@ -130,19 +131,22 @@ def _emit(
     STOCHASTIC: tl.constexpr,
     HARDWARE: tl.constexpr,
     STORE_CODES: tl.constexpr,
-    BLOCKS_PER_ROW_TAIL: tl.constexpr,
+    PADDING: tl.constexpr,
 ):
     """Quantizes x * factor (512, 16), the rows row0 .. row0 + 63 of group `group` of 128 columns, and stores what KIND
     says.
 
-    `rows` and `groups` are the output's extent; tail: blocks that the last group of a row has (8 unless K % 128).
+    `rows` and `groups` are the output's extent; PADDING: 0 where the groups are whole, or what `contraction` is a
+    multiple of.
     place: where the output is in what it is a part of, its first row and block, and how many blocks a row of that has.
     Returns the blocks' largest magnitudes (512,).
     """
     line = tl.arange(0, 512)
     row = row0 + line // 8
     block_in_group = line % 8
-    blocks_per_row = groups * 8 - (8 - BLOCKS_PER_ROW_TAIL)
+    blocks_per_row = groups * 8
+    if PADDING:
+        blocks_per_row = tl.cdiv(contraction, PADDING) * (PADDING // 16)
     mask = (row < rows) & (group * 8 + block_in_group < blocks_per_row)
     block = row.to(tl.int64) * blocks_per_row + group * 8 + block_in_group
     absolute = m.max_with_nan(x) * factor
@@ -243,7 +247,7 @@ def _make(
     STOCHASTIC: tl.constexpr,
     HARDWARE: tl.constexpr,
     STORE_CODES: tl.constexpr,
-    TAIL: tl.constexpr,
+    PADDING: tl.constexpr,
 ):
     """Strips first, first + step, ... of the operand contracted over the columns, or (COL) over the rows.
 
@@ -301,6 +305,7 @@ def _make(
             tile_row if COL else tile_column,
             columns if COL else rows,
             row_tiles if COL else column_tiles,
+            rows if COL else columns,
             place_row,
             place_block,
             place_blocks,
@@ -317,7 +322,7 @@ def _make(
             STOCHASTIC,
             HARDWARE,
             STORE_CODES,
-            TAIL,
+            PADDING,
         )
         if KIND != ALIGNED:
             largest = tl.maximum(largest, absolute, propagate_nan=tl.PropagateNan.ALL)
@@ -371,7 +376,7 @@ def rotate_quantize_kernel(
     ROW_CANDIDATES: tl.constexpr,
     ROW_STOCHASTIC: tl.constexpr,
     ROW_STORE_CODES: tl.constexpr,
-    ROW_TAIL: tl.constexpr,
+    ROW_PADDING: tl.constexpr,
     COL: tl.constexpr,
     COL_KIND: tl.constexpr,
     COL_RHT_DIM: tl.constexpr,
@@ -382,7 +387,7 @@ def rotate_quantize_kernel(
     COL_CANDIDATES: tl.constexpr,
     COL_STOCHASTIC: tl.constexpr,
     COL_STORE_CODES: tl.constexpr,
-    COL_TAIL: tl.constexpr,
+    COL_PADDING: tl.constexpr,
 ):
     """Where both operands are wanted, two programs make row's strips, the next two col's, and so on: in turns of one an
     H200 takes 9% longer, its warps waiting for instructions (dev/LOG.md). The number of programs is a multiple of 4.
@@ -404,7 +409,7 @@ def rotate_quantize_kernel(
                 row_scales_ptr, row_correction_ptr, row_decoded_ptr, row_stream, row_rht_stream,
                 row_place_row, row_place_block, row_place_blocks,
                 False, FROM_CODES, FP32, ROW_KIND, ROW_RHT_DIM, ROW_NORM, ROW_DIVISOR, ROW_GRID_MAX, ROW_INVERSE,
-                ROW_CANDIDATES, ROW_STOCHASTIC, HARDWARE, ROW_STORE_CODES, ROW_TAIL,
+                ROW_CANDIDATES, ROW_STOCHASTIC, HARDWARE, ROW_STORE_CODES, ROW_PADDING,
             )  # fmt: skip
     if COL:
         if side == 1:
@@ -414,7 +419,7 @@ def rotate_quantize_kernel(
                 col_scales_ptr, col_correction_ptr, col_decoded_ptr, col_stream, col_rht_stream,
                 col_place_row, col_place_block, col_place_blocks,
                 True, FROM_CODES, FP32, COL_KIND, COL_RHT_DIM, COL_NORM, COL_DIVISOR, COL_GRID_MAX, COL_INVERSE,
-                COL_CANDIDATES, COL_STOCHASTIC, HARDWARE, COL_STORE_CODES, COL_TAIL,
+                COL_CANDIDATES, COL_STOCHASTIC, HARDWARE, COL_STORE_CODES, COL_PADDING,
             )  # fmt: skip
 
 
@@ -468,7 +473,7 @@ def _constants(prefix: str, operand: Operand | None, columns: int, amax_only: bo
         f"{prefix}_CANDIDATES": o.candidates,
         f"{prefix}_STOCHASTIC": o.stochastic,
         f"{prefix}_STORE_CODES": not o.emulated and not amax_only,
-        f"{prefix}_TAIL": (columns // 16 - 1) % 8 + 1,
+        f"{prefix}_PADDING": 0 if columns % TILE == 0 else o.rht_dim or 16,
     }
 
 
