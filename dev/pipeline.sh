@@ -140,7 +140,7 @@ run() {
 # on_devices MODULE ARGS...: the stage in one process, or in one for each GPU.
 on_devices() {
     if [ "$NPROC" -gt 1 ]; then
-        run "$PY" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" -m "$@"
+        run "$PY" -m nanochat_fp4.launch --standalone --nproc_per_node="$NPROC" -m "$@"
     else
         run "$PY" -m "$@"
     fi

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import difflib
 import gc
+import json
 import logging
 import math
 import os
@@ -33,7 +34,12 @@ class ArgumentParser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments") and wrong:
             alike = difflib.get_close_matches(wrong[0], flags, n=1)
             message += f"; did you mean {alike[0]}?" if alike else ""
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+        print_error(f"{message} (see {self.prog} --help)")
+        self.exit(2)
+
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -121,6 +127,30 @@ def print_safely(*args: Any, **kwargs: Any) -> None:
     """print that never ends a run: the log's reader may be gone (a closed pipe or terminal), or its disk full."""
     with contextlib.suppress(OSError):
         print(*args, **kwargs)
+
+
+OTHER_RANKS_WAIT = 3.0  # seconds; shorter than what rank_watch takes to say that a process was lost
+
+
+def print_error(message: str) -> None:
+    """
+    `error: <message>` on stderr, before this process ends.
+
+    What a user did wrong ends all processes alike, and torchrun ends those that are left when the first has ended. So
+    the other ranks wait until rank 0 has said it; one that is still there then had trouble of its own, and says so.
+    torchrun repeats the message at the end of its own report.
+    """
+    rank, file = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if rank != "0":
+        time.sleep(OTHER_RANKS_WAIT if "TORCHELASTIC_RUN_ID" in os.environ else 0)
+        message = f"error (rank {rank}): {message}"
+    else:
+        message = f"error: {message}"
+    if file:
+        with contextlib.suppress(OSError), open(file, "w", encoding="utf-8") as f:
+            about = {"timestamp": str(int(time.time())), "py_callstack": message}
+            json.dump({"message": {"message": message, "extraInfo": about}}, f)
+    print_safely(message, file=sys.stderr, flush=True)
 
 
 class _StderrHandler(logging.StreamHandler):

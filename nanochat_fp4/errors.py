@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanochat_fp4.console import print_safely, setup_default_logging
+from nanochat_fp4.console import print_error, setup_default_logging
 
 
 class UserError(Exception):
@@ -75,9 +75,8 @@ def run_main(main: Callable[[], Any]) -> None:
             traceback.print_exc()
     finally:
         _let_go_of_stdout()
-    rank = os.environ.get("RANK", "0")
-    prefix = "error" if rank == "0" else f"error (rank {rank})"
-    print_safely(f"{prefix}: {message}", file=sys.stderr, flush=True)
+    if status != 130 or os.environ.get("RANK", "0") == "0":  # Ctrl-C is for all: one of them says it
+        print_error(message)
     sys.exit(status)
 
 
