@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, one_line, run_main
 
 
@@ -61,6 +62,14 @@ def test_other_ranks_name_themselves_and_tracebacks_come_on_request(capsys, monk
     assert run(UserError("bad"), capsys)[1] == "error (rank 3): bad\n"
     monkeypatch.setenv("NANOCHAT_TRACEBACK", "1")
     assert "Traceback" in run(UserError("bad"), capsys)[1]
+
+
+def test_what_all_ranks_would_say_is_said_by_one(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert run(KeyboardInterrupt(), capsys) == (130, "")
+    with pytest.raises(SystemExit):
+        ArgumentParser().parse_args(["--help"])
+    assert capsys.readouterr().out == ""
 
 
 def test_run_main_returns_when_all_is_well():

@@ -2,17 +2,15 @@
 
 import signal
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-BAD = """
-from nanochat_fp4.errors import UserError, run_main
+import nanochat_fp4
 
-def main():
-    raise UserError("no data")
-
-run_main(main)
-"""
+CONSOLE = Path(nanochat_fp4.__file__).with_name("console.py")
+BAD = f"import runpy, sys; runpy.run_path({str(CONSOLE)!r})['print_error']('no data'); sys.exit(2)"
 
 
 @pytest.fixture
@@ -26,14 +24,14 @@ def launch(fork_server):
     return start
 
 
-def test_what_the_user_did_wrong_is_said_once(launch, fork_server):
+def test_what_the_user_did_wrong_is_said_once(launch):
     """All processes fail alike: rank 0 says it, the status is its own, and nothing of torchrun's follows."""
-    process = launch(str(fork_server.python), "-c", BAD)
+    process = launch(sys.executable, "-c", BAD)
     assert process.communicate(timeout=120)[1] == "error: no data\n" and process.returncode == 2
 
 
-def test_torchrun_repeats_it_last(launch, fork_server):
-    process = launch(str(fork_server.python), "-c", BAD, module="torch.distributed.run")
+def test_torchrun_repeats_it_last(launch):
+    process = launch(sys.executable, "-c", BAD, module="torch.distributed.run")
     err = process.communicate(timeout=120)[1]
     assert "error: no data" in err.splitlines()[-2] and "error (rank 1)" not in err and process.returncode == 1
 
