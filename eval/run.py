@@ -108,9 +108,10 @@ def run_task(
     model.eval()
     mine = range(rank, count, world_size)
     done = right = 0
+    desc = (name or type(task).__name__) + (f", process 1 of {world_size}" if world_size > 1 else "")
     try:
         with (
-            Progress(total=len(mine), desc=name or type(task).__name__, unit="problem") as progress,
+            Progress(total=len(mine), desc=desc, unit="problem") as progress,
             torch.no_grad(),
             autocast(torch.device(device).type),
             per_token_scale(model),

@@ -15,13 +15,16 @@ from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.optim import STACK_ELEMENTS
 
 
-def plan_accumulation(total_batch_size: int, device_batch_size: int, seq_len: int, world_size: int) -> int:
-    """Micro-batches per step, so that a step sees total_batch_size tokens whatever fits a device. Raises UserError."""
+def plan_accumulation(
+    total_batch_size: int, device_batch_size: int, seq_len: int, world_size: int, flag: str = "--device-batch-size"
+) -> int:
+    """Micro-batches per step, so that a step sees total_batch_size tokens whatever fits a device. Raises UserError that
+    names `flag`."""
     tokens = device_batch_size * seq_len * world_size
     if tokens <= 0 or total_batch_size < tokens or total_batch_size % tokens:
         raise UserError(
             f"--total-batch-size={total_batch_size} is not a multiple of {tokens} tokens ({device_batch_size} rows of "
-            f"{seq_len} on {world_size} device(s)); choose a multiple, or another --device-batch-size"
+            f"{seq_len} on {world_size} device(s)); choose a multiple, or another {flag}"
         )
     return total_batch_size // tokens
 

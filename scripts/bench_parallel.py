@@ -102,7 +102,9 @@ class Bench:
         self.divided = args.tensor_parallel if args.parallel == "tp" else 1
         self.step = make_step(args, device, self.sharded, self.divided)
         groups = world_size // self.divided
-        self.micro_batches = plan_accumulation(args.total_batch_size, args.micro_batch, args.seq_len, groups)
+        self.micro_batches = plan_accumulation(
+            args.total_batch_size, args.micro_batch, args.seq_len, groups, flag="--micro-batch"
+        )
         tokens = torch.randint(args.vocab_size, (args.micro_batch, args.seq_len + 1), device=device)
         self.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         torch.manual_seed(rank // self.divided)  # noise of its own

@@ -464,3 +464,33 @@ def test_bad_requests():
         with pytest.raises(ValueError):
             run_task(LocalChoice(size=2), model, tokenizer, **kwargs)
     assert len(LOCAL_WORDS) > 150
+
+
+RANKS_CODE = """
+import sys
+sys.stderr = sys.stdout
+from nanochat_fp4.common import compute_cleanup, compute_init
+import test_eval as t
+compute_init("cpu")
+t.print_outcomes()
+compute_cleanup()
+"""
+
+
+def print_outcomes():
+    """Of as many problems as leave one of two processes with more than the other, or with all."""
+    model, tokenizer = tiny_model(), byte_tokenizer()
+    nf.convert(model, "clover", verbose=False)
+    choice, arithmetic = LocalChoice(size=16, split="test"), LocalArithmetic(size=3, split="test")
+    outcomes = [run_task(choice, model, tokenizer, batch_size=2, max_problems=n).outcomes for n in (1, 11)]
+    outcomes.append(run_task(arithmetic, model, tokenizer, max_new_tokens=3).outcomes)
+    print("outcomes", outcomes)
+
+
+def test_processes_share_the_problems_of_a_task(run_ranks, capsys):
+    """What is known is the same in all, and in one; the progress says whose part of them it counts."""
+    print_outcomes()
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("outcomes"))
+    first, second = run_ranks(RANKS_CODE)
+    assert line in first and line in second
+    assert "LocalChoice, process 1 of 2: 6/6" in first and "process" not in second

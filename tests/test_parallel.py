@@ -55,7 +55,7 @@ def test_bytes_are_those_of_the_cost_model(run_ranks, tmp_path):
         ("--seconds=nan", "--seconds"),
         ("--json=nowhere/rows.jsonl", "--json=nowhere/rows.jsonl: its folder is not there"),
         ("--parallel=fsdp", "one process has nobody to share weights with; start several with torchrun"),
-        ("--micro-batch=0", "is not a multiple of 0 tokens"),
+        ("--micro-batch=0", "choose a multiple, or another --micro-batch"),
     ],
 )
 def test_wrong_flags_of_the_benchmark(flags, text, capsys):
