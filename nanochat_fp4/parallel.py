@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from nanochat_fp4.common import is_ddp_initialized, print0
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.sharding import gather_codes
 
 MODES = ("ddp", "fsdp")
@@ -52,13 +53,13 @@ def check_parallel(args: argparse.Namespace) -> bool:
     return True
 
 
-def shard(model: nn.Module, dtype: torch.dtype | None = None, codes: bool = True) -> None:
+def shard(model: nn.Module, dtype: torch.dtype | None = None, codes: bool = True) -> int:
     """Shards a converted GPT or Llama over all processes, in place: before it is compiled and gets its optimizers.
 
     The matrices, by rows; vectors and scalars stay whole, and the optimizers average their gradients as in ddp. dtype:
     in which weights travel that do not travel as codes, and the output head's gradient; None for their own. codes:
     False for FSDP2 as it is, to be compared with: all weights travel in dtype, and each process quantizes all of them.
-    Raises UserError where the rows of a matrix do not divide.
+    Returns how many layers' weights travel as codes. Raises UserError where the rows of a matrix do not divide.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -80,12 +81,13 @@ def shard(model: nn.Module, dtype: torch.dtype | None = None, codes: bool = True
     name = str(dtype or torch.float32).removeprefix("torch.")
     if not codes:
         print0(f"FSDP over {size} processes: all weights are gathered in {name}")
-        return
+        return 0
     raw = gather_codes(model, dtype)
     others = "output head and embedding" + (
         f", and {len(raw)} layers whose method takes the weight itself," * bool(raw)
     )
     print0(f"FSDP over {size} processes: quantized weights are gathered as codes; {others} in {name}")
+    return sum(isinstance(m, QuantLinear) for m in model.modules()) - len(raw)
 
 
 TENSOR = "tensor"  # the mesh dimension of processes that compute a layer together

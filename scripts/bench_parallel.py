@@ -75,7 +75,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def make_step(args: argparse.Namespace, device: torch.device, sharded: bool, divided: int) -> TrainingStep:
+def make_step(args: argparse.Namespace, device: torch.device, sharded: bool, divided: int) -> tuple[TrainingStep, str]:
+    """(step, what it is called in the rows)"""
     with torch.device("meta"):
         config = config_from_depth(args.depth, args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio)
         model = GPT(config)
@@ -83,14 +84,17 @@ def make_step(args: argparse.Namespace, device: torch.device, sharded: bool, div
     model.init_weights()
     nf.convert(model, args.method, verbose=False)
     cuda = device.type == "cuda"
+    mode = "ddp"
     if sharded:
-        shard(model, torch.bfloat16 if cuda else None, codes=args.gather == "codes")
+        layers = shard(model, torch.bfloat16 if cuda else None, codes=args.gather == "codes")
+        mode = "fsdp_codes" if layers else "fsdp_bf16"  # of bf16 nothing travels as codes
     if divided > 1:
         divide(model, divided)
+        mode = "tp"
     forward = compile_layers(model) if (cuda if args.compile is None else args.compile) else model
     optimizers, schedule = model.setup_pretraining(PretrainingOptions(), args.total_batch_size, 1000)
     schedule(500, 0.5)
-    return TrainingStep(model, optimizers, forward)
+    return TrainingStep(model, optimizers, forward), mode
 
 
 class Bench:
@@ -100,7 +104,7 @@ class Bench:
         if args.parallel == "fsdp" and not self.sharded:
             raise UserError("one process has nobody to share weights with; start several with torchrun, or use ddp")
         self.divided = args.tensor_parallel if args.parallel == "tp" else 1
-        self.step = make_step(args, device, self.sharded, self.divided)
+        self.step, self.mode = make_step(args, device, self.sharded, self.divided)
         groups = world_size // self.divided
         self.micro_batches = plan_accumulation(
             args.total_batch_size, args.micro_batch, args.seq_len, groups, flag="--micro-batch"
@@ -142,7 +146,7 @@ class Bench:
         times = [self.run()[0] for _ in range(int(steps))]
         median = statistics.median(times)
         sizes = Sizes.of(self.step.model)
-        mode = "tp" if self.divided > 1 else f"fsdp_{args.gather}" if self.sharded else "ddp"
+        mode = self.mode
         if mode == "tp":
             tokens, codes = args.micro_batch * args.seq_len, args.method != "bf16"
             step = self.micro_batches, tokens, self.divided, codes

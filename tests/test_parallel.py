@@ -35,13 +35,14 @@ SMALL = (
 def test_bytes_are_those_of_the_cost_model(run_ranks, tmp_path):
     """Counted on two gloo processes, where head and embedding travel in FP32."""
     path = tmp_path / "rows.jsonl"
-    for mode in (["--parallel=ddp"], ["--parallel=fsdp"], ["--parallel=fsdp", "--gather=bf16"]):
+    fsdp = "--parallel=fsdp"
+    for mode in (["--parallel=ddp"], [fsdp], [fsdp, "--gather=bf16"], [fsdp, "--method=bf16"]):
         run_ranks(f"from scripts.bench_parallel import main; main({[*SMALL, *mode, f'--json={path}']!r})")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [r["mode"] for r in rows] == ["ddp", "fsdp_codes", "fsdp_bf16"]
+    assert [r["mode"] for r in rows] == ["ddp", "fsdp_codes", "fsdp_bf16", "fsdp_bf16"]
     for row in rows:
         assert row["sent_bytes"] == row["predicted_bytes"] > 0, row
-    ddp, codes, raw = rows
+    ddp, codes, raw, _ = rows
     assert codes["state_gib"] < 0.65 * ddp["state_gib"]
     assert codes["sent"]["all_gather"] < 0.5 * raw["sent"]["all_gather"]
     # One rounding of a BF16 weight more or less would be 1e-3; here only the order of sums differs.
