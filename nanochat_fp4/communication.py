@@ -179,6 +179,7 @@ def state_bytes(sizes: Sizes, mode: str, world_size: int, divided: int = 1) -> f
     return (here if mode == "ddp" else here / world_size) + moments / world_size
 
 
+EXPOSED = 150e9  # bytes a second where nothing is computed meanwhile, and parts are small: tensor parallelism, measured
 SMALL_REDUCTION = 20e-6  # seconds of an all-reduce of one or two numbers between GPUs of a host: assumed
 REDUCTIONS = 4 + 2 + 4 + 2  # of AMAXES: kernels find the two of grad_output together
 BF16_TIME = 0.84  # of clover's, d26, as it was measured when this was predicted
@@ -195,10 +196,10 @@ def tensor_parallel_prediction(
     computing = prediction(layers, width, world_size, 1, seq_len)["ddp"]["computing"]
     computing *= 1 if codes else BF16_TIME
     small = codes * micro_batches * layers * REDUCTIONS * SMALL_REDUCTION
-    speed = tokens / (computing + sent / NVLINK + small)
+    speed = tokens / (computing + sent / EXPOSED + small)
     held = state_bytes(sizes, "ddp", world_size, divided) / 2**30
     return {
-        "GB": sent / 1e9, "sending": sent / NVLINK, "small": small, "computing": computing, "tokens/s": speed,
+        "GB": sent / 1e9, "sending": sent / EXPOSED, "small": small, "computing": computing, "tokens/s": speed,
         "GiB": held,
     }  # fmt: skip
 
