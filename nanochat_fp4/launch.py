@@ -7,9 +7,12 @@ torchrun itself leaves its processes behind at a SIGUSR1. It ends with status 1 
 traceback of its own below the line that says what.
 """
 
+import contextlib
 import logging
+import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import run
@@ -23,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     """Exits like a shell: 128 + number after a signal, its own or that of the process that failed first. After SIGUSR1,
     0: all processes were told to save and stop."""
     logging.disable(logging.ERROR)  # torchrun's, about what is said here
-    signal.signal(signal.SIGUSR1, _stop)
+    signal.signal(signal.SIGUSR1, _pass_on)
     try:
         run.main(argv)
     except ChildFailedError as e:
@@ -34,12 +37,20 @@ def main(argv: list[str] | None = None) -> None:
         print_safely(f"error: rank {rank} (process {failure.pid}) was ended by {name}", file=sys.stderr, flush=True)
         sys.exit(128 - failure.exitcode)
     except SignalException as e:
-        sys.exit(0 if e.sigval == signal.SIGUSR1 else 128 + e.sigval)
+        _pass_on(e.sigval)  # torchrun forgets those that it was starting when the signal came
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while True:
+                os.wait()
+        sys.exit(128 + e.sigval)
 
 
-def _stop(number: int, frame: Any) -> None:
-    signal.signal(number, signal.SIG_IGN)  # once is enough
-    raise SignalException("", signal.Signals(number))
+def _pass_on(number: int, frame: Any = None) -> None:
+    """To all processes that this one has started, as Linux lists them; when they have saved and ended with 0, so
+    does torchrun."""
+    for thread in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, thread.read_text().split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 if __name__ == "__main__":
