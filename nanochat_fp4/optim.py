@@ -54,10 +54,6 @@ POLAR_EXPRESS = (
 STACK_ELEMENTS = 2**28
 
 
-# The collectives got new names in torch 2.13; the old ones warn there, the new ones do not exist before. Looked up at
-# each call, so that communication.counted sees them.
-
-
 def _rank_and_world_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

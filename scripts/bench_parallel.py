@@ -100,11 +100,11 @@ def make_step(args: argparse.Namespace, device: torch.device, sharded: bool, div
 class Bench:
     def __init__(self, args: argparse.Namespace, device: torch.device, rank: int, world_size: int):
         self.args, self.device, self.world_size = args, device, world_size
-        self.sharded = args.parallel == "fsdp" and world_size > 1
-        if args.parallel == "fsdp" and not self.sharded:
+        sharded = args.parallel == "fsdp"
+        if sharded and world_size == 1:
             raise UserError("one process has nobody to share weights with; start several with torchrun, or use ddp")
         self.divided = args.tensor_parallel if args.parallel == "tp" else 1
-        self.step, self.mode = make_step(args, device, self.sharded, self.divided)
+        self.step, self.mode = make_step(args, device, sharded, self.divided)
         groups = world_size // self.divided
         self.micro_batches = plan_accumulation(
             args.total_batch_size, args.micro_batch, args.seq_len, groups, flag="--micro-batch"
@@ -146,15 +146,14 @@ class Bench:
         times = [self.run()[0] for _ in range(int(steps))]
         median = statistics.median(times)
         sizes = Sizes.of(self.step.model)
-        mode = self.mode
-        if mode == "tp":
+        if self.mode == "tp":
             tokens, codes = args.micro_batch * args.seq_len, args.method != "bf16"
             step = self.micro_batches, tokens, self.divided, codes
             predicted = sum(predicted_tensor_parallel_bytes(sizes, self.world_size, *step))
         else:
-            predicted = predicted_bytes(sizes, mode, self.world_size, self.micro_batches)
+            predicted = predicted_bytes(sizes, self.mode, self.world_size, self.micro_batches)
         return {
-            "depth": args.depth, "method": args.method, "mode": mode, "gpus": self.world_size,
+            "depth": args.depth, "method": args.method, "mode": self.mode, "gpus": self.world_size,
             "micro_batch": args.micro_batch, "micro_batches": self.micro_batches, "tokens": args.total_batch_size,
             "tokens_per_second": args.total_batch_size / median, "seconds": median, "steps": len(times),
             "fastest": min(times), "slowest": max(times), "warm_up_seconds": warm_up,

@@ -34,7 +34,8 @@ def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-# torch 2.13 gave these two new names.
+# torch 2.13 gave these two new names; the old ones warn there, the new ones do not exist before. Looked up at each
+# call, so that communication.counted sees them.
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Any:
