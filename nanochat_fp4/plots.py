@@ -38,7 +38,8 @@ def draw(path: Path, title: str, plot: Callable[[Any], None]) -> None:
                 axes.xaxis.get_major_locator().set_params(integer=True)
             lines = axes.get_legend_handles_labels()
             if axes.get_legend() is None and lines[0]:
-                columns = 1 if max(map(len, lines[1])) > 40 else 3 if len(lines[0]) > 4 else 2
+                widest = max(map(len, lines[1]))
+                columns = 1 if widest > 50 else 3 if widest <= 30 and len(lines[0]) > 4 else 2
                 figure.legend(*lines, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_open(path) as f:

@@ -220,8 +220,24 @@ def test_of_one_seed_no_interval_is_claimed(tmp_path):
     assert [row[-4:] for row in written["table"][1:]] == [
         ["+2.00", "1.00", "+1.00", "2.00"], ["+1.00", "0.50", "-", "1.00x"]
     ]  # fmt: skip
+    assert [row[6:9] for row in written["table"]] == [
+        ["80%", "90%", "end"], ["-", "-", "2.00"], ["-", "-", "1.00"]
+    ] and [row[9] for row in written["table"]] == ["training text", "5.00 (2.00x)", "2.50 (1.00x)"]  # fmt: skip
     assert "the paper: Clover beats NVIDIA. Here: undecided (-1.00 points)" in written["notes"]
     assert any(n.endswith("Here: 50%, nvidia") for n in written["notes"])
+
+
+def test_of_no_gap_there_is_no_share(tmp_path):
+    """A text read so often that BF16 has learnt it by heart: on other text clover is level with it."""
+    methods = {"bf16": [0.0, 0.0], "nvidia": [0.9, 1.1], "clover": [-0.2, 0.2], "clover_feedback_late": [-0.7, -0.3]}
+    long_runs(tmp_path / "d8.json", [1, 2], methods | {"both_from_92.5%": [0, 0.4], "both_from_85%": [0, 0.4]})
+    reproduce.main(["horizon", f"--results={tmp_path / 'd8.json'}", f"--folder={tmp_path}"])
+    table = {row[0]: row for row in json.loads((tmp_path / "horizon.json").read_text())["table"]}
+    assert {row[-1] for row in table.values()} == {"of clover's", "-"}
+    reproduce.main(["claims", f"--results={tmp_path / 'd8.json'}", f"--folder={tmp_path}"])
+    written = json.loads((tmp_path / "claims.json").read_text())
+    assert {cell for row in written["table"][1:] for cell in row[4:]} == {"clover has no gap"}
+    assert written["numbers"]["claims"] == []
 
 
 def long_runs(path, seeds: list[int], percent: dict[str, list[float]], steps: int = 2000, data: str = "text (1)"):
@@ -231,6 +247,7 @@ def long_runs(path, seeds: list[int], percent: dict[str, list[float]], steps: in
         one
         | {"method": m, "seed": s, "val_bpb": 1 + v / 100, "val_bpb_bf16": 1 + v / 200}
         | {"curve": [[at, 1 + v / 100, 1 + v / 200] for at in (steps // 2, steps)]}
+        | {"loss_curve": [[at, 2 + v / 20] for at in (steps // 2, steps)]}
         for m, values in percent.items()
         for s, v in zip(seeds, values)
     ]
