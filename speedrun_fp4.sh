@@ -36,7 +36,7 @@ if [ "$NUM_GPUS" -gt 0 ] || [ -n "${GPU:-}" ]; then
         EVAL_BATCH=32 SPLIT_TOKENS=20971520
 else
     # Sized for less than ten minutes on two cores.
-    choose DEPTH=2 ASPECT_RATIO=64 NUM_ITERATIONS=240
+    choose DEPTH=2 ASPECT_RATIO=64 NUM_ITERATIONS=120
     choose_for_a_cpu
 fi
 pipeline "speedrun"

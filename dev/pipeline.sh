@@ -368,7 +368,7 @@ if [ "$NUM_GPUS" -gt 0 ]; then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 else
     MACHINE="no GPU, $NPROC process(es)"
-    # The operations of a small model are short: one thread is faster than two that wake each other up, and unlike two
-    # that spin (OMP_NUM_THREADS=2 OMP_WAIT_POLICY=ACTIVE, 1.5 times faster still) it minds no company.
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    # The operations of a small model are short: a second thread brings a third less time where it waits for them by
+    # spinning, as OpenMP does if it is not told otherwise, and on a busy machine neither gain nor loss (dev/LOG.md).
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) / NPROC > 1 ? 2 : 1))}
 fi
