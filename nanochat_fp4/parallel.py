@@ -79,15 +79,16 @@ def shard(model: nn.Module, dtype: torch.dtype | None = None, codes: bool = True
     fully_shard(model.transformer.wte, mesh=mesh, mp_policy=head, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=head, ignored_params=whole)
     name = str(dtype or torch.float32).removeprefix("torch.")
-    if not codes:
+    raw = gather_codes(model, dtype) if codes else ()
+    coded = sum(isinstance(m, QuantLinear) for m in model.modules()) - len(raw) if codes else 0
+    if not coded:
         print0(f"FSDP over {size} processes: all weights are gathered in {name}")
         return 0
-    raw = gather_codes(model, dtype)
     others = "output head and embedding" + (
         f", and {len(raw)} layers whose method takes the weight itself," * bool(raw)
     )
     print0(f"FSDP over {size} processes: quantized weights are gathered as codes; {others} in {name}")
-    return sum(isinstance(m, QuantLinear) for m in model.modules()) - len(raw)
+    return coded
 
 
 TENSOR = "tensor"  # the mesh dimension of processes that compute a layer together

@@ -209,7 +209,9 @@ def branches(flags: Sequence[tuple[str, ...]], fractions: Sequence[float], steps
         for i, own in enumerate(flags):
             if (first := alike.index(alike[i])) < i:
                 own_steps = [f.partition("=")[2] for f in own if f.startswith("--num-iterations=")]
-                found[i] = first, math.ceil(fraction * int([steps, *own_steps][-1]))
+                last = int([steps, *own_steps][-1])
+                if (at := math.ceil(fraction * last)) < last:  # from a run's end there is nothing left to train
+                    found[i] = first, at
     return found
 
 

@@ -36,8 +36,12 @@ def test_bytes_are_those_of_the_cost_model(run_ranks, tmp_path):
     """Counted on two gloo processes, where head and embedding travel in FP32."""
     path = tmp_path / "rows.jsonl"
     fsdp = "--parallel=fsdp"
+    said = []
     for mode in (["--parallel=ddp"], [fsdp], [fsdp, "--gather=bf16"], [fsdp, "--method=bf16"]):
-        run_ranks(f"from scripts.bench_parallel import main; main({[*SMALL, *mode, f'--json={path}']!r})")
+        first, *_ = run_ranks(f"from scripts.bench_parallel import main; main({[*SMALL, *mode, f'--json={path}']!r})")
+        said += [line.partition(": ")[2][:30] for line in first.splitlines() if line.startswith("FSDP over 2")]
+    whole = "all weights are gathered in fl"
+    assert said == ["quantized weights are gathered", whole, whole]
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["mode"] for r in rows] == ["ddp", "fsdp_codes", "fsdp_bf16", "fsdp_bf16"]
     for row in rows:

@@ -97,6 +97,10 @@ def test_methods_that_compute_the_same_for_a_while_share_that_part():
     runs = {r.method: r for r in sweep_runs.plan(several, ["tiny"], [1], tokens=10 * 512, share_until=[0.55, 0.75])}
     assert "--save-at=6,8" in runs["other"].flags and runs["clover"].branch == (runs["other"].tag, 8)
     assert runs["clover_late"].branch == (runs["other"].tag, 6)
+    ends = sweep_runs.plan(
+        ["clover_feedback", "clover_feedback_late"], ["tiny"], [1], tokens=10 * 512, share_until=[0.97]
+    )
+    assert [r.branch for r in ends] == [None, None]  # 0.97 of ten steps are ten: nothing would be left to train
     late = sweep_runs.plan(["clover", "clover_late"], ["tiny"], [1], tokens=10 * 512, share_until=[0.8])
     assert [r.branch for r in late] == [None, None]  # they part before that
     for wrong in ({"share_until": [1.5], "tokens": 1000}, {"share_until": [0.5], "ratio": 8.0}):
