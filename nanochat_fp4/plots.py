@@ -61,3 +61,16 @@ def curve(axes: Any, label: str, runs: list[tuple[list, list]], style: str = "-"
     )  # fmt: skip
     if len(runs) > 1:
         axes.fill_between(common, [min(v) for v in values], [max(v) for v in values], color=line.get_color(), alpha=0.2)
+
+
+def names(axes: Any, points: list[tuple[float, float, str]]) -> None:
+    """(x, y, name): each point's name at its right, above those that it would be written over."""
+    width, height = (0.22 * (a[1] - a[0]) for a in (axes.get_xlim(), axes.get_ylim()))
+    height /= 10
+    written: list[tuple[float, float]] = []
+    for x, y, name in sorted(points, key=lambda p: p[1]):
+        at = y
+        while any(abs(x - beside) < width and abs(at - below) < height for beside, below in written):
+            at += height / 8
+        written.append((x, at))
+        axes.annotate(name, (x, at), fontsize=5, xytext=(3, 0), textcoords="offset points", va="center")

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from nanochat_fp4 import plots
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.methods import get_recipe
 from scripts import reproduce, sweep, sweep_runs, traffic
@@ -227,6 +228,31 @@ def test_of_one_seed_no_interval_is_claimed(tmp_path):
     assert any(n.endswith("Here: 50%, nvidia") for n in written["notes"])
 
 
+@pytest.fixture
+def axes():
+    from matplotlib.figure import Figure
+
+    return Figure().subplots()
+
+
+def test_the_end_of_a_run_is_seen_where_its_beginning_is_chaos(tmp_path, axes, monkeypatch):
+    monkeypatch.setattr(plots, "draw", lambda path, title, plot: plot(axes))
+    long_runs(tmp_path / "d6.json", [1], {"bf16": [0.0], "nvidia": [2.0], "clover": [1.0]})
+    content = json.loads((tmp_path / "d6.json").read_text())
+    for run in content["results"]:
+        run["curve"].insert(0, [800, 1.0 if run["method"] == "bf16" else 1.15, 1.0])
+    (tmp_path / "d6.json").write_text(json.dumps(content))
+    reproduce.main(["horizon", f"--results={tmp_path / 'd6.json'}", f"--folder={tmp_path}"])
+    assert 2 < axes.get_ylim()[1] < 4 and -1 < axes.get_ylim()[0] <= 0
+
+
+def test_names_of_points_are_not_written_over_one_another(axes):
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    plots.names(axes, [(0.1, 0.5, "b"), (0.1, 0.5, "a"), (0.1, 0.51, "c"), (0.9, 0.5, "far")])
+    at = {text.get_text(): text.xy[1] for text in axes.texts}
+    assert at["far"] == at["b"] == 0.5 and at["a"] >= 0.52 and at["c"] >= at["a"] + 0.02
+
+
 def test_of_no_gap_there_is_no_share(tmp_path):
     """A text read so often that BF16 has learnt it by heart: on other text clover is level with it."""
     methods = {"bf16": [0.0, 0.0], "nvidia": [0.9, 1.1], "clover": [-0.2, 0.2], "clover_feedback_late": [-0.7, -0.3]}
@@ -269,6 +295,26 @@ def test_claims_are_made_on_fresh_seeds(tmp_path):
     assert late[:5] == ["clover_feedback_late", "1.00", "own forward", "0.50x", "0.450 ± 0.000, reached"]
     assert late[5] == "0.450 ± 0.314, not decided"
     assert (other[4], at_85[3:5]) == ("0.600 ± 0.000, missed", ["0.33x", "0.600 ± 0.000, missed"])
+    long_runs(tmp_path / "more", [3, 4, 5], {"clover_feedback_late_7.8%_longer": [0.2] * 3}, steps=2156)
+    for order in ("a,b,more", "a,more,b"):  # methods that were trained later on the same seeds, in a file of their own
+        joined = ",".join(str(tmp_path / name) for name in order.split(","))
+        reproduce.main(["claims", f"--results={joined}", f"--folder={tmp_path}"])
+        rows = [row for row in json.loads((tmp_path / "claims.json").read_text())["table"] if "longer" in row[0]]
+        assert [row[1:5] for row in rows] == [
+            ["1.08", "own forward", "0.33x", "0.200 ± 0.000, reached"],
+            ["1.08", "with a BF16 forward", "0.40x", "0.200 ± 0.000, reached"],
+        ]
+    for name, methods, problem in (
+        ("d", {"bf16": [0.0]}, r"no clover run of seeds \[7\]"),
+        (
+            "e",
+            {"bf16": [0.0], "clover": [1.0]},
+            r"no run of seeds \[7\] of a method with a target: clover_feedback_late",
+        ),
+    ):
+        long_runs(tmp_path / name, [7], methods)
+        with pytest.raises(UserError, match=problem):
+            reproduce.main(["claims", f"--results={files},{tmp_path / name}", f"--folder={tmp_path}"])
     with pytest.raises(UserError, match="bf16 of seed 1 twice"):
         reproduce.main(["claims", f"--results={files},{tmp_path / 'a'}", f"--folder={tmp_path}"])
     long_runs(tmp_path / "c", [6], {"bf16": [0.0]}, data="other text (2)")
