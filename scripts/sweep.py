@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     plan(methods, sizes, seeds, **options)  # bad flags are refused before the data is made
     folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"
-    data = prepare(folder, args.data_dir, args.vocab_size)
+    data = ensure_data(args.data_dir) if args.plan else prepare(folder, args.data_dir, args.vocab_size)
     runs = plan(methods, sizes, seeds, **options, data=data_key(data))
     if args.plan:
         for run in runs:

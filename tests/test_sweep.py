@@ -119,6 +119,16 @@ def test_the_tag_changes_with_any_flag():
     assert len({tag(), *others}) == 5
 
 
+def test_a_plan_makes_nothing(tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("".join(f"Document {i}.\n\n" for i in range(5000)))
+    args = f"--sizes=tiny --seeds=1 --tokens=4096 --plan --data-dir={tmp_path / 'text'} --folder={tmp_path / 'runs'}"
+    sweep.main([*args.split(), "--methods=bf16,clover"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny_")]
+    assert [line.split("_s1_")[0] for line in lines] == ["tiny_bf16", "tiny_clover"] and "--method=clover" in lines[1]
+    assert not (tmp_path / "runs").exists()  # no tokenizer either, which takes minutes
+
+
 def test_the_data_key_is_of_the_text_and_not_of_its_place(tmp_path):
     for folder, text in (("a", b"one"), ("b", b"one"), ("c", b"three")):
         (tmp_path / folder).mkdir()
