@@ -40,9 +40,9 @@ PARTS = (0.3, 0.5, 0.7, 0.8, 0.9)  # of the run: where the table shows the gap o
 def stored_runs(context: Context) -> tuple[list[dict], dict]:
     """The runs of --results (several files with commas: of the same data, other seeds or methods), of --sizes if that
     is given, and what else the first file says; each run with its "file". Raises UserError."""
-    if not context.args.results:
+    paths = [path for path in context.args.results.split(",") if path]
+    if not paths:
         raise UserError("this item takes its runs from a sweep: add --results=<folder>/<name>.json of scripts.sweep")
-    paths = context.args.results.split(",")
     contents = [sweep_results.stored(path) for path in paths]
     content = contents[0]
     size = context.args.sizes or content["results"][0]["size"]
@@ -55,8 +55,15 @@ def stored_runs(context: Context) -> tuple[list[dict], dict]:
     keys = [(r["method"], r["seed"]) for r in runs]
     if twice := sorted({k for k in keys if keys.count(k) > 1}):
         raise UserError(f"--results has {twice[0][0]} of seed {twice[0][1]} twice; give files of different runs")
-    if not any(r["method"] == "bf16" for r in runs):
+    seeds = {r["seed"] for r in runs if r["method"] == "bf16"}
+    if not seeds:
         raise UserError(f"{context.args.results} has no bf16 run of size {size!r}; gaps are to bf16")
+    runs = [r for r in runs if r["seed"] in seeds]  # of an interrupted sweep the last seed may have none
+    for i, path in enumerate(paths):
+        if i not in {r["file"] for r in runs}:
+            raise UserError(f"no run of {path} has size {size!r} and a bf16 run of its seed in --results; add its file")
+    if {r["method"] for r in runs} == {"bf16"}:
+        raise UserError(f"{context.args.results} has bf16 runs of size {size!r} alone; gaps are those of other methods")
     commits = dict.fromkeys(c["environment"].get("commit") or "unknown" for c in contents)
     return runs, content | {"environment": content["environment"] | {"commit": ", ".join(commits)}}
 
@@ -147,7 +154,7 @@ def with_half(mean: float, half: float, digits: int) -> str:
 
 def verdict(share: float, half: float, target: float) -> str:
     reached = "reached" if share + half < target else "missed" if share > target else "not decided"
-    return f"{share:.3f} ± {half:.3f}, {reached}"
+    return f"{with_half(share, half, 3)}, {reached}"
 
 
 def claims(context: Context) -> Outcome:

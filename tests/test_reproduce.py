@@ -322,6 +322,24 @@ def test_claims_are_made_on_fresh_seeds(tmp_path):
         reproduce.main(["claims", f"--results={files},{tmp_path / 'c'}", f"--folder={tmp_path}"])
 
 
+def test_no_run_is_left_out_in_silence(tmp_path):
+    long_runs(tmp_path / "a", [1, 2], {"bf16": [0.0], "clover": [1.0, 1.2], "clover_feedback_late": [0.4, 0.5]})
+    for item in ("horizon", "claims", "frontier"):
+        reproduce.main([item, f"--results={tmp_path / 'a'},", f"--folder={tmp_path}"])
+        written = json.loads((tmp_path / f"{item}.json").read_text())
+        assert "seeds [1]" in written["measured_on"]  # an interrupted sweep: seed 2 has no bf16 run
+        assert not any("nan" in str(cell) for row in written["table"] for cell in row)
+    long_runs(tmp_path / "b", [3], {"clover": [1.0]})
+    long_runs(tmp_path / "c", [1], {"bf16": [0.0]})
+    for files, problem in (
+        (("a", "b"), "no run of .*b has size 'd6' and a bf16 run of its seed in --results; add its file"),
+        (("c",), "has bf16 runs of size 'd6' alone; gaps are those of other methods"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            joined = ",".join(str(tmp_path / name) for name in files)
+            reproduce.main(["horizon", f"--results={joined}", f"--folder={tmp_path}"])
+
+
 def test_at_equal_time_faster_methods_have_trained_for_longer(tmp_path):
     names = ("bf16", "fp8", "clover", "clover_feedback_late")
     long_runs(tmp_path / "long", [1], {m: [float(i)] for i, m in enumerate(names)})
