@@ -178,7 +178,8 @@ def plan(
             horizon = f"--num-iterations={steps}" if tokens else f"--target-param-data-ratio={ratio:g}"
             branch: tuple[str, ...] = ()
             if bf16_until:
-                at = math.ceil(bf16_until * steps)
+                if (at := math.ceil(bf16_until * steps)) == steps:
+                    raise UserError(f"--bf16-until={bf16_until:g} leaves none of {steps} steps; branch earlier")
                 flags = (*shape, horizon, "--method=bf16", f"--save-every={at}", "--keep-last=-1", f"--seed={seed}")
                 runs.append(Run("bf16", size, seed, flags, data))
                 branch = (f"--branch-from={runs[-1].tag}@{at}",)

@@ -77,7 +77,7 @@ def test_runs_branch_from_the_bf16_run_of_their_seed():
             own = [f for f in r.flags if not f.startswith("--branch-from=")]
             assert own == list(sweep_runs.plan([r.method], ["tiny"], [seed], tokens=5 * 512)[0].flags)
     with pytest.raises(UserError, match="--bf16-until=0.8: clover_late_fp8 changes before that"):
-        sweep_runs.plan(["clover_late_fp8"], ["tiny"], [1], tokens=1000, bf16_until=0.8)
+        sweep_runs.plan(["clover_late_fp8"], ["tiny"], [1], tokens=5 * 512, bf16_until=0.8)
     for wrong in ({"bf16_until": 1.0, "tokens": 1000}, {"bf16_until": 0.5, "ratio": 8.0}):
         with pytest.raises(UserError, match="between 0 and 1, and --tokens"):
             sweep_runs.plan(["clover"], ["tiny"], [1], **wrong)
@@ -151,6 +151,7 @@ def test_numbers_of_tokens(text, value):
         (lambda: sweep_runs.method_flags("cloover"), "unknown method 'cloover'; use one of: bf16, .*clover_late_bf16"),
         (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1]), "either --tokens=100M or --ratio=20"),
         (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], tokens=1, ratio=1.0), "either --tokens=100M or --ratio=20"),
+        (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], tokens=4096, bf16_until=0.9), "=0.9 leaves none of 8 steps"),
         (
             lambda: sweep.main(["--sizes=", "--tokens=1M"]),
             "--sizes, --methods, --seeds and --jobs must be at least one",
