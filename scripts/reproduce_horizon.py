@@ -45,7 +45,10 @@ def stored_runs(context: Context) -> tuple[list[dict], dict]:
         raise UserError("this item takes its runs from a sweep: add --results=<folder>/<name>.json of scripts.sweep")
     contents = [sweep_results.stored(path) for path in paths]
     content = contents[0]
-    size = context.args.sizes or content["results"][0]["size"]
+    sizes = list(dict.fromkeys(r["size"] for c in contents for r in c["results"]))
+    if len(sizes) > 1 and not context.args.sizes:
+        raise UserError(f"--results has runs of {', '.join(sizes)}; choose one of them, --sizes={sizes[0]}")
+    size = context.args.sizes or sizes[0]
     runs = [r | {"file": i} for i, c in enumerate(contents) for r in c["results"] if r["size"] == size]
     for path, other in zip(paths, contents):
         if other["data"] != content["data"]:
@@ -64,13 +67,42 @@ def stored_runs(context: Context) -> tuple[list[dict], dict]:
             raise UserError(f"no run of {path} has size {size!r} and a bf16 run of its seed in --results; add its file")
     if {r["method"] for r in runs} == {"bf16"}:
         raise UserError(f"{context.args.results} has bf16 runs of size {size!r} alone; gaps are those of other methods")
+    refuse_unlike(runs)
     commits = dict.fromkeys(c["environment"].get("commit") or "unknown" for c in contents)
     return runs, content | {"environment": content["environment"] | {"commit": ", ".join(commits)}}
+
+
+def refuse_unlike(runs: list[dict]) -> None:
+    """UserError where a method's runs are not of one length, or a run had other text than the bf16 run of its seed."""
+    lengths: dict[str, int] = {}
+    for r in runs:
+        if (steps := lengths.setdefault(r["method"], r["steps"])) != r["steps"]:
+            both = f"{r['method']} of {steps:,} and of {r['steps']:,} steps"
+            raise UserError(f"--results has runs of {both}; give files of one, or name the others by a --variant")
+
+    def text(run: dict) -> tuple:
+        return [f for f in run.get("flags", ()) if f.startswith("--data-seed")], run.get("eval_tokens")
+
+    base = {r["seed"]: text(r) for r in runs if r["method"] == "bf16"}
+    for r in runs:
+        if text(r) != base[r["seed"]]:
+            raise UserError(
+                f"{r['method']} and bf16 of seed {r['seed']} in --results read the text in different orders or are "
+                "evaluated on different parts of it; give files of sweeps with the same --vary-data and --eval-tokens"
+            )
 
 
 def steps_of(runs: list[dict]) -> int:
     """The usual number of steps: bf16's."""
     return next(r["steps"] for r in runs if r["method"] == "bf16")
+
+
+def other_lengths(runs: list[dict]) -> list[str]:
+    """A note that names the methods that were trained for more or fewer steps than bf16, if there are any."""
+    usual = steps_of(runs)
+    others = {r["method"]: f"{r['method']} {r['steps']:,}" for r in runs if r["steps"] != usual}
+    said = f"of other lengths than bf16's {usual:,} steps, compared with it at their ends; GEMM work counts their steps"
+    return [f"{said}: {', '.join(others.values())}"] if others else []
 
 
 def gemm_work(run: dict, steps: int) -> float:
@@ -97,7 +129,7 @@ def summary(runs: list[dict]) -> list[dict[str, Any]]:
     methods = [m for m in dict.fromkeys(r["method"] for r in runs) if m != "bf16"]
     minus = sweep_results.pooled_differences(runs, size, methods, "clover")
     gaps = sweep_results.pooled_differences(runs, size, methods, "bf16")
-    records = []
+    shares, records = has_gap(runs), []
     for method in methods:
         own = sweep_results.gaps_by_seed(runs, size, method)
         forward = sweep_results.gaps_by_seed(runs, size, method, "val_bpb_bf16")
@@ -106,7 +138,7 @@ def summary(runs: list[dict]) -> list[dict[str, Any]]:
         if not own:
             continue
         whole = sum(clover[s] for s in both)
-        share = sum(own[s] for s in both) / whole if whole else None
+        share = sum(own[s] for s in both) / whole if whole and shares else None
         # Seeds differ in their gaps: a method's share of clover's, on the seeds of both, is of clover's mean of all.
         beside = statistics.fmean(own.values()) if share is None else share * statistics.fmean(clover.values())
         records.append(
@@ -129,12 +161,12 @@ def measured_on(runs: list[dict], content: dict) -> str:
     return f"{runs[0]['size']}, data {content['data']}, {'/'.join(f'{t:,}' for t in tokens)} tokens, seeds {seeds}"
 
 
-def has_gap(runs: list[dict], value: str = "val_bpb") -> bool:
-    """Whether clover's gap is above zero beyond its interval: a share of nothing means nothing."""
+def has_gap(runs: list[dict], value: str = "val_bpb", method: str = "clover") -> bool:
+    """Whether a method's gap is above zero beyond its interval: a share of nothing means nothing."""
     (size,) = {r["size"] for r in runs}
     methods = [m for m in dict.fromkeys(r["method"] for r in runs) if m != "bf16"]
-    clover = sweep_results.pooled_differences(runs, size, methods, "bf16", value=value).get("clover")
-    return clover is not None and clover.mean > (0 if math.isnan(clover.half) else clover.half)
+    gap = sweep_results.pooled_differences(runs, size, methods, "bf16", value=value).get(method)
+    return gap is not None and gap.mean > (0 if math.isnan(gap.half) else gap.half)
 
 
 def share_of(runs: list[dict], method: str, target: float, value: str) -> tuple[float, float, int]:
@@ -185,13 +217,16 @@ def claims(context: Context) -> Outcome:
         rows.append([method, f"{work[method]:.2f}", forward, f"{target:.2f}x", *cells])
     return Outcome(
         "Shares of clover's gap, and the targets",
-        ["method", "GEMM work", "gap", "target", f"fresh seeds {seeds}", "the same, scatter of all", "all seeds"],
+        "method|GEMM work|gap|target".split("|")
+        + [f"the last file's seeds, {seeds}", "the same, scatter of all", "all seeds"],
         rows,
         [
-            "reached: the upper end of the 95% interval is below the target; not decided: the mean alone is",
+            "reached: the upper end of the 95% interval is below the target; not decided: the mean alone is; missed: "
+            "not even that",
             "intervals of method minus target times clover over clover's mean gap, paired by seed, the scatter pooled "
             "over the methods trained from scratch: those of the same seeds, or of all runs",
             "clover has no gap: none above zero beyond its interval, and so no share of it",
+            *other_lengths(runs),
         ],
         {"claims": numbers},
         None,
@@ -214,9 +249,10 @@ def verdicts(runs: list[dict]) -> list[str]:
         best = min(others, key=lambda m: gaps[m].mean)
         minus = sweep_results.pooled_differences(runs, size, methods, best)["clover"]
         below, half = -100 * minus.mean / gaps[best].mean, 100 * minus.half / gaps[best].mean
-        lines.append(
-            f"the paper: Clover's gap is 15% to 25% below the best other. Here: {with_half(below, half, 0)}%, {best}"
-        )
+        here = f"{with_half(below, half, 0)}%, {best}"
+        if not has_gap(runs, method=best):
+            here = f"undecided, {best} has no gap above zero beyond its interval"
+        lines.append(f"the paper: Clover's gap is 15% to 25% below the best other. Here: {here}")
     return lines
 
 
@@ -224,15 +260,16 @@ def on_training_text(curves: dict[str, dict[int, dict[int, float]]], method: str
     """The gap at a run's end on the text that it is trained on, and its share of clover's; "-": not known."""
     own, clover = ({s: g[steps] for s, g in curves.get(m, {}).items() if steps in g} for m in (method, "clover"))
     both = own.keys() & clover.keys()
-    whole = sum(clover[s] for s in both)
-    share = f" ({sum(own[s] for s in both) / whole:.2f}x)" if whole else ""
+    share = ""
+    if both and min(clover[s] for s in both) > 0:  # of no gap there is no share
+        share = f" ({sum(own[s] for s in both) / sum(clover[s] for s in both):.2f}x)"
     return f"{statistics.fmean(own.values()):.2f}{share}" if own else "-"
 
 
 def horizon(context: Context) -> Outcome:
     runs, content = stored_runs(context)
     steps, curves, records = steps_of(runs), along(runs), summary(runs)
-    training, shares = along(runs, "loss_curve"), has_gap(runs)
+    training = along(runs, "loss_curve")
     rows = []
     for r in records:
         cells = []
@@ -242,7 +279,7 @@ def horizon(context: Context) -> Outcome:
         last = " / ".join(f"{v:.2f}" for v in r["gaps"].values())
         clover = r["method"] == "clover"
         minus = "-" if clover or r["minus_clover"] is None else str(r["minus_clover"])
-        share = f"{r['share']:.2f}x" if r["share"] is not None and shares else "-"
+        share = f"{r['share']:.2f}x" if r["share"] is not None else "-"
         if share != "-" and not clover:
             share = with_half(r["share"], share_of(runs, r["method"], r["share"], "val_bpb")[1], 2)
         seeds = ", ".join(map(str, r["gaps"]))
@@ -297,6 +334,7 @@ def horizon(context: Context) -> Outcome:
             "intervals: 95%; minus clover in points and of clover's paired by seed; the scatter between seeds pooled "
             "over the methods trained from scratch",
             "GEMM work: 1 is every GEMM of the run in 4 bits; 8 bits count 2 and 16 bits 4",
+            *other_lengths(runs),
         ],
         {"methods": numbers, "curves": curves},
         plot,
@@ -332,8 +370,10 @@ def frontier(context: Context) -> Outcome:
         ["method", "GEMM work", "gap, %", "BF16 forward", "seeds", "nothing is better for less"],
         rows,
         [
-            "gap: clover's mean of all seeds, times the method's share of it on the seeds of both",
+            "gap: clover's mean of all seeds, times the method's share of it on the seeds of both (where clover has "
+            "none above zero beyond its interval, the mean of the method's own)",
             "runs with more than 1.5 are in the table alone",
+            *other_lengths(runs),
         ],
         {"methods": [{k: v for k, v in r.items() if k not in ("minus_clover", "pooled")} for r in records]},
         plot,

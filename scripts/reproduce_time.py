@@ -66,6 +66,9 @@ def equal_time(context: Context) -> Outcome:
             raise UserError(f"--results has {len(shorter)} shorter runs of {m} ({m}_<steps>), not one: add their file")
         seed = shorter[0]["seed"]
         same = [*shorter, *(r for r in runs if r["method"] == m and r["seed"] == seed)]
+        if len({r["steps"] for r in same}) < 2:
+            name = shorter[0]["method"]
+            raise UserError(f"--results has no run of {m} of seed {seed} of another length than {name}; add its file")
         points[m] = [(r["steps"], r["val_bpb"]) for r in same]
     rows, numbers, panels = [], [], []
     depths = DEPTHS[:1] if context.quick else DEPTHS

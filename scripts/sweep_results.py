@@ -26,7 +26,7 @@ class Estimate:
     n: int
 
     def __str__(self) -> str:
-        return f"{self.mean:+.2f} ± {self.half:.2f}" if self.n > 1 else f"{self.mean:+.2f}"
+        return f"{self.mean:+.2f}" + (f" ± {self.half:.2f}" if self.n > 1 and not math.isnan(self.half) else "")
 
     @property
     def decided(self) -> bool:
@@ -143,12 +143,19 @@ def difference_from_paper(result: dict, data: str) -> str:
     return "; ".join(said)
 
 
+# What every table takes of a run.
+NEEDED = ("method", "size", "seed", "steps", "tokens", "val_bpb", "val_bpb_bf16", "gemm_work")
+
+
 def stored(path: str | Path) -> dict:
     """What `report` wrote: at least "data", "environment" and "results". Raises UserError."""
     try:
         content = json.loads(Path(path).read_text())
+        for run in content["results"]:
+            _ = [run[name] for name in NEEDED]
         if content["results"] and content["environment"] and content["data"]:
             return content
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path} is not a file of scripts.sweep ({type(e).__name__}: {one_line(e)[:80]})") from None
+        problem = f"{path} is not a file of scripts.sweep ({type(e).__name__}: {one_line(e)[:80]})"
+        raise UserError(f"{problem}; give <folder>/<name>.json of a sweep") from None
     raise UserError(f"{path} holds no results; run its sweep first")

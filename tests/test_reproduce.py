@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -260,6 +261,14 @@ def test_of_no_gap_there_is_no_share(tmp_path):
     reproduce.main(["horizon", f"--results={tmp_path / 'd8.json'}", f"--folder={tmp_path}"])
     table = {row[0]: row for row in json.loads((tmp_path / "horizon.json").read_text())["table"]}
     assert {row[-1] for row in table.values()} == {"of clover's", "-"}
+    notes = json.loads((tmp_path / "horizon.json").read_text())["notes"]
+    assert any(re.search(r"below the best other. Here: 100 ± \d+%, nvidia$", n) for n in notes)
+    assert table["nvidia"][9] == "2.50"  # nor of none on the text that it is trained on
+    long_runs(tmp_path / "more", [3], {"bf16": [0.0], "clover": [0.5]})  # a share of nothing would move all points
+    files = f"{tmp_path / 'd8.json'},{tmp_path / 'more'}"
+    reproduce.main(["frontier", f"--results={files}", f"--folder={tmp_path}"])
+    gaps = {row[0]: row[2] for row in json.loads((tmp_path / "frontier.json").read_text())["table"]}
+    assert (gaps["clover"], gaps["clover_feedback_late"], gaps["nvidia"]) == ("0.17", "-0.50", "1.00")
     reproduce.main(["claims", f"--results={tmp_path / 'd8.json'}", f"--folder={tmp_path}"])
     written = json.loads((tmp_path / "claims.json").read_text())
     assert {cell for row in written["table"][1:] for cell in row[4:]} == {"clover has no gap"}
@@ -340,12 +349,72 @@ def test_no_run_is_left_out_in_silence(tmp_path):
             reproduce.main(["horizon", f"--results={joined}", f"--folder={tmp_path}"])
 
 
+def test_of_no_gap_of_the_best_nothing_is_a_share(tmp_path):
+    long_runs(tmp_path / "d8.json", [1, 2], {"bf16": [0.0] * 2, "nvidia": [-0.3, 0.5], "clover": [-0.2, 0.2]})
+    reproduce.main(["horizon", f"--results={tmp_path / 'd8.json'}", f"--folder={tmp_path}"])
+    notes = json.loads((tmp_path / "horizon.json").read_text())["notes"]
+    assert any(n.endswith("Here: undecided, nvidia has no gap above zero beyond its interval") for n in notes)
+    # Of one method, which branches from another's run, there is no scatter of its own.
+    long_runs(tmp_path / "late", [1, 2], {"bf16": [0.0] * 2, "clover": [1.0, 1.1], "clover_feedback_late": [0.4, 0.5]})
+    content = json.loads((tmp_path / "late").read_text())
+    for run in content["results"][4:]:
+        run["flags"] = ["--branch-from=clover_feedback@1940"]
+    (tmp_path / "late").write_text(json.dumps(content))
+    reproduce.main(["horizon", f"--results={tmp_path / 'late'}", f"--folder={tmp_path}"])
+    assert "nan" not in str(json.loads((tmp_path / "horizon.json").read_text())["table"])
+
+
+def test_runs_that_cannot_be_compared_are_refused(tmp_path):
+    """Two sizes in a file, a method of two lengths, the text in another order, another part of it to evaluate on."""
+    long_runs(tmp_path / "a", [1], {"bf16": [0.0], "clover": [1.0]})
+    long_runs(tmp_path / "longer", [2], {"bf16": [0.0], "clover": [1.0]}, steps=4000)
+    content = json.loads((tmp_path / "a").read_text())
+    for name, change in (
+        ("order", {"method": "nvidia", "flags": ["--data-seed=1"]}),
+        ("part", {"method": "nvidia", "eval_tokens": 2048}),
+        ("sizes", {"size": "d8"}),
+    ):
+        runs = [r | change for r in content["results"] if r["method"] == "clover"]
+        (tmp_path / name).write_text(json.dumps(content | {"results": runs}))
+    for name, problem in (
+        ("longer", "runs of bf16 of 2,000 and of 4,000 steps; give files of one, or name the others by a --variant"),
+        ("order", "nvidia and bf16 of seed 1 in --results read the text in different orders .* the same --vary-data"),
+        ("part", "nvidia and bf16 of seed 1 in --results .* evaluated on different parts of it"),
+        ("sizes", "--results has runs of d6, d8; choose one of them, --sizes=d6"),
+    ):
+        for item in ("horizon", "claims", "frontier", "equal_time"):
+            with pytest.raises(UserError, match=problem):
+                reproduce.main([item, f"--results={tmp_path / 'a'},{tmp_path / name}", f"--folder={tmp_path}"])
+
+
+def test_other_lengths_are_named_beside_their_work(tmp_path):
+    methods = {"bf16": [0.0, 0.1], "clover": [1.0, 1.0], "clover_feedback_late": [0.4, 0.5]}
+    long_runs(tmp_path / "a", [1, 2], methods)
+    long_runs(tmp_path / "b", [1, 2], {"clover_feedback_late_7.8%_longer": [0.2, 0.3]}, steps=2156)
+    long_runs(tmp_path / "c", [1, 2], {"search_feedback_late_1%_shorter": [0.5, 0.5]}, steps=1980)
+    for item in ("horizon", "claims", "frontier"):
+        for names, note in (
+            ("abc", "clover_feedback_late_7.8%_longer 2,156, search_feedback_late_1%_shorter 1,980"),
+            ("a", None),
+        ):
+            files = ",".join(str(tmp_path / name) for name in names)
+            reproduce.main([item, f"--results={files}", f"--folder={tmp_path}"])
+            written = json.loads((tmp_path / f"{item}.json").read_text())
+            notes = [n for n in written["notes"] if n.startswith("of other lengths than bf16's 2,000 steps")]
+            assert [n.partition("steps: ")[2] for n in notes] == [note] * (note is not None)
+            work = {row[0]: round(float(row[1]), 2) for row in written["table"][1:]}
+            assert {work[m] for m in work if "%" in m} == ({1.08, 0.99} if note else set())
+
+
 def test_at_equal_time_faster_methods_have_trained_for_longer(tmp_path):
     names = ("bf16", "fp8", "clover", "clover_feedback_late")
     long_runs(tmp_path / "long", [1], {m: [float(i)] for i, m in enumerate(names)})
     long_runs(tmp_path / "short", [1], {f"{m}_1000": [10.0 + i] for i, m in enumerate(names)}, steps=1000)
     with pytest.raises(UserError, match="has 0 shorter runs of bf16"):
         reproduce.main(["equal_time", f"--results={tmp_path / 'long'}", f"--folder={tmp_path}"])
+    long_runs(tmp_path / "three", [1], {m: [float(i)] for i, m in enumerate(names[:3])})
+    with pytest.raises(UserError, match="has no run of clover_feedback_late of seed 1 of another length than clover_f"):
+        reproduce.main(["equal_time", f"--results={tmp_path / 'three'},{tmp_path / 'short'}", f"--folder={tmp_path}"])
     files = f"{tmp_path / 'long'},{tmp_path / 'short'}"
     reproduce.main(["equal_time", "--quick", f"--results={files}", f"--folder={tmp_path}"])
     assert (tmp_path / "equal_time.png").read_bytes()[:4] == b"\x89PNG"

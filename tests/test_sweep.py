@@ -201,6 +201,8 @@ def test_estimate_by_hand():
     one = sweep_results.estimate([0.5])
     assert one.mean == 0.5 and math.isnan(one.half) and not one.decided and str(one) == "+0.50"
     assert not sweep_results.estimate([-1.0, 1.0]).decided and sweep_results.estimate([]).n == 0
+    # Of one seed no interval is shown, even where others' scatter would give one; nor one that is not known.
+    assert [str(sweep_results.Estimate(1.26, half, n)) for half, n in ((0.14, 1), (math.nan, 2))] == ["+1.26"] * 2
 
 
 def test_intervals_cover_the_truth_95_times_of_100():
@@ -313,7 +315,11 @@ def test_the_loss_curve_is_means_of_parts():
     assert sweep_scheduler.thinned([], 10) == []
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"results": []}', '{"results": [], "environment": {}, "data": "x"}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"results": []}', '{"results": [], "environment": {}, "data": "x"}']
+    + ['{"results": [{"method": "bf16"}], "environment": {"a": 1}, "data": "x"}'],  # of a run without its length
+)
 def test_files_that_are_no_results_are_refused(tmp_path, text):
     (tmp_path / "d6.json").write_text(text)
     with pytest.raises(UserError, match="d6.json (is not a file of scripts.sweep|holds no results)"):
