@@ -1,6 +1,6 @@
 """A training loop of one's own, with a method that changes in the course of a run and looks at its inputs.
 
-Plain clover needs none of the three lines with a comment at their end.
+Plain clover needs none of the three lines with a comment at their end. From a checkout: python -m examples.plain_loop
 """
 
 import torch

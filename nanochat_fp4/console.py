@@ -34,6 +34,8 @@ class ArgumentParser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments") and wrong:
             alike = difflib.get_close_matches(wrong[0], flags, n=1)
             message += f"; did you mean {alike[0]}?" if alike else ""
+        if message.startswith("argument ") and message.endswith("expected one argument"):
+            message += f"; one that begins with a dash is given as {message.split()[1].rstrip(':')}=..."
         print_error(f"{message} (see {self.prog} --help)")
         self.exit(2)
 

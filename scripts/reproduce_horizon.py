@@ -97,12 +97,10 @@ def steps_of(runs: list[dict]) -> int:
     return next(r["steps"] for r in runs if r["method"] == "bf16")
 
 
-def other_lengths(runs: list[dict]) -> list[str]:
-    """A note that names the methods that were trained for more or fewer steps than bf16, if there are any."""
-    usual = steps_of(runs)
-    others = {r["method"]: f"{r['method']} {r['steps']:,}" for r in runs if r["steps"] != usual}
-    said = f"of other lengths than bf16's {usual:,} steps, compared with it at their ends; GEMM work counts their steps"
-    return [f"{said}: {', '.join(others.values())}"] if others else []
+def lengths(runs: list[dict]) -> list[str]:
+    """A note of methods of other lengths than bf16's, if there are any."""
+    note = sweep_results.other_lengths(runs, runs[0]["size"])
+    return [f"{note}; GEMM work counts their steps"] if note else []
 
 
 def gemm_work(run: dict, steps: int) -> float:
@@ -226,7 +224,7 @@ def claims(context: Context) -> Outcome:
             "intervals of method minus target times clover over clover's mean gap, paired by seed, the scatter pooled "
             "over the methods trained from scratch: those of the same seeds, or of all runs",
             "clover has no gap: none above zero beyond its interval, and so no share of it",
-            *other_lengths(runs),
+            *lengths(runs),
         ],
         {"claims": numbers},
         None,
@@ -334,7 +332,7 @@ def horizon(context: Context) -> Outcome:
             "intervals: 95%; minus clover in points and of clover's paired by seed; the scatter between seeds pooled "
             "over the methods trained from scratch",
             "GEMM work: 1 is every GEMM of the run in 4 bits; 8 bits count 2 and 16 bits 4",
-            *other_lengths(runs),
+            *lengths(runs),
         ],
         {"methods": numbers, "curves": curves},
         plot,
@@ -373,7 +371,7 @@ def frontier(context: Context) -> Outcome:
             "gap: clover's mean of all seeds, times the method's share of it on the seeds of both (where clover has "
             "none above zero beyond its interval, the mean of the method's own)",
             "runs with more than 1.5 are in the table alone",
-            *other_lengths(runs),
+            *lengths(runs),
         ],
         {"methods": [{k: v for k, v in r.items() if k not in ("minus_clover", "pooled")} for r in records]},
         plot,

@@ -33,9 +33,9 @@ from nanochat_fp4.dataset import build_embedded_corpus, ensure_data
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
-from scripts import tok_train
+from scripts import base_train, tok_train
 from scripts.bench_common import table
-from scripts.sweep_results import data_name, difference_from_paper, gap, summary
+from scripts.sweep_results import data_name, difference_from_paper, gap, other_lengths, summary
 from scripts.sweep_runs import Run, data_key, parse_number, plan
 from scripts.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
 
@@ -68,6 +68,7 @@ def report(sweep: Sweep, name: str, runs: Sequence[Run], baseline: str, other: s
     first = {r["size"]: r for r in reversed(results)}
     differs = {size: difference_from_paper(r, data_name(sweep.data_dir)) for size, r in sorted(first.items())}
     said = [f"{size} differs from the paper's runs: {what}" for size, what in differs.items() if what]
+    said += [f"{size}: {note}" for size in sizes if (note := other_lengths(results, size, baseline))]
     text = "\n".join([table(header, rows), *said])
     content = {
         "name": name,
@@ -172,7 +173,8 @@ def main(argv: list[str] | None = None) -> None:
     options = {"extra": args.extra.split(), "bf16_until": args.bf16_until, "share_until": args.share_until, **length}
     options["vary_data"] = args.vary_data
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    plan(methods, sizes, seeds, **options)  # bad flags are refused before the data is made
+    for run in plan(methods, sizes, seeds, **options):  # bad flags are refused before the data is made
+        base_train.parse_args(list(run.flags))
     folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"
     data = ensure_data(args.data_dir) if args.plan else prepare(folder, args.data_dir, args.vocab_size)
     runs = plan(methods, sizes, seeds, **options, data=data_key(data))

@@ -112,6 +112,15 @@ def summary(results: Sequence[dict], methods: Sequence[str], sizes: Sequence[str
     return header, rows
 
 
+def other_lengths(results: Sequence[dict], size: str, baseline: str = "bf16") -> str:
+    """A note that names the methods that were trained for more or fewer steps than the baseline; "" without any."""
+    steps = {r["method"]: r["steps"] for r in results if r["size"] == size}
+    usual = steps.get(baseline)
+    others = [f"{method} {n:,}" for method, n in steps.items() if usual and n != usual]
+    said = f"of other lengths than {baseline}'s {usual:,} steps, compared with it at their ends: " if others else ""
+    return said + ", ".join(others)
+
+
 def data_name(data_dir: str) -> str:
     """What a table says of its text: the folder's name, and data_key."""
     return f"{Path(data_dir).name} ({data_key(data_dir)})"

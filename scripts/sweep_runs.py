@@ -168,6 +168,12 @@ def plan(
             raise UserError(f"{flag}={fraction:g}: expected a fraction of the steps, between 0 and 1, and --tokens")
     if bf16_until and share_until:
         raise UserError("--bf16-until and --share-until exclude each other; leave one of them out")
+    names = labels(methods)
+    for i, name in enumerate(names):
+        if not name or "/" in name:
+            raise UserError(f"--variant {methods[i]!r}: expected a label without /, a colon, flags of base_train")
+        if name in names[:i]:
+            raise UserError(f"--methods and --variant have {name} twice; give each a label of its own")
     runs = []
     for seed in seeds:
         for size in sizes:

@@ -23,6 +23,11 @@ def test_flags_are_not_abbreviated_and_slips_are_one_line(capsys):
     commands.add_parser("run").add_argument("--seconds", type=float)
     for argv, expected in (
         (["--dept=1"], "error: unrecognized arguments: --dept=1; did you mean --depth? (see base_train --help)"),
+        (
+            ["--depth", "--x"],
+            "error: argument --depth: expected one argument; one that begins with a dash is given as --depth=... "
+            "(see base_train --help)",
+        ),
         (["--xyz"], "error: unrecognized arguments: --xyz (see base_train --help)"),
         (["--depth=x"], "error: argument --depth: invalid int value: 'x' (see base_train --help)"),
     ):

@@ -126,6 +126,10 @@ def test_a_plan_makes_nothing(tmp_path, capsys):
     sweep.main([*args.split(), "--methods=bf16,clover"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny_")]
     assert [line.split("_s1_")[0] for line in lines] == ["tiny_bf16", "tiny_clover"] and "--method=clover" in lines[1]
+    with pytest.raises(SystemExit):
+        sweep.main([*args.split(), "--methods=bf16", "--variant=x: --num-iteration=9"])
+    message = "error: unrecognized arguments: --num-iteration=9; did you mean --num-iterations? (see "
+    assert capsys.readouterr().err.startswith(message)  # now, and not when its turn comes, hours later
     assert not (tmp_path / "runs").exists()  # no tokenizer either, which takes minutes
 
 
@@ -149,6 +153,16 @@ def test_numbers_of_tokens(text, value):
         (lambda: sweep_runs.size_flags("huge"), "unknown size 'huge'; use d<depth>, llama-30M"),
         (lambda: sweep_runs.size_flags("llama-7B"), "--llama='7B' is not a size of the family; use one of 30M"),
         (lambda: sweep_runs.method_flags("cloover"), "unknown method 'cloover'; use one of: bf16, .*clover_late_bf16"),
+        (lambda: sweep_runs.plan(["bf16", "bf16"], ["tiny"], [1], tokens=4096), "have bf16 twice; give each a label"),
+        (lambda: sweep_runs.plan(["a: --method=bf16", "a:"], ["tiny"], [1], tokens=4096), "have a twice"),
+        (
+            lambda: sweep_runs.plan(["a/b: --method=bf16"], ["tiny"], [1], tokens=4096),
+            "'a/b: .*expected a label",
+        ),
+        (
+            lambda: sweep_runs.plan([": --method=bf16"], ["tiny"], [1], tokens=4096),
+            "expected a label without /, a",
+        ),
         (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1]), "either --tokens=100M or --ratio=20"),
         (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], tokens=1, ratio=1.0), "either --tokens=100M or --ratio=20"),
         (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], tokens=4096, bf16_until=0.9), "=0.9 leaves none of 8 steps"),
@@ -297,6 +311,10 @@ def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
     order.clear()
     sweep.run_sweep(s, "name", runs)
     assert order == []
+    for run in runs[1], runs[3]:  # as with a variant's --num-iterations
+        s.result_path(run).write_text(json.dumps(s.result(run) | {"steps": 3000}))
+    note = "tiny: of other lengths than bf16's 2 steps, compared with it at their ends: clover 3,000"
+    assert note in sweep.report(s, "name", runs, "bf16", "clover").splitlines()
     s.result_path(runs[2]).write_text('{"cut sho')  # as a full disk would leave it
     sweep.run_sweep(s, "name", runs)
     assert order == [runs[2].tag]
