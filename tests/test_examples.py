@@ -32,9 +32,12 @@ def test_each_is_short_and_tested(file):
 
 @pytest.mark.parametrize("method", ["clover_feedback", "clover_late"])
 def test_plain_loop(method, capsys):
-    losses = load("plain_loop").main(method, 6)
-    assert len(losses) == 6 and losses[-1] < losses[0]
-    assert "converted 4 linear layers" in capsys.readouterr().out
+    losses = load("plain_loop").main(method, 20)
+    assert len(losses) == 20 and losses[-1] < losses[0]
+    out = capsys.readouterr().out
+    assert "converted 4 linear layers" in out
+    # The loss of the same weights, on the rows of the last one: one step of AdamW and BF16 for 4 bits lie between them.
+    assert abs(float(out.split()[-1]) - losses[-1]) < 0.1
 
 
 def test_fsdp2(tmp_path):
