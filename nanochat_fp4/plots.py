@@ -65,8 +65,8 @@ def curve(axes: Any, label: str, runs: list[tuple[list, list]], style: str = "-"
 
 def names(axes: Any, points: list[tuple[float, float, str]]) -> None:
     """(x, y, name): each point's name at its right, above those that it would be written over."""
-    width, height = (0.22 * (a[1] - a[0]) for a in (axes.get_xlim(), axes.get_ylim()))
-    height /= 10
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    width, height = 0.22 * (right - left), 0.022 * (top - bottom)
     written: list[tuple[float, float]] = []
     for x, y, name in sorted(points, key=lambda p: p[1]):
         at = y

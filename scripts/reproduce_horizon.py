@@ -1,22 +1,30 @@
-"""Beyond the paper: runs long enough to decide. Gaps along the run, and the frontier of gap against GEMM work.
+"""Beyond the paper: runs long enough to decide (long_runs.py), of one size, from --results.
 
-Both take the runs of one size from --results; statistics are of differences paired by seed, their scatter pooled over
-the methods, for the scatter between seeds is of the training and not of a method, and two seeds alone say nothing.
+Gaps along the run, the targets of this project and the paper's claims, and the frontier of gap against GEMM work.
 """
 
-import math
 import statistics
-from typing import Any
 
 from nanochat_fp4 import plots
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.methods import METHODS
 from scripts import sweep_results
+from scripts.long_runs import (
+    along,
+    gemm_work,
+    has_gap,
+    lengths,
+    measured_on,
+    methods_of,
+    share_of,
+    steps_of,
+    stored_runs,
+    summary,
+    with_half,
+)
 from scripts.reproduce_common import Context, Outcome
 from scripts.reproduce_training import FULL_CLAIMS, SYSTEMS, Claim
 
-# What a multiply-add costs in units of one in 4 bits: the rates of a B200's tensor cores.
-COST = {"4": 1.0, "8": 2.0, "16": 4.0}
 TARGETS = (
     ("clover_feedback_late", 0.5, "val_bpb"),
     ("both_from_92.5%", 0.5, "val_bpb"),
@@ -35,151 +43,6 @@ CLAIMS = (
     Claim("TetraJet-v2 beats NVIDIA", "tetrajet_v2", "nvidia"),
 )
 PARTS = (0.3, 0.5, 0.7, 0.8, 0.9)  # of the run: where the table shows the gap on the way
-
-
-def stored_runs(context: Context) -> tuple[list[dict], dict]:
-    """The runs of --results (several files with commas: of the same data, other seeds or methods), of --sizes if that
-    is given, and what else the first file says; each run with its "file". Raises UserError."""
-    paths = [path for path in context.args.results.split(",") if path]
-    if not paths:
-        raise UserError("this item takes its runs from a sweep: add --results=<folder>/<name>.json of scripts.sweep")
-    contents = [sweep_results.stored(path) for path in paths]
-    content = contents[0]
-    sizes = list(dict.fromkeys(r["size"] for c in contents for r in c["results"]))
-    if len(sizes) > 1 and not context.args.sizes:
-        raise UserError(f"--results has runs of {', '.join(sizes)}; choose one of them, --sizes={sizes[0]}")
-    size = context.args.sizes or sizes[0]
-    runs = [r | {"file": i} for i, c in enumerate(contents) for r in c["results"] if r["size"] == size]
-    for path, other in zip(paths, contents):
-        if other["data"] != content["data"]:
-            raise UserError(
-                f"{path} is of {other['data']}, {paths[0]} of {content['data']}: give sweeps of the same text"
-            )
-    keys = [(r["method"], r["seed"]) for r in runs]
-    if twice := sorted({k for k in keys if keys.count(k) > 1}):
-        raise UserError(f"--results has {twice[0][0]} of seed {twice[0][1]} twice; give files of different runs")
-    seeds = {r["seed"] for r in runs if r["method"] == "bf16"}
-    if not seeds:
-        raise UserError(f"{context.args.results} has no bf16 run of size {size!r}; gaps are to bf16")
-    runs = [r for r in runs if r["seed"] in seeds]  # of an interrupted sweep the last seed may have none
-    for i, path in enumerate(paths):
-        if i not in {r["file"] for r in runs}:
-            raise UserError(f"no run of {path} has size {size!r} and a bf16 run of its seed in --results; add its file")
-    if {r["method"] for r in runs} == {"bf16"}:
-        raise UserError(f"{context.args.results} has bf16 runs of size {size!r} alone; gaps are those of other methods")
-    refuse_unlike(runs)
-    commits = dict.fromkeys(c["environment"].get("commit") or "unknown" for c in contents)
-    return runs, content | {"environment": content["environment"] | {"commit": ", ".join(commits)}}
-
-
-def refuse_unlike(runs: list[dict]) -> None:
-    """UserError where a method's runs are not of one length, or a run had other text than the bf16 run of its seed."""
-    lengths: dict[str, int] = {}
-    for r in runs:
-        if (steps := lengths.setdefault(r["method"], r["steps"])) != r["steps"]:
-            both = f"{r['method']} of {steps:,} and of {r['steps']:,} steps"
-            raise UserError(f"--results has runs of {both}; give files of one, or name the others by a --variant")
-
-    def text(run: dict) -> tuple:
-        return [f for f in run.get("flags", ()) if f.startswith("--data-seed")], run.get("eval_tokens")
-
-    base = {r["seed"]: text(r) for r in runs if r["method"] == "bf16"}
-    for r in runs:
-        if text(r) != base[r["seed"]]:
-            raise UserError(
-                f"{r['method']} and bf16 of seed {r['seed']} in --results read the text in different orders or are "
-                "evaluated on different parts of it; give files of sweeps with the same --vary-data and --eval-tokens"
-            )
-
-
-def steps_of(runs: list[dict]) -> int:
-    """The usual number of steps: bf16's."""
-    return next(r["steps"] for r in runs if r["method"] == "bf16")
-
-
-def lengths(runs: list[dict]) -> list[str]:
-    """A note of methods of other lengths than bf16's, if there are any."""
-    note = sweep_results.other_lengths(runs, runs[0]["size"])
-    return [f"{note}; GEMM work counts their steps"] if note else []
-
-
-def gemm_work(run: dict, steps: int) -> float:
-    """GEMM work of a run in units of all GEMMs of `steps` steps in 4 bits."""
-    return sum(COST[bits] * share for bits, share in run["gemm_work"].items()) * run["steps"] / steps
-
-
-def along(runs: list[dict], curve: str = "curve") -> dict[str, dict[int, dict[int, float]]]:
-    """method -> seed -> step -> gap to bf16 in percent at that step: of the validation text's "curve", or "loss_curve",
-    that of the training text, where a step is the last of those that its number is the mean of."""
-    base = {r["seed"]: {c[0]: c[1] for c in r.get(curve, ())} for r in runs if r["method"] == "bf16"}
-    gaps: dict[str, dict[int, dict[int, float]]] = {}
-    for r in runs:
-        if r["method"] != "bf16" and r["seed"] in base and r["steps"] == steps_of(runs):
-            bf16 = base[r["seed"]]
-            at = {c[0]: 100 * (c[1] / bf16[c[0]] - 1) for c in r.get(curve, ()) if c[0] and c[0] in bf16}
-            gaps.setdefault(r["method"], {})[r["seed"]] = at
-    return gaps
-
-
-def summary(runs: list[dict]) -> list[dict[str, Any]]:
-    """A record for each method, the best last: its GEMM work, gaps by seed, with a BF16 forward, and minus clover."""
-    (size,), steps = {r["size"] for r in runs}, steps_of(runs)
-    methods = [m for m in dict.fromkeys(r["method"] for r in runs) if m != "bf16"]
-    minus = sweep_results.pooled_differences(runs, size, methods, "clover")
-    gaps = sweep_results.pooled_differences(runs, size, methods, "bf16")
-    shares, records = has_gap(runs), []
-    for method in methods:
-        own = sweep_results.gaps_by_seed(runs, size, method)
-        forward = sweep_results.gaps_by_seed(runs, size, method, "val_bpb_bf16")
-        clover = sweep_results.gaps_by_seed(runs, size, "clover")
-        both = sorted(own.keys() & clover.keys())
-        if not own:
-            continue
-        whole = sum(clover[s] for s in both)
-        share = sum(own[s] for s in both) / whole if whole and shares else None
-        # Seeds differ in their gaps: a method's share of clover's, on the seeds of both, is of clover's mean of all.
-        beside = statistics.fmean(own.values()) if share is None else share * statistics.fmean(clover.values())
-        records.append(
-            {
-                "method": method,
-                "work": gemm_work(next(r for r in runs if r["method"] == method), steps),
-                "gaps": own,
-                "gap": beside,
-                "pooled": gaps[method],
-                "forward": sum(forward.values()) / len(forward),
-                "minus_clover": minus.get(method),
-                "share": share,
-            }
-        )
-    return sorted(records, key=lambda r: -r["gap"])
-
-
-def measured_on(runs: list[dict], content: dict) -> str:
-    tokens, seeds = sorted({r["tokens"] for r in runs}), sorted({r["seed"] for r in runs})
-    return f"{runs[0]['size']}, data {content['data']}, {'/'.join(f'{t:,}' for t in tokens)} tokens, seeds {seeds}"
-
-
-def has_gap(runs: list[dict], value: str = "val_bpb", method: str = "clover") -> bool:
-    """Whether a method's gap is above zero beyond its interval: a share of nothing means nothing."""
-    (size,) = {r["size"] for r in runs}
-    methods = [m for m in dict.fromkeys(r["method"] for r in runs) if m != "bf16"]
-    gap = sweep_results.pooled_differences(runs, size, methods, "bf16", value=value).get(method)
-    return gap is not None and gap.mean > (0 if math.isnan(gap.half) else gap.half)
-
-
-def share_of(runs: list[dict], method: str, target: float, value: str) -> tuple[float, float, int]:
-    """(share of clover's gap, half of its 95% interval, seeds), by the method minus target times clover."""
-    (size,) = {r["size"] for r in runs}
-    methods = [m for m in dict.fromkeys(r["method"] for r in runs) if m not in ("bf16", "clover")]
-    difference = sweep_results.pooled_differences(runs, size, methods, "clover", target, value)[method]
-    mine, clover = (sweep_results.gaps_by_seed(runs, size, m, value) for m in (method, "clover"))
-    mean = statistics.fmean(clover[s] for s in mine.keys() & clover.keys())
-    return target + difference.mean / mean, difference.half / mean, difference.n
-
-
-def with_half(mean: float, half: float, digits: int) -> str:
-    """A mean and half of its interval, which one seed of each method does not have."""
-    return f"{mean:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
 
 
 def verdict(share: float, half: float, target: float) -> str:
@@ -235,7 +98,7 @@ def claims(context: Context) -> Outcome:
 
 def verdicts(runs: list[dict]) -> list[str]:
     """What the paper claims of these methods and whether the runs agree, by differences with pooled scatter."""
-    (size,), methods = {r["size"] for r in runs}, [m for m in dict.fromkeys(r["method"] for r in runs) if m != "bf16"]
+    (size,), methods = {r["size"] for r in runs}, methods_of(runs)
     lines = [
         f"the paper: {c.text}. Here: {c.verdict(runs, size, methods)}"
         for c in CLAIMS
@@ -248,7 +111,7 @@ def verdicts(runs: list[dict]) -> list[str]:
         minus = sweep_results.pooled_differences(runs, size, methods, best)["clover"]
         below, half = -100 * minus.mean / gaps[best].mean, 100 * minus.half / gaps[best].mean
         here = f"{with_half(below, half, 0)}%, {best}"
-        if not has_gap(runs, method=best):
+        if not gaps[best].above_zero:
             here = f"undecided, {best} has no gap above zero beyond its interval"
         lines.append(f"the paper: Clover's gap is 15% to 25% below the best other. Here: {here}")
     return lines

@@ -13,8 +13,8 @@ from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.plots import BASELINE, COLORS
 from nanochat_fp4.roofline import MACHINES, Machine, gemm_step, predicted_ms, quantize_steps
 from nanochat_fp4.step_time import Shape, step_ms
+from scripts.long_runs import measured_on, steps_of, stored_runs
 from scripts.reproduce_common import Context, Outcome
-from scripts.reproduce_horizon import measured_on, steps_of, stored_runs
 
 CARDS, DEPTHS = ("rtxpro4000", "rtx5090", "b200"), (20, 26, 32)
 BATCH, RATIO = 524288, 11.6  # tokens of a step; of a run for each parameter of blocks and head, as in d6's runs

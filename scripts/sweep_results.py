@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from nanochat_fp4.errors import UserError, one_line
@@ -32,6 +33,11 @@ class Estimate:
     def decided(self) -> bool:
         """Whether the interval excludes zero."""
         return self.n > 1 and abs(self.mean) > self.half
+
+    @property
+    def above_zero(self) -> bool:
+        """Whether the mean is, and where there is an interval all of it."""
+        return self.mean > (0 if math.isnan(self.half) else self.half)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -153,7 +159,7 @@ def difference_from_paper(result: dict, data: str) -> str:
 
 
 # What every table takes of a run.
-NEEDED = ("method", "size", "seed", "steps", "tokens", "val_bpb", "val_bpb_bf16", "gemm_work")
+needed = itemgetter("method", "size", "seed", "steps", "tokens", "val_bpb", "val_bpb_bf16", "gemm_work")
 
 
 def stored(path: str | Path) -> dict:
@@ -161,7 +167,7 @@ def stored(path: str | Path) -> dict:
     try:
         content = json.loads(Path(path).read_text())
         for run in content["results"]:
-            _ = [run[name] for name in NEEDED]
+            needed(run)
         if content["results"] and content["environment"] and content["data"]:
             return content
     except (OSError, ValueError, KeyError, TypeError) as e:

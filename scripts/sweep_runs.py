@@ -191,7 +191,7 @@ def plan(
                 branch = (f"--branch-from={runs[-1].tag}@{at}",)
             points = branches([method_flags(m) for m in methods], share_until, steps)
             tags: list[str] = []  # of the methods' runs
-            for i, (label, own) in enumerate(zip(labels(methods), map(method_flags, methods))):
+            for i, (label, own) in enumerate(zip(names, map(method_flags, methods))):
                 if not begins_late(own, bf16_until):
                     raise UserError(f"--bf16-until={bf16_until:g}: {label} changes before that")
                 if branch and own == ("--method=bf16",):
