@@ -60,17 +60,19 @@ def curve(axes: Any, label: str, runs: list[tuple[list, list]], style: str = "-"
         markersize=3,
     )  # fmt: skip
     if len(runs) > 1:
-        axes.fill_between(common, [min(v) for v in values], [max(v) for v in values], color=line.get_color(), alpha=0.2)
+        low, high = [min(v) for v in values], [max(v) for v in values]
+        axes.fill_between(common, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
 
 
 def names(axes: Any, points: list[tuple[float, float, str]]) -> None:
     """(x, y, name): each point's name at its right, above those that it would be written over."""
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-    width, height = 0.22 * (right - left), 0.022 * (top - bottom)
-    written: list[tuple[float, float]] = []
+    letter, height = 0.0058 * (right - left), 0.022 * (top - bottom)
+    written: list[tuple[float, float, float]] = []
+    box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.3}  # a line below is not to strike a name out
     for x, y, name in sorted(points, key=lambda p: p[1]):
-        at = y
-        while any(abs(x - beside) < width and abs(at - below) < height for beside, below in written):
+        at, end = y, x + letter * (len(name) + 1)
+        while any(x < other and start < end and abs(at - below) < height for start, other, below in written):
             at += height / 8
-        written.append((x, at))
-        axes.annotate(name, (x, at), fontsize=5, xytext=(3, 0), textcoords="offset points", va="center")
+        written.append((x, end, at))
+        axes.annotate(name, (x, at), fontsize=5, xytext=(3, 0), textcoords="offset points", va="center", bbox=box)

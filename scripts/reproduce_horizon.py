@@ -32,6 +32,8 @@ TARGETS = (
     ("clover_feedback_late", 0.4, "val_bpb_bf16"),
     ("both_from_85%", 0.4, "val_bpb_bf16"),
     # More work, or no more of it, spent on steps as well.
+    ("clover_feedback_late_2.9%_longer", 0.5, "val_bpb"),
+    ("clover_feedback_late_2.9%_longer", 0.4, "val_bpb_bf16"),
     ("clover_feedback_late_7.8%_longer", 1 / 3, "val_bpb"),
     ("clover_feedback_late_7.8%_longer", 0.4, "val_bpb_bf16"),
     ("search_feedback_late_1%_shorter", 0.5, "val_bpb"),
@@ -219,7 +221,7 @@ def frontier(context: Context) -> Outcome:
 
     def plot(axes) -> None:
         shown = [r for r in records if r["work"] < 1.5]
-        axes.scatter([r["work"] for r in shown], [r["gap"] for r in shown], s=12)
+        axes.scatter([r["work"] for r in shown], [r["gap"] for r in shown], s=12, zorder=4)
         edge = [r for r in shown if r["method"] in on_it]
         axes.step([r["work"] for r in edge], [r["gap"] for r in edge], where="post", lw=0.8)
         plots.names(axes, [(r["work"], r["gap"], r["method"]) for r in shown])

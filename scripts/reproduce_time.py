@@ -20,11 +20,11 @@ CARDS, DEPTHS = ("rtxpro4000", "rtx5090", "b200"), (20, 26, 32)
 BATCH, RATIO = 524288, 11.6  # tokens of a step; of a run for each parameter of blocks and head, as in d6's runs
 METHODS = ("bf16", "fp8", "clover", "clover_feedback_late")
 LATE = 0.03  # of the steps have two terms in the forward
-# What feedback adds to a d26 step of 524,288 tokens on an H200: codes take 235.4 ms where clover's take 20.8, a look at
-# the inputs every tenth step 446.2 (docs/results/bench_train_methods.json); less the 138.0 that its kernel has saved
-# since (dev/LOG.md: 185.4 -> 47.4). It reads what the columns before a block of 16 missed, so it grows as weights times
-# width and as the memory is slower (best: takes no longer on another card; worst: no less for a smaller width).
-FEEDBACK_MS, MEASURED = 235.4 - 20.8 + 446.2 / 10 - 138.0, Shape(26)
+# What feedback adds to a d26 step of 524,288 tokens on an H200: codes take 63.4 ms where clover's take 5.5, a look at
+# the inputs every tenth step 446.7 (docs/results/bench_train_feedback.json). It reads what the columns before a block of
+# 16 missed, so it grows as weights times width and as the memory is slower (best: takes no longer on another card;
+# worst: no less for a smaller width).
+FEEDBACK_MS, MEASURED = 63.4 - 5.5 + 446.7 / 10, Shape(26)
 
 
 @cache

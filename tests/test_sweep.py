@@ -219,6 +219,11 @@ def test_estimate_by_hand():
     assert [str(sweep_results.Estimate(1.26, half, n)) for half, n in ((0.14, 1), (math.nan, 2))] == ["+1.26"] * 2
 
 
+@pytest.mark.parametrize("freedom, t", [(1, 12.706), (30, 2.042), (31, 2.040), (40, 2.021), (60, 2.000), (120, 1.980)])
+def test_quantiles_of_students_t(freedom, t):
+    assert sweep_results.t95(freedom) == pytest.approx(t, abs=6e-4)
+
+
 def test_intervals_cover_the_truth_95_times_of_100():
     generator = random.Random(0)
     covered = 0
