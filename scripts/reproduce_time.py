@@ -21,8 +21,8 @@ BATCH, RATIO = 524288, 11.6  # tokens of a step; of a run for each parameter of 
 METHODS = ("bf16", "fp8", "clover", "clover_feedback_late")
 LATE = 0.03  # of the steps have two terms in the forward
 # What feedback adds to a d26 step of 524,288 tokens on an H200: codes take 63.4 ms where clover's take 5.5, a look at
-# the inputs every tenth step 446.7 (docs/results/bench_train_feedback.json). It reads what the columns before a block of
-# 16 missed, so it grows as weights times width and as the memory is slower (best: takes no longer on another card;
+# the inputs every tenth step 446.7 (docs/results/bench_train_feedback.json). It reads what the columns before a block
+# of 16 missed, so it grows as weights times width and as the memory is slower (best: takes no longer on another card;
 # worst: no less for a smaller width).
 FEEDBACK_MS, MEASURED = 63.4 - 5.5 + 446.7 / 10, Shape(26)
 
