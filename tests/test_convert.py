@@ -206,6 +206,24 @@ def test_nothing_to_convert_is_an_error():
         converted(nn.Sequential(nn.Linear(12, 16)))
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"model": None}, "got NoneType for the model, expected a torch.nn.Module"),
+        ({"model": lambda: None}, "got function for the model"),
+        ({"method": ["clover"]}, "method is .'clover'., expected a name of nanochat_fp4.METHODS or a Recipe"),
+        ({"method": None}, "method is None, expected"),
+        ({"skip": 3}, "skip is 3, expected glob patterns of module names"),
+        ({"skip": ["lm_head", None]}, "skip is .*None.*, expected glob patterns"),
+        ({"keep_last_blocks": "1"}, "keep_first_blocks and keep_last_blocks are 0 and '1', expected numbers of blocks"),
+        ({"keep_first_blocks": 1.5}, "are 1.5 and 0, expected numbers"),
+    ],
+)
+def test_arguments_of_other_types_are_refused_in_one_line(arguments, message):
+    with pytest.raises(ValueError, match=f"convert: .*{message}"):
+        nf.convert(**{"model": Model()} | arguments)
+
+
 def test_unknown_method_lists_the_known_ones():
     model = Model()
     with pytest.raises(ValueError, match="unknown method 'fp4'; use one of: bf16, "):

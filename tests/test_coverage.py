@@ -232,4 +232,7 @@ def test_progress_is_checked():
         nf.set_progress(model, 0.5)
     with pytest.raises(ValueError, match="from 0 to 1"):
         nf.set_progress(converted(model, "clover_late"), 50)
+    for wrong in ("0.5", None, [0.5], torch.tensor([0.1, 0.2])):
+        with pytest.raises(ValueError, match="set_progress: progress is .*, expected the share of the run's steps"):
+            nf.set_progress(model, wrong)
     assert nf.set_progress(model, 0.5) is False and nf.set_progress(model, 0.9) is True

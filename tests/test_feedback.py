@@ -169,6 +169,20 @@ def test_moments_are_the_mean_over_ranks(run_ranks):
     assert [out.strip() for out in run_ranks(TWO_RANKS)] == 2 * ["[1.0, 2.0, 5.0]"]
 
 
+def test_a_look_at_the_inputs_wants_a_function_that_calls_the_model():
+    model = nf.convert(nn.Sequential(nn.Linear(32, 32)), "clover_feedback", verbose=False)
+    x = correlated(64, 32)
+    for wrong in ((model, x), (model, None), (None, lambda: model(x))):
+        with pytest.raises(ValueError, match="update_gram_matrices: got .*, expected the model and a function that"):
+            nf.update_gram_matrices(*wrong)
+    with pytest.raises(ValueError, match="called none of the 1 layers that look at their inputs; let it call this"):
+        nf.update_gram_matrices(model, lambda: x)
+    assert not nf.gram_state(model)
+    for wrong in (None, [x], {"0": 3.0}):
+        with pytest.raises(ValueError, match="load_gram_state: got .*, expected what gram_state returned"):
+            nf.load_gram_state(model, wrong)
+
+
 def test_the_gram_matrices_are_saved_and_loaded_apart_from_the_model(tmp_path):
     model = trained_model()
     assert model.state_dict().keys() == Model().state_dict().keys() and not list(model.buffers())

@@ -9,8 +9,9 @@ import fnmatch
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 import torch
 import torch.distributed as dist
@@ -107,15 +108,24 @@ def convert(
 
     What was converted, and what was not and why, is in `model.nf_report`. Works on meta or real tensors, before
     torch.compile; converting again changes the method. Subclasses of nn.Linear are converted if they override forward
-    alone (dtype handling). Raises ValueError for an unknown method, a pattern that matches nothing, or a model in
-    which nothing can be converted.
+    alone (dtype handling). Raises ValueError for arguments of other types, an unknown method, a pattern that matches
+    nothing, or a model in which nothing can be converted.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"convert: got {type(model).__name__} for the model, expected a torch.nn.Module")
+    if not isinstance(method, str | Recipe):
+        raise ValueError(f"convert: method is {method!r}, expected a name of nanochat_fp4.METHODS or a Recipe")
+    skip = (skip,) if isinstance(skip, str) else skip
+    if not isinstance(skip, Iterable) or not all(isinstance(pattern, str) for pattern in skip):
+        raise ValueError(f'convert: skip is {skip!r}, expected glob patterns of module names, for example ["*.c_proj"]')
+    if not all(isinstance(number, Integral) for number in (keep_first_blocks, keep_last_blocks)):
+        kept = f"{keep_first_blocks!r} and {keep_last_blocks!r}"
+        raise ValueError(f"convert: keep_first_blocks and keep_last_blocks are {kept}, expected numbers of blocks")
     recipe = get_recipe(method)
     if not backward:
         recipe = recipe.forward_only()
     linears = linear_layers(model)
     heads = output_heads(model, linears)
-    skip = (skip,) if isinstance(skip, str) else skip
     for pattern in skip:
         if not any(_in_pattern(name, pattern) for name in linears):
             raise ValueError(
@@ -397,8 +407,9 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     report = getattr(model, "nf_report", None)
     if report is None:
         raise ValueError("set_progress: the model was not converted; call nanochat_fp4.convert(model, method) first")
-    if not 0 <= progress <= 1:
-        raise ValueError(f"set_progress: progress is {progress}, expected the share of the run's steps, from 0 to 1")
+    number = isinstance(progress, Real) or (isinstance(progress, torch.Tensor) and progress.numel() == 1)
+    if not number or not 0 <= progress <= 1:
+        raise ValueError(f"set_progress: progress is {progress!r}, expected the share of the run's steps, from 0 to 1")
     was_called(model, "set_progress")
     if report.recipe.late is None or not MethodPlan.parse(report.recipe).apply(model, progress):
         return False

@@ -70,10 +70,14 @@ def gram_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_gram_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Gives the layers what gram_state returned, on the device of their weights; before or after convert.
 
-    Also takes what state dicts had as <layer>.second_moment until 2026-11, in FP32. Raises ValueError where a layer is
-    not there or has inputs of another size.
+    Also takes what state dicts had as <layer>.second_moment until 2026-11, in FP32. Raises ValueError for a state of
+    another kind, and where a layer is not there or has inputs of another size.
     """
     layers = dict(model.named_modules())
+    if not isinstance(state, Mapping) or not all(isinstance(gram, torch.Tensor) for gram in state.values()):
+        raise ValueError(
+            f"load_gram_state: got {type(state).__name__}, expected what gram_state returned, tensors by name of layer"
+        )
     for name, gram in state.items():
         size = getattr(layers.get(name), "in_features", None)
         if not isinstance(size, int) or not gram.is_floating_point() or gram.shape != (size, size):

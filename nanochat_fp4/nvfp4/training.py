@@ -89,13 +89,24 @@ def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> Non
     Runs forward(), which calls the model on some thousand tokens, in full precision, and moves the Gram matrix of the
     layers that compute with it a part of the way (gram.STEP) to what their inputs were, at first all of it; does
     nothing where there are none. The mean over all ranks, which must call together. Inputs that are not finite change
-    nothing. A run that goes on needs gram_state.
+    nothing. A run that goes on needs gram_state. Raises ValueError for a model that is no module, and a forward that is
+    not a function or calls none of these layers.
     """
+    if not isinstance(model, nn.Module) or not callable(forward):
+        got = f"{type(model).__name__} and {type(forward).__name__}"
+        raise ValueError(
+            f"update_gram_matrices: got {got}, expected the model and a function that calls it: lambda: model(x)"
+        )
     layers = [group[0] for group in groups_computed_as_one(model) if group[0].recipe.looks_at_inputs]
     was_called(model, "update_gram_matrices")
     if not layers:
         return
     seen = _products_of_inputs(layers, model, forward)
+    if not seen:
+        raise ValueError(
+            f"update_gram_matrices: forward() called none of the {len(layers)} layers that look at their inputs; "
+            "let it call this model: lambda: model(x)"
+        )
     if dist.is_available() and dist.is_initialized():
         for mean in {id(mean): mean for mean in seen.values()}.values():
             dist.all_reduce(mean)
