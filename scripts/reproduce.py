@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--seeds and --samples cannot be negative, --jobs is at least 1 and --draws at least 4")
     default = Path(get_base_dir()) / ("reproduce_quick" if args.quick else "reproduce")
     context = Context(Path(args.folder) if args.folder else default, args.quick, args)
-    context.folder.mkdir(parents=True, exist_ok=True)
+    sweep.make_folder(context.folder)
     for name in names:
         try:
             save(context, name, (ITEMS | OF_RESULTS)[name](context))

@@ -63,7 +63,8 @@ def equal_time(context: Context) -> Outcome:
     for m in METHODS:
         shorter = [r for r in runs if r["method"].startswith(f"{m}_") and r["method"].removeprefix(f"{m}_").isdigit()]
         if len(shorter) != 1:
-            raise UserError(f"--results has {len(shorter)} shorter runs of {m} ({m}_<steps>), not one: add their file")
+            todo = "leave the others out" if shorter else "add its file"
+            raise UserError(f"--results has {len(shorter)} shorter runs of {m} ({m}_<steps>), not one: {todo}")
         seed = shorter[0]["seed"]
         same = [*shorter, *(r for r in runs if r["method"] == m and r["seed"] == seed)]
         if len({r["steps"] for r in same}) < 2:

@@ -36,8 +36,16 @@ from nanochat_fp4.files import atomic_write
 from scripts import base_train, tok_train
 from scripts.bench_common import table
 from scripts.sweep_results import data_name, difference_from_paper, gap, other_lengths, summary
-from scripts.sweep_runs import Run, data_key, parse_number, plan
+from scripts.sweep_runs import Run, data_key, labels, parse_number, plan
 from scripts.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
+
+
+def make_folder(folder: Path) -> None:
+    """Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot create --folder={folder} ({e.strerror}); choose a writable folder") from None
 
 
 def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: float | None = None) -> str:
@@ -45,7 +53,7 @@ def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: fl
 
     embedded_mb: instead of data_dir, so many MB of the embedded corpus, in `folder`, with a tokenizer of its own.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with base_directory(folder):
         data = build_embedded_corpus(embedded_mb) if embedded_mb else None
     data = str(data or ensure_data(data_dir))
@@ -169,6 +177,14 @@ def main(argv: list[str] | None = None) -> None:
     sizes = [s for s in args.sizes.split(",") if s]
     if not sizes or not methods or min(args.seeds, args.jobs) < 1:
         raise UserError("--sizes, --methods, --seeds and --jobs must be at least one each")
+    if not args.name or "/" in args.name:
+        raise UserError(f"--name={args.name}: expected the name of a file without /; --folder says where it goes")
+    keep, names = [m for m in args.keep.split(",") if m], labels(methods)
+    asked = {"baseline": [args.baseline], "other": [args.other], "keep": keep}
+    for flag, values in asked.items():
+        for value in values:
+            if value not in names and value != parser.get_default(flag):
+                raise UserError(f"--{flag}: {value!r} is none of this sweep's methods; use one of {', '.join(names)}")
     length = {"tokens": parse_number(args.tokens) if args.tokens else 0, "ratio": args.ratio}
     options = {"extra": args.extra.split(), "bf16_until": args.bf16_until, "share_until": args.share_until, **length}
     options["vary_data"] = args.vary_data
@@ -182,7 +198,7 @@ def main(argv: list[str] | None = None) -> None:
         for run in runs:
             print0(run.tag, *run.flags)
         return
-    sweep = Sweep(folder, data, visible_devices(args.jobs), args.keep.split(","))
+    sweep = Sweep(folder, data, visible_devices(args.jobs), keep)
     try:
         results = run_sweep(sweep, args.name, runs, args.baseline, args.other)
     except Interrupted as e:

@@ -164,7 +164,27 @@ def difference_from_paper(result: dict, data: str) -> str:
 
 
 # What every table takes of a run.
-needed = itemgetter("method", "size", "seed", "steps", "tokens", "val_bpb", "val_bpb_bf16", "gemm_work")
+NEEDED = {
+    "method": str, "size": str, "seed": int, "steps": int, "tokens": int,
+    "val_bpb": float, "val_bpb_bf16": float, "gemm_work": dict,
+}  # fmt: skip
+
+
+def check_run(run: dict) -> None:
+    """Raises ValueError, KeyError or TypeError where this is not what a run of a sweep has written."""
+    for name, kind in NEEDED.items():
+        value = run[name]
+        if not isinstance(value, (int, float) if kind is float else kind):
+            raise TypeError(f"{name} is {value!r}, expected {kind.__name__}")
+        if kind in (int, float) and name != "seed" and not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value!r}, expected a positive number")
+    if not all(bits in ("4", "8", "16") and isinstance(share, int | float) for bits, share in run["gemm_work"].items()):
+        raise ValueError(f"gemm_work is {run['gemm_work']!r}, expected shares of 4, 8 and 16 bits")
+    points = [*run.get("curve", ()), *run.get("loss_curve", ())]
+    if not all(isinstance(number, int | float) for point in points for number in point[:2]):
+        raise ValueError("its curves are not pairs of numbers")
+    if not all(isinstance(flag, str) for flag in run.get("flags", ())):
+        raise ValueError("its flags are not text")
 
 
 def stored(path: str | Path) -> dict:
@@ -172,8 +192,9 @@ def stored(path: str | Path) -> dict:
     try:
         content = json.loads(Path(path).read_text())
         for run in content["results"]:
-            needed(run)
-        if content["results"] and content["environment"] and content["data"]:
+            check_run(run)
+        if content["results"] and content["data"]:
+            itemgetter("gpu", "gpu_count", "torch")(content["environment"])  # for the line below a table
             return content
     except (OSError, ValueError, KeyError, TypeError) as e:
         problem = f"{path} is not a file of scripts.sweep ({type(e).__name__}: {one_line(e)[:80]})"

@@ -66,7 +66,7 @@ def parse_number(text: str) -> int:
 
 def size_flags(size: str) -> list[str]:
     """Flags of base_train that make a model of that size, its batch and its sequence length. Raises UserError."""
-    if match := re.fullmatch(r"d(\d+)", size):
+    if match := re.fullmatch(r"d([1-9]\d*)", size):
         shape = [f"--depth={match[1]}", "--max-seq-len=1024", "--window-pattern=L", "--total-batch-size=65536"]
         return [*shape, "--eval-tokens=2097152"]
     if size.startswith("llama-"):  # Table 4: sequences of 512, 512 of them a step; published: 128 to a micro-batch
@@ -85,14 +85,37 @@ def size_flags(size: str) -> list[str]:
 def method_flags(method: str) -> tuple[str, ...]:
     """Flags of base_train for a method, a variant or "label: flags". Raises UserError."""
     if ":" in method:
-        return tuple(method.partition(":")[2].split())
+        label, _, text = method.partition(":")
+        own = tuple(text.split())
+        refuse_apart(own, f"--variant {label.strip()!r}")
+        try:
+            method_plan(own)
+        except ValueError as e:
+            raise UserError(f"--variant {label.strip()!r}: {e}") from None
+        return own
     if method in VARIANTS:
         return VARIANTS[method]
     try:
         nf.get_recipe(method)
     except ValueError as e:
-        raise UserError(f"{e}; or a variant: {', '.join(VARIANTS)}; or --variant") from None
+        own = '--variant "label: flags of base_train"'
+        raise UserError(f"{e}; or a variant: {', '.join(VARIANTS)}; or {own}") from None
     return (f"--method={method}",)
+
+
+def refuse_apart(flags: Sequence[str], where: str) -> None:
+    """UserError where a flag's value stands apart from it: steps, branches and the key are read off --name=value."""
+    if apart := [flag for flag in flags if not flag.startswith("--")]:
+        raise UserError(f"{where}: {apart[0]!r} stands apart; write flags of base_train as --name=value")
+
+
+def method_plan(own: Sequence[str]) -> MethodPlan:
+    """What a method's flags of base_train say of layers and phases. Raises ValueError."""
+    value = {name: v for name, _, v in (flag.partition("=") for flag in own)}
+    return MethodPlan.parse(value.get("--method", "clover"), *(value.get(name, "") for name in PLAN_FLAGS))
+
+
+PLAN_FLAGS = ("--layer-methods", "--method-phases")
 
 
 def begins_late(flags: tuple[str, ...], fraction: float) -> bool:
@@ -103,9 +126,7 @@ def begins_late(flags: tuple[str, ...], fraction: float) -> bool:
 
 def until(own: tuple[str, ...], fraction: float) -> tuple:
     """What a method computes before that fraction of the steps; two methods with the same are the same run so far."""
-    value = {name: v for name, _, v in (flag.partition("=") for flag in own)}
-    names = ("--layer-methods", "--method-phases")
-    plan = MethodPlan.parse(value.get("--method", "clover"), *(value.get(name, "") for name in names))
+    plan = method_plan(own)
 
     def computation(recipe: Recipe) -> Recipe:
         return dataclasses.replace(recipe, name="", summary="", late=None)
@@ -113,7 +134,7 @@ def until(own: tuple[str, ...], fraction: float) -> tuple:
     phases = [(0.0, plan.method), *plan.phases]
     recipes = [(start, computation(recipe)) for start, recipe in phases if start < fraction]
     layers = [(pattern, computation(recipe)) for pattern, recipe in plan.layers]
-    others = tuple(flag for flag in own if flag.partition("=")[0] not in ("--method", *names))
+    others = tuple(flag for flag in own if flag.partition("=")[0] not in ("--method", *PLAN_FLAGS))
     return recipes, [layer for layer in layers if len(recipes) > 1 or layer[1] != recipes[0][1]], others
 
 
@@ -161,7 +182,7 @@ def plan(
     of the steps at which a method may branch, at the last of them, from the first one that computes the same up to
     there; vary_data: a seed is one of the data's order as well. Raises UserError.
     """
-    if bool(tokens) == bool(ratio):
+    if bool(tokens) == bool(ratio) or ratio < 0:
         raise UserError("say how long a run is: either --tokens=100M or --ratio=20 (tokens per parameter)")
     for flag, fraction in (("--bf16-until", bf16_until), *(("--share-until", f) for f in share_until)):
         if fraction and not (0 < fraction < 1 and tokens):
@@ -174,6 +195,7 @@ def plan(
             raise UserError(f"--variant {methods[i]!r}: expected a label without /, a colon, flags of base_train")
         if name in names[:i]:
             raise UserError(f"--methods and --variant have {name} twice; give each a label of its own")
+    refuse_apart(extra, "--extra")
     runs = []
     for seed in seeds:
         for size in sizes:

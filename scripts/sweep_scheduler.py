@@ -24,6 +24,7 @@ from nanochat_fp4.checkpoint_manager import list_steps
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.metrics import read_jsonl
+from scripts.sweep_results import check_run
 from scripts.sweep_runs import Run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,10 +52,12 @@ class Sweep:
         return self.folder / "runs" / f"{run.tag}.json"
 
     def result(self, run: Run) -> dict | None:
-        """What a run that is done has written, or None. A file that is cut short counts as none."""
+        """What a run that is done has written, or None. A file that is cut short or damaged counts as none."""
         try:
-            return json.loads(self.result_path(run).read_text())
-        except (OSError, ValueError):
+            result = json.loads(self.result_path(run).read_text())
+            check_run(result)
+            return result
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def results(self, runs: Iterable[Run]) -> list[dict]:

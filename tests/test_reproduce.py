@@ -362,6 +362,13 @@ def test_of_no_gap_of_the_best_nothing_is_a_share(tmp_path):
     (tmp_path / "late").write_text(json.dumps(content))
     reproduce.main(["horizon", f"--results={tmp_path / 'late'}", f"--folder={tmp_path}"])
     assert "nan" not in str(json.loads((tmp_path / "horizon.json").read_text())["table"])
+    for run in content["results"]:  # and of runs that all branch from one, none of any; nor curves of older files
+        run |= {"flags": ["--branch-from=bf16@1940"], "curve": []}
+    (tmp_path / "late").write_text(json.dumps(content))
+    reproduce.main(["horizon", f"--results={tmp_path / 'late'}", f"--folder={tmp_path}"])
+    notes = json.loads((tmp_path / "horizon.json").read_text())["notes"]
+    assert any(n.startswith("no intervals, and so nothing is decided") for n in notes)
+    assert not any(n.startswith("intervals: 95%") for n in notes)
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path):
@@ -411,8 +418,11 @@ def test_at_equal_time_faster_methods_have_trained_for_longer(tmp_path):
     names = ("bf16", "fp8", "clover", "clover_feedback_late")
     long_runs(tmp_path / "long", [1], {m: [float(i)] for i, m in enumerate(names)})
     long_runs(tmp_path / "short", [1], {f"{m}_1000": [10.0 + i] for i, m in enumerate(names)}, steps=1000)
-    with pytest.raises(UserError, match="has 0 shorter runs of bf16"):
+    with pytest.raises(UserError, match="has 0 shorter runs of bf16 .*: add its file"):
         reproduce.main(["equal_time", f"--results={tmp_path / 'long'}", f"--folder={tmp_path}"])
+    long_runs(tmp_path / "two", [1], {"bf16_1000": [10.0], "bf16_500": [11.0]}, steps=1000)
+    with pytest.raises(UserError, match="has 2 shorter runs of bf16 .*: leave the others out"):
+        reproduce.main(["equal_time", f"--results={tmp_path / 'long'},{tmp_path / 'two'}", f"--folder={tmp_path}"])
     long_runs(tmp_path / "three", [1], {m: [float(i)] for i, m in enumerate(names[:3])})
     with pytest.raises(UserError, match="has no run of clover_feedback_late of seed 1 of another length than clover_f"):
         reproduce.main(["equal_time", f"--results={tmp_path / 'three'},{tmp_path / 'short'}", f"--folder={tmp_path}"])
@@ -445,6 +455,11 @@ def test_speed_from_the_files_of_benchmarks(tmp_path):
     (tmp_path / "bench.json").write_text("{}")
     with pytest.raises(UserError, match="is not the JSON file of a benchmark"):
         reproduce.main(["fig6", f"--results={tmp_path / 'bench.json'}", f"--folder={tmp_path}"])
+
+
+def test_a_folder_that_cannot_be_made_is_one_line():
+    with pytest.raises(UserError, match="cannot create --folder=/dev/null/x .*; choose a writable folder"):
+        reproduce.main(["table1", "--folder=/dev/null/x"])
 
 
 def test_unknown_names_are_refused():

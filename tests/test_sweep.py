@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -151,6 +152,7 @@ def test_numbers_of_tokens(text, value):
     [
         (lambda: sweep_runs.parse_number("many"), "'many' is not a number of tokens; write for example 100M"),
         (lambda: sweep_runs.size_flags("huge"), "unknown size 'huge'; use d<depth>, llama-30M"),
+        (lambda: sweep_runs.size_flags("d0"), "unknown size 'd0'; use d<depth>"),
         (lambda: sweep_runs.size_flags("llama-7B"), "--llama='7B' is not a size of the family; use one of 30M"),
         (lambda: sweep_runs.method_flags("cloover"), "unknown method 'cloover'; use one of: bf16, .*clover_late_bf16"),
         (lambda: sweep_runs.plan(["bf16", "bf16"], ["tiny"], [1], tokens=4096), "have bf16 twice; give each a label"),
@@ -163,7 +165,28 @@ def test_numbers_of_tokens(text, value):
             lambda: sweep_runs.plan([": --method=bf16"], ["tiny"], [1], tokens=4096),
             "expected a label without /, a",
         ),
+        (lambda: sweep_runs.method_flags("x: --method=foo"), "--variant 'x': .*unknown method 'foo'"),
+        (
+            lambda: sweep_runs.plan(["x: --method-phases=foo"], ["tiny"], [1], tokens=4096, bf16_until=0.5),
+            "--variant 'x': phases: 'foo' is not of the form fraction=method",
+        ),
+        (  # what --bf16-until would not have seen
+            lambda: sweep_runs.method_flags("x: --method=clover --method-phases 0.5=bf16"),
+            "--variant 'x': '0.5=bf16' stands apart; write flags of base_train as --name=value",
+        ),
+        (  # the number of steps is of the batch
+            lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], tokens=4096, extra=["--total-batch-size", "1024"]),
+            "--extra: '1024' stands apart",
+        ),
+        (lambda: sweep.main("--sizes=tiny --tokens=1M --name=a/b".split()), "--name=a/b: .* a file without /"),
+        (
+            lambda: sweep.main("--sizes=tiny --tokens=1M --keep=bf61".split()),
+            "--keep: 'bf61' is none of .*use one of b",
+        ),
+        (lambda: sweep.main("--sizes=tiny --tokens=1M --baseline=b".split()), "--baseline: 'b' is none of this sweep"),
+        (lambda: sweep.make_folder(Path("/dev/null/x")), "cannot create --folder=/dev/null/x .*; choose a writable"),
         (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1]), "either --tokens=100M or --ratio=20"),
+        (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], ratio=-1.0), "either --tokens=100M or --ratio=20"),
         (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], tokens=1, ratio=1.0), "either --tokens=100M or --ratio=20"),
         (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], tokens=4096, bf16_until=0.9), "=0.9 leaves none of 8 steps"),
         (
@@ -320,9 +343,15 @@ def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
         s.result_path(run).write_text(json.dumps(s.result(run) | {"steps": 3000}))
     note = "tiny: of other lengths than bf16's 2 steps, compared with it at their ends: clover 3,000"
     assert note in sweep.report(s, "name", runs, "bf16", "clover").splitlines()
-    s.result_path(runs[2]).write_text('{"cut sho')  # as a full disk would leave it
-    sweep.run_sweep(s, "name", runs)
-    assert order == [runs[2].tag]
+    whole = s.result(runs[2])
+    for damaged in (
+        '{"cut sho',  # as a full disk would leave it
+        *("null", "[1]", "{}", json.dumps(whole | {"val_bpb": None}), json.dumps(whole | {"gemm_work": {"5": 1.0}})),
+    ):
+        s.result_path(runs[2]).write_text(damaged)
+        order.clear()
+        sweep.run_sweep(s, "name", runs)
+        assert order == [runs[2].tag]
     content = json.loads((s.folder / "name.json").read_text())
     assert content["done"] == 4 and content["gaps"]["tiny clover"]["n"] == 2
     assert (s.folder / "name.md").read_text().startswith("| size | method |")
@@ -340,7 +369,7 @@ def test_the_loss_curve_is_means_of_parts():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", '{"results": []}', '{"results": [], "environment": {}, "data": "x"}']
+    ["", "[]", '{"results": []}', '{"results": [], "environment": {}, "data": "x"}', '{"results": 3}']
     + ['{"results": [{"method": "bf16"}], "environment": {"a": 1}, "data": "x"}'],  # of a run without its length
 )
 def test_files_that_are_no_results_are_refused(tmp_path, text):
@@ -349,6 +378,36 @@ def test_files_that_are_no_results_are_refused(tmp_path, text):
         sweep_results.stored(tmp_path / "d6.json")
     with pytest.raises(UserError, match="nothing.json is not a file of scripts.sweep"):
         sweep_results.stored(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({"val_bpb": math.nan}, "val_bpb is nan, expected a positive number"),
+        ({"val_bpb": "1.2"}, "val_bpb is '1.2', expected float"),
+        ({"steps": 0}, "steps is 0, expected a positive"),
+        ({"seed": [1]}, "seed is .1., expected int"),
+        ({"gemm_work": {"6": 1.0}}, "gemm_work is .*, expected shares of 4, 8 and 16 bits"),
+        ({"curve": [["a", 1]]}, "curves are not pairs of numbers"),
+        ({"curve": 3}, "TypeError"),
+        ({"flags": [3]}, "flags are not text"),
+    ],
+)
+def test_damaged_runs_are_refused_by_what_is_wrong_with_them(tmp_path, change, problem):
+    run = result("clover", 1, 1.0) | {"steps": 8, "tokens": 4096, "gemm_work": {"4": 1.0}}
+    environment = {"gpu": None, "gpu_count": 0, "torch": "2"}
+    for content in (
+        {"results": [run], "environment": environment, "data": "x"},
+        {"results": [run | change], "environment": environment, "data": "x"},
+        {"results": [run], "environment": {"gpu": None}, "data": "x"},
+    ):
+        (tmp_path / "d6.json").write_text(json.dumps(content))
+        if content["results"][0] is run and content["environment"] is environment:
+            assert sweep_results.stored(tmp_path / "d6.json") == content
+            continue
+        wrong = problem if content["environment"] is environment else "KeyError: 'gpu_count'"
+        with pytest.raises(UserError, match=f"is not a file of scripts.sweep .*{wrong}.*; give <folder>/<name>.json"):
+            sweep_results.stored(tmp_path / "d6.json")
 
 
 def test_failures_are_named_and_do_not_stop_the_others(trained):
