@@ -7,6 +7,7 @@ run, the checkpoint it waits for. A run that is done is one JSON file, made of i
 import contextlib
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -72,12 +73,14 @@ class Sweep:
         return step in list_steps(self.folder / "base_checkpoints" / tag)
 
     def finish(self, run: Run, started: float) -> dict | None:
-        """The result of a run from its metrics, stored; None where it is not complete."""
+        """The result of a run from its metrics, stored; None where it is not complete, or has no loss at its end."""
         checkpoint = self.folder / "base_checkpoints" / run.tag
         records = read_jsonl(checkpoint / "metrics.jsonl") if (checkpoint / "metrics.jsonl").is_file() else []
         starts = [r for r in records if r["event"] == "start"]
         values = [r for r in records if r["event"] == "val"]
         if not starts or not values or values[-1]["step"] != starts[-1]["num_iterations"]:
+            return None
+        if not math.isfinite(values[-1]["bpb"] + values[-1]["bpb_bf16"]):
             return None
         start, losses = starts[-1], [r for r in records if r["event"] == "train"]
         seconds = sum(r["dt"] for r in losses)
@@ -155,7 +158,7 @@ class Sweep:
             except SystemExit as e:  # a signal: the run has saved itself
                 raise Interrupted(e.code) from None
         done = self.finish(run, started)
-        return [] if done else [f"{run.tag} ({problem or 'it ended early'}; see {log})"]
+        return [] if done else [f"{run.tag} ({problem or 'it ended early, or diverged'}; see {log})"]
 
     def _on_gpus(self, waiting: Sequence[Run], progress) -> list[str]:
         waiting, failed = list(waiting), []

@@ -421,6 +421,14 @@ def test_failures_are_named_and_do_not_stop_the_others(trained):
     assert s.result(runs[2]) and not s.result(runs[0])
 
 
+def test_a_run_that_diverged_is_no_result(trained):
+    s, _ = trained
+    (run,) = sweep_runs.plan(["clover"], ["tiny"], [1], tokens=1024)
+    write_metrics(s.folder, run.tag, bpb=math.nan)
+    assert s.finish(run, 0.0) is None and not s.result_path(run).exists()
+    assert list((s.folder / "base_checkpoints" / run.tag).glob("model_*"))  # to look at
+
+
 def test_the_checkpoints_of_a_trunk_stay_until_its_branches_are_done(trained):
     s, order = trained
     s.keep = ()
