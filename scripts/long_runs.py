@@ -12,9 +12,6 @@ from nanochat_fp4.errors import UserError
 from scripts import sweep_results
 from scripts.reproduce_common import Context
 
-# What a multiply-add costs in units of one in 4 bits: the rates of a B200's tensor cores.
-COST = {"4": 1.0, "8": 2.0, "16": 4.0}
-
 
 def stored_runs(context: Context) -> tuple[list[dict], dict]:
     """The runs of --results (several files with commas: of the same data, other seeds or methods), of --sizes if that
@@ -89,7 +86,7 @@ def lengths(runs: list[dict]) -> list[str]:
 
 def gemm_work(run: dict, steps: int) -> float:
     """GEMM work of a run in units of all GEMMs of `steps` steps in 4 bits."""
-    return sum(COST[bits] * share for bits, share in run["gemm_work"].items()) * run["steps"] / steps
+    return sum(sweep_results.COST[bits] * share for bits, share in run["gemm_work"].items()) * run["steps"] / steps
 
 
 def along(runs: list[dict], curve: str = "curve") -> dict[str, dict[int, dict[int, float]]]:

@@ -163,6 +163,9 @@ def difference_from_paper(result: dict, data: str) -> str:
     return "; ".join(said)
 
 
+# What a multiply-add costs in units of one in 4 bits: the rates of a B200's tensor cores.
+COST = {"4": 1.0, "8": 2.0, "16": 4.0}
+
 # What every table takes of a run.
 NEEDED = {
     "method": str, "size": str, "seed": int, "steps": int, "tokens": int,
@@ -178,8 +181,8 @@ def check_run(run: dict) -> None:
             raise TypeError(f"{name} is {value!r}, expected {kind.__name__}")
         if kind in (int, float) and name != "seed" and not 0 < value < math.inf:
             raise ValueError(f"{name} is {value!r}, expected a positive number")
-    if not all(bits in ("4", "8", "16") and isinstance(share, int | float) for bits, share in run["gemm_work"].items()):
-        raise ValueError(f"gemm_work is {run['gemm_work']!r}, expected shares of 4, 8 and 16 bits")
+    if not all(bits in COST and isinstance(share, int | float) for bits, share in run["gemm_work"].items()):
+        raise ValueError(f"gemm_work is {run['gemm_work']!r}, expected shares of {', '.join(COST)} bits")
     points = [*run.get("curve", ()), *run.get("loss_curve", ())]
     if not all(isinstance(number, int | float) for point in points for number in point[:2]):
         raise ValueError("its curves are not pairs of numbers")

@@ -109,13 +109,13 @@ def refuse_apart(flags: Sequence[str], where: str) -> None:
         raise UserError(f"{where}: {apart[0]!r} stands apart; write flags of base_train as --name=value")
 
 
+PLAN_FLAGS = ("--layer-methods", "--method-phases")
+
+
 def method_plan(own: Sequence[str]) -> MethodPlan:
     """What a method's flags of base_train say of layers and phases. Raises ValueError."""
     value = {name: v for name, _, v in (flag.partition("=") for flag in own)}
     return MethodPlan.parse(value.get("--method", "clover"), *(value.get(name, "") for name in PLAN_FLAGS))
-
-
-PLAN_FLAGS = ("--layer-methods", "--method-phases")
 
 
 def begins_late(flags: tuple[str, ...], fraction: float) -> bool:

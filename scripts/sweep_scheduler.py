@@ -58,7 +58,7 @@ class Sweep:
             result = json.loads(self.result_path(run).read_text())
             check_run(result)
             return result
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def results(self, runs: Iterable[Run]) -> list[dict]:

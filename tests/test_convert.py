@@ -211,8 +211,6 @@ def test_nothing_to_convert_is_an_error():
     [
         ({"model": None}, "got NoneType for the model, expected a torch.nn.Module"),
         ({"model": lambda: None}, "got function for the model"),
-        ({"method": ["clover"]}, "method is .'clover'., expected a name of nanochat_fp4.METHODS or a Recipe"),
-        ({"method": None}, "method is None, expected"),
         ({"skip": 3}, "skip is 3, expected glob patterns of module names"),
         ({"skip": ["lm_head", None]}, "skip is .*None.*, expected glob patterns"),
         ({"keep_last_blocks": "1"}, "keep_first_blocks and keep_last_blocks are 0 and '1', expected numbers of blocks"),

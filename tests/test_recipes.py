@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from torch import nn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import methods
@@ -121,6 +122,17 @@ def test_unknown_method_lists_the_known_ones():
     ) as e:
         get_recipe("cloover")
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("method", (None, ["clover"], 4))
+def test_another_type_is_refused_in_one_line(method):
+    expected = "^method is .*, expected a name of nanochat_fp4.METHODS or a Recipe$"
+    with pytest.raises(ValueError, match=expected):
+        get_recipe(method)
+    with pytest.raises(ValueError, match=expected):
+        nf.QuantLinear(32, 16, method=method)
+    with pytest.raises(ValueError, match=expected):
+        nf.convert(nn.Linear(32, 16), method)
 
 
 def test_a_removed_method_names_the_last_commit_that_has_it():

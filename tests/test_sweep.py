@@ -387,7 +387,7 @@ def test_files_that_are_no_results_are_refused(tmp_path, text):
         ({"val_bpb": "1.2"}, "val_bpb is '1.2', expected float"),
         ({"steps": 0}, "steps is 0, expected a positive"),
         ({"seed": [1]}, "seed is .1., expected int"),
-        ({"gemm_work": {"6": 1.0}}, "gemm_work is .*, expected shares of 4, 8 and 16 bits"),
+        ({"gemm_work": {"6": 1.0}}, "gemm_work is .*, expected shares of 4, 8, 16 bits"),
         ({"curve": [["a", 1]]}, "curves are not pairs of numbers"),
         ({"curve": 3}, "TypeError"),
         ({"flags": [3]}, "flags are not text"),

@@ -113,8 +113,6 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"convert: got {type(model).__name__} for the model, expected a torch.nn.Module")
-    if not isinstance(method, str | Recipe):
-        raise ValueError(f"convert: method is {method!r}, expected a name of nanochat_fp4.METHODS or a Recipe")
     skip = (skip,) if isinstance(skip, str) else skip
     if not isinstance(skip, Iterable) or not all(isinstance(pattern, str) for pattern in skip):
         raise ValueError(f'convert: skip is {skip!r}, expected glob patterns of module names, for example ["*.c_proj"]')

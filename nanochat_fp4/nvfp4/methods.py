@@ -321,10 +321,12 @@ def removed() -> str:
 def get_recipe(method: str | Recipe) -> Recipe:
     """The Recipe of a name of METHODS, ABLATIONS or ALIASES; a Recipe is returned as it is.
 
-    Raises ValueError with the names of METHODS, or for a method that was removed.
+    Raises ValueError with the names of METHODS, for another type, or for a method that was removed.
     """
     if isinstance(method, Recipe):
         return method
+    if not isinstance(method, str):
+        raise ValueError(f"method is {method!r}, expected a name of nanochat_fp4.METHODS or a Recipe")
     name = ALIASES.get(method, method)
     if name in REMOVED:
         raise ValueError(f"method {name!r} {removed()}")
