@@ -1,7 +1,7 @@
 """The runs of sweeps long enough to decide: read from files, refused where they cannot be compared, and summed up.
 
-Gaps are to the bf16 run of a seed. Statistics are of differences paired by seed, their scatter pooled over the methods,
-for the scatter between seeds is of the training and not of a method, and two seeds alone say nothing.
+Gaps are to the bf16 run of a seed. Statistics are of differences paired by seed, with the scatter of a run pooled over
+the methods (two-way analysis of variance): it is of the training and not of a method, and two seeds alone say nothing.
 """
 
 import math
@@ -105,8 +105,8 @@ def along(runs: list[dict], curve: str = "curve") -> dict[str, dict[int, dict[in
 def summary(runs: list[dict]) -> list[dict[str, Any]]:
     """A record for each method, the best last: its GEMM work, gaps by seed, with a BF16 forward, and minus clover."""
     (size,), steps, methods = {r["size"] for r in runs}, steps_of(runs), methods_of(runs)
-    minus = sweep_results.pooled_differences(runs, size, methods, "clover")
-    gaps = sweep_results.pooled_differences(runs, size, methods, "bf16")
+    minus = sweep_results.pooled_differences(runs, size, "clover")
+    gaps = sweep_results.pooled_differences(runs, size, "bf16")
     shares, records = "clover" in gaps and gaps["clover"].above_zero, []
     for method in methods:
         own = sweep_results.gaps_by_seed(runs, size, method)
@@ -142,18 +142,20 @@ def measured_on(runs: list[dict], content: dict) -> str:
 def has_gap(runs: list[dict], value: str = "val_bpb") -> bool:
     """Whether clover's gap is above zero beyond its interval: a share of nothing means nothing."""
     (size,) = {r["size"] for r in runs}
-    clover = sweep_results.pooled_differences(runs, size, methods_of(runs), "bf16", value=value).get("clover")
+    clover = sweep_results.pooled_differences(runs, size, "bf16", value=value).get("clover")
     return clover is not None and clover.above_zero
 
 
-def share_of(runs: list[dict], method: str, target: float, value: str) -> tuple[float, float, int]:
-    """(share of clover's gap, half of its 95% interval, seeds), by the method minus target times clover."""
+def share_of(
+    runs: list[dict], method: str, target: float, value: str, scatter_of: list[dict] | None = None
+) -> tuple[float, float]:
+    """(share of clover's gap, half of its 95% interval), by the method minus target times clover; scatter_of: the runs
+    whose scatter it is of, if not these."""
     (size,) = {r["size"] for r in runs}
-    methods = [m for m in methods_of(runs) if m != "clover"]
-    difference = sweep_results.pooled_differences(runs, size, methods, "clover", target, value)[method]
+    difference = sweep_results.pooled_differences(runs, size, "clover", target, value, scatter_of)[method]
     mine, clover = (sweep_results.gaps_by_seed(runs, size, m, value) for m in (method, "clover"))
     mean = statistics.fmean(clover[s] for s in mine.keys() & clover.keys())
-    return target + difference.mean / mean, difference.half / mean, difference.n
+    return target + difference.mean / mean, difference.half / mean
 
 
 def with_half(mean: float, half: float, digits: int) -> str:

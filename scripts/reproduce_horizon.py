@@ -72,9 +72,8 @@ def claims(context: Context) -> Outcome:
     for method, target, value in targets:
         cells = ["clover has no gap"] * 3
         if has_gap(fresh, value) and has_gap(runs, value):
-            own, every = share_of(fresh, method, target, value), share_of(runs, method, target, value)
-            pooled = every[1] * (every[2] / own[2]) ** 0.5
-            shares = (own[:2], (own[0], pooled), every[:2])
+            of = ((fresh, fresh), (fresh, runs), (runs, runs))
+            shares = [share_of(these, method, target, value, scatter_of) for these, scatter_of in of]
             cells = [verdict(*share, target) for share in shares]
             numbers += [{"method": method, "target": target, "value": value, "share": s, "half": h} for s, h in shares]
         forward = "with a BF16 forward" if value == "val_bpb_bf16" else "own forward"
@@ -87,8 +86,8 @@ def claims(context: Context) -> Outcome:
         [
             "reached: the upper end of the 95% interval is below the target; not decided: the mean alone is; missed: "
             "not even that",
-            "intervals of method minus target times clover over clover's mean gap, paired by seed, the scatter pooled "
-            "over the methods trained from scratch: those of the same seeds, or of all runs",
+            "intervals of method minus target times clover over clover's mean gap, paired by seed; the scatter of a "
+            "run is that of the methods trained from scratch, of the same seeds or of all",
             "clover has no gap: none above zero beyond its interval, and so no share of it",
             *lengths(runs),
         ],
@@ -103,15 +102,15 @@ def verdicts(runs: list[dict]) -> list[str]:
     """What the paper claims of these methods and whether the runs agree, by differences with pooled scatter."""
     (size,), methods = {r["size"] for r in runs}, methods_of(runs)
     lines = [
-        f"the paper: {c.text}. Here: {c.verdict(runs, size, methods)}"
+        f"the paper: {c.text}. Here: {c.verdict(runs, size, pooled=True)}"
         for c in CLAIMS
         if {c.better, c.worse} <= set(methods)
     ]
     others = [m for m in SYSTEMS if m in methods]
     if "clover" in methods and others:
-        gaps = sweep_results.pooled_differences(runs, size, methods, "bf16")
+        gaps = sweep_results.pooled_differences(runs, size, "bf16")
         best = min(others, key=lambda m: gaps[m].mean)
-        minus = sweep_results.pooled_differences(runs, size, methods, best)["clover"]
+        minus = sweep_results.pooled_differences(runs, size, best)["clover"]
         below, half = -100 * minus.mean / gaps[best].mean, 100 * minus.half / gaps[best].mean
         here = f"{with_half(below, half, 0)}%, {best}"
         if not gaps[best].above_zero:
@@ -183,8 +182,8 @@ def horizon(context: Context) -> Outcome:
         axes.set_ylabel("increase of validation BPB over bf16, %")
 
     scatter = (
-        "intervals: 95%; minus clover in points and of clover's paired by seed; the scatter between seeds pooled "
-        "over the methods trained from scratch"
+        "intervals: 95%; minus clover in points and of clover's paired by seed; the scatter of a run is that of the "
+        "methods trained from scratch, without what methods and seeds have in common (two-way analysis of variance)"
     )
     if all(math.isnan(r["pooled"].half) for r in records):
         scatter = "no intervals, and so nothing is decided: no method has several seeds trained from scratch; table5 "

@@ -19,11 +19,11 @@ class Claim:
     better: str
     worse: str
 
-    def verdict(self, results: list[dict], size: str, pooled: Sequence[str] = ()) -> str:
-        """pooled: the methods whose scatter between seeds is pooled; without, that of the difference alone counts."""
+    def verdict(self, results: list[dict], size: str, pooled: bool = False) -> str:
+        """pooled: by the scatter of a run, pooled over all methods; without, by that of this difference alone."""
         d = sweep_results.difference(results, size, self.better, self.worse)
         if pooled and d.n:
-            d = sweep_results.pooled_differences(results, size, pooled, self.worse)[self.better]
+            d = sweep_results.pooled_differences(results, size, self.worse)[self.better]
         if not d.n:
             return "no runs"
         if not d.decided:

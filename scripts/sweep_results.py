@@ -3,10 +3,13 @@
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+
+import numpy as np
 
 from nanochat_fp4.errors import UserError, one_line
 from scripts.sweep_runs import data_key
@@ -77,28 +80,52 @@ def gaps_by_seed(
     return {s: 100 * (a[s] / b[s] - 1) for s in sorted(a.keys() & b.keys())}
 
 
+def scatter(results: Sequence[dict], size: str, value: str = "val_bpb") -> tuple[float, int]:
+    """(standard deviation of one run in percent, degrees of freedom), around what its method and its seed make of it.
+
+    Of the residuals of a two-way analysis of variance of the gaps, methods x seeds, where not every method has every
+    seed; NaN where it leaves none. Only of methods trained from scratch: branches of one run (sweep --share-until) have
+    its scatter in common.
+    """
+    mine = [r for r in results if r["size"] == size]
+    branches = {r["method"] for r in mine if any(f.startswith("--branch-from") for f in r.get("flags", ()))}
+    methods = [m for m in dict.fromkeys(r["method"] for r in mine) if m not in branches]
+    gaps = {(m, s): gap for m in methods for s, gap in gaps_by_seed(mine, size, m, value).items()}
+    effects = sorted({effect for m, s in gaps for effect in (m, str(s))})
+    design = np.array([[effect in (m, str(s)) for effect in effects] for m, s in gaps], dtype=float)
+    design, y = design.reshape(len(gaps), len(effects)), np.array(list(gaps.values()))
+    fit, _, rank, _ = np.linalg.lstsq(design, y, rcond=None)
+    freedom = len(y) - int(rank)
+    return (float(np.sum((y - design @ fit) ** 2) / freedom) ** 0.5 if freedom else math.nan), freedom
+
+
 def pooled_differences(
-    results: Sequence[dict], size: str, methods: Sequence[str], other: str, share: float = 1.0, value: str = "val_bpb"
+    results: Sequence[dict],
+    size: str,
+    other: str,
+    share: float = 1.0,
+    value: str = "val_bpb",
+    scatter_of: Sequence[dict] | None = None,
 ) -> dict[str, Estimate]:
     """method -> gap of the method minus `share` times that of the other, in percentage points, paired by seed.
 
-    The variance between seeds is the mean over the methods with several that were trained from scratch, which share its
-    degrees of freedom: branches of one run (sweep --share-until) have its scatter in common. value: of the gaps.
+    Intervals are of the scatter of a run, pooled over all methods of the results, or of `scatter_of`. value: of the
+    gaps.
     """
+    deviation, freedom = scatter(scatter_of or results, size, value)
     theirs = gaps_by_seed(results, size, other, value)
-    differences: dict[str, list[float]] = {}
-    for method in methods:
+    differences: dict[str, Estimate] = {}
+    for method in dict.fromkeys(r["method"] for r in results if r["size"] == size):
         mine = gaps_by_seed(results, size, method, value)
         if both := sorted(mine.keys() & theirs.keys()):
-            differences[method] = [mine[s] - share * theirs[s] for s in both]
-    branches = {r["method"] for r in results if any(f.startswith("--branch-from") for f in r.get("flags", ()))}
-    several = [v for m, v in differences.items() if len(v) > 1 and m != other and m not in branches]
-    freedom = sum(len(v) - 1 for v in several)
-    half = math.nan
-    if freedom:
-        variance = sum(statistics.variance(v) * (len(v) - 1) for v in several) / freedom
-        half = t95(freedom) * variance**0.5
-    return {m: Estimate(statistics.fmean(v), half / len(v) ** 0.5, len(v)) for m, v in differences.items()}
+            # What each run of a seed counts for in the difference: gaps are to bf16, whose scatter is in both.
+            weights = Counter({method: 1.0})
+            weights.subtract({other: share})
+            weights.subtract({"bf16": 1 - share})
+            error = deviation * math.hypot(*weights.values()) / len(both) ** 0.5
+            half = t95(freedom) * error if freedom else math.nan
+            differences[method] = Estimate(statistics.fmean(mine[s] - share * theirs[s] for s in both), half, len(both))
+    return differences
 
 
 def summary(results: Sequence[dict], methods: Sequence[str], sizes: Sequence[str], baseline: str, other: str):

@@ -276,17 +276,55 @@ def test_gaps_and_differences_are_paired():
     assert rows[1][header.index("minus clover")] == "+1.00 ± 0.00"
 
 
-def test_the_scatter_is_pooled_over_methods():
-    """Differences 0, 2 and 0, 0 of two seeds: variances 2 and 0, pooled 1 with two degrees of freedom."""
-    results = []
-    for seed, gaps in ((1, (1.0, 1.0, 1.0)), (2, (1.0, 3.0, 1.0))):
-        results.append(result("bf16", seed, 1.0))
-        results += [result(m, seed, 1 + g / 100) for m, g in zip(("clover", "a", "b"), gaps)]
-    pooled = sweep_results.pooled_differences(results, "tiny", ["clover", "a", "b"], "clover")
-    assert (pooled["a"].mean, pooled["b"].mean) == (pytest.approx(1.0), pytest.approx(0.0))
-    assert pooled["a"].half == pooled["b"].half == pytest.approx(4.303 / 2**0.5)
-    half = sweep_results.pooled_differences(results, "tiny", ["a"], "clover", share=0.5)["a"]
-    assert half.mean == pytest.approx(1.5)
+def of_seeds(gaps: dict[str, dict[int, float]]) -> list[dict]:
+    """Results with these gaps in percent, by method and seed, bf16's to 1 bit per byte."""
+    return [result(m, seed, 1 + gap / 100) for m, by_seed in gaps.items() for seed, gap in by_seed.items()]
+
+
+def test_the_scatter_of_a_run_is_pooled_over_methods():
+    """Second minus first seed: 0, 0, 2, 0, the mean 0.5; squares of residuals 3 * 0.5^2 / 2 + 1.5^2 / 2 = 1.5."""
+    results = of_seeds({"bf16": {1: 0, 2: 0}, "clover": {1: 1, 2: 1}, "a": {1: 1, 2: 3}, "b": {1: 1, 2: 1}})
+    deviation, freedom = sweep_results.scatter(results, "tiny")
+    assert (deviation, freedom) == (pytest.approx(0.5**0.5), 3)
+    for other, means in (("clover", (1, 0)), ("bf16", (2, 1))):  # of two runs a difference, the scatter of both
+        pooled = sweep_results.pooled_differences(results, "tiny", other)
+        assert (pooled["a"].mean, pooled["b"].mean) == (pytest.approx(means[0]), pytest.approx(means[1], abs=1e-9))
+        assert pooled["a"].half == pooled["b"].half == pytest.approx(3.182 * 0.5**0.5 * 2**0.5 / 2**0.5)
+    # Gap minus half of clover's: method - clover / 2 - bf16 / 2.
+    half = sweep_results.pooled_differences(results, "tiny", "clover", share=0.5)["a"]
+    assert half.mean == pytest.approx(1.5) and half.half == pytest.approx(3.182 * (0.5 * 1.5 / 2) ** 0.5)
+    own = [r for r in results if r["method"] != "b"]
+    wider = sweep_results.pooled_differences(own, "tiny", "clover")["a"]
+    assert wider.half > half.half
+    assert sweep_results.pooled_differences(own, "tiny", "clover", scatter_of=results)["a"].half < wider.half
+
+
+def test_a_seed_or_a_method_has_no_scatter_of_itself():
+    """Seeds that shift every method alike scatter nothing, nor does a method of one seed; branches do not count."""
+    gaps = {"bf16": {1: 0, 2: 0, 3: 0}, "clover": {1: 1, 2: 1, 3: 1}, "late": {1: 0.2, 2: 0.9}, "one": {2: 0.7}}
+    results = of_seeds(gaps)
+    for r in results:
+        r["val_bpb"] *= 1 + 0.1 * r["seed"]
+        r["flags"] = ["--branch-from=clover@10"] if r["method"] == "late" else []
+    assert sweep_results.scatter(results, "tiny") == (pytest.approx(0, abs=1e-9), 2)
+    for few in (results[:3], [r for r in results if r["seed"] == 2]):
+        deviation, freedom = sweep_results.scatter(few, "tiny")
+        assert math.isnan(deviation) and freedom == 0
+        assert all(math.isnan(d.half) for d in sweep_results.pooled_differences(few, "tiny", "bf16").values())
+
+
+@pytest.mark.parametrize("other, share", [("bf16", 1.0), ("clover", 1.0), ("clover", 0.5)])
+def test_pooled_intervals_cover_the_truth_95_times_of_100(other, share):
+    """bf16 and clover are in the difference of every method: their scatter counts once, not once for each method."""
+    generator = random.Random(0)
+    seeds = {"bf16": 3, "clover": 3, "a": 3, "b": 3, "c": 3, "d": 2}
+    covered = 0
+    for _ in range(2000):
+        common = [generator.gauss(0, 1) for _ in range(3)]
+        gaps = {m: {s: 0.01 * (common[s] + generator.gauss(0, 1)) for s in range(n)} for m, n in seeds.items()}
+        d = sweep_results.pooled_differences(of_seeds(gaps), "tiny", other, share)["a"]
+        covered += abs(d.mean) <= d.half
+    assert 0.94 < covered / 2000 < 0.96  # 2000 experiments: 0.5% of standard error
 
 
 # ----------------------------------------------------------------------------------------------------------------------
