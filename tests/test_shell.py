@@ -194,11 +194,11 @@ def test_speedrun_compare_reuse_and_second_method(environment):
     assert "| d1_nvidia" in text and f"| {clover} |" not in text
 
 
-@pytest.mark.slow
 def test_every_stage(environment):
     """Through mid-training, SFT and both evaluations; a second time nothing is left to do."""
     toy = {k: v for k, v in TOY.items() if k != "STAGES"} | {
         "SEQ_LEN": "64",
+        "SPLIT_TOKENS": "128",
         "MID_ARGS": "--data=local --device-batch-size=2 --total-batch-size=128 --eval-tokens=128 --num-iterations=2",
         "SFT_ARGS": "--data=local --num-iterations=2 --target-examples-per-step=4 --eval-metrics-every=-1",
         "EVAL_ARGS": "--task-name=local --max-problems=4 --max-new-tokens=4",
