@@ -9,7 +9,7 @@ from torch import nn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4.feedback import COLUMNS, DAMPING, feedback_factor, round_with_feedback
-from nanochat_fp4.nvfp4.gram import mean_of_products
+from nanochat_fp4.nvfp4.gram import products_of_rows
 from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
 
@@ -45,7 +45,7 @@ def test_it_is_gptq(columns):
     """The published form: what is left of the weight is updated after each block, by a Cholesky factor of H^-1."""
     w = torch.randn(32, columns, generator=torch.Generator().manual_seed(1))
     w[0, 0] = 8.0  # amax, also of what feedback makes of the rest
-    s = mean_of_products(correlated(500, columns))
+    s = products_of_rows(correlated(500, columns)) / 500
     h = (s + DAMPING * s.diagonal().mean() * torch.eye(columns)).double()
     u = torch.linalg.cholesky(torch.linalg.inv(h)).mT  # H^-1 = U^T U
     left, want = w.double(), torch.zeros(32, columns)
@@ -62,7 +62,7 @@ def test_it_is_gptq(columns):
 def test_the_outputs_error_is_halved_on_inputs_it_has_not_seen(rounding):
     x, new = correlated(4096, 128)[:2048], correlated(4096, 128)[2048:]
     w = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
-    factor = feedback_factor(mean_of_products(x))
+    factor = feedback_factor(products_of_rows(x) / len(x))
     with_feedback = round_with_feedback(w[None], factor[None], ROUNDINGS[rounding])[0].dequantize()
     plain = nf.quantize(w, rounding).dequantize()
     assert (new @ (with_feedback - w).T).norm() ** 2 < 0.5 * (new @ (plain - w).T).norm() ** 2
@@ -145,12 +145,46 @@ def test_moments_are_an_average_and_inputs_that_are_not_finite_leave_it():
     x = [correlated(64, 128, seed) for seed in range(2)]
     for inputs in (*x, torch.full((16, 128), float("nan"))):
         nf.update_gram_matrices(model, lambda inputs=inputs: model(inputs))
-    a, b = (mean_of_products(inputs) / inputs.square().mean() for inputs in x)
+    a, b = (products_of_rows(inputs) / len(inputs) / inputs.square().mean() for inputs in x)
     torch.testing.assert_close(model.q.gram_matrix.float(), 0.8 * a + 0.2 * b, rtol=1e-3, atol=1e-3)  # in FP16
     assert nf.gram_state(model).keys() == {"q", "out"}
     other = nf.convert(Model(), "clover", verbose=False)
     nf.update_gram_matrices(other, lambda: other(x[0]))
     assert not nf.gram_state(other)
+
+
+def test_all_calls_of_a_layer_count_by_their_tokens():
+    """A model called on several batches, and a layer that a model calls twice; inputs that are shared stay shared."""
+
+    class Apart(Model):
+        fused_linears = ()
+
+        def forward(self, x):
+            return self.out(torch.cat([self.q(x), self.k(x)], -1))
+
+    batches = [correlated(48, 128), 3 * correlated(16, 128, 1)]
+    model, whole = (nf.convert(Apart(), "clover_feedback", verbose=False) for _ in range(2))
+    whole.load_state_dict(model.state_dict())
+    nf.update_gram_matrices(model, lambda: [model(x) for x in (*batches, batches[0][:0])])
+    nf.update_gram_matrices(whole, lambda: whole(torch.cat(batches)))
+    assert model.q.gram_matrix is model.k.gram_matrix
+    for name, gram in nf.gram_state(model).items():
+        # in FP16, of products that are added up in another order
+        torch.testing.assert_close(gram, nf.gram_state(whole)[name], rtol=2e-3, atol=2e-3)
+
+
+def test_a_look_through_compiled_code_compiles_nothing():
+    model, other = (nf.convert(nn.Sequential(nn.Linear(32, 32)), "clover_feedback", verbose=False) for _ in range(2))
+    graphs, batches = [], [correlated(64, 32, seed) for seed in (0, 1)]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    compiled(batches[0])
+    before = len(graphs)
+    for _ in range(3):
+        nf.update_gram_matrices(compiled, lambda: [compiled(x) for x in batches])
+        nf.update_gram_matrices(other, lambda: [other(x) for x in batches])
+    assert before and len(graphs) == before
+    assert torch.equal(model[0].gram_matrix, other[0].gram_matrix)
 
 
 TWO_RANKS = """
@@ -160,13 +194,21 @@ _, rank, _, _, _ = compute_init("cpu")
 model = nf.convert(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)), "clover_feedback", verbose=False)
 nf.update_gram_matrices(model, lambda: model(torch.tensor(16 * [1.0] + 16 * [[1.0, 3.0][rank]]).expand(16, 32)))
 print((3 * model[0].gram_matrix.float()).round(decimals=2).unique().tolist())
+experts = nf.convert(torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(4)), "clover_feedback", verbose=False)
+x = torch.eye(32)
+def routed():
+    experts[0](x[:16])
+    experts[1 + rank](x[rank : rank + 1])  # the second for the first rank, the third for the other
+nf.update_gram_matrices(experts, routed)
+print([torch.nonzero(e.gram_matrix.diagonal()).flatten().tolist() for e in experts[:3]], experts[3].gram_matrix)
 compute_cleanup()
 """
 
 
 def test_moments_are_the_mean_over_ranks(run_ranks):
-    """Of 1, 1, 1 and 1, 3, 9, where the mean square is 3."""
-    assert [out.strip() for out in run_ranks(TWO_RANKS)] == 2 * ["[1.0, 2.0, 5.0]"]
+    """Of 1, 1, 1 and 1, 3, 9, where the mean square is 3. A layer that one rank alone has called is that rank's."""
+    want = ["[1.0, 2.0, 5.0]", f"[{list(range(16))}, [0], [1]] None"]
+    assert [out.strip().splitlines() for out in run_ranks(TWO_RANKS)] == 2 * [want]
 
 
 def test_a_look_at_the_inputs_wants_a_function_that_calls_the_model():
@@ -273,7 +315,7 @@ def test_the_kernel_equals_the_reference_to_the_bit(rounding, dtype, monkeypatch
     monkeypatch.setattr("nanochat_fp4.nvfp4.feedback.COLUMNS", 48)
     columns = 80
     w = torch.randn(2, ROWS + 1, columns, generator=torch.Generator().manual_seed(4)).to(dtype)
-    factors = [feedback_factor(mean_of_products(correlated(500, columns, seed))).half() for seed in (0, 1)]
+    factors = [feedback_factor(products_of_rows(correlated(500, columns, seed)) / 500).half() for seed in (0, 1)]
     factors[0] *= 300.0  # beyond the largest scale
     results = []
     for wanted in ("triton", "reference"):

@@ -29,15 +29,15 @@ class InputStatistics(NamedTuple):
     channels: torch.Tensor | None = None
 
 
-def mean_of_products(rows: torch.Tensor) -> torch.Tensor:
-    """The mean of x x^T over rows (T, K), float32 (K, K)."""
+def products_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of x x^T over rows (T, K), float32 (K, K)."""
     with torch.autocast(rows.device.type, enabled=False):
         rows = rows.float()
-        return rows.T @ rows / rows.shape[0]
+        return rows.T @ rows
 
 
 def gram_matrix(mean: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
-    """Of mean_of_products, moved from the one before a STEP of the way. A mean that is not finite changes nothing."""
+    """Of the mean of x x^T (K, K), moved from the one before a STEP of the way. Not finite, it changes nothing."""
     new = in_units_of_its_mean(mean)
     moved = new if before is None else before.float().lerp(new, STEP)
     return torch.where(torch.isfinite(mean).all(), moved, 0.0 if before is None else before).half()

@@ -12,7 +12,9 @@ for step in ...:
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ from nanochat_fp4.nvfp4.convert import (
     quantize_weights_once,
     was_called,
 )
-from nanochat_fp4.nvfp4.gram import gram_matrix, input_statistics, mean_of_products
+from nanochat_fp4.nvfp4.gram import gram_matrix, input_statistics, products_of_rows
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.plan import MethodPlan
 
@@ -86,11 +88,13 @@ def rounds_with_feedback(model: nn.Module) -> bool:
 def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> None:
     """For a training loop of a method with error feedback or outliers (clover_feedback), after every few steps.
 
-    Runs forward(), which calls the model on some thousand tokens, in full precision, and moves the Gram matrix of the
-    layers that compute with it a part of the way (gram.STEP) to what their inputs were, at first all of it; does
-    nothing where there are none. The mean over all ranks, which must call together. Inputs that are not finite change
-    nothing. A run that goes on needs gram_state. Raises ValueError for a model that is no module, and a forward that is
-    not a function or calls none of these layers.
+    Runs forward(), which calls the model on some thousand tokens, in full precision, uncompiled, without gradients and
+    in the mode that the model is in (dropout and batch statistics with it), and moves the Gram matrix of the layers
+    that compute with it a part of the way (gram.STEP) to what their inputs were in all calls, at first all of it; does
+    nothing where there are none, as in the last phase of clover_feedback_late. The mean over the tokens of all ranks,
+    which must call together. Inputs that are not finite change nothing. A run that goes on needs gram_state, and so
+    does a copy (an EMA) before it is evaluated: it has the Gram matrices and the phase of the moment it was made.
+    Raises ValueError for a model that is no module, and a forward that is not a function or calls none of these layers.
     """
     if not isinstance(model, nn.Module) or not callable(forward):
         got = f"{type(model).__name__} and {type(forward).__name__}"
@@ -101,44 +105,77 @@ def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> Non
     was_called(model, "update_gram_matrices")
     if not layers:
         return
-    seen = _products_of_inputs(layers, model, forward)
+    seen = _over_ranks(layers, _products_of_inputs(layers, model, forward))
     if not seen:
         raise ValueError(
             f"update_gram_matrices: forward() called none of the {len(layers)} layers that look at their inputs; "
             "let it call this model: lambda: model(x)"
         )
-    if dist.is_available() and dist.is_initialized():
-        for mean in {id(mean): mean for mean in seen.values()}.values():
-            dist.all_reduce(mean)
-            mean /= dist.get_world_size()
     made = {}  # layers that read the same tensor share what is made of it
-    for layer, mean in seen.items():
+    for layer, inputs in seen.items():
         before = layer.gram_matrix
-        key = id(mean), id(before), layer.recipe
+        key = id(inputs), id(before), layer.recipe
         if key not in made:
-            gram = gram_matrix(mean, before)
+            gram = gram_matrix(inputs.products / inputs.rows, before)
             made[key] = gram, input_statistics(layer.recipe, gram), before
         layer.gram_matrix, layer.statistics, _ = made[key]
 
 
+class _Inputs(NamedTuple):
+    """The sum of x x^T over rows that a layer has read, float32 (K, K), and how many these are."""
+
+    products: torch.Tensor
+    rows: int
+
+
 def _products_of_inputs(
     layers: list[QuantLinear], model: nn.Module, forward: Callable[[], object]
-) -> dict[QuantLinear, torch.Tensor]:
-    """mean_of_products of these layers' inputs in forward(): one object for layers whose input is one object."""
-    seen: dict[QuantLinear, torch.Tensor] = {}
-    last: tuple = None, None  # an input, and what was made of it
+) -> dict[QuantLinear, _Inputs]:
+    """What these layers read in forward(), in all their calls: one object for layers whose inputs are one object."""
+    seen: dict[QuantLinear, _Inputs] = {}
+    last, made = None, {}  # an input, and what it made of what was seen before: id -> (before, now)
 
     def look(layer: QuantLinear, args: tuple) -> None:
-        nonlocal last
-        if args[0] is not last[0]:
-            last = args[0], mean_of_products(args[0].reshape(-1, layer.in_features))
-        seen[layer] = last[1]
+        nonlocal last, made
+        if args[0] is not last:
+            rows = args[0].reshape(-1, layer.in_features)
+            last, made = args[0], {id(None): (None, _Inputs(products_of_rows(rows), len(rows)))}
+        before = seen.get(layer)
+        if id(before) not in made:
+            made[id(before)] = before, _Inputs(*(a + b for a, b in zip(before, made[id(None)][1])))
+        seen[layer] = made[id(before)][1]
 
     hooks = [layer.register_forward_pre_hook(look) for layer in layers]
     try:
-        with full_precision(model):
+        # Compiled code would be compiled again for the hooks, and at each look once more for what they have seen.
+        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+        with full_precision(model), eager:
             forward()
     finally:
         for hook in hooks:
             hook.remove()
-    return seen
+    return {layer: inputs for layer, inputs in seen.items() if inputs.rows}
+
+
+def _over_ranks(layers: list[QuantLinear], seen: dict[QuantLinear, _Inputs]) -> dict[QuantLinear, _Inputs]:
+    """What all ranks have seen. A rank may not have called a layer (an expert) that another one has."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return seen
+    # Of the inputs, if there were any: weights may be offloaded.
+    device = next((inputs.products.device for inputs in seen.values()), layers[0].weight.device)
+    first: dict[int, int] = {}  # of layers with the same inputs the first one's number
+    numbers = [first.setdefault(id(seen[m]), i) if m in seen else -1 for i, m in enumerate(layers)]
+    shared = torch.tensor(numbers, device=device)
+    rows = torch.tensor([seen[m].rows if m in seen else 0 for m in layers], device=device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    dist.all_reduce(rows)
+    result: dict[QuantLinear, _Inputs] = {}
+    for i, (layer, number, count) in enumerate(zip(layers, shared.tolist(), rows.tolist())):
+        if number == i:
+            size = layer.in_features
+            products = seen[layer].products.clone() if layer in seen else torch.zeros(size, size, device=device)
+            dist.all_reduce(products)
+            result[layer] = _Inputs(products, count)
+        elif number >= 0:
+            result[layer] = result[layers[number]]
+    return result
