@@ -236,3 +236,38 @@ def test_progress_is_checked():
         with pytest.raises(ValueError, match="set_progress: progress is .*, expected the share of the run's steps"):
             nf.set_progress(model, wrong)
     assert nf.set_progress(model, 0.5) is False and nf.set_progress(model, 0.9) is True
+
+
+def test_progress_reaches_a_model_inside_another():
+    """DistributedDataParallel, torch.compile and averages of weights hold what was converted."""
+    model = converted(nn.Sequential(nn.Linear(32, 32)), "clover_late")
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for holder, inner in ((torch.compile(model), model), (nn.ModuleDict({"module": model}), model), (average, None)):
+        layer = (inner or average.module)[0]
+        for done in (0.9, 0.1):
+            assert nf.set_progress(holder, done)
+            assert layer.recipe.name == {0.9: "clover_refined", 0.1: "clover_late"}[done]
+
+
+def test_layers_of_another_method_keep_it():
+    """Converted again in part, left out the second time, or added since."""
+
+    def names(model, done):
+        nf.set_progress(model, done)
+        return [layer.recipe.name for layer in model.modules() if isinstance(layer, nf.QuantLinear)]
+
+    def model():
+        return converted(nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32))), "clover_feedback_late")
+
+    left_out, part, late_part, added = (model() for _ in range(4))
+    nf.convert(left_out, "clover_feedback_late", skip="1.0", verbose=False)
+    nf.convert(part[1], "nvidia", verbose=False)
+    nf.convert(late_part[1], "clover_late", verbose=False)
+    added[1][0] = nf.QuantLinear(32, 32, method="fp8")
+    for changed, name in ((left_out, "bf16"), (part, "nvidia"), (added, "fp8")):
+        assert names(changed, 0.99) == ["clover_refined", name]
+        assert names(changed, 0.5) == ["clover_feedback_late", name]
+    assert names(late_part, 0.8) == ["clover_feedback_late", "clover_refined"]  # 70% and 97%
+    assert names(late_part, 0.6) == ["clover_feedback_late", "clover_late"]
+    nf.convert(late_part, "clover_feedback_late", verbose=False)  # all of it again
+    assert names(late_part, 0.8) == ["clover_feedback_late", "clover_feedback_late"]

@@ -157,6 +157,8 @@ def convert(
     report.without_gram_matrices = recipe.looks_at_inputs and not known
     report.quantized, report.quantized_without_heads, report.others = shares(model, report.converted, heads)
     report.slow_paths = call_every_layer(model) if recipe.quantizes else []
+    for part in model.modules():  # converted before, by itself
+        vars(part).pop("nf_report", None)
     model.nf_report = report
     expect_calls(model, recipe if backward else None)
     if verbose and not (_distributed() and dist.get_rank()):
@@ -398,18 +400,28 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     """For a training loop of a method that changes in the course of a run (clover_feedback_late, clover_late): before
     each step, its place.
 
+    model:    what was converted, or anything that holds it (DistributedDataParallel, a compiled model, an average)
     progress: from 0 to 1, steps done over steps of the run. Gives the layers the method of that phase; returns whether
-    one changed, and makes torch.compile look at the layers again then. Methods without phases ignore it. Raises
-    ValueError for a progress outside 0 to 1 and a model that was not converted.
+    one changed, and makes torch.compile look at the layers again then. Methods without phases ignore it, and so do
+    layers that were given another method since. Raises ValueError for a progress outside 0 to 1 and a model that was
+    not converted.
     """
-    report = getattr(model, "nf_report", None)
-    if report is None:
+    converted = [m for m in model.modules() if "nf_report" in vars(m)] if isinstance(model, nn.Module) else []
+    if not converted:
         raise ValueError("set_progress: the model was not converted; call nanochat_fp4.convert(model, method) first")
     number = isinstance(progress, Real) or (isinstance(progress, torch.Tensor) and progress.numel() == 1)
     if not number or not 0 <= progress <= 1:
         raise ValueError(f"set_progress: progress is {progress!r}, expected the share of the run's steps, from 0 to 1")
     was_called(model, "set_progress")
-    if report.recipe.late is None or not MethodPlan.parse(report.recipe).apply(model, progress):
+    # Of parts within parts each layer belongs to the innermost, which comes last.
+    methods = {m: part.nf_report.recipe for part in converted for m in part.modules() if isinstance(m, QuantLinear)}
+    changed = False
+    for layer, method in methods.items():
+        recipe = MethodPlan.parse(method).at(progress)
+        if layer.recipe != recipe and layer.recipe in (method, method.final):
+            layer.set_recipe(recipe)
+            changed = True
+    if not changed:
         return False
     if torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # recipes are constants of compiled code
@@ -454,8 +466,9 @@ def expect_calls(model: nn.Module, recipe: Recipe | None) -> None:
 
 def was_called(model: nn.Module, name: str) -> None:
     """Reminds no longer of the call of that name; "": of none."""
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if isinstance(hook, _Reminder):
-            hook.missing = {c: what for c, what in hook.missing.items() if not c.startswith(name)}
-            if not hook.missing:
-                del model._forward_pre_hooks[key]
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, _Reminder):
+                hook.missing = {c: what for c, what in hook.missing.items() if not c.startswith(name)}
+                if not hook.missing:
+                    del module._forward_pre_hooks[key]
