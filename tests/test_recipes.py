@@ -156,6 +156,8 @@ def test_forward_only_keeps_the_forward():
         assert f.output == r.output and f.grad_input == Gemm()
         assert f.grad_weight == Gemm(b=Operand(raw=r.grad_weight.b.raw))  # nvidia's takes the raw input in both
         assert not f.draws_in_backward
+    late = get_recipe("clover_feedback_late")  # which ends so as well
+    assert late.forward_only().final == late.final.forward_only() != late.final
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,8 @@ class Recipe:
     def forward_only(self) -> "Recipe":
         """The same forward with an unquantized backward: the paper's post-training (Appendix C). A grad_weight of the
         raw input takes the raw input here as well, as in Quartet II's code."""
-        return replace(self, grad_input=Gemm(), grad_weight=Gemm(b=Operand(raw=self.grad_weight.b.raw)))
+        late = self.late and (self.late[0], self.late[1].forward_only())
+        return replace(self, grad_input=Gemm(), grad_weight=Gemm(b=Operand(raw=self.grad_weight.b.raw)), late=late)
 
     def __str__(self) -> str:
         text = f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
