@@ -505,12 +505,15 @@ def test_compiled_code_takes_the_weights_of_each_step_and_is_not_compiled_again(
             torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
-def test_weights_that_change_inside_are_an_error():
+@pytest.mark.parametrize("fused", [False, True])  # that one counts no version
+def test_weights_that_change_inside_are_an_error(fused):
     model = converted(Fused())
+    others = torch.nn.Linear(8, 8)
     with pytest.raises(RuntimeError, match="leave it before optimizer.step"):
         with nf.quantize_weights_once(model):
             passes(model, model)
-            torch.optim.SGD(model.parameters(), lr=1.0).step()
+            torch.optim.SGD(others.parameters(), lr=1.0).step()  # of another model
+            torch.optim.AdamW(model.parameters(), fused=fused).step()
     assert model.q.weight_operand is None and model.q.stacked_operand is None
     want = passes(model, model)
     assert all(torch.equal(a, b) for a, b in zip(passes(model, model), want))

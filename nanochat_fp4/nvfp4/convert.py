@@ -16,6 +16,7 @@ from numbers import Integral, Real
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nanochat_fp4.nvfp4.coverage import (
     ENOUGH,
@@ -282,6 +283,12 @@ def _version(weight: torch.Tensor) -> tuple[int, int, int]:
     return id(weight), weight._version, 0 if weight.is_meta else weight.untyped_storage().data_ptr()
 
 
+_CHANGED = (
+    "quantize_weights_once: weights changed inside the context, so gradients would be computed for the old ones; leave "
+    "it before optimizer.step()"
+)
+
+
 @contextlib.contextmanager
 def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     """Inside this context the weights' forward codes are those made at its beginning: for the micro-batches of one
@@ -289,9 +296,9 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
 
     Takes 4.5 bits a weight while it lasts, which autograd keeps of each forward pass anyway. Nothing of it is in state
     dicts. Works with torch.compile (the codes are inputs of the graph, made anew for each step; compiled code cannot
-    look at the version of a parameter itself). Inside another such context it does nothing. Raises RuntimeError at the
-    end if a weight changed inside, or was exchanged; a change in place through .data, which PyTorch does not count, is
-    not seen.
+    look at the version of a parameter itself). Inside another such context it does nothing. Raises RuntimeError where
+    an optimizer is about to change a weight inside, and at the end if one changed otherwise or was exchanged; a change in
+    place through .data, which PyTorch does not count, is not seen.
     """
     # Codes that were loaded (export/load.py) stay.
     groups = [g for g in groups_computed_as_one(model) if g[0].weight_operand is g[0].stacked_operand is None]
@@ -300,20 +307,25 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     versions = {layer: _version(layer.weight) for layers in groups for layer in layers}
     operands = quantized_weights(groups)
     names = ["weight_operand" if len(layers) == 1 else "stacked_operand" for layers in groups]
+    ids = {id(layer.weight) for layer in versions}
+
+    def before_step(optimizer: torch.optim.Optimizer, *_) -> None:
+        if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(_CHANGED)
+
+    handle = register_optimizer_step_pre_hook(before_step)  # a fused one counts no version
     try:
         for layers, name, operand in zip(groups, names, operands):
             setattr(layers[0], name, operand)
             layers[0].outside = layers[0].outside | {name: None}
         yield
     finally:
+        handle.remove()
         for layers, name in zip(groups, names):
             vars(layers[0]).pop(name, None)  # one that is None another such context may have removed
             layers[0].outside = {k: v for k, v in layers[0].outside.items() if k != name}
     if any(_version(layer.weight) != version for layer, version in versions.items()):
-        raise RuntimeError(
-            "quantize_weights_once: weights changed inside the context, so gradients were computed for the old ones; "
-            "leave it before optimizer.step()"
-        )
+        raise RuntimeError(_CHANGED)
 
 
 @contextlib.contextmanager
