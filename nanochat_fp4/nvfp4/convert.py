@@ -297,8 +297,8 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     Takes 4.5 bits a weight while it lasts, which autograd keeps of each forward pass anyway. Nothing of it is in state
     dicts. Works with torch.compile (the codes are inputs of the graph, made anew for each step; compiled code cannot
     look at the version of a parameter itself). Inside another such context it does nothing. Raises RuntimeError where
-    an optimizer is about to change a weight inside, and at the end if one changed otherwise or was exchanged; a change in
-    place through .data, which PyTorch does not count, is not seen.
+    an optimizer is about to change a weight inside, and at the end if one changed otherwise or was exchanged; a change
+    in place through .data, which PyTorch does not count, is not seen.
     """
     # Codes that were loaded (export/load.py) stay.
     groups = [g for g in groups_computed_as_one(model) if g[0].weight_operand is g[0].stacked_operand is None]
