@@ -177,13 +177,13 @@ def test_a_row_does_not_depend_on_its_neighbours_in_eval_mode_unless_asked_to():
 # Methods that want something of the training loop
 
 
-def train(model, steps, each=lambda done: None):
+def train(model, steps, each=lambda done: None, forward=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch.manual_seed(1)
     losses = []
     for step in range(steps):
         each(step / steps)
-        loss = model(torch.randn(8, 32)).square().mean()
+        loss = (forward or model)(torch.randn(8, 32)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -221,9 +221,12 @@ def test_phases_happen_in_a_foreign_loop_and_forgetting_them_is_said(monkeypatch
         train(model, 12, lambda done: nf.set_progress(model, done))
     assert len(seen) == 1
     for method, call in (("clover_late", "set_progress"), ("clover_feedback", "update_gram_matrices")):
-        with pytest.warns(UserWarning, match=rf"{method} .* nanochat_fp4.{call}") as seen:
-            train(fresh(method), 12)
-        assert len(seen) == 1
+        for backend in (None, "eager"):
+            model = fresh(method)
+            forward = torch.compile(model, backend=backend) if backend else model
+            with pytest.warns(UserWarning, match=rf"{method} .* nanochat_fp4.{call}") as seen:
+                train(model, 12, forward=forward)
+            assert len(seen) == 1
 
 
 def test_progress_is_checked():

@@ -296,8 +296,10 @@ def test_training_on_without_a_look_at_the_inputs_is_said_once(monkeypatch):
     def warnings_of(model):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
+            optimizer = torch.optim.SGD(model.parameters())
             for _ in range(8):
-                model(correlated(16, 128))
+                model(correlated(16, 128)).sum().backward()
+                optimizer.step()
         return [str(w.message) for w in seen if "update_gram_matrices" in str(w.message)]
 
     forgotten, loaded = (nf.convert(Model(), "clover_feedback", verbose=False) for _ in range(2))

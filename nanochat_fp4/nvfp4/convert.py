@@ -8,6 +8,7 @@ import contextlib
 import fnmatch
 import sys
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from numbers import Integral, Real
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nanochat_fp4.nvfp4.coverage import (
     ENOUGH,
@@ -440,30 +441,36 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     return True
 
 
-PATIENCE = 100  # training passes without the call that a method wants, before it is said
+PATIENCE = 100  # steps without the call that a method wants, before it is said
+_reminders: "weakref.WeakKeyDictionary[nn.Module, _Reminder]" = weakref.WeakKeyDictionary()
 
 
 class _Reminder:
-    """A hook before the model's forward pass: says once that training goes on without a call that the method needs."""
+    """A hook after any optimizer's step, for those of the model's parameters: says once that training goes on without a
+    call that the method needs. A hook of the model would be compiled with it, and not count."""
 
-    def __init__(self, recipe: Recipe):
-        self.recipe, self.passes = recipe, 0
+    def __init__(self, model: nn.Module, recipe: Recipe):
+        self.model, self.recipe, self.steps = weakref.ref(model), recipe, 0
         self.missing = {}  # call -> what of the method asks for it
         if recipe.late:
             self.missing["set_progress(model, done)"] = f"changes from {100 * recipe.late[0]:.0f}% of the steps on"
         if recipe.looks_at_inputs:
             self.missing["update_gram_matrices(model, lambda: model(x))"] = "looks at the layers' inputs"
+        self.handle = register_optimizer_step_post_hook(self)
+        weakref.finalize(model, self.handle.remove)
 
-    def __call__(self, model: nn.Module, args: tuple) -> None:
-        if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    def __call__(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        model = self.model()
+        if model is None or self.steps == PATIENCE or torch.compiler.is_compiling():
             return
-        self.passes += 1
-        if self.passes != PATIENCE:
+        own = {id(p) for p in model.parameters()}
+        self.steps += any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        if self.steps != PATIENCE:
             return
         for call, what in self.missing.items():
             if call.startswith("set_progress") or not gram_state(model):
                 warnings.warn(
-                    f"{self.recipe.name} {what}, and {PATIENCE} training passes have not called nanochat_fp4.{call}: "
+                    f"{self.recipe.name} {what}, and {PATIENCE} steps have not called nanochat_fp4.{call}: "
                     "what is trained is the method without it",
                     stacklevel=2,
                 )
@@ -473,14 +480,14 @@ def expect_calls(model: nn.Module, recipe: Recipe | None) -> None:
     """Reminds of the calls that this recipe wants of a training loop; None: no longer."""
     was_called(model, "")
     if recipe is not None and (recipe.late or recipe.looks_at_inputs):
-        model.register_forward_pre_hook(_Reminder(recipe))
+        _reminders[model] = _Reminder(model, recipe)
 
 
 def was_called(model: nn.Module, name: str) -> None:
     """Reminds no longer of the call of that name; "": of none."""
     for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, _Reminder):
-                hook.missing = {c: what for c, what in hook.missing.items() if not c.startswith(name)}
-                if not hook.missing:
-                    del module._forward_pre_hooks[key]
+        if reminder := _reminders.get(module):
+            reminder.missing = {c: what for c, what in reminder.missing.items() if not c.startswith(name)}
+            if not reminder.missing:
+                reminder.handle.remove()
+                del _reminders[module]
