@@ -91,8 +91,8 @@ def scatter(results: Sequence[dict], size: str, value: str = "val_bpb") -> tuple
     branches = {r["method"] for r in mine if any(f.startswith("--branch-from") for f in r.get("flags", ()))}
     methods = [m for m in dict.fromkeys(r["method"] for r in mine) if m not in branches]
     gaps = {(m, s): gap for m in methods for s, gap in gaps_by_seed(mine, size, m, value).items()}
-    effects = sorted({effect for m, s in gaps for effect in (m, str(s))})
-    design = np.array([[effect in (m, str(s)) for effect in effects] for m, s in gaps], dtype=float)
+    effects = list(dict.fromkeys(effect for run in gaps for effect in run))  # methods and seeds
+    design = np.array([[effect in run for effect in effects] for run in gaps], dtype=float)
     design, y = design.reshape(len(gaps), len(effects)), np.array(list(gaps.values()))
     fit, _, rank, _ = np.linalg.lstsq(design, y, rcond=None)
     freedom = len(y) - int(rank)

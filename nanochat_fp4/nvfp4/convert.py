@@ -426,11 +426,13 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     if not number or not 0 <= progress <= 1:
         raise ValueError(f"set_progress: progress is {progress!r}, expected the share of the run's steps, from 0 to 1")
     was_called(model, "set_progress")
-    # Of parts within parts each layer belongs to the innermost, which comes last.
-    methods = {m: part.nf_report.recipe for part in converted for m in part.modules() if isinstance(m, QuantLinear)}
+    phases = {}  # layer -> its method, and what that is now; of parts within parts the innermost, which comes last
+    for part in converted:
+        method = part.nf_report.recipe
+        phase = method, MethodPlan.parse(method).at(progress)
+        phases |= {m: phase for m in part.modules() if isinstance(m, QuantLinear)}
     changed = False
-    for layer, method in methods.items():
-        recipe = MethodPlan.parse(method).at(progress)
+    for layer, (method, recipe) in phases.items():
         if layer.recipe != recipe and layer.recipe in (method, method.final):
             layer.set_recipe(recipe)
             changed = True
@@ -485,7 +487,7 @@ def expect_calls(model: nn.Module, recipe: Recipe | None) -> None:
 
 def was_called(model: nn.Module, name: str) -> None:
     """Reminds no longer of the call of that name; "": of none."""
-    for module in model.modules():
+    for module in model.modules() if _reminders else ():
         if reminder := _reminders.get(module):
             reminder.missing = {c: what for c, what in reminder.missing.items() if not c.startswith(name)}
             if not reminder.missing:
