@@ -1,0 +1,6 @@
+"""The laboratory: what measures and predicts. The wheel does not contain it.
+
+measure times kernels, layers and steps. study trains many models and compares them. predict compares this project's
+model of a GPU with published times. `python -m lab.reproduce list` names the paper's tables and figures.
+lab may import everything, and nothing imports lab.
+"""
