@@ -140,7 +140,7 @@ run() {
 # on_devices MODULE ARGS...: the stage in one process, or in one for each GPU.
 on_devices() {
     if [ "$NPROC" -gt 1 ]; then
-        run "$PY" -m nanochat_fp4.launch --standalone --nproc_per_node="$NPROC" -m "$@"
+        run "$PY" -m nanochat_fp4.training.launch --standalone --nproc_per_node="$NPROC" -m "$@"
     else
         run "$PY" -m "$@"
     fi
@@ -173,9 +173,9 @@ stage_tok() {
         die "$folder holds a tokenizer of $size tokens, this run wants $VOCAB_SIZE; set VOCAB_SIZE=$size, or choose another NANOCHAT_BASE_DIR"
     fi
     say "tokenizer: $VOCAB_SIZE tokens"
-    run "$PY" -m nanochat_fp4.dataset --ensure -n "$TOK_SHARDS"
+    run "$PY" -m nanochat_fp4.data.dataset --ensure -n "$TOK_SHARDS"
     if downloads; then
-        "$PY" -m nanochat_fp4.dataset -n "$NUM_SHARDS" >"$NANOCHAT_BASE_DIR/download.log" 2>&1 &
+        "$PY" -m nanochat_fp4.data.dataset -n "$NUM_SHARDS" >"$NANOCHAT_BASE_DIR/download.log" 2>&1 &
         download=$!
         echo "downloading the rest of $NUM_SHARDS shards in the background (log: $NANOCHAT_BASE_DIR/download.log)"
     fi
@@ -193,7 +193,7 @@ downloads() { [ -z "${DATA_DIR:-}" ] && compgen -G "$NANOCHAT_BASE_DIR/base_data
 
 data_ready() {
     downloads || return 0
-    run "$PY" -m nanochat_fp4.dataset -n "$NUM_SHARDS"
+    run "$PY" -m nanochat_fp4.data.dataset -n "$NUM_SHARDS"
 }
 
 stage_base() { # METHOD TAG
@@ -264,7 +264,7 @@ stage_report() { # TAG...
     local tag args=()
     say "report"
     for tag in "$@"; do args+=(--model-tag="$tag"); done
-    run "$PY" -m nanochat_fp4.report generate "${args[@]}"
+    run "$PY" -m nanochat_fp4.evaluation.report generate "${args[@]}"
 }
 
 default_stages() {
@@ -279,7 +279,7 @@ has_stage() { [[ " $STAGES " == *" $1 "* ]]; }
 
 # The method's own name (quartet2 is clover), or one line that lists the known ones.
 checked_method() {
-    "$PY" -c 'from nanochat_fp4.errors import run_main; from nanochat_fp4.stage import resolve_method
+    "$PY" -c 'from nanochat_fp4.errors import run_main; from nanochat_fp4.training.stage import resolve_method
 run_main(lambda: print(resolve_method(None)))'
 }
 

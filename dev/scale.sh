@@ -42,7 +42,7 @@ table() {
     local model mode
     for model in "${MODELS[@]}"; do
         bench() { # processes, flags ...
-            timeout -k 10 "$LIMIT" "$PY" -m torch.distributed.run --standalone --nproc_per_node="$1" -m scripts.bench_parallel \
+            timeout -k 10 "$LIMIT" "$PY" -m torch.distributed.run --standalone --nproc_per_node="$1" -m lab.measure.bench_parallel \
                 $model --seconds="${SECONDS_EACH:-10}" --json="$OUT/bench_parallel.jsonl" "${@:2}" > "$OUT/row.log" 2>&1
             grep -e "tokens/s" -e "error:" "$OUT/row.log" || tail -n 1 "$OUT/row.log"
         }

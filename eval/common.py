@@ -5,8 +5,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from nanochat_fp4.chat_data import Task
-from nanochat_fp4.rows import Check, load_rows
+from nanochat_fp4.data.chat_data import Task
+from nanochat_fp4.data.rows import Check, load_rows
 
 
 def resolve_eval_dir(flag: str | os.PathLike | None) -> str | None:

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from eval.common import RowTask, wrong_field
-from nanochat_fp4.execution import execute_code
+from nanochat_fp4.evaluation.execution import execute_code
 
 CODE_BLOCK = re.compile(r"```(?:python)?\s*\n(.*?)\n```", re.DOTALL)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from eval.common import render_mc, same_final_number
 from eval.humaneval import extract_program
-from nanochat_fp4.chat_data import LOCAL_WORDS, Task, spelling_seed
-from nanochat_fp4.execution import execute_code
+from nanochat_fp4.data.chat_data import LOCAL_WORDS, Task, spelling_seed
+from nanochat_fp4.evaluation.execution import execute_code
 
 LETTERS = ("A", "B", "C", "D")
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo", "Ida", "Jan")

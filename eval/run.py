@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanochat_fp4.chat_data import Task
 from nanochat_fp4.common import get_dist_info, is_ddp_initialized
 from nanochat_fp4.console import Progress
-from nanochat_fp4.engine import Engine
-from nanochat_fp4.gpt import autocast
+from nanochat_fp4.data.chat_data import Task
+from nanochat_fp4.generation.engine import Engine
+from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.nvfp4.convert import per_token_scale, quantize_weights_once
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.common import resolve_eval_dir, same_final_number
-from nanochat_fp4.chat_data import Task, counting_conversation, load_words, spelling_seed
+from nanochat_fp4.data.chat_data import Task, counting_conversation, load_words, spelling_seed
 
 
 class SpellingBee(Task):

@@ -1,5 +1,6 @@
-"""
-Tools of those who work on the project: golden.py proves that a change of the code changes no result.
+"""The laboratory: what measures, studies and predicts. The wheel does not contain it.
 
-A module here may import everything; nothing imports a module of this folder.
+measure times kernels, layers and steps. study trains many models and compares them. predict compares this project's
+model of a GPU with published times. golden proves that a change of the code changes no result.
+lab may import everything, and nothing imports lab. `python -m lab.reproduce list` names the paper's tables and figures.
 """

@@ -33,8 +33,8 @@ CODES = 0.5 + 1 / 16  # 4-bit codes and an E4M3 scale for 16 of them
 BF16 = 2.0
 PSEUDO = 2 / 16 + 4 / 128  # MS-EDEN: a BF16 pseudo-scale for 16 elements and S for 128
 
-# Instructions per element and output of a kernel, as `python dev/instructions.py 90` counts them in SASS for sm_90.
-# Compiled with Triton 3.6.
+# Instructions per element and output of a kernel, as `python -m lab.measure.instructions 90` counts them in SASS for
+# sm_90. Compiled with Triton 3.6.
 # Rounding with one candidate: along rows as they lie, in 16x16 blocks, after a rotation to BF16 (to codes: PACK more).
 ROWS_INSTRUCTIONS, SQUARE_INSTRUCTIONS, ROTATED_INSTRUCTIONS, PACK_INSTRUCTIONS = 19.5, 49.0, 15.0, 4.0
 EDEN_INSTRUCTIONS = 7.0
@@ -93,9 +93,9 @@ class Machine:
 
 # Achieved on an H200: 4250 of 4800 GB/s, 700 of 989 TFLOP/s. The same shares are assumed of a B200.
 COPY_SHARE, GEMM_SHARE = 4250 / 4800, 700 / 989
-# `python -m nanochat_fp4.blackwell` fits these (GB/s, BF16 and FP4 TFLOP/s, microseconds) and compares.
+# `python -m lab.predict.blackwell` fits these (GB/s, BF16 and FP4 TFLOP/s, microseconds) and compares.
 RTX5090_FIT, PRO4000_FIT = (1262, 238, 1510, 5.1), (609, 85, 340, 14.3)
-FITTED = "fitted to published times (nanochat_fp4/blackwell.py)"
+FITTED = "fitted to published times (lab/predict/blackwell.py)"
 MACHINES = {
     "h200": Machine("H200", 4250, 700, None, 132 * 128 * 1.755e9 / 1e12, "measured copy and GEMM"),
     "b200": Machine(

@@ -27,14 +27,14 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser, Progress, format_bytes
-from nanochat_fp4.core_eval import evaluate_task
-from nanochat_fp4.download import download_file_with_lock
+from nanochat_fp4.data.download import download_file_with_lock
+from nanochat_fp4.data.rows import MissingDataError, read_rows
 from nanochat_fp4.errors import UserError, one_line, run_main
+from nanochat_fp4.evaluation.core_eval import evaluate_task
+from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.gpt import autocast
-from nanochat_fp4.report import get_report
-from nanochat_fp4.rows import MissingDataError, read_rows
-from nanochat_fp4.stage import checkpoint_method, load_stage_model
+from nanochat_fp4.models.gpt import autocast
+from nanochat_fp4.training.stage import checkpoint_method, load_stage_model
 
 EVAL_BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 MAX_FILES, MAX_BYTES = 10_000, 4 << 30  # of an archive that is unpacked; the bundle has some 60 files, 160 MB packed

@@ -13,19 +13,19 @@ import argparse
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.checkpoint_manager import load_model
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
 from nanochat_fp4.console import ArgumentParser, Progress
-from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestfit
-from nanochat_fp4.dataset import add_data_arguments, ensure_data
-from nanochat_fp4.engine import draw_samples
+from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.data.dataset import add_data_arguments, ensure_data
+from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.gpt import autocast
-from nanochat_fp4.hf_model import load_hf_model
-from nanochat_fp4.loss_eval import evaluate_bpb
-from nanochat_fp4.report import get_report
-from nanochat_fp4.stage import checkpoint_method, resolve_method
-from nanochat_fp4.tokenizer import get_token_bytes
+from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
+from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.generation.engine import draw_samples
+from nanochat_fp4.models.gpt import autocast
+from nanochat_fp4.models.hf_model import load_hf_model
+from nanochat_fp4.training.checkpoint_manager import load_model
+from nanochat_fp4.training.stage import checkpoint_method, resolve_method
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -25,24 +25,26 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4 import llama
-from nanochat_fp4.checkpoint_manager import check_model_tag, config_record
 from nanochat_fp4.common import announce, get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser, format_seconds, parse_finite
-from nanochat_fp4.dataloader import (
+from nanochat_fp4.data.dataloader import (
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
-from nanochat_fp4.dataset import add_data_arguments, ensure_data, list_parquet_files, shard_digest
+from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, list_parquet_files, shard_digest
+from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
 from nanochat_fp4.doctor import probe
 from nanochat_fp4.errors import run_main
-from nanochat_fp4.gpt import compile_layers
-from nanochat_fp4.loss_eval import evaluate_bpb
-from nanochat_fp4.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
+from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
+from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.models import llama
+from nanochat_fp4.models.gpt import compile_layers
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard
-from nanochat_fp4.pretraining import (
+from nanochat_fp4.training.checkpoint_manager import check_model_tag, config_record
+from nanochat_fp4.training.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
+from nanochat_fp4.training.pretraining import (
     CoreMetric,
     Samples,
     add_horizon_arguments,
@@ -52,10 +54,8 @@ from nanochat_fp4.pretraining import (
     make_model,
     make_settings,
 )
-from nanochat_fp4.report import get_report
-from nanochat_fp4.stage import Process, RunOptions, add_run_arguments, changed_flags, resolve_method, run_stage
-from nanochat_fp4.tokenizer import get_token_bytes, get_tokenizer
-from nanochat_fp4.trainer import Stage, Trainer, TrainingStep, due
+from nanochat_fp4.training.stage import Process, RunOptions, add_run_arguments, changed_flags, resolve_method, run_stage
+from nanochat_fp4.training.trainer import Stage, Trainer, TrainingStep, due
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

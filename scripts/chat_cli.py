@@ -15,11 +15,11 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init
 from nanochat_fp4.console import ArgumentParser, parse_finite
-from nanochat_fp4.decoding import compute_dtype, prepare
-from nanochat_fp4.engine import Engine
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.gpt import autocast
-from nanochat_fp4.stage import checkpoint_method, load_stage_model
+from nanochat_fp4.generation.decoding import compute_dtype, prepare
+from nanochat_fp4.generation.engine import Engine
+from nanochat_fp4.models.gpt import autocast
+from nanochat_fp4.training.stage import checkpoint_method, load_stage_model
 
 MAX_TOKENS = 256  # of an answer
 

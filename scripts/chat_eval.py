@@ -28,16 +28,16 @@ from eval.local import LocalArithmetic, LocalChoice, LocalCode
 from eval.mmlu import MMLU
 from eval.run import Score, run_task
 from eval.spellingbee import SpellingBee
-from nanochat_fp4.chat_data import Task
-from nanochat_fp4.checkpoint_manager import SOURCES
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite
+from nanochat_fp4.data.chat_data import Task
+from nanochat_fp4.data.rows import MissingDataError
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.execution import SandboxError, describe_sandbox
+from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
+from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.report import get_report
-from nanochat_fp4.rows import MissingDataError
-from nanochat_fp4.stage import changed_flags, checkpoint_method, load_stage_model, weights_digest
+from nanochat_fp4.training.checkpoint_manager import SOURCES
+from nanochat_fp4.training.stage import changed_flags, checkpoint_method, load_stage_model, weights_digest
 
 TASKS: dict[str, Callable[[str | None], Task]] = {
     "ARC-Easy": lambda eval_dir: ARC("ARC-Easy", "test", eval_dir=eval_dir),

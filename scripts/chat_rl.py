@@ -30,16 +30,16 @@ from torch import Tensor
 from eval.common import resolve_eval_dir
 from eval.gsm8k import GSM8K
 from eval.local import LocalArithmetic
-from nanochat_fp4.chat_data import Source, Task, describe_sources, load_sources
-from nanochat_fp4.chat_loader import Rollouts
 from nanochat_fp4.common import is_ddp_initialized
 from nanochat_fp4.console import ArgumentParser, parse_finite
-from nanochat_fp4.engine import Engine
+from nanochat_fp4.data.chat_data import Source, Task, describe_sources, load_sources
+from nanochat_fp4.data.chat_loader import Rollouts
 from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.nvfp4.convert import per_token_scale
-from nanochat_fp4.post_training import PostTraining, add_common_arguments
-from nanochat_fp4.stage import Process, changed_flags, run_stage
-from nanochat_fp4.trainer import TrainingStep, due
+from nanochat_fp4.training.post_training import PostTraining, add_common_arguments
+from nanochat_fp4.training.stage import Process, changed_flags, run_stage
+from nanochat_fp4.training.trainer import TrainingStep, due
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

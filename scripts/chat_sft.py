@@ -27,7 +27,9 @@ from eval.local import LocalArithmetic, LocalChoice, LocalCode
 from eval.mmlu import MMLU
 from eval.run import run_task
 from eval.spellingbee import SpellingBee
-from nanochat_fp4.chat_data import (
+from nanochat_fp4.common import mean_over_ranks
+from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.data.chat_data import (
     LOCAL_IDENTITY,
     LOCAL_WORDS,
     CustomJSON,
@@ -39,15 +41,13 @@ from nanochat_fp4.chat_data import (
     identity_conversations,
     load_sources,
 )
-from nanochat_fp4.chat_loader import ConversationBatches
-from nanochat_fp4.common import mean_over_ranks
-from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.data.chat_loader import ConversationBatches
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.parallel import unsharded
-from nanochat_fp4.post_training import PostTraining, add_common_arguments
-from nanochat_fp4.signals import StopRequested
-from nanochat_fp4.stage import Process, changed_flags, run_stage
-from nanochat_fp4.trainer import TrainingStep, due
+from nanochat_fp4.training.post_training import PostTraining, add_common_arguments
+from nanochat_fp4.training.signals import StopRequested
+from nanochat_fp4.training.stage import Process, changed_flags, run_stage
+from nanochat_fp4.training.trainer import TrainingStep, due
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -14,14 +14,14 @@ import contextlib
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.batching import Batcher
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite
-from nanochat_fp4.decoding import compute_dtype, prepare
-from nanochat_fp4.engine import Engine
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.gpt import autocast
-from nanochat_fp4.stage import checkpoint_method, load_stage_model
+from nanochat_fp4.generation.batching import Batcher
+from nanochat_fp4.generation.decoding import compute_dtype, prepare
+from nanochat_fp4.generation.engine import Engine
+from nanochat_fp4.models.gpt import autocast
+from nanochat_fp4.training.stage import checkpoint_method, load_stage_model
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         import uvicorn
 
-        from nanochat_fp4.chat_server import Limits, create_app
+        from nanochat_fp4.generation.chat_server import Limits, create_app
     except ImportError as e:
         raise UserError(f"the web chat needs FastAPI and uvicorn ({e}); pip install 'nanochat_fp4[web]'") from None
     _, _, _, world_size, device = compute_init(args.device_type or autodetect_device_type())

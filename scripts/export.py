@@ -27,20 +27,21 @@ from torch.nn.functional import cross_entropy
 import nanochat_fp4 as nf
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
 from nanochat_fp4.console import ArgumentParser
-from nanochat_fp4.dataloader import tokenizing_distributed_data_loader_bos_bestfit
-from nanochat_fp4.dataset import ensure_data
+from nanochat_fp4.data import tokenizer_files
+from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.data.dataset import ensure_data
+from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.export import gguf_file, huggingface, tokenizer_files, verify
+from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
+from nanochat_fp4.export import gguf_file, huggingface, verify
 from nanochat_fp4.export.model_card import MADE_BY, model_card
 from nanochat_fp4.export.weights import Weights, calibrate, forward_weights, served
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.gpt import autocast
-from nanochat_fp4.llama import Llama
-from nanochat_fp4.loss_eval import evaluate_bpb
+from nanochat_fp4.models.gpt import autocast
+from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.stage import checkpoint_method, load_stage_model
-from nanochat_fp4.tokenizer import get_token_bytes
+from nanochat_fp4.training.stage import checkpoint_method, load_stage_model
 
 FOUR_BITS = (*huggingface.FORMATS, "gguf")
 FORMATS = ("safetensors", *FOUR_BITS, "gguf-bf16")

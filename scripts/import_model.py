@@ -16,13 +16,13 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from nanochat_fp4.checkpoint_manager import SOURCES, config_record, save_checkpoint
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.data.tokenizer import FILE_NAME, get_tokenizer, get_tokenizer_dir, save_token_bytes
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.export.read_gguf import read_llama
 from nanochat_fp4.files import sha256_file
-from nanochat_fp4.tokenizer import FILE_NAME, get_tokenizer, get_tokenizer_dir, save_token_bytes
+from nanochat_fp4.training.checkpoint_manager import SOURCES, config_record, save_checkpoint
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

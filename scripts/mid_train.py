@@ -24,7 +24,9 @@ from eval.gsm8k import GSM8K
 from eval.local import LocalArithmetic, LocalChoice, LocalCode
 from eval.mmlu import MMLU
 from eval.spellingbee import SpellingBee
-from nanochat_fp4.chat_data import (
+from nanochat_fp4.common import print0
+from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.data.chat_data import (
     LOCAL_IDENTITY,
     LOCAL_WORDS,
     CustomJSON,
@@ -35,17 +37,15 @@ from nanochat_fp4.chat_data import (
     identity_conversations,
     load_sources,
 )
-from nanochat_fp4.chat_loader import PackedConversations
-from nanochat_fp4.common import print0
-from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.data.chat_loader import PackedConversations
+from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import run_main
-from nanochat_fp4.gpt import compile_layers, muon_momentum
-from nanochat_fp4.loss_eval import evaluate_bpb
-from nanochat_fp4.micro_batch import plan_accumulation
-from nanochat_fp4.post_training import PostTraining, add_common_arguments
-from nanochat_fp4.stage import Process, changed_flags, run_stage
-from nanochat_fp4.tokenizer import get_token_bytes
-from nanochat_fp4.trainer import due
+from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
+from nanochat_fp4.models.gpt import compile_layers, muon_momentum
+from nanochat_fp4.training.micro_batch import plan_accumulation
+from nanochat_fp4.training.post_training import PostTraining, add_common_arguments
+from nanochat_fp4.training.stage import Process, changed_flags, run_stage
+from nanochat_fp4.training.trainer import due
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -12,13 +12,13 @@ import argparse
 import time
 from collections.abc import Iterator
 
-from nanochat_fp4.checkpoint_manager import checkpoints_made_with
 from nanochat_fp4.common import print0
 from nanochat_fp4.console import ArgumentParser, Progress
-from nanochat_fp4.dataset import add_data_arguments, ensure_data, parquets_iter_batched
+from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, parquets_iter_batched
+from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer, get_tokenizer_dir, save_token_bytes
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.report import get_report
-from nanochat_fp4.tokenizer import RustBPETokenizer, get_tokenizer, get_tokenizer_dir, save_token_bytes
+from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.training.checkpoint_manager import checkpoints_made_with
 
 ROUND_TRIP_TEXT = "Hello world! It's a test: 123, 4567, 89.\n\tTabs,  spaces\r\n@#$%^&*() naïve 你好世界 🌍 <|bos|>"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanochat_fp4.checkpoint_manager import save_checkpoint
-from nanochat_fp4.gpt import GPT, GPTConfig
-from nanochat_fp4.llama import Llama, LlamaConfig
-from nanochat_fp4.tokenizer import get_tokenizer
+from nanochat_fp4.data.tokenizer import get_tokenizer
+from nanochat_fp4.models.gpt import GPT, GPTConfig
+from nanochat_fp4.models.llama import Llama, LlamaConfig
+from nanochat_fp4.training.checkpoint_manager import save_checkpoint
 
 CONFIGS = {
     "gpt": GPTConfig(sequence_len=32, vocab_size=300, n_layer=3, n_head=4, n_kv_head=2, n_embd=64, window_pattern="SL"),

@@ -364,7 +364,7 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
 
 def _die_in_a_save(n: int | None) -> list[int]:
     """Count what a save does to files, in the list that is returned; SIGKILL at the n-th of it."""
-    from nanochat_fp4 import checkpoint_manager as cm
+    from nanochat_fp4.training import checkpoint_manager as cm
 
     count, saving = [0], [0]
 
@@ -388,7 +388,7 @@ def _die_in_a_save(n: int | None) -> list[int]:
 
         return wrapped
 
-    from nanochat_fp4.trainer import Trainer
+    from nanochat_fp4.training.trainer import Trainer
 
     # A killed process, unlike a power cut, loses nothing that was written: fsync only takes time here.
     os.fsync = counted(lambda fd: None)
@@ -415,7 +415,7 @@ def torchrun(function: Callable[[], Any], max_restarts: int = 0) -> None:
 
 def at_step(first: int, begin: Any, last: int, end: Any) -> None:
     """begin() inside step `first` (from 0) of training, end() inside step `last`."""
-    from nanochat_fp4.gpt import GPT
+    from nanochat_fp4.models.gpt import GPT
 
     calls, real = [0], GPT.clip_gradients
 
@@ -432,7 +432,7 @@ def at_step(first: int, begin: Any, last: int, end: Any) -> None:
 
 def _must_be_intact(folder: str, step: int) -> None:
     """Ends the child with status 71 unless `step` is the newest intact checkpoint and nothing is left half-way."""
-    from nanochat_fp4.checkpoint_manager import find_last_step
+    from nanochat_fp4.training.checkpoint_manager import find_last_step
 
     if find_last_step(folder) != step or list(Path(folder).glob("*.staged")):
         os._exit(71)

@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
-from nanochat_fp4.checkpoint_manager import save_checkpoint
-from nanochat_fp4.gpt import GPT, GPTConfig
+from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, get_tokenizer
+from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.nvfp4.linear import fused_linear
-from nanochat_fp4.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, get_tokenizer
+from nanochat_fp4.training.checkpoint_manager import save_checkpoint
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Text

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from nanochat_fp4.gpt import GPT
-from nanochat_fp4.trainer import Trainer
+from nanochat_fp4.models.gpt import GPT
+from nanochat_fp4.training.trainer import Trainer
 
 # One layer of width 128 (the smallest whose every GEMM can be rotated in groups of 128), two micro-batches a step.
 BASE = (

@@ -170,7 +170,7 @@ def _tiny_base(tmp_path_factory):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from nanochat_fp4.tokenizer import RustBPETokenizer, save_token_bytes
+    from nanochat_fp4.data.tokenizer import RustBPETokenizer, save_token_bytes
 
     base = tmp_path_factory.mktemp("tiny_base")
     rng = random.Random(0)

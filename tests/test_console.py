@@ -41,7 +41,7 @@ def test_flags_are_not_abbreviated_and_slips_are_one_line(capsys):
 def test_no_command_abbreviates_flags():
     root = Path(__file__).resolve().parent.parent
     files = [
-        f for folder in ("nanochat_fp4", "scripts", "eval", "dev", "examples") for f in (root / folder).rglob("*.py")
+        f for folder in ("nanochat_fp4", "scripts", "eval", "lab", "examples") for f in (root / folder).rglob("*.py")
     ]
     made = 0
     for file in files:

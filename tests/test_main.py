@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.measure import traffic
 from nanochat_fp4 import __main__ as command
 from nanochat_fp4.errors import UserError
-from scripts import traffic
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -13,8 +13,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # From the top of the house to its foundation; each layer may import itself and what stands below it.
-LAYERS = ("scripts", "eval", "nanochat_fp4", "nanochat_fp4.nvfp4", "nvfp4_kernels")
+LAYERS = ("lab", "scripts", "eval", "nanochat_fp4", "nanochat_fp4.nvfp4", "nvfp4_kernels")
+# The rooms of nanochat_fp4, likewise. Its flat modules are the ground floor, but for those that serve a user directly.
+ROOMS = ("export", "training", "evaluation", "generation", "models", "data")
+COMMANDS = ("upstream", "doctor", "__main__", "step_time")
+MOST_MODULES = {"nanochat_fp4.nvfp4": 25}  # of a folder; of all others:
+MOST_MODULES_ELSEWHERE = 18
 FOLDERS = {
+    "lab": ROOT / "lab",
     "scripts": ROOT / "scripts",
     "eval": ROOT / "eval",
     "nanochat_fp4": ROOT / "nanochat_fp4",
@@ -61,17 +67,45 @@ def imports(module: str) -> set[str]:
 
 
 def test_there_is_something_to_check():
-    assert {"nanochat_fp4.nvfp4.quantizers", "nanochat_fp4.gpt", "nvfp4_kernels", "scripts.base_train"} <= set(MODULES)
+    assert {"nanochat_fp4.nvfp4.quantizers", "nanochat_fp4.models.gpt", "nvfp4_kernels", "scripts.base_train"} <= set(
+        MODULES
+    )
     assert "nanochat_fp4.nvfp4.quantizers" in imports("nanochat_fp4.nvfp4.operands")
     assert any(name.startswith("nvfp4_kernels") for name in imports("nanochat_fp4.nvfp4.operands"))
-    assert layer("nanochat_fp4.gpt") == 2 and layer("nanochat_fp4.nvfp4.format") == 3 and layer("torch") is None
+    assert layer("nanochat_fp4.models.gpt") == 3 and layer("nanochat_fp4.nvfp4.format") == 4 and layer("torch") is None
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_run_one_way(module):
-    """scripts -> eval -> nanochat_fp4 -> nanochat_fp4.nvfp4 -> nvfp4_kernels, and never back up."""
+    """lab -> scripts -> eval -> nanochat_fp4 -> nanochat_fp4.nvfp4 -> nvfp4_kernels, and never back up."""
     upwards = {n for n in imports(module) if layer(n) is not None and layer(n) < layer(module)}
     assert not upwards, f"{module} imports {', '.join(sorted(upwards))}, which stands above it"
+
+
+def room(module: str) -> int | None:
+    """Index into ROOMS, len(ROOMS) for a flat module of nanochat_fp4; None elsewhere."""
+    first, _, rest = module.partition(".")
+    inner = rest.partition(".")[0]
+    if first != "nanochat_fp4" or inner == "nvfp4" or inner in COMMANDS or not rest:
+        return None
+    return ROOMS.index(inner) if inner in ROOMS else len(ROOMS)
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if room(m) is not None])
+def test_rooms_import_one_way(module):
+    """export -> training -> evaluation -> generation -> models -> data -> the flat modules."""
+    upwards = {n for n in imports(module) if room(n) is not None and room(n) < room(module)}
+    assert not upwards, f"{module} imports {', '.join(sorted(upwards))}, which stands above it"
+
+
+def test_folders_are_small_and_say_what_is_in_them():
+    folders = {file.parent for file in MODULES.values()} - {ROOT / "scripts"}
+    assert len(folders) > 10
+    for folder in folders:
+        name = ".".join(folder.relative_to(ROOT).parts)
+        count = len([file for file in folder.glob("*.py") if file.name != "__init__.py"])
+        assert count <= MOST_MODULES.get(name, MOST_MODULES_ELSEWHERE), f"{name} has {count} modules"
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), f"{name}/__init__.py says nothing"
 
 
 def test_no_cycles():
@@ -92,7 +126,7 @@ def test_no_cycles():
         visit(module)
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if layer(m) >= 3])
+@pytest.mark.parametrize("module", [m for m in MODULES if layer(m) >= 4])
 def test_the_numerics_need_torch_alone(module):
     """nvfp4 and its kernels can be taken elsewhere: torch, Triton and the standard library."""
     foreign = {n.partition(".")[0] for n in imports(module)} - {"nanochat_fp4", "nvfp4_kernels"}
@@ -123,7 +157,7 @@ def test_everything_imports_without_a_gpu():
 @pytest.mark.parametrize("missing", ["triton", "nvfp4_kernels"])
 def test_works_without_the_kernels(missing):
     """macOS has no Triton, and a clone that is not installed no kernels: all imports, and the reference takes over."""
-    ours = sorted(m for m in MODULES if layer(m) < 4)
+    ours = sorted(m for m in MODULES if layer(m) < 5)
     code = (
         f"import sys, importlib; sys.path.insert(1, 'kernels'); sys.modules[{missing!r}] = None\n"
         f"for m in {ours}: importlib.import_module(m)\n"

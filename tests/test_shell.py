@@ -225,7 +225,7 @@ def test_torchrun_takes_every_stage(environment, tmp_path):
     python, calls = Path(environment["VENV"]) / "bin" / "python", tmp_path / "calls"
     python.rename(python.with_name("real"))
     python.write_text(
-        f'#!/bin/bash\n[ "$2" != nanochat_fp4.launch ] || {{ echo "${{@:3}}" >> {calls}; exit; }}\n'
+        f'#!/bin/bash\n[ "$2" != nanochat_fp4.training.launch ] || {{ echo "${{@:3}}" >> {calls}; exit; }}\n'
         'exec "$(dirname "$0")/real" "$@"\n'
     )
     python.chmod(0o755)

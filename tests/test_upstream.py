@@ -432,7 +432,7 @@ def test_the_checkout_wins_over_folders_of_the_same_name(old, tmp_path):
     (tmp_path / "site/scripts/__init__.py").write_text("")
     (old / "scripts/where.py").write_text(
         "import importlib.util, json, sys, scripts, nanochat\n"
-        "import nanochat_fp4.report, nanochat_fp4.nvfp4.convert\n"  # still there for us
+        "import nanochat_fp4.evaluation.report, nanochat_fp4.nvfp4.convert\n"  # still there for us
         "kernels, own = importlib.util.find_spec('kernels'), importlib.util.find_spec('scripts.tok_train')\n"
         "where = list(kernels.submodule_search_locations) if kernels else []\n"
         "print('RECORD 0', json.dumps([list(scripts.__path__), nanochat.__file__, where, own is None, sys.path]))\n"
@@ -645,7 +645,13 @@ def prepare_real(tmp_path) -> tuple[Path, dict[str, str]]:
     for i in range(2):
         pq.write_table(pa.table({"text": texts * 8}), tmp_path / f"corpus/shard_{i}.parquet", row_group_size=200)
     flags = ("--corpus", tmp_path / "corpus", "--checkout", REAL[0], "--base", tmp_path / "base")
-    command = ("dev/compare_upstream.py", "prepare", *map(str, flags), "--vocab-size=1024", "--max-chars=500000")
+    command = (
+        "lab/measure/compare_upstream.py",
+        "prepare",
+        *map(str, flags),
+        "--vocab-size=1024",
+        "--max-chars=500000",
+    )
     done = outside(None, *command)
     assert done.returncode == 0, done.stdout + done.stderr
     return tmp_path / "base", {"TORCHDYNAMO_DISABLE": "1", "NANOCHAT_BASE_DIR": str(tmp_path / "base")}
@@ -655,7 +661,7 @@ def prepare_real(tmp_path) -> tuple[Path, dict[str, str]]:
 def test_real_checkouts_train_in_bf16_and_clover(tmp_path):
     base, env = prepare_real(tmp_path)
     small = "--depth=2 --seq-len=256 --device-batch-size=1 --total-batch-size=512 --eval-tokens=1024".split()
-    command = ["dev/compare_upstream.py", "run", "--base", str(base), "--steps=6", "--every=1", *small]
+    command = ["lab/measure/compare_upstream.py", "run", "--base", str(base), "--steps=6", "--every=1", *small]
     learn = "--device-type=cpu --matrix-lr=0.5 --embedding-lr=6 --unembedding-lr=0.1".split()
     done = outside(None, *command, "--out", str(tmp_path / "logs"), *map(str, REAL), "--", *learn, **env)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -674,7 +680,7 @@ def test_real_checkouts_train_in_two_processes(tmp_path):
     _, env = prepare_real(tmp_path)
     (tmp_path / "stubs").mkdir()
     (tmp_path / "stubs/gloo_upstream.py").write_text(GLOO)
-    compare = runpy.run_path(str(ROOT / "dev/compare_upstream.py"))
+    compare = runpy.run_path(str(ROOT / "lab/measure/compare_upstream.py"))
     compare["make_stubs"](tmp_path / "stubs")
     paths = compare["environment"](REAL[0], tmp_path, tmp_path / "stubs")["PYTHONPATH"]
     launch = "-m torch.distributed.run --standalone --nproc_per_node=2 -m gloo_upstream scripts.base_train --".split()

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanochat_fp4.data.tokenizer import RustBPETokenizer
+from nanochat_fp4.data.tokenizer_files import chat_template, special_tokens, vocabulary
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.export.huggingface import Description, describe
-from nanochat_fp4.export.tokenizer_files import chat_template, special_tokens, vocabulary
 from nanochat_fp4.export.weights import Weights
-from nanochat_fp4.llama import Llama
+from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, pack, unpack
-from nanochat_fp4.tokenizer import RustBPETokenizer
 
 FILE_NAME = "model.gguf"
 GROUP = 64  # values

@@ -22,9 +22,9 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.export import safetensors_file
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.gpt import GPT, NORM_EPS, ROTARY_BASE, SOFTCAP
-from nanochat_fp4.llama import NORM_EPS as LLAMA_NORM_EPS
-from nanochat_fp4.llama import Llama
+from nanochat_fp4.models.gpt import GPT, NORM_EPS, ROTARY_BASE, SOFTCAP
+from nanochat_fp4.models.llama import NORM_EPS as LLAMA_NORM_EPS
+from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 
 MODELING_FILE = "modeling_nanochat_fp4.py"

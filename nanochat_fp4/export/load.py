@@ -13,8 +13,8 @@ from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.export import gguf_file, huggingface, safetensors_file
 from nanochat_fp4.export.verify import needs
 from nanochat_fp4.export.weights import Weights
-from nanochat_fp4.gpt import GPT
-from nanochat_fp4.llama import Llama
+from nanochat_fp4.models.gpt import GPT
+from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.convert import groups_computed_as_one
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.operands import Codes

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, RustBPETokenizer
+from nanochat_fp4.data.tokenizer_files import byte_characters
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.export import gguf_file
 from nanochat_fp4.export.huggingface import describe
-from nanochat_fp4.export.tokenizer_files import byte_characters
 from nanochat_fp4.export.verify import needs
-from nanochat_fp4.llama import NORM_EPS, Llama, LlamaConfig
-from nanochat_fp4.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, RustBPETokenizer
+from nanochat_fp4.models.llama import NORM_EPS, Llama, LlamaConfig
 
 # The split patterns of llama.cpp's names for them, of the models that were tried. Ours (gguf_file.py) is exported under
 # another's name, for want of one.

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.export import gguf_file
 from nanochat_fp4.export.huggingface import WEIGHTS_FILE, Description
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, decode_e2m1, unpack
-from nanochat_fp4.tokenizer import RustBPETokenizer
 
 MAX_ULPS = 2  # of FP32, between their decoded values and ours: they divide by 1 / tensor_scale
 

@@ -165,7 +165,7 @@ def _other_systems() -> list[Recipe]:
     tetrajet_backward = Gemm(sr_by_128, sr_by_128, 16)
     return [
         # Of the full TetraJet-v2 (arXiv 2510.27527, and its authors' code, thu-ml/TetraJet-v2-NVFP4Training) all but
-        # OsciReset, which tetrajet_v2_full of scripts/sweep_runs.py adds. As there: FP32 scales for outer blocks
+        # OsciReset, which tetrajet_v2_full of lab/study/sweep_runs.py adds. As there: FP32 scales for outer blocks
         # of 128; RHT-16 in both backward GEMMs; the 10% of the input channels with the largest L2 norms rounded to
         # MXFP8 in output (both operands) and grad_weight (E^T to nearest, unrotated, and X^T from its forward values);
         # grad_input all in 4 bits, from the forward's values. Different from there:

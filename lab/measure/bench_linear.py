@@ -1,0 +1,309 @@
+"""Time of the linear layers of the paper's Table 6, forward and forward+backward, against BF16 in the same run.
+
+    python -m lab.measure.bench_linear                                      # 800M, 3B, 7B; the training methods
+    python -m lab.measure.bench_linear --models 3B --methods clover --passes forward+backward --modes graph --turns
+    python -m lab.measure.bench_linear --roofline rtx5090                   # a prediction; needs no GPU
+
+The baseline is nn.Linear with FP32 weights under BF16 autocast, as nanochat trains; every method runs under the same
+autocast on the same tensors. A call is all four layers of a model, one after the other: as a CUDA graph (the GPU's work
+without the host's), or eagerly.
+
+A GPU at its power limit lowers its clock, and how far depends on what it computes. So each method is timed in a steady
+state of its own, as in a training run: --seconds of calls to warm up, then as many that are timed, twice, in opposite
+orders of the methods. A number is the median of all timed calls; "spread" is how far the medians of the two visits are
+apart; MHz, W and what limits the clock were sampled by NVML while the calls ran. --turns times the methods a second
+way: in turns of a few calls, in which each of them runs in the clock that the others left.
+
+Nothing is timed before its result was compared: with the reference (nanochat_fp4.doctor), and, on the very tensors that
+are timed, with BF16. The JSON is written as the numbers come.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import nanochat_fp4 as nf
+from lab.measure import bench_common as common
+from nanochat_fp4 import roofline
+from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.doctor import layer_problem, relative_square_error
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
+
+METHODS = ("fp8", "clover", "clover_search", "nvidia", "tetrajet_v2")
+PASSES = {"forward": "forward", "forward+backward": "forward_backward"}  # and the method of Layer
+MODES = ("graph", "eager")
+# Relative square errors against BF16: rounding of two operands in the forward pass (0.02), of four in a gradient.
+FORWARD_LIMIT, GRADIENT_LIMIT = 0.05, 0.15
+
+
+class Layer:
+    """One linear layer with its input and grad_output, ready to be called again and again."""
+
+    def __init__(self, method: str, in_features: int, out_features: int, weight, x, e):
+        if method == "bf16":
+            self.linear = torch.nn.Linear(in_features, out_features, bias=False, device="meta")
+        else:
+            self.linear = nf.QuantLinear(in_features, out_features, method=method, device="meta")
+        self.linear.weight = torch.nn.Parameter(weight)
+        self.x, self.e = x, e
+
+    def output(self) -> torch.Tensor:
+        with torch.autocast(self.x.device.type, torch.bfloat16):
+            return self.linear(self.x)
+
+    def forward(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.output()
+
+    def forward_backward(self) -> tuple[torch.Tensor, ...]:
+        y = self.output()
+        return (y.detach(), *torch.autograd.grad(y, (self.x, self.linear.weight), self.e))
+
+
+def graphed(function: Callable[[], object]) -> Callable[[], None]:
+    """The function as replays of a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def timed(function: Callable[[], object], calls: int) -> list[float]:
+    """Milliseconds of each of so many calls."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    events[0].record()
+    for event in events[1:]:
+        function()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in zip(events, events[1:])]
+
+
+def steady(functions: dict[str, Callable[[], object]], seconds: float) -> dict[str, dict]:
+    """{name: {ms, spread, mhz, watts, limit}}: each function's own steady state, visited twice."""
+    visits: dict[str, list[list[float]]] = {name: [] for name in functions}
+    monitors = {name: common.Monitor() for name in functions}
+    for order in (list(functions), list(reversed(functions))):
+        for name in order:
+            start, count = time.perf_counter(), 0
+            while time.perf_counter() - start < seconds:
+                timed(functions[name], 5)
+                count += 5
+            calls = math.ceil(count * seconds / (time.perf_counter() - start))
+            with monitors[name]:
+                visits[name].append(timed(functions[name], max(5, calls)))
+    result = {}
+    for name, (first, second) in visits.items():
+        a, b = statistics.median(first), statistics.median(second)
+        result[name] = {"ms": statistics.median(first + second), "spread": abs(a - b) / min(a, b)}
+        result[name] |= monitors[name].summary()
+    return result
+
+
+def in_turns(functions: dict[str, Callable[[], object]], seconds: float, calls: int = 5) -> dict[str, dict]:
+    """{name: {ms, mhz, watts, limit}}: the functions take turns of so many calls. The GPU's state is that of all."""
+    times: dict[str, list[float]] = {}
+    monitor = common.Monitor()
+    for watching in (contextlib.nullcontext(), monitor):  # to warm up, and to time
+        times = {name: [] for name in functions}
+        start = time.perf_counter()
+        with watching:
+            while not all(times.values()) or time.perf_counter() - start < seconds:
+                for name, function in functions.items():
+                    times[name] += timed(function, calls + 1)[1:]  # the first finds the caches of another function
+    return {name: {"ms": statistics.median(values), **monitor.summary()} for name, values in times.items()}
+
+
+def wrong(label: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> str | None:
+    """Why the results of a method, next to those of BF16, are no quantized results; or None."""
+    for name, g, w in zip(("output", "grad_input", "grad_weight"), got, want):
+        error = relative_square_error(g, w)
+        limit = FORWARD_LIMIT if name == "output" else GRADIENT_LIMIT
+        if not error < limit:  # NaN included
+            return f"{label}: {name} is off BF16 by a relative square error of {error:.1e}, expected below {limit}"
+    return None
+
+
+def layers_of(model: str, methods: list[str], tokens: int, device, problems: dict[str, str]) -> dict[str, list[Layer]]:
+    """The layers of each method, on the same tensors; a method that is wrong goes to `problems` instead."""
+    layers: dict[str, list[Layer]] = {m: [] for m in methods if m not in problems}
+    for layer_name, (k, n) in common.LAYER_SETS[model].items():
+        torch.manual_seed(0)
+        weight = torch.randn(n, k, device=device) * k**-0.5
+        x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16).requires_grad_()
+        e = torch.randn(tokens, n, device=device, dtype=torch.bfloat16)
+        for method in layers:
+            layers[method].append(Layer(method, k, n, weight, x, e))
+        want = layers["bf16"][-1].forward_backward()
+        for method in list(layers):
+            problem = wrong(f"{method}, {model} {layer_name}", layers[method][-1].forward_backward(), want)
+            if problem:
+                problems[method] = problem
+                del layers[method]
+    return layers
+
+
+def measure(
+    models: list[str],
+    methods: list[str],
+    tokens: int,
+    modes: list[str],
+    passes: list[str],
+    ways: dict[str, Callable],
+    report: Callable[[list[dict]], object],
+) -> tuple[list[dict], list[str]]:
+    """(records, problems): one record for each model, mode, pass, way of timing and method that is right. All so far
+    are reported whenever there are more."""
+    device = common.need_cuda("bench_linear")
+    problems = {m: p for m in methods if (p := layer_problem(device, m))}
+    if "bf16" in problems:
+        return [], list(problems.values())
+    records = []
+    for model in models:
+        flops = sum(2.0 * tokens * k * n for k, n in common.LAYER_SETS[model].values())
+        layers = layers_of(model, methods, tokens, device, problems)
+        for mode in modes:
+            for which in passes:
+                run = PASSES[which]
+                functions = {m: functools.partial(call, [getattr(x, run) for x in ls]) for m, ls in layers.items()}
+                if mode == "graph":
+                    functions = {m: graphed(f) for m, f in functions.items()}
+                work = flops * (1 if which == "forward" else 3)
+                for way, measured in ways.items():
+                    found = measured(functions)
+                    for method, numbers in found.items():
+                        record = {"model": model, "mode": mode, "pass": which, "timing": way, "method": method}
+                        ratio = numbers["ms"] / found["bf16"]["ms"]
+                        records.append(record | numbers | {"ratio": ratio, "tflops": work / numbers["ms"] / 1e9})
+                    report([r for r in records if r["method"] not in problems])
+                del functions
+        del layers
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return [r for r in records if r["method"] not in problems], list(problems.values())
+
+
+def call(functions: list[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
+
+
+def predict(
+    machine: roofline.Machine, models: list[str], methods: list[str], tokens: int, passes: list[str]
+) -> list[dict]:
+    """The same records from byte, instruction and FLOP counts alone."""
+    records = []
+    for model in models:
+        for which in passes:
+            times = {}
+            for method in methods:
+                recipe = get_recipe(method)
+                native = machine.fp4 is not None and recipe.quantizes
+                steps = [
+                    step
+                    for k, n in common.LAYER_SETS[model].values()
+                    for step in roofline.layer_steps(
+                        recipe, tokens, k, n, backward=which != "forward", native=native
+                    )
+                ]  # fmt: skip
+                times[method] = sum(roofline.predicted_ms(step, machine) for step in steps)
+            flops = sum(2.0 * tokens * k * n for k, n in common.LAYER_SETS[model].values())
+            for method, ms in times.items():
+                work = flops * (1 if which == "forward" else 3)
+                ratio = ms / times["bf16"]
+                records.append(
+                    {
+                        "model": model, "mode": "predicted", "pass": which, "timing": "-", "method": method,
+                        "ms": ms, "ratio": ratio, "tflops": work / ms / 1e9,
+                    }
+                )  # fmt: skip
+    return records
+
+
+def show(records: list[dict]) -> str:
+    def cell(value: float | None, form: str) -> str:
+        return "-" if value is None else form.format(value)
+
+    header = ["model", "mode", "pass", "timing", "method", "ms", "x BF16", "TFLOP/s", "spread", "SM MHz", "W", "limit"]
+    rows = [
+        [
+            r["model"], r["mode"], r["pass"], r["timing"], r["method"], r["ms"], r["ratio"], round(r["tflops"]),
+            cell(r.get("spread"), "{:.1%}"), cell(r.get("mhz"), "{:.0f}"), cell(r.get("watts"), "{:.0f}"),
+            r.get("limit") or "-",
+        ]
+        for r in sorted(records, key=lambda r: (r["mode"], r["pass"], r["timing"]))
+    ]  # fmt: skip
+    return common.table(header, rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", default="800M,3B,7B", help=f"of {', '.join(common.LAYER_SETS)}")
+    parser.add_argument(
+        "--methods",
+        default=",".join(METHODS),
+        help="of nf.METHODS or nf.ABLATIONS, or all of both; bf16 is always there",
+    )
+    parser.add_argument("--tokens", type=int, default=roofline.TOKENS, help="rows of the input")
+    parser.add_argument("--modes", default="graph", help=f"of {', '.join(MODES)}, with commas")
+    parser.add_argument("--passes", default=",".join(PASSES), help="with commas")
+    parser.add_argument("--seconds", type=float, default=1.0, help="to warm up, and to time, in each visit")
+    parser.add_argument("--turns", action="store_true", help="also time the methods in turns of five calls")
+    common.add_common_arguments(parser)
+    args = parser.parse_args(argv)
+    models = [m for m in args.models.split(",") if m]
+    if not models or not set(models) <= set(common.LAYER_SETS):
+        raise UserError(f"--models is {args.models!r}, expected some of {', '.join(common.LAYER_SETS)}, with commas")
+    modes, passes = ([v for v in value.split(",") if v] for value in (args.modes, args.passes))
+    for flag, given, known in (("modes", modes, MODES), ("passes", passes, PASSES)):
+        if not given or not set(given) <= set(known):
+            raise UserError(f"--{flag} is {getattr(args, flag)!r}, expected some of {', '.join(known)}, with commas")
+    if args.tokens < 1 or not 0 < args.seconds < 3600:
+        raise UserError("--tokens must be at least 1, --seconds positive and less than an hour")
+    names = METHOD_TABLE if args.methods == "all" else [get_recipe(m).name for m in args.methods.split(",") if m]
+    methods = ["bf16", *[m for m in dict.fromkeys(names) if m != "bf16"]]
+
+    settings = {"models": models, "methods": methods, "tokens": args.tokens, "seconds": args.seconds}
+    name = f"bench_linear_{args.roofline}_predicted" if args.roofline else "bench_linear"
+    environment = environment_info()
+
+    def report(records: list[dict]) -> Path:
+        return common.write_json(name, args.json, settings, records, environment)
+
+    problems: list[str] = []
+    if args.roofline:
+        machine = roofline.MACHINES[args.roofline]
+        settings["prediction_for"] = dataclasses.asdict(machine)
+        gemm = "native NVFP4 GEMM" if machine.fp4 else "emulated: decode to BF16, BF16 GEMM"
+        print(f"PREDICTION for {machine.name}, not a measurement: {gemm}; {machine.source}")
+        records = predict(machine, models, methods, args.tokens, passes)
+    else:
+        common.need_cuda("bench_linear")
+        print(f"{torch.cuda.get_device_name()}; {nf.backend()}; {args.tokens} tokens")
+        ways = {"steady": functools.partial(steady, seconds=args.seconds)}
+        if args.turns:
+            ways["turns"] = functools.partial(in_turns, seconds=args.seconds)
+        records, problems = measure(models, methods, args.tokens, modes, passes, ways, report)
+    print(show(records))
+    print(f"written to {report(records)}")
+    if problems:
+        raise UserError(f"not timed, because the result is wrong: {'; '.join(problems)}")
+
+
+if __name__ == "__main__":
+    run_main(main)

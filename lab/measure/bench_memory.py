@@ -1,0 +1,180 @@
+"""What a block of the model keeps for its backward pass: tensor by tensor, in bytes per token, BF16 beside a method.
+
+    python -m lab.measure.bench_memory                             # d26, clover; a minute on a laptop, no GPU needed
+    python -m lab.measure.bench_memory --depth 20 --methods clover,nvidia
+    python -m lab.measure.bench_memory --write docs/memory.md      # puts the table into the document
+
+Counted by autograd's saved-tensor hooks, each storage once, under the line of gpt.py that keeps it first. Left out are
+parameters and what does not grow with the tokens (weight codes, rotary tables). Residual stream and products are BF16,
+as on CUDA. torch.compile decides anew what to keep and what to compute again, so a GPU may differ: what it really keeps
+is measured by lab.measure.bench_train.
+"""
+
+import linecache
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import nanochat_fp4 as nf
+from lab.measure import bench_common as common
+from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.files import atomic_write
+from nanochat_fp4.models import gpt
+from nanochat_fp4.nvfp4.methods import get_recipe
+
+RECOMPUTE = ("none", "mlp", "all")
+MARKER = "<!-- lab.measure.bench_memory -->"
+
+# Parts of the lines of gpt.py that keep tensors, and what these are.
+NAMES = {
+    "= resid_lambda * x": "residual stream, for the gradient of resid_lambda",
+    "_recomputed(attention": "residual stream into attention, to start again from",
+    "self.attn(norm(x)": "residual stream into the norm before attention",
+    "fused_linear(x": "input of c_q, c_k, c_v",
+    "keep_output=True": "queries and keys",
+    "flash_attn_func": "values, result and log-sum-exp of attention",
+    "self.c_proj(y": "input of attention's c_proj",
+    "_recomputed(mlp": "residual stream into the MLP, to start again from",
+    "self.mlp(norm(x)": "residual stream into the norm before the MLP",
+    "self.c_fc(x)": "input of c_fc",
+    "_ReluSquared.apply": "for the derivative of ReLU^2",
+    "self.c_proj(x": "input of the MLP's c_proj",
+    "relu_squared_linear(x": "input of the MLP's c_proj, and for the derivative of ReLU^2",
+}
+# Functions that keep something for whoever calls them.
+HELPERS = ("norm", "apply_rotary_emb", "_recomputed")
+
+
+def _line() -> str:
+    """The line of gpt.py that is being executed, helpers left out."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == gpt.__file__ and frame.f_code.co_name not in HELPERS:
+            return linecache.getline(gpt.__file__, frame.f_lineno).strip()
+        frame = frame.f_back
+    return "outside of gpt.py"
+
+
+def kept_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> dict[str, int]:
+    """{line of gpt.py: bytes} that autograd keeps of forward() until its result is let go of."""
+    seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    lines: dict[str, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            line = _line()
+            lines[line] = lines.get(line, 0) + storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        forward()
+    return lines
+
+
+def per_token_and_layer(
+    config: gpt.GPTConfig, method: str, recompute: str, tokens: int = 32
+) -> tuple[dict[str, float], float]:
+    """({line: bytes per token of one block}, bytes per token of everything that is not in a block)."""
+
+    def kept(layers: int, rows: int) -> dict[str, int]:
+        with torch.random.fork_rng(devices=[]):
+            model = gpt.GPT(replace(config, n_layer=layers, sequence_len=tokens, window_pattern="L"))
+            model.init_weights()
+            model.transformer.wte.to(torch.bfloat16)  # as on CUDA
+            nf.convert(model, method, verbose=False)
+            model.recompute = recompute
+            ids = torch.zeros(rows, tokens, dtype=torch.int64)
+            with gpt.autocast("cpu", torch.bfloat16):
+                return kept_bytes(model, lambda: model(ids, ids))
+
+    def slope(layers: int) -> dict[str, float]:
+        one, two = kept(layers, 1), kept(layers, 2)
+        return {line: (two[line] - one.get(line, 0)) / tokens for line in two}
+
+    one, two = slope(1), slope(2)
+    block = {line: two[line] - one.get(line, 0.0) for line in two}
+    return {line: n for line, n in block.items() if n}, sum(one.values()) - sum(block.values())
+
+
+def account(config: gpt.GPTConfig, methods: list[str]) -> list[dict]:
+    """A record for each method and what it recomputes: bytes per token of a block by tensor, their sum, the rest."""
+    records = []
+    for method in ["bf16", *methods]:
+        for recompute in RECOMPUTE:
+            lines, rest = per_token_and_layer(config, method, recompute)
+            tensors: dict[str, float] = {}
+            for line, n in lines.items():
+                name = next((name for part, name in NAMES.items() if part in line), line)
+                tensors[name] = tensors.get(name, 0.0) + n
+            records.append(
+                {
+                    "method": method, "recompute": recompute, "width": config.n_embd, "tensors": tensors,
+                    "block": sum(tensors.values()), "rest": rest,
+                }
+            )  # fmt: skip
+    for r in records:
+        r["ratio"] = r["block"] / records[0]["block"]
+    return records
+
+
+def label(record: dict) -> str:
+    again = {"none": "", "mlp": ", MLP again", "all": ", all again"}[record["recompute"]]
+    return record["method"] + again
+
+
+def show(records: list[dict]) -> str:
+    """A Markdown table."""
+    names = list(dict.fromkeys([*NAMES.values(), *(n for r in records for n in r["tensors"])]))
+    lines = [
+        "| bytes per token and block | " + " | ".join(map(label, records)) + " |",
+        "|---|" + "---:|" * len(records),
+    ]
+    for name in names:
+        cells = [r["tensors"].get(name) for r in records]
+        if any(cells):
+            lines.append(f"| {name} | " + " | ".join("-" if c is None else f"{c:,.0f}" for c in cells) + " |")
+    lines.append("| **a block** | " + " | ".join(f"**{r['block']:,.0f}**" for r in records) + " |")
+    lines.append("| in units of the width | " + " | ".join(f"{r['block'] / r['width']:.2f}" for r in records) + " |")
+    lines.append("| **ratio to BF16** | " + " | ".join(f"**{r['ratio']:.2f}**" for r in records) + " |")
+    lines.append("| outside of the blocks | " + " | ".join(f"{r['rest']:,.0f}" for r in records) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--depth", type=int, default=26, help="nanochat's dial; it sets the width")
+    parser.add_argument(
+        "--methods", default="clover", help="of nf.METHODS or nf.ABLATIONS, with commas; bf16 is always there"
+    )
+    parser.add_argument("--write", default="", help=f"a Markdown file whose part between two {MARKER} is replaced")
+    parser.add_argument("--json", default="", help="where to write the numbers (default: bench/ in the base directory)")
+    args = parser.parse_args(argv)
+    try:
+        methods = [get_recipe(m).name for m in args.methods.split(",") if m]
+        config = gpt.config_from_depth(args.depth, vocab_size=512)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    parts = []
+    if args.write:  # before the work
+        path = Path(args.write)
+        parts = path.read_text().split(MARKER) if path.is_file() else []
+        if len(parts) != 3:
+            raise UserError(f"--write: {path} has no two lines {MARKER} around its table; add them where it should be")
+    records = account(config, [m for m in methods if m != "bf16"])
+    print(show(records))
+    settings = {"depth": args.depth, "width": config.n_embd, "methods": methods}
+    print(f"written to {common.write_json('bench_memory', args.json, settings, records)}")
+    if args.write:
+        command = f"`python -m lab.measure.bench_memory --depth {args.depth} --methods {args.methods}`"
+        text = f"\n{command}, width {config.n_embd}:\n\n{show(records)}\n"
+        atomic_write(path, MARKER.join([parts[0], text, parts[2]]))
+
+
+if __name__ == "__main__":
+    run_main(main)

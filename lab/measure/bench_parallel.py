@@ -1,0 +1,222 @@
+"""
+Time, memory and traffic of whole training steps on several GPUs: ddp, FSDP with BF16 gathers, FSDP with 4-bit gathers,
+tensor and sequence parallelism (times ddp).
+
+    torchrun --standalone --nproc_per_node=2 -m lab.measure.bench_parallel --depth 26 --parallel ddp
+    torchrun --standalone --nproc_per_node=2 -m lab.measure.bench_parallel --depth 26 --parallel fsdp --gather codes
+    torchrun --standalone --nproc_per_node=4 -m lab.measure.bench_parallel --depth 32 --parallel tp --tensor-parallel 2
+
+Made-up tokens, nanochat's GPT and optimizers. After a step to warm up, one whose traffic is counted and whose memory is
+read, then steps for --seconds: their median. One row is appended to --json, beside what docs/scale.md predicts for it.
+On a CPU: --depth 2 --aspect-ratio 64 --vocab-size 512 --seq-len 64 --micro-batch 2 --total-batch-size 512 --seconds 1.
+"""
+
+import os
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import nanochat_fp4 as nf
+from lab.predict.communication import MODES as PREDICTED
+from lab.predict.communication import (
+    Sizes,
+    counted,
+    predicted_bytes,
+    predicted_tensor_parallel_bytes,
+    prediction,
+    tensor_parallel_prediction,
+)
+from nanochat_fp4.common import compute_cleanup, compute_init, is_ddp_initialized, peak_memory, print0
+from nanochat_fp4.console import ArgumentParser, parse_finite, table
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.models.gpt import GPT, compile_layers, config_from_depth
+from nanochat_fp4.models.optim import PretrainingOptions
+from nanochat_fp4.nvfp4.part import local
+from nanochat_fp4.parallel import MODES, divide, shard
+from nanochat_fp4.training.micro_batch import plan_accumulation
+from nanochat_fp4.training.trainer import TrainingStep
+
+GIB = 2**30
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = ArgumentParser(description="Time, memory and traffic of training steps on several GPUs")
+    add = parser.add_argument
+    add("--depth", type=int, default=26)
+    add("--method", default="clover", help="of nf.METHODS or nf.ABLATIONS")
+    add("--parallel", choices=(*MODES, "tp"), default="ddp")
+    add("--tensor-parallel", type=int, default=2, help="processes that compute a layer together (tp)")
+    add("--gather", choices=("codes", "bf16"), default="codes", help="what travels of a quantized weight (fsdp)")
+    add("--micro-batch", type=int, default=8, help="rows")
+    add("--total-batch-size", type=int, default=524288, help="tokens of a step")
+    add("--seq-len", type=int, default=2048)
+    add("--vocab-size", type=int, default=65536)
+    add("--aspect-ratio", type=int, default=64, help="width = depth * aspect_ratio")
+    add("--head-dim", type=int, default=128)
+    add("--seconds", type=parse_finite, default=30.0, help="of timed steps; at least two are taken, at most 50")
+    add("--compile", action=argparse.BooleanOptionalAction, default=None, help="(default: on a GPU only)")
+    add("--json", default="", help="append the row to this file")
+    add("--predict", action="store_true", help="print docs/scale.md's table instead: what each GPU sends, d26 to 64B")
+    args = parser.parse_args(argv)
+    if args.gather == "bf16" and args.parallel != "fsdp":
+        raise UserError("--gather=bf16 is for shards; add --parallel=fsdp, or leave it out")
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise UserError(f"--json={args.json}: its folder is not there; make it, or name another file")
+    return args
+
+
+def make_step(args: argparse.Namespace, device: torch.device, sharded: bool, divided: int) -> tuple[TrainingStep, str]:
+    """(step, what it is called in the rows)"""
+    with torch.device("meta"):
+        config = config_from_depth(args.depth, args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio)
+        model = GPT(config)
+    model.to_empty(device=device)
+    model.init_weights()
+    nf.convert(model, args.method, verbose=False)
+    cuda = device.type == "cuda"
+    mode = "ddp"
+    if sharded:
+        layers = shard(model, torch.bfloat16 if cuda else None, codes=args.gather == "codes")
+        mode = "fsdp_codes" if layers else "fsdp_bf16"  # of bf16 nothing travels as codes
+    if divided > 1:
+        divide(model, divided)
+        mode = "tp"
+    forward = compile_layers(model) if (cuda if args.compile is None else args.compile) else model
+    optimizers, schedule = model.setup_pretraining(PretrainingOptions(), args.total_batch_size, 1000)
+    schedule(500, 0.5)
+    return TrainingStep(model, optimizers, forward), mode
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace, device: torch.device, rank: int, world_size: int):
+        self.args, self.device, self.world_size = args, device, world_size
+        sharded = args.parallel == "fsdp"
+        if sharded and world_size == 1:
+            raise UserError("one process has nobody to share weights with; start several with torchrun, or use ddp")
+        self.divided = args.tensor_parallel if args.parallel == "tp" else 1
+        self.step, self.mode = make_step(args, device, sharded, self.divided)
+        groups = world_size // self.divided
+        self.micro_batches = plan_accumulation(
+            args.total_batch_size, args.micro_batch, args.seq_len, groups, flag="--micro-batch"
+        )
+        tokens = torch.randint(args.vocab_size, (args.micro_batch, args.seq_len + 1), device=device)
+        self.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        torch.manual_seed(rank // self.divided)  # noise of its own
+
+    def run(self, micro_batches: int | None = None) -> tuple[float, int]:
+        """One step: (seconds, bytes held between the last backward pass and the update)."""
+        count = micro_batches or self.micro_batches
+        self.step.synchronize()
+        began = time.perf_counter()
+        with self.step.micro_batches(count):
+            for _ in range(count):
+                self.loss = self.step.micro_batch(*self.batch, count=count)
+        self.step.model.clip_gradients()
+        held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        self.step.update()
+        self.step.synchronize()
+        return time.perf_counter() - began, held
+
+    def state_bytes(self) -> int:
+        """Of this process: weights, their gradients, and what the optimizers keep."""
+        weights = sum(2 * local(p).nbytes for p in self.step.model.parameters())
+        states = (t for o in self.step.optimizers for s in o.state.values() for t in s.values())
+        return weights + sum(t.nbytes for t in states if torch.is_tensor(t))
+
+    def row(self) -> dict[str, Any]:
+        args = self.args
+        began = time.perf_counter()
+        self.run(min(2, self.micro_batches))  # compiles
+        warm_up = time.perf_counter() - began
+        with counted() as sent:
+            seconds, held = self.run()
+        steps = torch.tensor(min(50, max(2, args.seconds / seconds)), device=self.device)
+        if is_ddp_initialized():
+            dist.all_reduce(steps, op=dist.ReduceOp.MIN)
+        times = [self.run()[0] for _ in range(int(steps))]
+        median = statistics.median(times)
+        sizes = Sizes.of(self.step.model)
+        if self.mode == "tp":
+            tokens, codes = args.micro_batch * args.seq_len, args.method != "bf16"
+            step = self.micro_batches, tokens, self.divided, codes
+            predicted = sum(predicted_tensor_parallel_bytes(sizes, self.world_size, *step))
+        else:
+            predicted = predicted_bytes(sizes, self.mode, self.world_size, self.micro_batches)
+        return {
+            "depth": args.depth, "method": args.method, "mode": self.mode, "gpus": self.world_size,
+            "micro_batch": args.micro_batch, "micro_batches": self.micro_batches, "tokens": args.total_batch_size,
+            "tokens_per_second": args.total_batch_size / median, "seconds": median, "steps": len(times),
+            "fastest": min(times), "slowest": max(times), "warm_up_seconds": warm_up,
+            "peak_gib": peak_memory(self.device) / GIB, "held_gib": held / GIB,
+            "state_gib": self.state_bytes() / GIB, "sent_bytes": sum(sent.values()), "sent": dict(sent),
+            "predicted_bytes": predicted, "loss": float(self.loss), "compiled": self.step.compiled,
+        }  # fmt: skip
+
+
+# name -> layers, width, rows of a micro-batch
+MODELS = {"d26": (26, 1664, 8), "d32": (32, 2048, 8), "7B": (32, 4096, 4), "64B": (80, 8192, 2)}
+
+
+def predictions() -> str:
+    """A row for each model and number of GPUs: GB that a GPU sends in a step, its seconds over those of computing; and
+    tensor parallelism's."""
+    rows = []
+    for name, (layers, width, micro_batch) in MODELS.items():
+        for gpus in (2, 4, 8, 64, 1024):
+            by_mode = prediction(layers, width, gpus, micro_batch)
+            numbers = [f"{m['GB']:.2f}, {m['sending'] / m['computing']:.2f}" for m in by_mode.values()]
+            states = [f"{by_mode[mode]['GiB']:.1f}" for mode in ("ddp", "fsdp_codes")]
+            rows.append([name, str(gpus), f"{by_mode['ddp']['computing']:.2f}", *numbers, *states])
+    divided = []
+    for method, gpus, micro_batch in (("clover", 2, 8), ("clover", 2, 32), ("bf16", 2, 8), ("clover", 4, 8)):
+        p = tensor_parallel_prediction(32, 2048, gpus, micro_batch, method == "clover")
+        seconds = [f"{p[key]:.2f}" for key in ("GB", "sending", "small", "computing")]
+        divided.append(
+            [f"d32 {method}", str(gpus), str(micro_batch), *seconds, f"{p['tokens/s']:,.0f}", f"{p['GiB']:.1f}"]
+        )
+    head = [
+        "model",
+        "GPUs",
+        "computing, s",
+        *(f"{m}: GB, sending / computing" for m in PREDICTED),
+        "ddp GiB",
+        "fsdp GiB",
+    ]
+    head_divided = ["tp 2", "GPUs", "micro-batch", "GB", "sending, s", "small reductions, s", "computing, s"]
+    return table(head, rows) + "\n\n" + table([*head_divided, "tokens/s", "GiB"], divided)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    if args.predict:
+        print0(predictions())
+        return
+    _, rank, _, world_size, device = compute_init("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        row = Bench(args, device, rank, world_size).row()
+    finally:
+        compute_cleanup()
+    if rank == 0 and args.json:
+        info = environment_info()
+        row["hardware"] = f"{world_size} x {info['gpu'] or info['cpu']}; torch {info['torch']}; {info['commit']}"
+        with Path(args.json).open("a", encoding="utf-8") as f:
+            f.write(json.dumps(row) + "\n")
+    print0(
+        f"d{row['depth']} {row['method']} {row['mode']} x {row['gpus']}: {row['tokens_per_second']:,.0f} tokens/s, "
+        f"peak {row['peak_gib']:.1f} GiB, state {row['state_gib']:.1f} GiB, sent {row['sent_bytes'] / 1e9:.2f} GB a "
+        f"step (predicted {row['predicted_bytes'] / 1e9:.2f})"
+    )
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,244 @@
+"""Bandwidth of every quantization kernel, on the bytes it must move, as a share of what a copy reaches.
+
+    python -m lab.measure.bench_quantize
+    python -m lab.measure.bench_quantize --rows 16384 --columns 3072 --only clover
+    python -m lab.measure.bench_quantize --roofline h200                    # a prediction; needs no GPU
+
+A kernel whose results differ from the reference's is not timed. Tensors are larger than any cache. Most of the
+time goes into compiling, minutes if Triton's cache is empty; each row is printed and written as soon as it is there.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import nanochat_fp4 as nf
+from lab.measure import bench_common as common
+from nanochat_fp4 import roofline
+from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.doctor import copy_bandwidth, kernel_problem, median_ms
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.nvfp4.quantizers import get_rounding
+from nanochat_fp4.roofline import AMAX_INSTRUCTIONS, BF16, CODES, DECODE_INSTRUCTIONS, FINISH_INSTRUCTIONS, PSEUDO, Step
+
+# Multiples of 16, as what is timed: for other sizes (the doctor's) Triton compiles every kernel once more.
+CHECKED_SHAPE = (2048, 2048)
+SECOND_KERNEL = "scales: the second kernel of clover"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is timed: its budget, the (rounding, RHT dimension) pairs that must be right first, and how it is set up."""
+
+    steps: list[Step]
+    checks: list[tuple[str, int]]
+    setup: Callable[[torch.device], Callable[[], object]]
+
+
+def kernels(rows: int, columns: int) -> dict[str, Kernel]:
+    """Every kernel by name, on a tensor (rows, columns)."""
+    elements = rows * columns
+    result: dict[str, Kernel] = {}
+
+    def random(device, dtype=torch.bfloat16):
+        return torch.randn(rows, columns, device=device, dtype=dtype)
+
+    def add(name: str, step: Step | list[Step], checks: list[tuple[str, int]], setup) -> None:
+        result[name] = Kernel(step if isinstance(step, list) else [step], checks, setup)
+
+    def amax(device):
+        from nvfp4_kernels.quantize import amax
+
+        x = random(device)
+        return lambda: amax(x)
+
+    amax_step = Step("amax", elements * BF16, elements * AMAX_INSTRUCTIONS)
+    add("amax", amax_step, [("rtn", 0)], amax)
+
+    def rows_setup(rounding: str, dtype: torch.dtype, decode: bool):
+        def setup(device):
+            from nvfp4_kernels.quantize import amax, quantize
+
+            x = random(device, dtype)
+            largest, seed, spec = amax(x), torch.tensor(1, device=device), get_rounding(rounding)
+            constants = (spec.grid_max, spec.scale_cap, list(spec.candidates), spec.stochastic, spec.block_rows, decode)
+            return lambda: quantize(x, largest, seed, 0, *constants)
+
+        return setup
+
+    for rounding, dtype, decode in (
+        ("rtn", torch.bfloat16, True),
+        ("four_over_six", torch.bfloat16, True),
+        ("four_over_six", torch.bfloat16, False),
+        ("four_over_six", torch.float32, True),
+        ("scale_search_3", torch.bfloat16, True),
+        ("scale_search_6", torch.bfloat16, True),
+        ("rtn_16x16", torch.bfloat16, True),
+        ("four_over_six_16x16", torch.bfloat16, True),
+        ("sr", torch.bfloat16, True),
+        ("sr_four_over_six", torch.bfloat16, True),
+    ):
+        name = f"{rounding} {'fp32' if dtype == torch.float32 else 'bf16'}{' + decode' if decode else ''}"
+        # The amax is given.
+        step = roofline.quantize_steps(name, elements, dtype.itemsize, get_rounding(rounding), decode)[
+            1
+        ]  # the amax is given
+        add(name, step, [(rounding, 0)], rows_setup(rounding, dtype, decode))
+
+    def decode_setup(device):
+        from nvfp4_kernels.decode import decode
+
+        t = _codes(random(device))
+        return lambda: decode(t.codes, t.scales)
+
+    decode_step = Step("decode", elements * (CODES + BF16), elements * DECODE_INSTRUCTIONS)
+    add("decode", decode_step, [("rtn", 0)], decode_setup)
+
+    def rotate_setup(row, col, emulated: bool, from_codes: bool):
+        def setup(device):
+            from nvfp4_kernels.rotate import rotate_quantize
+
+            x = random(device)
+            t = _codes(x) if from_codes else None
+            source = (t.codes, t.scales, t.tensor_scale) if from_codes else (x, None, None)
+            seed = torch.tensor(1, device=device)
+            made = [_operand(*o, stream, emulated) if o else None for o, stream in ((row, 2), (col, 4))]
+            return lambda: rotate_quantize(*source, made[0], seed, seed, made[1], seed, seed)
+
+        return setup
+
+    for name, row, col, from_codes in (
+        ("grad_output clover", ("ms_eden", 128), ("ms_eden", 128), False),
+        ("grad_output clover_search", ("ms_eden_search", 128), ("ms_eden_search", 128), False),
+        ("grad_output tetrajet_v2", ("sr", 128), ("sr", 128), False),
+        ("grad_output nvidia", ("sr", 0), ("sr", 16), False),
+        ("requantize clover", None, ("ms_eden", 128), True),
+        ("requantize clover_search", None, ("ms_eden_search", 128), True),
+        ("requantize tetrajet_v2", None, ("sr", 128), True),
+    ):
+        roundings = [get_rounding(o[0]) for o in (row, col) if o]
+        for emulated in (True, False):
+            label = f"{name} -> {'bf16' if emulated else 'codes'}"
+            steps = roofline.rotate_steps(label, elements, CODES if from_codes else BF16, roundings, emulated)
+            checks = [o for o in (row, col) if o]
+            add(label, steps, checks, rotate_setup(row, col, emulated, from_codes))
+
+    def scales_setup(device):
+        from nvfp4_kernels.scales import finish
+
+        pseudo = torch.rand(rows, columns // 16, device=device).bfloat16()
+        correction = torch.ones(rows, columns // 128, device=device)
+        largest = torch.tensor(4.0, device=device).view(torch.int32)
+        operand, seed = _operand("ms_eden", 128, 2, False), torch.tensor(1, device=device)
+        return lambda: finish(pseudo, correction, largest, seed, operand)
+
+    scales_step = Step("scales", elements * (PSEUDO + 1 / 16), elements / 16 * FINISH_INSTRUCTIONS)
+    add(SECOND_KERNEL, scales_step, [("ms_eden", 128)], scales_setup)
+    return result
+
+
+def _codes(x: torch.Tensor):
+    from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
+
+    return quantize_operand(x, Quantization(get_rounding("four_over_six")), keep_codes=True)
+
+
+def _operand(rounding: str, rht_dim: int, stream: int, emulated: bool):
+    from nvfp4_kernels.rotate import Operand
+
+    spec = get_rounding(rounding)
+    limits = (spec.grid_max, spec.scale_cap, spec.candidates)
+    return Operand(*limits, spec.stochastic, spec.ms_eden, rht_dim, stream, stream, emulated)
+
+
+def measure(
+    chosen: dict[str, Kernel], device: torch.device, copy: float, report: Callable[[list[dict]], object]
+) -> tuple[list[dict], list[str]]:
+    """(records, problems): a kernel whose checks fail has a problem and no record. Each record added is reported."""
+    verdicts: dict[tuple[str, int], str | None] = {}
+    records, problems = [], []
+    for name, kernel in chosen.items():
+        for check in kernel.checks:
+            if check not in verdicts:
+                verdicts[check] = kernel_problem(device, get_rounding(check[0]), check[1], CHECKED_SHAPE)
+        problem = next((verdicts[c] for c in kernel.checks if verdicts[c]), None)
+        if problem:
+            problems.append(f"{name} ({problem})")
+            continue
+        ms = median_ms(kernel.setup(device))
+        records.append(_record(name, kernel, ms, copy))
+        report(records)
+        torch.cuda.empty_cache()
+    return records, problems
+
+
+def _record(name: str, kernel: Kernel, ms: float, copy: float) -> dict:
+    num_bytes = sum(s.num_bytes for s in kernel.steps)
+    bandwidth = num_bytes / ms / 1e6
+    return {"kernel": name, "bytes": num_bytes, "ms": ms, "gb_per_s": bandwidth, "share_of_copy": bandwidth / copy}
+
+
+def second_kernel_share(records: list[dict]) -> float | None:
+    """Time of the scales-only kernels of clover's grad_output over that of the kernel before them; None if not timed.
+
+    The kernel that makes codes is timed with one second kernel for each of its two operands."""
+    ms = {r["kernel"]: r["ms"] for r in records}
+    second, both = ms.get(SECOND_KERNEL), ms.get("grad_output clover -> codes")
+    return 2 * second / (both - 2 * second) if second and both else None
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, default=16384, help="rows of the tensor, a multiple of 128")
+    parser.add_argument("--columns", type=int, default=9216, help="columns of the tensor, a multiple of 128")
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    common.add_common_arguments(parser)
+    args = parser.parse_args(argv)
+    if min(args.rows, args.columns) < 128 or args.rows % 128 or args.columns % 128:
+        raise UserError(f"--rows {args.rows} --columns {args.columns}: expected multiples of 128")
+    chosen = {name: k for name, k in kernels(args.rows, args.columns).items() if args.only in name}
+    if not chosen:
+        raise UserError(f"--only {args.only!r} matches none of: {', '.join(kernels(128, 128))}")
+
+    settings = {"rows": args.rows, "columns": args.columns}
+    name = f"bench_quantize_{args.roofline}_predicted" if args.roofline else "bench_quantize"
+    environment, width = environment_info(), max(map(len, chosen))
+
+    def report(records: list[dict]) -> None:
+        r = records[-1]
+        cells = f"{r['bytes'] / 1e6:9.3f}  {r['ms']:7.3f}  {r['gb_per_s']:6.0f}  {r['share_of_copy']:7.0%}"
+        print(f"{r['kernel']:{width}}  {cells}", flush=True)
+        settings["second_kernel_share"] = second_kernel_share(records)
+        common.write_json(name, args.json, settings, records, environment)
+
+    problems: list[str] = []
+    if args.roofline:
+        machine = roofline.MACHINES[args.roofline]
+        settings["prediction_for"] = dataclasses.asdict(machine)
+        print(f"PREDICTION for {machine.name}, not a measurement: {machine.source}")
+        copy = machine.bandwidth
+    else:
+        device = common.need_cuda("bench_quantize")
+        copy = settings["copy_gb_per_s"] = copy_bandwidth(device)
+        print(f"{torch.cuda.get_device_name()}; {nf.backend()}; copy {copy:.0f} GB/s")
+    print(f"{f'{args.rows} x {args.columns}':{width}}  {'MB':>9}  {'ms':>7}  {'GB/s':>6}  {'of copy':>7}", flush=True)
+    if args.roofline:
+        records = []
+        for n, k in chosen.items():
+            records.append(_record(n, k, sum(roofline.predicted_ms(s, machine) for s in k.steps), copy))
+            report(records)
+    else:
+        records, problems = measure(chosen, device, copy, report)
+    share = second_kernel_share(records)
+    if share is not None:
+        print(f"second kernel of post hoc alignment: {share:.1%} of the first, for both operands of grad_output")
+    print(f"written to {common.write_json(name, args.json, settings, records, environment)}")
+    if problems:
+        raise UserError(f"not timed, because the result is wrong: {'; '.join(problems)}")
+
+
+if __name__ == "__main__":
+    run_main(main)

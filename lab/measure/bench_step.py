@@ -1,0 +1,247 @@
+"""A model whose training step is timed in parts, as any method: its micro-batch, its memory, its time."""
+
+import gc
+import importlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+import nanochat_fp4 as nf
+from nanochat_fp4.console import format_bytes
+from nanochat_fp4.errors import UserError, is_out_of_memory, one_line
+from nanochat_fp4.models.gpt import GPT, GPTConfig, compile_layers
+from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.training.trainer import LOOK_TOKENS, TrainingStep
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method, what it computes twice, and the rows of its micro-batch where it has a size of its own."""
+
+    method: str
+    recompute: str = "none"
+    rows: int | None = None
+
+    def __str__(self) -> str:
+        rows = f", {self.rows} rows" if self.rows else ""
+        return self.method + rows + ("" if self.recompute == "none" else f", {self.recompute} again")
+
+
+class Subject(TrainingStep):
+    """The training step of base_train on made-up tokens, in turns as each of the variants."""
+
+    def __init__(self, config: GPTConfig, device: torch.device, compiled: bool):
+        with torch.device("meta"):
+            model = GPT(config)
+        model.to_empty(device=device)
+        model.init_weights()
+        nf.convert(model, "bf16", verbose=False)
+        super().__init__(model, model.setup_optimizers(), compile_layers(model) if compiled else None)
+        self.sequence_len, self.vocab_size = config.sequence_len, config.vocab_size
+        self.flops_per_token, self.num_params = model.estimate_flops(), model.num_scaling_params()
+
+    def become(self, variant: Variant) -> None:
+        recipe = get_recipe(variant.method)
+        for module in self.model.modules():
+            if isinstance(module, QuantLinear):
+                module.set_recipe(recipe)
+        self.model.recompute = variant.recompute
+        self.model.zero_grad(set_to_none=True)  # of one that failed in the middle of a step
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        compiled, self.forward = self.forward, self.model
+        try:
+            yield
+        finally:
+            self.forward = compiled
+
+    def tokens(self, rows: int) -> torch.Tensor:
+        return torch.randint(self.vocab_size, (rows, self.sequence_len), device=self.device)
+
+    def passes(self, rows: int) -> None:
+        """Two micro-batches: the second one finds gradients to add to."""
+        ids = self.tokens(rows)
+        with self.micro_batches(2):
+            for _ in range(2):
+                self.micro_batch(ids, ids)
+
+
+class NanochatSubject(Subject):
+    """The model and optimizers of a real checkout: f5425245f, or a later one, which needs no autocast."""
+
+    def __init__(self, folder: str, config: GPTConfig, device: torch.device, compiled: bool):
+        sys.path.insert(0, folder)
+        try:
+            theirs = importlib.import_module("nanochat.gpt")
+        except ImportError as error:
+            raise UserError(f"--nanochat: no nanochat.gpt can be imported from {folder} ({one_line(error)})") from None
+        finally:
+            sys.path.remove(folder)
+        fields = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
+        with torch.device("meta"):
+            model = theirs.GPT(theirs.GPTConfig(**{name: getattr(config, name) for name in fields}))
+        model.to_empty(device=device)
+        model.init_weights()
+        set_up = getattr(model, "setup_optimizers", None) or model.setup_optimizer
+        optimizers = set_up()
+        optimizers = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+        forward = torch.compile(model, dynamic=False) if compiled else None
+        TrainingStep.__init__(self, model, optimizers, forward)
+        self.sequence_len, self.vocab_size = config.sequence_len, config.vocab_size
+        self.casts_by_itself = hasattr(theirs, "COMPUTE_DTYPE")
+
+    def become(self, variant: Variant) -> None:
+        pass
+
+    def autocast(self) -> AbstractContextManager:
+        return nullcontext() if self.casts_by_itself else super().autocast()
+
+    def weights_once(self, passes: int) -> AbstractContextManager:
+        return nullcontext()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+@dataclass
+class Memory:
+    """Peaks of the steps that fit, in bytes: of the passes by rows of a micro-batch, and of the update, which does not
+    depend on them."""
+
+    passes: dict[int, int] = field(default_factory=dict)
+    update: int = 0
+
+    def peak(self, rows: int) -> int | None:
+        return max(self.passes[rows], self.update) if rows in self.passes else None
+
+    def per_row(self) -> float | None:
+        """Bytes that a row more of a micro-batch takes, from the smallest and the largest size that fit."""
+        if len(self.passes) < 2:
+            return None
+        a, b = min(self.passes), max(self.passes)
+        return (self.passes[b] - self.passes[a]) / (b - a)
+
+
+def peaks_of_a_step(subject: Subject, rows: int) -> tuple[int, int]:
+    """Bytes at the peak of two micro-batches and of the update. torch.OutOfMemoryError where they do not fit."""
+
+    def peak(work: Callable[[], None]) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    try:
+        return peak(lambda: subject.passes(rows)), peak(subject.update)
+    finally:
+        subject.model.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def find_micro_batch(subject: Subject, rows: int, budget: int, peaks: Callable = peaks_of_a_step) -> tuple[int, Memory]:
+    """(the largest micro-batch whose step fits, the peaks of those that were tried), for `rows` rows a step.
+
+    Sizes are the divisors of `rows`. Every size has to be compiled, so few are tried: one row, and what 1 and 2 rows
+    without torch.compile predict. From there it goes down while a size does not fit, or up while the compiled peaks say
+    that the next one does. Raises UserError where not even one row fits.
+    """
+
+    def measure(size: int, memory: Memory) -> bool:
+        try:
+            peak, memory.update = peaks(subject, size)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        if peak <= budget:
+            memory.passes[size] = peak
+        return size in memory.passes
+
+    memory, trial, sizes = Memory(), Memory(), [n for n in range(1, rows + 1) if rows % n == 0]
+    if not (measure(1, memory) and measure(1, memory)):  # the first step makes the optimizers' states
+        raise UserError(
+            f"not even one row of {subject.sequence_len} tokens fits into {format_bytes(budget)}; lower --depth or "
+            "--seq-len, or raise --memory-cap"
+        )
+    with subject.uncompiled():
+        for size in (1, 2):
+            measure(size, trial)
+    per_row = max(1.0, trial.per_row() or budget)
+    predicted = [i for i, n in enumerate(sizes) if memory.passes[1] + per_row * (n - 1) <= budget]
+    i = min(max(1, *predicted), len(sizes) - 1)
+    if i and measure(sizes[i], memory):
+        while i + 1 < len(sizes):
+            more = memory.per_row() * (sizes[i + 1] - sizes[i])
+            if memory.passes[sizes[i]] + more > budget or not measure(sizes[i + 1], memory):
+                break
+            i += 1
+    else:
+        i = max(0, i - 1)
+        while i and not measure(sizes[i], memory):
+            i -= 1
+    return sizes[i], memory
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Time
+
+
+class Stopwatch:
+    """Milliseconds of pieces of work, by CUDA events or the CPU's clock."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self.pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.times: dict[str, list[float]] = {}
+
+    def time(self, name: str, function: Callable[[], object]) -> object:
+        if not self.cuda:
+            start = time.perf_counter()
+            result = function()
+            self.times.setdefault(name, []).append((time.perf_counter() - start) * 1e3)
+            return result
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = function()
+        end.record()
+        self.pending.append((name, start, end))
+        return result
+
+    def medians(self) -> dict[str, float]:
+        if self.pending:
+            torch.cuda.synchronize()
+        for name, start, end in self.pending:
+            self.times.setdefault(name, []).append(start.elapsed_time(end))
+        self.pending.clear()
+        return {name: statistics.median(values) for name, values in self.times.items()}
+
+
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def run_steps(subject: Subject, rows: int, micro_batches: int, watch: Stopwatch) -> None:
+    """One optimizer step of a few timed micro-batches."""
+    ids = subject.tokens(rows)
+    codes = subject.micro_batches(2)
+    watch.time("codes", codes.__enter__)
+    try:
+        for _ in range(micro_batches):
+            watch.time("micro-batch", lambda: subject.micro_batch(ids, ids))
+    finally:
+        codes.__exit__(None, None, None)
+    watch.time("update", subject.update)
+    if any(isinstance(m, QuantLinear) and m.recipe.looks_at_inputs for m in subject.model.modules()):
+        few = ids[: max(1, LOOK_TOKENS // ids.shape[1])]
+        with subject.autocast():
+            watch.time("gram", lambda: nf.update_gram_matrices(subject.model, lambda: subject.model(few, few)))

@@ -1,0 +1,348 @@
+"""Training throughput and memory of whole models, methods against BF16 in the same run: tokens/s, MFU, peak memory, the
+largest micro-batch, where the time goes (the paper's Table 7), recompilations.
+
+    python -m lab.measure.bench_train                                          # d26, BF16 and clover, no cap
+    python -m lab.measure.bench_train --memory-cap 32GiB --recompute none,mlp  # as if on an RTX 5090
+    python -m lab.measure.bench_train --depth 20,26,32 --methods clover,nvidia --micro-batch 8
+    python -m lab.measure.bench_train --methods bf16:32,clover:64,clover:32    # each with a micro-batch of its own
+    python -m lab.measure.bench_train --depth 20 --methods "" --micro-batch 16 --nanochat ~/nanochat   # BF16, both
+    python -m lab.measure.bench_train --roofline rtx5090                       # from which width 4 bits pay; no GPU
+    python -m lab.measure.bench_train --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 \\
+        --micro-batch 2 --rounds 2                                         # on a CPU: does it work
+
+One model, one set of weights and optimizers: a method is a recipe of its layers, and the methods take turns. A step is
+that of scripts.base_train on made-up tokens: accumulation over micro-batches, the weights' codes made once, Muon and
+AdamW. The times of a micro-batch, of making the codes and of the update are medians over all rounds, and
+
+    tokens/s = total batch / (micro-batches * micro-batch time + codes + update + a tenth of a look at the inputs)
+
+The look (Gram matrices and their factors, for methods with feedback or outliers) is every tenth step's, as in training.
+
+Peak memory is that of a whole step, gradients and optimizer states included. The largest micro-batch is found by steps
+that are run: what 1 and 2 rows take without torch.compile predicts it, then one row and the prediction are tried out,
+compiled. The difference of these two peaks is what a token keeps in memory. --memory-cap is a hard limit on PyTorch's
+allocator.
+
+Nothing that was measured is lost: rows are printed, and the JSON is written, after each search and each round of turns
+(by --recompute: first all methods with the first of its values, then again with those of the next). A variant that
+fails is a row that says why, the others go on, and the exit status is 2.
+"""
+
+import os
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
+
+import argparse
+import gc
+import re
+import traceback
+from dataclasses import asdict
+
+import torch
+
+import nanochat_fp4 as nf
+from lab.measure import bench_common as common
+from lab.measure.bench_profile import show_table_7, time_by_operation
+from lab.measure.bench_results import Results, add_ratios, describe_memory, plot, show, show_prediction
+from lab.measure.bench_step import (
+    Memory,
+    NanochatSubject,
+    Stopwatch,
+    Subject,
+    Variant,
+    compiled_graphs,
+    find_micro_batch,
+    peaks_of_a_step,
+    run_steps,
+)
+from nanochat_fp4.common import print0
+from nanochat_fp4.console import ArgumentParser, format_bytes
+from nanochat_fp4.doctor import layer_problem
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, is_out_of_memory, one_line, run_main
+from nanochat_fp4.hardware import get_peak_flops
+from nanochat_fp4.models.gpt import config_from_depth
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.training import LOOK_EVERY
+from nanochat_fp4.roofline import MACHINES, TOKENS, predict
+
+RECOMPUTE = ("none", "mlp", "all")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The benchmark
+
+
+def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], records: dict, results: Results) -> None:
+    """The variants that have no problem, one after the other, round by round; the first round warms up. Their records
+    change together, after each round, so that their times always come from the same rounds."""
+    watches: dict[Variant, Stopwatch] = {}
+    if all(records[v]["problem"] for v in subjects):
+        return
+    for i in range(args.rounds + 1):
+        for variant, subject in subjects.items():
+            record = records[variant]
+            if record["problem"]:
+                continue
+            device = subject.device
+            watch = Stopwatch(device) if i == 0 else watches.setdefault(variant, Stopwatch(device))
+            graphs = compiled_graphs()
+            with results.attempt(record, f"round {i}"):
+                subject.become(variant)
+                run_steps(subject, record["micro_batch"], args.calls, watch)
+                if i:
+                    record["recompiles"] = (record["recompiles"] or 0) + compiled_graphs() - graphs
+        if i == 0:
+            continue
+        for variant, subject in subjects.items():
+            if records[variant]["problem"] is None:
+                add_times(args, records[variant], watches[variant].medians(), subject)
+                records[variant]["rounds"] = i
+        add_ratios(list(records.values()))
+        results.write()
+        print0(f"after round {i} of {args.rounds}:\n{show(list(records.values()))}", flush=True)
+
+
+def add_times(args: argparse.Namespace, record: dict, ms: dict[str, float], subject: Subject) -> None:
+    size = record["micro_batch"]
+    count = args.total_batch_size // args.seq_len // size
+    step_ms = count * ms["micro-batch"] + ms["codes"] + ms["update"] + ms.get("gram", 0.0) / LOOK_EVERY
+    speed = count * size * args.seq_len / step_ms * 1e3
+    cuda = subject.device.type == "cuda"
+    peak_flops = get_peak_flops(torch.cuda.get_device_name(subject.device)) if cuda else None
+    record |= {
+        "micro_batches": count, "micro_batch_ms": ms["micro-batch"], "codes_ms": ms["codes"],
+        "update_ms": ms["update"], "gram_ms": ms.get("gram"), "tokens_per_second": speed,
+        "mfu": 100 * record["flops_per_token"] * speed / peak_flops if peak_flops else None,
+    }  # fmt: skip
+
+
+def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, results: Results) -> None:
+    config = config_from_depth(
+        depth, args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
+    )
+    rows_per_step = args.total_batch_size // args.seq_len
+    ours = Subject(config, device, args.compile)
+    print0(f"d{depth}: {ours.num_params:,} parameters, width {config.n_embd}, {config.sequence_len} tokens a row")
+    known = {"width": config.n_embd, "flops_per_token": ours.flops_per_token}
+    subjects: dict[Variant, Subject] = {}
+    records: dict[Variant, dict] = {}
+    for recompute in args.recompute:
+        added: dict[Variant, Subject] = {Variant(m, recompute, rows): ours for m, rows in args.variants}
+        nanochat = Variant("nanochat")
+        if args.nanochat and not subjects:
+            added[nanochat] = ours
+        for variant in added:
+            problem = args.problems.get(variant.method)
+            records[variant] = results.add(depth, variant, **known, problem=problem)
+        for variant, subject in added.items():
+            record = records[variant]
+            if record["problem"]:
+                continue
+            with results.attempt(record, "micro-batch"):
+                if variant == nanochat:
+                    subject = NanochatSubject(args.nanochat, config, device, args.compile)
+                subjects[variant] = subject
+                subject.become(variant)
+                find_memory(args, record, subject, rows_per_step, variant.rows or args.micro_batch)
+                add_ratios(list(records.values()))
+                results.write()
+                print0(f"{variant}: {describe_memory(record)}", flush=True)
+        time_in_turns(args, subjects, records, results)
+
+    for variant, subject in subjects.items():
+        record = records[variant]
+        if args.table7 and record["problem"] is None:
+            with results.attempt(record, "time by operation"):
+                subject.become(variant)
+                found = time_by_operation(subject, record["micro_batch"])
+                results.operations += [{"depth": depth, "variant": str(variant), **r} for r in found]
+                results.write()
+                title = f"d{depth}, {variant}, micro-batch {record['micro_batch']}"
+                print0(show_table_7(title, found) + "\n", flush=True)
+
+
+def find_memory(args: argparse.Namespace, record: dict, subject: Subject, rows: int, size: int | str) -> None:
+    """The micro-batch of a variant, its peak, and what a token takes, as far as they can be had."""
+    memory = Memory()
+    if size == "auto":
+        record["micro_batch"], memory = find_micro_batch(subject, rows, args.budget)
+    else:
+        record["micro_batch"] = size
+        subject.passes(size)
+        subject.update()  # makes the optimizers' states
+        if subject.device.type == "cuda" and not args.nanochat:  # two models at once: their memory would mean nothing
+            memory.passes[size], memory.update = peaks_of_a_step(subject, size)
+    per_row = memory.per_row()
+    record["peak_bytes"] = memory.peak(record["micro_batch"])
+    record["bytes_per_token"] = per_row and per_row / args.seq_len
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def parse_bytes(text: str) -> int:
+    """argparse type: 32GiB, 24GB, 512MiB."""
+    match = re.fullmatch(r"([\d.]+)\s*([KMGT])(i?)B?", text, re.IGNORECASE)
+    try:
+        number = float(match.group(1)) if match else 0.0
+    except ValueError:
+        number = 0.0
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory; write for example 32GiB")
+    power = "KMGT".index(match.group(2).upper()) + 1
+    return int(number * (1024 if match.group(3) else 1000) ** power)
+
+
+def parse_variant(text: str) -> tuple[str, int | None]:
+    """clover, or clover:64 with the rows of its micro-batch. Raises UserError."""
+    name, colon, rows = text.partition(":")
+    if colon and (not rows.isdecimal() or int(rows) < 1):
+        raise UserError(f"--methods: {text!r}, expected a method, or one with the rows of its micro-batch: clover:64")
+    try:
+        return get_recipe(name).name, int(rows) if colon else None
+    except ValueError as error:
+        raise UserError(f"--methods: {error}") from None
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = ArgumentParser(description=__doc__.split(":")[0])
+    add = parser.add_argument
+    add("--depth", default="26", help="depths, with commas")
+    add(
+        "--methods",
+        default="fp8,clover",
+        help="of nf.METHODS or nf.ABLATIONS, with commas; bf16 is always there. clover:64: in micro-batches of 64 rows",
+    )
+    add("--recompute", default="none", help=f"of {', '.join(RECOMPUTE)}, with commas: what is computed twice")
+    add("--micro-batch", default="auto", help="rows, or auto for the largest that fits (needs a GPU)")
+    add("--memory-cap", type=parse_bytes, help="hard limit on the GPU's memory, e.g. 32GiB")
+    add("--total-batch-size", type=int, default=524288, help="tokens of an optimizer step")
+    add("--seq-len", type=int, default=2048)
+    add("--vocab-size", type=int, default=65536)
+    add("--aspect-ratio", type=int, default=64, help="width = depth * aspect_ratio")
+    add("--head-dim", type=int, default=128)
+    add("--window-pattern", default="SSSL")
+    add("--rounds", type=int, default=4, help="times that the variants take turns, after one to warm up")
+    add("--calls", type=int, default=4, help="timed micro-batches of a variant in a round")
+    add("--compile", action=argparse.BooleanOptionalAction, default=None, help="(default: on a GPU only)")
+    add("--table7", action=argparse.BooleanOptionalAction, default=True, help="profile: time by operation")
+    add("--nanochat", default="", help="a checkout of nanochat to time as well, in BF16 (f5425245f or later)")
+    add("--tokens", type=int, default=TOKENS, help="tokens of a micro-batch, for --roofline")
+    common.add_common_arguments(parser)
+    args = parser.parse_args(argv)
+
+    args.depth = [int(d) if d.isdigit() else 0 for d in args.depth.split(",") if d]
+    if not args.depth or min(args.depth) < 1:
+        raise UserError("--depth must be one or several positive whole numbers, with commas")
+    args.variants = [parse_variant(text) for text in args.methods.split(",") if text]
+    if "bf16" not in [method for method, _ in args.variants]:
+        args.variants.append(("bf16", None))
+    args.variants = sorted(dict.fromkeys(args.variants), key=lambda v: v[0] != "bf16")  # what others are compared with
+    args.methods = list(dict.fromkeys(method for method, _ in args.variants))
+    args.recompute = [r for r in args.recompute.split(",") if r]
+    if not args.recompute or not set(args.recompute) <= set(RECOMPUTE):
+        raise UserError(f"--recompute must be some of {', '.join(RECOMPUTE)}, with commas")
+    if args.micro_batch != "auto":
+        if not args.micro_batch.isdigit() or int(args.micro_batch) < 1:
+            raise UserError(f"--micro-batch is {args.micro_batch!r}, expected 'auto' or a positive whole number")
+        args.micro_batch = int(args.micro_batch)
+    if min(args.rounds, args.calls, args.seq_len, args.vocab_size, args.total_batch_size, args.tokens) < 1:
+        raise UserError("--rounds, --calls, --seq-len, --vocab-size, --total-batch-size, --tokens must be at least 1")
+    if args.nanochat and (args.micro_batch == "auto" or args.memory_cap):
+        raise UserError("--nanochat holds two models at once; give --micro-batch a number, and no --memory-cap")
+    for rows in (1 if args.micro_batch == "auto" else args.micro_batch, *(rows for _, rows in args.variants if rows)):
+        if args.total_batch_size % (rows * args.seq_len):
+            raise UserError(
+                f"--total-batch-size {args.total_batch_size} is not a multiple of a micro-batch of {rows} rows of "
+                f"{args.seq_len} tokens; choose a multiple"
+            )
+    return args
+
+
+def set_up_device(args: argparse.Namespace) -> torch.device:
+    """The device, its memory limited to the cap; sets args.budget and the default of args.compile."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    args.compile = cuda if args.compile is None else args.compile
+    args.budget = 0
+    if not cuda:
+        if args.memory_cap or (args.micro_batch == "auto" and not all(rows for _, rows in args.variants)):
+            raise UserError(
+                "there is no CUDA device, so there is no memory to measure: give --micro-batch a number, and small "
+                f"sizes (see the top of lab/measure/bench_train.py), or predict: --roofline {'|'.join(MACHINES)}"
+            )
+        return device
+    free, total = torch.cuda.mem_get_info()
+    args.budget = free
+    if args.memory_cap:
+        if args.memory_cap > free:
+            raise UserError(
+                f"--memory-cap {format_bytes(args.memory_cap)} is more than the {format_bytes(free)} that are free on "
+                "this GPU; lower it, or leave it out"
+            )
+        torch.cuda.set_per_process_memory_fraction(args.memory_cap / total)
+        args.budget = args.memory_cap
+    torch.set_float32_matmul_precision("high")
+    return device
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    settings = {k: v for k, v in vars(args).items() if k not in ("json",)}
+    if args.roofline:
+        machine = MACHINES[args.roofline]
+        settings["prediction_for"] = asdict(machine)
+        records = predict(machine, args.methods[1:] or ["clover"], args.tokens)
+        print0(show_prediction(machine, records))
+        name = f"bench_train_{args.roofline}_predicted"
+        print0(f"written to {common.write_json(name, args.json, settings, records)}")
+        return
+
+    device = set_up_device(args)
+    info = environment_info()
+    cap = f", at most {format_bytes(args.memory_cap)}" if args.memory_cap else ""
+    hardware = f"{info['gpu'] or info['cpu']}{cap}; torch {info['torch']}; {nf.backend()}"
+    print0(hardware, flush=True)
+    settings["hardware"] = hardware
+    results = Results(settings, args.json)
+    args.problems = {m: p for m in args.methods if m != "bf16" and (p := method_problem(device, m))}
+    for depth in args.depth:
+        try:
+            bench_depth(args, depth, device, results)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            advice = "out of memory; lower --depth" if is_out_of_memory(error) else one_line(error)
+            results.add(depth, Variant("bf16"), problem=advice)
+        gc.collect()
+        if device.type == "cuda":
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+    records = results.records
+    print0(show(records))
+    print0(f"recompilations after the warm-up: {sum(r['recompiles'] or 0 for r in records)}")
+    target = results.write()
+    print0(f"written to {target}")
+    timed = [r for r in records if r["tokens_per_second"]]
+    if timed:
+        plot(timed, hardware, target.with_suffix(".png"))
+        print0(f"written to {target.with_suffix('.png')}")
+    failed = [f"d{r['depth']} {r['variant']}: {r['problem']}" for r in records if r["problem"]]
+    if failed:
+        raise UserError(f"{len(failed)} of {len(records)} variants failed: {'; '.join(failed)}")
+
+
+def method_problem(device: torch.device, method: str) -> str | None:
+    """Why a method is not timed, if its layer is wrong or does not run."""
+    try:
+        problem = layer_problem(device, method)
+    except Exception as error:
+        traceback.print_exc()
+        problem = f"{type(error).__name__}: {one_line(error)}"
+    if problem:
+        print0(f"FAILED {method}: not timed, because the result is wrong: {problem}", flush=True)
+    return problem and f"wrong result: {problem}"
+
+
+if __name__ == "__main__":
+    run_main(main)

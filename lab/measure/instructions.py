@@ -1,0 +1,227 @@
+"""
+Instructions of the kernels for GPUs that are not here: compiled ahead of time, counted in SASS.
+
+    python lab/measure/instructions.py                        # clover on sm_90, sm_100a and sm_120a; minutes, no GPU
+    python lab/measure/instructions.py 120 --method nvidia
+
+QuantLinear runs on a CPU, forward and backward, with every launch of a kernel replaced by its compilation: so what is
+compiled is what training launches, with its compile-time arguments, its specialization on alignment and its launch
+options, for the GEMM that the GPU has. What the layer computes is garbage.
+
+Instructions are those of a kernel's loop (of the whole kernel where it has none) by the elements that a thread has of
+a tile, for each operand that is made: 64 of a rotating kernel's strip, 16 of the others. Spills are loads and stores of
+local memory in the whole kernel. ptxas, cuobjdump and the compiler are Triton's own; its version is printed.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+NATIVE = {100: "tcgen05.mma", 120: "mma.sync"}  # where dot_scaled becomes an FP4 instruction
+ELEMENTS = {"quantize_kernel": 16, "rotate_quantize_kernel": 64}  # that a thread has of a tile
+
+
+def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[dict]:
+    """
+    One record for each different kernel that the methods launch, with operands for the GEMM that the GPU has, and for
+    the emulated one, too, where every input is wanted. Runs in the process without the interpreter.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    class NoGPU:
+        """As much of a driver as the compiler asks for."""
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+        def get_current_target(self):
+            return GPUTarget("cuda", arch, 32)
+
+    triton.runtime.driver.set_active(NoGPU())
+    launched: dict[str, dict] = {}
+    original = JITFunction.run
+
+    def run(self, *args, grid, warmup, **kwargs):
+        kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.hash not in launched:
+            constants = {self.arg_names[k[0]]: v for k, v in kernel.src.constants.items() if len(k) == 1}
+            launched[kernel.hash] = {"kernel": self.fn.__name__, "constants": repr(constants), **_inspect(kernel)}
+        return kernel
+
+    JITFunction.run = run
+
+    from nvfp4_kernels import quantize
+    from nvfp4_kernels.decode import decode
+    from nvfp4_kernels.matmul import dot_scaled, swizzle
+    from nvfp4_kernels.quantize import amax
+    from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
+
+    import nanochat_fp4 as nf
+    from nanochat_fp4.nvfp4 import dispatch, operands
+
+    dispatch._no_kernels_reason = lambda device_type: None
+    quantize.conversion_problem = lambda: None  # it needs a GPU
+    if methods == ["decoding"]:
+        _launch_decoding()
+        return list(launched.values())
+    cases = [(torch.bfloat16, torch.float32, 256)]
+    if every_input:  # FP32 activations, BF16 weights, a number of tokens that nothing divides
+        cases += [(torch.float32, torch.float32, 256), (torch.bfloat16, torch.bfloat16, 251)]
+
+    def train(method, dtype, weight_dtype, tokens):
+        linear = nf.QuantLinear(256, 384, method=method, dtype=weight_dtype)
+        x = torch.zeros(tokens, 256, dtype=dtype, requires_grad=True)
+        linear(x).backward(torch.zeros(tokens, 384, dtype=dtype))
+
+    for method in methods if every_input or arch not in NATIVE else ():
+        for case in cases:
+            train(method, *case)
+    operand = torch.zeros(256, 128, dtype=torch.uint8), torch.zeros(256, 16, dtype=torch.float8_e4m3fn)
+    if every_input or arch not in NATIVE:  # kernels that are the same everywhere
+        decode(*operand)
+        swizzle(operand[1])
+        for dtype, columns in ((torch.bfloat16, 1536), (torch.float32, 100)):
+            relu_squared(torch.zeros(8, columns, dtype=dtype), torch.tensor(1))
+        _launch_feedback()
+        quantize_relu_squared(torch.zeros(8, 1536, dtype=torch.bfloat16), torch.tensor(1), 6.0, 256.0, [1.0, 1.5], True)
+        amax(torch.empty(1 << 28, dtype=torch.bfloat16))  # memory that nobody touches: the kernel for large tensors
+    if arch in NATIVE:
+        for out_dtype in (torch.bfloat16, torch.float32):
+            dot_scaled(*operand, torch.ones(()), *operand, torch.ones(()), out_dtype)
+        operands.native_gemm = lambda device_type: "dot_scaled"  # the GEMM reads codes
+        train(methods[0], *cases[0])
+    return list(launched.values())
+
+
+def _launch_feedback() -> None:
+    """Of FP32 and BF16 weights, with the roundings of methods and of tests."""
+    from nanochat_fp4.nvfp4.feedback import round_with_feedback
+    from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
+
+    for dtype, rounding in ((torch.float32, "scale_search_6"), (torch.bfloat16, "four_over_six")):
+        round_with_feedback(torch.zeros(2, 64, 256, dtype=dtype), [torch.zeros(256, 256)] * 2, ROUNDINGS[rounding])
+
+
+def _launch_decoding() -> None:
+    """The kernels of generation, for BF16 and for the weights of one layer."""
+    from nvfp4_kernels import decode_step
+
+    weight = torch.zeros(256, 128, dtype=torch.uint8), torch.zeros(256, 16, dtype=torch.float8_e4m3fn)
+    bf16, stream, four_over_six = torch.bfloat16, torch.zeros(2, 256, dtype=torch.bfloat16), (6.0, 256.0, (1.0, 1.5))
+    scalars = torch.ones(()), torch.ones(())
+    values, scale = decode_step.row(
+        stream[None], stream, (stream, *scalars), dtype=bf16, add=True, norm_eps=1e-6, rounding=four_over_six
+    )
+    for activation in ("relu2", "silu"):
+        decode_step.row(torch.zeros(2, 2, 512), dtype=bf16, activation=activation, rounding=four_over_six)
+    for rows in (1, 32):
+        x = values[:1].expand(rows, -1).contiguous(), scale[:1].expand(rows, -1).contiguous()
+        decode_step.codes_matmul(*x, *weight, scalars[0], bf16)
+    caches, position = torch.zeros(2, 2, 64, 2, 128, dtype=bf16), torch.zeros(2, dtype=torch.int32)
+    tables = torch.zeros(2, 64, 64, dtype=bf16)
+    decode_step.attention(torch.zeros(1, 2, 768), *tables, *caches, position, position, 2, 32, 1e-6)
+
+
+def _inspect(kernel) -> dict:
+    """Registers, stack and instructions of a compiled kernel; loops: how many of them are in each."""
+    import tempfile
+
+    import triton
+
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(kernel.asm["cubin"])
+        f.flush()
+        command = [cuobjdump, "-res-usage", "-sass", f.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", sass)}
+    opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass))
+    branches = re.findall(r"/\*([0-9a-f]{4,})\*/[^;\n]*\bBRA\b[^;\n]*\b0x([0-9a-f]+)", sass)
+    exits = [int(at, 16) for at in re.findall(r"/\*([0-9a-f]{4,})\*/\s+EXIT\b", sass)]
+    jumps = [(int(to, 16), int(at, 16)) for at, to in branches]
+    # What waits is put behind the end of a kernel and jumps back: no loop. Of loops inside of each other the outermost.
+    jumps = [(to, at) for to, at in jumps if not any(to < e < at for e in exits)]
+    jumps = [j for j in jumps if not any(o != j and o[0] <= j[0] and j[1] <= o[1] for o in jumps)]
+    loops = [(at - to) // 16 + 1 for to, at in jumps]  # an instruction has 16 bytes
+    ptx = kernel.asm["ptx"]
+    return {
+        "registers": numbers["REG"],
+        "stack": numbers["STACK"] + numbers["LOCAL"],
+        "shared": kernel.metadata.shared,
+        "spills": opcodes["LDL"] + opcodes["STL"],
+        "conversions": [ptx.count("cvt.rn.satfinite.e2m1x2.f32"), len(re.findall(r"F2FP\S*\.E2M1\.F32", sass))],
+        "instructions": sum(opcodes.values()),
+        "loops": sorted((size for size in loops if size > 32), reverse=True),
+        "warps": kernel.metadata.num_warps,
+        "target": re.search(r"\.target (\w+)", ptx).group(1),
+        "products": sorted(set(re.findall(r"wgmma\.mma_async|tcgen05\.mma\b|mma\.sync", ptx))),
+        "kinds": sorted(set(re.findall(r"(?:mma|mma\.sync)\.\S*(?:block_scale|mxf4nvf4)\S*", ptx))),
+        "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
+        "approximate_divisions": len(re.findall(r"div\.full\.f32|div\.approx", ptx)),
+    }
+
+
+def label(record: dict) -> str:
+    """What a kernel of ELEMENTS makes of what."""
+    constants = record["constants"]
+
+    def has(text: str) -> bool:
+        return f"'{text}': True" in constants
+
+    if record["kernel"] == "quantize_kernel":
+        source = "ReLU^2" if has("SQUARE") else "rows"
+        return f"quantize {source} to codes" + (" and BF16" if has("DECODE") else "")
+    source = "requantize" if has("FROM_CODES") else "rotate grad_output"
+    return f"{source} to {'codes' if has('ROW_STORE_CODES') or has('COL_STORE_CODES') else 'BF16'}"
+
+
+def per_element(record: dict) -> list[float]:
+    """Instructions per element, of each loop over tiles."""
+    elements = ELEMENTS[record["kernel"]]
+    return [round(size / elements, 1) for size in record["loops"] or [record["instructions"]]]
+
+
+def show(arch: int, method: str) -> None:
+    for r in compile_kernels(arch, [method], every_input=False):
+        if r["kernel"] in ELEMENTS:
+            counts = ", ".join(f"{n:.1f}" for n in per_element(r))
+            print(
+                f"| {r['target']} | {label(r)} | {counts} | {r['registers']} | {r['stack']} | {r['spills']} | "
+                f"{r['shared'] / 1024:.0f} |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0], allow_abbrev=False)
+    parser.add_argument("arch", type=int, nargs="*", default=[90, 100, 120], help="compute capabilities: 90, 100, 120")
+    parser.add_argument("--method", default="clover", help="a method of nf.METHODS or nf.ABLATIONS")
+    args = parser.parse_args()
+    if len(args.arch) == 1:
+        return show(args.arch[0], args.method)
+    import triton
+
+    print(f"{args.method}, Triton {triton.__version__}")
+    print("| target | kernel | instructions an element | registers | stack, bytes | spills | shared, KiB |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for arch in args.arch:  # each in a process of its own: kernels remember the GPU
+        subprocess.run([sys.executable, __file__, str(arch), f"--method={args.method}"], check=True)
+
+
+if __name__ == "__main__":
+    os.environ["NVFP4_KERNELS"] = "triton"
+    main()

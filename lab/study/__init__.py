@@ -1,0 +1,5 @@
+"""Experiments: sweeps of training runs, their statistics, and the paper's tables and figures (reproduce_*.py).
+
+`python -m lab.study.sweep` trains. `python -m lab.reproduce NAME` makes a table or figure. This folder may import
+everything.
+"""

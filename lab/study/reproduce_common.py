@@ -1,0 +1,102 @@
+"""What the tables and figures of lab.reproduce share: what one is, where results go, runs, a trained model."""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.study import sweep, sweep_runs, sweep_scheduler
+from nanochat_fp4.common import print0
+from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.files import atomic_write
+from nanochat_fp4.training.checkpoint_manager import load_model_from_dir
+
+
+@dataclass
+class Outcome:
+    """What an item of the paper gave: a table (with the paper's numbers in it), notes, all numbers, and a plot.
+
+    plot: draws into a matplotlib Axes. measured_on: data, tokens and seeds, for the last line. environment: of the
+    machine that measured, where that is not this one.
+    """
+
+    title: str
+    header: list[str]
+    rows: list[list[Any]]
+    notes: list[str] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    plot: Callable[[Any], None] | None = None
+    measured_on: str = ""
+    environment: dict[str, Any] | None = None
+
+
+@dataclass
+class Context:
+    """Where results go, and how much is done: the command line, with defaults that depend on --quick."""
+
+    folder: Path
+    quick: bool
+    args: argparse.Namespace
+
+    def piece(self, name: str, settings: dict, compute: Callable[[], Any]) -> Any:
+        """compute(), or what it returned before with the same settings: JSON in <folder>/pieces."""
+        key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+        path = self.folder / "pieces" / f"{name}_{key}.json"
+        try:
+            return json.loads(path.read_text())["value"]
+        except (OSError, ValueError, KeyError):
+            pass
+        value = compute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, json.dumps({"settings": settings, "value": value}) + "\n")
+        return value
+
+    def runs(self, methods: Sequence[str], sizes: Sequence[str], ratio: float) -> tuple["sweep_scheduler.Sweep", list]:
+        """The sweep and the runs of some methods; sizes and ratio (tokens per parameter) unless the flags say more."""
+        args = self.args
+        chosen = ["tiny"] if self.quick and not args.sizes else args.sizes.split(",") if args.sizes else sizes
+        length = {"tokens": sweep_runs.parse_number(args.tokens) if args.tokens else 0, "ratio": args.ratio}
+        extra = args.extra.split()
+        if self.quick:
+            length = {"tokens": length["tokens"] or 10 * 512, "ratio": 0.0}
+            extra = ["--eval-every=5", *extra]
+        elif not any(length.values()):
+            length["ratio"] = ratio
+        seeds = range(args.first_seed, args.first_seed + (args.seeds or (2 if self.quick else 3)))
+        vocab_size = args.vocab_size or (512 if self.quick else 0)
+        where = sweep.prepare(self.folder, args.data_dir, vocab_size, 1.0 if self.quick else None)
+        until = args.bf16_until
+        early = [m for m in methods if not sweep_runs.begins_late(sweep_runs.method_flags(m), until)]
+        if early:
+            print0(f"left out, for they change before {until:g} of the steps: {', '.join(sweep_runs.labels(early))}")
+        methods = [m for m in methods if m not in early]
+        options = {"extra": extra, "data": sweep_runs.data_key(where), "bf16_until": until}
+        options |= {"share_until": args.share_until, "vary_data": args.vary_data}
+        plan = sweep_runs.plan(methods, chosen, seeds, **length, **options)
+        devices = ["cpu"] if self.quick and not args.sizes else sweep_scheduler.visible_devices(args.jobs)
+        return sweep_scheduler.Sweep(self.folder, where, devices), plan
+
+
+def trained_model(context: Context, size: str) -> tuple[Any, str, str]:
+    """(a bf16 model of that size on this machine's device, its checkpoint's tag, the data's folder); trained first if
+    it is not there."""
+    where, plan = context.runs(["bf16"], [size], ratio=2.0)
+    where, run = replace(where, keep=("bf16",)), plan[0]
+    checkpoints = where.folder / "base_checkpoints"
+    if not list((checkpoints / run.tag).glob("model_*")):
+        where.result_path(run).unlink(missing_ok=True)
+    sweep.run_sweep(where, "trained_model", [run])
+    device = torch.device("cpu" if where.devices == ["cpu"] else "cuda")
+    with sweep_scheduler.base_directory(where.folder):
+        model, tokenizer, _ = load_model_from_dir(checkpoints, device, "train", run.tag)
+        batches = tokenizing_distributed_data_loader_bos_bestfit(
+            tokenizer, 4, model.config.sequence_len, "val", device=device, data_dir=where.data_dir
+        )
+        x, y = next(iter(batches))
+    # FP32 throughout: BF16's rounding of activations and gradients would be a floor under what is measured.
+    return (model.float(), x, y), run.tag, where.data_dir

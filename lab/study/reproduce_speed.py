@@ -1,0 +1,156 @@
+"""Figure 6 and Tables 6, 7: speed of linear layers, and time by operation, as scripts.bench_* time them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from lab.measure import bench_linear
+from lab.study.reproduce_common import Context, Outcome
+from nanochat_fp4 import roofline
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def benchmark(path: str) -> tuple[list[dict], dict]:
+    """(records, environment) of a file that scripts.bench_* wrote. Raises UserError."""
+    try:
+        content = json.loads(Path(path).read_text())
+        return content["records"], content["environment"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} is not the JSON file of a benchmark ({type(e).__name__}: {str(e)[:80]})") from None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Figure 6, Table 6: speed of linear layers
+
+
+def fig6(context: Context) -> Outcome:
+    measured, environment = benchmark(context.args.results) if context.args.results else (None, None)
+    on_gpu = bool(measured) or (torch.cuda.is_available() and not context.quick)
+    machines = ["rtx5090", "h200"]
+    if on_gpu:
+        machines = [environment["gpu"] if environment else torch.cuda.get_device_name()]
+    models = context.args.models or ("800M,3B,7B" if on_gpu else "800M,3B,7B,22B")
+    rows, numbers = [], {}
+
+    def measure() -> list[dict]:
+        path = context.folder / "bench_linear.json"
+        command = [sys.executable, "-m", "lab.measure.bench_linear", f"--models={models}", f"--json={path}"]
+        command.append("--passes=forward+backward")
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"bench_linear failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+        return json.loads(path.read_text())["records"]
+
+    for machine in machines:
+        if on_gpu:
+            records = measured or context.piece("fig6", {"models": models, "machine": machine}, measure)
+        else:
+            methods = ["bf16", *bench_linear.METHODS]
+            passes = ["forward+backward"]
+            records = bench_linear.predict(
+                roofline.MACHINES[machine], models.split(","), methods, roofline.TOKENS, passes
+            )
+        label = machine if on_gpu else f"predicted, {machine}"
+        numbers[label] = records
+        for r in records:
+            if r["pass"] == "forward+backward" and r["method"] != "bf16" and r["ratio"]:
+                paper = "up to 4.2 (RTX 5090)" if r["method"] == "clover" else "-"
+                where = label if r["mode"] in ("predicted", "eager") else f"{label}, {r['mode']}"
+                rows.append([where, r["model"], r["method"], paper, round(1 / r["ratio"], 2), round(r["ms"], 2)])
+
+    def plot(axes) -> None:
+        for where in dict.fromkeys(r[0] for r in rows):
+            mine = [r for r in rows if r[0] == where and r[2] == "clover"]
+            axes.plot([r[1] for r in mine], [r[4] for r in mine], marker="o", label=f"clover, {where}")
+        axes.axhline(1.0, color="k", linewidth=0.5)
+        axes.set_ylabel("speedup over BF16, forward + backward")
+
+    notes = ["the paper: more than 4x over BF16, and about 70% more than Quartet's kernels, on an RTX 5090"]
+    if not on_gpu:
+        notes.append(
+            "PREDICTIONS from byte, instruction and FLOP counts (lab.measure.bench_linear --roofline), no measurement"
+        )
+    header = ["machine", "model", "method", "paper, x", "here, x BF16", "ms"]
+    title = "Figure 6, Table 6: speed of the linear layers of Llama-like models, forward + backward"
+    what = "8 x 2048 tokens, the paper's Table 6 shapes"
+    return Outcome(title, header, rows, notes, numbers, plot, what, environment)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Table 7: time by operation
+
+# kind of work as lab.measure.bench_train names it: (forward, backward), percent of the pass; the paper's Table 7, whose
+# rows of one kind are added up: LM head and loss; grad quant. and act. requant.
+TABLE_7 = {
+    "GEMM": (24, 19),
+    "attention": (21, 18),
+    "LM head and loss": (18, 13),
+    "quantize": (8, None),
+    "rotate and quantize": (None, 21),
+    "abs-max": (5, None),
+    "ReLU^2": (7, 4),
+    "RMSNorm": (6, 7),
+    "gradient accumulation": (None, 3),
+}
+
+
+def table7(context: Context) -> Outcome:
+    measured, environment = benchmark(context.args.results) if context.args.results else (None, None)
+    on_gpu = bool(measured) or (torch.cuda.is_available() and not context.quick)
+    flags = ["--depth=26", "--methods=clover", "--total-batch-size=524288"]
+    if not on_gpu:
+        flags = (
+            "--depth=2 --methods=clover --head-dim=64 --seq-len=64 --vocab-size=256 --total-batch-size=128 "
+            "--micro-batch=2 --rounds=1 --calls=1"
+        ).split()
+
+    def measure() -> list[dict]:
+        path = context.folder / "bench_train.json"
+        command = [sys.executable, "-m", "lab.measure.bench_train", f"--json={path}", *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"bench_train failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+        return json.loads(path.read_text())["records"]
+
+    records = measured or context.piece("table7", {"flags": flags, "gpu": environment_info()["gpu"]}, measure)
+    timed = [r for r in records if "phase" in r and r["variant"].split(",")[0] == "clover"]  # maybe in several sizes
+    ms = {(r["phase"], r["kind"]): r["ms"] for r in timed if r["variant"] == timed[0]["variant"]}
+    sums = {phase: sum(v for (p, _), v in ms.items() if p == phase) for phase in ("forward", "backward")}
+    kinds = [*TABLE_7, *sorted({k for p, k in ms if p in sums} - set(TABLE_7))]
+    shares = {k: [100 * ms.get((p, k), 0.0) / sums[p] for p in sums] for k in kinds}
+    rows = [
+        [
+            kind,
+            *(
+                v
+                for said, here in zip(TABLE_7.get(kind, (None, None)), shares[kind])
+                for v in (said or "-", f"{here:.0f}")
+            ),
+        ]
+        for kind in kinds
+    ]
+
+    def plot(axes) -> None:
+        at = range(len(kinds))
+        for i, phase in enumerate(sums):
+            axes.barh([j + 0.2 * (2 * i - 1) for j in at], [shares[k][i] for k in kinds], 0.4, label=phase)
+        axes.set_yticks(list(at), kinds, fontsize=7)
+        axes.set_xlabel("% of the pass")
+
+    what = "d26, micro-batch as large as fits" if on_gpu else "a model of two layers: a check of the command"
+    return Outcome(
+        "Table 7: time by operation, clover, % of the pass (paper: 1.1B parameters on an RTX 5090)",
+        ["operation", "forward, paper", "here", "backward, paper", "here"],
+        rows,
+        [f"forward {sums['forward']:.1f} ms, backward {sums['backward']:.1f} ms a micro-batch"],
+        {"records": records},
+        plot,
+        what,
+        environment,
+    )

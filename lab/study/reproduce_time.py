@@ -1,0 +1,129 @@
+"""Beyond the paper: bits per byte against predicted hours, the faster method trained for longer.
+
+Losses are those of small runs, each method at two lengths with its schedule stretched to either; hours are step_time's
+predictions for models of widths where 4 bits pay, trained for as many tokens a parameter. Nothing here was timed.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+from lab.study.long_runs import measured_on, steps_of, stored_runs
+from lab.study.reproduce_common import Context, Outcome
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.evaluation.plots import BASELINE, COLORS
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.roofline import MACHINES, Machine, gemm_step, predicted_ms, quantize_steps
+from nanochat_fp4.step_time import Shape, step_ms
+
+CARDS, DEPTHS = ("rtxpro4000", "rtx5090", "b200"), (20, 26, 32)
+BATCH, RATIO = 524288, 11.6  # tokens of a step; of a run for each parameter of blocks and head, as in d6's runs
+METHODS = ("bf16", "fp8", "clover", "clover_feedback_late")
+LATE = 0.03  # of the steps have two terms in the forward
+# What feedback adds to a d26 step of 524,288 tokens on an H200: codes take 63.4 ms where clover's take 5.5, a look at
+# the inputs every tenth step 446.7 (docs/results/bench_train_feedback.json). It reads what the columns before a block
+# of 16 missed, so it grows as weights times width and as the memory is slower (best: takes no longer on another card;
+# worst: no less for a smaller width).
+FEEDBACK_MS, MEASURED = 63.4 - 5.5 + 446.7 / 10, Shape(26)
+
+
+@cache
+def method_ms(method: str, depth: int, machine: Machine, band: str) -> float:
+    """Predicted milliseconds of a mean step of a run; with feedback and second terms as clover's and what they add."""
+    micro_batch = 16384 if machine is MACHINES["b200"] else 8192
+    shape, ours = Shape(depth), method == "clover_feedback_late"
+    arguments = {"micro_batch": micro_batch, "total_batch": BATCH}
+    if not ours:
+        return step_ms(shape, method, machine, band=band, **arguments)
+    ms = method_ms("clover", depth, machine, band)
+    slower, wider = MACHINES["h200"].bandwidth / machine.bandwidth, shape.width / MEASURED.width
+    slower, wider = min(slower, 1.0) if band == "best" else slower, max(wider, 1.0) if band == "worst" else wider
+    ms += FEEDBACK_MS * shape.block_weights / MEASURED.block_weights * wider * slower
+    forward, extra = get_recipe("clover").output, []
+    for k, n in shape.layers():  # of each operand what rounding left, and two more products of the three
+        extra += quantize_steps("input", micro_batch * k, 2.0 + 0.5625, forward.a.rounding, decode=False)
+        extra += quantize_steps("weight", n * k, 4.0 + 0.5625, forward.b.rounding, decode=False)
+        extra += [gemm_step("output", micro_batch, n, k, True, True, True)] * 2
+    return ms + LATE * depth * BATCH / micro_batch * sum(predicted_ms(s, machine, band) for s in extra)
+
+
+def at_steps(points: list[tuple[int, float]], steps: float) -> tuple[float, str]:
+    """BPB after a run of so many steps, linear in their logarithm between two runs, and "" or ">" where the run would
+    be shorter than both: then that of the shorter one, which it would not reach."""
+    (a, low), (b, high) = sorted(points)
+    if steps < a:
+        return low, ">"
+    return low + (high - low) * math.log(min(steps, b) / a) / math.log(b / a), ""
+
+
+def equal_time(context: Context) -> Outcome:
+    runs, content = stored_runs(context)
+    full = steps_of([r for r in runs if r["method"] == "bf16"])
+    points: dict[str, list[tuple[int, float]]] = {}
+    for m in METHODS:
+        shorter = [r for r in runs if r["method"].startswith(f"{m}_") and r["method"].removeprefix(f"{m}_").isdigit()]
+        if len(shorter) != 1:
+            todo = "leave the others out" if shorter else "add its file"
+            raise UserError(f"--results has {len(shorter)} shorter runs of {m} ({m}_<steps>), not one: {todo}")
+        seed = shorter[0]["seed"]
+        same = [*shorter, *(r for r in runs if r["method"] == m and r["seed"] == seed)]
+        if len({r["steps"] for r in same}) < 2:
+            name = shorter[0]["method"]
+            raise UserError(f"--results has no run of {m} of seed {seed} of another length than {name}; add its file")
+        points[m] = [(r["steps"], r["val_bpb"]) for r in same]
+    rows, numbers, panels = [], [], []
+    depths = DEPTHS[:1] if context.quick else DEPTHS
+    for card in CARDS:
+        for depth in depths:
+            machine, shape = MACHINES[card], Shape(depth)
+            steps = RATIO * (shape.block_weights + shape.head_weights) / BATCH
+            hours = {
+                band: {
+                    m: steps * method_ms(m, depth, machine, band if m in METHODS[2:] else "") / 3.6e6 for m in METHODS
+                }
+                for band in ("", "best", "worst")
+            }
+            panels.append((f"{machine.name}, d{depth}", hours[""]))
+            cells, bpb = [], {}
+            budget = min(hours[""].values())
+            for m in METHODS:
+                bpb[m], bound = at_steps(points[m], full * budget / hours[""][m])
+                ends = sorted(at_steps(points[m], full * budget / hours[b][m])[0] for b in ("best", "worst"))
+                band = f" ({ends[0]:.4f} to {ends[1]:.4f})" if ends[1] - ends[0] > 5e-5 else ""
+                cells.append(f"{bound}{bpb[m]:.4f}{band}")
+            first, second = sorted(METHODS, key=bpb.__getitem__)[:2]
+            ahead = f"{first} by {100 * (bpb[second] / bpb[first] - 1):.2f}% of {second}"
+            rows.append([machine.name, f"d{depth}", f"{budget:.3g}", *cells, ahead])
+            numbers.append({"machine": machine.name, "depth": depth, "hours": hours, "budget": budget, "bpb": bpb})
+
+    def plot(axes: Any) -> None:
+        axes.set_axis_off()
+        colors = dict(zip(METHODS, (BASELINE, *COLORS)))
+        for i, (name, hours) in enumerate(panels):
+            row, column = divmod(i, len(depths))
+            panel = axes.inset_axes((0.06 + 0.325 * column, 0.7 - 0.345 * row, 0.27, 0.24))
+            for m in METHODS:
+                xy = [(hours[m] * s / full, v) for s, v in sorted(points[m])]
+                panel.plot(*zip(*xy), color=colors[m], marker=".", lw=1, label=m)
+            panel.set_title(name, fontsize=7, pad=2)
+            panel.tick_params(labelsize=5, pad=1)
+            panel.set_xlabel("hours, predicted", fontsize=5, labelpad=0)
+            panel.set_ylabel("validation BPB, d6" if column == 0 else "", fontsize=5)
+        for m in METHODS:
+            axes.plot([], [], color=colors[m], marker=".", label=m)
+
+    return Outcome(
+        "At equal time: measured BPB of d6 against predicted hours",
+        ["GPU", "", "hours", *METHODS, "ahead"],
+        rows,
+        [
+            "ASSUMPTION: losses of d6, hours of larger models on GPUs that have not run it; gaps may differ with size",
+            f"hours: of the fastest method for {RATIO} tokens a parameter; the others get as many steps as fit into it",
+            "between its two measured lengths a method's BPB is linear in log steps; >: shorter than the shorter one, "
+            "so worse than this; brackets: the band of its own instructions and of feedback",
+        ],
+        {"points": points, "predictions": numbers},
+        plot,
+        measured_on([r for r in runs if r["method"].split("_")[-1].isdigit()], content),
+        content["environment"],
+    )

@@ -1,0 +1,211 @@
+"""Trains methods x sizes x seeds with scripts.base_train and compares them, with error bars.
+
+    python -m lab.study.sweep --methods bf16,nvidia,clover --sizes d6,d8 --seeds 3 --tokens 100M --data-dir folder
+    python -m lab.study.sweep ... the same again          # goes on where it was interrupted; what is done is skipped
+
+One process for each GPU takes run after run; without a GPU one after another in this process. Within a seed all
+methods have the same initialization and the same data in the same order, so that differences are paired; --vary-data
+gives each seed an order of its own, so that error bars are of the data as well; with
+--bf16-until they also have the first part of the training in common, that of the seed's BF16 run, and scatter far
+less. With --share-until 0.7, methods that compute the same up to 70% of the steps and differ later train that part
+once. A run that is done is one small JSON file, <folder>/runs/<size>_<method>_s<seed>_<key>.json, with its validation
+curve; the key stands for all its flags and the text, so that sweeps of one folder share runs. The table is printed
+again after every run, and written with all numbers to <folder>/<name>.json and .md; lab.reproduce --results makes
+its tables and plots of it.
+
+--sizes: d<depth> is a nanochat of that depth, llama-30M to llama-200M the family of the paper's Tables 3 and 4, tiny a
+model for a CPU. --methods: names of nf.METHODS, nf.ABLATIONS or sweep_runs.VARIANTS, or
+--variant "label: flags of base_train".
+"""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lab.measure.bench_common import table
+from lab.study.sweep_results import data_name, difference_from_paper, gap, other_lengths, summary
+from lab.study.sweep_runs import Run, data_key, labels, parse_number, plan
+from lab.study.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
+from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.console import ArgumentParser, format_seconds
+from nanochat_fp4.data.dataset import build_embedded_corpus, ensure_data
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.files import atomic_write
+from scripts import base_train, tok_train
+
+
+def make_folder(folder: Path) -> None:
+    """Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot create --folder={folder} ({e.strerror}); choose a writable folder") from None
+
+
+def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: float | None = None) -> str:
+    """The folder of the data; and a tokenizer in `folder`: the base directory's, or a new one of vocab_size tokens.
+
+    embedded_mb: instead of data_dir, so many MB of the embedded corpus, in `folder`, with a tokenizer of its own.
+    """
+    make_folder(folder)
+    with base_directory(folder):
+        data = build_embedded_corpus(embedded_mb) if embedded_mb else None
+    data = str(data or ensure_data(data_dir))
+    if (folder / "tokenizer" / "token_bytes.pt").is_file():
+        return data
+    existing = Path(get_base_dir()) / "tokenizer"
+    if not embedded_mb and (existing / "token_bytes.pt").is_file() and folder != Path(get_base_dir()):
+        shutil.copytree(existing, folder / "tokenizer", dirs_exist_ok=True)
+        return data
+    with base_directory(folder):
+        tok_train.main([f"--vocab-size={vocab_size or 32768}", f"--data-dir={data}", "--max-chars=200000000"])
+    return data
+
+
+def report(sweep: Sweep, name: str, runs: Sequence[Run], baseline: str, other: str) -> str:
+    """Writes <folder>/<name>.json and .md from what is done; returns the table."""
+    results = sweep.results(runs)
+    methods, sizes = (list(dict.fromkeys(getattr(r, f) for r in runs)) for f in ("method", "size"))
+    header, rows = summary(results, methods, sizes, baseline, other)
+    first = {r["size"]: r for r in reversed(results)}
+    differs = {size: difference_from_paper(r, data_name(sweep.data_dir)) for size, r in sorted(first.items())}
+    said = [f"{size} differs from the paper's runs: {what}" for size, what in differs.items() if what]
+    said += [f"{size}: {note}" for size in sizes if (note := other_lengths(results, size, baseline))]
+    text = "\n".join([table(header, rows), *said])
+    content = {
+        "name": name,
+        "runs": len(runs),
+        "done": len(results),
+        "data": data_name(sweep.data_dir),
+        "environment": environment_info(),
+        "table": [header, *rows],
+        "differs": differs,
+        "gaps": {f"{size} {m}": dataclasses.asdict(gap(results, size, m, baseline)) for size in sizes for m in methods},
+        "results": [{k: v for k, v in r.items() if k != "environment"} for r in results],
+    }
+    runs_text = ",\n".join(json.dumps(r) for r in content["results"])  # a line for each
+    lines = [f'"{k}": ' + (f"[\n{runs_text}\n]" if k == "results" else json.dumps(v)) for k, v in content.items()]
+    atomic_write(sweep.folder / f"{name}.json", "{\n" + ",\n".join(lines) + "\n}\n")
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (header, ["---"] * len(header), *rows)]
+    atomic_write(sweep.folder / f"{name}.md", "\n".join([*lines, "", *said]).rstrip() + "\n")
+    return text
+
+
+def run_sweep(
+    sweep: Sweep, name: str, runs: Sequence[Run], baseline: str = "bf16", other: str = "clover"
+) -> list[dict]:
+    """Trains all, printing the table after every run; returns the results. Raises Interrupted, UserError."""
+    start, before = time.monotonic(), len(sweep.results(runs))
+
+    def progress() -> None:
+        done = len(sweep.results(runs))
+        elapsed = time.monotonic() - start
+        left = elapsed / max(1, done - before) * (len(runs) - done)
+        print0(
+            f"\n{name}: {done} of {len(runs)} runs done, {format_seconds(elapsed)}, about {format_seconds(left)} left"
+        )
+        print0(report(sweep, name, runs, baseline, other), flush=True)
+
+    if before < len(runs):
+        print0(
+            f"{name}: {len(runs)} runs, {before} of them done before; on {', '.join(sweep.devices)}; in {sweep.folder}"
+        )
+    try:
+        sweep.train(runs, progress)
+    finally:
+        report(sweep, name, runs, baseline, other)
+    return sweep.results(runs)
+
+
+def stopped(interrupted: Interrupted) -> None:
+    """Says how to go on, and exits with the signal's status."""
+    print0("stopped; what runs has saved itself. The same command again goes on")
+    sys.exit(interrupted.args[0])
+
+
+def fractions(text: str) -> list[float]:
+    return [float(part) for part in text.split(",") if part]
+
+
+def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--sizes", default="", help="d<depth>, llama-<size>, tiny; with commas")
+    add("--seeds", type=int, default=3, help="number of seeds")
+    add("--first-seed", type=int, default=1, help="the first of them: fresh seeds for what others were chosen on")
+    add("--tokens", default="", help="training tokens of a run, for example 100M")
+    add("--ratio", type=float, default=0.0, help="instead of --tokens: training tokens per parameter")
+    add(
+        "--bf16-until", type=float, default=0.0,
+        help="branch all runs of a seed from its BF16 run at this fraction of the steps: smaller differences can be "
+        "told apart (default: 0, no branches)",
+    )  # fmt: skip
+    add(
+        "--share-until", type=fractions, default=[],
+        help="fractions of the steps, with commas: train the part up to the last of them up to which methods compute "
+        "the same once for all of these (default: every method from its own beginning)",
+    )  # fmt: skip
+    add(
+        "--vary-data",
+        action="store_true",
+        help="a seed changes the order of the data as well, not only weights and noise",
+    )
+    add("--data-dir", default=None, help="folder of text or parquet files (default: as for base_train)")
+    add("--vocab-size", type=int, default=0, help="of a new tokenizer, where the base directory has none (32768)")
+    add("--folder", default="", help="where runs and results go (default: sweeps/ in the base directory)")
+    add("--jobs", type=int, default=1, help="runs at the same time on each GPU: small models leave it idle")
+    add("--extra", default="", help="further flags of base_train for all runs, in one string")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--name", default="sweep", help="of the table and its files")
+    parser.add_argument("--methods", default="bf16,nvidia,four_over_six,tetrajet_v2,clover,clover_search")
+    parser.add_argument("--variant", action="append", default=[], help='"label: flags of base_train"; may be repeated')
+    parser.add_argument("--baseline", default="bf16")
+    parser.add_argument("--other", default="clover", help="the method that the others are compared with")
+    parser.add_argument("--keep", default="", help="methods whose checkpoints stay, with commas")
+    parser.add_argument("--plan", action="store_true", help="list the runs and stop")
+    add_sweep_arguments(parser)
+    args = parser.parse_args(argv)
+    methods = [*filter(None, args.methods.split(",")), *args.variant]
+    sizes = [s for s in args.sizes.split(",") if s]
+    if not sizes or not methods or min(args.seeds, args.jobs) < 1:
+        raise UserError("--sizes, --methods, --seeds and --jobs must be at least one each")
+    if not args.name or "/" in args.name:
+        raise UserError(f"--name={args.name}: expected the name of a file without /; --folder says where it goes")
+    keep, names = [m for m in args.keep.split(",") if m], labels(methods)
+    asked = {"baseline": [args.baseline], "other": [args.other], "keep": keep}
+    for flag, values in asked.items():
+        for value in values:
+            if value not in names and value != parser.get_default(flag):
+                raise UserError(f"--{flag}: {value!r} is none of this sweep's methods; use one of {', '.join(names)}")
+    length = {"tokens": parse_number(args.tokens) if args.tokens else 0, "ratio": args.ratio}
+    options = {"extra": args.extra.split(), "bf16_until": args.bf16_until, "share_until": args.share_until, **length}
+    options["vary_data"] = args.vary_data
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    for run in plan(methods, sizes, seeds, **options):  # bad flags are refused before the data is made
+        base_train.parse_args(list(run.flags))
+    folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"
+    data = ensure_data(args.data_dir) if args.plan else prepare(folder, args.data_dir, args.vocab_size)
+    runs = plan(methods, sizes, seeds, **options, data=data_key(data))
+    if args.plan:
+        for run in runs:
+            print0(run.tag, *run.flags)
+        return
+    sweep = Sweep(folder, data, visible_devices(args.jobs), keep)
+    try:
+        results = run_sweep(sweep, args.name, runs, args.baseline, args.other)
+    except Interrupted as e:
+        stopped(e)
+    if len(results) == len(runs):
+        print0(f"\n{report(sweep, args.name, runs, args.baseline, args.other)}\nwritten to {folder / args.name}.json")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,254 @@
+"""What a sweep trains: sizes, variants of methods, and the plan of all runs, with the flags of base_train of each."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import nanochat_fp4 as nf
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.models import llama
+from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.nvfp4.recipes import Recipe
+
+# Names of the layers of one kind, in both families of models.
+LAYER_KINDS = {"qkv": "*.attn.c_[qkv]", "out": "*.attn.c_proj", "up": "*.mlp.c_[fg]*", "down": "*.mlp.c_proj"}
+
+
+def changed(method: str, layers: str = "", phases: str = "", *more: str) -> tuple[str, ...]:
+    """Flags of base_train for a method with changes between layers and in time (nanochat_fp4/nvfp4/plan.py)."""
+    flags = [f"--method={method}", f"--layer-methods={layers}" if layers else "", *more]
+    return tuple(f for f in [*flags, f"--method-phases={phases}" if phases else ""] if f)
+
+
+# What can be trained besides the rows of the method table: label -> flags of base_train. What a remedy costs is the
+# share of the GEMM work that is not in 4 bits, or that is done on top of it; base_train prints it, and the results have
+# it.
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "clover_late_bf16": changed("clover", phases="0.85=bf16"),
+    "clover_late_forward": changed("clover", phases="0.85=fig1e_ms_eden"),  # that row quantizes the backward alone
+    "clover_late_backward": changed("clover", phases="0.85=fig2_1x16_four_over_six"),  # and that one the forward
+    "clover_late_fp8": changed("clover", phases="0.7=clover_fp8_forward"),  # a tenth of the GEMM work in 8 bits
+    "clover_late_refined_bf16": changed("clover", phases="0.7=clover_refined,0.85=bf16"),  # clover_late, ending in BF16
+    "clover_feedback_late_bf16": changed("clover_feedback", phases="0.85=bf16"),
+    "clover_late_refined": changed("clover", phases="0.85=clover_refined"),  # clover_late changes at 0.7
+    "clover_warmup": changed("bf16", phases="0.1=clover"),
+    "clover_up_fp8": changed("clover", f"{LAYER_KINDS['up']}=clover_fp8_forward"),
+    "clover_qkv_fp8": changed("clover", f"{LAYER_KINDS['qkv']}=clover_fp8_forward"),
+    "clover_up_bf16": changed("clover", f"{LAYER_KINDS['up']}=fig1e_ms_eden"),
+    "clover_rates_up": changed("clover", "", "", "--matrix-lr=0.025"),  # nanochat's is 0.02
+    "clover_rates_down": changed("clover", "", "", "--matrix-lr=0.016"),
+    "clover_less_decay": changed("clover", "", "", "--weight-decay=0.1"),  # nanochat's is 0.2
+    # (nanochat_fp4/nvfp4/oscillation.py)
+    # As in the paper's nanochat runs, where these differ from ours (docs/published.md).
+    "clover_separate_qkv": changed("clover", "", "", "--separate-qkv"),
+    "clover_exact_relu_squared": changed("clover", "", "", "--exact-relu-squared"),
+    "clover_reset": changed("clover", "", "", "--oscillation=reset"),
+    "nvidia_late_forward": changed("nvidia", phases="0.82=fig1d_sr"),  # NVIDIA's 18%, with SR in the backward
+    # TetraJet-v2 in full: methods.py says how its OutControl differs from the authors'. OsciReset as in their smallest
+    # run, 12,505 steps: from step 8,000 on, every 200 steps, after a window of 50, as fractions of the steps; a shorter
+    # run has as many resets, in shorter windows. At the end of a period, not at the beginning; ratio > 8, not >= 8.
+    "tetrajet_v2_full": changed("tetrajet_v2_outcontrol", "", "", "--oscillation=reset:0.016:0.004:0.64"),
+}
+
+
+def parse_number(text: str) -> int:
+    """'100M' -> 100,000,000; K, M and B. Raises UserError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.strip().upper())
+    if not match:
+        raise UserError(f"{text!r} is not a number of tokens; write for example 100M")
+    return round(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}[match[2]])
+
+
+def size_flags(size: str) -> list[str]:
+    """Flags of base_train that make a model of that size, its batch and its sequence length. Raises UserError."""
+    if match := re.fullmatch(r"d([1-9]\d*)", size):
+        shape = [f"--depth={match[1]}", "--max-seq-len=1024", "--window-pattern=L", "--total-batch-size=65536"]
+        return [*shape, "--eval-tokens=2097152"]
+    if size.startswith("llama-"):  # Table 4: sequences of 512, 512 of them a step; published: 128 to a micro-batch
+        name = size.removeprefix("llama-")
+        llama.config_from_size(name, vocab_size=1)
+        shape = [f"--llama={name}", "--max-seq-len=512", "--total-batch-size=262144", "--device-batch-size=128"]
+        return [*shape, "--eval-tokens=2097152"]
+    if size == "tiny":  # two layers of width 128, the smallest whose every GEMM can be rotated in groups of 128
+        return (
+            "--depth=2 --aspect-ratio=64 --head-dim=64 --max-seq-len=64 --window-pattern=L --device-batch-size=8 "
+            "--total-batch-size=512 --matrix-lr=0.32 --embedding-lr=4.8 --unembedding-lr=0.064 --eval-tokens=2048"
+        ).split()
+    raise UserError(f"unknown size {size!r}; use d<depth>, llama-30M, llama-50M, llama-100M, llama-200M or tiny")
+
+
+def method_flags(method: str) -> tuple[str, ...]:
+    """Flags of base_train for a method, a variant or "label: flags". Raises UserError."""
+    if ":" in method:
+        label, _, text = method.partition(":")
+        own = tuple(text.split())
+        refuse_apart(own, f"--variant {label.strip()!r}")
+        try:
+            method_plan(own)
+        except ValueError as e:
+            raise UserError(f"--variant {label.strip()!r}: {e}") from None
+        return own
+    if method in VARIANTS:
+        return VARIANTS[method]
+    try:
+        nf.get_recipe(method)
+    except ValueError as e:
+        own = '--variant "label: flags of base_train"'
+        raise UserError(f"{e}; or a variant: {', '.join(VARIANTS)}; or {own}") from None
+    return (f"--method={method}",)
+
+
+def refuse_apart(flags: Sequence[str], where: str) -> None:
+    """UserError where a flag's value stands apart from it: steps, branches and the key are read off --name=value."""
+    if apart := [flag for flag in flags if not flag.startswith("--")]:
+        raise UserError(f"{where}: {apart[0]!r} stands apart; write flags of base_train as --name=value")
+
+
+PLAN_FLAGS = ("--layer-methods", "--method-phases")
+
+
+def method_plan(own: Sequence[str]) -> MethodPlan:
+    """What a method's flags of base_train say of layers and phases. Raises ValueError."""
+    value = {name: v for name, _, v in (flag.partition("=") for flag in own)}
+    return MethodPlan.parse(value.get("--method", "clover"), *(value.get(name, "") for name in PLAN_FLAGS))
+
+
+def begins_late(flags: tuple[str, ...], fraction: float) -> bool:
+    """Whether a method changes nothing before that fraction of the steps, so that it can branch from a run there."""
+    phases = [f.partition("=")[2] for f in flags if f.startswith("--method-phases=")]
+    return not fraction or fraction <= min([1.0, *(float(phase.partition("=")[0]) for phase in phases)])
+
+
+def until(own: tuple[str, ...], fraction: float) -> tuple:
+    """What a method computes before that fraction of the steps; two methods with the same are the same run so far."""
+    plan = method_plan(own)
+
+    def computation(recipe: Recipe) -> Recipe:
+        return dataclasses.replace(recipe, name="", summary="", late=None)
+
+    phases = [(0.0, plan.method), *plan.phases]
+    recipes = [(start, computation(recipe)) for start, recipe in phases if start < fraction]
+    layers = [(pattern, computation(recipe)) for pattern, recipe in plan.layers]
+    others = tuple(flag for flag in own if flag.partition("=")[0] not in ("--method", *PLAN_FLAGS))
+    return recipes, [layer for layer in layers if len(recipes) > 1 or layer[1] != recipes[0][1]], others
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: label of the method, size, seed, all flags of base_train but the tag, and data_key's value."""
+
+    method: str
+    size: str
+    seed: int
+    flags: tuple[str, ...]
+    data: str = ""
+
+    @property
+    def tag(self) -> str:
+        key = hashlib.sha256("\n".join([*self.flags, self.data]).encode()).hexdigest()[:8]
+        return f"{self.size}_{self.method}_s{self.seed}_{key}"
+
+    @property
+    def branch(self) -> tuple[str, int] | None:
+        """(tag of the run, step) whose checkpoint this run begins at."""
+        points = [f.partition("=")[2] for f in self.flags if f.startswith("--branch-from=")]
+        tag, _, step = points[0].rpartition("@") if points else ("", "", "0")
+        return (tag, int(step)) if tag else None
+
+
+def plan(
+    methods: Iterable[str],
+    sizes: Iterable[str],
+    seeds: Iterable[int],
+    *,
+    tokens: int = 0,
+    ratio: float = 0.0,
+    extra: Sequence[str] = (),
+    data: str = "",
+    bf16_until: float = 0.0,
+    share_until: Sequence[float] = (),
+    vary_data: bool = False,
+) -> list[Run]:
+    """All runs, seed after seed, so that an interrupted sweep has whole seeds.
+
+    tokens, ratio: how long a run is, in tokens or in tokens per parameter, exactly one of them; extra: flags of
+    base_train for all; data: data_key of the text; bf16_until: the fraction of the steps that all runs of a seed have
+    in common, those of its BF16 run: they branch from it, and differ in what follows alone; share_until: fractions
+    of the steps at which a method may branch, at the last of them, from the first one that computes the same up to
+    there; vary_data: a seed is one of the data's order as well. Raises UserError.
+    """
+    if bool(tokens) == bool(ratio) or ratio < 0:
+        raise UserError("say how long a run is: either --tokens=100M or --ratio=20 (tokens per parameter)")
+    for flag, fraction in (("--bf16-until", bf16_until), *(("--share-until", f) for f in share_until)):
+        if fraction and not (0 < fraction < 1 and tokens):
+            raise UserError(f"{flag}={fraction:g}: expected a fraction of the steps, between 0 and 1, and --tokens")
+    if bf16_until and share_until:
+        raise UserError("--bf16-until and --share-until exclude each other; leave one of them out")
+    names = labels(methods)
+    for i, name in enumerate(names):
+        if not name or "/" in name:
+            raise UserError(f"--variant {methods[i]!r}: expected a label without /, a colon, flags of base_train")
+        if name in names[:i]:
+            raise UserError(f"--methods and --variant have {name} twice; give each a label of its own")
+    refuse_apart(extra, "--extra")
+    runs = []
+    for seed in seeds:
+        for size in sizes:
+            shape = (*size_flags(size), "--core-metric-every=-1", "--sample-every=-1", *extra)
+            shape += (f"--data-seed={seed}",) if vary_data else ()
+            batch = int([f for f in shape if f.startswith("--total-batch-size=")][-1].partition("=")[2])
+            steps = max(1, tokens // batch)
+            horizon = f"--num-iterations={steps}" if tokens else f"--target-param-data-ratio={ratio:g}"
+            branch: tuple[str, ...] = ()
+            if bf16_until:
+                if (at := math.ceil(bf16_until * steps)) == steps:
+                    raise UserError(f"--bf16-until={bf16_until:g} leaves none of {steps} steps; branch earlier")
+                flags = (*shape, horizon, "--method=bf16", f"--save-every={at}", "--keep-last=-1", f"--seed={seed}")
+                runs.append(Run("bf16", size, seed, flags, data))
+                branch = (f"--branch-from={runs[-1].tag}@{at}",)
+            points = branches([method_flags(m) for m in methods], share_until, steps)
+            tags: list[str] = []  # of the methods' runs
+            for i, (label, own) in enumerate(zip(names, map(method_flags, methods))):
+                if not begins_late(own, bf16_until):
+                    raise UserError(f"--bf16-until={bf16_until:g}: {label} changes before that")
+                if branch and own == ("--method=bf16",):
+                    continue  # the run that the others branch from
+                more = branch
+                if saved := sorted({at for first, at in filter(None, points) if first == i}):
+                    more = (f"--save-at={','.join(map(str, saved))}", "--keep-last=-1")
+                if points[i]:
+                    first, at = points[i]
+                    more = (f"--branch-from={tags[first]}@{at}", *more)
+                flags = (*shape, horizon, *own, *more, f"--seed={seed}")
+                runs.append(Run(label, size, seed, flags, data))
+                tags.append(runs[-1].tag)
+    return runs
+
+
+def branches(flags: Sequence[tuple[str, ...]], fractions: Sequence[float], steps: int) -> list[tuple[int, int] | None]:
+    """Where each method may branch: (index of an earlier method, step), or None. steps: of runs that do not say."""
+    found: list[tuple[int, int] | None] = [None] * len(flags)
+    for fraction in sorted(fractions):
+        alike = [until(own, fraction) for own in flags]
+        for i, own in enumerate(flags):
+            if (first := alike.index(alike[i])) < i:
+                own_steps = [f.partition("=")[2] for f in own if f.startswith("--num-iterations=")]
+                last = int([steps, *own_steps][-1])
+                if (at := math.ceil(fraction * last)) < last:  # from a run's end there is nothing left to train
+                    found[i] = first, at
+    return found
+
+
+def labels(methods: Iterable[str]) -> list[str]:
+    return [m.partition(":")[0].strip() for m in methods]
+
+
+def data_key(data_dir: str) -> str:
+    """Stands for the text in a folder, wherever it lies: names and sizes of its shards."""
+    shards = sorted((p.name, p.stat().st_size) for p in Path(data_dir).glob("*.parquet"))
+    return hashlib.sha256(json.dumps(shards).encode()).hexdigest()[:12]

@@ -1,0 +1,449 @@
+"""
+Conversations to train on: what a task is, mixtures of tasks, and the tasks that exist only for training.
+
+A task is a list of conversations {"messages": [{"role", "content"}, ...], ...}, and for the benchmarks in eval/ also
+a way to judge an answer. Order and content are nanochat's, so that a mixture here is the mixture there.
+"""
+
+import bisect
+import hashlib
+import itertools
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanochat_fp4.common import announce, get_base_dir, print0
+from nanochat_fp4.data.download import download_file_with_lock
+from nanochat_fp4.data.rows import MissingDataError, load_rows, read_folder, read_lines
+from nanochat_fp4.errors import UserError, one_line
+
+MIXTURE_SEED = 42
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tasks and mixtures
+
+
+class Task:
+    """
+    A dataset of conversations; start, stop and step select from it as a slice does.
+
+    Subclasses define num_examples() and get_example(i). Benchmarks also have eval_type, "categorical" (choice of a
+    letter from conversation["letters"]) or "generative", evaluate(conversation, answer) -> bool, and VERSION, raised
+    whenever prompts, order or scoring change.
+    """
+
+    VERSION = 1
+
+    def __init__(self, start: int = 0, stop: int | None = None, step: int = 1):
+        if start < 0 or step < 1 or (stop is not None and stop < start):
+            raise ValueError(
+                f"start {start}, stop {stop} and step {step} select nothing; use 0 <= start <= stop, step >= 1"
+            )
+        self.start, self.stop, self.step = start, stop, step
+
+    @property
+    def eval_type(self) -> str:
+        raise NotImplementedError
+
+    def num_examples(self) -> int:
+        """Conversations before slicing."""
+        raise NotImplementedError
+
+    def get_example(self, index: int) -> dict[str, Any]:
+        """Conversation `index` before slicing."""
+        raise NotImplementedError
+
+    def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
+        """Whether `answer` solves the conversation's problem."""
+        raise NotImplementedError
+
+    def _range(self) -> range:
+        return range(self.start, self.num_examples(), self.step)[: self._slice_length()]
+
+    def _slice_length(self) -> int | None:
+        return None if self.stop is None else -(-(self.stop - self.start) // self.step)
+
+    def __len__(self) -> int:
+        return len(self._range())
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.get_example(self._range()[index])
+
+
+class TaskMixture(Task):
+    """All conversations of several tasks in one fixed random order. A task given twice counts twice."""
+
+    def __init__(self, tasks: Sequence[Task], **kwargs: Any):
+        super().__init__(**kwargs)
+        self.tasks = list(tasks)
+        self.ends = list(itertools.accumulate(len(task) for task in self.tasks))
+        self.order = list(range(self.num_examples()))
+        random.Random(MIXTURE_SEED).shuffle(self.order)
+
+    def num_examples(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def get_example(self, index: int) -> dict[str, Any]:
+        return self._in_sequence(self.order[index])
+
+    def _in_sequence(self, index: int) -> dict[str, Any]:
+        which = bisect.bisect_right(self.ends, index)
+        return self.tasks[which][index - (self.ends[which - 1] if which else 0)]
+
+
+class TaskSequence(TaskMixture):
+    """All conversations of several tasks, one task after the other: a curriculum."""
+
+    def __init__(self, tasks: Sequence[Task], **kwargs: Any):
+        super().__init__(tasks, **kwargs)
+        self.order = range(self.num_examples())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# General conversations
+
+
+def conversation_problem(messages: Any, system: bool = False) -> str | None:
+    """What keeps a list of messages from being trained on, or None. `system`: a system message may come first."""
+    if not isinstance(messages, list) or not messages:
+        return "expected a list of messages"
+    rest = messages
+    if system and isinstance(messages[0], dict) and messages[0].get("role") == "system":
+        rest = messages[1:]
+    for i, message in enumerate(rest):
+        if not isinstance(message, dict) or "role" not in message or "content" not in message:
+            return f'message {i} is not of the form {{"role": ..., "content": ...}}'
+        if message["role"] not in ("user", "assistant", "system"):
+            return f"message {i} has the unknown role {message['role']!r}, expected user or assistant"
+        expected = ("user", "assistant")[i % 2]
+        if message["role"] != expected:
+            return f"message {i} is from the {message['role']}, expected the {expected}"
+        if not isinstance(message["content"], str):
+            return f"message {i}: content is {type(message['content']).__name__}, expected a string"
+    if len(rest) < 2:
+        return "there is no message from the assistant, so nothing to train on"
+    return None
+
+
+class SmolTalk(Task):
+    """
+    HuggingFaceTB/smol-smoltalk, general conversations (460K train, 24K test), a system message perhaps first.
+
+    sft_dir: a folder with train.jsonl and test.jsonl (or .jsonl.gz, .parquet) of {"messages": [...]} instead.
+    """
+
+    def __init__(self, split: str, sft_dir: str | os.PathLike | None = None, **kwargs: Any):
+        super().__init__(**kwargs)
+        if split not in ("train", "test"):
+            raise ValueError(f"SmolTalk has the splits train and test, not {split!r}")
+        check = lambda row: conversation_problem(row.get("messages"), system=True)  # noqa: E731
+        if sft_dir:
+            self.rows = read_folder(sft_dir, "", split, check, flag="--sft-dir")
+        else:
+            self.rows = load_rows("HuggingFaceTB/smol-smoltalk", None, split, check=check, flag="--sft-dir")
+
+    def num_examples(self) -> int:
+        return len(self.rows)
+
+    def get_example(self, index: int) -> dict[str, Any]:
+        return {"messages": self.rows[index]["messages"]}
+
+
+class CustomJSON(Task):
+    """Conversations of a JSONL file: a line is a list of messages, or {"messages": [...]}."""
+
+    def __init__(self, filepath: str | os.PathLike, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.conversations = []
+        path = Path(filepath)
+        for number, line in read_lines(path):
+            try:
+                messages = json.loads(line)
+            except (ValueError, RecursionError) as e:
+                raise UserError(f"{path}, line {number}: not JSON ({one_line(e)[:100]}); correct the file") from e
+            if isinstance(messages, dict):
+                messages = messages.get("messages")
+            if problem := conversation_problem(messages):
+                raise UserError(f"{path}, line {number}: {problem}; correct the file")
+            self.conversations.append(messages)
+        if not self.conversations:
+            raise UserError(f"{path} holds no conversation; write one list of messages a line")
+
+    def num_examples(self) -> int:
+        return len(self.conversations)
+
+    def get_example(self, index: int) -> dict[str, Any]:
+        return {"messages": self.conversations[index]}
+
+
+IDENTITY_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/identity_conversations.jsonl"
+LOCAL_IDENTITY = Path(__file__).with_name("identity_conversations.jsonl")  # ours, small: for runs without a network
+
+
+def identity_conversations() -> str:
+    """
+    Path of nanochat's 1000 conversations about itself, <base dir>/identity_conversations.jsonl; downloaded if absent.
+
+    A file of your own under that name is used as it is. Raises MissingDataError.
+    """
+    try:
+        return download_file_with_lock(
+            IDENTITY_URL,
+            "identity_conversations.jsonl",
+            deadline=60,
+            timeout=10,
+            attempts=1,
+            limit=64 << 20,
+            validate=CustomJSON,
+        )
+    except UserError as e:
+        raise MissingDataError(
+            f"the identity conversations cannot be downloaded ({one_line(e)[:150]}); put a JSONL file of conversations "
+            f"at {os.path.join(get_base_dir(), 'identity_conversations.jsonl')}"
+        ) from e
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Spelling
+
+# At the last commit of its repository; git names a file by the SHA-1 of its content.
+WORD_LIST_COMMIT, WORD_LIST_BLOB = (
+    "20f5cc9b3f0ccc8ce45d814c532b7c2031bba31c",
+    "d3a119e7ce57d068c3f3c9cbd694fc2ff14571ab",
+)
+WORD_LIST_URL = f"https://raw.githubusercontent.com/dwyl/english-words/{WORD_LIST_COMMIT}/words_alpha.txt"
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+TEST_SEED_OFFSET = 10_000_000  # conversation i is drawn with seed i in train and with offset + i in test
+
+# The wordings of the question are nanochat's (MIT licence), kept to the letter: a benchmark is its prompts.
+SPELLING_QUESTIONS = (
+    "How many {letter} are in the word {word}",
+    "How many {letter} are in {word}",
+    "Count the number of {letter} in {word}",
+    "How many times does {letter} appear in {word}",
+    "What's the count of {letter} in {word}",
+    "In the word {word}, how many {letter} are there",
+    "How many letter {letter} are in the word {word}",
+    "Count how many {letter} appear in {word}",
+    "Tell me the number of {letter} in {word}",
+    "How many occurrences of {letter} are in {word}",
+    "Find the count of {letter} in {word}",
+    "Can you count the {letter} letters in {word}",
+    "What is the frequency of {letter} in {word}",
+    "How many {letter}s are in {word}",
+    "How many {letter}'s are in {word}",
+    "Count all the {letter} in {word}",
+    "How many times is {letter} in {word}",
+    "Number of {letter} in {word}",
+    "Total count of {letter} in {word}",
+    "How many {letter} does {word} have",
+    "How many {letter} does {word} contain",
+    "What's the number of {letter} in {word}",
+    "{word} has how many {letter}",
+    "In {word}, count the {letter}",
+    "How many {letter} appear in {word}",
+    "Count the {letter} in {word}",
+    "Give me the count of {letter} in {word}",
+    "How many instances of {letter} in {word}",
+    "Show me how many {letter} are in {word}",
+    "Calculate the number of {letter} in {word}",
+    # Spanish
+    "¿Cuántas {letter} hay en {word}?",
+    "¿Cuántas veces aparece {letter} en {word}?",
+    "Cuenta las {letter} en {word}",
+    "¿Cuántas letras {letter} tiene {word}?",
+    # Chinese
+    "{word}中有多少个{letter}",
+    "{word}里有几个{letter}",
+    "数一下{word}中的{letter}",
+    "{word}这个词里有多少{letter}",
+    # Korean
+    "{word}에 {letter}가 몇 개 있나요",
+    "{word}에서 {letter}의 개수는",
+    "{word}에 {letter}가 몇 번 나오나요",
+    "{word}라는 단어에 {letter}가 몇 개",
+    # French
+    "Combien de {letter} dans {word}",
+    "Combien de fois {letter} apparaît dans {word}",
+    "Compte les {letter} dans {word}",
+    # German
+    "Wie viele {letter} sind in {word}",
+    "Wie oft kommt {letter} in {word} vor",
+    "Zähle die {letter} in {word}",
+    # Japanese
+    "{word}に{letter}は何個ありますか",
+    "{word}の中に{letter}がいくつ",
+    "{word}に{letter}が何回出てくる",
+)
+
+# For runs without the word list: enough to practise on, and no benchmark.
+LOCAL_WORDS = """
+apple banana cherry orange lemon grape melon peach strawberry raspberry carrot onion potato tomato pepper garlic
+bread butter cheese coffee sugar water kitchen table chair window garden flower forest mountain river ocean island
+valley desert winter summer spring autumn morning evening yesterday tomorrow monday friday january august december
+house street bridge village city country station airport railway bicycle engine machine computer keyboard letter
+paper pencil picture mirror camera music guitar piano violin trumpet dance theater movie story teacher student school
+library history science physics chemistry biology geometry algebra number fraction equation angle circle square
+triangle doctor nurse hospital medicine finger shoulder stomach breakfast dinner supper holiday birthday present
+mother father sister brother daughter cousin neighbor friend stranger captain sailor soldier farmer baker tailor
+elephant giraffe monkey tiger lion rabbit squirrel horse donkey chicken turkey penguin dolphin whale salmon beetle
+spider butterfly copper silver golden iron diamond crystal yellow purple orange green little different beautiful
+careful honest gentle brave clever quiet strange simple difficult possible necessary remember discover imagine follow
+answer question believe consider describe explain continue quickly slowly together always never sometimes perhaps
+mississippi committee balloon address parallel occasion accommodate embarrass millennium possession assessment
+""".split()
+
+
+def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:
+    """
+    About 370,000 English words: <eval_dir>/words/words_alpha.txt where an eval_dir was given, else the list in the
+    base directory, downloaded if absent. Raises MissingDataError, UserError.
+    """
+    if eval_dir:
+        path = os.path.join(eval_dir, "words", "words_alpha.txt")
+        if not os.path.isfile(path):
+            raise MissingDataError(f"{path} is missing; put {WORD_LIST_URL} there, or leave out --eval-dir")
+    else:
+        try:
+            path = download_file_with_lock(
+                WORD_LIST_URL,
+                "words_alpha.txt",
+                deadline=120,
+                timeout=10,
+                attempts=2,
+                limit=64 << 20,
+                validate=_check_words,
+            )
+        except UserError as e:
+            raise MissingDataError(
+                f"the word list cannot be downloaded ({one_line(e)[:150]}); give a folder that has "
+                "words/words_alpha.txt with --eval-dir"
+            ) from e
+    words = [line.strip() for _, line in read_lines(Path(path))]
+    if not words:
+        raise UserError(f"{path} is empty; get it again from {WORD_LIST_URL}")
+    return words
+
+
+def _check_words(path: str) -> None:
+    """Raise UserError where a download is not the word list."""
+    data = Path(path).read_bytes()
+    if hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != WORD_LIST_BLOB:
+        raise UserError("it is not the list of words that it should be")
+
+
+def spelling_seed(index: int, split: str) -> int:
+    if split not in ("train", "test"):
+        raise ValueError(f"spelling tasks have the splits train and test, not {split!r}")
+    return index if split == "train" else TEST_SEED_OFFSET + index
+
+
+def counting_conversation(words: Sequence[str], seed: int) -> dict[str, Any]:
+    """'How many r are in strawberry?': spelled out, counted by hand, then checked with Python. Drawn by `seed`."""
+    rng = random.Random(seed)  # the order of the draws is part of the format
+    word = rng.choice(words)
+    letter = rng.choice(word) if rng.random() < 0.9 else rng.choice(LETTERS)
+    question = rng.choice(SPELLING_QUESTIONS)
+    if rng.random() < 0.3:
+        question = question.lower()
+    quotes = ("", "'", '"')
+    letter_quote, word_quote = rng.choice(quotes), rng.choice(quotes)
+    question = question.format(letter=letter_quote + letter + letter_quote, word=word_quote + word + word_quote)
+    if rng.random() < 0.5:
+        question += "?"
+
+    text = (
+        f"We are asked to find the number '{letter}' in the word '{word}'. Let me try a manual approach first.\n\n"
+        f"First spell the word out:\n{word}:{','.join(word)}\n\nThen count the occurrences of '{letter}':\n"
+    )
+    count = 0
+    for i, char in enumerate(word, 1):
+        count += char == letter
+        # No space after the colon: " a" and "a" are different tokens.
+        text += f"{i}:{char}" + (f" hit! count={count}\n" if char == letter else "\n")
+    text += f"\nThis gives us {count}."
+    answer = [
+        {"type": "text", "text": text},
+        {"type": "text", "text": "\n\nLet me double check this using Python:\n\n"},
+        {"type": "python", "text": f"'{word}'.count('{letter}')"},
+        {"type": "python_output", "text": str(count)},
+        {"type": "text", "text": f"\n\nPython gives us {count}.\n\nMy final answer is:\n\n#### {count}"},
+    ]
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+class SimpleSpelling(Task):
+    """'Spell the word: apple' -> 'apple:a,p,p,l,e': how tokens are made of letters, condensed. For training only."""
+
+    def __init__(
+        self,
+        size: int = 1000,
+        split: str = "train",
+        words: Sequence[str] | None = None,
+        eval_dir: str | os.PathLike | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self.size, self.split = size, split
+        spelling_seed(0, split)
+        self.words = list(words) if words is not None else load_words(eval_dir)
+        random.Random(42).shuffle(self.words)  # another order than SpellingBee's, so that seed i is another word
+
+    def num_examples(self) -> int:
+        return self.size
+
+    def get_example(self, index: int) -> dict[str, Any]:
+        word = random.Random(spelling_seed(index, self.split)).choice(self.words)
+        return {
+            "messages": [
+                {"role": "user", "content": f"Spell the word: {word}"},
+                {"role": "assistant", "content": f"{word}:{','.join(word)}"},
+            ]
+        }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mixtures of what is there
+
+
+@dataclass
+class Source:
+    """One part of a mixture. make() loads it; `missing` says why it was left out."""
+
+    name: str
+    make: Callable[[], Task]
+    task: Task | None = None
+    missing: str | None = None
+
+
+def load_sources(sources: list[Source], allow_missing: bool, what: str) -> TaskMixture:
+    """The mixture of all sources that are there. One that is missing ends the run, or is named and left out."""
+    for source in sources:
+        try:
+            source.task = source.make()
+        except MissingDataError as e:
+            if not allow_missing:
+                raise UserError(
+                    f"{source.name}: {e}. To train without it add --allow-missing; without any network, --data local"
+                ) from e
+            source.missing = str(e)
+    print0(f"{what} mixture:")
+    announce(describe_sources(sources))
+    return TaskMixture([source.task for source in sources if source.task is not None])
+
+
+def describe_sources(sources: list[Source]) -> dict[str, str]:
+    """name -> rows, or why it is missing; the same source twice counts together."""
+    lines: dict[str, str] = {}
+    rows: dict[str, int] = {}
+    for source in sources:
+        if source.task is None:
+            lines[source.name] = f"left out: {source.missing}"
+        else:
+            rows[source.name] = rows.get(source.name, 0) + len(source.task)
+            lines[source.name] = f"{rows[source.name]:,} conversations"
+    return lines

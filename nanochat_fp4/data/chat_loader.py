@@ -1,0 +1,322 @@
+"""
+Batches of conversations, for the stages after pre-training.
+
+PackedConversations (mid-training): rows of T+1 tokens, each beginning with a conversation's BOS, filled by best fit as
+in pre-training; every token counts. ConversationBatches (SFT): one conversation a row, padded; only what the assistant
+says counts. Rollouts (RL): the model's own answers to a problem. All are endless and deterministic and resume exactly,
+and what an optimizer step sees does not depend on how many processes share it.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanochat_fp4.common import mean_over_ranks
+from nanochat_fp4.data.chat_data import Task
+from nanochat_fp4.data.dataloader import RowOrder, lanes_of
+from nanochat_fp4.errors import UserError
+
+DEFAULT_LANES = 8  # as in dataloader.py: 1, 2, 4 and 8 processes see the same rows
+IGNORE = -1  # target that does not count
+CONTENT_SAMPLES = 256
+
+
+def _check(dataset: Task, **at_least_one: int) -> None:
+    if len(dataset) == 0:
+        raise UserError("there is no conversation to train on; check the data folders and --allow-missing")
+    for name, value in at_least_one.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+def _tokens(tokenizer: Any, dataset: Task, index: int, max_tokens: int) -> tuple[list[int], list[int]]:
+    try:
+        return tokenizer.render_conversation(dataset[index], max_tokens=max_tokens)
+    except ValueError as e:
+        raise UserError(f"conversation {index} of the mixture cannot be used: {e}; correct its source") from e
+
+
+class _Lane:
+    """One packer: conversations lane, lane + lanes, ... of the endless repetition of the dataset."""
+
+    def __init__(self, loader: "PackedConversations", lane: int):
+        self.loader, self.next = loader, lane
+        self.buffer: list[tuple[int, list[int]]] = []  # (number, tokens), in order of arrival
+
+    def _read(self, number: int) -> list[int]:
+        loader = self.loader
+        return _tokens(loader.tokenizer, loader.dataset, number % len(loader.dataset), loader.T)[0]
+
+    def next_row(self) -> tuple[list[int], int]:
+        """(T+1 tokens, conversations that went into them)."""
+        row: list[int] = []
+        used = 0
+        while len(row) < self.loader.T + 1:
+            while len(self.buffer) < self.loader.lane_buffer:
+                self.buffer.append((self.next, self._read(self.next)))
+                self.next += self.loader.lanes
+            room = self.loader.T + 1 - len(row)
+            # The longest that fits, the first of several; if none does, the oldest is cropped.
+            fitting = [i for i, (_, tokens) in enumerate(self.buffer) if len(tokens) <= room]
+            best = max(fitting, key=lambda i: len(self.buffer[i][1])) if fitting else 0
+            row += self.buffer.pop(best)[1][:room]
+            used += 1
+        return row, used
+
+    def state(self) -> dict[str, Any]:
+        return {"next": self.next, "buffer": [number for number, _ in self.buffer]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.next = int(state["next"])
+        self.buffer = [(int(number), self._read(int(number))) for number in state["buffer"]]
+
+
+class PackedConversations:
+    """
+    Endless iterator over (inputs, targets, state): int64 (B, T) each, and what brings back the batches after this one.
+
+    buffer_size: conversations that each of the packers holds back to choose from (nanochat's 100 per process; like
+    nanochat on 8 GPUs, there are 8 packers), at most a quarter of its share of the dataset.
+    micro_batches: of a step over all ranks, which have the rows that dataloader.RowOrder gives them.
+    state["consumed"]: conversations in this rank's rows so far; the sum over ranks says how far the epoch is.
+    Raises UserError (no conversation, one that cannot be rendered, a state of another run).
+    """
+
+    def __init__(
+        self,
+        dataset: Task,
+        tokenizer: Any,
+        B: int,
+        T: int,
+        device: torch.device | str,
+        rank: int = 0,
+        world_size: int = 1,
+        buffer_size: int = 100,
+        state: dict[str, Any] | None = None,
+        micro_batches: int | None = None,
+    ):
+        _check(dataset, B=B, T=T, buffer_size=buffer_size)
+        self.content = _content(dataset)
+        self.dataset, self.tokenizer, self.B, self.T = dataset, tokenizer, B, T
+        self.device, self.rank, self.world_size = torch.device(device), rank, world_size
+        self.lanes = lanes_of(state, world_size) or (DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else world_size)
+        self.lane_buffer = max(1, min(buffer_size, len(dataset) // (4 * self.lanes)))
+        self.order, self.consumed = RowOrder(B, self.lanes, rank, world_size, micro_batches), 0
+        self.my_lanes = {lane: _Lane(self, lane) for lane in range(rank, self.lanes, world_size)}
+        if state is not None:
+            self._restore(state)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        rows = []
+        for lane in self.order.next_lanes():
+            row, used = self.my_lanes[lane].next_row()
+            rows.append(row)
+            self.consumed += used
+        batch = torch.tensor(rows, dtype=torch.long)
+        if self.device.type == "cuda":
+            batch = batch.pin_memory()
+        batch = batch.to(self.device, non_blocking=True)
+        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous(), self.state_dict()
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "conversations": len(self.dataset),
+            "content": self.content,
+            "T": self.T,
+            "lanes": self.lanes,
+            "lane_buffer": self.lane_buffer,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._config() | {
+            **self.order.state(),
+            "consumed": self.consumed,
+            "lane_states": {str(lane): packer.state() for lane, packer in self.my_lanes.items()},
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        _check_state(state, self._config())
+        if not self.order.restore(state | {"row": int(state["row"]) // self.world_size * self.world_size}):
+            raise UserError("the data position in the checkpoint is not one of this run; resume from another step")
+        for lane, packer in self.my_lanes.items():
+            packer.restore(state["lane_states"][str(lane)])
+        self.consumed = int(state["consumed"])
+
+
+class ConversationBatches:
+    """
+    Endless iterator over (inputs, targets, state): int64 (B, length of the longest conversation - 1) each.
+
+    Micro-batch m of the run holds conversations m * B to (m + 1) * B - 1 of the repeated dataset, cut to max_tokens,
+    and goes to rank m % world_size. A target is -1 where the mask of render_conversation is 0, and in the padding. A
+    conversation in which the cut leaves nothing to learn is replaced by the next one that has something.
+    """
+
+    def __init__(
+        self,
+        dataset: Task,
+        tokenizer: Any,
+        B: int,
+        device: torch.device | str,
+        rank: int = 0,
+        world_size: int = 1,
+        max_tokens: int = 2048,
+        state: dict[str, Any] | None = None,
+    ):
+        _check(dataset, B=B, max_tokens=max_tokens)
+        self.content = _content(dataset)
+        self.dataset, self.tokenizer, self.B, self.max_tokens = dataset, tokenizer, B, max_tokens
+        self.device, self.rank, self.world_size = torch.device(device), rank, world_size
+        self.micro_batch = rank
+        if state is not None:
+            _check_state(state, self._config())
+            before = int(state["micro_batch"]) // state.get("world_size", world_size) * world_size
+            self.micro_batch = before + rank
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+        return self
+
+    def _conversation(self, number: int) -> tuple[list[int], list[int]]:
+        for i in range(number, number + len(self.dataset)):
+            ids, mask = _tokens(self.tokenizer, self.dataset, i % len(self.dataset), self.max_tokens)
+            if any(mask[1:]):
+                return ids, mask
+        raise UserError(
+            f"no conversation has anything to learn within {self.max_tokens} tokens; train with a longer context"
+        )
+
+    def __next__(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        first = self.micro_batch * self.B
+        conversations = [self._conversation(number) for number in range(first, first + self.B)]
+        self.micro_batch += self.world_size
+        longest = max(len(ids) for ids, _ in conversations) - 1
+        padding = self.tokenizer.encode_special("<|assistant_end|>")
+        inputs = torch.full((self.B, longest), padding, dtype=torch.long)
+        targets = torch.full((self.B, longest), IGNORE, dtype=torch.long)
+        for row, (ids, mask) in enumerate(conversations):
+            tokens = torch.tensor(ids, dtype=torch.long)
+            inputs[row, : len(ids) - 1] = tokens[:-1]
+            targets[row, : len(ids) - 1] = torch.where(torch.tensor(mask[1:]) == 1, tokens[1:], IGNORE)
+        return inputs.to(self.device), targets.to(self.device), self.state_dict()
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "conversations": len(self.dataset),
+            "content": self.content,
+            "B": self.B,
+            "max_tokens": self.max_tokens,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._config() | {"micro_batch": self.micro_batch - self.rank}  # of all ranks
+
+
+class Rollouts:
+    """
+    Endless iterator over (inputs, targets, advantages, state): the model's answers to one problem after the other.
+
+    generate(prompt, rows, seed) -> (sequences, masks): as engine.Engine.generate_batch gives them. Each problem is
+    answered num_samples times, B at a time, and makes num_samples / B micro-batches: inputs and targets int64 (B,
+    longest answer's length - 1), advantages FP32 (B,). A target is -1 in the prompt, in what the calculator said and in
+    the padding. An answer's advantage is its reward minus the mean reward of the problem's answers (nanochat's: GRPO
+    without dividing by the deviation). The answers are made when the first of a problem's micro-batches is asked for,
+    by the model as it then is. Problem n of the run goes to rank n % world_size, and its seeds depend on n alone.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: Any,
+        generate: Callable[[list[int], int, int], tuple[list[list[int]], list[list[int]]]],
+        B: int,
+        num_samples: int,
+        device: torch.device | str,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 42,
+        state: dict[str, Any] | None = None,
+    ):
+        _check(task, B=B, num_samples=num_samples)
+        self.content = _content(task)
+        self.task, self.tokenizer, self.generate, self.B, self.num_samples = task, tokenizer, generate, B, num_samples
+        self.device, self.rank, self.world_size, self.seed = torch.device(device), rank, world_size, seed
+        self.number = rank
+        if state is not None:
+            _check_state(state, self._config())
+            self.number = int(state["number"]) + rank
+        self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.rewards: list[float] = []  # and lengths of answers, in tokens: since numbers() was last called
+        self.lengths: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        if not self.waiting:
+            self.waiting = self._answer(self.number)
+            self.number += self.world_size
+        return *self.waiting.pop(0), self._config() | {"number": self.number - self.rank}
+
+    def _answer(self, number: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        problem = self.task[number % len(self.task)]
+        prompt = self.tokenizer.render_for_completion(problem)
+        rows: list[list[int]] = []
+        masks: list[list[int]] = []
+        for first in range(0, self.num_samples, self.B):
+            seed = int.from_bytes(hashlib.sha256(f"{self.seed} {number} {first}".encode()).digest()[:4], "big") // 2
+            for part, new in zip((rows, masks), self.generate(prompt, self.B, seed)):
+                part += new
+        answers = [self.tokenizer.decode(row[len(prompt) :]) for row in rows]
+        rewards = torch.tensor([float(self.task.evaluate(problem, answer)) for answer in answers])
+        self.rewards += rewards.tolist()
+        self.lengths += [len(row) - len(prompt) for row in rows]
+        longest = max(map(len, rows))
+        padding = self.tokenizer.encode_special("<|assistant_end|>")
+        ids = torch.tensor([row + [padding] * (longest - len(row)) for row in rows])
+        mask = torch.tensor([row + [0] * (longest - len(row)) for row in masks])
+        targets = torch.where(mask[:, 1:] == 1, ids[:, 1:], IGNORE)
+        whole = [t.to(self.device) for t in (ids[:, :-1].contiguous(), targets, rewards - rewards.mean())]
+        return list(zip(*(t.split(self.B) for t in whole)))
+
+    def numbers(self) -> dict[str, float]:
+        """Means over the answers of all ranks since the last call, which all ranks make together."""
+        means = torch.tensor([sum(v) / max(1, len(v)) for v in (self.rewards, self.lengths)], device=self.device)
+        self.rewards, self.lengths = [], []
+        return dict(zip(("reward", "sequence_length"), mean_over_ranks(means).tolist()))
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "conversations": len(self.task),
+            "content": self.content,
+            "num_samples": self.num_samples,
+            "B": self.B,
+        }
+
+
+def _content(dataset: Task) -> str:
+    """16 hex digits of what the conversations say: of all of them, or of 256 spread evenly."""
+    digest = hashlib.sha256()
+    samples = min(len(dataset), CONTENT_SAMPLES)
+    for conversation in (dataset[i * len(dataset) // samples] for i in range(samples)):
+        digest.update(json.dumps(conversation, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:16]
+
+
+def _check_state(state: Any, config: dict[str, Any]) -> None:
+    if not isinstance(state, dict):
+        raise UserError("the data position in the checkpoint is damaged; resume from an older checkpoint")
+    if "content" not in state:  # an older checkpoint
+        config = {k: v for k, v in config.items() if k != "content"}
+    different = [f"{k} was {state.get(k)}, is {v}" for k, v in config.items() if state.get(k) != v]
+    if different:
+        raise UserError(
+            f"the data position does not fit: {'; '.join(different)}; resume with the data and settings that the run "
+            "began with"
+        )

@@ -1,0 +1,376 @@
+"""
+Pre-training batches: documents packed into rows of T+1 tokens, every row beginning with the BOS token.
+
+Packing is nanochat's best fit: a row takes the longest buffered document that fits, again and again, and when none
+fits, the shortest one is cropped to fill the row. No padding; what a crop cuts off is not used.
+
+What is promised:
+
+- Deterministic. The batches are a function of the shards, the tokenizer, B, T, `lanes` and `buffer_size`. They draw no
+  random numbers, so every method and every seed of a comparison sees the same tokens in the same order.
+- The global order of rows does not depend on how they are spread. Documents are dealt, row group by row group, to
+  `lanes` independent packers, and row k of the run comes from lane k % lanes. Rank r of W computes only the rows
+  k = r (mod W), hence only the lanes = r (mod W). One optimizer step over n rows therefore sees the same n rows for
+  every world size that divides `lanes`, every device batch size and every number of accumulation steps. (The order of
+  the rows within the step differs, so sums are equal up to rounding.)
+- Rows belong to micro-batches. Of the `micro_batches` of a step, over all ranks, number m has rows k = m (mod g), g the
+  greatest common divisor of `micro_batches` and `lanes`; rank r computes numbers r, r + W, ... So 1 rank of 4
+  micro-batches, 2 of 2 and 4 of 1 see the same rows in each micro-batch.
+- Resume is exact. The state that comes with each batch names the documents in the buffers, not only the place in the
+  files: restoring it yields, bit for bit, the batches that would have followed. It is small (some 10 KB) and goes
+  through JSON unchanged. Every rank has a state of its own; merge_states joins those of all ranks into one that any
+  world size dividing `lanes` can resume from.
+- Works with any number of row groups. They are numbered through all shards and epochs before they are dealt, so no
+  rank is left without data where a shard has fewer row groups than there are ranks.
+"""
+
+import bisect
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanochat_fp4.common import get_dist_info
+from nanochat_fp4.data.dataset import Shard, open_shards, read_row_group, shard_digest
+from nanochat_fp4.errors import UserError, one_line
+
+STATE_VERSION = 1
+DEFAULT_LANES = 8  # so that 1, 2, 4 and 8 ranks see the same rows
+
+
+def _split_fingerprint(shards: list[Shard]) -> str:
+    """Names the shards of a split, so that a state is not resumed on other data."""
+    text = "\n".join(f"{os.path.basename(s.path)} {s.rows}" for s in shards)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def lanes_of(state: Any, world_size: int) -> int | None:
+    """Those of a state, if so many processes can share them: the run that goes on has its own number of processes."""
+    lanes = state.get("lanes") if isinstance(state, dict) else None
+    return lanes if isinstance(lanes, int) and lanes > 0 and lanes % world_size == 0 else None
+
+
+class RowOrder:
+    """
+    Which row of the run, and so which lane, is next on this rank: see the top of this file.
+
+    start: rows of the run before the micro-batches that were counted; done: micro-batches of this rank since.
+    Raises ValueError for micro_batches that the ranks cannot share.
+    """
+
+    def __init__(self, B: int, lanes: int, rank: int, world_size: int, micro_batches: int | None = None):
+        micro_batches = world_size if micro_batches is None else micro_batches
+        if micro_batches < 1 or micro_batches % world_size:
+            raise ValueError(
+                f"micro_batches={micro_batches} must be a multiple of the number of processes, {world_size}"
+            )
+        self.B, self.lanes, self.rank, self.world_size = B, lanes, rank, world_size
+        self.classes = math.gcd(micro_batches, lanes)
+        self.start = self.done = 0
+
+    def next_lanes(self) -> list[int]:
+        """The lanes of the rows of the next micro-batch."""
+        turn, number = divmod(self.rank + self.done * self.world_size, self.classes)
+        self.done += 1
+        first = self.start + number + turn * self.B * self.classes
+        return [(first + b * self.classes) % self.lanes for b in range(self.B)]
+
+    def state(self) -> dict[str, int]:
+        """row: of the run, over all ranks, that were yielded; micro_batch: of these, on this rank, that are part of a
+        round of the classes, left out where the round is complete (as it is at the end of a step)."""
+        part = self.done % (self.classes // self.world_size)
+        row = self.start + self.done * self.world_size * self.B
+        return {"row": row, **({"micro_batch": part} if part else {})}
+
+    def restore(self, state: dict[str, Any]) -> bool:
+        """False where this is no place that such a loader comes to."""
+        part = int(state.get("micro_batch", 0))
+        start = int(state["row"]) - part * self.world_size * self.B
+        if start < 0 or start % self.classes or part >= max(1, self.classes // self.world_size):
+            return False
+        self.start, self.done = start, part
+        return True
+
+
+class _Lane:
+    """
+    One packer and its stream of documents: row groups lane, lane + lanes, ... of the endless sequence of epochs.
+
+    A document is known by (g, i): row i of row group g, where g counts on through the epochs. The buffer is kept
+    sorted by (length, g, i), which makes "longest that fits" and "shortest" a binary search; among equal lengths the
+    one that came first is taken, as a scan in the order of arrival would.
+    """
+
+    def __init__(self, loader: "BestFitLoader", lane: int):
+        self.loader = loader
+        self.g, self.i = lane, 0  # the next document to be read
+        self.texts: list[str] | None = None  # of row group g; None until it is needed
+        self.keys: list[tuple[int, int, int]] = []  # sorted
+        self.tokens: list[np.ndarray] = []  # in the order of keys; int32
+
+    def _insert(self, g: int, i: int, tokens: np.ndarray) -> None:
+        key = (len(tokens), g, i)
+        place = bisect.bisect_left(self.keys, key)
+        self.keys.insert(place, key)
+        self.tokens.insert(place, tokens)
+
+    def _refill(self) -> None:
+        while self.texts is None or self.i >= len(self.texts):
+            if self.texts is not None:
+                self.g, self.i = self.g + self.loader.lanes, 0
+            self.texts = self.loader.read(self.g)
+        batch = self.texts[self.i : self.i + self.loader.refill]
+        for offset, tokens in enumerate(self.loader.encode(batch)):
+            self._insert(self.g, self.i + offset, tokens)
+        self.i += len(batch)
+
+    def next_row(self) -> np.ndarray:
+        """One packed row: int32 (T+1,)."""
+        room = self.loader.T + 1
+        parts = []
+        while room > 0:
+            while len(self.keys) < self.loader.lane_buffer:
+                self._refill()
+            # Documents that fit are those before (room + 1, 0, 0); of the longest of them, take the first to arrive.
+            fitting = bisect.bisect_left(self.keys, (room + 1,))
+            place = bisect.bisect_left(self.keys, (self.keys[fitting - 1][0],)) if fitting else 0
+            self.keys.pop(place)
+            tokens = self.tokens.pop(place)[:room]  # crops only the shortest document, when none fits
+            parts.append(tokens)
+            room -= len(tokens)
+        return np.concatenate(parts)
+
+    def state(self) -> dict[str, Any]:
+        return {"next": [self.g, self.i], "buffer": sorted([g, i] for _, g, i in self.keys)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.g, self.i = (int(n) for n in state["next"])
+        documents = sorted((int(g), int(i)) for g, i in state["buffer"])
+        for g, group in groupby(documents, key=lambda d: d[0]):
+            rows = [i for _, i in group]
+            texts = self.loader.read(g)
+            for i, tokens in zip(rows, self.loader.encode([texts[i] for i in rows])):
+                self._insert(g, i, tokens)
+        if self.i > 0:
+            self.texts = self.loader.read(self.g)
+
+
+class BestFitLoader:
+    """
+    Endless iterator over (inputs, targets, state); see the top of this file for what holds.
+
+    inputs, targets: int64 (B, T) on `device`, targets being inputs shifted by one; copied from pinned memory without
+    blocking where the device is a GPU. state: a JSON-able dict; restoring it (`resume_state_dict`) makes the loader
+    yield the batch *after* this one. A training loop that fetches a batch ahead must keep the state that came with the
+    last batch it trained on, not with the one it holds. For the log it also says how far this rank has read at least:
+    "epoch" (from 1), "pq_idx", "rg_idx".
+
+    tokenizer: has encode(list of str, prepend=, num_threads=) and get_bos_token_id().
+    buffer_size: documents held back to choose from, in all lanes together; the more, the fewer tokens are cropped. No
+    lane holds back more than a quarter of its share of an epoch, so that a small corpus is not read several times over
+    before its first batch.
+    lanes: a multiple of the world size. Default: 8 where the world size divides it, else the world size.
+    micro_batches: of a step, over all ranks, a multiple of the world size. Default: one a rank.
+    data_dir: a folder of shards; default: the one that dataset.ensure_data finds.
+    data_seed: 0 for the order in which the text is stored; another number for another order of the row groups, and of
+        the documents within each, in every epoch the same.
+    Raises UserError (data, state that does not fit), ValueError (arguments).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        B: int,
+        T: int,
+        split: str,
+        tokenizer_threads: int = 4,
+        tokenizer_batch_size: int = 128,
+        device: str | torch.device = "cuda",
+        resume_state_dict: dict[str, Any] | None = None,
+        buffer_size: int = 1000,
+        lanes: int | None = None,
+        data_dir: str | os.PathLike | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        data_seed: int = 0,
+        micro_batches: int | None = None,
+    ):
+        if not 0 <= data_seed < 2**32:
+            raise UserError(f"--data-seed={data_seed} is not a number from 0 to {2**32 - 1}")
+        if B < 1 or T < 1 or buffer_size < 1 or tokenizer_batch_size < 1:
+            raise ValueError(
+                f"B={B}, T={T}, buffer_size={buffer_size} and tokenizer_batch_size={tokenizer_batch_size} must be "
+                "at least 1"
+            )
+        if rank is None or world_size is None:
+            _, rank, _, world_size = get_dist_info()
+        if lanes is None:
+            lanes = lanes_of(resume_state_dict, world_size)
+        if lanes is None:
+            lanes = DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else world_size
+        if lanes < 1 or lanes % world_size:
+            raise ValueError(f"lanes={lanes} must be a multiple of the number of processes, {world_size}")
+        self.tokenizer, self.B, self.T, self.split = tokenizer, B, T, split
+        self.tokenizer_threads, self.refill = tokenizer_threads, tokenizer_batch_size
+        self.device = torch.device(device)
+        self.lanes, self.rank, self.world_size = lanes, rank, world_size
+
+        self.shards = open_shards(split, data_dir)
+        # Empty row groups are left out: a lane that met no others would look for a document forever.
+        self.row_groups = [(s, k) for s, shard in enumerate(self.shards) for k, n in enumerate(shard.rows) if n > 0]
+        self.data_seed = data_seed
+        if data_seed:
+            self.row_groups = [self.row_groups[k] for k in self._shuffled(0, len(self.row_groups))]
+        self.fingerprint = _split_fingerprint(self.shards)
+        self.content = [shard_digest(shard.path) for shard in self.shards]
+        share = sum(shard.num_rows for shard in self.shards) // lanes
+        self.lane_buffer = max(1, min(-(-buffer_size // lanes), share // 4))
+        self.refill = max(1, min(self.refill, self.lane_buffer))
+
+        self.bos = tokenizer.get_bos_token_id()
+        self.order = RowOrder(B, lanes, rank, world_size, micro_batches)
+        self.my_lanes = {lane: _Lane(self, lane) for lane in range(rank, lanes, world_size)}
+        if resume_state_dict is not None:
+            self._restore(resume_state_dict)
+
+    def read(self, g: int) -> list[str]:
+        """The documents of row group g of the endless sequence."""
+        shard, index = self.row_groups[g % len(self.row_groups)]
+        texts = read_row_group(self.shards[shard].path, index)
+        if len(texts) != self.shards[shard].rows[index]:
+            raise UserError(f"{self.shards[shard].path} changed while it was being read; start again")
+        return [texts[k] for k in self._shuffled(1 + g % len(self.row_groups), len(texts))] if self.data_seed else texts
+
+    def _shuffled(self, number: int, n: int) -> np.ndarray:
+        """The permutation of n things that has this number; NumPy promises that RandomState's stay the same."""
+        return np.random.RandomState([self.data_seed, number]).permutation(n)
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        rows = self.tokenizer.encode(texts, prepend=self.bos, num_threads=self.tokenizer_threads)
+        return [np.array(row, dtype=np.int32) for row in rows]
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
+        return self
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        pinned = self.device.type == "cuda"
+        inputs = torch.empty(self.B, self.T, dtype=torch.long, pin_memory=pinned)
+        targets = torch.empty(self.B, self.T, dtype=torch.long, pin_memory=pinned)
+        for b, lane in enumerate(self.order.next_lanes()):
+            row = torch.from_numpy(self.my_lanes[lane].next_row())
+            inputs[b], targets[b] = row[:-1], row[1:]
+        inputs = inputs.to(self.device, non_blocking=pinned)
+        targets = targets.to(self.device, non_blocking=pinned)
+        return inputs, targets, self.state_dict()
+
+    def _config(self) -> dict[str, Any]:
+        """What must be the same for a state to mean the same rows."""
+        return {
+            "version": STATE_VERSION,
+            "split": self.split,
+            "data": self.fingerprint,
+            "T": self.T,
+            "lanes": self.lanes,
+            "lane_buffer": self.lane_buffer,
+            "refill": self.refill,
+            **({"data_seed": self.data_seed} if self.data_seed else {}),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the rows still to come depend on (besides the arguments); goes through JSON unchanged."""
+        begun = [lane.g for lane in self.my_lanes.values() if lane.i > 0] or [0]
+        epoch, position = divmod(min(begun), len(self.row_groups))
+        pq_idx, rg_idx = self.row_groups[position]
+        return self._config() | {
+            "content": self.content,
+            **self.order.state(),
+            "lane_states": {str(lane): packer.state() for lane, packer in self.my_lanes.items()},
+            "epoch": 1 + epoch,
+            "pq_idx": pq_idx,
+            "rg_idx": rg_idx,
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict) or state.get("version") != STATE_VERSION or "lane_states" not in state:
+            raise UserError(
+                "the data position in the checkpoint was not written by this loader; start a new run, or load only the "
+                "weights"
+            )
+        remedies = {
+            "split": "resume the same split",
+            "data": "resume with the shards that the run began with (DATA_DIR, number of downloaded shards)",
+            "T": "resume with the same --max-seq-len",
+            "lanes": "resume with the same number of processes",
+        }
+        if state.get("data_seed", 0) != self.data_seed:
+            raise UserError(
+                f"the data position is one of --data-seed={state.get('data_seed', 0)} and this run has "
+                f"{self.data_seed}; resume with the data seed that the run began with"
+            )
+        for key, value in self._config().items():
+            if state.get(key) != value:
+                remedy = remedies.get(key, "resume with the arguments that the run began with")
+                raise UserError(f"the data position does not fit: {key} was {state.get(key)}, is {value}; {remedy}")
+        content = state.get("content", self.content)  # older checkpoints do not have it
+        if not isinstance(content, list) or len(content) != len(self.content):
+            raise UserError("the data position is damaged (content); resume from an older one")
+        if content != self.content:
+            changed = [s.path for s, was, now in zip(self.shards, content, self.content) if was != now]
+            raise UserError(
+                f"the data position does not fit: the text of {os.path.basename(changed[0])} "
+                f"{f'and {len(changed) - 1} more shard(s) ' * (len(changed) > 1)}is not the one that the run has been "
+                "trained on; put the old file back, or start a new run"
+            )
+        try:
+            lane_states = state["lane_states"]
+            missing = [str(lane) for lane in self.my_lanes if str(lane) not in lane_states]
+            if not missing and self.order.restore(state):
+                for lane, packer in self.my_lanes.items():
+                    packer.restore(lane_states[str(lane)])
+                return
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as e:
+            raise UserError(
+                f"the data position is damaged ({type(e).__name__}: {one_line(e)[:80]}); resume from an older one"
+            ) from e
+        raise UserError(
+            f"the data position is not that of rank {self.rank} of {self.world_size} (lanes missing: "
+            f"{', '.join(missing) or 'none'}); resume with the same number of processes, or from the merged states of "
+            "all ranks"
+        )
+
+
+def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """
+    One state for all ranks out of the states that the ranks saved at the same step (in any order): of this loader, or
+    of one of chat_loader's, whose "consumed" becomes that of all ranks.
+    """
+    merged = dict(states[0])
+    merged["lane_states"] = {lane: s for state in states for lane, s in state.get("lane_states", {}).items()}
+    if "consumed" in merged:
+        merged["consumed"] = sum(state["consumed"] for state in states)
+    differing = [k for k in merged if k not in ("lane_states", "epoch", "pq_idx", "rg_idx", "consumed")
+                 and any(state.get(k) != merged[k] for state in states)]  # fmt: skip
+    if differing or len(merged["lane_states"]) != merged.get("lanes", 0):
+        raise UserError(
+            f"the ranks' data positions do not belong together ({', '.join(differing) or 'a rank is missing'}); resume "
+            "from another checkpoint"
+        )
+    return merged
+
+
+def tokenizing_distributed_data_loader_with_state_bos_bestfit(*args: Any, **kwargs: Any) -> BestFitLoader:
+    """nanochat's name for BestFitLoader: yields (inputs, targets, state)."""
+    return BestFitLoader(*args, **kwargs)
+
+
+def tokenizing_distributed_data_loader_bos_bestfit(
+    *args: Any, **kwargs: Any
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The same without the state: yields (inputs, targets)."""
+    loader = BestFitLoader(*args, **kwargs)  # here, not in the generator: bad arguments are reported at the call
+    return ((inputs, targets) for inputs, targets, _ in loader)

@@ -1,0 +1,185 @@
+"""
+Rows of a published dataset: from the Hugging Face hub, or from a folder of files with the same fields.
+
+    load_rows("openai/gsm8k", "main", "test")                          the hub (or its cache, without a network)
+    load_rows("openai/gsm8k", "main", "test", folder="my_eval_dir")    my_eval_dir/openai/gsm8k/main/test.jsonl.gz
+
+A folder holds <dataset>/<config>/<split> as .jsonl, .jsonl.gz or .parquet, or in parts as the hub stores them
+(test-00000-of-00001.parquet), so that a clone of the hub's repository works as it is. Nothing is fetched where a folder
+was given. Rows come in nanochat's order: shuffled as `datasets` does with seed 42.
+"""
+
+import functools
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanochat_fp4.data.dataset import hub_problem, hub_url
+from nanochat_fp4.errors import UserError, one_line
+
+SHUFFLE_SEED = 42
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+
+# The commit of each dataset's repository on the hub that is used: a benchmark that moves is no benchmark.
+REVISIONS = {
+    "HuggingFaceTB/smol-smoltalk": "f73fe857d519ff6ac5af2ea67c4d3834da7b8bcc",
+    "allenai/ai2_arc": "210d026faf9955653af8916fad021475a3f00453",
+    "cais/mmlu": "c30699e8356da336a370243923dbaf21066bb9fe",
+    "openai/gsm8k": "740312add88f781978c0658806c59bc2815b9866",
+    "openai/openai_humaneval": "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
+}
+
+Check = Callable[[dict], str | None]  # what is wrong with a row ("field x ..."), or None
+
+
+class MissingDataError(UserError):
+    """A dataset that is not here and cannot be had now; a run may choose to go on without it (--allow-missing)."""
+
+
+def load_rows(
+    dataset: str,
+    config: str | None,
+    split: str,
+    folder: str | os.PathLike | None = None,
+    check: Check | None = None,
+    flag: str = "--eval-dir",
+) -> Sequence[dict[str, Any]]:
+    """
+    The rows of one split, shuffled. `flag` is the option that names `folder`, for messages.
+
+    check: looks at every row of a file, and at the first one from the hub. Raises MissingDataError (no such file, no
+    network, no such dataset) and UserError (damaged file, wrong field), each naming the file, the place and the remedy.
+    """
+    if folder:
+        rows = read_folder(folder, "/".join(filter(None, (dataset, config))), split, check, flag)
+        order = np.random.default_rng(SHUFFLE_SEED).permutation(len(rows))
+        return [rows[i] for i in order]
+    rows = _from_hub(dataset, config, split, flag)
+    if check is not None and len(rows) and (problem := check(rows[0])):
+        raise UserError(
+            f"{dataset} ({config or 'default'}, {split}) from the hub has other fields than expected: {problem}; use "
+            f"{flag} with files in the known format"
+        )
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From a folder
+
+
+def read_folder(
+    folder: str | os.PathLike, inside: str, split: str, check: Check | None = None, flag: str = "--eval-dir"
+) -> list[dict[str, Any]]:
+    """All rows of <folder>/<inside>/<split>.*, in the order of the file. Raises as load_rows does."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{flag} {folder} is not a folder; name one that holds {inside}/{split}.jsonl")
+    place = folder / inside
+    paths = [place / f"{split}{suffix}" for suffix in SUFFIXES if (place / f"{split}{suffix}").is_file()][:1]
+    paths = paths or sorted(place.glob(f"{split}-*-of-*.parquet"))
+    if not paths:
+        there = sorted(p.name for p in place.iterdir())[:8] if place.is_dir() else []
+        raise MissingDataError(
+            f"{place / split}.jsonl (or .jsonl.gz, .parquet) is missing ({place} "
+            f"{'has ' + ', '.join(there) if there else 'is not there'}); put it there, or leave out {flag} to load it "
+            "from the hub"
+        )
+    rows = [row for path in paths for row in read_rows(path, check)]
+    if not rows:
+        raise UserError(f"{paths[0]} has no rows; copy it again")
+    return rows
+
+
+def read_rows(path: str | os.PathLike, check: Check | None = None) -> list[dict[str, Any]]:
+    """The rows of one .jsonl, .jsonl.gz or .parquet file. Raises UserError that names the file and the line."""
+    path = Path(path)
+    rows = []
+    for where, row in _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path):
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, {where}: expected an object with fields, found {type(row).__name__}; correct it")
+        if check is not None and (problem := _checked(check, row)):
+            raise UserError(f"{path}, {where}: {problem}; correct the file, or get it again")
+        rows.append(row)
+    return rows
+
+
+def _checked(check: Check, row: dict) -> str | None:
+    try:
+        return check(row)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+        return f"unexpected content ({type(e).__name__}: {one_line(e)[:100]})"
+
+
+def read_lines(path: Path):
+    """(line number, text) of the non-empty lines of a text file or a .gz of one. Raises UserError."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    try:
+        with opener(path, "rt", encoding="utf-8") as f:
+            for number, line in enumerate(f, 1):
+                if line.strip():
+                    yield number, line
+    except FileNotFoundError as e:
+        raise MissingDataError(f"{path} is not there; check the path") from e
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
+        raise UserError(f"{path} cannot be read past line {number} ({one_line(e)[:100]}); copy it again") from e
+
+
+def _read_jsonl(path: Path):
+    for number, line in read_lines(path):
+        try:
+            yield f"line {number}", json.loads(line)
+        except (ValueError, RecursionError) as e:
+            raise UserError(f"{path}, line {number}: not JSON ({one_line(e)[:100]}); correct or copy it again") from e
+
+
+def _read_parquet(path: Path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows = pq.read_table(path).to_pylist()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{path} is not a readable parquet file ({one_line(e)[:100]}); copy it again") from e
+    for i, row in enumerate(rows):
+        yield f"row {i}", row
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From the hub
+
+
+@functools.cache
+def _hub_problem() -> str | None:
+    """Asked once per process: without a network each answer takes seconds."""
+    return hub_problem(url=hub_url())
+
+
+def _from_hub(dataset: str, config: str | None, split: str, flag: str) -> Sequence[dict[str, Any]]:
+    name = f"{dataset} ({config or 'default'}, {split})"
+    problem = _hub_problem()
+    before = os.environ.get("HF_HUB_OFFLINE")
+    if problem:  # then `datasets` looks into its cache and does not wait for the network; it reads this when imported
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        import datasets
+    except ImportError as e:
+        raise MissingDataError(f"{name} needs the package datasets ({one_line(e)}); pip install datasets") from e
+    finally:
+        if problem and before is None:
+            del os.environ["HF_HUB_OFFLINE"]
+    try:
+        revision = REVISIONS.get(dataset)
+        return datasets.load_dataset(dataset, config, split=split, revision=revision).shuffle(seed=SHUFFLE_SEED)
+    except Exception as e:  # several libraries' errors: not found, gated, cut connection, not in the cache
+        why = problem or f"{type(e).__name__}: {one_line(e)[:150]}"
+        raise MissingDataError(
+            f"{name} cannot be loaded from the hub ({why}); give a folder that holds it with {flag}, or check the "
+            "network"
+        ) from e

@@ -1,0 +1,485 @@
+"""
+Byte-pair tokenizer: trained by rustbpe, run by tiktoken, with nanochat's special tokens and split pattern.
+
+On disk it is <base dir>/tokenizer/tokenizer.json: plain data with a checksum, which nothing executes. nanochat keeps a
+pickle there (tokenizer.pkl), and loading a pickle can run whatever its author put into it; it is read only where
+allow_pickle is given, and even then by an unpickler that knows tiktoken's Encoding and nothing else.
+
+    python -m nanochat_fp4.data.tokenizer --allow-pickle    convert nanochat's tokenizer.pkl to tokenizer.json, once
+"""
+
+import base64
+import copy
+import hashlib
+import json
+import os
+import pickle
+import re
+import threading
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+import torch
+
+from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.errors import UserError, one_line, run_main
+from nanochat_fp4.files import atomic_write
+
+SPECIAL_TOKENS = [
+    "<|bos|>",  # begins every document
+    # The rest appears only in conversations, from mid-training on.
+    "<|user_start|>",
+    "<|user_end|>",
+    "<|assistant_start|>",
+    "<|assistant_end|>",
+    "<|python_start|>",  # the assistant calls the calculator
+    "<|python_end|>",
+    "<|output_start|>",  # what it answers
+    "<|output_end|>",
+]
+
+# GPT-4's pattern with \p{N}{1,2} for \p{N}{1,3}: with a small vocabulary, fewer tokens are spent on numbers.
+SPLIT_PATTERN = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
+)
+
+# The pattern steps back over white space that nothing follows, one character at a time; at about half a million of them
+# both Rust libraries abort the process for want of stack.
+MAX_WHITE_SPACE = 100_000
+_LONG_WHITE_SPACE = re.compile(rf"\s{{{MAX_WHITE_SPACE}}}")
+
+FILE_NAME = "tokenizer.json"
+PICKLE_NAME = "tokenizer.pkl"
+FORMAT = "nanochat_fp4 tokenizer, version 1"
+
+
+def _digest(pattern: str, ranks: list[bytes], special_tokens: dict[str, int], markers: dict | None = None) -> str:
+    """SHA-256, in hex, of everything that decides which ids a text becomes."""
+    parts = [pattern, sorted(special_tokens.items(), key=lambda kv: kv[1])] + ([markers] if markers else [])
+    digest = hashlib.sha256(json.dumps(parts).encode())
+    for token in ranks:
+        digest.update(len(token).to_bytes(4, "little") + token)
+    return digest.hexdigest()
+
+
+def _in_parts(text: str) -> list[str]:
+    """The text, cut where more than MAX_WHITE_SPACE characters of white space follow one another."""
+    if len(text) <= MAX_WHITE_SPACE:
+        return [text]
+    cuts = [0, *(match.end() for match in _LONG_WHITE_SPACE.finditer(text)), len(text)]
+    return [text[a:b] for a, b in zip(cuts, cuts[1:])]
+
+
+class _EncodingUnpickler(pickle.Unpickler):
+    """Reads a pickled tiktoken.Encoding; refuses every other class or function that the file names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("tiktoken.core", "Encoding"):
+            return tiktoken.Encoding
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a tokenizer has no use for")
+
+
+class RustBPETokenizer:
+    """A tiktoken Encoding with nanochat's conveniences: special tokens, batches, conversations."""
+
+    def __init__(self, enc: tiktoken.Encoding, bos_token: str, markers: dict[str, str] | None = None):
+        """
+        markers: the conversation format of another model: what stands in the place of some special tokens in a
+        conversation ("<|user_start|>": "<|im_start|>user\\n"), special tokens in it included.
+        """
+        self.enc, self.markers = enc, markers or {}
+        self.encode_special = lru_cache(maxsize=32)(self._encode_special)
+        self.bos_token_id = self.encode_special(bos_token)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Making, saving, loading
+
+    @classmethod
+    def train_from_iterator(cls, text_iterator: Iterable[str], vocab_size: int) -> "RustBPETokenizer":
+        """
+        Learn `vocab_size` tokens (special tokens included) from the texts. Too little text gives fewer tokens.
+
+        Raises ValueError where vocab_size leaves no room for the 256 bytes and the special tokens.
+        """
+        smallest = 256 + len(SPECIAL_TOKENS)
+        if vocab_size < smallest:
+            raise ValueError(
+                f"vocabulary size {vocab_size} is too small: at least {smallest} are needed (--vocab-size)"
+            )
+        import rustbpe  # training alone needs it
+
+        tokenizer = rustbpe.Tokenizer()
+        texts = (part for text in text_iterator for part in _in_parts(text))
+        tokenizer.train_from_iterator(texts, vocab_size - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
+        ranks = {bytes(token): rank for token, rank in tokenizer.get_mergeable_ranks()}
+        return cls._from_parts(tokenizer.get_pattern(), ranks)
+
+    @classmethod
+    def _from_parts(
+        cls,
+        pattern: str,
+        ranks: dict[bytes, int],
+        special_tokens: dict[str, int] | None = None,
+        markers: dict[str, str] | None = None,
+    ) -> "RustBPETokenizer":
+        if special_tokens is None:
+            special_tokens = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
+        enc = tiktoken.Encoding(name="rustbpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
+        return cls(enc, "<|bos|>", markers)
+
+    @classmethod
+    def from_directory(cls, tokenizer_dir: str | os.PathLike, allow_pickle: bool = False) -> "RustBPETokenizer":
+        """
+        Load what save() wrote. Raises UserError (missing, cut short, altered).
+
+        allow_pickle: where there is no tokenizer.json, read nanochat's tokenizer.pkl. A pickle is a program: use it
+        only for a file that you made yourself.
+        """
+        path, pickle_path = Path(tokenizer_dir) / FILE_NAME, Path(tokenizer_dir) / PICKLE_NAME
+        if path.is_file() or not pickle_path.is_file():
+            return cls._from_json(path)
+        if not allow_pickle:
+            raise UserError(
+                f"{tokenizer_dir} holds only nanochat's {PICKLE_NAME}, and loading a pickle can run code that somebody "
+                "put into it; if you made this file, convert it: python -m nanochat_fp4.data.tokenizer --allow-pickle"
+            )
+        try:
+            with open(pickle_path, "rb") as f:
+                enc = _EncodingUnpickler(f).load()
+            if not isinstance(enc, tiktoken.Encoding):
+                raise pickle.UnpicklingError("it holds no tiktoken Encoding")
+            return cls(enc, "<|bos|>")
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:  # nearly anything on damaged input, and a panic of tiktoken's Rust is no Exception
+            raise UserError(f"{pickle_path} is not a nanochat tokenizer ({one_line(e)[:150]}); train a new one") from e
+
+    @classmethod
+    def _from_json(cls, path: Path) -> "RustBPETokenizer":
+        retrain = "train it again (python -m scripts.tok_train) or copy it again"
+        try:
+            data = json.loads(path.read_bytes())
+        except FileNotFoundError as e:
+            raise UserError(f"there is no tokenizer in {path.parent}; run python -m scripts.tok_train first") from e
+        except OSError as e:
+            raise UserError(f"{path} cannot be read ({e.strerror}); check its permissions") from e
+        except (ValueError, RecursionError) as e:
+            raise UserError(f"{path} is not valid JSON ({one_line(e)[:100]}), it may be cut short; {retrain}") from e
+        try:
+            if data["format"] != FORMAT:
+                raise UserError(f"{path} has the format {str(data['format'])[:60]!r}, not {FORMAT!r}; {retrain}")
+            tokens = [base64.b64decode(token, validate=True) for token in data["tokens"]]
+            pattern, special_tokens, markers = data["pattern"], data["special_tokens"], data.get("markers", {})
+            if data["sha256"] != _digest(pattern, tokens, special_tokens, markers):
+                raise UserError(f"{path} differs from its own checksum, so it was altered or damaged; {retrain}")
+            ranks = {token: rank for rank, token in enumerate(tokens)}
+            # What tiktoken would only notice by aborting, or not at all:
+            if len(ranks) != len(tokens) or not all(bytes([b]) in ranks for b in range(256)):
+                raise ValueError("tokens repeat, or single bytes are missing")
+            if sorted(special_tokens.values()) != list(range(len(ranks), len(ranks) + len(special_tokens))):
+                raise ValueError("the special tokens are not numbered after the others")
+            return cls._from_parts(pattern, ranks, special_tokens, markers)
+        except UserError:
+            raise
+        except Exception as e:  # missing keys, wrong types, a pattern that does not compile, duplicate tokens, ...
+            raise UserError(f"{path} is not a tokenizer ({type(e).__name__}: {one_line(e)[:100]}); {retrain}") from e
+
+    def save(self, tokenizer_dir: str | os.PathLike) -> None:
+        """Write tokenizer.json into the folder (created), all or nothing."""
+        os.makedirs(tokenizer_dir, exist_ok=True)
+        pattern, tokens, special_tokens = self._parts()
+        data = {
+            "format": FORMAT,
+            "sha256": _digest(pattern, tokens, special_tokens, self.markers),
+            "pattern": pattern,
+            "special_tokens": special_tokens,
+            **({"markers": self.markers} if self.markers else {}),
+            "tokens": [base64.b64encode(token).decode("ascii") for token in tokens],  # the rank is the place
+        }
+        path = os.path.join(tokenizer_dir, FILE_NAME)
+        atomic_write(path, json.dumps(data, indent=0) + "\n")
+        print0(f"Saved tokenizer to {path}")
+
+    def _parts(self) -> tuple[str, list[bytes], dict[str, int]]:
+        """(split pattern, token bytes by rank, special tokens) of the Encoding."""
+        enc = self.enc
+        tokens = sorted(enc._mergeable_ranks, key=enc._mergeable_ranks.__getitem__)
+        if [enc._mergeable_ranks[token] for token in tokens] != list(range(len(tokens))):
+            raise ValueError(f"the ranks of {enc.name} have gaps; only tokenizers trained here can be saved")
+        return enc._pat_str, tokens, dict(enc._special_tokens)
+
+    def fingerprint(self) -> str:
+        """16 hex digits that name this tokenizer; two tokenizers share them only where every text gets the same ids."""
+        ranks = self.enc._mergeable_ranks
+        tokens = sorted(ranks, key=ranks.__getitem__)
+        return _digest(self.enc._pat_str, tokens, dict(self.enc._special_tokens), self.markers)[:16]
+
+    @classmethod
+    def from_pretrained(cls, tiktoken_name: str, deadline: float = 60.0) -> "RustBPETokenizer":
+        """
+        A tokenizer that tiktoken publishes ("gpt2", "cl100k_base"), downloaded on its first use.
+
+        Its "<|endoftext|>" plays the part of "<|bos|>". Raises UserError where it is unknown or cannot be had within
+        `deadline` seconds.
+        """
+        result: list[Any] = [None, f"no answer within {deadline:g} seconds"]
+
+        def get() -> None:
+            try:
+                result[0] = tiktoken.get_encoding(tiktoken_name)
+            except Exception as e:  # network errors of several libraries, unknown names
+                result[1] = one_line(e)[:100]
+
+        # tiktoken's download has no time limit of its own, hence a thread that may be left behind.
+        thread = threading.Thread(target=get, daemon=True)
+        thread.start()
+        thread.join(deadline)
+        if result[0] is None:
+            raise UserError(f"the tokenizer {tiktoken_name} is not to be had ({result[1]})")
+        return cls(result[0], "<|endoftext|>")
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Vocabulary
+
+    def get_vocab_size(self) -> int:
+        return self.enc.n_vocab
+
+    def get_special_tokens(self) -> set[str]:
+        return self.enc.special_tokens_set
+
+    def id_to_token(self, id: int) -> str:  # noqa: A002 (nanochat's name)
+        return self.enc.decode([id])
+
+    def _encode_special(self, text: str) -> int:
+        if text not in self.enc.special_tokens_set:
+            known = ", ".join(sorted(self.enc.special_tokens_set))
+            raise ValueError(f"{text!r} is not a special token of this tokenizer; it has {known}")
+        return self.enc.encode_single_token(text)
+
+    def get_bos_token_id(self) -> int:
+        return self.bos_token_id
+
+    def encode_marker(self, name: str) -> list[int]:
+        """Ids of what stands in a conversation where nanochat has the special token `name`; most often that token."""
+        if name not in self.markers:
+            return [self.encode_special(name)]
+        return self.enc.encode(self.markers[name], allowed_special="all")
+
+    def token_bytes(self) -> torch.Tensor:
+        """
+        int32 (vocab_size,): how many bytes of text each id stands for, 0 for special tokens. For bits per byte.
+
+        As in nanochat, an id whose bytes are no UTF-8 of their own counts the 3 bytes of the replacement character for
+        each undecodable part, so that numbers are comparable.
+        """
+        special = self.get_special_tokens()
+        strings = [self.enc.decode([i]) for i in range(self.get_vocab_size())]
+        lengths = [0 if s in special else len(s.encode("utf-8")) for s in strings]
+        return torch.tensor(lengths, dtype=torch.int32)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Text to ids and back
+
+    def encode(
+        self,
+        text: str | list[str],
+        prepend: int | str | None = None,
+        append: int | str | None = None,
+        num_threads: int = 8,
+    ) -> list[int] | list[list[int]]:
+        """
+        Ids of a text, or a list of them for a list of texts (then with `num_threads` threads).
+
+        prepend, append: a token id or the name of a special token. Special tokens spelled out inside the text are
+        treated as ordinary text.
+        """
+        before = [] if prepend is None else [prepend if isinstance(prepend, int) else self.encode_special(prepend)]
+        after = [] if append is None else [append if isinstance(append, int) else self.encode_special(append)]
+        if isinstance(text, str):
+            return before + [i for part in _in_parts(text) for i in self.enc.encode_ordinary(part)] + after
+        if isinstance(text, list):
+            parts = [_in_parts(t) for t in text]
+            rows = iter(self.enc.encode_ordinary_batch([p for ps in parts for p in ps], num_threads=num_threads))
+            return [before + [i for _ in ps for i in next(rows)] + after for ps in parts]
+        raise ValueError(f"encode takes a string or a list of strings, not {type(text).__name__}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[int] | list[list[int]]:
+        return self.encode(*args, **kwargs)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.enc.decode(ids)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Conversations
+
+    def render_conversation(self, conversation: dict, max_tokens: int = 2048) -> tuple[list[int], list[int]]:
+        """
+        Ids and loss mask of {"messages": [{"role", "content"}, ...]}, both cut to `max_tokens`.
+
+        Roles alternate, user first, and at least one message is from the assistant; a system message may come first
+        and is put before the first user message. Content is a string, or for the assistant a list of parts
+        {"type": "text" | "python" | "python_output", "text"}. The mask is 1 where the model is to learn: on what the
+        assistant writes and its closing token, not on what Python answers. Raises ValueError on anything else.
+        """
+        messages = _checked_messages(conversation)
+        if not any(m["role"] == "assistant" for m in messages):
+            raise ValueError("the conversation has no message from the assistant, so there is nothing to train on")
+        return self._render(messages, max_tokens)
+
+    def _render(self, messages: list[dict], max_tokens: int) -> tuple[list[int], list[int]]:
+        ids: list[int] = []
+        mask: list[int] = []
+
+        def add(tokens: list[int], learn: int) -> None:
+            ids.extend(tokens)
+            mask.extend([learn] * len(tokens))
+
+        def add_between(name: str, text: str, learn_start: int, learn: int) -> None:
+            add(self.encode_marker(f"<|{name}_start|>"), learn_start)
+            add(self.encode(text), learn)
+            add(self.encode_marker(f"<|{name}_end|>"), learn)
+
+        add(self.encode_marker("<|bos|>") if "<|bos|>" in self.markers else [self.get_bos_token_id()], 0)
+        for message in messages:
+            content = message["content"]
+            if message["role"] == "user":
+                add_between("user", content, 0, 0)
+                continue
+            add(self.encode_marker("<|assistant_start|>"), 0)
+            for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+                if part["type"] == "text":
+                    add(self.encode(part["text"]), 1)
+                elif part["type"] == "python":
+                    add_between("python", part["text"], 1, 1)
+                else:
+                    add_between("output", part["text"], 0, 0)
+            add(self.encode_marker("<|assistant_end|>"), 1)
+        return ids[:max_tokens], mask[:max_tokens]
+
+    def render_for_completion(self, conversation: dict, max_tokens: int = 2048) -> list[int]:
+        """
+        Ids of the conversation without its last message, which must be the assistant's, primed for the answer.
+
+        Cut to `max_tokens` before the assistant's opening token is added, as nanochat does.
+        """
+        messages = _checked_messages(conversation)
+        if messages[-1]["role"] != "assistant":
+            raise ValueError("the last message must be from the assistant; it is the one to be completed")
+        ids, _ = self._render(messages[:-1], max_tokens)
+        return ids + self.encode_marker("<|assistant_start|>")
+
+    def visualize_tokenization(self, ids: list[int], mask: list[int], with_token_id: bool = False) -> str:
+        """The tokens with | between them, green where the mask is 1 and red where it is 0, for a terminal."""
+        red, green, gray, reset = "\033[91m", "\033[92m", "\033[90m", "\033[0m"
+        parts = []
+        for token, learn in zip(ids, mask):
+            parts.append(f"{green if learn else red}{self.decode([token])}{reset}")
+            if with_token_id:
+                parts.append(f"{gray}({token}){reset}")
+        return "|".join(parts)
+
+
+def _checked_messages(conversation: Any) -> list[dict]:
+    """The messages without a system message of their own, checked. Never changes its argument. Raises ValueError."""
+    messages = conversation.get("messages") if isinstance(conversation, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise ValueError('a conversation is {"messages": [...]} with at least one message')
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or "role" not in message or "content" not in message:
+            raise ValueError(f'message {i} is not of the form {{"role": ..., "content": ...}}')
+        if message["role"] not in ("system", "user", "assistant"):
+            raise ValueError(f"message {i} has the unknown role {message['role']!r}; use system, user or assistant")
+    if messages[0]["role"] == "system":
+        if len(messages) < 2 or messages[1]["role"] != "user":
+            raise ValueError("a system message must be followed by a user message")
+        if not isinstance(messages[0]["content"], str) or not isinstance(messages[1]["content"], str):
+            raise ValueError("system and user messages must be strings")
+        first = copy.copy(messages[1])
+        first["content"] = messages[0]["content"] + "\n\n" + messages[1]["content"]
+        messages = [first] + messages[2:]
+    for i, message in enumerate(messages):
+        expected = ("user", "assistant")[i % 2]
+        if message["role"] != expected:
+            raise ValueError(f"message {i} is from the {message['role']} but should be from the {expected}")
+        content = message["content"]
+        if isinstance(content, str):
+            continue
+        if message["role"] == "user":
+            raise ValueError(f"message {i}: a user message must be a string, not {type(content).__name__}")
+        if not isinstance(content, list):
+            raise ValueError(f"message {i}: content must be a string or a list of parts, not {type(content).__name__}")
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                raise ValueError(f'message {i}: a part must be of the form {{"type": ..., "text": "..."}}')
+            if part.get("type") not in ("text", "python", "python_output"):
+                raise ValueError(
+                    f"message {i}: unknown part type {part.get('type')!r}; use text, python or python_output"
+                )
+    return messages
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The tokenizer of the base directory
+
+
+def get_tokenizer_dir() -> str:
+    return os.path.join(get_base_dir(), "tokenizer")
+
+
+def get_tokenizer(allow_pickle: bool = False) -> RustBPETokenizer:
+    """The tokenizer in the base directory; see from_directory."""
+    return RustBPETokenizer.from_directory(get_tokenizer_dir(), allow_pickle=allow_pickle)
+
+
+def get_token_bytes(device: str | torch.device = "cpu") -> torch.Tensor:
+    """token_bytes() of the tokenizer in the base directory, as tok_train stored it: int32 (vocab_size,) on `device`."""
+    path = os.path.join(get_tokenizer_dir(), "token_bytes.pt")
+    if not os.path.exists(path):
+        raise UserError(f"{path} is not there; run python -m nanochat_fp4.data.tokenizer, which makes it anew")
+    try:
+        token_bytes = torch.load(path, map_location=device, weights_only=True)
+        if not isinstance(token_bytes, torch.Tensor) or token_bytes.dim() != 1 or token_bytes.is_floating_point():
+            raise ValueError("it holds no vector of integers")
+    except Exception as e:  # torch.load raises nearly anything on damaged files
+        raise UserError(
+            f"{path} is damaged ({one_line(e)[:100]}); run python -m nanochat_fp4.data.tokenizer, which makes it anew"
+        ) from e
+    return token_bytes
+
+
+def save_token_bytes(tokenizer: RustBPETokenizer, tokenizer_dir: str | os.PathLike) -> torch.Tensor:
+    """Write token_bytes.pt beside the tokenizer; returns the tensor."""
+    import io
+
+    token_bytes = tokenizer.token_bytes()
+    buffer = io.BytesIO()
+    torch.save(token_bytes, buffer)
+    atomic_write(os.path.join(tokenizer_dir, "token_bytes.pt"), buffer.getvalue())
+    return token_bytes
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(
+        description="Show the tokenizer of the base directory and write token_bytes.pt; or convert nanochat's"
+    )
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read nanochat's tokenizer.pkl and write tokenizer.json. Loading a pickle can run code: only for a file "
+        "that you made yourself",
+    )
+    args = parser.parse_args(argv)
+    tokenizer_dir = get_tokenizer_dir()
+    tokenizer = get_tokenizer(allow_pickle=args.allow_pickle)
+    if not os.path.exists(os.path.join(tokenizer_dir, FILE_NAME)):
+        tokenizer.save(tokenizer_dir)
+    save_token_bytes(tokenizer, tokenizer_dir)  # it follows from the tokenizer, so this harms nothing
+    print0(f"{tokenizer_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint()}")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,152 @@
+"""The tokenizer as others read it: tokenizer.json of the tokenizers library, its configuration, a chat template.
+
+Both are byte-pair encoders, told in two ways. tiktoken knows ranks: whichever two neighbours together have the lowest
+rank become one. The other library knows pairs, so every way to put a token together from two others is written as a
+pair, in the order of ranks. The ids of a text are the same, which tests and --verify compare.
+"""
+
+from typing import Any
+
+from nanochat_fp4.data.tokenizer import RustBPETokenizer
+
+# As RustBPETokenizer.render_conversation writes a conversation. A system message is put before the first user message.
+CHAT_TEMPLATE = """\
+{{- '<|bos|>' -}}
+{%- set ns = namespace(system='') -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'system' -%}
+{%- set ns.system = message['content'] + '\n\n' -%}
+{%- elif message['role'] == 'user' -%}
+{{- '<|user_start|>' + ns.system + message['content'] + '<|user_end|>' -}}
+{%- set ns.system = '' -%}
+{%- else -%}
+{{- '<|assistant_start|>' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'python' -%}
+{{- '<|python_start|>' + part['text'] + '<|python_end|>' -}}
+{%- elif part['type'] == 'python_output' -%}
+{{- '<|output_start|>' + part['text'] + '<|output_end|>' -}}
+{%- else -%}
+{{- part['text'] -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|assistant_end|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|assistant_start|>' -}}
+{%- endif -%}
+"""
+
+
+def chat_template(tokenizer: RustBPETokenizer) -> str:
+    """CHAT_TEMPLATE, with the conversation format of the tokenizer's markers where it has some."""
+    text = CHAT_TEMPLATE
+    for name, written in tokenizer.markers.items():
+        text = text.replace(f"'{name}'", repr(written))
+    return text
+
+
+def byte_characters() -> list[str]:
+    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
+
+
+def vocabulary(tokenizer: RustBPETokenizer) -> tuple[list[str], list[tuple[str, str]]]:
+    """(tokens without the special ones, by id; pairs that become one, by rank), in byte characters."""
+    characters = byte_characters()
+    ranks = tokenizer.enc._mergeable_ranks
+    tokens = sorted(ranks, key=ranks.__getitem__)
+    pairs = []
+    for token in tokens:
+        splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+        known = [(a, b) for a, b in splits if a in ranks and b in ranks]
+        pairs += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+
+    def text(token: bytes) -> str:
+        return "".join(characters[b] for b in token)
+
+    return [text(token) for token in tokens], [(text(a), text(b)) for a, b in pairs]
+
+
+def special_tokens(tokenizer: RustBPETokenizer) -> dict[str, int]:
+    """Names and ids of the special tokens, by id."""
+    return dict(sorted(tokenizer.enc._special_tokens.items(), key=lambda item: item[1]))
+
+
+def tokenizer_json(tokenizer: RustBPETokenizer) -> dict[str, Any]:
+    """tokenizer.json: the tokenizers library's description of this tokenizer."""
+    tokens, pairs = vocabulary(tokenizer)
+    bos, bos_id = "<|bos|>", tokenizer.get_bos_token_id()
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": tokenizer.enc._pat_str}, "behavior": "Isolated", "invert": False}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    piece = {"SpecialToken": {"id": bos, "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    more = {"Sequence": {"id": "B", "type_id": 0}}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": name, **flags} for name, i in special_tokens(tokenizer).items()],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [split, byte_level],
+        },
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [piece, text],
+            "pair": [piece, text, piece, more],
+            "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+        },
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # a piece that is a token needs no merging, as in tiktoken
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": [list(pair) for pair in pairs],
+        },
+    }
+
+
+def end_tokens(tokenizer: RustBPETokenizer, chat: bool) -> list[str]:
+    """Where a text ends: with the next document, or in a chat with the assistant's last token, too."""
+    return ["<|assistant_end|>", "<|bos|>"] if chat else ["<|bos|>"]
+
+
+def tokenizer_config(tokenizer: RustBPETokenizer, chat: bool, model_max_length: int) -> dict[str, Any]:
+    """tokenizer_config.json."""
+    end = end_tokens(tokenizer, chat)[0]
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|bos|>",
+        "eos_token": end,
+        "pad_token": end,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": model_max_length,
+        "added_tokens_decoder": {
+            str(i): {
+                "content": name,
+                "lstrip": False,
+                "normalized": False,
+                "rstrip": False,
+                "single_word": False,
+                "special": True,
+            }
+            for name, i in special_tokens(tokenizer).items()
+        },  # fmt: skip
+    }
+    return config | ({"chat_template": chat_template(tokenizer)} if chat else {})

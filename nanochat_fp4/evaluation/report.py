@@ -1,0 +1,565 @@
+"""
+The report of a run: every stage logs its numbers as JSON, `generate` turns what is there into one report.md.
+
+    get_report(model_tag).log("Base model loss", [{...}, ...], results={"val_bpb": 1.02})
+
+writes <base dir>/report/<model tag>/base-model-loss.json (without a tag, report/base-model-loss.json: the tokenizer
+belongs to every run). `python -m nanochat_fp4.evaluation.report generate` reads all of these and every run's
+metrics.jsonl, and writes report.md, report.json and the plots beside them. It works from whatever is there: a run that
+was interrupted, or is still going on, shows up with what it has.
+Each section is replaced when its stage runs again.
+"""
+
+import itertools
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nanochat_fp4.common import get_base_dir, get_dist_info
+from nanochat_fp4.console import ArgumentParser, format_seconds
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.evaluation import plots
+from nanochat_fp4.evaluation.metrics import read_jsonl
+from nanochat_fp4.files import atomic_write
+from nanochat_fp4.nvfp4.methods import METHOD_TABLE
+from nanochat_fp4.roofline import MACHINES, is_predictable, machine_of, predict
+
+# Order of the stages in the report; sections with other names follow in the order of their time.
+SECTIONS = [
+    "tokenizer-training",
+    "tokenizer-evaluation",
+    "base-model-training",
+    "base-model-loss",
+    "base-model-evaluation",
+    "midtraining",
+    "chat-evaluation-mid",
+    "chat-sft",
+    "chat-evaluation-sft",
+    "chat-rl",
+    "chat-evaluation-rl",
+]
+# Columns of the benchmark table, in the paper's order (Table 5); other tasks follow.
+TASKS = ["ARC-Easy", "ARC-Challenge", "GSM8K", "HumanEval", "MMLU", "SpellingBee", "CORE", "ChatCORE"]
+
+# US dollars per hour and GPU, rough list prices of GPU clouds; GPU_HOURLY_USD overrides.
+_GPU_HOURLY_USD = {"B200": 6.0, "H200": 3.8, "H100": 3.0, "A100": 1.8, "5090": 0.9, "4090": 0.5}
+
+_PROCESS_START = time.time()
+
+
+def slugify(text: str) -> str:
+    """'Chat evaluation sft' -> 'chat-evaluation-sft': a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def _plain(value: Any) -> Any:
+    """`value` as strict JSON: tensors and paths become numbers and strings, NaN and infinity become strings."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, (str, bool, int)) or value is None:
+        return value
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return str(value)
+
+
+class Report:
+    """The sections in one folder. `model_tag` is the run that this process's sections belong to, if any."""
+
+    def __init__(self, report_dir: str | os.PathLike, model_tag: str | None = None):
+        self.report_dir = Path(report_dir)
+        self.model_tag = model_tag
+
+    def log(self, section: str, data: Iterable[Any], results: Mapping[str, Any] | None = None) -> str:
+        """
+        Store one section. Returns its path.
+
+        data: strings (Markdown), dicts (shown as a list of key: value) or None (skipped), as in nanochat.
+        results: numbers for the tables: `val_bpb`, `val_bpb_bf16`, `tokens_per_second` and so on from the stages;
+            from an evaluation, task -> accuracy in [0, 1] or task -> {"accuracy": a, "count": n, "interval": 2 sigma}.
+        """
+        record = {
+            "section": section,
+            "model_tag": self.model_tag,
+            "timestamp": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "wall_seconds": round(time.time() - _PROCESS_START, 1),
+            "data": [_plain(item) for item in data if item],
+            "results": _plain(results or {}),
+            "environment": _plain(environment_info()),
+        }
+        path = self._path(section)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, json.dumps(record, indent=2))
+        return str(path)
+
+    def has(self, section: str) -> bool:
+        """Whether that section was logged."""
+        return self._path(section).exists()
+
+    def _path(self, section: str) -> Path:
+        return self.report_dir / (self.model_tag or "") / f"{slugify(section)}.json"
+
+    def reset(self) -> None:
+        """Forget all sections and remove report.md. Checkpoints and metrics stay."""
+        for path in [*self._section_files(), *self.report_dir.glob("report.*"), *self.report_dir.glob("*.png")]:
+            path.unlink(missing_ok=True)
+
+    def _section_files(self) -> list[Path]:
+        files = [*self.report_dir.glob("*.json"), *self.report_dir.glob("*/*.json")]
+        return sorted(p for p in files if p != self.report_dir / "report.json")
+
+    def generate(self, model_tags: Iterable[str] | None = None, print_summary: bool = True) -> str:
+        """
+        Write report.md, report.json and the plots; returns the path of report.md.
+
+        model_tags: the runs to show, in this order; by default all that are there.
+        """
+        notes: list[str] = []
+        sections = list(self._read_sections(notes))
+        metrics = _read_metrics(self.report_dir.parent / "base_checkpoints", notes)
+        if not sections and not metrics:
+            raise UserError(
+                f"nothing to report in {self.report_dir}; run bash speedrun_fp4.sh (or a stage of it) first"
+            )
+        known = list(dict.fromkeys([s["model_tag"] for s in sections if s["model_tag"]] + list(metrics)))
+        tags = known if model_tags is None else list(dict.fromkeys(model_tags))
+        for tag in tags:
+            if tag not in known:
+                raise UserError(f"no run called {tag!r} to report; there is: {', '.join(known) or 'none'}")
+        runs = [
+            _summarize_run(tag, [s for s in sections if s["model_tag"] == tag], metrics.get(tag, [])) for tag in tags
+        ]
+        _add_gaps(runs)
+        shown = [s for s in sections if s["model_tag"] is None or s["model_tag"] in tags]
+        metrics = {tag: metrics[tag] for tag in tags if tag in metrics}
+        stages = {"base": metrics}
+        for stage, folder in (("mid", "mid_checkpoints"), ("sft", "chatsft_checkpoints"), ("rl", "chatrl_checkpoints")):
+            found = _read_metrics(self.report_dir.parent / folder, notes)
+            stages[stage] = {tag: found[tag] for tag in tags if tag in found}
+        plots = _plot(self.report_dir, stages, runs, notes)
+
+        markdown = _render(runs, shown, metrics, plots, notes)
+        self.report_dir.mkdir(parents=True, exist_ok=True)
+        document = {"runs": runs, "sections": shown, "notes": notes, "plots": plots}
+        atomic_write(self.report_dir / "report.json", json.dumps(_plain(document), indent=2))
+        path = self.report_dir / "report.md"
+        atomic_write(path, markdown.encode("utf-8", "replace"))
+        if print_summary:
+            print("\n".join(_runs_table(runs)))
+        return str(path)
+
+    def _read_sections(self, notes: list[str]) -> Iterable[dict]:
+        found = []
+        for path in self._section_files():
+            try:
+                record = json.loads(path.read_text(encoding="utf-8"))
+                kinds = {"section": str, "data": list, "results": dict, "environment": dict, "timestamp": str}
+                if not all(isinstance(record[key], kind) for key, kind in kinds.items()):
+                    raise ValueError("not a section")
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                notes.append(f"{path} is not readable as a section and was left out; run its stage again to replace it")
+                continue
+            record["model_tag"] = path.parent.name if path.parent != self.report_dir else None
+            record |= {"slug": path.stem, "section": _text(record["section"]), "timestamp": _text(record["timestamp"])}
+            found.append(record)
+        place = {slug: i for i, slug in enumerate(SECTIONS)}
+        found.sort(key=lambda s: (place.get(s["slug"], len(place)), s["timestamp"]))
+        return found
+
+
+class DummyReport:
+    """What ranks other than 0 get."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def has(self, section: str) -> bool:
+        return True
+
+    def reset(self) -> None:
+        pass
+
+
+def get_report(model_tag: str | None = None) -> Report | DummyReport:
+    """The report of this base directory; on ranks other than 0, one that does nothing."""
+    _, rank, _, _ = get_dist_info()
+    return Report(Path(get_base_dir()) / "report", model_tag) if rank == 0 else DummyReport()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From sections and metrics to one row per run
+
+
+def _read_metrics(checkpoints: Path, notes: list[str]) -> dict[str, list[dict]]:
+    metrics = {}
+    for path in sorted(checkpoints.glob("*/metrics.jsonl"), key=lambda p: p.stat().st_mtime):
+        try:
+            records = read_jsonl(path)
+        except OSError as e:
+            notes.append(f"{path} cannot be read ({e.strerror})")
+            continue
+        if records:
+            metrics[path.parent.name] = records
+    return metrics
+
+
+def _number(value: Any) -> float | None:
+    """`value` if it is a finite number. What is read from files may be anything."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if good else None
+
+
+def _text(value: Any) -> str:
+    """`value` on one line, without what is no Unicode text (half of a surrogate pair, which JSON can spell)."""
+    return " ".join(str(value).encode("utf-8", "replace").decode("utf-8").split())
+
+
+# What a run is summarized by; anything else in results stays in the section it came from.
+_TEXTS = ("method", "config_key", "backend")
+_NUMBERS = ("num_iterations", "total_batch_size", "val_bpb", "val_bpb_bf16", "val_tokens", "tokens_per_second")
+_NUMBERS += ("training_seconds",)
+
+
+def _summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
+    """One run as a flat dict; None where nothing was logged."""
+    run: dict[str, Any] = {key: None for key in ("step", *_TEXTS, *_NUMBERS)} | {"model_tag": tag, "benchmarks": {}}
+
+    def take(values: Mapping[str, Any]) -> None:
+        run.update({k: _text(values[k]) for k in _TEXTS if isinstance(values.get(k), str)})
+        run.update({k: _number(values[k]) for k in _NUMBERS if _number(values.get(k)) is not None})
+
+    for record in metrics:
+        event, step = record.get("event"), _number(record.get("step"))
+        if event == "start":
+            take(record)
+        elif event == "train" and step is not None:
+            run["step"] = int(step) + 1
+            take({"tokens_per_second": record.get("tok_per_sec")})
+        elif event == "val":
+            take({"val_bpb": record.get("bpb"), "val_bpb_bf16": record.get("bpb_bf16")})
+            take({"val_tokens": record.get("tokens")})
+    for section in sections:
+        if section["slug"].startswith("chat-evaluation-") or section["slug"] == "base-model-evaluation":
+            stage = section["slug"].removeprefix("chat-evaluation-").removesuffix("-model-evaluation")
+            scores = section["results"] or _known_tasks(section["data"])
+            scored = {_text(task): _score(value) for task, value in scores.items()}
+            run["benchmarks"][stage] = {task: score for task, score in scored.items() if score}
+        elif section["slug"] in ("base-model-training", "base-model-loss"):
+            # The loss stage comes after training and measures on more tokens, so its BPB replaces the one above.
+            take(section["results"])
+    if run["step"] and run["total_batch_size"]:
+        run["tokens"] = int(run["total_batch_size"] * run["step"])
+    run["finished"] = run["step"] is not None and run["step"] == run["num_iterations"]
+    return run
+
+
+def _known_tasks(data: list) -> dict:
+    """nanochat's own way of logging an evaluation: somewhere among the data, a dict of task: accuracy."""
+    return {k: v for item in data if isinstance(item, dict) for k, v in item.items() if k in TASKS}
+
+
+def _score(value: Any) -> dict[str, float | None] | None:
+    """accuracy, or {"accuracy", "count", "interval"}, becomes {"accuracy", "interval"}: 2 sigma, None if not known."""
+    given = value if isinstance(value, dict) else {"accuracy": value}
+    accuracy, count, interval = (_number(given.get(key)) for key in ("accuracy", "count", "interval"))
+    if accuracy is None:
+        return None
+    if interval is None and count is not None and count > 0:
+        interval = 2 * math.sqrt(max(0.0, accuracy * (1 - accuracy)) / count)
+    return {"accuracy": accuracy, "interval": interval}
+
+
+def _add_gaps(runs: list[dict]) -> None:
+    """Increase of validation BPB over the BF16 baseline that was trained with the same configuration, in percent."""
+    baselines = {r.get("config_key"): r for r in runs if r["method"] == "bf16" and r.get("val_bpb") and r["finished"]}
+    for run in runs:
+        base = baselines.get(run.get("config_key"))
+        if not base or base is run or not run["finished"]:
+            continue
+        # Only like with like: the loss stage measures on more tokens than the training loop does.
+        if run.get("val_bpb") and run.get("val_tokens") == base.get("val_tokens"):
+            run["gap_percent"] = 100 * (run["val_bpb"] / base["val_bpb"] - 1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rendering
+
+
+def _cell(value: Any, form: str = "{:.4f}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(header) + " |",
+        "|" + "---|" * len(header),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+
+
+def _runs_table(runs: list[dict]) -> list[str]:
+    header = ["run", "method", "steps", "tokens", "val BPB", "val BPB, BF16 forward"]
+    header += ["gap to BF16", "tokens/s", "training time"]
+    rows = []
+    for r in runs:
+        steps = _cell(r["step"], "{:,}")
+        if not r["finished"] and r["num_iterations"]:
+            steps += f" of {r['num_iterations']:,.0f}, unfinished"
+        gap = "baseline" if r["method"] == "bf16" else _cell(r.get("gap_percent"), "{:+.2f}%")
+        seconds = r["training_seconds"]
+        rows.append(
+            [
+                r["model_tag"],
+                r["method"] or "-",
+                steps,
+                _cell(r.get("tokens"), "{:,}"),
+                _cell(r["val_bpb"]),
+                _cell(r["val_bpb_bf16"]),
+                gap,
+                _cell(r["tokens_per_second"], "{:,.0f}"),
+                "-" if seconds is None else format_seconds(seconds),
+            ]
+        )
+    return _table(header, rows)
+
+
+def _benchmark_table(runs: list[dict]) -> list[str]:
+    """Like the paper's Table 5: a row for a run and stage, a column for a task, accuracy in percent and 2 sigma."""
+    scored = [(r, stage, scores) for r in runs for stage, scores in r["benchmarks"].items() if scores]
+    tasks = list(dict.fromkeys(task for _, _, scores in scored for task in scores))
+    tasks.sort(key=lambda t: TASKS.index(t) if t in TASKS else len(TASKS))
+    rows = []
+    for run, stage, scores in scored:
+        row = [run["model_tag"], run["method"] or "-", stage, _cell(run["val_bpb"])]
+        for task in tasks:
+            score = scores.get(task)
+            text = "-" if score is None else f"{100 * score['accuracy']:.2f}"
+            if score and score["interval"] is not None:
+                text += f" ± {100 * score['interval']:.2f}"
+            row.append(text)
+        rows.append(row)
+    return _table(["run", "method", "after", "val BPB", *tasks], rows) if rows else []
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.3e}"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10000:
+        return f"{value:,}"
+    return _text(value)
+
+
+def _environment_lines(sections: list[dict], runs: list[dict]) -> list[str]:
+    environments = [s["environment"] for s in sections]
+    environment = environments[-1] if environments else environment_info()
+    lines = [f"- {_text(key)}: {_format_value(value)}" for key, value in environment.items() if value not in (None, 0)]
+    lines += [f"- backend ({r['model_tag']}): {r['backend']}" for r in runs if r["backend"]]
+    lines.append(_break_even(_text(environment.get("gpu") or ""), runs))
+    commits = sorted({_text(e.get("commit"))[:12] for e in environments})
+    if len(commits) > 1:
+        lines.append(f"- sections were made at different commits: {', '.join(commits)}")
+    return lines
+
+
+def _break_even(gpu: str, runs: list[dict]) -> str:
+    """From which width on 4 bits pay on this GPU: a prediction, and labelled so."""
+    machine = machine_of(gpu)
+    if machine is None:
+        known = ", ".join(m.name for m in MACHINES.values())
+        return f"- break-even with BF16: not known for {gpu or 'a CPU'}; predicted for {known} only"
+    trained = {r["method"] for r in runs}
+    methods = [m for m in METHOD_TABLE if m in trained and is_predictable(m)] or ["clover"]
+    widths = [(r["method"], r["width"]) for r in predict(machine, methods)]
+    found = ", ".join(f"{method} {f'from width {width}' if width else 'at no width'}" for method, width in widths)
+    return f"- break-even with BF16, PREDICTED for {machine.name}, not measured: linear layers are faster with {found}"
+
+
+def _cost(environment: Mapping[str, Any], seconds: float) -> float | None:
+    """US dollars for the GPUs of `environment` over `seconds`; None without a GPU."""
+    name, count = str(environment.get("gpu") or ""), _number(environment.get("gpu_count"))
+    try:
+        rate = float(os.environ.get("GPU_HOURLY_USD") or "unset")
+    except ValueError:
+        rate = next((usd for gpu, usd in _GPU_HOURLY_USD.items() if gpu in name), None)
+    return None if not count or rate is None else rate * count * seconds / 3600
+
+
+def _time_table(sections: list[dict]) -> list[str]:
+    rows, total, dollars = [], 0.0, 0.0
+    for s in sections:
+        seconds = _number(s.get("wall_seconds"))
+        if seconds is None:
+            continue
+        total += seconds
+        dollars += _cost(s["environment"], seconds) or 0.0
+        rows.append([s["section"], s["model_tag"] or "all runs", format_seconds(seconds), s["timestamp"]])
+    if not rows:
+        return []
+    rows.append(["**total**", "", format_seconds(total), f"about ${dollars:,.2f} of GPU time" if dollars else ""])
+    return _table(["stage", "run", "time", "finished"], rows)
+
+
+def _telemetry_lines(metrics: dict[str, list[dict]]) -> list[str]:
+    """The newest telemetry of each run (--telemetry-every): the mean over the blocks, for each kind of layer."""
+    lines = []
+    for tag, records in metrics.items():
+        newest = next((r for r in reversed(records) if r.get("event") == "telemetry"), {})
+        kinds: dict[str, dict[str, list[float]]] = {}
+        for layer, numbers in newest.get("layers", {}).items() if isinstance(newest.get("layers"), dict) else ():
+            kind = re.sub(r"^.*\.\d+\.", "", _text(layer))  # transformer.h.3.mlp.c_fc -> mlp.c_fc
+            for name, value in numbers.items() if isinstance(numbers, dict) else ():
+                if _number(value) is not None:
+                    kinds.setdefault(kind, {}).setdefault(_text(name), []).append(value)
+        names = list(dict.fromkeys(name for values in kinds.values() for name in values))
+        if not names:
+            continue
+        mean = {k: {n: sum(v) / len(v) for n, v in values.items()} for k, values in kinds.items()}
+        rows = [[kind, *(_cell(values.get(n), "{:.3f}") for n in names)] for kind, values in mean.items()]
+        lines += [f"**{tag}**, step {_text(newest.get('step'))}", ""]
+        lines += [*_table(["layer", *(n.replace("_", " ") for n in names)], rows), ""]
+    return lines
+
+
+def _sample_lines(sections: list[dict]) -> list[str]:
+    """The samples that the loss stage drew, one list for each run."""
+    lines = []
+    for s in sections:
+        samples = s["results"].get("samples") if s["slug"] in ("base-model-loss", "base-model-training") else None
+        if s["slug"] == "base-model-training" and any(
+            t["slug"] == "base-model-loss" and t["model_tag"] == s["model_tag"] for t in sections
+        ):
+            continue
+        if isinstance(samples, list) and samples:
+            lines += [f"**{s['model_tag']}**", ""]
+            lines += [f"- `{_format_value(sample).replace('`', chr(39))}`" for sample in samples] + [""]
+    return lines
+
+
+def _render(
+    runs: list[dict], sections: list[dict], metrics: dict[str, list[dict]], plots: list[str], notes: list[str]
+) -> str:
+    lines = ["# nanochat_fp4 report", "", f"Written {time.strftime('%Y-%m-%d %H:%M:%S')}.", ""]
+    if runs:
+        lines += _runs_table(runs)
+        lines += [
+            "",
+            "BPB: bits per byte of the validation text, lower is better; with the forward pass of the method, and with "
+            "the same weights in BF16. The gap is that of the method's own forward to the BF16 baseline of the same "
+            "configuration (`COMPARE=1 bash speedrun_fp4.sh`).",
+            "",
+        ]
+    lines += [f"![{Path(plot).stem}]({plot})" for plot in plots] + [""] * bool(plots)
+    for title, body in (
+        ("Benchmarks (accuracy in percent, 2-sigma interval)", _benchmark_table(runs)),
+        ("Quantization error, mean over the blocks", _telemetry_lines(metrics)),
+        ("Samples", _sample_lines(sections)),
+        ("Time and cost", _time_table(sections)),
+        ("Environment", _environment_lines(sections, runs)),
+        ("Notes", [f"- {note}" for note in notes]),
+    ):
+        if body:
+            lines += [f"## {title}", "", *body, ""]
+    lines += ["## Stages", ""] if sections else []
+    for s in sections:
+        lines += [f"### {s['section']}" + (f": {s['model_tag']}" if s["model_tag"] else ""), ""]
+        for item in s["data"]:
+            if isinstance(item, dict):
+                lines += [f"- {_text(key)}: {_format_value(value)}" for key, value in item.items()]
+            else:
+                lines += ["", *str(item).strip().splitlines(), ""]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+# File name -> title of the y axis.
+_PLOTS = {  # file -> title, what is measured
+    "loss": ("Pre-training", "training loss, nats per token (smoothed)"),
+    "bpb": ("Pre-training: validation text", "bits per byte"),
+    "loss_mid": ("Mid-training", "training loss, nats per token (smoothed)"),
+    "loss_sft": ("Supervised fine-tuning", "training loss, nats per token (smoothed)"),
+}
+
+
+def _plot(report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list[dict], notes: list[str]) -> list[str]:
+    """The files of _PLOTS, every run a line. stages: base, mid, sft -> tag -> records of metrics.jsonl. Returns the
+    file names that were written."""
+    methods = {r["model_tag"]: r["method"] for r in runs}
+    steps = {r["model_tag"]: r["num_iterations"] for r in runs}
+    lengths: dict[str, set] = {}
+    for tag, count in steps.items():
+        lengths.setdefault(plots.SEED.sub("", tag), set()).add(count)
+
+    def line(tag: str) -> str:
+        """Runs that differ by their seed alone are one line, with a band."""
+        name = plots.SEED.sub("", tag)
+        return name if len(lengths.get(name, ())) < 2 else f"{name}, {steps.get(tag) or 0:,.0f} steps"
+
+    def points(records: list[dict], event: str, key: str) -> tuple[list[float], list[float]]:
+        pairs = [(_number(r.get("step")), _number(r.get(key))) for r in records if r.get("event") == event]
+        pairs = [pair for pair in pairs if None not in pair]
+        return [x for x, _ in pairs], [y for _, y in pairs]
+
+    curves: dict[str, list[tuple[str, str, list, list]]] = {name: [] for name in _PLOTS}
+    for stage, metrics in stages.items():
+        name = "loss" if stage == "base" else f"loss_{stage}"
+        for tag, records in metrics.items():
+            curves[name].append((tag, "-", *points(records, "train", "smoothed_loss")))
+    for tag, records in stages["base"].items():
+        curves["bpb"].append((tag, "-", *points(records, "val", "bpb")))
+        if methods.get(tag) != "bf16":  # there it would be the same line again
+            curves["bpb"].append((tag, "--", *points(records, "val", "bpb_bf16")))
+    written = []
+    for name, (title, axis) in _PLOTS.items():
+        groups: dict[tuple[str, str], list] = {}
+        for tag, style, x, y in curves[name]:
+            if x:
+                groups.setdefault((line(tag), style), []).append((tag, x, y))
+        if not groups:
+            continue
+        try:
+            plots.draw(report_dir / f"{name}.png", title, lambda axes, g=groups, a=axis: _draw(axes, g, a, methods))
+        except ImportError as e:
+            notes.append(f"no plots: matplotlib cannot be imported ({e})")
+            return written
+        written.append(f"{name}.png")
+    return written
+
+
+def _draw(axes: Any, groups: dict[tuple[str, str], list], axis: str, methods: dict[str, str | None]) -> None:
+    """Each run in a colour of its own, in both of its forward passes; the baseline black."""
+    baselines = {tag for (tag, _), runs in groups.items() if methods.get(runs[0][0]) == "bf16"}
+    others = dict.fromkeys(tag for tag, _ in groups if tag not in baselines)
+    colors = dict(zip(others, itertools.cycle(plots.COLORS)))
+    for (tag, style), runs in groups.items():
+        label = tag if style == "-" else f"{tag}, BF16 forward"
+        plots.curve(axes, label, [(x, y) for _, x, y in runs], style, colors.get(tag, plots.BASELINE))
+    axes.set(xlabel="step", ylabel=axis)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description="Put the report together from what the stages logged, or forget it.")
+    parser.add_argument("command", nargs="?", default="generate", choices=["generate", "reset"])
+    parser.add_argument("--model-tag", action="append", help="a run to show (repeat for several; default: all)")
+    args = parser.parse_args(argv)
+    report = get_report()
+    if isinstance(report, DummyReport):
+        return
+    if args.command == "reset":
+        report.reset()
+        print(f"report: sections in {report.report_dir} removed")
+    else:
+        print(report.generate(args.model_tag))
+
+
+if __name__ == "__main__":
+    run_main(main)

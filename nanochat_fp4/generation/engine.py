@@ -1,0 +1,368 @@
+"""
+Text generation with a key/value cache, and with the calculator that a chat model calls between <|python_start|> and
+<|python_end|>. Works on token ids; the tokenizer is needed only to know the special ones and to read expressions.
+
+What a row is given must not depend on what else is in the batch. Two things could break that, and this is the rule:
+
+- Sampling: each row draws from a generator of its own, seeded by (seed + row). Row i of num_samples=8 is row i of 16.
+- NVFP4: a quantized activation has one scale per tensor, made from the largest value in it. If that tensor were the
+  whole batch, a neighbour with a large value would change the codes of every row, and a prompt read at once would be
+  rounded differently from the same prompt read token by token. So whoever generates with a quantized forward does it
+  with scales per token (nvfp4's per_token_scale context), where each token is rounded by itself; training and BPB keep
+  the method's scales per tensor. Prefill and decoding both go through model(ids, kv_cache=...), so one context around
+  `generate` covers both, and the cached result equals the uncached one.
+
+What is left is the order of floating-point sums, which a matrix library may choose by the number of rows.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat_fp4.common import preserved_rng
+from nanochat_fp4.generation.calculator import use_calculator
+from nanochat_fp4.generation.decoding import Decoder, unsupported_reason
+from nanochat_fp4.models.gpt import autocast
+from nanochat_fp4.nvfp4.convert import per_token_scale, quantize_weights_once
+
+
+class KVCache:
+    """
+    Keys and values of all layers, (num_layers, batch_size, seq_len, num_heads, head_dim) each, filled from the left.
+
+    The layout is FlashAttention-3's: attention writes into the cache in place, and all rows are at the same position.
+    dtype: what the model computes attention in (Engine finds it out); another one is an error in attention.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_heads: int,
+        seq_len: int,
+        head_dim: int,
+        num_layers: int,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.bfloat16,
+    ):
+        self.batch_size, self.max_seq_len, self.n_layers = batch_size, seq_len, num_layers
+        self.n_heads, self.head_dim = num_heads, head_dim
+        shape = (num_layers, batch_size, seq_len, num_heads, head_dim)
+        self.k_cache = torch.zeros(shape, device=device, dtype=dtype)
+        self.v_cache = torch.zeros(shape, device=device, dtype=dtype)
+        # The position twice: on the device for FlashAttention, and as a number, because reading it back would stall.
+        self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self._position = 0
+        # Where each row begins, (batch_size,) int32; None: all at 0. Rows that joined later see nothing before it.
+        self.first: Tensor | None = None
+
+    def reset(self) -> None:
+        """Empty the cache (without clearing the memory)."""
+        self.cache_seqlens.zero_()
+        self._position = 0
+
+    def get_pos(self) -> int:
+        """Positions filled so far, the same in every row."""
+        return self._position
+
+    def move_to(self, position: int) -> None:
+        """Go on at this position, whatever the positions before it hold."""
+        self.cache_seqlens.fill_(position)
+        self._position = position
+
+    def view_of_row(self, row: int, position: int) -> "KVCache":
+        """One row as a cache of its own that begins at this position; what is written into it is written here."""
+        view = object.__new__(KVCache)
+        vars(view).update(vars(self))
+        view.batch_size = 1
+        view.k_cache, view.v_cache = self.k_cache[:, row : row + 1], self.v_cache[:, row : row + 1]
+        view.cache_seqlens = torch.empty_like(self.cache_seqlens[:1])
+        view.move_to(position)
+        view.first = view.cache_seqlens.clone()
+        return view
+
+    def get_layer_cache(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Views of one layer's keys and values, (batch_size, seq_len, num_heads, head_dim) each."""
+        return self.k_cache[layer_idx], self.v_cache[layer_idx]
+
+    def advance(self, num_tokens: int) -> None:
+        """Count num_tokens more positions as filled; the last layer of a forward does this."""
+        self.cache_seqlens += num_tokens
+        self._position += num_tokens
+
+    def prefill(self, other: "KVCache") -> None:
+        """Take over what `other` holds (of one row, or of as many rows as this one). Raises ValueError."""
+        position = other.get_pos()
+        mine, theirs = self.k_cache.shape, other.k_cache.shape
+        if self._position != 0:
+            raise ValueError(f"prefill needs an empty cache and this one is at position {self._position}; reset() it")
+        if (mine[0], mine[3:]) != (theirs[0], theirs[3:]) or other.batch_size not in (1, self.batch_size):
+            raise ValueError(f"a cache of shape {tuple(theirs)} does not fit into one of shape {tuple(mine)}")
+        if position > self.max_seq_len:
+            raise ValueError(f"{position} positions do not fit into a cache of {self.max_seq_len}; make it longer")
+        self.k_cache[:, :, :position] = other.k_cache[:, :, :position]
+        self.v_cache[:, :, :position] = other.v_cache[:, :, :position]
+        self.advance(position)
+
+
+COLDEST = 1e-6  # below this temperature the quotients overflow, and nothing but the most likely token is left
+
+
+@torch.inference_mode()
+def sample_next_token(
+    logits: Tensor, rngs: list[torch.Generator], temperature: float = 1.0, top_k: int | None = None
+) -> Tensor:
+    """
+    logits (B, vocab_size) -> one token id a row, (B, 1). Row i draws from rngs[i].
+
+    temperature 0 takes the most likely token (the lowest id among equals) and draws nothing; top_k (None or 0: all)
+    keeps the top_k most likely ones. Raises ValueError for a negative temperature or top_k.
+    """
+    if top_k is not None and top_k < 0:
+        raise ValueError(f"top_k {top_k} is negative; use 0 for all tokens")
+    if not temperature >= 0:
+        raise ValueError(f"temperature {temperature} is negative; use 0 for the most likely token, or a positive one")
+    if temperature < COLDEST:
+        return logits.argmax(dim=-1, keepdim=True)
+    ids = None
+    if top_k:
+        logits, ids = torch.topk(logits, min(top_k, logits.size(-1)), dim=-1)
+    probs = F.softmax(logits / temperature, dim=-1)
+    choice = torch.stack([torch.multinomial(row, 1, generator=rng) for row, rng in zip(probs, rngs)])
+    return choice if ids is None else ids.gather(1, choice)
+
+
+class RowState:
+    """One row while it is generated: its tool call, the tokens that are to be put into its mouth, whether it ended."""
+
+    def __init__(self) -> None:
+        self.forced: deque[int] = deque()
+        self.in_python = False
+        self.python_tokens: list[int] = []
+        self.completed = False
+
+
+class Engine:
+    """
+    Generates from `model` (gpt.GPT, or anything with its config, get_device and call) with a key/value cache.
+
+    `tokenizer` needs encode_special, get_bos_token_id, encode and decode. On CUDA call it inside gpt.autocast("cuda").
+    fused: tokens after the prompt by decoding.Decoder; None: on CUDA, where it can.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, fused: bool | None = None):
+        self.model, self.tokenizer, self.fused = model, tokenizer, fused
+        special = {name: tokenizer.encode_special(f"<|{name}|>") for name in
+                   ("python_start", "python_end", "output_start", "output_end", "assistant_end")}  # fmt: skip
+        self.special = special
+        self.terminal = {special["assistant_end"], tokenizer.get_bos_token_id()}
+
+    def _max_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
+        """How many tokens may follow the prompt: as asked for; without a wish, up to the model's sequence length."""
+        sequence_len = self.model.config.sequence_len
+        if max_tokens is None:
+            if prompt_len >= sequence_len:
+                raise ValueError(
+                    f"the prompt has {prompt_len} tokens and the model's context {sequence_len}; shorten it, or give "
+                    "max_tokens"
+                )
+            return sequence_len - prompt_len
+        limit = getattr(self.model, "rotary_seq_len", None)
+        if limit is not None and prompt_len + max_tokens > limit:
+            raise ValueError(
+                f"prompt {prompt_len} + max_tokens {max_tokens} exceeds the model's {limit} positions; lower max_tokens"
+            )
+        return max_tokens
+
+    def decoder(self, cache: KVCache) -> Callable[[Tensor], Tensor]:
+        """A function of one more token a row, (B,) -> logits (B, vocab_size), which the next call may overwrite."""
+        fused = cache.k_cache.is_cuda if self.fused is None else self.fused
+        if fused and (self.fused or unsupported_reason(self.model, cache) is None):
+            return Decoder(self.model, cache)
+        return lambda ids: self.model(ids.unsqueeze(1), kv_cache=cache)[:, -1]
+
+    def new_cache(self, batch_size: int, seq_len: int) -> KVCache:
+        config, device = self.model.config, torch.device(self.model.get_device())
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        else:
+            dtype = self.model.lm_head.weight.dtype if hasattr(self.model, "lm_head") else torch.float32
+        return KVCache(
+            batch_size=batch_size,
+            num_heads=config.n_kv_head,
+            seq_len=seq_len,
+            head_dim=config.n_embd // config.n_head,
+            num_layers=config.n_layer,
+            device=device,
+            dtype=dtype,
+        )
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        tokens: list[int],
+        num_samples: int = 1,
+        max_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 42,
+    ) -> Iterator[tuple[list[int], list[int]]]:
+        """
+        Continue the prompt `tokens` in num_samples independent rows; yield (token of each row, mask of each row).
+
+        A mask is 1 for a token the model chose and 0 for one that was put in (a calculator's result). Ends when every
+        row has produced <|assistant_end|> or <|bos|> (which are yielded; what a row yields afterwards is to be
+        ignored),
+        and after max_tokens at the latest; max_tokens None: at the model's sequence length.
+        Raises ValueError: empty prompt, fewer than one sample, more positions than the model has.
+        """
+        if not tokens:
+            raise ValueError("the prompt is empty; give at least one token (usually <|bos|>)")
+        if num_samples < 1:
+            raise ValueError(f"num_samples is {num_samples}; ask for at least 1")
+        max_tokens = self._max_tokens(len(tokens), max_tokens)
+        device = torch.device(self.model.get_device())
+        rngs = [torch.Generator(device=device).manual_seed(seed + row) for row in range(num_samples)]
+
+        # The prompt is read once; its keys and values are then copied to all rows.
+        prompt_cache = self.new_cache(1, len(tokens))
+        ids = torch.tensor([tokens], dtype=torch.long, device=device)
+        logits = self.model(ids, kv_cache=prompt_cache)[:, -1].expand(num_samples, -1)
+        cache = self.new_cache(num_samples, len(tokens) + max_tokens)
+        cache.prefill(prompt_cache)
+        del prompt_cache
+
+        decoder = self.decoder(cache)
+        rows = [RowState() for _ in range(num_samples)]
+        for i in range(max_tokens):
+            sampled = sample_next_token(logits, rngs, temperature, top_k)[:, 0].tolist()
+            masks = [0 if row.forced else 1 for row in rows]
+            column = [row.forced.popleft() if row.forced else token for row, token in zip(rows, sampled)]
+            for row, token in zip(rows, column):
+                self.follow(row, token)
+            yield column, masks
+            if i == max_tokens - 1 or all(row.completed for row in rows):
+                return
+            logits = decoder(torch.tensor(column, dtype=torch.long, device=device))
+
+    def follow(self, row: RowState, token: int) -> None:
+        """Update a row's state by its next token; where that ends a tool call, line up the result."""
+        if row.completed:
+            return
+        if token in self.terminal:
+            row.completed = True
+        elif token == self.special["python_start"]:
+            row.in_python, row.python_tokens = True, []
+        elif token == self.special["python_end"] and row.in_python:
+            row.in_python = False
+            result = use_calculator(self.tokenizer.decode(row.python_tokens)) if row.python_tokens else None
+            if result is not None:
+                output = self.tokenizer.encode(str(result))
+                row.forced.extend([self.special["output_start"], *output, self.special["output_end"]])
+        elif row.in_python:
+            row.python_tokens.append(token)
+
+    def generate_batch(
+        self, tokens: list[int], num_samples: int = 1, **kwargs: Any
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """
+        As `generate` (same arguments), all at once: (token sequences, masks), one of each a sample.
+
+        A sequence starts with the prompt (mask 0) and ends before its <|assistant_end|> or <|bos|>.
+        """
+        results = [list(tokens) for _ in range(num_samples)]
+        masks = [[0] * len(tokens) for _ in range(num_samples)]
+        completed = [False] * num_samples
+        for column, column_masks in self.generate(tokens, num_samples, **kwargs):
+            for i, token in enumerate(column):
+                completed[i] = completed[i] or token in self.terminal
+                if not completed[i]:
+                    results[i].append(token)
+                    masks[i].append(column_masks[i])
+        return results, masks
+
+    @torch.inference_mode()
+    def generate_many(
+        self,
+        prompts: list[list[int]],
+        num_samples: int = 1,
+        max_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 42,
+    ) -> list[list[list[int]]]:
+        """
+        What generate_batch gives for each of several prompts (its sequences, num_samples a prompt), all side by side.
+
+        All rows stay at the same position: as many tokens as the shortest prompt has are read at once, and from there
+        on a row whose prompt is longer takes its next token from it instead of sampling. Prompts of similar length
+        waste least. max_tokens counts from each prompt's own end. Raises ValueError as generate does.
+        """
+        if not prompts or not all(prompts):
+            raise ValueError("there is no prompt, or one of them is empty; give each at least one token")
+        if num_samples < 1:
+            raise ValueError(f"num_samples is {num_samples}; ask for at least 1")
+        device = torch.device(self.model.get_device())
+        sequences = [list(prompt) for prompt in prompts for _ in range(num_samples)]
+        ends = [
+            len(prompt) + self._max_tokens(len(prompt), max_tokens) for prompt in prompts for _ in range(num_samples)
+        ]
+        rngs = [
+            torch.Generator(device=device).manual_seed(seed + sample) for _ in prompts for sample in range(num_samples)
+        ]
+        rows = [RowState() for _ in sequences]
+        shortest = min(map(len, prompts))
+        cache = self.new_cache(len(rows), max(ends))
+        ids = torch.tensor([sequence[:shortest] for sequence in sequences], dtype=torch.long, device=device)
+        logits = self.model(ids, kv_cache=cache)[:, -1]
+        decoder = self.decoder(cache)
+        for position in range(shortest, max(ends)):
+            # A row draws from its generator for its own tokens only, so the other prompts' lengths do not matter.
+            going = [i for i, row in enumerate(rows) if not row.completed and len(sequences[i]) == position < ends[i]]
+            if going:
+                chosen = logits if len(going) == len(rows) else logits[going]
+                sampled = sample_next_token(chosen, [rngs[i] for i in going], temperature, top_k)[:, 0].tolist()
+                for i, token in zip(going, sampled):
+                    token = rows[i].forced.popleft() if rows[i].forced else token
+                    self.follow(rows[i], token)
+                    if not rows[i].completed:
+                        sequences[i].append(token)
+            if all(row.completed or len(sequences[i]) >= ends[i] for i, row in enumerate(rows)):
+                break
+            # A row that ended goes on with its last token; nobody looks at what it says.
+            column = [sequence[min(position, len(sequence) - 1)] for sequence in sequences]
+            if position + 1 < max(ends):
+                logits = decoder(torch.tensor(column, dtype=torch.long, device=device))
+        return [sequences[i : i + num_samples] for i in range(0, len(sequences), num_samples)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Samples
+
+PROMPTS = (
+    "The capital of France is",
+    "The chemical symbol of gold is",
+    "If yesterday was Friday, then tomorrow will be",
+    "The opposite of hot is",
+    "The planets of the solar system are:",
+    "My favorite color is",
+    "If 5*x + 3 = 13, then x is",
+)
+
+
+def draw_samples(
+    model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str] = PROMPTS, max_tokens: int = 16
+) -> list[str]:
+    """Each prompt with its greedy continuation, in the precision that the model has at the moment."""
+    engine = Engine(model, tokenizer)
+    device = model.get_device()
+    samples = []
+    with preserved_rng(device), autocast(device.type), per_token_scale(model), quantize_weights_once(model):
+        for prompt in prompts:
+            tokens = tokenizer(prompt, prepend="<|bos|>")
+            rows, _ = engine.generate_batch(tokens, num_samples=1, max_tokens=max_tokens, temperature=0)
+            samples.append(tokenizer.decode(rows[0][1:]))  # without <|bos|>
+    return samples

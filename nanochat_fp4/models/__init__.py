@@ -1,0 +1,5 @@
+"""The models: nanochat's GPT, the paper's Llama-like family, and models of transformers.
+
+Their optimizers (optim), attention (flash_attention) and loss (cross_entropy) are here as well. nvfp4.convert quantizes
+their linear layers. Modules of this folder may import nvfp4, data and the flat modules of nanochat_fp4.
+"""

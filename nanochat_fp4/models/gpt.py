@@ -1,0 +1,635 @@
+"""
+nanochat's GPT, as it is at revision f5425245f: the same function of the same state dict.
+
+- rotary positions; queries and keys are normalized after the rotation
+- RMSNorm without weights: after the embedding, before attention, MLP and the head
+- ReLU^2 in the MLP, no biases, untied embedding and head, vocabulary padded to a multiple of 64
+- grouped key/value heads, sliding windows by a pattern over the layers (S: half the context, L: all of it)
+- each layer starts from resid_lambda * x + x0_lambda * x0, x0 being the normalized embedding
+- logits capped softly at +-15
+
+All matrices are plain nn.Linear, so that nanochat_fp4.convert can put quantized layers in their place. What is kept for
+the backward pass is little (docs/memory.md has the table): no logits (cross_entropy.py), of ReLU^2 only what the next
+layer keeps anyway or 8 bits, and queries and keys once. `GPT.recompute` trades time for less.
+
+Precision: parameters are FP32 (on CUDA the embedding is BF16, as in nanochat). Run the model inside
+`autocast(device_type)`: BF16 products on CUDA, FP32 elsewhere.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from nanochat_fp4.common import print0
+from nanochat_fp4.models import flash_attention
+from nanochat_fp4.models.cross_entropy import linear_cross_entropy
+from nanochat_fp4.models.optim import AdamW, Muon, PretrainingOptions, Schedule, gradient_norm, set_learning_rates
+from nanochat_fp4.nvfp4.linear import fused_linear, relu_squared_linear
+from nanochat_fp4.parallel import is_sharded
+
+SOFTCAP = 15.0  # logits lie in (-15, 15)
+ROTARY_BASE = 10000.0
+ROTARY_FACTOR = 10  # rotary tables reach to this many times the sequence length
+REFERENCE_BATCH_SIZE = 2**19  # tokens; nanochat's learning rates are tuned for it
+REFERENCE_DEPTH = 12  # and its weight decay for this
+# F.rms_norm's default for FP32 and BF16 alike, written out because the default is not the same in every release.
+NORM_EPS = torch.finfo(torch.float32).eps
+
+
+@dataclass
+class GPTConfig:
+    sequence_len: int = 1024
+    vocab_size: int = 50304
+    n_layer: int = 12
+    n_head: int = 6
+    n_kv_head: int = 6
+    n_embd: int = 768
+    # Tiled over the layers: "L" all positions of sequence_len, "S" half of them. The last layer is always L.
+    window_pattern: str = "L"
+    # Not nanochat's; for runs as in the paper: c_q, c_k and c_v quantized as three layers, with a tensor_scale each,
+    # and not as one; and relu(x) kept for the derivative of ReLU^2 as it is.
+    separate_qkv: bool = False
+    exact_relu_squared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
+            raise ValueError(
+                f"n_embd {self.n_embd} over n_head {self.n_head} is not an even head dimension; change one of them"
+            )
+        if self.n_head % self.n_kv_head:
+            raise ValueError(
+                f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}; change one of them"
+            )
+        if not self.window_pattern or set(self.window_pattern.upper()) - set("SL"):
+            raise ValueError(f"window pattern {self.window_pattern!r} is not made of S and L; write for example SSSL")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+
+def config_from_depth(
+    depth: int,
+    vocab_size: int,
+    sequence_len: int = 2048,
+    head_dim: int = 128,
+    aspect_ratio: int = 64,
+    window_pattern: str = "SSSL",
+) -> GPTConfig:
+    """
+    nanochat's one dial: width = depth * aspect_ratio, rounded up to whole heads of head_dim, no grouped heads.
+
+    At an even depth (and the defaults) this is exactly the revision's shape. At an odd one the revision looks for
+    another head dimension; rounding, as the newest nanochat does, keeps widths divisible by 128, which the rotations
+    of the 4-bit backward pass need. Raises ValueError.
+    """
+    if min(depth, vocab_size, sequence_len, head_dim, aspect_ratio) < 1:
+        raise ValueError(
+            f"depth {depth}, vocabulary {vocab_size}, sequence length {sequence_len}, head dimension {head_dim} and "
+            f"aspect ratio {aspect_ratio} must all be at least 1"
+        )
+    n_head = -(-depth * aspect_ratio // head_dim)
+    return GPTConfig(
+        sequence_len=sequence_len,
+        vocab_size=vocab_size,
+        n_layer=depth,
+        n_head=n_head,
+        n_kv_head=n_head,
+        n_embd=n_head * head_dim,
+        window_pattern=window_pattern,
+    )
+
+
+def autocast(device_type: str, dtype: torch.dtype | None = None) -> contextlib.AbstractContextManager:
+    """The context models run in: matrix products in `dtype`, by default BF16 on CUDA, FP32 (no autocast) elsewhere."""
+    if dtype is None:
+        dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
+    return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device_type, dtype=dtype)
+
+
+class _Norm(torch.autograd.Function):
+    """
+    RMSNorm over the last dimension, y = r x with r = 1 / rms(x), an FP32 number a row. Kept for the gradient,
+
+        grad_x = r (grad_y - y mean(grad_y * y)),
+
+    is r, and x or y, whichever somebody else keeps as well: y of queries and keys (attention does), else x.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, keep_output: bool) -> Tensor:
+        y, r = torch.ops.aten._fused_rms_norm(x, [x.size(-1)], None, NORM_EPS)
+        ctx.save_for_backward(y if keep_output else x, r)
+        ctx.keep_output = keep_output
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor) -> tuple[Tensor, None]:
+        kept, r = ctx.saved_tensors
+        g, y = grad_y.float(), kept.float() if ctx.keep_output else kept.float() * r
+        return (r * (g - y * (g * y).mean(-1, keepdim=True))).to(grad_y.dtype), None
+
+
+def norm(x: Tensor, keep_output: bool = False) -> Tensor:
+    """RMSNorm over the last dimension without weights: statistics in FP32, result in x's dtype."""
+    # autocast of newer releases would give FP32 back, and with it an FP32 residual stream.
+    with torch.autocast(x.device.type, enabled=False):
+        return _Norm.apply(x, keep_output)
+
+
+class _Rotate(torch.autograd.Function):
+    """
+    (a, b) -> (a cos + b sin, b cos - a sin); the gradient is rotated back.
+
+    That is written as (a, b) cos + (b, a) (-sin, sin): compiled, with the gradient of a norm, it is read at two places
+    of a row. Put together from two halves it is read four times under masks, with twice the instructions, and the
+    kernel is no longer bound by memory alone.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = (t.unsqueeze(-2) for t in ctx.saved_tensors)
+        pairs = grad_y.unflatten(-1, (2, -1))
+        sign = 2 * torch.arange(2, dtype=sin.dtype, device=sin.device).unsqueeze(-1) - 1
+        return (pairs * cos + pairs.flip(-2) * (sin * sign)).flatten(-2), None, None
+
+
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x_i, x_{i + D/2}) of x (B, T, H, D) by the angles behind cos and sin (1, T, 1, D/2)."""
+    return _Rotate.apply(x, cos, sin)
+
+
+class _ReluSquared(torch.autograd.Function):
+    """
+    y = relu(x)^2, whose derivative is 2 relu(x): made from y, 2 sqrt(y), which the next linear keeps anyway, so that it
+    costs no memory; autograd's own version keeps relu(x) as well. In BF16 the rounding of y adds at most 2^-9 of
+    relative error, no more than the rounding of the gradient itself.
+
+    Where the next linear keeps 4-bit codes of y, they are too coarse: rounding to nearest would bias the gradient. Then
+    relu_squared_linear keeps relu(x) in steps of 1/255 of each token's largest value, rounded stochastically, so that
+    the gradient is right on average: half the memory of y in BF16, and an error (4e-5 of the gradient's square) far
+    below that of its quantization (1e-2).
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        positive = F.relu(x)
+        y = positive * positive
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad_y * (2 * y.sqrt())
+
+
+class CausalSelfAttention(nn.Module):
+    fused_linears = ("c_q", "c_k", "c_v")  # read the same input and are computed as one layer
+
+    def __init__(self, config: GPTConfig, layer_idx: int):
+        super().__init__()
+        if config.separate_qkv:
+            self.fused_linears = ()
+        self.layer_idx = layer_idx
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        # Three matrices, not one: on disk and for the optimizer they are nanochat's.
+        self.c_q = nn.Linear(config.n_embd, self.n_head * self.head_dim, bias=False)
+        self.c_k = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
+        self.c_v = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, C) -> q (B, T, H, D), k and v (B, T, H_kv, D)."""
+        layers = [self.c_q, self.c_k, self.c_v]
+        if not self.fused_linears:
+            q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
+            return q, k, v
+        q, k, v = fused_linear(x, *layers, head_dim=self.head_dim)
+        # A copy of v, which attention keeps: the view would keep q and k as they were before the rotation as well.
+        return q, k, v.contiguous()
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], window_size: tuple[int, int], kv_cache: Any) -> Tensor:
+        q, k, v = self.qkv(x)
+        q, k = (norm(apply_rotary_emb(t, *cos_sin), keep_output=True) for t in (q, k))
+        if kv_cache is None:
+            y = flash_attention.flash_attn_func(q, k, v, causal=True, window_size=window_size)
+        else:
+            k_cache, v_cache = kv_cache.get_layer_cache(self.layer_idx)
+            y = flash_attention.flash_attn_with_kvcache(
+                q,
+                k_cache,
+                v_cache,
+                k=k,
+                v=v,
+                cache_seqlens=kv_cache.cache_seqlens,
+                position=kv_cache.get_pos(),
+                causal=True,
+                window_size=window_size,
+                first=kv_cache.first,
+            )
+            if self.layer_idx == kv_cache.n_layers - 1:
+                kv_cache.advance(q.size(1))
+        return self.c_proj(y.flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+        self.exact_relu_squared = config.exact_relu_squared
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.exact_relu_squared:
+            return self.c_proj(F.relu(self.c_fc(x)).square())
+        eight_bits = torch.is_grad_enabled() and getattr(self.c_proj, "quantizes_input", False)
+        x = self.c_fc(x)
+        if eight_bits:
+            return relu_squared_linear(x, self.c_proj)
+        x = _ReluSquared.apply(x)
+        return self.c_proj(x)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, layer_idx: int):
+        super().__init__()
+        self.attn = CausalSelfAttention(config, layer_idx)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        x0: Tensor,
+        resid_lambda: Tensor,
+        x0_lambda: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        window_size: tuple[int, int],
+        kv_cache: Any,
+        recompute: Literal["none", "mlp", "all"],
+    ) -> Tensor:
+        """On its mix of the residual stream x and the normalized embedding x0, both (B, T, C) -> (B, T, C)."""
+
+        def attention(x: Tensor) -> Tensor:
+            return x + self.attn(norm(x), cos_sin, window_size, kv_cache)
+
+        def mlp(x: Tensor) -> Tensor:
+            return x + self.mlp(norm(x))
+
+        x = resid_lambda * x + x0_lambda * x0
+        training = torch.is_grad_enabled()
+        x = _recomputed(attention, x) if training and recompute == "all" else attention(x)
+        return _recomputed(mlp, x) if training and recompute != "none" else mlp(x)
+
+
+def _recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x), of which only x is kept; the backward pass computes it again."""
+    return checkpoint(function, x, use_reentrant=False)
+
+
+# Up to how many reads and operations torch.compile computes something anew for each of its uses instead of writing it
+# down. By its own limits on a GPU (4, 8, 30) the backward pass writes and reads an FP32 copy of the first norm's output
+# and, once more than needed, the gradients of q and k. The forward pass's rotation (8 reads) is not to be done anew.
+COMPILER_OPTIONS = {
+    "realize_reads_threshold": 6,
+    "realize_acc_reads_threshold": 16,
+    "realize_opcount_threshold": 64,
+}
+
+
+def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
+    """model.forward by layers compiled with torch.compile(fullgraph=True): one for each window, not one for each layer.
+
+    The time to compile does not depend on the depth; what is not in the layers (embedding, loss) is a few launches. The
+    norms before and after them are compiled as well: eagerly the backward pass of one moves 70 bytes an element, in
+    nine kernels, and compiled 6. Every batch shape is compiled for itself. A model that is no GPT is compiled whole.
+    """
+    if not isinstance(model, GPT):
+        return torch.compile(model, dynamic=False)
+    # Windows, micro-batch sizes, with and without gradients, and a plan's methods are all compiled from one function.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    options = COMPILER_OPTIONS if model.get_device().type == "cuda" else None
+    compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, options=options)
+    layer, outer_norm = compiled(Block.forward), compiled(norm)
+    if not is_sharded(model) or model.sequence_part is not None:
+        return functools.partial(model, layer=layer, outer_norm=outer_norm)
+    # FSDP's hooks gather and free around a block, and no graph may hold them: what they are around is compiled.
+    for block in model.transformer.h:
+        block.forward = functools.partial(layer, block)
+    return functools.partial(model, outer_norm=outer_norm)
+
+
+class GPT(nn.Module):
+    """
+    Built in three steps, so that a large model is never made twice:
+
+        with torch.device("meta"):
+            model = GPT(config)            # shapes only
+        model.to_empty(device=device)      # memory
+        model.init_weights()               # values, rotary tables, attention backend
+
+    recompute: what the backward pass computes a second time instead of keeping it. "none"; "mlp": norm, c_fc, ReLU^2
+        and the quantization of their results, for a ninth of the layers' matrix products; "all": queries, keys, values
+        and attention too, for a fifth and one attention. The result is the same to the bit; under torch.compile the
+        random numbers are others, drawn alike.
+    """
+
+    recompute: Literal["none", "mlp", "all"] = "none"
+    sequence_part: tuple[int, int] | None = None  # which of how many this process computes (parallel.divide)
+
+    def __init__(self, config: GPTConfig, pad_vocab_size_to: int = 64):
+        super().__init__()
+        self.config = config
+        self.window_sizes = self._compute_window_sizes(config)
+        padded_vocab_size = -(-config.vocab_size // pad_vocab_size_to) * pad_vocab_size_to
+        if padded_vocab_size != config.vocab_size:
+            print0(f"Padding vocab_size from {config.vocab_size} to {padded_vocab_size} for efficiency")
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(padded_vocab_size, config.n_embd),
+                "h": nn.ModuleList([Block(config, layer_idx) for layer_idx in range(config.n_layer)]),
+            }
+        )
+        self.lm_head = nn.Linear(config.n_embd, padded_vocab_size, bias=False)
+        self.resid_lambdas = nn.Parameter(torch.ones(config.n_layer))
+        self.x0_lambdas = nn.Parameter(torch.zeros(config.n_layer))
+        self.rotary_seq_len = config.sequence_len * ROTARY_FACTOR
+        cos, sin = self._precompute_rotary_embeddings(self.rotary_seq_len, config.head_dim)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """
+        Draw all weights from torch's default generator, in nanochat's order: the same seed gives the same weights.
+
+        wte: normal, std 1. lm_head: normal, std 0.001. c_q, c_k, c_v, c_fc: uniform, std 1/sqrt(n_embd) (uniform, to
+        have no outliers). Both c_proj: zero. resid_lambdas: 1. x0_lambdas: 0.
+        """
+        nn.init.normal_(self.transformer.wte.weight, mean=0.0, std=1.0)
+        nn.init.normal_(self.lm_head.weight, mean=0.0, std=0.001)
+        bound = 3**0.5 * self.config.n_embd**-0.5  # a uniform distribution on (-b, b) has std b / sqrt(3)
+        for block in self.transformer.h:
+            for linear in (block.attn.c_q, block.attn.c_k, block.attn.c_v, block.mlp.c_fc):
+                nn.init.uniform_(linear.weight, -bound, bound)
+            nn.init.zeros_(block.attn.c_proj.weight)
+            nn.init.zeros_(block.mlp.c_proj.weight)
+        self.resid_lambdas.fill_(1.0)
+        self.x0_lambdas.fill_(0.0)
+        self.cos, self.sin = self._precompute_rotary_embeddings(self.rotary_seq_len, self.config.head_dim)
+        device_type = self.get_device().type
+        if device_type == "cuda":
+            self.transformer.wte.to(dtype=torch.bfloat16)  # the optimizer can take it, and it halves the largest table
+        if device_type != "meta":
+            longest = self.config.sequence_len
+            flash_attention.setup(device_type, windowed=any(0 <= left < longest for left, _ in self.window_sizes))
+
+    def _precompute_rotary_embeddings(
+        self, seq_len: int, head_dim: int, base: float = ROTARY_BASE, device: torch.device | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of position * base^(-2i / head_dim), each (1, seq_len, 1, head_dim / 2) in BF16."""
+        device = self.get_device() if device is None else device
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        position = torch.arange(seq_len, dtype=torch.float32, device=device)
+        angle = torch.outer(position, 1.0 / base**exponent)
+        # BF16 on every device, as in nanochat: a checkpoint must mean the same function everywhere.
+        return angle.cos().bfloat16()[None, :, None, :], angle.sin().bfloat16()[None, :, None, :]
+
+    @staticmethod
+    def _compute_window_sizes(config: GPTConfig) -> list[tuple[int, int]]:
+        """(left, 0) of each layer: L sequence_len, S half of it, the last layer always L."""
+        left = {"L": config.sequence_len, "S": config.sequence_len // 2}
+        pattern = config.window_pattern.upper()
+        sizes = [(left[pattern[i % len(pattern)]], 0) for i in range(config.n_layer)]
+        sizes[-1] = (left["L"], 0)
+        return sizes
+
+    def get_device(self) -> torch.device:
+        return self.transformer.wte.weight.device
+
+    def num_scaling_params(self) -> int:
+        """All parameters: what data:param ratios and scaling laws count (as Chinchilla does)."""
+        return sum(p.numel() for p in self.parameters())
+
+    def estimate_flops(self) -> int:
+        """
+        FLOPs per token of training (forward and backward): 6 per matrix weight, and 12 * heads * head_dim * keys of
+        attention per layer, a window counting with its width (PaLM, arXiv 2204.02311, appendix B). Look-ups, norms and
+        element-wise work are not counted.
+        """
+        not_matrices = (self.transformer.wte.weight, self.resid_lambdas, self.x0_lambdas)
+        matrix_weights = self.num_scaling_params() - sum(p.numel() for p in not_matrices)
+        longest = self.config.sequence_len
+        keys = sum(longest if left < 0 else min(left, longest) for left, _ in self.window_sizes)
+        return 6 * matrix_weights + 12 * self.config.n_embd * keys
+
+    def setup_optimizers(
+        self,
+        unembedding_lr: float = 0.004,
+        embedding_lr: float = 0.2,
+        matrix_lr: float = 0.02,
+        weight_decay: float = 0.0,
+        adam_betas: tuple[float, float] = (0.8, 0.95),
+        scalar_lr: float = 0.5,
+    ) -> list[torch.optim.Optimizer]:
+        """
+        [AdamW for head, embedding and the per-layer scalars; Muon for the matrices of the blocks].
+
+        AdamW's rates for head and embedding are for a width of 768 and scaled by (width / 768)^-0.5. resid_lambdas get
+        a hundredth of scalar_lr, because their effects multiply up through the layers. weight_decay is Muon's only.
+        Every group remembers its rate as "initial_lr", for the schedules. With a process group of several ranks both
+        optimizers average the gradients themselves.
+        """
+        scale = (self.config.n_embd / 768) ** -0.5
+        print0(f"Scaling the learning rates of AdamW by ({self.config.n_embd}/768)^-0.5 = {scale:.6f}")
+        adam_groups = [
+            dict(params=[self.lm_head.weight], lr=unembedding_lr * scale),
+            dict(params=[self.transformer.wte.weight], lr=embedding_lr * scale),
+            dict(params=[self.resid_lambdas], lr=scalar_lr * 0.01),
+            dict(params=[self.x0_lambdas], lr=scalar_lr),
+        ]
+        matrices = list(self.transformer.h.parameters())
+        assert len(matrices) + len(adam_groups) == len(list(self.parameters())), "a parameter without an optimizer"
+        adamw = AdamW(adam_groups, betas=adam_betas, eps=1e-10, weight_decay=0.0)
+        muon = Muon(matrices, lr=matrix_lr, momentum=0.95, weight_decay=weight_decay)
+        for group in adamw.param_groups + muon.param_groups:
+            group["initial_lr"] = group["lr"]
+        return [adamw, muon]
+
+    def setup_pretraining(
+        self, options: PretrainingOptions, total_batch_size: int, num_iterations: int
+    ) -> tuple[list[torch.optim.Optimizer], Schedule]:
+        """
+        nanochat's optimizers and schedule for so many steps of total_batch_size tokens.
+
+        The options' rates are for batches of 2^19 tokens and grow with the square root of the batch; their weight decay
+        is for 12 layers and falls with the square of the depth, and linearly to zero over the run.
+        """
+        scale = (total_batch_size / REFERENCE_BATCH_SIZE) ** 0.5
+        weight_decay = options.weight_decay * (REFERENCE_DEPTH / self.config.n_layer) ** 2
+        adamw, muon = self.setup_optimizers(
+            unembedding_lr=options.unembedding_lr * scale,
+            embedding_lr=options.embedding_lr * scale,
+            matrix_lr=options.matrix_lr * scale,
+            weight_decay=weight_decay,
+            adam_betas=(options.adam_beta1, options.adam_beta2),
+            scalar_lr=options.scalar_lr * scale,
+        )
+
+        def schedule(step: int, progress: float) -> float:
+            lrm = lr_multiplier(
+                step, num_iterations, options.warmup_ratio, options.warmdown_ratio, options.final_lr_frac
+            )
+            set_learning_rates([adamw, muon], lrm)
+            for group in muon.param_groups:
+                group["momentum"] = muon_momentum(step)
+                group["weight_decay"] = weight_decay_at(step, num_iterations, weight_decay)
+            return lrm
+
+        return [adamw, muon], schedule
+
+    def setup_finetuning(
+        self,
+        rates: dict[str, float],
+        init_lr_frac: float,
+        lr_multiplier: Callable[[float], float],
+        momentum: Callable[[int], float] | None = None,
+    ) -> tuple[list[torch.optim.Optimizer], Schedule]:
+        """
+        The optimizers and schedule of a stage after pre-training.
+
+        rates: keyword arguments of setup_optimizers; all learning rates are taken times init_lr_frac and times
+        lr_multiplier(progress). momentum: Muon's, by step; None leaves it constant.
+        """
+        optimizers = self.setup_optimizers(**rates)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] = group["lr"] * init_lr_frac
+
+        def schedule(step: int, progress: float) -> float:
+            lrm = lr_multiplier(progress)
+            set_learning_rates(optimizers, lrm)
+            for group in optimizers[-1].param_groups if momentum else ():
+                group["momentum"] = momentum(step)
+            return lrm
+
+        return optimizers, schedule
+
+    def clip_gradients(self) -> Tensor:
+        """The 2-norm of all gradients on this rank, (). They stay as they are: nanochat does not clip."""
+        return gradient_norm(self)
+
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        kv_cache: Any = None,
+        loss_reduction: str = "mean",
+        layer: Callable[..., Tensor] = nn.Module.__call__,
+        outer_norm: Callable[[Tensor], Tensor] = norm,
+    ) -> Tensor:
+        """
+        idx (B, T) int64 -> capped logits (B, T, vocab_size) FP32, or, with targets (B, T; -1 where none counts), the
+        cross-entropy in nats, FP32: () for loss_reduction "mean" and "sum", (B * T,) for "none". Where the sequence is
+        divided among processes, those of this one's part.
+
+        With a kv_cache (engine.KVCache) the tokens continue what it holds, and it is extended. compile_layers replaces
+        `layer`, and `outer_norm`, the norm before and after the layers. Raises ValueError for positions beyond the
+        rotary tables and for idx on another device.
+        """
+        start = 0 if kv_cache is None else kv_cache.get_pos()
+        end = start + idx.size(1)
+        if end > self.rotary_seq_len:
+            raise ValueError(
+                f"position {end} is beyond the {self.rotary_seq_len} positions of this model "
+                f"({ROTARY_FACTOR} x sequence_len {self.config.sequence_len}); shorten the input"
+            )
+        if idx.device != self.cos.device:
+            raise ValueError(f"tokens are on {idx.device} and the model on {self.cos.device}; move the tokens there")
+        cos_sin = self.cos[:, start:end], self.sin[:, start:end]
+
+        if self.sequence_part is not None:  # where the layers need all of it they put it together
+            part, parts = self.sequence_part
+            if idx.size(1) % parts or kv_cache is not None:
+                raise ValueError(f"{idx.size(1)} tokens: expected a multiple of {parts}, by which they are divided")
+            idx, targets = (None if t is None else t.chunk(parts, dim=1)[part] for t in (idx, targets))
+
+        x0 = outer_norm(self.transformer.wte(idx))
+        x = x0.view_as(x0)  # an object of its own: one input in the place of two would be compiled separately
+        lambdas = zip(self.resid_lambdas.unbind(), self.x0_lambdas.unbind())
+        for block, scalars, window_size in zip(self.transformer.h, lambdas, self.window_sizes):
+            x = layer(block, x, x0, *scalars, cos_sin, window_size, kv_cache, self.recompute)
+        x = outer_norm(x)
+
+        if targets is not None:
+            weight, vocab_size = self.lm_head.weight, self.config.vocab_size
+            return linear_cross_entropy(x, weight, targets, vocab_size, SOFTCAP, loss_reduction)
+        logits = self.lm_head(x)[..., : self.config.vocab_size].float()
+        return SOFTCAP * torch.tanh(logits / SOFTCAP)
+
+    @torch.inference_mode()
+    def generate(
+        self, tokens: list[int], max_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 42
+    ) -> Iterator[int]:
+        """
+        Yield max_tokens new tokens after the prompt `tokens`, one at a time, without a cache: slow and obviously right.
+
+        temperature 0 is greedy. engine.Engine is the fast one. Raises ValueError for an empty prompt.
+        """
+        if not tokens:
+            raise ValueError("the prompt is empty; give at least one token (usually <|bos|>)")
+        device = self.get_device()
+        rng = torch.Generator(device=device).manual_seed(seed)
+        ids = torch.tensor([tokens], dtype=torch.long, device=device)
+        for _ in range(max_tokens):
+            logits = self.forward(ids)[:, -1]
+            if top_k is not None and top_k > 0:
+                smallest = torch.topk(logits, min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < smallest, -torch.inf)
+            if temperature > 0:
+                next_id = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=rng)
+            else:
+                next_id = logits.argmax(dim=-1, keepdim=True)
+            ids = torch.cat((ids, next_id), dim=1)
+            yield next_id.item()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Schedules of pre-training (nanochat's)
+
+
+def lr_multiplier(
+    step: int, num_iterations: int, warmup_ratio: float = 0.0, warmdown_ratio: float = 0.4, final_lr_frac: float = 0.0
+) -> float:
+    """Linear warm-up over the first part, 1, linear warm-down to final_lr_frac over the last part."""
+    warmup, warmdown = round(warmup_ratio * num_iterations), round(warmdown_ratio * num_iterations)
+    if step < warmup:
+        return (step + 1) / warmup
+    if step <= num_iterations - warmdown:
+        return 1.0
+    left = (num_iterations - step) / warmdown
+    return left + (1 - left) * final_lr_frac
+
+
+def muon_momentum(step: int) -> float:
+    """0.85 to 0.95 over the first 300 steps."""
+    return 0.85 + 0.10 * min(step / 300, 1.0)
+
+
+def weight_decay_at(step: int, num_iterations: int, initial: float) -> float:
+    """Linear to zero over the run."""
+    return initial * (1 - step / num_iterations)

@@ -1,0 +1,86 @@
+"""
+Language models of the transformers library, with the interface of ours: for bits per byte on the same text.
+
+The package is optional (pip install 'nanochat_fp4[export]'); a path is a name on the hub, or a folder.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat_fp4.data.tokenizer_files import byte_characters
+from nanochat_fp4.errors import UserError, one_line
+
+LONGEST = 1024  # tokens of a sequence: nanochat's choice, and GPT-2's context
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how SentencePiece writes a byte that is no character
+
+
+class HuggingFaceModel(torch.nn.Module):
+    """A causal language model: (tokens, targets) -> losses, as gpt.GPT.forward gives them."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+        self.sequence_len = min(LONGEST, getattr(model.config, "max_position_embeddings", None) or LONGEST)
+
+    def forward(self, idx: Tensor, targets: Tensor, loss_reduction: str = "mean") -> Tensor:
+        logits = self.model(idx).logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=loss_reduction)
+
+
+class HuggingFaceTokenizer:
+    """What the data loader asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        if bos is None:
+            raise UserError("this tokenizer has neither a token that begins a document nor one that ends it")
+        self.bos = bos
+
+    def get_bos_token_id(self) -> int:
+        return self.bos
+
+    def encode(self, texts: Sequence[str], prepend: int, num_threads: int = 1) -> list[list[int]]:
+        rows = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [[prepend, *row] for row in rows]
+
+    def token_bytes(self, device: torch.device) -> Tensor:
+        """Bytes of text that each token stands for, int32; 0 for special tokens. nanochat decodes each token by itself,
+        which makes three bytes of each that is no whole character."""
+        vocabulary, special = self.tokenizer.get_vocab(), set(self.tokenizer.all_special_tokens)
+        as_written = set(self.tokenizer.get_added_vocab())
+        alphabet = set(byte_characters())
+        by_bytes = all(set(token) <= alphabet for token in vocabulary.keys() - special - as_written)
+        lengths = torch.zeros(max(vocabulary.values()) + 1, dtype=torch.int32)
+        for token, number in vocabulary.items():
+            if token in special:
+                continue
+            if token in as_written:
+                lengths[number] = len(token.encode())
+            elif by_bytes:
+                lengths[number] = len(token)
+            else:
+                lengths[number] = 1 if BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
+        return lengths.to(device)
+
+
+def load_hf_model(path: str, device: torch.device) -> tuple[HuggingFaceModel, HuggingFaceTokenizer]:
+    """Raises UserError: without transformers, and where there is no such model."""
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as e:
+        raise UserError(f"--hf-path needs transformers ({e}): pip install 'nanochat_fp4[export]'") from e
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(
+            f"--hf-path={path}: transformers cannot load it ({one_line(e)[:200]}); give a folder, or the name of a "
+            "model on the hub"
+        ) from e
+    return HuggingFaceModel(model.to(device).eval()), HuggingFaceTokenizer(tokenizer)

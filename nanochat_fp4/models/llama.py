@@ -1,0 +1,302 @@
+"""
+The Llama-like family of the paper's Tables 3 and 4, beside nanochat's GPT: for Figures 1, 2 and 4.
+
+Llama 2's block (RMSNorm with weights, rotary positions, SwiGLU, no biases), untied embeddings, heads of 128, trained by
+AdamW with a cosine schedule. Sizes are named by their parameters without embeddings, which is also what a
+tokens-per-parameter ratio counts. What the paper does not say is taken from the code that it published: q, k and v as
+one layer, and up and gate as one, each with one tensor_scale; the width of the MLP (2/3 of 4 widths, rounded up to
+256), the initialization (normal, std 0.02, and 0.02 / sqrt(2 layers) for what adds to the residual stream), betas of
+0.9 and 0.95, no weight decay for embedding and norms, eps 1e-5 in the norms, torch's OneCycleLR with cosines.
+
+Its steps are of 512 sequences of 512 tokens, in micro-batches of 128 sequences. The text is C4
+(`python -m nanochat_fp4.data.dataset --c4`) in 32,000 tokens. One order differs. The published code rotates
+neighbouring dimensions of q and k together, this one those half a head apart, which permutes rows of c_q and c_k. On
+disk the fused matrices are separate here.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat_fp4.common import is_ddp_initialized
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.models import flash_attention
+from nanochat_fp4.models.cross_entropy import linear_cross_entropy
+from nanochat_fp4.models.gpt import ROTARY_BASE, ROTARY_FACTOR, apply_rotary_emb
+from nanochat_fp4.models.optim import AdamW, PretrainingOptions, Schedule, gradient_norm, set_learning_rates
+from nanochat_fp4.nvfp4.linear import fused_linear
+from nanochat_fp4.nvfp4.part import local
+from nanochat_fp4.parallel import is_sharded
+
+NORM_EPS = 1e-5
+HIDDEN_MULTIPLE = 256
+INIT_STD = 0.02
+# linear_cross_entropy caps logits softly; at this cap one of 30 changes by 1e-6, less than FP32's rounding of the loss.
+NO_SOFTCAP = 1e5
+WEIGHT_DECAY, CLIP_NORM = 0.1, 1.0  # Table 4
+# Of the size's rate: where the warm-up begins, and where the cosine ends (OneCycleLR with div_factor 100 and
+# final_div_factor 0.1, that is, a hundredth over 0.1). The warm-up is a tenth of the steps, rounded down.
+FIRST_LR, FINAL_LR, WARMUP_SHARE = 0.01, 0.1, 10
+
+
+class Size(NamedTuple):
+    layers: int
+    width: int
+    heads: int
+    learning_rate: float
+
+
+# Table 3; tiny is not the paper's: for tests and CPUs.
+SIZES = {
+    "30M": Size(6, 640, 5, 0.0012),
+    "50M": Size(7, 768, 6, 0.0012),
+    "100M": Size(8, 1024, 8, 0.0009),
+    "200M": Size(10, 1280, 10, 0.00072),
+    "tiny": Size(2, 128, 1, 0.003),
+}
+
+
+@dataclass
+class LlamaConfig:
+    sequence_len: int = 512
+    vocab_size: int = 32768
+    n_layer: int = 6
+    n_head: int = 5
+    n_kv_head: int = 5
+    n_embd: int = 640
+    rope_base: int = int(ROTARY_BASE)
+    family: str = "llama"
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def hidden(self) -> int:
+        """Width of the MLP."""
+        return -(-(8 * self.n_embd // 3) // HIDDEN_MULTIPLE) * HIDDEN_MULTIPLE
+
+
+def config_from_size(size: str, vocab_size: int, sequence_len: int = 512) -> LlamaConfig:
+    """Raises UserError for a size that is not in the table."""
+    if size not in SIZES:
+        raise UserError(f"--llama={size!r} is not a size of the family; use one of {', '.join(SIZES)}")
+    layers, width, heads, _ = SIZES[size]
+    return LlamaConfig(sequence_len, vocab_size, layers, heads, heads, width)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, statistics in FP32, result in x's dtype."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return (F.rms_norm(x.float(), (x.size(-1),), eps=NORM_EPS) * self.weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    fused_linears = ("c_q", "c_k", "c_v")  # computed as one layer, as in the published code
+
+    def __init__(self, config: LlamaConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx, self.head_dim = layer_idx, config.head_dim
+        for name in (*Attention.fused_linears, "c_proj"):
+            out = config.n_kv_head * config.head_dim if name in ("c_k", "c_v") else config.n_embd
+            setattr(self, name, nn.Linear(config.n_embd, out, bias=False))
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Any) -> Tensor:
+        q, k, v = fused_linear(x, *(getattr(self, name) for name in self.fused_linears), head_dim=self.head_dim)
+        q, k = (apply_rotary_emb(t.float(), *cos_sin).to(v.dtype) for t in (q, k))
+        if kv_cache is None:
+            y = flash_attention.flash_attn_func(q, k, v, causal=True)
+        else:
+            k_cache, v_cache = kv_cache.get_layer_cache(self.layer_idx)
+            y = flash_attention.flash_attn_with_kvcache(
+                q, k_cache, v_cache, k=k, v=v, cache_seqlens=kv_cache.cache_seqlens, position=kv_cache.get_pos(),
+                first=kv_cache.first,
+            )  # fmt: skip
+            if self.layer_idx == kv_cache.n_layers - 1:
+                kv_cache.advance(q.size(1))
+        return self.c_proj(y.flatten(2))
+
+
+class MLP(nn.Module):
+    fused_linears = ("c_gate", "c_fc")  # likewise
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.c_gate = nn.Linear(config.n_embd, config.hidden, bias=False)
+        self.c_fc = nn.Linear(config.n_embd, config.hidden, bias=False)
+        self.c_proj = nn.Linear(config.hidden, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = fused_linear(x, *(getattr(self, name) for name in self.fused_linears))
+        return self.c_proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig, layer_idx: int):
+        super().__init__()
+        self.ln_1, self.attn = RMSNorm(config.n_embd), Attention(config, layer_idx)
+        self.ln_2, self.mlp = RMSNorm(config.n_embd), MLP(config)
+
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Any) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cos_sin, kv_cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Llama(nn.Module):
+    """Built as gpt.GPT is: on the meta device, to_empty, init_weights."""
+
+    def __init__(self, config: LlamaConfig, pad_vocab_size_to: int = 64):
+        super().__init__()
+        self.config = config
+        padded_vocab_size = -(-config.vocab_size // pad_vocab_size_to) * pad_vocab_size_to
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(padded_vocab_size, config.n_embd),
+                "h": nn.ModuleList([Block(config, i) for i in range(config.n_layer)]),
+                "ln_f": RMSNorm(config.n_embd),
+            }
+        )
+        self.lm_head = nn.Linear(config.n_embd, padded_vocab_size, bias=False)
+        self.rotary_seq_len = config.sequence_len * ROTARY_FACTOR
+        for name, table in zip(("cos", "sin"), self._rotary_tables()):
+            self.register_buffer(name, table, persistent=False)
+
+    def _rotary_tables(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of position * base^(-2i / head_dim), each (1, positions, 1, head_dim / 2), FP32."""
+        device = self.get_device()
+        exponent = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device=device) / self.config.head_dim
+        position = torch.arange(self.rotary_seq_len, dtype=torch.float32, device=device)
+        angle = torch.outer(position, 1.0 / self.config.rope_base**exponent)[None, :, None, :]
+        return angle.cos(), angle.sin()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draws all weights from torch's default generator."""
+        for name, p in self.named_parameters():
+            if p.ndim < 2:
+                nn.init.ones_(p)
+                continue
+            depth_scale = (2 * self.config.n_layer) ** -0.5 if name.endswith("c_proj.weight") else 1.0
+            nn.init.normal_(p, std=INIT_STD * depth_scale)
+        self.cos, self.sin = self._rotary_tables()
+        if self.get_device().type != "meta":
+            flash_attention.setup(self.get_device().type)
+
+    def get_device(self) -> torch.device:
+        return self.transformer.wte.weight.device
+
+    def num_scaling_params(self) -> int:
+        """Parameters of the blocks: the N of the paper's tokens-per-parameter ratios."""
+        return sum(p.numel() for p in self.transformer.h.parameters())
+
+    def estimate_flops(self) -> int:
+        """Per token of training, as gpt.GPT.estimate_flops counts: 6 a matrix weight, and attention."""
+        matrix_weights = self.num_scaling_params() + self.lm_head.weight.numel()
+        return 6 * matrix_weights + 12 * self.config.n_layer * self.config.n_embd * self.config.sequence_len
+
+    def setup_optimizers(self, lr: float) -> list[torch.optim.Optimizer]:
+        """[AdamW], with weight decay for the matrices of blocks and head; groups remember their rate as initial_lr."""
+        decayed = [p for n, p in self.named_parameters() if p.ndim == 2 and "wte" not in n]
+        others = [p for n, p in self.named_parameters() if p.ndim < 2 or "wte" in n]
+        groups = [dict(params=decayed, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
+        adamw = AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+        for group in adamw.param_groups:
+            group["initial_lr"] = group["lr"]
+        return [adamw]
+
+    def setup_pretraining(
+        self, options: PretrainingOptions, total_batch_size: int, num_iterations: int
+    ) -> tuple[list[torch.optim.Optimizer], Schedule]:
+        """The paper's optimizer and schedule for so many steps: the size's own rate, none of the options, which are
+        nanochat's. Raises ValueError for a shape that is no size of the family."""
+        config = self.config
+        shape = (config.n_layer, config.n_embd, config.n_head)
+        rates = [size.learning_rate for size in SIZES.values() if size[:3] == shape]
+        if not rates:
+            raise ValueError(f"there is no learning rate for {shape} (layers, width, heads); use a size of the family")
+        optimizers = self.setup_optimizers(lr=rates[0])
+
+        def schedule(step: int, progress: float) -> float:
+            lrm = lr_multiplier(step, num_iterations)
+            set_learning_rates(optimizers, lrm)
+            return lrm
+
+        return optimizers, schedule
+
+    def setup_finetuning(
+        self,
+        rates: dict[str, float],
+        init_lr_frac: float,
+        lr_multiplier: Callable[[float], float],
+        momentum: Callable[[int], float] | None = None,
+    ) -> tuple[list[torch.optim.Optimizer], Schedule]:
+        """AdamW for all parameters at rates["unembedding_lr"], GPT's AdamW rate for a matrix, times init_lr_frac and
+        lr_multiplier(progress); the other rates and the momentum are not for it."""
+        optimizers = self.setup_optimizers(rates["unembedding_lr"] * init_lr_frac)
+
+        def schedule(step: int, progress: float) -> float:
+            lrm = lr_multiplier(progress)
+            set_learning_rates(optimizers, lrm)
+            return lrm
+
+        return optimizers, schedule
+
+    @torch.no_grad()
+    def clip_gradients(self) -> Tensor:
+        """Averages the gradients over the ranks and scales them to a norm of at most CLIP_NORM, in place; the norm, ().
+
+        Averaged before clipping, which is not linear; the optimizer's own average changes nothing then.
+        """
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        if is_ddp_initialized():
+            for grad in (g for g in grads if not is_sharded(g)):
+                dist.all_reduce(grad)
+                grad /= dist.get_world_size()
+        norm = gradient_norm(self)
+        scale = (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            local(grad).mul_(scale)
+        return norm
+
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, kv_cache: Any = None, loss_reduction: str = "mean"
+    ) -> Tensor:
+        """idx (B, T) -> logits (B, T, vocab_size) FP32, or the loss in nats: see gpt.GPT.forward."""
+        start = 0 if kv_cache is None else kv_cache.get_pos()
+        end = start + idx.size(1)
+        if end > self.rotary_seq_len:
+            raise ValueError(f"position {end} is beyond the {self.rotary_seq_len} of this model; shorten the input")
+        cos_sin = self.cos[:, start:end], self.sin[:, start:end]
+        x = self.transformer.wte(idx)
+        for block in self.transformer.h:
+            x = block(x, cos_sin, kv_cache)
+        x = self.transformer.ln_f(x)
+        if targets is not None:
+            weight, vocab_size = self.lm_head.weight, self.config.vocab_size
+            return linear_cross_entropy(x, weight, targets, vocab_size, NO_SOFTCAP, loss_reduction)
+        return self.lm_head(x)[..., : self.config.vocab_size].float()
+
+
+def lr_multiplier(step: int, num_iterations: int) -> float:
+    """torch's OneCycleLR: half a cosine from FIRST_LR up to 1 over the warm-up, and another down to FINAL_LR."""
+
+    def cosine(start: float, end: float, done: float) -> float:
+        return end + (start - end) * 0.5 * (1 + math.cos(math.pi * done))
+
+    peak, last = num_iterations // WARMUP_SHARE - 1, num_iterations - 1
+    if step <= peak:
+        return cosine(FIRST_LR, 1.0, step / max(1, peak))
+    return cosine(1.0, FINAL_LR, min(1.0, (step - peak) / (last - peak)))

@@ -1,0 +1,57 @@
+"""
+torchrun for the pipeline: the same arguments, but it passes on SIGUSR1, and ends with the status of what failed first.
+
+    python -m nanochat_fp4.training.launch --standalone --nproc_per_node=2 -m scripts.base_train --depth=4
+
+torchrun itself leaves its processes behind at a SIGUSR1. It ends with status 1 whatever has happened, and with a
+traceback of its own below the line that says what.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from nanochat_fp4.console import print_safely
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Exits like a shell: 128 + number after a signal, its own or that of the process that failed first. After SIGUSR1,
+    0: all processes were told to save and stop."""
+    logging.disable(logging.ERROR)  # torchrun's, about what is said here
+    signal.signal(signal.SIGUSR1, _pass_on)
+    try:
+        run.main(argv)
+    except ChildFailedError as e:
+        rank, failure = e.get_first_failure()
+        if failure.exitcode >= 0:
+            sys.exit(failure.exitcode)  # it has said why
+        name = signal.Signals(-failure.exitcode).name
+        print_safely(f"error: rank {rank} (process {failure.pid}) was ended by {name}", file=sys.stderr, flush=True)
+        sys.exit(128 - failure.exitcode)
+    except SignalException as e:
+        _pass_on(e.sigval)  # torchrun forgets those that it was starting when the signal came
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while True:
+                os.wait()
+        sys.exit(128 + e.sigval)
+
+
+def _pass_on(number: int, frame: Any = None) -> None:
+    """To all processes that this one has started, as Linux lists them; when they have saved and ended with 0, so
+    does torchrun."""
+    for thread in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, thread.read_text().split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""How many rows a device takes at once: a step's batch in micro-batches, and the largest of them that fits."""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nanochat_fp4.common import is_ddp_initialized, preserved_rng
+from nanochat_fp4.console import format_bytes
+from nanochat_fp4.errors import UserError, is_out_of_memory
+from nanochat_fp4.hardware import physical_memory
+from nanochat_fp4.models.gpt import autocast
+from nanochat_fp4.models.optim import STACK_ELEMENTS
+
+
+def plan_accumulation(
+    total_batch_size: int, device_batch_size: int, seq_len: int, world_size: int, flag: str = "--device-batch-size"
+) -> int:
+    """Micro-batches per step, so that a step sees total_batch_size tokens whatever fits a device. Raises UserError that
+    names `flag`."""
+    tokens = device_batch_size * seq_len * world_size
+    if tokens <= 0 or total_batch_size < tokens or total_batch_size % tokens:
+        raise UserError(
+            f"--total-batch-size={total_batch_size} is not a multiple of {tokens} tokens ({device_batch_size} rows of "
+            f"{seq_len} on {world_size} device(s)); choose a multiple, or another {flag}"
+        )
+    return total_batch_size // tokens
+
+
+def parse_device_batch_size(text: str) -> int | str:
+    """argparse type of --device-batch-size: 'auto' or a positive whole number."""
+    if text == "auto":
+        return text
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 'auto' nor a positive whole number")
+    return int(text)
+
+
+def largest_micro_batch(
+    rows: int, peak_bytes: Callable[[int], int], budget: int, limit: int = 1024, below: int | None = None
+) -> int | None:
+    """
+    The largest micro-batch that fits, for `rows` rows per device and step; None where not even one row fits.
+
+    peak_bytes(size) runs a forward and backward pass of that many rows and returns the peak memory in bytes, or runs
+    out of memory. Candidates are the divisors of `rows` up to `limit` (and smaller than `below`), so that gradient
+    accumulation comes out even. Memory is a constant plus a part proportional to the size: two small passes give both,
+    the prediction is then tried out, and the next smaller size taken as long as it does not hold.
+    """
+
+    def measure(size: int) -> int | None:
+        try:
+            return peak_bytes(size)
+        except Exception as e:
+            if not is_out_of_memory(e):
+                raise
+            return None
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    sizes = [n for n in range(1, min(rows, limit) + 1) if rows % n == 0 and (below is None or n < below)]
+    measured = {size: measure(size) for size in sizes[:2]}
+    fits = [size for size, peak in measured.items() if peak is not None and peak <= budget]
+    if len(fits) < 2:
+        return fits[0] if fits else None
+    (a, peak_a), (b, peak_b) = measured.items()
+    per_row = max(1.0, (peak_b - peak_a) / (b - a))
+    predicted = [size for size in sizes[2:] if peak_b + per_row * (size - b) <= budget]
+    for size in reversed(predicted):
+        peak = measure(size)
+        if peak is not None and peak <= budget:
+            return size
+    return b
+
+
+def optimizer_bytes(model: nn.Module) -> int:
+    """
+    Memory that a step of several micro-batches takes and that a trial pass does not show: its first forward pass finds
+    no gradients yet, and no moments, of which Muon keeps one of each matrix and AdamW two of embedding and head.
+    """
+    sizes = [p.numel() * p.element_size() for p in model.parameters()]
+    return 2 * sum(sizes) + 2 * max(sizes, default=0)
+
+
+def update_bytes(model: nn.Module) -> int:
+    """Memory that the update itself takes, when the activations are gone: of Muon, 20 bytes an element of a stack."""
+    return 20 * min(STACK_ELEMENTS, sum(p.numel() for p in model.parameters() if p.ndim == 2))
+
+
+def try_micro_batch(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype | None = None) -> None:
+    """A forward and backward pass of `size` rows of made-up tokens: leaves gradients, no trace in the generators."""
+    device = model.get_device()
+    with preserved_rng(device), autocast(device.type, dtype):
+        tokens = torch.randint(model.config.vocab_size, (size, seq_len), device=device)
+        model(tokens, tokens).backward()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def auto_device_batch_size(
+    model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | None = None, below: int | None = None
+) -> int:
+    """
+    --device-batch-size=auto: the largest micro-batch for this device; on all ranks the same. Raises UserError.
+
+    model: with get_device() and config (gpt.GPT), not compiled; its gradients are dropped. rows: of a device in a step,
+    which the size divides. below: it is to be smaller than that. On a CPU, where running out of memory ends the
+    process, nothing is tried: up to 32 rows (nanochat's default) that take no more than a quarter of the memory.
+    """
+    device, config = model.get_device(), model.config
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        taken_by_others = total - free - torch.cuda.memory_reserved(device)
+        budget = int(0.94 * (total - taken_by_others)) - optimizer_bytes(model)  # 6% for fragmentation and libraries
+
+        def peak_bytes(size: int) -> int:
+            torch.cuda.reset_peak_memory_stats(device)
+            in_update = torch.cuda.memory_allocated(device) + update_bytes(model)
+            try:
+                try_micro_batch(model, size, seq_len, dtype)
+                return max(torch.cuda.max_memory_allocated(device), in_update)
+            finally:
+                model.zero_grad(set_to_none=True)
+
+        size = largest_micro_batch(rows, peak_bytes, budget, below=below) or 0
+    else:
+        budget = physical_memory() // 4
+        row_bytes = 4 * seq_len * (40 * config.n_layer * config.n_embd + 4 * config.vocab_size)
+        candidates = [n for n in range(1, min(rows, 32) + 1) if rows % n == 0 and (below is None or n < below)]
+        size = max((n for n in candidates if n == 1 or n * row_bytes <= budget), default=0)
+    if is_ddp_initialized():
+        smallest = torch.tensor(size, device=device)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        size = int(smallest)
+    if size == 0:
+        raise UserError(
+            f"not even one row fits into the {format_bytes(budget)} that are left for it; "
+            "lower --max-seq-len or --depth, or use a device with more memory"
+        )
+    return size

@@ -1,0 +1,430 @@
+"""Best-fit packing, rows that do not depend on how they are spread over ranks, and resume that is exact."""
+
+import base64
+import copy
+import json
+import random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from _samples import BOS, BYTE_TOKENIZER, make_shards
+
+from nanochat_fp4.data.dataloader import (
+    BestFitLoader,
+    merge_states,
+    tokenizing_distributed_data_loader_bos_bestfit,
+    tokenizing_distributed_data_loader_with_state_bos_bestfit,
+)
+from nanochat_fp4.data.dataset import shard_digest
+from nanochat_fp4.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    make_shards(folder)
+    return folder
+
+
+def loader(data, B=4, T=64, split="train", buffer_size=100, **kwargs):
+    kwargs = {"tokenizer_batch_size": 16, "device": "cpu", "data_dir": data} | kwargs
+    return BestFitLoader(BYTE_TOKENIZER, B, T, split, buffer_size=buffer_size, **kwargs)
+
+
+def rows_of(it, num_batches):
+    """(num_batches * B, T + 1): inputs with the last target appended."""
+    batches = [next(it) for _ in range(num_batches)]
+    return torch.cat([torch.cat([x, y[:, -1:]], 1) for x, y, _ in batches])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Packing
+
+
+def test_inputs_and_targets(data):
+    x, y, state = next(loader(data))
+    assert x.shape == y.shape == (4, 64) and x.dtype == y.dtype == torch.int64
+    assert x.is_contiguous() and y.is_contiguous()
+    assert torch.equal(x[:, 1:], y[:, :-1]) and (x[:, 0] == BOS).all()
+    assert state["epoch"] == 1 and {"pq_idx", "rg_idx"} <= set(state)
+
+
+def test_a_data_seed_is_another_order_of_the_same_text(data):
+    orders = [rows_of(loader(data, data_seed=seed), 30) for seed in (0, 0, 1, 2)]
+    assert torch.equal(orders[0], rows_of(loader(data), 30)) and torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[1], orders[2]) and not torch.equal(orders[2], orders[3])
+    whole = [loader(data, data_seed=seed) for seed in (0, 7)]
+    texts = [[sorted(it.read(g)) for g in range(len(it.row_groups))] for it in whole]
+    assert sorted(texts[0]) == sorted(texts[1]) and texts[0] != texts[1]
+
+
+def test_a_data_seed_is_kept_by_a_resume(data):
+    it = loader(data, data_seed=5)
+    rows_of(it, 7)
+    state = json.loads(json.dumps(next(it)[2]))
+    assert torch.equal(rows_of(loader(data, data_seed=5, resume_state_dict=state), 20), rows_of(it, 20))
+    for seed in (0, 6):
+        with pytest.raises(UserError, match=f"is one of --data-seed=5 and this run has {seed}; resume with"):
+            loader(data, data_seed=seed, resume_state_dict=state)
+    with pytest.raises(UserError, match="--data-seed=-1 is not a number from 0"):
+        loader(data, data_seed=-1)
+
+
+def test_rows_are_whole_documents_but_for_the_last(tmp_path):
+    documents = set(make_shards(tmp_path / "d"))
+    seen = set()
+    for row in rows_of(loader(tmp_path / "d"), 20).tolist():
+        pieces = "".join(chr(t) if t != BOS else "\0" for t in row).split("\0")[1:]
+        assert set(pieces[:-1]) <= documents
+        assert any(document.startswith(pieces[-1]) for document in documents)
+        seen |= set(pieces[:-1])
+    assert len(seen) > 50
+
+
+def plain_best_fit(documents, num_rows, T, buffer_size, refill, row_group_size):
+    """nanochat's algorithm by linear scans, for one stream of documents."""
+
+    def batches():
+        while True:
+            for start in range(0, len(documents), row_group_size):
+                group = documents[start : start + row_group_size]
+                for i in range(0, len(group), refill):
+                    yield group[i : i + refill]
+
+    source, buffer = batches(), []
+    for _ in range(num_rows):
+        row = []
+        while len(row) < T + 1:
+            while len(buffer) < buffer_size:
+                buffer.extend(BYTE_TOKENIZER.encode(next(source), prepend=BOS))
+            room = T + 1 - len(row)
+            fitting = [i for i, d in enumerate(buffer) if len(d) <= room]
+            if fitting:
+                best = max(fitting, key=lambda i: len(buffer[i]))  # max and min take the first of equals
+            else:
+                best = min(range(len(buffer)), key=lambda i: len(buffer[i]))
+            row.extend(buffer.pop(best)[:room])
+        yield row
+
+
+@pytest.mark.parametrize("buffer_size, refill", [(40, 16), (1, 1), (60, 7)])
+def test_one_lane_is_nanochats_best_fit(tmp_path, buffer_size, refill):
+    documents = make_shards(tmp_path / "d", longest=100)[:300]  # the last of four shards is validation
+    ours = rows_of(loader(tmp_path / "d", lanes=1, buffer_size=buffer_size, tokenizer_batch_size=refill), 60)
+    assert ours.tolist() == list(plain_best_fit(documents, 240, 64, buffer_size, refill, 10))
+
+
+def test_documents_longer_than_a_row_are_cropped(tmp_path):
+    make_shards(tmp_path / "d", longest=3000, num_documents=60)
+    rows = rows_of(loader(tmp_path / "d", T=16), 30)
+    assert (rows[:, 0] == BOS).all() and rows.max() <= BOS and rows.min() >= 0
+
+
+def test_it_is_deterministic(data):
+    assert torch.equal(rows_of(loader(data), 30), rows_of(loader(data, tokenizer_threads=1), 30))
+
+
+def test_it_draws_no_random_numbers(data):
+    """All methods and seeds of a comparison see the same batches, whatever they draw in between."""
+    torch.manual_seed(0)
+    state, before = torch.get_rng_state(), random.getstate()
+    rows_of(loader(data), 10)
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == before
+
+
+def test_epochs_go_on(data):
+    it = loader(data)
+    epochs = [next(it)[2]["epoch"] for _ in range(400)]
+    assert epochs[0] == 1 and epochs[-1] >= 3 and epochs == sorted(epochs)
+
+
+def test_a_small_corpus_is_not_read_many_times_before_the_first_batch(tmp_path):
+    make_shards(tmp_path / "d", num_documents=80)
+    assert next(loader(tmp_path / "d", buffer_size=1000, tokenizer_batch_size=128))[2]["epoch"] == 1
+
+
+def test_validation_uses_the_last_shard(tmp_path):
+    documents = make_shards(tmp_path / "d")
+    numbers = set()
+    for row in rows_of(loader(tmp_path / "d", split="val"), 40).tolist():
+        text = "".join(chr(t) if t != BOS else "\0" for t in row)
+        numbers |= {int(p.split(":")[0]) for p in text.split("\0")[1:-1]}
+    assert numbers <= set(range(300, len(documents))) and len(numbers) > 30
+
+
+def test_nanochats_names(data):
+    kwargs = dict(device="cpu", data_dir=data)
+    x, y, state = next(
+        tokenizing_distributed_data_loader_with_state_bos_bestfit(BYTE_TOKENIZER, 2, 32, "train", **kwargs)
+    )
+    x2, y2 = next(tokenizing_distributed_data_loader_bos_bestfit(BYTE_TOKENIZER, 2, 32, split="train", **kwargs))
+    assert torch.equal(x, x2) and torch.equal(y, y2)
+    with pytest.raises(ValueError, match="split"):  # at the call, not at the first batch
+        tokenizing_distributed_data_loader_bos_bestfit(BYTE_TOKENIZER, 2, 32, "test", **kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ranks
+
+
+def sharded_rows(data, world_size, B, num_rows, **kwargs):
+    """The rows of the run in their global order, gathered from all ranks."""
+    per_rank = [
+        rows_of(loader(data, B=B, rank=r, world_size=world_size, **kwargs), num_rows // world_size // B)
+        for r in range(world_size)
+    ]
+    return torch.stack(per_rank, 1).flatten(0, 1)  # row k of the run is row k // W of rank k % W
+
+
+@pytest.mark.parametrize("world_size, B", [(1, 8), (2, 1), (2, 4), (4, 2), (8, 1)])
+def test_rows_do_not_depend_on_world_size_and_batch_size(data, world_size, B):
+    assert torch.equal(sharded_rows(data, world_size, B, 64), sharded_rows(data, 1, 1, 64))
+
+
+def test_a_micro_batch_has_the_same_rows_on_any_number_of_ranks(data):
+    def micro_batches(world_size):
+        per_rank = [loader(data, B=2, rank=r, world_size=world_size, micro_batches=4) for r in range(world_size)]
+        return [rows_of(per_rank[m % world_size], 1) for m in range(12)]
+
+    alone = micro_batches(1)
+    for world_size in (2, 4):
+        assert all(torch.equal(a, b) for a, b in zip(alone, micro_batches(world_size)))
+    # A step of 4 x 2 rows is the next 8 rows of the run.
+    steps = torch.stack(alone).view(3, 4, 2, -1).transpose(1, 2).reshape(24, -1)
+    assert torch.equal(steps, sharded_rows(data, 1, 1, 24))
+    with pytest.raises(ValueError, match="multiple of the number of processes, 2"):
+        loader(data, rank=0, world_size=2, micro_batches=3)
+
+
+def test_the_default_for_other_world_sizes(data):
+    assert loader(data, rank=0, world_size=3).lanes == 3
+    assert loader(data, rank=0, world_size=16).lanes == 16
+    rows = sharded_rows(data, 3, 2, 60)
+    assert torch.equal(rows, sharded_rows(data, 1, 4, 60, lanes=3))
+
+
+def test_ranks_come_from_torchrun(data, monkeypatch):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert torch.equal(rows_of(loader(data), 3), rows_of(loader(data, rank=1, world_size=2), 3))
+
+
+@pytest.mark.parametrize("num_documents, row_group_size", [(4, 1), (8, 100), (40, 10)])
+def test_fewer_row_groups_than_ranks(tmp_path, num_documents, row_group_size):
+    make_shards(tmp_path / "d", num_documents=num_documents, num_shards=2, row_group_size=row_group_size)
+    for split in ("train", "val"):
+        for rank in range(8):
+            rows = rows_of(loader(tmp_path / "d", split=split, rank=rank, world_size=8), 5)
+            assert (rows[:, 0] == BOS).all()
+
+
+def test_empty_row_groups_and_shards_do_not_hang(tmp_path):
+    folder = tmp_path / "d"
+    folder.mkdir()
+    for name in ("a", "b"):
+        with pq.ParquetWriter(folder / f"{name}.parquet", pa.schema([("text", pa.string())])) as writer:
+            for i in range(8):  # lane 3 would get nothing but empty ones
+                writer.write_table(pa.table({"text": pa.array([] if i in (0, 3, 7) else ["text", None], pa.string())}))
+    assert loader(folder).shards[0].rows == (0, 2, 2, 0, 2, 2, 2, 0)
+    assert rows_of(loader(folder), 20).shape == (80, 65)
+
+
+def test_all_documents_empty(tmp_path):
+    for name in ("a", "b"):
+        pq.write_table(pa.table({"text": pa.array([""] * 8, pa.string())}), tmp_path / f"{name}.parquet")
+    assert (rows_of(loader(tmp_path), 2) == BOS).all()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Resume
+
+
+def through_json(state):
+    text = json.dumps(state)
+    assert len(text) < 40_000
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_resume_is_exact_at_random_points(data, seed):
+    rng = random.Random(seed)
+    world_size = rng.choice([1, 2, 4])
+    kwargs = dict(
+        rank=rng.randrange(world_size),
+        world_size=world_size,
+        T=rng.choice([16, 64]),
+        buffer_size=rng.choice([8, 100, 400]),
+        micro_batches=world_size * rng.choice([1, 1, 3, 4]),
+    )
+    B, before = rng.randint(1, 5), rng.randint(1, 120)
+    it = loader(data, B=B, **kwargs)
+    for _ in range(before):
+        state = next(it)[2]
+    state, expected = through_json(state), rows_of(it, 40)
+    resumed = loader(data, B=B, resume_state_dict=state, **kwargs)
+    assert torch.equal(rows_of(resumed, 40), expected)
+    # A state says the same after a resume, and another device batch size goes on with the same rows.
+    assert resumed.state_dict() == it.state_dict()
+    if kwargs["micro_batches"] == world_size:
+        other = loader(data, B=1, resume_state_dict=state, **kwargs)
+        assert torch.equal(rows_of(other, 40 * B), expected)
+
+
+def test_resume_many_times(data):
+    expected, parts, state = rows_of(loader(data), 24), [], None
+    for _ in range(8):
+        it = loader(data, resume_state_dict=state)
+        parts.append(rows_of(it, 3))
+        state = through_json(it.state_dict())
+    assert torch.equal(torch.cat(parts), expected)
+
+
+def test_the_state_before_the_first_batch(data):
+    it = loader(data)
+    assert torch.equal(rows_of(loader(data, resume_state_dict=it.state_dict()), 3), rows_of(it, 3))
+
+
+@pytest.mark.parametrize("old, new", [(1, 2), (2, 1), (4, 2), (2, 8)])
+def test_merged_states_resume_at_another_world_size(data, old, new):
+    states = []
+    for rank in range(old):
+        it = loader(data, B=2, rank=rank, world_size=old)
+        for _ in range(24 // old):
+            state = next(it)[2]
+        states.append(through_json(state))
+    random.Random(0).shuffle(states)
+    merged = through_json(merge_states(states))
+    per_rank = [
+        rows_of(loader(data, B=1, rank=r, world_size=new, resume_state_dict=merged), 16 // new) for r in range(new)
+    ]
+    assert torch.equal(torch.stack(per_rank, 1).flatten(0, 1), sharded_rows(data, 1, 1, 48 + 16)[48:])
+
+
+def test_states_that_do_not_belong_together(data):
+    a, b = (loader(data, rank=r, world_size=2) for r in range(2))
+    state_a, state_b = next(a)[2], next(b)[2]
+    with pytest.raises(UserError, match="rank is missing"):
+        merge_states([state_a, state_a])
+    with pytest.raises(UserError, match="row"):
+        merge_states([next(a)[2], state_b])
+
+
+def test_a_state_that_does_not_fit(data, tmp_path):
+    state = next(loader(data, rank=0, world_size=2))[2]
+    make_shards(tmp_path / "other", num_documents=500)
+    for kwargs, text in [
+        (dict(T=32), "T was 64, is 32; resume with the same --max-seq-len"),
+        (dict(split="val"), "split was train, is val"),
+        (dict(data_dir=tmp_path / "other"), "data was .* resume with the shards that the run began with"),
+        (dict(lanes=2), "lanes was 8, is 2; resume with the same number of processes"),
+        (dict(buffer_size=16), "lane_buffer was .* arguments"),
+        (dict(rank=1), "not that of rank 1 of 2 .lanes missing: 1, 3, 5, 7.*same number of processes"),
+        (dict(world_size=1), "not that of rank 0 of 1"),
+    ]:
+        with pytest.raises(UserError, match=text) as e:
+            loader(data, resume_state_dict=copy.deepcopy(state), **(dict(rank=0, world_size=2) | kwargs))
+        assert "\n" not in str(e.value)
+    with pytest.raises(UserError, match="not written by this loader"):
+        loader(data, resume_state_dict={"pq_idx": 1, "rg_idx": 2, "epoch": 1})  # nanochat's
+
+
+def test_a_shard_whose_text_was_replaced_is_named(tmp_path):
+    """The same names, rows and row groups; and the file that says the same again under another time is the same."""
+    folder = tmp_path / "d"
+    make_shards(folder)
+    it = loader(folder)
+    *_, state = next(it)
+    expected = rows_of(it, 5)
+    path = sorted(folder.iterdir())[1]
+    whole = path.read_bytes()
+    path.write_bytes(whole)
+    assert torch.equal(rows_of(loader(folder, resume_state_dict=state), 5), expected)
+    texts = pq.read_table(path).column("text").to_pylist()
+    groups = pq.ParquetFile(path).metadata.row_group(0).num_rows
+    for change in (str.upper, str.swapcase, lambda text: text[:-1] + "?"):
+        table = pa.table({"text": pa.array([change(text) for text in texts], pa.string())})
+        pq.write_table(table, path, row_group_size=groups)
+        with pytest.raises(UserError, match=rf"does not fit: the text of {path.name} is not the one .* old file back"):
+            loader(folder, resume_state_dict=state)
+    path.write_bytes(whole)
+    older = {k: v for k, v in state.items() if k != "content"}
+    assert torch.equal(rows_of(loader(folder, resume_state_dict=older), 5), expected)
+    for odd in (None, [], ["x"], 3, {"a": 1}):
+        with pytest.raises(UserError, match="damaged .content.|does not fit: the text of"):
+            loader(folder, resume_state_dict=state | {"content": odd})
+
+
+def test_the_digest_of_a_large_shard(tmp_path):
+    """Beyond 1 MB the footer and some blocks are looked at; other text in one row group of twelve changes them."""
+    path = tmp_path / "large.parquet"
+
+    def write(other: int | None) -> str:
+        texts = []
+        for group in range(12):
+            rng = random.Random(group + 100 * (group == other))
+            texts += [base64.b64encode(rng.randbytes(150)).decode() for _ in range(1000)]
+        pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=1000, compression="zstd")
+        assert path.stat().st_size > 1 << 20
+        return shard_digest(path)
+
+    assert write(None) == write(None)
+    assert len({write(other) for other in (None, 0, 5, 11)}) == 4
+
+
+def test_damaged_states_are_refused_or_used(data):
+    """Random damage to a state: UserError or a loader, never anything else."""
+    state, rng, refused = next(loader(data))[2], random.Random(0), 0
+    for _ in range(150):
+        bad = copy.deepcopy(state)
+        target = rng.choice([bad, bad["lane_states"], rng.choice(list(bad["lane_states"].values()))])
+        key = rng.choice(list(target))
+        if rng.random() < 0.3:
+            del target[key]
+        else:
+            target[key] = rng.choice([None, "x", -1, 3.5, [], {}, [[1, 2], [3]], [[0, 10**9]], 10**12, [None, None]])
+        try:
+            next(loader(data, resume_state_dict=bad))
+        except UserError as e:
+            assert "\n" not in str(e)
+            refused += 1
+    assert refused > 50
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize("kwargs", [dict(B=0), dict(T=0), dict(buffer_size=0), dict(tokenizer_batch_size=0)])
+def test_bad_sizes(data, kwargs):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        loader(data, **kwargs)
+
+
+def test_bad_lanes(data):
+    with pytest.raises(ValueError, match="lanes=3 must be a multiple of the number of processes, 2"):
+        loader(data, lanes=3, rank=0, world_size=2)
+
+
+def test_no_data(tmp_path):
+    with pytest.raises(UserError, match="holds 0 parquet shard"):
+        loader(tmp_path)
+
+
+def test_a_shard_that_is_damaged_inside(tmp_path):
+    make_shards(tmp_path / "d")
+    path = tmp_path / "d" / "shard_00001.parquet"
+    raw = bytearray(path.read_bytes())
+    raw[4 : len(raw) // 2] = b"\xff" * (len(raw) // 2 - 4)
+    path.write_bytes(raw)
+    it = loader(tmp_path / "d")
+    with pytest.raises(UserError, match="shard_00001.parquet: row group 0 cannot be read"):
+        rows_of(it, 1000)
+
+
+@pytest.mark.gpu
+def test_batches_on_a_gpu(data):
+    x, y, _ = next(loader(data, device="cuda"))
+    x2, y2, _ = next(loader(data))
+    assert x.device.type == "cuda" and torch.equal(x.cpu(), x2) and torch.equal(y.cpu(), y2)

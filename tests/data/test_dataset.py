@@ -1,0 +1,558 @@
+"""Where training text comes from: own folders, the hub, the embedded corpus; and what damaged shards lead to."""
+
+import gzip
+import json
+import os
+import random
+import re
+import shutil
+import time
+import types
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from _damage import cut_or_scratched
+from _server import Server
+
+from nanochat_fp4.data import dataset, download, rows
+from nanochat_fp4.data.dataset import (
+    build_embedded_corpus,
+    cut_text,
+    download_shards,
+    ensure_data,
+    list_parquet_files,
+    open_shard,
+    open_shards,
+    parquets_iter_batched,
+    read_row_group,
+)
+from nanochat_fp4.errors import UserError
+
+WORDS = "the model reads a row of tokens and learns what comes next in many small steps".split()
+
+
+def prose(seed, paragraphs):
+    """Paragraphs of made-up sentences, each of which names its seed and number, so that pieces can be traced."""
+    rng = random.Random(seed)
+    return "\n\n".join(f"[{seed}.{i}] " + " ".join(rng.choices(WORDS, k=60)) + "." for i in range(paragraphs))
+
+
+def write_shard(path, texts, row_group_size=4):
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=row_group_size)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for s in range(3):
+        write_shard(folder / f"shard_{s:05d}.parquet", [f"document {s}.{i}" for i in range(10)])
+    return folder
+
+
+def texts_of(folder, split):
+    return [text for batch in parquets_iter_batched(split, data_dir=folder) for text in batch]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def test_the_last_shard_is_validation(shards):
+    assert texts_of(shards, "train") == [f"document {s}.{i}" for s in range(2) for i in range(10)]
+    assert texts_of(shards, "val") == [f"document 2.{i}" for i in range(10)]
+    assert [os.path.basename(p) for p in list_parquet_files(shards)] == [dataset.index_to_filename(i) for i in range(3)]
+    assert [s.rows for s in open_shards("train", shards)] == [(4, 4, 2)] * 2
+
+
+def test_row_groups_are_dealt_by_start_and_step(shards):
+    batches = [list(parquets_iter_batched("train", start, 2, data_dir=shards)) for start in (0, 1)]
+    assert [len(b) for b in batches] == [4, 2]
+    dealt = sorted(text for b in batches for batch in b for text in batch)
+    assert dealt == sorted(texts_of(shards, "train"))
+
+
+def test_unknown_split(shards):
+    with pytest.raises(ValueError, match="'train' or 'val', not 'test'"):
+        open_shards("test", shards)
+
+
+def test_nulls_are_empty_documents(tmp_path):
+    write_shard(tmp_path / "a.parquet", ["one", None, "three"])
+    assert read_row_group(tmp_path / "a.parquet", 0) == ["one", "", "three"]
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda p: p.write_bytes(b""), "not a readable parquet file.*delete it"),
+        (lambda p: p.write_text("this is no parquet file at all, but text"), "not a readable parquet file.*delete it"),
+        (lambda p: p.write_bytes(p.read_bytes()[:-9]), "not a readable parquet file.*delete it"),
+        (
+            lambda p: pq.write_table(pa.table({"content": ["a"]}), p),
+            "no column named text .it has: content.*-column",
+        ),
+        (lambda p: pq.write_table(pa.table({"text": [1, 2]}), p), "holds int64, not strings"),
+    ],
+)
+def test_bad_shards_are_named_at_the_start(shards, make, text):
+    bad = shards / "shard_00001.parquet"
+    make(bad)
+    with pytest.raises(UserError, match=f"shard_00001.parquet.*{text}") as e:
+        ensure_data(str(shards))
+    assert "\n" not in str(e.value)
+
+
+def test_damage_inside_a_shard_is_named_when_it_is_read(shards):
+    path = shards / "shard_00000.parquet"
+    data = bytearray(path.read_bytes())
+    data[4:40] = b"\xff" * 36  # the first page; the footer stays good
+    path.write_bytes(data)
+    assert open_shard(path).num_rows == 10
+    with pytest.raises(UserError, match="shard_00000.parquet: row group 0 cannot be read.*delete it"):
+        texts_of(shards, "train")
+
+
+def test_fuzzed_shards_are_read_or_named(tmp_path):
+    """Truncations and random bytes: text or UserError, nothing else."""
+    path = tmp_path / "f.parquet"
+    table = pa.table({"text": pa.array([prose(i, 2) for i in range(30)], pa.string())})
+    pq.write_table(table, path, row_group_size=8, compression="zstd", use_dictionary=False)
+    good, rng, outcomes = path.read_bytes(), random.Random(1), {"read": 0, "refused": 0}
+    for _ in range(300):
+        path.write_bytes(cut_or_scratched(good, rng))
+        try:
+            for k in range(min(open_shard(path).num_row_groups, 50)):
+                assert all(isinstance(text, str) for text in read_row_group(path, k))
+            outcomes["read"] += 1
+        except UserError as e:
+            assert "\n" not in str(e) and "f.parquet" in str(e)
+            outcomes["refused"] += 1
+    assert outcomes["refused"] > 150, outcomes
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A folder of one's own
+
+
+def cut_text_slowly(text, rng, shortest, longest):
+    """What cut_text does, as it is said most simply: the rest of the text is a new text."""
+    pieces = []
+    while text:
+        limit = rng.randint(shortest, longest)
+        cut = len(text)
+        if cut > limit:
+            cut = next((i for i in (text.rfind(sep, limit // 2, limit) for sep in ("\n\n", "\n", " ")) if i > 0), limit)
+        piece, text = text[:cut].strip("\n"), text[cut:].lstrip("\n")
+        if piece.strip():
+            pieces.append(piece)
+    return pieces
+
+
+def test_cut_text_takes_time_in_proportion_to_the_text():
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices(["a", "bc", " ", "\n", "\n\n", "\n" * 9], [9, 9, 5, 1, 1, 1], k=rng.randrange(400)))
+        limits = sorted(rng.sample(range(1, 60), 2))
+        assert cut_text(text, random.Random(7), *limits) == cut_text_slowly(text, random.Random(7), *limits)
+    text = "word " * 6_000_000
+    start = time.process_time()
+    pieces = cut_text(text, random.Random(0))
+    assert time.process_time() - start < 5.0  # 0.05 s; copying the rest at each cut takes half a minute
+    assert sum(map(len, pieces)) > 29_900_000
+
+
+def test_cut_text_loses_nothing_and_ends_at_paragraphs():
+    text = prose(0, 120)
+    pieces = cut_text(text, random.Random(0))
+    assert re.sub(r"\s", "", "".join(pieces)) == re.sub(r"\s", "", text)
+    assert all(800 <= len(p) <= 5200 for p in pieces[:-1]) and len({len(p) for p in pieces}) > 5
+    assert all(p.startswith("[0.") and p.endswith(".") for p in pieces)
+    assert cut_text(" \n\n ", random.Random(0)) == []
+    assert "".join(cut_text("x" * 20_000, random.Random(0))) == "x" * 20_000  # no place to cut
+
+
+def test_parquet_folders_are_used_as_they_are(shards, base_dir):
+    assert ensure_data(str(shards)) == str(shards)
+    assert not base_dir.exists() or os.listdir(base_dir) == []
+
+
+def test_data_dir_from_the_environment_and_from_the_flag(shards, base_dir, monkeypatch, capsys):
+    monkeypatch.setenv("DATA_DIR", str(shards))
+    assert ensure_data() == str(shards)
+    assert "DATA_DIR" in capsys.readouterr().out
+    assert list_parquet_files() == list_parquet_files(shards)  # without an argument: what training would use
+    monkeypatch.setenv("DATA_DIR", "/nowhere")
+    assert ensure_data(str(shards)) == str(shards)  # the flag wins
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda f: None, "is not there; it must be a folder"),
+        (lambda f: f.write_text("x"), "is a file; it must be a folder"),
+        (lambda f: f.mkdir(), "holds no data; expected .parquet"),
+        (lambda f: (f.mkdir(), (f / "notes.docx").write_text("x")), "holds no data; expected .parquet"),
+        (lambda f: (f.mkdir(), (f / "a.txt").write_text("short")), "too little text"),
+        (lambda f: (f.mkdir(), (f / "a.txt").write_text(" \n")), "too little text"),
+        (
+            lambda f: (f.mkdir(), (f / "a.jsonl").write_text('{"text": "a"}\n{"texts": "b"}\n')),
+            'a.jsonl, line 2: .*"text"',
+        ),
+        (lambda f: (f.mkdir(), (f / "a.jsonl").write_text('{"text": "a"}\nnot json\n')), "a.jsonl, line 2"),
+        (lambda f: (f.mkdir(), (f / "a.jsonl").write_text("[" * 100_000)), "a.jsonl, line 1"),
+        (lambda f: (f.mkdir(), (f / "a.jsonl.gz").write_bytes(b"not gzip")), "a.jsonl.gz cannot be read"),
+        (
+            lambda f: (f.mkdir(), (f / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 999)[:40])),
+            "cut short",
+        ),
+    ],
+)
+def test_bad_folders_in_one_line(tmp_path, base_dir, make, text):
+    make(tmp_path / "data")
+    with pytest.raises(UserError, match=text) as e:
+        ensure_data(str(tmp_path / "data"))
+    assert "\n" not in str(e.value)
+    assert not list(base_dir.glob("converted_data/*"))  # nothing half-made
+
+
+def test_text_files_become_shards(tmp_path, base_dir):
+    folder = tmp_path / "my texts"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_text(prose(1, 60))
+    (folder / "sub" / "b.md").write_text(prose(2, 60))
+    with gzip.open(folder / "c.jsonl.gz", "wt") as f:
+        f.writelines(json.dumps({"text": prose(3, 60)}) + "\n\n" for _ in range(1))
+    made = ensure_data(str(folder))
+    train, val = texts_of(made, "train"), texts_of(made, "val")
+    # Every paragraph is there once, and in one split.
+    found = [re.findall(r"\[\d+\.\d+\]", "".join(split)) for split in (train, val)]
+    assert sorted(found[0] + found[1]) == sorted(f"[{s}.{i}]" for s in (1, 2, 3) for i in range(60))
+    # Three documents are too few to keep one back: the end of each is the validation split.
+    assert 0 < len(val) < len(train) / 4 and {tag[1] for tag in found[1]} <= {"1", "2", "3"}
+    assert all(s.num_row_groups >= min(8, s.num_rows) for s in open_shards("train", made))
+
+    times = [os.stat(path).st_mtime_ns for path in list_parquet_files(made)]
+    assert ensure_data(str(folder)) == made  # made once
+    assert [os.stat(path).st_mtime_ns for path in list_parquet_files(made)] == times
+    (folder / "a.txt").write_text(prose(1, 60).swapcase())
+    assert ensure_data(str(folder)) != made  # and again when the text changes, even if its size does not
+
+
+def test_many_documents_are_split_as_wholes(tmp_path, base_dir):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    documents = [prose(i, 10 + i % 20) for i in range(60)]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    made = ensure_data(str(folder))
+    found = [set(re.findall(r"\[(\d+)\.", "".join(texts_of(made, split)))) for split in ("train", "val")]
+    assert not found[0] & found[1] and len(found[0] | found[1]) == 60 and len(found[1]) == 3
+
+
+def test_conversion_is_deterministic(tmp_path, base_dir, monkeypatch):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for i in range(25):
+        (folder / f"{i}.txt").write_text(prose(i, 12))
+    first = ensure_data(str(folder))
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "other"))
+    second = ensure_data(str(folder))
+    assert first != second
+    assert [texts_of(first, s) for s in ("train", "val")] == [texts_of(second, s) for s in ("train", "val")]
+
+
+def test_a_single_parquet_file_is_split(tmp_path, base_dir):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_shard(folder / "all.parquet", [prose(i, 4) for i in range(100)])
+    made = ensure_data(str(folder))
+    assert made != str(folder) and len(texts_of(made, "val")) >= 5
+    assert len(texts_of(made, "val")) + len(texts_of(made, "train")) >= 100
+
+
+def test_lone_surrogates_and_bad_utf8_do_not_stop_the_conversion(tmp_path, base_dir):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(b"\xff\xfe bad bytes " + prose(1, 60).encode())
+    (folder / "b.jsonl").write_text('{"text": "lone \\ud800 surrogate"}\n')
+    assert "lone ? surrogate" in "".join(texts_of(ensure_data(str(folder)), "train"))
+
+
+def test_a_killed_conversion_leaves_no_folder_that_looks_done(tmp_path, base_dir, monkeypatch):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for i in range(30):
+        (folder / f"{i}.txt").write_text(prose(i, 12))
+
+    def killed(*args):
+        raise SystemExit
+
+    with monkeypatch.context() as m:  # while it writes the last shard; a killed process does not tidy up
+        m.setattr(dataset._ShardWriter, "finish", killed)
+        m.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+        with pytest.raises(SystemExit):
+            ensure_data(str(folder))
+    assert [p.suffix for p in (base_dir / "converted_data").iterdir()] == [".tmp"]
+    assert len(texts_of(ensure_data(str(folder)), "train")) > 0
+    assert [p.suffix for p in (base_dir / "converted_data").iterdir()] == [""]
+
+
+def test_shards_written_here_notice_every_flipped_byte(tmp_path, base_dir):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for i in range(25):
+        (folder / f"{i}.txt").write_text(prose(i, 12))
+    path = list_parquet_files(ensure_data(str(folder)))[0]
+    texts = [text for k in range(open_shard(path).num_row_groups) for text in read_row_group(path, k)]
+    good, rng, refused = open(path, "rb").read(), random.Random(0), 0
+    for _ in range(100):
+        data = bytearray(good)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        with open(path, "wb") as f:
+            f.write(data)
+        try:
+            assert texts == [text for k in range(open_shard(path).num_row_groups) for text in read_row_group(path, k)]
+        except UserError:
+            refused += 1
+    assert refused > 60
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The embedded corpus
+
+
+def test_embedded_corpus(base_dir, tmp_path, monkeypatch):
+    made = build_embedded_corpus(0.4)
+    train, val = texts_of(made, "train"), texts_of(made, "val")
+    assert 400_000 <= sum(map(len, train + val)) < 600_000
+    assert 0.02 < sum(map(len, val)) / sum(map(len, train)) < 0.25
+    assert all(len(text) <= 4000 and text.strip() for text in train + val)
+    assert not set(train) & set(val)
+    for split in ("train", "val"):
+        # As many pieces for validation as this Python's library gives: 11 with 3.11.7, 7 with 3.13.0.
+        assert all(len(shard.rows) >= min(8, sum(shard.rows)) for shard in open_shards(split, made))
+    assert build_embedded_corpus() == made and build_embedded_corpus(0.4) == made
+
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "again"))  # the same on every machine
+    again = build_embedded_corpus(0.4)
+    assert again != made and texts_of(again, "train") == train and texts_of(again, "val") == val
+
+
+def test_embedded_prose_and_code():
+    source = (
+        'import os\n\n\nclass A:\n    """Says a."""\n\n    def f(self, x=1):\n        "Says f."\n        return os\n'
+    )
+    text, code = dataset._docstrings_and_code(source, "pkg.mod")
+    assert text == "pkg.mod.A\n\nSays a.\n\npkg.mod.A.f(self, x=1)\n\nSays f."
+    assert code == "import os\n\n\nclass A:\n\n    def f(self, x=1):\n        return os"
+
+
+def test_embedded_modules_are_on_one_side_of_the_split(base_dir, monkeypatch):
+    modules = [f"m{i}" for i in range(80)]
+    documents = [(m, f"{m}! prose " * 300) for m in modules] + [(m, f"{m}! code " * 300) for m in modules]
+    monkeypatch.setattr(dataset, "_embedded_documents", lambda: iter(documents))
+    made = build_embedded_corpus(100)
+    train, val = (set(re.findall(r"m\d+!", "".join(texts_of(made, split)))) for split in ("train", "val"))
+    assert not train & val and len(train | val) == 80 and 2 <= len(val) <= 16
+
+
+@pytest.mark.parametrize("size", [0, -3, 0.1, 1e9, float("nan")])
+def test_embedded_size_has_bounds(base_dir, size):
+    with pytest.raises(UserError, match="0.2 to 100"):
+        build_embedded_corpus(size)
+
+
+def test_a_python_without_sources(base_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset, "_embedded_documents", lambda: iter([("a", "b")]))
+    with pytest.raises(UserError, match="no library sources.*DATA_DIR"):
+        build_embedded_corpus()
+    assert not (base_dir / "embedded_data").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The hub
+
+
+@pytest.fixture
+def hub(shards, base_dir, monkeypatch):
+    """A hub with shards 0 to 2."""
+    prefix = f"/datasets/{dataset.DATASET}/resolve/main/"
+    server = Server({prefix + p.name: p.read_bytes() for p in shards.iterdir()})
+    monkeypatch.setenv("HF_ENDPOINT", server.url(""))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(download, "BACKOFF_SECONDS", 0)
+    server.prefix = prefix
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def served(hub):
+    return [path.removeprefix(hub.prefix) for path, _ in hub.requests]
+
+
+def test_download_shards(hub, shards, base_dir, capsys):
+    folder = download_shards(2)
+    assert folder == str(base_dir / "base_data")
+    assert texts_of(folder, "val") == [f"document 1.{i}" for i in range(10)]
+    assert sorted(served(hub)) == ["shard_00000.parquet", "shard_00001.parquet"]
+    out = capsys.readouterr().out
+    assert "2 of 2 shards (about 190.7 MB" in out and "free" in out  # the space is stated first
+    download_shards(3)
+    assert len(hub.requests) == 3  # only what was missing
+    download_shards(3)
+    assert len(hub.requests) == 3 and "All 3 shards" in capsys.readouterr().out
+
+
+def test_c4(hub, base_dir):
+    lines = "".join(json.dumps({"text": f"document {i} of C4", "url": "u"}) + "\n" for i in range(40))
+    for i in range(2):
+        path = f"/datasets/allenai/c4/resolve/main/en/c4-train.{i:05d}-of-01024.json.gz"
+        hub.files[path] = gzip.compress(lines.encode())
+    folder = dataset.download_c4(2)
+    assert len(texts_of(folder, "val")) == 4 and len(texts_of(folder, "train")) == 76  # every 20th document
+    count = len(hub.requests)
+    assert dataset.download_c4(2) == folder and len(hub.requests) == count
+    with pytest.raises(UserError, match="-n 0: expected a number of C4's files from 1 to 1024"):
+        dataset.download_c4(0)
+
+
+def test_an_interrupted_download_goes_on(hub, shards, base_dir):
+    whole = (shards / "shard_00000.parquet").read_bytes()
+    (base_dir / "base_data").mkdir(parents=True)
+    (base_dir / "base_data" / "shard_00000.parquet.part").write_bytes(whole[:100])
+    hub.bad[hub.prefix + "shard_00001.parquet"] = ["cut", "500"]
+    download_shards(2, num_workers=1)
+    assert (base_dir / "base_data" / "shard_00000.parquet").read_bytes() == whole
+    assert hub.requests[0][1] == "bytes=100-" and len(hub.requests) == 4
+
+
+def test_a_shard_that_is_no_parquet_is_not_kept(hub, base_dir):
+    hub.files[hub.prefix + "shard_00001.parquet"] = b"<html>please log in</html>"
+    with pytest.raises(UserError, match="shard_00001.parquet.*not a readable parquet file.*5 attempts.*--embedded"):
+        download_shards(2, num_workers=1)
+    assert os.listdir(base_dir / "base_data") == ["shard_00000.parquet"]
+
+
+def test_one_failure_stops_the_others(hub, base_dir):
+    """Shard 3 is not there; shard 4 would never end, and whoever loads it stops when shard 3 has failed."""
+    hub.files[endless := hub.prefix + "shard_00004.parquet"] = b"x"
+    hub.bad[endless] = ["endless"]
+    with pytest.raises(UserError, match="shard_00003.parquet: the server answered 404"):
+        download_shards(400, num_workers=2)
+    assert set(served(hub)) <= {dataset.index_to_filename(i) for i in range(5)} and len(hub.requests) <= 5
+
+
+@pytest.mark.parametrize("num_files, num_workers", [(0, 4), (-2, 4), (3, 0)])
+def test_bad_numbers(base_dir, num_files, num_workers):
+    with pytest.raises(UserError, match="expected"):
+        download_shards(num_files, num_workers)
+
+
+def test_disk_space_is_checked_before(hub, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=150_000_000))
+    with pytest.raises(UserError, match="need about 190.7 MB.*143.1 MB left.*NANOCHAT_BASE_DIR"):
+        download_shards(2)
+    assert hub.requests == []
+
+
+def test_no_network_names_the_ways_around(base_dir, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match="cannot download the dataset: http://127.0.0.1:9.*DATA_DIR.*--embedded") as e:
+        download_shards(2)
+    assert "\n" not in str(e.value)
+
+
+def test_a_hub_that_never_answers_is_given_up(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    # Name look-ups ignore timeouts; a probe that takes forever stands for one.
+    monkeypatch.setattr(dataset.urllib.request, "urlopen", lambda *a, **k: __import__("time").sleep(5))
+    assert "no answer from https://huggingface.co within 0.2 seconds" in dataset.hub_problem(0.2)
+
+
+def test_a_benchmark_without_a_network_blames_the_network(monkeypatch):
+    """And not the training text, whose shards are asked for first."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    rows._hub_problem.cache_clear()
+    try:
+        with pytest.raises(rows.MissingDataError, match="openai/gsm8k .*http://127.0.0.1:9 cannot be reached") as e:
+            rows.load_rows("openai/gsm8k", "main", "test")
+    finally:
+        rows._hub_problem.cache_clear()
+    assert "fineweb" not in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_the_column_with_the_text_can_be_named(tmp_path, base_dir, monkeypatch, suffix):
+    monkeypatch.setenv("TEXT_COLUMN", "")  # what ensure_data sets is undone with it
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for i in range(2):
+        texts = [prose(10 * i + j, 4) for j in range(12)]
+        if suffix == "parquet":
+            pq.write_table(pa.table({"title": ["x"] * 12, "content": texts}), folder / f"{i}.parquet", row_group_size=4)
+        else:
+            lines = [json.dumps({"title": "x", "content": text}) for text in texts]
+            (folder / f"{i}.jsonl").write_text("\n".join(lines))
+    with pytest.raises(UserError, match="--text-column"):
+        ensure_data(str(folder))
+    with pytest.raises(UserError, match="body.*--text-column"):
+        ensure_data(str(folder), column="body")
+    found = texts_of(ensure_data(str(folder), column="content"), "train")
+    assert prose(3, 4)[:40] in "".join(found) and "x" not in found
+    with pytest.raises(UserError, match="is for text of your own; add --data-dir"):
+        ensure_data()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The choice
+
+
+def test_offline_means_the_embedded_corpus(base_dir, capsys):
+    folder = ensure_data(embedded_mb=0.3)
+    assert folder == str(base_dir / "embedded_data")
+    assert "embedded corpus" in (out := capsys.readouterr().out) and "HF_HUB_OFFLINE is set" in out
+    assert ensure_data() == folder == ensure_data(make=False)
+
+
+def test_the_hub_comes_before_the_embedded_corpus(hub, base_dir, capsys):
+    assert ensure_data(num_shards=2) == str(base_dir / "base_data")
+    assert "FineWeb-Edu" in capsys.readouterr().out
+
+
+def test_what_was_begun_with_stays(hub, base_dir, monkeypatch, capsys):
+    """A run that started on the embedded corpus must not find other data when the network is back."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = ensure_data(embedded_mb=0.3)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert ensure_data() == folder and hub.requests == []
+    assert "python -m nanochat_fp4.data.dataset -n 8" in capsys.readouterr().out  # how to change one's mind
+    download_shards(2)
+    assert ensure_data() == str(base_dir / "base_data")
+
+
+def test_a_broken_hub_means_the_embedded_corpus(hub, base_dir, capsys):
+    hub.files = {hub.prefix + "shard_00000.parquet": b"no parquet"}
+    assert ensure_data(embedded_mb=0.3) == str(base_dir / "embedded_data")
+    assert "404 Not Found" in capsys.readouterr().out
+
+
+def test_nothing_there(base_dir):
+    with pytest.raises(UserError, match="no training text.*--ensure.*DATA_DIR"):
+        ensure_data(make=False)
+    with pytest.raises(UserError, match="no training text"):
+        list_parquet_files()
+
+
+def test_command_line(hub, shards, base_dir, capsys, tmp_path):
+    dataset.main(["--data-dir", str(shards)])
+    assert "train: 2 shards, 6 row groups, 20 documents" in capsys.readouterr().out
+    dataset.main(["-n", "2", "-w", "1"])
+    assert "val: 1 shards, 3 row groups, 10 documents" in capsys.readouterr().out
+    dataset.main(["--ensure"])
+    assert "downloaded before" in capsys.readouterr().out
+    dataset.main(["--embedded", "--size-mb", "0.3"])
+    assert "embedded_data: train: 4 shards" in capsys.readouterr().out

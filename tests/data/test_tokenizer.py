@@ -1,0 +1,428 @@
+"""Training, the file format and what tampering leads to, encoding, and conversations with their loss masks."""
+
+import json
+import os
+import pickle
+import random
+import threading
+
+import pytest
+import tiktoken
+import torch
+from _damage import cut_or_scratched
+
+from nanochat_fp4.data import tokenizer as tokenizer_module
+from nanochat_fp4.data.tokenizer import (
+    SPECIAL_TOKENS,
+    SPLIT_PATTERN,
+    RustBPETokenizer,
+    get_token_bytes,
+    get_tokenizer,
+    save_token_bytes,
+)
+from nanochat_fp4.errors import UserError
+
+TEXTS = [
+    "The tokenizer reads the text, and the text becomes tokens: 1, 23, 456, 7890.",
+    "It's what they've said; we'll see. naïve café, 你好世界, 🌍!",
+    "def add(a, b):\n    return a + b\n\n\tx = add(1,  22)\r\n",
+] * 20
+
+
+@pytest.fixture(scope="module")
+def tok():
+    return RustBPETokenizer.train_from_iterator(iter(TEXTS), 320)
+
+
+@pytest.fixture
+def saved(tok, tmp_path):
+    tok.save(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer" / "tokenizer.json"
+
+
+def load(path):
+    return RustBPETokenizer.from_directory(path.parent)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def test_vocabulary(tok):
+    assert tok.get_vocab_size() == 320 and tok.get_special_tokens() == set(SPECIAL_TOKENS)
+    assert [tok.encode_special(name) for name in SPECIAL_TOKENS] == list(range(311, 320))
+    assert tok.get_bos_token_id() == 311 and tok.id_to_token(311) == "<|bos|>"
+    assert tok.encode("the text") == tok("the text") and len(tok.encode(TEXTS[0])) < 0.6 * len(TEXTS[0])
+
+
+def test_training_is_deterministic(tok):
+    assert RustBPETokenizer.train_from_iterator(iter(TEXTS), 320).fingerprint() == tok.fingerprint()
+    assert RustBPETokenizer.train_from_iterator(iter(TEXTS), 321).fingerprint() != tok.fingerprint()
+
+
+def test_numbers_are_split_in_pairs(tok):
+    """The one difference from GPT-4's pattern."""
+    assert tok.enc._pat_str == SPLIT_PATTERN
+    import regex
+
+    assert regex.findall(SPLIT_PATTERN, "12345 it's a  b\n") == ["12", "34", "5", " it", "'s", " a", " ", " b", "\n"]
+
+
+@pytest.mark.parametrize("vocab_size", [0, 10, 264])
+def test_too_small_a_vocabulary(vocab_size):
+    with pytest.raises(ValueError, match=f"vocabulary size {vocab_size} is too small: at least 265"):
+        RustBPETokenizer.train_from_iterator(iter(TEXTS), vocab_size)
+
+
+def test_too_little_text_gives_fewer_tokens():
+    small = RustBPETokenizer.train_from_iterator(iter(["aaaa"]), 400)
+    assert 265 <= small.get_vocab_size() < 270 and small.decode(small.encode("bab")) == "bab"
+    assert RustBPETokenizer.train_from_iterator(iter([]), 400).get_vocab_size() == 265
+
+
+@pytest.mark.parametrize("text", ["", " ", "Hello\n\n world 12345", "\x00\x01é😀", "<|bos|> is text here", "a" * 5000])
+def test_every_text_comes_back(tok, text):
+    assert tok.decode(tok.encode(text)) == text
+    assert not set(tok.encode(text)) & set(range(311, 320))
+
+
+@pytest.mark.parametrize("character", [" ", "\t", "\u00a0", "\n", " \t"])
+def test_a_million_characters_of_white_space(tok, character):
+    """Half a million without a line's end abort tiktoken and rustbpe alike."""
+    text = "before" + character * (1_000_000 // len(character)) + "after"
+    ids = tok.encode(text)
+    assert tok.decode(ids) == text
+    assert tok.encode([TEXTS[0], text, TEXTS[1]]) == [tok.encode(TEXTS[0]), ids, tok.encode(TEXTS[1])]
+    assert RustBPETokenizer.train_from_iterator(iter([text]), 266).get_vocab_size() == 266
+    shorter = text[: len("before") + 90_000] + "after"  # nothing is cut that need not be
+    assert tok.encode(shorter) == tok.enc.encode_ordinary(shorter)
+
+
+def test_encoding_of_batches(tok):
+    texts = TEXTS[:7]
+    rows = [tok.encode(t) for t in texts]
+    assert tok.encode(texts, num_threads=2) == rows
+    assert tok.encode(texts, prepend="<|bos|>", append=5) == [[311, *row, 5] for row in rows]
+    assert tok.encode(texts[0], prepend=7, append="<|user_end|>") == [7, *rows[0], 313]
+    with pytest.raises(ValueError, match="not tuple"):
+        tok.encode(("a",))
+    with pytest.raises(ValueError, match="'<|nope|>' is not a special token.*<|bos|>"):
+        tok.encode("a", prepend="<|nope|>")
+
+
+def test_token_bytes(tok, tmp_path, base_dir):
+    lengths = tok.token_bytes()
+    assert lengths.dtype == torch.int32 and lengths.shape == (320,)
+    assert (lengths[311:] == 0).all() and (lengths[:311] > 0).all()
+    ids = tok.encode("plain ASCII text")
+    assert int(lengths[ids].sum()) == len("plain ASCII text")
+    save_token_bytes(tok, tmp_path)
+    with pytest.raises(UserError, match="token_bytes.pt is not there; run python -m nanochat_fp4.data.tokenizer"):
+        get_token_bytes()
+    os.makedirs(base_dir / "tokenizer")
+    (base_dir / "tokenizer" / "token_bytes.pt").write_bytes((tmp_path / "token_bytes.pt").read_bytes())
+    assert torch.equal(get_token_bytes(), lengths)
+
+
+def test_damaged_token_bytes(tok, base_dir):
+    path = base_dir / "tokenizer" / "token_bytes.pt"
+    os.makedirs(path.parent)
+    save_token_bytes(tok, path.parent)
+    good = path.read_bytes()
+    for bad in (b"", b"x" * 100, good[:200], good[:-30]):
+        path.write_bytes(bad)
+        with pytest.raises(UserError, match="token_bytes.pt is damaged.*nanochat_fp4.data.tokenizer"):
+            get_token_bytes()
+    for wrong in ({"a": 1}, torch.zeros(3), torch.zeros(2, 2, dtype=torch.int32)):
+        torch.save(wrong, path)
+        with pytest.raises(UserError, match="no vector of integers"):
+            get_token_bytes()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The file
+
+
+def test_save_and_load(tok, saved):
+    again = load(saved)
+    assert again.fingerprint() == tok.fingerprint() and len(tok.fingerprint()) == 16
+    assert [again.encode(t) for t in TEXTS[:3]] == [tok.encode(t) for t in TEXTS[:3]]
+    assert os.listdir(saved.parent) == ["tokenizer.json"]
+    assert set(json.loads(saved.read_text())) == {"format", "sha256", "pattern", "special_tokens", "tokens"}
+
+
+def test_the_base_directorys_tokenizer(tok, base_dir):
+    with pytest.raises(UserError, match="no tokenizer in .*; run python -m scripts.tok_train first"):
+        get_tokenizer()
+    tok.save(base_dir / "tokenizer")
+    assert get_tokenizer().fingerprint() == tok.fingerprint()
+
+
+def swap_two_tokens(data):
+    data["tokens"][300], data["tokens"][301] = data["tokens"][301], data["tokens"][300]
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (swap_two_tokens, "differs from its own checksum.*altered"),
+        (lambda d: d.update(pattern="."), "differs from its own checksum"),
+        (lambda d: d["special_tokens"].update({"<|bos|>": 0}), "differs from its own checksum"),
+        (lambda d: d["tokens"].pop(), "differs from its own checksum"),
+        (lambda d: d.pop("tokens"), "is not a tokenizer .KeyError"),
+        (lambda d: d["tokens"].append("!!"), "is not a tokenizer"),
+        (lambda d: d.update(tokens=5), "is not a tokenizer"),
+        (lambda d: d.update(format="nanochat_fp4 tokenizer, version 9"), "has the format .*version 9"),
+        (lambda d: d.update(format=["x"] * 10**5), "has the format"),
+    ],
+)
+def test_a_tampered_file_is_refused(saved, change, text):
+    data = json.loads(saved.read_text())
+    change(data)
+    saved.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=text) as e:
+        load(saved)
+    assert "\n" not in str(e.value) and len(str(e.value)) < 500 and "tok_train" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "tokens, special, pattern",
+    [
+        (["aa"] * 2, None, SPLIT_PATTERN),  # repeated
+        ([], {"<|bos|>": 3}, SPLIT_PATTERN),  # a special token that is another token, too
+        ([], {"<|eos|>": 256}, SPLIT_PATTERN),  # no BOS
+        ([], None, "("),  # not a pattern
+    ],
+)
+def test_a_file_that_is_wrong_with_a_right_checksum(saved, tokens, special, pattern):
+    import base64
+
+    data = json.loads(saved.read_text())
+    raw = [bytes([b]) for b in range(256)] + [t.encode() for t in tokens]
+    special = special or {"<|bos|>": len(raw)}
+    data.update(pattern=pattern, special_tokens=special, tokens=[base64.b64encode(t).decode() for t in raw])
+    data["sha256"] = tokenizer_module._digest(pattern, raw, special)
+    saved.write_text(json.dumps(data))
+    with pytest.raises(UserError, match="is not a tokenizer"):
+        load(saved)
+
+
+def test_fuzzed_files_are_refused(saved, tok):
+    """Truncations and random bytes never give another tokenizer, nor anything but one line."""
+    good, rng, refused = saved.read_bytes(), random.Random(0), 0
+    for _ in range(300):
+        saved.write_bytes(cut_or_scratched(good, rng))
+        try:
+            assert load(saved).fingerprint() == tok.fingerprint()
+        except UserError as e:
+            assert "\n" not in str(e) and "tokenizer.json" in str(e)
+            refused += 1
+    assert refused > 250
+
+
+def test_unreadable_files(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(b"[" * 200_000)
+    with pytest.raises(UserError, match="not valid JSON"):
+        RustBPETokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(b"[1]")
+    with pytest.raises(UserError, match="is not a tokenizer"):
+        RustBPETokenizer.from_directory(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# nanochat's pickle
+
+
+@pytest.fixture
+def pickled(tok, base_dir):
+    path = base_dir / "tokenizer" / "tokenizer.pkl"
+    os.makedirs(path.parent)
+    path.write_bytes(pickle.dumps(tok.enc))
+    return path
+
+
+def test_a_pickle_is_not_read_unasked(pickled, tok):
+    with pytest.raises(UserError, match="loading a pickle can run code.*--allow-pickle"):
+        get_tokenizer()
+    assert get_tokenizer(allow_pickle=True).fingerprint() == tok.fingerprint()
+
+
+def test_a_pickle_is_converted(pickled, tok, capsys):
+    with pytest.raises(UserError, match="can run code"):
+        tokenizer_module.main([])
+    tokenizer_module.main(["--allow-pickle"])
+    assert tok.fingerprint() in capsys.readouterr().out
+    assert get_tokenizer().fingerprint() == tok.fingerprint()
+    assert torch.equal(get_token_bytes(), tok.token_bytes())
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+def test_a_pickle_with_a_program_in_it_is_refused_and_not_run(pickled, tmp_path, protocol):
+    pickled.write_bytes(pickle.dumps(Evil(tmp_path / "was_here"), protocol=protocol))
+    with pytest.raises(UserError, match="is not a nanochat tokenizer .it refers to posix.system"):
+        get_tokenizer(allow_pickle=True)
+    assert not (tmp_path / "was_here").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x05.", b"garbage", pickle.dumps({"a": 1}), pickle.dumps([1] * 99)[:50]]
+)
+def test_damaged_pickles(pickled, content):
+    pickled.write_bytes(content)
+    with pytest.raises(UserError, match="is not a nanochat tokenizer"):
+        get_tokenizer(allow_pickle=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tiktoken's own
+
+
+def test_pretrained_has_a_deadline(monkeypatch):
+    answer = threading.Event()
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: answer.wait(60))
+    with pytest.raises(UserError, match="gpt2 is not to be had .no answer within 0.2 seconds"):
+        RustBPETokenizer.from_pretrained("gpt2", deadline=0.2)
+    answer.set()
+
+
+def test_pretrained(monkeypatch, tok):
+    with pytest.raises(UserError, match="no-such-encoding is not to be had"):
+        RustBPETokenizer.from_pretrained("no-such-encoding")
+    ranks = {bytes([b]): b for b in range(256)}
+    enc = tiktoken.Encoding("x", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: enc)
+    assert RustBPETokenizer.from_pretrained("gpt2").get_bos_token_id() == 256
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Conversations
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def expected(tok, *parts):
+    """[(text or special token, mask), ...] to ids and mask."""
+    ids, mask = [], []
+    for text, learn in parts:
+        tokens = [tok.encode_special(text)] if text in SPECIAL_TOKENS else tok.encode(text)
+        ids += tokens
+        mask += [learn] * len(tokens)
+    return ids, mask
+
+
+def test_render_conversation(tok):
+    conversation = {"messages": [user("Hi there"), assistant("Hello."), user("2+2?"), assistant("4")]}
+    assert tok.render_conversation(conversation) == expected(
+        tok,
+        ("<|bos|>", 0),
+        ("<|user_start|>", 0), ("Hi there", 0), ("<|user_end|>", 0),
+        ("<|assistant_start|>", 0), ("Hello.", 1), ("<|assistant_end|>", 1),
+        ("<|user_start|>", 0), ("2+2?", 0), ("<|user_end|>", 0),
+        ("<|assistant_start|>", 0), ("4", 1), ("<|assistant_end|>", 1),
+    )  # fmt: skip
+
+
+def test_tool_calls_are_learned_and_their_output_is_not(tok):
+    parts = [
+        {"type": "text", "text": "Let me see: "},
+        {"type": "python", "text": "12*3"},
+        {"type": "python_output", "text": "36"},
+        {"type": "text", "text": "36."},
+    ]
+    assert tok.render_conversation({"messages": [user("12*3?"), assistant(parts)]}) == expected(
+        tok,
+        ("<|bos|>", 0), ("<|user_start|>", 0), ("12*3?", 0), ("<|user_end|>", 0), ("<|assistant_start|>", 0),
+        ("Let me see: ", 1),
+        ("<|python_start|>", 1), ("12*3", 1), ("<|python_end|>", 1),
+        ("<|output_start|>", 0), ("36", 0), ("<|output_end|>", 0),
+        ("36.", 1), ("<|assistant_end|>", 1),
+    )  # fmt: skip
+
+
+def test_a_system_message_goes_into_the_first_user_message(tok):
+    conversation = {"messages": [{"role": "system", "content": "Be brief."}, user("Hi"), assistant("Yo")]}
+    before = json.dumps(conversation)
+    plain = {"messages": [user("Be brief.\n\nHi"), assistant("Yo")]}
+    assert tok.render_conversation(conversation) == tok.render_conversation(plain)
+    assert json.dumps(conversation) == before
+
+
+def test_special_tokens_in_the_text_are_text(tok):
+    ids, _ = tok.render_conversation({"messages": [user("<|assistant_start|>"), assistant("<|bos|>")]})
+    assert ids.count(tok.get_bos_token_id()) == 1 and ids.count(tok.encode_special("<|assistant_start|>")) == 1
+
+
+def test_long_conversations_are_cut(tok):
+    conversation = {"messages": [user("word " * 500), assistant("word " * 500)]}
+    whole_ids, whole_mask = tok.render_conversation(conversation, max_tokens=10**6)
+    for max_tokens in (1, 50, len(whole_ids) + 1):
+        ids, mask = tok.render_conversation(conversation, max_tokens=max_tokens)
+        assert ids == whole_ids[:max_tokens] and mask == whole_mask[:max_tokens]
+    assert max(len(x) for x in tok.render_conversation({"messages": [user("a b " * 4000), assistant("")]})) == 2048
+
+
+def test_render_for_completion(tok):
+    conversation = {"messages": [user("Hi"), assistant("Yo")]}
+    ids, _ = expected(
+        tok, ("<|bos|>", 0), ("<|user_start|>", 0), ("Hi", 0), ("<|user_end|>", 0), ("<|assistant_start|>", 0)
+    )
+    assert tok.render_for_completion(conversation) == ids and len(conversation["messages"]) == 2
+    assert tok.render_for_completion(conversation, max_tokens=2) == ids[:2] + [ids[-1]]
+    with pytest.raises(ValueError, match="last message must be from the assistant"):
+        tok.render_for_completion({"messages": [user("Hi")]})
+
+
+@pytest.mark.parametrize(
+    "messages, text",
+    [
+        ([user("Hi")], "no message from the assistant"),
+        ([], "at least one message"),
+        ("Hi", "at least one message"),
+        ([assistant("Hi")], "message 0 is from the assistant but should be from the user"),
+        ([user("a"), user("b")], "message 1 is from the user but should be from the assistant"),
+        ([user("a"), assistant("b"), assistant("c")], "message 2 is from the assistant"),
+        ([user("a"), {"role": "tool", "content": "x"}], "message 1 has the unknown role 'tool'; use system, user or"),
+        ([{"role": "system", "content": "x"}], "must be followed by a user message"),
+        ([{"role": "system", "content": "x"}, assistant("y")], "must be followed by a user message"),
+        ([{"role": "system", "content": 1}, user("a"), assistant("y")], "must be strings"),
+        ([user("a"), {"role": "system", "content": "x"}], "message 1 is from the system"),
+        ([user(["a"]), assistant("b")], "message 0: a user message must be a string, not list"),
+        ([user("a"), assistant(3)], "message 1: content must be a string or a list of parts, not int"),
+        ([user("a"), assistant([{"type": "image", "text": "x"}])], "unknown part type 'image'"),
+        ([user("a"), assistant([{"type": "text"}])], "a part must be of the form"),
+        ([user("a"), assistant(["x"])], "a part must be of the form"),
+        ([user("a"), {"role": "assistant"}], "message 1 is not of the form"),
+        ([user("a"), "b"], "message 1 is not of the form"),
+    ],
+)
+def test_bad_conversations_in_one_line(tok, messages, text):
+    with pytest.raises(ValueError, match=text) as e:
+        tok.render_conversation({"messages": messages})
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("conversation", [None, [], "x", {}, {"message": []}])
+def test_things_that_are_no_conversation(tok, conversation):
+    with pytest.raises(ValueError, match="at least one message"):
+        tok.render_conversation(conversation)
+
+
+def test_visualize_tokenization(tok):
+    ids, mask = tok.render_conversation({"messages": [user("a"), assistant("b")]})
+    text = tok.visualize_tokenization(ids, mask, with_token_id=True)
+    assert "\033[91m<|bos|>\033[0m" in text and "\033[92mb\033[0m" in text and "(311)" in text
+    assert len(tok.visualize_tokenization(ids, mask).split("|\033")) == len(ids)

@@ -1,0 +1,1076 @@
+"""
+The sandbox for model-written code against programs that want out, in every set of layers this machine offers.
+
+Each hostile program also runs with its victim exposed (a world-writable file, a process, a listening socket of this
+test), so that a layer that stops working shows as damage and not only as a missing exception.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from nanochat_fp4.evaluation import execution, execution_child
+from nanochat_fp4.evaluation.execution import SandboxError, execute_code
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="the sandbox needs Linux or macOS")
+
+
+def working_layers() -> list[tuple[str, ...]]:
+    found = []
+    for layers in execution._LAYER_SETS:
+        try:
+            if execute_code("pass", timeout=60, layers=layers).success:
+                found.append(layers)
+        except SandboxError:
+            pass
+    return found
+
+
+def landlock_abi() -> int:
+    return ctypes.CDLL(None).syscall(444, None, 0, 1) if sys.platform == "linux" else 0
+
+
+LAYERS = working_layers() if os.name == "posix" else []
+KERNEL = [layers for layers in LAYERS if "audit" not in layers]
+# landlock is never used without seccomp, but from its ABI 6 on it must keep signals and sockets in by itself.
+LANDLOCK_SCOPES = [("landlock",)] if landlock_abi() >= 6 and ("landlock", "seccomp") in LAYERS else []
+every_layer = pytest.mark.parametrize("layers", LAYERS, ids="+".join)
+every_kernel_layer = pytest.mark.parametrize("layers", KERNEL, ids="+".join)
+
+
+def run(code: str, layers: tuple[str, ...], timeout: float = 30.0, **kwargs) -> execution.ExecutionResult:
+    """Without the guard's hooks, so that the layers are attacked with all that Python has."""
+    start = time.monotonic()
+    result = execute_code(code, timeout=timeout, layers=layers, **{"guard": False, **kwargs})
+    assert time.monotonic() - start < timeout + 10, "the deadline was not kept"
+    return result
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    """Wait for what goes on in the background, e.g. the rest of a slow removal."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert condition()
+
+
+def processes_named(name: str) -> list[int]:
+    """Ids of the living processes whose comm is `name` (Linux)."""
+    found = []
+    for comm in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            if comm.read_text().strip() == name:
+                found.append(int(comm.parent.name))
+        except OSError:
+            pass
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a benchmark needs
+
+
+def test_some_sandbox_works_here_and_says_what_it_is():
+    assert execution.sandbox_layers() == LAYERS[0]
+    line = execution.describe_sandbox()
+    assert "\n" not in line and all(layer in line for layer in LAYERS[0])
+    assert ("hooks only" in line) == ("audit" in LAYERS[0])
+    missing = execution.missing_guarantees(LAYERS[0])
+    assert all(promise in line for promise in missing) and ("Not guaranteed" in line) == bool(missing)
+
+
+def test_the_page_says_what_each_set_of_layers_guarantees():
+    """docs/reliability.md and what chat_eval prints are the same table, and the tests that it names exist."""
+    assert execution.missing_guarantees(("namespaces", "seccomp")) == []
+    assert execution.missing_guarantees(("landlock", "seccomp")) == [
+        "names, sizes and owners of files and processes are not seen"
+    ]
+    assert "no signal to another process, by kill() or by descriptor" in execution.missing_guarantees(("audit",))
+    page = (Path(__file__).resolve().parents[2] / "docs/reliability.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    rows = {row[0]: row[1:] for row in rows if row[0] in execution.GUARANTEES}
+    assert {promise: tuple(row[:4]) for promise, row in rows.items()} == execution.GUARANTEES
+    for promise, row in rows.items():
+        for name in row[4].split(", "):
+            assert any(f"test_{name.strip('`')}" == known for known in globals()), (promise, name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kernel layers are Linux only")
+def test_every_layer_that_the_kernel_offers_is_used():
+    """Asked independently of the code under test, so that a layer that broke cannot drop out unnoticed."""
+    probe = "import ctypes; raise SystemExit(ctypes.CDLL(None).{} < {})"
+
+    def offers(call: str, least: int) -> bool:
+        return subprocess.run([sys.executable, "-c", probe.format(call, least)]).returncode == 0
+
+    known = os.uname().machine in ("x86_64", "aarch64")
+    # CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET, and CLONE_NEWUSER for an ordinary user
+    if known and offers(f"unshare({0x60020000 if os.geteuid() == 0 else 0x70020000})", 0):
+        assert LAYERS[0] == ("namespaces", "seccomp")
+    if known and offers("syscall(444, None, 0, 1)", 1):
+        assert ("landlock", "seccomp") in LAYERS
+
+
+@every_layer
+def test_ordinary_programs(layers):
+    result = run("import math, sys\nprint('out', math.sqrt(16))\nprint('err', file=sys.stderr)", layers)
+    assert result.success and result.error is None
+    assert result.stdout == "out 4.0\n" and result.stderr == "err\n"
+
+    for code, error in [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("assert False, 'candidate'", "AssertionError: candidate"),
+        ("def f(:\n", "SyntaxError"),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),  # what follows a completion must have run
+        ("import os; os._exit(0)", "without finishing"),
+        ("input()", "EOFError"),
+        ("raise ValueError('two\\nlines')", "ValueError: two lines"),
+    ]:
+        result = run(code, layers)
+        assert not result.success and not result.timeout and error in result.error, (code, result)
+        assert "\n" not in result.error
+
+
+@every_layer
+def test_the_working_folder_is_empty_writable_and_removed(layers):
+    code = """
+import os, tempfile
+assert os.listdir('.') == [], os.listdir('.')
+assert os.environ['HOME'] == os.environ['TMPDIR'] == os.getcwd()
+open('a.txt', 'w').write('x')
+os.mkdir('d'); os.rename('a.txt', 'd/b.txt'); assert open('d/b.txt').read() == 'x'; os.remove('d/b.txt')
+with tempfile.NamedTemporaryFile() as f: print(f.name)
+print(os.getcwd())
+"""
+    result = run(code, layers)
+    assert result.success, result
+    if "namespaces" not in layers:  # there it is a name in another world
+        assert not os.path.exists(result.stdout.splitlines()[-1])
+
+
+@every_kernel_layer
+def test_the_folder_goes_even_if_nested_deeply(layers, tmp_path, monkeypatch):
+    monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
+    deep = "import os\nfor i in range(1100):\n    os.mkdir('d'); os.chdir('d')"  # deeper than Python recurses
+    assert run(deep, layers).success
+    wait_until(lambda: list(tmp_path.iterdir()) == [])
+
+
+@every_layer
+def test_nothing_is_inherited(layers, monkeypatch, tmp_path):
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    monkeypatch.setenv("PYTHONSTARTUP", "/nonexistent")
+    with open(tmp_path / "secret", "w+") as secret:
+        os.set_inheritable(secret.fileno(), True)
+        code = """
+import os
+fds = []
+for fd in range(3, 200):
+    try: os.fstat(fd); fds.append(fd)
+    except OSError: pass
+print(sorted(os.environ), len(fds))
+"""
+        result = run(code, layers)
+    assert result.success, result
+    names, count = result.stdout.rsplit(" ", 1)
+    assert "SECRET_TOKEN" not in names and "PYTHONSTARTUP" not in names
+    assert int(count) <= 1, f"open files beside the standard ones: {count}"  # the one its answer goes to
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The filter of system calls
+
+ALLOW, KILL, NOT_PERMITTED, NOT_THERE = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+X86_64, I386, AARCH64, ARM = 0xC000003E, 0x40000003, 0xC00000B7, 0x40000028
+
+
+def decide(program: list[tuple[int, int, int, int]], arch: int, number: int, *args: int) -> int:
+    """Run the filter as the kernel would: classic BPF on struct seccomp_data."""
+    data = struct.pack("<iIQ6Q", number, arch, 0, *(a % 2**64 for a in (*args, 0, 0, 0, 0, 0, 0)[:6]))
+    at, accumulator = 0, 0
+    while True:
+        code, jt, jf, k = program[at]
+        at += 1
+        if code == 0x20:
+            accumulator = struct.unpack_from("<I", data, k)[0]
+        elif code == 0x54:
+            accumulator &= k
+        elif code in (0x15, 0x35):
+            at += jt if (accumulator == k if code == 0x15 else accumulator >= k) else jf
+        else:
+            assert code == 0x06
+            return k
+
+
+@pytest.mark.parametrize("machine, arch, foreign", [("x86_64", X86_64, I386), ("aarch64", AARCH64, ARM)])
+def test_the_filter_allows_its_list_and_nothing_else(machine, arch, foreign):
+    column, high = {"x86_64": 0, "aarch64": 1}[machine], 1 << 32
+    program = execution_child.seccomp_program(machine, 4711)
+    assert len(program) <= 4096 and all(row[1] < 256 and row[2] < 256 for row in program)
+    allowed = {numbers[column] for numbers in execution_child.ALLOWED_SYSCALLS.values()}
+    decided = {rule[0][column] for rule in execution_child.CONDITIONAL_SYSCALLS.values()}
+    decided.add(execution_child.SYS_TGKILL[column])
+    for number in range(-1, 1000):
+        for args in ((), (1, 2, 3, 4, 5, 6), (-1,) * 6):
+            answer = decide(program, arch, number, *args)
+            if number in allowed:
+                assert answer == ALLOW, number
+            elif number not in decided:
+                assert answer == (KILL if number < 0 and machine == "x86_64" else
+                                  NOT_THERE if not 0 <= number < 424 else NOT_PERMITTED), number  # fmt: skip
+            assert decide(program, foreign, number, *args) == KILL
+        if machine == "x86_64":
+            assert decide(program, arch, 0x40000000 | (number & 0x3FF)) == KILL  # x32
+
+    name = {key.split()[0]: rule[0][column] for key, rule in execution_child.CONDITIONAL_SYSCALLS.items()}
+    may, may_not = [], []
+    may += [("fcntl", 3, c) for c in (0, 1, 2, 3, 1030, 1032)] + [("fcntl", 3, 4, os.O_NONBLOCK)]
+    may_not += [("fcntl", 3, c) for c in (5, 6, 7, 8, 10, 15, 36, 37, 38, 1024, 1026, 1031, 1033)]
+    may_not += [("fcntl", 3, 4, 0o20000), ("fcntl", 3, 4, 0o20000 | high), ("fcntl", 3, 8 | high, 1)]
+    may += [("ioctl", 1, c) for c in (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)]
+    may_not += [("ioctl", 1, c) for c in (0x5412, 0x5452, 0x8901, 0x8902, 0x8902 | high, 0x40086602)]
+    may += [("socketpair", 1, 1 | 0o2004000, 0)]
+    may_not += [("socketpair", 1, 2), ("socketpair", 1, 5), ("socketpair", 2, 1), ("socketpair", 16, 3)]
+    may += [("sendto", 3, 99, 1, 0, 0, 110)]
+    may_not += [("sendto", 3, 99, 1, 0, 99), ("sendto", 3, 99, 1, 0, high), ("sendto", 3, 99, 1, 0, 99 | high)]
+    may += [("prctl", 15), ("prctl", 16), ("prlimit64", 0, 7), ("clone", 0x3D0F00)]
+    may_not += [("prctl", c) for c in (1, 4, 22, 38, 0x59616D61, 1 | high)] + [("prlimit64", 1), ("prlimit64", -1)]
+    may_not += [("clone", 0x11), ("clone", 0x3D0F00 | 0x20000), ("clone", 0x3D0F00 | 0x10000000), ("clone", 0x4100)]
+    may += [("openat", -100, 99, flags) for flags in (0, 1, 2, 0o1101, 0o1102, 0o2000000)]
+    may_not += [("openat", -100, 99, flags) for flags in (0o1000, 0o1003, 0o1000 | high)]
+    for call, *args in may:
+        assert decide(program, arch, name[call], *args) == ALLOW, (call, args)
+    for call, *args in may_not:
+        assert decide(program, arch, name[call], *args) == NOT_PERMITTED, (call, args)
+    tgkill = execution_child.SYS_TGKILL[column]
+    assert decide(program, arch, tgkill, 4711, 4712, 9) == ALLOW
+    assert [decide(program, arch, tgkill, pid, 4711, 9) for pid in (1, -1, 0)] == [NOT_PERMITTED] * 3
+
+
+@pytest.mark.parametrize("layers", [layers for layers in KERNEL if "seccomp" in layers], ids="+".join)
+def test_the_kernel_refuses_every_other_system_call(layers):
+    """Asked for each number, with arguments that make those which exist fail in another way or succeed."""
+    column = {"x86_64": 0, "aarch64": 1}[os.uname().machine]
+    tables = [*execution_child.ALLOWED_SYSCALLS.values(), execution_child.SYS_TGKILL]
+    tables += [rule[0] for rule in execution_child.CONDITIONAL_SYSCALLS.values()]
+    skipped = sorted(numbers[column] for numbers in tables if numbers[column] is not None)
+    skipped += [335, 336]  # uretprobe and uprobe, which no filter sees and which end a process that has no probes
+    code = f"""
+import ctypes
+call = ctypes.CDLL(None, use_errno=True).syscall
+for number in sorted(set(range(700)) - set({skipped})):
+    ctypes.set_errno(0)
+    if call(number, 0, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() != (1 if number < 424 else 38):
+        print(number, ctypes.get_errno())
+"""
+    result = run(code, layers)
+    assert result.success and result.stdout == "", result
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="another machine's foreign calls")
+@pytest.mark.parametrize("layers", [layers for layers in KERNEL if "seccomp" in layers], ids="+".join)
+def test_calls_of_foreign_interfaces_end_the_process(layers):
+    """i386's through int 0x80, and x32's: the same calls as the filter knows, under other numbers."""
+    for machine_code in ("b814000000cd80c3", "b827000040" + "0f05c3"):  # getpid in both
+        code = f"""
+import ctypes, mmap
+page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+page.write(bytes.fromhex({machine_code!r}))
+print('before', flush=True)
+print(ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))())
+"""
+        result = run(code, layers)
+        assert not result.success and result.stdout == "before\n" and "without finishing" in result.error, result
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hostile programs
+
+
+@every_layer
+def test_infinite_loop(layers):
+    result = run("while True: pass", layers, timeout=0.5)
+    assert result.timeout and not result.success and "timed out after 0.5 s" in result.error
+    stubborn = "while True:\n    try:\n        while True: pass\n    except BaseException: pass"
+    assert run(stubborn, layers, timeout=0.5).timeout
+
+
+@every_layer
+def test_sleeping_with_every_signal_ignored(layers):
+    code = """
+import signal, time
+for s in range(1, 32):
+    try: signal.signal(s, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+time.sleep(60)
+"""
+    assert run(code, layers, timeout=0.5).timeout
+
+
+@every_layer
+def test_gigabyte_allocation(layers):
+    if sys.platform != "linux":
+        pytest.skip("only Linux limits the address space")
+    result = run("b = bytearray(1 << 30)", layers)
+    assert result.memory_exceeded and not result.success
+    result = run("x = []\nwhile True: x.append('y' * 4096 + str(len(x)))", layers)
+    assert not result.success and (result.memory_exceeded or "without finishing" in result.error), result
+    assert run("b = bytearray(100 << 20)", layers).success
+    assert run("b = bytearray(400 << 20)", layers, maximum_memory_bytes=1 << 30).success
+
+
+@every_layer
+def test_fork_bomb(layers):
+    code = """
+import os
+forked = 0
+try:
+    for _ in range(10_000):
+        if os.fork() == 0:
+            while True:
+                try: os.fork()
+                except OSError: pass
+        forked += 1
+finally:
+    print(forked)
+"""
+    result = run(code, layers, timeout=1)
+    assert not result.success
+    if "seccomp" in layers or "audit" in layers:
+        assert "PermissionError" in result.error and result.stdout == "0\n", result
+    elif result.stdout and os.geteuid() == 0:  # an ordinary user's other processes are counted, too
+        assert int(result.stdout) <= execution.MAX_PROCESSES, result
+    assert run("print('still here')", layers).success
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@every_layer
+def test_daemonized_grandchild_is_dead(layers):
+    name = f"stray{os.getpid() % 10_000}"
+    code = f"""
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        libc.prctl(15, b'{name}', 0, 0, 0)
+        for fd in range(3): os.close(fd)
+        time.sleep(60)
+    os._exit(0)
+time.sleep({{}})
+"""
+    for sleep in (0.3, 60):  # the program ends first; the deadline comes first
+        result = run(code.format(sleep), layers, timeout=1)
+        time.sleep(0.05)
+        assert processes_named(name) == [], f"outlived the sandbox: {result}"
+    if layers == ("namespaces",):
+        assert result.timeout  # it could start them; elsewhere it cannot
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that any user may reach and change, so that a file in it is safe only if the sandbox keeps it safe."""
+    folder = Path(tempfile.mkdtemp(prefix="open_to_all_"))
+    (folder / "sub").mkdir()
+    for path in (folder / "a.txt", folder / "sub" / "b.txt"):
+        path.write_text("precious")
+        path.chmod(0o666)
+    for path in (folder, folder / "sub"):
+        path.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@every_layer
+def test_files_outside_stay(layers, open_folder):
+    folder = open_folder
+    attacks = [
+        "os.remove(A)",
+        "os.rename(A, 'mine')",
+        "os.rename(A, A + '2')",
+        "shutil.rmtree(F)",
+        "shutil.move(A, 'mine')",
+        "open(A, 'w').close()",
+        "open(A, 'a').write('x')",
+        "os.truncate(A, 0)",
+        "os.close(os.open(A, os.O_RDONLY | os.O_TRUNC))",
+        "open(F + '/new', 'w').close()",
+        "os.symlink('/etc/passwd', F + '/link')",
+        "os.symlink(F, 'here'); os.remove('here/a.txt')",
+        "os.chmod(A, 0)",
+        "os.utime(A, (0, 0))",
+        "os.chdir(F); os.remove('a.txt')",
+        "os.chdir(F); open('a.txt', 'w').close()",
+        "os.remove('a.txt', dir_fd=os.open(F, os.O_RDONLY))",
+        "os.close(os.open('a.txt', os.O_WRONLY | os.O_TRUNC, dir_fd=os.open(F, os.O_RDONLY)))",
+        "subprocess.run(['rm', '-rf', F], check=True)",
+        "if os.system('rm -rf ' + F): raise OSError",
+    ]
+    code = f"""
+import os, shutil, subprocess
+F = {str(folder)!r}; A = F + '/a.txt'; home = os.getcwd()
+for attack in {attacks!r}:
+    os.chdir(home)
+    try: exec(attack)
+    except (OSError, PermissionError): continue
+    print('got through:', attack)
+"""
+    before = (folder / "a.txt").stat()
+    result = run(code, layers)
+    assert result.success, result
+    if layers != ("namespaces",):  # there `rm -rf` runs and finds nothing
+        assert result.stdout == "", result
+    run(f"import os; os.execv('/bin/rm', ['rm', '-rf', {str(folder)!r}])", layers)
+    after = (folder / "a.txt").stat()
+    assert sorted(p.name for p in folder.rglob("*")) == ["a.txt", "b.txt", "sub"]
+    assert (folder / "a.txt").read_text() == (folder / "sub" / "b.txt").read_text() == "precious"
+    assert (before.st_mode, before.st_mtime_ns, before.st_uid) == (after.st_mode, after.st_mtime_ns, after.st_uid)
+
+
+@every_kernel_layer
+def test_secrets_cannot_be_read(layers, tmp_path):
+    secret = tmp_path / "token"
+    secret.write_text("hunter2")
+    code = f"""
+import os
+for path in [{str(secret)!r}, '/etc/hostname', '/proc/self/environ', '/proc/%d/environ' % os.getppid(),
+             '/proc/{os.getpid()}/environ', '/proc/{os.getpid()}/mem']:
+    try: print(path, open(path, 'rb').read())
+    except OSError: pass
+"""
+    result = run(code, layers)
+    assert result.success and result.stdout == "", result
+
+
+@every_kernel_layer
+def test_what_is_visible_of_the_machine(layers, open_folder):
+    """With landlock the metadata of others' files and the names of processes, and nothing that tells of changes."""
+    code = f"""
+import os
+for look in (lambda: os.stat({str(open_folder)!r}).st_size, lambda: os.readlink('/proc/{os.getpid()}/exe'),
+             lambda: os.stat('/proc/{os.getpid()}').st_uid):
+    try: look(); print('seen')
+    except OSError: pass
+import ctypes
+print(ctypes.CDLL(None).inotify_init(), ctypes.CDLL(None).fanotify_init(0, 0))
+"""
+    result = run(code, layers)
+    assert result.success
+    *seen, watches = result.stdout.splitlines()
+    assert (seen == []) == ("landlock" not in layers), result
+    assert watches == "-1 -1" or "seccomp" not in layers
+
+
+@every_layer
+def test_no_network(layers):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        server.settimeout(0.2)
+        udp.bind(("127.0.0.1", 0))
+        udp.settimeout(0.2)
+        code = f"""
+import socket
+def tcp(): socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), timeout=1)
+def udp(): socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {udp.getsockname()[1]}))
+def raw(): socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+def listen(): socket.create_server(('0.0.0.0', 0)); socket.create_connection(('127.0.0.1', 80), timeout=1)
+for attack in (tcp, udp, raw, listen):
+    try: attack()
+    except (OSError, AttributeError): continue
+    print(attack.__name__)
+"""
+        result = run(code, layers)
+        assert result.success and result.stdout == "", result
+        for waiting in (server.accept, lambda: udp.recv(1)):
+            with pytest.raises(TimeoutError):
+                waiting()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets")
+@pytest.mark.parametrize("layers", [*LAYERS, *LANDLOCK_SCOPES], ids="+".join)
+def test_no_socket_of_others_is_reached(layers, open_folder):
+    """Not even from a pair of sockets, which send to an address as well as to each other, open files included."""
+    path, abstract = str(open_folder / "socket"), f"\0nanochat-{os.getpid()}"
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for address in (path, abstract):
+            servers.append(stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)))
+            servers[-1].bind(address)
+            servers[-1].settimeout(0.05)
+        os.chmod(path, 0o777)
+        code = f"""
+import array, socket
+rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0]))]
+def new(): return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+def pair(): return socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0]
+for opened in (new, pair):
+    for address in ({path!r}, {abstract!r}):
+        for send in (lambda s: s.sendto(b'x', address), lambda s: s.sendmsg([b'x'], rights, 0, address),
+                     lambda s: (s.connect(address), s.send(b'x'))):
+            try: send(opened())
+            except OSError: pass
+"""
+        result = run(code, layers)
+        assert result.success, result
+        # Landlock by itself knows abstract sockets only; files' names are seccomp's to keep.
+        for server in servers if layers != ("landlock",) else servers[1:]:
+            with pytest.raises(TimeoutError):
+                server.recv(1)
+
+
+@every_layer
+def test_others_cannot_be_signalled(layers):
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        code = f"""
+import os, signal
+for attack in (lambda: os.kill({victim.pid}, 9), lambda: os.kill(os.getppid(), 9), lambda: os.kill({os.getpid()}, 2),
+               lambda: os.killpg(os.getpgid(os.getppid()), 9), lambda: os.killpg({os.getpgid(os.getpid())}, 2),
+               lambda: os.kill({victim.pid}, 19)):
+    try: attack()
+    except OSError: pass
+print('done')
+"""
+        result = run(code, layers)
+        # Inside a process namespace there is no parent (its id is 0): only its own group can be hit.
+        assert result.success and result.stdout == "done\n" or layers == ("namespaces",), result
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+SIGNAL_WITHOUT_KILL = """
+import fcntl, os, socket, struct
+def pipe():
+    return os.pipe()
+def pair():
+    return [s.detach() for s in socket.socketpair()][::-1]
+def own(fd): fcntl.fcntl(fd, 8, VICTIM)  # F_SETOWN
+def own_ex(fd): fcntl.fcntl(fd, 15, struct.pack('ii', 1, VICTIM))  # F_SETOWN_EX
+def own_group(fd): fcntl.fcntl(fd, 8, -VICTIM)
+def fiosetown(fd): fcntl.ioctl(fd, 0x8901, struct.pack('i', VICTIM))
+def siocspgrp(fd): fcntl.ioctl(fd, 0x8902, struct.pack('i', VICTIM))
+def fioasync(fd): fcntl.ioctl(fd, 0x5452, struct.pack('i', 1))
+def o_async(fd): fcntl.fcntl(fd, 4, fcntl.fcntl(fd, 3) | os.O_ASYNC)
+for opened in (pipe, pair):
+    for owner in (own, own_ex, own_group, fiosetown, siocspgrp):
+        for arm in (o_async, fioasync):
+            try:
+                read, write = opened()
+                owner(read)
+                fcntl.fcntl(read, 10, 9)  # F_SETSIG, SIGKILL
+                arm(read)
+                os.write(write, b'x')
+                print(opened.__name__, owner.__name__, arm.__name__)
+            except OSError:
+                pass
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux' signals by descriptor")
+@pytest.mark.parametrize("layers", [*LAYERS, *LANDLOCK_SCOPES], ids="+".join)
+def test_no_descriptor_signals_others(layers):
+    """A descriptor that becomes readable can have the kernel send its owner, any process of the user, a SIGKILL."""
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    try:
+        result = run(SIGNAL_WITHOUT_KILL.replace("VICTIM", str(victim.pid)), layers)
+        assert result.success, result
+        if "seccomp" in layers or "audit" in layers:
+            assert result.stdout == ""
+        with pytest.raises(subprocess.TimeoutExpired):
+            victim.wait(0.2)
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+@every_layer
+def test_closing_stdout_changes_nothing(layers):
+    assert run("import os, sys\nsys.stdout.close(); os.close(1); os.close(2); sys.stderr = None", layers).success
+    result = run("import os\nfor fd in range(100):\n    try: os.close(fd)\n    except OSError: pass", layers)
+    assert not result.success and not result.timeout  # it closed the way back as well
+
+
+@every_layer
+def test_printing_a_gigabyte(layers):
+    megabytes = 1024 if layers == LAYERS[0] else 64
+    code = f"import sys\nline = 'x' * (1 << 20)\nfor _ in range({megabytes}): sys.stdout.write(line)\n"
+    tracemalloc.start()
+    result = run(code, layers, timeout=8)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert result.success or result.timeout
+    assert peak < 4 << 20, f"{peak >> 20} MB of it were kept here"
+    assert len(result.stdout) < execution.MAX_OUTPUT_BYTES + 100 and result.stdout.endswith("[output cut here]")
+
+
+@every_layer
+def test_writing_a_gigabyte(layers):
+    result = run("f = open('big', 'wb')\nfor _ in range(1024): f.write(b'x' * (1 << 20))", layers)
+    assert not result.success
+    if "namespaces" in layers:
+        many = "for i in range(200):\n    with open(str(i), 'wb') as f: f.write(b'x' * (1 << 20))"
+        result = run(many, layers)
+        assert not result.success and "No space left" in result.error
+
+
+MEMORY_ELSEWHERE = """
+import array, fcntl, json, os, socket, threading
+held, got = [], {}
+def count(name, step, most):
+    n = 0
+    try:
+        while n < most: step(n); n += 1
+    except (OSError, AttributeError, RuntimeError, MemoryError): pass
+    got[name] = n
+def memfd(n):
+    fd = os.memfd_create('m'); held.append(fd); os.ftruncate(fd, 1 << 20); os.write(fd, bytes(1 << 20))
+def in_flight(n):
+    a, b = socket.socketpair(); held.extend([a, b])
+    a.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0]))])
+def big_pipe(n):
+    r, w = os.pipe(); held.extend([r, w]); fcntl.fcntl(w, 1031, 1 << 20)
+def lock(n): fcntl.lockf(held[0], fcntl.LOCK_EX, 1, 2 * n)
+def thread(n):
+    threading.stack_size(32768); t = threading.Thread(target=event.wait, daemon=True); t.start()
+count('memfd', memfd, 20)
+count('in flight', in_flight, 20)
+count('big pipes', big_pipe, 20)
+for f in held: os.close(f) if isinstance(f, int) else f.close()
+held = [open('locked', 'wb')]
+count('locks', lock, 1000)
+event = threading.Event()
+count('threads', thread, 300)
+event.set()
+print(json.dumps(got))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux' system calls")
+@every_layer
+def test_memory_beside_the_address_space(layers):
+    result = run(MEMORY_ELSEWHERE, layers)
+    if "seccomp" in layers and result.success:
+        got = json.loads(result.stdout)
+        # The user's other processes count as well, and some may end in the meantime.
+        assert got.pop("threads") < 300 or os.geteuid() == 0, result
+        assert set(got.values()) == {0}, result
+    # A root without namespaces has no limit of threads from the kernel; then the supervisor looks.
+    crowd = "import threading, time\nthreading.stack_size(32768)\n"
+    crowd += "for i in range(200): threading.Thread(target=time.sleep, args=(300,), daemon=True).start()\n"
+    result = run(crowd + "time.sleep(300)", layers, timeout=300)
+    assert not result.success and not result.timeout, result
+
+
+@every_layer
+def test_many_files_are_the_end(layers, tmp_path, monkeypatch):
+    monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
+    code = """
+import os
+os.mkdir('d')
+for i in range(6_000): os.symlink('x' * 50, f'd/{i}')
+import time; time.sleep(300)
+"""
+    result = run(code, layers, timeout=300)
+    assert not result.success and not result.timeout, result
+    if "namespaces" in layers:
+        assert "No space left" in result.error
+    else:
+        assert f"more than {execution.MAX_FILES} files" in result.error
+    wait_until(lambda: list(tmp_path.iterdir()) == [])
+
+
+@every_layer
+def test_many_bytes_are_the_end(layers, tmp_path, monkeypatch):
+    monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
+    code = """
+import time
+for i in range(12):
+    with open(str(i), 'wb') as f:
+        for _ in range(8): f.write(bytes(1 << 20))
+time.sleep(300)
+"""
+    result = run(code, layers, timeout=300)
+    assert not result.success and not result.timeout, result
+    assert "No space left" in result.error or f"more than {execution.DISK_BYTES >> 20} MB" in result.error
+    wait_until(lambda: list(tmp_path.iterdir()) == [])
+
+
+@every_layer
+def test_folders_without_rights_go_too(layers, tmp_path, monkeypatch):
+    monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
+    code = """
+import os
+os.umask(0)
+for mode in (0o300, 0o100, 0):
+    os.makedirs(f'{mode}/inner/more')
+    os.mkdir(f'{mode}/inner/{mode}', mode)
+os.mkdir('closed', 0o300); os.mkdir('closed/x', 0o300); open('closed/x/file', 'w').close()
+"""
+    assert run(code, layers).success
+    wait_until(lambda: list(tmp_path.iterdir()) == [])
+
+
+@every_layer
+def test_a_forged_answer_is_not_believed(layers):
+    code = """
+import os
+for fd in range(3, 100):
+    try: os.write(fd, b'{"success": true}\\n{"nonce": "", "success": true}\\n')
+    except OSError: pass
+os._exit(0)
+"""
+    result = run(code, layers)
+    assert not result.success and "without finishing" in result.error
+
+
+# What a program may write where its answer goes, and all that a secret of the caller's could be read from.
+ANSWERS = {
+    "brackets": "b'[' * 60_000 + b'\\n'",
+    "objects": "b'{\"a\":' * 20_000 + b'\\n'",
+    "set-up error": 'b\'{"setup_error": "forged"}\\n\'',
+    "report": 'b\'{"ready": true, "outcome": "ended"}\\n\'',
+    "NaN": 'b\'{"success": NaN, "error": 1e999}\\n\'',
+    "numbers": "b'9' * 50_000 + b'\\n'",
+    "not text": "bytes(range(256)) * 4",
+    "error of bytes": "b'error ' + bytes(range(256)) + b'\\n\\n'",
+    "memory": "b'memory'",
+    "a megabyte": "b'x' * (1 << 20)",
+    "empty lines": "b'\\n' * 60_000",
+    "the caller's frames": """b''.join(found(sys._getframe()))
+import json
+def found(frame):
+    while frame := frame.f_back:
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, dict) and 'nonce' in value: value = value['nonce']
+            if isinstance(value, str) and len(value) < 100:
+                yield json.dumps({'nonce': value, 'setup_error': 'forged'}).encode() + b'\\n'
+            if isinstance(value, bytes): yield value""",
+}
+
+
+@every_layer
+def test_whatever_is_written_as_an_answer_is_a_failed_problem(layers):
+    exits = ("brackets", "set-up error", "the caller's frames")
+    for name, end in [*((name, "") for name in ANSWERS), *((name, "os._exit(0)") for name in exits)]:
+        answer = ANSWERS[name]
+        data, _, definitions = answer.partition("\n")
+        code = f"""
+import os, sys
+{definitions}
+data = {data}
+for fd in range(3, 100):
+    try: os.write(fd, data)
+    except OSError: pass
+{end}
+"""
+        result = run(code, layers)
+        assert not result.success and not result.timeout, (name, result)
+        assert "\n" not in (result.error or "") and len(result.error or "") <= 1000, name
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Completions that would pass without solving anything
+
+JUDGED = """
+{completion}
+
+def check(candidate):
+    assert candidate(2) == 4
+    assert abs(candidate(3) - 9) < 1e-6
+    assert candidate(-1) == 1
+check(f)
+"""
+WRONG = "\ndef f(x): return None\n"
+WALK = """
+import os, sys
+def frames():
+    try: raise KeyError
+    except KeyError as e: yield e.__traceback__.tb_frame
+    yield (lambda: (yield))().gi_frame
+    frame = sys._getframe()
+    while frame: yield frame; frame = frame.f_back
+"""
+TRACER = """
+import sys, threading
+def tracer(frame, event, arg):
+    if frame.f_code.co_name == 'check':
+        frame.f_trace_lines = True
+        if event == 'line':
+            try: frame.f_lineno = max(line for *_, line in frame.f_code.co_lines() if line)
+            except ValueError: pass
+    return tracer
+"""
+FAKES = {
+    # ways that end in a failure, in every mode
+    "exit status": "import os; os._exit(0)",
+    "sys.exit": "import sys; sys.exit(0)",
+    "SystemExit in the function": "def f(x): raise SystemExit(0)",
+    "answer without secret": "import os\nfor i in range(3, 99):\n  try: os.write(i, b'')\n  except OSError: 0" + WRONG,
+    "locals of frames": WALK + """
+for frame in frames():
+    for value in list(frame.f_locals.values()):
+        if isinstance(value, dict): value = value.get('nonce', '')
+        if not isinstance(value, (str, bytes)): continue
+        for answer in (value, '{"nonce": "%s", "success": true}\\n' % (value,)):
+            answer = answer if isinstance(answer, bytes) else answer.encode()
+            for fd in range(3, 99) if b'memory' not in answer else ():
+                try: os.write(fd, answer)
+                except OSError: pass
+os._exit(0)""",
+    "functions of frames": WALK + """
+for frame in frames():
+    for name, value in list(frame.f_locals.items()):
+        try:
+            if name == 'say': value(success=True)
+            if name in ('take', 'run_to_its_end'): os.write(frame.f_locals['result_fd'], value())
+        except Exception: pass
+os._exit(0)""",
+    "writing to locals of frames": WALK + """
+for frame in frames():
+    for name in ('answer', 'code', 'e', 'message', 'out_of_memory'):
+        if name in frame.f_locals and frame.f_code.co_name in ('work', 'run_program'):
+            frame.f_locals[name] = frame.f_locals.get('done', b'')
+""" + WRONG,
+    "globals of frames": WALK + """
+for frame in frames():
+    for name, value in list(frame.f_globals.items()):
+        if name in ('json', 'leave', 'main', 'work', 'run_program'): frame.f_globals[name] = lambda *a, **k: b''
+""" + WRONG,
+    "objects of the collector": """
+import gc, os
+for value in gc.get_objects():
+    if isinstance(value, dict) and 'nonce' in value:
+        for fd in range(3, 99):
+            try: os.write(fd, ('{"nonce": "%s", "success": true}\\n' % value['nonce']).encode())
+            except (OSError, TypeError): pass
+os._exit(0)""",
+    "referents of a frame": """
+import gc, os, sys
+for value in gc.get_referents(sys._getframe(2)):
+    if isinstance(value, bytes): os.write(4, value); os._exit(0)
+""" + WRONG,
+    "frames of all threads": "import sys; frames = sys._current_frames()\nos._exit(0)",
+    "settrace": TRACER + "sys.settrace(tracer)\ndef f(x): return 1",
+    "settrace in a generator": TRACER + "next(sys.settrace(tracer) for _ in '1')\ndef f(x): return 1",
+    "setprofile": "import os, sys\nsys.setprofile(lambda *a: os._exit(0))" + WRONG,
+    "monitoring": "import sys\nm = sys.monitoring; m.use_tool_id(0, 'x'); m.register_callback(0, 1, print)" + WRONG,
+    "bdb": "import bdb\nbdb.Bdb().set_trace()" + WRONG,
+    "ctypes": """
+import ctypes, sys
+def f(x):
+    consts = sys._getframe(1).f_code.co_consts
+    for i, c in enumerate(consts):
+        if isinstance(c, int): ctypes.py_object.from_address(id(consts) + 24 + 8 * i).value = 0
+    return 0""",
+    "ctypes through classes": """
+import sys
+def classes(c):
+    for k in type.__subclasses__(c): yield k; yield from classes(k)
+py_object = [k for k in classes(object) if k.__name__ == 'py_object'][0]
+def f(x):
+    consts = sys._getframe(1).f_code.co_consts
+    for i, c in enumerate(consts):
+        if isinstance(c, int): py_object.from_address(id(consts) + 24 + 8 * i).value = 0
+    return 0""",
+    "code objects": """
+def f(x): return x
+f.__code__ = f.__code__.replace(co_code=bytes(len(f.__code__.co_code)))""",
+    "code of check": "def f(x): check.__code__ = (lambda candidate: None).__code__",
+    "check defined before": "def check(candidate): pass" + WRONG,
+    "builtin AssertionError": "import builtins\nbuiltins.AssertionError = SystemExit" + WRONG,
+    "no assertions": "import sys, builtins\nbuiltins.__debug__ = False" + WRONG,
+    "exception hooks": "import sys, atexit\nsys.excepthook = lambda *a: None\natexit.register(print)" + WRONG,
+    "exit handlers": "import atexit, os\natexit.register(os._exit, 0)" + WRONG,
+    "signal handler": "import os, signal\nsignal.signal(14, lambda *a: os._exit(0)); signal.setitimer(0, 1e-4)" + WRONG,
+    "alarm": "import os, signal\ndef f(x): signal.signal(14, lambda *a: os._exit(0)); signal.alarm(1); signal.pause()",
+    "stdout that raises": "import sys\nclass S:\n  def flush(self): raise SystemExit(0)\nsys.stdout = S()" + WRONG,
+    "module of the runner": "import sys\nsys.modules['__main__'].work = sys.modules['json'] = None" + WRONG,
+    "an extension module": "open('fast.so', 'wb').write(b'')\nimport sys; sys.path.insert(0, '.'); import fast" + WRONG,
+    "another program": "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'pass'])",
+    "a fork": "import os\nif os.fork(): os._exit(0)" + WRONG,
+    "an open string": WRONG + 's = """',
+    # ways that go on: a judge in the same process that trusts `assert`, `==` and the names of the builtins
+    "equal to everything": "class E:\n  __eq__ = lambda s, o: True\n  __sub__ = lambda s, o: 0\ndef f(x): return E()",
+    "numbers with an opinion": """
+class N(int):
+    __eq__ = lambda s, o: True
+    __sub__ = lambda s, o: 0
+def f(x): return N(0)""",
+    "answers read from the test": """
+import sys
+def f(x):
+    numbers = [c for c in sys._getframe(1).f_code.co_consts if isinstance(c, int)]
+    return {2: 4, 3: 9, -1: 1}[x] if 9 in numbers else 0""",
+    "builtins of its own": """
+import builtins
+class E(int):
+    __eq__ = lambda s, o: True
+    __sub__ = lambda s, o: 1000
+builtins.abs = lambda x: 0
+def f(x): return E()""",
+}  # fmt: skip
+FAKES_THAT_PASS = {
+    "equal to everything",
+    "numbers with an opinion",
+    "answers read from the test",
+    "builtins of its own",
+}
+
+
+@pytest.mark.parametrize("layers", sorted({LAYERS[0], LAYERS[-1]}) if LAYERS else [], ids="+".join)
+def test_fakes_that_pass_are_known(layers):
+    right = "def f(x): return x * x"
+    assert run(JUDGED.format(completion=right), layers, guard=True).success
+    passed = {
+        name
+        for name, completion in FAKES.items()
+        if run(JUDGED.format(completion=completion), layers, guard=True).success
+    }
+    assert passed == FAKES_THAT_PASS
+
+
+def test_the_guard_is_in_nobodys_way():
+    code = """
+import asyncio, collections, dataclasses, enum, functools, inspect, logging, threading, typing, unittest, warnings
+Point = collections.namedtuple('Point', 'x y')
+@dataclasses.dataclass(order=True)
+class C:
+    x: int
+class Colour(enum.Enum): RED = 1
+class T(typing.NamedTuple):
+    x: int
+async def main():
+    await asyncio.sleep(0)
+    return T(Point(1, 2).x)
+assert asyncio.run(main()) == (1,) and C(1) < C(2) and inspect.signature(main).parameters == {}
+t = threading.Thread(target=warnings.warn, args=('w',)); t.start(); t.join()
+class Test(unittest.TestCase):
+    def test(self): self.assertEqual(1, 1)
+assert unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Test)).wasSuccessful()
+"""
+    if "audit" not in LAYERS[0]:  # those hooks refuse asyncio's sockets
+        result = execute_code(code, timeout=30)
+        assert result.success, result
+
+
+@every_kernel_layer
+def test_crashes_are_failures(layers):
+    for code in ("import ctypes; ctypes.string_at(0)", "import os; os.abort()", "def f(): f()\nf()"):
+        result = run(code, layers)
+        assert not result.success and not result.timeout, (code, result)
+
+
+@every_kernel_layer
+def test_root_is_left_behind(layers):
+    """No capability is held, and none comes back (setuid programs cannot be run: seccomp, or nosuid mounts)."""
+    code = """
+import ctypes, os, struct
+libc = ctypes.CDLL(None, use_errno=True)
+data = ctypes.create_string_buffer(24)
+number = {'x86_64': 125, 'aarch64': 90}[os.uname().machine]
+assert libc.syscall(number, struct.pack('Ii', 0x20080522, 0), data) == 0
+assert data.raw == bytes(24), data.raw
+for name in ('setuid', 'setgid'):
+    try: getattr(os, name)(0); assert os.getuid() == 0 and {landlock}
+    except PermissionError: pass
+    except OSError: pass
+""".replace("{landlock}", str("landlock" in layers))
+    result = run(code, layers)
+    assert result.success, result
+
+
+def children_of(pid: int) -> dict[int, int]:
+    """Descendants of a process (Linux): their ids and the clock ticks that each has computed for."""
+    parents, ticks = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                parents[int(path.parent.name)], ticks[int(path.parent.name)] = int(fields[1]), int(fields[11])
+    found, new = {}, {pid}
+    while new:
+        new = {child for child, parent in parents.items() if parent in new}
+        found.update((child, ticks[child]) for child in new)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("signalled", ["trainer", "supervisor"])
+@every_layer
+def test_the_sandbox_dies_with_the_trainer(layers, signalled, tmp_path):
+    """Whatever the program does about PR_SET_PDEATHSIG; and its folder goes, unless the supervisor is killed, too."""
+    code = "try:\n    import ctypes\n    ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\nexcept OSError: pass\n"
+    code += "for i in range(100): open(str(i), 'w').close()\nwhile True: pass"
+    # By its path: importing the package would import torch.
+    call = f"['execute_code']({code!r}, timeout=60, layers={layers!r}, guard=False)"
+    script = f"import runpy; runpy.run_path({execution.__file__!r}){call}"
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    trainer = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).resolve().parents[2], env=env)
+    try:
+        processes = 3 if "namespaces" in layers else 2
+        wait_until(lambda: len(c := children_of(trainer.pid)) == processes and max(c.values()) > 30)  # it computes
+        children = children_of(trainer.pid)
+        if signalled == "trainer" or layers == ("audit",):  # hooks do not keep the supervisor's end from being ignored
+            trainer.send_signal(signal.SIGKILL)
+        else:
+            os.kill(min(children), signal.SIGKILL)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 20)
+        wait_until(lambda: list(tmp_path.iterdir()) == [], 20)
+    finally:
+        trainer.kill()
+        trainer.wait()
+
+
+@pytest.mark.soak
+@every_layer
+def test_soak(layers, tmp_path, monkeypatch):
+    """500 programs, mixed from attacks and harmless code: none is an error here, none leaves anything behind."""
+    monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
+    rng = random.Random(str(layers))
+    kinds = dict.fromkeys(("passed", "failed", "timeout"), 0)
+    harmless = ["x = [i * i for i in range(10_000)]", "open('f', 'w').write('x' * 100_000)", "print('y' * 100_000)"]
+    forged = [f"import os\n{a.partition(chr(10))[2]}\ndata = {a.partition(chr(10))[0]}\n" for a in ANSWERS.values()]
+    forged = [
+        f"import sys\n{code}for fd in range(3, 9):\n  try: os.write(fd, data)\n  except OSError: 0" for code in forged
+    ]
+    hostile = [*FAKES.values(), SIGNAL_WITHOUT_KILL.replace("VICTIM", str(os.getpid())), MEMORY_ELSEWHERE, *forged]
+    hostile += ["while True: pass", "x = bytearray(1 << 30)", "import os\nos.abort()", "def f(): f()\nf()"]
+    for _ in range(500):
+        parts = rng.choices(harmless, k=rng.randint(0, 2)) + rng.choices(hostile, k=rng.randint(0, 2))
+        code = "\n".join(rng.sample(parts, len(parts)))
+        result = run(code, layers, timeout=2, guard=rng.random() < 0.5)
+        kinds["passed" if result.success else "timeout" if result.timeout else "failed"] += 1
+        if all(part in harmless for part in parts):
+            assert result.success, (code, result)
+    assert sum(kinds.values()) == 500 and min(kinds.values()) > 0, kinds
+    print(layers, kinds)
+    wait_until(lambda: list(tmp_path.iterdir()) == [])
+    wait_until(lambda: not children_of(os.getpid()))
+
+
+def test_without_a_sandbox_nothing_runs(monkeypatch):
+    def refuse(*args):
+        raise SandboxError("refused by this test")
+
+    monkeypatch.setattr(execution, "_run", refuse)
+    execution.sandbox_layers.cache_clear()
+    try:
+        with pytest.raises(SandboxError, match="no sandbox .* works on this machine .*refused by this test"):
+            execute_code("pass")
+    finally:
+        execution.sandbox_layers.cache_clear()

@@ -1,0 +1,242 @@
+"""The report from whole, partial and damaged data."""
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from _damage import damaged
+
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.evaluation import plots, report
+from nanochat_fp4.evaluation.metrics import MetricsLog
+from nanochat_fp4.evaluation.report import Report, get_report
+
+
+@pytest.fixture
+def folder(base_dir):
+    return base_dir / "report"
+
+
+def make_run(base_dir: Path, tag: str, method: str, bpb: float, steps: int = 6, finished: bool = True, key: str = "k"):
+    """What base_train and base_loss leave behind."""
+    log = MetricsLog(base_dir / "base_checkpoints" / tag)
+    log.append(
+        "start", 0, method=method, num_iterations=steps, total_batch_size=1000, config_key=key, backend="reference"
+    )
+    for step in range(steps if finished else steps // 2):
+        log.append("train", step, loss=5 - step / 10, smoothed_loss=5 - step / 10, tokens_per_second=100.0)
+    log.append("val", step + 1, bpb=bpb + 0.01, bpb_bf16=bpb + 0.02, tokens=500)
+    log.append("telemetry", 0, layers={"transformer.h.0.mlp.c_fc": {"output_error": 0.7}})
+    for folder in ("mid_checkpoints", "chatsft_checkpoints"):
+        for step in range(2):
+            MetricsLog(base_dir / folder / tag).append("train", step, smoothed_loss=2.0 - step)
+    if finished:
+        results = {"method": method, "tokens_per_second": 123.0, "training_seconds": 75.0}
+        get_report(tag).log("Base model training", [{"Number of parameters": 12345}], results)
+        results = {"val_bpb": bpb, "val_bpb_bf16": bpb + 0.001, "val_tokens": 9000, "samples": ["One `two`", "Three"]}
+        get_report(tag).log("Base model loss", [{"val_bpb": bpb}], results)
+
+
+def generated(folder: Path, *args, **kwargs) -> str:
+    path = Report(folder).generate(*args, **kwargs)
+    assert path == str(folder / "report.md")
+    json.loads((folder / "report.json").read_text())  # strict JSON: no NaN
+    return Path(path).read_text()
+
+
+def row_of(text: str, start: str) -> list[str]:
+    line = next(line for line in text.splitlines() if line.startswith(f"| {start} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_whole_report(base_dir, folder):
+    get_report().log("Tokenizer training", [{"vocab_size": 4096}, None, "free text"])
+    make_run(base_dir, "d4_bf16", "bf16", 1.25)
+    make_run(base_dir, "d4_clover", "clover", 1.275)
+    text = generated(folder)
+    assert row_of(text, "d4_clover") == [
+        "d4_clover", "clover", "6", "6,000", "1.2750", "1.2760", "+2.00%", "123", "1m15s",
+    ]  # fmt: skip
+    assert row_of(text, "d4_bf16")[6] == "baseline"
+    for expected in (
+        "![loss](loss.png)", "![bpb](bpb.png)", "## Samples", "- `One 'two'`", "## Environment", torch.__version__,
+        "backend (d4_clover): reference", "### Tokenizer training", "free text", "- vocab_size: 4096", "12,345",
+        "| **total** |",
+    ):  # fmt: skip
+        assert expected in text
+    for plot in ("loss.png", "bpb.png", "loss_mid.png", "loss_sft.png"):
+        assert f"({plot})" in text
+        assert (folder / plot).read_bytes().startswith(b"\x89PNG") and (folder / plot).stat().st_size > 5000
+    # The tokenizer comes before training, and training before the loss.
+    places = [text.index(f"### {name}") for name in ("Tokenizer training", "Base model training", "Base model loss")]
+    assert places == sorted(places)
+
+
+def test_runs_of_several_seeds_are_a_line_with_a_band(base_dir, folder, monkeypatch):
+    """By the pipeline's names and by the sweep's; runs of another length are not among them."""
+    for tag in ("d4_clover", "d4_clover_seed43", "tiny_clover_s1_0123abcd", "tiny_clover_s2_89abcdef"):
+        make_run(base_dir, tag, "clover", 1.25)
+    make_run(base_dir, "tiny_clover_s1_01234567", "clover", 1.25, steps=4)
+    drawn, curve = set(), plots.curve
+
+    def noted(axes, label, runs, *style):
+        before = len(axes.collections)
+        curve(axes, label, runs, *style)
+        drawn.add((label, len(runs), len(axes.collections) - before))
+
+    monkeypatch.setattr(plots, "curve", noted)
+    generated(folder)
+    assert {d for d in drawn if "BF16" not in d[0]} == {
+        ("d4_clover", 2, 1), ("tiny_clover, 6 steps", 2, 1), ("tiny_clover, 4 steps", 1, 0),
+    }  # fmt: skip
+
+
+def test_runs_can_be_chosen_and_ordered(base_dir, folder):
+    make_run(base_dir, "d4_bf16", "bf16", 1.25)
+    make_run(base_dir, "d4_clover", "clover", 1.275)
+    text = generated(folder, ["d4_clover"])
+    assert "d4_bf16" not in text and row_of(text, "d4_clover")[6] == "-"
+    text = generated(folder, ["d4_clover", "d4_bf16"])
+    assert text.index("| d4_clover |") < text.index("| d4_bf16 |")
+    with pytest.raises(UserError, match="no run called 'd9'; there is|no run called 'd9' to report; there is: d4"):
+        Report(folder).generate(["d9"])
+
+
+def test_gap_only_between_finished_runs_of_one_configuration(base_dir, folder):
+    make_run(base_dir, "base", "bf16", 1.25)
+    make_run(base_dir, "other", "clover", 1.275, key="another configuration")
+    make_run(base_dir, "half", "clover", 1.275, finished=False)
+    MetricsLog(base_dir / "base_checkpoints" / "unmeasured").append("start", 0, method="clover", config_key="k")
+    text = generated(folder)
+    assert [row_of(text, tag)[6] for tag in ("other", "half", "unmeasured")] == ["-", "-", "-"]
+
+
+def test_interrupted_run_shows_what_it_has(base_dir, folder):
+    make_run(base_dir, "d4_clover", "clover", 1.3, finished=False)
+    with open(base_dir / "base_checkpoints" / "d4_clover" / "metrics.jsonl", "a") as f:
+        f.write('{"event": "train", "step": 3, "lo')  # killed while it wrote
+    text = generated(folder)
+    assert row_of(text, "d4_clover")[2:6] == ["3 of 6, unfinished", "3,000", "1.3100", "1.3200"]
+    assert "![loss](loss.png)" in text
+
+
+@pytest.mark.parametrize(
+    "gpu, expected",
+    [
+        (
+            "NVIDIA B200",
+            r"PREDICTED for B200, not measured: .* nvidia from width \d+, clover from width \d+$",
+        ),
+        ("NVIDIA GeForce RTX 5090", r"PREDICTED for RTX 5090, not measured: .* clover from width \d+$"),
+        ("NVIDIA H200", "PREDICTED for H200, not measured: .* nvidia at no width, clover at no width$"),
+        (
+            "NVIDIA GH200 480GB",
+            "not known for NVIDIA GH200 480GB; predicted for H200, B200, RTX 5090, RTX PRO 4000, RTX PRO 6000 only$",
+        ),
+        (None, "not known for a CPU; predicted for"),
+    ],
+)
+def test_break_even_on_this_gpu_is_a_prediction(gpu, expected, base_dir, folder, monkeypatch):
+    monkeypatch.setattr(report, "environment_info", lambda: {"gpu": gpu})
+    for method in ("bf16", "clover", "nvidia", "fp8", "something else"):
+        make_run(base_dir, method.split()[0], method, 1.25)
+    lines = [line for line in generated(folder).splitlines() if line.startswith("- break-even with BF16")]
+    assert len(lines) == 1 and re.search(expected, lines[0]), lines
+
+
+def test_nothing_to_report(folder):
+    with pytest.raises(UserError, match="nothing to report in .*; run bash speedrun_fp4.sh"):
+        Report(folder).generate()
+
+
+def test_section_is_replaced_and_reset_keeps_metrics(base_dir, folder):
+    make_run(base_dir, "d4_bf16", "bf16", 1.25)
+    get_report("d4_bf16").log("Base model loss", [{"val_bpb": 1.0}], {"val_bpb": 1.0})
+    assert row_of(generated(folder), "d4_bf16")[4] == "1.0000"
+    Report(folder).reset()
+    assert [p for p in folder.rglob("*") if p.is_file()] == []
+    assert row_of(generated(folder), "d4_bf16")[4] == "1.2600"  # from the metrics
+
+
+def test_benchmarks_as_in_table_5(base_dir, folder):
+    make_run(base_dir, "d4_bf16", "bf16", 1.25)
+    sft = {"ARC-Easy": {"accuracy": 0.5, "count": 400}, "MMLU": {"accuracy": 0.25, "interval": 0.01}, "Own": 0.75}
+    get_report("d4_bf16").log("Chat evaluation sft", [{"temperature": 0.0}], sft)
+    # nanochat's way: numbers among the data, next to settings that are no benchmarks.
+    get_report("d4_bf16").log("Chat evaluation mid", [{"temperature": 0.0, "top_k": 50}, {"ARC-Easy": 0.4}])
+    text = generated(folder)
+    header = next(line for line in text.splitlines() if line.startswith("| run | method | after |"))
+    assert header == "| run | method | after | val BPB | ARC-Easy | MMLU | Own |"
+    rows = [line for line in text.splitlines() if line.startswith("| d4_bf16 | bf16 | ")]
+    assert "| d4_bf16 | bf16 | mid | 1.2500 | 40.00 | - | - |" in rows
+    assert "| d4_bf16 | bf16 | sft | 1.2500 | 50.00 ± 5.00 | 25.00 ± 1.00 | 75.00 |" in rows
+
+
+def test_newest_telemetry_by_kind_of_layer(base_dir, folder):
+    make_run(base_dir, "d4_clover", "clover", 1.25)
+    log = MetricsLog(base_dir / "base_checkpoints" / "d4_clover")
+    for step, error in ((0, 0.5), (4, 0.1)):
+        layers = {f"transformer.h.{i}.mlp.c_fc": {"output_error": error + i / 10} for i in range(2)}
+        log.append("telemetry", step, layers=layers | {"transformer.h.0.attn.c_q": {"input_zeros": 0.25}})
+    text = generated(folder)
+    assert "**d4_clover**, step 4" in text and "| layer | output error | input zeros |" in text
+    assert "| mlp.c_fc | 0.150 | - |" in text and "| attn.c_q | - | 0.250 |" in text
+
+
+def test_values_of_all_kinds(folder, base_dir):
+    odd = {"nan": math.nan, "inf": math.inf, "tensor": torch.tensor(1.5), "path": Path("/x"), "none": None, "n": 10**6}
+    path = get_report().log("Some Section!", [odd, {}, "", None, 3])
+    assert path.endswith("some-section.json")
+    text = generated(folder)
+    for expected in ("- nan: nan", "- inf: inf", "- tensor: 1.5000", "- path: /x", "- n: 1,000,000"):
+        assert expected in text
+
+
+def test_other_ranks_log_nothing(base_dir, monkeypatch):
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    get_report("tag").log("Base model training", [{}])
+    assert not (base_dir / "report").exists()
+
+
+def test_command_line(base_dir, folder, capsys):
+    make_run(base_dir, "d4_bf16", "bf16", 1.25)
+    report.main(["generate"])
+    assert capsys.readouterr().out.splitlines()[-1] == str(folder / "report.md")
+    report.main(["reset"])
+    assert not (folder / "report.md").exists()
+
+
+def test_cost_needs_a_gpu(monkeypatch):
+    gpu = {"gpu": "NVIDIA H100 80GB HBM3", "gpu_count": 8}
+    assert report._cost({}, 3600) is None
+    assert report._cost(gpu, 3600) == pytest.approx(24.0)
+    monkeypatch.setenv("GPU_HOURLY_USD", "2.5")
+    assert report._cost(gpu, 7200) == pytest.approx(40.0)
+    monkeypatch.setenv("GPU_HOURLY_USD", "many")
+    assert report._cost(gpu, 3600) == pytest.approx(24.0)
+
+
+def test_damaged_files_never_break_the_report(base_dir, folder, monkeypatch):
+    """160 damaged sections and metrics files; plots, being slow, are drawn for every fortieth."""
+    get_report().log("Tokenizer training", [{"vocab_size": 4096}])
+    make_run(base_dir, "d4_bf16", "bf16", 1.25)
+    get_report("d4_bf16").log("Chat evaluation sft", [{"a": 1}], {"MMLU": {"accuracy": 0.25, "count": 10}})
+    files = [p for p in base_dir.rglob("*.json*") if p.name != "report.json"]
+    for path in files:  # one line each, so that all of them can be mutated as JSON lines
+        if path.suffix == ".json":
+            path.write_text(json.dumps(json.loads(path.read_text())))
+    whole = {path: path.read_bytes() for path in files}
+    plot, rng, seen = report._plot, random.Random(5), 0
+    for i in range(160):
+        path = rng.choice(files)
+        path.write_bytes(damaged(whole[path], rng))
+        monkeypatch.setattr(report, "_plot", plot if i % 40 == 0 else lambda *args: [])
+        text = generated(folder, print_summary=False)
+        seen += "is not readable as a section" in text
+        path.write_bytes(whole[path])
+    assert seen > 30

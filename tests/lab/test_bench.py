@@ -1,0 +1,368 @@
+"""The benchmarks: budgets, predictions, refusal to time what is wrong, tables and JSON. Times themselves need a GPU."""
+
+import dataclasses
+import functools
+import json
+import time
+
+import pytest
+import torch
+
+from lab.measure import bench_common as common
+from lab.measure import bench_linear, bench_quantize
+from nanochat_fp4 import roofline
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.nvfp4 import linear
+from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
+from nanochat_fp4.nvfp4.quantizers import get_rounding
+
+PASSES = list(bench_linear.PASSES)
+TINY = {"tiny": {"up": (128, 256), "down": (256, 128)}}
+
+
+def run(module, capsys, *argv) -> str:
+    module.main(argv)
+    return capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Budgets and predictions.
+
+
+def test_layer_sets_are_the_papers_table_6():
+    assert roofline.TOKENS == 16384
+    qkv, out, upgate, down = common.LAYER_SETS["3B"].values()
+    assert (qkv, out, upgate, down) == ((3072, 9216), (3072, 3072), (3072, 16384), (8192, 3072))
+    for layers in common.LAYER_SETS.values():
+        assert all(size % 128 == 0 for shape in layers.values() for size in shape)
+
+
+def test_the_byte_budget_of_clover():
+    """Per element, as the design's table: forward 2 + 2 + 0.56 + 2 for the input; grad_output is read once for both."""
+    steps = {s.name: s for s in roofline.layer_steps(get_recipe("clover"), 128, 256, 384, backward=True, native=False)}
+    elements = 128 * 256
+    assert steps["input: amax"].num_bytes + steps["input: four_over_six"].num_bytes == elements * (2 + 2 + 0.5625 + 2)
+    e = steps["grad_output: ms_eden and ms_eden"].num_bytes / (128 * 384)
+    assert e == 2 + 2 * (2 + 2 / 16 + 4 / 128)
+    assert "grad_output: amax" not in steps  # post hoc range alignment
+    assert steps["weight^T: ms_eden"].num_bytes == 256 * 384 * (0.5625 + 2 + 2 / 16 + 4 / 128)
+    native = roofline.layer_steps(get_recipe("clover"), 128, 256, 384, backward=True, native=True)
+    assert sum(s.fp4_flops for s in native) == 3 * 2 * 128 * 256 * 384 and not any(s.bf16_flops for s in native)
+
+
+@pytest.mark.parametrize("method", METHOD_TABLE)
+@pytest.mark.parametrize("native", [False, True])
+def test_every_method_does_the_flops_of_three_gemms(method, native):
+    recipe = get_recipe(method)
+    for backward in (False, True):
+        steps = roofline.layer_steps(recipe, 128, 256, 384, backward=backward, native=native)
+        assert (
+            sum(s.bf16_flops + s.fp4_flops + s.fp8_flops for s in steps) == (3 if backward else 1) * 2 * 128 * 256 * 384
+        )
+        assert all(s.num_bytes > 0 for s in steps)
+
+
+def test_prediction_agrees_with_the_measured_baseline():
+    """BF16 on an H200 took 7.7, 17.0 and 30.3 ms for forward and backward; overheads are not predicted."""
+    records = bench_linear.predict(
+        roofline.MACHINES["h200"], ["800M", "3B", "7B"], ["bf16", "clover"], roofline.TOKENS, PASSES
+    )
+    ms = [r["ms"] for r in records if r["method"] == "bf16" and r["pass"] == "forward+backward"]
+    assert all(0.9 * measured < predicted < measured for predicted, measured in zip(ms, (7.7, 17.0, 30.3)))
+    assert all(1 < r["ratio"] < 1.5 for r in records if r["method"] == "clover")
+
+
+def test_the_slowest_resource_decides():
+    machine = roofline.Machine("m", bandwidth=1000, bf16=1, fp4=None, instructions=1, source="")
+    assert roofline.predicted_ms(roofline.Step("bytes", 1e9, 1e8, 1e8), machine) == pytest.approx(1.0)
+    assert roofline.predicted_ms(roofline.Step("instructions", 1e8, 1e9, 1e8), machine) == pytest.approx(1.0)
+    assert roofline.predicted_ms(roofline.Step("flops", 1e8, 1e8, 1e9), machine) == pytest.approx(1.0)
+    longer = dataclasses.replace(machine, longer=20)
+    assert roofline.predicted_ms(roofline.Step("instructions", 1e8, 1e8, 1e8), longer) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("machine", sorted(roofline.MACHINES))
+@pytest.mark.parametrize("module", [bench_linear, bench_quantize])
+def test_roofline_is_labelled_as_a_prediction(module, machine, capsys, tmp_path):
+    target = tmp_path / "out" / "numbers.json"
+    out = run(module, capsys, "--roofline", machine, "--json", str(target))
+    assert out.startswith(f"PREDICTION for {roofline.MACHINES[machine].name}, not a measurement")
+    content = json.loads(target.read_text())
+    assert content["settings"]["prediction_for"]["name"] == roofline.MACHINES[machine].name
+    assert len(content["records"]) >= 20 and str(target) in out
+    if module is bench_linear:
+        assert {r["mode"] for r in content["records"]} == {"predicted"}
+
+
+def test_json_goes_to_the_base_directory_by_default(base_dir, capsys):
+    run(bench_linear, capsys, "--roofline", "b200", "--models", "800M", "--methods", "all")
+    content = json.loads((base_dir / "bench" / "bench_linear_b200_predicted.json").read_text())
+    assert {r["method"] for r in content["records"]} == set(METHOD_TABLE)
+    assert "torch" in json.dumps(content["environment"])
+
+
+def test_table():
+    text = common.table(["name", "ms"], [["a", 1.5], ["long", 10.25]]).splitlines()
+    assert text == ["name      ms", "----  ------", "a      1.500", "long  10.250"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Bad input.
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("script", ["bench_linear", "bench_quantize"])
+def test_without_cuda_one_line(fork_server, script):
+    run = fork_server.run(f"scripts.{script}", [], as_main=True)
+    assert run.status == 2 and run.log.count("\n") == 1 and "no CUDA device" in run.log and "--roofline" in run.log
+
+
+@pytest.mark.parametrize(
+    "module, argv, message",
+    [
+        (bench_linear, ["--models", "3B,4B"], "--models is '3B,4B'"),
+        (bench_linear, ["--models", ""], "expected some of 800M, 3B"),
+        (bench_linear, ["--tokens", "0"], "at least 1"),
+        (bench_linear, ["--seconds", "nan"], "--seconds positive"),
+        (bench_linear, ["--passes", "backward"], "--passes is 'backward', expected some of forward, forward"),
+        (bench_linear, ["--modes", ""], "expected some of graph, eager"),
+        (bench_linear, ["--methods", "clever"], "unknown method 'clever'"),
+        (bench_quantize, ["--rows", "100"], "multiples of 128"),
+        (bench_quantize, ["--only", "nothing"], "matches none of: amax"),
+    ],
+)
+def test_bad_arguments(module, argv, message):
+    with pytest.raises((UserError, ValueError), match=message):
+        module.main(argv)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The measuring itself, with a CPU's clock in place of CUDA's events.
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    def timed(function) -> float:
+        start = time.perf_counter()
+        function()
+        return (time.perf_counter() - start) * 1e3
+
+    cpu = torch.device("cpu")
+    monkeypatch.delenv("NVFP4_KERNELS", raising=False)
+    monkeypatch.setattr(common, "need_cuda", lambda script: cpu)
+    monkeypatch.setattr(common, "LAYER_SETS", TINY)
+    monkeypatch.setattr(bench_linear, "timed", lambda function, calls: [timed(function) for _ in range(calls)])
+    monkeypatch.setattr(bench_quantize, "median_ms", timed)
+    return cpu
+
+
+STEADY = {"steady": functools.partial(bench_linear.steady, seconds=0.01)}
+BOTH = STEADY | {"turns": functools.partial(bench_linear.in_turns, seconds=0.01)}
+
+
+class Clock:
+    """Functions that take as long as they say, on a clock of their own: it slows down while `hot` is called."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.heat, self.log = 0.0, 0.0, []
+        monkeypatch.setattr(bench_linear.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(bench_linear, "timed", self.timed)
+
+    def function(self, name: str, heats: bool):
+        def run() -> float:
+            self.heat = min(1.0, self.heat + 0.02) if heats else max(0.0, self.heat - 0.02)
+            self.log.append(name)
+            seconds = 0.01 * (1 + self.heat)
+            self.now += seconds
+            return seconds * 1e3
+
+        return run
+
+    def timed(self, function, calls):
+        return [function() for _ in range(calls)]
+
+
+def test_steady_times_each_function_in_the_state_that_it_brings_about(monkeypatch):
+    clock = Clock(monkeypatch)
+    functions = {"hot": clock.function("hot", True), "cool": clock.function("cool", False)}
+    found = bench_linear.steady(functions, 2.0)
+    assert found["hot"]["ms"] == pytest.approx(20) and found["cool"]["ms"] == pytest.approx(10)
+    assert found["hot"]["spread"] == pytest.approx(0) and found["hot"]["mhz"] is None
+    order = [a for a, b in zip(clock.log, [*clock.log[1:], None]) if a != b]
+    assert order == ["hot", "cool", "hot"]  # the second time in the opposite order
+    assert clock.log.count("cool") * 0.01 > 7  # twice to warm up, twice timed
+    turns = bench_linear.in_turns(functions, 2.0)
+    assert turns["hot"]["ms"] / turns["cool"]["ms"] < 1.1  # each in the state that the other left
+
+
+def test_spread_shows_a_drift(monkeypatch):
+    clock = Clock(monkeypatch)
+    slower = iter(range(1, 100_000))
+
+    def drifting() -> float:
+        ms = 10 + 0.01 * next(slower)
+        clock.now += ms / 1e3
+        return ms
+
+    assert bench_linear.steady({"drifting": drifting}, 1.0)["drifting"]["spread"] > 0.05
+
+
+class FakeNvml:
+    """The three functions of NVML that are asked; `fails` names one that returns an error."""
+
+    def __init__(self, fails: str = ""):
+        self.fails, self.asked = fails, 0
+
+    def answer(self, name: str, reference, value: int) -> int:
+        self.asked += 1
+        reference._obj.value = value
+        return 999 if name == self.fails else 0
+
+    def nvmlDeviceGetClockInfo(self, handle, clock, reference):
+        return self.answer("clock", reference, 1500 if clock == 1 else 7)
+
+    def nvmlDeviceGetPowerUsage(self, handle, reference):
+        return self.answer("power", reference, 699_500)
+
+    def limits(self, handle, reference):
+        return self.answer("limits", reference, 0x4)
+
+
+@pytest.mark.parametrize("fails", ["", "clock", "power", "limits"])
+def test_monitor_reads_nvml(fails):
+    monitor = common.Monitor(interval=0.001)
+    monitor._handle, monitor._library = object(), FakeNvml(fails)
+    monitor._limits = monitor._library.limits
+    deadline = time.monotonic() + 60
+    with monitor:
+        while monitor._library.asked < 4 and time.monotonic() < deadline:  # a whole sample was taken
+            time.sleep(0.001)
+    known = {"mhz": 1500.0, "watts": 699.5, "limit": "power 100%"}
+    assert monitor.summary() == ({name: None for name in known} if fails else known)
+    assert not monitor._thread.is_alive()
+
+
+def test_monitor_says_how_often_what_limited_the_clock():
+    monitor = common.Monitor()
+    monitor.samples = [(1000.0, 500.0, 0x0), (1200.0, 700.0, 0x4), (1400.0, 600.0, 0x4 | 0x40), (1200.0, 600.0, 0x1)]
+    assert monitor.summary() == {"mhz": 1200.0, "watts": 600.0, "limit": "power 50%, heat 25%"}
+    monitor.samples = [(1980.0, 300.0, 0x1)]  # idle: nothing holds it down
+    assert monitor.summary()["limit"] == "none"
+
+
+def test_measure_layers(on_a_cpu):
+    methods = ["bf16", "nvidia", "clover"]
+    so_far = []
+    report = lambda records: so_far.append(len(records))  # noqa: E731
+    records, problems = bench_linear.measure(["tiny"], methods, 256, ["eager"], PASSES, BOTH, report)
+    assert problems == [] and so_far == [3, 6, 9, 12]  # whenever a way of timing is through
+    expected = [(p, way, m) for p in PASSES for way in BOTH for m in methods]
+    assert [(r["pass"], r["timing"], r["method"]) for r in records] == expected
+    assert all(("spread" in r) == (r["timing"] == "steady") for r in records)
+    assert all(r["ms"] > 0 and r["tflops"] > 0 for r in records)
+    assert all(r["ratio"] == 1 for r in records if r["method"] == "bf16")
+    assert "x BF16" in bench_linear.show(records)
+
+
+def test_a_wrong_method_is_not_timed(on_a_cpu, monkeypatch):
+    real = linear.gemm
+    monkeypatch.setattr(linear, "gemm", lambda a, b, **kw: torch.zeros_like(real(a, b, **kw)))
+    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 256, ["eager"], PASSES, STEADY, len)
+    assert {r["method"] for r in records} == {"bf16"}
+    assert problems == ["clover: output is all zeros"]
+
+
+def test_a_method_that_is_wrong_only_at_the_benchmarks_shape_is_not_timed(on_a_cpu, monkeypatch):
+    """As after an overflow of an index: the small layer of the doctor is right."""
+    real = linear.gemm
+
+    def gemm(a, b, **kw):
+        y = real(a, b, **kw)
+        return y * (torch.arange(len(y)) < 200).unsqueeze(1) if len(y) == 256 else y
+
+    monkeypatch.setattr(linear, "gemm", gemm)
+    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 256, ["eager"], PASSES, STEADY, len)
+    assert {r["method"] for r in records} == {"bf16"}
+    assert len(problems) == 1 and "tiny up: output is off BF16" in problems[0]
+
+
+def test_measure_every_kernel(on_a_cpu, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    monkeypatch.setattr(bench_quantize, "kernel_problem", lambda *args: None)
+    chosen = bench_quantize.kernels(128, 128)
+    seen = []
+    report = lambda records: seen.append(records[-1]["kernel"])  # noqa: E731
+    records, problems = bench_quantize.measure(chosen, on_a_cpu, 100.0, report)
+    assert problems == [] and seen == list(chosen) and [r["kernel"] for r in records] == list(chosen)
+    decode = next(r for r in records if r["kernel"] == "decode")
+    assert decode["bytes"] == 128 * 128 * (0.5 + 1 / 16 + 2)
+    assert decode["share_of_copy"] == pytest.approx(decode["bytes"] / decode["ms"] / 1e6 / 100)
+
+
+def test_the_second_kernels_share():
+    """One for each operand of grad_output, timed together with the first kernel and alone."""
+    records = [
+        {"kernel": bench_quantize.SECOND_KERNEL, "ms": 0.1},
+        {"kernel": "grad_output clover -> codes", "ms": 1.2},
+    ]
+    assert bench_quantize.second_kernel_share(records) == pytest.approx(0.2)
+    assert bench_quantize.second_kernel_share(records[:1]) is None
+    assert bench_quantize.second_kernel_share(records[1:]) is None
+
+
+def test_a_kernel_that_fails_its_check_is_not_timed(on_a_cpu, monkeypatch):
+    pytest.importorskip("triton")
+    chosen = {
+        k: v for k, v in bench_quantize.kernels(128, 128).items() if k in ("decode", "requantize clover -> codes")
+    }
+    problem = lambda device, rounding, rht_dim, shape: "codes differ" if rounding.ms_eden else None  # noqa: E731
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    monkeypatch.setattr(bench_quantize, "kernel_problem", problem)
+    records, problems = bench_quantize.measure(chosen, on_a_cpu, 100.0, lambda records: None)
+    assert [r["kernel"] for r in records] == ["decode"]
+    assert problems == ["requantize clover -> codes (codes differ)"]
+
+
+def test_what_was_measured_survives(on_a_cpu, monkeypatch, capsys, tmp_path):
+    pytest.importorskip("triton")
+
+    def problem(device, rounding, rht_dim, shape):
+        if rounding == get_rounding("four_over_six"):
+            raise KeyboardInterrupt
+
+    target = tmp_path / "quantize.json"
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    monkeypatch.setattr(bench_quantize, "kernel_problem", problem)
+    monkeypatch.setattr(bench_quantize, "copy_bandwidth", lambda device: 100.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a made-up GPU")
+    with pytest.raises(KeyboardInterrupt):
+        bench_quantize.main(["--rows=128", "--columns=128", f"--json={target}"])
+    records = json.loads(target.read_text())["records"]
+    assert [r["kernel"] for r in records] == ["amax", "rtn bf16 + decode"]
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.startswith("rtn bf16 + decode ") and f"{records[1]['ms']:.3f}" in row
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(common, "LAYER_SETS", {"tiny": {"up": (512, 1024)}})
+    ways = {"steady": functools.partial(bench_linear.steady, seconds=0.5)}
+    records, problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 1024, ["eager", "graph"], PASSES, ways)
+    assert problems == [] and len(records) == 8 and all(0 < r["ms"] < 100 for r in records)
+    assert all(100 < r["mhz"] < 4000 and 10 < r["watts"] < 2000 for r in records)
+
+
+@pytest.mark.gpu
+def test_a_graph_draws_fresh_randomness_at_each_replay():
+    weight, x = torch.randn(256, 128, device="cuda"), torch.randn(128, 128, device="cuda", dtype=torch.bfloat16)
+    layer = bench_linear.Layer(
+        "clover", 128, 256, weight, x.requires_grad_(), torch.randn(128, 256, device="cuda").bfloat16()
+    )
+    results = []
+    replay = bench_linear.graphed(lambda: results.append(layer.forward_backward()))
+    replay()
+    first = [t.clone() for t in results[-1]]
+    replay()
+    assert torch.equal(results[-1][0], first[0])  # the forward pass draws nothing
+    assert not torch.equal(results[-1][1], first[1]) and not torch.equal(results[-1][2], first[2])

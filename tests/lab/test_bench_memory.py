@@ -1,0 +1,115 @@
+"""What a block keeps, counted on a CPU: the sizes by hand, the targets, and that docs/memory.md says the same."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lab.measure import bench_memory
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.models import gpt
+
+WIDTH = 128
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = replace(gpt.config_from_depth(2, vocab_size=64), n_head=1)
+
+
+@pytest.fixture(scope="module")
+def records():
+    found = bench_memory.account(CONFIG, ["clover"])
+    return {(r["method"], r["recompute"]): r for r in found}
+
+
+def test_bytes_per_token_are_those_of_the_tensors(records):
+    """In units of the width: 2 of a BF16 tensor, 9/16 of codes and scales; and FP32 numbers, one a row or head."""
+    bf16, codes, number = 2 * WIDTH, WIDTH * 9 / 16, 4
+    assert list(records["clover", "none"]["tensors"].values()) == [
+        bf16,  # residual stream, for the gradient of its lambda
+        bf16 + number,  # the same after the lambda, and 1 / rms
+        codes,  # input of q, k, v
+        2 * (bf16 + number),  # queries and keys
+        2 * bf16 + number,  # values, result, log-sum-exp
+        codes,  # input of c_proj
+        bf16 + number,
+        codes,  # input of c_fc
+        4 * WIDTH + number + 4 * codes,  # relu in 8 bits, its step, and the input of the MLP's c_proj
+    ]
+    plain = records["bf16", "none"]
+    assert plain["tensors"]["input of c_q, c_k, c_v"] == plain["tensors"]["input of c_fc"] == bf16
+    assert plain["tensors"]["for the derivative of ReLU^2"] == 4 * bf16
+    # Nothing is kept beside another: attention's result and the hidden layer are c_proj's inputs too.
+    assert not {"input of attention's c_proj", "input of the MLP's c_proj"} & plain["tensors"].keys()
+    assert plain["block"] == 26 * WIDTH + 5 * number
+
+
+def test_ratios_to_bf16(records):
+    assert records["bf16", "none"]["ratio"] == 1
+    assert records["clover", "none"]["ratio"] < 0.87
+    assert records["clover", "mlp"]["ratio"] < 0.6
+    assert records["clover", "all"]["ratio"] <= 0.40  # the target; BF16 computed twice keeps as little
+    for recompute in bench_memory.RECOMPUTE:
+        assert records["clover", recompute]["block"] <= records["bf16", recompute]["block"]
+
+
+def test_every_kept_tensor_has_a_name(records):
+    for r in records.values():
+        assert set(r["tensors"]) <= set(bench_memory.NAMES.values()), r
+
+
+def test_every_storage_is_counted_once():
+    model = torch.nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+
+    def forward():
+        y = model(x)
+        z = y * y[:2].repeat(2, 1)  # keeps y and a copy
+        return (z.exp() + z.exp()).sum()  # two results of exp
+
+    lines = bench_memory.kept_bytes(model, forward)
+    assert lines == {"outside of gpt.py": (x.numel() + 2 * 32 + 2 * 32) * 4}
+
+
+def test_the_document_is_up_to_date(records):
+    """Its table is for another width; in units of the width the numbers differ by the few that are one a row."""
+    text = (ROOT / "docs" / "memory.md").read_text()
+    table = text.split(bench_memory.MARKER)[1]
+    width = int(re.search(r"width (\d+)", table).group(1))
+    rows = [[c.strip(" *") for c in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    assert rows[0][1:] == [bench_memory.label(r) for r in records.values()]
+    documented = {row[0]: row[1:] for row in rows}
+    for i, r in enumerate(records.values()):
+        for name, n in [*r["tensors"].items(), ("a block", r["block"])]:
+            # 24 bytes in all of a token are not proportional to the width, and four more for each head.
+            got = float(documented[name][i].replace(",", "")) / width
+            assert got == pytest.approx(n / WIDTH, abs=24 / WIDTH), name
+
+
+def run(capsys, *argv) -> str:
+    bench_memory.main(argv)
+    return capsys.readouterr().out
+
+
+def test_writes_only_between_the_markers(base_dir, tmp_path, monkeypatch, capsys, records):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{bench_memory.MARKER}\nold\n{bench_memory.MARKER}\nafter\n")
+    monkeypatch.setattr(bench_memory, "account", lambda config, methods: list(records.values()))
+    out = run(capsys, "--write", str(page), "--depth", "2")
+    text = page.read_text()
+    assert text.startswith(f"before\n{bench_memory.MARKER}\n") and text.endswith(f"{bench_memory.MARKER}\nafter\n")
+    assert "old" not in text and "| **ratio to BF16** | **1.00** |" in text and "--depth 2 --methods clover" in text
+    assert (base_dir / "bench" / "bench_memory.json").exists() and "bench_memory.json" in out
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--methods", "clever"], "unknown method 'clever'"),
+        (["--depth", "0"], "must all be at least 1"),
+        (["--write", "nowhere.md"], "has no two lines"),
+    ],
+)
+def test_bad_arguments(argv, message, capsys):
+    with pytest.raises(UserError, match=message):
+        run(capsys, *argv)

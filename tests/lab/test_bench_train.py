@@ -1,0 +1,521 @@
+"""The benchmark of whole models, on a CPU and tiny: what it runs, counts and writes. A GPU's figures are made up."""
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from lab.measure import bench_profile, bench_step, bench_train
+from lab.measure.bench_step import Subject, Variant
+from nanochat_fp4 import roofline
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.models.gpt import config_from_depth
+from nanochat_fp4.nvfp4.linear import QuantLinear
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = ["--depth", "1", "--aspect-ratio", "32", "--head-dim", "32", "--seq-len", "32", "--vocab-size", "64"]
+SIZES += ["--total-batch-size", "128", "--rounds", "1", "--calls", "1"]
+TINY = [*SIZES, "--micro-batch", "2"]
+
+
+def tiny_trainer(compiled=False) -> Subject:
+    config = config_from_depth(1, 64, sequence_len=32, head_dim=32, aspect_ratio=32)
+    return Subject(config, torch.device("cpu"), compiled)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A run
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU micro-batches are measured")
+def test_one_command_measures_everything(base_dir, capsys):
+    bench_train.main([*TINY, "--recompute", "none,all"])
+    out = capsys.readouterr().out
+    content = json.loads((base_dir / "bench" / "bench_train.json").read_text())
+    assert content["settings"]["hardware"] == out.splitlines()[0] and "PyTorch reference" in out.splitlines()[0]
+    assert content["settings"]["micro_batch"] == 2 and "torch" in content["environment"]
+    records = [r for r in content["records"] if "tokens_per_second" in r]
+    again = ["bf16, all again", "fp8, all again", "clover, all again"]
+    assert [r["variant"] for r in records] == ["bf16", "fp8", "clover", *again]
+    for r in records:
+        assert (r["depth"], r["micro_batch"], r["micro_batches"], r["recompiles"]) == (1, 2, 2, 0)
+        step = 2 * r["micro_batch_ms"] + r["codes_ms"] + r["update_ms"]
+        assert r["tokens_per_second"] == pytest.approx(128 / step * 1e3)
+        assert r["ratio"] == pytest.approx(r["tokens_per_second"] / records[0]["tokens_per_second"])
+        assert r["mfu"] is None and r["peak_bytes"] is None and f"{round(r['tokens_per_second'])}" in out
+    operations = {(r["variant"], r["phase"], r["kind"]) for r in content["records"] if "kind" in r}
+    for variant in ("bf16", "fp8", "clover, all again"):
+        for work in (("forward", "GEMM"), ("forward", "LM head and loss"), ("backward", "GEMM"), ("update", "GEMM")):
+            assert (variant, *work) in operations
+    assert "recompilations after the warm-up: 0" in out and "Time by operation, d1, clover, micro-batch 2" in out
+    assert (base_dir / "bench" / "bench_train.png").read_bytes()[1:4] == b"PNG"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU memory is measured, too")
+def test_each_method_may_have_a_micro_batch_of_its_own(base_dir, capsys):
+    bench_train.main([*SIZES, "--methods", "clover:4,clover:1,nvidia,bf16:2", "--micro-batch", "4", "--no-table7"])
+    records = written(base_dir)
+    assert {name: (r["micro_batch"], r["micro_batches"]) for name, r in records.items()} == {
+        "bf16, 2 rows": (2, 2), "clover, 4 rows": (4, 1), "clover, 1 rows": (1, 4), "nvidia": (4, 1),
+    }  # fmt: skip
+    base = records["bf16, 2 rows"]["tokens_per_second"]
+    assert all(r["ratio"] == pytest.approx(r["tokens_per_second"] / base) for r in records.values())
+    bench_train.main([*SIZES, "--methods", "clover:2,bf16:2", "--no-table7"])  # no --micro-batch is needed then
+
+
+def test_variants_are_what_they_say():
+    trainer = tiny_trainer()
+    layers = [m for m in trainer.model.modules() if isinstance(m, QuantLinear)]
+    assert len(layers) == 6
+    seen = []
+    for layer in layers:
+        layer.register_forward_hook(lambda m, args, y: seen.append(m.recipe.name))
+    for variant in (Variant("clover"), Variant("bf16", "all"), Variant("nvidia", "mlp")):
+        trainer.become(variant)
+        seen.clear()
+        trainer.passes(1)
+        # Two passes of six layers, and what is computed again: c_fc, or q, k and v too. Both c_proj come last, and
+        # what they keep is their input.
+        again = {"none": 0, "mlp": 1, "all": 4}[variant.recompute]
+        assert seen == [variant.method] * 2 * (6 + again)
+
+
+def test_a_step_trains():
+    trainer = tiny_trainer()
+    trainer.become(Variant("clover"))
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.passes(1)
+    assert all(p.grad is not None for p in trainer.model.parameters())
+    trainer.update()
+    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters()))
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_recompilations_are_counted(monkeypatch):
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **kw: real(model, **{**kw, "backend": "eager"}))
+    torch._dynamo.reset()
+    trainer = tiny_trainer(compiled=True)
+
+    def run(rows=1, methods=("bf16", "fig2_1x16_rtn")):
+        before = bench_step.compiled_graphs()
+        for method in methods:
+            trainer.become(Variant(method))
+            bench_step.run_steps(trainer, rows, 1, bench_step.Stopwatch(trainer.device))
+        return bench_step.compiled_graphs() - before
+
+    assert run() >= 2
+    assert run() == 0  # the variants take turns without compiling anything again
+    assert run(2, ["bf16"]) >= 1  # another shape
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+class FakeTrainer:
+    sequence_len = 10
+    compiled = True
+
+    @contextlib.contextmanager
+    def uncompiled(self):
+        self.compiled = False
+        yield
+        self.compiled = True
+
+
+def fake_peaks(constant, per_row, memory, update=0, uncompiled=None):
+    """Memory of `constant` and `per_row` bytes, or `uncompiled` a row; the sizes that are compiled."""
+    tried = []
+
+    def peaks(trainer, rows):
+        if trainer.compiled and rows not in tried:
+            tried.append(rows)
+        peak = constant + (per_row if trainer.compiled else uncompiled or per_row) * rows
+        if peak > memory:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return peak, update
+
+    return peaks, tried
+
+
+def test_two_sizes_are_compiled():
+    peaks, tried = fake_peaks(1000, 100, memory=2700, update=1500, uncompiled=106)
+    size, memory = bench_step.find_micro_batch(FakeTrainer(), 64, 2700, peaks)
+    assert size == 16 and tried == [1, 16]
+    assert memory.per_row() == 100 and memory.peak(16) == 2600 and memory.peak(1) == 1500  # the update needs more
+
+
+@pytest.mark.parametrize(
+    "memory, uncompiled, size, expected",
+    [
+        (2000, 100, 8, [1, 16, 8]),  # less than the budget promises: fragments
+        (2700, 120, 16, [1, 8, 16]),  # compiled rows take less than was predicted
+        (2700, 40, 16, [1, 32, 16]),  # or more
+        (2700, 5000, 16, [1, 2, 4, 8, 16]),  # nothing could be predicted
+        (1150, 100, 1, [1, 2]),
+    ],
+)
+def test_the_largest_micro_batch_is_tried_out(memory, uncompiled, size, expected):
+    peaks, tried = fake_peaks(1000, 100, memory, uncompiled=uncompiled)
+    found, known = bench_step.find_micro_batch(FakeTrainer(), 64, 2700, peaks)
+    assert found == size and tried == expected and (known.per_row() is None) == (size == 1)
+    assert all(known.peak(n) is None for n in expected if n > size)
+
+
+def test_all_rows_of_a_step_fit():
+    peaks, tried = fake_peaks(1000, 100, memory=10**6)
+    assert bench_step.find_micro_batch(FakeTrainer(), 64, 10**6, peaks)[0] == 64 and tried == [1, 64]
+    peaks, tried = fake_peaks(1000, 100, memory=10**6)
+    assert bench_step.find_micro_batch(FakeTrainer(), 1, 10**6, peaks)[0] == 1 and tried == [1]
+
+
+def test_not_even_one_row():
+    with pytest.raises(UserError, match="not even one row of 10 tokens fits into"):
+        bench_step.find_micro_batch(FakeTrainer(), 64, 1000, fake_peaks(1000, 100, memory=1000)[0])
+
+
+def test_other_errors_are_not_taken_for_memory():
+    def peaks(trainer, rows):
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        bench_step.find_micro_batch(FakeTrainer(), 64, 1000, peaks)
+
+
+@pytest.mark.parametrize(
+    "text, expected", [("32GiB", 32 << 30), ("24GB", 24 * 10**9), ("1.5 gib", 3 << 29), ("512M", 512 * 10**6)]
+)
+def test_amounts_of_memory(text, expected):
+    assert bench_train.parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["32", "GiB", "-1GiB", "0GiB", "1..5GiB", "32PiB"])
+def test_no_amounts_of_memory(text):
+    with pytest.raises(Exception, match="is not an amount of memory"):
+        bench_train.parse_bytes(text)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Time by operation
+
+
+def event(cat, name, ts, dur, tid=1, **args):
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+
+def test_kernels_belong_to_what_launched_them():
+    """A trace as a GPU's profile exports it: kernels run later than they are launched, in another row."""
+    trace = [
+        event("user_annotation", "phase: forward", 0, 100),
+        event("user_annotation", "phase: backward", 100, 100),
+        event("user_annotation", "phase: update", 200, 50),
+        event("cpu_op", "nanochat_fp4::linear_cross_entropy_sum", 60, 30),
+        event("cpu_op", "aten::mm", 65, 10),
+        event("cuda_runtime", "cudaLaunchKernel", 10, 2, correlation=1),
+        event("cuda_driver", "cuLaunchKernelEx", 20, 2, correlation=2),
+        event("cuda_runtime", "cudaLaunchKernel", 70, 2, correlation=3),
+        event("cuda_driver", "cuLaunchKernelEx", 150, 2, tid=2, correlation=4),
+        event("cuda_runtime", "cudaMemcpyAsync", 210, 2, correlation=5),
+        event("cuda_runtime", "cudaLaunchKernel", 300, 2, correlation=6),  # after all phases
+        event("kernel", "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", 400, 5000, tid=7, correlation=1),
+        event("kernel", "quantize_kernel", 5400, 2000, tid=7, correlation=2),
+        event("kernel", "nvjet_tst_192x192", 7400, 3000, tid=7, correlation=3),
+        event("kernel", "rotate_quantize_kernel", 10400, 4000, tid=7, correlation=4),
+        event("gpu_memcpy", "Memcpy DtoD", 14400, 1000, tid=7, correlation=5),
+        event("kernel", "nvjet_tst_192x192", 15400, 9000, tid=7, correlation=6),
+        {"ph": "M", "name": "process_name"},
+    ]
+    records = bench_profile.summarize(trace)
+    assert {(r["phase"], r["kind"]): r["ms"] for r in records} == {
+        ("forward", "GEMM"): 5.0,
+        ("forward", "quantize"): 2.0,
+        ("forward", "LM head and loss"): 3.0,
+        ("backward", "rotate and quantize"): 4.0,
+        ("update", "communication and copies"): 1.0,
+    }
+    text = bench_profile.show_table_7("d26", records)
+    # 14 ms of forward and backward, 5 of them in the GEMMs of layers
+    assert "forward 10.0 ms, backward 4.0 ms, update 1.0 ms; 64% of forward and backward is not" in text
+    assert "GEMM 36% 5.00 rotate and quantize 29% 4.00" in " ".join(text.split())
+
+
+def test_a_gemm_inside_our_operators_is_a_gemm():
+    """mm_alpha and scaled_mm are operators of the namespace that quantizes, too."""
+    launched = [  # operators from the outside in, kernel, milliseconds
+        (["nvfp4::quantize"], "quantize_kernel", 2),
+        (["nvfp4::mm_alpha"], "nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_TNT", 5),
+        (["nvfp4::mm_alpha"], "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", 1),
+        (["nvfp4::mm_alpha"], "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", 4),
+        (["nvfp4::scaled_mm"], "swizzle_kernel", 1),
+        (["nvfp4::scaled_mm", "aten::_scaled_mm_v2"], "cutlass3x_sm100_bstensorop_s256x256x64gemm_block_scaled", 3),
+        (["nvfp4::dot_scaled"], "dot_scaled_kernel", 6),
+        (["nanochat_fp4::linear_cross_entropy_sum", "aten::mm"], "nvjet_sm90_tst_192x192", 10),
+        (["nvfp4::unnamed"], "a_kernel_of_no_kind", 8),
+    ]
+    trace = [event("user_annotation", "phase: forward", 0, 1000)]
+    for i, (operators, kernel, ms) in enumerate(launched):
+        trace += [event("cpu_op", name, 100 * i + 10 + j, 80 - 2 * j) for j, name in enumerate(operators)]
+        trace.append(event("cuda_runtime", "cudaLaunchKernel", 100 * i + 50, 2, correlation=i))
+        trace.append(event("kernel", kernel, 5000 * i, 1000 * ms, tid=7, correlation=i))
+    records = bench_profile.summarize(trace)
+    assert {r["kind"]: r["ms"] for r in records} == {"GEMM": 19.0, "quantize": 11.0, "LM head and loss": 10.0}
+    # 40 ms, 19 of them in the GEMMs of layers: 52.5% are not
+    assert "forward 40.0 ms, backward 0.0 ms, update 0.0 ms; 52% of" in bench_profile.show_table_7("d26", records)
+
+
+def test_without_kernels_operators_count_for_themselves():
+    trace = [
+        event("user_annotation", "phase: forward", 0, 100),
+        event("cpu_op", "aten::linear", 10, 50),
+        event("cpu_op", "aten::mm", 20, 30),
+        event("cpu_op", "aten::relu", 70, 10),
+        event("cpu_op", "aten::mm", 20, 5, tid=2),
+    ]
+    records = bench_profile.summarize(trace)
+    expected = {"GEMM": 0.035, "other element-wise": 0.02, "ReLU^2": 0.01}
+    assert {r["kind"]: r["ms"] for r in records} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("amax_kernel", "abs-max"),
+        ("quantize_kernel", "quantize"),
+        ("quantize_16x16_kernel", "quantize"),
+        ("rotate_quantize_kernel", "rotate and quantize"),
+        ("repair_kernel", "rotate and quantize"),
+        ("decode_kernel", "decode"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
+        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90>>", "attention"),
+        ("triton_tem_fused_flex_attention_2", "attention"),
+        ("triton_per_fused__fused_rms_norm_add_mul_3", "RMSNorm"),
+        ("triton_red_fused__to_copy_amax_clamp_relu_7", "ReLU^2"),
+        ("triton_red_fused__fused_rms_norm_add_mul_quantize_view_0", "RMSNorm"),
+        ("triton_red_fused__to_copy_add_amax_clamp_max_clamp_min_div_mul_quantize_rand_relu_view_6", "ReLU^2"),
+        ("triton_poi_fused__to_copy_mul_rotate_quantize_view_3", "other element-wise"),
+        ("relu_squared_kernel", "ReLU^2"),
+        ("nvfp4::relu_squared", "ReLU^2"),
+        ("triton_poi_fused_add_mul_1", "other element-wise"),
+    ],
+)
+def test_kinds_of_kernels(name, kind):
+    assert bench_profile.kind_of([name]) == kind
+
+
+def test_every_kernel_of_ours_has_a_kind():
+    """A kernel added later must not count as the model's own work."""
+    names = {
+        name
+        for path in (ROOT / "kernels" / "nvfp4_kernels").glob("*.py")
+        for name in re.findall(r"@triton\.jit\ndef (\w+_kernel)\(", path.read_text())
+    }
+    assert len(names) > 5
+    assert {n for n in names if bench_profile.kind_of([n]) == bench_profile.OTHER} == set()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Prediction
+
+
+@pytest.mark.parametrize("machine", sorted(roofline.MACHINES))
+def test_break_even_is_a_prediction(machine, base_dir, capsys):
+    bench_train.main(["--roofline", machine, "--methods", "clover,nvidia"])
+    out = capsys.readouterr().out
+    assert out.startswith(f"PREDICTION for {roofline.MACHINES[machine].name}, not a measurement")
+    content = json.loads((base_dir / "bench" / f"bench_train_{machine}_predicted.json").read_text())
+    clover, nvidia = content["records"]
+    assert (clover["method"], nvidia["method"]) == ("clover", "nvidia")
+    for r in (clover, nvidia):
+        ratios = list(r["ratios"].values())
+        # GEMMs grow faster than what surrounds them, but for whole waves of tiles.
+        assert all(later < 1.06 * earlier for earlier, later in zip(ratios, ratios[1:]))
+        if machine == "h200":  # the GEMM is not faster there
+            assert r["width"] is None and min(ratios) > 1
+        else:
+            assert r["width"] % 128 == 0
+            model = roofline.MACHINES[machine]
+            for width, faster in ((r["width"], True), (r["width"] - 128, False)):
+                times = [roofline.block_ms(m, width, roofline.TOKENS, model) for m in (r["method"], "bf16")]
+                assert (times[0] < times[1]) == faster
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--depth", "20,x"], "--depth must be"),
+        (["--depth", ""], "--depth must be"),
+        (["--methods", "clever"], "--methods: unknown method 'clever'"),
+        (["--methods", "clover:"], "--methods: 'clover:', expected a method, or one with the rows"),
+        (["--methods", "clover:0"], "'clover:0', expected a method"),
+        (["--methods", "clever:64"], "--methods: unknown method 'clever'"),
+        (["--methods", "clover:3"], "not a multiple of a micro-batch of 3 rows of 2048 tokens"),
+        (["--recompute", "some"], "--recompute must be some of none, mlp, all"),
+        (["--micro-batch", "0"], "expected 'auto' or a positive whole number"),
+        (["--rounds", "0"], "must be at least 1"),
+        (["--micro-batch", "3"], "not a multiple of a micro-batch of 3 rows of 2048 tokens"),
+        (["--nanochat", "x"], "give --micro-batch a number"),
+        ([*TINY, "--methods=bf16", "--nanochat", "/nowhere"], "no nanochat.gpt can be imported from /nowhere"),
+    ],
+)
+def test_bad_arguments(argv, message):
+    with pytest.raises(UserError, match=message):
+        bench_train.main(argv)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_cuda_one_line(fork_server):
+    with pytest.raises(UserError, match="no CUDA device"):
+        bench_train.main(["--micro-batch", "2", "--memory-cap", "32GiB"])
+    run = fork_server.run("lab.measure.bench_train", [], as_main=True)
+    assert run.status == 2
+    assert "no CUDA device" in run.log and "--roofline" in run.log and "Traceback" not in run.log
+
+
+def test_memory_that_runs_out_is_one_line(monkeypatch):
+    def passes(self, rows):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Subject, "passes", passes)
+    with pytest.raises(UserError, match="2 of 2 variants failed: d1 bf16: micro-batch: out of memory; lower --micro-b"):
+        bench_train.main([*TINY, "--methods", "clover"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Nothing that was measured is lost
+
+
+def written(base_dir) -> dict[str, dict]:
+    content = json.loads((base_dir / "bench" / "bench_train.json").read_text())
+    return {r["variant"]: r for r in content["records"] if "tokens_per_second" in r}
+
+
+def test_what_was_measured_survives_a_kill(fork_server, base_dir):
+    flags = ["--methods", "clover", "--recompute", "none,all", "--rounds", "100000", "--calls", "20"]
+    command = [fork_server.python, "-m", "lab.measure.bench_train", *TINY, *flags]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        for line in process.stdout:
+            if line.startswith("after round 2 "):
+                break
+        assert [process.stdout.readline() for _ in range(4)][-1].startswith("d1  clover ")  # a pipe is not a terminal
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=300)
+        assert process.returncode == -signal.SIGTERM
+    finally:
+        process.kill()
+    records = written(base_dir)
+    assert list(records) == ["bf16", "clover"]  # what computes nothing twice comes first
+    assert all(r["micro_batch"] == 2 and r["tokens_per_second"] > 0 and r["ratio"] > 0 for r in records.values())
+    assert all(2 <= r["rounds"] <= 6 for r in records.values())  # the line came when it was printed, not a page later
+
+
+def test_sizes_are_written_before_anything_is_timed(base_dir, monkeypatch):
+    def run_steps(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_train, "run_steps", run_steps)
+    with pytest.raises(KeyboardInterrupt):
+        bench_train.main([*TINY, "--methods", "clover"])
+    assert [r["micro_batch"] for r in written(base_dir).values()] == [2, 2]
+    assert [r["tokens_per_second"] for r in written(base_dir).values()] == [None, None]
+
+
+@pytest.mark.parametrize("part", ["passes", "run_steps", "time_by_operation"])
+def test_one_variant_that_fails_leaves_the_others(part, base_dir, monkeypatch, capsys):
+    where = Subject if part == "passes" else bench_train
+    real = getattr(where, part)
+    errors = iter([torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("a bug")])
+
+    def fails(trainer, *args):
+        if trainer.now == "nvidia":
+            raise next(errors)
+        return real(trainer, *args)
+
+    become = Subject.become
+    monkeypatch.setattr(Subject, "become", lambda self, v: (become(self, v), setattr(self, "now", v.method))[0])
+    monkeypatch.setattr(where, part, fails)
+    with pytest.raises(UserError, match=r"2 of 4 variants failed: d1 nvidia: .*: out of memory; .*RuntimeError: a bug"):
+        flags = [] if part == "time_by_operation" else ["--no-table7"]
+        bench_train.main([*TINY, "--methods", "nvidia", "--recompute", "none,all", *flags])
+    records = written(base_dir)
+    for name, r in records.items():
+        assert (r["problem"] is None) == ("nvidia" not in name)
+        assert (r["tokens_per_second"] is None) == ("nvidia" in name and part != "time_by_operation")
+    captured = capsys.readouterr()
+    assert "nvidia FAILED" in captured.out and "RuntimeError: a bug" in captured.err
+    assert ("bf16, all again, micro-batch 2: forward" in captured.out) == (part == "time_by_operation")
+    assert "nvidia, micro-batch 2: forward" not in captured.out
+
+
+def test_a_variant_that_fails_leaves_nothing_in_memory(base_dir, monkeypatch):
+    """Neither what its frames hold, which an error refers to and they to it, nor its gradients."""
+    real, become, held = Subject.passes, Subject.become, []
+
+    class Activations:
+        pass
+
+    def passes(self, rows):
+        real(self, rows)
+        if len(self.seen) == 2:
+            activations = Activations()
+            held.append(weakref.ref(activations))
+            error = torch.OutOfMemoryError("CUDA out of memory")
+            raise error
+
+    def watched(self, variant):
+        become(self, variant)
+        self.seen = [*getattr(self, "seen", []), variant]
+        assert all(ref() is None for ref in held)
+        assert all(p.grad is None for p in self.model.parameters())
+
+    monkeypatch.setattr(Subject, "passes", passes)
+    monkeypatch.setattr(Subject, "become", watched)
+    with pytest.raises(UserError, match="1 of 3 variants failed: d1 clover: micro-batch: out of memory"):
+        bench_train.main([*TINY, "--methods", "clover,nvidia", "--no-table7"])
+    assert len(held) == 1 and written(base_dir)["nvidia"]["tokens_per_second"] > 0
+
+
+def test_a_wrong_method_is_not_timed(base_dir, monkeypatch):
+    monkeypatch.setattr(
+        bench_train, "layer_problem", lambda device, method: "all zeros" if method == "nvidia" else None
+    )
+    with pytest.raises(UserError, match="1 of 3 variants failed: d1 nvidia: wrong result: all zeros"):
+        bench_train.main([*TINY, "--methods", "nvidia,clover", "--no-table7"])
+    records = written(base_dir)
+    assert records["nvidia"]["micro_batch"] is None and records["clover"]["ratio"] > 0
+
+
+def test_a_depth_that_cannot_be_built_leaves_the_others(base_dir, monkeypatch):
+    def build(config, *args):
+        if config.n_layer == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Subject(config, *args)
+
+    monkeypatch.setattr(bench_train, "Subject", build)
+    with pytest.raises(UserError, match="1 of 3 variants failed: d2 bf16: out of memory; lower --depth"):
+        bench_train.main([*TINY, "--methods", "clover", "--depth", "2,1", "--no-table7"])
+    content = json.loads((base_dir / "bench" / "bench_train.json").read_text())
+    timed = [(r["depth"], r["variant"]) for r in content["records"] if r.get("tokens_per_second")]
+    assert timed == [(1, "bf16"), (1, "clover")]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(base_dir, capsys):
+    sizes = ["--depth", "2", "--seq-len", "256", "--vocab-size", "512", "--total-batch-size", "2048"]
+    bench_train.main([*sizes, "--no-compile", "--rounds", "1", "--calls", "1"])
+    content = json.loads((base_dir / "bench" / "bench_train.json").read_text())
+    records = [r for r in content["records"] if "tokens_per_second" in r]
+    assert all(r["peak_bytes"] > 0 and r["bytes_per_token"] > 0 and r["micro_batch"] == 8 for r in records)
+    kinds = {(r["variant"], r["kind"]) for r in content["records"] if "kind" in r}
+    assert {("clover", "quantize"), ("clover", "rotate and quantize"), ("bf16", "GEMM")} <= kinds

@@ -1,0 +1,157 @@
+"""compare_quartet2.py, with a made-up checkout in the place of the published one: loading, checking, messages."""
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lab.measure import bench_common as common
+from lab.measure import bench_linear
+from nanochat_fp4 import roofline
+from nanochat_fp4.errors import UserError
+
+SCRIPT = Path(__file__).resolve().parents[2] / "lab" / "measure" / "compare_quartet2.py"
+# As the published module is, seen from outside: absolute imports, scipy, a linear with these options.
+SCHEME = """
+import torch
+from scipy.linalg import hadamard
+from models.quantization.quantizers.helper import FACTOR
+
+class Quartet_II_Linear(torch.nn.Linear):
+    def __init__(self, *args, hadamard_dim, delayed_amax, four_over_six, **kwargs):
+        super().__init__(*args, **kwargs)
+        assert hadamard(hadamard_dim).shape == (128, 128) and four_over_six
+        self.delayed_amax = delayed_amax
+
+    def forward(self, x):
+        assert x.dim() == 3
+        return torch.nn.functional.linear(x, self.weight) * (FACTOR if self.delayed_amax else 1)
+"""
+
+
+@pytest.fixture
+def script(monkeypatch):
+    spec = importlib.util.spec_from_file_location("compare_quartet2", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    spec.loader.exec_module(module)
+    yield module
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("models", "scipy"):
+            del sys.modules[name]
+
+
+def checkout(folder: Path, scheme: str = SCHEME, factor: float = 1.0) -> Path:
+    package = folder / "src" / "models" / "quantization"
+    for name in ("schemes", "quantizers"):
+        (package / name).mkdir(parents=True)
+    for init in folder.rglob("*/"):
+        (init / "__init__.py").write_text("import fast_hadamard_transform_that_nobody_has")
+    (package / "quantizers" / "helper.py").write_text(f"FACTOR = {factor}")
+    (package / "schemes" / "quartet_2.py").write_text(scheme)
+    return folder
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    def timed(function, calls):
+        milliseconds = []
+        for _ in range(calls):
+            start = time.perf_counter()
+            function()
+            milliseconds.append((time.perf_counter() - start) * 1e3)
+        return milliseconds
+
+    monkeypatch.setattr(common, "need_cuda", lambda script: torch.device("cpu"))
+    monkeypatch.setattr(common, "LAYER_SETS", {"3B": {"up": (128, 256), "down": (256, 128)}})
+    monkeypatch.setattr(roofline, "TOKENS", 256)
+    monkeypatch.setattr(bench_linear, "timed", timed)
+
+
+def test_all_four_are_timed(script, on_a_cpu, tmp_path):
+    records, problems = script.compare(checkout(tmp_path), "3B", 0.01)
+    assert problems == []
+    assert [r["name"] for r in records] == ["bf16", "clover", "published, exact amax", "published, delayed amax"]
+    for r in records:
+        assert r["ratio"] == pytest.approx(r["ms"] / records[0]["ms"])
+        assert r["times_clover"] == pytest.approx(r["ms"] / records[1]["ms"])
+    assert "published, delayed amax" in script.show(records)
+
+
+def test_a_wrong_result_is_not_timed(script, on_a_cpu, tmp_path):
+    records, problems = script.compare(checkout(tmp_path, factor=2.0), "3B", 0.01)
+    assert [r["name"] for r in records] == ["bf16", "clover", "published, exact amax"]
+    assert len(problems) == 1 and "published, delayed amax, 3B: output is off BF16" in problems[0]
+
+
+# As the published code does: a compiled function that no call finds fit, since a guarded number is another each time.
+RECOMPILES = SCHEME.replace("import torch", """
+import torch
+
+@torch.compile(backend="eager", dynamic=False)
+def again(y, call):
+    return y + 0 * call
+""").replace(
+    "return torch", """self.calls = getattr(self, "calls", 100) + 1
+        y = again(x, 1 if self.delayed_amax else self.calls)
+        return y.sum() * 0 + torch"""
+)  # fmt: skip
+
+
+def test_timed_once_torch_compile_has_given_up(script, on_a_cpu, tmp_path):
+    records, problems = script.compare(checkout(tmp_path, RECOMPILES), "3B", 0.01)
+    exact, delayed = (next(r for r in records if name in r["name"]) for name in ("exact", "delayed"))
+    assert problems == [] and all(r["settled"] and r["recompiled"] == 0 for r in records)
+    assert (exact["uncompiled"], delayed["uncompiled"]) == (1, 0)
+    assert len(exact["visits"]) == 2 and min(exact["visits"]) <= exact["ms"] <= max(exact["visits"])
+    assert "never stops" not in script.show(records)
+
+
+@pytest.mark.slow
+@torch._dynamo.config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6)
+def test_tracing_that_never_stops_is_named(script, on_a_cpu, tmp_path):
+    records, _ = script.compare(checkout(tmp_path, RECOMPILES), "3B", 0.01)
+    exact, delayed = (next(r for r in records if name in r["name"]) for name in ("exact", "delayed"))
+    assert not exact["settled"] and exact["recompiled"] == 2 * exact["calls"]  # two layers
+    assert delayed["settled"] and delayed["recompiled"] == 0
+    text = script.show(records)
+    assert f"exact amax: torch.compile never stops tracing functions again, {exact['recompiled']} times" in text
+
+
+def test_what_was_still_tracing_is_named(script):
+    visits = [
+        {"ms": [3.0, 1.0, 2.0], "recompiled": 6, "uncompiled": 0, "settled": False},
+        {"ms": [4.0], "recompiled": 0, "uncompiled": 1, "settled": True},
+    ]
+    record = script.summarize(visits)
+    assert record == {
+        "ms": 2.5, "visits": [2.0, 4.0], "calls": 4, "recompiled": 6, "uncompiled": 1, "settled": False
+    }  # fmt: skip
+    text = script.show([{"name": "exact amax", "ratio": 1.0, "times_clover": 1.0, "mhz": None, "watts": None} | record])
+    assert "exact amax: torch.compile never stops tracing functions again, 6 times in 4 timed calls" in text
+
+
+@pytest.mark.parametrize(
+    "scheme, message",
+    [
+        ("import a_package_that_nobody_has", "quartet_2.py cannot be imported: .*a_package_that_nobody_has"),
+        ("Quartet_III_Linear = None", "has no Quartet_II_Linear"),
+    ],
+)
+def test_another_revision(script, tmp_path, scheme, message):
+    with pytest.raises(UserError, match=message):
+        script.load(checkout(tmp_path, scheme))
+
+
+def test_no_checkout(script, tmp_path):
+    with pytest.raises(UserError, match="is no checkout of IST-DASLab/Quartet-II: there is no .*quartet_2.py"):
+        script.load(tmp_path)
+
+
+def test_hadamard(script):
+    h = torch.from_numpy(script.hadamard(128))
+    assert torch.equal(h @ h.T, 128 * torch.eye(128, dtype=h.dtype)) and h.abs().eq(1).all() and h[0].eq(1).all()

@@ -1,0 +1,606 @@
+"""Sweeps: what is run and with which flags, error bars against numbers by hand, resuming, failures, signals, devices.
+
+Training is replaced by something that writes the metrics of a run, but for one real run at the end.
+"""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import nanochat_fp4 as nf
+from lab.study import sweep, sweep_results, sweep_runs, sweep_scheduler
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.nvfp4.plan import MethodPlan
+from scripts import base_train
+
+
+def result(method: str, seed: int, bpb: float, size: str = "tiny") -> dict:
+    return {"method": method, "size": size, "seed": seed, "val_bpb": bpb, "val_bpb_bf16": bpb, "training_seconds": 60}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is run
+
+
+def test_a_plan_is_whole_seeds_with_equal_flags_but_for_method_and_seed():
+    runs = sweep_runs.plan(["bf16", "clover"], ["d6", "llama-30M"], [1, 2], tokens=10_000_000)
+    assert [(r.seed, r.size, r.method) for r in runs] == [
+        (s, size, m) for s in (1, 2) for size in ("d6", "llama-30M") for m in ("bf16", "clover")
+    ]
+    by_size = {}
+    for r in runs:
+        own = {f"--method={r.method}", f"--seed={r.seed}"}
+        assert own <= set(r.flags)
+        by_size.setdefault(r.size, set()).add(tuple(f for f in r.flags if f not in own))
+    assert all(len(flags) == 1 for flags in by_size.values())
+    # Tokens are turned into whole steps of each size's own batch.
+    assert "--num-iterations=152" in runs[0].flags and "--num-iterations=38" in runs[2].flags
+    assert len({r.tag for r in runs}) == len(runs)
+
+
+def test_a_seed_may_be_one_of_the_data_as_well():
+    options = {"tokens": 10 * 512, "bf16_until": 0.5, "vary_data": True}
+    runs = sweep_runs.plan(["clover", "clover_separate_qkv"], ["tiny"], [3, 4], **options)
+    assert all(f"--data-seed={r.seed}" in r.flags for r in runs) and len(runs) == 6
+    assert {base_train.parse_args(list(r.flags)).data_seed for r in runs} == {3, 4}
+
+
+def test_how_a_run_differs_from_the_papers():
+    own = {"size": "llama-30M", "flags": sweep_runs.size_flags("llama-30M"), "vocab_size": 32_000}
+    assert sweep_results.difference_from_paper(own, "c4_0123 (abc)") == ""
+    other = {**own, "vocab_size": 8192, "flags": [*own["flags"], "--device-batch-size=32"]}
+    assert sweep_results.difference_from_paper(other, "prose and code (abc)") == (
+        "text prose and code, not C4; vocabulary 8,192, not 32,000; device-batch-size 32, not 128"
+    )
+    small = {"size": "d6", "flags": sweep_runs.size_flags("d6"), "vocab_size": 8192}
+    said = sweep_results.difference_from_paper(small, "base_data (abc)")
+    assert said.startswith("vocabulary 8,192, not 65,536; total-batch-size 65536, not 524288; max-seq-len 1024")
+
+
+def test_runs_branch_from_the_bf16_run_of_their_seed():
+    names = ["clover", "bf16", "clover_late_fp8", "clover_up_fp8", "clover_reset"]
+    runs = sweep_runs.plan(names, ["tiny"], [1, 2], tokens=5 * 512, bf16_until=0.5)
+    assert [r.method for r in runs] == 2 * ["bf16", "clover", "clover_late_fp8", "clover_up_fp8", "clover_reset"]
+    for seed in (1, 2):
+        trunk, *others = [r for r in runs if r.seed == seed]
+        assert trunk.branch is None and {"--save-every=3", "--keep-last=-1", "--method=bf16"} <= set(trunk.flags)
+        assert all(r.branch == (trunk.tag, 3) for r in others)
+        for r in others:
+            # What follows the branch is the method's own plan.
+            own = [f for f in r.flags if not f.startswith("--branch-from=")]
+            assert own == list(sweep_runs.plan([r.method], ["tiny"], [seed], tokens=5 * 512)[0].flags)
+    with pytest.raises(UserError, match="--bf16-until=0.8: clover_late_fp8 changes before that"):
+        sweep_runs.plan(["clover_late_fp8"], ["tiny"], [1], tokens=5 * 512, bf16_until=0.8)
+    for wrong in ({"bf16_until": 1.0, "tokens": 1000}, {"bf16_until": 0.5, "ratio": 8.0}):
+        with pytest.raises(UserError, match="between 0 and 1, and --tokens"):
+            sweep_runs.plan(["clover"], ["tiny"], [1], **wrong)
+
+
+def test_methods_that_compute_the_same_for_a_while_share_that_part():
+    names = ["bf16", "clover", "clover_late", "clover_late_fp8", "clover_up_fp8", "nvidia", "clover_rates_up"]
+    mixed = "late_up: --method=clover --layer-methods=*.mlp.c_proj=clover --method-phases=0.6=clover_fp8_forward"
+    runs = {r.method: r for r in sweep_runs.plan([*names, mixed], ["tiny"], [1], tokens=10 * 512, share_until=[0.55])}
+    trunk = runs["clover"]
+    assert trunk.branch is None and {"--save-at=6", "--keep-last=-1"} <= set(trunk.flags)
+    for name in ("clover_late", "clover_late_fp8", "late_up"):  # clover's until 0.7, 0.7 and 0.6
+        assert runs[name].branch == (trunk.tag, 6), name
+    for name in ("bf16", "clover_up_fp8", "nvidia", "clover_rates_up"):  # another method, layer or rate from the start
+        assert runs[name].branch is None and "--save-at=6" not in runs[name].flags, name
+    several = [mixed.replace("late_up", "other").replace("0.6=", "0.8="), *names]  # parts at 0.8 from clover itself
+    runs = {r.method: r for r in sweep_runs.plan(several, ["tiny"], [1], tokens=10 * 512, share_until=[0.55, 0.75])}
+    assert "--save-at=6,8" in runs["other"].flags and runs["clover"].branch == (runs["other"].tag, 8)
+    assert runs["clover_late"].branch == (runs["other"].tag, 6)
+    ends = sweep_runs.plan(
+        ["clover_feedback", "clover_feedback_late"], ["tiny"], [1], tokens=10 * 512, share_until=[0.97]
+    )
+    assert [r.branch for r in ends] == [None, None]  # 0.97 of ten steps are ten: nothing would be left to train
+    late = sweep_runs.plan(["clover", "clover_late"], ["tiny"], [1], tokens=10 * 512, share_until=[0.8])
+    assert [r.branch for r in late] == [None, None]  # they part before that
+    for wrong in ({"share_until": [1.5], "tokens": 1000}, {"share_until": [0.5], "ratio": 8.0}):
+        with pytest.raises(UserError, match="--share-until=.* between 0 and 1, and --tokens"):
+            sweep_runs.plan(["clover"], ["tiny"], [1], **wrong)
+    with pytest.raises(UserError, match="exclude each other"):
+        sweep_runs.plan(["clover"], ["tiny"], [1], tokens=1000, share_until=[0.5], bf16_until=0.5)
+
+
+def test_the_tag_changes_with_any_flag():
+    def tag(**kw):
+        return sweep_runs.plan(["clover"], ["tiny"], [1], **{"tokens": 1000, **kw})[0].tag
+
+    assert tag() == tag()
+    others = tag(tokens=2000), tag(extra=["--matrix-lr=0.1"]), tag(tokens=0, ratio=20.0), tag(data="other")
+    assert len({tag(), *others}) == 5
+
+
+def test_a_plan_makes_nothing(tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("".join(f"Document {i}.\n\n" for i in range(5000)))
+    args = f"--sizes=tiny --seeds=1 --tokens=4096 --plan --data-dir={tmp_path / 'text'} --folder={tmp_path / 'runs'}"
+    sweep.main([*args.split(), "--methods=bf16,clover"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny_")]
+    assert [line.split("_s1_")[0] for line in lines] == ["tiny_bf16", "tiny_clover"] and "--method=clover" in lines[1]
+    with pytest.raises(SystemExit):
+        sweep.main([*args.split(), "--methods=bf16", "--variant=x: --num-iteration=9"])
+    message = "error: unrecognized arguments: --num-iteration=9; did you mean --num-iterations? (see "
+    assert capsys.readouterr().err.startswith(message)  # now, and not when its turn comes, hours later
+    assert not (tmp_path / "runs").exists()  # no tokenizer either, which takes minutes
+
+
+def test_the_data_key_is_of_the_text_and_not_of_its_place(tmp_path):
+    for folder, text in (("a", b"one"), ("b", b"one"), ("c", b"three")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "shard_00000.parquet").write_bytes(text)
+    a, b, c = (sweep_runs.data_key(tmp_path / f) for f in "abc")
+    assert a == b != c
+
+
+@pytest.mark.parametrize("text, value", [("100M", 10**8), ("1.5k", 1500), ("2B", 2 * 10**9), ("7", 7)])
+def test_numbers_of_tokens(text, value):
+    assert sweep_runs.parse_number(text) == value
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: sweep_runs.parse_number("many"), "'many' is not a number of tokens; write for example 100M"),
+        (lambda: sweep_runs.size_flags("huge"), "unknown size 'huge'; use d<depth>, llama-30M"),
+        (lambda: sweep_runs.size_flags("d0"), "unknown size 'd0'; use d<depth>"),
+        (lambda: sweep_runs.size_flags("llama-7B"), "--llama='7B' is not a size of the family; use one of 30M"),
+        (lambda: sweep_runs.method_flags("cloover"), "unknown method 'cloover'; use one of: bf16, .*clover_late_bf16"),
+        (lambda: sweep_runs.plan(["bf16", "bf16"], ["tiny"], [1], tokens=4096), "have bf16 twice; give each a label"),
+        (lambda: sweep_runs.plan(["a: --method=bf16", "a:"], ["tiny"], [1], tokens=4096), "have a twice"),
+        (
+            lambda: sweep_runs.plan(["a/b: --method=bf16"], ["tiny"], [1], tokens=4096),
+            "'a/b: .*expected a label",
+        ),
+        (
+            lambda: sweep_runs.plan([": --method=bf16"], ["tiny"], [1], tokens=4096),
+            "expected a label without /, a",
+        ),
+        (lambda: sweep_runs.method_flags("x: --method=foo"), "--variant 'x': .*unknown method 'foo'"),
+        (
+            lambda: sweep_runs.plan(["x: --method-phases=foo"], ["tiny"], [1], tokens=4096, bf16_until=0.5),
+            "--variant 'x': phases: 'foo' is not of the form fraction=method",
+        ),
+        (  # what --bf16-until would not have seen
+            lambda: sweep_runs.method_flags("x: --method=clover --method-phases 0.5=bf16"),
+            "--variant 'x': '0.5=bf16' stands apart; write flags of base_train as --name=value",
+        ),
+        (  # the number of steps is of the batch
+            lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], tokens=4096, extra=["--total-batch-size", "1024"]),
+            "--extra: '1024' stands apart",
+        ),
+        (lambda: sweep.main("--sizes=tiny --tokens=1M --name=a/b".split()), "--name=a/b: .* a file without /"),
+        (
+            lambda: sweep.main("--sizes=tiny --tokens=1M --keep=bf61".split()),
+            "--keep: 'bf61' is none of .*use one of b",
+        ),
+        (lambda: sweep.main("--sizes=tiny --tokens=1M --baseline=b".split()), "--baseline: 'b' is none of this sweep"),
+        (lambda: sweep.make_folder(Path("/dev/null/x")), "cannot create --folder=/dev/null/x .*; choose a writable"),
+        (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1]), "either --tokens=100M or --ratio=20"),
+        (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], ratio=-1.0), "either --tokens=100M or --ratio=20"),
+        (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], tokens=1, ratio=1.0), "either --tokens=100M or --ratio=20"),
+        (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], tokens=4096, bf16_until=0.9), "=0.9 leaves none of 8 steps"),
+        (
+            lambda: sweep.main(["--sizes=", "--tokens=1M"]),
+            "--sizes, --methods, --seeds and --jobs must be at least one",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(call, message):
+    with pytest.raises(UserError, match=message) as e:
+        call()
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("variant", sweep_runs.VARIANTS)
+def test_every_variant_is_a_plan_of_base_train(variant):
+    """Flags that it knows, methods that exist, and patterns that meet layers of both families."""
+    args = base_train.parse_args(list(sweep_runs.method_flags(variant)))
+    assert args.method in {*nf.METHODS, *nf.ABLATIONS}
+    plan = MethodPlan.parse(args.method, args.layer_methods, args.method_phases)
+    changed = plan.layers or plan.phases or args.matrix_lr != 0.02 or args.weight_decay != 0.2
+    changed = changed or args.oscillation or args.separate_qkv or args.exact_relu_squared
+    assert changed, "as its method alone"
+
+
+@pytest.mark.parametrize(
+    "kind, names", [("qkv", "c_q c_k c_v"), ("out", "c_proj"), ("up", "c_fc c_gate"), ("down", "c_proj")]
+)
+def test_kinds_of_layers(kind, names):
+    from fnmatch import fnmatchcase
+
+    every = [f"transformer.h.3.attn.{n}" for n in ("c_q", "c_k", "c_v", "c_proj")]
+    every += [f"transformer.h.3.mlp.{n}" for n in ("c_fc", "c_gate", "c_proj")]
+    fitting = [n for n in every if fnmatchcase(n, sweep_runs.LAYER_KINDS[kind])]
+    part = "mlp" if kind in ("up", "down") else "attn"
+    assert fitting == [f"transformer.h.3.{part}.{n}" for n in names.split()]
+    assert sum(fnmatchcase(n, p) for n in every for p in sweep_runs.LAYER_KINDS.values()) == len(every)  # each one kind
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Statistics
+
+
+def test_estimate_by_hand():
+    e = sweep_results.estimate([1.0, 2.0, 3.0, 4.0])
+    # Mean 2.5, standard deviation 1.2910, t(3) = 3.182: 3.182 * 1.2910 / 2.
+    assert e.mean == 2.5 and e.half == pytest.approx(2.0540, abs=1e-3) and e.decided
+    assert str(e) == "+2.50 ± 2.05"
+    one = sweep_results.estimate([0.5])
+    assert one.mean == 0.5 and math.isnan(one.half) and not one.decided and str(one) == "+0.50"
+    assert not sweep_results.estimate([-1.0, 1.0]).decided and sweep_results.estimate([]).n == 0
+    # Of one seed no interval is shown, even where others' scatter would give one; nor one that is not known.
+    assert [str(sweep_results.Estimate(1.26, half, n)) for half, n in ((0.14, 1), (math.nan, 2))] == ["+1.26"] * 2
+
+
+@pytest.mark.parametrize("freedom, t", [(1, 12.706), (30, 2.042), (31, 2.040), (40, 2.021), (60, 2.000), (120, 1.980)])
+def test_quantiles_of_students_t(freedom, t):
+    assert sweep_results.t95(freedom) == pytest.approx(t, abs=6e-4)
+
+
+def test_intervals_cover_the_truth_95_times_of_100():
+    generator = random.Random(0)
+    covered = 0
+    for _ in range(2000):
+        e = sweep_results.estimate([generator.gauss(1.0, 2.0) for _ in range(3)])
+        covered += abs(e.mean - 1.0) <= e.half
+    assert 0.935 < covered / 2000 < 0.965  # 2000 experiments: 0.5% of standard error
+
+
+def test_gaps_and_differences_are_paired():
+    """Seeds differ by far more than methods: only pairs of a seed see the gap of exactly 2%, and 1 point less."""
+    results = []
+    for seed, base in ((1, 1.0), (2, 1.7), (3, 0.4)):
+        results += [
+            result("bf16", seed, base),
+            result("nvidia", seed, base * 1.02),
+            result("clover", seed, base * 1.01),
+        ]
+    gap = sweep_results.gap(results, "tiny", "nvidia")
+    assert gap.mean == pytest.approx(2.0) and gap.half == pytest.approx(0.0, abs=1e-9) and gap.n == 3
+    d = sweep_results.difference(results, "tiny", "clover", "nvidia")
+    assert d.mean == pytest.approx(-1.0) and d.decided
+    # A seed that one of them lacks does not count.
+    assert sweep_results.gap(results[:-3] + results[-3:-2], "tiny", "nvidia").n == 2
+    header, rows = sweep_results.summary(results, ["bf16", "nvidia", "clover"], ["tiny"], "bf16", "clover")
+    assert rows[1][4] == "+2.00 ± 0.00" and rows[2][4] == "+1.00 ± 0.00" and rows[0][4] == "-"
+    assert rows[1][header.index("minus clover")] == "+1.00 ± 0.00"
+
+
+def of_seeds(gaps: dict[str, dict[int, float]]) -> list[dict]:
+    """Results with these gaps in percent, by method and seed, bf16's to 1 bit per byte."""
+    return [result(m, seed, 1 + gap / 100) for m, by_seed in gaps.items() for seed, gap in by_seed.items()]
+
+
+def test_the_scatter_of_a_run_is_pooled_over_methods():
+    """Second minus first seed: 0, 0, 2, 0, the mean 0.5; squares of residuals 3 * 0.5^2 / 2 + 1.5^2 / 2 = 1.5."""
+    results = of_seeds({"bf16": {1: 0, 2: 0}, "clover": {1: 1, 2: 1}, "a": {1: 1, 2: 3}, "b": {1: 1, 2: 1}})
+    deviation, freedom = sweep_results.scatter(results, "tiny")
+    assert (deviation, freedom) == (pytest.approx(0.5**0.5), 3)
+    for other, means in (("clover", (1, 0)), ("bf16", (2, 1))):  # of two runs a difference, the scatter of both
+        pooled = sweep_results.pooled_differences(results, "tiny", other)
+        assert (pooled["a"].mean, pooled["b"].mean) == (pytest.approx(means[0]), pytest.approx(means[1], abs=1e-9))
+        assert pooled["a"].half == pooled["b"].half == pytest.approx(3.182 * 0.5**0.5 * 2**0.5 / 2**0.5)
+    # Gap minus half of clover's: method - clover / 2 - bf16 / 2.
+    half = sweep_results.pooled_differences(results, "tiny", "clover", share=0.5)["a"]
+    assert half.mean == pytest.approx(1.5) and half.half == pytest.approx(3.182 * (0.5 * 1.5 / 2) ** 0.5)
+    own = [r for r in results if r["method"] != "b"]
+    wider = sweep_results.pooled_differences(own, "tiny", "clover")["a"]
+    assert wider.half > half.half
+    assert sweep_results.pooled_differences(own, "tiny", "clover", scatter_of=results)["a"].half < wider.half
+
+
+def test_a_seed_or_a_method_has_no_scatter_of_itself():
+    """Seeds that shift every method alike scatter nothing, nor does a method of one seed; branches do not count."""
+    gaps = {"bf16": {1: 0, 2: 0, 3: 0}, "clover": {1: 1, 2: 1, 3: 1}, "late": {1: 0.2, 2: 0.9}, "one": {2: 0.7}}
+    results = of_seeds(gaps)
+    for r in results:
+        r["val_bpb"] *= 1 + 0.1 * r["seed"]
+        r["flags"] = ["--branch-from=clover@10"] if r["method"] == "late" else []
+    assert sweep_results.scatter(results, "tiny") == (pytest.approx(0, abs=1e-9), 2)
+    for few in (results[:3], [r for r in results if r["seed"] == 2]):
+        deviation, freedom = sweep_results.scatter(few, "tiny")
+        assert math.isnan(deviation) and freedom == 0
+        assert all(math.isnan(d.half) for d in sweep_results.pooled_differences(few, "tiny", "bf16").values())
+
+
+@pytest.mark.parametrize("other, share", [("bf16", 1.0), ("clover", 1.0), ("clover", 0.5)])
+def test_pooled_intervals_cover_the_truth_95_times_of_100(other, share):
+    """bf16 and clover are in the difference of every method: their scatter counts once, not once for each method."""
+    generator = random.Random(0)
+    seeds = {"bf16": 3, "clover": 3, "a": 3, "b": 3, "c": 3, "d": 2}
+    covered = 0
+    for _ in range(2000):
+        common = [generator.gauss(0, 1) for _ in range(3)]
+        gaps = {m: {s: 0.01 * (common[s] + generator.gauss(0, 1)) for s in range(n)} for m, n in seeds.items()}
+        d = sweep_results.pooled_differences(of_seeds(gaps), "tiny", other, share)["a"]
+        covered += abs(d.mean) <= d.half
+    assert 0.94 < covered / 2000 < 0.96  # 2000 experiments: 0.5% of standard error
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+def write_metrics(folder, tag, steps=2, bpb=1.5, complete=True):
+    path = folder / "base_checkpoints" / tag
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "model_000002.pt").write_text("weights")
+    records = [
+        {"event": "start", "step": 0, "num_iterations": steps, "total_batch_size": 512, "num_params": 7,
+         "backend": "b", "environment": {}, "gemm_work": {"4": 1.0}},
+        {"event": "val", "step": 0, "bpb": 3.0, "bpb_bf16": 3.0, "tokens": 64},
+        {"event": "train", "step": 0, "loss": 4.0, "seconds": 1.0},
+    ]  # fmt: skip
+    if complete:
+        records.append({"event": "val", "step": steps, "bpb": bpb, "bpb_bf16": bpb - 0.1, "tokens": 64})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path):
+    """(a sweep on the CPU, tags in the order of their training); base_train writes metrics and nothing else."""
+    order = []
+
+    def main(argv):
+        args = base_train.parse_args(argv)
+        assert os.environ["NANOCHAT_BASE_DIR"] == str(tmp_path) and args.resume_from_step == "latest"
+        order.append(args.model_tag)
+        if args.method == "nvidia":
+            raise UserError("out of luck; try again")
+        if args.method == "tetrajet_v2":
+            raise SystemExit(143)
+        write_metrics(tmp_path, args.model_tag, complete=args.method != "four_over_six")
+
+    monkeypatch.setattr(base_train, "main", main)
+    return sweep_scheduler.Sweep(tmp_path, "data", ["cpu"], keep=("bf16",)), order
+
+
+def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
+    s, order = trained
+    runs = sweep_runs.plan(["bf16", "clover"], ["tiny"], [1, 2], tokens=1024)
+    results = sweep.run_sweep(s, "name", runs)
+    assert order == [r.tag for r in runs] and len(results) == 4
+    assert "4 of 4 runs done" in capsys.readouterr().out
+    assert results[0]["curve"] == [[0, 3.0, 3.0], [2, 1.5, 1.4]] and results[0]["tokens"] == 1024
+    kept = [(s.folder / "base_checkpoints" / r.tag / "model_000002.pt").exists() for r in runs]
+    assert kept == [True, False, True, False]  # keep: bf16
+    order.clear()
+    sweep.run_sweep(s, "name", runs)
+    assert order == []
+    for run in runs[1], runs[3]:  # as with a variant's --num-iterations
+        s.result_path(run).write_text(json.dumps(s.result(run) | {"steps": 3000}))
+    note = "tiny: of other lengths than bf16's 2 steps, compared with it at their ends: clover 3,000"
+    assert note in sweep.report(s, "name", runs, "bf16", "clover").splitlines()
+    whole = s.result(runs[2])
+    for damaged in (
+        '{"cut sho',  # as a full disk would leave it
+        *("null", "[1]", "{}", json.dumps(whole | {"val_bpb": None}), json.dumps(whole | {"gemm_work": {"5": 1.0}})),
+    ):
+        s.result_path(runs[2]).write_text(damaged)
+        order.clear()
+        sweep.run_sweep(s, "name", runs)
+        assert order == [runs[2].tag]
+    content = json.loads((s.folder / "name.json").read_text())
+    assert content["done"] == 4 and content["gaps"]["tiny clover"]["n"] == 2
+    assert (s.folder / "name.md").read_text().startswith("| size | method |")
+    assert sweep_results.stored(s.folder / "name.json")["results"] == content["results"]
+    assert len((s.folder / "name.json").read_text().splitlines()) < 20  # a line for each run
+
+
+def test_the_loss_curve_is_means_of_parts():
+    losses = [{"step": i, "loss": float(i)} for i in range(10)]
+    assert sweep_scheduler.thinned(losses, 10, 3) == [[4, 1.5], [8, 5.5], [10, 8.5]]
+    assert sweep_scheduler.thinned(losses[3:], 10, 3) == [[8, 5.5], [10, 8.5]]  # of a branch: the same parts
+    assert sweep_scheduler.thinned(losses, 10) == [[i + 1, float(i)] for i in range(10)]
+    assert sweep_scheduler.thinned([], 10) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"results": []}', '{"results": [], "environment": {}, "data": "x"}', '{"results": 3}']
+    + ['{"results": [{"method": "bf16"}], "environment": {"a": 1}, "data": "x"}'],  # of a run without its length
+)
+def test_files_that_are_no_results_are_refused(tmp_path, text):
+    (tmp_path / "d6.json").write_text(text)
+    with pytest.raises(UserError, match="d6.json (is not a file of lab.study.sweep|holds no results)"):
+        sweep_results.stored(tmp_path / "d6.json")
+    with pytest.raises(UserError, match="nothing.json is not a file of lab.study.sweep"):
+        sweep_results.stored(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({"val_bpb": math.nan}, "val_bpb is nan, expected a positive number"),
+        ({"val_bpb": "1.2"}, "val_bpb is '1.2', expected float"),
+        ({"steps": 0}, "steps is 0, expected a positive"),
+        ({"seed": [1]}, "seed is .1., expected int"),
+        ({"gemm_work": {"6": 1.0}}, "gemm_work is .*, expected shares of 4, 8, 16 bits"),
+        ({"curve": [["a", 1]]}, "curves are not pairs of numbers"),
+        ({"curve": 3}, "TypeError"),
+        ({"flags": [3]}, "flags are not text"),
+    ],
+)
+def test_damaged_runs_are_refused_by_what_is_wrong_with_them(tmp_path, change, problem):
+    run = result("clover", 1, 1.0) | {"steps": 8, "tokens": 4096, "gemm_work": {"4": 1.0}}
+    environment = {"gpu": None, "gpu_count": 0, "torch": "2"}
+    for content in (
+        {"results": [run], "environment": environment, "data": "x"},
+        {"results": [run | change], "environment": environment, "data": "x"},
+        {"results": [run], "environment": {"gpu": None}, "data": "x"},
+    ):
+        (tmp_path / "d6.json").write_text(json.dumps(content))
+        if content["results"][0] is run and content["environment"] is environment:
+            assert sweep_results.stored(tmp_path / "d6.json") == content
+            continue
+        wrong = problem if content["environment"] is environment else "KeyError: 'gpu_count'"
+        with pytest.raises(UserError, match=f"is not a file of lab.study.sweep .*{wrong}.*; give <folder>/<name>.json"):
+            sweep_results.stored(tmp_path / "d6.json")
+
+
+def test_failures_are_named_and_do_not_stop_the_others(trained):
+    s, order = trained
+    runs = sweep_runs.plan(["nvidia", "four_over_six", "bf16"], ["tiny"], [1], tokens=1024)
+    with pytest.raises(
+        UserError, match=r"2 of 3 runs failed: tiny_nvidia.*out of luck.*four_over_six.*ended early"
+    ) as e:
+        sweep.run_sweep(s, "name", runs)
+    assert "\n" not in str(e.value) and len(order) == 3
+    assert s.result(runs[2]) and not s.result(runs[0])
+
+
+def test_a_run_that_diverged_is_no_result(trained):
+    s, _ = trained
+    (run,) = sweep_runs.plan(["clover"], ["tiny"], [1], tokens=1024)
+    write_metrics(s.folder, run.tag, bpb=math.nan)
+    assert s.finish(run, 0.0) is None and not s.result_path(run).exists()
+    assert list((s.folder / "base_checkpoints" / run.tag).glob("model_*"))  # to look at
+
+
+def test_the_checkpoints_of_a_trunk_stay_until_its_branches_are_done(trained):
+    s, order = trained
+    s.keep = ()
+
+    def plan(*methods):
+        return sweep_runs.plan(methods, ["tiny"], [1], tokens=1024, bf16_until=0.5)
+
+    runs = plan("nvidia", "clover")
+    weights = s.folder / "base_checkpoints" / runs[0].tag / "model_000002.pt"
+    with pytest.raises(UserError, match="1 of 3 runs failed: tiny_nvidia"):
+        s.train(runs)
+    assert order == [r.tag for r in runs] and weights.exists()
+    s.train(plan("clover"))
+    assert not weights.exists()
+    # One more method: the trunk is trained again, its checkpoint being gone.
+    order.clear()
+    more = plan("clover", "clover_search")
+    s.train(more)
+    assert order == [more[0].tag, more[2].tag]
+
+
+def test_a_signal_stops_the_sweep_with_its_status(trained, capsys):
+    s, order = trained
+    with pytest.raises(sweep_scheduler.Interrupted) as e:
+        sweep.run_sweep(s, "name", sweep_runs.plan(["tetrajet_v2", "bf16"], ["tiny"], [1], tokens=1024))
+    assert len(order) == 1 and e.value.args == (143,)
+    with pytest.raises(SystemExit) as stopped:
+        sweep.stopped(e.value)
+    assert stopped.value.code == 143 and "same command again" in capsys.readouterr().out
+
+
+@pytest.fixture
+def processes(monkeypatch, tmp_path):
+    """A sweep over two devices whose processes are these few lines instead of base_train."""
+    code = (
+        "import json, os, pathlib, signal, sys, time\n"
+        "tag = next(a for a in sys.argv if a.startswith('--model-tag=')).partition('=')[2]\n"
+        "folder = pathlib.Path(os.environ['NANOCHAT_BASE_DIR'])\n"
+        "log = folder / 'order.jsonl'\n"
+        "def note(what): open(log, 'a').write(json.dumps([what, tag, os.environ['CUDA_VISIBLE_DEVICES']]) + '\\n')\n"
+        "def stop(*a):\n"
+        "    note('stopped')\n"
+        "    if 'deaf' not in tag: sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "note('start')\n"
+        # Whatever is not to be stopped ends as soon as two are at work.
+        "def go_on(): return 'clover' in tag or log.read_text().count('start') < 2\n"
+        "deadline = time.monotonic() + 100\n"
+        "while time.monotonic() < deadline and go_on(): time.sleep(0.02)\n"
+        "note('end')\n"
+        "sys.exit('boom' if 'nvidia' in tag else 0)\n"
+    )
+    popen = subprocess.Popen
+
+    def start(command, **kw):
+        assert command[1:3] == ["-m", "scripts.base_train"] and "--device-type=cuda" in command
+        return popen([sys.executable, "-c", code, *command[3:]], **kw)
+
+    monkeypatch.setattr(sweep_scheduler.subprocess, "Popen", start)
+    s = sweep_scheduler.Sweep(tmp_path, "data", ["3", "5"])
+
+    def order():
+        return [json.loads(line) for line in (tmp_path / "order.jsonl").read_text().splitlines()]
+
+    return s, order
+
+
+def test_two_devices_work_at_the_same_time_and_one_after_another(processes):
+    s, order = processes
+    runs = sweep_runs.plan(["bf16", "fp8", "nvidia", "chmiel"], ["tiny"], [1], tokens=1024)
+    for r in runs:
+        write_metrics(s.folder, r.tag, complete=r.method != "nvidia")
+    with pytest.raises(UserError, match="1 of 4 runs failed: tiny_nvidia_s1_.*status 1: boom"):
+        s.train(runs)
+    seen = order()
+    assert [e[0] for e in seen[:2]] == ["start", "start"] and {e[2] for e in seen[:2]} == {"3", "5"}
+    assert sorted(e[1] for e in seen if e[0] == "end") == sorted(r.tag for r in runs)
+    assert len(s.results(runs)) == 3
+
+
+def test_branches_wait_for_their_trunk_and_what_needs_none_goes_first(processes):
+    s, order = processes
+    runs = sweep_runs.plan(["fp8"], ["tiny"], [1, 2], tokens=1024, bf16_until=0.5)
+    for r in runs:
+        write_metrics(s.folder, r.tag)
+    s.train(runs)
+    seen = order()
+    assert {x[1] for x in seen[:2]} == {runs[0].tag, runs[2].tag}  # two trunks at the same time
+    events = [tuple(x[:2]) for x in seen]
+    for trunk, branch in (runs[:2], runs[2:]):
+        assert events.index(("end", trunk.tag)) < events.index(("start", branch.tag))
+
+
+def kill_when(condition, times: int = 1) -> None:
+    """SIGTERM to this process once condition() holds, and again each half second; from a thread of its own."""
+
+    def interrupt():
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and not condition():
+            time.sleep(0.05)
+        for i in range(times):
+            time.sleep(0.5 * (i > 0))
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt).start()
+
+
+def test_a_signal_reaches_every_process_and_nothing_new_is_started(processes):
+    s, order = processes
+    runs = sweep_runs.plan(["clover", "clover_search", "bf16"], ["tiny"], [1], tokens=1024)
+    kill_when(lambda: (s.folder / "order.jsonl").exists() and len(order()) == 2)
+    with pytest.raises(sweep_scheduler.Interrupted) as e:
+        s.train(runs)
+    assert e.value.args == (143,)
+    assert sorted(x[0] for x in order()) == ["start", "start", "stopped", "stopped"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_second_signal_kills_what_does_not_stop(processes):
+    s, order = processes
+    runs = sweep_runs.plan(["clover_deaf: --method=clover"], ["tiny"], [1], tokens=1024)
+    kill_when(lambda: (s.folder / "order.jsonl").exists() and len(order()) == 1, times=2)
+    with pytest.raises(sweep_scheduler.Interrupted):
+        s.train(runs)
+    assert {x[0] for x in order()} == {"start", "stopped"}  # not "end": its 100 seconds were not waited for
+
+
+def test_a_real_run(tiny_base, capsys):
+    sweep.main(
+        "--methods=bf16 --sizes=tiny --seeds=1 --tokens=1024 --name=real --extra=--eval-tokens=512".split()
+        + ["--variant=mine: --method=clover --method-phases=0.5=bf16"]
+    )
+    content = json.loads((tiny_base / "sweeps" / "real.json").read_text())
+    assert content["done"] == 2 and [r["method"] for r in content["results"]] == ["bf16", "mine"]
+    assert content["results"][1]["gemm_work"] == {"4": 0.5, "8": 0.0, "16": 0.5}
+    assert "written to" in capsys.readouterr().out

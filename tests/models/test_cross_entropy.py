@@ -1,0 +1,150 @@
+"""The chunked loss against torch's own on full logits: values and gradients, for every reduction and dtype."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import nanochat_fp4.models.cross_entropy as module
+from nanochat_fp4.models.cross_entropy import linear_cross_entropy
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def reference(x, weight, targets, vocab_size, softcap, reduction):
+    logits = (x @ weight[:vocab_size].T).float()
+    capped = softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(capped.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction=reduction)
+
+
+def case(tokens=37, width=16, vocab=50, rows=64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, width, generator=generator).requires_grad_()
+    # Logits of up to 30, so that the soft cap at 15 is felt.
+    weight = (2 * torch.randn(rows, width, generator=generator)).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,), generator=generator)
+    targets[3], targets[-1] = -1, -1
+    return x, weight, targets
+
+
+def set_chunk(monkeypatch, num_tokens):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS_ELSEWHERE", num_tokens * 64)  # case() has 64 rows
+    monkeypatch.setattr(module, "MIN_CHUNK_TOKENS", 1)
+
+
+def gradients(loss, x, weight):
+    weights = torch.linspace(0.5, 2, loss.numel()).view_as(loss)  # "none" gets different weights per token
+    return torch.autograd.grad((loss * weights).sum(), (x, weight))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("chunk_tokens", [1, 10, 36, 1000])  # 37 tokens: even, uneven, a last chunk of one, one chunk
+def test_value_and_gradients(reduction, chunk_tokens, monkeypatch):
+    set_chunk(monkeypatch, chunk_tokens)
+    x, weight, targets = case()
+    loss = linear_cross_entropy(x, weight, targets, 50, 15.0, reduction)
+    expected = reference(x, weight, targets, 50, 15.0, reduction)
+    assert loss.dtype == torch.float32 and loss.shape == expected.shape
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    for got, want in zip(gradients(loss, x, weight), gradients(expected, x, weight)):
+        # FP32 sums over chunks in another order.
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_padding_rows_and_ignored_targets_get_no_gradient():
+    x, weight, targets = case()
+    grad_x, grad_weight = gradients(linear_cross_entropy(x, weight, targets, 50), x, weight)
+    assert not grad_weight[50:].any() and grad_weight[:50].abs().sum(1).all()
+    assert not grad_x[3].any() and not grad_x[-1].any() and grad_x[0].any()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_bf16_is_as_close_to_the_truth_as_torch_is(reduction):
+    x, weight, targets = case(tokens=200, width=64)
+    x = x.detach().bfloat16().requires_grad_()
+    truth = reference(x.double(), weight.double(), targets, 50, 15.0, reduction)
+    truth_grads = gradients(truth, x, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = linear_cross_entropy(x, weight, targets, 50, 15.0, reduction)
+        theirs = reference(x, weight, targets, 50, 15.0, reduction)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs)
+    for got, plain, want in zip(gradients(ours, x, weight), gradients(theirs, x, weight), truth_grads):
+        assert got.dtype == want.dtype
+        error, plain_error = ((t.double() - want.double()).norm() / want.double().norm() for t in (got, plain))
+        # Both round logits and their gradients to BF16 (2^-9); ours must not add to that.
+        assert error <= 1.1 * plain_error + 1e-3
+
+
+def test_a_batch_without_targets_is_zero_not_nan():
+    x, weight, targets = case()
+    loss = linear_cross_entropy(x, weight, torch.full_like(targets, -1), 50)
+    assert loss == 0
+    assert not any(g.any() for g in gradients(loss, x, weight))
+
+
+@pytest.mark.parametrize("softcap", [5.0, 60.0, 1e4])  # the last one is above SAFE_SOFTCAP
+def test_exponentials_neither_overflow_nor_vanish(softcap):
+    """Every logit at the cap, or at 200 where there is none to speak of, whose exponential is not finite."""
+    x, weight = torch.full((3, 8), 5.0, requires_grad=True), torch.full((64, 8), 5.0)
+    weight[1::2] *= -1
+    weight.requires_grad_()
+    targets = torch.tensor([0, 1, 2])
+    loss = linear_cross_entropy(x, weight, targets, 64, softcap, "none")
+    expected = reference(x, weight, targets, 64, softcap, "none")
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-5)
+    for got, want in zip(gradients(loss, x, weight), gradients(expected, x, weight)):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-4)  # 200 has 24 bits, so its exponential fewer
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vocab_size", [64, 50])
+def test_gradients_of_a_chunk_take_the_place_of_its_logits(vocab_size, compiled):
+    """The memory of a chunk is its logits, and only once: no copy in FP32, no gradient beside them."""
+    chunk_losses, chunk_gradient = (
+        torch.compile(f, fullgraph=True) if compiled else f for f in (module._chunk_losses, module._chunk_gradient)
+    )
+    generator = torch.Generator().manual_seed(0)
+    logits = (8 * torch.randn(5, 64, generator=generator)).bfloat16()
+    targets, token_weight = torch.tensor([4, -1, 0, 49, 7]), torch.linspace(0.5, 2, 5)
+    ours = logits.clone()
+    losses, logsumexp = chunk_losses(ours, targets, vocab_size, 15.0)
+    assert torch.equal(ours, logits)
+    chunk_gradient(ours, targets, logsumexp, token_weight, vocab_size, 15.0)
+    wanted = logits.float().requires_grad_()
+    expected = F.cross_entropy(15 * torch.tanh(wanted[:, :vocab_size] / 15), targets, ignore_index=-1, reduction="none")
+    torch.testing.assert_close(losses, expected.detach())
+    (gradient,) = torch.autograd.grad((expected * token_weight).sum(), wanted)
+    torch.testing.assert_close(ours, gradient.bfloat16(), rtol=2**-8, atol=1e-6)
+
+
+def test_without_grad_nothing_is_prepared(monkeypatch):
+    x, weight, targets = case()
+    set_chunk(monkeypatch, 10)
+    seen = []
+    original = module._chunk_losses
+    monkeypatch.setattr(module, "_chunk_losses", lambda *a: seen.append(len(a[0])) or original(*a))
+    monkeypatch.setattr(module, "_chunk_gradient", None)
+    with torch.no_grad():
+        loss = linear_cross_entropy(x, weight, targets, 50)
+    assert seen == [10, 10, 10, 7] and not loss.requires_grad
+    torch.testing.assert_close(loss, reference(x, weight, targets, 50, 15.0, "mean").detach())
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_operator_is_well_formed(reduction):
+    """torch's own checks: schema, fake implementation, autograd registration."""
+    x, weight, targets = case(tokens=5)
+    if reduction == "none":
+        args = (module._per_token, (x, weight, targets, 50, 15.0, torch.float32))
+    else:
+        args = (module._weighted_sum, (x, weight, targets, torch.ones(5), 50, 15.0, torch.float32, True))
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(*args, test_utils=checks)
+
+
+def test_bad_input_is_named():
+    x, weight, targets = case()
+    with pytest.raises(ValueError, match="unknown loss reduction 'max'; use 'mean'"):
+        linear_cross_entropy(x, weight, targets, 50, 15.0, "max")
+    with pytest.raises(ValueError, match="one target a token"):
+        linear_cross_entropy(x, weight, targets[:-1], 50)

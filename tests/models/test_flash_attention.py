@@ -1,0 +1,184 @@
+"""Each attention backend against a loop over positions, and against each other."""
+
+import math
+
+import pytest
+import torch
+
+from nanochat_fp4.models import flash_attention
+from nanochat_fp4.models.flash_attention import flash_attn_func, flash_attn_with_kvcache
+
+# FP32 in another order; values are of size 1.
+TOLERANCE = dict(rtol=1e-5, atol=2e-6)
+
+
+def qkv(batch=2, length=20, heads=4, kv_heads=4, dim=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(batch, length, h, dim, generator=generator) for h in (heads, kv_heads, kv_heads))
+
+
+def loop(q, k, v, left):
+    """Position by position: i sees i - left .. i."""
+    k, v = (t.repeat_interleave(q.size(2) // t.size(2), dim=2) for t in (k, v))
+    out = torch.empty_like(q)
+    for t in range(q.size(1)):
+        first = max(0, t - left) if left >= 0 else 0
+        scores = torch.einsum("bhd,bkhd->bhk", q[:, t], k[:, first : t + 1]) / math.sqrt(q.size(-1))
+        out[:, t] = torch.einsum("bhk,bkhd->bhd", scores.softmax(-1), v[:, first : t + 1])
+    return out
+
+
+# Uncompiled FlexAttention warns that it is slow, which is all right here.
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+@pytest.fixture(params=["sdpa", "flex"])
+def backend(request):
+    if reason := flash_attention.unavailable_reason(request.param):
+        pytest.skip(reason)
+    with flash_attention.use(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("left", [-1, 0, 1, 7, 18, 19, 100])
+def test_forward(backend, kv_heads, left):
+    q, k, v = qkv(kv_heads=kv_heads)
+    torch.testing.assert_close(flash_attn_func(q, k, v, window_size=(left, 0)), loop(q, k, v, left), **TOLERANCE)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("left", [-1, 7])
+def test_gradients(kv_heads, left):
+    inputs = [t.requires_grad_() for t in qkv(kv_heads=kv_heads)]
+    weights = torch.randn(2, 20, 4, 16)
+    got = torch.autograd.grad((flash_attn_func(*inputs, window_size=(left, 0)) * weights).sum(), inputs)
+    want = torch.autograd.grad((loop(*inputs, left) * weights).sum(), inputs)
+    for g, w in zip(got, want):
+        torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("left", [-1, 0, 7, 30])
+@pytest.mark.parametrize("steps", [[20], [12, 1, 1, 1, 5], [1] * 20])  # at once, prompt then tokens, token by token
+def test_cache_gives_what_the_whole_sequence_gives(kv_heads, left, steps):
+    q, k, v = qkv(kv_heads=kv_heads)
+    caches = [torch.full((2, 32, kv_heads, 16), torch.nan) for _ in range(2)]  # what is not written must not be read
+    position, outputs = 0, []
+    for n in steps:
+        part = slice(position, position + n)
+        seqlens = torch.full((2,), position, dtype=torch.int32)
+        known = position if position % 2 else None  # with and without the number beside the tensor
+        outputs.append(
+            flash_attn_with_kvcache(q[:, part], *caches, k[:, part], v[:, part], seqlens, known, window_size=(left, 0))
+        )
+        position += n
+    torch.testing.assert_close(torch.cat(outputs, 1), loop(q, k, v, left), **TOLERANCE)
+    assert torch.equal(caches[0][:, :20], k) and torch.equal(caches[1][:, :20], v)
+
+
+def test_flex_compiles_in_one_graph():
+    if reason := flash_attention.unavailable_reason("flex"):
+        pytest.skip(reason)
+    q, k, v = qkv()
+    with flash_attention.use("flex"), torch.no_grad():
+        compiled = torch.compile(flash_attn_func, fullgraph=True, backend="eager")
+        out = compiled(q, k, v, causal=True, window_size=(7, 0))
+    torch.testing.assert_close(out, loop(q, k, v, 7), **TOLERANCE)
+
+
+def test_the_flash_kernel_is_asked_for_the_window():
+    """What the calls are, forward and backward; the values: test_gpu_backends_agree_with_sdpa."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "_flash_attention" in str(function):
+                given = dict(zip((a.name for a in function._schema.arguments), args)) | (kwargs or {})
+                calls.append([given[k] for k in ("max_q", "max_k", "is_causal", "dropout_p")])
+                calls[-1] += [given["window_size_left"], given["window_size_right"]]
+            return function(*args, **(kwargs or {}))
+
+    inputs = [torch.empty(2, 20, h, 16, dtype=torch.bfloat16, device="meta", requires_grad=True) for h in (4, 2, 2)]
+    with Record():
+        y = flash_attention._flash(*inputs, 7)
+        grads = torch.autograd.grad(y, inputs, torch.ones_like(y))
+    assert [t.shape for t in (y, *grads)] == [t.shape for t in (inputs[0], *inputs)]
+    assert calls == [[20, 20, True, 0.0, 7, 0]] * 2
+
+
+def test_full_attention_compiles_for_any_length():
+    """SDPA: is_causal and enable_gqa must be bool, not SymBool."""
+    q, k, v = qkv()
+    with flash_attention.use("sdpa"), torch.no_grad():
+        compiled = torch.compile(flash_attn_func, fullgraph=True, backend="eager", dynamic=True)
+        torch.testing.assert_close(compiled(q, k, v, causal=True), loop(q, k, v, -1), **TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fa3", "flash", "flex"])
+@pytest.mark.parametrize("left", [-1, 700])
+def test_gpu_backends_agree_with_sdpa(name, left):
+    flash_attention.setup("cuda", windowed=True)
+    if reason := flash_attention.unavailable_reason(name):
+        pytest.skip(reason)
+    inputs = [t.cuda().bfloat16().requires_grad_() for t in qkv(length=1024, heads=4, kv_heads=2, dim=128)]
+    results = {}
+    for backend in (name, "sdpa"):
+        with flash_attention.use(backend):
+            out = torch.compile(flash_attn_func, fullgraph=True)(*inputs, causal=True, window_size=(left, 0))
+            results[backend] = (out, *torch.autograd.grad(out.float().square().sum(), inputs))
+    for got, want in zip(results[name], results["sdpa"]):
+        # BF16 scores in different orders: 2^-8 of the typical size, some of which adds up in the gradients.
+        assert (got.float() - want.float()).norm() <= 0.02 * want.float().norm()
+
+
+def test_says_what_it_uses_once_and_what_it_costs(capsys):
+    flash_attention._announced.clear()
+    line = flash_attention.setup("cpu", windowed=True)
+    assert "SDPA" in line and "costs as much as a full one" in line
+    assert flash_attention.setup("cpu", windowed=True) == line
+    assert capsys.readouterr().out.count(line) == 1
+    assert "costs" not in flash_attention.setup("cpu", windowed=False)
+
+
+def test_forcing_what_is_not_there_is_an_error(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("may be there")
+    assert flash_attention.available("sdpa") and not flash_attention.available("fa3")
+    with pytest.raises(ValueError, match="fa3 cannot run: .*; use NANOCHAT_ATTENTION=sdpa"):
+        with flash_attention.use("fa3"):
+            pass
+    monkeypatch.setenv("NANOCHAT_ATTENTION", "fa3")
+    with pytest.raises(ValueError, match="fa3 cannot run"):
+        flash_attention.setup("cpu")
+    monkeypatch.setenv("NANOCHAT_ATTENTION", "fa9")
+    with pytest.raises(ValueError, match="unknown attention backend 'fa9'; use one of fa3, flash, flex, sdpa"):
+        flash_attention.setup("cpu")
+
+
+def test_a_failing_load_is_reported_with_its_reason(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setitem(__import__("sys").modules, "kernels", None)  # makes `import kernels` raise ImportError
+    monkeypatch.setattr(flash_attention, "_fa3", None)
+    monkeypatch.setattr(flash_attention, "_fa3_reason", flash_attention._NOT_TRIED)
+    line = flash_attention.setup("cuda", windowed=False)
+    assert "FlashAttention-3: loading" in line and "ModuleNotFoundError" in line
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    monkeypatch.setattr(flash_attention, "_fa3_reason", flash_attention._NOT_TRIED)
+    assert "this is sm_120" in flash_attention.setup("cuda", windowed=True)
+
+
+def test_bad_input_is_named():
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="only causal"):
+        flash_attn_func(q, k, v, causal=False)
+    caches = [torch.zeros(2, 8, 4, 16) for _ in range(2)]
+    seqlens = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="holds 8 positions and 20 are needed"):
+        flash_attn_with_kvcache(q, *caches, k, v, seqlens)
+    with pytest.raises(ValueError, match="KV cache is torch.bfloat16 but the model computes in torch.float32"):
+        flash_attn_with_kvcache(q, *(c.bfloat16() for c in caches), k, v, seqlens)

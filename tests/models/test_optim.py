@@ -1,0 +1,358 @@
+"""
+AdamW against torch's, Muon against a plain double-precision version of its formula, and two processes against one.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanochat_fp4.models.optim import AdamW, Muon, newton_schulz, polar_express
+
+# 5 square ones and 3 wide ones for 2 processes: neither divides; (6, 40) makes a group smaller than the processes.
+MATRICES = [(24, 24)] * 5 + [(16, 48)] * 3 + [(48, 16)] * 2 + [(6, 40)]
+OTHERS = [(64, 32), (33, 32), (7,)]  # split by rows over 2 processes, not divisible, too small
+
+
+def parameters(shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+
+
+def set_grads(params, seed):
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def make(params):
+    """The two optimizers on parameters of MATRICES + OTHERS."""
+    matrices, others = params[: len(MATRICES)], params[len(MATRICES) :]
+    groups = [dict(params=others[:1], lr=0.1), dict(params=others[1:])]
+    return [Muon(matrices, weight_decay=0.1), AdamW(groups, lr=0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# AdamW
+
+
+def test_adamw_is_torchs():
+    ours, theirs = parameters(OTHERS), parameters(OTHERS)
+    kwargs = dict(lr=0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1)
+    a, b = AdamW(ours, **kwargs), torch.optim.AdamW(theirs, foreach=False, fused=False, **kwargs)
+    for step in range(10):
+        set_grads(ours, step)
+        set_grads(theirs, step)
+        a.step()
+        b.step()
+    for p, q in zip(ours, theirs):
+        # Ten FP32 steps, computed in another order.
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    b.load_state_dict(a.state_dict())  # the same state, by the same names
+    assert b.state[theirs[0]]["step"] == 10
+
+
+def test_adamw_keeps_bf16_parameters_and_their_state_in_bf16():
+    p = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+    optimizer = AdamW([p], lr=0.125)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert p.dtype == torch.bfloat16 and optimizer.state[p]["exp_avg"].dtype == torch.bfloat16
+    assert torch.equal(p, torch.full_like(p, 0.875))  # the first step of Adam is lr in size
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Muon
+
+
+def assert_nearly_semi_orthogonal(x, g):
+    """
+    The range of the five polynomials on singular values from 1/1000 of the norm up is 0.847 to 1.141 (computed on a
+    grid); BF16 adds about a percent. What was smaller than that stays small.
+    """
+    values, before = torch.linalg.svdvals(x), torch.linalg.svdvals(g)
+    assert values.max() < 1.16
+    kept = (before > 1.1e-3 * g.norm()).sum()
+    assert kept >= 0.9 * len(before)
+    # Sorted on both sides, but the polynomials are not monotonic: only the number that must be large is known.
+    assert (values > 0.83).sum() >= kept
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (16, 64), (64, 16), (20, 50)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_polar_express_is_nearly_semi_orthogonal(shape, dtype):
+    g = torch.randn(shape) * 1e-3  # the scale does not matter
+    x = polar_express(g.to(dtype)).float()
+    assert x.shape == g.shape
+    assert_nearly_semi_orthogonal(x, g)
+    u, _, vh = torch.linalg.svd(g, full_matrices=False)
+    assert (x - u @ vh).norm() < 0.15 * x.norm()  # and the directions are those of the nearest orthogonal matrix
+
+
+def test_newton_schulz_is_the_muon_packages():
+    import muon
+
+    g = torch.randn(20, 50)
+    assert torch.equal(newton_schulz(g), muon.zeropower_via_newtonschulz5(g, 5))
+    p = torch.nn.Parameter(torch.zeros(50, 20))
+    p.grad = torch.randn(50, 20)
+    theirs = muon.muon_update(p.grad.clone(), torch.zeros_like(p.grad), beta=0.95)
+    Muon([p], lr=1.0, beta2=None, orthogonalizer="newton_schulz").step()
+    # The package rounds the update to BF16 and the shape's factor with it.
+    torch.testing.assert_close(p.detach(), -theirs.float(), rtol=2**-6, atol=1e-3)
+
+
+def test_the_size_of_the_stacks_changes_nothing():
+    """One matrix at a time, two of six, and all; with their states taken over from one another."""
+    params = [parameters([(24, 16)] * 6 + [(8, 40)] * 3) for _ in range(3)]
+    muons = [Muon(p, weight_decay=0.1, stack_elements=n) for p, n in zip(params, (1, 2 * 24 * 16, 2**28))]
+    assert [[len(m._parts(g["params"])) for g in m.param_groups] for m in muons] == [[3, 6], [3, 3], [1, 1]]
+    for step in range(3):
+        for p, muon in zip(params, muons):
+            set_grads(p, step)
+            muon.step()
+        states = [muon.state_dict() for muon in muons]
+        for muon, state in zip(muons, states[1:] + states[:1]):
+            muon.load_state_dict(copy.deepcopy(state))
+    for p, q, r in zip(*params):
+        torch.testing.assert_close(p, r, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(q, r, rtol=1e-5, atol=1e-6)
+
+
+def test_first_update_is_nearly_semi_orthogonal():
+    for shape in MATRICES:
+        p = torch.nn.Parameter(torch.zeros(shape))
+        p.grad = torch.randn(shape)
+        Muon([p], lr=0.02, beta2=None).step()
+        scale = 0.02 * math.sqrt(max(1, shape[0] / shape[1]))
+        assert_nearly_semi_orthogonal(p.detach() / -scale, p.grad)
+
+
+def reference_muon(p, grads, lr, momentum, beta2, weight_decay):
+    """The formula at the top of optim.py, for one matrix in double precision, with exact orthogonalization."""
+    p, m, v = p.double(), torch.zeros_like(p, dtype=torch.float64), 0.0
+    rows, columns = p.shape
+    for g in grads:
+        g = g.double()
+        m = momentum * m + (1 - momentum) * g
+        u, _, vh = torch.linalg.svd(momentum * m + (1 - momentum) * g, full_matrices=False)
+        o = u @ vh
+        mean_square = o.square().mean(dim=1 if rows >= columns else 0, keepdim=True)
+        v = beta2 * v + (1 - beta2) * mean_square
+        update = o / v.sqrt()
+        update *= o.norm() / update.norm()
+        decay = weight_decay * p * (update * p >= 0)
+        p = p - lr * math.sqrt(max(1, rows / columns)) * (update + decay)
+    return p
+
+
+def test_muon_follows_its_formula(monkeypatch):
+    """With the approximate orthogonalization replaced by an exact one, what remains must agree to FP32."""
+    import nanochat_fp4.models.optim as module
+
+    def exact(g, steps):
+        u, _, vh = torch.linalg.svd(g, full_matrices=False)
+        return u @ vh
+
+    monkeypatch.setitem(module.ORTHOGONALIZERS, "polar_express", exact)
+    params = parameters(MATRICES)
+    start = [p.detach().clone() for p in params]
+    optimizer = Muon(params, lr=0.1, momentum=0.9, beta2=0.8, weight_decay=0.5)
+    history = []
+    for step in range(4):
+        set_grads(params, step)
+        history.append([p.grad.clone() for p in params])
+        optimizer.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(params, history[-1]))  # gradients are not scratch
+    for i, p in enumerate(params):
+        expected = reference_muon(start[i], [grads[i] for grads in history], 0.1, 0.9, 0.8, 0.5)
+        torch.testing.assert_close(p.detach().double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_matrices_do_not_influence_each_other():
+    together, alone = parameters(MATRICES), parameters(MATRICES)
+    optimizer = Muon(together)
+    others = [Muon([p]) for p in alone]
+    for step in range(3):
+        set_grads(together, step)
+        set_grads(alone, step)
+        optimizer.step()
+        for o in others:
+            o.step()
+    for p, q in zip(together, alone):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)  # batched products may sum in another order
+
+
+def test_group_values_take_effect_at_the_next_step():
+    p = torch.nn.Parameter(torch.ones(4, 8))
+    optimizer = Muon([p], lr=0.02, weight_decay=0.1)
+    set_grads([p], 0)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.ones(4, 8))
+    optimizer.param_groups[0].update(lr=0.02, momentum=0.0)
+    optimizer.step()
+    assert torch.equal(optimizer.state[p]["momentum_buffer"][0], p.grad)  # momentum 0 keeps the last gradient only
+    assert not torch.equal(p.detach(), torch.ones(4, 8))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Both: state and errors
+
+
+def test_a_restored_run_is_bit_equal():
+    params = parameters(MATRICES + OTHERS)
+    optimizers = make(params)
+    for step in range(3):
+        set_grads(params, step)
+        for o in optimizers:
+            o.step()
+    states = copy.deepcopy([o.state_dict() for o in optimizers])
+    other = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    restored = make(other)
+    for o, state in zip(restored, states):
+        o.load_state_dict(state)
+    for step in range(3, 6):
+        for these, optims in ((params, optimizers), (other, restored)):
+            set_grads(these, step)
+            for o in optims:
+                o.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, other))
+
+
+def test_nanochats_own_state_can_be_loaded():
+    """nanochat's groups know neither our keys nor a world size; its buffers have the same names and shapes."""
+    params = parameters([(8, 8)] * 3)
+    ours = Muon(params, weight_decay=0.1)
+    set_grads(params, 0)
+    ours.step()
+    state = copy.deepcopy(ours.state_dict())
+    for group in state["param_groups"]:
+        del group["world_size"], group["orthogonalizer"]
+    fresh = Muon(params)
+    fresh.load_state_dict(state)
+    fresh.step()
+    assert fresh.param_groups[0]["weight_decay"] == 0.1
+    assert set(state["state"][0]) == {"momentum_buffer", "second_momentum_buffer"}
+    assert state["state"][0]["momentum_buffer"].shape == (3, 8, 8)
+
+
+def test_bad_input_is_named():
+    params = parameters(MATRICES + OTHERS)
+    with pytest.raises(ValueError, match=r"Muon is for matrices, not for shape \(7,\)"):
+        Muon(parameters([(7,)]))
+    with pytest.raises(ValueError, match="unknown orthogonalizer 'svd'; use one of polar_express, newton_schulz"):
+        Muon(params[:1], orthogonalizer="svd")
+    with pytest.raises(ValueError, match="1 to 5 steps, not for 6"):
+        polar_express(torch.eye(3), 6)
+    optimizers = make(params)
+    set_grads(params, 0)
+    params[1].grad = None
+    with pytest.raises(ValueError, match=r"1 of 5 parameters of shape \(24, 24\) have no gradient"):
+        optimizers[0].step()
+    set_grads(params, 0)
+    for o in optimizers:
+        o.step()
+        state = copy.deepcopy(o.state_dict())
+        for group in state["param_groups"]:
+            group["world_size"] = 8
+        with pytest.raises(
+            ValueError, match="saved with 8 processes and this run has 1; resume with --nproc_per_node=8"
+        ):
+            o.load_state_dict(state)
+    fewer = Muon(params[:2])
+    state = optimizers[0].state_dict()
+    state["param_groups"] = state["param_groups"][2:3]
+    state["param_groups"][0]["params"] = state["param_groups"][0]["params"][:2]
+    with pytest.raises(ValueError, match="resume with the same model"):
+        fewer.load_state_dict(state)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Two processes
+
+
+def one_rank(results):
+    """Four steps, saved and restored after two, with gradients whose average is set_grads'."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    try:
+        params = parameters(MATRICES + OTHERS)
+        optimizers = make(params)
+        for step in range(4):
+            if step == 2:
+                states = copy.deepcopy([o.state_dict() for o in optimizers])
+                optimizers = make(params)
+                for o, state in zip(optimizers, states):
+                    o.load_state_dict(state)
+            set_grads(params, step)
+            for i, p in enumerate(params):
+                # Opposite noise of the size of the gradient: no rank has the average, and the sum of both is exact.
+                noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).round()
+                p.grad = p.grad + (noise if rank == 0 else -noise)
+            for o in optimizers:
+                o.step()
+        torch.save(
+            [[p.detach() for p in params], *(o.state_dict()["state"] for o in optimizers)], f"{results}/{rank}.pt"
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def assert_same_state(a, b):
+    assert a.keys() == b.keys()
+    for index in a:
+        assert a[index].keys() == b[index].keys() and all(torch.equal(a[index][k], b[index][k]) for k in a[index])
+
+
+def test_two_processes_do_what_one_does_on_the_averaged_gradients(run_ranks, tmp_path):
+    run_ranks(f"import test_optim; test_optim.one_rank({str(tmp_path)!r})")
+    ranks = [torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1)]
+    assert all(torch.equal(p, q) for p, q in zip(ranks[0][0], ranks[1][0]))  # the ranks agree to the bit
+
+    params = parameters(MATRICES + OTHERS)
+    optimizers = make(params)
+    for step in range(4):
+        set_grads(params, step)
+        for o in optimizers:
+            o.step()
+    for i, (p, q) in enumerate(zip(ranks[0][0], params)):
+        # (g + n + g - n) / 2 is g up to FP32 rounding, which Adam's first steps amplify where g is small.
+        torch.testing.assert_close(p, q.detach(), rtol=1e-4, atol=1e-5, msg=lambda m, i=i: f"parameter {i}: {m}")
+    # Both updates are blind to the scale of the gradients, the state is not; and each rank must hold only its part.
+    for number, optimizer in enumerate(optimizers, start=1):
+        for index, state in optimizer.state_dict()["state"].items():
+            for key, whole in state.items():
+                parts = [rank[number][index][key] for rank in ranks if index in rank[number]]
+                if whole.ndim and len(parts) == 2 and parts[0].size(0) < whole.size(0):
+                    parts = [torch.cat(parts)[: whole.size(0)]]
+                for part in parts:
+                    torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
+    # Of the states of two processes one makes its own, and of its own each of four; bit for bit what was saved.
+    for number, optimizer in enumerate(optimizers, start=1):
+        saved = [
+            {
+                "state": rank[number],
+                "param_groups": [{**g, "world_size": 2} for g in optimizer.state_dict()["param_groups"]],
+            }
+            for rank in ranks
+        ]
+        alone = optimizer.resharded(saved)
+        optimizer.load_state_dict(alone)
+        for world_size in (2, 4):
+            optimizer.world_size = world_size
+            parts = []
+            for optimizer.rank in range(world_size):
+                parts.append(optimizer.resharded([alone]))
+                optimizer.load_state_dict(copy.deepcopy(parts[-1]))
+            if world_size == 2:
+                for got, rank in zip(parts, ranks):
+                    assert_same_state(got["state"], rank[number])
+            optimizer.rank, optimizer.world_size = 0, 1
+            assert_same_state(optimizer.resharded(parts)["state"], alone["state"])
+    muon_state, adamw_state = ranks[0][1:]
+    # Groups of (6, 40), (16, 48), (24, 24), (48, 16): 1, 3, 5 and 2 matrices, under their first parameter's number.
+    assert [muon_state[i]["momentum_buffer"].size(0) for i in (0, 1, 4, 9)] == [1, 2, 3, 1]
+    assert [tuple(adamw_state[i]["exp_avg"].shape) for i in range(3)] == [(32, 32), (33, 32), (7,)]

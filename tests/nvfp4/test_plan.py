@@ -1,0 +1,182 @@
+"""Methods that change between layers and in the course of a run."""
+
+import pytest
+import torch
+
+import nanochat_fp4 as nf
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.plan import MethodPlan, gemm_bits
+from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
+from nanochat_fp4.training.checkpoint_manager import load_checkpoint
+from scripts import base_train
+
+
+def model(method="clover"):
+    net = torch.nn.Sequential()
+    net.add_module("up", torch.nn.Linear(32, 128, bias=False))
+    net.add_module("down", torch.nn.Linear(128, 32, bias=False))
+    return nf.convert(net, method, verbose=False)
+
+
+def names(net):
+    return [layer.recipe.name for layer in net]
+
+
+def test_phases_and_layers():
+    net = model()
+    plan = MethodPlan.parse("clover", layers="u*=fp8", phases="0.5=nvidia, 0.85=bf16")
+    assert plan.apply(net, 0.0) and names(net) == ["fp8", "clover"]
+    assert not plan.apply(net, 0.49)
+    assert plan.apply(net, 0.5) and names(net) == ["fp8", "nvidia"]
+    assert plan.apply(net, 0.9) and names(net) == ["bf16", "bf16"]  # nothing is quantized: no layer either
+
+
+def test_layers_of_an_unquantized_model():
+    net = model("bf16")
+    MethodPlan.parse("bf16", layers="down=clover_input").apply(net, 0.3)
+    assert names(net) == ["bf16", "clover_input"]
+
+
+def test_the_first_pattern_counts():
+    net = model()
+    MethodPlan.parse("clover", layers="up=fp8,*=nvidia").apply(net, 0.0)
+    assert names(net) == ["fp8", "nvidia"]
+
+
+def test_work_by_hand():
+    """Two layers of equal size, three GEMMs each. clover_fp8_forward: one of three in 8 bits."""
+    share = MethodPlan.parse("clover", layers="up=clover_fp8_forward", phases="0.8=bf16").work(model())
+    assert (
+        share[8] == pytest.approx(0.8 / 6)
+        and share[16] == pytest.approx(0.2)
+        and sum(share.values()) == pytest.approx(1)
+    )
+    assert MethodPlan.parse("bf16", phases="0.1=clover").work(model())[16] == pytest.approx(0.1)
+
+
+def test_blocks_that_are_kept_are_work_in_16_bits():
+    """nvidia_full of two blocks: one, and of the other one GEMM of three for the last 18% of the steps."""
+    blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(32, 32)) for _ in range(2))
+    net = nf.convert(torch.nn.ModuleDict({"h": blocks}), "nvidia_full", verbose=False)
+    work = MethodPlan.parse("nvidia_full").work(net)
+    assert work == pytest.approx({4: 0.5 - 0.03, 8: 0.0, 16: 0.5 + 0.03})
+    assert MethodPlan.parse("clover").work(nf.convert(net, "clover", verbose=False))[16] == 0
+
+
+@pytest.mark.parametrize(
+    "method, bits",
+    [
+        ("bf16", (16, 16, 16)),
+        ("clover", (4, 4, 4)),
+        ("nvidia", (4, 4, 4)),  # dgrad: the forward's 4-bit weight
+        ("fig1b_sr", (16, 16, 16)),  # dgrad: a 4-bit gradient and an unquantized weight
+        ("fig1e_ms_eden", (16, 4, 4)),
+        ("tseng", (16, 4, 4)),
+        ("fp8", (8, 8, 8)),
+        ("fp8_blocks", (8, 8, 8)),
+        ("nvidia_full_end", (16, 4, 4)),
+        ("clover_fp8_input", (8, 4, 4)),
+        ("clover_weight", (16, 16, 16)),
+    ],
+)
+def test_bits_of_a_gemm_are_those_of_its_wider_operand(method, bits):
+    assert gemm_bits(get_recipe(method)) == bits
+
+
+def test_the_products_of_two_terms_are_all_counted():
+    """Two more products of three GEMMs, in 15% of the steps: a tenth on top."""
+    work = MethodPlan.parse("clover", phases="0.85=clover_refined").work(model())
+    assert work == pytest.approx({4: 1.1, 8: 0.0, 16: 0.0})
+    input_only = Recipe("mine", output=Gemm(Operand("rtn", terms=2), Operand("rtn")))
+    assert MethodPlan(input_only).work(model())[4] == pytest.approx(2 / 3)  # its backward is in 16 bits
+
+
+def test_a_method_that_changes_late_does_so_wherever_it_begins():
+    late = MethodPlan.parse("clover_late")
+    assert late.phases == MethodPlan.parse("clover", phases="0.7=clover_refined").phases
+    assert [late.at(x).name for x in (0.0, 0.69, 0.7, 1.0)] == ["clover_late"] * 2 + ["clover_refined"] * 2
+    assert late.work(model()) == pytest.approx({4: 1.2, 8: 0.0, 16: 0.0})
+    begun = MethodPlan.parse("bf16", phases="0.5=clover_late")
+    assert [begun.at(x).name for x in (0.4, 0.6, 0.8)] == ["bf16", "clover_late", "clover_refined"]
+    assert MethodPlan.parse("clover_late", phases="0.9=bf16").at(0.8).name == "clover_late"  # asked for otherwise
+    early, clover = get_recipe("clover_late"), get_recipe("clover")
+    assert (early.output, early.grad_input, early.grad_weight) == (clover.output, clover.grad_input, clover.grad_weight)
+
+
+def test_nvidia_full_ends_with_an_unquantized_forward():
+    plan = MethodPlan.parse("nvidia_full")
+    assert [plan.at(p).name for p in (0, 0.81, 0.83, 1)] == ["nvidia_full"] * 2 + ["nvidia_full_end"] * 2
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"layers": "up"}, "layers: 'up' is not of the form pattern=method"),
+        ({"layers": "up=cloover"}, "unknown method 'cloover'"),
+        ({"phases": "late=bf16"}, "phases: 'late' is not a fraction of the steps"),
+        ({"phases": "1.5=bf16"}, "phases: '1.5' is not a fraction"),
+        ({"phases": "nan=bf16"}, "phases: 'nan' is not a fraction"),
+        ({"phases": "0.5=nvidia_full"}, "nvidia_full keeps the last blocks in BF16 from the first step on"),
+        ({"phases": "0.5=bf16,0.4=clover"}, "phases: '0.4' is not a fraction of the steps, from 0 to 1 and rising"),
+    ],
+)
+def test_bad_plans_are_one_line(kwargs, message):
+    with pytest.raises(ValueError, match=message) as e:
+        MethodPlan.parse("clover", **kwargs)
+    assert "\n" not in str(e.value)
+
+
+def test_a_pattern_without_a_layer_is_refused():
+    with pytest.raises(ValueError, match="layers: 'mlp.*' matches no layer; there are: up, down"):
+        MethodPlan.parse("clover", layers="mlp.*=fp8").apply(model(), 0.0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In training
+
+TINY = (
+    "--depth=2 --aspect-ratio=64 --head-dim=64 --max-seq-len=32 --device-batch-size=2 --total-batch-size=128 "
+    "--eval-tokens=128 --eval-every=-1 --core-metric-every=-1 --sample-every=-1 --device-type=cpu --num-iterations=4"
+).split()
+
+
+def weights(base, tag, step=4):
+    return load_checkpoint(base / "base_checkpoints" / tag, step, "cpu")[0]
+
+
+def same(a, b):
+    return all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_phases_of_a_run(tiny_base):
+    """A run whose every step is bf16 is the bf16 run; one that switches is the method's run up to there; and resumed
+    within a phase it is the same run. Weights are compared: two methods' losses may agree by chance."""
+
+    def train(method, tag, *flags):
+        base_train.main([*TINY, f"--method={method}", f"--model-tag={tag}", "--save-every=1", "--keep-last=-1", *flags])
+
+    train("bf16", "bf16")
+    train("clover", "clover")
+    train("clover", "never", "--method-phases=0=bf16")
+    train("clover", "late", "--method-phases=0.5=bf16")
+    at = {(tag, step): weights(tiny_base, tag, step) for tag in ("bf16", "clover", "late") for step in (1, 2, 3, 4)}
+    assert same(weights(tiny_base, "never"), at["bf16", 4])
+    for step in (1, 2, 3, 4):
+        assert same(at["late", step], at["clover", step]) == (step <= 2), step
+        assert not same(at["bf16", step], at["clover", step]), step
+    for step in (1, 3):
+        train("clover", "late", "--method-phases=0.5=bf16", f"--resume-from-step={step}")
+        assert same(weights(tiny_base, "late"), at["late", 4]), step
+    with pytest.raises(UserError, match="method_phases"):  # another run
+        train("clover", "late", "--resume-from-step=3")
+
+
+def test_layers_of_a_run(tiny_base, capsys):
+    base_train.main([*TINY, "--method=clover", "--layer-methods=*.mlp.c_fc=bf16,*.attn.c_q=bf16", "--num-iterations=1"])
+    said = capsys.readouterr().out
+    assert "GEMM work  58.3% in 4 bits, 41.7% in 16 bits (of all" in said  # 4 + 1 of 12 squares of the width in 16
+    listed = said.partition("of all matrix products: ")[2].partition(")")[0]
+    shares = {kind: float(share) for share, kind in (part.split("% ") for part in listed.split(", "))}
+    assert set(shares) == {"the quantized layers", "the output head", "attention"}
+    assert sum(shares.values()) == pytest.approx(100, abs=0.2) and min(shares.values()) > 1

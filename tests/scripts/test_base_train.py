@@ -1,0 +1,584 @@
+"""Training end to end on a tiny model: resume to the bit, signals, bad numbers, bad input, several processes."""
+
+import contextlib
+import functools
+import gc
+import json
+import os
+import re
+import signal
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from _assertions import assert_same, final_state
+from _training import BASE, after_steps, in_step, out_of_memory
+
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.evaluation.metrics import read_jsonl
+from nanochat_fp4.models.gpt import GPT, GPTConfig
+from nanochat_fp4.nvfp4 import training as quantized_training
+from nanochat_fp4.training import trainer
+from nanochat_fp4.training.checkpoint_manager import find_last_step, list_steps, load_checkpoint
+from nanochat_fp4.training.trainer import Trainer
+from scripts import base_loss, base_train
+
+
+def train(*flags: str, method: str = "clover", steps: int = 8) -> None:
+    base_train.main([*BASE, "--eval-every=4", f"--method={method}", f"--num-iterations={steps}", *flags])
+
+
+def test_text_that_is_read_again_and_again_is_said():
+    said: list[str] = []
+    trainer = types.SimpleNamespace(
+        loader_state={"epoch": 2}, loop={"best": {"val_bpb": 2.71}}, warned_of_repetition=False, step=60,
+        progress=types.SimpleNamespace(write=said.append),
+    )  # fmt: skip
+    Trainer.warn_of_repetition(trainer, {"val_bpb": 2.96})  # once is no repetition
+    trainer.loader_state = {"epoch": 9}
+    Trainer.warn_of_repetition(trainer, {"val_bpb": 2.70})  # and it still helps
+    assert not said
+    for _ in range(2):
+        Trainer.warn_of_repetition(trainer, {"val_bpb": 2.96})
+    (line,) = said
+    assert (
+        "step 60: the data has been seen 8 times, and val_bpb is rising: 2.7100 -> 2.9600; train on more text" in line
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Resume
+
+
+@pytest.mark.parametrize(
+    "method, flags",
+    [
+        ("clover_feedback", []),  # other methods are killed and resumed in test_reliability.py
+        # The outliers of the first step; resets with them in the last one.
+        ("tetrajet_v2_outcontrol", ["--oscillation=reset:0.8:0.8:0.2"]),
+        ("clover", ["--layer-methods=*.c_fc=clover", "--method-phases=0.6=fp8"]),
+        ("clover", ["--oscillation=reset:0.8:0.8:0.2"]),  # in the last step, at the end of a window of 4
+    ],
+)
+def test_resume_is_exact(tiny_base, method, flags):
+    train("--save-every=2", "--keep-last=-1", *flags, method=method, steps=4)
+    folder = tiny_base / "base_checkpoints" / f"d1_{method}"
+    assert list_steps(folder) == [4, 2]
+    expected = final_state(folder, 4)
+    # Every loss moved: a model that does not train would resume exactly too.
+    losses = [r["loss"] for r in expected["records"] if r["event"] == "train"]
+    assert len(losses) == len(set(losses)) == 4
+
+    train("--resume-from-step=2", *flags, method=method, steps=4)
+    assert_same(final_state(folder, 4), expected)
+
+
+def test_the_generators_are_where_the_run_left_them(tiny_base, monkeypatch):
+    """Each micro-batch seeds them. Left to themselves they are restored with a checkpoint, and after telemetry."""
+    monkeypatch.setattr(trainer, "seed_micro_batch", lambda *args: None)
+    train("--save-every=2", "--keep-last=-1", steps=4)
+    folder = tiny_base / "base_checkpoints" / "d1_clover"
+    expected = final_state(folder, 4)
+    for flag in ("--resume-from-step=2", "--telemetry-every=1"):
+        train(flag, *["--overwrite"] * ("telemetry" in flag), steps=4)
+        assert_same(final_state(folder, 4), expected)
+
+
+def test_resume_continues_what_a_signal_stopped(tiny_base, capsys):
+    usual, seen = gc.get_threshold()[0], []
+    with in_step(0, lambda: seen.append(gc.get_threshold()[0])), in_step(1, lambda: seen.append(gc.get_threshold()[0])):
+        train(steps=6, method="bf16")
+    assert seen == [100 * usual, usual], "few collections of garbage up to the first step, and only then"
+    folder = tiny_base / "base_checkpoints" / "d1_bf16"
+    expected = final_state(folder, 6)
+
+    for number, status in ((signal.SIGUSR1, 0), (signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        tag = f"stopped_{number}"
+        handler = signal.getsignal(number)
+        with in_step(2, functools.partial(os.kill, os.getpid(), number)):
+            if status:
+                with pytest.raises(SystemExit) as stopped:
+                    train(f"--model-tag={tag}", steps=6, method="bf16")
+                assert stopped.value.code == status
+            else:
+                train(f"--model-tag={tag}", steps=6, method="bf16")
+        out, err = capsys.readouterr()
+        assert f"{signal.Signals(number).name}: stopped at step 3 of 6" in out and "--resume-from-step latest" in out
+        assert re.search(
+            r"time to the first step: [\d.]+ s \(start of Python [\d.]+, .*model .*, first step [\d.]+\)", out + err
+        )
+        assert list_steps(tiny_base / "base_checkpoints" / tag) == [3]  # the step in progress was finished, no more
+        assert signal.getsignal(number) == handler
+
+        train(f"--model-tag={tag}", "--resume-from-step=latest", steps=6, method="bf16")
+        assert_same(final_state(tiny_base / "base_checkpoints" / tag, 6), expected)
+
+
+def test_signal_cuts_an_evaluation_short(tiny_base, monkeypatch):
+    real, calls = base_train.evaluate_bpb, []
+
+    def evaluate(model, batches, steps, token_bytes):
+        calls.append(1)
+        if len(calls) == 2:  # that of step 4
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return real(model, batches, steps, token_bytes)
+
+    with monkeypatch.context() as m:
+        m.setattr(base_train, "evaluate_bpb", evaluate)
+        train(steps=6, method="bf16")
+    folder = tiny_base / "base_checkpoints" / "d1_bf16"
+    assert list_steps(folder) == [4] and len(calls) == 2
+    assert load_checkpoint(folder, 4, "cpu")[2]["loop_state"]["evaluated_at"] == 0
+
+    train("--resume-from-step=latest", steps=6, method="bf16")  # evaluates step 4 after all
+    train("--model-tag=whole", steps=6, method="bf16")
+    assert_same(final_state(folder, 6), final_state(tiny_base / "base_checkpoints" / "whole", 6))
+
+
+def test_finished_run_has_nothing_to_do(tiny_base, capsys):
+    train(steps=2, method="bf16")
+    folder = tiny_base / "base_checkpoints" / "d1_bf16"
+    before = final_state(folder, 2)
+    section = tiny_base / "report" / "d1_bf16" / "base-model-training.json"
+    section.unlink()  # as if it was killed right after the last save
+    train("--resume-from-step=latest", steps=2, method="bf16")
+    assert "Nothing to do" in capsys.readouterr().out
+    assert_same(final_state(folder, 2), before)
+    assert json.loads(section.read_text())["results"]["val_bpb"] == before["loop"]["numbers"]["val_bpb"]
+
+
+def test_damaged_checkpoint_falls_back_to_the_one_before(tiny_base):
+    train("--save-every=3", "--keep-last=-1", steps=6, method="bf16")
+    folder = tiny_base / "base_checkpoints" / "d1_bf16"
+    expected = final_state(folder, 6)
+    path = folder / "model_000006.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    train("--resume-from-step=latest", steps=6, method="bf16")
+    assert_same(final_state(folder, 6), expected)
+
+
+def test_only_the_newest_checkpoints_are_kept(tiny_base):
+    train("--save-every=1", "--keep-last=2", steps=5, method="bf16")
+    assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [5, 4]
+
+
+def test_going_back_forgets_the_later_checkpoints(tiny_base):
+    """Else 'latest' would find a checkpoint of the abandoned run, and keep-last would keep that one."""
+    train("--save-every=2", "--keep-last=-1", steps=8, method="bf16")
+    folder = tiny_base / "base_checkpoints" / "d1_bf16"
+    assert list_steps(folder) == [8, 6, 4, 2]
+    train("--resume-from-step=2", "--keep-last=2", "--save-every=1", "--matrix-lr=0.01", steps=4, method="bf16")
+    assert list_steps(folder) == [4, 3]
+    steps = [r["step"] for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "train"]
+    assert steps == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["--resume-from-step=3", "--branch-from=d1_bf16@3"])
+def test_rates_are_those_of_the_flags_also_after_a_resume(tiny_base, how):
+    """One more step with twice Muon's rate moves its matrices twice as far, and all else as it would have moved."""
+    folder = tiny_base / "base_checkpoints"
+    train("--save-every=3", "--keep-last=-1", "--weight-decay=0", method="bf16", steps=4)
+    before, after = (final_state(folder / "d1_bf16", step)["model"] for step in (3, 4))
+    tag = "d1_bf16" if "resume" in how else "other"
+    train(how, f"--model-tag={tag}", "--weight-decay=0", "--matrix-lr=0.04", method="bf16", steps=4)
+    faster = final_state(folder / tag, 4)["model"]
+    for name, start in before.items():
+        factor = 2 if name.startswith("transformer.h.") else 1
+        moved = after[name] - start
+        torch.testing.assert_close(
+            faster[name] - start, factor * moved, rtol=0, atol=1e-7 + 1e-3 * float(moved.abs().max())
+        )
+    name = "transformer.h.0.attn.c_q.weight"
+    assert (after[name] - before[name]).abs().max() > 1e-5
+
+
+def test_a_branch_goes_on_as_a_change_of_the_method_does(tiny_base, monkeypatch, capsys):
+    train("--method-phases=0.6=clover", "--model-tag=phases", method="bf16", steps=5)
+    checkpoints = tiny_base / "base_checkpoints"
+    expected = final_state(checkpoints / "phases", 5)
+    expected["records"] = [r for r in expected["records"] if r["step"] >= 3]
+
+    train("--save-at=1,3", "--keep-last=-1", method="bf16", steps=5)
+    trunk = final_state(checkpoints / "d1_bf16", 5)
+    train("--branch-from=d1_bf16@3", "--save-every=4", "--keep-last=-1", steps=5)
+    assert "Resuming from step 3 of d1_bf16" in capsys.readouterr().out
+    assert_same(final_state(checkpoints / "d1_clover", 5), expected)
+    assert expected["model"]["lm_head.weight"].ne(trunk["model"]["lm_head.weight"]).any()
+    # Interrupted, it goes on from its own checkpoint; and what it branched from is as it was.
+    for path in checkpoints.glob("d1_clover/*_000005*"):
+        path.unlink()
+    train("--branch-from=d1_bf16@3", "--resume-from-step=latest", steps=5)
+    assert_same(final_state(checkpoints / "d1_clover", 5), expected)
+    assert_same(final_state(checkpoints / "d1_bf16", 5), trunk)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers that are not finite
+
+
+class Nan(torch.autograd.Function):
+    """The identity, but NaN in the forward pass, or infinity in the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, in_forward):
+        ctx.in_forward = in_forward
+        return x * float("nan") if in_forward else x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad if ctx.in_forward else grad * float("inf")), None
+
+
+@contextlib.contextmanager
+def broken_layer(where: str, name: str, steps: set[int]):
+    """NaN in what a layer computes ("forward") or in its input's gradient ("backward"), whenever a step is trained."""
+    now = 0
+    real_forward = GPT.forward
+
+    def forward(self, *args, **kwargs):
+        if not (self.training and torch.is_grad_enabled() and now in steps):
+            return real_forward(self, *args, **kwargs)
+        layer = self.get_submodule(name)
+        own = layer.forward
+        layer.forward = lambda x, *more: (
+            Nan.apply(own(x, *more), True) if where == "forward" else own(Nan.apply(x, False), *more)
+        )
+        try:
+            return real_forward(self, *args, **kwargs)
+        finally:
+            del layer.forward
+
+    def over(trainer):
+        nonlocal now
+        now += 1
+
+    with pytest.MonkeyPatch.context() as m, after_steps(over):
+        m.setattr(GPT, "forward", forward)
+        yield
+
+
+@pytest.mark.parametrize(
+    "where, layer, named",
+    [
+        ("forward", "transformer.h.0.mlp.c_fc", "output of transformer.h.0.mlp.c_fc"),
+        ("backward", "transformer.h.0.attn.c_v", "gradient computed by transformer.h.0.attn.c_v"),
+    ],
+)
+def test_nan_stops_and_names_step_and_layer(tiny_base, where, layer, named):
+    with broken_layer(where, layer, {1}), pytest.raises(UserError) as error:
+        train("--eval-every=-1", steps=2)
+    assert "step 1" in str(error.value) and named in str(error.value) and "--on-nonfinite skip" in str(error.value)
+    folder = tiny_base / "base_checkpoints" / "d1_clover"
+    assert list_steps(folder) == [1]  # as it was before the bad step; how it goes on: test_reliability.py
+    assert all(torch.isfinite(t).all() for t in load_checkpoint(folder, 1, "cpu")[0].values())
+
+
+def test_nan_can_be_skipped(tiny_base, capsys):
+    with broken_layer("forward", "transformer.h.0.mlp.c_proj", {2, 4}):
+        train("--eval-every=-1", "--on-nonfinite=skip", steps=6)
+    records = read_jsonl(tiny_base / "base_checkpoints" / "d1_clover" / "metrics.jsonl")
+    assert [r["step"] for r in records if r["event"] == "skip"] == [2, 4]
+    assert [r["step"] for r in records if r["event"] == "train"] == [0, 1, 3, 5]
+    assert all("transformer.h.0.mlp.c_proj" in r["place"] for r in records if r["event"] == "skip")
+    captured = capsys.readouterr()
+    assert "update skipped" in captured.err and re.search(r"Skipped updates +2", captured.out)
+
+
+def test_skipping_gives_up_when_nothing_else_happens(tiny_base):
+    with broken_layer("forward", "transformer.h.0.mlp.c_proj", set(range(2, 40))), pytest.raises(UserError) as error:
+        train("--eval-every=-1", "--on-nonfinite=skip", steps=30, method="bf16")
+    assert "step 11" in str(error.value)
+    assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [11]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_out_of_memory_names_the_size_that_fits_and_saves(tiny_base):
+    train("--device-batch-size=1", "--model-tag=whole", "--eval-every=-1", steps=4, method="bf16")
+    expected = "out of memory at step 2 with --device-batch-size=2; --device-batch-size=1"
+    with in_step(2, out_of_memory), pytest.raises(UserError, match=expected):
+        train("--eval-every=-1", steps=4, method="bf16")
+    assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [2]
+    train("--eval-every=-1", "--device-batch-size=1", "--resume-from-step=latest", steps=4, method="bf16")
+
+
+def test_automatic_batch_size_is_kept_when_resuming(tiny_base, monkeypatch, capsys):
+    train("--device-batch-size=auto", "--save-every=2", "--keep-last=-1", "--eval-every=-1", steps=4, method="bf16")
+    assert "4 x 32 tokens, 1 process(es), 1 micro-batch(es)" in capsys.readouterr().out
+    monkeypatch.setattr(base_train, "auto_device_batch_size", lambda *args, **kwargs: 1)
+    train("--device-batch-size=auto", "--resume-from-step=2", "--eval-every=-1", steps=4, method="bf16")
+    assert "4 x 32 tokens, 1 process(es), 1 micro-batch(es)" in capsys.readouterr().out
+
+
+def test_micro_batches_do_not_change_what_is_learned(tiny_base):
+    """Without quantization one micro-batch of 4 rows and four of 1 differ only in the order of sums (FP32)."""
+    for size in (1, 4):
+        train(f"--device-batch-size={size}", f"--model-tag=b{size}", method="bf16", steps=4)
+    a, b = (final_state(tiny_base / "base_checkpoints" / f"b{size}", 4) for size in (1, 4))
+    assert len(a["records"]) == 6
+    for x, y in zip(a["records"], b["records"]):
+        key = "loss" if x["event"] == "train" else "bpb"
+        assert x["event"] == y["event"] and x[key] == pytest.approx(y[key], rel=1e-4), (x, y)
+        # Optimizers are blind to the scale of a gradient, so losses would not show a wrong share of a micro-batch.
+        assert x.get("grad_norm", 0) == pytest.approx(y.get("grad_norm", 0), rel=1e-3), (x, y)
+
+
+def test_weights_are_quantized_once_a_step(tiny_base, monkeypatch):
+    entered = []
+    real = quantized_training.quantize_weights_once
+    monkeypatch.setattr(quantized_training, "quantize_weights_once", lambda model: entered.append(model) or real(model))
+    train("--eval-every=-1", steps=2)  # two micro-batches a step
+    assert len(entered) == 2
+    train("--eval-every=-1", "--device-batch-size=4", "--overwrite", steps=2)  # one: nothing to save
+    assert len(entered) == 2
+
+
+def test_computing_again_trains_the_same_bits(tiny_base):
+    for again in ("none", "all"):
+        train("--eval-every=-1", f"--recompute={again}", f"--model-tag={again}", steps=2)
+    a, b = (load_checkpoint(tiny_base / "base_checkpoints" / tag, 2, "cpu")[0] for tag in ("none", "all"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    with pytest.raises(UserError, match="--recompute is not for the --llama models"):
+        base_train.main(["--llama=30M", "--recompute=mlp"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several processes
+
+
+def test_sigterm_to_torchrun_saves_on_all_ranks(fork_server, tiny_base):
+    flags = ["--method=bf16", "--num-iterations=2000", "--eval-every=-1"]
+    code = f"""
+import os, signal
+from _forking import torchrun
+from _training import BASE, in_step
+from scripts import base_train
+def terminate():
+    if os.environ["RANK"] == "1":
+        os.kill(os.getppid(), signal.SIGTERM)
+def train():
+    with in_step(3, terminate):
+        base_train.main([*BASE, *{flags}])
+try:
+    torchrun(train)
+except BaseException as e:
+    print("torchrun:", repr(e), flush=True)
+"""
+    (out,) = fork_server.run_ranks(code, 1, env={"NANOCHAT_BASE_DIR": str(tiny_base)})
+    assert "torchrun: SignalException" in out
+    folder = tiny_base / "base_checkpoints" / "d1_bf16"
+    (step,) = list_steps(folder)
+    assert f"SIGTERM: stopped at step {step} of 2000" in out
+    assert find_last_step(folder) == step  # both ranks' files are there and intact
+    assert len(list(folder.glob("optim_*_rank?.pt"))) == 2
+
+
+def test_torchrun_starts_again_where_it_was(fork_server, tiny_base):
+    """One of two ranks is killed in step 3; torchrun starts both again, and the run ends as an undisturbed one."""
+    flags = [*BASE, "--method=bf16", "--num-iterations=4", "--save-every=2"]
+    code = f"""
+import os, signal
+from _forking import torchrun
+from _training import in_step
+from scripts import base_train
+def die():
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+def train():
+    with in_step(3, die):
+        base_train.main([*{flags}, "--model-tag=killed"])
+torchrun(train, max_restarts=1)
+"""
+    base = {"NANOCHAT_BASE_DIR": str(tiny_base)}
+    fork_server.run_ranks(code, 1, env=base)
+    whole = fork_server.run("scripts.base_train", [*flags, "--model-tag=whole"], ranks=2, env=base)
+    assert whole.status == 0, whole.log
+    folders = [tiny_base / "base_checkpoints" / tag for tag in ("killed", "whole")]
+    assert [r["step"] for r in read_jsonl(folders[0] / "metrics.jsonl") if r["event"] == "start"] == [0, 2]
+    assert_same(*(final_state(folder, 4) for folder in folders))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bad input, and the rest
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--method=fp3"], "unknown method 'fp3'; use one of: bf16"),
+        (["--total-batch-size=100"], "--total-batch-size=100 is not a multiple of 32 tokens"),
+        (["--total-batch-size=96", "--device-batch-size=2"], "is not a multiple of 64 tokens"),
+        (["--num-iterations=-1", "--target-param-data-ratio=-1"], "no training horizon"),
+        (["--num-iterations=-1", "--target-flops=1"], "--target-flops asks for less than one step"),
+        (["--device-type=cuda"], "--device-type cuda"),
+        (["--data-dir=/nowhere"], "/nowhere"),
+        (["--window-pattern=X"], "window pattern 'X'"),
+        (["--depth=0"], "depth 0"),
+        (["--resume-from-step=5"], "no checkpoint of step 5"),
+        (["--branch-from=d1_clover"], "--branch-from='d1_clover': expected '<model tag>@<step>'"),
+        (["--branch-from=../d2@3"], "is not the name of one folder"),
+        (["--branch-from=d1_bf16@3"], "is this run itself"),
+    ],
+)
+def test_bad_input_is_one_line(tiny_base, flags, message):
+    if flags == ["--device-type=cuda"] and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises((UserError, ValueError)) as error:
+        train(*flags, method="bf16", steps=2) if "method" not in flags[0] else base_train.main([*BASE, *flags])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--device-batch-size=0",
+        "--device-batch-size=some",
+        "--resume-from-step=x",
+        "--nope",
+        "--matrix-lr=nan",
+        "--target-flops=inf",
+    ],
+)
+def test_bad_flags_are_refused_by_the_parser(tiny_base, flag, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train(flag)
+    assert stopped.value.code == 2 and flag.split("=")[0] in capsys.readouterr().err
+
+
+def test_another_run_is_not_overwritten_or_resumed(tiny_base):
+    train(steps=2, method="bf16")
+    with pytest.raises(UserError, match="already holds a run .* --overwrite"):
+        train(steps=2, method="bf16")
+    for flags, method, named in (
+        (["--model-tag=d1_bf16"], "clover", "method was 'bf16' and is now 'clover'"),
+        (["--seed=7"], "bf16", "seed was 42 and is now 7"),
+        (["--branch-from=d1_bf16@2", "--seed=7"], "clover", "seed was 42 and is now 7"),
+        (["--branch-from=d1_bf16@5"], "clover", "no checkpoint of step 5"),
+        (["--branch-from=d1_bf16@2", "--num-iterations=1"], "clover", "of step 2 in .* is beyond this run's 1 steps"),
+        (["--num-iterations=1"], "bf16", "of step 2 in .* is beyond this run's 1 steps"),
+        (["--max-seq-len=64"], "bf16", "sequence_len was 32 and is now 64"),
+    ):
+        with pytest.raises(UserError, match=named):
+            train(*flags, "--resume-from-step=latest", steps=4, method=method)
+    with pytest.raises(UserError, match="is not a multiple"):
+        train("--overwrite", "--device-batch-size=3", steps=1, method="bf16")
+    for branch, message in (("d1_none@1", "no checkpoint of step 1"), ("d1_none", "expected '<model tag>@<step>'")):
+        with pytest.raises(UserError, match=message):
+            train("--overwrite", f"--branch-from={branch}", steps=1, method="bf16")
+    assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [2]  # a mistake deletes nothing
+    train("--overwrite", steps=1, method="bf16")
+    assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [1]
+
+
+def test_method_from_the_environment_and_flag_wins(tiny_base, monkeypatch):
+    monkeypatch.setenv("QAT_METHOD", "quartet2")
+    base_train.main([*BASE, "--num-iterations=1"])
+    base_train.main([*BASE, "--num-iterations=1", "--method=bf16"])
+    assert sorted(p.name for p in (tiny_base / "base_checkpoints").glob("[!.]*")) == ["d1_bf16", "d1_clover"]
+
+
+def test_full_disk_at_the_end_is_an_error_and_keeps_what_was_saved(tiny_base, monkeypatch):
+    real = Trainer.save
+    with monkeypatch.context() as m:
+        m.setattr(Trainer, "save", lambda trainer, step, *args: step < 3 and real(trainer, step, *args))
+        with pytest.raises(UserError, match="could not be saved"):
+            train("--save-every=2", steps=3, method="bf16")
+    assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [2]
+
+
+def test_telemetry_and_metrics(tiny_base, monkeypatch):
+    train("--telemetry-every=2", "--sample-every=4", steps=4)
+    records = read_jsonl(tiny_base / "base_checkpoints" / "d1_clover" / "metrics.jsonl")
+    events = [(r["event"], r["step"]) for r in records]
+    assert events == [
+        ("start", 0), ("val", 0), ("telemetry", 0), ("train", 0), ("train", 1), ("telemetry", 2), ("train", 2),
+        ("train", 3), ("val", 4), ("sample", 4),
+    ]  # fmt: skip
+    layers = records[5]["layers"]
+    assert len(layers) == 6 and 0 < layers["transformer.h.0.mlp.c_fc"]["output_error"] < 0.5
+    assert records[0]["config"]["method"] == "clover" and records[0]["environment"]["torch"] == torch.__version__
+
+
+def test_core_metric_that_cannot_be_had_does_not_end_a_run(tiny_base, monkeypatch, capsys):
+    def missing(*args, **kwargs):
+        raise UserError("no network")
+
+    monkeypatch.setattr(base_train, "core_evaluation", lambda: missing)
+    train("--core-metric-every=1", "--eval-every=-1", method="bf16", steps=3)
+    assert capsys.readouterr().err.count("no CORE metric from here on: no network") == 1
+    monkeypatch.setattr(base_train, "core_evaluation", lambda: lambda *args, **kwargs: {"core_metric": 0.25})
+    train("--core-metric-every=1", "--eval-every=-1", "--model-tag=other", method="bf16", steps=3)
+    records = read_jsonl(tiny_base / "base_checkpoints" / "other" / "metrics.jsonl")
+    assert [(r["step"], r["core_metric"]) for r in records if r["event"] == "core"] == [(1, 0.25), (2, 0.25), (3, 0.25)]
+
+
+def test_loss_stage_reports_both_forwards(tiny_base, capsys):
+    train(steps=4)
+    base_loss.main(["--model-tag=d1_clover", "--device-batch-size=2", "--split-tokens=128", "--device-type=cpu"])
+    section = json.loads((tiny_base / "report" / "d1_clover" / "base-model-loss.json").read_text())
+    results = section["results"]
+    assert results["val_bpb"] != results["val_bpb_bf16"] and results["val_bpb"] == pytest.approx(3.7, abs=0.5)
+    assert len(results["samples"]) == 7
+    # The training loop and the loss stage measure the same thing.
+    folder = tiny_base / "base_checkpoints" / "d1_clover"
+    meta = load_checkpoint(folder, 4, "cpu")[2]
+    assert results["val_bpb"] == pytest.approx(meta["loop_state"]["numbers"]["val_bpb"], rel=1e-6)
+    with pytest.raises(UserError, match="--split-tokens=100 is not a multiple of 64"):
+        base_loss.main(["--model-tag=d1_clover", "--device-batch-size=2", "--split-tokens=100", "--device-type=cpu"])
+
+
+def test_checkpoint_loads_into_an_unconverted_model(tiny_base):
+    train(steps=2)
+    model_data, _, meta = load_checkpoint(tiny_base / "base_checkpoints" / "d1_clover", 2, "cpu")
+    model = GPT(GPTConfig(**meta["model_config"]))
+    model.load_state_dict(model_data, strict=True)
+
+
+def test_script_ends_in_one_line_and_status_2(fork_server, tiny_base):
+    env = {"QAT_METHOD": "fp3", "NANOCHAT_BASE_DIR": str(tiny_base)}
+    run = fork_server.run("scripts.base_train", [], as_main=True, env=env)
+    assert run.status == 2
+    assert run.log.startswith("error: QAT_METHOD: unknown method 'fp3'") and run.log.count("\n") == 1
+
+
+def test_faulty_backend_ends_the_run_before_it_begins(tiny_base, monkeypatch):
+    """A GEMM that returns zeros, as one has on a new GPU: without the self-check the loss would just not fall."""
+    from nanochat_fp4.nvfp4 import linear
+
+    real = linear.gemm
+    monkeypatch.setattr(linear, "gemm", lambda *args, **kwargs: real(*args, **kwargs) * 0)
+    with pytest.raises(UserError, match="self-check failed on cpu: clover: output is all zeros"):
+        train(steps=1)
+    assert list_steps(tiny_base / "base_checkpoints" / "d1_clover") == []
+
+
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def growth(steps: int, method: str) -> float:
+    """MB that the process grew between a quarter of the run and its end."""
+    seen = []
+    files = len(os.listdir("/proc/self/fd"))
+    with after_steps(lambda trainer: seen.append(resident_mb())):
+        train("--eval-every=20", "--save-every=20", "--telemetry-every=20", method=method, steps=steps)
+    assert len(os.listdir("/proc/self/fd")) == files and len(seen) == steps
+    return seen[-1] - seen[steps // 4]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_memory_and_file_descriptors_do_not_grow(tiny_base):
+    # Evaluation, checkpoint and telemetry every 20 steps. The model and its optimizers are 3 MB, the gradients 1 MB.
+    assert growth(80, "bf16") < 2.5
+
+
+@pytest.mark.soak
+def test_memory_does_not_grow_over_5000_steps(tiny_base):
+    grown = growth(5000, "clover")
+    print(f"{grown:.1f} MB from step 1250 to 5000")
+    assert grown < 12

@@ -1,0 +1,137 @@
+"""tok_train and tok_eval from the command line: what they write, print and report, and how they fail."""
+
+import json
+import os
+import random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tiktoken
+import torch
+from _samples import save_base
+
+from nanochat_fp4.data.dataset import read_row_group
+from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
+from nanochat_fp4.errors import UserError
+from scripts import tok_eval, tok_train
+
+WORDS = "training a tokenizer needs text, some of it long and some of it short; 12 345 words or so".split()
+
+
+@pytest.fixture
+def data(tmp_path, base_dir):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rng = random.Random(0)
+    for s in range(2):
+        texts = [" ".join(rng.choices(WORDS, k=rng.randint(5, 200))) + "." for _ in range(60)]
+        pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), folder / f"{s}.parquet", row_group_size=20)
+    return folder
+
+
+def test_train_then_eval(data, base_dir, capsys):
+    tok_train.main(["--vocab-size=300", f"--data-dir={data}", "--max-chars=100000", "--doc-cap=500"])
+    out = capsys.readouterr().out
+    assert "vocab_size: 300" in out and "max_chars: 100,000" in out and "Training time" in out
+    tokenizer = get_tokenizer()
+    assert tokenizer.get_vocab_size() == 300
+    assert torch.equal(get_token_bytes(), tokenizer.token_bytes())
+
+    tok_eval.main(["--no-compare", f"--data-dir={data}"])
+    out = capsys.readouterr().out
+    rows = {line.split("|")[1].strip(): line.split("|")[2:5] for line in out.splitlines() if line.startswith("| ")}
+    assert {"news", "korean", "code", "math", "science", "data-train", "data-val"} <= set(rows)
+    text = "\n".join(read_row_group(data / "1.parquet", 0))
+    size, tokens, ratio = (field.strip().replace(",", "") for field in rows["data-val"])
+    assert int(size) == len(text) and int(tokens) == len(tokenizer.encode(text))
+    assert float(ratio) == pytest.approx(len(text) / int(tokens), abs=0.006)
+
+    sections = {}
+    for name in os.listdir(base_dir / "report"):
+        record = json.loads((base_dir / "report" / name).read_text())
+        sections[record["section"]] = json.dumps(record["data"])
+    assert set(sections) == {"Tokenizer training", "Tokenizer evaluation"}
+    assert tokenizer.fingerprint() in sections["Tokenizer training"] and "train_time" in sections["Tokenizer training"]
+    assert "data-val" in sections["Tokenizer evaluation"]
+
+
+def test_caps_are_obeyed(data, base_dir, monkeypatch):
+    """--doc-cap cuts each document, --max-chars ends the reading, as in nanochat (the last document is still taken)."""
+    seen = []
+
+    def train(texts, vocab_size):
+        seen.extend(texts)
+        raise UserError("enough")
+
+    monkeypatch.setattr(tok_train.RustBPETokenizer, "train_from_iterator", train)
+    with pytest.raises(UserError, match="enough"):
+        tok_train.main([f"--data-dir={data}", "--doc-cap=40", "--max-chars=1000"])
+    lengths = list(map(len, seen))
+    assert max(lengths) == 40 and sum(lengths) > 1000 >= sum(lengths[:-1])
+
+
+def test_a_vocabulary_larger_than_the_text_has(data, capsys):
+    tok_train.main(["--vocab-size=50000", f"--data-dir={data}"])
+    assert "fewer than --vocab-size 50,000" in capsys.readouterr().out
+
+
+def test_comparison_with_published_tokenizers(data, capsys, caplog, monkeypatch):
+    tok_train.main(["--vocab-size=300", f"--data-dir={data}"])
+    ranks = {bytes([b]): b for b in range(256)}
+    enc = tiktoken.Encoding("x", pat_str=r"\s|\S+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
+
+    def get_encoding(name):
+        if name == "gpt2":
+            return enc
+        raise OSError("no network")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+    capsys.readouterr()
+    tok_eval.main([f"--data-dir={data}"])
+    out = capsys.readouterr().out
+    assert "### Comparison with GPT-2 (257 tokens)" in out and "Comparison with GPT-4" not in out
+    assert (
+        "no comparison with GPT-4: the tokenizer cl100k_base is not to be had (no network) (--no-compare" in caplog.text
+    )
+
+
+def test_a_tokenizer_that_checkpoints_need_is_kept(tiny_base):
+    before = (tiny_base / "tokenizer" / "tokenizer.json").read_bytes()
+    train = ["--vocab-size=290", "--max-chars=20000"]
+    save_base(tiny_base, tag="d2_clover", n_layer=1)
+    save_base(tiny_base, tag="d2_clover", source="chatsft_checkpoints", n_layer=1)
+    with pytest.raises(
+        UserError, match="tokenizer of base_checkpoints/d2_clover, chatsft_checkpoints/d2_clover, which"
+    ):
+        tok_train.main(train)
+    assert (tiny_base / "tokenizer" / "tokenizer.json").read_bytes() == before
+    tok_train.main([*train, "--overwrite"])
+    assert (tiny_base / "tokenizer" / "tokenizer.json").read_bytes() != before
+    tok_train.main(train)  # these checkpoints are lost already
+
+
+@pytest.mark.parametrize(
+    "argv, text",
+    [
+        (["--vocab-size=100"], "at least 265 are needed .--vocab-size"),
+        (["--doc-cap=0"], "must be at least 1"),
+        (["--max-chars=-5"], "must be at least 1"),
+        (["--data-dir=/nowhere"], "/nowhere is not there"),
+    ],
+)
+def test_bad_arguments(data, argv, text):
+    with pytest.raises((UserError, ValueError), match=text):
+        tok_train.main([f"--data-dir={data}", *argv])
+
+
+def test_eval_without_a_tokenizer(data):
+    with pytest.raises(UserError, match="run python -m scripts.tok_train first"):
+        tok_eval.main([f"--data-dir={data}"])
+
+
+def test_errors_at_the_command_line_are_one_line(data, base_dir, fork_server):
+    env = {"DATA_DIR": str(data / "0.parquet"), "NANOCHAT_BASE_DIR": str(base_dir)}
+    run = fork_server.run("scripts.tok_train", [], as_main=True, env=env)
+    expected = f"DATA_DIR (--data-dir) {data / '0.parquet'} is a file; it must be a folder of text or parquet files"
+    assert run.status == 2 and run.log.splitlines()[-1] == f"error: {expected}" and "Traceback" not in run.log

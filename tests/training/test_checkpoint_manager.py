@@ -1,0 +1,791 @@
+"""Checkpoints under kills, full disks, bit flips and tampering; models that come back; resume to the bit."""
+
+import copy
+import json
+import logging
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from _damage import cut_or_scratched
+from _samples import BYTE_TOKENIZER, make_shards
+
+import nanochat_fp4 as nf
+from nanochat_fp4.data.dataloader import BestFitLoader
+from nanochat_fp4.data.tokenizer import RustBPETokenizer
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.models.gpt import GPT, GPTConfig
+from nanochat_fp4.training import checkpoint_manager as cm
+from nanochat_fp4.training.checkpoint_manager import (
+    NoCheckpointError,
+    build_model,
+    find_largest_model,
+    find_last_step,
+    list_steps,
+    load_checkpoint,
+    load_model,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from nanochat_fp4.training.resume import find_resume_step
+
+KINDS = ("model_{:06d}.pt", "optim_{:06d}_rank0.pt", "meta_{:06d}.json")
+
+
+def save(folder, step, value=None, size=100):
+    """A checkpoint whose three files all say `value` (default: the step)."""
+    value = step if value is None else value
+    tensor = torch.full((size,), float(value))
+    return save_checkpoint(folder, step, {"w": tensor}, {"m": tensor, "state": {"i": [value]}}, {"value": value})
+
+
+def value_of(folder, step):
+    """The value of a checkpoint; fails unless its files belong together."""
+    model, optimizer, meta = load_checkpoint(folder, step, "cpu", load_optimizer=True)
+    values = {*model["w"].tolist(), *optimizer["m"].tolist(), float(optimizer["state"]["i"][0]), float(meta["value"])}
+    assert len(values) == 1 and meta["step"] == step
+    return values.pop()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Saving and loading
+
+
+def test_files_have_nanochats_names(tmp_path):
+    assert save(tmp_path / "d4", 7)
+    assert sorted(os.listdir(tmp_path / "d4")) == [
+        "manifest_000007.json",
+        "meta_000007.json",
+        "model_000007.pt",
+        "optim_000007_rank0.pt",
+    ]
+    assert value_of(tmp_path / "d4", 7) == 7 and find_last_step(tmp_path / "d4") == 7
+    assert load_checkpoint(tmp_path / "d4", 7, "cpu")[1] is None  # the optimizer only on request
+
+
+def test_what_goes_in_comes_out(tmp_path):
+    generator = torch.Generator().manual_seed(3)
+    optimizer = [
+        {"state": {0: {"step": 3, "exp_avg": torch.randn(3, generator=generator)}}, "param_groups": [{"lr": 0.1}]}
+    ]
+    rank_state = {
+        "optimizers": optimizer,
+        "rng": {"cpu": torch.get_rng_state()},
+        "dataloader": {"a": [[1, 2], None, "x"]},
+    }
+    model = {"a": torch.randn(2, 2).bfloat16(), "b": torch.arange(3)}
+    meta = {"loss": torch.tensor(1.5), "inf": float("inf"), "config": {"n": 1}, "none": None, "path": tmp_path}
+    assert save_checkpoint(tmp_path, 1_234_567, model, rank_state, meta)
+    model2, rank_state2, meta2 = load_checkpoint(tmp_path, 1_234_567, "cpu", load_optimizer=True)
+    assert all(torch.equal(model[k], model2[k]) and model[k].dtype == model2[k].dtype for k in model)
+    assert torch.equal(rank_state2["rng"]["cpu"], rank_state["rng"]["cpu"])
+    assert rank_state2["dataloader"] == rank_state["dataloader"]
+    assert torch.equal(rank_state2["optimizers"][0]["state"][0]["exp_avg"], optimizer[0]["state"][0]["exp_avg"])
+    assert meta2["loss"] == 1.5 and meta2["inf"] == float("inf") and meta2["step"] == 1_234_567
+
+
+def test_a_step_can_be_saved_again(tmp_path):
+    save(tmp_path, 5, 1)
+    save(tmp_path, 5, 2)
+    assert value_of(tmp_path, 5) == 2 and len(os.listdir(tmp_path)) == 4
+
+
+def test_files_may_get_their_names_while_they_are_read(tmp_path, monkeypatch):
+    """By the run that has just written the manifest: here between a look at the temporary name and opening it."""
+    monkeypatch.setattr(cm, "_settle", lambda *a: None)
+    save(tmp_path, 1)
+    staged = {e["staged"]: e["name"] for e in cm._read_manifest(tmp_path, 1)["files"]}
+    assert all((tmp_path / name).exists() for name in staged)
+    real_stat, real_open = os.stat, open
+
+    def renaming(call):
+        def look(path, *a, **kw):
+            name = staged.pop(os.path.basename(path), None) if isinstance(path, str | Path) else None
+            found = call(path, *a, **kw) if name and call is real_stat else None
+            if name:
+                os.replace(path, tmp_path / name)
+            return found or call(path, *a, **kw)
+
+        return look
+
+    monkeypatch.setattr(os, "stat", renaming(real_stat))
+    monkeypatch.setattr(cm, "open", renaming(real_open), raising=False)
+    assert value_of(tmp_path, 1) == 1
+    assert not staged
+
+
+def test_the_newest_is_found(tmp_path):
+    for step in (5, 20, 100_000_0, 10):
+        save(tmp_path, step)
+    assert list_steps(tmp_path) == [1_000_000, 20, 10, 5] and find_last_step(tmp_path) == 1_000_000
+    assert load_checkpoint(tmp_path, None, "cpu")[2]["step"] == 1_000_000
+
+
+def test_no_checkpoints(tmp_path):
+    assert list_steps(tmp_path / "none") == []
+    for folder in (tmp_path / "none", tmp_path):
+        with pytest.raises(NoCheckpointError, match="no checkpoints in .* train a model first"):
+            find_last_step(folder)
+        with pytest.raises(FileNotFoundError):  # nanochat's kind of error
+            load_checkpoint(folder, None, "cpu")
+    save(tmp_path, 5)
+    with pytest.raises(NoCheckpointError, match="no checkpoint of step 6 .* it has steps 5"):
+        load_checkpoint(tmp_path, 6, "cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Damage
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+DAMAGE = {"truncated": (truncate, "bytes instead of"), "flipped": (flip, "differs from its checksum")}
+DAMAGE |= {"empty": (lambda p: p.write_bytes(b""), "has 0 bytes"), "missing": (os.unlink, "is missing")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_and_an_older_one_is_used(tmp_path, caplog, kind, damage):
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    name = kind.format(30)
+    DAMAGE[damage][0](tmp_path / name)
+    with pytest.raises(UserError, match=f"step 30 .*{name} .*{DAMAGE[damage][1]}.*step 20 is intact") as e:
+        load_checkpoint(tmp_path, 30, "cpu", load_optimizer=True)
+    assert "\n" not in str(e.value)
+    assert find_last_step(tmp_path) == 20 and value_of(tmp_path, None or 20) == 20
+    assert f"{name} " in caplog.text and "falling back to step 20" in caplog.text
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_manifest(tmp_path, damage):
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    DAMAGE[damage][0](tmp_path / "manifest_000020.json")
+    assert find_last_step(tmp_path) == 10
+    with pytest.raises(
+        UserError, match=r"manifest_000020.json is (damaged|missing)|differs from its checksum|is missing"
+    ):
+        load_checkpoint(tmp_path, 20, "cpu")
+
+
+def test_nothing_is_intact(tmp_path):
+    for step in (10, 20):
+        save(tmp_path, step)
+        truncate(tmp_path / f"model_{step:06d}.pt")
+    with pytest.raises(UserError, match="no checkpoint .* is intact .step 20: model_000020.pt .*; step 10: ") as e:
+        find_last_step(tmp_path)
+    assert not isinstance(e.value, NoCheckpointError)  # a run must not start over as if there had been nothing
+
+
+@pytest.mark.parametrize("name", ["../secret.pt", "/etc/passwd", "model_000020.pt", "model_000010.pt/../x"])
+def test_a_manifest_cannot_lead_out_of_its_step(tmp_path, name):
+    save(tmp_path, 10)
+    path = tmp_path / "manifest_000010.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["files"][2]["name"] == "optim_000010_rank0.pt"
+    manifest["files"][2] |= {"name": name, "staged": f"{name}.ab.staged"}
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="manifest_000010.json is damaged"):
+        load_checkpoint(tmp_path, 10, "cpu")
+    save(tmp_path, 11)  # settles what older manifests list, but not that
+    assert not os.path.exists(f"{name}.ab.staged")
+
+
+def test_fuzzed_checkpoints_are_refused_or_as_they_were(tmp_path):
+    """Random bytes and truncations of all four files: the original content or one line, nothing else."""
+    good = tmp_path / "good"
+    save(good, 10)
+    save(good, 20)
+    rng, refused, fell_back = random.Random(0), 0, 0
+    for i in range(240):
+        folder = tmp_path / f"f{i}"
+        shutil.copytree(good, folder)
+        path = folder / rng.choice(["manifest_000020.json", *(kind.format(20) for kind in KINDS)])
+        path.write_bytes(cut_or_scratched(path.read_bytes(), rng))
+        try:
+            assert value_of(folder, 20) == 20
+        except UserError as e:
+            assert "\n" not in str(e)
+            refused += 1
+        step = find_last_step(folder)
+        assert value_of(folder, step) == step
+        fell_back += step == 10
+        shutil.rmtree(folder)
+    assert refused > 200 and fell_back > 200
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'was_here'}",)
+
+    assert save_checkpoint(tmp_path, 1, {"w": Evil()}, None, {})  # a valid manifest, a bad heart
+    with pytest.raises(UserError, match="model_000001.pt cannot be read as weights") as e:
+        load_checkpoint(tmp_path, 1, "cpu")
+    assert "\n" not in str(e.value) and not (tmp_path / "was_here").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kills. Children are forked and killed, and a fork of a process that has threads (pytest's, after other tests) can
+# hang; so the checks run in a process of their own that has none.
+
+
+def killed_at(n, action):
+    """Run `action` in a child that dies at its n-th file operation. True if it was killed, False if it finished."""
+    pid = os.fork()
+    if pid == 0:
+        count = 0
+
+        def dying(function, before):
+            def wrapped(*args, **kwargs):
+                nonlocal count
+                count += 1
+                if count == n and before:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                result = function(*args, **kwargs)
+                if count == n:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return result
+
+            return wrapped
+
+        try:
+            for name in ("replace", "unlink", "fsync"):
+                setattr(os, name, dying(getattr(os, name), before=True))
+            cm._HashingFile.write = dying(cm._HashingFile.write, before=False)
+            action()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
+
+
+def a_kill_at_any_point_of_a_save_loses_nothing(tmp_path):
+    save(tmp_path / "before", 5)
+    save(tmp_path / "before", 10)
+    outcomes, n = [], 0
+    while True:
+        n += 1
+        folder = shutil.copytree(tmp_path / "before", tmp_path / str(n))
+        killed = killed_at(n, lambda folder=folder: save(folder, 10, 11))
+        assert value_of(folder, 5) == 5
+        outcomes.append(value_of(folder, 10))  # all of the old one or all of the new one
+        assert find_last_step(folder) == 10
+        save(folder, 15)  # the next save tidies up
+        assert value_of(folder, 10) == outcomes[-1] and value_of(folder, 15) == 15
+        assert not list(folder.glob("*.staged")) and len(list(folder.glob("[a-z]*"))) == 12
+        if not killed:
+            break
+    assert set(outcomes) == {10.0, 11.0} and outcomes == sorted(outcomes) and n > 25, outcomes
+
+
+def a_kill_at_any_point_of_a_first_save_leaves_all_or_nothing(tmp_path):
+    found, n = [], 0
+    while True:
+        n += 1
+        folder = tmp_path / str(n)
+        killed = killed_at(n, lambda folder=folder: save(folder, 10))
+        try:
+            found.append(value_of(folder, find_last_step(folder)) == 10)
+        except NoCheckpointError:
+            found.append(False)
+        if not killed:
+            break
+    assert found == sorted(found) and found[0] is False and found[-2] is True
+
+
+def a_resume_finishes_what_killed_saves_left(tmp_path):
+    """The second kill comes at any point of the save that the first one stopped; no other save follows."""
+    save(tmp_path / "before", 5)
+    assert killed_at(9, lambda: save(tmp_path / "before", 10))
+    outcomes, n, killed = [], 0, True
+    while killed:
+        n += 1
+        folder = shutil.copytree(tmp_path / "before", tmp_path / str(n))
+        killed = killed_at(n, lambda folder=folder: save(folder, 10))
+        left = sorted(os.listdir(folder))
+        reader = find_last_step(folder)
+        assert value_of(folder, reader) == reader and sorted(os.listdir(folder)) == left  # readers only read
+        outcomes.append(find_resume_step(folder, "latest", False, 0))
+        assert outcomes[-1] == reader == value_of(folder, reader)
+        if reader == 5:
+            save(folder, 10)  # as the resumed run does
+        assert value_of(folder, 10) == 10 and len(os.listdir(folder)) == 8
+    assert outcomes == sorted(outcomes) and outcomes.count(5) > 10 and outcomes.count(10) > 6, outcomes
+
+
+def a_kill_at_any_point_of_pruning_leaves_the_newest(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path / "before", step)
+    n = 0
+    while True:
+        n += 1
+        folder = shutil.copytree(tmp_path / "before", tmp_path / str(n))
+        killed = killed_at(n, lambda folder=folder: prune_checkpoints(folder, 2))
+        assert value_of(folder, 4) == 4 and value_of(folder, 3) == 3 and find_last_step(folder) == 4
+        prune_checkpoints(folder, 2)
+        assert list_steps(folder) == [4, 3] and len(os.listdir(folder)) == 8
+        if not killed:
+            break
+    assert n > 8
+
+
+def random_kills(tmp_path):
+    """A process that saves and prunes without pause, killed 25 times at random moments."""
+    start = time.monotonic()
+    assert save(tmp_path, 1, size=40_000)
+    one_save = time.monotonic() - start
+    rng, last = random.Random(int.from_bytes(os.urandom(4), "big")), 1
+    for _ in range(25):
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.write(write, last.to_bytes(4, "big"))  # ready
+                for step in range(last + 1, last + 10_000):
+                    assert save(tmp_path, step, size=40_000)
+                    os.write(write, step.to_bytes(4, "big"))
+                    prune_checkpoints(tmp_path, 2)
+            finally:
+                os._exit(1)
+        os.close(write)
+        reported = os.read(read, 4)
+        time.sleep(rng.uniform(0, 6 * one_save))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        with os.fdopen(read, "rb") as f:
+            reported += f.read()
+        done = int.from_bytes(reported[-4:], "big")
+        found = find_last_step(tmp_path)
+        assert value_of(tmp_path, found) == found
+        assert done <= found <= done + 1  # what was reported as saved is there
+        last = found
+    save(tmp_path, last + 1)  # tidies up
+    prune_checkpoints(tmp_path, 2)
+    assert last > 2 and list_steps(tmp_path) == [last + 1, last] and len(os.listdir(tmp_path)) == 8
+
+
+def a_real_limit_of_the_file_size(tmp_path):
+    """The kernel refuses the write in the middle of a tensor."""
+    save(tmp_path, 5)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            logging.disable()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+            os._exit(0 if save(tmp_path, 10, size=100_000) is False else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert find_last_step(tmp_path) == 5 and len(os.listdir(tmp_path)) == 4
+
+
+FORKING = (
+    a_kill_at_any_point_of_a_save_loses_nothing,
+    a_kill_at_any_point_of_a_first_save_leaves_all_or_nothing,
+    a_resume_finishes_what_killed_saves_left,
+    a_kill_at_any_point_of_pruning_leaves_the_newest,
+    random_kills,
+    a_real_limit_of_the_file_size,
+)
+
+
+def run_forking_checks(folder):
+    """Runs in the process of its own: what went wrong in each check, as text, into <folder>/<name>.result."""
+    torch.set_num_threads(1)
+    os.fsync = lambda fd: None  # slow, and a killed process, unlike a power cut, loses nothing that was written
+    for check in FORKING:
+        path = Path(folder) / check.__name__
+        path.mkdir()
+        try:
+            check(path)
+            result = ""
+        except BaseException:
+            result = traceback.format_exc()
+        (Path(folder) / f"{check.__name__}.result").write_text(result)
+
+
+def test_everything_is_on_the_disk_before_the_manifest_appears(tmp_path, monkeypatch):
+    """What a power cut could undo is undone before the checkpoint exists, never after."""
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(fd):
+        events.append("fsync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    def note_replace(source, target):
+        events.append("replace " + os.path.basename(target))
+        replace(source, target)
+
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("needs /proc to know what a file descriptor is")
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    save(tmp_path / "d4", 7)
+    appears = events.index("replace manifest_000007.json")
+    names = [re.sub(r"\.[0-9a-f]{8}\..*", "", event) for event in events]
+    kinds = [kind.format(7) for kind in KINDS]
+    assert set(names[:appears]) == {f"fsync {kind}" for kind in kinds} | {"fsync .manifest_000007.json"}
+    assert {f"replace {kind}" for kind in kinds} <= set(names[appears:]) and names[-1] == "fsync d4"
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory, fork_server):
+    folder = tmp_path_factory.mktemp("forked")
+    fork_server.run_ranks(f"import test_checkpoint_manager as t; t.run_forking_checks({str(folder)!r})", 1)
+    return folder
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in FORKING])
+def test_forked(forked, name):
+    assert (forked / f"{name}.result").read_text() == ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Full disks
+
+
+def test_a_full_disk_ends_the_save_and_harms_nothing(tmp_path, monkeypatch, caplog):
+    save(tmp_path, 5)
+    save(tmp_path, 10)
+    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    n, failed = 0, True
+
+    class Disk:
+        """A file whose n-th write, counted over all files, finds the disk full."""
+
+        def __init__(self, path, mode):
+            self.file = open(path, mode)
+
+        def write(self, data):
+            nonlocal count
+            count += 1
+            if count == n:
+                raise OSError(28, "No space left on device")
+            return self.file.write(data)
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc):
+            self.file.close()
+
+    monkeypatch.setattr(cm, "open", Disk, raising=False)
+    while failed:  # at each write in turn
+        n, count = n + 1, 0
+        caplog.clear()
+        failed = not save(tmp_path, 10, 11)
+        if failed:
+            assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
+            assert "NOT saved" in caplog.text and "No space left" in caplog.text
+    assert n > 5 and value_of(tmp_path, 10) == 11
+
+
+def test_a_manifest_that_does_not_fit(tmp_path, monkeypatch):
+    save(tmp_path, 5)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cm, "atomic_write", full)
+    assert save(tmp_path, 10) is False
+    assert find_last_step(tmp_path) == 5 and not list(tmp_path.glob("*.staged"))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, caplog):
+    (tmp_path / "file").write_text("x")
+    assert save(tmp_path / "file" / "d4", 10) is False
+    assert "NOT saved" in caplog.text
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Keeping the last N
+
+
+def test_prune(tmp_path):
+    for step in range(1, 7):
+        save(tmp_path, step)
+    prune_checkpoints(tmp_path, 0)
+    prune_checkpoints(tmp_path, -1)
+    assert list_steps(tmp_path) == [6, 5, 4, 3, 2, 1]
+    truncate(tmp_path / "model_000006.pt")  # does not count as one of the last
+    prune_checkpoints(tmp_path, 2)
+    assert list_steps(tmp_path) == [6, 5, 4] and find_last_step(tmp_path) == 5
+
+
+def test_other_ranks_do_not_prune(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    prune_checkpoints(tmp_path, 1)
+    assert list_steps(tmp_path) == [2, 1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# nanochat's own checkpoints
+
+
+def nanochat_checkpoint(folder, step, **meta):
+    folder.mkdir(exist_ok=True)
+    torch.save({"w": torch.full((3,), float(step))}, folder / f"model_{step:06d}.pt")
+    (folder / f"meta_{step:06d}.json").write_text(json.dumps({"step": step, **meta}))
+
+
+def test_nanochats_checkpoints_are_read_with_a_warning(tmp_path, caplog):
+    nanochat_checkpoint(tmp_path, 20)
+    save(tmp_path, 10)
+    assert find_last_step(tmp_path) == 20
+    model, _, meta = load_checkpoint(tmp_path, 20, "cpu")
+    assert model["w"].tolist() == [20] * 3 and "no manifest" in caplog.text
+    prune_checkpoints(tmp_path, 1)
+    assert list_steps(tmp_path) == [20, 10]  # never deleted
+    with pytest.raises(UserError, match="optim_000020_rank0.pt is missing"):
+        load_checkpoint(tmp_path, 20, "cpu", load_optimizer=True)
+
+
+def test_damaged_nanochat_checkpoints(tmp_path):
+    rng = random.Random(0)
+    for _ in range(60):
+        nanochat_checkpoint(tmp_path, 20)
+        path = tmp_path / rng.choice(["model_000020.pt", "meta_000020.json"])
+        path.write_bytes(cut_or_scratched(path.read_bytes(), rng))
+        try:
+            load_checkpoint(tmp_path, 20, "cpu")
+        except UserError as e:
+            assert "\n" not in str(e)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several ranks
+
+RANKS_CODE = """
+import os, torch
+import nanochat_fp4 as nf
+from nanochat_fp4.training import checkpoint_manager as cm
+from nanochat_fp4.common import compute_init, compute_cleanup
+ddp, rank, _, world_size, _ = compute_init("cpu")
+folder = os.environ["FOLDER"]
+
+def save(step):
+    state = {"rank": rank, "optimizers": [rank], "dataloader": {"row": rank}}
+    return cm.save_checkpoint(folder, step, {"w": torch.ones(2)}, state, {"a": 1}, rank=rank)
+
+assert save(1) is True and save(2) is True
+stage = cm._stage
+def broken(folder, name, content):
+    if rank == 1:
+        raise OSError(28, "No space left on device")
+    return stage(folder, name, content)
+cm._stage = broken
+assert save(3) is False  # on both ranks
+cm._stage = stage
+if rank == 0:
+    os.truncate(os.path.join(folder, "optim_000002_rank1.pt"), 10)
+torch.distributed.barrier()
+assert cm.find_last_step(folder) == 1  # rank 0 falls back for rank 1's sake
+assert cm.load_checkpoint(folder, 1, "cpu", load_optimizer=True, rank=rank)[1]["rank"] == rank
+try:
+    cm.find_last_step(folder + "/none")
+    raise SystemExit("found nothing's step")
+except cm.NoCheckpointError:
+    pass
+compute_cleanup()
+"""
+
+
+def test_two_ranks_save_and_load_together(run_ranks, tmp_path):
+    run_ranks(RANKS_CODE, env={"FOLDER": str(tmp_path)})
+    assert not list(tmp_path.glob("*.staged")) and not list(tmp_path.glob("*000003*"))
+    assert json.loads((tmp_path / "manifest_000001.json").read_text())["world_size"] == 2
+    state = load_checkpoint(tmp_path, 1, "cpu", load_optimizer=True)[1]  # by one process: what both saved
+    assert state["rank"] == 0 and state["all_ranks"] == [[0], [1]] and state["dataloaders"] == [{"row": 0}, {"row": 1}]
+    assert load_checkpoint(tmp_path, 1, "cpu")[0]["w"].tolist() == [1, 1]  # the weights are anybody's
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Models
+
+CONFIG = dict(sequence_len=32, vocab_size=320, n_layer=2, n_head=2, n_kv_head=2, n_embd=64, window_pattern="SL")
+
+
+@pytest.fixture(scope="module")
+def tok():
+    return RustBPETokenizer.train_from_iterator(iter(["some text to learn from, and some more of it"] * 9), 300)
+
+
+@pytest.fixture
+def model(base_dir, tok):
+    """A small GPT, saved as base model d2_clover, step 3, with its tokenizer."""
+    tok.save(base_dir / "tokenizer")
+    config = CONFIG | {"vocab_size": tok.get_vocab_size()}
+    model = GPT(GPTConfig(**config))
+    model.init_weights()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.02)
+    meta = {"model_config": config, "run_config": {"tokenizer": tok.fingerprint(), "method": "clover"}}
+    model.meta, model.folder = meta, base_dir / "base_checkpoints" / "d2_clover"
+    save_checkpoint(model.folder, 3, model.state_dict(), None, meta)
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(16).view(2, 8))
+
+
+def test_a_model_comes_back(model, tok):
+    loaded, tokenizer, meta = load_model("base", "cpu", "eval")
+    assert torch.equal(logits(loaded), logits(model)) and not loaded.training
+    assert tokenizer.fingerprint() == tok.fingerprint()
+    assert meta["run_config"]["method"] == "clover" and meta["model_tag"] == "d2_clover" and meta["step"] == 3
+    assert load_model("base", torch.device("cpu"), phase="train", model_tag="d2_clover", step=3)[0].training
+
+
+def test_old_and_compiled_checkpoints_come_back(model):
+    data = {"_orig_mod." + k: v.bfloat16() for k, v in model.state_dict().items() if "lambdas" not in k}
+    meta = copy.deepcopy(model.meta)
+    del meta["model_config"]["window_pattern"]
+    save_checkpoint(model.folder, 4, data, None, meta)
+    loaded, _, _ = build_model(model.folder, 4, "cpu", "eval")
+    assert all(p.dtype == torch.float32 for p in loaded.parameters())
+    assert (loaded.resid_lambdas == 1).all() and (loaded.x0_lambdas == 0).all() and loaded.config.window_pattern == "L"
+
+
+def test_what_the_method_learned_comes_back_from_its_own_file_and_from_old_models(model):
+    name = "transformer.h.0.mlp.c_fc"
+    gram = {name: torch.eye(model.config.n_embd).half()}
+    assert save_checkpoint(model.folder, 4, model.state_dict(), None, model.meta, method_data=gram)
+    old = model.state_dict() | {f"{name}.second_moment": 5 * torch.eye(model.config.n_embd)}  # as until 2026-11
+    assert save_checkpoint(model.folder, 5, old, None, model.meta)
+    for step in (4, 5):
+        loaded, _, _ = build_model(model.folder, step, "cpu", "eval")
+        assert loaded.state_dict().keys() == model.state_dict().keys()
+        learned = nf.gram_state(nf.convert(loaded, "clover_feedback", verbose=False))
+        assert learned.keys() == {name} and torch.equal(learned[name], gram[name])
+    assert not nf.gram_state(build_model(model.folder, 3, "cpu", "eval")[0])
+    assert save_checkpoint(model.folder, 6, model.state_dict(), None, model.meta, method_data={name: torch.eye(16)})
+    with pytest.raises(UserError, match="its weights do not fit its model config .*c_fc"):
+        build_model(model.folder, 6, "cpu", "eval")
+    file = model.folder / "method_000004.pt"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(UserError, match="method_000004.pt differs from its checksum"):
+        build_model(model.folder, 4, "cpu", "eval")
+    prune_checkpoints(model.folder, 1)
+    assert [p.name for p in model.folder.glob("method*")] == ["method_000006.pt"]
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda m: m.pop("model_config"), "its model config is not one of this GPT"),
+        (lambda m: m["model_config"].update(n_rotors=3), "its model config is not one of this GPT"),
+        (lambda m: m["model_config"].update(n_head=0), "its model config is not one of this GPT"),
+        (lambda m: m["model_config"].update(n_layer="two"), "its model config is not one of this GPT"),
+        (lambda m: m["model_config"].update(n_layer=3), "its weights do not fit its model config"),
+        (lambda m: m["model_config"].update(n_embd=128), "its weights do not fit its model config"),
+        (
+            lambda m: m["run_config"].update(tokenizer="0123456789abcdef"),
+            "trained with the tokenizer 0123456789abcdef, but",
+        ),
+        (lambda m: (m["model_config"].update(vocab_size=301), m.pop("run_config")), "vocabulary of 301 tokens"),
+    ],
+)
+def test_models_that_do_not_fit(model, change, text):
+    meta = copy.deepcopy(model.meta)
+    change(meta)
+    save_checkpoint(model.folder, 4, model.state_dict(), None, meta)
+    with pytest.raises(UserError, match=text) as e:
+        build_model(model.folder, 4, "cpu", "eval")
+    assert "\n" not in str(e.value)
+
+
+def test_bad_sources_and_phases(model):
+    with pytest.raises(UserError, match="unknown source 'bse'; use one of base, mid, sft, rl"):
+        load_model("bse", "cpu", "eval")
+    with pytest.raises(NoCheckpointError, match="no checkpoints in .*chatsft_checkpoints"):
+        load_model("sft", "cpu", "eval")
+    with pytest.raises(ValueError, match="'train' or 'eval'"):
+        build_model(model.folder, 3, "cpu", "test")
+    with pytest.raises(NoCheckpointError, match="no_such_tag"):
+        load_model("base", "cpu", "eval", model_tag="no_such_tag")
+
+
+def test_the_largest_model_is_taken(tmp_path):
+    for tag in ("d4", "d20_clover", "d12", "mine", "d99_empty"):
+        if tag == "d99_empty":
+            (tmp_path / tag).mkdir()
+        else:
+            save(tmp_path / tag, 1)
+    assert find_largest_model(tmp_path) == "d20_clover"
+    save(tmp_path / "d20_bf16", 1)
+    for i, tag in enumerate(("d20_bf16", "d20_clover")):  # the newer of two equals
+        os.utime(tmp_path / tag, (0, 2_000_000_000 + i))
+        assert find_largest_model(tmp_path) == tag
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Resume to the bit: model, optimizer, data position and random state together
+
+
+def train(folder, data, num_steps, stop_at=None, resume=False):
+    """A small model with dropout, trained on packed rows; saved at `stop_at`. Returns its weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(257, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 257))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step, loader_state = 0, None
+    if resume:
+        step = find_last_step(folder)
+        model_data, rank_state, _ = load_checkpoint(folder, step, "cpu", load_optimizer=True)
+        model.load_state_dict(model_data)
+        optimizer.load_state_dict(rank_state["optimizer"])
+        torch.set_rng_state(rank_state["rng"])
+        loader_state = rank_state["dataloader"]
+    batches = BestFitLoader(BYTE_TOKENIZER, 2, 32, "train", device="cpu", data_dir=data, resume_state_dict=loader_state)
+    for x, y, loader_state in batches:
+        loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+        if step == stop_at:
+            rank_state = {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state(), "dataloader": loader_state}
+            assert save_checkpoint(folder, step, model.state_dict(), rank_state, {})
+            return None
+        if step == num_steps:
+            return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_resume_is_bit_exact(tmp_path):
+    make_shards(tmp_path / "data")
+    whole = train(tmp_path / "none", tmp_path / "data", 30)
+    rng = random.Random(0)
+    for i in range(10):
+        stops = sorted(rng.sample(range(1, 30), 2))
+        train(tmp_path / str(i), tmp_path / "data", 30, stop_at=stops[0])
+        train(tmp_path / str(i), tmp_path / "data", 30, stop_at=stops[1], resume=True)
+        assert torch.equal(train(tmp_path / str(i), tmp_path / "data", 30, resume=True), whole), stops

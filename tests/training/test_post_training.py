@@ -1,0 +1,703 @@
+"""Mid-training, SFT, evaluation and chat on a tiny model: end to end, resumed to the bit, and given bad input."""
+
+import builtins
+import json
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from _assertions import assert_same, final_state
+from _samples import CORE_TASKS, byte_tokenizer, make_bundle, save_base
+from _training import BASE, MID, SFT, after_steps
+
+from eval.local import LocalArithmetic, LocalChoice
+from nanochat_fp4.data.chat_data import CustomJSON, Source, Task
+from nanochat_fp4.data.chat_loader import ConversationBatches, PackedConversations
+from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.evaluation import core_eval
+from nanochat_fp4.evaluation.metrics import read_jsonl
+from nanochat_fp4.models.gpt import GPT
+from nanochat_fp4.training.checkpoint_manager import list_steps, load_checkpoint
+from nanochat_fp4.training.stage import checkpoint_method, weights_digest
+from scripts import base_eval, base_train, chat_cli, chat_eval, chat_sft, mid_train
+
+ROOT = Path(mid_train.__file__).resolve().parent.parent
+MID = [*MID, "--eval-every=4"]
+SFT = [*SFT, "--eval-every=4", "--eval-metrics-every=4", "--eval-metrics-max-problems=6"]
+
+
+@pytest.fixture
+def base(tiny_base):
+    save_base(tiny_base)
+    return tiny_base
+
+
+def mid(*flags, steps=6):
+    mid_train.main([*MID, f"--num-iterations={steps}", *flags])
+
+
+def sft(*flags, steps=6):
+    chat_sft.main([*SFT, f"--num-iterations={steps}", *flags])
+
+
+STAGES = {"mid": (mid, "mid_checkpoints"), "sft": (sft, "chatsft_checkpoints")}
+
+
+def one_line(error) -> str:
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 900
+    return text
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Batches
+
+
+class Texts(Task):
+    """Conversation i: a question of given length and an answer."""
+
+    def __init__(self, lengths, answer="yes"):
+        super().__init__()
+        self.lengths, self.answer = lengths, answer
+
+    def num_examples(self):
+        return len(self.lengths)
+
+    def get_example(self, index):
+        question = chr(65 + index % 26) * self.lengths[index]
+        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": self.answer}]}
+
+
+def nanochat_rows(dataset, tokenizer, T, buffer_size, count, cursor=0, stride=1):
+    """The packing of nanochat's mid-training as one reads it there: an independent, slow version."""
+    buffer, rows = [], []
+    for _ in range(count):
+        row = []
+        while len(row) < T + 1:
+            while len(buffer) < buffer_size:
+                buffer.append(tokenizer.render_conversation(dataset[cursor % len(dataset)], max_tokens=T)[0])
+                cursor += stride
+            remaining = T + 1 - len(row)
+            best, best_length = -1, 0
+            for i, tokens in enumerate(buffer):
+                if best_length < len(tokens) <= remaining:
+                    best, best_length = i, len(tokens)
+            row += buffer.pop(best if best >= 0 else 0)[:remaining]
+        rows.append(row)
+    return rows
+
+
+LENGTHS = [(7 * i * i + 3 * i) % 61 for i in range(90)]
+
+
+def test_packing_is_nanochats():
+    dataset, tokenizer, T = Texts(LENGTHS), byte_tokenizer(), 50
+    loader = PackedConversations(dataset, tokenizer, B=4, T=T, device="cpu")
+    assert loader.lanes == 8 and loader.lane_buffer == 90 // 32
+    rows = [row for _ in range(10) for x, y, _ in [next(loader)] for row in torch.cat([x, y[:, -1:]], 1).tolist()]
+    for lane in range(8):
+        expected = nanochat_rows(dataset, tokenizer, T, loader.lane_buffer, 5, cursor=lane, stride=8)
+        assert rows[lane::8] == expected
+    assert all(row[0] == tokenizer.get_bos_token_id() for row in rows)
+
+
+def test_rows_do_not_depend_on_the_world_size():
+    dataset, tokenizer = Texts(LENGTHS), byte_tokenizer()
+
+    def rows(world_size, B, batches):
+        loaders = [PackedConversations(dataset, tokenizer, B, 50, "cpu", r, world_size) for r in range(world_size)]
+        out = {}
+        for _ in range(batches):
+            for r, loader in enumerate(loaders):
+                x, _, state = next(loader)
+                for b, row in enumerate(x.tolist()):
+                    out[r + state["row"] - world_size * (B - b)] = row
+        return out, sum(state.consumed for state in loaders)
+
+    alone, consumed = rows(1, 8, 3)
+    assert rows(2, 4, 3) == (alone, consumed)
+    assert rows(4, 2, 3) == (alone, consumed)
+    assert len(alone) == 24
+
+
+def test_sft_batches():
+    """Rows are padded, targets are the assistant's words and its end; micro-batches stay together on any world size."""
+    tokenizer = byte_tokenizer()
+    dataset = Texts([3, 10, 0, 200, 5])
+    end = tokenizer.encode_special("<|assistant_end|>")
+    x, y, _ = next(ConversationBatches(dataset, tokenizer, 3, "cpu", max_tokens=64))
+    assert x.shape == y.shape == (3, 10 + 8 - 1)  # bos, user_start, 10, user_end, assistant_start, "yes", end; less one
+    for row, length in enumerate((3, 10, 0)):
+        n = length + 8
+        ids, mask = tokenizer.render_conversation(dataset[row])
+        assert x[row, : n - 1].tolist() == ids[:-1] and (x[row, n - 1 :] == end).all()
+        assert y[row, : n - 1].tolist() == [t if m else -1 for t, m in zip(ids[1:], mask[1:])]
+        assert (y[row, n - 1 :] == -1).all()
+        assert [t for t in y[row].tolist() if t >= 0] == [*b"yes", end]
+
+    # Conversation 3 is cut before its answer: number 4 stands in for it, and is used itself as well.
+    x, y, _ = list(zip(range(2), ConversationBatches(dataset, tokenizer, 3, "cpu", max_tokens=64)))[1][1]
+    assert x[0].tolist() == x[1].tolist() and (y >= 0).any(1).all()
+
+    def micro_batches(world_size, count):
+        loaders = [ConversationBatches(dataset, tokenizer, 2, "cpu", r, world_size, 64) for r in range(world_size)]
+        return [next(loaders[m % world_size])[0].tolist() for m in range(count)]
+
+    assert micro_batches(1, 6) == micro_batches(2, 6) == micro_batches(3, 6)
+    with pytest.raises(UserError, match="anything to learn"):
+        next(ConversationBatches(Texts([200]), tokenizer, 1, "cpu", max_tokens=64))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda state=None: PackedConversations(Texts(LENGTHS), byte_tokenizer(), 3, 50, "cpu", state=state),
+        lambda state=None: ConversationBatches(Texts(LENGTHS), byte_tokenizer(), 3, "cpu", max_tokens=64, state=state),
+    ],
+    ids=["packed", "single"],
+)
+def test_loaders_resume_from_any_batch(make):
+    batches = [next(loader) for loader in [make()] for _ in range(40)]  # more than an epoch
+    for i in (0, 7, 23, 38):
+        state = json.loads(json.dumps(batches[i][2]))
+        x, y, next_state = next(make(state))
+        assert (
+            torch.equal(x, batches[i + 1][0]) and torch.equal(y, batches[i + 1][1]) and next_state == batches[i + 1][2]
+        )
+    for bad in ({}, {**batches[0][2], "conversations": 1}, "x", {**batches[0][2], "content": "other conversations"}):
+        with pytest.raises(UserError, match="data position"):
+            make(bad)
+    make({k: v for k, v in batches[0][2].items() if k != "content"})  # an older checkpoint
+
+
+def test_conversations_that_say_something_else_are_not_gone_on_with():
+    """As many conversations of the same lengths, one of them with another letter."""
+
+    class Other(Texts):
+        def get_example(self, index):
+            conversation = super().get_example(index)
+            if index == 3:
+                conversation["messages"][1]["content"] = "yEs"
+            return conversation
+
+    for make in (
+        lambda d, state=None: PackedConversations(d, byte_tokenizer(), 3, 50, "cpu", state=state),
+        lambda d, state=None: ConversationBatches(d, byte_tokenizer(), 3, "cpu", max_tokens=64, state=state),
+    ):
+        state = next(make(Texts(LENGTHS)))[2]
+        make(Texts(LENGTHS), state)
+        with pytest.raises(UserError, match="does not fit: content was"):
+            make(Other(LENGTHS), state)
+
+
+def test_loaders_name_bad_conversations(tmp_path):
+    class Bad(Texts):
+        def get_example(self, index):
+            return {"messages": [{"role": "user", "content": "hi"}]} if index == 2 else super().get_example(index)
+
+    for make in (
+        lambda d: PackedConversations(d, byte_tokenizer(), 8, 50, "cpu"),
+        lambda d: ConversationBatches(d, byte_tokenizer(), 8, "cpu"),
+    ):
+        with pytest.raises(UserError, match="conversation 2 of the mixture cannot be used: .*assistant"):
+            next(make(Bad([1] * 8)))
+        with pytest.raises(UserError, match="no conversation to train on"):
+            make(Texts([]))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# End to end
+
+
+def test_base_to_mid_to_sft_to_evaluation_and_chat(base, capsys, monkeypatch):
+    mid(steps=8)
+    out = capsys.readouterr().out
+    assert "output four_over_six x four_over_six; grad_input - x -" in out  # the forward's quantization only
+    assert "Local-Arithmetic" in out and "2,000 conversations" in out
+    folder = base / "mid_checkpoints" / "d2_clover"
+    assert list_steps(folder) == [8]
+    _, _, meta = load_checkpoint(folder, None, "cpu")
+    assert meta["user_config"]["method"] == "clover" and meta["model_config"]["window_pattern"] == "SL"
+    assert meta["parent"] == {"stage": "base", "model_tag": "d2_clover", "step": 5} | {
+        "weights_sha256": weights_digest(base / "base_checkpoints" / "d2_clover", 5)
+    }
+    bpb = [r["bpb"] for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "val"]
+    assert len(bpb) == 3 and bpb[-1] == meta["val_bpb"] < 0.9 * bpb[0]  # it learns
+
+    sft(steps=4)
+    folder = base / "chatsft_checkpoints" / "d2_clover"
+    _, _, meta = load_checkpoint(folder, None, "cpu")
+    assert meta["parent"]["stage"] == "mid" and meta["parent"]["step"] == 8
+    assert {"val_loss", "local_choice_acc"} <= meta.keys()
+    capsys.readouterr()
+
+    arguments = "-i sft -a local -x 4 -m 8 -b 4 --precision both --device-type cpu".split()
+    chat_eval.main(arguments)
+    out = capsys.readouterr().out
+    assert "clover forward:" in out and "FP32 forward" in out and "Local-Code: 0.00 ± 0.00% (0/4)" in out
+    stored = json.loads((folder / "eval_000004.json").read_text())
+    assert stored["method"] == "clover" and set(stored["results"]) == {"nvfp4", "bf16"}
+    first = stored["results"]["nvfp4"]["Local-Choice"]
+    assert first["count"] == 4 and len(first["outcomes"]) == 4 and first["version"] == 1
+    section = json.loads((base / "report" / "d2_clover" / "chat-evaluation-sft.json").read_text())
+    assert section["results"]["Local-Choice"]["count"] == 4 and "Local-Choice, BF16 forward" in section["results"]
+
+    # The same again, another part of it alone: equal results, and what was there stays.
+    chat_eval.main("-i sft -a Local-Choice -x 4 -b 1 --device-type cpu".split())
+    again = json.loads((folder / "eval_000004.json").read_text())
+    assert again["results"]["nvfp4"]["Local-Choice"] == first
+    assert again["results"]["nvfp4"]["Local-Code"] == stored["results"]["nvfp4"]["Local-Code"]
+
+    monkeypatch.setattr(chat_cli, "MAX_TOKENS", 12)
+    capsys.readouterr()
+    chat_cli.main(["-p", "Who are you?", "--device-type=cpu", "-t", "0"])
+    alone = capsys.readouterr().out.split("Assistant: ")[1].strip()
+    lines = iter(["Who are you?", "", "clear", "Who are you?", "quit"])
+    monkeypatch.setattr(builtins, "input", lambda prompt: next(lines))
+    chat_cli.main(["--device-type=cpu", "-t", "0"])
+    _, first_answer, second_answer = capsys.readouterr().out.split("Assistant: ")
+    assert first_answer.strip() == f"{alone}\nConversation cleared."
+    assert second_answer.strip() == f"{alone}\nGoodbye!"
+
+
+def test_resume_is_exact_with_quantized_gradients(base):
+    """--quantization full draws rotations and noise in every step; the others are killed in test_reliability.py."""
+    mid("--save-every=2", "--keep-last=-1", "--quantization=full", steps=4)
+    folder = base / "mid_checkpoints" / "d2_clover"
+    expected = final_state(folder, 4)
+    mid("--resume-from-step=2", "--quantization=full", steps=4)
+    assert_same(final_state(folder, 4), expected)
+
+
+def test_a_full_epoch_ends_where_the_data_ends(base, monkeypatch):
+    """Without --num-iterations, until every conversation was used; resumed in between to the bit."""
+    small = lambda args: [Source("few", lambda: LocalArithmetic(size=60))]  # noqa: E731
+    monkeypatch.setattr(mid_train, "train_sources", small)
+    mid("--save-every=3", "--keep-last=-1", "--quantization=none", steps=-1)
+    folder = base / "mid_checkpoints" / "d2_clover"
+    last = list_steps(folder)[0]
+    expected = final_state(folder, last)
+    records = [r for r in expected["records"] if r["event"] == "train"]
+    assert len(records) == last > 5 and expected["loop"]["progress"] >= 1
+    multipliers = [r["lrm"] for r in records]
+    assert multipliers[0] == 1.0 and multipliers == sorted(multipliers, reverse=True) and 0 < multipliers[-1] < 0.6
+    mid("--resume-from-step=3", "--quantization=none", steps=-1)
+    assert_same(final_state(folder, last), expected)
+
+
+def test_micro_batches_share_the_gradient(base):
+    """The same step in 1, 2 or 4 micro-batches has the same gradient, not a multiple of it."""
+    norms = []
+    for B in (1, 2, 4):
+        mid(f"--device-batch-size={B}", "--quantization=none", "--eval-every=-1", "--overwrite", steps=1)
+        records = read_jsonl(base / "mid_checkpoints" / "d2_clover" / "metrics.jsonl")
+        norms += [r["grad_norm"] for r in records if r["event"] == "train"]
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bad_numbers_stop_the_run_and_name_the_layer(base, stage, monkeypatch):
+    run, place = STAGES[stage]
+    if stage == "sft":
+        save_base(base, source="mid_checkpoints")
+    folder = base / place / "d2_clover"
+    forward = GPT.forward
+
+    def break_a_weight(self, *args, **kwargs):
+        result = forward(self, *args, **kwargs)
+        if self.training and torch.is_grad_enabled():
+            break_a_weight.calls += 1
+            if break_a_weight.calls == 4:  # at the end of the second step: the third one finds it
+                self.transformer.h[1].mlp.c_fc.weight.data[0, 0] = float("nan")
+        return result
+
+    break_a_weight.calls = 0
+    monkeypatch.setattr(GPT, "forward", break_a_weight)
+    with pytest.raises(UserError) as e:
+        run(steps=6)
+    assert "weight of transformer.h.1.mlp.c_fc" in one_line(e) and "--on-nonfinite skip" in str(e.value)
+    assert list_steps(folder) == [2]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Quantization
+
+
+@pytest.mark.parametrize("quantization", ["forward", "full", "none"])
+def test_quantization_of_post_training(base, quantization):
+    recipes = []
+    with after_steps(lambda trainer: recipes.append(trainer.model.transformer.h[0].mlp.c_fc.recipe)):
+        mid(f"--quantization={quantization}", steps=1)
+    recipe = recipes[0]
+    assert (recipe.output.a.rounding is not None) == (quantization != "none")
+    assert (recipe.grad_weight.a.rounding is not None) == (quantization == "full")
+    _, _, meta = load_checkpoint(base / "mid_checkpoints" / "d2_clover", 1, "cpu")
+    assert checkpoint_method(meta) == ("bf16" if quantization == "none" else "clover")
+    assert checkpoint_method(meta, "nvidia") == "nvidia"
+
+
+@pytest.mark.parametrize(
+    "config, method",
+    [
+        ({"method": "clover_late"}, "clover_refined"),
+        ({"method": "clover", "method_phases": "0.85=bf16"}, "bf16"),
+        ({"method": "clover", "method_phases": ""}, "clover"),
+        ({}, "bf16"),
+    ],
+)
+def test_a_checkpoint_is_used_with_the_method_that_it_was_trained_with_last(config, method):
+    assert checkpoint_method({"user_config": config}) == method
+    assert checkpoint_method({"user_config": config}, "clover_late") == "clover_refined"
+
+
+def test_method_is_the_checkpoints_unless_a_flag_says_otherwise(base, monkeypatch, capsys):
+    monkeypatch.setenv("QAT_METHOD", "nvidia")
+    mid("--dry-run", steps=1)
+    assert "QAT_METHOD=nvidia is not used" in capsys.readouterr().out
+    mid("--dry-run", "--method=nvidia", steps=1)
+    assert "QAT method nvidia" in capsys.readouterr().out
+    assert not (base / "mid_checkpoints").exists()  # nothing was saved
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data that is not there
+
+
+def test_missing_data_is_named_or_left_out(base, tmp_path, capsys, monkeypatch):
+    sft_dir, eval_dir = tmp_path / "sft", tmp_path / "eval"
+    sft_dir.mkdir()
+    (eval_dir / "words").mkdir(parents=True)
+    (eval_dir / "words" / "words_alpha.txt").write_text("banana\nstrawberry\n")
+    conversation = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    for split in ("train", "test"):
+        (sft_dir / f"{split}.jsonl").write_text((json.dumps(conversation) + "\n") * 50)
+    (base / "identity_conversations.jsonl").write_text(json.dumps(conversation["messages"]) + "\n")
+    flags = [f for f in MID if f != "--data=local"] + [f"--sft-dir={sft_dir}", f"--eval-dir={eval_dir}"]
+    with pytest.raises(UserError) as e:
+        mid_train.main([*flags, "--num-iterations=1"])
+    assert "MMLU auxiliary_train" in one_line(e) and "--allow-missing" in str(e.value)
+
+    mid_train.main([*flags, "--num-iterations=1", "--allow-missing"])
+    out = capsys.readouterr().out
+    assert "MMLU auxiliary_train" in out and "left out: " in out and "200,000 conversations" in out
+    assert "identity conversations" in out and "2 conversations" in out  # two epochs of the one
+    _, _, meta = load_checkpoint(base / "mid_checkpoints" / "d2_clover", 1, "cpu")
+    assert meta["run_config"]["sources"]["GSM8K"].startswith("left out")
+
+    (sft_dir / "train.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    with pytest.raises(UserError) as e:  # damaged is not missing
+        mid_train.main([*flags, "--num-iterations=1", "--allow-missing", "--overwrite"])
+    assert "train.jsonl, line 1" in one_line(e)
+
+    with pytest.raises(UserError) as e:
+        chat_eval.main(["-i", "base", "-a", "GSM8K", f"--eval-dir={eval_dir}", "--device-type=cpu"])
+    assert "openai/gsm8k/main/test.jsonl" in one_line(e) and "--allow-missing" in str(e.value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+def test_a_stage_names_the_command_that_makes_its_predecessor(tiny_base):
+    for run, command in ((mid, "scripts.base_train"), (sft, "scripts.mid_train")):
+        with pytest.raises(UserError) as e:
+            run()
+        assert command in one_line(e)
+    for source, command in (("mid", "scripts.mid_train"), ("sft", "scripts.chat_sft")):
+        with pytest.raises(UserError, match=command):
+            chat_eval.main(["-i", source, "-a", "local", "--device-type=cpu"])
+        with pytest.raises(UserError, match=command):
+            chat_cli.main(["-i", source, "-p", "hi", "--device-type=cpu"])
+    save_base(tiny_base)
+    with pytest.raises(
+        UserError, match="no base checkpoint d9 .*there is d2_clover.*scripts.base_train --model-tag=d9"
+    ):
+        mid("--model-tag=d9")
+    with pytest.raises(UserError, match="no checkpoint of step 99"):
+        mid("--model-step=99")
+
+
+def test_another_tokenizer_than_the_checkpoints(base):
+    tokenizer = RustBPETokenizer.train_from_iterator(iter(["other words than before " * 50]), 280)
+    tokenizer.save(base / "tokenizer")
+    for run in (mid, lambda: chat_cli.main(["-i", "base", "-p", "x", "--device-type=cpu"])):
+        with pytest.raises(UserError) as e:
+            run()
+        assert "tokenizer" in one_line(e)
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--total-batch-size=100"], "--total-batch-size=100 is not a multiple"),
+        (["--method=quartz"], "unknown method 'quartz'"),
+        (["--device-batch-size=0"], "--total-batch-size"),
+    ],
+)
+def test_bad_flags_of_mid_train(base, flags, expected):
+    with pytest.raises(UserError) as e:
+        mid(*flags)
+    assert expected in one_line(e)
+
+
+def test_bad_flags_of_the_others(base):
+    save_base(base, source="mid_checkpoints")
+    for flags, expected in [
+        (["--target-examples-per-step=3"], "not a multiple of 2"),
+        (["--eval-steps=0"], "--eval-steps=0"),
+        (["--num-iterations=-1", "--num-epochs=0"], "make no step"),
+    ]:
+        with pytest.raises(UserError) as e:
+            sft(*flags)
+        assert expected in one_line(e)
+    for flags, expected in [
+        (["-a", "Chess"], "unknown task 'Chess'"),
+        (["-a", "|"], "no task in"),
+        (["-x", "0"], "--max-problems=0"),
+        (["-t", "-1"], "--temperature=-1.0"),
+        (["-b", "0", "-a", "local"], "--batch-size 0"),
+    ]:
+        with pytest.raises((UserError, ValueError)) as e:
+            chat_eval.main(["-i", "mid", "--device-type=cpu", *flags])
+        assert expected in one_line(e)
+    for prompt in ("", "  \n"):
+        with pytest.raises(UserError, match="the prompt is empty"):
+            chat_cli.main(["-i", "mid", "-p", prompt, "--device-type=cpu"])
+
+
+def test_resume_of_another_run_is_refused(base):
+    mid("--save-every=1", steps=2)
+    with pytest.raises(UserError) as e:
+        mid(steps=2)
+    assert "already holds a run" in one_line(e)
+    for flags in (["--quantization=full"], ["--total-batch-size=256"], ["--method=nvidia"]):
+        with pytest.raises(UserError) as e:
+            mid("--resume-from-step=latest", *flags, steps=2)
+        assert "belongs to another run" in one_line(e)
+
+
+def test_a_finished_stage_is_left_alone_unless_its_model_was_trained_anew(base, capsys):
+    mid("--quantization=none", steps=1)
+    report = base / "report" / "d2_clover" / "midtraining.json"
+    before = report.read_text()
+    mid("--quantization=none", "--resume-from-step=latest", steps=1)
+    assert "Nothing to do" in capsys.readouterr().out and report.read_text() == before
+    report.unlink()  # as if it had been killed between its last save and its report
+    mid("--quantization=none", "--resume-from-step=latest", steps=1)
+    assert json.loads(report.read_text())["results"]["val_bpb"] == json.loads(before)["results"]["val_bpb"]
+    save_base(base, n_layer=3)
+    with pytest.raises(UserError, match="another base model than d2_clover is now.*--overwrite"):
+        mid("--quantization=none", "--resume-from-step=latest", steps=1)
+
+
+def test_overwrite_deletes_nothing_before_all_is_known_to_be_good(base, tmp_path):
+    mid("--quantization=none", steps=1)
+    folder = base / "mid_checkpoints" / "d2_clover"
+    for flags in (["--total-batch-size=100"], ["--data=nanochat", f"--sft-dir={tmp_path}"], ["--method=quartz"]):
+        with pytest.raises(UserError):
+            mid("--overwrite", *flags, steps=1)
+        assert list_steps(folder) == [1]
+
+
+def test_errors_reach_the_user_as_one_line(fork_server, base):
+    """Through the entry point: no traceback, exit status 2."""
+    env = {"NANOCHAT_BASE_DIR": str(base)}
+    run = fork_server.run("scripts.chat_cli", ["-p", "", "--device-type=cpu"], as_main=True, env=env)
+    assert run.status == 2
+    assert run.log.splitlines()[-1] == "error: the prompt is empty; write one after -p, or leave out -p to chat"
+    assert "Traceback" not in run.log
+
+
+def test_a_model_that_never_stops_can_be_talked_to(base):
+    """An untrained model does not know the end token: the answer is cut off, and closed before the next question."""
+    model, tokenizer = save_base(base), get_tokenizer()
+    with torch.no_grad():
+        model.lm_head.weight[tokenizer.encode_special("<|bos|>") :] = 0
+        model.lm_head.weight[:256] *= 100
+    chat = chat_cli.Chat(chat_cli.Engine(model.eval(), tokenizer), temperature=0, top_k=0)
+    for turn in (1, 2):
+        assert "".join(chat.ask("hello"))
+        ends = [t for t in chat.tokens if t == tokenizer.encode_special("<|assistant_end|>")]
+        assert len(ends) == turn and chat.tokens[-1] == ends[0]
+    model.rotary_seq_len = len(chat.tokens) + 10
+    with pytest.raises(UserError, match="no longer fits"):
+        list(chat.ask("hello hello hello"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# CORE
+
+MC, SCHEMA, LM = CORE_TASKS.values()
+
+
+def test_core_prompts_to_the_letter():
+    assert core_eval.render_prompts_mc(MC[2], " -> ", [MC[1], MC[0]]) == [
+        "Question 1 -> no\n\nQuestion 0 -> yes\n\nQuestion 2 -> yes",
+        "Question 1 -> no\n\nQuestion 0 -> yes\n\nQuestion 2 -> no",
+    ]
+    assert core_eval.render_prompts_schema(SCHEMA[0], " ", [SCHEMA[1]]) == [
+        "The cat sat.\n\nThe cat sat.",
+        "The cat sat.\n\nThe dog sat.",
+    ]
+    assert core_eval.render_prompts_lm(LM[0], " ", [LM[1]]) == [
+        "One two 1 three\n\nOne two 0",
+        "One two 1 three\n\nOne two 0 three",
+    ]
+
+
+def test_core_spans():
+    tokenizer = byte_tokenizer()
+    meta = {"task_type": "multiple_choice", "continuation_delimiter": " "}
+    sequences, spans = core_eval.render_question(MC[0], tokenizer, meta, [])
+    assert [tokenizer.decode(s[a:b]) for s, (a, b) in zip(sequences, spans)] == ["yes", "no"]
+    sequences, spans = core_eval.render_question(SCHEMA[0], tokenizer, {**meta, "task_type": "schema"}, [])
+    assert [tokenizer.decode(s[a:b]) for s, (a, b) in zip(sequences, spans)] == [" sat.", " sat."]
+    sequences, spans = core_eval.render_question(LM[0], tokenizer, {**meta, "task_type": "language_modeling"}, [])
+    assert [tokenizer.decode(s[a:b]) for s, (a, b) in zip(sequences, spans)] == [" three"]
+    assert core_eval.crop(list(range(10)), (6, 10), 5) == ([5, 6, 7, 8, 9], (1, 5))
+    with pytest.raises(ValueError, match="does not fit"):
+        core_eval.crop(list(range(10)), (5, 10), 5)
+
+
+@pytest.mark.parametrize("kind, data", CORE_TASKS.items())
+def test_core_finds_what_the_model_knows(kind, data):
+    """A model that makes the right answer likely is right everywhere; one that makes the wrong one likely, nowhere."""
+    tokenizer = byte_tokenizer()
+
+    class Knows:
+        def __init__(self, right):
+            self.right = right
+
+        def __call__(self, ids):
+            logits = torch.zeros(*ids.shape, 265)
+            for row in range(ids.size(0)):
+                good = kind == "language_modeling" or (row == self.gold) == self.right
+                bonus = 5.0 if good and (self.right or kind != "language_modeling") else -5.0
+                logits[row, :-1].scatter_(1, ids[row, 1:, None], bonus)
+            return logits
+
+    meta = {"task_type": kind, "num_fewshot": 2, "continuation_delimiter": " "}
+    for right in (True, False):
+        model = Knows(right)
+        outcomes = []
+        for i, item in enumerate(data):
+            model.gold = item.get("gold", 0)
+            outcomes.append(core_eval.evaluate_example(i, model, tokenizer, data, "cpu", meta))
+        assert outcomes == [right] * len(data)
+
+
+def test_base_eval_with_a_bundle_and_without(base, tmp_path, capsys, monkeypatch):
+    bundle = make_bundle(tmp_path / "bundle")
+    base_eval.main([f"--bundle-dir={bundle}", "--device-type=cpu", "--max-per-task=3"])
+    out = capsys.readouterr().out
+    assert "clover forward" in out and "CORE" in out
+    table = (base / "base_eval" / "d2_clover" / "base_model_000005.csv").read_text().splitlines()
+    assert [line.split(",")[0].strip() for line in table] == [
+        "Task",
+        "multiple_choice",
+        "schema",
+        "language_modeling",
+        "CORE",
+    ]
+    centered = [float(line.split(",")[2]) for line in table[1:4]]
+    assert float(table[4].split(",")[2]) == pytest.approx(sum(centered) / 3, abs=1e-6)
+    section = json.loads((base / "report" / "d2_clover" / "base-model-evaluation.json").read_text())
+    assert section["results"]["CORE"] == pytest.approx(sum(centered) / 3, abs=1e-6)
+
+    def no_network(*args, **kwargs):
+        raise UserError("download failed (test)")
+
+    monkeypatch.setattr(base_eval, "download_file_with_lock", no_network)
+    with pytest.raises(UserError) as e:
+        base_eval.main(["--device-type=cpu"])
+    assert "CORE needs the eval bundle" in one_line(e) and "--bundle-dir" in str(e.value)
+    (bundle / "core.yaml").write_text("icl_tasks: 3\n")
+    with pytest.raises(UserError, match="core.yaml is damaged"):
+        base_eval.main([f"--bundle-dir={bundle}", "--device-type=cpu"])
+    make_bundle(tmp_path / "two")
+    (tmp_path / "two" / "eval_data" / "schema.jsonl").write_text('{"gold": 1}\n{"gold": 1}\n')
+    with pytest.raises(UserError, match="schema.jsonl of the eval bundle"):
+        base_eval.main([f"--bundle-dir={tmp_path / 'two'}", "--device-type=cpu"])
+    with pytest.raises(UserError, match="is missing, so .* is no eval bundle"):
+        base_eval.main([f"--bundle-dir={tmp_path}", "--device-type=cpu"])
+
+
+def test_bundles_that_are_bombs(tmp_path, base_dir):
+    """An archive that says it would unpack to more than there should be, and YAML of a hundred thousand brackets."""
+    base_dir.mkdir()
+    path = base_dir / "eval_bundle.zip"
+
+    def unpack(why):
+        with pytest.raises(UserError, match=f"CORE needs the eval bundle.*{why}"):
+            base_eval.find_bundle()
+        assert [p.name for p in base_dir.iterdir() if not p.name.endswith(".lock")] == ["eval_bundle.zip"]
+
+    with zipfile.ZipFile(path, "w") as archive:
+        for i in range(2):
+            archive.writestr(f"eval_bundle/{i}", "x")
+    data = bytearray(path.read_bytes())
+    for match in re.finditer(rb"PK\x01\x02", bytes(data)):  # the directory's entries, which have the unpacked size
+        data[match.start() + 24 : match.start() + 28] = (0xF000_0000).to_bytes(4, "little")
+    path.write_bytes(data)
+    unpack("would unpack to 2 files of 7.5 GB")
+    with zipfile.ZipFile(path, "w") as archive:
+        for i in range(10_001):
+            archive.writestr(f"eval_bundle/{i}", "")
+    unpack("would unpack to 10,001 files")
+    path.write_bytes(b"PK nothing")
+    unpack("is not the eval bundle")
+
+    bundle = make_bundle(tmp_path / "bundle")
+    for text in (
+        "[" * 100_000,
+        "icl_tasks: " + "[" * 100_000,
+        "a: &a [x]\n" + "b: [*a,*a]\n" * 200_000,
+        "icl_tasks: 2001-99-99",
+    ):
+        (bundle / "core.yaml").write_text(text)
+        with pytest.raises(UserError, match="core.yaml is damaged"):
+            base_eval.read_bundle(bundle)
+
+
+def test_base_training_measures_core_or_says_why_not(tiny_base, capsys, monkeypatch):
+    flags = [*BASE, "--eval-every=-1", "--core-metric-every=1", "--method=bf16", "--num-iterations=1"]
+
+    def no_network(*args, **kwargs):
+        raise UserError("download failed (test)")
+
+    monkeypatch.setattr(base_eval, "download_file_with_lock", no_network)
+    base_train.main(flags)
+    assert "no CORE metric from here on: CORE needs the eval bundle" in capsys.readouterr().err
+    make_bundle(tiny_base / "eval_bundle")
+    base_train.main([*flags, "--overwrite"])
+    records = read_jsonl(tiny_base / "base_checkpoints" / "d1_bf16" / "metrics.jsonl")
+    assert [r["event"] for r in records].count("core") == 1
+
+
+def test_results_of_other_weights_are_not_kept(tmp_path):
+    path = tmp_path / "eval_000001.json"
+    stored = {"weights_sha256": "aa", "results": {"nvfp4": {"MMLU": {}}}}
+    path.write_text(json.dumps(stored))
+    assert chat_eval.read_results(path, {"weights_sha256": "aa"}) == stored
+    assert chat_eval.read_results(path, {"weights_sha256": "bb"}) == {}
+    for damaged in ("", "[1]", '{"results": 3}', '{"weights_sha256": "aa", "results": {"nvfp4": 1}}', "[" * 100_000):
+        path.write_text(damaged)
+        assert chat_eval.read_results(path, {"weights_sha256": "aa"}) == {}
+
+
+def test_local_tasks_are_named_as_such():
+    """Nothing made on the spot may be taken for a benchmark."""
+    assert all(name.startswith("Local-") for name in chat_eval.LOCAL_TASKS)
+    assert chat_eval.chosen_tasks("local|MMLU") == [*chat_eval.LOCAL_TASKS, "MMLU"]
+    assert chat_eval.chosen_tasks(None) == list(chat_eval.TASKS)
+    assert chat_eval.chatcore({name: chat_eval.Score([True]) for name in chat_eval.LOCAL_TASKS}) is None
+
+
+def test_chatcore_is_the_centered_mean():
+    quarter, all_right = chat_eval.Score([True, False, False, False]), chat_eval.Score([True])
+    scores = {name: quarter if name in chat_eval.GUESSING else all_right for name in chat_eval.TASKS}
+    assert chat_eval.chatcore(scores) == pytest.approx(0.5)  # guessing counts 0
+    assert LocalChoice(size=1)[0]["letters"] and len(CustomJSON(ROOT / "nanochat_fp4" / "identity_conversations.jsonl"))

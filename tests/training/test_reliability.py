@@ -1,0 +1,560 @@
+"""
+What a long run meets, done to small ones: kills at any moment, full and read-only disks, signals, logs that nobody
+reads, bad numbers, leaks; and the same seed twice. docs/reliability.md says which promise each test holds.
+"""
+
+import gc
+import hashlib
+import http.server
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from _assertions import assert_same, bits, final_state
+from _forking import ForkServer, Run
+from _samples import save_base
+from _training import BASE, MID, SFT, STAGES
+
+import nanochat_fp4 as nf
+from eval.local import LocalArithmetic
+from nanochat_fp4.data import chat_data, download
+from nanochat_fp4.data.rows import MissingDataError
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.evaluation import metrics, report
+from nanochat_fp4.evaluation.metrics import read_jsonl
+from nanochat_fp4.models.gpt import GPT
+from nanochat_fp4.training import trainer
+from nanochat_fp4.training.checkpoint_manager import find_last_step, list_steps
+from scripts import base_loss, base_train, chat_cli, chat_eval, chat_sft, mid_train, tok_train
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")
+
+METHODS = ("bf16", "nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search")
+STEPS = 3
+TAG = "run"
+
+
+class Case:
+    """A stage with a method, its undisturbed run (one for all tests), and a base directory to disturb it in."""
+
+    undisturbed: dict[tuple, tuple[Run, dict]] = {}
+
+    def __init__(self, server: ForkServer, tiny_base: Path, stage: str, method: str, *flags: str, steps: int = STEPS):
+        self.module, arguments, place, parent = STAGES[stage]
+        self.server, self.steps = server, steps
+        self.argv = [*arguments, f"--model-tag={TAG}", f"--num-iterations={steps}", "--save-every=1", *flags]
+        self.argv += [f"--method={method}"] if stage == "base" else []
+        if parent:
+            save_base(tiny_base, tag=TAG, method=method, source=parent, n_layer=1)
+        self.base, self.folder = tiny_base, tiny_base / place / TAG
+        key = (stage, method, flags, steps)
+        if key not in self.undisturbed:
+            run = self.run()
+            assert run.status == 0, run.log
+            self.undisturbed[key] = run, final_state(self.folder, steps)
+            self.start_over()
+        self.whole, self.expected = self.undisturbed[key]
+        assert len([r for r in self.expected["records"] if r["event"] == "train"]) == steps
+
+    def run(self, *flags: str, base: Path | None = None, **job) -> Run:
+        return self.server.run(
+            self.module, [*self.argv, *flags], env={"NANOCHAT_BASE_DIR": str(base or self.base)}, **job
+        )
+
+    def assert_as_undisturbed(self) -> None:
+        assert_same(final_state(self.folder, self.steps), self.expected)
+        assert not list(self.folder.glob("*.staged"))
+
+    def start_over(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# SIGKILL, at least 25 times in every run of the tests
+
+KILLS = {("base", method): 3 for method in METHODS}  # (stage, method, flags): how many
+KILLS |= {("base", "clover", "--method-phases=0.5=bf16"): 2, ("mid", "clover"): 4, ("sft", "clover"): 4}
+assert sum(KILLS.values()) >= 25
+SOAKED = [("base", method) for method in nf.METHODS if nf.get_recipe(method).name == method]
+SOAKED += [("base", "clover", "--method-phases=0.5=bf16"), ("mid", "clover"), ("mid", "clover", "--quantization=full")]
+SOAKED += [("sft", "clover"), ("sft", "clover", "--quantization=full")]
+
+
+def kill_until_enough(case: Case, kills: int, rng: random.Random) -> dict[str, int]:
+    """
+    Runs that are killed, every other time inside a save, and resumed until they are through; then again from the start,
+    until there were `kills` kills and a checkpoint was resumed. Each that comes through must equal the undisturbed one
+    to the bit.
+    """
+    seen = {"kills": 0, "inside a save": 0, "resumed": 0, "runs": 0}
+    inside = True
+    while True:
+        enough = seen["kills"] >= kills and seen["resumed"] > 0
+        if enough:
+            how = {}
+        elif inside:
+            how = {"operation": rng.randint(1, case.whole.operations)}
+        else:
+            how = {"after": rng.uniform(0.05, 1.0) * case.whole.seconds}
+        run = case.run("--resume-from-step=latest", **how)
+        seen["resumed"] += "Resuming from step" in run.log
+        if run.status == -signal.SIGKILL:
+            seen["kills"] += 1
+            seen["inside a save"] += inside
+            inside = not inside
+            continue
+        assert run.status == 0, run.log
+        case.assert_as_undisturbed()
+        seen["runs"] += 1
+        if enough:
+            return seen
+        case.start_over()
+
+
+@pytest.mark.parametrize("what", KILLS, ids="-".join)
+def test_a_killed_run_ends_with_the_same_bits(fork_server, tiny_base, what):
+    seed = int.from_bytes(os.urandom(4), "little")  # other moments in every run of the tests
+    print(f"seed {seed}")
+    case = Case(fork_server, tiny_base, *what)
+    assert case.whole.operations > 50  # so the saves were watched
+    seen = kill_until_enough(case, KILLS[what], random.Random(seed))
+    assert seen["kills"] >= KILLS[what] and seen["inside a save"] >= KILLS[what] // 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("what", SOAKED, ids="-".join)
+def test_runs_killed_many_times_end_with_the_same_bits(fork_server, tiny_base, what):
+    """200 kills in all, at least half of them inside a save."""
+    seed, kills = int.from_bytes(os.urandom(4), "little"), 2 * -(-100 // len(SOAKED))
+    seen = kill_until_enough(Case(fork_server, tiny_base, *what, steps=4), kills, random.Random(seed))
+    print(f"seed {seed}", *what, seen)
+    assert seen["kills"] >= kills and seen["inside a save"] >= kills // 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Disks
+
+
+@pytest.mark.parametrize("stage, fault", [("base", "disk_full"), ("base", "read_only"), ("sft", "disk_full")])
+def test_a_disk_that_fails_for_a_while_costs_checkpoints_and_nothing_else(fork_server, tiny_base, stage, fault):
+    """The kernel refuses to write from step 1 to 3: two saves fail with a warning, the run ends as it would have."""
+    case = Case(fork_server, tiny_base, stage, "bf16", steps=4)
+    run = case.run(fault=(fault, str(case.folder), 1, 3))
+    assert run.status == 0, run.log
+    reason = {"disk_full": "File too large", "read_only": "Permission denied"}[fault]
+    lost = re.findall(rf"checkpoint of step (\d) NOT saved in .*{reason}.*older checkpoints are as they were", run.log)
+    assert lost == ["2", "3"], run.log
+    case.assert_as_undisturbed()
+
+
+def test_a_disk_that_stays_full_is_an_error_at_the_end(fork_server, tiny_base):
+    case = Case(fork_server, tiny_base, "base", "bf16")
+    run = case.run(fault=("disk_full", str(case.folder), 2, 99))
+    assert run.status == 2 and run.log.splitlines()[-1].startswith(f"error: step {STEPS} could not be saved"), run.log
+    assert "Traceback" not in run.log and find_last_step(case.folder) == 2
+    assert case.run("--resume-from-step=latest").status == 0
+    case.assert_as_undisturbed()
+
+
+@pytest.mark.parametrize("how", ["pipe", "full"])
+def test_a_log_that_nobody_takes_does_not_stop_the_run(fork_server, tiny_base, how):
+    case = Case(fork_server, tiny_base, "base", "bf16")
+    assert case.run(fault=("log_is_gone", how)).status == 0
+    case.assert_as_undisturbed()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Signals from outside, at any moment
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 0)])
+def test_a_signal_at_any_moment_saves_within_a_step(fork_server, tiny_base, stage, number, status):
+    case = Case(fork_server, tiny_base, stage, "bf16")
+    rng = random.Random(int.from_bytes(os.urandom(4), "little"))
+    seconds = case.whole.seconds
+    for _ in range(20):
+        run = case.run(after=rng.uniform(0.3, 0.9) * seconds, number=int(number))
+        if "stopped at step" in run.log:
+            break
+        # It came before the script had taken the signals over, or after the last step: nothing to be seen here.
+        assert run.status in (0, status, -number), run.log
+        seconds = run.seconds if run.status == 0 else seconds  # the machine was busier before
+        case.start_over()
+    assert run.status == status, run.log
+    step = int(re.search(r"stopped at step (\d+)", run.log).group(1))
+    trained = [r["step"] for r in read_jsonl(case.folder / "metrics.jsonl") if r["event"] == "train"]
+    assert find_last_step(case.folder) == step and trained == list(range(step))
+    assert case.run("--resume-from-step=latest").status == 0
+    case.assert_as_undisturbed()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Two processes: gloo between two forks
+
+
+def test_one_of_two_ranks_is_killed_and_both_go_on(fork_server, tiny_base):
+    """Rank 0 or rank 1 dies, at any moment or inside a save; whoever starts both again gets the same bits."""
+    case = Case(fork_server, tiny_base, "base", "clover")
+    two = tiny_base.with_name("two")
+    shutil.copytree(tiny_base, two)
+    whole = case.run(base=two, ranks=2, rank=1)
+    assert whole.status == 0, whole.log
+    expected = final_state(two / "base_checkpoints" / TAG, STEPS)
+    assert len(expected["ranks"]) == 2
+    rng = random.Random(int.from_bytes(os.urandom(4), "little"))
+    killed = resumed = 0
+    while True:
+        how = {}
+        if killed < 4 or not resumed:
+            how = {"rank": killed // 2 % 2}
+            if killed % 2:
+                how["after"] = rng.uniform(0.2, 1.0) * whole.seconds
+            else:
+                how["operation"] = rng.randint(1, whole.operations)  # of rank 1, which has fewer
+        run = case.run("--resume-from-step=latest", ranks=2, **how)
+        resumed += "Resuming from step" in run.log
+        if run.status == 0:
+            assert_same(final_state(case.folder, STEPS), expected)
+            if not how:
+                return
+            case.start_over()
+        else:
+            assert run.status == -signal.SIGKILL, run.log
+            killed += 1
+
+
+@pytest.mark.parametrize("stage", ["base", "mid", "sft"])
+def test_any_number_of_processes_goes_on_with_what_others_saved(fork_server, tiny_base, stage):
+    """Of two processes with shards one is killed; one goes on and is stopped; two without shards end the run."""
+    case = Case(fork_server, tiny_base, stage, "clover" if stage == "base" else "bf16")
+    killed = case.run("--save-every=1", "--parallel=fsdp", ranks=2, fault=("in_step", 1, "kill"), rank=1)
+    assert killed.status == -signal.SIGKILL and find_last_step(case.folder) == 1, killed.log
+    stopped = case.run("--resume-from-step=latest", fault=("in_step", 0, "term"))
+    assert stopped.status == 143 and "world_size was 2 so far and is 1" in stopped.log, stopped.log
+    assert case.run("--resume-from-step=latest", ranks=2).status == 0
+    for a, b in zip(final_state(case.folder, STEPS)["records"], case.expected["records"], strict=True):
+        assert a["event"] == b["event"] and a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-3)
+
+
+@pytest.mark.soak
+def test_forty_kills_in_sharded_saves_and_resumes_by_others(fork_server, tiny_base):
+    """Each attempt has 1, 2 or 4 processes, with shards or without, of which one dies inside a save."""
+    seed = int.from_bytes(os.urandom(4), "little")
+    rng, kills, through, changed = random.Random(seed), 0, 0, 0
+    case = Case(fork_server, tiny_base, "base", "clover", "--device-batch-size=1")
+    while kills < 40 or not through:
+        ranks = rng.choice([1, 2, 4])
+        flags = ["--resume-from-step=latest", "--save-every=1", *(["--parallel=fsdp"] if rng.random() < 0.7 else [])]
+        last = case.whole.operations // (1 if ranks == 1 else 2)  # other ranks than the first do less
+        how = {"rank": rng.randrange(ranks), "operation": rng.randint(1, last)} if kills < 40 else {}
+        before = list_steps(case.folder)
+        run = case.run(*flags, ranks=ranks, **how)
+        changed += "world_size was" in run.log
+        assert run.status in (0, -signal.SIGKILL), f"seed {seed}: {run.log}"
+        assert not before or find_last_step(case.folder) >= max(before), f"seed {seed}: a checkpoint was lost"
+        kills += run.status != 0
+        if run.status == 0:
+            for a, b in zip(final_state(case.folder, STEPS)["records"], case.expected["records"], strict=True):
+                assert a["event"] == b["event"] and a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-3), seed
+            through += 1
+            case.start_over()
+    print(f"{kills} kills, {changed} resumes by another number of processes, {through} runs through")
+    assert changed > 5
+
+
+def test_a_rank_that_is_lost_is_named_in_one_line(fork_server, tiny_base):
+    """Rank 1 is stopped: rank 0 gives up before the time that was set is over, and names it."""
+    argv = [*BASE, "--method=bf16", "--num-iterations=3", f"--model-tag={TAG}", "--rank-timeout=6"]
+    environment = {"NANOCHAT_BASE_DIR": str(tiny_base)}
+    run = fork_server.run("scripts.base_train", argv, env=environment, ranks=2, fault=("rank_stops", 1))
+    assert run.status == 1 and "Traceback" not in run.log, run.log
+    last = run.log.splitlines()[-1]
+    assert re.match(r"error: rank 1 \(process \d+ on \S+\) has not answered for 3 seconds \(--rank-timeout\)", last)
+    assert "--resume-from-step latest" in last
+
+
+@pytest.mark.parametrize(
+    "stage, method, tolerance, parallel",
+    [
+        ("base", "bf16", 1e-4, "ddp"),
+        ("base", "clover", 1e-3, "ddp"),
+        ("base", "clover", 1e-3, "fsdp"),
+        ("base", "nvidia", 1e-3, "fsdp"),
+        ("mid", "bf16", 1e-3, "ddp"),
+        ("sft", "bf16", 1e-3, "ddp"),
+    ],
+)
+def test_one_process_and_two_agree(fork_server, tiny_base, stage, method, tolerance, parallel):
+    """
+    The same rows in each step. Without quantization only the order of sums differs (FP32, 1e-7, of which Muon makes
+    1e-4 where a gradient has small singular values; the larger rates of post-training 1e-3). So with it: one process
+    and two draw the same noise for the same micro-batch. Then a weight may round to another code.
+    """
+    case = Case(fork_server, tiny_base, stage, method)
+    two = case.run(f"--parallel={parallel}", ranks=2)
+    assert two.status == 0, two.log
+    state = final_state(case.folder, STEPS)
+    records = state["records"]
+    assert len(records) == len(case.expected["records"])
+    if stage == "base":  # noise of a process's own, in place of the micro-batch's, is 9e-4 of the weights
+        pairs = [(a.double(), case.expected["model"][name].double()) for name, a in state["model"].items()]
+        distance = sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)
+        assert distance.sqrt() < 1e-4, distance
+    for a, b in zip(records, case.expected["records"]):
+        keys = {"loss", "bpb"} & a.keys()
+        assert a["event"] == b["event"] and keys
+        assert {k: a[k] for k in keys} == pytest.approx({k: b[k] for k in keys}, rel=tolerance), (a, b)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reproducibility
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(fork_server, tiny_base):
+    """Two processes, the same command; every method was also compared so in the tests of kills."""
+    case = Case(fork_server, tiny_base, "base", "clover")
+    assert case.run("--deterministic").status == 0  # on a CPU it changes nothing
+    case.assert_as_undisturbed()
+    case.start_over()
+    assert case.run("--seed=43").status == 0
+    other = final_state(case.folder, STEPS)
+    losses = [[r["loss"] for r in state["records"] if r["event"] == "train"] for state in (case.expected, other)]
+    assert all(a != b for a, b in zip(*losses))
+
+
+@pytest.mark.parametrize("method", ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"])
+def test_quantized_weights_do_not_depend_on_the_micro_batch(tiny_base, monkeypatch, method):
+    """One step in 4, 2 and 1 micro-batches: the forward passes use the same codes and scales of every weight."""
+    from nanochat_fp4.nvfp4 import linear, operands
+
+    used: set[str] = set()
+    real = linear.quantize_operand
+
+    def recording(tensor, how, **kwargs):
+        operand = real(tensor, how, **kwargs)
+        if how.stream == linear.OUTPUT + 1:  # the weight of the forward GEMM
+            parts = (operand.codes, operand.scales, operand.tensor_scale)
+            used.add(hashlib.sha256(b"".join(bits(t).numpy().tobytes() for t in parts)).hexdigest())
+        return operand
+
+    monkeypatch.setattr(linear, "quantize_operand", recording)
+    monkeypatch.setattr(operands, "quantize_operand", recording)
+    found = []
+    for size in (1, 2, 4):
+        used.clear()
+        flags = [f"--device-batch-size={size}", "--overwrite", "--eval-every=-1", "--num-iterations=1"]
+        base_train.main([*BASE, *flags, f"--method={method}"])
+        found.append(set(used))
+    assert found[0] == found[1] == found[2] and len(found[0]) >= 4  # and those of the self-check, always the same
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers
+
+
+class Recorder:
+    """Stands for a wandb run."""
+
+    def __init__(self):
+        self.logged: dict[str, list] = {}
+
+    def log(self, values):
+        for key, value in values.items():
+            self.logged.setdefault(key, []).append(value)
+
+    def finish(self):
+        pass
+
+
+def run_stage(stage: str, base: Path, *flags: str, steps: int = 4) -> Path:
+    """A stage in this process; returns the folder of its checkpoints."""
+    _, arguments, place, parent = STAGES[stage]
+    if parent and not (base / parent / TAG).exists():
+        save_base(base, tag=TAG, source=parent, n_layer=1)
+    main = {"base": base_train, "mid": mid_train, "sft": chat_sft}[stage].main
+    main([*arguments, f"--model-tag={TAG}", f"--num-iterations={steps}", *flags])
+    return base / place / TAG
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch, stage):
+    recorder = Recorder()
+    monkeypatch.setattr(trainer, "setup_tracker", lambda *args: recorder)
+    folder = run_stage(stage, tiny_base, "--telemetry-every=2", "--eval-every=-1")
+    names = {"train/loss", "train/lrm", "train/dt", "train/tok_per_sec", "train/grad_norm", "total_training_time"}
+    assert names <= recorder.logged.keys()  # nanochat's, in every stage
+    records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "telemetry"]
+    assert [r["step"] for r in records] == [0, 2] and len(records[1]["layers"]) == 6
+    numbers = {"input_zeros", "input_saturated", "output_error", "grad_input_error", "grad_weight_error"}
+    numbers |= {"grad_input_cosine", "grad_weight_cosine"}
+    for layer, measured in records[1]["layers"].items():
+        assert set(measured) == numbers, layer
+        assert 0.02 < measured["output_error"] < 0.4 and 0 < measured["input_zeros"] < 0.9, layer
+        # Post-training leaves the backward pass unquantized, but gives it the forward's operands.
+        assert 0.8 < measured["grad_weight_cosine"] < 1 and 0.8 < measured["grad_input_cosine"] <= 1, layer
+        for name, value in measured.items():
+            assert recorder.logged[f"telemetry/{layer}/{name}"][-1] == value
+    if stage == "base":
+        text = Path(report.get_report().generate(print_summary=False)).read_text()
+        assert "Quantization error" in text and "| mlp.c_fc |" in text
+    else:
+        name = {"mid": "midtraining", "sft": "chat-sft"}[stage]
+        assert "Quantization error" in (tiny_base / "report" / TAG / f"{name}.json").read_text()
+    observed = losses(folder)
+    run_stage(stage, tiny_base, "--eval-every=-1", "--overwrite")
+    assert losses(folder) == observed  # looking does not change the run
+
+
+def losses(folder: Path) -> list[float]:
+    return [r["loss"] for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "train"]
+
+
+class Damage:
+    """GPT.forward whose loss, in one step of training, is multiplied by `factor`."""
+
+    def __init__(self, monkeypatch, step: int, factor: float):
+        self.real, self.calls, self.step, self.factor = GPT.forward, 0, step, factor
+        monkeypatch.setattr(GPT, "forward", lambda model, *args, **kwargs: self.forward(model, *args, **kwargs))
+
+    def forward(self, model, *args, **kwargs):
+        out = self.real(model, *args, **kwargs)
+        if model.training and torch.is_grad_enabled():
+            self.calls += 1
+            if (self.calls - 1) // 2 == self.step:  # of two micro-batches
+                return out * self.factor
+        return out
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_bad_numbers_a_run_goes_on_as_it_would_have(tiny_base, monkeypatch, stage):
+    """NaN in one step: the run stops before it; resumed where the fault does not come again, it is as undisturbed."""
+    flags = ["--eval-every=-1"]
+    if stage == "mid":  # by epoch, where learning rates depend on how much was consumed
+        few = lambda args: [chat_data.Source("few", lambda: LocalArithmetic(size=60))]  # noqa: E731
+        monkeypatch.setattr(mid_train, "train_sources", few)
+        flags += ["--total-batch-size=512", "--device-batch-size=2"]
+    steps = -1 if stage == "mid" else 5
+    folder = run_stage(stage, tiny_base, *flags, steps=steps)
+    last = list_steps(folder)[0]
+    assert last > 4
+    expected = final_state(folder, last)
+    with monkeypatch.context() as m:
+        Damage(m, last - 1, float("nan"))
+        with pytest.raises(UserError, match=rf"step {last - 1}: loss nan, first not finite: .*--on-nonfinite skip"):
+            run_stage(stage, tiny_base, "--overwrite", *flags, steps=steps)
+    assert list_steps(folder) == [last - 1]
+    run_stage(stage, tiny_base, "--resume-from-step=latest", *flags, steps=steps)
+    resumed = final_state(folder, last)
+    resumed["records"] = [r for r in resumed["records"] if r["event"] != "skip"]
+    assert_same(resumed, expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bad_numbers_can_be_skipped_and_spikes_are_seen(tiny_base, monkeypatch, capsys, stage):
+    monkeypatch.setattr(metrics.LossMonitor, "SPIKE_AFTER", 3)
+    with monkeypatch.context() as m:
+        Damage(m, 2, float("nan"))
+        folder = run_stage(stage, tiny_base, "--on-nonfinite=skip", "--eval-every=-1", steps=4)
+    events = [(r["event"], r["step"]) for r in read_jsonl(folder / "metrics.jsonl") if r["event"] != "val"]
+    assert events == [("start", 0), ("train", 0), ("train", 1), ("skip", 2), ("train", 3)]
+    captured = capsys.readouterr()
+    assert "warning: step 2: loss nan" in captured.err and re.search(r"Skipped updates +1\n", captured.out)
+    with monkeypatch.context() as m:
+        Damage(m, 4, 30.0)
+        run_stage(stage, tiny_base, "--overwrite", "--eval-every=-1", steps=6)
+    spikes = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "spike"]
+    assert [r["step"] for r in spikes] == [4] and spikes[0]["loss"] > 2 * spikes[0]["average"]
+    captured = capsys.readouterr()
+    assert "warning: step 4: loss" in captured.err and re.search(r"Loss spikes +1\n", captured.out)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a stage leaves behind in its process
+
+
+def children() -> list[str]:
+    """Living processes that this one started."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        found += (task / "children").read_text().split()
+    return found
+
+
+def test_stages_leave_no_open_files_and_no_processes(tiny_base, monkeypatch, capsys):
+    monkeypatch.setattr(chat_cli, "MAX_TOKENS", 4)
+    evaluate = "-i sft -a local -x 2 -m 4 -b 2 --device-type cpu".split()
+    stages = {
+        "tok_train": lambda: tok_train.main(["--vocab-size=290", "--max-chars=50000"]),
+        "base": lambda: run_stage("base", tiny_base, "--max-seq-len=128", "--total-batch-size=512", steps=2),
+        "base_loss": lambda: base_loss.main(["--device-batch-size=2", "--split-tokens=256", "--device-type=cpu"]),
+        "mid": lambda: mid_train.main([*MID, f"--model-tag={TAG}", "--num-iterations=2"]),
+        "sft": lambda: chat_sft.main([*SFT, f"--model-tag={TAG}", "--num-iterations=2"]),
+        "chat_eval": lambda: chat_eval.main(evaluate),
+        "chat_cli": lambda: chat_cli.main(["-p", "hi", "--device-type=cpu"]),
+        "report": lambda: report.main([]),
+    }
+    server_and_the_like = children()
+    for name, stage in stages.items():
+        if name == "report":
+            stage()  # matplotlib keeps its fonts open from its first plot on
+        files = sorted(os.listdir("/proc/self/fd"))
+        threads = threading.active_count()
+        stage()
+        gc.collect()
+        assert sorted(os.listdir("/proc/self/fd")) == files, name
+        assert children() == server_and_the_like, name
+        assert threading.active_count() == threads, name
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Disk space
+
+
+def test_downloads_are_stated_and_checked(tmp_path, base_dir, monkeypatch, caplog):
+    """The size is logged; where it does not fit, not a byte is written; what comes is looked at before it is used."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", "300000")
+            self.end_headers()
+            self.wfile.write(bytes(300_000))
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/words.txt"
+        usage = shutil.disk_usage(tmp_path)
+        with monkeypatch.context() as m:
+            m.setattr(download.shutil, "disk_usage", lambda path: usage._replace(free=200_000))
+            with pytest.raises(
+                UserError, match="words.txt needs 293.0 KB, but .* has 195.3 KB left.*NANOCHAT_BASE_DIR"
+            ):
+                download.download_file(url, tmp_path / "words.txt")
+        assert list(tmp_path.iterdir()) == []
+        with caplog.at_level(logging.INFO, logger="nanochat_fp4"):
+            download.download_file(url, tmp_path / "words.txt")
+        assert "downloading words.txt: 293.0 KB" in caplog.text and (tmp_path / "words.txt").stat().st_size == 300_000
+        # What has no published hash is looked at: this is neither words nor conversations, as a log-in page would be.
+        monkeypatch.setattr(chat_data, "WORD_LIST_URL", url)
+        monkeypatch.setattr(chat_data, "IDENTITY_URL", url)
+        monkeypatch.setattr(download, "BACKOFF_SECONDS", 0.0)
+        loads = {
+            chat_data.load_words: "not the list of words",
+            chat_data.identity_conversations: "cannot be downloaded",
+        }
+        for load, problem in loads.items():
+            with pytest.raises(MissingDataError, match=problem):
+                load()
+        assert not [p for p in base_dir.iterdir() if p.suffix in (".txt", ".jsonl")]
+        server.shutdown()

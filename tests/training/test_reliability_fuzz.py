@@ -1,0 +1,625 @@
+"""
+Damaged files and made-up command lines: every file that is read, every script. Whatever comes, the answer is a result
+or one line, soon, and nothing that was there before is harmed. --soak tries many more, drawn anew. Also: the calls that
+could run what is in a file, which are nowhere in the code.
+"""
+
+import argparse
+import ast
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from _commands import options
+from _damage import DAMAGES, damaged
+from _forking import ROOT, ForkServer
+from _samples import BENCHMARK_ROWS, make_bundle, save_base
+
+from eval.arc import ARC
+from eval.gsm8k import GSM8K
+from eval.humaneval import HumanEval
+from eval.mmlu import MMLU
+from nanochat_fp4.data.chat_data import CustomJSON, SmolTalk, load_words
+from nanochat_fp4.data.dataset import ensure_data, parquets_iter_batched
+from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.evaluation import report
+from nanochat_fp4.evaluation.metrics import MetricsLog
+from nanochat_fp4.training.checkpoint_manager import (
+    build_model,
+    find_last_step,
+    load_checkpoint,
+    save_checkpoint,
+)
+from scripts import base_eval, base_train, chat_eval
+
+INPUTS = 40  # damaged versions of each kind of file, in a normal run
+COMMANDS = 10  # command lines of each script
+SOAK = 40  # times as many command lines
+FILES_OF_A_KIND = 160  # in the soak: a multiple of the kinds of damage
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Damage
+
+
+class Hang(BaseException):
+    """What was to be quick is not."""
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    def stop(*args):
+        raise Hang(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+@dataclass
+class Kind:
+    """A kind of file: examples of it, and what reads it. reset() makes whole what reading may have changed."""
+
+    paths: list[Path]
+    read: Callable[[], Any]
+    share: float = 1.0  # of INPUTS, less where reading is slow
+    reset: Callable[[], Any] = field(default=lambda: None)
+
+
+def write(path: Path, data: bytes | str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+CONVERSATION = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+def checkpoint_kind(base: Path, tmp: Path) -> Kind:
+    folder = base / "base_checkpoints" / "f"
+    save_base(base, tag="f", n_layer=1, n_embd=64, n_head=1, n_kv_head=1, sequence_len=16)
+    model, _, meta = load_checkpoint(folder, 5, "cpu")
+    save_checkpoint(folder, 6, model, {"optimizers": [], "rng": {}, "dataloader": {"a": [1, 2]}}, meta)
+    whole = {p.name: p.read_bytes() for p in folder.iterdir()}
+
+    def read():
+        step = find_last_step(folder)
+        assert step in (5, 6)
+        build_model(folder, step, "cpu", "eval")
+        load_checkpoint(folder, 6, "cpu", load_optimizer=True)
+
+    def reset():
+        for name, data in whole.items():
+            write(folder / name, data)
+
+    return Kind([p for p in folder.iterdir() if "000006" in p.name], read, reset=reset)
+
+
+def resealed_kind(base: Path, tmp: Path) -> Kind:
+    """Metadata that was changed, with a manifest that says it was not."""
+    folder = base / "base_checkpoints" / "r"
+    save_base(base, tag="r", n_layer=1, n_embd=64, n_head=1, n_kv_head=1, sequence_len=16)
+
+    def read():
+        manifest = json.loads((folder / "manifest_000005.json").read_bytes())
+        data = (folder / "meta_000005.json").read_bytes()
+        for entry in manifest["files"]:
+            if entry["name"].startswith("meta"):
+                entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        write(folder / "manifest_000005.json", json.dumps(manifest))
+        assert find_last_step(folder) == 5
+        build_model(folder, 5, "cpu", "eval")
+
+    return Kind([folder / "meta_000005.json"], read)
+
+
+def resumed_kind(base: Path, tmp: Path) -> Kind:
+    """The same for what a training run goes on with, here by one more step."""
+    flags = f"{SCRIPTS['scripts.base_train']} --eval-every=-1 --method=bf16 --model-tag=resumed".split()
+    base_train.main(flags)
+    folder = base / "base_checkpoints" / "resumed"
+    model, _, meta = load_checkpoint(folder, 1, "cpu")
+    state = torch.load(folder / "optim_000001_rank0.pt", weights_only=True)
+    parts = {key: meta[key] for key in ("loop_state", "loss_state", "tunable", "device_batch_size", "run_config")}
+    parts |= {"loader": state["dataloader"], "state": list(state)}
+    sources = {key: write(tmp / f"{key}.json", json.dumps(part)) for key, part in parts.items()}
+
+    def read():
+        try:
+            odd = {key: json.loads(path.read_bytes()) for key, path in sources.items()}
+            kept = {key: state[key] for key in odd.pop("state") if key in state} | {"dataloader": odd.pop("loader")}
+        except (ValueError, TypeError, RecursionError):
+            return  # not even JSON: no test of what is read
+        changed = {**meta, **odd}
+        assert save_checkpoint(folder, 1, model, kept, changed)
+        base_train.main([*flags, "--resume-from-step=latest", "--num-iterations=2"])
+
+    def reset():
+        for path in folder.glob("*_000002*"):
+            path.unlink()
+
+    return Kind([*sources.values()], read, share=1.5, reset=reset)
+
+
+def tokenizer_kind(base: Path, tmp: Path) -> Kind:
+    def read():
+        tokenizer = get_tokenizer()
+        get_token_bytes()
+        assert tokenizer.decode(tokenizer.encode("some text")) == "some text"
+
+    return Kind([base / "tokenizer" / "tokenizer.json", base / "tokenizer" / "token_bytes.pt"], read, share=2)
+
+
+def pickle_kind(base: Path, tmp: Path) -> Kind:
+    import pickle
+
+    from nanochat_fp4.data.tokenizer import RustBPETokenizer
+
+    path = write(tmp / "pickled" / "tokenizer.pkl", pickle.dumps(get_tokenizer().enc))
+    return Kind([path], lambda: RustBPETokenizer.from_directory(path.parent, allow_pickle=True))
+
+
+def shard_kind(base: Path, tmp: Path) -> Kind:
+    folder = tmp / "shards"
+    shutil.copytree(os.environ["DATA_DIR"], folder)
+
+    def read():
+        for split in ("train", "val"):
+            for texts in parquets_iter_batched(split, data_dir=ensure_data(str(folder))):
+                assert all(isinstance(text, str) for text in texts)
+
+    return Kind(sorted(folder.iterdir()), read, share=2)
+
+
+def text_kind(base: Path, tmp: Path) -> Kind:
+    folder = tmp / "own_text"
+    documents = [{"text": f"Document {i}. " * 40} for i in range(30)]
+    lines = "\n".join(json.dumps(d) for d in documents).encode()
+    paths = [write(folder / "a.jsonl", lines), write(folder / "b.jsonl.gz", gzip.compress(lines))]
+    paths += [write(folder / "c.txt", "Some words. " * 300), write(folder / "d.md", "# Title\n\nWords.\n" * 200)]
+    return Kind(paths, lambda: ensure_data(str(folder)), reset=lambda: shutil.rmtree(base / "converted_data", True))
+
+
+def benchmark_kind(base: Path, tmp: Path) -> Kind:
+    paths = []
+    for i, (name, row) in enumerate(BENCHMARK_ROWS.items()):
+        data = ("\n".join([json.dumps(row)] * 3) + "\n").encode()
+        if i % 3 == 0:
+            paths.append(write(tmp / f"{name}.jsonl", data))
+        elif i % 3 == 1:
+            paths.append(write(tmp / f"{name}.jsonl.gz", gzip.compress(data)))
+        else:
+            import pyarrow as pa
+
+            path = write(tmp / f"{name}.parquet", b"")
+            pq.write_table(pa.Table.from_pylist([row] * 3), path)
+            paths.append(path)
+
+    def read():
+        for make in (
+            lambda: ARC("ARC-Easy", "test", eval_dir=tmp),
+            lambda: ARC("ARC-Challenge", "test", eval_dir=tmp),
+            lambda: MMLU("all", "test", eval_dir=tmp),
+            lambda: GSM8K("main", "test", eval_dir=tmp),
+            lambda: HumanEval(eval_dir=tmp),
+        ):
+            tokenizer = get_tokenizer()
+            for conversation in make():
+                tokenizer.render_for_completion(conversation)
+
+    return Kind(paths, read, share=4)
+
+
+def conversation_kind(base: Path, tmp: Path) -> Kind:
+    lines = "\n".join(json.dumps({"messages": CONVERSATION}) for _ in range(4))
+    paths = [
+        write(tmp / "sft" / "train.jsonl", lines),
+        write(tmp / "sft" / "test.jsonl.gz", gzip.compress(lines.encode())),
+    ]
+    paths += [write(tmp / "custom.jsonl", "\n".join(json.dumps(CONVERSATION) for _ in range(4)))]
+    paths += [write(tmp / "eval" / "words" / "words_alpha.txt", "strawberry\nbanana\n")]
+
+    def read():
+        tokenizer = get_tokenizer()
+        tasks = [SmolTalk("train", sft_dir=tmp / "sft"), SmolTalk("test", sft_dir=tmp / "sft")]
+        for task in (*tasks, CustomJSON(tmp / "custom.jsonl")):
+            for conversation in task:
+                tokenizer.render_conversation(conversation)
+        load_words(tmp / "eval")
+
+    return Kind(paths, read, share=2)
+
+
+def bundle_kind(base: Path, tmp: Path) -> Kind:
+    folder = make_bundle(tmp / "bundle")
+
+    class Model:
+        def __call__(self, ids):
+            return torch.zeros(*ids.shape, get_tokenizer().get_vocab_size())
+
+    def read():
+        base_eval.evaluate_model(Model(), get_tokenizer(), torch.device("cpu"), 2, folder)
+
+    return Kind([p for p in folder.rglob("*") if p.is_file()], read, share=2)
+
+
+def report_kind(base: Path, tmp: Path) -> Kind:
+    made = report.get_report("d2_x")
+    made.log("Base model training", [{"a": 1}], {"val_bpb": 1.0, "method": "bf16", "samples": ["x"]})
+    made.log("Chat evaluation sft", [{"a": 1}], {"MMLU": {"accuracy": 0.25, "count": 10}})
+    log = MetricsLog(base / "base_checkpoints" / "d2_x")
+    log.append("start", 0, method="bf16", num_iterations=3)
+    for step in range(3):
+        log.append("train", step, loss=1.0, smoothed_loss=1.0)
+        log.append("telemetry", step, layers={"transformer.h.0.mlp.c_fc": {"output_error": 0.1}})
+    log.append("val", 3, bpb=1.0, bpb_bf16=1.0)
+    whole = log.path.read_bytes()
+
+    def read():
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(report, "_plot", lambda *args: [])  # slow; damaged numbers reach it in test_report.py
+            report.get_report().generate(print_summary=False)
+        log.rewind(2)
+
+    paths = [log.path, *(base / "report" / "d2_x").glob("*.json")]
+    return Kind(paths, read, share=2, reset=lambda: write(log.path, whole))
+
+
+def results_kind(base: Path, tmp: Path) -> Kind:
+    stored = {"weights_sha256": "aa", "results": {"nvfp4": {"MMLU": {"accuracy": 0.5}}}, "step": 4}
+    path = write(tmp / "eval_000004.json", json.dumps(stored))
+
+    def read():
+        found = chat_eval.read_results(path, {"weights_sha256": "aa"})
+        found.setdefault("results", {}).setdefault("nvfp4", {})["ARC-Easy"] = {}
+        chat_eval.save_results(tmp / "out.json", found)
+
+    return Kind([path], read)
+
+
+def manifest_kind(base: Path, tmp: Path) -> Kind:
+    """The note of what the embedded corpus was made from."""
+    folder = base / "embedded_data"
+    shutil.copytree(os.environ["DATA_DIR"], folder)
+    path = write(folder / "manifest.json", json.dumps({"source": "x", "python": "3", "size_mb": 1.0, "version": 1}))
+
+    def read():
+        with pytest.MonkeyPatch.context() as m:
+            m.delenv("DATA_DIR")
+            ensure_data(make=False)
+
+    return Kind([path], read)
+
+
+KINDS = {
+    "checkpoint": checkpoint_kind, "checkpoint with right checksums": resealed_kind, "resumed checkpoint": resumed_kind,
+    "tokenizer": tokenizer_kind, "nanochat's tokenizer": pickle_kind, "parquet shard": shard_kind, "text": text_kind,
+    "benchmark": benchmark_kind, "conversations": conversation_kind, "eval bundle": bundle_kind,
+    "report and metrics": report_kind, "stored results": results_kind, "corpus manifest": manifest_kind,
+}  # fmt: skip
+
+
+def try_damage(kind: Kind, count: int, rng: random.Random) -> dict[str, int]:
+    """
+    Read `count` damaged files, as many of each kind of damage, in all of the kind's files in turn and from their
+    beginnings to their ends. Returns how many were refused, and how many gave a result.
+    """
+    kind.read()  # as it is, it is good
+    kind.reset()
+    outcome = {"refused": 0, "read": 0}
+    first = rng.randrange(len(DAMAGES))
+    for i in range(count):
+        path = kind.paths[i // len(DAMAGES) % len(kind.paths)]
+        whole = path.read_bytes()
+        how = DAMAGES[(first + i) % len(DAMAGES)]
+        path.write_bytes(data := damaged(whole, rng, how, (i + rng.random()) / count))
+        try:
+            with deadline(60):
+                kind.read()
+            outcome["read"] += 1
+        except (UserError, ValueError) as e:  # what run_main turns into one line
+            assert len(" ".join(str(e).split())) < 1500, e
+            outcome["refused"] += 1
+        except (Exception, Hang) as e:
+            raise AssertionError(f"{path.name} = {data[:300]!r}: {type(e).__name__}: {e}") from e
+        path.write_bytes(whole)
+        kind.reset()
+    return outcome
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_damaged_files_are_read_or_refused_in_one_line(tiny_base, tmp_path, name):
+    kind = KINDS[name](tiny_base, tmp_path)
+    outcome = try_damage(kind, round(INPUTS * kind.share), random.Random(0))
+    print(outcome)
+    assert outcome["refused"] > 0 or name in ("report and metrics", "stored results", "corpus manifest"), outcome
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", KINDS)
+def test_many_damaged_files(tiny_base, tmp_path, name):
+    """2,080 in all, as many of each kind of file as of any other."""
+    kind = KINDS[name](tiny_base, tmp_path)
+    seed = int.from_bytes(os.urandom(4), "little")
+    print("seed", seed, name, try_damage(kind, FILES_OF_A_KIND, random.Random(seed)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Command lines
+
+TINY = "--device-type=cpu"
+# These measure a checkout of another project, or with a tool of NVIDIA's, or all of this one.
+ON_A_CHECKOUT = (
+    "compare_quartet2.py",
+    "compare_upstream.py",
+    "counters.py",
+    "determinism.py",
+    "instructions.py",
+    "golden.py",
+)
+FOUND = [
+    ".".join(p.relative_to(ROOT).with_suffix("").parts)
+    for folder in ("scripts", "lab")
+    for p in sorted((ROOT / folder).rglob("*.py"))
+    if "def main(" in p.read_text() and p.name not in ON_A_CHECKOUT
+]
+FOUND.remove("scripts.chat_web")  # serves until it is stopped: test_chat_web.py
+SCRIPTS = dict.fromkeys(
+    FOUND, ""
+) | {  # arguments that keep it small; what is made up comes after them, so that it wins
+    "scripts.base_train": "--depth=1 --aspect-ratio=64 --head-dim=64 --max-seq-len=16 --device-batch-size=2 "
+    "--total-batch-size=32 --eval-tokens=32 --core-metric-every=-1 --sample-every=-1 --num-iterations=1 "
+    f"--model-tag=new {TINY}",
+    "scripts.mid_train": "--data=local --device-batch-size=2 --total-batch-size=256 --eval-tokens=256 "
+    f"--num-iterations=1 --model-tag=for_mid {TINY}",
+    "scripts.chat_sft": "--data=local --device-batch-size=2 --target-examples-per-step=2 --eval-steps=1 "
+    f"--eval-metrics-every=-1 --num-iterations=1 --model-tag=for_sft {TINY}",
+    "scripts.chat_eval": f"-i sft -a Local-Choice -x 2 -b 2 -m 4 {TINY}",
+    "scripts.chat_cli": f"-p hello {TINY}",
+    "scripts.base_loss": f"--device-batch-size=2 --split-tokens=256 {TINY}",
+    "scripts.base_eval": f"--max-per-task=2 --bundle-dir=bundle {TINY}",
+    "scripts.tok_train": "--vocab-size=290 --max-chars=20000 --overwrite",
+    "scripts.tok_eval": "--no-compare",
+    "lab.study.sweep": "--sizes=tiny --seeds=1 --tokens=1M --plan",
+    "lab.reproduce": "list",
+    "lab.measure.bench_memory": "--depth=1 --methods=bf16",
+    "lab.measure.bench_parallel": "--depth=1 --aspect-ratio=64 --head-dim=64 --vocab-size=512 --seq-len=64 "
+    "--micro-batch=1 --total-batch-size=128 --seconds=0.01",
+    "nanochat_fp4.data.dataset": "--embedded --size-mb=0.2",
+    "nanochat_fp4.data.tokenizer": "",
+    "nanochat_fp4.evaluation.report": "",
+    "nanochat_fp4.doctor": "--method=bf16",
+    "nanochat_fp4.upstream": "",
+}
+INTEGERS = ("-1", "0", "1", "2", "3", "7", "x", "", "1.5", "1e3", "9" * 21, "-" + "9" * 21, "nan", " 4", "0x10", "٣")
+NUMBERS = ("0", "-1", "1e-3", "0.5", "nan", "inf", "-inf", "1e400", "1e300", "x", "", "1,5")
+TEXTS = ("", " ", "x", "..", ".", "../../x", "run", "/nonexistent/y", "a" * 300, "ünïcødé", "-", "{}", "%s%n", "a\nb")
+TEXTS += ("\udcff", "latest", "clover", "bf16", "all", "|", "*", "~")
+GARBAGE = ("--nope", "extra", "--", "-", "--=1", "--de", "-z", "", "--help", "--model-tag", "\udcff")
+
+
+def made_up(module: str, actions: list[argparse.Action], rng: random.Random) -> list[str]:
+    argv = SCRIPTS[module].split()
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        if rng.random() < 0.08 or not actions:
+            argv.append(rng.choice(GARBAGE))
+            continue
+        action = rng.choice(actions)
+        flag = rng.choice(action.option_strings)
+        if action.nargs == 0:
+            argv.append(flag if rng.random() < 0.9 else f"{flag}=1")
+            continue
+        if action.choices and rng.random() < 0.7:
+            value = rng.choice([*map(str, action.choices)])
+        elif action.type is int or rng.random() < 0.1:
+            value = rng.choice(INTEGERS)
+        else:
+            value = rng.choice(TEXTS if action.type is None else NUMBERS)
+        argv += [f"{flag}={value}"] if rng.random() < 0.8 else [flag, value]
+    return argv
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, _tiny_base, fork_server):
+    """A base directory with a model of each stage, a tokenizer and a report."""
+    base = tmp_path_factory.mktemp("commands") / "base"
+    shutil.copytree(_tiny_base / "tokenizer", base / "tokenizer")
+    with pytest.MonkeyPatch.context() as m:
+        m.setenv("NANOCHAT_BASE_DIR", str(base))
+        for place in ("base_checkpoints", "mid_checkpoints", "chatsft_checkpoints"):
+            small = {"n_layer": 1, "n_embd": 64, "n_head": 1, "n_kv_head": 1, "sequence_len": 128}
+            save_base(base, tag="run", source=place, method="fig2_1x16_rtn", **small)
+        save_base(base, tag="for_mid", source="base_checkpoints", **small)
+        save_base(base, tag="for_sft", source="mid_checkpoints", **small)
+        report.get_report("run").log("Base model training", [{"a": 1}], {"val_bpb": 1.0, "method": "bf16"})
+    if not (fork_server.folder / "bundle").exists():
+        make_bundle(fork_server.folder / "bundle")  # where the server's runs are at home
+    return base
+
+
+def content(base: Path) -> dict[str, bytes]:
+    """What is worth something in a base directory."""
+    paths = [p for p in base.rglob("*") if p.is_file() and p.name not in ("data.lock", "metrics.jsonl")]
+    return {str(p.relative_to(base)): p.read_bytes() for p in paths if "matplotlib" not in p.parts}
+
+
+NOT_HERE = {f"lab.measure.bench_{what}" for what in ("generate", "linear", "quantize", "train")}  # want a GPU
+NOT_HERE |= {"nanochat_fp4.upstream"}  # wants a checkout of nanochat
+NOT_HERE |= {"scripts.export", "scripts.import_model", "scripts.chat_rl"}  # want a format, a file, GSM8K
+
+
+def try_commands(server: ForkServer, base: Path, module: str, count: int, rng: random.Random, tmp: Path) -> dict:
+    # Compiling the reference takes minutes, in which a process does not let itself be interrupted.
+    actions = [a for a in options(module) if not isinstance(a, argparse._HelpAction) and a.dest != "compile"]
+    outcome = {}
+    before = content(base)
+    for i in range(count + 1):
+        argv = made_up(module, actions, rng) if i else SCRIPTS[module].split()
+        mine = tmp / str(i)
+        shutil.copytree(base, mine)
+        seconds = 1.0 if i else 500.0
+        run = server.run(module, argv, env={"NANOCHAT_BASE_DIR": str(mine)}, fault=("bounded", seconds, 8.0))
+        said = f"{module} {argv!r}: status {run.status}\n{run.log[-3000:]}"
+        assert run.status is not None, f"hangs: {said}"
+        assert run.status in (0, 2, 130) and "Traceback" not in run.log, said
+        assert i or run.status == 0 or module in NOT_HERE, said  # what the made-up arguments are added to works
+        if run.status == 2:
+            last = run.log.strip().splitlines()[-1]
+            assert "error: " in last and len(last) < 2000, said
+        after = content(mine)
+        left = [name for name in after if name.endswith((".staged", ".tmp", ".part", ".fresh"))]
+        assert not left, said
+        if run.status != 0:
+            changed = [name for name, data in before.items() if after.get(name) != data]
+            assert not changed, f"{changed} changed: {said}"
+        for name, data in after.items():
+            if name.endswith(".json"):
+                json.loads(data)
+        outcome[run.status] = outcome.get(run.status, 0) + 1
+        shutil.rmtree(mine)
+    return outcome
+
+
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_made_up_command_lines_end_in_a_result_or_one_line(fork_server, base, tmp_path, module):
+    print(try_commands(fork_server, base, module, COMMANDS, random.Random(module), tmp_path))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_many_made_up_command_lines(fork_server, base, tmp_path, module):
+    seed = int.from_bytes(os.urandom(4), "little")
+    print("seed", seed)
+    print(try_commands(fork_server, base, module, SOAK * COMMANDS, random.Random(seed), tmp_path))
+
+
+def test_overwrite_deletes_a_run_and_nothing_else(tiny_base):
+    """A tag is part of a path, and --overwrite deletes what is there."""
+    keep = write(tiny_base / "base_checkpoints" / "other" / "notes.txt", "x")
+    for tag in ("..", ".", "../..", "../tokenizer", str(tiny_base / "tokenizer"), "a/b", "other/"):
+        with pytest.raises(UserError, match="is not the name of one folder"):
+            base_train.main([*SCRIPTS["scripts.base_train"].split(), f"--model-tag={tag}", "--overwrite"])
+    assert keep.exists() and get_tokenizer()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Nothing executes what it should not
+
+UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
+# What is allowed, and where: (file, what). Each is used; the test fails when one is no longer needed.
+ALLOWED = {
+    ("nanochat_fp4/__main__.py", "runpy.run_module"),  # a stage of ours, by a name that is one of ours
+    ("nanochat_fp4/evaluation/execution_child.py", "exec"),  # the sandbox's inside
+    ("nanochat_fp4/evaluation/execution_child.py", "compile"),
+    ("nanochat_fp4/data/tokenizer.py", "import pickle"),  # for its restricted Unpickler
+    ("nanochat_fp4/data/tokenizer.py", "pickle.Unpickler"),
+    ("nanochat_fp4/upstream.py", "runpy.run_module"),  # runs the checkout that the user names
+    ("nanochat_fp4/data/download.py", "urllib.request.build_opener"),  # which checks size and hash
+    ("nanochat_fp4/export/verify.py", "trust_remote_code"),  # of the modelling code that the export itself has written
+    ("nanochat_fp4/data/dataset.py", "urllib.request.urlopen"),  # asks whether the hub is there
+}
+
+
+def dotted(node: ast.AST) -> str:
+    """'a.b.c' of an attribute or a name; '' of anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}" if dotted(node.value) else f"?.{node.attr}"
+    return ""
+
+
+def is_true(call: ast.Call, name: str) -> bool:
+    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is True for k in call.keywords)
+
+
+def forbidden(tree: ast.AST) -> list[str]:
+    """What in this program could run the content of a file or an answer of the network, or trust it unchecked."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [f"import {a.name}" for a in node.names if a.name.split(".")[0] in UNPICKLERS]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (*UNPICKLERS, "requests"):
+            found.append(f"from {node.module}")
+        elif isinstance(node, ast.Attribute):
+            name = dotted(node)
+            if name.split(".")[0] in UNPICKLERS and not name.endswith("Error"):
+                found.append(name)
+        elif isinstance(node, ast.Call):
+            name = dotted(node.func)
+            last = name.split(".")[-1]
+            if name in ("eval", "exec", "compile", "__import__", "input_eval"):
+                found.append(name)
+            elif name in ("os.system", "os.popen") or is_true(node, "shell"):
+                found.append(f"{name} of a shell")
+            elif name.startswith(("torch.hub.", "torch.jit.load", "runpy.", "urllib.request.", "requests.")):
+                if not name.endswith(".Request"):
+                    found.append(name)
+            elif name == "torch.load" and not is_true(node, "weights_only"):
+                found.append("torch.load without weights_only=True")
+            elif name.startswith("yaml.") and last in ("load", "unsafe_load", "full_load"):
+                found.append(name)
+            elif is_true(node, "allow_pickle") and name.startswith(("np.", "numpy.")):
+                found.append(f"{name} with allow_pickle")
+            elif is_true(node, "trust_remote_code"):
+                found.append("trust_remote_code")
+            elif last == "extractall" and name.startswith("tar"):
+                found.append(name)
+    return found
+
+
+def test_forbidden_calls_are_found():
+    bad = [
+        "torch.load(f)", "torch.load(f, weights_only=False)", "torch.load(f, weights_only=x)", "import pickle",
+        "from pickle import loads", "pickle.loads(x)", "eval(x)", "exec(x)", "__import__(x)", "os.system(x)",
+        "subprocess.run(x, shell=True)", "yaml.load(f)", "np.load(f, allow_pickle=True)", "torch.hub.load(x)",
+        "load_dataset(x, trust_remote_code=True)", "urllib.request.urlretrieve(x)", "import shelve", "tar.extractall()",
+    ]  # fmt: skip
+    for code in bad:
+        assert forbidden(ast.parse(code)), code
+    for code in (
+        "torch.load(f, weights_only=True)",
+        "model.eval()",
+        "re.compile(x)",
+        "yaml.safe_load(f)",
+        "torch.compile(m)",
+    ):
+        assert not forbidden(ast.parse(code)), code
+
+
+def test_nothing_executes_what_it_reads():
+    found = set()
+    for folder in ("nanochat_fp4", "scripts", "eval", "kernels", "lab"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for what in forbidden(ast.parse(path.read_text(encoding="utf-8"))):
+                found.add((path.relative_to(ROOT).as_posix(), what))
+    assert found - ALLOWED == set() and ALLOWED - found == set()
+    for path in [*ROOT.glob("*.sh"), *(ROOT / "dev").glob("*.sh"), *(ROOT / "tests").glob("*.sh")]:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            code = line.split("#")[0]
+            piped = "curl" in code or "wget" in code
+            assert not (piped and "|" in code and "sh" in code.split("|")[-1]), (
+                f"{path}:{number} runs what it downloads"
+            )
+            assert not code.strip().startswith("eval "), f"{path}:{number} evaluates text"

@@ -1,0 +1,148 @@
+"""Two runs under one tag, and folders that cannot be written: told before anything is trained or deleted."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from _assertions import assert_same, final_state
+from _training import BASE
+
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.training.run_folder import check_writable, held_run, local_locks, save_bytes
+
+TAG = "run"
+BASE = [*BASE, "--eval-every=-1", "--method=bf16", "--num-iterations=3", "--save-every=1", f"--model-tag={TAG}"]
+
+
+@pytest.fixture
+def run(fork_server, tiny_base):
+    def run(*flags, **job):
+        return fork_server.run("scripts.base_train", [*BASE, *flags], env={"NANOCHAT_BASE_DIR": str(tiny_base)}, **job)
+
+    return run
+
+
+@pytest.fixture
+def folder(tiny_base):
+    return tiny_base / "base_checkpoints" / TAG
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One run at a time
+
+
+def test_a_second_run_is_refused_and_told_who_is_there(run, folder):
+    with held_run(folder):
+        for flags in ([], ["--overwrite"], ["--resume-from-step=latest"]):
+            second = run(*flags)
+            assert second.status == 2, second.log
+            last = second.log.splitlines()[-1]
+            who = rf"error: another run is training in {folder}: process {os.getpid()} on {socket.gethostname()} since "
+            assert re.match(who + r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d; wait for it or stop it, or choose another", last)
+        assert not folder.exists()
+    assert run().status == 0
+
+
+def test_a_run_that_was_killed_is_in_nobodys_way(folder):
+    code = "import sys, time\nfrom nanochat_fp4.training.run_folder import held_run\n"
+    code += "with held_run(sys.argv[1]): print('held', flush=True)"
+    code += ", time.sleep(60)"
+    root = Path(__file__).resolve().parents[2]
+    holder = subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True, cwd=root)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match=f"process {holder.pid} on "):
+        held_run(folder).__enter__()
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    with held_run(folder):
+        pass
+
+
+def pair(fork_server, tiny_base: Path, *flags: str) -> None:
+    """Two runs begin at the same moment; one trains as if it were alone, the other is refused."""
+    folder = tiny_base / "base_checkpoints" / TAG
+    both = fork_server.run_together("scripts.base_train", [*BASE, *flags], 2, env={"NANOCHAT_BASE_DIR": str(tiny_base)})
+    logs = "\n".join(r.log for r in both)
+    assert sorted(r.status for r in both) == [0, 2], logs
+    # Where the processor had no time for the second one until the first was done, it finds what that one made.
+    assert re.search("error: (another run is training in|.* already holds a run)", logs), logs
+    assert_same(final_state(folder, 3), final_state(tiny_base.with_name("alone") / "base_checkpoints" / TAG, 3))
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def alone(fork_server, tiny_base):
+    """The same run with nobody in its way, beside tiny_base."""
+    base = tiny_base.with_name("alone")
+    shutil.copytree(tiny_base, base)
+    assert fork_server.run("scripts.base_train", BASE, env={"NANOCHAT_BASE_DIR": str(base)}).status == 0
+
+
+def test_of_two_runs_under_one_tag_one_trains(fork_server, tiny_base, alone):
+    pair(fork_server, tiny_base)
+
+
+@pytest.mark.soak
+def test_of_many_pairs_of_runs_under_one_tag_one_trains(fork_server, tiny_base, alone):
+    for _ in range(10):
+        pair(fork_server, tiny_base)
+
+
+def test_locks_that_end_at_this_host_are_told_of():
+    mountinfo = (
+        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw,errors=remount-ro\n"
+        "40 22 0:50 / /home rw shared:2 - nfs4 server:/home rw,vers=4.2,hard,local_lock=none,addr=10.0.0.1\n"
+        "41 22 0:51 / /scratch\\040disk rw shared:3 - nfs server:/s rw,vers=3,nolock,local_lock=all\n"
+        "42 22 0:52 / /lustre rw - lustre 10.0.0.2@tcp:/l rw,localflock,lazystatfs\n"
+    )
+    assert local_locks(Path("/root/runs"), mountinfo) is None
+    assert local_locks(Path("/home/me/runs"), mountinfo) is None
+    assert local_locks(Path("/scratch disk/me"), mountinfo) == "nolock"
+    assert local_locks(Path("/lustre/me"), mountinfo) == "localflock"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A folder that can be written
+
+
+@pytest.mark.parametrize("fault", ["unwritable", "no_room"])
+def test_a_folder_that_takes_no_checkpoint_is_told_before_anything_is_deleted(run, folder, fault):
+    first = run()
+    assert first.status == 0, first.log
+    before = content(folder)
+    # With --overwrite: the checkpoint is larger than what its deletion frees.
+    how = (fault, str(folder)) if fault == "unwritable" else (fault, 200_000)
+    refused = run("--overwrite", "--aspect-ratio=512", fault=how)
+    folder.chmod(0o755)
+    reason = {"unwritable": "Permission denied", "no_room": "File too large"}[fault]
+    last = refused.log.splitlines()[-1]
+    assert refused.status == 2 and re.match(rf"error: .*{TAG} cannot take a checkpoint of .*\({reason}\)", last), last
+    assert content(folder) == before
+
+
+def test_the_size_of_a_save_is_asked_for(run, folder):
+    """A disk with too little room for one checkpoint, but for everything that is written before it."""
+    assert run().status == 0
+    size = sum(p.stat().st_size for p in folder.glob("*_000003*"))
+    shutil.rmtree(folder)
+    model = torch.nn.Linear(1000, 100, bias=False)
+    assert save_bytes(model) == 3 * 400_000  # weights and two moments
+    refused = run(fault=("no_room", size // 2))
+    assert refused.status == 2 and "cannot take a checkpoint" in refused.log and "step" not in refused.log
+    assert not folder.exists()
+
+
+def test_nothing_is_left_of_the_attempt(tmp_path):
+    check_writable(tmp_path / "a" / "b", 10_000_000)
+    assert list((tmp_path / "a" / "b").iterdir()) == []

@@ -1,0 +1,125 @@
+"""wandb without an account, without an answer, not installed."""
+
+import importlib.util
+import json
+import os
+import sqlite3
+import sys
+import types
+
+import pytest
+
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.training.wandb_run import DummyWandb, setup_tracker, setup_wandb
+
+
+class FakeWandb(types.ModuleType):
+    """Records the modes of init; fails in those given."""
+
+    def __init__(self, fail=()):
+        super().__init__("wandb")
+        self.fail, self.modes = fail, []
+
+    @staticmethod
+    def Settings(**kwargs):
+        assert kwargs["init_timeout"] > 0
+        return kwargs
+
+    def init(self, mode, settings, **kwargs):
+        self.modes.append(mode)
+        if mode in self.fail:
+            raise RuntimeError(f"{mode} failed")
+        return types.SimpleNamespace(mode=mode, dir=os.path.join(kwargs["dir"], "wandb", "run-1", "files"))
+
+
+@pytest.fixture
+def no_account(monkeypatch, tmp_path, base_dir):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+@pytest.mark.parametrize("run", ["dummy", "", None])
+def test_no_wandb_unless_asked_for(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    wandb_run = setup_wandb(run, "nanochat", {})
+    assert isinstance(wandb_run, DummyWandb)
+    wandb_run.log({"loss": 1}, step=1)
+    wandb_run.finish()
+
+
+def test_other_ranks_do_not_log(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert isinstance(setup_wandb("run", "nanochat", {}), DummyWandb)
+
+
+def test_without_an_account_wandb_is_offline(no_account, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
+    assert setup_wandb("run", "nanochat", {}).mode == "offline"
+    assert fake.modes == ["offline"] and "wandb sync" in capsys.readouterr().out
+
+
+def test_with_an_account_wandb_is_online(no_account, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123\n")
+    assert setup_wandb("run", "nanochat", {}).mode == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    setup_wandb("run", "nanochat", {})
+    assert fake.modes == ["online", "disabled"]
+
+
+def test_wandb_that_does_not_answer_does_not_stop_the_run(no_account, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb(fail=["online"]))
+    assert setup_wandb("run", "nanochat", {}).mode == "offline" and fake.modes == ["online", "offline"]
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(fail=["online", "offline"]))
+    assert isinstance(setup_wandb("run", "nanochat", {}), DummyWandb)
+
+
+def test_wandb_asked_for_but_not_installed(no_account, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="pip install wandb"):
+        setup_wandb("run", "nanochat", {})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# trackio
+
+
+def test_trackio_keeps_the_run_on_this_machine(base_dir, monkeypatch, capsys):
+    """The real package, where it is installed: the values, by step, are in its file under the base directory."""
+    if importlib.util.find_spec("trackio") is None:  # its import would fix its folder
+        pytest.skip("trackio is not installed")
+    monkeypatch.delenv("TRACKIO_DIR", raising=False)
+    run = setup_tracker("trackio", "d2_clover", "nanochat", {"method": "clover"})
+    for step in (0, 10):
+        values = {"train/loss": 5.0 - step / 10, "telemetry/h.0/output_error": 0.1, "total_training_tokens": 512 * step}
+        run.log({"step": step, **values})
+    run.finish()
+    assert "trackio show --project nanochat" in capsys.readouterr().out
+    monkeypatch.delenv("TRACKIO_DIR")
+    rows = sqlite3.connect(next((base_dir / "trackio").glob("nanochat*.db"))).execute(
+        "select step, metrics from metrics where run_name = 'd2_clover' order by step"
+    )
+    values = [(step, json.loads(metrics)) for step, metrics in rows]
+    assert [(step, v["train/loss"]) for step, v in values] == [(0, 5.0), (10, 4.0)]
+    assert max(values[0][1]) == "within layers/h.0/output_error"  # the last section of the page
+
+
+def test_a_trackio_that_does_not_start_stops_nothing(base_dir, monkeypatch):
+    def init(**kwargs):
+        raise RuntimeError("no space left")
+
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
+    assert isinstance(setup_tracker("trackio", "run", "nanochat", {}), DummyWandb)
+    monkeypatch.setenv("RANK", "1")
+    assert isinstance(setup_tracker("trackio", "run", "nanochat", {}), DummyWandb)
+
+
+def test_trackers_that_are_not_there(base_dir, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(UserError, match=r"pip install 'nanochat_fp4\[trackio\]'"):
+        setup_tracker("trackio", "run", "nanochat", {})
+    assert isinstance(setup_tracker("trackio", "dummy", "nanochat", {}), DummyWandb)
+    with pytest.raises(UserError, match="--tracker=trackoi is not known"):
+        setup_tracker("trackoi", "run", "nanochat", {})
