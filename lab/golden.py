@@ -235,12 +235,12 @@ def _enter_checkout() -> None:
         del sys.modules[name]
         inspect._filesbymodname.pop(name, None)  # or inspect looks for a file of the checkout's `scripts`
     sys.dont_write_bytecode = True
-    torch._dynamo.config.disable = True  # the checkout compiles its model
+    torch.compile = lambda function=None, **how: function or (lambda f: f)  # minutes, on a CPU
     names = ("psutil", "wandb", "tokenizers", "tokenizers.models", "tokenizers.trainers")
     missing = [name for name in names if importlib.util.find_spec(name.split(".")[0]) is None]
     for name in missing:
         sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__getattr__ = lambda name: object
+        sys.modules[name].__dict__.update(__getattr__=lambda name: object, __file__=f"{name}.py")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
