@@ -17,7 +17,6 @@ has imported everything and computes nothing; --jobs does not change the hashes.
 """
 
 import argparse
-import contextlib
 import fnmatch
 import gc
 import hashlib
@@ -74,10 +73,6 @@ UPSTREAM += " --device-type=cpu --num-iterations=8 --eval-tokens=512 --core-metr
 Parts = dict[str, str]  # what -> hash
 
 
-class Failed(Exception):
-    """A run that did not end as it must."""
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Hashes
 
@@ -110,13 +105,10 @@ def of_file(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:24]
 
 
-def cleaned(value: Any, folder: Path) -> Any:
+def read_json(text: str, folder: Path) -> Any:
     """JSON without what differs from one run to the next."""
-    if isinstance(value, dict):
-        return {k: cleaned(v, folder) for k, v in value.items() if k not in LEFT_OUT}
-    if isinstance(value, list):
-        return [cleaned(v, folder) for v in value]
-    return value.replace(str(folder), "FOLDER") if isinstance(value, str) else value
+    hook = lambda d: {k: v for k, v in d.items() if k not in LEFT_OUT}  # noqa: E731
+    return json.loads(text.replace(str(folder), "FOLDER"), object_hook=hook)
 
 
 def of_checkpoints(tree: Path, work: Path) -> Parts:
@@ -132,7 +124,7 @@ def of_checkpoints(tree: Path, work: Path) -> Parts:
             parts |= {f"{name} {key}".strip(): digest(value) for key, value in entries}
             parts[f"bytes of {path.name}"] = of_file(path.read_bytes())
         elif path.name == "metrics.jsonl":
-            records = [cleaned(json.loads(line), work) for line in path.read_text().splitlines()]
+            records = [read_json(line, work) for line in path.read_text().splitlines()]
             parts["metrics: start"] = digest([r for r in records if r["event"] == "start"][:1])
             parts["metrics"] = digest([r for r in records if r["event"] != "start"])
         elif kind == "manifest":
@@ -140,7 +132,7 @@ def of_checkpoints(tree: Path, work: Path) -> Parts:
             names = [f["name"] for f in manifest.pop("files")]
             parts[f"{step} manifest"] = digest([manifest, names])
         else:
-            meta = cleaned(json.loads(path.read_text()), work)
+            meta = read_json(path.read_text(), work)
             parts |= {f"{step} meta, {key}": digest(value) for key, value in meta.items()}
     return parts
 
@@ -164,37 +156,31 @@ def run(base: Path, module: str, argv: str, *, ranks: int = 1, kill_at: int = 0,
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    environment = {"NANOCHAT_BASE_DIR": str(base), "DATA_DIR": str(base.parent / "text"), "NANOCHAT_DIR": checkout}
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    os.environ.update(NANOCHAT_BASE_DIR=str(base), DATA_DIR=str(base.parent / "text"), NANOCHAT_DIR=checkout)
     pids = []
     for rank in range(ranks):
         pids.append(os.fork())
         if not pids[-1]:
-            os.environ.update(environment)
-            if ranks > 1:
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=str(ranks))
-                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            os.environ.update(env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
             _child(module, argv, base / f"log_{rank}.txt", 0 if rank else kill_at, checkout)
     status = os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1])
     for pid in pids[1:]:
         if status:
             os.kill(pid, signal.SIGKILL)
-        other = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        status = status or other
+        status = status or os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     text = (base / "log_0.txt").read_text(errors="replace")
-    if status != (-signal.SIGKILL if kill_at else 0):
-        tail = "\n".join(text.splitlines()[-15:])
-        raise Failed(f"{module} {argv}: status {status}{', expected a kill' if kill_at else ''}\n{tail}")
+    expected = -signal.SIGKILL if kill_at else 0
+    assert status == expected, f"{module} {argv}: status {status}, expected {expected}\n{text[-1500:]}"
     return text
 
 
 def _child(module: str, argv: str, log: Path, kill_at: int, checkout: str) -> None:
     status = 1
     try:
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        sys.stdout, sys.stderr = (open(i, "w", buffering=1, closefd=False) for i in (1, 2))
+        sys.stdout = sys.stderr = log.open("w", buffering=1)
+        for fd in (1, 2):
+            os.dup2(sys.stdout.fileno(), fd)
         os.fsync = lambda fd: None  # a killed process loses nothing that was written
         if kill_at:
             _kill_after_save(kill_at)
@@ -209,8 +195,6 @@ def _child(module: str, argv: str, log: Path, kill_at: int, checkout: str) -> No
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
         os._exit(status)
 
 
@@ -291,15 +275,13 @@ class Cases:
         """Of a straight run in `base`; a killed and resumed one in a copy of it must leave the same."""
         argv, half = f"{argv} {RUN} --num-iterations={steps} --save-every={steps // 2}", steps // 2
         copy = shutil.copytree(base, base.with_name(base.name + "_killed"))
-        if "from here on" not in run(base, module, argv, ranks=ranks) and late:
-            raise Failed("the run ended before its method changed")
+        assert "from here on" in run(base, module, argv, ranks=ranks) or not late, "the method has not changed"
         run(copy, module, argv, ranks=ranks, kill_at=half)
-        if f"Resuming from step {half}" not in run(copy, module, argv, ranks=ranks):
-            raise Failed("the killed run was not resumed from the save in the middle")
+        assert f"Resuming from step {half}" in run(copy, module, argv, ranks=ranks), "not resumed from the middle"
         straight, resumed = (of_checkpoints(b / tree, self.work) for b in (base, copy))
         shutil.rmtree(copy)
-        if wrong := [part for part in differing(straight, resumed) if not part.startswith("bytes of")]:
-            raise Failed(f"killed and resumed differs from straight: {', '.join(wrong)}")
+        wrong = [part for part in differing(straight, resumed) if not part.startswith("bytes of")]
+        assert not wrong, f"killed and resumed differs from straight: {', '.join(wrong)}"
         return straight
 
     def method(self, mode: str, name: str) -> dict[str, Parts]:
@@ -308,8 +290,8 @@ class Cases:
         flags += " --total-batch-size=64" if name in LONG else ""
         steps = LONG.get(name, STEPS)
         parts = self.trained("scripts.base_train", flags, "base_checkpoints", base, name in LATE, steps, ranks)
-        if name.startswith("clover_feedback") and not any("method" in part.split() for part in parts):
-            raise Failed("the run has not looked at inputs: no method_*.pt")
+        looked = any("method" in part.split() for part in parts)
+        assert looked or not name.startswith("clover_feedback"), "the run has not looked at inputs: no method_*.pt"
         return {f"{mode}/{name}": parts}
 
     def tensor_parallel(self, name: str) -> dict[str, Parts]:
@@ -376,12 +358,11 @@ def make(jobs: list[tuple], work: Path, together: int, keep: Callable[[dict[str,
             sys.stdout.flush()
             pid = os.fork()
             if not pid:
-                with contextlib.suppress(BaseException):
-                    try:
-                        result = job(*arguments)
-                    except BaseException as e:
-                        result = {names[0]: str(e) if isinstance(e, Failed) else traceback.format_exc()}
-                    (work / f"result_{os.getpid()}.json").write_text(json.dumps(result))
+                try:
+                    result = job(*arguments)
+                except BaseException:
+                    result = dict.fromkeys(names, traceback.format_exc())
+                (work / f"result_{os.getpid()}.json").write_text(json.dumps(result))
                 os._exit(0)
             running[pid] = names, time.monotonic()
         pid, _ = os.wait()
@@ -389,7 +370,7 @@ def make(jobs: list[tuple], work: Path, together: int, keep: Callable[[dict[str,
         new = json.loads((work / f"result_{pid}.json").read_text())
         made |= new
         keep(made)
-        bad = "".join(f" FAILED: {parts}" for parts in new.values() if isinstance(parts, str))
+        bad = next((f" FAILED: {parts}" for parts in new.values() if isinstance(parts, str)), "")
         done = len(jobs) - len(waiting) - len(running)
         print(f"{done}/{len(jobs)} {names[0]}, {time.monotonic() - began:.0f} s{bad}", flush=True)
     return made
@@ -455,7 +436,7 @@ def main() -> int:
         cases = Cases(Path(work), args.nanochat and str(Path(args.nanochat).resolve()), formats)
         jobs = [job for job in cases.jobs() if chosen(job[0])]
         made = make(jobs, Path(work), args.jobs, keep if args.what == "record" else lambda made: None)
-    made = {name: parts for name, parts in made.items() if name in chosen(made) or isinstance(parts, str)}
+    made = {name: made[name] for name in chosen(made)}
     wrong = sum(isinstance(parts, str) for parts in made.values())
     if args.what == "compare":
         if file["about"] != about:
