@@ -4,16 +4,17 @@ Golden hashes: what short runs of the public entries leave behind, before and af
     python -m lab.golden record FILE.json [--only PATTERN ...] [--nanochat CHECKOUT]
     python -m lab.golden compare FILE.json [--only PATTERN ...] [--gone NAME ...] [--nanochat CHECKOUT]
 
-Names of cases: tok, api/ROUNDING, method/METHOD, ddp/..., fsdp/..., tp/..., mid/clover, export-gpt/FORMAT, upstream/...
+Cases have names: tok, api/ROUNDING, method/METHOD, fsdp/METHOD, mid/clover, export-gpt/FORMAT, ... (the keys of FILE).
 Training cases run twice on the CPU: straight, and killed (SIGKILL two steps after the save in the middle) and resumed.
 Both must leave the same contents. A part of a case is one hash: the weights, one entry of the optimizer's file, ...
-Parts named "bytes of" are those of whole .pt files. Where only these differ, the layout of a file does.
+Parts named "bytes of" are those of whole .pt files. A case that differs in such parts alone has a new layout of files.
 Left out: times, the commit, the folder of the run, and the environment that a model card names.
 
-compare ends with status 1 where a part differs, or where a name is gone or new; --gone NAME is for what was removed on
+compare ends with status 1 where a part differs, or where a name is gone or new. --gone NAME is for what was removed on
 purpose. Hashes are of one processor, one release of torch and one set of optional packages: BLAS sums in another order
-elsewhere. So FILE.json is made on the machine that compares, and is not committed. Runs are forks of one process, which
-has imported everything and computes nothing; --jobs does not change the hashes. Only public entries are named here.
+elsewhere. FILE.json is made on the machine that compares, therefore, and is not committed. Runs are forks of one
+process, which has imported everything and computes nothing. --jobs does not change the hashes. The tool names nothing
+but public entries.
 """
 
 import argparse
@@ -54,7 +55,7 @@ import nanochat_fp4 as nf  # noqa: E402
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = [f"scripts.{s}" for s in ("base_train", "mid_train", "chat_sft", "tok_train", "export", "bench_parallel")]
 FORMATS = ("safetensors", "compressed-tensors", "modelopt", "gguf", "gguf-bf16")
-# These must change within the run; one of them does so at 97% of the steps.
+# Their runs must see the change of the method. One method changes at 97% of the steps.
 LATE, STEPS, LONG = ("nvidia_full", "clover_late", "clover_feedback_late"), 8, {"clover_feedback_late": 34}
 LEFT_OUT = {"dt", "tok_per_sec", "mfu", "training_seconds", "commit", "environment", "config_key", "config", "backend"}
 
@@ -78,7 +79,7 @@ Parts = dict[str, str]  # what -> hash
 
 
 def digest(value: Any) -> str:
-    """Of a value's content: neither the order of a dict, nor the strides and the storage of a tensor, counts."""
+    """The order of a dict does not count; neither do a tensor's strides and storage."""
     sha = hashlib.sha256()
 
     def add(v: Any) -> None:
@@ -214,7 +215,7 @@ def _kill_after_save(step: int) -> None:
 
 
 def _enter_checkout() -> None:
-    """As a new process in a checkout: its `scripts` are others; packages that it only imports may be missing."""
+    """As a new process in a checkout, whose `scripts` are others. Packages that it only imports may be missing."""
     for name in [n for n in sys.modules if n.split(".")[0] == "scripts"]:
         del sys.modules[name]
         inspect._filesbymodname.pop(name, None)  # or inspect looks for a file of the checkout's `scripts`
@@ -247,7 +248,7 @@ def prepare(work: Path) -> None:
 
 
 class Cases:
-    """What makes the parts of cases, by name. Each method runs in a process of its own."""
+    """Each job makes {name of a case: its parts}, in a process of its own."""
 
     def __init__(self, work: Path, nanochat: str, formats: list[str]):
         self.work, self.nanochat = work, nanochat
@@ -272,7 +273,7 @@ class Cases:
         return {f"api/{rounding}": {k: digest(v) for k, v in (made | {"rotate": nf.rotate(x, seed=3)}).items()}}
 
     def trained(self, module: str, argv: str, tree: str, base: Path, late=False, steps=STEPS, ranks=1) -> Parts:
-        """Of a straight run in `base`; a killed and resumed one in a copy of it must leave the same."""
+        """Those of a straight run in `base`. A killed and resumed run in a copy of it must leave the same."""
         argv, half = f"{argv} {RUN} --num-iterations={steps} --save-every={steps // 2}", steps // 2
         copy = shutil.copytree(base, base.with_name(base.name + "_killed"))
         assert "from here on" in run(base, module, argv, ranks=ranks) or not late, "the method has not changed"
@@ -348,7 +349,7 @@ class Cases:
 
 
 def make(jobs: list[tuple], work: Path, together: int, keep: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """{name: parts, or what went wrong as text}; prints a line for each job, and gives keep what there is so far."""
+    """{name: parts, or what went wrong as text}. Prints a line for each job; keep gets what there is so far."""
     made: dict[str, Any] = {}
     running: dict[int, tuple[list[str], float]] = {}
     waiting = list(jobs)
