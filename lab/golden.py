@@ -1,26 +1,27 @@
 """
 Golden hashes: what short runs of the public entries leave behind, before and after a change of the code.
 
-    python -m lab.golden record FILE.json [--only PATTERN ...]
-    python -m lab.golden compare FILE.json [--only PATTERN ...] [--gone NAME ...]
+    python -m lab.golden record FILE.json [--only PATTERN ...] [--nanochat CHECKOUT]
+    python -m lab.golden compare FILE.json [--only PATTERN ...] [--gone NAME ...] [--nanochat CHECKOUT]
 
-A case is one name: tok, api/ROUNDING, method/METHOD, mid/clover, export/FORMAT, ... (`--list` prints all). Training
-cases run twice on the CPU: straight, and killed (SIGKILL two steps after the save in the middle) and resumed. Both
-must leave the same contents. A part of a case is one hash: the weights, one entry of the optimizer's file, ... Parts
-that begin with "bytes of" are those of whole .pt files: where only such a part differs, the layout of the file does.
+Cases have names: tok, api/ROUNDING, method/METHOD, fsdp/METHOD, mid/clover, export-gpt/FORMAT, ... (the keys of FILE).
+Training cases run twice on the CPU: straight, and killed (SIGKILL two steps after the save in the middle) and resumed.
+Both must leave the same contents. A part of a case is one hash: the weights, one entry of the optimizer's file, ...
+Parts named "bytes of" are those of whole .pt files. A case that differs in such parts alone has a new layout of files.
 Left out: times, the commit, the folder of the run, and the environment that a model card names.
 
-compare ends with status 1 where a part differs, or where a name is gone or new; --gone NAME is for what was removed on
-purpose. --nanochat CHECKOUT adds the runs of nanochat_fp4.upstream. Hashes are of one processor, one release of torch
-and one set of optional packages: BLAS sums in another order elsewhere. So FILE.json is made where it is compared, and
-is not committed. Runs are forks of one process that imported everything; only public entries are named here.
+compare ends with status 1 where a part differs, or where a name is gone or new. --gone NAME is for what was removed on
+purpose. Hashes are of one processor, one release of torch and one set of optional packages: BLAS sums in another order
+elsewhere. FILE.json is made on the machine that compares, therefore, and is not committed. Runs are forks of one
+process, which has imported everything and computes nothing. --jobs does not change the hashes. The tool names nothing
+but public entries.
 """
 
 import argparse
-import contextlib
 import fnmatch
 import gc
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import json
@@ -37,6 +38,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,29 +47,29 @@ for _name in ("QAT_METHOD", "DATA_DIR", "WANDB_RUN", "TRACKER", "RANK", "LOCAL_R
     os.environ.pop(_name, None)
 os.environ.update(OMP_NUM_THREADS="1", WANDB_MODE="disabled", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
-import torch
-import torch._dynamo  # or each fork would import it
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402 (or each fork would import it)
 
-import nanochat_fp4 as nf
+import nanochat_fp4 as nf  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ("base_train", "mid_train", "chat_sft", "tok_train", "export", "bench_parallel")
+MODULES = [f"scripts.{s}" for s in ("base_train", "mid_train", "chat_sft", "tok_train", "export", "bench_parallel")]
 FORMATS = ("safetensors", "compressed-tensors", "modelopt", "gguf", "gguf-bf16")
-# Methods that change so late that eight steps end before. The others that change do so at 70% and 82%.
+# Their runs must see the change of the method. One method changes at 97% of the steps.
 LATE, STEPS, LONG = ("nvidia_full", "clover_late", "clover_feedback_late"), 8, {"clover_feedback_late": 34}
-TIMES = {"dt", "tok_per_sec", "mfu", "training_seconds", "commit", "environment", "config_key", "config", "backend"}
+LEFT_OUT = {"dt", "tok_per_sec", "mfu", "training_seconds", "commit", "environment", "config_key", "config", "backend"}
 
-RUN = "--device-type=cpu --keep-last=-1 --resume-from-step=latest --eval-every=4".split()
-BASE = "--head-dim=64 --core-metric-every=-1 --sample-every=-1 --device-batch-size=2".split()
-SMALL = [*BASE, *"--depth=1 --aspect-ratio=128 --max-seq-len=32 --total-batch-size=128 --eval-tokens=128".split()]
-CHAIN = [*BASE, *"--depth=2 --aspect-ratio=64 --max-seq-len=128 --total-batch-size=512 --eval-tokens=512".split()]
-LLAMA = [*BASE, *"--llama=tiny --max-seq-len=64 --total-batch-size=256 --eval-tokens=256".split()]
-MID = "--data=local --device-batch-size=2 --total-batch-size=512 --eval-tokens=512".split()
-SFT = "--data=local --device-batch-size=2 --target-examples-per-step=4 --eval-steps=2 --eval-metrics-every=4".split()
-SFT += ["--eval-metrics-max-problems=6"]
+RUN = "--device-type=cpu --keep-last=-1 --resume-from-step=latest --eval-every=4"
+BASE = "--head-dim=64 --core-metric-every=-1 --sample-every=-1 --device-batch-size=2"
+SMALL = f"{BASE} --depth=1 --aspect-ratio=128 --max-seq-len=32 --total-batch-size=128 --eval-tokens=128"
+CHAIN = f"{BASE} --depth=2 --aspect-ratio=64 --max-seq-len=128 --total-batch-size=512 --eval-tokens=512"
+LLAMA = f"{BASE} --llama=tiny --max-seq-len=64 --total-batch-size=256 --eval-tokens=256 --method=clover"
+MID = "--data=local --device-batch-size=2 --total-batch-size=512 --eval-tokens=512"
+SFT = "--data=local --device-batch-size=2 --target-examples-per-step=4 --eval-steps=2 --eval-metrics-every=4"
+SFT += " --eval-metrics-max-problems=6"
 TP = "--depth=2 --aspect-ratio=128 --head-dim=128 --vocab-size=256 --seq-len=32 --micro-batch=1 --total-batch-size=64"
-UPSTREAM = "--depth=2 --max-seq-len=128 --window-pattern=L --device-batch-size=1 --total-batch-size=512 --device-type=cpu"
-UPSTREAM += " --num-iterations=8 --eval-every=4 --eval-tokens=512 --core-metric-every=-1 --sample-every=-1"
+UPSTREAM = "--depth=2 --max-seq-len=128 --window-pattern=L --device-batch-size=1 --total-batch-size=512 --eval-every=4"
+UPSTREAM += " --device-type=cpu --num-iterations=8 --eval-tokens=512 --core-metric-every=-1 --sample-every=-1"
 
 Parts = dict[str, str]  # what -> hash
 
@@ -77,7 +79,7 @@ Parts = dict[str, str]  # what -> hash
 
 
 def digest(value: Any) -> str:
-    """Of a value's content: neither the order of a dict, nor the strides and the storage of a tensor, counts."""
+    """The order of a dict does not count; neither do a tensor's strides and storage."""
     sha = hashlib.sha256()
 
     def add(v: Any) -> None:
@@ -87,12 +89,10 @@ def digest(value: Any) -> str:
         elif isinstance(v, dict):
             keys = sorted(v.keys() - {"differentiable"}, key=repr)  # torch adds that to an optimizer that it loads
             add(f"dict {len(keys)}")
-            for key in keys:
-                add(key)
-                add(v[key])
+            for item in (item for key in keys for item in (key, v[key])):
+                add(item)
         elif isinstance(v, (list, tuple)):
-            add(f"{type(v).__name__} {len(v)}")
-            for item in v:
+            for item in (f"{type(v).__name__} {len(v)}", *v):
                 add(item)
         else:
             data = v if isinstance(v, bytes) else repr(v).encode()
@@ -102,383 +102,349 @@ def digest(value: Any) -> str:
     return sha.hexdigest()[:24]
 
 
-def cleaned(value: Any, folder: Path) -> Any:
+def of_file(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:24]
+
+
+def read_json(text: str, folder: Path) -> Any:
     """JSON without what differs from one run to the next."""
-    if isinstance(value, dict):
-        return {k: cleaned(v, folder) for k, v in value.items() if k not in TIMES}
-    if isinstance(value, list):
-        return [cleaned(v, folder) for v in value]
-    return value.replace(str(folder), "FOLDER") if isinstance(value, str) else value
+    hook = lambda d: {k: v for k, v in d.items() if k not in LEFT_OUT}  # noqa: E731
+    return json.loads(text.replace(str(folder), "FOLDER"), object_hook=hook)
 
 
-def of_checkpoints(folder: Path, work: Path) -> Parts:
-    """Everything in the folder of a model tag."""
-    parts: Parts = {"names of files": digest(sorted(p.name for p in folder.iterdir()))}
-    for path in sorted(folder.iterdir()):
+def of_checkpoints(tree: Path, work: Path) -> Parts:
+    """Everything in the folder of the only model tag."""
+    files = sorted(next(p for p in tree.iterdir() if p.is_dir()).iterdir())
+    parts: Parts = {"names of files": digest([p.name for p in files])}
+    for path in files:
         kind, step, *_ = path.stem.split("_") + [""]
-        if path.name == "metrics.jsonl":
-            records = [cleaned(json.loads(line), work) for line in path.read_text().splitlines()]
+        if path.suffix == ".pt":
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            entries = content.items() if kind == "optim" and isinstance(content, dict) else [("", content)]
+            name = f"{step} {path.stem.replace(f'_{step}', '')}"
+            parts |= {f"{name} {key}".strip(): digest(value) for key, value in entries}
+            parts[f"bytes of {path.name}"] = of_file(path.read_bytes())
+        elif path.name == "metrics.jsonl":
+            records = [read_json(line, work) for line in path.read_text().splitlines()]
             parts["metrics: start"] = digest([r for r in records if r["event"] == "start"][:1])
             parts["metrics"] = digest([r for r in records if r["event"] != "start"])
         elif kind == "manifest":
             manifest = json.loads(path.read_text())
             names = [f["name"] for f in manifest.pop("files")]
             parts[f"{step} manifest"] = digest([manifest, names])
-        elif kind == "meta":
-            for key, value in cleaned(json.loads(path.read_text()), work).items():
-                parts[f"{step} meta, {key}"] = digest(value)
-        elif path.suffix == ".pt":
-            content = torch.load(path, map_location="cpu", weights_only=True)
-            whole = kind in ("model", "method") or not isinstance(content, dict)
-            for key, value in {"": content}.items() if whole else content.items():
-                parts[f"{step} {path.stem.replace(f'_{step}', '')} {key}".strip()] = digest(value)
-            parts[f"bytes of {path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:24]
         else:
-            raise ValueError(f"{path}: a kind of file that this tool does not know; teach it of_checkpoints")
+            meta = read_json(path.read_text(), work)
+            parts |= {f"{step} meta, {key}": digest(value) for key, value in meta.items()}
     return parts
 
 
 def of_export(folder: Path, work: Path) -> Parts:
     """Each file byte by byte, but for the line of the model card that names processor and torch."""
-    parts = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        data = path.read_bytes()
-        if path.name == "README.md":
-            data = re.sub(rb" validation tokens, on .*", b"", data).replace(str(work).encode(), b"FOLDER")
-        parts[str(path.relative_to(folder))] = hashlib.sha256(data).hexdigest()[:24]
-    return parts
+    files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    card = files["README.md"].replace(str(work).encode(), b"FOLDER")
+    files["README.md"] = re.sub(rb" validation tokens, on .*", b"", card)
+    return {name: of_file(files[name]) for name in sorted(files)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Runs: forks of this process, which imports and does not compute
+# Runs: forks of this process
 
 
-class Failed(Exception):
-    pass
-
-
-def run(base: Path, module: str, argv: list[str], *, ranks: int = 1, kill_at: int = 0, checkout: str = "") -> str:
+def run(base: Path, module: str, argv: str, *, ranks: int = 1, kill_at: int = 0, checkout: str = "") -> str:
     """`python -m module argv` in a fork for each rank, with base as NANOCHAT_BASE_DIR; returns what rank 0 printed.
 
     kill_at: rank 0 kills itself two steps after its save of this step.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    os.environ.update(NANOCHAT_BASE_DIR=str(base), DATA_DIR=str(base.parent / "text"), MASTER_PORT=port)
-    os.environ.update(MASTER_ADDR="127.0.0.1", NANOCHAT_DIR=checkout)
-    log, pids = base / "log.txt", []
-    sys.stdout.flush()
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    os.environ.update(NANOCHAT_BASE_DIR=str(base), DATA_DIR=str(base.parent / "text"), NANOCHAT_DIR=checkout)
+    pids = []
     for rank in range(ranks):
-        if ranks > 1:
-            os.environ.update(WORLD_SIZE=str(ranks), RANK=str(rank), LOCAL_RANK=str(rank))
         pids.append(os.fork())
         if not pids[-1]:
-            _child(module, argv, log if rank == 0 else base / f"log_{rank}.txt", kill_at if rank == 0 else 0, checkout)
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        os.environ.pop(name, None)
+            os.environ.update(env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
+            _child(module, argv, base / f"log_{rank}.txt", 0 if rank else kill_at, checkout)
     status = os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1])
     for pid in pids[1:]:
         if status:
             os.kill(pid, signal.SIGKILL)
-        other = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        status = status or other
-    text = log.read_text(errors="replace")
-    if status != (-signal.SIGKILL if kill_at else 0):
-        tail = "\n".join(text.splitlines()[-15:])
-        raise Failed(f"{module} {' '.join(argv)}: status {status}{', expected a kill' if kill_at else ''}\n{tail}")
+        status = status or os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    text = (base / "log_0.txt").read_text(errors="replace")
+    expected = -signal.SIGKILL if kill_at else 0
+    assert status == expected, f"{module} {argv}: status {status}, expected {expected}\n{text[-1500:]}"
     return text
 
 
-def _child(module: str, argv: list[str], log: Path, kill_at: int, checkout: str) -> None:
-    status = 70
+def _child(module: str, argv: str, log: Path, kill_at: int, checkout: str) -> None:
+    status = 1
     try:
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
+        sys.stdout = sys.stderr = log.open("w", buffering=1)
+        for fd in (1, 2):
+            os.dup2(sys.stdout.fileno(), fd)
         os.fsync = lambda fd: None  # a killed process loses nothing that was written
         if kill_at:
             _kill_after_save(kill_at)
         if checkout:
-            _forget_our_scripts(log.parent)
-        sys.argv = [module, *argv]
+            _enter_checkout()
+        sys.argv = [module, *argv.split()]
         sys.modules.pop(module, None)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as e:
-        status = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
+        status = e.code if isinstance(e.code, int) else int(e.code is not None)
     except BaseException:
         traceback.print_exc()
-        status = 1
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
         os._exit(status)
 
 
 def _kill_after_save(step: int) -> None:
     """SIGKILL at the second record of metrics.jsonl after the manifest of this step has its name."""
-    after = [0, 0]  # the manifest is there, records since
+    records: list[str] = []
 
     def hook(event: str, args: tuple) -> None:
         if event == "os.rename" and str(args[1]).endswith(f"manifest_{step:06d}.json"):
-            after[0] = 1
-        elif event == "open" and after[0] and str(args[0]).endswith("metrics.jsonl"):
-            after[1] += 1
-            if after[1] == 2:
+            records.append("the manifest")
+        elif event == "open" and records and str(args[0]).endswith("metrics.jsonl"):
+            records.append("a record")
+            if len(records) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
 
 
-def _forget_our_scripts(folder: Path) -> None:
-    """As a new process in a checkout: its `scripts` are others; packages that it only imports may be missing."""
+def _enter_checkout() -> None:
+    """As a new process in a checkout, whose `scripts` are others. Packages that it only imports may be missing."""
     for name in [n for n in sys.modules if n.split(".")[0] == "scripts"]:
         del sys.modules[name]
         inspect._filesbymodname.pop(name, None)  # or inspect looks for a file of the checkout's `scripts`
     sys.dont_write_bytecode = True
-    torch._dynamo.config.disable = True  # the checkout compiles its model
-    for name, inside in {"psutil": (), "tokenizers": ("models", "trainers"), "wandb": ()}.items():
-        if importlib.util.find_spec(name) is None:
-            (folder / "stubs" / name).mkdir(parents=True, exist_ok=True)
-            for module in ("__init__", *inside):
-                (folder / "stubs" / name / f"{module}.py").write_text("def __getattr__(name):\n    return object\n")
-    sys.path.append(str(folder / "stubs"))
+    torch.compile = lambda function=None, **how: function or (lambda f: f)  # minutes, on a CPU
+    names = ("psutil", "wandb", "tokenizers", "tokenizers.models", "tokenizers.trainers")
+    missing = [name for name in names if importlib.util.find_spec(name.split(".")[0]) is None]
+    for name in missing:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__dict__.update(__getattr__=lambda name: object, __file__=f"{name}.py")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Cases
 
 
-class Cases:
-    """Names of cases -> the job that makes them. A job runs in a process of its own."""
+def prepare(work: Path) -> None:
+    """Text, and a tokenizer made of it."""
+    words = "the of capital gold planets hot day color France opposite symbol was tomorrow number cat dog runs".split()
+    rng = random.Random(0)
+    texts = [" ".join(rng.choices(words, k=rng.randint(20, 200))) + "." for _ in range(600)]
+    for name in ("text", "made"):
+        (work / name).mkdir()
+    write = "import json, sys, pyarrow as pa, pyarrow.parquet as pq\nfor path, texts in json.load(sys.stdin):\n"
+    write += "    pq.write_table(pa.table({'text': texts}), path, row_group_size=30)\n"
+    shards = [(str(work / f"text/shard_{i:05d}.parquet"), texts[300 * i :][:300]) for i in range(2)]
+    # In a process of its own, as pyarrow has threads.
+    subprocess.run([sys.executable, "-c", write], input=json.dumps(shards), text=True, check=True)
+    run(work / "made", "scripts.tok_train", "--vocab-size=300")
 
-    def __init__(self, work: Path, nanochat: str):
-        self.work, self.nanochat, self.formats = work, nanochat, list(FORMATS)
-        self.jobs: dict[str, tuple[Callable[..., dict[str, Parts]], tuple]] = {}  # name -> job, what it takes
-        self.jobs["tok"] = self.tok, ()
-        self.jobs |= {f"api/{name}": (self.api, ("api", name)) for name in nf.ROUNDINGS}
-        self.jobs |= {f"method/{name}": (self.method, ("method", name)) for name in (*nf.METHODS, *nf.ABLATIONS)}
-        for mode, names in {"ddp": ["clover"], "fsdp": ["clover", "clover_feedback", "nvidia"]}.items():
-            self.jobs |= {f"{mode}/{name}": (self.method, (mode, name)) for name in names}
-        self.jobs |= {f"tp/{name}": (self.tensor_parallel, (name,)) for name in ("bf16", "clover", "nvidia")}
-        if importlib.util.find_spec("gguf") is None:
-            print("not exported: gguf (its package is not installed)")
-            self.formats = [name for name in FORMATS if not name.startswith("gguf")]
-        for family, chain in {"gpt": self.chain, "llama": self.llama}.items():
-            formats = [f for f in self.formats if f.startswith("gguf") <= (family == "llama")]
-            names = ["mid/clover", "sft/clover"] if family == "gpt" else ["llama/clover"]
-            self.jobs |= {name: (chain, ()) for name in [*names, *(f"export-{family}/{f}" for f in formats)]}
-        if nanochat:
-            self.jobs |= {f"upstream/{m}": (self.upstream, (m,)) for m in ("bf16", "clover", "nvidia")}
-        else:
-            print("not run: upstream (no --nanochat CHECKOUT)")
+
+class Cases:
+    """Each job makes {name of a case: its parts}, in a process of its own."""
+
+    def __init__(self, work: Path, nanochat: str, formats: list[str]):
+        self.work, self.nanochat = work, nanochat
+        self.formats = {"gpt": [f for f in formats if not f.startswith("gguf")], "llama": formats}
 
     def folder(self, name: str) -> Path:
         """A base directory with the tokenizer, beside the text."""
-        base = self.work / name.replace("/", "_")
-        shutil.copytree(self.work / "made" / "tokenizer", base / "tokenizer")
-        return base
-
-    def prepare(self) -> None:
-        words = "the of capital gold planets hot day color France opposite symbol was tomorrow number cat dog runs"
-        rng = random.Random(0)
-        texts = [" ".join(rng.choices(words.split(), k=rng.randint(20, 200))) + "." for _ in range(600)]
-        (self.work / "text").mkdir()
-        (self.work / "made").mkdir()
-        write = "import json, sys, pyarrow as pa, pyarrow.parquet as pq\nfor path, texts in json.load(sys.stdin):\n"
-        write += "    pq.write_table(pa.table({'text': texts}), path, row_group_size=30)\n"
-        shards = [(str(self.work / f"text/shard_{i:05d}.parquet"), texts[300 * i :][:300]) for i in range(2)]
-        # In a process of its own, as pyarrow has threads.
-        subprocess.run([sys.executable, "-c", write], input=json.dumps(shards), text=True, check=True)
-        run(self.work / "made", "scripts.tok_train", ["--vocab-size=300"])
+        shutil.copytree(self.work / "made/tokenizer", self.work / name / "tokenizer")
+        return self.work / name
 
     def tok(self) -> dict[str, Parts]:
-        folder = self.work / "made" / "tokenizer"
-        token_bytes = digest(torch.load(folder / "token_bytes.pt", weights_only=True))
-        return {"tok": {"tokenizer.json": digest((folder / "tokenizer.json").read_bytes()), "token_bytes": token_bytes}}
+        folder = self.work / "made/tokenizer"
+        token_bytes = torch.load(folder / "token_bytes.pt", weights_only=True)
+        made = {"tokenizer.json": (folder / "tokenizer.json").read_bytes(), "token_bytes": token_bytes}
+        return {"tok": {k: digest(v) for k, v in made.items()}}
 
-    def api(self, kind: str, name: str) -> dict[str, Parts]:
+    def api(self, rounding: str) -> dict[str, Parts]:
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(64, 128, generator=generator) * torch.randn(128, generator=generator).exp()
-        t = nf.quantize(x, name, seed=3)
+        t = nf.quantize(x, rounding, seed=3)
         made = {"codes": t.codes, "scales": t.scales, "tensor_scale": t.tensor_scale, "value": t.dequantize()}
-        return {f"api/{name}": {k: digest(v) for k, v in made.items()} | {"rotate": digest(nf.rotate(x, seed=3))}}
+        return {f"api/{rounding}": {k: digest(v) for k, v in (made | {"rotate": nf.rotate(x, seed=3)}).items()}}
 
-    def trained(self, name: str, module: str, argv: list[str], tree: str, base: Path, steps: int = STEPS, ranks: int = 1,
-                late: bool = False) -> Parts:  # fmt: skip
-        """Of a straight run in `base`; that a killed and resumed one leaves the same is checked in a copy of it."""
-        argv = [*argv, *RUN, f"--num-iterations={steps}", f"--save-every={steps // 2}"]
+    def trained(self, module: str, argv: str, tree: str, base: Path, late=False, steps=STEPS, ranks=1) -> Parts:
+        """Those of a straight run in `base`. A killed and resumed run in a copy of it must leave the same."""
+        argv, half = f"{argv} {RUN} --num-iterations={steps} --save-every={steps // 2}", steps // 2
         copy = shutil.copytree(base, base.with_name(base.name + "_killed"))
-        text = run(base, module, argv, ranks=ranks)
-        if late and "from here on" not in text:
-            raise Failed("the run ended before its method changed")
-        run(copy, module, argv, ranks=ranks, kill_at=steps // 2)
-        text = run(copy, module, argv, ranks=ranks)
-        if f"Resuming from step {steps // 2}" not in text:
-            raise Failed("the killed run was not resumed from the save in the middle")
-        straight, resumed = (of_checkpoints(next(p for p in (b / tree).iterdir() if p.is_dir()), self.work) for b in (base, copy))
+        assert "from here on" in run(base, module, argv, ranks=ranks) or not late, "the method has not changed"
+        run(copy, module, argv, ranks=ranks, kill_at=half)
+        assert f"Resuming from step {half}" in run(copy, module, argv, ranks=ranks), "not resumed from the middle"
+        straight, resumed = (of_checkpoints(b / tree, self.work) for b in (base, copy))
         shutil.rmtree(copy)
-        wrong = [k for k in straight.keys() | resumed.keys() if straight.get(k) != resumed.get(k)]
-        if wrong := sorted(k for k in wrong if not k.startswith("bytes of")):
-            raise Failed(f"killed and resumed differs from straight: {', '.join(wrong)}")
+        wrong = [part for part in differing(straight, resumed) if not part.startswith("bytes of")]
+        assert not wrong, f"killed and resumed differs from straight: {', '.join(wrong)}"
         return straight
 
     def method(self, mode: str, name: str) -> dict[str, Parts]:
-        base, case = self.folder(f"{mode}/{name}"), f"{mode}/{name}"
-        flags = [*SMALL, f"--method={name}", f"--parallel={mode if mode == 'fsdp' else 'ddp'}"]
-        flags += ["--total-batch-size=64"] if name in LONG else []
-        ranks, steps = 1 if mode == "method" else 2, LONG.get(name, STEPS)
-        parts = self.trained(case, "scripts.base_train", flags, "base_checkpoints", base, steps, ranks, name in LATE)
-        if name.startswith("clover_feedback") and not any("method" in key.split() for key in parts):
-            raise Failed("the run has not looked at inputs: no method_*.pt")
-        return {case: parts}
+        base, ranks = self.folder(f"{mode}_{name}"), 1 if mode == "method" else 2
+        flags = f"{SMALL} --method={name} --parallel={'fsdp' if mode == 'fsdp' else 'ddp'}"
+        flags += " --total-batch-size=64" if name in LONG else ""
+        steps = LONG.get(name, STEPS)
+        parts = self.trained("scripts.base_train", flags, "base_checkpoints", base, name in LATE, steps, ranks)
+        looked = any("method" in part.split() for part in parts)
+        assert looked or not name.startswith("clover_feedback"), "the run has not looked at inputs: no method_*.pt"
+        return {f"{mode}/{name}": parts}
 
     def tensor_parallel(self, name: str) -> dict[str, Parts]:
-        base = self.folder(f"tp/{name}")
-        flags = [*TP.split(), "--parallel=tp", "--seconds=0.001", f"--method={name}", f"--json={base / 'row.json'}"]
+        base = self.folder(f"tp_{name}")
+        flags = f"{TP} --parallel=tp --seconds=0.001 --method={name} --json={base}/row.json"
         run(base, "scripts.bench_parallel", flags, ranks=2)
         row = json.loads((base / "row.json").read_text())
         kept = ("loss", "sent", "sent_bytes", "predicted_bytes", "state_gib", "micro_batches", "mode", "gpus")
         return {f"tp/{name}": {key: digest(row[key]) for key in kept}}
 
-    def exports(self, base: Path, family: str, source: str, formats: list[str]) -> dict[str, Parts]:
-        made = {}
-        for name in formats:
-            out = base / f"exported_{name}"
-            flags = [f"--source={source}", f"--format={name}", f"--out={out}", "--device-type=cpu"]
-            run(base, "scripts.export", [*flags, "--calibration-tokens=512", "--eval-tokens=512"])
-            made[f"export-{family}/{name}"] = out
-        return {name: of_export(out, self.work) for name, out in made.items()}
-
-    def chain(self) -> dict[str, Parts]:
-        """Base training, mid-training and SFT of one model, and its exports."""
-        base = self.folder("chain")
-        run(base, "scripts.base_train", [*CHAIN, *RUN, "--method=clover", "--num-iterations=8"])
-        made = {"mid/clover": self.trained("mid", "scripts.mid_train", MID, "mid_checkpoints", base)}
-        made["sft/clover"] = self.trained("sft", "scripts.chat_sft", SFT, "chatsft_checkpoints", base)
-        return made | self.exports(base, "gpt", "sft", [f for f in self.formats if not f.startswith("gguf")])
-
-    def llama(self) -> dict[str, Parts]:
-        base = self.folder("llama")
-        parts = self.trained("llama", "scripts.base_train", [*LLAMA, "--method=clover"], "base_checkpoints", base)
-        return {"llama/clover": parts} | self.exports(base, "llama", "base", self.formats)
+    def chain(self, family: str) -> dict[str, Parts]:
+        """A model's stages one after the other, and the exports of the last."""
+        base, made, outs = self.folder(family), {}, {}
+        if family == "gpt":
+            run(base, "scripts.base_train", f"{CHAIN} {RUN} --method=clover --num-iterations=8")
+            made["mid/clover"] = self.trained("scripts.mid_train", MID, "mid_checkpoints", base)
+            made["sft/clover"] = self.trained("scripts.chat_sft", SFT, "chatsft_checkpoints", base)
+        else:
+            made["llama/clover"] = self.trained("scripts.base_train", LLAMA, "base_checkpoints", base)
+        source = f"--source={'sft' if family == 'gpt' else 'base'} --calibration-tokens=512 --eval-tokens=512"
+        for name in self.formats[family]:
+            outs[f"export-{family}/{name}"] = out = base / f"exported_{name}"
+            run(base, "scripts.export", f"{source} --format={name} --out={out} --device-type=cpu")
+        return made | {name: of_export(out, self.work) for name, out in outs.items()}
 
     def upstream(self, name: str) -> dict[str, Parts]:
         base = self.work / f"upstream_{name}"
         shutil.copytree(self.work / "text", base / "base_data")
-
-        def upstream(script: str, *argv: str) -> str:
-            return run(base, "nanochat_fp4.upstream", [f"--method={name}", script, "--", *argv], checkout=self.nanochat)
-
-        upstream("scripts.tok_train", "--vocab-size=300", "--max-chars=100000")
-        text = upstream("scripts.base_train", *UPSTREAM.split())
-        parts = of_checkpoints(next(p for p in (base / "base_checkpoints").iterdir() if p.is_dir()), self.work)
-        lines = [re.sub(r"\| dt:.*", "", line) for line in text.splitlines() if re.match(r"step \d+/|Step \d+ \|", line)]
+        for script in ("scripts.tok_train -- --vocab-size=300 --max-chars=100000", f"scripts.base_train -- {UPSTREAM}"):
+            text = run(base, "nanochat_fp4.upstream", f"--method={name} {script}", checkout=self.nanochat)
+        parts = of_checkpoints(base / "base_checkpoints", self.work)
+        lines = [
+            re.sub(r"\| dt:.*", "", line) for line in text.splitlines() if re.match(r"step \d+/|Step \d+ \|", line)
+        ]
         return {f"upstream/{name}": parts | {"losses that it prints": digest(lines)}}
 
+    def jobs(self) -> list[tuple[list[str], Callable[..., dict[str, Parts]], tuple[str, ...]]]:
+        """(names of cases, what makes them, its arguments), those that take long first."""
+        chains = {f: [f"export-{f}/{name}" for name in names] for f, names in self.formats.items()}
+        jobs = [(["mid/clover", "sft/clover", *chains["gpt"]], self.chain, ("gpt",))]
+        names = [("method", name) for name in sorted((*nf.METHODS, *nf.ABLATIONS), key=lambda name: name not in LONG)]
+        names += [("ddp", "clover"), *(("fsdp", name) for name in ("clover", "clover_feedback", "nvidia"))]
+        jobs += [(["/".join(pair)], self.method, pair) for pair in names]
+        jobs += [(["llama/clover", *chains["llama"]], self.chain, ("llama",)), (["tok"], self.tok, ())]
+        jobs += [([f"tp/{name}"], self.tensor_parallel, (name,)) for name in ("bf16", "clover", "nvidia")]
+        jobs += [([f"api/{name}"], self.api, (name,)) for name in nf.ROUNDINGS]
+        if self.nanochat:
+            jobs += [([f"upstream/{name}"], self.upstream, (name,)) for name in ("bf16", "clover", "nvidia")]
+        return jobs
 
-def make(cases: Cases, chosen: list[str], jobs: int) -> dict[str, Any]:
-    """{name: parts, or what went wrong as text}; prints a line for each job."""
-    todo = list({id(work): work for work in (cases.jobs[name] for name in chosen)}.values())
-    unique: list[tuple] = []
-    for job in todo:
-        if not any(job[0] == other[0] and job[1] == other[1] for other in unique):
-            unique.append(job)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def make(jobs: list[tuple], work: Path, together: int, keep: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """{name: parts, or what went wrong as text}. Prints a line for each job; keep gets what there is so far."""
     made: dict[str, Any] = {}
-    running: dict[int, tuple[Path, str, float]] = {}
-    total = len(unique)
-    # The longest first, so that none is left alone at the end.
-    unique.sort(key=lambda job: (job[0].__name__ != "chain", not job[1] or job[1][-1] not in LONG))
-    while unique or running:
-        while unique and len(running) < jobs:
-            job, what = unique.pop(0)
-            result = cases.work / f"result_{len(unique)}.json"
+    running: dict[int, tuple[list[str], float]] = {}
+    waiting = list(jobs)
+    while waiting or running:
+        while waiting and len(running) < together:
+            names, job, arguments = waiting.pop(0)
             sys.stdout.flush()
             pid = os.fork()
             if not pid:
                 try:
-                    result.write_text(json.dumps(job(*what)))
-                except BaseException as e:
-                    text = str(e) if isinstance(e, Failed) else traceback.format_exc()
-                    result.write_text(json.dumps({"/".join(what) or job.__name__: text}))
-                finally:
-                    os._exit(0)
-            running[pid] = result, "/".join(what) or job.__name__, time.monotonic()
+                    result = job(*arguments)
+                except BaseException:
+                    result = dict.fromkeys(names, traceback.format_exc())
+                (work / f"result_{os.getpid()}.json").write_text(json.dumps(result))
+                os._exit(0)
+            running[pid] = names, time.monotonic()
         pid, _ = os.wait()
-        result, name, began = running.pop(pid)
-        new = json.loads(result.read_text())
+        names, began = running.pop(pid)
+        new = json.loads((work / f"result_{pid}.json").read_text())
         made |= new
-        bad = "".join(f"  FAILED\n{v}" for v in new.values() if isinstance(v, str))
-        print(f"{total - len(unique) - len(running)}/{total} {name} {time.monotonic() - began:.0f} s{bad}", flush=True)
+        keep(made)
+        bad = next((f" FAILED: {parts}" for parts in new.values() if isinstance(parts, str)), "")
+        done = len(jobs) - len(waiting) - len(running)
+        print(f"{done}/{len(jobs)} {names[0]}, {time.monotonic() - began:.0f} s{bad}", flush=True)
     return made
 
 
-def compare(recorded: dict[str, Any], made: dict[str, Any], chosen: list[str], gone: list[str]) -> int:
+def differing(before: Parts, after: Parts) -> list[str]:
+    return sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+
+
+def compare(recorded: dict[str, Any], made: dict[str, Any], gone: list[str]) -> int:
     """Prints what differs, by case; how many cases do."""
     wrong = 0
-    for name in sorted(set(recorded) | set(chosen)):
+    for name in sorted(recorded | made):
         before, after = recorded.get(name), made.get(name)
-        if name not in chosen:
-            text = f"gone: {name}"
-            wrong += name not in gone and name.rpartition("/")[2] not in gone
-        elif before is None or not isinstance(after, dict):
-            text, wrong = f"{'new' if before is None else 'failed'}: {name}", wrong + 1
-        elif before == after:
+        if before == after:
             continue
-        else:
-            parts = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
-            content = [k for k in parts if not k.startswith("bytes of")]
-            what = "differs" if content else "layout of files only, contents are equal"
-            text, wrong = f"{what}: {name}: {'; '.join(content or parts)}", wrong + 1
-        print(text)
+        expected = after is None and (name in gone or name.rpartition("/")[2] in gone)
+        wrong += not expected
+        if after is None or before is None or isinstance(after, str):
+            print(f"{'gone' if after is None else 'failed' if isinstance(after, str) else 'new'}: {name}")
+            continue
+        parts = differing(before, after)
+        content = [part for part in parts if not part.startswith("bytes of")]
+        what = "differs" if content else "the layout of files differs, contents are equal"
+        print(f"{what}: {name}: {'; '.join(content or parts)}")
     return wrong
 
 
 def main() -> int:
     began = time.monotonic()
     parser = argparse.ArgumentParser(description="Golden hashes of short runs: see the top of lab/golden.py")
-    parser.add_argument("what", choices=("record", "compare", "list"))
-    parser.add_argument("file", type=Path, nargs="?", help="JSON; record adds to the cases that it has")
+    parser.add_argument("what", choices=("record", "compare"))
+    parser.add_argument("file", type=Path, help="JSON; record adds to the cases that it has")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="names of cases: 'method/clover*'")
     parser.add_argument("--gone", nargs="+", default=[], metavar="NAME", help="removed on purpose: a method, or a case")
-    parser.add_argument("--nanochat", type=lambda p: str(Path(p).resolve()), default="", metavar="CHECKOUT")
+    parser.add_argument("--nanochat", default="", metavar="CHECKOUT")
     parser.add_argument("--jobs", type=int, default=1, help="cases at the same time")
     args = parser.parse_args()
     if Path(nf.__file__).resolve().parent.parent != ROOT:
         sys.exit(f"nanochat_fp4 is that of {Path(nf.__file__).parent}, not of {ROOT}; set PYTHONPATH={ROOT}")
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="golden_") as work:
-        cases = Cases(Path(work), args.nanochat)
-        chosen = [name for name in cases.jobs if any(fnmatch.fnmatch(name, p) for p in args.only)]
-        if args.what == "list" or args.file is None:
-            print("\n".join(chosen))
-            return 0
-        for name in SCRIPTS:
-            importlib.import_module(f"scripts.{name}")
-        importlib.import_module("nanochat_fp4.upstream")
-        gc.collect()
-        gc.freeze()
-        cases.prepare()
-        made = make(cases, chosen, args.jobs)
-    failed = [name for name, parts in made.items() if isinstance(parts, str)]
+    for name in (*MODULES, "nanochat_fp4.upstream"):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or each fork would copy what its garbage collector looks at
+
+    def chosen(names: Any) -> list[str]:
+        return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in args.only)]
+
+    formats = [f for f in FORMATS if not f.startswith("gguf") or importlib.util.find_spec("gguf")]
+    if skipped := [*set(FORMATS) - set(formats), *([] if args.nanochat else ["upstream (no --nanochat)"])]:
+        print(f"not run: {', '.join(sorted(skipped))}")
     about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    if args.what == "record":
-        known = json.loads(args.file.read_text())["cases"] if args.file.exists() else {}
-        kept = known | {k: v for k, v in made.items() if k in chosen and isinstance(v, dict)}
-        args.file.write_text(json.dumps({"about": about, "cases": kept}, indent=1) + "\n")
-        print(f"{len(kept)} cases in {args.file}; failed: {', '.join(failed) or 'none'}")
-        wrong = len(failed)
-    else:
-        file = json.loads(args.file.read_text())
+    file = json.loads(args.file.read_text()) if args.what == "compare" or args.file.exists() else {}
+    known = file.get("cases", {})
+
+    def keep(made: dict[str, Any]) -> None:
+        new = {name: made[name] for name in chosen(made) if isinstance(made[name], dict)}
+        args.file.write_text(json.dumps({"about": about, "cases": known | new}, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory(prefix="golden_") as work:
+        prepare(Path(work))
+        cases = Cases(Path(work), args.nanochat and str(Path(args.nanochat).resolve()), formats)
+        jobs = [job for job in cases.jobs() if chosen(job[0])]
+        made = make(jobs, Path(work), args.jobs, keep if args.what == "record" else lambda made: None)
+    made = {name: made[name] for name in chosen(made)}
+    wrong = sum(isinstance(parts, str) for parts in made.values())
+    if args.what == "compare":
         if file["about"] != about:
             print(f"note: recorded with {file['about']}, this is {about}")
-        recorded = {k: v for k, v in file["cases"].items() if any(fnmatch.fnmatch(k, p) for p in args.only)}
-        if not args.nanochat:
-            recorded = {k: v for k, v in recorded.items() if not k.startswith("upstream/")}
-        wrong = compare(recorded, made, chosen, args.gone)
-        print(f"{len(chosen)} cases, {wrong} differ")
+        left = ("upstream/",) * (not args.nanochat) + ("export-llama/gguf",) * (len(formats) < len(FORMATS))
+        wrong = compare({k: known[k] for k in chosen(known) if not k.startswith(left)}, made, args.gone)
+    print(f"{len(made)} cases made, {wrong} {'failed' if args.what == 'record' else 'differ'}")
     print(f"{time.monotonic() - began:.0f} s")
     return int(wrong > 0)
 
