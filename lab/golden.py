@@ -402,7 +402,9 @@ def compare(recorded: dict[str, Any], made: dict[str, Any], gone: list[str]) -> 
 
 def main() -> int:
     began = time.monotonic()
-    parser = argparse.ArgumentParser(description="Golden hashes of short runs: see the top of lab/golden.py")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="Golden hashes of short runs: see the top of lab/golden.py"
+    )
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("file", type=Path, help="JSON; record adds to the cases that it has")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="names of cases: 'method/clover*'")

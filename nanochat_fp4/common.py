@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nanochat_fp4 import rank_watch
 from nanochat_fp4.console import logger, print_safely
 from nanochat_fp4.errors import UserError, one_line
-from nanochat_fp4.training import rank_watch
 
 
 def get_base_dir() -> str:
