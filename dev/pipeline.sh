@@ -14,6 +14,8 @@ case "${1:-}" in
 *) die "$(basename "$0") takes no arguments, and got '$*'; what can be set are variables, NAME=value bash $(basename "$0"): see --help" ;;
 esac
 
+STEPS_WHY=""   # why NUM_ITERATIONS is what it is, where it was chosen by time
+CPU_MINUTES="" # how long the whole run may take on a CPU; empty where NUM_ITERATIONS is not chosen by time
 CHOSEN=()     # names, in the order they are printed
 CONFIG=""     # what makes two runs different runs
 DEFAULTS=""   # the same, had nothing been overridden
@@ -41,7 +43,9 @@ choose() {
 
 # What the small models that a CPU trains have in common. base_train lowers learning rates by sqrt(batch / 2^19), which is
 # too careful for a few hundred steps; these are nanochat's, with that undone.
-choose_for_a_cpu() {
+choose_for_a_cpu() { # MINUTES STEPS: at most STEPS, so that the whole run takes about so many minutes
+    [ -n "${NUM_ITERATIONS:-}" ] || CPU_MINUTES=$1
+    choose NUM_ITERATIONS="$2"
     choose HEAD_DIM=64 SEQ_LEN=256 WINDOW_PATTERN=L VOCAB_SIZE=4096 \
         DATA_RATIO=-1 TOTAL_BATCH=2048 DEVICE_BATCH=8 SEED=42 \
         MATRIX_LR=0.32 EMBEDDING_LR=4.8 UNEMBEDDING_LR=0.064 \
@@ -51,6 +55,43 @@ choose_for_a_cpu() {
         MID_ARGS="--data=local --device-batch-size=8 --total-batch-size=2048 --eval-tokens=8192 --num-iterations=60" \
         SFT_ARGS="--data=local --num-iterations=20 --eval-steps=4 --eval-metrics-every=-1" \
         EVAL_ARGS="--task-name=local --max-problems=32 --max-new-tokens=32"
+}
+
+# On a CPU, unless NUM_ITERATIONS was set: as many steps as this machine has the time for now. A probe chooses them once
+# for a base directory (nanochat_fp4/cpu_steps.py). Evaluations, mid-training and SFT shrink in proportion.
+choose_steps() { # METHOD
+    local answer="" share
+    [ -n "$CPU_MINUTES" ] || return 0
+    if [ "${PLAN_ONLY:-0}" = 0 ] && has_stage base || [ -s "$NANOCHAT_BASE_DIR/cpu_steps.json" ]; then
+        answer=$(probe_steps "$1") || exit $?
+    fi
+    if [ -z "$answer" ]; then
+        STEPS_WHY="a probe before training may choose half or a quarter of them"
+        return
+    fi
+    STEPS_WHY=${answer#* }
+    share=$((NUM_ITERATIONS / ${answer%% *}))
+    CONFIG=${CONFIG/NUM_ITERATIONS=$NUM_ITERATIONS /NUM_ITERATIONS=${answer%% *} }
+    NUM_ITERATIONS=${answer%% *}
+    instead SPLIT_TOKENS "$((DEFAULT_OF_SPLIT_TOKENS / share))"
+    instead MID_ARGS "${DEFAULT_OF_MID_ARGS/iterations=60/iterations=$((60 / share))}"
+    instead SFT_ARGS "${DEFAULT_OF_SFT_ARGS/iterations=20/iterations=$((20 / share))}"
+    instead EVAL_ARGS "${DEFAULT_OF_EVAL_ARGS/problems=32/problems=$((32 / share))}"
+}
+
+instead() { # NAME DEFAULT: another default, and the variable's value unless it was set
+    local default=DEFAULT_OF_$1
+    if [ "${!1}" = "${!default}" ]; then printf -v "$1" '%s' "$2"; fi
+    printf -v "$default" '%s' "$2"
+}
+
+probe_steps() { # METHOD; a plan only looks at what was chosen before
+    local look=()
+    [ "${PLAN_ONLY:-0}" = 0 ] && has_stage base || look=(--look)
+    "$PY" -m nanochat_fp4.cpu_steps --method="$1" --minutes="$CPU_MINUTES" --steps="$NUM_ITERATIONS" \
+        --depth="$DEPTH" --aspect-ratio="$ASPECT_RATIO" --head-dim="$HEAD_DIM" --max-seq-len="$SEQ_LEN" \
+        --vocab-size="$VOCAB_SIZE" --device-batch-size="$DEVICE_BATCH" --total-batch-size="$TOTAL_BATCH" \
+        ${look[@]+"${look[@]}"}
 }
 
 # A variable that nearly has one of our names would be ignored without a word: DETPH=6, or NUM_ITERATION=3.
@@ -85,8 +126,10 @@ print_plan() { # TITLE TAG...
     for name in "${CHOSEN[@]}"; do
         [[ "${!name}" == *" "* ]] && echo "$name=\"${!name}\"" || echo "$name=${!name}"
     done | fold_lines
+    [ -z "$STEPS_WHY" ] || echo "  chosen for a CPU: NUM_ITERATIONS=$NUM_ITERATIONS ($STEPS_WHY); set it to have another number"
     for name in "${CHOSEN[@]}"; do
         default="DEFAULT_OF_$name"
+        if [ "$name" = NUM_ITERATIONS ] && [ -n "$STEPS_WHY" ]; then continue; fi
         [ "${!name}" = "${!default}" ] || echo "  set by you: $name=${!name} (default: ${!default:-none})"
     done
 }
@@ -330,6 +373,7 @@ pipeline() {
     setup_environment
     method=$(checked_method) || exit $?
     METHODS=("$method")
+    choose_steps "$method"
     if [ "$COMPARE" != 0 ] && [ "$method" != bf16 ]; then METHODS+=(bf16); fi
     CONFIG+="DATA_DIR=${DATA_DIR:-} BASE_ARGS=${BASE_ARGS:-}"
     DEFAULTS+="DATA_DIR= BASE_ARGS="
@@ -368,7 +412,7 @@ if [ "$NUM_GPUS" -gt 0 ]; then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 else
     MACHINE="no GPU, $NPROC process(es)"
-    # The operations of a small model are short: a second thread brings a third less time where it waits for them by
-    # spinning, as OpenMP does if it is not told otherwise, and on a busy machine neither gain nor loss (dev/LOG.md).
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) / NPROC > 1 ? 2 : 1))}
+    # One thread: a second one that spins brings a third less time on a quiet machine and 20 times more on a busy one; a
+    # second one that sleeps brings nothing (dev/LOG.md).
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 fi

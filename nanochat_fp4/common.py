@@ -17,6 +17,7 @@ import torch.distributed as dist
 from nanochat_fp4 import rank_watch
 from nanochat_fp4.console import logger, print_safely
 from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.hardware import cpu_threads
 
 
 def get_base_dir() -> str:
@@ -277,6 +278,12 @@ def use_deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it did not write
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def set_cpu_threads(device: torch.device, width: int) -> None:
+    """On a CPU: as many threads of torch's as a model of this width gains from. OMP_NUM_THREADS, where set, stands."""
+    if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(cpu_threads(width))
 
 
 def compute_init(

@@ -15,7 +15,6 @@ Exit status 2 and one line on stderr when something is wrong. `probe` is the par
 import contextlib
 import functools
 import multiprocessing
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -25,9 +24,10 @@ from concurrent.futures.process import BrokenProcessPool
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import autodetect_device_type
+from nanochat_fp4.common import autodetect_device_type, set_cpu_threads
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, one_line, run_main
+from nanochat_fp4.hardware import usable_cpus
 from nanochat_fp4.nvfp4.dispatch import relative_square_error, use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
@@ -334,10 +334,11 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device(autodetect_device_type())
     if device.type == "mps":
         device = torch.device("cpu")
+    set_cpu_threads(device, 1)  # what is checked is small
     print(f"nanochat_fp4 doctor: {versions()}")
     print(f"device     {torch.cuda.get_device_name() if device.type == 'cuda' else device}")
     print("\n".join(operations(device)))
-    processes = min(MOST_PROCESSES, os.cpu_count() or 1) if device.type == "cuda" and len(methods) > 1 else 0
+    processes = min(MOST_PROCESSES, usable_cpus()) if device.type == "cuda" and len(methods) > 1 else 0
     problems = examine(device, methods, processes=processes)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from nanochat_fp4.hardware import usable_cpus
+
 
 def _command_output(*command: str, cwd: str | None = None) -> str | None:
     """stdout of a short command, stripped; None where it is missing, fails or takes more than 10 seconds."""
@@ -77,7 +79,7 @@ def environment_info() -> dict[str, Any]:
         "compute_capability": None,
         "driver": None,
         "cpu": _cpu_name(),
-        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_count": usable_cpus(),
         "memory_gb": None,
         "commit": get_commit(),
     }

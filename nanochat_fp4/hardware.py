@@ -1,7 +1,13 @@
-"""What this machine can do: a GPU's peak FLOP/s, the bytes of memory."""
+"""
+What this machine can do: a GPU's peak FLOP/s, the bytes of memory, the CPUs that this process may use.
 
+    python nanochat_fp4/hardware.py     prints usable_cpus(), for shell scripts; it imports no torch
+"""
+
+import contextlib
 import os
 import re
+from pathlib import Path, PurePosixPath
 
 # Dense BF16 tensor-core peak with FP32 accumulation, FLOP/s, from the vendors' data sheets. First match wins, so
 # longer names come first.
@@ -52,3 +58,55 @@ def get_peak_flops(device_name: str) -> float | None:
 def physical_memory() -> int:
     """Bytes of memory in this machine; 8 GB where it does not say."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 << 30
+
+
+# Models narrower than this run on one CPU thread: their operations are short, and threads mostly wait for one another.
+NARROW_WIDTH = 512
+
+
+def cgroup_quota(root: Path = Path("/")) -> float | None:
+    """CPUs' worth of time that the cgroups (v1 or v2) of this process may use; None where no cgroup sets a quota.
+
+    root: the folder that holds proc and sys. The smallest quota of the cgroup and its parents counts.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # A container sees the host's path in /proc and its own cgroup at the root of the mount.
+        inner = PurePosixPath(path.lstrip("/"))
+        for mount in ("cpu", controllers) if controllers else ("", "unified"):
+            for folder in (inner, *inner.parents):
+                quotas += _quota(root / "sys/fs/cgroup" / mount / folder)
+    return min(quotas, default=None)
+
+
+def _quota(folder: Path) -> list[float]:
+    with contextlib.suppress(OSError, ValueError):  # v2: "max 100000" has no quota
+        quota, period = (folder / "cpu.max").read_text().split()
+        return [int(quota) / int(period)]
+    with contextlib.suppress(OSError, ValueError):  # v1: -1 is no quota
+        quota = int((folder / "cpu.cfs_quota_us").read_text())
+        return [quota / int((folder / "cpu.cfs_period_us").read_text())] if quota > 0 else []
+    return []
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """CPUs that this process may keep busy, at least 1: its affinity, bounded by the quota of its cgroups."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup_quota(root)
+    return cpus if quota is None else max(1, min(cpus, int(quota)))
+
+
+def cpu_threads(width: int) -> int:
+    """Threads for a model of this width on a CPU."""
+    return 1 if width < NARROW_WIDTH else usable_cpus()
+
+
+if __name__ == "__main__":
+    print(usable_cpus())

@@ -1,0 +1,6 @@
+"""The stages, one program each: `python -m scripts.base_train`."""
+
+import os
+
+# OpenMP threads that spin while they wait are very slow on a busy machine. libgomp reads this when torch loads it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

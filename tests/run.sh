@@ -9,9 +9,9 @@ setup_environment
 "$PY" -m ruff check .
 "$PY" -m ruff format --check .
 # `python -m pytest` puts the repository first on sys.path, as `python -m scripts.x` does: see tests/test_packaging.py.
-# One process more than there are cores, for some tests wait, up to four (about 1 GB each), where pytest-xdist is
+# One process more than there are usable CPUs, for some tests wait, up to four (about 1 GB each), where pytest-xdist is
 # installed; `-n 0` is one for all.
 if "$PY" -c 'import xdist' 2>/dev/null; then
-    set -- -n "$("$PY" -c 'import os; print(1 + os.cpu_count())')" --maxprocesses=4 --dist=worksteal "$@"
+    set -- -n "$((1 + $("$PY" nanochat_fp4/hardware.py)))" --maxprocesses=4 --dist=worksteal "$@"
 fi
 "$PY" -m pytest "$@"

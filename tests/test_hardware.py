@@ -1,8 +1,15 @@
-"""Peak FLOP/s by a GPU's name."""
+"""Peak FLOP/s by a GPU's name; usable CPUs and threads."""
+
+import os
+import subprocess
+import sys
 
 import pytest
+import torch
 
-from nanochat_fp4.hardware import get_peak_flops
+from nanochat_fp4 import hardware
+from nanochat_fp4.common import set_cpu_threads
+from nanochat_fp4.hardware import cgroup_quota, get_peak_flops, usable_cpus
 
 
 @pytest.mark.parametrize(
@@ -28,3 +35,62 @@ from nanochat_fp4.hardware import get_peak_flops
 )
 def test_peak_flops(name, tflops):
     assert get_peak_flops(name) == (None if tflops is None else tflops * 1e12)
+
+
+V2 = {"proc/self/cgroup": "0::/a/b\n"}
+V1 = {"proc/self/cgroup": "4:memory:/docker/x\n2:cpu,cpuacct:/docker/x\n0::/\n"}
+
+
+@pytest.mark.parametrize(
+    "files, quota",
+    [
+        ({}, None),
+        (V2, None),
+        (V2 | {"sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, None),
+        (V2 | {"sys/fs/cgroup/a/b/cpu.max": "150000 100000\n"}, 1.5),
+        (V2 | {"sys/fs/cgroup/a/b/cpu.max": "max 100000\n", "sys/fs/cgroup/a/cpu.max": "25000 50000\n"}, 0.5),
+        (V2 | {"sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),  # a container whose path is the host's
+        (V2 | {"sys/fs/cgroup/a/b/cpu.max": "damaged"}, None),
+        (V1 | {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, None),
+        (V1 | {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 3.0),
+        (
+            V1
+            | {
+                "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_quota_us": "100000\n",
+                "sys/fs/cgroup/cpu,cpuacct/docker/x/cpu.cfs_period_us": "50000\n",
+            },
+            2.0,
+        ),
+    ],
+)
+def test_quota_of_a_cgroup(tmp_path, monkeypatch, files, quota):
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert cgroup_quota(tmp_path) == quota
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    assert usable_cpus(tmp_path) == (8 if quota is None else max(1, int(quota)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3}, raising=False)
+    assert usable_cpus(tmp_path) == 1
+
+
+def test_threads_of_a_model(monkeypatch):
+    """A narrow model has one thread, a wide one has the usable CPUs; OMP_NUM_THREADS wins."""
+    monkeypatch.setattr(hardware, "usable_cpus", lambda: 5)
+    taken = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for width in (128, 2048):
+        set_cpu_threads(torch.device("cpu"), width)
+    set_cpu_threads(torch.device("meta"), 2048)
+    assert taken == [1, 5]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    set_cpu_threads(torch.device("cpu"), 128)
+    assert taken == [1, 5]
+
+
+def test_shell_scripts_ask_without_torch():
+    command = [sys.executable, "-X", "importtime", hardware.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert int(done.stdout) == usable_cpus() and "torch" not in done.stderr

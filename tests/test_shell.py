@@ -90,6 +90,61 @@ def test_plan_on_a_cpu(environment):
     assert int(shown["DEPTH"]) < int(deeper["DEPTH"]) <= 8
 
 
+def test_steps_chosen_for_a_cpu(environment):
+    """The stored number shrinks the run and its later stages, and is in its name. NUM_ITERATIONS overrides it."""
+    base, environment = Path(environment["NANOCHAT_BASE_DIR"]), environment | {"DATA_DIR": ""}
+    runs = lambda done: re.search(r"^  runs +(.*)$", done.stdout, re.M).group(1).split()  # noqa: E731
+    first = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1")
+    assert runs(first) == ["d2_clover"] and "NUM_ITERATIONS=120 (a probe before training may" in first.stdout
+    assert not (base / "cpu_steps.json").exists()
+    (base / "cpu_steps.json").write_text(
+        '{"d2_120": {"steps": 60, "why": "slow"}, "d4_160": {"steps": 40, "why": "-"}}'
+    )
+    done = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", COMPARE="1")
+    shown = plan(done)
+    assert "chosen for a CPU: NUM_ITERATIONS=60 (slow)" in done.stdout and "set by you" not in done.stdout
+    assert runs(done) == ["d2_clover_steps60", "d2_bf16_steps60"] and shown["NUM_ITERATIONS"] == "60"
+    assert shown["SPLIT_TOKENS"] == "32768" and "--max-problems=16 " in shown["EVAL_ARGS"]
+    assert "--num-iterations=30" in shown["MID_ARGS"] and "--num-iterations=10 " in shown["SFT_ARGS"]
+    mine = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", NUM_ITERATIONS="120")
+    assert runs(mine) == ["d2_clover"] and "chosen for a CPU" not in mine.stdout
+    assert "--num-iterations=60" in plan(mine)["MID_ARGS"] and plan(mine)["SPLIT_TOKENS"] == "65536"
+    large = plan(bash("run1000_fp4.sh", environment, PLAN_ONLY="1", SFT_ARGS="--num-iterations=9", SPLIT_TOKENS="512"))
+    assert large["NUM_ITERATIONS"] == "40" and large["SFT_ARGS"] == "--num-iterations=9"
+    assert large["SPLIT_TOKENS"] == "512" and "--num-iterations=15" in large["MID_ARGS"]
+
+
+def test_a_probe_chooses_before_the_first_run(environment):
+    """Later runs take what the first has chosen, whatever the machine does meanwhile."""
+    base = Path(environment["NANOCHAT_BASE_DIR"])
+    toy = {k: v for k, v in TOY.items() if k != "NUM_ITERATIONS"} | {
+        "STAGES": "base",
+        "SAVE_EVERY": "-1",
+        "EVAL_EVERY": "-1",
+    }
+    first = bash("speedrun_fp4.sh", environment, **toy, QAT_METHOD="bf16")
+    assert first.returncode == 0, first.stderr[-2000:]
+    record = json.loads((base / "cpu_steps.json").read_text())["d1_120"]
+    assert f"NUM_ITERATIONS={record['steps']} (a step took " in first.stdout
+    (run,) = (p.name for p in (base / "base_checkpoints").iterdir() if p.is_dir())
+    assert ("_steps" in run) == (record["steps"] != 120)
+    again = bash("speedrun_fp4.sh", environment, **toy, QAT_METHOD="bf16")
+    assert again.returncode == 0 and f"reusing {base}/base_checkpoints/{run}" in again.stdout, again.stderr
+
+
+@pytest.mark.parametrize(
+    "variables, expected",
+    [({}, "1 PASSIVE"), ({"OMP_NUM_THREADS": "7"}, "7 PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "1 ACTIVE")],
+)
+def test_one_thread_that_does_not_spin(environment, variables, expected):
+    unset = {k: v for k, v in environment.items() if not k.startswith("OMP_")}
+    script = 'ROOT=$PWD; source dev/setup.sh; source dev/pipeline.sh; echo "$OMP_NUM_THREADS $OMP_WAIT_POLICY"'
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, env=unset | variables, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == expected, done.stderr
+
+
 def test_plan_on_gpus_is_nanochats(environment):
     smi = Path(environment["PATH"].split(":")[0]) / "nvidia-smi"
     smi.write_text('#!/bin/sh\ncase "$1" in -L) echo "GPU 0: X"; echo "GPU 1: X";; *) echo "NVIDIA X";; esac\n')

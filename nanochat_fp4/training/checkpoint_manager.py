@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
-from nanochat_fp4.common import get_base_dir, get_dist_info, is_ddp_initialized
+from nanochat_fp4.common import get_base_dir, get_dist_info, is_ddp_initialized, set_cpu_threads
 from nanochat_fp4.console import format_bytes, logger
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
 from nanochat_fp4.errors import UserError, one_line
@@ -615,6 +615,7 @@ def build_model(
         if config.n_layer != layers:
             raise UserError(f"{where}: its weights do not fit its model config ({layers} layers, not {config.n_layer})")
         check_model_fits(config, device)
+        set_cpu_threads(device, config.n_embd)
         with torch.device("meta"):
             model = Llama(config) if is_llama else GPT(config)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as e:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import announce, print0
+from nanochat_fp4.common import announce, print0, set_cpu_threads
 from nanochat_fp4.console import parse_finite
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.errors import UserError, one_line
@@ -61,6 +61,7 @@ def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) 
     if args.llama and any(unfit.values()):
         raise UserError(f"{next(k for k in unfit if unfit[k])} is not for the --llama models; leave one of them out")
     check_model_fits(config, device)
+    set_cpu_threads(device, config.n_embd)
     with torch.device("meta"):
         model = cls(config)
     model.to_empty(device=device)
