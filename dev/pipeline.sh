@@ -14,6 +14,16 @@ case "${1:-}" in
 *) die "$(basename "$0") takes no arguments, and got '$*'; what can be set are variables, NAME=value bash $(basename "$0"): see --help" ;;
 esac
 
+# A shell that is not interactive starts background commands with SIGINT ignored, and bash can never trap a signal that
+# was ignored at its start: kill -INT would not reach the stages. So the script starts again, with SIGINT not ignored.
+if [ -n "$(trap -p INT | grep "''")" ] && [ -f "$ROOT/$(basename "$0")" ]; then
+    python=$(find_python) || exit $?
+    exec "$python" -c 'import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])' "$BASH" "$ROOT/$(basename "$0")" "$@"
+fi
+
+GO_ON="; the same command again goes on from here"
 STEPS_WHY=""   # why NUM_ITERATIONS is what it is, where it was chosen by time
 CPU_MINUTES="" # how long the whole run may take on a CPU; empty where NUM_ITERATIONS is not chosen by time
 CHOSEN=()     # names, in the order they are printed
@@ -150,32 +160,23 @@ fold_lines() {
            line = line (line == "" ? "" : "  ") $0 } END { print "    " line }'
 }
 
-# run COMMAND...: in the background and waited for, so that a signal sent to this script reaches the stage, which saves
-# and stops. (bash itself would only look at a signal after the command has ended, or leave the command behind.) Bash
-# lets what it starts in the background ignore Ctrl-C, so that one is passed on as SIGTERM; the exit status is 130.
-CHILD=""
+# run COMMAND...: awaited (dev/setup.sh), so that a signal to this script reaches the stage, which saves and stops.
 run() {
-    local status=0 interrupted=0
+    local status=0
     "$@" &
-    CHILD=$!
-    trap 'kill -TERM "$CHILD" 2>/dev/null || true' TERM
-    trap 'interrupted=1; kill -TERM "$CHILD" 2>/dev/null || true' INT
-    trap 'kill -USR1 "$CHILD" 2>/dev/null || true' USR1
-    wait "$CHILD" || status=$?
-    while kill -0 "$CHILD" 2>/dev/null; do # the wait was cut short by a signal
-        status=0
-        wait "$CHILD" || status=$?
-    done
-    CHILD=""
-    trap - TERM INT USR1
-    [ "$interrupted" = 0 ] || [ "$status" -eq 0 ] || status=130
+    await $! || status=$?
+    if [ -n "$STOPPED" ]; then
+        # After SIGUSR1 the status is 0, unless the stage could not save. What is not Python dies of SIGUSR1.
+        if [ "$STOPPED" = 0 ] && [ "$status" -ne $((128 + $(kill -l USR1))) ]; then STOPPED=$status; fi
+        stop
+    fi
     if [ "$status" -gt 0 ] && [ "$status" -lt 128 ] && [ "${MAY_BE_MISSING:-0}" != 0 ]; then
         echo "going on without it"
         return
     fi
     # 2 is bad input, explained by the stage in one line.
     if [ "$status" -ne 0 ] && [ "$status" -ne 2 ]; then
-        echo "stopped (exit status $status); the same command again goes on from here" >&2
+        echo "stopped (exit status $status)$GO_ON" >&2
     fi
     [ "$status" -eq 0 ] || exit "$status"
 }
@@ -227,7 +228,9 @@ stage_tok() {
     if downloads; then run "$PY" -m scripts.tok_eval; else run "$PY" -m scripts.tok_eval --no-compare; fi
     if [ -n "$download" ]; then
         echo "waiting for the download"
-        wait "$download" || die "the download stopped; see $NANOCHAT_BASE_DIR/download.log, then run the same command again"
+        await "$download" || [ -n "$STOPPED" ] ||
+            die "the download stopped; see $NANOCHAT_BASE_DIR/download.log, then run the same command again"
+        [ -z "$STOPPED" ] || stop
     fi
 }
 
@@ -322,6 +325,7 @@ has_stage() { [[ " $STAGES " == *" $1 "* ]]; }
 
 # The method's own name (quartet2 is clover), or one line that lists the known ones.
 checked_method() {
+    trap '' INT # in the subshell of $(...): see missing_modules
     "$PY" -c 'from nanochat_fp4.errors import run_main; from nanochat_fp4.training.stage import resolve_method
 run_main(lambda: print(resolve_method(None)))'
 }

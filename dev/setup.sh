@@ -11,6 +11,49 @@ die() {
     exit 2
 }
 
+# Signals. bash acts on a signal only after its foreground command has ended. So a long command runs in the background
+# and is awaited. A signal is passed on to every background command. The script ends when the awaited one has ended.
+STOPPED="" # the exit status that the first signal asks for
+AWAITED="" # a process id
+INTERRUPTED=""
+
+pass_on() { # SIGNAL STATUS
+    : "${STOPPED:=$2}"
+    INTERRUPTED=1
+    signal_jobs "$1"
+    [ -n "$AWAITED" ] || stop
+}
+
+signal_jobs() { # SIGNAL
+    local pid
+    for pid in $(jobs -pr); do kill -"$1" "$pid" 2>/dev/null || true; done
+}
+
+stop() {
+    # The terminal may be closed. Then the line cannot be written.
+    [ "$STOPPED" = 0 ] || echo "stopped (exit status $STOPPED)${GO_ON:-}" >&2 || true
+    exit "$STOPPED"
+}
+
+# await PID: returns its exit status. A signal does not end the wait.
+await() {
+    local status
+    AWAITED=$1
+    while :; do
+        status=0 INTERRUPTED=""
+        wait "$1" 2>/dev/null || status=$?
+        [ -n "$INTERRUPTED" ] || break
+    done
+    AWAITED=""
+    return "$status"
+}
+
+trap 'pass_on HUP 129' HUP   # has no effect under nohup, as it should
+trap 'pass_on TERM 130' INT  # bash starts background commands with SIGINT ignored
+trap 'pass_on TERM 143' TERM
+trap 'pass_on USR1 0' USR1
+trap 'signal_jobs TERM; wait 2>/dev/null || true' EXIT # nothing outlives the script
+
 # Number of NVIDIA GPUs on this machine; 0 where there is none or no driver.
 count_gpus() {
     local n
@@ -37,14 +80,16 @@ quietly() {
     local what=$1 started=$SECONDS beat status=0
     shift
     echo "setup: $what"
-    (while sleep 15; do echo "setup: ... still at it after $((SECONDS - started)) s"; done) &
+    (
+        trap 'kill $!; exit' HUP TERM USR1 # the sleep
+        while sleep 15 & wait $!; do echo "setup: ... still at it after $((SECONDS - started)) s"; done
+    ) &
     beat=$!
-    # shellcheck disable=SC2064  # $beat is meant now
-    trap "kill $beat 2>/dev/null" EXIT
-    "$@" >>"$SETUP_LOG" 2>&1 || status=$?
+    "$@" >>"$SETUP_LOG" 2>&1 &
+    await $! || status=$?
     kill "$beat" 2>/dev/null || true
     wait "$beat" 2>/dev/null || true
-    trap - EXIT
+    [ -z "$STOPPED" ] || stop
     return $status
 }
 
@@ -79,6 +124,7 @@ install_torch() {
 
 # Fast (no torch import): which of the required modules are not there?
 missing_modules() {
+    trap '' INT # in the subshell of $(...): the script acts on the signal, without a traceback of Python's
     "$PY" - <<'PYTHON'
 import importlib.util
 import re

@@ -1,5 +1,8 @@
 """nanochat trained fully in NVFP4: the public API of the numerics."""
 
+from nanochat_fp4 import signals  # noqa: F401  first, for the signals that come while torch is imported
+
+# isort: split
 from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.convert import (
     accumulate_gradients,

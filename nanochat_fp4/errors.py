@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nanochat_fp4.console import print_error, setup_default_logging
+from nanochat_fp4.signals import allow_interrupts
 
 
 class UserError(Exception):
@@ -47,6 +48,7 @@ def run_main(main: Callable[[], Any]) -> None:
     setup_default_logging()
     status = 2
     try:
+        allow_interrupts()
         main()
         return
     except (KeyboardInterrupt, Exception) as e:

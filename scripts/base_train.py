@@ -61,8 +61,8 @@ from nanochat_fp4.training.trainer import Stage, Trainer, TrainingStep, due
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(
         description="Pretrain base model",
-        epilog="SIGTERM, Ctrl-C and SIGUSR1 save a checkpoint and stop within one step; the exit status is then 143, "
-        "130 and 0. Bad input and numerical trouble end in one line and exit status 2.",
+        epilog="SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 save a checkpoint and stop within one step; the exit status is "
+        "then 143, 130, 129 and 0. Bad input and numerical trouble end in one line and exit status 2.",
     )
     add = parser.add_argument
     add_run_arguments(parser)

@@ -45,7 +45,7 @@ from nanochat_fp4.training.trainer import TrainingStep, due
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(
         description="Reinforcement learning on GSM8K",
-        epilog="SIGTERM, Ctrl-C and SIGUSR1 save a checkpoint and stop within one step.",
+        epilog="SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 save a checkpoint and stop within one step.",
     )
     add_common_arguments(parser, init_lr_frac=0.05)
     parser.set_defaults(save_every=60)

@@ -44,8 +44,8 @@ from nanochat_fp4.data.chat_data import (
 from nanochat_fp4.data.chat_loader import ConversationBatches
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.parallel import unsharded
+from nanochat_fp4.signals import StopRequested
 from nanochat_fp4.training.post_training import PostTraining, add_common_arguments
-from nanochat_fp4.training.signals import StopRequested
 from nanochat_fp4.training.stage import Process, changed_flags, run_stage
 from nanochat_fp4.training.trainer import TrainingStep, due
 
@@ -53,7 +53,7 @@ from nanochat_fp4.training.trainer import TrainingStep, due
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(
         description="Supervised finetuning for chat",
-        epilog="SIGTERM, Ctrl-C and SIGUSR1 save a checkpoint and stop within one step.",
+        epilog="SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 save a checkpoint and stop within one step.",
     )
     add_common_arguments(parser, init_lr_frac=0.02)
     add = parser.add_argument

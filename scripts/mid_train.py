@@ -51,7 +51,7 @@ from nanochat_fp4.training.trainer import due
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(
         description="Midtrain the model",
-        epilog="SIGTERM, Ctrl-C and SIGUSR1 save a checkpoint and stop within one step.",
+        epilog="SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 save a checkpoint and stop within one step.",
     )
     add_common_arguments(parser, init_lr_frac=1.0)
     add = parser.add_argument

@@ -121,7 +121,7 @@ with socket.socket(socket.AF_UNIX) as server:
     socket.send_fds(server, [(job + "\\n").encode()], [0, 1, 2])
     answers = server.makefile()
     pid = int(answers.readline())
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: os.kill(pid, number))
     status = int(answers.readline())
 if status < 0:

@@ -1,8 +1,11 @@
 """speedrun_fp4.sh, run1000_fp4.sh and dev/setup.sh: plans, bad input, reuse. The training is that of a toy."""
 
+import contextlib
 import json
 import os
+import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -309,6 +312,7 @@ def test_speedrun_goes_on_after_a_signal(environment):
     out, err = process.communicate(timeout=300)
     assert process.returncode == 143, (out, err)
     assert "SIGTERM: stopped at step" in out and "the same command again goes on from here" in err
+    assert "go on with" not in out + err  # one instruction, not two
     folder = next(base.glob("base_checkpoints/*/metrics.jsonl")).parent  # its lock lies beside it
     stopped = int(re.search(r"stopped at step (\d+)", out).group(1))
     assert (folder / f"manifest_{stopped:06d}.json").is_file() and stopped < 60
@@ -319,6 +323,130 @@ def test_speedrun_goes_on_after_a_signal(environment):
     assert done.returncode == 0 and f"Resuming from step {stopped}" in done.stdout, done.stderr
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in steps if r["event"] == "train"] == list(range(60))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Signals
+
+
+STUB = """
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+cd "$ROOT"
+source dev/setup.sh
+source dev/pipeline.sh
+"""
+STAGE = "exec 2>/dev/null; trap 'sleep 0.1; echo saved; exit 143' TERM; trap 'echo saved; exit 129' HUP; "
+STAGE += "echo ready; while :; do sleep 0.02; done"
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Starts a script with the shell functions of the repository, in a process group of its own."""
+    processes = []
+
+    def start(text: str, *before: str, ignored: tuple[int, ...] = ()) -> subprocess.Popen:
+        (tmp_path / "dev").mkdir()
+        for name in ("dev/setup.sh", "dev/pipeline.sh"):
+            shutil.copy(ROOT / name, tmp_path / name)
+        (tmp_path / "script.sh").write_text(STUB + text)
+
+        def dispositions() -> None:
+            for number in (signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+        processes.append(
+            subprocess.Popen(
+                [*before, "bash", "script.sh"], cwd=tmp_path, env=os.environ | {"STAGE": STAGE}, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=dispositions,
+            )
+        )  # fmt: skip
+        assert processes[0].stdout.readline() == "ready\n"
+        return processes[0]
+
+    yield start
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(processes[0].pid, signal.SIGKILL)
+
+
+def end(process: subprocess.Popen, number: int) -> tuple[int, str, str]:
+    """Status, stdout, stderr after a signal to the script alone; nothing of it is left."""
+    process.send_signal(number)
+    out, err = process.communicate(timeout=50)
+    assert_all_ended(process)
+    return process.returncode, out, err
+
+
+def assert_all_ended(process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 10
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.01)
+        pytest.fail("a process of the script's is left")
+
+
+WAYS = {
+    "foreground": {},
+    "background": {"ignored": (signal.SIGINT,)},  # of a shell that is not interactive
+    "timeout": {"before": ("timeout", "60")},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_to_a_script_reaches_the_stage(script, way, number, status):
+    """In the second stage: what bash does with a signal changed after the first one."""
+    how = WAYS[way]
+    process = script('run true\nrun bash -c "$STAGE"', *how.get("before", ()), ignored=how.get("ignored", ()))
+    line = f"stopped (exit status {status}); the same command again goes on from here\n"
+    assert end(process, number) == (status, "saved\n", line)
+
+
+def test_a_script_under_nohup_outlives_its_terminal(script):
+    process = script('run bash -c "$STAGE"', ignored=(signal.SIGHUP, signal.SIGINT))
+    os.killpg(process.pid, signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    assert end(process, signal.SIGINT)[:2] == (130, "saved\n")
+
+
+@pytest.mark.parametrize("saves, status", [("true", 0), ("exit 1", 1)])
+def test_no_stage_follows_a_sigusr1(script, saves, status):
+    """The status is 0 where the stage has saved, so that a scheduler starts the script again."""
+    stage = f"trap '{saves}; exit 0' USR1; echo ready; while :; do sleep 0.02; done"
+    assert end(script(f'run bash -c "{stage}"\necho next'), signal.SIGUSR1)[:2] == (status, "")
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_download_and_an_installation_end_with_the_script(script, number, status):
+    install = "exec 3>&1\nSETUP_LOG=log quietly installing bash -c 'echo ready >&3; exec sleep 62'"
+    assert end(script(f"sleep 61 &\n{install} >/dev/null"), number)[:2] == (status, "")
+
+
+def test_a_download_ends_with_a_script_that_fails(script):
+    process = script("sleep 61 &\necho ready; sleep 0.2; die 'no disk'")
+    assert process.communicate(timeout=50) == ("", "error: no disk\n") and process.returncode == 2
+    assert_all_ended(process)
+
+
+def test_a_closed_terminal_saves_and_stops(environment):
+    """All processes of the terminal get SIGHUP. Nothing can be written any more."""
+    base = Path(environment["NANOCHAT_BASE_DIR"])
+    variables = environment | TOY | {"NUM_ITERATIONS": "2000", "QAT_METHOD": "bf16", "STAGES": "base report"}
+    variables |= {"SAVE_EVERY": "1000", "EVAL_EVERY": "-1"}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execvpe("bash", ["bash", "speedrun_fp4.sh"], variables)
+    deadline = time.monotonic() + 300
+    while not any('"step": 5,' in p.read_text() for p in base.glob("base_checkpoints/*/metrics.jsonl")):
+        assert time.monotonic() < deadline
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 1 << 16)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
+    assert list(base.glob("base_checkpoints/*/manifest_*.json"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -343,21 +471,6 @@ def test_every_pin_is_within_pyproject_and_constraints():
     for pin in pins:
         same = [c for c in constraints if c.name == pin.name and c.specifier == pin.specifier]
         assert same, f"{pin} is not in constraints.txt"
-
-
-def test_ctrl_c_ends_a_script_with_130_whatever_the_stage_says():
-    """Bash lets children in the background ignore SIGINT, so that the stage is told by SIGTERM."""
-    stage = "trap 'sleep 0.1; exit 143' TERM; echo ready; while :; do sleep 0.02; done"
-    script = 'ROOT=$PWD; source dev/setup.sh; source dev/pipeline.sh; run bash -c "$STAGE"'
-    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        process = subprocess.Popen(
-            ["bash", "-c", script], cwd=ROOT, env=os.environ | {"STAGE": stage}, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )  # fmt: skip
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(number)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == status and f"exit status {status}" in err, err
 
 
 def test_names_of_runs_say_what_differs(environment, tmp_path):

@@ -220,9 +220,12 @@ def base_directory(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """A list that SIGINT and SIGTERM append their number to."""
+    """A list that SIGINT, SIGTERM and SIGHUP append their number to. An ignored SIGHUP (nohup) stays ignored."""
     seen: list[int] = []
-    before = {s: signal.signal(s, lambda number, frame: seen.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, frame: seen.append(number)) for number in numbers}
     try:
         yield seen
     finally:

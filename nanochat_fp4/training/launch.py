@@ -1,5 +1,6 @@
 """
-torchrun for the pipeline: the same arguments, but it passes on SIGUSR1, and ends with the status of what failed first.
+torchrun for the pipeline: the same arguments, but it passes on SIGUSR1, leaves a SIGHUP ignored that nohup had ignored,
+and ends with the status of what failed first.
 
     python -m nanochat_fp4.training.launch --standalone --nproc_per_node=2 -m scripts.base_train --depth=4
 
@@ -27,12 +28,16 @@ def main(argv: list[str] | None = None) -> None:
     0: all processes were told to save and stop."""
     logging.disable(logging.ERROR)  # torchrun's, about what is said here
     signal.signal(signal.SIGUSR1, _pass_on)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # torchrun would handle it all the same
+        argv = ["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT", *(sys.argv[1:] if argv is None else argv)]
     try:
         run.main(argv)
     except ChildFailedError as e:
         rank, failure = e.get_first_failure()
         if failure.exitcode >= 0:
             sys.exit(failure.exitcode)  # it has said why
+        if failure.exitcode == -signal.SIGUSR1:
+            sys.exit(0)  # it was still starting: nothing was there to be saved
         name = signal.Signals(-failure.exitcode).name
         print_safely(f"error: rank {rank} (process {failure.pid}) was ended by {name}", file=sys.stderr, flush=True)
         sys.exit(128 - failure.exitcode)

@@ -27,6 +27,7 @@ from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.parallel import add_parallel_argument
+from nanochat_fp4.signals import StopSignals
 from nanochat_fp4.training import rank_watch
 from nanochat_fp4.training.checkpoint_manager import (
     SOURCES,
@@ -35,7 +36,6 @@ from nanochat_fp4.training.checkpoint_manager import (
     check_model_tag,
     find_largest_model,
 )
-from nanochat_fp4.training.signals import StopSignals
 
 MADE_BY = {
     "base": "python -m scripts.base_train",

@@ -43,10 +43,10 @@ from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.optim import Schedule
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import full_state_dict, is_sharded
+from nanochat_fp4.signals import StopRequested
 from nanochat_fp4.training.checkpoint_manager import forget_later_checkpoints, prune_checkpoints, save_checkpoint
 from nanochat_fp4.training.micro_batch import auto_device_batch_size
 from nanochat_fp4.training.resume import Start, changed_settings, restore_dict, restore_state, start_over, starts_over
-from nanochat_fp4.training.signals import StopRequested
 from nanochat_fp4.training.stage import Process, RunOptions
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
 from nanochat_fp4.training.wandb_run import setup_tracker
@@ -297,7 +297,8 @@ class Trainer:
         if stopping and not last:
             of = "" if self.stage.by_epoch else f" of {self.stage.num_iterations}"
             print0(f"{self.process.signals.name}: stopped at step {self.step}{of}, saved in {self.folder}")
-            print0("go on with: --resume-from-step latest")
+            if self.options.resume_from_step != "latest":  # else the same command goes on
+                print0("go on with: --resume-from-step latest")
         return last
 
     def train_step(self) -> None:

@@ -561,8 +561,8 @@ def test_branches_wait_for_their_trunk_and_what_needs_none_goes_first(processes)
         assert events.index(("end", trunk.tag)) < events.index(("start", branch.tag))
 
 
-def kill_when(condition, times: int = 1) -> None:
-    """SIGTERM to this process once condition() holds, and again each half second; from a thread of its own."""
+def kill_when(condition, times: int = 1, number: int = signal.SIGTERM) -> None:
+    """A signal to this process once condition() holds, and again each half second; from a thread of its own."""
 
     def interrupt():
         deadline = time.monotonic() + 300
@@ -570,20 +570,21 @@ def kill_when(condition, times: int = 1) -> None:
             time.sleep(0.05)
         for i in range(times):
             time.sleep(0.5 * (i > 0))
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt).start()
 
 
-def test_a_signal_reaches_every_process_and_nothing_new_is_started(processes):
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_reaches_every_process_and_nothing_new_is_started(processes, number, status):
     s, order = processes
     runs = sweep_runs.plan(["clover", "clover_search", "bf16"], ["tiny"], [1], tokens=1024)
-    kill_when(lambda: (s.folder / "order.jsonl").exists() and len(order()) == 2)
+    kill_when(lambda: (s.folder / "order.jsonl").exists() and len(order()) == 2, number=number)
     with pytest.raises(sweep_scheduler.Interrupted) as e:
         s.train(runs)
-    assert e.value.args == (143,)
+    assert e.value.args == (status,)
     assert sorted(x[0] for x in order()) == ["start", "start", "stopped", "stopped"]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(number) == signal.SIG_DFL
 
 
 def test_a_second_signal_kills_what_does_not_stop(processes):

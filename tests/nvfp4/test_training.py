@@ -15,6 +15,7 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog, read_jsonl
 from nanochat_fp4.models.gpt import GPT, GPTConfig, lr_multiplier, muon_momentum, weight_decay_at
 from nanochat_fp4.models.optim import gradient_norm
+from nanochat_fp4.signals import StopRequested, StopSignals
 from nanochat_fp4.training.micro_batch import (
     auto_device_batch_size,
     largest_micro_batch,
@@ -22,7 +23,6 @@ from nanochat_fp4.training.micro_batch import (
     plan_accumulation,
 )
 from nanochat_fp4.training.resume import check_same_run
-from nanochat_fp4.training.signals import StopRequested, StopSignals
 from nanochat_fp4.training.stage import resolve_method
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
 
@@ -132,7 +132,9 @@ def test_random_state_round_trip_through_a_checkpoint(tmp_path):
     assert torch.equal(torch.rand(5), first)
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 0)])
+@pytest.mark.parametrize(
+    "number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 0)]
+)
 def test_signals_are_noted_and_handlers_put_back(number, status):
     before = signal.getsignal(number)
     with StopSignals() as signals:
@@ -143,6 +145,17 @@ def test_signals_are_noted_and_handlers_put_back(number, status):
         with pytest.raises(StopRequested):
             list(signals.watch(iter([1, 2])))
     assert signal.getsignal(number) is before
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not signals.received()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_second_interrupt_stops_at_once():

@@ -93,7 +93,7 @@ def test_resume_continues_what_a_signal_stopped(tiny_base, capsys):
     folder = tiny_base / "base_checkpoints" / "d1_bf16"
     expected = final_state(folder, 6)
 
-    for number, status in ((signal.SIGUSR1, 0), (signal.SIGTERM, 143), (signal.SIGINT, 130)):
+    for number, status in ((signal.SIGUSR1, 0), (signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)):
         tag = f"stopped_{number}"
         handler = signal.getsignal(number)
         with in_step(2, functools.partial(os.kill, os.getpid(), number)):

@@ -175,7 +175,9 @@ def test_a_log_that_nobody_takes_does_not_stop_the_run(fork_server, tiny_base, h
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 0)])
+@pytest.mark.parametrize(
+    "number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 0)]
+)
 def test_a_signal_at_any_moment_saves_within_a_step(fork_server, tiny_base, stage, number, status):
     case = Case(fork_server, tiny_base, stage, "bf16")
     rng = random.Random(int.from_bytes(os.urandom(4), "little"))

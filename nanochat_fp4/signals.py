@@ -1,0 +1,125 @@
+"""Signals that ask a run to save and stop, and signals that come while a program is still starting."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # torch takes seconds to import: after begin_program
+    import torch
+
+
+def begin_program() -> None:
+    """
+    Until run_main a signal ends this process without a traceback, by the signal's own default action.
+
+    SIGUSR1 ends a single process with status 0: nothing is there to be saved. A rank of several dies of SIGUSR1 at
+    once, even where it waits for the other ranks, and training/launch.py then ends with 0. The function does nothing in
+    a program that only imports this package.
+    """
+    if not _is_our_program():
+        return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell had it ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if hasattr(signal, "SIGUSR1") and "RANK" not in os.environ:
+        signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(0))
+
+
+def _is_our_program() -> bool:
+    """Whether Python is just starting a module of ours by `-m`, or a command of the installed package."""
+    if sys.argv[:1] == ["-m"] and "-m" in sys.orig_argv:
+        module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
+        return module.partition(".")[0] in ("nanochat_fp4", "scripts")
+    return Path(sys.argv[0] if sys.argv else "").name.startswith("nanochat-fp4")
+
+
+def allow_interrupts() -> None:
+    """
+    Ctrl-C raises KeyboardInterrupt again from here on.
+
+    A rank of several still dies of SIGINT. It may be waiting for the others in C++, where no exception ends the wait.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL and "RANK" not in os.environ:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+begin_program()
+
+
+class StopRequested(Exception):
+    """Raised inside an evaluation that a signal cuts short."""
+
+
+class StopSignals:
+    """
+    SIGTERM, SIGINT (Ctrl-C), SIGHUP (a closed terminal) and SIGUSR1 ask the run to save and stop.
+
+    Nothing is interrupted half-way. A SIGHUP that nohup had ignored stays ignored.
+
+        with StopSignals() as signals:
+            for step in ...:
+                if signals.received(device): save and leave
+        sys.exit(signals.exit_code)
+
+    Exit status: 143 after SIGTERM, 130 after Ctrl-C and 129 after SIGHUP, as a shell has it. The status is 0 after
+    SIGUSR1, which a scheduler sends to have the job saved and queued again. A second Ctrl-C, two seconds or more after
+    the first, stops at once without saving (checkpoints are replaced in one piece, so those on disk stay good).
+    """
+
+    NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")  # Windows has the first two
+    HANDLED = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self.since = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        for number in self.HANDLED:
+            if number == getattr(signal, "SIGHUP", None) and signal.getsignal(number) == signal.SIG_IGN:
+                continue
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.signum is None:
+            self.signum, self.since = number, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self.since >= 2.0:
+            raise KeyboardInterrupt
+
+    def received(self, device: "torch.device | None" = None) -> bool:
+        """Whether any rank got a signal. Under torchrun all ranks must call this together, and all agree."""
+        import torch
+        import torch.distributed as dist
+
+        from nanochat_fp4.common import is_ddp_initialized
+
+        if is_ddp_initialized():
+            number = torch.tensor(self.signum or 0, device=device)
+            dist.all_reduce(number, op=dist.ReduceOp.MAX)
+            self.signum = int(number) or None
+        return self.signum is not None
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.signum).name if self.signum is not None else "no signal"
+
+    @property
+    def exit_code(self) -> int:
+        if self.signum is None or self.signum == getattr(signal, "SIGUSR1", None):
+            return 0
+        return 128 + self.signum
+
+    def watch(self, batches: Iterator, device: "torch.device | None" = None) -> Iterator:
+        """`batches`, until a signal comes: then StopRequested. So that a long evaluation does not delay the stop."""
+        for batch in batches:
+            if self.received(device):
+                raise StopRequested
+            yield batch
