@@ -98,7 +98,7 @@ instead() { # NAME DEFAULT: another default, and the variable's value unless it 
 probe_steps() { # METHOD; a plan only looks at what was chosen before
     local look=()
     [ "${PLAN_ONLY:-0}" = 0 ] && has_stage base || look=(--look)
-    "$PY" -m nanochat_fp4.cpu_steps --method="$1" --minutes="$CPU_MINUTES" --steps="$NUM_ITERATIONS" \
+    "$PY" -m nanochat_fp4.training.cpu_steps --method="$1" --minutes="$CPU_MINUTES" --steps="$NUM_ITERATIONS" \
         --depth="$DEPTH" --aspect-ratio="$ASPECT_RATIO" --head-dim="$HEAD_DIM" --max-seq-len="$SEQ_LEN" \
         --vocab-size="$VOCAB_SIZE" --device-batch-size="$DEVICE_BATCH" --total-batch-size="$TOTAL_BATCH" \
         ${look[@]+"${look[@]}"}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nanochat_fp4 import rank_watch
 from nanochat_fp4.common import (
     autodetect_device_type,
     compute_cleanup,
@@ -28,7 +29,6 @@ from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.parallel import add_parallel_argument
 from nanochat_fp4.signals import StopSignals
-from nanochat_fp4.training import rank_watch
 from nanochat_fp4.training.checkpoint_manager import (
     SOURCES,
     NoCheckpointError,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat_fp4 import cpu_steps
+from nanochat_fp4.training import cpu_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = (
