@@ -1,7 +1,7 @@
 """
 How many steps the shell scripts train on a CPU: all, half or a quarter, by a probe of a few steps before the first run.
 
-    python -m nanochat_fp4.training.cpu_steps --steps 120 --depth 2 --aspect-ratio 64 ...     (dev/pipeline.sh calls this)
+    python -m nanochat_fp4.training.cpu_steps --steps 120 --depth 2 --aspect-ratio 64 ...  (dev/pipeline.sh)
 
 The number is stored in the base directory, so that every method, resume and comparison there has the same one.
 """
