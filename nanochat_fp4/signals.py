@@ -99,9 +99,7 @@ class StopSignals:
         import torch
         import torch.distributed as dist
 
-        from nanochat_fp4.common import is_ddp_initialized
-
-        if is_ddp_initialized():
+        if dist.is_available() and dist.is_initialized():
             number = torch.tensor(self.signum or 0, device=device)
             dist.all_reduce(number, op=dist.ReduceOp.MAX)
             self.signum = int(number) or None
