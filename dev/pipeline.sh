@@ -416,7 +416,7 @@ if [ "$NUM_GPUS" -gt 0 ]; then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 else
     MACHINE="no GPU, $NPROC process(es)"
-    # One thread: a second one that spins brings a third less time on a quiet machine and 20 times more on a busy one; a
-    # second one that sleeps brings nothing (dev/LOG.md).
+    # One thread. A second one that spins saves a third of the time on a quiet machine and takes ten times as long on a busy
+    # one. A second one that sleeps is slower than one alone (dev/LOG.md, 2026-11-23).
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 fi

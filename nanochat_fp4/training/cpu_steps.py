@@ -26,9 +26,9 @@ from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.training.micro_batch import parse_device_batch_size, plan_accumulation
 from nanochat_fp4.training.trainer import TrainingStep
 
-# The time of the other stages, in units of a base training step. Both are from one whole run on a CPU (dev/LOG.md).
+# The time of the other stages, in units of a base training step. Both are estimates from one busy run (dev/LOG.md).
 LATER_SHARE = 1.0  # for each such step: evaluations, mid-training and SFT, which shrink with the base training
-OTHER_STEPS = 40  # whatever the number of steps: ten starts of Python, the tokenizer, the first evaluation
+OTHER_STEPS = 60  # whatever the number of steps: ten starts of Python, the tokenizer, the first evaluation
 PROBE_STEPS, PROBE_SECONDS = 4, 20
 
 
