@@ -1,0 +1,106 @@
+"""Evaluates checkpoints of a sweep with forward passes other than their own, on one validation text.
+
+    python -m lab.study.sweep --methods bf16,clover,clover_feedback --keep bf16,clover,clover_feedback ...
+    python -m lab.study.forwards --folder FOLDER
+
+A method's gap to BF16 has two parts. The weights have learned something else, and the forward that is evaluated rounds.
+The same weights in several forwards tell the parts apart. The default forwards are the plain one of clover (4/6, one
+term), the one with error feedback, the one of two terms, and BF16. The results go to <folder>/forwards/<tag>.json.
+"""
+
+import argparse
+import fnmatch
+import json
+from pathlib import Path
+
+import torch
+
+import nanochat_fp4 as nf
+from lab.study.sweep_scheduler import base_directory
+from nanochat_fp4.common import autodetect_device_type, print0
+from nanochat_fp4.console import ArgumentParser, table
+from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.data.dataset import ensure_data
+from nanochat_fp4.data.tokenizer import get_token_bytes
+from nanochat_fp4.environment import environment_info
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
+from nanochat_fp4.files import atomic_write
+from nanochat_fp4.models.gpt import autocast
+from nanochat_fp4.training.checkpoint_manager import load_model
+
+FORWARDS = "clover,clover_feedback,clover_refined,bf16"
+GRAM_BATCHES = 8  # of training text, for the Gram matrices that error feedback needs
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = ArgumentParser(description="Evaluates checkpoints of a sweep with several forward passes")
+    parser.add_argument("--folder", type=Path, required=True, help="of the sweep (lab.study.sweep --folder)")
+    parser.add_argument("--tags", default="*", help="glob pattern of the runs' tags")
+    parser.add_argument("--forwards", default=FORWARDS, help="methods whose forward pass is taken")
+    parser.add_argument("--data-dir", default=None, help="the text that the sweep trained on")
+    parser.add_argument("--device-batch-size", type=int, default=32, help="rows of a batch")
+    parser.add_argument("--eval-tokens", type=int, default=2**20, help="tokens of the validation text")
+    parser.add_argument("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
+    return parser.parse_args(argv)
+
+
+def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir: str) -> dict[str, float]:
+    """Validation bits per byte of a run's newest checkpoint, by forward. Of the base directory of the moment."""
+    model, tokenizer, meta = load_model("base", device, "eval", tag)
+    rows, length = args.device_batch_size, meta["model_config"]["sequence_len"]
+    steps = args.eval_tokens // (rows * length)
+    if not steps:
+        raise UserError(f"--eval-tokens={args.eval_tokens} is less than a batch of {rows * length}; raise it")
+
+    def batches(split: str):
+        return tokenizing_distributed_data_loader_bos_bestfit(
+            tokenizer, rows, length, split, device=device, data_dir=data_dir
+        )
+
+    def look() -> None:
+        for _, (x, _) in zip(range(GRAM_BATCHES), batches("train")):
+            model(x)
+
+    results = {}
+    for name in args.forwards.split(","):
+        nf.convert(model, name, backward=False, per_token_in_eval=False, verbose=False)
+        with autocast(device.type), torch.no_grad():
+            if nf.get_recipe(name).looks_at_inputs:
+                nf.update_gram_matrices(model, look)
+            with nf.quantize_weights_once(model):
+                results[name] = evaluate_bpb(model, batches("val"), steps, get_token_bytes(device=device))
+    return results
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    for name in args.forwards.split(","):
+        nf.get_recipe(name)
+    device = torch.device(args.device_type or autodetect_device_type())
+    checkpoints = args.folder / "base_checkpoints"
+    tags = sorted(
+        p.name for p in checkpoints.glob("*") if list(p.glob("model_*")) and fnmatch.fnmatch(p.name, args.tags)
+    )
+    if not tags:
+        raise UserError(
+            f"no checkpoint in {checkpoints} is named {args.tags}; train with lab.study.sweep --keep METHOD"
+        )
+    rows = []
+    with base_directory(args.folder):
+        data_dir = ensure_data(args.data_dir)
+        (args.folder / "forwards").mkdir(exist_ok=True)
+        for tag in tags:
+            path = args.folder / "forwards" / f"{tag}.json"
+            if not path.is_file():
+                bpb = evaluate(tag, args, device, data_dir)
+                record = {"tag": tag, "eval_tokens": args.eval_tokens, "bpb": bpb, "environment": environment_info()}
+                atomic_write(path, json.dumps(record, indent=1) + "\n")
+            bpb = json.loads(path.read_text())["bpb"]
+            rows.append([tag, *(f"{bpb[name]:.5f}" if name in bpb else "-" for name in args.forwards.split(","))])
+            print0(" ".join(rows[-1]))
+    print0(table(["run", *args.forwards.split(",")], rows))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,35 @@
+"""lab.study.forwards, on checkpoints of a sweep of a tiny model."""
+
+import json
+
+import pytest
+
+from lab.study import forwards, sweep
+from nanochat_fp4.errors import UserError
+
+
+def test_the_same_weights_in_several_forwards(tiny_base, tmp_path, capsys):
+    folder = tmp_path / "sweep"
+    small = "--sizes=tiny --seeds=1 --tokens=2048 --vocab-size=300 --keep=bf16,clover --extra=--eval-tokens=512"
+    sweep.main([*small.split(), "--methods=bf16,clover", f"--folder={folder}"])
+    run = [f"--folder={folder}", "--device-batch-size=4", "--eval-tokens=512", "--device-type=cpu"]
+    forwards.main(run)
+    records = [json.loads(path.read_text()) for path in sorted((folder / "forwards").glob("*.json"))]
+    assert [r["tag"].split("_")[1] for r in records] == ["bf16", "clover"]
+    for record in records:
+        bpb = record["bpb"]
+        assert list(bpb) == ["clover", "clover_feedback", "clover_refined", "bf16"] and len(set(bpb.values())) == 4
+        # Two terms leave a small part of one term's error.
+        assert abs(bpb["clover_refined"] - bpb["bf16"]) < abs(bpb["clover"] - bpb["bf16"])
+    trained = json.loads((next((folder / "runs").glob("tiny_clover_*.json"))).read_text())
+    # The run measured the same weights on the same tokens, in other batches: FP32 sums in another order.
+    assert records[1]["bpb"]["clover"] == pytest.approx(trained["val_bpb"], rel=1e-4)
+    assert records[1]["bpb"]["bf16"] == pytest.approx(trained["val_bpb_bf16"], rel=1e-4)
+    assert records[1]["tag"] in capsys.readouterr().out
+
+
+def test_bad_input_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="no checkpoint in .* is named d4"):
+        forwards.main([f"--folder={tmp_path}", "--tags=d4*"])
+    with pytest.raises(ValueError, match="unknown method"):
+        forwards.main([f"--folder={tmp_path}", "--forwards=fp3"])
