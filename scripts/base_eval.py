@@ -34,7 +34,7 @@ from nanochat_fp4.evaluation.core_eval import evaluate_task
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
-from nanochat_fp4.training.stage import checkpoint_method, load_stage_model
+from nanochat_fp4.training.load_model import checkpoint_method, load_model
 
 EVAL_BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 MAX_FILES, MAX_BYTES = 10_000, 4 << 30  # of an archive that is unpacked; the bundle has some 60 files, 160 MB packed
@@ -228,7 +228,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
         model, tokenizer = load_hf_model(args.hf_path, device)
         name, slug = args.hf_path, args.hf_path.replace("/", "-")
     else:
-        model, tokenizer, meta = load_stage_model("base", device, "eval", args.model_tag, args.step)
+        model, tokenizer, meta = load_model("base", device, "eval", args.model_tag, args.step)
         method, model_tag = checkpoint_method(meta, args.method), meta["model_tag"]
         nf.convert(model, method, backward=False, verbose=False)
         if args.precision == "bf16":

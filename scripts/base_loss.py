@@ -24,8 +24,7 @@ from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import load_hf_model
-from nanochat_fp4.training.checkpoint_manager import load_model
-from nanochat_fp4.training.stage import checkpoint_method, resolve_method
+from nanochat_fp4.training.load_model import checkpoint_method, load_model, resolve_method
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -19,6 +19,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read 
 
 import argparse
 import functools
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +33,36 @@ from nanochat_fp4.data.dataloader import (
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, list_parquet_files, shard_digest
-from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
+from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
 from nanochat_fp4.doctor import probe
-from nanochat_fp4.errors import run_main
+from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.gpt import compile_layers
+from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
-from nanochat_fp4.parallel import check_parallel, shard
-from nanochat_fp4.training.checkpoint_manager import check_model_tag, config_record
+from nanochat_fp4.parallel import check_parallel, shard, unsharded
+from nanochat_fp4.training.checkpoint_manager import check_model_tag
+from nanochat_fp4.training.load_model import config_record, resolve_method
 from nanochat_fp4.training.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
-from nanochat_fp4.training.pretraining import (
-    CoreMetric,
-    Samples,
+from nanochat_fp4.training.setup import (
     add_horizon_arguments,
     add_method_arguments,
+    add_run_arguments,
+    changed_flags,
+    check_machine,
+    comparison_key,
     describe,
     find_start,
     make_model,
-    make_settings,
+    resolve_horizon,
+    run_settings,
+    run_stage,
 )
-from nanochat_fp4.training.stage import Process, RunOptions, add_run_arguments, changed_flags, resolve_method, run_stage
-from nanochat_fp4.training.trainer import Stage, Trainer, TrainingStep, due
+from nanochat_fp4.training.trainer import Process, RunSpec, Trainer, TrainingStep, due
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -154,6 +161,55 @@ def core_evaluation() -> Any:
     return evaluate_model
 
 
+class CoreMetric:
+    """The CORE metric before a step that is due. A metric whose data cannot be had is left out from then on."""
+
+    def __init__(self, tokenizer: RustBPETokenizer, every: int, max_per_task: int):
+        self.tokenizer, self.every, self.max_per_task = tokenizer, every, max_per_task
+        self.value: float | None = None
+
+    def __call__(self, trainer: Trainer, last: bool) -> None:
+        if not (due(self.every, trainer.step, last) and trainer.step > 0):
+            return
+        try:
+            with (
+                trainer.evaluating(),
+                unsharded(trainer.model),
+                trainer.parts.weights_once(1),
+                trainer.parts.autocast(),
+            ):
+                results = core_evaluation()(
+                    trainer.model, self.tokenizer, trainer.device, max_per_task=self.max_per_task
+                )
+        except (UserError, ValueError) as e:
+            trainer.progress.write(f"warning: no CORE metric from here on: {one_line(e)}")
+            self.every = -1
+            return
+        self.value = results["core_metric"]
+        trainer.progress.write(f"step {trainer.step:05d} | CORE metric {self.value:.4f}")
+        trainer.metrics.append("core", trainer.step, core_metric=self.value)
+        trainer.wandb_run.log({"step": trainer.step, "core_metric": self.value})
+
+
+class Samples:
+    """Continuations of prompts before a step that is due."""
+
+    def __init__(self, tokenizer: RustBPETokenizer, every: int):
+        self.tokenizer, self.every = tokenizer, every
+        self.newest: list[str] = []
+
+    def __call__(self, trainer: Trainer, last: bool) -> None:
+        if not due(self.every, trainer.step, last) or trainer.step == 0:
+            return
+        with trainer.evaluating(), unsharded(trainer.model):
+            if trainer.process.rank:
+                return
+            self.newest = draw_samples(trainer.model, self.tokenizer)
+        for sample in self.newest:
+            trainer.progress.write(f"  {sample}")
+        trainer.metrics.append("sample", trainer.step, samples=self.newest)
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     method = resolve_method(args.method)
@@ -169,14 +225,20 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     token_bytes = get_token_bytes(device=device)
     process.phases.end("data, tokenizer")
     model, name = make_model(args, tokenizer.get_vocab_size(), device)
-    settings = make_settings(args, method, model, tokenizer, data_dir, world_size)
-    num_iterations = settings.num_iterations
+    flops, num_params = model.estimate_flops(), model.num_scaling_params()
+    num_iterations = resolve_horizon(args, flops, num_params)
+    check_machine(args, device, flops * args.total_batch_size * num_iterations)
+    options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
+    run_config = run_settings(args, method, model, tokenizer)
+    # These may change in a resume, which says so.
+    tunable = {**asdict(options), "num_iterations": num_iterations, "data_dir": str(data_dir)}
+    tunable |= {"world_size": world_size, "parallel": args.parallel}
     rows = plan_accumulation(args.total_batch_size, 1, args.max_seq_len, world_size)
     if args.device_batch_size != "auto":
         plan_accumulation(args.total_batch_size, args.device_batch_size, args.max_seq_len, world_size)
     model_tag = args.model_tag or f"{name}_{method}"  # so that methods do not overwrite one another
     folder = Path(get_base_dir()) / "base_checkpoints" / model_tag
-    start = find_start(args, settings, folder, model, process)
+    start = find_start(args, run_config, num_iterations, folder, model, process)
 
     nf.convert(model, method, per_token_in_eval=False)
     plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
@@ -204,7 +266,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     )
 
     val_data = shard_digest(list_parquet_files(data_dir)[-1])
-    optimizers, schedule = model.setup_pretraining(settings.options, args.total_batch_size, num_iterations)
+    optimizers, schedule = model.setup_pretraining(options, args.total_batch_size, num_iterations)
     parts = TrainingStep(model, optimizers, forward, quantized)
 
     def make_loader(position: Any) -> Any:
@@ -230,11 +292,11 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
                 bpb_bf16 = validation_bpb(model)
         return {"val_bpb": bpb, "val_bpb_bf16": bpb_bf16}
 
-    core = CoreMetric(lambda: core_evaluation(), tokenizer, args.core_metric_every, args.core_metric_max_per_task)
+    core = CoreMetric(tokenizer, args.core_metric_every, args.core_metric_max_per_task)
     samples = Samples(tokenizer, args.sample_every)
     batch = {"device_batch_size": device_batch_size}
-    stage = Stage(
-        name="base",
+    spec = RunSpec(
+        stage="base",
         method=method,
         make_loader=make_loader,
         schedule=schedule,
@@ -251,23 +313,23 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         user_config={**vars(args), "method": method, **batch, "num_iterations": num_iterations},
         meta={
             "model_config": config_record(model.config),
-            "run_config": settings.run_config,
-            "tunable": {**settings.tunable, **batch, "recompute": args.recompute, "val_data": val_data},
+            "run_config": run_config,
+            "tunable": {**tunable, **batch, "recompute": args.recompute, "val_data": val_data},
             "max_seq_len": args.max_seq_len,
             **batch,
         },
         start_record={
             "backend": backend,
             "total_batch_size": args.total_batch_size,
-            "num_params": model.num_scaling_params(),
+            "num_params": num_params,
             "vocab_size": model.config.vocab_size,
             "gemm_work": plan.work(model),
-            "config_key": settings.config_key,
+            "config_key": comparison_key(run_config | tunable),
             **batch,
         },
         lower="the learning rates (--matrix-lr, --embedding-lr)",
     )
-    trainer = Trainer(stage, parts, RunOptions.of(args), process, start)
+    trainer = Trainer(spec, parts, args, process, start)
     if trainer.run():
         write_report(args, model_tag, trainer, backend, core.value, samples.newest)
 
@@ -281,11 +343,11 @@ def write_report(
     samples: list[str],
 ) -> None:
     """What came out: to the screen, and into the report."""
-    stage, numbers, seconds = trainer.stage, trainer.loop["numbers"], trainer.loop["training_seconds"]
-    done_before = trainer.start.resumed_step == stage.num_iterations
+    spec, numbers, seconds = trainer.spec, trainer.loop["numbers"], trainer.loop["training_seconds"]
+    done_before = trainer.start.resumed_step == spec.num_iterations
     if done_before:
-        print0(f"Nothing to do: {model_tag} is already trained ({stage.num_iterations} steps)")
-    num_params, total_tokens = trainer.model.num_scaling_params(), args.total_batch_size * stage.num_iterations
+        print0(f"Nothing to do: {model_tag} is already trained ({spec.num_iterations} steps)")
+    num_params, total_tokens = trainer.model.num_scaling_params(), args.total_batch_size * spec.num_iterations
     gpu = trainer.device.type == "cuda"
     outcome = {
         "Minimum validation bpb": trainer.loop["best"].get("val_bpb"),
@@ -309,15 +371,15 @@ def write_report(
         "Flags": changed_flags(args, parse_args([])),
         "Number of parameters": num_params,
         "Number of FLOPs per token": f"{trainer.flops_per_token:e}",
-        "Calculated number of iterations": stage.num_iterations,
+        "Calculated number of iterations": spec.num_iterations,
         "Number of training tokens": total_tokens,
         "Tokens : Params ratio": total_tokens / num_params,
         "DDP world size": trainer.process.world_size,
-        "Device batch size": stage.device_batch_size,
+        "Device batch size": spec.device_batch_size,
         "Backend": backend,
     }
     results = {
-        "method": stage.method,
+        "method": spec.method,
         "val_bpb": numbers.get("val_bpb"),
         "val_bpb_bf16": numbers.get("val_bpb_bf16"),
         "tokens_per_second": total_tokens / seconds if seconds else None,

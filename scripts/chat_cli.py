@@ -19,7 +19,7 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.generation.decoding import compute_dtype, prepare
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import autocast
-from nanochat_fp4.training.stage import checkpoint_method, load_stage_model
+from nanochat_fp4.training.load_model import checkpoint_method, load_model
 
 MAX_TOKENS = 256  # of an answer
 
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def converse(args: argparse.Namespace, device: torch.device) -> None:
-    model, tokenizer, meta = load_stage_model(args.source, device, "eval", args.model_tag, args.step)
+    model, tokenizer, meta = load_model(args.source, device, "eval", args.model_tag, args.step)
     nf.convert(model, checkpoint_method(meta, args.method), backward=False, verbose=False)
     chat = Chat(Engine(model, tokenizer), args.temperature, args.top_k)
     precision = nf.full_precision(model) if args.precision == "bf16" else contextlib.nullcontext()

@@ -36,8 +36,8 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.training.checkpoint_manager import SOURCES
-from nanochat_fp4.training.stage import changed_flags, checkpoint_method, load_stage_model, weights_digest
+from nanochat_fp4.training.load_model import SOURCES, checkpoint_method, load_model, weights_digest
+from nanochat_fp4.training.setup import changed_flags
 
 TASKS: dict[str, Callable[[str | None], Task]] = {
     "ARC-Easy": lambda eval_dir: ARC("ARC-Easy", "test", eval_dir=eval_dir),
@@ -168,7 +168,7 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
             raise UserError(f"{e}; leave out {', '.join(n for n in tasks if n in RUNS_CODE)} with -a") from e
         print0(sandbox)
 
-    model, tokenizer, meta = load_stage_model(args.source, device, "eval", args.model_tag, args.step)
+    model, tokenizer, meta = load_model(args.source, device, "eval", args.model_tag, args.step)
     method = checkpoint_method(meta, args.method)
     nf.convert(model, method, backward=False, verbose=False)
     precisions = ["nvfp4", "bf16"] if args.precision == "both" else [args.precision]

@@ -21,7 +21,7 @@ from nanochat_fp4.generation.batching import Batcher
 from nanochat_fp4.generation.decoding import compute_dtype, prepare
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import autocast
-from nanochat_fp4.training.stage import checkpoint_method, load_stage_model
+from nanochat_fp4.training.load_model import checkpoint_method, load_model
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def load(args: argparse.Namespace, device: torch.device) -> tuple[Batcher, dict]:
     """A Batcher with the model, which computes with its method's forward or in BF16; and what the page says of it."""
-    model, tokenizer, meta = load_stage_model(args.source, device, "eval", args.model_tag, args.step)
+    model, tokenizer, meta = load_model(args.source, device, "eval", args.model_tag, args.step)
     method = checkpoint_method(meta, args.method)
     if method == "bf16" and args.precision == "nvfp4":
         raise UserError("--precision=nvfp4: the model was trained in bf16; choose how to round it, --method=clover say")

@@ -41,7 +41,7 @@ from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.training.stage import checkpoint_method, load_stage_model
+from nanochat_fp4.training.load_model import checkpoint_method, load_model
 
 FOUR_BITS = (*huggingface.FORMATS, "gguf")
 FORMATS = ("safetensors", *FOUR_BITS, "gguf-bf16")
@@ -119,7 +119,7 @@ def is_export(folder: Path) -> bool:
 class Export:
     def __init__(self, args: argparse.Namespace, device: torch.device):
         self.args, self.device = args, device
-        self.model, self.tokenizer, self.meta = load_stage_model(args.source, device, "eval", args.model_tag, args.step)
+        self.model, self.tokenizer, self.meta = load_model(args.source, device, "eval", args.model_tag, args.step)
         self.method = checkpoint_method(self.meta, args.method)
         self.four_bits = args.format in FOUR_BITS
         if self.four_bits and not get_recipe(self.method).output.b.rounding:

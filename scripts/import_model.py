@@ -22,7 +22,8 @@ from nanochat_fp4.data.tokenizer import FILE_NAME, get_tokenizer, get_tokenizer_
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.export.read_gguf import read_llama
 from nanochat_fp4.files import sha256_file
-from nanochat_fp4.training.checkpoint_manager import SOURCES, config_record, save_checkpoint
+from nanochat_fp4.training.checkpoint_manager import save_checkpoint
+from nanochat_fp4.training.load_model import SOURCES, config_record
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

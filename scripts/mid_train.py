@@ -43,9 +43,8 @@ from nanochat_fp4.errors import run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.models.gpt import compile_layers, muon_momentum
 from nanochat_fp4.training.micro_batch import plan_accumulation
-from nanochat_fp4.training.post_training import PostTraining, add_common_arguments
-from nanochat_fp4.training.stage import Process, changed_flags, run_stage
-from nanochat_fp4.training.trainer import due
+from nanochat_fp4.training.setup import PostTraining, add_common_arguments, changed_flags, run_stage
+from nanochat_fp4.training.trainer import Process, due
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -18,7 +18,7 @@ from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, parquets_
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer, get_tokenizer_dir, save_token_bytes
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation.report import get_report
-from nanochat_fp4.training.checkpoint_manager import checkpoints_made_with
+from nanochat_fp4.training.load_model import checkpoints_made_with
 
 ROUND_TRIP_TEXT = "Hello world! It's a test: 123, 4567, 89.\n\tTabs,  spaces\r\n@#$%^&*() naïve 你好世界 🌍 <|bos|>"
 

@@ -27,7 +27,7 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
-from nanochat_fp4.training.checkpoint_manager import load_model
+from nanochat_fp4.training.load_model import load_model
 
 FORWARDS = "clover,clover_feedback,clover_refined,bf16"
 GRAM_BATCHES = 8  # of training text, for the Gram matrices that error feedback needs

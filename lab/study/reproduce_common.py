@@ -14,7 +14,7 @@ from lab.study import sweep, sweep_runs, sweep_scheduler
 from nanochat_fp4.common import print0
 from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.training.checkpoint_manager import load_model_from_dir
+from nanochat_fp4.training.load_model import build_model
 
 
 @dataclass
@@ -93,7 +93,7 @@ def trained_model(context: Context, size: str) -> tuple[Any, str, str]:
     sweep.run_sweep(where, "trained_model", [run])
     device = torch.device("cpu" if where.devices == ["cpu"] else "cuda")
     with sweep_scheduler.base_directory(where.folder):
-        model, tokenizer, _ = load_model_from_dir(checkpoints, device, "train", run.tag)
+        model, tokenizer, _ = build_model(checkpoints / run.tag, None, device, "train")
         batches = tokenizing_distributed_data_loader_bos_bestfit(
             tokenizer, 4, model.config.sequence_len, "val", device=device, data_dir=where.data_dir
         )

@@ -24,31 +24,18 @@ import os
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 
-from nanochat_fp4.common import get_base_dir, get_dist_info, is_ddp_initialized, set_cpu_threads
-from nanochat_fp4.console import format_bytes, logger
-from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
+from nanochat_fp4.common import get_dist_info, is_ddp_initialized
+from nanochat_fp4.console import logger
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.files import atomic_write, fsync_dir
-from nanochat_fp4.hardware import physical_memory
-from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
-from nanochat_fp4.models.llama import Llama, LlamaConfig
-from nanochat_fp4.nvfp4.gram import OLD_NAME, load_gram_state
 
 FORMAT = "nanochat_fp4 checkpoint, version 1"
-
-SOURCES = {
-    "base": "base_checkpoints",
-    "mid": "mid_checkpoints",
-    "sft": "chatsft_checkpoints",
-    "rl": "chatrl_checkpoints",
-}
 
 
 class NoCheckpointError(UserError, FileNotFoundError):
@@ -557,183 +544,3 @@ def _way_out(folder: Path, step: int) -> str:
         if other != step and _problem(folder, other) is None:
             return f"step {other} is intact (--resume-from-step {other}, --model-step {other})"
     return "there is no other; restore a copy, or start a new run"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Models
-
-
-SWITCHES = ("separate_qkv", "exact_relu_squared")  # of GPTConfig, which nanochat's does not have
-
-
-def config_record(config: GPTConfig | LlamaConfig) -> dict[str, Any]:
-    """A model's config as metadata has it: without switches that are off, so that nanochat can read it."""
-    return {k: v for k, v in asdict(config).items() if v or k not in SWITCHES}
-
-
-def _patch_old_nanochat(model_data: dict[str, torch.Tensor], model_config: dict[str, Any]) -> None:
-    """Checkpoints from before nanochat had windows and per-layer scalars: full context, scalars that do nothing."""
-    model_config.setdefault("window_pattern", "L")
-    n_layer = model_config.get("n_layer", 0)
-    model_data.setdefault("resid_lambdas", torch.ones(n_layer))
-    model_data.setdefault("x0_lambdas", torch.zeros(n_layer))
-
-
-def build_model(
-    checkpoint_dir: str | os.PathLike, step: int | None, device: str | torch.device, phase: str
-) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
-    """
-    (model, tokenizer, meta) of a checkpoint; the model is neither compiled nor converted, whatever it was trained with.
-
-    phase: 'train' or 'eval'. The method that it was trained with is in the meta data, where the script that trained it
-    put it. BF16 weights become FP32 on a CPU (and on mps), as in nanochat. Raises UserError (damaged checkpoint, config
-    that does not fit, another tokenizer than the one in the base directory).
-    """
-    if phase not in ("train", "eval"):
-        raise ValueError(f"phase must be 'train' or 'eval', not {phase!r}")
-    device = torch.device(device)
-    model_data, _, meta = load_checkpoint(checkpoint_dir, step, device)
-    where = f"checkpoint of step {meta.get('step', step)} in {checkpoint_dir}"
-    model_data = {name.removeprefix("_orig_mod."): tensor for name, tensor in model_data.items()}
-    if device.type in ("cpu", "mps"):
-        model_data = {
-            name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in model_data.items()
-        }
-    try:
-        model_config = dict(meta["model_config"])
-        is_llama = model_config.pop("family", None) == "llama"
-        if not is_llama:
-            _patch_old_nanochat(model_data, model_config)
-        config = LlamaConfig(**model_config) if is_llama else GPTConfig(**model_config)
-        numbers = {k: v for k, v in asdict(config).items() if k not in ("window_pattern", "family", *SWITCHES)}
-        if not all(isinstance(getattr(config, k, False), bool) for k in SWITCHES):
-            raise ValueError(f"{' and '.join(SWITCHES)} must be true or false")
-        if not all(isinstance(v, int) and v > 0 for v in numbers.values()):
-            raise ValueError(f"these must be positive whole numbers: {numbers}")
-        # Before anything is made of these numbers: a wrong one could ask for more memory or time than there is.
-        layers = len({name.split(".")[2] for name in model_data if name.startswith("transformer.h.")})
-        if config.n_layer != layers:
-            raise UserError(f"{where}: its weights do not fit its model config ({layers} layers, not {config.n_layer})")
-        check_model_fits(config, device)
-        set_cpu_threads(device, config.n_embd)
-        with torch.device("meta"):
-            model = Llama(config) if is_llama else GPT(config)
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as e:
-        raise UserError(f"{where}: its model config is not one of this GPT ({one_line(e)[:150]})") from e
-    model.to_empty(device=device)
-    model.init_weights()  # for what is not in the state dict: the rotary tables
-    load_weights(model, model_data, checkpoint_dir, meta.get("step", step))
-    model.train(phase == "train")
-    tokenizer = get_tokenizer()
-    check_tokenizer(meta, tokenizer, where)
-    return model, tokenizer, meta
-
-
-def check_model_fits(config: GPTConfig, device: torch.device) -> None:
-    """Raise UserError where the weights alone are more than the device's memory, before anything is allocated."""
-    matrices = 12 * config.n_layer * config.n_embd**2 + 2 * config.vocab_size * config.n_embd
-    tables = 2 * ROTARY_FACTOR * config.sequence_len * (config.n_embd // config.n_head)
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = physical_memory()
-    if 4 * (matrices + tables) > memory:
-        raise UserError(
-            f"a model of {config.n_layer} layers of width {config.n_embd} for {config.sequence_len} tokens has weights "
-            f"of {format_bytes(4 * (matrices + tables))}, and this device has {format_bytes(memory)} of memory; lower "
-            "--depth, --aspect-ratio or --max-seq-len"
-        )
-
-
-def load_weights(model: GPT, model_data: dict[str, torch.Tensor], checkpoint_dir: str | os.PathLike, step: int) -> None:
-    """
-    model.load_state_dict that takes the checkpoint's tensors over, and nf.load_gram_state of what its method had
-    learned: of a file of its own or, until 2026-11, of the model's. Raises UserError where they do not fit.
-    """
-    learned = load_method_data(checkpoint_dir, step, model.get_device())
-    try:
-        shapes = {name: p.shape for name, p in model.state_dict().items()}
-        old = {name: t for name, t in model_data.items() if name.endswith(f".{OLD_NAME}")}
-        weights = {name: t for name, t in model_data.items() if name not in old}
-        model.load_state_dict(weights, strict=True, assign=True)
-        if any(p.shape != shapes[name] or not p.is_floating_point() for name, p in model.state_dict().items()):
-            raise TypeError("a weight that is no floating-point tensor")
-        load_gram_state(model, {name.removesuffix(f".{OLD_NAME}"): t for name, t in old.items()} | learned)
-    except (RuntimeError, AttributeError, TypeError, ValueError) as e:
-        raise UserError(
-            f"checkpoint of step {step} in {checkpoint_dir}: its weights do not fit its model config "
-            f"({one_line(e)[:200]})"
-        ) from e
-
-
-def check_tokenizer(meta: dict[str, Any], tokenizer: RustBPETokenizer, where: str = "the checkpoint") -> None:
-    """Raise UserError unless the model was trained with this tokenizer (its fingerprint, or at least its size)."""
-    remedy = "use the base directory (NANOCHAT_BASE_DIR) in which it was trained, or train a new model"
-    run_config = meta.get("run_config")
-    before = (run_config.get("tokenizer") if isinstance(run_config, dict) else None) or meta.get("tokenizer")
-    if isinstance(before, str) and before != tokenizer.fingerprint():
-        raise UserError(
-            f"{where} was trained with the tokenizer {before}, but the one here is {tokenizer.fingerprint()}; {remedy}"
-        )
-    size = meta.get("model_config", {}).get("vocab_size")
-    if size is not None and size != tokenizer.get_vocab_size():
-        raise UserError(
-            f"{where} has a vocabulary of {size} tokens, the tokenizer here {tokenizer.get_vocab_size()}; {remedy}"
-        )
-
-
-def checkpoints_made_with(tokenizer: RustBPETokenizer) -> list[str]:
-    """'base_checkpoints/d20_clover', ...: the runs in the base directory whose newest checkpoint fits the tokenizer."""
-    found = []
-    for place in SOURCES.values():
-        for folder in sorted(Path(get_base_dir(), place).glob("*/")):
-            for step in list_steps(folder):
-                try:
-                    meta = json.loads((folder / _meta_name(step)).read_bytes())
-                    check_tokenizer(meta, tokenizer)
-                    found.append(f"{place}/{folder.name}")
-                except (OSError, ValueError, AttributeError, RecursionError, UserError):
-                    continue  # damaged, or made with another one
-                break
-    return found
-
-
-def find_largest_model(checkpoints_dir: str | os.PathLike) -> str:
-    """The model tag to take where none is given: the deepest of d<number>..., the newest of those; else the newest."""
-    folder = Path(checkpoints_dir)
-    tags = [p for p in folder.iterdir() if p.is_dir() and list_steps(p)] if folder.is_dir() else []
-    if not tags:
-        raise NoCheckpointError(f"there are no checkpoints in {folder}; train a model first")
-
-    def rank(path: Path) -> tuple[int, float]:
-        match = re.match(r"d(\d+)", path.name)
-        return (int(match.group(1)) if match else -1, path.stat().st_mtime)
-
-    return max(tags, key=rank).name
-
-
-def load_model_from_dir(
-    checkpoints_dir: str | os.PathLike,
-    device: str | torch.device,
-    phase: str,
-    model_tag: str | None = None,
-    step: int | None = None,
-) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
-    """build_model of a tag (default: find_largest_model) and step (default: the newest intact one)."""
-    check_model_tag(model_tag)
-    if model_tag is None:
-        model_tag = find_largest_model(checkpoints_dir)
-        if get_dist_info()[1] == 0:
-            logger.info(f"no model tag given: taking {model_tag}")
-    model, tokenizer, meta = build_model(os.path.join(checkpoints_dir, model_tag), step, device, phase)
-    meta.setdefault("model_tag", model_tag)
-    return model, tokenizer, meta
-
-
-def load_model(
-    source: str, device: str | torch.device, phase: str, model_tag: str | None = None, step: int | None = None
-) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
-    """(model, tokenizer, meta) from the base directory; source: base | mid | sft | rl. See build_model."""
-    if source not in SOURCES:
-        raise UserError(f"unknown source {source!r}; use one of {', '.join(SOURCES)}")
-    return load_model_from_dir(os.path.join(get_base_dir(), SOURCES[source]), device, phase, model_tag, step)

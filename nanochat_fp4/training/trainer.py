@@ -1,17 +1,18 @@
 """
 The training loop, the only one: steps of micro-batches, the health of their numbers, evaluations, checkpoints, resume.
 
-    trainer = Trainer(stage, step, options, process, start)
-    if trainer.run():          # False: a signal stopped it, and it is saved
+    trainer = Trainer(spec, step, args, process, start)
+    if trainer.run():          # False: a signal stopped the run, and the run is saved
         report(trainer.loop, trainer.monitor)
 
-What differs between stages (data, schedule, evaluation, what is written into checkpoints) is a Stage. TrainingStep is
-one optimizer step in parts, which lab.measure.bench_train times one by one.
+RunSpec says how the stages differ: data, schedule, evaluation, a checkpoint's metadata. TrainingStep is one optimizer
+step in parts, which lab.measure.bench_train times one by one.
 
-A run goes on from its checkpoints as if nothing had been: whatever a step depends on is the model's, the optimizers',
-the generators', the data position's, or in `loop` and the monitor, and all of that is in every checkpoint.
+A resumed run equals an undisturbed one. A step depends on the model, the optimizers, the generators, the data position,
+`loop` and the monitor. Every checkpoint has all of them.
 """
 
+import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ from nanochat_fp4.common import (
     seed_micro_batch,
     set_rng_state,
 )
-from nanochat_fp4.console import Progress
+from nanochat_fp4.console import Phases, Progress
 from nanochat_fp4.data.dataloader import merge_states
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, is_out_of_memory
@@ -43,11 +44,10 @@ from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.optim import Schedule
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import full_state_dict, is_sharded
-from nanochat_fp4.signals import StopRequested
+from nanochat_fp4.signals import StopRequested, StopSignals
 from nanochat_fp4.training.checkpoint_manager import forget_later_checkpoints, prune_checkpoints, save_checkpoint
 from nanochat_fp4.training.micro_batch import auto_device_batch_size
 from nanochat_fp4.training.resume import Start, changed_settings, restore_dict, restore_state, start_over, starts_over
-from nanochat_fp4.training.stage import Process, RunOptions
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
 from nanochat_fp4.training.wandb_run import setup_tracker
 
@@ -121,11 +121,24 @@ class TrainingStep:
             self.model.zero_grad(set_to_none=True)
 
 
-@dataclass
-class Stage:
-    """What distinguishes one stage's training from another's."""
+@dataclass(frozen=True)
+class Process:
+    """This process of a run. held: closed at exit (the folder's lock). starting: closed after the first step."""
 
-    name: str  # base, mid, sft, rl
+    device: torch.device
+    rank: int
+    world_size: int
+    signals: StopSignals
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    starting: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    phases: Phases = field(default_factory=Phases)  # of the time up to the first step
+
+
+@dataclass
+class RunSpec:
+    """What distinguishes one stage's run from another's."""
+
+    stage: str  # base, mid, sft, rl
     method: str
     make_loader: Callable[[Any], Iterator]  # saved position or None -> endless iterator over (*batch, position)
     schedule: Schedule
@@ -172,16 +185,19 @@ def due(every: int, step: int, last: bool) -> bool:
 
 class Trainer:
     """
-    A run of a stage. State: step; loop, a dict that JSON can hold; monitor (the loss); loader_state.
+    A run. State: step; loop, a dict that JSON can hold; monitor (the loss); loader_state.
+
+    args: the flags of setup.add_run_arguments.
 
     begin() deletes what --overwrite names and takes up the state of a checkpoint; run() does that and trains.
     Raises UserError where the run must end: numbers that are not finite, memory or disk that are full.
     """
 
-    def __init__(self, stage: Stage, parts: TrainingStep, options: RunOptions, process: Process, start: Start):
-        self.stage, self.parts, self.options, self.process, self.start = stage, parts, options, process, start
+    def __init__(self, spec: RunSpec, parts: TrainingStep, args: argparse.Namespace, process: Process, start: Start):
+        self.spec, self.parts, self.args, self.process, self.start = spec, parts, args, process, start
         self.model, self.quantized, self.device = parts.model, parts.quantized, process.device
         self.folder, self.step = start.folder, start.step
+        self.dry_run = getattr(args, "dry_run", False)  # only mid_train has the flag
         self.loop: dict[str, Any] = {
             "numbers": {},  # of the last evaluation
             "best": {},
@@ -201,8 +217,8 @@ class Trainer:
         self.environment = environment_info() if process.rank == 0 else None
         # What checkpoints say of the run itself.
         commit = self.environment and self.environment["commit"]
-        self.meta = {**stage.meta, "user_config": stage.user_config, "commit": commit}
-        self.metrics = MetricsLog(self.folder, enabled=process.rank == 0 and not options.dry_run)
+        self.meta = {**spec.meta, "user_config": spec.user_config, "commit": commit}
+        self.metrics = MetricsLog(self.folder, enabled=process.rank == 0 and not self.dry_run)
         self.flops_per_token = self.model.estimate_flops()
         on_gpu = self.device.type == "cuda"
         self.peak_flops = get_peak_flops(torch.cuda.get_device_name(self.device)) if on_gpu else None
@@ -212,29 +228,29 @@ class Trainer:
 
     def begin(self) -> None:
         """Everything up to the first step."""
-        stage, start, options = self.stage, self.start, self.options
+        spec, start, args = self.spec, self.start, self.args
         self.process.phases.end("model")
         if start.source is not None:
             self.restore()
-        self.loader = stage.make_loader(self.loader_state)
-        if starts_over(options.resume_from_step, options.overwrite) and not options.dry_run:
+        self.loader = spec.make_loader(self.loader_state)
+        if starts_over(args.resume_from_step, args.overwrite) and not self.dry_run:
             start_over(self.folder, self.process.rank)
         self.metrics.rewind(start.resumed_step or 0)
         record = {
-            "stage": stage.name, "method": stage.method, "num_iterations": stage.num_iterations,
-            "backend": str(nf.backend()), "world_size": self.process.world_size, "config": stage.user_config,
+            "stage": spec.stage, "method": spec.method, "num_iterations": spec.num_iterations,
+            "backend": str(nf.backend()), "world_size": self.process.world_size, "config": spec.user_config,
             "environment": self.environment,
         }  # fmt: skip
-        self.metrics.append("start", self.step, **record | stage.start_record)
-        project = "nanochat" if stage.name == "base" else f"nanochat-{stage.name}"
-        self.wandb_run = setup_tracker(options.tracker, options.run, project, stage.user_config)
+        self.metrics.append("start", self.step, **record | spec.start_record)
+        project = "nanochat" if spec.stage == "base" else f"nanochat-{spec.stage}"
+        self.wandb_run = setup_tracker(args.tracker, args.run, project, spec.user_config)
         self.progress = Progress(
-            total=None if stage.by_epoch else stage.num_iterations,
-            desc="train" if stage.name == "base" else stage.name,
+            total=None if spec.by_epoch else spec.num_iterations,
+            desc="train" if spec.stage == "base" else spec.stage,
             unit="step",
             initial=self.step,
         )
-        if not self.finished() and self.stage.prefetch:
+        if not self.finished() and self.spec.prefetch:
             self.fetch()
         self.process.phases.end("first batch")
 
@@ -244,15 +260,13 @@ class Trainer:
         # A remedy that this run adds to the one that it branches from begins without a state.
         remedies = self.quantized.remedies if start.resumed_step is not None else []
         restore_state([*self.parts.optimizers, *remedies], start.rank_state, self.device, start.source)
-        # Mid-training and SFT of earlier versions called it "loader".
-        self.loader_state = start.rank_state.get("dataloader", start.rank_state.get("loader"))
+        self.loader_state = start.rank_state.get("dataloader")
         if "dataloaders" in start.rank_state:  # of another number of processes
             self.loader_state = merge_states(start.rank_state["dataloaders"])
             if self.process.rank:
                 self.loader_state |= {"consumed": 0} if "consumed" in self.loader_state else {}
-        meta = start.meta | {"loop_state": _loop_state(start.meta.get("loop_state"))}
-        self.loop = restore_dict(self.loop, meta, "loop_state", start.source)
-        self.monitor = LossMonitor(restore_dict(self.monitor.state, meta, "loss_state", start.source))
+        self.loop = restore_dict(self.loop, start.meta, "loop_state", start.source)
+        self.monitor = LossMonitor(restore_dict(self.monitor.state, start.meta, "loss_state", start.source))
         start.rank_state.clear()
         branch = f" of {start.source.name}" if start.resumed_step is None else ""
         print0(f"Resuming from step {self.step}{branch}")
@@ -260,7 +274,7 @@ class Trainer:
             print0(f"  note: {change}")
 
     def finished(self) -> bool:
-        return self.loop["progress"] >= 1 if self.stage.by_epoch else self.step >= self.stage.num_iterations
+        return self.loop["progress"] >= 1 if self.spec.by_epoch else self.step >= self.spec.num_iterations
 
     def fetch(self) -> None:
         """The next batch, made on the CPU while the GPU works; `loader_state` stays that of the batch before it."""
@@ -295,9 +309,9 @@ class Trainer:
         self.progress.close()
         self.wandb_run.finish()
         if stopping and not last:
-            of = "" if self.stage.by_epoch else f" of {self.stage.num_iterations}"
+            of = "" if self.spec.by_epoch else f" of {self.spec.num_iterations}"
             print0(f"{self.process.signals.name}: stopped at step {self.step}{of}, saved in {self.folder}")
-            if self.options.resume_from_step != "latest":  # else the same command goes on
+            if self.args.resume_from_step != "latest":  # else the same command goes on
                 print0("go on with: --resume-from-step latest")
         return last
 
@@ -326,9 +340,9 @@ class Trainer:
         if outcome.bad:
             self.skip(outcome, tried, before)
         self.loop["progress"] = (
-            outcome.consumed / self.stage.conversations
-            if self.stage.by_epoch
-            else (self.step + 1) / self.stage.num_iterations
+            outcome.consumed / self.spec.conversations
+            if self.spec.by_epoch
+            else (self.step + 1) / self.spec.num_iterations
         )
         shown = {} if outcome.bad else self.account(outcome, seconds)
         self.step += 1
@@ -341,20 +355,20 @@ class Trainer:
 
     def optimize(self, tried: list[tuple[Batch, dict]]) -> Outcome:
         """Micro-batches and, where all numbers are finite, the update. tried: gets (batch, generators before)."""
-        stage, parts = self.stage, self.parts
+        spec, parts = self.spec, self.parts
         losses, counted = [], 0
-        with parts.micro_batches(stage.grad_accum_steps):
-            for i in range(stage.grad_accum_steps):
-                if not stage.prefetch:
+        with parts.micro_batches(spec.grad_accum_steps):
+            for i in range(spec.grad_accum_steps):
+                if not spec.prefetch:
                     self.fetch()
                 batch = self.batch
                 # Of the step's micro-batches this rank has numbers rank, rank + world size, ...: see dataloader.py.
-                seed_micro_batch(stage.seed, self.step, i * self.process.world_size + self.process.rank)
+                seed_micro_batch(spec.seed, self.step, i * self.process.world_size + self.process.rank)
                 tried.append((batch, get_rng_state(self.device)))
-                losses.append(parts.micro_batch(*batch, count=stage.grad_accum_steps))
+                losses.append(parts.micro_batch(*batch, count=spec.grad_accum_steps))
                 counted = counted + (batch[1] >= 0).sum()
                 self.loader_state = self.next_loader_state
-                if stage.prefetch:
+                if spec.prefetch:
                     self.fetch()
         grad_norm = self.model.clip_gradients()
         loss = torch.stack(losses).mean()
@@ -364,7 +378,7 @@ class Trainer:
         loss, any_bad, counted, consumed = mean_over_ranks(shared).tolist()
         lrm = None
         if any_bad == 0:
-            lrm = stage.schedule(self.step, self.progress_before())
+            lrm = spec.schedule(self.step, self.progress_before())
             parts.update(self.step)
             with parts.autocast():
                 self.quantized.after_update(self.step, self.forward_of_few)
@@ -372,18 +386,18 @@ class Trainer:
             loss=loss,
             grad_norm=float(grad_norm),
             lrm=lrm,
-            tokens=stage.tokens_per_step or round(counted * self.process.world_size),
+            tokens=spec.tokens_per_step or round(counted * self.process.world_size),
             consumed=round(consumed * self.process.world_size),
             bad=any_bad > 0,
             bad_here=bool(bad),
         )
 
     def progress_before(self) -> float:
-        return self.loop["progress"] if self.stage.by_epoch else self.step / self.stage.num_iterations
+        return self.loop["progress"] if self.spec.by_epoch else self.step / self.spec.num_iterations
 
     def forward_of_few(self) -> None:
         x, y, *_ = self.batch
-        rows = max(1, LOOK_TOKENS // self.stage.seq_len)
+        rows = max(1, LOOK_TOKENS // self.spec.seq_len)
         self.model(x[:rows], y[:rows])
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -399,10 +413,10 @@ class Trainer:
         self.batch = None
         self.model.zero_grad(set_to_none=True)
         saved = self.save(self.step, *before)
-        size = self.stage.device_batch_size
+        size = self.spec.device_batch_size
         try:
-            rows = size * self.stage.grad_accum_steps
-            fits = auto_device_batch_size(self.model, rows, self.stage.seq_len, self.parts.dtype, below=size)
+            rows = size * self.spec.grad_accum_steps
+            fits = auto_device_batch_size(self.model, rows, self.spec.seq_len, self.parts.dtype, below=size)
             advice = f"--device-batch-size={fits} fits (the batch of a step stays the same)"
         except UserError:
             advice = "no smaller batch fits either"
@@ -419,10 +433,10 @@ class Trainer:
         what = f"step {self.step}: loss {outcome.loss:.4g}, first not finite: {place}"
         self.skipped_in_a_row += 1
         self.metrics.append("skip", self.step, place=place, loss=str(outcome.loss))
-        if self.options.on_nonfinite == "stop" or self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        if self.args.on_nonfinite == "stop" or self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             self.save(self.step, *before)
             raise self.failure(
-                f"{what}. Saved as it was before this step in {self.folder}; lower {self.stage.lower} and start over, "
+                f"{what}. Saved as it was before this step in {self.folder}; lower {self.spec.lower} and start over, "
                 "or skip such steps: --resume-from-step latest --on-nonfinite skip"
             )
         self.monitor.state["skipped"] += 1
@@ -456,10 +470,10 @@ class Trainer:
             self.metrics.append("spike", self.step, loss=loss, average=average)
         self.loop["training_seconds"] += seconds
         self.tok_per_sec = outcome.tokens / seconds
-        if self.peak_flops and self.stage.tokens_per_step:
+        if self.peak_flops and self.spec.tokens_per_step:
             peak = self.peak_flops * self.process.world_size
             self.mfu = 100 * self.flops_per_token * self.tok_per_sec / peak
-        more = self.stage.numbers()
+        more = self.spec.numbers()
         numbers = {
             **more, "lrm": outcome.lrm, "dt": seconds, "tok_per_sec": self.tok_per_sec, "mfu": self.mfu,
             "grad_norm": outcome.grad_norm, "tokens": outcome.tokens,
@@ -474,16 +488,16 @@ class Trainer:
         shown["tok/s"] = f"{self.tok_per_sec:,.0f}"
         if self.mfu is not None:
             shown["mfu"] = f"{self.mfu:.1f}%"
-        if self.stage.by_epoch:
+        if self.spec.by_epoch:
             shown["epoch"] = f"{100 * self.loop['progress']:.1f}%"
         return shown
 
     def log_to_wandb(self, event: str, numbers: dict[str, Any]) -> None:
         """Under nanochat's names, the same in every stage: train/loss, train/dt, val/bpb, total_training_time, ..."""
         values = {f"{event}/{key}": value for key, value in numbers.items() if value is not None}
-        if self.stage.tokens_per_step:
-            values["total_training_tokens"] = self.stage.tokens_per_step * self.step
-            values["total_training_flops"] = self.flops_per_token * self.stage.tokens_per_step * self.step
+        if self.spec.tokens_per_step:
+            values["total_training_tokens"] = self.spec.tokens_per_step * self.step
+            values["total_training_flops"] = self.flops_per_token * self.spec.tokens_per_step * self.step
         values["total_training_time"] = self.loop["training_seconds"]
         self.wandb_run.log({"step": self.step, **values})
 
@@ -499,18 +513,18 @@ class Trainer:
 
     def look(self, last: bool) -> None:
         """Evaluation, samples, telemetry: what is due before the next step. Raises StopRequested on a signal."""
-        if self.loop["evaluated_at"] != self.step and self.stage.evaluate_due(self.step, last):
+        if self.loop["evaluated_at"] != self.step and self.spec.evaluate_due(self.step, last):
             self.evaluate(last)
-        for look in self.stage.also:
+        for look in self.spec.also:
             look(self, last)
-        every = self.options.telemetry_every
+        every = self.args.telemetry_every
         again = self.step == self.start.resumed_step
         if self.batch and not (last or again) and due(every, self.step, last) and self.quantized.quantizes():
             self.measure_layers()
 
     def evaluate(self, last: bool) -> None:
         with self.evaluating():
-            numbers = self.stage.evaluate(self.step, last)
+            numbers = self.spec.evaluate(self.step, last)
         self.warn_of_repetition(numbers)
         for key, value in numbers.items():
             best = min if "loss" in key or "bpb" in key else max
@@ -519,7 +533,7 @@ class Trainer:
         self.loop["evaluated_at"] = self.step
         self.progress.write(f"step {self.step:05d} | " + ", ".join(f"{k} {v:.4f}" for k, v in numbers.items()))
         named = {key.removeprefix("val_"): value for key, value in numbers.items()}
-        tokens = {"tokens": self.stage.val_tokens} if self.stage.val_tokens else {}
+        tokens = {"tokens": self.spec.val_tokens} if self.spec.val_tokens else {}
         self.metrics.append("val", self.step, **named, **tokens)
         self.log_to_wandb("val", named)
 
@@ -555,12 +569,12 @@ class Trainer:
     # Checkpoints
 
     def save_due(self) -> bool:
-        options = self.options
-        return self.step > 0 and (due(options.save_every, self.step, False) or self.step in options.save_at)
+        args = self.args
+        return self.step > 0 and (due(args.save_every, self.step, False) or self.step in args.save_at)
 
     def save(self, step: int, rng: dict[str, Tensor], loader_state: Any) -> bool:
         """True once the checkpoint is on the disk as a whole. All ranks call this together."""
-        if self.options.dry_run:
+        if self.dry_run:
             return True
         with_state = [*self.parts.optimizers, *self.quantized.remedies]
         saved = save_checkpoint(
@@ -579,16 +593,7 @@ class Trainer:
             method_data=nf.gram_state(self.model),
         )
         if saved and self.process.rank == 0:
-            if self.options.resume_from_step != "latest":
+            if self.args.resume_from_step != "latest":
                 forget_later_checkpoints(self.folder, step)  # of the run that this one left at an earlier step
-            prune_checkpoints(self.folder, self.options.keep_last)
+            prune_checkpoints(self.folder, self.args.keep_last)
         return saved
-
-
-def _loop_state(saved: Any) -> Any:
-    """The loop_state of a checkpoint; that of an earlier version's base_train in the form that it has now."""
-    if not isinstance(saved, dict) or "min_val_bpb" not in saved:
-        return saved
-    numbers = {k: saved.get(k) for k in ("val_bpb", "val_bpb_bf16") if saved.get(k) is not None}
-    best = {"val_bpb": saved["min_val_bpb"]} if saved["min_val_bpb"] is not None else {}
-    return {**saved, "numbers": numbers, "best": best}

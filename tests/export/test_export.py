@@ -23,7 +23,7 @@ from nanochat_fp4.export.gguf_file import pack_blocks, unpack_blocks
 from nanochat_fp4.export.weights import static_quantize
 from nanochat_fp4.nvfp4.format import pack
 from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference
-from nanochat_fp4.training.checkpoint_manager import load_model
+from nanochat_fp4.training.load_model import load_model
 from scripts import export, import_model
 
 OUTSIDE = {"gpt": 2, "llama": 3}  # tensors that are in no layer: embedding, head; Llama's last norm

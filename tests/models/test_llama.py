@@ -13,7 +13,7 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.generation.engine import KVCache
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.llama import Llama, LlamaConfig, config_from_size
-from nanochat_fp4.training.checkpoint_manager import load_model
+from nanochat_fp4.training.load_model import load_model
 from scripts import base_train
 
 

@@ -16,6 +16,7 @@ from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog, read_jsonl
 from nanochat_fp4.models.gpt import GPT, GPTConfig, lr_multiplier, muon_momentum, weight_decay_at
 from nanochat_fp4.models.optim import gradient_norm
 from nanochat_fp4.signals import StopRequested, StopSignals
+from nanochat_fp4.training.load_model import resolve_method
 from nanochat_fp4.training.micro_batch import (
     auto_device_batch_size,
     largest_micro_batch,
@@ -23,7 +24,6 @@ from nanochat_fp4.training.micro_batch import (
     plan_accumulation,
 )
 from nanochat_fp4.training.resume import check_same_run
-from nanochat_fp4.training.stage import resolve_method
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
 
 

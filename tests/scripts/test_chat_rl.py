@@ -14,7 +14,7 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import GPT, GPTConfig
-from nanochat_fp4.training.checkpoint_manager import load_model
+from nanochat_fp4.training.load_model import load_model
 from scripts import chat_rl
 
 RL = (

@@ -21,7 +21,7 @@ from nanochat_fp4.evaluation import core_eval
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.training.checkpoint_manager import list_steps, load_checkpoint
-from nanochat_fp4.training.stage import checkpoint_method, weights_digest
+from nanochat_fp4.training.load_model import checkpoint_method, weights_digest
 from scripts import base_eval, base_train, chat_cli, chat_eval, chat_sft, mid_train
 
 ROOT = Path(mid_train.__file__).resolve().parent.parent

@@ -15,7 +15,7 @@ from _assertions import assert_same, final_state
 from _training import BASE
 
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.training.run_folder import check_writable, held_run, local_locks, save_bytes
+from nanochat_fp4.training.resume import check_writable, held_run, local_locks, save_bytes
 
 TAG = "run"
 BASE = [*BASE, "--eval-every=-1", "--method=bf16", "--num-iterations=3", "--save-every=1", f"--model-tag={TAG}"]
@@ -55,7 +55,7 @@ def test_a_second_run_is_refused_and_told_who_is_there(run, folder):
 
 
 def test_a_run_that_was_killed_is_in_nobodys_way(folder):
-    code = "import sys, time\nfrom nanochat_fp4.training.run_folder import held_run\n"
+    code = "import sys, time\nfrom nanochat_fp4.training.resume import held_run\n"
     code += "with held_run(sys.argv[1]): print('held', flush=True)"
     code += ", time.sleep(60)"
     root = Path(__file__).resolve().parents[2]

@@ -1,0 +1,265 @@
+"""
+Models from checkpoints: build_model of a folder, load_model of a stage in the base directory; their method and tag.
+
+A model comes back as it was trained, neither compiled nor converted. nanochat's own checkpoints load as well.
+"""
+
+import json
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanochat_fp4.common import get_base_dir, print0, set_cpu_threads
+from nanochat_fp4.console import format_bytes
+from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
+from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.hardware import physical_memory
+from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
+from nanochat_fp4.models.llama import Llama, LlamaConfig
+from nanochat_fp4.nvfp4.gram import OLD_NAME, load_gram_state
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.training.checkpoint_manager import (
+    NoCheckpointError,
+    check_model_tag,
+    list_steps,
+    load_checkpoint,
+    load_method_data,
+)
+
+# stage -> its folder in the base directory, and the command that fills it
+SOURCES = {
+    "base": "base_checkpoints",
+    "mid": "mid_checkpoints",
+    "sft": "chatsft_checkpoints",
+    "rl": "chatrl_checkpoints",
+}
+MADE_BY = {
+    "base": "python -m scripts.base_train",
+    "mid": "python -m scripts.mid_train",
+    "sft": "python -m scripts.chat_sft",
+    "rl": "python -m scripts.chat_rl",
+}
+
+SWITCHES = ("separate_qkv", "exact_relu_squared")  # of GPTConfig, which nanochat's does not have
+
+
+def config_record(config: GPTConfig | LlamaConfig) -> dict[str, Any]:
+    """A model's config as metadata has it: without switches that are off, so that nanochat can read it."""
+    return {k: v for k, v in asdict(config).items() if v or k not in SWITCHES}
+
+
+def _patch_old_nanochat(model_data: dict[str, torch.Tensor], model_config: dict[str, Any]) -> None:
+    """Checkpoints from before nanochat had windows and per-layer scalars: full context, scalars that do nothing."""
+    model_config.setdefault("window_pattern", "L")
+    n_layer = model_config.get("n_layer", 0)
+    model_data.setdefault("resid_lambdas", torch.ones(n_layer))
+    model_data.setdefault("x0_lambdas", torch.zeros(n_layer))
+
+
+def build_model(
+    checkpoint_dir: str | os.PathLike, step: int | None, device: str | torch.device, phase: str
+) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
+    """
+    (model, tokenizer, meta) of a checkpoint; the model is neither compiled nor converted, whatever it was trained with.
+
+    phase: 'train' or 'eval'. The method that it was trained with is in the meta data, where the script that trained it
+    put it. BF16 weights become FP32 on a CPU (and on mps), as in nanochat. Raises UserError (damaged checkpoint, config
+    that does not fit, another tokenizer than the one in the base directory).
+    """
+    if phase not in ("train", "eval"):
+        raise ValueError(f"phase must be 'train' or 'eval', not {phase!r}")
+    device = torch.device(device)
+    model_data, _, meta = load_checkpoint(checkpoint_dir, step, device)
+    where = f"checkpoint of step {meta.get('step', step)} in {checkpoint_dir}"
+    model_data = {name.removeprefix("_orig_mod."): tensor for name, tensor in model_data.items()}
+    if device.type in ("cpu", "mps"):
+        model_data = {
+            name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in model_data.items()
+        }
+    try:
+        model_config = dict(meta["model_config"])
+        is_llama = model_config.pop("family", None) == "llama"
+        if not is_llama:
+            _patch_old_nanochat(model_data, model_config)
+        config = LlamaConfig(**model_config) if is_llama else GPTConfig(**model_config)
+        numbers = {k: v for k, v in asdict(config).items() if k not in ("window_pattern", "family", *SWITCHES)}
+        if not all(isinstance(getattr(config, k, False), bool) for k in SWITCHES):
+            raise ValueError(f"{' and '.join(SWITCHES)} must be true or false")
+        if not all(isinstance(v, int) and v > 0 for v in numbers.values()):
+            raise ValueError(f"these must be positive whole numbers: {numbers}")
+        # Before anything is made of these numbers: a wrong one could ask for more memory or time than there is.
+        layers = len({name.split(".")[2] for name in model_data if name.startswith("transformer.h.")})
+        if config.n_layer != layers:
+            raise UserError(f"{where}: its weights do not fit its model config ({layers} layers, not {config.n_layer})")
+        check_model_fits(config, device)
+        set_cpu_threads(device, config.n_embd)
+        with torch.device("meta"):
+            model = Llama(config) if is_llama else GPT(config)
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as e:
+        raise UserError(f"{where}: its model config is not one of this GPT ({one_line(e)[:150]})") from e
+    model.to_empty(device=device)
+    model.init_weights()  # for what is not in the state dict: the rotary tables
+    load_weights(model, model_data, checkpoint_dir, meta.get("step", step))
+    model.train(phase == "train")
+    tokenizer = get_tokenizer()
+    check_tokenizer(meta, tokenizer, where)
+    return model, tokenizer, meta
+
+
+def check_model_fits(config: GPTConfig, device: torch.device) -> None:
+    """Raise UserError where the weights alone are more than the device's memory, before anything is allocated."""
+    matrices = 12 * config.n_layer * config.n_embd**2 + 2 * config.vocab_size * config.n_embd
+    tables = 2 * ROTARY_FACTOR * config.sequence_len * (config.n_embd // config.n_head)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = physical_memory()
+    if 4 * (matrices + tables) > memory:
+        raise UserError(
+            f"a model of {config.n_layer} layers of width {config.n_embd} for {config.sequence_len} tokens has weights "
+            f"of {format_bytes(4 * (matrices + tables))}, and this device has {format_bytes(memory)} of memory; lower "
+            "--depth, --aspect-ratio or --max-seq-len"
+        )
+
+
+def load_weights(model: GPT, model_data: dict[str, torch.Tensor], checkpoint_dir: str | os.PathLike, step: int) -> None:
+    """
+    model.load_state_dict that takes the checkpoint's tensors over, and nf.load_gram_state of what its method had
+    learned: of a file of its own or, until 2026-11, of the model's. Raises UserError where they do not fit.
+    """
+    learned = load_method_data(checkpoint_dir, step, model.get_device())
+    try:
+        shapes = {name: p.shape for name, p in model.state_dict().items()}
+        old = {name: t for name, t in model_data.items() if name.endswith(f".{OLD_NAME}")}
+        weights = {name: t for name, t in model_data.items() if name not in old}
+        model.load_state_dict(weights, strict=True, assign=True)
+        if any(p.shape != shapes[name] or not p.is_floating_point() for name, p in model.state_dict().items()):
+            raise TypeError("a weight that is no floating-point tensor")
+        load_gram_state(model, {name.removesuffix(f".{OLD_NAME}"): t for name, t in old.items()} | learned)
+    except (RuntimeError, AttributeError, TypeError, ValueError) as e:
+        raise UserError(
+            f"checkpoint of step {step} in {checkpoint_dir}: its weights do not fit its model config "
+            f"({one_line(e)[:200]})"
+        ) from e
+
+
+def check_tokenizer(meta: dict[str, Any], tokenizer: RustBPETokenizer, where: str = "the checkpoint") -> None:
+    """Raise UserError unless the model was trained with this tokenizer (its fingerprint, or at least its size)."""
+    remedy = "use the base directory (NANOCHAT_BASE_DIR) in which it was trained, or train a new model"
+    run_config = meta.get("run_config")
+    before = (run_config.get("tokenizer") if isinstance(run_config, dict) else None) or meta.get("tokenizer")
+    if isinstance(before, str) and before != tokenizer.fingerprint():
+        raise UserError(
+            f"{where} was trained with the tokenizer {before}, but the one here is {tokenizer.fingerprint()}; {remedy}"
+        )
+    size = meta.get("model_config", {}).get("vocab_size")
+    if size is not None and size != tokenizer.get_vocab_size():
+        raise UserError(
+            f"{where} has a vocabulary of {size} tokens, the tokenizer here {tokenizer.get_vocab_size()}; {remedy}"
+        )
+
+
+def checkpoints_made_with(tokenizer: RustBPETokenizer) -> list[str]:
+    """'base_checkpoints/d20_clover', ...: the runs in the base directory whose newest checkpoint fits the tokenizer."""
+    found = []
+    for place in SOURCES.values():
+        for folder in sorted(Path(get_base_dir(), place).glob("*/")):
+            for step in list_steps(folder):
+                try:
+                    meta = json.loads((folder / f"meta_{step:06d}.json").read_bytes())
+                    check_tokenizer(meta, tokenizer)
+                    found.append(f"{place}/{folder.name}")
+                except (OSError, ValueError, AttributeError, RecursionError, UserError):
+                    continue  # damaged, or made with another one
+                break
+    return found
+
+
+def find_largest_model(checkpoints_dir: str | os.PathLike) -> str:
+    """The model tag to take where none is given: the deepest of d<number>..., the newest of those; else the newest."""
+    folder = Path(checkpoints_dir)
+    tags = [p for p in folder.iterdir() if p.is_dir() and list_steps(p)] if folder.is_dir() else []
+    if not tags:
+        raise NoCheckpointError(f"there are no checkpoints in {folder}; train a model first")
+
+    def rank(path: Path) -> tuple[int, float]:
+        match = re.match(r"d(\d+)", path.name)
+        return (int(match.group(1)) if match else -1, path.stat().st_mtime)
+
+    return max(tags, key=rank).name
+
+
+def resolve_method(flag: str | None) -> str:
+    """The QAT method: the --method flag, else $QAT_METHOD, else clover. An alias comes back as the method it names.
+
+    Raises UserError that lists the methods.
+    """
+    name = flag or os.environ.get("QAT_METHOD") or "clover"
+    try:
+        return get_recipe(name).name
+    except ValueError as e:
+        raise UserError(f"{'--method' if flag else 'QAT_METHOD'}: {e}") from None
+
+
+def checkpoint_method(meta: dict[str, Any], flag: str | None = None) -> str:
+    """The QAT method of a checkpoint's forward pass, the last one if it changed in training; --method wins.
+
+    nanochat's own checkpoints have none: bf16."""
+    config = meta.get("user_config") or {}
+    if flag is None and config.get("quantization") == "none":
+        return "bf16"
+    name = resolve_method(flag or config.get("method") or "bf16")
+    return MethodPlan.parse(name, phases="" if flag else config.get("method_phases") or "").at(1.0).name
+
+
+def find_model_tag(source: str, model_tag: str | None) -> str:
+    """The tag to take from a stage. Raises UserError that names the command which makes one."""
+    check_model_tag(model_tag)
+    folder = Path(get_base_dir()) / SOURCES[source]
+    made_by = MADE_BY[source]
+    try:
+        tag = model_tag or find_largest_model(folder)
+    except NoCheckpointError as e:
+        raise UserError(f"there is no {source} checkpoint in {folder}; make one with {made_by}") from e
+    if not (folder / tag).is_dir():
+        known = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+        hint = f"there is {', '.join(known[:8])}" if known else "there is none"
+        raise UserError(
+            f"there is no {source} checkpoint {tag} in {folder} ({hint}); make it with {made_by} --model-tag={tag}"
+        )
+    return tag
+
+
+def load_model(
+    source: str, device: str | torch.device, phase: str, model_tag: str | None = None, step: int | None = None
+) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
+    """
+    (model, tokenizer, meta) of a stage's model in the base directory; meta has "model_tag". See build_model.
+
+    source: base | mid | sft | rl. model_tag, step: by default find_largest_model and the newest intact step. Raises
+    UserError, which names the command that makes a missing checkpoint.
+    """
+    if source not in SOURCES:
+        raise UserError(f"unknown source {source!r}; use one of {', '.join(SOURCES)}")
+    tag = find_model_tag(source, model_tag)
+    try:
+        model, tokenizer, meta = build_model(Path(get_base_dir()) / SOURCES[source] / tag, step, device, phase)
+    except NoCheckpointError as e:
+        raise UserError(f"{e}; make one with {MADE_BY[source]} --model-tag={tag}") from e
+    if model_tag is None:
+        print0(f"no --model-tag given: taking {tag}")
+    return model, tokenizer, {**meta, "model_tag": tag}
+
+
+def weights_digest(checkpoint_dir: Path, step: int | None) -> str | None:
+    """SHA-256 of the weights as the manifest has it; None where there is none (nanochat's own checkpoints)."""
+    try:
+        manifest = json.loads((checkpoint_dir / f"manifest_{step:06d}.json").read_text(encoding="utf-8"))
+        return next(f["sha256"] for f in manifest["files"] if f["name"].startswith("model_"))
+    except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
+        return None

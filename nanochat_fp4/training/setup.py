@@ -1,0 +1,596 @@
+"""
+The set-up of a training run up to its first step: flags, processes, the model, what it goes on from; and its report.
+
+    run_stage(args, train)                     # a stage as a program: processes, signals, exit status
+    model, name = make_model(args, ...)        # pre-training: see scripts/base_train.py
+    run = PostTraining("mid", "base", args, process)    # the stages that begin with another stage's model
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nanochat_fp4 as nf
+from nanochat_fp4 import rank_watch
+from nanochat_fp4.common import (
+    announce,
+    autodetect_device_type,
+    compute_cleanup,
+    compute_init,
+    get_base_dir,
+    print0,
+    set_cpu_threads,
+    use_deterministic_kernels,
+)
+from nanochat_fp4.console import Phases, format_seconds, parse_finite, rare_collections
+from nanochat_fp4.data.tokenizer import RustBPETokenizer
+from nanochat_fp4.errors import LostRankError, UserError, is_lost_rank
+from nanochat_fp4.evaluation.report import get_report
+from nanochat_fp4.models import llama
+from nanochat_fp4.models.gpt import GPT, config_from_depth
+from nanochat_fp4.nvfp4 import oscillation
+from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.nvfp4.training import QuantizedTraining
+from nanochat_fp4.parallel import add_parallel_argument, check_parallel, shard
+from nanochat_fp4.signals import StopSignals
+from nanochat_fp4.training.checkpoint_manager import check_model_tag, load_checkpoint
+from nanochat_fp4.training.load_model import (
+    SOURCES,
+    SWITCHES,
+    build_model,
+    check_model_fits,
+    config_record,
+    find_model_tag,
+    load_model,
+    load_weights,
+    resolve_method,
+    weights_digest,
+)
+from nanochat_fp4.training.resume import (
+    Start,
+    check_same_run,
+    check_writable,
+    find_resume_step,
+    held_run,
+    save_bytes,
+    starts_over,
+)
+from nanochat_fp4.training.trainer import Process, RunSpec, Trainer, TrainingStep
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Flags and processes
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that every training stage has, with the same meaning and default."""
+    add = parser.add_argument
+    # Logging
+    add(
+        "--run",
+        default=os.environ.get("WANDB_RUN") or "dummy",
+        help="wandb run name (default: $WANDB_RUN; 'dummy' disables wandb logging)",
+    )
+    add(
+        "--tracker",
+        choices=("wandb", "trackio"),
+        default=os.environ.get("TRACKER") or "wandb",
+        help="where --run is logged (default: $TRACKER): wandb, or trackio's local page, which needs no account",
+    )
+    add(
+        "--telemetry-every",
+        type=int,
+        default=-1,
+        help="measure each layer's quantization error every N steps (-1 = disable)",
+    )
+    # Runtime
+    add_parallel_argument(parser)
+    add(
+        "--rank-timeout",
+        default=None,
+        metavar="SECONDS",
+        help="how long to wait for a process that does not answer (default: $NANOCHAT_RANK_TIMEOUT, else 120)",
+    )
+    add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
+    add("--deterministic", action="store_true", help="the same bits each time on a GPU, too; slower there")
+    add(
+        "--on-nonfinite",
+        choices=("stop", "skip"),
+        default="stop",
+        help="NaN or infinity in loss or gradient: save and stop, or skip the update",
+    )
+    # Checkpoints
+    add("--save-every", type=int, default=-1, help="save checkpoints every N steps (-1 = only at end)")
+    add("--save-at", type=_steps, default=[], help="save checkpoints at these steps too, with commas")
+    add("--keep-last", type=int, default=2, help="keep so many of the newest checkpoints (-1 = all)")
+    add(
+        "--resume-from-step",
+        type=_step_or_latest,
+        default=-1,
+        help="resume from this step, or from the 'latest' intact checkpoint if there is one (-1 = disable)",
+    )
+    add("--overwrite", action="store_true", help="start over although this stage has checkpoints under the model tag")
+
+
+def _steps(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _step_or_latest(text: str) -> int | str:
+    return text if text == "latest" else int(text)
+
+
+def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str:
+    """The flags that differ from their defaults, as they would be typed; for the report."""
+    changed = {k: v for k, v in vars(args).items() if v != getattr(defaults, k) and k != "resume_from_step"}
+    return " ".join(f"--{k.replace('_', '-')}={v}" for k, v in changed.items())
+
+
+def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> None:
+    """Calls train in the process group that torchrun asks for, if it does.
+
+    Exits with the status of the signal that stopped it, if one did.
+    """
+    phases = Phases()
+    if args.deterministic:
+        use_deterministic_kernels()
+    _, rank, _, world_size, device = compute_init(
+        args.device_type or autodetect_device_type(), args.seed, args.rank_timeout
+    )
+    try:
+        with contextlib.ExitStack() as held, StopSignals() as signals, contextlib.ExitStack() as starting:
+            starting.enter_context(rare_collections())
+            train(Process(device, rank, world_size, signals, held, starting, phases))
+    except RuntimeError as e:
+        if is_lost_rank(e) and (line := rank_watch.lost()):
+            raise LostRankError(line) from e
+        raise
+    finally:
+        compute_cleanup()
+    if signals.exit_code:
+        sys.exit(signals.exit_code)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pre-training
+
+# Flags that a run which branches from another one may have of its own.
+METHOD_CHANGES = (
+    "layer_methods", "method_phases", "oscillation", "branch_from", "separate_qkv", "exact_relu_squared"
+)  # fmt: skip
+MAX_STEPS = 10**9  # more is a slip of the finger
+CPU_FLOPS = 1e11  # a second, of a CPU, generously
+CPU_TOO_MUCH = 1e15  # hours
+
+
+def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) -> tuple[torch.nn.Module, str]:
+    """(the model with its first weights, what its runs are called before the method)."""
+    if args.llama:
+        cls, config = llama.Llama, llama.config_from_size(args.llama, vocab_size, args.max_seq_len)
+        name = f"llama-{args.llama}"
+    else:
+        cls, name = GPT, f"d{args.depth}"
+        config = config_from_depth(
+            args.depth, vocab_size, args.max_seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
+        )
+        config = replace(config, separate_qkv=args.separate_qkv, exact_relu_squared=args.exact_relu_squared)
+    unfit = {"--recompute": args.recompute != "none", "--separate-qkv": args.separate_qkv}
+    unfit["--exact-relu-squared"] = args.exact_relu_squared
+    if args.llama and any(unfit.values()):
+        raise UserError(f"{next(k for k in unfit if unfit[k])} is not for the --llama models; leave one of them out")
+    check_model_fits(config, device)
+    set_cpu_threads(device, config.n_embd)
+    with torch.device("meta"):
+        model = cls(config)
+    model.to_empty(device=device)
+    model.init_weights()
+    model.recompute = args.recompute
+    return model, name
+
+
+def run_settings(
+    args: argparse.Namespace, method: str, model: torch.nn.Module, tokenizer: RustBPETokenizer
+) -> dict[str, Any]:
+    """A pre-training run's settings that decide its bits. A checkpoint must agree with them."""
+    return {
+        "method": method,
+        **{k: v for k, v in config_record(model.config).items() if k not in SWITCHES},
+        "total_batch_size": args.total_batch_size,
+        "seed": args.seed,
+        "data_seed": args.data_seed or None,
+        **({"schedule": "OneCycleLR"} if args.llama else {}),
+        "tokenizer": tokenizer.fingerprint(),
+        **{k: getattr(args, k) or None for k in METHOD_CHANGES},
+    }
+
+
+def comparison_key(settings: dict[str, Any]) -> str:
+    """The same for two runs that differ only in the method, or in how they are spread over devices."""
+    apart = {"method", "world_size", "parallel", *METHOD_CHANGES} | (
+        {"data_seed"} if not settings["data_seed"] else set()
+    )
+    comparable = {k: v for k, v in settings.items() if k not in apart}
+    return hashlib.sha256(json.dumps(comparable, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def find_start(
+    args: argparse.Namespace, same: dict[str, Any], steps: int, folder: Path, model: torch.nn.Module, process: Process
+) -> Start:
+    """What a run of so many steps goes on from. The model gets its weights. same: of run_settings. Raises UserError."""
+    branch = branch_point(args.branch_from, folder) if args.branch_from else None
+    process.held.enter_context(held_run(folder))
+    step = find_resume_step(folder, args.resume_from_step, args.overwrite, process.rank)
+    source = folder
+    if step is None and branch:
+        source, step = branch
+        same = {k: v for k, v in same.items() if k not in ("method", *METHOD_CHANGES)}
+    start = Start(folder)
+    if step is not None:
+        weights, rank_state, meta = load_checkpoint(
+            source, step, process.device, load_optimizer=True, rank=process.rank
+        )
+        check_same_run(same, meta.get("run_config"), source)
+        load_weights(model, weights, source, step)
+        start = Start(folder, source, step, rank_state, meta)
+    if start.step > steps:
+        raise UserError(
+            f"the checkpoint of step {step} in {source} is beyond this run's {steps} steps; lengthen the run "
+            "(--num-iterations), or begin at an earlier step"
+        )
+    check_writable(folder, save_bytes(model), args.overwrite)
+    return start
+
+
+def add_method_arguments(parser: argparse.ArgumentParser) -> None:
+    """How to quantize."""
+    add = parser.add_argument
+    add(
+        "--method",
+        default=None,
+        help=f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)",
+    )
+    add(
+        "--layer-methods",
+        default="",
+        help="methods of single layers, 'pattern=method,...', for example '*.c_fc=fp8'",
+    )
+    add(
+        "--method-phases",
+        default="",
+        help="changes of the method in the course of the run, 'fraction of the steps=method,...': '0.85=bf16'",
+    )
+    add(
+        "--oscillation",
+        default="",
+        help=f"a remedy for weights that oscillate between two 4-bit values: {oscillation.FORM}",
+    )
+    add(
+        "--separate-qkv",
+        action="store_true",
+        help="quantize q, k and v as three layers, each with a tensor scale, as the paper's nanochat runs did "
+        "(default: as one layer, which is faster)",
+    )
+    add(
+        "--exact-relu-squared",
+        action="store_true",
+        help="keep relu(x) for the derivative of ReLU^2 as it is, not in 8 bits: more memory, as in the paper's runs",
+    )
+
+
+def add_horizon_arguments(parser: argparse.ArgumentParser) -> None:
+    """How long a run is: only one is used, in order of precedence."""
+    add = parser.add_argument
+    add("--num-iterations", type=int, default=-1, help="explicit number of optimization steps (-1 = disable)")
+    add(
+        "--target-flops",
+        type=parse_finite,
+        default=-1.0,
+        help="calculate num_iterations to reach target_flops (-1 = disable)",
+    )
+    add(
+        "--target-param-data-ratio",
+        type=parse_finite,
+        default=8,
+        help="calculate num_iterations to maintain data:param ratio (Chinchilla=20, -1 = disable)",
+    )
+
+
+def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params: int) -> int:
+    """Number of optimizer steps from --num-iterations, --target-flops or --target-param-data-ratio."""
+    if args.num_iterations > MAX_STEPS:
+        raise UserError(f"--num-iterations={args.num_iterations} is more than {MAX_STEPS:,} steps; lower it")
+    if args.num_iterations > 0:
+        return args.num_iterations
+    if args.total_batch_size < 1:
+        raise UserError(f"--total-batch-size={args.total_batch_size} is less than one token; raise it")
+    if args.target_flops > 0:
+        steps, what = round(args.target_flops / (flops_per_token * args.total_batch_size)), "--target-flops"
+    elif args.target_param_data_ratio > 0:
+        tokens = int(args.target_param_data_ratio * num_params)
+        steps, what = tokens // args.total_batch_size, "--target-param-data-ratio"
+    else:
+        raise UserError("no training horizon; set --num-iterations, --target-flops or --target-param-data-ratio")
+    if steps < 1:
+        raise UserError(f"{what} asks for less than one step of {args.total_batch_size} tokens; raise it")
+    if steps > MAX_STEPS:
+        raise UserError(f"{what} asks for {float(steps):.3g} steps of {args.total_batch_size} tokens; lower it")
+    return steps
+
+
+def check_machine(args: argparse.Namespace, device: torch.device, flops: float) -> None:
+    """Raises UserError where a machine without a GPU would begin what it will not end, and nobody asked for that."""
+    if device.type == "cpu" and not args.device_type and flops > CPU_TOO_MUCH:
+        raise UserError(
+            f"there is no GPU here, and this run takes {flops:.1e} FLOPs, {flops / CPU_FLOPS / 3600:,.0f} hours or "
+            "more on a CPU; train less (--depth, --max-seq-len, --total-batch-size, --num-iterations: see --help), or "
+            "say --device-type=cpu to begin all the same"
+        )
+
+
+def branch_point(text: str, checkpoint_dir: Path) -> tuple[Path, int]:
+    """(folder, step) of --branch-from, of a run beside that of checkpoint_dir. Raises UserError."""
+    tag, at, step = text.rpartition("@")
+    check_model_tag(tag)
+    if not (tag and at and step.isdecimal()):
+        raise UserError(f"--branch-from={text!r}: expected '<model tag>@<step>', for example d20_bf16@5000")
+    if tag == checkpoint_dir.name:
+        raise UserError(f"--branch-from={text!r} is this run itself; give the new run a --model-tag of its own")
+    return checkpoint_dir.parent / tag, int(step)
+
+
+def describe(
+    args: argparse.Namespace, model_tag: str, model: torch.nn.Module, num_iterations: int, device_batch_size: int,
+    grad_accum_steps: int, plan: MethodPlan, backend: str, folder: Path, process: Process,
+) -> None:  # fmt: skip
+    """What is going to be trained."""
+    config, num_params, flops_per_token = model.config, model.num_scaling_params(), model.estimate_flops()
+    total_tokens = args.total_batch_size * num_iterations
+    print0(f"Training {model_tag}:")
+    announce(
+        {
+            "model": f"{num_params:,} parameters: {config.n_layer} layers, width {config.n_embd}, "
+            f"{config.n_head} heads, vocabulary {config.vocab_size:,}",
+            "steps": f"{num_iterations:,} of {args.total_batch_size:,} tokens: {total_tokens:,} tokens, "
+            f"{total_tokens / num_params:.2f} per parameter, {flops_per_token * total_tokens:.2e} FLOPs",
+            "batch": f"{device_batch_size} x {args.max_seq_len} tokens, {process.world_size} process(es), "
+            f"{grad_accum_steps} micro-batch(es) a step",
+            "GEMM work": ", ".join(f"{100 * s:.1f}% in {bits} bits" for bits, s in plan.work(model).items() if s)
+            + f" ({matmul_shares(model)})",
+            "backend": backend,
+            "output": folder,
+        }
+    )
+
+
+def matmul_shares(model: torch.nn.Module) -> str:
+    """What part of a step's matrix products the layers make that methods quantize, and what the rest is."""
+    flops = {"the quantized layers": 0, "the output head": 0, "other layers": 0}
+    for layer in (m for m in model.modules() if isinstance(m, torch.nn.Linear)):
+        head, quantized = layer is model.lm_head, isinstance(layer, QuantLinear)
+        kind = "the output head" if head else "the quantized layers" if quantized else "other layers"
+        flops[kind] += 6 * layer.weight.numel()
+    flops["attention"] = model.estimate_flops() - sum(flops.values())
+    parts = [f"{100 * count / model.estimate_flops():.1f}% {kind}" for kind, count in flops.items() if count > 0]
+    return f"of all matrix products: {', '.join(parts)}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mid-training, SFT and RL
+
+QUANTIZATIONS = ("forward", "full", "none")
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -> None:
+    """nanochat's flags that these stages have, and ours."""
+    add = parser.add_argument
+    add_run_arguments(parser)
+    add(
+        "--dtype",
+        default="bfloat16",
+        choices=("float32", "bfloat16"),
+        help="matrix products in float32|bfloat16 on a GPU (a CPU has float32)",
+    )
+    add("--seed", type=int, default=42, help="seed of rotations and stochastic rounding (--quantization full)")
+    # Quantization
+    add(
+        "--method",
+        default=None,
+        help=f"QAT method (default: the one the model was trained with): {', '.join(nf.METHODS)}; "
+        "or an ablation (nf.ABLATIONS)",
+    )
+    add(
+        "--quantization",
+        default="forward",
+        choices=QUANTIZATIONS,
+        help="quantize the forward pass only, forward and backward, or nothing",
+    )
+    # Model loading
+    add("--model-tag", default=None, help="model tag to load from, and to save under")
+    add("--model-step", type=int, default=None, help="model step to load from")
+    # Data
+    add(
+        "--data",
+        default="nanochat",
+        choices=("nanochat", "local"),
+        help="nanochat's mixture, or a small one made on the spot without a network (no benchmark numbers)",
+    )
+    add("--sft-dir", default=None, help="folder with train.jsonl and test.jsonl of conversations, in place of SmolTalk")
+    add(
+        "--eval-dir",
+        default=None,
+        help="folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md",
+    )
+    add("--allow-missing", action="store_true", help="leave out a dataset that is not to be had, instead of stopping")
+    # Optimization
+    add("--embedding-lr", type=parse_finite, default=0.2, help="learning rate for embedding parameters (Adam)")
+    add("--unembedding-lr", type=parse_finite, default=0.004, help="learning rate for unembedding parameters (Adam)")
+    add("--matrix-lr", type=parse_finite, default=0.02, help="learning rate for matrix parameters (Muon)")
+    add("--weight-decay", type=parse_finite, default=0.0, help="weight decay of the matrix parameters (Muon)")
+    add("--init-lr-frac", type=parse_finite, default=init_lr_frac, help="initial LR as fraction of base LR")
+
+
+class PostTraining:
+    """
+    A run of a stage up to its first step: the model it starts from, or goes on with, and what its folder holds.
+
+    stage, source: of this stage and of the one before it. Raises UserError.
+    """
+
+    def __init__(self, stage: str, source: str, args: argparse.Namespace, process: Process):
+        self.stage, self.source, self.args, self.process = stage, source, args, process
+        self.dry_run = getattr(args, "dry_run", False)
+        if stage == "rl" and args.parallel != "ddp":
+            raise UserError("reinforcement learning generates on each process by itself; leave --parallel out")
+        sharded = check_parallel(args)
+        check_model_tag(args.model_tag)
+        self.model_tag = args.model_tag or find_model_tag(source, None)
+        folder = Path(get_base_dir()) / SOURCES[stage] / self.model_tag
+        step = None
+        if not self.dry_run:
+            process.held.enter_context(held_run(folder))
+            step = find_resume_step(folder, args.resume_from_step, args.overwrite, process.rank)
+        self.start = Start(folder)
+        if step is None:
+            self.begin_anew()
+        else:
+            self.go_on(step)
+        if not self.dry_run:
+            check_writable(folder, save_bytes(self.model), starts_over(args.resume_from_step, args.overwrite))
+        self.config = self.model.config
+        # Resuming, the method is the run's own; nothing but --method changes it, and that is refused.
+        self.method = resolve_method(args.method or (self.parent_meta.get("user_config") or {}).get("method") or "bf16")
+        wished = os.environ.get("QAT_METHOD")
+        if wished and not args.method and resolve_method(wished) != self.method:
+            print0(f"note: the model was trained with {self.method}, so QAT_METHOD={wished} is not used (--method is)")
+        nf.convert(
+            self.model,
+            "bf16" if args.quantization == "none" else get_recipe(self.method).final,
+            backward=args.quantization == "full",
+            verbose=process.rank == 0,
+            per_token_in_eval=False,
+        )
+        if sharded:
+            shard(self.model, torch.bfloat16 if process.device.type == "cuda" and self.dtype is None else None)
+
+    def begin_anew(self) -> None:
+        """With the model of the stage before."""
+        self.model, self.tokenizer, self.parent_meta = load_model(
+            self.source, self.process.device, "train", self.model_tag, self.args.model_step
+        )
+        step = self.parent_meta.get("step")
+        digest = weights_digest(Path(get_base_dir()) / SOURCES[self.source] / self.model_tag, step)
+        tag = {"stage": self.source, "model_tag": self.model_tag}
+        self.parent = {**tag, "step": step, "weights_sha256": digest}
+
+    def go_on(self, step: int) -> None:
+        """From the run's own checkpoint, unless the model that it began with has been trained anew in the meantime."""
+        folder, device, rank = self.start.folder, self.process.device, self.process.rank
+        self.model, self.tokenizer, meta = build_model(folder, step, device, "train")
+        _, rank_state, _ = load_checkpoint(folder, step, device, load_optimizer=True, rank=rank)
+        self.start = Start(folder, folder, step, rank_state, meta)
+        self.parent_meta, self.parent = meta, meta.get("parent") or {}
+        before = self.parent.get("weights_sha256")
+        now = weights_digest(Path(get_base_dir()) / SOURCES[self.source] / self.model_tag, self.parent.get("step"))
+        if before is not None and now is not None and before != now:
+            raise UserError(
+                f"the run in {folder} began with another {self.source} model than {self.model_tag} is now; start it "
+                "over with --overwrite"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of matrix products: see gpt.autocast."""
+        return torch.float32 if self.args.dtype == "float32" else None
+
+    @property
+    def rates(self) -> dict[str, float]:
+        return {
+            name: getattr(self.args, name) for name in ("unembedding_lr", "embedding_lr", "matrix_lr", "weight_decay")
+        }
+
+    def trainer(
+        self, parts: TrainingStep, sources: dict[str, str], batch_config: dict[str, Any], **spec: Any
+    ) -> Trainer:
+        """spec: of RunSpec, the stage's own fields. sources: of the mixture. batch_config: further settings that decide
+        the batches. Raises UserError where a checkpoint is of another run."""
+        args = self.args
+        run_config = {
+            "stage": self.stage,
+            "method": self.method,
+            "quantization": args.quantization,
+            **config_record(self.config),
+            **batch_config,
+            "num_iterations": spec["num_iterations"],
+            "sources": sources,
+            "seed": args.seed,
+            "tokenizer": self.tokenizer.fingerprint(),
+        }
+        if self.start.source is not None:
+            check_same_run(run_config, self.start.meta.get("run_config"), self.start.folder)
+        made = RunSpec(
+            stage=self.stage,
+            method=self.method,
+            user_config={**vars(args), "method": self.method, "device_batch_size": spec["device_batch_size"]},
+            meta={
+                "model_config": config_record(self.config),
+                "run_config": run_config,
+                "tunable": {"world_size": self.process.world_size, "parallel": args.parallel},
+                "parent": self.parent,
+            },
+            start_record={"quantization": args.quantization, "sources": sources},
+            lower="--init-lr-frac",
+            seed=args.seed,
+            **spec,
+        )
+        return Trainer(made, parts, self.args, self.process, self.start)
+
+    def parts(self, optimizers: list[torch.optim.Optimizer], forward: Any, **loss: Any) -> TrainingStep:
+        return TrainingStep(self.model, optimizers, forward, QuantizedTraining(self.model), self.dtype, **loss)
+
+    def report(self, trainer: Trainer, section: str, setup: dict[str, Any], sources: dict[str, str]) -> None:
+        """What came out: to the screen, and under `section` into the report, with `setup`."""
+        step, loop, monitor = trainer.step, trainer.loop, trainer.monitor
+        if self.start.resumed_step == step:
+            print0(f"Nothing to do: {self.model_tag} is through this stage ({step} steps)")
+            if get_report(self.model_tag).has(section):
+                return  # else it was killed after its last save, before it could report
+        gpu = self.process.device.type == "cuda"
+        outcome = {
+            "Number of iterations": step,
+            "DDP world size": self.process.world_size,
+            "Training time": format_seconds(loop["training_seconds"]),
+            "Peak memory usage": f"{torch.cuda.max_memory_allocated() / 2**20:.2f}MiB" if gpu else None,
+            "Training loss (smoothed)": monitor.smoothed,
+            **{f"Best {key}": value for key, value in loop["best"].items()},
+            "Loss spikes": monitor.state["spikes"],
+            "Skipped updates": monitor.state["skipped"],
+            "Quantization error": trainer.telemetry,
+        }
+        outcome = {k: v for k, v in outcome.items() if v is not None}
+        announce({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in outcome.items()})
+        if self.dry_run:
+            return
+        results = {
+            "method": self.method,
+            "quantization": self.args.quantization,
+            "train_loss": monitor.smoothed,
+            "training_seconds": loop["training_seconds"],
+            **loop["numbers"],
+        }
+        lines = {
+            "Model": f"{self.source} model {self.model_tag}, step {self.parent.get('step')}",
+            "Layers": " / ".join(str(self.model.nf_report).splitlines()),
+            **setup,
+            **{f"Data: {name}": rows for name, rows in sources.items()},
+        }
+        get_report(self.model_tag).log(section, [lines | outcome], results)
