@@ -2,19 +2,18 @@
 Saving, finding, loading and pruning checkpoints: nanochat's files and a manifest of their checksums, all there or not.
 
     model_000100.pt         weights (rank 0)
-    optim_000100_rank0.pt   whatever a rank needs to go on: optimizer, random state, data position (every rank)
+    optim_000100_rank0.pt   a rank's optimizer, random state and data position (every rank)
     method_000100.pt        what the QAT method has learned besides the weights, where it has (rank 0; nf.gram_state)
     meta_000100.json        model config, method, settings, losses (rank 0)
     manifest_000100.json    size and SHA-256 of the files above, and how many ranks wrote them
 
-A save first writes every file under a temporary name (`model_000100.pt.<random>.staged`) and flushes it to the disk.
-Then the manifest, which lists these names, appears in one rename: at that moment the checkpoint exists. Only after it
-the files get their own names. A process killed before that moment leaves an older checkpoint of the same step, if
-there was one, as it was; killed after it, readers find the files under their temporary names. So there is no moment at
-which a kill loses a checkpoint that existed, or makes one that is not complete.
+A save writes every file under a temporary name (`model_000100.pt.<random>.staged`) and flushes the file to the disk.
+Then the manifest appears in one rename, with the temporary names. The checkpoint exists from that moment on. The files
+get their own names last. A kill before the manifest leaves an older checkpoint of the same step as it was. A kill after
+the manifest leaves temporary names, under which readers find the files.
 
-Files without a manifest are nanochat's own checkpoints; they are read with a warning that nothing vouches for them.
-Everything is loaded with weights_only=True: a checkpoint cannot run code.
+Files without a manifest are nanochat's own checkpoints. Reading them gives a warning. torch.load has weights_only=True
+everywhere, so that a checkpoint cannot run code.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,24 +52,10 @@ def check_model_tag(model_tag: str | None) -> None:
         )
 
 
-def _model_name(step: int) -> str:
-    return f"model_{step:06d}.pt"
-
-
-def _optim_name(step: int, rank: int) -> str:
-    return f"optim_{step:06d}_rank{rank:d}.pt"
-
-
-def _method_name(step: int) -> str:
-    return f"method_{step:06d}.pt"
-
-
-def _meta_name(step: int) -> str:
-    return f"meta_{step:06d}.json"
-
-
-def _manifest_name(step: int) -> str:
-    return f"manifest_{step:06d}.json"
+def _name(kind: str, step: int, rank: int = 0) -> str:
+    """The file of a step: kind is model, optim, method, meta or manifest."""
+    ends = {"optim": f"_rank{rank:d}.pt", "meta": ".json", "manifest": ".json"}
+    return f"{kind}_{step:06d}{ends.get(kind, '.pt')}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -97,7 +82,7 @@ class _HashingFile:
         self.f.flush()
 
 
-def _stage(folder: Path, name: str, content: Any) -> dict[str, Any]:
+def _write(folder: Path, name: str, content: Any) -> dict[str, Any]:
     """Write `content` (bytes, or an object for torch.save) under a temporary name; returns the manifest's entry."""
     staged = f"{name}.{secrets.token_hex(4)}.staged"
     try:
@@ -168,12 +153,12 @@ def save_checkpoint(
             # it may be what fills the disk.
             _sweep(folder, lambda s: s != step)
             meta = {**(meta_data or {}), "step": step, "format": FORMAT}
-            entries.append(_stage(folder, _model_name(step), model_data))
+            entries.append(_write(folder, _name("model", step), model_data))
             if method_data:
-                entries.append(_stage(folder, _method_name(step), method_data))
-            entries.append(_stage(folder, _meta_name(step), json.dumps(meta, indent=2, default=_plain).encode()))
+                entries.append(_write(folder, _name("method", step), method_data))
+            entries.append(_write(folder, _name("meta", step), json.dumps(meta, indent=2, default=_plain).encode()))
         if optimizer_data is not None:
-            entries.append(_stage(folder, _optim_name(step, rank), optimizer_data))
+            entries.append(_write(folder, _name("optim", step, rank), optimizer_data))
     except (OSError, RuntimeError) as e:
         problem = f"rank {rank}: {one_line(e)}"
 
@@ -183,7 +168,7 @@ def save_checkpoint(
         files = [entry for _, rank_entries in results for entry in rank_entries]
         manifest = {"format": FORMAT, "step": step, "world_size": len(results), "files": files}
         try:
-            atomic_write(folder / _manifest_name(step), json.dumps(manifest, indent=2) + "\n")
+            atomic_write(folder / _name("manifest", step), json.dumps(manifest, indent=2) + "\n")
         except OSError as e:
             problem = one_line(e)
     problem = _exchange(problem)[0]
@@ -204,18 +189,15 @@ def save_checkpoint(
 
 
 def _sweep(folder: Path, which: Callable[[int], bool]) -> None:
-    """Finish what killed saves of some steps left: settle what a manifest lists, delete what none does."""
+    """Finish what killed saves of some steps left: name the files of a manifest, delete the temporary ones of none."""
     listed: set[str] = set()
     for step in _manifest_steps(folder):
-        with contextlib.suppress(UserError):
-            entries = _read_manifest(folder, step)["files"]
-            listed |= {entry["staged"] for entry in entries}
-            if which(step):
-                _settle(folder, [entry for entry in entries if (folder / entry["staged"]).exists()])
+        entries = _entries(folder, step).values()
+        listed |= {entry["staged"] for entry in entries}
+        if which(step):
+            _settle(folder, [entry for entry in entries if (folder / entry["staged"]).exists()])
     for path in folder.iterdir():
-        staged = re.fullmatch(r"(?:model|method|optim|meta)_(\d+)[_.].*\.staged", path.name)
-        unfinished = re.fullmatch(r"\.manifest_(\d+)\.json\..*\.tmp", path.name)
-        match = staged or unfinished
+        match = re.fullmatch(r"\.?(?:model|method|optim|meta|manifest)_(\d+)[_.].*\.(?:staged|tmp)", path.name)
         if match and which(int(match.group(1))) and path.name not in listed:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -223,10 +205,10 @@ def _sweep(folder: Path, which: Callable[[int], bool]) -> None:
 
 def finish_killed_saves(checkpoint_dir: str | os.PathLike) -> None:
     """
-    What the next save would do after a kill; for rank 0 of a run that resumes, since after the last step no save comes.
+    What the next save would do after a kill. For rank 0 of a run that resumes: no save comes after the last step.
 
-    For nobody who only reads: a run may be saving. What is newer than every manifest is left to the next save, for it
-    may be that of a process which is still ending.
+    Call only when resuming: a reader could race a running save. Files that are newer than every manifest are left to
+    the next save. They may be of a process that is still ending.
     """
     folder = Path(checkpoint_dir)
     if steps := _manifest_steps(folder):
@@ -243,40 +225,29 @@ def prune_checkpoints(checkpoint_dir: str | os.PathLike, keep_last: int) -> None
         return
     folder = Path(checkpoint_dir)
     complete = [step for step in _manifest_steps(folder) if _problem(folder, step, hashes=False) is None]
-    doomed = complete[keep_last:]
-    for step in _named_steps(folder, "meta"):
-        # The rest of a deletion that was cut short: ours, and without a manifest.
-        if not (folder / _manifest_name(step)).exists() and _is_ours(folder, step):
-            doomed.append(step)
-    for step in doomed:
-        # The manifest goes first, for without it the checkpoint no longer counts; the metadata goes last, because it
-        # is what tells the rest from a checkpoint of nanochat's.
-        names = [_manifest_name(step)]
-        names += sorted(p.name for p in folder.glob(f"optim_{step:06d}_rank*.pt")) + [
-            _model_name(step),
-            _method_name(step),
-            _meta_name(step),
-        ]
-        for name in names:
-            try:
-                os.unlink(folder / name)
-            except FileNotFoundError:
-                continue
-            except OSError as e:
-                logger.warning(f"cannot delete {folder / name} ({e.strerror})")
-                break
+    # Ours without a manifest: the rest of a deletion that was cut short.
+    rest = [s for s in _named_steps(folder, "meta") if not (folder / _name("manifest", s)).exists()]
+    for step in complete[keep_last:] + [s for s in rest if _is_ours(folder, s)]:
+        _delete(folder, step)
 
 
 def forget_later_checkpoints(checkpoint_dir: str | os.PathLike, step: int) -> None:
-    """
-    Delete the checkpoints after `step`: they belong to a run that was continued from an earlier step instead, and
-    'latest' must not find them. The manifest goes first, so that what is half deleted no longer counts.
-    """
-    folder = Path(checkpoint_dir)
-    for later in (s for s in list_steps(folder) if s > step):
-        for kind in ("manifest", "model", "method", "optim", "meta"):
-            for path in folder.glob(f"{kind}_{later:06d}*"):
-                path.unlink(missing_ok=True)
+    """Delete the checkpoints after `step`. The run went on from an earlier one, and 'latest' must not find them."""
+    for later in (s for s in list_steps(checkpoint_dir) if s > step):
+        _delete(Path(checkpoint_dir), later)
+
+
+def _delete(folder: Path, step: int) -> None:
+    """Without its manifest a checkpoint no longer counts. The metadata, which tells ours from nanochat's, goes last."""
+    for kind in ("manifest", "optim", "model", "method", "meta"):
+        for path in sorted(folder.glob(f"{kind}_{step:06d}[._]*")):
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                continue
+            except OSError as e:
+                logger.warning(f"cannot delete {path} ({e.strerror})")
+                return
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -298,7 +269,7 @@ def _manifest_steps(folder: Path) -> list[int]:
 def _is_ours(folder: Path, step: int) -> bool:
     """False for a checkpoint that nanochat wrote."""
     try:
-        meta = json.loads((folder / _meta_name(step)).read_bytes())
+        meta = json.loads((folder / _name("meta", step)).read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(meta, dict) and meta.get("format") == FORMAT
@@ -306,7 +277,7 @@ def _is_ours(folder: Path, step: int) -> bool:
 
 def _read_manifest(folder: Path, step: int) -> dict[str, Any]:
     """The manifest of a step, checked for its form. Raises UserError."""
-    path = folder / _manifest_name(step)
+    path = folder / _name("manifest", step)
     try:
         manifest = json.loads(path.read_bytes())
         good = manifest["format"] == FORMAT and manifest["step"] == step and manifest["world_size"] >= 1
@@ -318,7 +289,7 @@ def _read_manifest(folder: Path, step: int) -> dict[str, Any]:
             staged = re.fullmatch(re.escape(entry["name"]) + r"\.[0-9a-f]+\.staged", entry["staged"])
             good &= bool(kind and staged and isinstance(entry["size"], int) and isinstance(entry["sha256"], str))
         names = {entry["name"] for entry in manifest["files"]}
-        good &= {_model_name(step), _meta_name(step)} <= names
+        good &= {_name("model", step), _name("meta", step)} <= names
     except OSError as e:
         raise UserError(f"{path.name} cannot be read ({e.strerror})") from e
     except (ValueError, KeyError, TypeError, RecursionError) as e:
@@ -328,8 +299,16 @@ def _read_manifest(folder: Path, step: int) -> dict[str, Any]:
     return manifest
 
 
+def _entries(folder: Path, step: int) -> dict[str, dict[str, Any]]:
+    """The manifest's entries by name. Empty where there is no manifest, or a damaged one."""
+    try:
+        return {entry["name"]: entry for entry in _read_manifest(folder, step)["files"]}
+    except UserError:
+        return {}
+
+
 def _open(folder: Path, entry: dict[str, Any]) -> BinaryIO:
-    """A listed file, under its temporary name as long as it has that: the run that saves it may rename it any time."""
+    """A listed file, under its temporary name while it has one. The run that saves it may rename it at any time."""
     try:
         return open(folder / entry["staged"], "rb")
     except FileNotFoundError:
@@ -351,21 +330,24 @@ def _file_problem(folder: Path, entry: dict[str, Any], hashes: bool) -> str | No
     return None
 
 
-def _problem(folder: Path, step: int, hashes: bool = True) -> str | None:
-    """Why the checkpoint of a step cannot be used, or None. Without `hashes`, a quick look at sizes."""
-    if not (folder / _manifest_name(step)).exists():
+def _problem(folder: Path, step: int, hashes: bool = True, wanted: Sequence[str] = ()) -> str | None:
+    """Why the checkpoint of a step cannot be used, or None. wanted: these files alone. hashes=False: sizes alone."""
+    if not (folder / _name("manifest", step)).exists():
         # nanochat's own need a model and readable metadata; ours without a manifest were being deleted, or lost it.
         if _is_ours(folder, step):
-            return f"{_manifest_name(step)} is missing"
-        for name in (_model_name(step), _meta_name(step)):
-            if not (folder / name).is_file():
-                return f"{name} is missing"
-        return None
+            return f"{_name('manifest', step)} is missing"
+        names = (_name("model", step), _name("meta", step))
+        return next((f"{name} is missing" for name in names if not (folder / name).is_file()), None)
     try:
-        manifest = _read_manifest(folder, step)
+        entries = {entry["name"]: entry for entry in _read_manifest(folder, step)["files"]}
     except UserError as e:
         return str(e)
-    return next((p for p in (_file_problem(folder, entry, hashes) for entry in manifest["files"]) if p), None)
+    for name in wanted or entries:
+        if name not in entries:
+            return f"{name} was not saved"
+        if problem := _file_problem(folder, entries[name], hashes):
+            return problem
+    return None
 
 
 def list_steps(checkpoint_dir: str | os.PathLike) -> list[int]:
@@ -413,14 +395,6 @@ def find_last_step(checkpoint_dir: str | os.PathLike) -> int:
 # Loading
 
 
-def _saved_world_size(folder: Path, step: int) -> int | None:
-    """How many ranks wrote a checkpoint; None where its manifest is damaged."""
-    try:
-        return _read_manifest(folder, step)["world_size"]
-    except UserError:
-        return None
-
-
 def _torch_load(folder: Path, entry: dict[str, Any], device: Any, mmap: bool = False) -> Any:
     """mmap: of a file of which most is not needed; it is read as it is asked for."""
     path = folder / entry["name"]
@@ -437,17 +411,6 @@ def _torch_load(folder: Path, entry: dict[str, Any], device: Any, mmap: bool = F
         raise
     except Exception as e:  # a damaged file makes torch.load raise nearly anything
         raise UserError(f"{path} cannot be read as weights ({one_line(e)[:120]}); use another step") from e
-
-
-def check_step(checkpoint_dir: str | os.PathLike, step: int) -> None:
-    """Raise NoCheckpointError, naming the steps that are there, unless the folder has a checkpoint of that step."""
-    steps = list_steps(checkpoint_dir)
-    if step not in steps:
-        known = ", ".join(map(str, steps[:10]))
-        raise NoCheckpointError(
-            f"there is no checkpoint of step {step} in {checkpoint_dir}; "
-            + (f"it has steps {known}" if known else "it has none: train a model first, or check --model-tag")
-        )
 
 
 def load_checkpoint(
@@ -467,47 +430,42 @@ def load_checkpoint(
     every optimizer its part), and "dataloaders", the data positions of each.
     """
     folder = Path(checkpoint_dir)
-    if step is None:
-        step = find_last_step(folder)
-    check_step(folder, step)
-    has_manifest = (folder / _manifest_name(step)).exists()
-    ranks = [rank] if load_optimizer else []
+    step = find_last_step(folder) if step is None else step
+    if step not in (steps := list_steps(folder)):
+        known = ", ".join(map(str, steps[:10]))
+        raise NoCheckpointError(
+            f"there is no checkpoint of step {step} in {checkpoint_dir}; "
+            + (f"it has steps {known}" if known else "it has none: train a model first, or check --model-tag")
+        )
+    entries = _entries(folder, step)
     world_size = dist.get_world_size() if is_ddp_initialized() else get_dist_info()[3]
-    saved = _saved_world_size(folder, step) if load_optimizer and has_manifest else None
-    if saved not in (None, world_size):
-        ranks = list(range(saved))
-    wanted = [_model_name(step), _meta_name(step), *(_optim_name(step, r) for r in ranks)]
-    if has_manifest:
-        problem = _listed_problem(folder, step, wanted)
-    else:
-        problem = _problem(folder, step)
-    if problem is not None:
+    saved = _read_manifest(folder, step)["world_size"] if entries else world_size
+    ranks = [] if not load_optimizer else [rank] if saved == world_size else list(range(saved))
+    model_name, meta_name = _name("model", step), _name("meta", step)
+    wanted = [model_name, meta_name, *(_name("optim", step, r) for r in ranks)]
+    if problem := _problem(folder, step, wanted=wanted):
         raise UserError(f"checkpoint of step {step} in {folder}: {problem}; {_way_out(folder, step)}")
-    if has_manifest:
-        entries = {entry["name"]: entry for entry in _read_manifest(folder, step)["files"]}
-    else:
+    if not entries:
         logger.warning(f"the checkpoint of step {step} in {folder} has no manifest, so nothing vouches for its files")
         entries = {name: {"name": name, "staged": name} for name in wanted}
     try:
-        with _open(folder, entries[_meta_name(step)]) as f:
+        with _open(folder, entries[meta_name]) as f:
             meta = json.load(f)
         if not isinstance(meta, dict):
             raise ValueError("not an object")
     except (OSError, ValueError, RecursionError) as e:
-        raise UserError(
-            f"{folder / _meta_name(step)} is damaged ({one_line(e)[:100]}); {_way_out(folder, step)}"
-        ) from e
-    model_data = _torch_load(folder, entries[_model_name(step)], device)
+        raise UserError(f"{folder / meta_name} is damaged ({one_line(e)[:100]}); {_way_out(folder, step)}") from e
+    model_data = _torch_load(folder, entries[model_name], device)
     if not isinstance(model_data, dict):
-        raise UserError(f"{folder / _model_name(step)} holds no state dict; {_way_out(folder, step)}")
+        raise UserError(f"{folder / model_name} holds no state dict; {_way_out(folder, step)}")
     optimizer_data = None
-    if ranks and saved in (None, world_size):
-        optimizer_data = _torch_load(folder, entries[_optim_name(step, rank)], device)
+    if ranks and saved == world_size:
+        optimizer_data = _torch_load(folder, entries[_name("optim", step, rank)], device)
     elif ranks:
-        parts = [_torch_load(folder, entries[_optim_name(step, r)], "cpu", mmap=True) for r in ranks]
+        parts = [_torch_load(folder, entries[_name("optim", step, r)], "cpu", mmap=True) for r in ranks]
         optimizer_data = dict(parts[rank] if rank < len(parts) else parts[0])
         optimizer_data["all_ranks"] = [part["optimizers"] for part in parts]
-        optimizer_data["dataloaders"] = [part.get("dataloader", part.get("loader")) for part in parts]
+        optimizer_data["dataloaders"] = [part.get("dataloader") for part in parts]
     return model_data, optimizer_data, meta
 
 
@@ -515,28 +473,12 @@ def load_method_data(checkpoint_dir: str | os.PathLike, step: int, device: str |
     """What the QAT method had learned besides the weights (nf.gram_state), checked against the manifest; empty where
     it had nothing. Raises UserError where the file is damaged."""
     folder = Path(checkpoint_dir)
-    if not (folder / _manifest_name(step)).exists():
+    entry = _entries(folder, step).get(_name("method", step))
+    if entry is None:
         return {}
-    for entry in _read_manifest(folder, step)["files"]:
-        if entry["name"] == _method_name(step):
-            if problem := _file_problem(folder, entry, hashes=True):
-                raise UserError(f"checkpoint of step {step} in {folder}: {problem}; {_way_out(folder, step)}")
-            return _torch_load(folder, entry, device)
-    return {}
-
-
-def _listed_problem(folder: Path, step: int, wanted: list[str]) -> str | None:
-    try:
-        manifest = _read_manifest(folder, step)
-    except UserError as e:
-        return str(e)
-    entries = {entry["name"]: entry for entry in manifest["files"]}
-    for name in wanted:
-        if name not in entries:
-            return f"{name} was not saved"
-        if problem := _file_problem(folder, entries[name], hashes=True):
-            return problem
-    return None
+    if problem := _file_problem(folder, entry, hashes=True):
+        raise UserError(f"checkpoint of step {step} in {folder}: {problem}; {_way_out(folder, step)}")
+    return _torch_load(folder, entry, device)
 
 
 def _way_out(folder: Path, step: int) -> str:
