@@ -253,17 +253,15 @@ def agree_on_start(store: dist.Store, rank: int, world_size: int, seconds: float
     )
 
 
-def rank_timeout(flag: str | None = None) -> timedelta:
-    """How long a process waits for the others before it gives up: --rank-timeout, else NANOCHAT_RANK_TIMEOUT, in
-    seconds; default 120."""
-    text = flag or os.environ.get("NANOCHAT_RANK_TIMEOUT") or "120"
+def rank_timeout() -> timedelta:
+    """How long a process waits for the others before it gives up: NANOCHAT_RANK_TIMEOUT, in seconds; default 120."""
+    text = os.environ.get("NANOCHAT_RANK_TIMEOUT") or "120"
     try:
         seconds = float(text)
         if not 1 <= seconds <= 86_400:
             raise ValueError
     except ValueError:
-        name = "--rank-timeout" if flag else "NANOCHAT_RANK_TIMEOUT"
-        raise UserError(f"{name}={text!r} is not a number of seconds from 1 to 86400") from None
+        raise UserError(f"NANOCHAT_RANK_TIMEOUT={text!r} is not a number of seconds from 1 to 86400") from None
     return timedelta(seconds=seconds)
 
 
@@ -286,13 +284,11 @@ def set_cpu_threads(device: torch.device, width: int) -> None:
         torch.set_num_threads(cpu_threads(width))
 
 
-def compute_init(
-    device_type: str = "cuda", seed: int = 42, timeout: str | None = None
-) -> tuple[bool, int, int, int, torch.device]:
+def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, int, int, torch.device]:
     """
     Choose the device, seed (the same on all ranks) and join the process group under torchrun.
 
-    device_type: cuda | mps | cpu, or "" to autodetect. NCCL on CUDA, gloo on the CPU. timeout: of rank_timeout.
+    device_type: cuda | mps | cpu, or "" to autodetect. NCCL on CUDA, gloo on the CPU.
     Returns (ddp, rank, local_rank, world_size, device), as nanochat does. Raises UserError.
     """
     device_type = device_type or autodetect_device_type()
@@ -316,7 +312,7 @@ def compute_init(
             torch.cuda.set_device(device)
         if not is_ddp_initialized():
             try:
-                limit = rank_timeout(timeout)
+                limit = rank_timeout()
                 agents = _agent_store(limit.total_seconds())
                 where = {"store": agents, "rank": rank, "world_size": world_size} if agents else {}
                 where["timeout"] = limit

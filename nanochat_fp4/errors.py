@@ -62,7 +62,7 @@ def run_main(main: Callable[[], Any]) -> None:
         elif isinstance(e, OverflowError) or "Overflow when unpacking" in str(e):  # Python's, and torch's TypeError
             message = f"a number is too large ({one_line(e)[:150]}); see the command's --help"
         elif isinstance(e, RuntimeError) and (name := _NOT_DETERMINISTIC.match(str(e))):
-            message = f"{name[1]} has no deterministic form on this device; train without --deterministic"
+            message = f"{name[1]} has no deterministic form on this device; train without --runtime=deterministic"
         elif isinstance(e, LostRankError):
             message, status = one_line(e), 1
         elif is_lost_rank(e):
@@ -92,7 +92,7 @@ def _let_go_of_stdout() -> None:
 
 
 LOST_RANK = (
-    "another process of this run has ended, or did not answer within the seconds of --rank-timeout; see what it "
+    "another process of this run has ended, or did not answer within the seconds of NANOCHAT_RANK_TIMEOUT; see what it "
     "said last, and start all of them again with --resume-from-step latest"
 )
 

@@ -44,9 +44,9 @@ def check_parallel(args: argparse.Namespace) -> bool:
         print0("note: one process has nobody to share weights with: --parallel=fsdp is --parallel=ddp")
         return False
     unfit = {
-        "--oscillation": bool(getattr(args, "oscillation", "")),
+        "--method-changes=reset": bool(getattr(args, "oscillation", "")),
         "--device-batch-size=auto": args.device_batch_size == "auto",
-        "--telemetry-every": args.telemetry_every > 0,
+        "--runtime=telemetry": args.telemetry_every > 0,
     }
     for flag in (flag for flag, given in unfit.items() if given):
         raise UserError(f"{flag} does not go with --parallel=fsdp; leave it out, or use --parallel=ddp")

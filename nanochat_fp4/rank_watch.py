@@ -89,7 +89,7 @@ class RankWatch:
         if who["host"] == socket.gethostname() and _start_time(who["pid"]) != who["start"]:
             return f"{where} has ended; {ADVICE}"
         if time.monotonic() - since > self.timeout:
-            return f"{where} has not answered for {self.timeout:.0f} seconds (--rank-timeout); {ADVICE}"
+            return f"{where} has not answered for {self.timeout:.0f} seconds (NANOCHAT_RANK_TIMEOUT); {ADVICE}"
         return None
 
 

@@ -32,7 +32,7 @@ from nanochat_fp4.data.dataloader import (
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
-from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, list_parquet_files, shard_digest
+from nanochat_fp4.data.dataset import ensure_data, list_parquet_files, shard_digest
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
 from nanochat_fp4.doctor import probe
 from nanochat_fp4.errors import UserError, one_line, run_main
@@ -46,13 +46,17 @@ from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard, unsharded
 from nanochat_fp4.training.checkpoint_manager import check_model_tag
-from nanochat_fp4.training.load_model import config_record, resolve_method
-from nanochat_fp4.training.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
-from nanochat_fp4.training.setup import (
+from nanochat_fp4.training.flags import (
     add_horizon_arguments,
     add_method_arguments,
     add_run_arguments,
+    add_several,
     changed_flags,
+    parse_seeds,
+)
+from nanochat_fp4.training.load_model import config_record, resolve_method
+from nanochat_fp4.training.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
+from nanochat_fp4.training.setup import (
     check_machine,
     comparison_key,
     describe,
@@ -72,21 +76,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "then 143, 130, 129 and 0. Bad input and numerical trouble end in one line and exit status 2.",
     )
     add = parser.add_argument
-    add_run_arguments(parser)
-    add(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="torch.compile the model (default: on a GPU only)",
+    add_run_arguments(parser, "compile", "eager", "recompute-mlp", "recompute-all")
+    add_several(
+        parser,
+        "--seed",
+        parse_seeds,
+        "seed of weights, rotations and stochastic rounding (default: 42); after a comma, from 1 to 4294967295, that "
+        "of another order of the training text (default: as it is stored)",
     )
-    add("--seed", type=int, default=42, help="seed of weights, rotations and stochastic rounding")
     add(
-        "--data-seed",
-        type=int,
-        default=0,
-        help="another order of the training text for another number from 1 to 4294967295 (default: 0, as it is stored)",
+        "--data-dir",
+        default="",
+        help="folder of parquet shards or text (default: $DATA_DIR, else FineWeb-Edu, else a small embedded corpus)",
     )
-    add_data_arguments(parser, "FineWeb-Edu, else a small embedded corpus")
+    parser.set_defaults(compile=None, recompute="none", seed=42, data_seed=0)
     add_method_arguments(parser)
     # Model architecture
     add("--depth", type=int, default=20, help="depth of the Transformer model")
@@ -111,12 +114,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=parse_device_batch_size,
         default=32,
         help="per-device batch size, or 'auto' for the largest that fits; the total batch stays the same",
-    )
-    add(
-        "--recompute",
-        choices=("none", "mlp", "all"),
-        default="none",
-        help="compute the MLP, or attention as well, again in the backward pass instead of keeping it: less memory",
     )
     add("--total-batch-size", type=int, default=524288, help="total batch size in tokens")
     add("--embedding-lr", type=parse_finite, default=0.3, help="learning rate for embedding parameters (Adam)")
@@ -220,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(args: argparse.Namespace, method: str, process: Process) -> None:
     device, world_size = process.device, process.world_size
     sharded = check_parallel(args)
-    data_dir = ensure_data(args.data_dir, column=args.text_column)
+    data_dir = ensure_data(args.data_dir)
     tokenizer = get_tokenizer()
     token_bytes = get_token_bytes(device=device)
     process.phases.end("data, tokenizer")

@@ -45,7 +45,8 @@ from nanochat_fp4.data.chat_loader import ConversationBatches
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.signals import StopRequested
-from nanochat_fp4.training.setup import PostTraining, add_common_arguments, changed_flags, run_stage
+from nanochat_fp4.training.flags import add_common_arguments, changed_flags
+from nanochat_fp4.training.setup import PostTraining, run_stage
 from nanochat_fp4.training.trainer import Process, TrainingStep, due
 
 

@@ -42,8 +42,9 @@ from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.models.gpt import compile_layers, muon_momentum
+from nanochat_fp4.training.flags import add_common_arguments, changed_flags
 from nanochat_fp4.training.micro_batch import plan_accumulation
-from nanochat_fp4.training.setup import PostTraining, add_common_arguments, changed_flags, run_stage
+from nanochat_fp4.training.setup import PostTraining, run_stage
 from nanochat_fp4.training.trainer import Process, due
 
 
@@ -52,7 +53,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description="Midtrain the model",
         epilog="SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 save a checkpoint and stop within one step.",
     )
-    add_common_arguments(parser, init_lr_frac=1.0)
+    add_common_arguments(parser, 1.0, "compile", "eager")
+    parser.set_defaults(compile=None)
     add = parser.add_argument
     # Training horizon
     add("--num-iterations", type=int, default=-1, help="number of optimization steps (-1 = full epoch)")
@@ -65,12 +67,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="per-device batch size (default: 32, or that of the base training if it is smaller)",
     )
     add("--total-batch-size", type=int, default=524288, help="total batch size in tokens")
-    add(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="torch.compile the model (default: on a GPU only)",
-    )
     # Evaluation
     add("--eval-every", type=int, default=150, help="evaluate val bpb every N steps (-1 = disable)")
     add("--eval-tokens", type=int, default=20 * 524288, help="number of tokens to evaluate val loss on")

@@ -1,5 +1,5 @@
 """
-How reproducible a run is on this machine's GPU, as it is and with --deterministic: one table.
+How reproducible a run is on this machine's GPU, as it is and with --runtime=deterministic: one table.
 
     python lab/measure/determinism.py                                  # d6, clover; under 3 minutes on an H100 or H200
     python lab/measure/determinism.py --method=bf16 --steps=100
@@ -195,7 +195,7 @@ class Runs:
         return (self.base / f"{name}.log").read_text(errors="replace")
 
     def start(self, tag: str, mode: str, *flags: str) -> subprocess.Popen:
-        chosen = ["--deterministic"] if mode == "deterministic" else []
+        chosen = ["--runtime=deterministic"] if mode == "deterministic" else []
         module = ["-m", "scripts.base_train"]
         return self.program(*module, *self.flags, *chosen, f"--model-tag={tag}", *flags, log=tag)
 

@@ -5,6 +5,7 @@ the methods (two-way analysis of variance): it is of the training and not of a m
 """
 
 import math
+import re
 import statistics
 from typing import Any
 
@@ -57,7 +58,8 @@ def refuse_unlike(runs: list[dict]) -> None:
             raise UserError(f"--results has runs of {both}; give files of one, or name the others by a --variant")
 
     def text(run: dict) -> tuple:
-        return [f for f in run.get("flags", ()) if f.startswith("--data-seed")], run.get("eval_tokens")
+        flags = run.get("flags", ())  # --data-seed: until 2026-11-23
+        return [f for f in flags if f.startswith("--data-seed") or re.match("--seed=.*,", f)], run.get("eval_tokens")
 
     base = {r["seed"]: text(r) for r in runs if r["method"] == "bf16"}
     for r in runs:

@@ -14,15 +14,20 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.models import llama
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.recipes import Recipe
+from nanochat_fp4.training.flags import parse_method_changes
 
 # Names of the layers of one kind, in both families of models.
 LAYER_KINDS = {"qkv": "*.attn.c_[qkv]", "out": "*.attn.c_proj", "up": "*.mlp.c_[fg]*", "down": "*.mlp.c_proj"}
 
 
 def changed(method: str, layers: str = "", phases: str = "", *more: str) -> tuple[str, ...]:
-    """Flags of base_train for a method with changes between layers and in time (nanochat_fp4/nvfp4/plan.py)."""
-    flags = [f"--method={method}", f"--layer-methods={layers}" if layers else "", *more]
-    return tuple(f for f in [*flags, f"--method-phases={phases}" if phases else ""] if f)
+    """Flags of base_train for a method with changes between layers and in time (nanochat_fp4/nvfp4/plan.py).
+
+    more: flags, or other words of --method-changes.
+    """
+    words = [word for word in (layers, phases, *more) if word and not word.startswith("--")]
+    changes = [f"--method-changes={','.join(words)}"] if words else []
+    return (f"--method={method}", *changes, *(flag for flag in more if flag.startswith("--")))
 
 
 # What can be trained besides the rows of the method table: label -> flags of base_train. What a remedy costs is the
@@ -43,16 +48,15 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_rates_up": changed("clover", "", "", "--matrix-lr=0.025"),  # nanochat's is 0.02
     "clover_rates_down": changed("clover", "", "", "--matrix-lr=0.016"),
     "clover_less_decay": changed("clover", "", "", "--weight-decay=0.1"),  # nanochat's is 0.2
-    # (nanochat_fp4/nvfp4/oscillation.py)
     # As in the paper's nanochat runs, where these differ from ours (docs/published.md).
-    "clover_separate_qkv": changed("clover", "", "", "--separate-qkv"),
-    "clover_exact_relu_squared": changed("clover", "", "", "--exact-relu-squared"),
-    "clover_reset": changed("clover", "", "", "--oscillation=reset"),
+    "clover_separate_qkv": changed("clover", "", "", "separate_qkv"),
+    "clover_exact_relu_squared": changed("clover", "", "", "exact_relu_squared"),
+    "clover_reset": changed("clover", "", "", "reset"),
     "nvidia_late_forward": changed("nvidia", phases="0.82=fig1d_sr"),  # NVIDIA's 18%, with SR in the backward
     # TetraJet-v2 in full: methods.py says how its OutControl differs from the authors'. OsciReset as in their smallest
     # run, 12,505 steps: from step 8,000 on, every 200 steps, after a window of 50, as fractions of the steps; a shorter
     # run has as many resets, in shorter windows. At the end of a period, not at the beginning; ratio > 8, not >= 8.
-    "tetrajet_v2_full": changed("tetrajet_v2_outcontrol", "", "", "--oscillation=reset:0.016:0.004:0.64"),
+    "tetrajet_v2_full": changed("tetrajet_v2_outcontrol", "", "", "reset:0.016:0.004:0.64"),
 }
 
 
@@ -109,19 +113,23 @@ def refuse_apart(flags: Sequence[str], where: str) -> None:
         raise UserError(f"{where}: {apart[0]!r} stands apart; write flags of base_train as --name=value")
 
 
-PLAN_FLAGS = ("--layer-methods", "--method-phases")
+def method_changes(own: Sequence[str]) -> dict[str, str]:
+    """--method-changes of a method's flags, in parts: layer_methods, method_phases, oscillation. Raises ValueError."""
+    texts = [flag.partition("=")[2] for flag in own if flag.startswith("--method-changes=")]
+    return parse_method_changes(texts[-1] if texts else "")
 
 
 def method_plan(own: Sequence[str]) -> MethodPlan:
     """What a method's flags of base_train say of layers and phases. Raises ValueError."""
-    value = {name: v for name, _, v in (flag.partition("=") for flag in own)}
-    return MethodPlan.parse(value.get("--method", "clover"), *(value.get(name, "") for name in PLAN_FLAGS))
+    methods = [flag.partition("=")[2] for flag in own if flag.startswith("--method=")]
+    changes = method_changes(own)
+    return MethodPlan.parse([*methods, "clover"][0], changes["layer_methods"], changes["method_phases"])
 
 
 def begins_late(flags: tuple[str, ...], fraction: float) -> bool:
     """Whether a method changes nothing before that fraction of the steps, so that it can branch from a run there."""
-    phases = [f.partition("=")[2] for f in flags if f.startswith("--method-phases=")]
-    return not fraction or fraction <= min([1.0, *(float(phase.partition("=")[0]) for phase in phases)])
+    phases = method_changes(flags)["method_phases"]
+    return not fraction or fraction <= float(phases.partition("=")[0] or 1)
 
 
 def until(own: tuple[str, ...], fraction: float) -> tuple:
@@ -134,7 +142,8 @@ def until(own: tuple[str, ...], fraction: float) -> tuple:
     phases = [(0.0, plan.method), *plan.phases]
     recipes = [(start, computation(recipe)) for start, recipe in phases if start < fraction]
     layers = [(pattern, computation(recipe)) for pattern, recipe in plan.layers]
-    others = tuple(flag for flag in own if flag.partition("=")[0] not in ("--method", *PLAN_FLAGS))
+    others = tuple(flag for flag in own if flag.partition("=")[0] not in ("--method", "--method-changes"))
+    others += tuple((k, v) for k, v in method_changes(own).items() if k not in ("layer_methods", "method_phases"))
     return recipes, [layer for layer in layers if len(recipes) > 1 or layer[1] != recipes[0][1]], others
 
 
@@ -200,7 +209,7 @@ def plan(
     for seed in seeds:
         for size in sizes:
             shape = (*size_flags(size), "--core-metric-every=-1", "--sample-every=-1", *extra)
-            shape += (f"--data-seed={seed}",) if vary_data else ()
+            seeds_flag = f"--seed={seed},{seed}" if vary_data else f"--seed={seed}"
             batch = int([f for f in shape if f.startswith("--total-batch-size=")][-1].partition("=")[2])
             steps = max(1, tokens // batch)
             horizon = f"--num-iterations={steps}" if tokens else f"--target-param-data-ratio={ratio:g}"
@@ -208,7 +217,7 @@ def plan(
             if bf16_until:
                 if (at := math.ceil(bf16_until * steps)) == steps:
                     raise UserError(f"--bf16-until={bf16_until:g} leaves none of {steps} steps; branch earlier")
-                flags = (*shape, horizon, "--method=bf16", f"--save-every={at}", "--keep-last=-1", f"--seed={seed}")
+                flags = (*shape, horizon, "--method=bf16", f"--save-every={at}", "--keep-last=-1", seeds_flag)
                 runs.append(Run("bf16", size, seed, flags, data))
                 branch = (f"--branch-from={runs[-1].tag}@{at}",)
             points = branches([method_flags(m) for m in methods], share_until, steps)
@@ -220,11 +229,11 @@ def plan(
                     continue  # the run that the others branch from
                 more = branch
                 if saved := sorted({at for first, at in filter(None, points) if first == i}):
-                    more = (f"--save-at={','.join(map(str, saved))}", "--keep-last=-1")
+                    more = (f"--save-every=@{','.join(map(str, saved))}", "--keep-last=-1")
                 if points[i]:
                     first, at = points[i]
                     more = (f"--branch-from={tags[first]}@{at}", *more)
-                flags = (*shape, horizon, *own, *more, f"--seed={seed}")
+                flags = (*shape, horizon, *own, *more, seeds_flag)
                 runs.append(Run(label, size, seed, flags, data))
                 tags.append(runs[-1].tag)
     return runs

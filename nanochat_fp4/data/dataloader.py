@@ -201,7 +201,7 @@ class BestFitLoader:
         micro_batches: int | None = None,
     ):
         if not 0 <= data_seed < 2**32:
-            raise UserError(f"--data-seed={data_seed} is not a number from 0 to {2**32 - 1}")
+            raise UserError(f"--seed: the data's {data_seed} is not a number from 0 to {2**32 - 1}")
         if B < 1 or T < 1 or buffer_size < 1 or tokenizer_batch_size < 1:
             raise ValueError(
                 f"B={B}, T={T}, buffer_size={buffer_size} and tokenizer_batch_size={tokenizer_batch_size} must be "
@@ -309,7 +309,7 @@ class BestFitLoader:
         }
         if state.get("data_seed", 0) != self.data_seed:
             raise UserError(
-                f"the data position is one of --data-seed={state.get('data_seed', 0)} and this run has "
+                f"the data position has the data's seed {state.get('data_seed', 0)} (--seed) and this run has "
                 f"{self.data_seed}; resume with the data seed that the run began with"
             )
         for key, value in self._config().items():

@@ -110,7 +110,7 @@ FORM = "reset, with :period:window:start, fractions of the steps"
 
 
 def remedies(text: str, model: nn.Module, num_steps: int) -> list[OsciReset]:
-    """What --oscillation asks for, of FORM: one, or none for "". Raises ValueError, in one line."""
+    """What --method-changes=reset asks for, of FORM: one, or none for "". Raises ValueError, in one line."""
     if not text:
         return []
     kind, *words = text.split(":")

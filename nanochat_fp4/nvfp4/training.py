@@ -40,7 +40,7 @@ class QuantizedTraining:
     plan:      which method each layer has when; None leaves the layers as they are, and also what their method has
                learned of their inputs (post-training)
     num_steps: of the whole run, for the plan and the remedy
-    remedy:    what --oscillation asks for, of oscillation.FORM
+    remedy:    what --method-changes=reset asks for, of oscillation.FORM
     Raises ValueError for a plan or remedy that does not fit.
     """
 

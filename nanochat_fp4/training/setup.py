@@ -31,20 +31,20 @@ from nanochat_fp4.common import (
     set_cpu_threads,
     use_deterministic_kernels,
 )
-from nanochat_fp4.console import Phases, format_seconds, parse_finite, rare_collections
+from nanochat_fp4.console import Phases, format_seconds, rare_collections
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.errors import LostRankError, UserError, is_lost_rank
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.gpt import GPT, config_from_depth
-from nanochat_fp4.nvfp4 import oscillation
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
-from nanochat_fp4.parallel import add_parallel_argument, check_parallel, shard
+from nanochat_fp4.parallel import check_parallel, shard
 from nanochat_fp4.signals import StopSignals
 from nanochat_fp4.training.checkpoint_manager import check_model_tag, load_checkpoint
+from nanochat_fp4.training.flags import METHOD_CHANGES
 from nanochat_fp4.training.load_model import (
     SOURCES,
     SWITCHES,
@@ -72,70 +72,6 @@ from nanochat_fp4.training.trainer import Process, RunSpec, Trainer, TrainingSte
 # Flags and processes
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that every training stage has, with the same meaning and default."""
-    add = parser.add_argument
-    # Logging
-    add(
-        "--run",
-        default=os.environ.get("WANDB_RUN") or "dummy",
-        help="wandb run name (default: $WANDB_RUN; 'dummy' disables wandb logging)",
-    )
-    add(
-        "--tracker",
-        choices=("wandb", "trackio"),
-        default=os.environ.get("TRACKER") or "wandb",
-        help="where --run is logged (default: $TRACKER): wandb, or trackio's local page, which needs no account",
-    )
-    add(
-        "--telemetry-every",
-        type=int,
-        default=-1,
-        help="measure each layer's quantization error every N steps (-1 = disable)",
-    )
-    # Runtime
-    add_parallel_argument(parser)
-    add(
-        "--rank-timeout",
-        default=None,
-        metavar="SECONDS",
-        help="how long to wait for a process that does not answer (default: $NANOCHAT_RANK_TIMEOUT, else 120)",
-    )
-    add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
-    add("--deterministic", action="store_true", help="the same bits each time on a GPU, too; slower there")
-    add(
-        "--on-nonfinite",
-        choices=("stop", "skip"),
-        default="stop",
-        help="NaN or infinity in loss or gradient: save and stop, or skip the update",
-    )
-    # Checkpoints
-    add("--save-every", type=int, default=-1, help="save checkpoints every N steps (-1 = only at end)")
-    add("--save-at", type=_steps, default=[], help="save checkpoints at these steps too, with commas")
-    add("--keep-last", type=int, default=2, help="keep so many of the newest checkpoints (-1 = all)")
-    add(
-        "--resume-from-step",
-        type=_step_or_latest,
-        default=-1,
-        help="resume from this step, or from the 'latest' intact checkpoint if there is one (-1 = disable)",
-    )
-    add("--overwrite", action="store_true", help="start over although this stage has checkpoints under the model tag")
-
-
-def _steps(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _step_or_latest(text: str) -> int | str:
-    return text if text == "latest" else int(text)
-
-
-def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str:
-    """The flags that differ from their defaults, as they would be typed; for the report."""
-    changed = {k: v for k, v in vars(args).items() if v != getattr(defaults, k) and k != "resume_from_step"}
-    return " ".join(f"--{k.replace('_', '-')}={v}" for k, v in changed.items())
-
-
 def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> None:
     """Calls train in the process group that torchrun asks for, if it does.
 
@@ -144,9 +80,7 @@ def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> Non
     phases = Phases()
     if args.deterministic:
         use_deterministic_kernels()
-    _, rank, _, world_size, device = compute_init(
-        args.device_type or autodetect_device_type(), args.seed, args.rank_timeout
-    )
+    _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
     try:
         with contextlib.ExitStack() as held, StopSignals() as signals, contextlib.ExitStack() as starting:
             starting.enter_context(rare_collections())
@@ -164,10 +98,6 @@ def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> Non
 # ----------------------------------------------------------------------------------------------------------------------
 # Pre-training
 
-# Flags that a run which branches from another one may have of its own.
-METHOD_CHANGES = (
-    "layer_methods", "method_phases", "oscillation", "branch_from", "separate_qkv", "exact_relu_squared"
-)  # fmt: skip
 MAX_STEPS = 10**9  # more is a slip of the finger
 CPU_FLOPS = 1e11  # a second, of a CPU, generously
 CPU_TOO_MUCH = 1e15  # hours
@@ -184,8 +114,8 @@ def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) 
             args.depth, vocab_size, args.max_seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
         )
         config = replace(config, separate_qkv=args.separate_qkv, exact_relu_squared=args.exact_relu_squared)
-    unfit = {"--recompute": args.recompute != "none", "--separate-qkv": args.separate_qkv}
-    unfit["--exact-relu-squared"] = args.exact_relu_squared
+    unfit = {f"--runtime=recompute-{args.recompute}": args.recompute != "none"}
+    unfit |= {f"--method-changes={switch}": getattr(args, switch) for switch in SWITCHES}
     if args.llama and any(unfit.values()):
         raise UserError(f"{next(k for k in unfit if unfit[k])} is not for the --llama models; leave one of them out")
     check_model_fits(config, device)
@@ -249,60 +179,6 @@ def find_start(
         )
     check_writable(folder, save_bytes(model), args.overwrite)
     return start
-
-
-def add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    """How to quantize."""
-    add = parser.add_argument
-    add(
-        "--method",
-        default=None,
-        help=f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)",
-    )
-    add(
-        "--layer-methods",
-        default="",
-        help="methods of single layers, 'pattern=method,...', for example '*.c_fc=fp8'",
-    )
-    add(
-        "--method-phases",
-        default="",
-        help="changes of the method in the course of the run, 'fraction of the steps=method,...': '0.85=bf16'",
-    )
-    add(
-        "--oscillation",
-        default="",
-        help=f"a remedy for weights that oscillate between two 4-bit values: {oscillation.FORM}",
-    )
-    add(
-        "--separate-qkv",
-        action="store_true",
-        help="quantize q, k and v as three layers, each with a tensor scale, as the paper's nanochat runs did "
-        "(default: as one layer, which is faster)",
-    )
-    add(
-        "--exact-relu-squared",
-        action="store_true",
-        help="keep relu(x) for the derivative of ReLU^2 as it is, not in 8 bits: more memory, as in the paper's runs",
-    )
-
-
-def add_horizon_arguments(parser: argparse.ArgumentParser) -> None:
-    """How long a run is: only one is used, in order of precedence."""
-    add = parser.add_argument
-    add("--num-iterations", type=int, default=-1, help="explicit number of optimization steps (-1 = disable)")
-    add(
-        "--target-flops",
-        type=parse_finite,
-        default=-1.0,
-        help="calculate num_iterations to reach target_flops (-1 = disable)",
-    )
-    add(
-        "--target-param-data-ratio",
-        type=parse_finite,
-        default=8,
-        help="calculate num_iterations to maintain data:param ratio (Chinchilla=20, -1 = disable)",
-    )
 
 
 def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params: int) -> int:
@@ -386,57 +262,6 @@ def matmul_shares(model: torch.nn.Module) -> str:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Mid-training, SFT and RL
-
-QUANTIZATIONS = ("forward", "full", "none")
-
-
-def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -> None:
-    """nanochat's flags that these stages have, and ours."""
-    add = parser.add_argument
-    add_run_arguments(parser)
-    add(
-        "--dtype",
-        default="bfloat16",
-        choices=("float32", "bfloat16"),
-        help="matrix products in float32|bfloat16 on a GPU (a CPU has float32)",
-    )
-    add("--seed", type=int, default=42, help="seed of rotations and stochastic rounding (--quantization full)")
-    # Quantization
-    add(
-        "--method",
-        default=None,
-        help=f"QAT method (default: the one the model was trained with): {', '.join(nf.METHODS)}; "
-        "or an ablation (nf.ABLATIONS)",
-    )
-    add(
-        "--quantization",
-        default="forward",
-        choices=QUANTIZATIONS,
-        help="quantize the forward pass only, forward and backward, or nothing",
-    )
-    # Model loading
-    add("--model-tag", default=None, help="model tag to load from, and to save under")
-    add("--model-step", type=int, default=None, help="model step to load from")
-    # Data
-    add(
-        "--data",
-        default="nanochat",
-        choices=("nanochat", "local"),
-        help="nanochat's mixture, or a small one made on the spot without a network (no benchmark numbers)",
-    )
-    add("--sft-dir", default=None, help="folder with train.jsonl and test.jsonl of conversations, in place of SmolTalk")
-    add(
-        "--eval-dir",
-        default=None,
-        help="folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md",
-    )
-    add("--allow-missing", action="store_true", help="leave out a dataset that is not to be had, instead of stopping")
-    # Optimization
-    add("--embedding-lr", type=parse_finite, default=0.2, help="learning rate for embedding parameters (Adam)")
-    add("--unembedding-lr", type=parse_finite, default=0.004, help="learning rate for unembedding parameters (Adam)")
-    add("--matrix-lr", type=parse_finite, default=0.02, help="learning rate for matrix parameters (Muon)")
-    add("--weight-decay", type=parse_finite, default=0.0, help="weight decay of the matrix parameters (Muon)")
-    add("--init-lr-frac", type=parse_finite, default=init_lr_frac, help="initial LR as fraction of base LR")
 
 
 class PostTraining:

@@ -51,7 +51,7 @@ from nanochat_fp4.training.resume import Start, changed_settings, restore_dict, 
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
 from nanochat_fp4.training.wandb_run import setup_tracker
 
-MAX_SKIPPED_IN_A_ROW = 10  # --on-nonfinite=skip gives up after so many
+MAX_SKIPPED_IN_A_ROW = 10  # --runtime=skip-nonfinite gives up after so many
 LOOK_TOKENS = 8192  # of a rank, for a look at the layers' inputs
 WANDB_EVERY = 10  # steps
 
@@ -243,7 +243,7 @@ class Trainer:
         }  # fmt: skip
         self.metrics.append("start", self.step, **record | spec.start_record)
         project = "nanochat" if spec.stage == "base" else f"nanochat-{spec.stage}"
-        self.wandb_run = setup_tracker(args.tracker, args.run, project, spec.user_config)
+        self.wandb_run = setup_tracker(args.run, project, spec.user_config)
         self.progress = Progress(
             total=None if spec.by_epoch else spec.num_iterations,
             desc="train" if spec.stage == "base" else spec.stage,
@@ -437,7 +437,7 @@ class Trainer:
             self.save(self.step, *before)
             raise self.failure(
                 f"{what}. Saved as it was before this step in {self.folder}; lower {self.spec.lower} and start over, "
-                "or skip such steps: --resume-from-step latest --on-nonfinite skip"
+                "or skip such steps: --resume-from-step latest --runtime skip-nonfinite"
             )
         self.monitor.state["skipped"] += 1
         self.progress.write(f"warning: {what}; update skipped")

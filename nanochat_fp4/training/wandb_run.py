@@ -40,17 +40,18 @@ class TrackioRun:
         self.run.finish()
 
 
-def setup_tracker(tracker: str, run: str | None, project: str, config: dict[str, Any]) -> Any:
+def setup_tracker(run: str | None, project: str, config: dict[str, Any]) -> Any:
     """
-    setup_wandb, or, with tracker "trackio", the same kind of run on trackio: no account, no network, a local page.
+    setup_wandb, or with TRACKER=trackio the same kind of run on trackio: no account, no network, a local page.
 
     trackio keeps its runs in $TRACKIO_DIR, by default trackio/ in the base directory; a run of the same name goes on.
     Raises UserError where it is not installed, and for another tracker.
     """
+    tracker = os.environ.get("TRACKER") or "wandb"
     if tracker == "wandb":
         return setup_wandb(run, project, config)
     if tracker != "trackio":
-        raise UserError(f"--tracker={tracker} is not known; use wandb or trackio (or unset TRACKER)")
+        raise UserError(f"TRACKER={tracker} is not known; use wandb or trackio (or unset TRACKER)")
     if not run or run == "dummy" or os.environ.get("RANK", "0") != "0":
         return DummyWandb()
     folder = os.environ.setdefault("TRACKIO_DIR", os.path.join(get_base_dir(), "trackio"))  # read at its import
@@ -58,7 +59,7 @@ def setup_tracker(tracker: str, run: str | None, project: str, config: dict[str,
         import trackio
     except ImportError as e:
         raise UserError(
-            f"--tracker=trackio: trackio cannot be imported ({one_line(e)}); pip install 'nanochat_fp4[trackio]'"
+            f"TRACKER=trackio: trackio cannot be imported ({one_line(e)}); pip install 'nanochat_fp4[trackio]'"
         ) from e
     try:
         started = trackio.init(

@@ -66,9 +66,9 @@ def test_a_data_seed_is_kept_by_a_resume(data):
     state = json.loads(json.dumps(next(it)[2]))
     assert torch.equal(rows_of(loader(data, data_seed=5, resume_state_dict=state), 20), rows_of(it, 20))
     for seed in (0, 6):
-        with pytest.raises(UserError, match=f"is one of --data-seed=5 and this run has {seed}; resume with"):
+        with pytest.raises(UserError, match=f"has the data's seed 5 \\(--seed\\) and this run has {seed}; resume with"):
             loader(data, data_seed=seed, resume_state_dict=state)
-    with pytest.raises(UserError, match="--data-seed=-1 is not a number from 0"):
+    with pytest.raises(UserError, match="--seed: the data's -1 is not a number from 0"):
         loader(data, data_seed=-1)
 
 

@@ -50,7 +50,7 @@ def test_a_plan_is_whole_seeds_with_equal_flags_but_for_method_and_seed():
 def test_a_seed_may_be_one_of_the_data_as_well():
     options = {"tokens": 10 * 512, "bf16_until": 0.5, "vary_data": True}
     runs = sweep_runs.plan(["clover", "clover_separate_qkv"], ["tiny"], [3, 4], **options)
-    assert all(f"--data-seed={r.seed}" in r.flags for r in runs) and len(runs) == 6
+    assert all(f"--seed={r.seed},{r.seed}" in r.flags for r in runs) and len(runs) == 6
     assert {base_train.parse_args(list(r.flags)).data_seed for r in runs} == {3, 4}
 
 
@@ -87,17 +87,17 @@ def test_runs_branch_from_the_bf16_run_of_their_seed():
 
 def test_methods_that_compute_the_same_for_a_while_share_that_part():
     names = ["bf16", "clover", "clover_late", "clover_late_fp8", "clover_up_fp8", "nvidia", "clover_rates_up"]
-    mixed = "late_up: --method=clover --layer-methods=*.mlp.c_proj=clover --method-phases=0.6=clover_fp8_forward"
+    mixed = "late_up: --method=clover --method-changes=*.mlp.c_proj=clover,0.6=clover_fp8_forward"
     runs = {r.method: r for r in sweep_runs.plan([*names, mixed], ["tiny"], [1], tokens=10 * 512, share_until=[0.55])}
     trunk = runs["clover"]
-    assert trunk.branch is None and {"--save-at=6", "--keep-last=-1"} <= set(trunk.flags)
+    assert trunk.branch is None and {"--save-every=@6", "--keep-last=-1"} <= set(trunk.flags)
     for name in ("clover_late", "clover_late_fp8", "late_up"):  # clover's until 0.7, 0.7 and 0.6
         assert runs[name].branch == (trunk.tag, 6), name
     for name in ("bf16", "clover_up_fp8", "nvidia", "clover_rates_up"):  # another method, layer or rate from the start
-        assert runs[name].branch is None and "--save-at=6" not in runs[name].flags, name
+        assert runs[name].branch is None and "--save-every=@6" not in runs[name].flags, name
     several = [mixed.replace("late_up", "other").replace("0.6=", "0.8="), *names]  # parts at 0.8 from clover itself
     runs = {r.method: r for r in sweep_runs.plan(several, ["tiny"], [1], tokens=10 * 512, share_until=[0.55, 0.75])}
-    assert "--save-at=6,8" in runs["other"].flags and runs["clover"].branch == (runs["other"].tag, 8)
+    assert "--save-every=@6,8" in runs["other"].flags and runs["clover"].branch == (runs["other"].tag, 8)
     assert runs["clover_late"].branch == (runs["other"].tag, 6)
     ends = sweep_runs.plan(
         ["clover_feedback", "clover_feedback_late"], ["tiny"], [1], tokens=10 * 512, share_until=[0.97]
@@ -168,11 +168,11 @@ def test_numbers_of_tokens(text, value):
         ),
         (lambda: sweep_runs.method_flags("x: --method=foo"), "--variant 'x': .*unknown method 'foo'"),
         (
-            lambda: sweep_runs.plan(["x: --method-phases=foo"], ["tiny"], [1], tokens=4096, bf16_until=0.5),
-            "--variant 'x': phases: 'foo' is not of the form fraction=method",
+            lambda: sweep_runs.plan(["x: --method-changes=foo"], ["tiny"], [1], tokens=4096, bf16_until=0.5),
+            "--variant 'x': 'foo' is not pattern=method, fraction=method, separate_qkv",
         ),
         (  # what --bf16-until would not have seen
-            lambda: sweep_runs.method_flags("x: --method=clover --method-phases 0.5=bf16"),
+            lambda: sweep_runs.method_flags("x: --method=clover --method-changes 0.5=bf16"),
             "--variant 'x': '0.5=bf16' stands apart; write flags of base_train as --name=value",
         ),
         (  # the number of steps is of the batch
@@ -599,7 +599,7 @@ def test_a_second_signal_kills_what_does_not_stop(processes):
 def test_a_real_run(tiny_base, capsys):
     sweep.main(
         "--methods=bf16 --sizes=tiny --seeds=1 --tokens=1024 --name=real --extra=--eval-tokens=512".split()
-        + ["--variant=mine: --method=clover --method-phases=0.5=bf16"]
+        + ["--variant=mine: --method=clover --method-changes=0.5=bf16"]
     )
     content = json.loads((tiny_base / "sweeps" / "real.json").read_text())
     assert content["done"] == 2 and [r["method"] for r in content["results"]] == ["bf16", "mine"]

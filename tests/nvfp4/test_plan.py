@@ -158,22 +158,24 @@ def test_phases_of_a_run(tiny_base):
 
     train("bf16", "bf16")
     train("clover", "clover")
-    train("clover", "never", "--method-phases=0=bf16")
-    train("clover", "late", "--method-phases=0.5=bf16")
+    train("clover", "never", "--method-changes=0=bf16")
+    train("clover", "late", "--method-changes=0.5=bf16")
     at = {(tag, step): weights(tiny_base, tag, step) for tag in ("bf16", "clover", "late") for step in (1, 2, 3, 4)}
     assert same(weights(tiny_base, "never"), at["bf16", 4])
     for step in (1, 2, 3, 4):
         assert same(at["late", step], at["clover", step]) == (step <= 2), step
         assert not same(at["bf16", step], at["clover", step]), step
     for step in (1, 3):
-        train("clover", "late", "--method-phases=0.5=bf16", f"--resume-from-step={step}")
+        train("clover", "late", "--method-changes=0.5=bf16", f"--resume-from-step={step}")
         assert same(weights(tiny_base, "late"), at["late", 4]), step
     with pytest.raises(UserError, match="method_phases"):  # another run
         train("clover", "late", "--resume-from-step=3")
 
 
 def test_layers_of_a_run(tiny_base, capsys):
-    base_train.main([*TINY, "--method=clover", "--layer-methods=*.mlp.c_fc=bf16,*.attn.c_q=bf16", "--num-iterations=1"])
+    base_train.main(
+        [*TINY, "--method=clover", "--method-changes=*.mlp.c_fc=bf16,*.attn.c_q=bf16", "--num-iterations=1"]
+    )
     said = capsys.readouterr().out
     assert "GEMM work  58.3% in 4 bits, 41.7% in 16 bits (of all" in said  # 4 + 1 of 12 squares of the width in 16
     listed = said.partition("of all matrix products: ")[2].partition(")")[0]

@@ -56,9 +56,9 @@ def test_text_that_is_read_again_and_again_is_said():
     [
         ("clover_feedback", []),  # other methods are killed and resumed in test_reliability.py
         # The outliers of the first step; resets with them in the last one.
-        ("tetrajet_v2_outcontrol", ["--oscillation=reset:0.8:0.8:0.2"]),
-        ("clover", ["--layer-methods=*.c_fc=clover", "--method-phases=0.6=fp8"]),
-        ("clover", ["--oscillation=reset:0.8:0.8:0.2"]),  # in the last step, at the end of a window of 4
+        ("tetrajet_v2_outcontrol", ["--method-changes=reset:0.8:0.8:0.2"]),
+        ("clover", ["--method-changes=*.c_fc=clover,0.6=fp8"]),
+        ("clover", ["--method-changes=reset:0.8:0.8:0.2"]),  # in the last step, at the end of a window of 4
     ],
 )
 def test_resume_is_exact(tiny_base, method, flags):
@@ -80,7 +80,7 @@ def test_the_generators_are_where_the_run_left_them(tiny_base, monkeypatch):
     train("--save-every=2", "--keep-last=-1", steps=4)
     folder = tiny_base / "base_checkpoints" / "d1_clover"
     expected = final_state(folder, 4)
-    for flag in ("--resume-from-step=2", "--telemetry-every=1"):
+    for flag in ("--resume-from-step=2", "--runtime=telemetry=1"):
         train(flag, *["--overwrite"] * ("telemetry" in flag), steps=4)
         assert_same(final_state(folder, 4), expected)
 
@@ -196,12 +196,12 @@ def test_rates_are_those_of_the_flags_also_after_a_resume(tiny_base, how):
 
 
 def test_a_branch_goes_on_as_a_change_of_the_method_does(tiny_base, monkeypatch, capsys):
-    train("--method-phases=0.6=clover", "--model-tag=phases", method="bf16", steps=5)
+    train("--method-changes=0.6=clover", "--model-tag=phases", method="bf16", steps=5)
     checkpoints = tiny_base / "base_checkpoints"
     expected = final_state(checkpoints / "phases", 5)
     expected["records"] = [r for r in expected["records"] if r["step"] >= 3]
 
-    train("--save-at=1,3", "--keep-last=-1", method="bf16", steps=5)
+    train("--save-every=@1,3", "--keep-last=-1", method="bf16", steps=5)
     trunk = final_state(checkpoints / "d1_bf16", 5)
     train("--branch-from=d1_bf16@3", "--save-every=4", "--keep-last=-1", steps=5)
     assert "Resuming from step 3 of d1_bf16" in capsys.readouterr().out
@@ -270,7 +270,7 @@ def broken_layer(where: str, name: str, steps: set[int]):
 def test_nan_stops_and_names_step_and_layer(tiny_base, where, layer, named):
     with broken_layer(where, layer, {1}), pytest.raises(UserError) as error:
         train("--eval-every=-1", steps=2)
-    assert "step 1" in str(error.value) and named in str(error.value) and "--on-nonfinite skip" in str(error.value)
+    assert "step 1" in str(error.value) and named in str(error.value) and "--runtime skip-nonfinite" in str(error.value)
     folder = tiny_base / "base_checkpoints" / "d1_clover"
     assert list_steps(folder) == [1]  # as it was before the bad step; how it goes on: test_reliability.py
     assert all(torch.isfinite(t).all() for t in load_checkpoint(folder, 1, "cpu")[0].values())
@@ -278,7 +278,7 @@ def test_nan_stops_and_names_step_and_layer(tiny_base, where, layer, named):
 
 def test_nan_can_be_skipped(tiny_base, capsys):
     with broken_layer("forward", "transformer.h.0.mlp.c_proj", {2, 4}):
-        train("--eval-every=-1", "--on-nonfinite=skip", steps=6)
+        train("--eval-every=-1", "--runtime=skip-nonfinite", steps=6)
     records = read_jsonl(tiny_base / "base_checkpoints" / "d1_clover" / "metrics.jsonl")
     assert [r["step"] for r in records if r["event"] == "skip"] == [2, 4]
     assert [r["step"] for r in records if r["event"] == "train"] == [0, 1, 3, 5]
@@ -289,7 +289,7 @@ def test_nan_can_be_skipped(tiny_base, capsys):
 
 def test_skipping_gives_up_when_nothing_else_happens(tiny_base):
     with broken_layer("forward", "transformer.h.0.mlp.c_proj", set(range(2, 40))), pytest.raises(UserError) as error:
-        train("--eval-every=-1", "--on-nonfinite=skip", steps=30, method="bf16")
+        train("--eval-every=-1", "--runtime=skip-nonfinite", steps=30, method="bf16")
     assert "step 11" in str(error.value)
     assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [11]
 
@@ -339,12 +339,12 @@ def test_weights_are_quantized_once_a_step(tiny_base, monkeypatch):
 
 
 def test_computing_again_trains_the_same_bits(tiny_base):
-    for again in ("none", "all"):
-        train("--eval-every=-1", f"--recompute={again}", f"--model-tag={again}", steps=2)
+    for again, flags in {"none": [], "all": ["--runtime=recompute-all"]}.items():
+        train("--eval-every=-1", *flags, f"--model-tag={again}", steps=2)
     a, b = (load_checkpoint(tiny_base / "base_checkpoints" / tag, 2, "cpu")[0] for tag in ("none", "all"))
     assert all(torch.equal(a[name], b[name]) for name in a)
-    with pytest.raises(UserError, match="--recompute is not for the --llama models"):
-        base_train.main(["--llama=30M", "--recompute=mlp"])
+    with pytest.raises(UserError, match="--runtime=recompute-mlp is not for the --llama models"):
+        base_train.main(["--llama=30M", "--runtime=recompute-mlp"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -439,6 +439,10 @@ def test_bad_input_is_one_line(tiny_base, flags, message):
         "--device-batch-size=0",
         "--device-batch-size=some",
         "--resume-from-step=x",
+        "--save-every=@1,x",
+        "--seed=1,2,3",
+        "--runtime=faster",
+        "--method-changes=quicker",
         "--nope",
         "--matrix-lr=nan",
         "--target-flops=inf",
@@ -492,7 +496,7 @@ def test_full_disk_at_the_end_is_an_error_and_keeps_what_was_saved(tiny_base, mo
 
 
 def test_telemetry_and_metrics(tiny_base, monkeypatch):
-    train("--telemetry-every=2", "--sample-every=4", steps=4)
+    train("--runtime=telemetry=2", "--sample-every=4", steps=4)
     records = read_jsonl(tiny_base / "base_checkpoints" / "d1_clover" / "metrics.jsonl")
     events = [(r["event"], r["step"]) for r in records]
     assert events == [
@@ -566,7 +570,7 @@ def growth(steps: int, method: str) -> float:
     seen = []
     files = len(os.listdir("/proc/self/fd"))
     with after_steps(lambda trainer: seen.append(resident_mb())):
-        train("--eval-every=20", "--save-every=20", "--telemetry-every=20", method=method, steps=steps)
+        train("--eval-every=20", "--save-every=20", "--runtime=telemetry=20", method=method, steps=steps)
     assert len(os.listdir("/proc/self/fd")) == files and len(seen) == steps
     return seen[-1] - seen[steps // 4]
 

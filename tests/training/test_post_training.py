@@ -318,7 +318,7 @@ def test_bad_numbers_stop_the_run_and_name_the_layer(base, stage, monkeypatch):
     monkeypatch.setattr(GPT, "forward", break_a_weight)
     with pytest.raises(UserError) as e:
         run(steps=6)
-    assert "weight of transformer.h.1.mlp.c_fc" in one_line(e) and "--on-nonfinite skip" in str(e.value)
+    assert "weight of transformer.h.1.mlp.c_fc" in one_line(e) and "--runtime skip-nonfinite" in str(e.value)
     assert list_steps(folder) == [2]
 
 

@@ -80,10 +80,10 @@ class Case:
 # SIGKILL, at least 25 times in every run of the tests
 
 KILLS = {("base", method): 3 for method in METHODS}  # (stage, method, flags): how many
-KILLS |= {("base", "clover", "--method-phases=0.5=bf16"): 2, ("mid", "clover"): 4, ("sft", "clover"): 4}
+KILLS |= {("base", "clover", "--method-changes=0.5=bf16"): 2, ("mid", "clover"): 4, ("sft", "clover"): 4}
 assert sum(KILLS.values()) >= 25
 SOAKED = [("base", method) for method in nf.METHODS if nf.get_recipe(method).name == method]
-SOAKED += [("base", "clover", "--method-phases=0.5=bf16"), ("mid", "clover"), ("mid", "clover", "--quantization=full")]
+SOAKED += [("base", "clover", "--method-changes=0.5=bf16"), ("mid", "clover"), ("mid", "clover", "--quantization=full")]
 SOAKED += [("sft", "clover"), ("sft", "clover", "--quantization=full")]
 
 
@@ -274,12 +274,13 @@ def test_forty_kills_in_sharded_saves_and_resumes_by_others(fork_server, tiny_ba
 
 def test_a_rank_that_is_lost_is_named_in_one_line(fork_server, tiny_base):
     """Rank 1 is stopped: rank 0 gives up before the time that was set is over, and names it."""
-    argv = [*BASE, "--method=bf16", "--num-iterations=3", f"--model-tag={TAG}", "--rank-timeout=6"]
-    environment = {"NANOCHAT_BASE_DIR": str(tiny_base)}
+    argv = [*BASE, "--method=bf16", "--num-iterations=3", f"--model-tag={TAG}"]
+    environment = {"NANOCHAT_BASE_DIR": str(tiny_base), "NANOCHAT_RANK_TIMEOUT": "6"}
     run = fork_server.run("scripts.base_train", argv, env=environment, ranks=2, fault=("rank_stops", 1))
     assert run.status == 1 and "Traceback" not in run.log, run.log
     last = run.log.splitlines()[-1]
-    assert re.match(r"error: rank 1 \(process \d+ on \S+\) has not answered for 3 seconds \(--rank-timeout\)", last)
+    named = r"error: rank 1 \(process \d+ on \S+\) has not answered for 3 seconds \(NANOCHAT_RANK_TIMEOUT\)"
+    assert re.match(named, last)
     assert "--resume-from-step latest" in last
 
 
@@ -323,7 +324,7 @@ def test_one_process_and_two_agree(fork_server, tiny_base, stage, method, tolera
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(fork_server, tiny_base):
     """Two processes, the same command; every method was also compared so in the tests of kills."""
     case = Case(fork_server, tiny_base, "base", "clover")
-    assert case.run("--deterministic").status == 0  # on a CPU it changes nothing
+    assert case.run("--runtime=deterministic").status == 0  # on a CPU it changes nothing
     case.assert_as_undisturbed()
     case.start_over()
     assert case.run("--seed=43").status == 0
@@ -390,7 +391,7 @@ def run_stage(stage: str, base: Path, *flags: str, steps: int = 4) -> Path:
 def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch, stage):
     recorder = Recorder()
     monkeypatch.setattr(trainer, "setup_tracker", lambda *args: recorder)
-    folder = run_stage(stage, tiny_base, "--telemetry-every=2", "--eval-every=-1")
+    folder = run_stage(stage, tiny_base, "--runtime=telemetry=2", "--eval-every=-1")
     names = {"train/loss", "train/lrm", "train/dt", "train/tok_per_sec", "train/grad_norm", "total_training_time"}
     assert names <= recorder.logged.keys()  # nanochat's, in every stage
     records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "telemetry"]
@@ -450,7 +451,9 @@ def test_after_bad_numbers_a_run_goes_on_as_it_would_have(tiny_base, monkeypatch
     expected = final_state(folder, last)
     with monkeypatch.context() as m:
         Damage(m, last - 1, float("nan"))
-        with pytest.raises(UserError, match=rf"step {last - 1}: loss nan, first not finite: .*--on-nonfinite skip"):
+        with pytest.raises(
+            UserError, match=rf"step {last - 1}: loss nan, first not finite: .*--runtime skip-nonfinite"
+        ):
             run_stage(stage, tiny_base, "--overwrite", *flags, steps=steps)
     assert list_steps(folder) == [last - 1]
     run_stage(stage, tiny_base, "--resume-from-step=latest", *flags, steps=steps)
@@ -464,7 +467,7 @@ def test_bad_numbers_can_be_skipped_and_spikes_are_seen(tiny_base, monkeypatch, 
     monkeypatch.setattr(metrics.LossMonitor, "SPIKE_AFTER", 3)
     with monkeypatch.context() as m:
         Damage(m, 2, float("nan"))
-        folder = run_stage(stage, tiny_base, "--on-nonfinite=skip", "--eval-every=-1", steps=4)
+        folder = run_stage(stage, tiny_base, "--runtime=skip-nonfinite", "--eval-every=-1", steps=4)
     events = [(r["event"], r["step"]) for r in read_jsonl(folder / "metrics.jsonl") if r["event"] != "val"]
     assert events == [("start", 0), ("train", 0), ("train", 1), ("skip", 2), ("train", 3)]
     captured = capsys.readouterr()

@@ -91,7 +91,8 @@ def test_trackio_keeps_the_run_on_this_machine(base_dir, monkeypatch, capsys):
     if importlib.util.find_spec("trackio") is None:  # its import would fix its folder
         pytest.skip("trackio is not installed")
     monkeypatch.delenv("TRACKIO_DIR", raising=False)
-    run = setup_tracker("trackio", "d2_clover", "nanochat", {"method": "clover"})
+    monkeypatch.setenv("TRACKER", "trackio")
+    run = setup_tracker("d2_clover", "nanochat", {"method": "clover"})
     for step in (0, 10):
         values = {"train/loss": 5.0 - step / 10, "telemetry/h.0/output_error": 0.1, "total_training_tokens": 512 * step}
         run.log({"step": step, **values})
@@ -111,15 +112,18 @@ def test_a_trackio_that_does_not_start_stops_nothing(base_dir, monkeypatch):
         raise RuntimeError("no space left")
 
     monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
-    assert isinstance(setup_tracker("trackio", "run", "nanochat", {}), DummyWandb)
+    monkeypatch.setenv("TRACKER", "trackio")
+    assert isinstance(setup_tracker("run", "nanochat", {}), DummyWandb)
     monkeypatch.setenv("RANK", "1")
-    assert isinstance(setup_tracker("trackio", "run", "nanochat", {}), DummyWandb)
+    assert isinstance(setup_tracker("run", "nanochat", {}), DummyWandb)
 
 
 def test_trackers_that_are_not_there(base_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
+    monkeypatch.setenv("TRACKER", "trackio")
     with pytest.raises(UserError, match=r"pip install 'nanochat_fp4\[trackio\]'"):
-        setup_tracker("trackio", "run", "nanochat", {})
-    assert isinstance(setup_tracker("trackio", "dummy", "nanochat", {}), DummyWandb)
-    with pytest.raises(UserError, match="--tracker=trackoi is not known"):
-        setup_tracker("trackoi", "run", "nanochat", {})
+        setup_tracker("run", "nanochat", {})
+    assert isinstance(setup_tracker("dummy", "nanochat", {}), DummyWandb)
+    monkeypatch.setenv("TRACKER", "trackoi")
+    with pytest.raises(UserError, match="TRACKER=trackoi is not known"):
+        setup_tracker("run", "nanochat", {})

@@ -1,0 +1,255 @@
+"""The flags of the training stages: of all of them, of pre-training, and of the stages after it."""
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import nanochat_fp4 as nf
+from nanochat_fp4.console import parse_finite
+from nanochat_fp4.nvfp4 import oscillation
+from nanochat_fp4.parallel import add_parallel_argument
+from nanochat_fp4.training.load_model import SWITCHES
+
+# Flags that a run which branches from another one may have of its own.
+METHOD_CHANGES = (
+    "layer_methods", "method_phases", "oscillation", "branch_from", "separate_qkv", "exact_relu_squared"
+)  # fmt: skip
+# word of --runtime -> (attribute, value)
+RUNTIME = {
+    "compile": ("compile", True),
+    "eager": ("compile", False),
+    "deterministic": ("deterministic", True),
+    "skip-nonfinite": ("on_nonfinite", "skip"),
+    "recompute-mlp": ("recompute", "mlp"),
+    "recompute-all": ("recompute", "all"),
+}
+
+
+class SetsSeveral(argparse.Action):
+    """A flag for several attributes: const(text) returns them, or raises ValueError. Their defaults: set_defaults."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None):
+        try:
+            attributes = self.const(values)
+        except ValueError as e:
+            raise argparse.ArgumentError(self, str(e)) from None
+        for name, value in attributes.items():
+            setattr(namespace, name, value)
+
+
+def add_several(parser: argparse.ArgumentParser, flag: str, parse: Callable[[str], dict], text: str) -> None:
+    metavar = flag.lstrip("-").replace("-", "_").upper()
+    parser.add_argument(flag, action=SetsSeveral, const=parse, dest=argparse.SUPPRESS, metavar=metavar, help=text)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
+    """The flags that every training stage has, with the same meaning and default. more: this stage's words of --runtime
+    besides deterministic, skip-nonfinite and telemetry."""
+    add = parser.add_argument
+    # Logging
+    add(
+        "--run",
+        default=os.environ.get("WANDB_RUN") or "dummy",
+        help="wandb run name (default: $WANDB_RUN; 'dummy' disables wandb logging; TRACKER=trackio: a local page)",
+    )
+    # Runtime
+    add_parallel_argument(parser)
+    add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
+    words = ("deterministic", "skip-nonfinite", *more)
+    add_several(
+        parser,
+        "--runtime",
+        lambda text: parse_runtime(text, words),
+        "with commas: deterministic (the same bits each time on a GPU, too; slower there), skip-nonfinite (skip an "
+        "update with NaN or infinity, where a run saves and stops), telemetry=N (measure each layer's quantization "
+        "error every N steps)"
+        + (", compile or eager (torch.compile or not; default: on a GPU only)" if "compile" in more else "")
+        + (
+            ", recompute-mlp or recompute-all (compute the MLP, or attention as well, again in the backward pass: less "
+            "memory)"
+            if "recompute-mlp" in more
+            else ""
+        ),
+    )
+    parser.set_defaults(deterministic=False, on_nonfinite="stop", telemetry_every=-1)
+    # Checkpoints
+    add_several(
+        parser,
+        "--save-every",
+        parse_save_every,
+        "save checkpoints every N steps (-1 = only at end), or at these steps, with commas: '@500,900'",
+    )
+    parser.set_defaults(save_every=-1, save_at=[])
+    add("--keep-last", type=int, default=2, help="keep so many of the newest checkpoints (-1 = all)")
+    add(
+        "--resume-from-step",
+        type=_step_or_latest,
+        default=-1,
+        help="resume from this step, or from the 'latest' intact checkpoint if there is one (-1 = disable)",
+    )
+    add("--overwrite", action="store_true", help="start over although this stage has checkpoints under the model tag")
+
+
+def parse_runtime(text: str, words: Sequence[str]) -> dict[str, Any]:
+    """Attributes of --runtime. Raises ValueError."""
+    found: dict[str, Any] = {}
+    for word in filter(None, text.split(",")):
+        name, _, number = word.partition("=")
+        if name == "telemetry" and number.isdecimal():
+            found["telemetry_every"] = int(number)
+        elif word in words:
+            found |= [RUNTIME[word]]
+        else:
+            raise ValueError(f"{word!r} is none of {', '.join(words)}, telemetry=N")
+    return found
+
+
+def parse_save_every(text: str) -> dict[str, Any]:
+    """Attributes of --save-every. Raises ValueError."""
+    try:
+        if text.startswith("@"):
+            return {"save_at": [int(part) for part in text[1:].split(",")]}
+        return {"save_every": int(text)}
+    except ValueError:
+        raise ValueError(f"{text!r} is neither a number of steps nor steps as in '@500,900'") from None
+
+
+def parse_seeds(text: str) -> dict[str, int]:
+    """Attributes of base_train's --seed. Raises ValueError."""
+    seed, _, data_seed = text.partition(",")
+    try:
+        return {"seed": int(seed), "data_seed": int(data_seed or 0)}
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number, or two as in '42,3'") from None
+
+
+def parse_method_changes(text: str) -> dict[str, Any]:
+    """Attributes of --method-changes: layer_methods, method_phases, oscillation, SWITCHES. Raises ValueError."""
+    layers, phases, found = [], [], {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, _ = item.partition("=")
+        if equals:
+            (phases if re.fullmatch(r"[-+.\deE]+", key.strip()) else layers).append(item)
+        elif item in SWITCHES:
+            found[item] = True
+        elif re.match("reset|ema|q_ema", item):
+            found["oscillation"] = item
+        else:
+            raise ValueError(f"{item!r} is not pattern=method, fraction=method, {', '.join(SWITCHES)} or reset")
+    return found | {"layer_methods": ",".join(layers), "method_phases": ",".join(phases)}
+
+
+def _step_or_latest(text: str) -> int | str:
+    return text if text == "latest" else int(text)
+
+
+def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str:
+    """The flags that differ from their defaults, as they would be typed; for the report."""
+    changed = {k: v for k, v in vars(args).items() if v != getattr(defaults, k) and k != "resume_from_step"}
+    runtime = [word for word, (key, value) in RUNTIME.items() if changed.get(key) == value]
+    runtime += [f"telemetry={changed['telemetry_every']}"] if "telemetry_every" in changed else []
+    methods = [changed.get(key) for key in ("layer_methods", "method_phases", "oscillation")]
+    methods += [key for key in SWITCHES if key in changed]
+    texts = {"runtime": ",".join(runtime), "method_changes": ",".join(filter(None, methods))}
+    if "data_seed" in changed:
+        texts["seed"] = f"{args.seed},{args.data_seed}"
+    if "save_at" in changed:
+        texts["save_every"] = f"@{','.join(map(str, args.save_at))}"
+    several = {key for key, _ in RUNTIME.values()} | {*METHOD_CHANGES, "telemetry_every", "data_seed", "save_at"}
+    plain = {k: v for k, v in changed.items() if k not in several - {"branch_from"}}
+    return " ".join(f"--{k.replace('_', '-')}={v}" for k, v in (plain | texts).items() if v != "")
+
+
+def add_method_arguments(parser: argparse.ArgumentParser) -> None:
+    """How to quantize."""
+    add = parser.add_argument
+    add(
+        "--method",
+        default=None,
+        help=f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)",
+    )
+    add_several(
+        parser,
+        "--method-changes",
+        parse_method_changes,
+        "changes of the method, with commas: of single layers, 'pattern=method' ('*.c_fc=fp8'); in the course of the "
+        "run, 'fraction of the steps=method' ('0.85=bf16'); separate_qkv (quantize q, k and v as three layers, each "
+        "with a tensor scale, as the paper's nanochat runs did; as one layer they are faster); exact_relu_squared "
+        "(keep relu(x) for the derivative of ReLU^2 as it is, not in 8 bits, as in the paper's runs: more memory); "
+        f"{oscillation.FORM} (a remedy for weights that oscillate between two 4-bit values)",
+    )
+    parser.set_defaults(
+        layer_methods="", method_phases="", oscillation="", separate_qkv=False, exact_relu_squared=False
+    )
+
+
+def add_horizon_arguments(parser: argparse.ArgumentParser) -> None:
+    """How long a run is: only one is used, in order of precedence."""
+    add = parser.add_argument
+    add("--num-iterations", type=int, default=-1, help="explicit number of optimization steps (-1 = disable)")
+    add(
+        "--target-flops",
+        type=parse_finite,
+        default=-1.0,
+        help="calculate num_iterations to reach target_flops (-1 = disable)",
+    )
+    add(
+        "--target-param-data-ratio",
+        type=parse_finite,
+        default=8,
+        help="calculate num_iterations to maintain data:param ratio (Chinchilla=20, -1 = disable)",
+    )
+
+
+QUANTIZATIONS = ("forward", "full", "none")
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float, *runtime: str) -> None:
+    """nanochat's flags that these stages have, and ours. runtime: of add_run_arguments."""
+    add = parser.add_argument
+    add_run_arguments(parser, *runtime)
+    add(
+        "--dtype",
+        default="bfloat16",
+        choices=("float32", "bfloat16"),
+        help="matrix products in float32|bfloat16 on a GPU (a CPU has float32)",
+    )
+    add("--seed", type=int, default=42, help="seed of rotations and stochastic rounding (--quantization full)")
+    # Quantization
+    add(
+        "--method",
+        default=None,
+        help=f"QAT method (default: the one the model was trained with): {', '.join(nf.METHODS)}; "
+        "or an ablation (nf.ABLATIONS)",
+    )
+    add(
+        "--quantization",
+        default="forward",
+        choices=QUANTIZATIONS,
+        help="quantize the forward pass only, forward and backward, or nothing",
+    )
+    # Model loading
+    add("--model-tag", default=None, help="model tag to load from, and to save under")
+    add("--model-step", type=int, default=None, help="model step to load from")
+    # Data
+    add(
+        "--data",
+        default="nanochat",
+        choices=("nanochat", "local"),
+        help="nanochat's mixture, or a small one made on the spot without a network (no benchmark numbers)",
+    )
+    add("--sft-dir", default=None, help="folder with train.jsonl and test.jsonl of conversations, in place of SmolTalk")
+    add(
+        "--eval-dir",
+        default=None,
+        help="folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md",
+    )
+    add("--allow-missing", action="store_true", help="leave out a dataset that is not to be had, instead of stopping")
+    # Optimization
+    add("--embedding-lr", type=parse_finite, default=0.2, help="learning rate for embedding parameters (Adam)")
+    add("--unembedding-lr", type=parse_finite, default=0.004, help="learning rate for unembedding parameters (Adam)")
+    add("--matrix-lr", type=parse_finite, default=0.02, help="learning rate for matrix parameters (Muon)")
+    add("--weight-decay", type=parse_finite, default=0.0, help="weight decay of the matrix parameters (Muon)")
+    add("--init-lr-frac", type=parse_finite, default=init_lr_frac, help="initial LR as fraction of base LR")
