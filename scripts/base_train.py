@@ -227,13 +227,13 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     check_machine(args, device, flops * args.total_batch_size * num_iterations)
     options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
     run_config = run_settings(args, method, model, tokenizer)
-    # These may change in a resume, which says so.
+    # A resume notes a change of these.
     tunable = {**asdict(options), "num_iterations": num_iterations, "data_dir": str(data_dir)}
     tunable |= {"world_size": world_size, "parallel": args.parallel}
     rows = plan_accumulation(args.total_batch_size, 1, args.max_seq_len, world_size)
     if args.device_batch_size != "auto":
         plan_accumulation(args.total_batch_size, args.device_batch_size, args.max_seq_len, world_size)
-    model_tag = args.model_tag or f"{name}_{method}"  # so that methods do not overwrite one another
+    model_tag = args.model_tag or f"{name}_{method}"  # methods do not overwrite one another
     folder = Path(get_base_dir()) / "base_checkpoints" / model_tag
     start = find_start(args, run_config, num_iterations, folder, model, process)
 
@@ -339,7 +339,7 @@ def write_report(
     core_metric: float | None,
     samples: list[str],
 ) -> None:
-    """What came out: to the screen, and into the report."""
+    """Prints the results and writes them into the report."""
     spec, numbers, seconds = trainer.spec, trainer.loop["numbers"], trainer.loop["training_seconds"]
     done_before = trainer.start.resumed_step == spec.num_iterations
     if done_before:

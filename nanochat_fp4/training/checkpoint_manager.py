@@ -93,7 +93,7 @@ def _write(folder: Path, name: str, content: Any) -> dict[str, Any]:
             else:
                 try:
                     torch.save(content, hashing)
-                except RuntimeError as e:  # what torch.save makes of a failed write does not say why it failed
+                except RuntimeError as e:  # torch.save hides the reason of a failed write
                     raise hashing.error or e from e
             f.flush()
             os.fsync(f.fileno())
@@ -105,7 +105,7 @@ def _write(folder: Path, name: str, content: Any) -> dict[str, Any]:
 
 
 def _settle(folder: Path, entries: list[dict[str, Any]]) -> None:
-    """Give staged files their own names. What fails here is found under the temporary name by every reader."""
+    """Give staged files their own names. Readers find a file that fails here under its temporary name."""
     for entry in entries:
         with contextlib.suppress(OSError):
             os.replace(folder / entry["staged"], folder / entry["name"])
@@ -138,8 +138,8 @@ def save_checkpoint(
     """
     Save a checkpoint; to be called by all ranks of a process group together. True once it is on the disk as a whole.
 
-    model_data, meta_data, method_data: used on rank 0; of method_data only what is not empty. optimizer_data: of this
-    rank, anything that torch.load(weights_only=True) reads (tensors, numbers, strings, lists, dicts); None saves none.
+    model_data, meta_data, method_data: used on rank 0. An empty method_data gets no file. optimizer_data: of this rank,
+    made of tensors, numbers, strings, lists and dicts, as torch.load(weights_only=True) reads them. None gets no file.
     A full disk or a read-only folder is reported (by a warning) and gives False on every rank; nothing that was there
     before changes.
     """
@@ -205,10 +205,10 @@ def _sweep(folder: Path, which: Callable[[int], bool]) -> None:
 
 def finish_killed_saves(checkpoint_dir: str | os.PathLike) -> None:
     """
-    What the next save would do after a kill. For rank 0 of a run that resumes: no save comes after the last step.
+    Tidy up after a kill, as the next save would. For rank 0 of a run that resumes: no save follows the last step.
 
     Call only when resuming: a reader could race a running save. Files that are newer than every manifest are left to
-    the next save. They may be of a process that is still ending.
+    the next save. A process that is still ending may have made them.
     """
     folder = Path(checkpoint_dir)
     if steps := _manifest_steps(folder):
@@ -331,7 +331,7 @@ def _file_problem(folder: Path, entry: dict[str, Any], hashes: bool) -> str | No
 
 
 def _problem(folder: Path, step: int, hashes: bool = True, wanted: Sequence[str] = ()) -> str | None:
-    """Why the checkpoint of a step cannot be used, or None. wanted: these files alone. hashes=False: sizes alone."""
+    """Why the checkpoint of a step cannot be used, or None. wanted: these files alone. hashes=False: only sizes."""
     if not (folder / _name("manifest", step)).exists():
         # nanochat's own need a model and readable metadata; ours without a manifest were being deleted, or lost it.
         if _is_ours(folder, step):
@@ -396,7 +396,7 @@ def find_last_step(checkpoint_dir: str | os.PathLike) -> int:
 
 
 def _torch_load(folder: Path, entry: dict[str, Any], device: Any, mmap: bool = False) -> Any:
-    """mmap: of a file of which most is not needed; it is read as it is asked for."""
+    """mmap: read the file on demand, for a caller that needs little of the file."""
     path = folder / entry["name"]
     try:
         if mmap:
@@ -425,9 +425,9 @@ def load_checkpoint(
 
     step=None takes the newest intact one (find_last_step); meta_data["step"] says which. A step that was asked for is
     never replaced by another: where it is damaged, the UserError names the file and the newest intact step.
-    load_optimizer: also this rank's file. Where another number of ranks wrote the checkpoint, those of all of them:
-    optimizer_data is then one of them, with "all_ranks", the optimizers' states of each, on the CPU (resume.py gives
-    every optimizer its part), and "dataloaders", the data positions of each.
+    load_optimizer: also this rank's file. Where another number of ranks wrote the checkpoint, optimizer_data is one
+    rank's and has two more entries. "all_ranks" are the optimizers' states of each rank, on the CPU. resume.py gives
+    every optimizer its part. "dataloaders" are the data positions of each rank.
     """
     folder = Path(checkpoint_dir)
     step = find_last_step(folder) if step is None else step
@@ -470,8 +470,8 @@ def load_checkpoint(
 
 
 def load_method_data(checkpoint_dir: str | os.PathLike, step: int, device: str | torch.device) -> dict[str, Any]:
-    """What the QAT method had learned besides the weights (nf.gram_state), checked against the manifest; empty where
-    it had nothing. Raises UserError where the file is damaged."""
+    """The QAT method's state besides the weights (nf.gram_state), checked against the manifest. Empty where the method
+    has none. Raises UserError where the file is damaged."""
     folder = Path(checkpoint_dir)
     entry = _entries(folder, step).get(_name("method", step))
     if entry is None:

@@ -27,8 +27,9 @@ from nanochat_fp4.training.micro_batch import parse_device_batch_size, plan_accu
 from nanochat_fp4.training.trainer import TrainingStep
 
 # The time of the other stages, in units of a base training step. Both are estimates from one busy run (dev/LOG.md).
-LATER_SHARE = 1.0  # for each such step: evaluations, mid-training and SFT, which shrink with the base training
-OTHER_STEPS = 60  # whatever the number of steps: ten starts of Python, the tokenizer, the first evaluation
+# LATER_SHARE is for each base step: evaluations, mid-training and SFT shrink with the base training.
+# OTHER_STEPS is constant: ten starts of Python, the tokenizer, the first evaluation.
+LATER_SHARE, OTHER_STEPS = 1.0, 60
 PROBE_STEPS, PROBE_SECONDS = 4, 20
 
 
@@ -64,7 +65,7 @@ def probe(args: argparse.Namespace) -> float:
 
 
 def stored(path: Path, name: str, most: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """(what the file holds, the record of this run there). A file that cannot be read counts as empty."""
+    """(all records of the file, the record of this run). A file that cannot be read counts as empty."""
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
         record = records.get(name)
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
         if runs:
             record = {"steps": most, "why": f"as the run {runs[0]} has them"}
         else:
-            with contextlib.redirect_stdout(io.StringIO()):  # what convert says will be said by the training
+            with contextlib.redirect_stdout(io.StringIO()):  # the training will print convert's report
                 seconds = probe(args)
             steps = choose_steps(most, seconds, args.minutes)
             why = f"a step took {seconds:.2g} s in a probe; the whole run is to take {args.minutes:g} minutes"

@@ -1,11 +1,11 @@
 """
-torchrun for the pipeline: the same arguments, but it passes on SIGUSR1, leaves a SIGHUP ignored that nohup had ignored,
-and ends with the status of what failed first.
+torchrun for the pipeline, with the same arguments. SIGUSR1 is passed on. A SIGHUP that nohup ignores stays ignored. The
+exit status is that of the process that failed first.
 
     python -m nanochat_fp4.training.launch --standalone --nproc_per_node=2 -m scripts.base_train --depth=4
 
-torchrun itself leaves its processes behind at a SIGUSR1. It ends with status 1 whatever has happened, and with a
-traceback of its own below the line that says what.
+torchrun itself leaves its processes behind at a SIGUSR1. Its exit status is always 1, and its own traceback follows the
+line that names the failure.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ def main(argv: list[str] | None = None) -> None:
     except ChildFailedError as e:
         rank, failure = e.get_first_failure()
         if failure.exitcode >= 0:
-            sys.exit(failure.exitcode)  # it has said why
+            sys.exit(failure.exitcode)  # the process has said why
         if failure.exitcode == -signal.SIGUSR1:
-            sys.exit(0)  # it was still starting: nothing was there to be saved
+            sys.exit(0)  # the process was still starting and had nothing to save
         name = signal.Signals(-failure.exitcode).name
         print_safely(f"error: rank {rank} (process {failure.pid}) was ended by {name}", file=sys.stderr, flush=True)
         sys.exit(128 - failure.exitcode)

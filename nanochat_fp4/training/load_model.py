@@ -1,5 +1,5 @@
 """
-Models from checkpoints: build_model of a folder, load_model of a stage in the base directory; their method and tag.
+Models from checkpoints: build_model from a folder, load_model from a stage of the base directory.
 
 A model comes back as it was trained, neither compiled nor converted. nanochat's own checkpoints load as well.
 """
@@ -45,7 +45,7 @@ MADE_BY = {
     "rl": "python -m scripts.chat_rl",
 }
 
-SWITCHES = ("separate_qkv", "exact_relu_squared")  # of GPTConfig, which nanochat's does not have
+SWITCHES = ("separate_qkv", "exact_relu_squared")  # fields of GPTConfig that nanochat does not have
 
 
 def config_record(config: GPTConfig | LlamaConfig) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def checkpoints_made_with(tokenizer: RustBPETokenizer) -> list[str]:
 
 
 def find_largest_model(checkpoints_dir: str | os.PathLike) -> str:
-    """The model tag to take where none is given: the deepest of d<number>..., the newest of those; else the newest."""
+    """The default model tag: the deepest of d<number>..., the newest of equally deep ones, else the newest of all."""
     folder = Path(checkpoints_dir)
     tags = [p for p in folder.iterdir() if p.is_dir() and list_steps(p)] if folder.is_dir() else []
     if not tags:
@@ -240,8 +240,8 @@ def load_model(
     """
     (model, tokenizer, meta) of a stage's model in the base directory; meta has "model_tag". See build_model.
 
-    source: base | mid | sft | rl. model_tag, step: by default find_largest_model and the newest intact step. Raises
-    UserError, which names the command that makes a missing checkpoint.
+    source: base | mid | sft | rl. model_tag: by default find_largest_model's. step: by default the newest intact one.
+    Raises UserError, which names the command that makes a missing checkpoint.
     """
     if source not in SOURCES:
         raise UserError(f"unknown source {source!r}; use one of {', '.join(SOURCES)}")

@@ -46,8 +46,8 @@ def largest_micro_batch(
 
     peak_bytes(size) runs a forward and backward pass of that many rows and returns the peak memory in bytes, or runs
     out of memory. Candidates are the divisors of `rows` up to `limit` (and smaller than `below`), so that gradient
-    accumulation comes out even. Memory is a constant plus a part proportional to the size: two small passes give both,
-    the prediction is then tried out, and the next smaller size taken as long as it does not hold.
+    accumulation comes out even. Memory is a constant plus a part proportional to the size. Two small passes give both.
+    A trial checks the prediction, and the next smaller size follows as long as the trial fails.
     """
 
     def measure(size: int) -> int | None:
@@ -78,8 +78,9 @@ def largest_micro_batch(
 
 def optimizer_bytes(model: nn.Module) -> int:
     """
-    Memory that a step of several micro-batches takes and that a trial pass does not show: its first forward pass finds
-    no gradients yet, and no moments, of which Muon keeps one of each matrix and AdamW two of embedding and head.
+    Memory of a step that a trial pass does not show: the gradients of earlier micro-batches, and the moments.
+
+    Muon keeps one moment of each matrix. AdamW keeps two of embedding and head.
     """
     sizes = [p.numel() * p.element_size() for p in model.parameters()]
     return 2 * sum(sizes) + 2 * max(sizes, default=0)
@@ -104,11 +105,11 @@ def auto_device_batch_size(
     model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | None = None, below: int | None = None
 ) -> int:
     """
-    --device-batch-size=auto: the largest micro-batch for this device; on all ranks the same. Raises UserError.
+    --device-batch-size=auto: the largest micro-batch for this device, the same on all ranks. Raises UserError.
 
-    model: with get_device() and config (gpt.GPT), not compiled; its gradients are dropped. rows: of a device in a step,
-    which the size divides. below: it is to be smaller than that. On a CPU, where running out of memory ends the
-    process, nothing is tried: up to 32 rows (nanochat's default) that take no more than a quarter of the memory.
+    model: a gpt.GPT, not compiled. Its gradients are dropped. rows: of a device in a step. The size divides them.
+    below: the size must be smaller. A CPU's process ends when memory runs out, so nothing is tried there: up to 32 rows
+    (nanochat's default) that take no more than a quarter of the memory.
     """
     device, config = model.get_device(), model.config
     if device.type == "cuda":

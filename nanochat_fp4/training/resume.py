@@ -1,5 +1,5 @@
 """
-Where a run begins, anew or at a checkpoint, and its folder there: the lock, the room for a checkpoint, the state.
+A run's folder and its beginning: the folder's lock, the room for a checkpoint, and the state to go on from.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ from nanochat_fp4.training.checkpoint_manager import NoCheckpointError, find_las
 @dataclass
 class Start:
     """
-    What a run goes on from.
+    The beginning of a run.
 
-    folder: of the run's own checkpoints. source: the folder of the checkpoint that it goes on from; None for a new run,
-    another one than `folder` for a branch. rank_state, meta: of that checkpoint.
+    folder: has the run's own checkpoints. source: the folder of the checkpoint to go on from. A new run has None, a
+    branch another folder than its own. rank_state, meta: the checkpoint's.
     """
 
     folder: Path
@@ -94,8 +94,8 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """
     'matrix_lr was 0.02 so far and is 0.01 from here on', ...: what may change in a resume, and did.
 
-    before, now: metadata of a checkpoint, whose "tunable", "user_config" and "commit" are compared; what only one of
-    them has is left out.
+    before, now: metadata of a checkpoint. "tunable", "user_config" and "commit" are compared. A setting that only one
+    has is left out.
     """
 
     def settings(meta: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def restore_state(
     """
     try:
         states = rank_state["optimizers"]
-        if "all_ranks" in rank_state:  # of another number of processes
+        if "all_ranks" in rank_state:  # the saving run had another number of processes
             of_each = zip(*rank_state["all_ranks"], strict=True)
             states = [o.resharded(list(parts)) for o, parts in zip(optimizers, of_each, strict=True)]
         for optimizer, state in zip(optimizers, states, strict=True):
@@ -197,10 +197,10 @@ def held_run(folder: str | os.PathLike) -> Iterator[None]:
     """
     Inside, the run's folder is this run's, until the end of the process, whatever ends it. All ranks enter it together.
 
-    The lock is the kernel's own (flock, on .<name>.lock beside the folder, which --overwrite would delete with it), so
-    a killed process leaves none. .<name>.lock.json says who holds it. It reaches as far as the file system's locks do:
-    over NFS (Linux's client passes flock on to the server) and Lustre mounted with flock; where they end at this host,
-    or there are none, a warning says so. Raises UserError on every rank where another run holds it.
+    The lock is the kernel's (flock), so a killed process leaves none. Its file .<name>.lock is beside the folder:
+    --overwrite deletes the folder. .<name>.lock.json names the holder. The lock reaches as far as the file system's
+    locks. Linux's NFS client passes flock on to the server, and so does Lustre mounted with flock. A warning says where
+    locks end at this host, or do not exist. Raises UserError on every rank where another run holds it.
     """
     folder = Path(folder).absolute()
     lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"), fallback_to_soft=False)
@@ -250,7 +250,7 @@ def _describe_holder(folder: Path) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
         return f"process {int(holder['pid'])} on {str(holder['host'])[:100]} since {since}"
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return "a process that is just beginning"  # it has the lock, and has not said yet who it is
+        return "a process that is just beginning"  # the process has the lock and has not written its name yet
 
 
 def local_locks(folder: Path, mountinfo: str) -> str | None:

@@ -1,5 +1,5 @@
 """
-The set-up of a training run up to its first step: flags, processes, the model, what it goes on from; and its report.
+The set-up of a training run up to its first step, and the report after its last one.
 
     run_stage(args, train)                     # a stage as a program: processes, signals, exit status
     model, name = make_model(args, ...)        # pre-training: see scripts/base_train.py
@@ -156,7 +156,7 @@ def comparison_key(settings: dict[str, Any]) -> str:
 def find_start(
     args: argparse.Namespace, same: dict[str, Any], steps: int, folder: Path, model: torch.nn.Module, process: Process
 ) -> Start:
-    """What a run of so many steps goes on from. The model gets its weights. same: of run_settings. Raises UserError."""
+    """The beginning of a run of so many steps. The model gets its weights. same: of run_settings. Raises UserError."""
     branch = branch_point(args.branch_from, folder) if args.branch_from else None
     process.held.enter_context(held_run(folder))
     step = find_resume_step(folder, args.resume_from_step, args.overwrite, process.rank)
@@ -228,7 +228,7 @@ def describe(
     args: argparse.Namespace, model_tag: str, model: torch.nn.Module, num_iterations: int, device_batch_size: int,
     grad_accum_steps: int, plan: MethodPlan, backend: str, folder: Path, process: Process,
 ) -> None:  # fmt: skip
-    """What is going to be trained."""
+    """Prints the model, the steps and the batch of a pre-training run."""
     config, num_params, flops_per_token = model.config, model.num_scaling_params(), model.estimate_flops()
     total_tokens = args.total_batch_size * num_iterations
     print0(f"Training {model_tag}:")
@@ -249,7 +249,7 @@ def describe(
 
 
 def matmul_shares(model: torch.nn.Module) -> str:
-    """What part of a step's matrix products the layers make that methods quantize, and what the rest is."""
+    """The shares of a step's matrix products: the quantized layers, the head, other layers, attention."""
     flops = {"the quantized layers": 0, "the output head": 0, "other layers": 0}
     for layer in (m for m in model.modules() if isinstance(m, torch.nn.Linear)):
         head, quantized = layer is model.lm_head, isinstance(layer, QuantLinear)
@@ -334,7 +334,7 @@ class PostTraining:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of matrix products: see gpt.autocast."""
+        """The type of matrix products (gpt.autocast)."""
         return torch.float32 if self.args.dtype == "float32" else None
 
     @property
@@ -346,7 +346,7 @@ class PostTraining:
     def trainer(
         self, parts: TrainingStep, sources: dict[str, str], batch_config: dict[str, Any], **spec: Any
     ) -> Trainer:
-        """spec: of RunSpec, the stage's own fields. sources: of the mixture. batch_config: further settings that decide
+        """spec: fields of RunSpec. sources: name of a dataset -> its rows. batch_config: further settings that decide
         the batches. Raises UserError where a checkpoint is of another run."""
         args = self.args
         run_config = {
@@ -383,7 +383,7 @@ class PostTraining:
         return TrainingStep(self.model, optimizers, forward, QuantizedTraining(self.model), self.dtype, **loss)
 
     def report(self, trainer: Trainer, section: str, setup: dict[str, Any], sources: dict[str, str]) -> None:
-        """What came out: to the screen, and under `section` into the report, with `setup`."""
+        """Prints the results, and writes them with `setup` into the report under `section`."""
         step, loop, monitor = trainer.step, trainer.loop, trainer.monitor
         if self.start.resumed_step == step:
             print0(f"Nothing to do: {self.model_tag} is through this stage ({step} steps)")

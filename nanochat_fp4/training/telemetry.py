@@ -18,11 +18,11 @@ def layer_telemetry(
     """
     {layer: numbers} for every quantized layer of `model`, from one pass that forward_backward() runs.
 
-    On up to max_tokens tokens of the pass, each layer is computed once as its method says and once exactly:
-    output_error, grad_input_error, grad_weight_error are relative errors (norm of the difference over the norm),
-    grad_input_cosine and grad_weight_cosine the cosines; input_zeros and input_saturated are the shares of the input's
-    elements that round to zero, and that take the largest magnitude of the format, in blocks that are not all zero.
-    A number that cannot be had (the exact gradient is zero) is left out. Gradients of the pass are dropped.
+    Each layer is computed twice on up to max_tokens tokens of the pass, by its method and exactly. output_error,
+    grad_input_error and grad_weight_error are relative errors: the norm of the difference over the norm.
+    grad_input_cosine and grad_weight_cosine are cosines. input_zeros is the share of the input's elements that round to
+    zero, input_saturated the share with the format's largest magnitude. Both leave out blocks of zeros. A number of an
+    exact gradient of zero is left out. Gradients of the pass are dropped.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear) and m.recipe.quantizes}
     captured: dict[str, dict[str, torch.Tensor]] = {name: {} for name in layers}
@@ -111,11 +111,11 @@ def _is_bad(value: Any) -> bool:
 
 def name_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> str:
     """
-    Where the first NaN or infinity comes from: 'weight of ...', 'output of ...', 'gradient computed by ...'.
+    The source of the first NaN or infinity: 'weight of ...', 'output of ...' or 'gradient computed by ...'.
 
     forward_backward() repeats the pass that went wrong (the same tokens and random state; the model uncompiled).
     Hooks on every module then see the first bad output, and on the modules without children the first bad gradient.
-    Gradients are dropped. This runs once, when a run is about to stop or skip, so it may be slow.
+    Gradients are dropped. A run calls this once, before a stop or a skip, so slow is good enough.
     """
     for name, p in model.named_parameters():
         if _is_bad(p):

@@ -1,5 +1,5 @@
 """
-The training loop, the only one: steps of micro-batches, the health of their numbers, evaluations, checkpoints, resume.
+The only training loop. A step has micro-batches; between steps come evaluations, telemetry and checkpoints.
 
     trainer = Trainer(spec, step, args, process, start)
     if trainer.run():          # False: a signal stopped the run, and the run is saved
@@ -8,8 +8,8 @@ The training loop, the only one: steps of micro-batches, the health of their num
 RunSpec says how the stages differ: data, schedule, evaluation, a checkpoint's metadata. TrainingStep is one optimizer
 step in parts, which lab.measure.bench_train times one by one.
 
-A resumed run equals an undisturbed one. A step depends on the model, the optimizers, the generators, the data position,
-`loop` and the monitor. Every checkpoint has all of them.
+A resumed run equals an undisturbed one. A checkpoint has everything that a step depends on: model and optimizers,
+generators and data position, `loop` and the monitor.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class TrainingStep:
     """
     One optimizer step in parts: the weights' codes made once, micro-batches whose gradients add up, the update.
 
-    model: not compiled; forward: its compiled form, or itself. dtype: of matrix products, see gpt.autocast.
+    model: not compiled. forward: the compiled model, or the model itself. dtype: of matrix products (gpt.autocast).
     loss: (model or its compiled form, *batch) -> mean loss of a micro-batch, ().
     accumulates: whether gradients are added where they are made (nf.accumulate_gradients).
     """
@@ -123,20 +123,20 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class Process:
-    """This process of a run. held: closed at exit (the folder's lock). starting: closed after the first step."""
+    """This process of a run, and its open contexts."""
 
     device: torch.device
     rank: int
     world_size: int
     signals: StopSignals
-    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    starting: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    phases: Phases = field(default_factory=Phases)  # of the time up to the first step
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed at exit: the folder's lock
+    starting: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed after the first step
+    phases: Phases = field(default_factory=Phases)  # parts of the time to the first step
 
 
 @dataclass
 class RunSpec:
-    """What distinguishes one stage's run from another's."""
+    """A run as its stage wants it. The loop is the same for all."""
 
     stage: str  # base, mid, sft, rl
     method: str
@@ -145,20 +145,20 @@ class RunSpec:
     device_batch_size: int
     seq_len: int
     grad_accum_steps: int
-    num_iterations: int  # less than 1: until one epoch of `conversations` is consumed
-    evaluate: Callable[[int, bool], dict[str, float]]  # (step, last step) -> numbers: val_bpb, val_loss, mmlu_acc, ...
+    num_iterations: int  # less than 1: one epoch of `conversations`
+    evaluate: Callable[[int, bool], dict[str, float]]  # (step, last step) -> val_bpb, mmlu_acc, ...
     evaluate_due: Callable[[int, bool], bool]
-    also: Sequence[Callable[["Trainer", bool], None]] = ()  # looked at before each step: samples, benchmarks
-    seed: int = 42  # of rotations and rounding noise
-    conversations: int = 0  # in the training data, where an epoch of them is the run
-    tokens_per_step: int | None = None  # where it is the same in every step
+    also: Sequence[Callable[["Trainer", bool], None]] = ()  # called before each step
+    seed: int = 42  # rotations and rounding noise
+    conversations: int = 0  # of the training data, if a run is an epoch
+    tokens_per_step: int | None = None  # None: not the same in every step
     val_tokens: int | None = None
-    user_config: dict[str, Any] = field(default_factory=dict)  # all flags, for people; into checkpoints and W&B
-    meta: dict[str, Any] = field(default_factory=dict)  # more of a checkpoint's metadata
-    start_record: dict[str, Any] = field(default_factory=dict)  # more of the "start" record in metrics.jsonl
-    lower: str = "the learning rates"  # what to lower where the numbers are bad
-    prefetch: bool = True  # False: a batch depends on the weights, and is made when it is trained on
-    numbers: Callable[[], dict[str, float]] = dict  # more of a step's, asked for after each
+    user_config: dict[str, Any] = field(default_factory=dict)  # all flags, in checkpoints and on W&B
+    meta: dict[str, Any] = field(default_factory=dict)  # further metadata of checkpoints
+    start_record: dict[str, Any] = field(default_factory=dict)  # further values of "start" in metrics.jsonl
+    lower: str = "the learning rates"  # advice after bad numbers
+    prefetch: bool = True  # False: the weights decide the batch (RL)
+    numbers: Callable[[], dict[str, float]] = dict  # further numbers of the last step
 
     @property
     def by_epoch(self) -> bool:
@@ -167,7 +167,7 @@ class RunSpec:
 
 @dataclass
 class Outcome:
-    """What an optimizer step came to, over all ranks. bad_here: not finite on this rank; bad: on any."""
+    """An optimizer step's result over all ranks. bad: not finite on some rank. bad_here: not finite on this rank."""
 
     loss: float
     grad_norm: float
@@ -179,13 +179,13 @@ class Outcome:
 
 
 def due(every: int, step: int, last: bool) -> bool:
-    """Whether something is to be done before `step`, and at the end, that is done every so many steps (-1: never)."""
+    """Whether a thing with this period in steps is due before `step`, or at the end. Period -1: never."""
     return every > 0 and (last or step % every == 0)
 
 
 class Trainer:
     """
-    A run. State: step; loop, a dict that JSON can hold; monitor (the loss); loader_state.
+    A run. Its state is step, loop (a dict for JSON), monitor (of the loss) and loader_state.
 
     args: the flags of setup.add_run_arguments.
 
@@ -199,7 +199,7 @@ class Trainer:
         self.folder, self.step = start.folder, start.step
         self.dry_run = getattr(args, "dry_run", False)  # only mid_train has the flag
         self.loop: dict[str, Any] = {
-            "numbers": {},  # of the last evaluation
+            "numbers": {},  # the last evaluation's
             "best": {},
             "evaluated_at": -1,
             "progress": 0.0,  # from 0 to 1
@@ -215,7 +215,7 @@ class Trainer:
         self.tok_per_sec = self.mfu = None
         self.telemetry: str | None = None  # the newest summary
         self.environment = environment_info() if process.rank == 0 else None
-        # What checkpoints say of the run itself.
+        # Metadata of checkpoints, without the state of the loop.
         commit = self.environment and self.environment["commit"]
         self.meta = {**spec.meta, "user_config": spec.user_config, "commit": commit}
         self.metrics = MetricsLog(self.folder, enabled=process.rank == 0 and not self.dry_run)
@@ -261,7 +261,7 @@ class Trainer:
         remedies = self.quantized.remedies if start.resumed_step is not None else []
         restore_state([*self.parts.optimizers, *remedies], start.rank_state, self.device, start.source)
         self.loader_state = start.rank_state.get("dataloader")
-        if "dataloaders" in start.rank_state:  # of another number of processes
+        if "dataloaders" in start.rank_state:  # the saving run had another number of processes
             self.loader_state = merge_states(start.rank_state["dataloaders"])
             if self.process.rank:
                 self.loader_state |= {"consumed": 0} if "consumed" in self.loader_state else {}
@@ -362,7 +362,7 @@ class Trainer:
                 if not spec.prefetch:
                     self.fetch()
                 batch = self.batch
-                # Of the step's micro-batches this rank has numbers rank, rank + world size, ...: see dataloader.py.
+                # This rank has the step's micro-batches rank, rank + world size, ... (dataloader.py).
                 seed_micro_batch(spec.seed, self.step, i * self.process.world_size + self.process.rank)
                 tried.append((batch, get_rng_state(self.device)))
                 losses.append(parts.micro_batch(*batch, count=spec.grad_accum_steps))
@@ -401,7 +401,7 @@ class Trainer:
         self.model(x[:rows], y[:rows])
 
     # ------------------------------------------------------------------------------------------------------------------
-    # What ends a run
+    # Ends of a run
 
     def failure(self, text: str) -> UserError:
         self.progress.close()
@@ -443,7 +443,7 @@ class Trainer:
         self.progress.write(f"warning: {what}; update skipped")
 
     def name_the_layer(self, tried: list[tuple[Batch, dict]]) -> str:
-        """Where the first bad number of these micro-batches comes from; they are computed again."""
+        """The source of the first bad number of these micro-batches, which are computed again."""
         place = ""
         for batch, rng in tried:
 
@@ -493,7 +493,7 @@ class Trainer:
         return shown
 
     def log_to_wandb(self, event: str, numbers: dict[str, Any]) -> None:
-        """Under nanochat's names, the same in every stage: train/loss, train/dt, val/bpb, total_training_time, ..."""
+        """Logs under nanochat's names, the same in every stage: train/loss, val/bpb, total_training_time, ..."""
         values = {f"{event}/{key}": value for key, value in numbers.items() if value is not None}
         if self.spec.tokens_per_step:
             values["total_training_tokens"] = self.spec.tokens_per_step * self.step
@@ -594,6 +594,6 @@ class Trainer:
         )
         if saved and self.process.rank == 0:
             if self.args.resume_from_step != "latest":
-                forget_later_checkpoints(self.folder, step)  # of the run that this one left at an earlier step
+                forget_later_checkpoints(self.folder, step)  # this run left them behind at an earlier step
             prune_checkpoints(self.folder, self.args.keep_last)
         return saved

@@ -25,8 +25,8 @@ class DummyWandb:
 class TrackioRun:
     """wandb's calls on a run of trackio, which keeps it in a file of this machine.
 
-    Its page has a section for each first part of a name, in alphabetical order: layers, of which there are hundreds of
-    curves, must come after train and val.
+    Its page has a section for each first part of a name, in alphabetical order. The hundreds of curves of layers must
+    come after train and val.
     """
 
     def __init__(self, run: Any):
@@ -90,9 +90,9 @@ def setup_wandb(run: str | None, project: str, config: dict[str, Any], timeout: 
     """
     A wandb run, or a DummyWandb where `run` is empty or 'dummy', and on ranks other than 0.
 
-    `run` is the --run flag, whose default is $WANDB_RUN. Never prompts and never hangs: without an account, or where
-    the server does not answer within `timeout` seconds, the run is kept offline under the base directory and the line
-    that uploads it is printed. WANDB_MODE, when set, is obeyed.
+    `run` is the --run flag, whose default is $WANDB_RUN. Never prompts and never hangs. The run is kept offline
+    under the base directory without an account, or if the server does not answer within `timeout` seconds. Then the
+    command that uploads the run is printed. WANDB_MODE, when set, is obeyed.
     """
     if not run or run == "dummy" or os.environ.get("RANK", "0") != "0":
         return DummyWandb()
