@@ -110,7 +110,7 @@ METHODS |= _rows(
     _clover(
         "feedback_late",
         "with error feedback for the forward's weight, and two terms for both operands in the last 3% of the steps: "
-        "half of clover's gap for 2% more GEMM work (docs/results.md)",
+        "2% more GEMM work, and a forward of three products at inference, or BF16 (docs/results.md)",
         output=Gemm(Operand("four_over_six"), _feedback),
         late=(0.97, _refined),
     ),
