@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from lab.predict.predicted_time import computation
 from lab.study.long_runs import VALUES, cost_cells, measured_on, methods_of, steps_of, stored_runs
 from lab.study.reproduce_common import Context, Outcome
 from nanochat_fp4.errors import UserError
-from scripts.predicted_time import computation
 
 
 def exponent(runs: list[dict], value: str = "val_bpb") -> tuple[float, dict[str, float]]:

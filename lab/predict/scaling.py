@@ -23,7 +23,7 @@ from lab.study import sweep_results
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 
-PAPER_RUNS = Path(__file__).parents[1] / "docs/results/paper_runs.json"
+PAPER_RUNS = Path(__file__).resolve().parents[2] / "docs/results/paper_runs.json"
 BASE_PARAMETERS, BASE_TOKENS, BASE_RATIO = 1e8, 1e9, 20.0  # units of the fits
 SIZES, LENGTHS = 3, 3  # that a law needs: fewer leave its exponents open
 SHOWN_RATIOS = (12, 25, 50, 100, 200, 400)  # tokens per parameter

@@ -1,11 +1,11 @@
-"""scripts/predicted_time.py: what a run's phases, feedback and length add to the predicted time."""
+"""lab/predict/predicted_time.py: what a run's phases, feedback and length add to the predicted time."""
 
 import pytest
 
+from lab.predict import predicted_time
+from lab.predict.predicted_time import mean_step_ms, over_clover, phases_of, recipe_ms
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.roofline import MACHINES
-from scripts import predicted_time
-from scripts.predicted_time import mean_step_ms, over_clover, phases_of, recipe_ms
 
 CARD = MACHINES["rtx5090"]
 
