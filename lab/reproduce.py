@@ -30,6 +30,7 @@ from lab.study.reproduce_operands import operands
 from lab.study.reproduce_remedies import remedies
 from lab.study.reproduce_rounding import table1
 from lab.study.reproduce_speed import fig6, table7
+from lab.study.reproduce_steps import extra_steps
 from lab.study.reproduce_systems import systems
 from lab.study.reproduce_time import equal_time
 from lab.study.reproduce_traffic import table2
@@ -40,7 +41,6 @@ from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.files import atomic_write
-from scripts.reproduce_steps import extra_steps
 
 ITEMS: dict[str, Callable[[Context], Outcome]] = {
     "table1": table1,
