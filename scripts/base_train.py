@@ -19,13 +19,12 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read 
 
 import argparse
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import announce, get_base_dir, print0
+from nanochat_fp4.common import announce, print0
 from nanochat_fp4.console import ArgumentParser, format_seconds, parse_finite
 from nanochat_fp4.data.dataloader import (
     tokenizing_distributed_data_loader_bos_bestfit,
@@ -42,7 +41,7 @@ from nanochat_fp4.models.gpt import compile_layers
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard
-from nanochat_fp4.training.checkpoint_manager import check_model_tag, config_record
+from nanochat_fp4.training.checkpoint_manager import check_model_tag, checkpoint_folder, config_record
 from nanochat_fp4.training.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
 from nanochat_fp4.training.pretraining import (
     CoreMetric,
@@ -174,8 +173,9 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     rows = plan_accumulation(args.total_batch_size, 1, args.max_seq_len, world_size)
     if args.device_batch_size != "auto":
         plan_accumulation(args.total_batch_size, args.device_batch_size, args.max_seq_len, world_size)
-    model_tag = args.model_tag or f"{name}_{method}"  # so that methods do not overwrite one another
-    folder = Path(get_base_dir()) / "base_checkpoints" / model_tag
+    # Each method has a tag of its own, so that none overwrites another's run.
+    model_tag = f"{name}_{method}" if args.model_tag is None else args.model_tag
+    folder = checkpoint_folder("base", model_tag)
     start = find_start(args, settings, folder, model, process)
 
     nf.convert(model, method, per_token_in_eval=False)

@@ -7,26 +7,19 @@ unquantized (the paper, Appendix C); --quantization changes that.
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import announce, get_base_dir, print0
+from nanochat_fp4.common import announce, print0
 from nanochat_fp4.console import format_seconds, parse_finite
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard
-from nanochat_fp4.training.checkpoint_manager import (
-    SOURCES,
-    build_model,
-    check_model_tag,
-    config_record,
-    load_checkpoint,
-)
+from nanochat_fp4.training.checkpoint_manager import build_model, checkpoint_folder, config_record, load_checkpoint
 from nanochat_fp4.training.resume import Start, check_same_run, find_resume_step, starts_over
 from nanochat_fp4.training.run_folder import check_writable, held_run, save_bytes
 from nanochat_fp4.training.stage import (
@@ -105,9 +98,8 @@ class PostTraining:
         if name == "rl" and args.parallel != "ddp":
             raise UserError("reinforcement learning generates on each process by itself; leave --parallel out")
         sharded = check_parallel(args)
-        check_model_tag(args.model_tag)
-        self.model_tag = args.model_tag or find_model_tag(source, None)
-        folder = Path(get_base_dir()) / SOURCES[name] / self.model_tag
+        self.model_tag = find_model_tag(source, None) if args.model_tag is None else args.model_tag
+        folder = checkpoint_folder(name, self.model_tag)
         step = None
         if not self.options.dry_run:
             process.held.enter_context(held_run(folder))
@@ -141,7 +133,7 @@ class PostTraining:
             self.source, self.process.device, "train", self.model_tag, self.args.model_step
         )
         step = self.parent_meta.get("step")
-        digest = weights_digest(Path(get_base_dir()) / SOURCES[self.source] / self.model_tag, step)
+        digest = weights_digest(checkpoint_folder(self.source, self.model_tag), step)
         tag = {"stage": self.source, "model_tag": self.model_tag}
         self.parent = {**tag, "step": step, "weights_sha256": digest}
 
@@ -153,7 +145,7 @@ class PostTraining:
         self.start = Start(folder, folder, step, rank_state, meta)
         self.parent_meta, self.parent = meta, meta.get("parent") or {}
         before = self.parent.get("weights_sha256")
-        now = weights_digest(Path(get_base_dir()) / SOURCES[self.source] / self.model_tag, self.parent.get("step"))
+        now = weights_digest(checkpoint_folder(self.source, self.model_tag), self.parent.get("step"))
         if before is not None and now is not None and before != now:
             raise UserError(
                 f"the run in {folder} began with another {self.source} model than {self.model_tag} is now; start it "

@@ -234,9 +234,9 @@ def check_machine(args: argparse.Namespace, device: torch.device, flops: float) 
 def branch_point(text: str, checkpoint_dir: Path) -> tuple[Path, int]:
     """(folder, step) of --branch-from, of a run beside that of checkpoint_dir. Raises UserError."""
     tag, at, step = text.rpartition("@")
-    check_model_tag(tag)
     if not (tag and at and step.isdecimal()):
         raise UserError(f"--branch-from={text!r}: expected '<model tag>@<step>', for example d20_bf16@5000")
+    check_model_tag(tag)
     if tag == checkpoint_dir.name:
         raise UserError(f"--branch-from={text!r} is this run itself; give the new run a --model-tag of its own")
     return checkpoint_dir.parent / tag, int(step)

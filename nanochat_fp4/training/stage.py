@@ -34,6 +34,7 @@ from nanochat_fp4.training.checkpoint_manager import (
     NoCheckpointError,
     build_model,
     check_model_tag,
+    checkpoint_folder,
     find_largest_model,
 )
 
@@ -205,7 +206,7 @@ def find_model_tag(source: str, model_tag: str | None) -> str:
     folder = Path(get_base_dir()) / SOURCES[source]
     made_by = MADE_BY.get(source)
     try:
-        tag = model_tag or find_largest_model(folder)
+        tag = find_largest_model(folder) if model_tag is None else model_tag
     except NoCheckpointError as e:
         raise UserError(f"there is no {source} checkpoint in {folder}; make one with {made_by}") from e
     if not (folder / tag).is_dir():
@@ -223,7 +224,7 @@ def load_stage_model(
     """checkpoint_manager.load_model, whose error names the command that makes a checkpoint that is not there."""
     tag = find_model_tag(source, model_tag)
     try:
-        model, tokenizer, meta = build_model(Path(get_base_dir()) / SOURCES[source] / tag, step, device, phase)
+        model, tokenizer, meta = build_model(checkpoint_folder(source, tag), step, device, phase)
     except NoCheckpointError as e:
         raise UserError(f"{e}; make one with {MADE_BY.get(source)} --model-tag={tag}") from e
     if model_tag is None:
