@@ -180,7 +180,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
 
     nf.convert(model, method, per_token_in_eval=False)
     plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
-    quantized = QuantizedTraining(model, plan, num_iterations, args.oscillation)
+    quantized = QuantizedTraining(model, plan, num_iterations)
     quantized.set_progress(start.step)
 
     device_batch_size = args.device_batch_size

@@ -39,7 +39,7 @@ from nanochat_fp4.files import atomic_write, fsync_dir
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
 from nanochat_fp4.models.llama import Llama, LlamaConfig
-from nanochat_fp4.nvfp4.gram import OLD_NAME, load_gram_state
+from nanochat_fp4.nvfp4.feedback import load_gram_state
 
 FORMAT = "nanochat_fp4 checkpoint, version 1"
 
@@ -657,17 +657,15 @@ def check_model_fits(config: GPTConfig, device: torch.device) -> None:
 def load_weights(model: GPT, model_data: dict[str, torch.Tensor], checkpoint_dir: str | os.PathLike, step: int) -> None:
     """
     model.load_state_dict that takes the checkpoint's tensors over, and nf.load_gram_state of what its method had
-    learned: of a file of its own or, until 2026-11, of the model's. Raises UserError where they do not fit.
+    learned. Raises UserError where they do not fit.
     """
     learned = load_method_data(checkpoint_dir, step, model.get_device())
     try:
         shapes = {name: p.shape for name, p in model.state_dict().items()}
-        old = {name: t for name, t in model_data.items() if name.endswith(f".{OLD_NAME}")}
-        weights = {name: t for name, t in model_data.items() if name not in old}
-        model.load_state_dict(weights, strict=True, assign=True)
+        model.load_state_dict(model_data, strict=True, assign=True)
         if any(p.shape != shapes[name] or not p.is_floating_point() for name, p in model.state_dict().items()):
             raise TypeError("a weight that is no floating-point tensor")
-        load_gram_state(model, {name.removesuffix(f".{OLD_NAME}"): t for name, t in old.items()} | learned)
+        load_gram_state(model, learned)
     except (RuntimeError, AttributeError, TypeError, ValueError) as e:
         raise UserError(
             f"checkpoint of step {step} in {checkpoint_dir}: its weights do not fit its model config "

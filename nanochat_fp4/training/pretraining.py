@@ -19,8 +19,8 @@ from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.gpt import GPT, config_from_depth
 from nanochat_fp4.models.optim import PretrainingOptions
-from nanochat_fp4.nvfp4 import oscillation
 from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.methods import OSCIRESET_COMMIT, removed
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.training.checkpoint_manager import (
@@ -36,7 +36,7 @@ from nanochat_fp4.training.run_folder import check_writable, held_run, save_byte
 from nanochat_fp4.training.stage import Process
 from nanochat_fp4.training.trainer import Trainer, due
 
-# Flags that a run which branches from another one may have of its own.
+# Flags that a run which branches from another one may have of its own. "oscillation" is a removed flag: always None.
 METHOD_CHANGES = (
     "layer_methods", "method_phases", "oscillation", "branch_from", "separate_qkv", "exact_relu_squared"
 )  # fmt: skip
@@ -145,6 +145,10 @@ def find_start(
     return start
 
 
+def _oscillation(text: str) -> None:
+    raise argparse.ArgumentTypeError(f"OsciReset {removed(OSCIRESET_COMMIT)}; leave the flag out")
+
+
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """How to quantize."""
     add = parser.add_argument
@@ -165,8 +169,8 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--oscillation",
-        default="",
-        help=f"a remedy for weights that oscillate between two 4-bit values: {oscillation.FORM}",
+        type=_oscillation,
+        help=argparse.SUPPRESS,
     )
     add(
         "--separate-qkv",

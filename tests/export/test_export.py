@@ -339,7 +339,7 @@ def test_transformers_computes_the_same_logits(tiny_base, tmp_path, capsys, fami
 
 
 @has("compressed_tensors", "transformers", "safetensors")
-@pytest.mark.parametrize("family, method", [("gpt", "clover"), ("llama", "nvidia"), ("gpt", "tetrajet_v2_outcontrol")])
+@pytest.mark.parametrize("family, method", [("gpt", "clover"), ("llama", "nvidia")])
 def test_compressed_tensors_reads_the_codes(tiny_base, tmp_path, capsys, family, method):
     save_small(tiny_base, family, method)
     run(tmp_path, "--format=compressed-tensors", "--verify")

@@ -649,17 +649,14 @@ def test_old_and_compiled_checkpoints_come_back(model):
     assert (loaded.resid_lambdas == 1).all() and (loaded.x0_lambdas == 0).all() and loaded.config.window_pattern == "L"
 
 
-def test_what_the_method_learned_comes_back_from_its_own_file_and_from_old_models(model):
+def test_what_the_method_learned_comes_back_from_its_own_file(model):
     name = "transformer.h.0.mlp.c_fc"
     gram = {name: torch.eye(model.config.n_embd).half()}
     assert save_checkpoint(model.folder, 4, model.state_dict(), None, model.meta, method_data=gram)
-    old = model.state_dict() | {f"{name}.second_moment": 5 * torch.eye(model.config.n_embd)}  # as until 2026-11
-    assert save_checkpoint(model.folder, 5, old, None, model.meta)
-    for step in (4, 5):
-        loaded, _, _ = build_model(model.folder, step, "cpu", "eval")
-        assert loaded.state_dict().keys() == model.state_dict().keys()
-        learned = nf.gram_state(nf.convert(loaded, "clover_feedback", verbose=False))
-        assert learned.keys() == {name} and torch.equal(learned[name], gram[name])
+    loaded, _, _ = build_model(model.folder, 4, "cpu", "eval")
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    learned = nf.gram_state(nf.convert(loaded, "clover_feedback", verbose=False))
+    assert learned.keys() == {name} and torch.equal(learned[name], gram[name])
     assert not nf.gram_state(build_model(model.folder, 3, "cpu", "eval")[0])
     assert save_checkpoint(model.folder, 6, model.state_dict(), None, model.meta, method_data={name: torch.eye(16)})
     with pytest.raises(UserError, match="its weights do not fit its model config .*c_fc"):
