@@ -549,12 +549,19 @@ def _rotate_quantize(
             return None, None, None
         r = how.rounding
         limits, random = (r.grid_max, r.scale_cap, r.candidates), (how.rht_dim, how.stream, how.rht_stream)
-        place = how.part or ()
+        place = how.part[1:] if how.part else ()
         return Operand(*limits, r.stochastic, r.ms_eden, *random, emulated, *place), how.seed, how.rht_seed
+
+    parts = [how.part if how else None for how in (row, col)]
+
+    def largest(amax: torch.Tensor) -> torch.Tensor:
+        if all(parts):  # of one layer, and so of one group
+            return parts[0].largest(amax)
+        return torch.stack([part.largest(own) if part else own for part, own in zip(parts, amax)])
 
     codes = isinstance(value, NVFP4Tensor)
     source = (value.codes, value.scales, value.tensor_scale) if codes else (value, None, None)
-    tensors = rotate_quantize(*source, *described(row), *described(col))
+    tensors = rotate_quantize(*source, *described(row), *described(col), largest if any(parts) else None)
     results: list[GemmOperand | None] = []
     for how in (row, col):
         if how is None:
