@@ -50,7 +50,8 @@ class ForkServer:
     def __init__(self, folder: Path, environment: dict[str, str]):
         self.folder, self.count = Path(folder), 0
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")])
+        rooms = sorted(str(path) for path in (ROOT / "tests").iterdir() if path.is_dir())
+        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests"), *rooms])
         environment = environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", "import _forking; _forking.serve('socket')"],
