@@ -53,7 +53,8 @@ import torch._dynamo  # noqa: E402 (or each fork would import it)
 import nanochat_fp4 as nf  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = [f"scripts.{s}" for s in ("base_train", "mid_train", "chat_sft", "tok_train", "export", "bench_parallel")]
+MODULES = [f"scripts.{s}" for s in ("base_train", "mid_train", "chat_sft", "tok_train", "export")]
+MODULES.append("lab.measure.bench_parallel")
 FORMATS = ("safetensors", "compressed-tensors", "modelopt", "gguf", "gguf-bf16")
 # Their runs must see the change of the method. One method changes at 97% of the steps.
 LATE, STEPS, LONG = ("nvidia_full", "clover_late", "clover_feedback_late"), 8, {"clover_feedback_late": 34}
@@ -298,7 +299,7 @@ class Cases:
     def tensor_parallel(self, name: str) -> dict[str, Parts]:
         base = self.folder(f"tp_{name}")
         flags = f"{TP} --parallel=tp --seconds=0.001 --method={name} --json={base}/row.json"
-        run(base, "scripts.bench_parallel", flags, ranks=2)
+        run(base, "lab.measure.bench_parallel", flags, ranks=2)
         row = json.loads((base / "row.json").read_text())
         kept = ("loss", "sent", "sent_bytes", "predicted_bytes", "state_gib", "micro_batches", "mode", "gpus")
         return {f"tp/{name}": {key: digest(row[key]) for key in kept}}
