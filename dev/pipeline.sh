@@ -128,7 +128,7 @@ print_plan() { # TITLE TAG...
     local name default
     echo "nanochat_fp4: $1"
     echo "  machine   $MACHINE"
-    echo "  methods   ${METHODS[*]}   (QAT_METHOD; COMPARE=1 adds the bf16 baseline)"
+    echo "  methods   ${METHODS[*]}   (QAT_METHOD=$QAT_METHOD; COMPARE=1 adds the bf16 baseline)"
     echo "  runs      ${*:2}"
     echo "  stages    $STAGES"
     echo "  folder    $NANOCHAT_BASE_DIR   (NANOCHAT_BASE_DIR)"
@@ -146,12 +146,16 @@ print_plan() { # TITLE TAG...
 
 # How long the run will take on one GPU, this one or GPU=rtx5090: predicted, where there are numbers for it.
 print_estimate() {
-    local tokens=0
+    local tokens=0 lines
     [ -n "${GPU:-}" ] || { [ "$NUM_GPUS" -gt 0 ] && [ "$NPROC" -eq 1 ]; } || return 0
     [ "$NUM_ITERATIONS" -lt 0 ] || tokens=$((NUM_ITERATIONS * TOTAL_BATCH))
+    if ! lines=$("$PY" -m nanochat_fp4.step_time --gpu "${GPU:-}" --depth "$DEPTH" --tokens "$tokens" \
+        --ratio "$DATA_RATIO" --methods "$(IFS=, && echo "${METHODS[*]}")" 2>&1); then
+        [ -z "${GPU:-}" ] || die "GPU=$GPU: ${lines#error: --gpu: }"
+        return 0 # of this machine's GPU nothing may be known
+    fi
     echo "  predicted time of the base training on one GPU (python -m nanochat_fp4.step_time):"
-    "$PY" -m nanochat_fp4.step_time --gpu "${GPU:-}" --depth "$DEPTH" --tokens "$tokens" --ratio "$DATA_RATIO" \
-        --methods "$(IFS=, && echo "${METHODS[*]}")" 2>&1 | sed 's/^/    /' || true
+    while IFS= read -r line; do echo "    $line"; done <<<"$lines"
 }
 
 # Short items side by side, long ones on a line of their own.
@@ -306,11 +310,9 @@ stage_sft() {
         scripts.chat_eval -i sft -g "$2" ${EVAL_ARGS:-}
 }
 
-stage_report() { # TAG...
-    local tag args=()
+stage_report() { # of every run in the folder, also of earlier ones
     say "report"
-    for tag in "$@"; do args+=(--model-tag="$tag"); done
-    run "$PY" -m nanochat_fp4.evaluation.report generate "${args[@]}"
+    run "$PY" -m nanochat_fp4.evaluation.report generate
 }
 
 default_stages() {
@@ -396,7 +398,7 @@ pipeline() {
         echo "talk to it: source .venv/bin/activate, then python -m scripts.chat_web --model-tag ${tags[0]}"
         echo "            (a page in your browser; python -m scripts.chat_cli in this terminal)"
     fi
-    ! has_stage report || stage_report "${tags[@]}"
+    ! has_stage report || stage_report
 }
 
 # Where everything goes, and on what machine we are.
@@ -411,7 +413,10 @@ NPROC=${NPROC:-$((NUM_GPUS > 1 ? NUM_GPUS : 1))}
 if [ -n "${GPU:-}" ] && [ "${PLAN_ONLY:-0}" = 0 ]; then
     die "GPU=$GPU is for plans of a machine that is not here; set PLAN_ONLY=1 as well"
 fi
-if [ "$NUM_GPUS" -gt 0 ]; then
+if [ -n "${GPU:-}" ]; then
+    NUM_GPUS=1 NPROC=1
+    MACHINE="1 x $GPU, 1 process(es); not this machine, a plan alone"
+elif [ "$NUM_GPUS" -gt 0 ]; then
     MACHINE="$NUM_GPUS x $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1), $NPROC process(es)"
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 else

@@ -21,7 +21,7 @@ from nanochat_fp4.console import Progress
 from nanochat_fp4.data.chat_data import Task
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import autocast
-from nanochat_fp4.nvfp4.convert import per_token_scale, quantize_weights_once
+from nanochat_fp4.nvfp4.contexts import per_token_scale, quantize_weights_once
 
 
 @dataclass

@@ -53,8 +53,8 @@ import torch._dynamo  # noqa: E402 (or each fork would import it)
 import nanochat_fp4 as nf  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = [*(f"scripts.{s}" for s in ("base_train", "mid_train", "chat_sft", "tok_train", "export"))]
-MODULES += ["lab.measure.bench_parallel"]
+MODULES = [f"scripts.{s}" for s in ("base_train", "mid_train", "chat_sft", "tok_train", "export")]
+MODULES.append("lab.measure.bench_parallel")
 FORMATS = ("safetensors", "compressed-tensors", "modelopt", "gguf", "gguf-bf16")
 # Their runs must see the change of the method. One method changes at 97% of the steps.
 LATE, STEPS, LONG = ("nvidia_full", "clover_late", "clover_feedback_late"), 8, {"clover_feedback_late": 34}

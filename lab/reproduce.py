@@ -7,10 +7,10 @@
     python -m lab.reproduce attribution           # where Clover's gap comes from; also: operands, remedies, systems
 
     python -m lab.reproduce table5 --results docs/results/d6.json    # from that sweep's runs, without training
-    python -m lab.reproduce horizon --results a.json,b.json          # gaps along long runs; frontier, claims
+    python -m lab.reproduce horizon --results a.json,b.json          # long runs: gaps; see OF_RESULTS
     python -m lab.reproduce fig6 --results bench_linear.json         # from that benchmark; table7: bench_train's
 
-Each prints a table, writes <folder>/<name>.json and <name>.png, and says on what hardware, data, tokens, seeds and
+Each prints a table, writes <folder>/<name>.json, .md and .png, and says on what hardware, data, tokens, seeds and
 commit it was measured. What is done is kept, piece by piece, so that the same command goes on where it was interrupted.
 Figures that need training runs share them (lab/study/sweep.py). lab/study/reproduce_*.py make them.
 """
@@ -30,6 +30,7 @@ from lab.study.reproduce_operands import operands
 from lab.study.reproduce_remedies import remedies
 from lab.study.reproduce_rounding import table1
 from lab.study.reproduce_speed import fig6, table7
+from lab.study.reproduce_steps import extra_steps
 from lab.study.reproduce_systems import systems
 from lab.study.reproduce_time import equal_time
 from lab.study.reproduce_traffic import table2
@@ -62,6 +63,7 @@ OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {
     "frontier": frontier,
     "claims": claims,
     "equal_time": equal_time,
+    "extra_steps": extra_steps,
 }  # of --results alone
 SAME = {"table6": "fig6"}
 
@@ -74,7 +76,7 @@ def footer(context: Context, measured_on: str, info: dict[str, Any]) -> str:
 
 
 def save(context: Context, name: str, outcome: Outcome) -> None:
-    """Prints the item and writes its JSON and its plot."""
+    """Prints the item and writes its JSON, its Markdown and its plot."""
     info = outcome.environment or environment_info()
     last = footer(context, outcome.measured_on, info)
     lines = [f"\n{outcome.title}", table(outcome.header, outcome.rows), *[f"- {note}" for note in outcome.notes], last]
@@ -91,10 +93,25 @@ def save(context: Context, name: str, outcome: Outcome) -> None:
     }
     path = context.folder / f"{name}.json"
     atomic_write(path, json.dumps(content, indent=1) + "\n")
+    atomic_write(path.with_suffix(".md"), page(content))
     if outcome.plot:
         title = outcome.title + (" (quick: a check of the command)" if context.quick else "")
         plots.draw(path.with_suffix(".png"), title, outcome.plot)
     print0(f"written to {path}")
+
+
+def page(content: dict[str, Any]) -> str:
+    """The Markdown of what `save` wrote as JSON: title, table, notes, and what it was measured on."""
+
+    def line(row: list[Any]) -> str:
+        cells = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in row)
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    header, *rows = content["table"]
+    made = f"Made by `reproduce {content['name']}`, not by hand."
+    lines = [f"# {content['title']}", "", made, "", line(header), "|---" * len(header) + "|", *map(line, rows), ""]
+    lines += [*[f"- {note}" for note in content["notes"]], "", content["measured_on"]]
+    return "\n".join(lines) + "\n"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -110,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
         "--results",
         default="",
         help="train and time nothing: take the runs from this file of lab.study.sweep (fig6: of bench_linear, "
-        "table7: of bench_train); horizon, frontier, claims, equal_time: from several, with commas",
+        f"table7: of bench_train); {', '.join(OF_RESULTS)}: from several, with commas",
     )
     sweep.add_sweep_arguments(parser)
     parser.set_defaults(seeds=0)

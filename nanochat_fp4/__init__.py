@@ -4,30 +4,23 @@ from nanochat_fp4 import signals  # noqa: F401  first, for the signals that come
 
 # isort: split
 from nanochat_fp4.nvfp4 import methods
-from nanochat_fp4.nvfp4.convert import (
-    accumulate_gradients,
-    convert,
-    full_precision,
-    per_token_scale,
-    quantize_weights_once,
-    set_progress,
-)
+from nanochat_fp4.nvfp4.contexts import accumulate_gradients, full_precision, per_token_scale, quantize_weights_once
+from nanochat_fp4.nvfp4.convert import convert
 from nanochat_fp4.nvfp4.dispatch import backend
+from nanochat_fp4.nvfp4.feedback import gram_state, load_gram_state
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
-from nanochat_fp4.nvfp4.gram import gram_state, load_gram_state
 from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 from nanochat_fp4.nvfp4.sharding import gather_codes
-from nanochat_fp4.nvfp4.training import update_gram_matrices
+from nanochat_fp4.nvfp4.training import set_progress, update_gram_matrices
 
 __version__ = "0.2.0"
 
 METHODS = (*methods.METHODS, *methods.ALIASES)  # what to choose QAT_METHOD from
 ABLATIONS = tuple(methods.ABLATIONS)  # what it also takes: figures of the paper, other systems, parts of methods
-update_second_moments = update_gram_matrices  # its name until 2026-11
 
 __all__ = [
     "ABLATIONS",
@@ -55,7 +48,6 @@ __all__ = [
     "rotate",
     "set_progress",
     "update_gram_matrices",
-    "update_second_moments",
 ]
 
 

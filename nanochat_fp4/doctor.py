@@ -102,7 +102,7 @@ def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
 
     def used(t: torch.Tensor, operand: Operand) -> list[torch.Tensor]:
         """The terms that stand for t in the output GEMM."""
-        how = Quantization(operand.rounding, terms=operand.terms, outer=operand.outer)
+        how = Quantization(operand.rounding, terms=operand.terms)
         return [term.dequantize() for term in quantize_operand(t, how).terms]
 
     x_terms, w_terms = used(x, recipe.output.a), used(w, recipe.output.b)

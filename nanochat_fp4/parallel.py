@@ -44,7 +44,6 @@ def check_parallel(args: argparse.Namespace) -> bool:
         print0("note: one process has nobody to share weights with: --parallel=fsdp is --parallel=ddp")
         return False
     unfit = {
-        "--method-changes=reset": bool(getattr(args, "oscillation", "")),
         "--device-batch-size=auto": args.device_batch_size == "auto",
         "--runtime=telemetry": args.telemetry_every > 0,
     }

@@ -264,7 +264,7 @@ def is_predictable(method: str) -> bool:
     if recipe.name == "fp8":
         return True
     operands = [o for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (gemm.a, gemm.b)]
-    if not recipe.quantizes or recipe.late or any(o.terms > 1 or o.outer for o in operands):
+    if not recipe.quantizes or recipe.late or any(o.terms > 1 for o in operands):
         return False
     return all(get_rounding(o.rounding).has_kernels for o in operands if o.rounding)
 

@@ -391,7 +391,8 @@ class Patch:
     def _follow(self, model: nn.Module) -> None:
         """From here on set_progress is called before the first forward pass of each step."""
         frame = sys._getframe()
-        while frame is not None and frame.f_globals.get("__name__") != "__main__":
+        # Under `python -m nanochat_fp4.upstream` this module is called __main__ as well as the script.
+        while frame is not None and (frame.f_globals is globals() or frame.f_globals.get("__name__") != "__main__"):
             frame = frame.f_back
         variables = frame.f_globals if frame is not None else {}
         # A compiled model is called by another module; a hook of that one is not compiled.

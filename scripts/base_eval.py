@@ -25,7 +25,14 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, get_base_dir, print0
+from nanochat_fp4.common import (
+    autodetect_device_type,
+    compute_cleanup,
+    compute_init,
+    get_base_dir,
+    get_dist_info,
+    print0,
+)
 from nanochat_fp4.console import ArgumentParser, Progress, format_bytes
 from nanochat_fp4.data.download import download_file_with_lock
 from nanochat_fp4.data.rows import MissingDataError, read_rows
@@ -143,29 +150,37 @@ def evaluate_model(
     """
     folder = find_bundle(bundle_dir)
     tasks, guessing = read_bundle(folder)
-    results, centered = {}, {}
-    scale = nf.per_token_scale(model) if isinstance(model, torch.nn.Module) else contextlib.nullcontext()
-    with scale, Progress(total=len(tasks), desc="CORE", unit="task") as progress:
+    results, centered, questions = {}, {}, {}
+    for task in tasks:
+        label = task["label"]
+        if label not in guessing:
+            raise UserError(f"{folder / 'eval_meta_data.csv'} has no row for {label!r}; unpack the bundle again")
+        data = read_rows(folder / "eval_data" / task["dataset_uri"])
+        random.Random(SHUFFLE_SEED).shuffle(data)
+        questions[label] = data[:max_per_task] if max_per_task > 0 else data
+    _, rank, _, world_size = get_dist_info()
+    mine = sum(len(range(rank, len(data), world_size)) for data in questions.values())
+    with contextlib.ExitStack() as inside:
+        if isinstance(model, torch.nn.Module):
+            inside.enter_context(nf.per_token_scale(model))
+            inside.enter_context(nf.quantize_weights_once(model))
+        progress = inside.enter_context(Progress(total=mine, desc="CORE", unit="question"))
         for task in tasks:
             start = time.monotonic()
             label = task["label"]
-            if label not in guessing:
-                raise UserError(f"{folder / 'eval_meta_data.csv'} has no row for {label!r}; unpack the bundle again")
-            data = read_rows(folder / "eval_data" / task["dataset_uri"])
-            random.Random(SHUFFLE_SEED).shuffle(data)
-            data = data[:max_per_task] if max_per_task > 0 else data
+            data = questions[label]
             meta = {
                 "task_type": task["icl_task_type"],
                 "num_fewshot": task["num_fewshot"][0],
                 "continuation_delimiter": task.get("continuation_delimiter", " "),
             }
             try:
-                accuracy = evaluate_task(model, tokenizer, data, device, meta)
+                accuracy = evaluate_task(model, tokenizer, data, device, meta, progress.update)
             except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
                 raise UserError(f"{task['dataset_uri']} of the eval bundle: {one_line(e)[:200]}") from e
             chance = guessing[label] / 100
             results[label], centered[label] = accuracy, (accuracy - chance) / (1 - chance)
-            progress.update(1, **{label: f"{accuracy:.3f} ({time.monotonic() - start:.0f}s)"})
+            progress.info[label] = f"{accuracy:.3f} ({time.monotonic() - start:.0f}s)"  # the next line shows it
     return {
         "results": results,
         "centered_results": centered,

@@ -87,7 +87,8 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
                     progress.update(1)
                     yield batch
 
-            return evaluate_bpb(model, batches(), steps, token_bytes)
+            with nf.quantize_weights_once(model):
+                return evaluate_bpb(model, batches(), steps, token_bytes)
 
     results = {}
     for split in ("train", "val"):

@@ -20,13 +20,12 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read 
 import argparse
 import functools
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import announce, get_base_dir, print0
+from nanochat_fp4.common import announce, print0
 from nanochat_fp4.console import ArgumentParser, format_seconds, parse_finite
 from nanochat_fp4.data.dataloader import (
     tokenizing_distributed_data_loader_bos_bestfit,
@@ -54,7 +53,7 @@ from nanochat_fp4.training.flags import (
     changed_flags,
     parse_seeds,
 )
-from nanochat_fp4.training.load_model import config_record, resolve_method
+from nanochat_fp4.training.load_model import checkpoint_folder, config_record, resolve_method
 from nanochat_fp4.training.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
 from nanochat_fp4.training.setup import (
     check_machine,
@@ -233,13 +232,14 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     rows = plan_accumulation(args.total_batch_size, 1, args.max_seq_len, world_size)
     if args.device_batch_size != "auto":
         plan_accumulation(args.total_batch_size, args.device_batch_size, args.max_seq_len, world_size)
-    model_tag = args.model_tag or f"{name}_{method}"  # methods do not overwrite one another
-    folder = Path(get_base_dir()) / "base_checkpoints" / model_tag
+    # Each method has a tag of its own, so that none overwrites another's run.
+    model_tag = f"{name}_{method}" if args.model_tag is None else args.model_tag
+    folder = checkpoint_folder("base", model_tag)
     start = find_start(args, run_config, num_iterations, folder, model, process)
 
     nf.convert(model, method, per_token_in_eval=False)
     plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
-    quantized = QuantizedTraining(model, plan, num_iterations, args.oscillation)
+    quantized = QuantizedTraining(model, plan, num_iterations)
     quantized.set_progress(start.step)
 
     device_batch_size = args.device_batch_size

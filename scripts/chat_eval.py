@@ -28,7 +28,7 @@ from eval.local import LocalArithmetic, LocalChoice, LocalCode
 from eval.mmlu import MMLU
 from eval.run import Score, run_task
 from eval.spellingbee import SpellingBee
-from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, get_base_dir, print0
+from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.data.chat_data import Task
 from nanochat_fp4.data.rows import MissingDataError
@@ -37,7 +37,7 @@ from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.training.flags import changed_flags
-from nanochat_fp4.training.load_model import SOURCES, checkpoint_method, load_model, weights_digest
+from nanochat_fp4.training.load_model import checkpoint_folder, checkpoint_method, load_model, weights_digest
 
 TASKS: dict[str, Callable[[str | None], Task]] = {
     "ARC-Easy": lambda eval_dir: ARC("ARC-Easy", "test", eval_dir=eval_dir),
@@ -178,7 +178,7 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
     what = f"{args.source} model {model_tag}, step {step}"
     print0(f"Evaluating the {what}; {nf.backend()}")
 
-    path = Path(get_base_dir()) / SOURCES[args.source] / model_tag / f"eval_{step:06d}.json"
+    path = checkpoint_folder(args.source, model_tag) / f"eval_{step:06d}.json"
     weights = {"weights_sha256": weights_digest(path.parent, step)}
     stored = read_results(path, weights)
     scores: dict[str, dict[str, Score]] = {precision: {} for precision in precisions}

@@ -36,7 +36,7 @@ from nanochat_fp4.data.chat_data import Source, Task, describe_sources, load_sou
 from nanochat_fp4.data.chat_loader import Rollouts
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.generation.engine import Engine
-from nanochat_fp4.nvfp4.convert import per_token_scale
+from nanochat_fp4.nvfp4.contexts import per_token_scale
 from nanochat_fp4.training.flags import add_common_arguments, changed_flags
 from nanochat_fp4.training.setup import PostTraining, run_stage
 from nanochat_fp4.training.trainer import Process, TrainingStep, due

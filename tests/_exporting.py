@@ -1,11 +1,15 @@
 """Small checkpoints to export, and readers of what is written that owe nothing to the package."""
 
+import importlib.util
 import json
 import struct
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from nanochat_fp4.data.tokenizer import get_tokenizer
@@ -55,3 +59,40 @@ def read_safetensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:
         tensors[name] = entry["dtype"], array.reshape(entry["shape"])
     assert 8 + length + end == len(data)
     return tensors
+
+
+class _Config:
+    def __init__(self, **entries):
+        vars(self).update(entries)
+
+
+class _Model(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def post_init(self):
+        pass
+
+
+def exported_code(folder: Path) -> torch.nn.Module:
+    """The model that the folder's own modeling file builds of its config.json and weights, in FP32.
+
+    Stand-ins take the place of transformers, so that its version, or its absence, changes nothing.
+    """
+    transformers, outputs = ModuleType("transformers"), ModuleType("transformers.modeling_outputs")
+    transformers.DynamicCache, transformers.GenerationMixin = type("DynamicCache", (), {}), type("Mixin", (), {})
+    transformers.PretrainedConfig, transformers.PreTrainedModel = _Config, _Model
+    outputs.CausalLMOutputWithPast = SimpleNamespace
+    spec = importlib.util.spec_from_file_location("exported_modeling", folder / "modeling_nanochat_fp4.py")
+    code = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as m:
+        m.setitem(sys.modules, "transformers", transformers)
+        m.setitem(sys.modules, "transformers.modeling_outputs", outputs)
+        spec.loader.exec_module(code)
+    config = json.loads((folder / "config.json").read_text())
+    model = code.NanoChatFP4ForCausalLM(code.NanoChatFP4Config(**config))
+    tensors = read_safetensors(folder / "model.safetensors")
+    assert {dtype for dtype, _ in tensors.values()} == {"F32"}
+    model.load_state_dict({name: torch.tensor(array) for name, (_, array) in tensors.items()})
+    return model.eval()

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,8 @@ class ForkServer:
     def __init__(self, folder: Path, environment: dict[str, str]):
         self.folder, self.count = Path(folder), 0
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")])
+        rooms = sorted(str(path) for path in (ROOT / "tests").iterdir() if path.is_dir())
+        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests"), *rooms])
         environment = environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", "import _forking; _forking.serve('socket')"],
@@ -396,6 +397,42 @@ def _die_in_a_save(n: int | None) -> list[int]:
     cm._HashingFile.write = counted(cm._HashingFile.write)
     Trainer.save = in_a_save(Trainer.save)
     return count
+
+
+def killed_at(n: int, action: Callable[[], Any], names: Sequence[str], after: Sequence[tuple[Any, str]] = ()) -> bool:
+    """Run `action` in a child that dies at its n-th file operation. True if it was killed, False if it finished.
+
+    Counted are the functions of `os` by their names, and the attributes `after`. Of the first, the n-th is not done.
+    """
+    pid = os.fork()
+    if pid == 0:
+        count = 0
+
+        def dying(function: Any, before: bool) -> Any:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count == n and before:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                result = function(*args, **kwargs)
+                if count == n:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return result
+
+            return wrapped
+
+        try:
+            for name in names:
+                setattr(os, name, dying(getattr(os, name), before=True))
+            for owner, name in after:
+                setattr(owner, name, dying(getattr(owner, name), before=False))
+            action()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
 
 
 def torchrun(function: Callable[[], Any], max_restarts: int = 0) -> None:

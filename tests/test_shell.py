@@ -60,8 +60,10 @@ def test_the_plan_of_a_gpu_that_is_not_here_has_its_hours(environment):
     assert re.search(
         r"RTX 5090, d32, fp8: [0-9,]+ tokens/s predicted, \d+ hours for 37\.6B tokens; a day has", done.stdout
     )
+    assert "machine   1 x rtx5090, 1 process(es); not this machine" in done.stdout and "no GPU" not in done.stdout
+    assert "stages    tok base loss core mid sft report" in done.stdout
     unknown = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx9090")
-    assert unknown.returncode == 0 and "nothing is predicted for rtx9090" in unknown.stdout
+    assert unknown.returncode == 2 and "GPU=rtx9090: nothing is predicted for rtx9090; use one of" in unknown.stderr
     done = bash("speedrun_fp4.sh", environment, GPU="rtx5090")
     assert done.returncode == 2 and "GPU=rtx5090 is for plans of a machine that is not here" in done.stderr
 

@@ -382,6 +382,9 @@ def test_a_method_with_phases_is_told_where_the_run_is(checkout, run):
     assert late["losses"][:4] == clover["losses"][:4] and late["losses"][4] != clover["losses"][4]
     assert late["recipe"].startswith("clover_refined")
     assert "four_over_six + rest" in record(run(checkout, "--method=clover_late", "scripts.chat_sft")[1])["recipe"]
+    # As a user starts it, this module is __main__ as well.
+    done = outside(checkout, "-m", "nanochat_fp4.upstream", "--method=clover_late", *more)
+    assert done.returncode == 0 and "step 4 of 5: from here on clover_refined" in done.stderr, done.stderr
     (checkout / "scripts/base_train.py").write_text(
         (checkout / "scripts/base_train.py")
         .read_text()

@@ -5,8 +5,8 @@ Two idioms:
 
 * Rounding to a grid by a magic number: with e a power of two, (y + e * C) - e * C rounds y to a multiple of
   e * ulp(C), ties to even. C = 1.5 * 2^22 gives E2M1's spacing e / 2, C = 1.5 * 2^20 gives E4M3's spacing e / 8.
-* Fixed-point sums: v + M leaves v rounded to M's ulp in the low mantissa bits; those are added as integers, exactly,
-  in whatever order the layout of a block suggests.
+* Fixed-point sums: v + M leaves v, rounded to M's ulp, in the low mantissa bits. Their sum as integers is exact in any
+  order, so a block's layout may choose the order.
 
 `/` would be an approximate division: every division here is div_rn, and the kernels are compiled with fused
 multiply-add off except where fma is written.
@@ -36,7 +36,7 @@ PRODUCT_MAGIC = tl.constexpr(192.0)  # ulp 2^-16 on [128, 256): products below 6
 PRODUCT_MAGIC_BITS = tl.constexpr(0x43400000)
 INTEGER_MAGIC = tl.constexpr(1.5 * 2.0**23)  # ulp 1 on [2^23, 2^24)
 INTEGER_MAGIC_BITS = tl.constexpr(0x4B400000)
-# What a kernel may convert by an instruction (HARDWARE): to and from E4M3 (sm_89), and to E2M1 too (sm_100a, sm_120a).
+# Values of HARDWARE. CONVERTS_E4M3: E4M3 by an instruction (sm_89). CONVERTS_E2M1: E2M1 as well (sm_100a, sm_120a).
 CONVERTS_E4M3, CONVERTS_E2M1 = tl.constexpr(1), tl.constexpr(2)
 SIGN, SCALE, SR_ELEMENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # philox.py: what a draw is for
 
@@ -118,8 +118,7 @@ def tensor_scale_of(amax, DIVISOR: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def round_e2m1(y):
-    """To nearest, ties to even, for |y| < 7, which block scales see to; the sign of zero is lost (encode_e2m1 takes it
-    from y)."""
+    """To nearest, ties to even. Block scales keep |y| below 7. The sign of zero is lost (`pack` takes it from x)."""
     e = tl.maximum(power_of_two_floor(y), 1.0)
     return tl.fma(e, -E2M1_MAGIC, tl.fma(e, E2M1_MAGIC, y))
 
@@ -157,8 +156,10 @@ def round_e8m3(scale):
 
 @triton.jit
 def stochastic_round_m3(scale, word):
-    """Non-negative scale to 3 mantissa bits, up where the 24 highest bits of word, as a fraction, are below what is cut
-    off: their complement is added to it, and carries."""
+    """Non-negative scale to 3 mantissa bits: up if word's 24 highest bits, as a fraction, are below the part cut off.
+
+    The complement of these bits is added to the scale's mantissa, and carries then.
+    """
     rounded = from_bits((bits(scale) + ((word ^ 0xFFFFFFFF) >> 12).to(tl.int32)) & ~0xFFFFF)
     return tl.where(scale == scale, rounded, scale)
 
@@ -220,7 +221,7 @@ def fma(x, y, z):
 def error_sum(difference, L: tl.constexpr):
     """Sums of squares over blocks (NB, L), each below 16 -> (NB,) int32 in units of 2^-18."""
     fixed = bits(fma(difference, difference, ERROR_MAGIC))
-    # The magic number's bits leave L times; int32 wraps, so only what is left of them modulo 2^32 matters.
+    # L magic numbers are subtracted. Their sum counts modulo 2^32, because int32 wraps.
     return tl.sum(fixed, axis=1) - ((L * ERROR_MAGIC_BITS + 2**31) % 2**32 - 2**31)
 
 
@@ -233,8 +234,10 @@ def product_sum(x, y):
 
 @triton.jit
 def convert_e2m1(y, NB: tl.constexpr):
-    """y (NB, 16) -> (its codes as `pack` has them, int32 (NB, 2), and their values, float32 (NB, 16)), to nearest, ties
-    to even, by the instructions of sm_100a and sm_120a: one for two values, one back. NaN becomes 6."""
+    """Rounds y (NB, 16) to nearest, ties to even: codes int32 (NB, 2) as of `pack`, and values float32 (NB, 16).
+
+    One instruction of sm_100a and sm_120a converts two values, and another one converts them back. NaN becomes 6.
+    """
     even, odd = tl.split(tl.reshape(y, (NB, 2, 2, 2, 2)))
     y0, y2 = tl.split(even)
     y1, y3 = tl.split(odd)
@@ -275,8 +278,10 @@ def row_sum(x, weight):
 
 @triton.jit
 def pack(q, x, NB: tl.constexpr):
-    """Grid values q (NB, 16) -> their codes, int32 (NB, 2), element 8 i + j of a block in bits 4 j .. of word i. The
-    sign is that of x, which q has lost where it is zero."""
+    """Grid values q (NB, 16) -> codes int32 (NB, 2), element 8 i + j of a block in bits 4 j .. of word i.
+
+    The sign is x's, because q has lost the sign of zero.
+    """
     # |q| * 2^-126 has the bits of E2M1's exponent and mantissa on top: 0.5 is FP32-subnormal, as it is in E2M1.
     magnitude = tl.reshape(bits(tl.abs(q) * 2.0**-126), (NB, 2, 8))
     sign = tl.reshape(bits(x), (NB, 2, 8))
@@ -295,10 +300,12 @@ def philox4(seed, index, PURPOSE: tl.constexpr, stream):
 
 @triton.jit
 def scale_words(seed, row16, pair, pairs, stream, ROWS: tl.constexpr, PAIRS: tl.constexpr):
-    """32 random bits, uint32 (ROWS, 2 PAIRS), for the scales of rows 16 row16 .. and of the PAIRS pairs of blocks from
-    `pair` on, of `pairs` in a row: philox.uniform_scales. ROWS is a multiple of 16.
+    """Random words uint32 (ROWS, 2 PAIRS) of philox.uniform_scales, one for each scale.
 
-    A call makes the numbers of a pair in two rows that are 8 apart: what a thread holds of a tensor core's accumulator.
+    The scales are those of ROWS rows from 16 row16 on, a multiple of 16, and of PAIRS pairs of blocks from `pair` on.
+    A row has `pairs` pairs.
+
+    A call makes the words of a pair in two rows that are 8 apart. One thread holds both in a tensor core's accumulator.
     """
     line = tl.arange(0, ROWS // 2 * PAIRS)
     row = row16.to(tl.int64) * 8 + line // PAIRS

@@ -17,7 +17,7 @@ _library = torch.library.Library("nvfp4", "FRAGMENT")
 def operator(schema: str) -> Callable[[Callable], Callable]:
     """Decorator: registers the function for CUDA (and CPU, for Triton's interpreter) under the schema's name.
 
-    The result is the operator, with `.register_fake`. It may not return an input or a view of one.
+    The result is the operator, with `.register_fake`. An operator may not return an input or a view of one.
     """
 
     def register(function: Callable) -> Callable:

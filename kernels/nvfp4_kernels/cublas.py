@@ -1,9 +1,9 @@
 """BF16 matrix products whose alpha stays on the GPU: alpha * A . B^T, or C + alpha * A . B^T in place, with one
 rounding of the FP32 accumulator.
 
-torch.mm takes alpha from the host, which would need a synchronization, or rounds to BF16 before a later multiplication.
-cuBLAS itself takes alpha from device memory (pointer mode device); torch lends its handle, set to the current stream
-and with a workspace, so this is the same kernel that torch.mm runs, and can be captured in a CUDA graph.
+torch.mm takes alpha from the host, which needs a synchronization, or rounds to BF16 before a later multiplication. In
+pointer mode "device", cuBLAS takes alpha from device memory. The handle is torch's, with the current stream and a
+workspace. The kernel is therefore the one of torch.mm, and a CUDA graph can capture it.
 """
 
 import ctypes
@@ -50,11 +50,12 @@ def _constant(value: float, device: torch.device) -> torch.Tensor:
 
 @operator("mm_alpha(Tensor a, Tensor b, Tensor? alpha, ScalarType out_dtype) -> Tensor")
 def mm_alpha(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """a (M, K) . b (N, K)^T * alpha, alpha float32 () on the GPU, or None for 1 -> (M, N).
+    """alpha * a . b^T, (M, N) in out_dtype.
 
-    a and b are BF16, with contiguous rows or columns.
-
-    out_dtype is torch.bfloat16 or torch.float32. Raises RuntimeError with cuBLAS's status if it refuses.
+    a, b:      BF16 (M, K) and (N, K), with contiguous rows or columns
+    alpha:     float32 () on the GPU, or None for 1
+    out_dtype: torch.bfloat16 or torch.float32
+    Raises RuntimeError with cuBLAS's status if cuBLAS refuses.
     """
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     _gemm(a, b, alpha, 0.0, out)
@@ -68,7 +69,11 @@ def _(a, b, alpha, out_dtype):
 
 @operator("mm_alpha_add(Tensor a, Tensor b, Tensor? alpha, Tensor(c!) into) -> ()")
 def mm_alpha_add(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, into: torch.Tensor) -> None:
-    """into += a (M, K) . b (N, K)^T * alpha, as mm_alpha; into FP32 or BF16 (M, N), contiguous."""
+    """into += alpha * a . b^T, with the arguments of mm_alpha.
+
+    into: FP32 or BF16 (M, N), contiguous
+    Raises ValueError if into is not contiguous, and RuntimeError as mm_alpha.
+    """
     if not into.is_contiguous():
         raise ValueError(f"mm_alpha_add: into has strides {into.stride()}, expected a contiguous matrix")
     _gemm(a, b, alpha, 1.0, into)
@@ -81,7 +86,7 @@ def _(a, b, alpha, into):
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, beta: float, out: torch.Tensor) -> None:
     (m, k), n = a.shape, b.shape[0]
-    # Column-major cuBLAS computes C^T (N, M) = B . A^T; what is row-major here is transposed there.
+    # Column-major cuBLAS computes C^T (N, M) = B . A^T. A row-major matrix here is a transposed one there.
     op_b, ldb = (OP_T, b.stride(0)) if b.stride(1) == 1 else (OP_N, b.stride(1))
     op_a, lda = (OP_N, a.stride(0)) if a.stride(1) == 1 else (OP_T, a.stride(1))
     library = _library()

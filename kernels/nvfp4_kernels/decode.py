@@ -22,7 +22,11 @@ def decode_kernel(codes_ptr, scales_ptr, values_ptr, blocks, NB: tl.constexpr):
 
 @operator("decode(Tensor codes, Tensor scales) -> Tensor")
 def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """codes uint8 (R, K/2), scales float8_e4m3fn (R, K/16) -> code * scale, BF16 (R, K), without tensor_scale."""
+    """code * scale, BF16 (R, K), without tensor_scale.
+
+    codes:  uint8 (R, K/2)
+    scales: float8_e4m3fn (R, K/16)
+    """
     values = torch.empty(codes.shape[0], codes.shape[1] * 2, dtype=torch.bfloat16, device=codes.device)
     nb = 256
     blocks = scales.numel()

@@ -1,9 +1,12 @@
 """One token a row: what a transformer does between its matrix products, and products with a weight in codes.
 
-For generation, where a layer is a chain of small steps: `row` (residual, norm, ReLU^2, quantization per token),
-`codes_matmul` (a few rows times a weight that is read as codes, 4.5 bits an element), `attention` (rotation, norm and
-attention of one new position, whose number is read on the device). Nothing waits for the host or allocates by a value
-on the device, so a step can be captured in a CUDA graph.
+In generation a layer is a chain of small steps:
+
+* `row`: residual, norm, ReLU^2, quantization per token.
+* `codes_matmul`: a few rows times a weight, which is read as codes of 4.5 bits an element.
+* `attention`: rotation, norm and attention of one new position, whose number is read on the device.
+
+No step waits for the host or allocates by a value on the device, so a CUDA graph can capture the chain.
 
 Values are rounded to the dtype of the residual stream (BF16, or FP32 on a CPU) where the model outside of these kernels
 rounds them; sums are FP32, in another order. Codes and scales of a row are those of nvfp4's quantize(per_token=True).
@@ -129,18 +132,18 @@ def row(
     activation: str | None = None,
     rounding: tuple[float, float, tuple[float, ...]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y (P, R, K), the P parts of a product, summed -> what the next product takes, (values (R, K), scales (R, 1)).
+    """The next product's input from a product's parts: (values (R, K), scales (R, 1)).
 
-    dtype:    in which products are computed; y is rounded to it, and values are in it
-    x:        the residual stream (R, K), in a dtype of its own. add: x + y goes on instead of y; with add or mix x is
-              set to it
-    mix:      (x0 (R, K), factor (), x0_factor ()): factor * x + x0_factor * x0, after the sum
-    norm_eps: RMSNorm with this epsilon then, times norm_weight (K,) if given
-    activation: "relu2", or "silu": y is (P, R, 2 K), gates and what they are multiplied with
-    rounding: (grid_max, scale_cap, candidates): quantized per token, to 1x16 blocks: values are code * scale in
-              float16, exact, those of even columns first and then those of odd ones, and scales float32. None: values
-              in dtype, and no scales
-    K is a multiple of 16.
+    y:        (P, R, K), P parts, which are summed. K is a multiple of 16.
+    dtype:    the dtype of products. y is rounded to dtype.
+    x:        the residual stream (R, K), in a dtype of its own
+    add:      x + y goes on instead of y. With add or mix, x is set to the new stream.
+    mix:      (x0 (R, K), factor (), x0_factor ()). The sum becomes factor * x + x0_factor * x0.
+    norm_eps: the epsilon of an RMSNorm that follows, times norm_weight (K,) if given
+    activation: "relu2", or "silu". With "silu", y is (P, R, 2 K): gates, then their factors.
+    rounding: (grid_max, scale_cap, candidates) of a quantization per token to 1x16 blocks. Values are then exact
+              products code * scale in float16, even columns first, and scales are float32. None: values are in dtype,
+              and there are no scales.
     """
     parts, rows, columns = y.shape
     columns //= 2 if activation == "silu" else 1
@@ -168,10 +171,14 @@ def row(
 
 @triton.jit
 def _decode_halves(code, scale, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """Bytes of codes (ROWS, BYTES), of scales (ROWS, BYTES / 8) -> code * scale / 128 of the low and of the high
-    nibbles, float16 (ROWS, BYTES) each, exactly: multiples of 2^-17 with 6 significant bits, below 32."""
-    # The bits of an E4M3 number, two places lower, are those of the float16 number 2^-8 as large; of an E2M1 number,
-    # on top of the mantissa, 2^-14. Subnormal numbers included.
+    """code * scale / 128 of the low and of the high nibbles, float16 (ROWS, BYTES) each.
+
+    code:  bytes (ROWS, BYTES)
+    scale: bytes (ROWS, BYTES / 8)
+    The products are exact: multiples of 2^-17 with 6 significant bits, below 32.
+    """
+    # An E4M3 number's bits, two places lower, are those of the float16 number 2^-8 as large. An E2M1 number's bits on
+    # top of the mantissa are those of the float16 number 2^-14 as large. Both hold for subnormal numbers.
     half = (scale.to(tl.int32) & 0x7F) << 7
     half = tl.where(half == 0x3F80, 0x7E00, half)  # NaN
     pair = tl.reshape(tl.broadcast_to((half | (half << 16))[:, :, None], (ROWS, BYTES // 8, 8)), (ROWS, BYTES))
@@ -180,8 +187,8 @@ def _decode_halves(code, scale, ROWS: tl.constexpr, BYTES: tl.constexpr):
         code = code.to(tl.int32)
         low, high = m.decode_e2m1(code & 0xF) * factor, m.decode_e2m1(code >> 4) * factor
         return low.to(tl.float16), high.to(tl.float16)
-    # Of the four bytes that a thread has at once, two and two are neighbours: the operand of a wgmma has the third and
-    # fourth from eight rows below the first, where another scale is.
+    # A thread has four bytes at once. The third and fourth byte of a wgmma's operand lie eight rows below the first,
+    # and have another scale.
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 r, s, p, q, u, v, w, x;
@@ -226,8 +233,8 @@ def codes_matmul_kernel(
 ):
     """The transposed product (N, M): the weight has the many rows that tensor cores want, and x the few columns.
 
-    A row of the weight has units * UNIT blocks. So the compiler knows what divides its length, and may read codes and
-    scales several bytes at once and ahead of time (what it would read byte by byte it reads when it is needed).
+    A row of the weight has units * UNIT blocks. The compiler then knows a divisor of the row's length, and may read
+    codes and scales several bytes at once and ahead of time. Single bytes would be read only when they are needed.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     part = tl.program_id(1)
@@ -288,8 +295,8 @@ def one_row_kernel(
     tl.store(out_ptr + n, m.rounded_to(out, out_ptr.dtype.element_ty), mask=n < N)
 
 
-# Bytes of codes that a program reads of one row's product, and warps; for several rows, rows and columns of the weight
-# in a tile, how many programs are enough, warps, and one more than the tiles that are on their way.
+# ONE_ROW: bytes of codes that a program reads, warps. TILE, for several rows: rows and columns of a tile of the weight,
+# enough programs, warps, stages.
 ONE_ROW, TILE = (4096, 4), (32, 128, 528, 2, 4)
 
 
@@ -302,12 +309,16 @@ def codes_matmul(
     out_dtype: torch.dtype,
     tile: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """x (M, K) . weight (N, K)^T -> its parts (P, M, N), whose sum is the product; the weight is read as codes.
+    """The parts (P, M, N) of x . weight^T. Their sum is the product. The weight is read as codes.
 
-    x float16 and x_scale float32 (M, 1) as `row` makes them, M at most 64; codes uint8 (N, K/2), scales float8_e4m3fn
-    (N, K/16), tensor_scale float32 (). P is 1, and the part in out_dtype, where N alone gives enough programs;
-    otherwise the parts are float32, each over a share of K. The products are exact, the sums float32.
-    tile: another ONE_ROW (of 2) or TILE (of 5), to time them.
+    x:       float16 (M, K) of `row`, M at most 64
+    x_scale: float32 (M, 1) of `row`
+    codes:   uint8 (N, K/2)
+    scales:  float8_e4m3fn (N, K/16)
+    tensor_scale: float32 ()
+    tile:    another ONE_ROW (of 2) or TILE (of 5), to time them
+    P is 1, and the part is in out_dtype, where N alone gives enough programs. Otherwise the parts are float32, each
+    over a share of K. The products are exact, the sums float32.
     """
     (rows, k), n = x.shape, codes.shape[0]
     tile = tile or (ONE_ROW if rows == 1 and k <= 2 * ONE_ROW[0] else TILE)
@@ -334,7 +345,7 @@ def codes_matmul(
 
 @functools.cache
 def product_problem(device: torch.device) -> str | None:
-    """What is wrong with codes_matmul on this GPU, or None: on one row and on 32 it must give a known product."""
+    """The fault of codes_matmul on this GPU, or None: a known product must come out on one row and on 32 rows."""
     generator = torch.Generator().manual_seed(4)
     n, k = 48, 560
     codes = torch.randint(0, 256, (n, k // 2), generator=generator, dtype=torch.uint8)
@@ -417,8 +428,8 @@ def attention_kernel(
 ):
     """One head of one row: rotates and normalizes its query and key, puts key and value into the caches, attends.
 
-    BT positions are read at a time, each with a softmax of its own over every BTth position, so that nothing but the
-    score is summed across threads; they are joined at the end.
+    BT positions are read at a time. Each has a softmax of its own over every BTth position, so threads sum nothing but
+    the score together. The softmaxes are joined at the end.
     """
     dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -472,7 +483,7 @@ def attention_kernel(
     tl.store(out_ptr + (row * heads + head) * width + whole, m.rounded_to(result / total, dtype))
 
 
-# Positions read at a time, warps, and one more than the blocks of positions that are on their way.
+# Positions read at a time, warps, stages.
 ATTENTION = (16, 4, 4)
 
 
@@ -491,11 +502,13 @@ def attention(
     """Attention of one new position a row -> (1, B, H * D) in the caches' dtype; its key and value go into the caches.
 
     qkv:      (P, B, (H + 2 H_kv) * D), parts of queries, keys and values
-    cos, sin: (positions, D / 2); queries and keys are rotated in their dtype, if it is wider than the caches',
-              and then normalized with eps (None: not)
-    caches:   (B, T, H_kv, D); position int32 (B,): where the new one is; first int32 (B,): where a row begins, or None
-    left:     a window of left + 1 positions; negative for none. D is twice a power of two, at least 16.
-    Nobody checks that positions lie in caches and tables, whose values are known to the device alone.
+    cos, sin: (positions, D / 2). Queries and keys are rotated in this dtype, if it is wider than the caches'.
+    eps:      of the norm after the rotation; None for no norm
+    caches:   (B, T, H_kv, D), D twice a power of two and at least 16
+    position: int32 (B,), of the new token
+    first:    int32 (B,), where a row begins, or None
+    left:     a window of left + 1 positions, negative for none
+    Only the device knows positions, so nobody checks that they lie in caches and tables.
     Raises ValueError for a position of another shape or dtype.
     """
     parts, rows, _ = qkv.shape

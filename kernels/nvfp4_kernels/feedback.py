@@ -1,8 +1,8 @@
 """Rounding with error feedback: the blocks of a group of columns one after the other, in one launch for all its rows.
 
-The arithmetic is nanochat_fp4.nvfp4.feedback.round_with_feedback's between two of its products, bit for bit. Bytes per
-element: the weight and what came from the groups before are read (2 or 4, and 4), codes and scales written, and what
-was missed written once (4) and read by the rows that wrote it, from the cache.
+The arithmetic is that of nanochat_fp4.nvfp4.feedback.round_with_feedback between two of its products, bit for bit.
+Bytes read per element: 2 or 4 of the weight, 4 of the correction from the groups before. Bytes written: codes, scales,
+and 4 of the rounding error. The rows that wrote an error read it again from the cache.
 """
 
 import torch
@@ -38,8 +38,11 @@ def feedback_kernel(
 ):
     """Columns start .. start + width of ROWS rows of one layer, which is program_id(1).
 
-    weights (L, N, K), before (L, N, width), factor (L, factor_rows, width) of which the last `width` rows are these
-    columns, missed (L, K, N): columns of a weight are its rows, so that a warp reads and writes whole lines."""
+    weights: (L, N, K)
+    before:  (L, N, width)
+    factor:  (L, factor_rows, width), of which the last `width` rows are these columns
+    missed:  (L, K, N), with a weight's columns as rows, so that a warp reads and writes whole lines
+    """
     layer = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < rows
@@ -81,11 +84,16 @@ def round_group(
     grid_max: float,
     candidates: tuple[float, ...],
 ) -> None:
-    """Rounds columns start .. start + C of weights (L, N, K) FP32 or BF16; all tensors contiguous.
+    """Rounds columns start .. start + C of weights, and writes these columns of missed, codes and scales.
 
-    inverse (L,): 1 / tensor_scale. before (L, N, C) float32: what comes from the columns before. factor (L, end, C)
-    float32: of round_with_feedback. Writes these columns of missed (L, K, N) float32, codes (L, N, K/2) and scales
-    (L, N, K/16), both uint8.
+    All tensors are contiguous.
+    weights: FP32 or BF16 (L, N, K)
+    inverse: float32 (L,), 1 / tensor_scale
+    before:  float32 (L, N, C), the correction from the columns before
+    factor:  float32 (L, end, C), of round_with_feedback
+    missed:  float32 (L, K, N), the rounding errors
+    codes:   uint8 (L, N, K/2)
+    scales:  uint8 (L, N, K/16)
     """
     layers, rows, columns = weights.shape
     feedback_kernel[(triton.cdiv(rows, ROWS), layers)](

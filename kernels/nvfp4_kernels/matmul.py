@@ -1,8 +1,9 @@
 """NVFP4 GEMMs on FP4 tensor cores (sm_100, sm_120): C = A . B^T from codes, row-major scales and tensor scales.
 
-`scaled_mm` is torch's, that is, cuBLAS's, and wants the scales swizzled; `dot_scaled` is Triton's (3.6 and later), for
-a GPU where the first does not pass the start-up probe. Both apply the tensor scales to the FP32 accumulator. Neither
-has run on a Blackwell yet: the tests compile them, interpret dot_scaled, and check what scaled_mm is given.
+`scaled_mm` is torch's product by cuBLAS, which takes swizzled scales. `dot_scaled` is Triton's (3.6 and later, for
+sm_121 3.9 and later), for a GPU where `scaled_mm` does not pass the start-up probe. Both apply the tensor scales to the
+FP32 accumulator. Neither has run on a Blackwell yet. The tests compile and interpret `dot_scaled`, and check the
+arguments of `scaled_mm`.
 """
 
 import torch
@@ -15,7 +16,7 @@ from nvfp4_kernels._ops import NO_FUSION, operator
 
 @triton.jit
 def _decode_block(codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Bytes of codes (ROWS, COLUMNS / 2), bytes of scales (ROWS, COLUMNS / 16) -> float32 (ROWS, COLUMNS)."""
+    """Float32 (ROWS, COLUMNS) of bytes of codes (ROWS, COLUMNS / 2) and of scales (ROWS, COLUMNS / 16)."""
     code = codes.to(tl.int32)
     value = m.decode_e2m1(tl.reshape(tl.join(code & 0xF, code >> 4), (ROWS, COLUMNS // 16, 16)))
     return tl.reshape(value * m.decode_e4m3(scales)[:, :, None], (ROWS, COLUMNS))
@@ -58,7 +59,7 @@ def dot_scaled_kernel(
         a_at, b_at = a_row * (K // 16) + k // 16 + group16[None, :], b_row * (K // 16) + k // 16 + group16[None, :]
         a_scale = tl.load(a_scales_ptr + a_at, mask=(r < M)[:, None] & in_groups, other=0)
         b_scale = tl.load(b_scales_ptr + b_at, mask=(c < N)[:, None] & in_groups, other=0)
-        if m.INTERPRETED:  # which has no dot_scaled
+        if m.INTERPRETED:  # the interpreter has no dot_scaled
             a, b = _decode_block(a, a_scale, BM, BK), _decode_block(b, b_scale, BN, BK)
             accumulator = tl.dot(a, tl.trans(b), accumulator, input_precision="ieee")
         else:
@@ -82,9 +83,11 @@ def dot_scaled(
     b_tensor_scale: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """a (M, K) . b (N, K)^T -> (M, N) in out_dtype, BF16 or FP32.
+    """a . b^T, (M, N) in out_dtype, which is BF16 or FP32.
 
-    Codes uint8 (rows, K/2), scales float8_e4m3fn (rows, K/16), tensor scales float32 ().
+    a, b:          codes uint8 (M, K/2) and (N, K/2)
+    scales:        float8_e4m3fn (M, K/16) and (N, K/16), row-major
+    tensor scales: float32 ()
     """
     rows, columns, k = a.shape[0], b.shape[0], a.shape[1] * 2
     out = torch.empty(rows, columns, dtype=out_dtype, device=a.device)

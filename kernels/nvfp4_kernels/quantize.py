@@ -1,8 +1,9 @@
 """Quantization along the rows as they lie in memory: amax, then codes, scales and the BF16 decode in one pass.
 
-Rounding to nearest or stochastic, static scales, 4/6 and the scale search, 1x16 and 16x16 blocks; the arithmetic is
-nanochat_fp4.nvfp4.quantizers._align_first, bit for bit. Bytes per element: amax reads the tensor once (2 for BF16),
-quantize reads it again and writes 0.5 + 0.0625, and 2 more for the decode where it is wanted.
+Rounding is to nearest or stochastic. Scales are static, 4/6 or searched. Blocks are 1x16 or 16x16. The arithmetic is
+that of nanochat_fp4.nvfp4.quantizers._align_first, bit for bit.
+
+Bytes per element of BF16: 2 read for the amax, 2 read again, 0.5625 written. A decode writes 2 more.
 """
 
 import functools
@@ -33,11 +34,18 @@ def fit_blocks(
     NB: tl.constexpr,
     L: tl.constexpr,
 ):
-    """quantizers._search on NB blocks of L values: x (NB, L), amax (NB,) of x * factor ->
-    (q (NB, L), y (NB, L), scale (NB,), codes int32 (NB * L / 16, 2)), q the rounded y, y = x * factor / scale."""
+    """quantizers._search on NB blocks of L values: returns (q, y, scale, codes).
+
+    x:     (NB, L)
+    amax:  (NB,), of x * factor
+    y:     (NB, L), x * factor / scale
+    q:     (NB, L), y rounded
+    scale: (NB,)
+    codes: int32 (NB * L / 16, 2)
+    """
     LIMIT: tl.constexpr = m.E2M1_MAX if STOCHASTIC else m.E2M1_OVERFLOW
-    # Rounding once more with the winner is cheaper than to carry its codes along with many candidates, and where (E8M3,
-    # the rotating kernel) a thread holds 64 values and registers are scarce.
+    # Rounding once more with the winner is cheaper than carrying its codes along with many candidates. The same holds
+    # for the rotating kernel (E8M3), where a thread holds 64 values and registers are scarce.
     KEEP_Q: tl.constexpr = STOCHASTIC or (len(CANDIDATES) <= 3 and not E8M3)
     CONVERT: tl.constexpr = HARDWARE >= m.CONVERTS_E2M1 and not STOCHASTIC
     base = m.divide(amax, GRID_MAX, INVERSE)
@@ -97,7 +105,7 @@ def _round(y, CONVERT: tl.constexpr, NB: tl.constexpr, L: tl.constexpr):
 
 @triton.jit
 def amax_kernel(x_ptr, amax_ptr, numel, PER_PROGRAM: tl.constexpr, BLOCK: tl.constexpr):
-    """max |x| as the bits of a float32: for bits of non-negative floats the integer order is theirs, NaN on top."""
+    """max |x| as the bits of a float32. Bits of non-negative floats have the floats' order, with NaN on top."""
     start = tl.program_id(0).to(tl.int64) * PER_PROGRAM * BLOCK
     largest = tl.zeros((BLOCK,), tl.int32)
     for i in range(PER_PROGRAM):
@@ -188,8 +196,11 @@ def quantize_kernel(
 
 @triton.jit
 def load_blocks(x_ptr, first, mask):
-    """Blocks of 16 contiguous values, float32 (NB, 16), each in one thread: it loads them in pieces of 16 bytes.
-    first, mask (NB,): where each begins, and whether it is read (else zeros)."""
+    """Blocks of 16 contiguous values, float32 (NB, 16). A thread loads a block in pieces of 16 bytes.
+
+    first: (NB,), where each block begins
+    mask:  (NB,), whether a block is read; one that is not is zeros
+    """
     mask = mask[:, None]
     first = first[:, None]
     if x_ptr.dtype.element_ty == tl.float32:
@@ -272,8 +283,10 @@ def _arch() -> int:
 
 @functools.cache
 def hardware() -> int:
-    """The conversions that kernels use on this GPU: _math.CONVERTS_E4M3 from sm_89 on, CONVERTS_E2M1 from sm_100 on if
-    they agree with the arithmetic that they replace; 0 for none, as in the interpreter."""
+    """The conversions that kernels use on this GPU, for HARDWARE; 0 for none, as in the interpreter.
+
+    _math.CONVERTS_E4M3 from sm_89 on. CONVERTS_E2M1 from sm_100 on, if it agrees with the arithmetic that it replaces.
+    """
     arch = _arch()
     if arch < 100:
         return m.CONVERTS_E4M3.value if arch >= 89 else 0
@@ -295,9 +308,12 @@ def convert_kernel(y_ptr, codes_ptr, values_ptr, HARDWARE: tl.constexpr, NB: tl.
 
 
 def conversion_problem(device: str = "cuda") -> str | None:
-    """What is wrong with the instruction that rounds to E2M1, or None: on every tie, its neighbours, both zeros and
-    numbers in between its codes and values must be those of the arithmetic. What is too large, and infinity, must
-    become 6 with its sign, NaN 6 or -6 (no harm: NaN reaches the scales too), and numbers beside them stay."""
+    """The fault of the instruction that rounds to E2M1, or None.
+
+    Codes and values must be those of the arithmetic on every tie, its neighbours, both zeros and numbers in between.
+    Infinity and larger numbers must become 6 with their sign. NaN must become 6 or -6, which does no harm, because NaN
+    reaches the scales too. Numbers beside them must stay.
+    """
     ties = torch.tensor([0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 6.875])
     near = torch.cat([ties, *(torch.nextafter(ties, torch.tensor(v)) for v in (0.0, 7.0)), torch.linspace(0, 6.9, 98)])
     finite = torch.cat((near, -near))
@@ -365,11 +381,18 @@ def quantize(
     decode: bool,
     per_token: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x (R, K) FP32 or BF16, K % 16 == 0, amax () in FP32 or x's dtype, or None to find it first ->
-    codes uint8 (R, K/2), scales float8_e4m3fn (R, K/16), tensor_scale float32 (), decoded BF16 (R, K), or (0,) without.
+    """Returns (codes, scales, tensor_scale, decoded) of x.
 
-    per_token: a tensor_scale for each row, (R, 1), so that no row depends on another; amax float32 (R,) or None.
-    The other arguments are the fields of quantizers.Rounding. Raises ValueError for shapes and dtypes it cannot take.
+    x:         FP32 or BF16 (R, K), K a multiple of 16
+    amax:      () in FP32 or x's dtype, or None to find it first; per token float32 (R,) or None
+    seed:      int64 (), for stochastic rounding
+    decode:    whether decoded is wanted
+    per_token: a tensor_scale for each row, so that no row depends on another
+    codes:     uint8 (R, K/2)
+    scales:    float8_e4m3fn (R, K/16)
+    tensor_scale: float32 (), per token (R, 1)
+    decoded:   BF16 (R, K), or (0,) if it is not wanted
+    The other arguments are the fields of quantizers.Rounding. Raises ValueError for another shape or dtype of x.
     """
     check(x, block_rows)
     if per_token and block_rows != 1:

@@ -1,7 +1,7 @@
-"""ReLU^2, its largest value and, for its derivative, relu(x) in 8 bits, in one pass: nanochat_fp4.nvfp4.relu_squared,
-bit for bit.
+"""ReLU^2, its largest value, and relu(x) in 8 bits for its derivative, in one pass.
 
-Bytes per element, for BF16: 2 are read, 2 + 1 written. A row is read twice, the second time from the cache.
+The arithmetic is that of nanochat_fp4.nvfp4.relu_squared, bit for bit. Bytes per element of BF16: 2 read, 2 + 1
+written. A row is read twice, the second time from the cache.
 """
 
 import torch
@@ -19,8 +19,12 @@ STEP_MIN = tl.constexpr(2.0**-126)
 def relu_squared_kernel(
     x_ptr, seed_ptr, y_ptr, kept_ptr, step_ptr, amax_ptr, columns, groups, NB: tl.constexpr, ONLY_STEP: tl.constexpr
 ):
-    """One row a program, NB times 16 elements at a time; groups: ceil(columns / 16). amax: as amax_kernel's.
-    ONLY_STEP: no y and nothing kept."""
+    """A program takes one row, NB times 16 elements at a time.
+
+    groups:    ceil(columns / 16)
+    amax:      the bits of a float32, as of amax_kernel
+    ONLY_STEP: y and kept are not written
+    """
     row = tl.program_id(0).to(tl.int64)
     seed = tl.load(seed_ptr)
     lane = tl.arange(0, NB)
@@ -29,7 +33,7 @@ def relu_squared_kernel(
         column = (first + lane)[:, None] * 16 + tl.arange(0, 16)[None, :]
         x = tl.load(x_ptr + row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, x, propagate_nan=tl.PropagateNan.ALL)
-    # As integers, of which NaN is the largest: tl.max would pass over it.
+    # NaN is the largest of these integers. tl.max of the numbers would pass over NaN.
     amax = m.from_bits(tl.max(tl.max(m.bits(largest) & 0x7FFFFFFF, axis=1), axis=0))
     step = tl.maximum(tl.math.div_rn(amax, 255.0), STEP_MIN, propagate_nan=tl.PropagateNan.ALL)
     tl.store(step_ptr + row, step)
@@ -52,10 +56,15 @@ def relu_squared_kernel(
 
 @operator("relu_squared(Tensor x, Tensor seed) -> (Tensor, Tensor, Tensor, Tensor)")
 def relu_squared(x: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x (R, C) FP32 or BF16, seed int64 () -> relu(x)^2 in x's dtype, relu(x) / step uint8 (R, C) rounded
-    stochastically, step float32 (R, 1), 1/255 of the row's largest value, max relu(x)^2 float32 ().
+    """relu(x)^2, its largest value and what its derivative needs: (y, kept, step, amax).
 
-    Raises ValueError for shapes and dtypes it cannot take.
+    x:    FP32 or BF16 (R, C)
+    seed: int64 ()
+    y:    relu(x)^2 in x's dtype
+    kept: uint8 (R, C), relu(x) / step rounded stochastically
+    step: float32 (R, 1), 1/255 of the row's largest value
+    amax: float32 (), max relu(x)^2
+    Raises ValueError for another shape or dtype of x.
     """
     if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"nvfp4::relu_squared: got {x.dtype} {tuple(x.shape)}, expected FP32 or BF16 (R, C)")
@@ -68,7 +77,7 @@ def relu_squared(x: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, tor
 def _launch(
     x: torch.Tensor, seed: torch.Tensor, y: torch.Tensor | None, kept: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Writes y and kept, if they are wanted; step, and amax as the bits of float32."""
+    """Writes y and kept where they are wanted. Returns step, and amax as the bits of a float32."""
     rows, columns = x.shape
     step = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     amax = torch.zeros((), dtype=torch.int32, device=x.device)
@@ -95,11 +104,13 @@ def _(x, seed):
 def quantize_relu_squared(
     x: torch.Tensor, seed: torch.Tensor, grid_max: float, scale_cap: float, candidates: list[float], decode: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """quantize.quantize of relu_squared(x, seed), in blocks of 1x16 to nearest, and what that keeps:
-    codes, scales, tensor_scale, decoded; kept, step. relu(x)^2 itself is not written.
+    """quantize.quantize of relu(x)^2 in blocks of 1x16, to nearest. relu(x)^2 itself is not written.
 
-    x (R, C) FP32 or BF16, C % 16 == 0. Bytes per element, for BF16: 2 for the largest values; 2 again, 1 for kept and
-    those of the codes. Raises ValueError for shapes and dtypes it cannot take.
+    x: FP32 or BF16 (R, C), C a multiple of 16
+    Returns codes, scales, tensor_scale and decoded of `quantize`, then kept and step of `relu_squared`.
+    Bytes per element of BF16: 2 read for the largest values. The second pass reads 2, and writes 1 of kept and those of
+    the codes.
+    Raises ValueError for another shape or dtype of x.
     """
     check(x, 1)
     x = x.contiguous()

@@ -1,9 +1,10 @@
-"""The second step of post hoc range alignment (the paper, Section 7): it touches scales only.
+"""The second step of post hoc range alignment (the paper, Section 7) touches scales only.
 
 `finish` aligns the pseudo-scales with the amax that the first kernel found, applies EDEN's correction S, and rounds
-them stochastically to E4M3: 2.5 bytes read and 1 written per 16 elements. `repair` is its counterpart where the first
-kernel has already written the BF16 operand: it reads the same, and rounds again only the blocks whose scale falls into
-E4M3's subnormal range, which the first kernel could not know.
+them stochastically to E4M3. Bytes per 16 elements: 2.5 read, 1 written.
+
+`repair` follows a first kernel that has already written the BF16 operand, and reads the same. Only blocks whose scale
+falls into E4M3's subnormal range are rounded again. The first kernel could not know them.
 """
 
 import torch
@@ -14,8 +15,8 @@ from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION
 from nvfp4_kernels.quantize import hardware
 
-GROUPS = 8  # of a rotation, 8 scales each, that a program takes of 16 rows
-# Arguments that say where an operand is in what it is a part of: they count for random numbers alone, and no value of
+GROUPS = 8  # groups of a rotation, with 8 scales each, that a program takes of 16 rows.
+# An operand's place in the whole that it is a part of. Random numbers alone depend on these arguments, so no value of
 # them is worth a kernel of its own.
 PLACE = ["place_row", "place_block", "place_blocks"]
 
@@ -87,7 +88,7 @@ def repair_kernel(
             at, mask, corrected_again = _corrected(pseudo_ptr, correction_ptr, shift, row16, group, rows, groups, 1)
             at16, pair = place_row // 16 + row16, place_block // 2 + group * 4
             words = m.scale_words(tl.load(seed_ptr), at16, pair, place_blocks // 2, stream, 16, 4)
-            # What the first kernel rounded to, free of E4M3's range, and what it should have been.
+            # The first kernel's rounding, free of E4M3's range, and the right one.
             before = m.stochastic_round_m3(corrected_again, words)
             after = m.stochastic_round_e4m3(corrected_again, words)
             wrong = mask & (before != after)
@@ -100,7 +101,7 @@ def repair_kernel(
 
 @triton.jit
 def _corrected(pseudo_ptr, correction_ptr, shift, row16, group, rows, groups, GROUPS: tl.constexpr):
-    """Pseudo-scales of 16 rows, aligned and corrected (16, 8 GROUPS); where they are, and which there are."""
+    """Addresses, a mask, and the aligned and corrected pseudo-scales of 16 rows, each (16, 8 GROUPS)."""
     row = (row16 * 16 + tl.arange(0, 16)).to(tl.int64)[:, None]
     block = group * 8 + tl.arange(0, 8 * GROUPS)[None, :]
     mask = (row < rows) & (block < groups * 8)
@@ -110,8 +111,14 @@ def _corrected(pseudo_ptr, correction_ptr, shift, row16, group, rows, groups, GR
 
 
 def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, seed: torch.Tensor, operand):
-    """pseudo BF16 (R, K/16), correction float32 (R, K/128), amax int32 (), the bits of a float32 ->
-    (scales float8_e4m3fn (R, K/16), tensor_scale float32 (), a power of two)."""
+    """Returns scales float8_e4m3fn (R, K/16), and tensor_scale float32 (), a power of two.
+
+    pseudo:     BF16 (R, K/16)
+    correction: float32 (R, K/128)
+    amax:       int32 (), the bits of a float32
+    seed:       int64 ()
+    operand:    a rotate.Operand
+    """
     scales = torch.empty(pseudo.shape, dtype=torch.uint8, device=pseudo.device)
     tensor_scale = torch.empty((), dtype=torch.float32, device=pseudo.device)
     finish_kernel[_grid(correction)](
@@ -133,7 +140,7 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
 
 
 def repair(decoded, pseudo, correction, amax, seed, operand) -> None:
-    """decoded BF16 (R, K), in place; the others as for finish."""
+    """Rounds blocks of decoded, BF16 (R, K), again in place. The other arguments are those of finish."""
     repair_kernel[_grid(correction)](
         decoded,
         pseudo,

@@ -16,7 +16,7 @@ AdamW. The times of a micro-batch, of making the codes and of the update are med
 
     tokens/s = total batch / (micro-batches * micro-batch time + codes + update + a tenth of a look at the inputs)
 
-The look (Gram matrices and their factors, for methods with feedback or outliers) is every tenth step's, as in training.
+The look (Gram matrices and their factors, for methods with feedback) is every tenth step's, as in training.
 
 Peak memory is that of a whole step, gradients and optimizer states included. The largest micro-batch is found by steps
 that are run: what 1 and 2 rows take without torch.compile predicts it, then one row and the prediction are tried out,

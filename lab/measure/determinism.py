@@ -305,7 +305,7 @@ def table(numbers: dict[str, Any]) -> str:
     ]
     run = f"{numbers['method']} d{numbers['depth']}, {numbers['steps']} steps"
     head = f"{numbers['gpu']}, torch {numbers['torch']}, {run}"
-    lines = [head, "", "| | as it is | --deterministic |", "|---|---|---|"]
+    lines = [head, "", "| | as it is | --runtime=deterministic |", "|---|---|---|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 
 

@@ -26,7 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-NATIVE = {100: "tcgen05.mma", 120: "mma.sync"}  # where dot_scaled becomes an FP4 instruction
+BLACKWELL = (100, 120, 121)  # the operands of a GEMM are codes
 ELEMENTS = {"quantize_kernel": 16, "rotate_quantize_kernel": 64}  # that a thread has of a tile
 
 
@@ -71,7 +71,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
     import nanochat_fp4 as nf
-    from nanochat_fp4.nvfp4 import dispatch, operands
+    from nanochat_fp4.nvfp4 import dispatch, native, operands
 
     dispatch._no_kernels_reason = lambda device_type: None
     quantize.conversion_problem = lambda: None  # it needs a GPU
@@ -87,11 +87,11 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
         x = torch.zeros(tokens, 256, dtype=dtype, requires_grad=True)
         linear(x).backward(torch.zeros(tokens, 384, dtype=dtype))
 
-    for method in methods if every_input or arch not in NATIVE else ():
+    for method in methods if every_input or arch not in BLACKWELL else ():
         for case in cases:
             train(method, *case)
     operand = torch.zeros(256, 128, dtype=torch.uint8), torch.zeros(256, 16, dtype=torch.float8_e4m3fn)
-    if every_input or arch not in NATIVE:  # kernels that are the same everywhere
+    if every_input or arch not in BLACKWELL:  # kernels that are the same everywhere
         decode(*operand)
         swizzle(operand[1])
         for dtype, columns in ((torch.bfloat16, 1536), (torch.float32, 100)):
@@ -99,10 +99,13 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
         _launch_feedback()
         quantize_relu_squared(torch.zeros(8, 1536, dtype=torch.bfloat16), torch.tensor(1), 6.0, 256.0, [1.0, 1.5], True)
         amax(torch.empty(1 << 28, dtype=torch.bfloat16))  # memory that nobody touches: the kernel for large tensors
-    if arch in NATIVE:
-        for out_dtype in (torch.bfloat16, torch.float32):
-            dot_scaled(*operand, torch.ones(()), *operand, torch.ones(()), out_dtype)
+    if arch in BLACKWELL:
+        # Triton compiles dot_scaled for sm_121 from 3.8 on.
+        if arch != 121 or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
+            for out_dtype in (torch.bfloat16, torch.float32):
+                dot_scaled(*operand, torch.ones(()), *operand, torch.ones(()), out_dtype)
         operands.native_gemm = lambda device_type: "dot_scaled"  # the GEMM reads codes
+        native.mm = lambda a, b, out_dtype, name: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype)
         train(methods[0], *cases[0])
     return list(launched.values())
 
@@ -186,7 +189,7 @@ def label(record: dict) -> str:
         source = "ReLU^2" if has("SQUARE") else "rows"
         return f"quantize {source} to codes" + (" and BF16" if has("DECODE") else "")
     source = "requantize" if has("FROM_CODES") else "rotate grad_output"
-    return f"{source} to {'codes' if has('ROW_STORE_CODES') or has('COL_STORE_CODES') else 'BF16'}"
+    return f"{source} to {'codes' if 'STORE_CODES=True' in constants else 'BF16'}"
 
 
 def per_element(record: dict) -> list[float]:
@@ -208,7 +211,9 @@ def show(arch: int, method: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.strip().split("\n")[0], allow_abbrev=False)
-    parser.add_argument("arch", type=int, nargs="*", default=[90, 100, 120], help="compute capabilities: 90, 100, 120")
+    parser.add_argument(
+        "arch", type=int, nargs="*", default=[90, 100, 120], help="compute capabilities: 90, 100, 120, 121"
+    )
     parser.add_argument("--method", default="clover", help="a method of nf.METHODS or nf.ABLATIONS")
     args = parser.parse_args()
     if len(args.arch) == 1:

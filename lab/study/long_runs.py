@@ -7,11 +7,31 @@ the methods (two-way analysis of variance): it is of the training and not of a m
 import math
 import re
 import statistics
+from dataclasses import dataclass
 from typing import Any
 
+from lab.predict.predicted_time import CARD, DEPTH, over_clover
 from lab.study import sweep_results
 from lab.study.reproduce_common import Context
+from lab.study.sweep_results import Estimate
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.roofline import MACHINES
+
+# The forward that is evaluated, and what a run calls its bits per byte with it.
+VALUES = {"own": "val_bpb", "BF16": "val_bpb_bf16"}
+FORWARD_NAMES = {"val_bpb": "own forward", "val_bpb_bf16": "BF16 forward"}
+DEPLOYED = "val_bpb_one_term"  # plain NVFP4, as export writes it, of runs that end in two terms
+
+DEPLOYED_COLUMN = "plain NVFP4, one term"
+DEPLOYED_NOTE = (
+    "plain NVFP4, one term: the gap and its share of clover's, where a run that ends in two terms is deployed as "
+    "export writes it; with its own forward such a model takes three products for each forward GEMM at inference"
+)
+TIME = f"time, {MACHINES[CARD].name}, d{DEPTH}"
+TIME_NOTE = (
+    f"time: of the run, PREDICTED for d{DEPTH} on one {MACHINES[CARD].name}, over clover's (predicted_time.py); with "
+    "rounding, Gram matrices and the rounding with feedback; -: kernels that are not counted"
+)
 
 
 def stored_runs(context: Context) -> tuple[list[dict], dict]:
@@ -91,49 +111,97 @@ def gemm_work(run: dict, steps: int) -> float:
     return sum(sweep_results.COST[bits] * share for bits, share in run["gemm_work"].items()) * run["steps"] / steps
 
 
-def along(runs: list[dict], curve: str = "curve") -> dict[str, dict[int, dict[int, float]]]:
-    """method -> seed -> step -> gap to bf16 in percent at that step: of the validation text's "curve", or "loss_curve",
-    that of the training text, where a step is the last of those that its number is the mean of."""
+def along(runs: list[dict], curve: str = "curve", column: int = 1) -> dict[str, dict[int, dict[int, float]]]:
+    """method -> seed -> step -> gap to bf16 in percent at that step.
+
+    curve: "curve" of the validation text, or "loss_curve" of the training text, whose numbers are means up to a step.
+    column: of "curve", 1 for the own forward and 2 for the BF16 forward.
+    """
     base = {r["seed"]: {c[0]: c[1] for c in r.get(curve, ())} for r in runs if r["method"] == "bf16"}
     gaps: dict[str, dict[int, dict[int, float]]] = {}
     for r in runs:
         if r["method"] != "bf16" and r["seed"] in base and r["steps"] == steps_of(runs):
             bf16 = base[r["seed"]]
-            at = {c[0]: 100 * (c[1] / bf16[c[0]] - 1) for c in r.get(curve, ()) if c[0] and c[0] in bf16}
+            at = {
+                c[0]: 100 * (c[column] / bf16[c[0]] - 1)
+                for c in r.get(curve, ())
+                if c[0] in bf16 and c[0] and c[column:]
+            }
             gaps.setdefault(r["method"], {})[r["seed"]] = at
     return gaps
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A method's gaps in percent with one forward, beside clover's with the same forward.
+
+    by_seed: seed -> gap
+    gap: their mean with its interval
+    level: the share times clover's mean of all seeds, to compare methods of different seeds
+    minus_clover: in points, paired by seed; None without a common seed
+    share: of clover's gap, and half of its 95% interval; None where clover has no gap above zero
+    """
+
+    by_seed: dict[int, float]
+    gap: Estimate
+    level: float
+    minus_clover: Estimate | None
+    share: tuple[float, float] | None
+
+    def cells(self, is_clover: bool) -> list[str]:
+        """Gap, minus clover, and share, for a table."""
+        minus = "-" if is_clover or self.minus_clover is None else str(self.minus_clover)
+        share = "-" if self.share is None else "1" if is_clover else with_half(*self.share, 2)
+        return [str(self.gap), minus, share]
+
+
+def beside(runs: list[dict], method: str, value: str) -> Beside | None:
+    """A method's gaps by one value of the runs (VALUES or DEPLOYED). None where no run of it has the value."""
+    runs = [r for r in runs if value in r]
+    size = next((r["size"] for r in runs), "")
+    own, clover = (sweep_results.gaps_by_seed(runs, size, m, value) for m in (method, "clover"))
+    if not own:
+        return None
+    gap = sweep_results.pooled_differences(runs, size, "bf16", value=value)[method]
+    minus = sweep_results.pooled_differences(runs, size, "clover", value=value).get(method)
+    both, share, level = own.keys() & clover.keys(), None, statistics.fmean(own.values())
+    if both and has_gap(runs, value):
+        mean = sum(own[s] for s in both) / sum(clover[s] for s in both)
+        share = mean, share_of(runs, method, mean, value)[1]
+        level = mean * statistics.fmean(clover.values())
+    return Beside(own, gap, level, minus, share)
+
+
+def deployed(runs: list[dict], method: str) -> str:
+    """The gap where a run that ends in two terms is deployed in plain NVFP4, one term each; "-" for other methods.
+
+    Its share is of clover's gap with clover's own forward, which is plain NVFP4.
+    """
+    mine = [r for r in runs if r["method"] == method]
+    if max(r["gemm_work"].get("4", 0) for r in mine) < 1.001:
+        return "-"
+    plain = [r | {DEPLOYED: r[VALUES["own"]]} if r["method"] in ("bf16", "clover") else r for r in runs]
+    found = beside(plain, method, DEPLOYED)
+    gap, _, share = found.cells(False) if found else ("", "", "")
+    return f"{gap} ({share} of clover's)" if found else "not measured"
+
+
 def summary(runs: list[dict]) -> list[dict[str, Any]]:
-    """A record for each method, the best last: its GEMM work, gaps by seed, with a BF16 forward, and minus clover."""
-    (size,), steps, methods = {r["size"] for r in runs}, steps_of(runs), methods_of(runs)
-    minus = sweep_results.pooled_differences(runs, size, "clover")
-    gaps = sweep_results.pooled_differences(runs, size, "bf16")
-    shares, records = "clover" in gaps and gaps["clover"].above_zero, []
-    for method in methods:
-        own = sweep_results.gaps_by_seed(runs, size, method)
-        forward = sweep_results.gaps_by_seed(runs, size, method, "val_bpb_bf16")
-        clover = sweep_results.gaps_by_seed(runs, size, "clover")
-        both = sorted(own.keys() & clover.keys())
-        if not own:
-            continue
-        whole = sum(clover[s] for s in both)
-        share = sum(own[s] for s in both) / whole if whole and shares else None
-        # Seeds differ in their gaps: a method's share of clover's, on the seeds of both, is of clover's mean of all.
-        beside = statistics.fmean(own.values()) if share is None else share * statistics.fmean(clover.values())
-        records.append(
-            {
-                "method": method,
-                "work": gemm_work(next(r for r in runs if r["method"] == method), steps),
-                "gaps": own,
-                "gap": beside,
-                "pooled": gaps[method],
-                "forward": sum(forward.values()) / len(forward),
-                "minus_clover": minus.get(method),
-                "share": share,
-            }
-        )
-    return sorted(records, key=lambda r: -r["gap"])
+    """A record for each method, the best with its own forward last: cost, and its gaps with both forwards."""
+    steps, records = steps_of(runs), []
+    for method in methods_of(runs):
+        run = next(r for r in runs if r["method"] == method)
+        forwards = {name: beside(runs, method, value) for name, value in VALUES.items()}
+        if forwards["own"]:
+            cost = {"work": gemm_work(run, steps), "time": over_clover(run, steps)}
+            records.append({"method": method, **cost, **forwards, "deployed": deployed(runs, method)})
+    return sorted(records, key=lambda r: -r["own"].level)
+
+
+def cost_cells(run: dict, steps: int) -> list[str]:
+    """GEMM work and predicted time of a run, for a table."""
+    time = over_clover(run, steps)
+    return [f"{gemm_work(run, steps):.2f}", "-" if time is None else f"{time:.3f}"]
 
 
 def measured_on(runs: list[dict], content: dict) -> str:
@@ -142,7 +210,7 @@ def measured_on(runs: list[dict], content: dict) -> str:
 
 
 def has_gap(runs: list[dict], value: str = "val_bpb") -> bool:
-    """Whether clover's gap is above zero beyond its interval: a share of nothing means nothing."""
+    """Whether clover's gap is above zero beyond its interval. A share of no gap means nothing."""
     (size,) = {r["size"] for r in runs}
     clover = sweep_results.pooled_differences(runs, size, "bf16", value=value).get("clover")
     return clover is not None and clover.above_zero
@@ -151,13 +219,27 @@ def has_gap(runs: list[dict], value: str = "val_bpb") -> bool:
 def share_of(
     runs: list[dict], method: str, target: float, value: str, scatter_of: list[dict] | None = None
 ) -> tuple[float, float]:
-    """(share of clover's gap, half of its 95% interval), by the method minus target times clover; scatter_of: the runs
-    whose scatter it is of, if not these."""
+    """(share of clover's gap, half of its 95% interval), by the method minus target times clover.
+
+    scatter_of: the runs whose scatter is taken, if not these.
+    """
+    return against_target(runs, method, target, value, scatter_of)[:2]
+
+
+def against_target(
+    runs: list[dict], method: str, target: float, value: str, scatter_of: list[dict] | None = None
+) -> tuple[float, float, float]:
+    """share_of, and the two-sided p-value of the hypothesis that the share is the target."""
     (size,) = {r["size"] for r in runs}
     difference = sweep_results.pooled_differences(runs, size, "clover", target, value, scatter_of)[method]
     mine, clover = (sweep_results.gaps_by_seed(runs, size, m, value) for m in (method, "clover"))
     mean = statistics.fmean(clover[s] for s in mine.keys() & clover.keys())
-    return target + difference.mean / mean, difference.half / mean
+    freedom = sweep_results.scatter(scatter_of or runs, size, value)[1]
+    p = math.nan
+    if freedom and not math.isnan(difference.half):
+        error = difference.half / sweep_results.t95(freedom)
+        p = sweep_results.two_sided_p(difference.mean / error if error else math.inf, freedom)
+    return target + difference.mean / mean, difference.half / mean, p
 
 
 def with_half(mean: float, half: float, digits: int) -> str:

@@ -5,11 +5,19 @@ Gaps along the run, the targets of this project and the paper's claims, and the 
 
 import math
 import statistics
+from dataclasses import asdict
 
 from lab.study import sweep_results
 from lab.study.long_runs import (
+    DEPLOYED_COLUMN,
+    DEPLOYED_NOTE,
+    FORWARD_NAMES,
+    TIME,
+    TIME_NOTE,
+    VALUES,
+    against_target,
     along,
-    gemm_work,
+    cost_cells,
     has_gap,
     lengths,
     measured_on,
@@ -22,6 +30,7 @@ from lab.study.long_runs import (
 )
 from lab.study.reproduce_common import Context, Outcome
 from lab.study.reproduce_training import FULL_CLAIMS, SYSTEMS, Claim
+from lab.study.sweep_results import estimate
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.methods import METHODS
@@ -48,13 +57,13 @@ CLAIMS = (
 PARTS = (0.3, 0.5, 0.7, 0.8, 0.9)  # of the run: where the table shows the gap on the way
 
 
-def verdict(share: float, half: float, target: float) -> str:
-    reached = "reached" if share + half < target else "missed" if share > target else "not decided"
-    return f"{with_half(share, half, 3)}, {reached}"
+def verdict(share: float, target: float, p: float) -> str:
+    """p: corrected for the number of targets."""
+    return "not decided" if math.isnan(p) or p >= 0.05 else "reached" if share < target else "missed"
 
 
 def claims(context: Context) -> Outcome:
-    """The targets: on the seeds of the last file of --results, which are fresh, and on all."""
+    """The targets, on the seeds of the last file of --results, which are fresh: one verdict each, corrected by Holm."""
     runs, content = stored_runs(context)
     seeds = sorted({r["seed"] for r in runs if r["file"] == max(r["file"] for r in runs)})
     fresh = [r for r in runs if r["seed"] in seeds]
@@ -67,35 +76,50 @@ def claims(context: Context) -> Outcome:
     if not targets:
         known = ", ".join(dict.fromkeys(t[0] for t in TARGETS))
         raise UserError(f"--results has no run of seeds {seeds} of a method with a target: {known}")
-    work = {r["method"]: gemm_work(r, steps_of(runs)) for r in runs}
-    rows, numbers = [], []
+    found = []
     for method, target, value in targets:
-        cells = ["clover has no gap"] * 3
+        share = half = p = whole = whole_half = math.nan
         if has_gap(fresh, value) and has_gap(runs, value):
-            of = ((fresh, fresh), (fresh, runs), (runs, runs))
-            shares = [share_of(these, method, target, value, scatter_of) for these, scatter_of in of]
-            cells = [verdict(*share, target) for share in shares]
-            numbers += [{"method": method, "target": target, "value": value, "share": s, "half": h} for s, h in shares]
-        forward = "with a BF16 forward" if value == "val_bpb_bf16" else "own forward"
-        rows.append([method, f"{work[method]:.2f}", forward, f"{target:.2f}x", *cells])
+            share, half, p = against_target(fresh, method, target, value, runs)
+            whole, whole_half = share_of(runs, method, target, value)
+        found.append({"method": method, "target": target, "value": value, "share": share, "half": half, "p": p})
+        found[-1] |= {"all_seeds": whole, "all_seeds_half": whole_half}
+    rows = []
+    for of, corrected in zip(found, sweep_results.holm([of["p"] for of in found])):
+        of |= {"p_holm": corrected, "verdict": verdict(of["share"], of["target"], corrected)}
+        run = next(r for r in fresh if r["method"] == of["method"])
+        cells = [of["method"], *cost_cells(run, steps_of(runs)), FORWARD_NAMES[of["value"]], f"{of['target']:.2f}x"]
+        if math.isnan(of["share"]):
+            rows.append([*cells, "clover has no gap", "-", "-", of["verdict"], "-"])
+            continue
+        shares = [with_half(of["share"], of["half"], 3), with_half(of["all_seeds"], of["all_seeds_half"], 3)]
+        rows.append([*cells, shares[0], *(shown_p(of[k]) for k in ("p", "p_holm")), of["verdict"], shares[1]])
     return Outcome(
         "Shares of clover's gap, and the targets",
-        "method|GEMM work|gap|target".split("|")
-        + [f"the last file's seeds, {seeds}", "the same, scatter of all", "all seeds"],
+        ["method", "GEMM work", TIME, "forward", "target", f"share, seeds {seeds}", "p", "p, Holm", "verdict"]
+        + ["share, all seeds"],
         rows,
         [
-            "reached: the upper end of the 95% interval is below the target; not decided: the mean alone is; missed: "
-            "not even that",
-            "intervals of method minus target times clover over clover's mean gap, paired by seed; the scatter of a "
-            "run is that of the methods trained from scratch, of the same seeds or of all",
+            f"{len(targets)} targets are tested together. p is of the hypothesis that the share is the target, "
+            "two-sided; Holm's correction is for all of this table",
+            "reached: the share is below its target and the corrected p below 0.05; missed: above it, and the same; "
+            "not decided: all others",
+            "shares are of clover's gap with the same forward. Intervals (95%, without the correction) and p are of "
+            "method minus target times clover, paired by seed, with the pooled scatter of all seeds' runs from scratch",
             "clover has no gap: none above zero beyond its interval, and so no share of it",
+            "deployed in plain NVFP4 (one term) no method that ends in two terms is measured: no target is of it",
+            TIME_NOTE,
             *lengths(runs),
         ],
-        {"claims": numbers},
+        {"claims": found},
         None,
         measured_on(runs, content),
         content["environment"],
     )
+
+
+def shown_p(p: float) -> str:
+    return "-" if math.isnan(p) else "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def verdicts(runs: list[dict]) -> list[str]:
@@ -119,6 +143,27 @@ def verdicts(runs: list[dict]) -> list[str]:
     return lines
 
 
+def last_phase(runs: list[dict], early: str = "clover_feedback", late: str = "clover_feedback_late") -> list[str]:
+    """The parts of the difference to clover of a method with a last phase, in points, paired by seed."""
+    (size,) = {r["size"] for r in runs}
+    own, bf16 = (
+        {m: sweep_results.gaps_by_seed(runs, size, m, value) for m in ("clover", early, late)}
+        for value in VALUES.values()
+    )
+    seeds = sorted(set.intersection(*(set(of) for of in own.values())))
+    if not seeds:
+        return []
+    parts = (
+        (f"{early} trains and rounds", own[early], own["clover"]),
+        (f"{early}'s weights are evaluated in BF16", bf16[early], own[early]),
+        ("the last phase trains", bf16[late], bf16[early]),
+        ("its own forward instead of BF16", own[late], bf16[late]),
+    )
+    shown = [f"{what} {estimate([a[s] - b[s] for s in seeds]).shown(3)}" for what, a, b in parts]
+    whole = estimate([own[late][s] - own["clover"][s] for s in seeds]).shown(3)
+    return [f"{late} minus clover {whole}, of which: {'; '.join(shown)}"]
+
+
 def on_training_text(curves: dict[str, dict[int, dict[int, float]]], method: str, steps: int) -> str:
     """The gap at a run's end on the text that it is trained on, and its share of clover's; "-": not known."""
     own, clover = ({s: g[steps] for s, g in curves.get(m, {}).items() if steps in g} for m in (method, "clover"))
@@ -131,78 +176,82 @@ def on_training_text(curves: dict[str, dict[int, dict[int, float]]], method: str
 
 def horizon(context: Context) -> Outcome:
     runs, content = stored_runs(context)
-    steps, curves, records = steps_of(runs), along(runs), summary(runs)
+    steps, records = steps_of(runs), summary(runs)
+    curves = {name: along(runs, column=column) for name, column in (("own", 1), ("BF16", 2))}
     training = along(runs, "loss_curve")
     rows = []
     for r in records:
+        method, own, bf16 = r["method"], r["own"], r["BF16"]
         cells = []
         for part in PARTS:
-            values = [g[s] for g in curves.get(r["method"], {}).values() for s in g if abs(s / steps - part) < 0.01]
+            values = [g[s] for g in curves["own"].get(method, {}).values() for s in g if abs(s / steps - part) < 0.01]
             cells.append(f"{statistics.fmean(values):.2f}" if values else "-")
-        last = " / ".join(f"{v:.2f}" for v in r["gaps"].values())
-        clover = r["method"] == "clover"
-        minus = "-" if clover or r["minus_clover"] is None else str(r["minus_clover"])
-        share = f"{r['share']:.2f}x" if r["share"] is not None else "-"
-        if share != "-" and not clover:
-            share = with_half(r["share"], share_of(runs, r["method"], r["share"], "val_bpb")[1], 2)
-        seeds = ", ".join(map(str, r["gaps"]))
+        last = " / ".join(f"{v:.2f}" for v in own.by_seed.values())
+        run = next(run for run in runs if run["method"] == method)
         rows.append(
-            [
-                r["method"],
-                f"{r['work']:.2f}",
-                seeds,
-                *cells,
-                last,
-                on_training_text(training, r["method"], steps),
-                str(r["pooled"]),
-                f"{r['forward']:.2f}",
-                minus,
-                share,
-            ]
+            [method, *cost_cells(run, steps), ", ".join(map(str, own.by_seed)), *cells, last]
+            + [on_training_text(training, method, steps)]
+            + [cell for forward in (own, bf16) for cell in forward.cells(method == "clover")]
+            + [r["deployed"]]
         )
     late = {r["method"] for r in runs if any(f.startswith("--branch-from") for f in r.get("flags", ()))}
 
     def plot(axes) -> None:
-        shown = [r["method"] for r in records if any(curves.get(r["method"], {}).values())]
+        axes.set_axis_off()
+        panels = [axes.inset_axes((0.52 * i, 0.0, 0.48, 0.96)) for i in range(2)]
+        shown = [r["method"] for r in records if any(curves["own"].get(r["method"], {}).values())]
         shown = [m for m in shown if m not in late or m in METHODS]
-        for i, method in enumerate(shown):
-            lines = [tuple(zip(*[(100 * s / steps, g) for s, g in sorted(at.items()) if s > 0.15 * steps]))
-                     for at in curves[method].values()]  # fmt: skip
-            plots.curve(axes, method, lines, "-" if i < len(plots.COLORS) else "--")
-            if method == "clover" and (text := list(training.get(method, {}).values())):
-                at = [s for s in sorted(set.intersection(*map(set, text))) if s > 0.2 * steps]
-                means, color = [statistics.fmean(g[s] for g in text) for s in at], axes.lines[-1].get_color()
-                label = f"{method}, on the text it is trained on"
-                axes.plot([100 * s / steps for s in at], means, ":", color=color, linewidth=1, label=label)
-        # While the learning rate is high, seeds may differ by ten times what methods do at the end.
-        second = [0.0, *(y for line in axes.lines for x, y in zip(*line.get_data()) if x >= 50)]
+        for panel, (name, of) in zip(panels, curves.items()):
+            for i, method in enumerate(shown):
+                lines = [tuple(zip(*[(100 * s / steps, g) for s, g in sorted(at.items()) if s > 0.15 * steps]))
+                         for at in of[method].values() if at]  # fmt: skip
+                if lines:
+                    plots.curve(panel, method, lines, "-" if i < len(plots.COLORS) else "--")
+            panel.set_title(f"evaluated with {'its own' if name == 'own' else 'a BF16'} forward", fontsize=9)
+            panel.set_xlabel("steps, %")
+        text = list(training.get("clover", {}).values())
+        if "clover" in shown and text:
+            at = [s for s in sorted(set.intersection(*map(set, text))) if s > 0.2 * steps]
+            means, color = [statistics.fmean(g[s] for g in text) for s in at], panels[0].lines[shown.index("clover")]
+            label = "clover, on the text it is trained on"
+            panels[0].plot([100 * s / steps for s in at], means, ":", color=color.get_color(), linewidth=1, label=label)
+        # While the learning rate is high, seeds may differ by ten times the methods' differences at the end.
+        lines = [line for panel in panels for line in panel.lines]
+        second = [0.0, *(y for line in lines for x, y in zip(*line.get_data()) if x >= 50)]
         margin = 0.2 * (max(second) - min(second)) or 1
-        axes.set_ylim(min(second) - margin, max(second) + margin)
-        axes.set_xlabel("steps, %; the scale is that of the second half: before, seeds may differ by more")
-        axes.set_ylabel("increase of validation BPB over bf16, %")
+        for panel in panels:
+            panel.set_ylim(min(second) - margin, max(second) + margin)
+        panels[0].set_ylabel("increase of validation BPB over bf16, %", fontsize=8)
+        for line in panels[0].lines:
+            if not line.get_label().startswith("_"):
+                axes.plot([], [], line.get_linestyle(), color=line.get_color(), label=line.get_label())
 
     scatter = (
         "intervals: 95%; minus clover in points and of clover's paired by seed; the scatter of a run is that of the "
         "methods trained from scratch, without what methods and seeds have in common (two-way analysis of variance)"
     )
-    if all(math.isnan(r["pooled"].half) for r in records):
+    if all(math.isnan(r["own"].gap.half) for r in records):
         scatter = "no intervals, and so nothing is decided: no method has several seeds trained from scratch; table5 "
         scatter += "and fig4 take branches of --bf16-until"
-    numbers = [r | {k: r[k] and str(r[k]) for k in ("minus_clover", "pooled")} for r in records]
+    numbers = [r | {name: r[name] and asdict(r[name]) for name in VALUES} for r in records]
     ways = [f"{100 * p:.0f}%" for p in PARTS]
     return Outcome(
-        "Gap to BF16 along the run",
-        "method|GEMM work|seeds".split("|")
-        + [*ways, "end", "training text", "gap", "BF16 forward", "minus clover", "of clover's"],
+        "Gap to BF16 along the run, with two forwards",
+        ["method", "GEMM work", TIME, "seeds", *ways, "end", "training text"]
+        + [f"{forward}: {what}" for forward in ("own", "BF16") for what in ("gap", "minus clover", "of clover's")]
+        + [DEPLOYED_COLUMN],
         rows,
         [
             *verdicts(runs),
-            "gap in percent: at the end of each seed, before it the mean of the seeds; BF16 forward: their mean, the "
-            "trained weights evaluated in BF16",
+            *last_phase(runs),
+            "gap in percent; own: the method's own forward; BF16: the same weights evaluated in BF16; of clover's: "
+            "share of clover's gap with the same forward; along the run and at the end of each seed the own forward",
+            DEPLOYED_NOTE,
             "training text: the loss of the last fiftieth of the steps, by the method's own forward; far above the gap "
             "on other text where BF16 has learnt by heart a text that it read several times",
             scatter,
             "GEMM work: 1 is every GEMM of the run in 4 bits; 8 bits count 2 and 16 bits 4",
+            TIME_NOTE,
             *lengths(runs),
         ],
         {"methods": numbers, "curves": curves},
@@ -214,37 +263,53 @@ def horizon(context: Context) -> Outcome:
 
 def frontier(context: Context) -> Outcome:
     runs, content = stored_runs(context)
-    records = sorted(summary(runs), key=lambda r: (r["work"], r["gap"]))
-    best, on_it = float("inf"), []
-    for r in records:
-        if r["gap"] < best:
-            best = r["gap"]
-            on_it.append(r["method"])
+    records = sorted(summary(runs), key=lambda r: (r["work"], r["own"].level))
+    on_it: dict[str, list[str]] = {name: [] for name in VALUES}
+    for name, edge in on_it.items():
+        best = float("inf")
+        for r in sorted(records, key=lambda r: (r["work"], r[name].level)):
+            if r[name].level < best:
+                best = r[name].level
+                edge.append(r["method"])
     rows = [
-        [r["method"], f"{r['work']:.3f}", f"{r['gap']:.2f}", f"{r['forward']:.2f}", len(r["gaps"]),
-         "*" if r["method"] in on_it else ""] for r in records
-    ]  # fmt: skip
+        [
+            r["method"],
+            f"{r['work']:.3f}",
+            "-" if r["time"] is None else f"{r['time']:.3f}",
+            *[f"{r[name].level:.2f}" + ("*" if r["method"] in on_it[name] else "") for name in VALUES],
+            r["deployed"],
+            len(r["own"].by_seed),
+        ]
+        for r in records
+    ]
 
     def plot(axes) -> None:
         shown = [r for r in records if r["work"] < 1.5]
-        axes.scatter([r["work"] for r in shown], [r["gap"] for r in shown], s=12, zorder=4)
-        edge = [r for r in shown if r["method"] in on_it]
-        axes.step([r["work"] for r in edge], [r["gap"] for r in edge], where="post", lw=0.8)
-        plots.names(axes, [(r["work"], r["gap"], r["method"]) for r in shown])
+        for (name, edge), color, fill in zip(on_it.items(), plots.COLORS, (plots.COLORS[0], "none")):
+            work, gap = [r["work"] for r in shown], [r[name].level for r in shown]
+            label = "own forward" if name == "own" else "BF16 forward"
+            axes.scatter(work, gap, s=12, zorder=4, facecolors=fill, edgecolors=color, label=label)
+            best = [r for r in shown if r["method"] in edge]
+            best.sort(key=lambda r: r["work"])
+            axes.step([r["work"] for r in best], [r[name].level for r in best], where="post", lw=0.8, color=color)
+        plots.names(axes, [(r["work"], r["own"].level, r["method"]) for r in shown])
         axes.set_xlabel("GEMM work of the run, all in 4 bits = 1 (8 bits count 2, 16 bits 4)")
         axes.set_ylabel("increase of validation BPB over bf16, %")
 
     return Outcome(
-        "The frontier of gap against GEMM work",
-        ["method", "GEMM work", "gap, %", "BF16 forward", "seeds", "nothing is better for less"],
+        "The frontier of gap against GEMM work, with two forwards",
+        ["method", "GEMM work", TIME, "own forward, %", "BF16 forward, %", DEPLOYED_COLUMN, "seeds"],
         rows,
         [
+            "*: no method has less of this gap for less work",
             "gap: clover's mean of all seeds, times the method's share of it on the seeds of both (where clover has "
             "none above zero beyond its interval, the mean of the method's own)",
+            DEPLOYED_NOTE,
+            TIME_NOTE,
             "runs with more than 1.5 are in the table alone",
             *lengths(runs),
         ],
-        {"methods": [{k: v for k, v in r.items() if k not in ("minus_clover", "pooled")} for r in records]},
+        {"methods": [r | {name: asdict(r[name]) for name in VALUES} for r in records], "frontier": on_it},
         plot,
         measured_on(runs, content),
         content["environment"],

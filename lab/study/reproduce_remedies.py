@@ -9,7 +9,7 @@ REMEDIES = (
     "clover_late_bf16", "clover_late_forward", "clover_late_backward", "clover_refined", "clover_late_refined",
     "clover_late", "clover_late_fp8", "clover_up_fp8", "clover_qkv_fp8", "clover_up_bf16", "clover_fp8_input",
     "clover_fp8_weight", "clover_fp8_forward", "clover_rates_up", "clover_rates_down", "clover_less_decay",
-    "clover_reset", "clover_feedback", "clover_search_feedback", "clover_late_refined_bf16",
+    "clover_feedback", "clover_search_feedback", "clover_late_refined_bf16",
     "clover_feedback_late_bf16",
 )  # fmt: skip
 

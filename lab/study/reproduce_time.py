@@ -5,46 +5,27 @@ predictions for models of widths where 4 bits pay, trained for as many tokens a 
 """
 
 import math
-from functools import cache
 from typing import Any
 
+from lab.predict.predicted_time import BATCH, mean_step_ms, phases_of
 from lab.study.long_runs import measured_on, steps_of, stored_runs
 from lab.study.reproduce_common import Context, Outcome
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.plots import BASELINE, COLORS
-from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.roofline import MACHINES, Machine, gemm_step, predicted_ms, quantize_steps
-from nanochat_fp4.step_time import Shape, step_ms
+from nanochat_fp4.roofline import MACHINES, Machine
+from nanochat_fp4.step_time import Shape
 
 CARDS, DEPTHS = ("rtxpro4000", "rtx5090", "b200"), (20, 26, 32)
-BATCH, RATIO = 524288, 11.6  # tokens of a step; of a run for each parameter of blocks and head, as in d6's runs
+RATIO = 11.6  # tokens of a run for each parameter of blocks and head, as in d6's runs
 METHODS = ("bf16", "fp8", "clover", "clover_feedback_late")
-LATE = 0.03  # of the steps have two terms in the forward
-# What feedback adds to a d26 step of 524,288 tokens on an H200: codes take 63.4 ms where clover's take 5.5, a look at
-# the inputs every tenth step 446.7 (docs/results/bench_train_feedback.json). It reads what the columns before a block
-# of 16 missed, so it grows as weights times width and as the memory is slower (best: takes no longer on another card;
-# worst: no less for a smaller width).
-FEEDBACK_MS, MEASURED = 63.4 - 5.5 + 446.7 / 10, Shape(26)
+FORWARDS = {"own": "val_bpb", "BF16": "val_bpb_bf16"}
 
 
-@cache
 def method_ms(method: str, depth: int, machine: Machine, band: str) -> float:
-    """Predicted milliseconds of a mean step of a run; with feedback and second terms as clover's and what they add."""
-    micro_batch = 16384 if machine is MACHINES["b200"] else 8192
-    shape, ours = Shape(depth), method == "clover_feedback_late"
-    arguments = {"micro_batch": micro_batch, "total_batch": BATCH}
-    if not ours:
-        return step_ms(shape, method, machine, band=band, **arguments)
-    ms = method_ms("clover", depth, machine, band)
-    slower, wider = MACHINES["h200"].bandwidth / machine.bandwidth, shape.width / MEASURED.width
-    slower, wider = min(slower, 1.0) if band == "best" else slower, max(wider, 1.0) if band == "worst" else wider
-    ms += FEEDBACK_MS * shape.block_weights / MEASURED.block_weights * wider * slower
-    forward, extra = get_recipe("clover").output, []
-    for k, n in shape.layers():  # of each operand what rounding left, and two more products of the three
-        extra += quantize_steps("input", micro_batch * k, 2.0 + 0.5625, forward.a.rounding, decode=False)
-        extra += quantize_steps("weight", n * k, 4.0 + 0.5625, forward.b.rounding, decode=False)
-        extra += [gemm_step("output", micro_batch, n, k, True, True, True)] * 2
-    return ms + LATE * depth * BATCH / micro_batch * sum(predicted_ms(s, machine, band) for s in extra)
+    """Predicted milliseconds of a mean step of a run."""
+    ms = mean_step_ms(phases_of({"method": method}), depth, machine, band)
+    assert ms is not None  # METHODS are all predicted
+    return ms
 
 
 def at_steps(points: list[tuple[int, float]], steps: float) -> tuple[float, str]:
@@ -59,7 +40,7 @@ def at_steps(points: list[tuple[int, float]], steps: float) -> tuple[float, str]
 def equal_time(context: Context) -> Outcome:
     runs, content = stored_runs(context)
     full = steps_of([r for r in runs if r["method"] == "bf16"])
-    points: dict[str, list[tuple[int, float]]] = {}
+    points: dict[str, dict[str, list[tuple[int, float]]]] = {forward: {} for forward in FORWARDS}
     for m in METHODS:
         shorter = [r for r in runs if r["method"].startswith(f"{m}_") and r["method"].removeprefix(f"{m}_").isdigit()]
         if len(shorter) != 1:
@@ -70,7 +51,8 @@ def equal_time(context: Context) -> Outcome:
         if len({r["steps"] for r in same}) < 2:
             name = shorter[0]["method"]
             raise UserError(f"--results has no run of {m} of seed {seed} of another length than {name}; add its file")
-        points[m] = [(r["steps"], r["val_bpb"]) for r in same]
+        for forward, value in FORWARDS.items():
+            points[forward][m] = [(r["steps"], r[value]) for r in same]
     rows, numbers, panels = [], [], []
     depths = DEPTHS[:1] if context.quick else DEPTHS
     for card in CARDS:
@@ -84,17 +66,20 @@ def equal_time(context: Context) -> Outcome:
                 for band in ("", "best", "worst")
             }
             panels.append((f"{machine.name}, d{depth}", hours[""]))
-            cells, bpb = [], {}
             budget = min(hours[""].values())
-            for m in METHODS:
-                bpb[m], bound = at_steps(points[m], full * budget / hours[""][m])
-                ends = sorted(at_steps(points[m], full * budget / hours[b][m])[0] for b in ("best", "worst"))
-                band = f" ({ends[0]:.4f} to {ends[1]:.4f})" if ends[1] - ends[0] > 5e-5 else ""
-                cells.append(f"{bound}{bpb[m]:.4f}{band}")
-            first, second = sorted(METHODS, key=bpb.__getitem__)[:2]
-            ahead = f"{first} by {100 * (bpb[second] / bpb[first] - 1):.2f}% of {second}"
-            rows.append([machine.name, f"d{depth}", f"{budget:.3g}", *cells, ahead])
-            numbers.append({"machine": machine.name, "depth": depth, "hours": hours, "budget": budget, "bpb": bpb})
+            record = {"machine": machine.name, "depth": depth, "hours": hours, "budget": budget}
+            for forward, of in points.items():
+                cells, bpb = [], {}
+                for m in METHODS:
+                    bpb[m], bound = at_steps(of[m], full * budget / hours[""][m])
+                    ends = sorted(at_steps(of[m], full * budget / hours[b][m])[0] for b in ("best", "worst"))
+                    band = f" ({ends[0]:.4f} to {ends[1]:.4f})" if ends[1] - ends[0] > 5e-5 else ""
+                    cells.append(f"{bound}{bpb[m]:.4f}{band}")
+                first, second = sorted(METHODS, key=bpb.__getitem__)[:2]
+                ahead = f"{first} by {100 * (bpb[second] / bpb[first] - 1):.2f}% of {second}"
+                rows.append([machine.name, f"d{depth}", f"{budget:.3g}", forward, *cells, ahead])
+                record["bpb" if forward == "own" else "bpb_bf16"] = bpb
+            numbers.append(record)
 
     def plot(axes: Any) -> None:
         axes.set_axis_off()
@@ -103,20 +88,24 @@ def equal_time(context: Context) -> Outcome:
             row, column = divmod(i, len(depths))
             panel = axes.inset_axes((0.06 + 0.325 * column, 0.7 - 0.345 * row, 0.27, 0.24))
             for m in METHODS:
-                xy = [(hours[m] * s / full, v) for s, v in sorted(points[m])]
-                panel.plot(*zip(*xy), color=colors[m], marker=".", lw=1, label=m)
+                for forward, style in (("own", "-"), ("BF16", ":")):
+                    xy = [(hours[m] * s / full, v) for s, v in sorted(points[forward][m])]
+                    panel.plot(*zip(*xy), style, color=colors[m], marker=".", lw=1)
             panel.set_title(name, fontsize=7, pad=2)
             panel.tick_params(labelsize=5, pad=1)
             panel.set_xlabel("hours, predicted", fontsize=5, labelpad=0)
             panel.set_ylabel("validation BPB, d6" if column == 0 else "", fontsize=5)
         for m in METHODS:
             axes.plot([], [], color=colors[m], marker=".", label=m)
+        axes.plot([], [], ":", color=BASELINE, label="the same, evaluated with a BF16 forward")
 
     return Outcome(
         "At equal time: measured BPB of d6 against predicted hours",
-        ["GPU", "", "hours", *METHODS, "ahead"],
+        ["GPU", "", "hours", "forward", *METHODS, "ahead"],
         rows,
         [
+            "forward: each method's own, or the same weights evaluated in BF16; deployed in plain NVFP4 (one term) "
+            "clover_feedback_late is not measured",
             "ASSUMPTION: losses of d6, hours of larger models on GPUs that have not run it; gaps may differ with size",
             f"hours: of the fastest method for {RATIO} tokens a parameter; the others get as many steps as fit into it",
             "between its two measured lengths a method's BPB is linear in log steps; >: shorter than the shorter one, "

@@ -151,7 +151,7 @@ def compare(outcome: Outcome, results: Sequence[dict], other: str) -> None:
 
 
 # Increase of the validation loss over BF16 in percent, 30M parameters, C4 (Quartet-II, for_plots/runs.json); other
-# sizes and lengths are in docs/published.md.
+# sizes and lengths are in docs/results/paper_runs.json.
 LLAMA_MODELS = ("30M, 25 tokens a parameter", "30M, 800")
 FIGURE_1 = {
     "fig1a_sr": (0.19, 0.04), "fig1a_ms_eden": (0.03, 0.03), "fig1b_sr": (0.04, 0.11), "fig1c_sr": (0.19, 0.27),

@@ -27,6 +27,29 @@ def t95(freedom: int) -> float:
     return _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.372 / freedom + 2.82 / freedom**2
 
 
+def two_sided_p(t: float, freedom: int) -> float:
+    """The probability of a Student's t at least as far from zero; NaN without degrees of freedom."""
+    if freedom < 1 or math.isnan(t):
+        return math.nan
+    if math.isinf(t):
+        return 0.0
+    # With t = sqrt(freedom) tan(angle) the density is cos(angle)^(freedom - 1), and the tail's range is finite.
+    angles = np.linspace(math.atan(abs(t) / freedom**0.5), math.pi / 2, 20001)
+    density = np.cos(angles) ** (freedom - 1)
+    area = float(np.sum((density[1:] + density[:-1]) / 2) * (angles[1] - angles[0]))
+    return 2 * area * math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.pi**0.5
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's correction: adjusted p-values, in the same order; all below 0.05 hold together at 95%. NaN stays NaN."""
+    adjusted, largest = [math.nan] * len(p_values), 0.0
+    known = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
+    for rank, (p, i) in enumerate(known):
+        largest = max(largest, min(1.0, (len(known) - rank) * p))
+        adjusted[i] = largest
+    return adjusted
+
+
 @dataclass(frozen=True)
 class Estimate:
     """The mean of n numbers and half of its 95% interval (Student's t); the half is NaN for a single number."""
@@ -36,7 +59,11 @@ class Estimate:
     n: int
 
     def __str__(self) -> str:
-        return f"{self.mean:+.2f}" + (f" ± {self.half:.2f}" if self.n > 1 and not math.isnan(self.half) else "")
+        return self.shown(2)
+
+    def shown(self, digits: int) -> str:
+        half = f" ± {self.half:.{digits}f}" if self.n > 1 and not math.isnan(self.half) else ""
+        return f"{self.mean:+.{digits}f}{half}"
 
     @property
     def decided(self) -> bool:

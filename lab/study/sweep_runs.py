@@ -51,12 +51,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     # As in the paper's nanochat runs, where these differ from ours (docs/published.md).
     "clover_separate_qkv": changed("clover", "", "", "separate_qkv"),
     "clover_exact_relu_squared": changed("clover", "", "", "exact_relu_squared"),
-    "clover_reset": changed("clover", "", "", "reset"),
     "nvidia_late_forward": changed("nvidia", phases="0.82=fig1d_sr"),  # NVIDIA's 18%, with SR in the backward
-    # TetraJet-v2 in full: methods.py says how its OutControl differs from the authors'. OsciReset as in their smallest
-    # run, 12,505 steps: from step 8,000 on, every 200 steps, after a window of 50, as fractions of the steps; a shorter
-    # run has as many resets, in shorter windows. At the end of a period, not at the beginning; ratio > 8, not >= 8.
-    "tetrajet_v2_full": changed("tetrajet_v2_outcontrol", "", "", "reset:0.016:0.004:0.64"),
 }
 
 
@@ -114,9 +109,9 @@ def refuse_apart(flags: Sequence[str], where: str) -> None:
 
 
 def method_changes(own: Sequence[str]) -> dict[str, str]:
-    """--method-changes of a method's flags, in parts: layer_methods, method_phases, oscillation. Raises ValueError."""
-    texts = [flag.partition("=")[2] for flag in own if flag.startswith("--method-changes=")]
-    return parse_method_changes(texts[-1] if texts else "")
+    """--method-changes of a method's flags, in parts: layer_methods, method_phases. Raises ValueError."""
+    names = ("--method-changes", "--layer-methods", "--method-phases")  # the last two: recorded until 2026-11-23
+    return parse_method_changes(",".join(flag.partition("=")[2] for flag in own if flag.partition("=")[0] in names))
 
 
 def method_plan(own: Sequence[str]) -> MethodPlan:

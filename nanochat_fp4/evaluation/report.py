@@ -50,6 +50,8 @@ TASKS = ["ARC-Easy", "ARC-Challenge", "GSM8K", "HumanEval", "MMLU", "SpellingBee
 # US dollars per hour and GPU, rough list prices of GPU clouds; GPU_HOURLY_USD overrides.
 _GPU_HOURLY_USD = {"B200": 6.0, "H200": 3.8, "H100": 3.0, "A100": 1.8, "5090": 0.9, "4090": 0.5}
 
+CHECK_TOKENS = 1e9  # a run of fewer is a check of the stages
+
 _PROCESS_START = time.time()
 
 
@@ -333,6 +335,23 @@ def _runs_table(runs: list[dict]) -> list[str]:
     return _table(header, rows)
 
 
+def _explanations(runs: list[dict]) -> list[str]:
+    """What the numbers of the runs' table are, and how far chance moves them."""
+    lines = [
+        "- val BPB: bits per byte of the validation text, lower is better, with the forward pass of the method. The "
+        "next column has the same weights in BF16.",
+        "- The loss stage measures on more text than training does on the way, so val BPB differs from the last value "
+        "of the training log. A run without that stage shows the training's value.",
+    ]
+    if any(run.get("gap_percent") is not None for run in runs):
+        lines.append(
+            "- gap: increase of val BPB over the BF16 run of the same configuration (`COMPARE=1`), own forward. It is "
+            "a gap of one seed. Two runs of one seed differ by 0.4% on a small CPU run and by 0.1% at 160M tokens "
+            "(d6), so a smaller gap may be chance. `python -m lab.study.sweep` trains several seeds."
+        )
+    return lines
+
+
 def _benchmark_table(runs: list[dict]) -> list[str]:
     """Like the paper's Table 5: a row for a run and stage, a column for a task, accuracy in percent and 2 sigma."""
     scored = [(r, stage, scores) for r in runs for stage, scores in r["benchmarks"].items() if scores]
@@ -430,8 +449,9 @@ def _telemetry_lines(metrics: dict[str, list[dict]]) -> list[str]:
     return lines
 
 
-def _sample_lines(sections: list[dict]) -> list[str]:
+def _sample_lines(sections: list[dict], runs: list[dict]) -> list[str]:
     """The samples that the loss stage drew, one list for each run."""
+    small = {run["model_tag"]: run["tokens"] for run in runs if run.get("tokens", CHECK_TOKENS) < CHECK_TOKENS}
     lines = []
     for s in sections:
         samples = s["results"].get("samples") if s["slug"] in ("base-model-loss", "base-model-training") else None
@@ -441,6 +461,9 @@ def _sample_lines(sections: list[dict]) -> list[str]:
             continue
         if isinstance(samples, list) and samples:
             lines += [f"**{s['model_tag']}**", ""]
+            if tokens := small.get(s["model_tag"]):
+                lines += [f"This model read {tokens / 1e6:,.2f}M tokens. Its samples show that the stages work."]
+                lines += ["They do not show what 4-bit training can do.", ""]
             lines += [f"- `{_format_value(sample).replace('`', chr(39))}`" for sample in samples] + [""]
     return lines
 
@@ -453,16 +476,14 @@ def _render(
         lines += _runs_table(runs)
         lines += [
             "",
-            "BPB: bits per byte of the validation text, lower is better; with the forward pass of the method, and with "
-            "the same weights in BF16. The gap is that of the method's own forward to the BF16 baseline of the same "
-            "configuration (`COMPARE=1 bash speedrun_fp4.sh`).",
+            *_explanations(runs),
             "",
         ]
     lines += [f"![{Path(plot).stem}]({plot})" for plot in plots] + [""] * bool(plots)
     for title, body in (
         ("Benchmarks (accuracy in percent, 2-sigma interval)", _benchmark_table(runs)),
         ("Quantization error, mean over the blocks", _telemetry_lines(metrics)),
-        ("Samples", _sample_lines(sections)),
+        ("Samples", _sample_lines(sections, runs)),
         ("Time and cost", _time_table(sections)),
         ("Environment", _environment_lines(sections, runs)),
         ("Notes", [f"- {note}" for note in notes]),

@@ -9,7 +9,6 @@ rows of q and k change places, half a head at a time. A row keeps its codes and 
 """
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -244,7 +243,7 @@ def write(
             atomic_write(folder / "hf_quant_config.json", _json(_hf_quant_config(ignore, weights_only)))
     atomic_write(folder / "config.json", _json(written))
     if about.remote:
-        shutil.copyfile(Path(__file__).with_name(MODELING_FILE), folder / MODELING_FILE)
+        atomic_write(folder / MODELING_FILE, Path(__file__).with_name(MODELING_FILE).read_bytes())
     return written
 
 

@@ -15,8 +15,8 @@ from nanochat_fp4.export.verify import needs
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.llama import Llama
-from nanochat_fp4.nvfp4.convert import groups_computed_as_one
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
+from nanochat_fp4.nvfp4.linear import groups_computed_as_one
 from nanochat_fp4.nvfp4.operands import Codes
 
 
@@ -85,7 +85,7 @@ def _compute_with(model: nn.Module, weights: Weights) -> None:
             torch.cat([p.scales.view(torch.uint8) for p in parts]).view(torch.float8_e4m3fn).to(device),
             parts[0].tensor_scale.to(device),
         )
-        setattr(layers[0], "weight_operand" if len(layers) == 1 else "stacked_operand", operand)
+        layers[0].packed = {len(layers): operand}
         for layer in layers:
             layer.weight.requires_grad_(False)
 

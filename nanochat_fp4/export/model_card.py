@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-MADE_BY = "Trained with nanochat_fp4, exported as"
-
 
 def model_card(
     meta: Mapping[str, Any],
@@ -41,7 +39,7 @@ def model_card(
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [nanochat, nvfp4]\n---",
         f"# {meta.get('model_tag') or 'model'}: a language model trained in NVFP4",
-        f"{MADE_BY} `{file_format}`; what is not in 4 bits is in {dtype}.",
+        f"Trained with nanochat_fp4, exported as `{file_format}`; what is not in 4 bits is in {dtype}.",
         f"| | |\n|---|---|\n{rows}",
     ]
     if measured:

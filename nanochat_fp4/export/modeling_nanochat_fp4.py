@@ -121,7 +121,8 @@ class NanoChatFP4Model(NanoChatFP4PreTrainedModel):
         if position_ids is None:
             position_ids = query.unsqueeze(0)
         exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-        angle = position_ids[..., None, None].float() / config.rope_theta**exponent  # (B, T, 1, D / 2)
+        # (B, T, 1, D / 2). Training multiplies by the reciprocal. A quotient is another FP32 number for some positions.
+        angle = position_ids[..., None, None].float() * (1.0 / config.rope_theta**exponent)
         cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()  # BF16 in every precision, as in training
         behind = query[:, None] - key
         padding = None if attention_mask is None else attention_mask[:, None, None, :].bool()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nanochat_fp4.console import progress_iter
 from nanochat_fp4.data.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, RustBPETokenizer
 from nanochat_fp4.data.tokenizer_files import byte_characters
 from nanochat_fp4.errors import UserError, one_line
@@ -87,7 +88,8 @@ def read_llama(path: str | Path, sequence_len: int = 2048) -> Imported:
     tensors = {t.name: t for t in reader.tensors}
     about, types = describe(model), [t.tensor_type.name for t in reader.tensors]
     with torch.no_grad():
-        for ours, theirs in gguf_file.names(about).items():
+        names = gguf_file.names(about)
+        for ours, theirs in progress_iter(names.items(), len(names), desc="read", unit="tensor"):
             found = tensors.get(f"{theirs}.weight") or tensors["token_embd.weight"]  # no head: the embedding's
             value = torch.tensor(dequantize(found.data, found.tensor_type))
             if f"{theirs}.scale" in tensors:  # of NVFP4

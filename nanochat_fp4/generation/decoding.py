@@ -18,9 +18,8 @@ from torch import Tensor
 from nanochat_fp4.models import gpt, llama
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.llama import Llama
-from nanochat_fp4.nvfp4.convert import groups_computed_as_one
 from nanochat_fp4.nvfp4.dispatch import kernels_unavailable_reason
-from nanochat_fp4.nvfp4.linear import QuantLinear, can_be_fused, quantized_weights
+from nanochat_fp4.nvfp4.linear import QuantLinear, can_be_fused, groups_computed_as_one, quantized_weights
 from nanochat_fp4.nvfp4.operands import Codes
 
 MAX_ROWS = 64  # of the product with a weight in codes
@@ -44,7 +43,7 @@ class Product(NamedTuple):
 
 
 def _quantizes(layer: torch.nn.Module) -> bool:
-    return isinstance(layer, QuantLinear) and layer.quantization and layer.recipe.quantizes
+    return isinstance(layer, QuantLinear) and layer.quantizes
 
 
 def unsupported_reason(model: Any, cache: Any) -> str | None:
@@ -93,11 +92,11 @@ def _products(block: torch.nn.Module) -> list[list[torch.nn.Linear]]:
 def _unsupported_layer(layer: QuantLinear) -> str | None:
     output, name = layer.recipe.output, layer.recipe.name
     rounding = output.a.rounding
-    if not layer.per_token:
+    if not layer.context.per_token:
         return "it scales activations per token; enter nf.per_token_scale(model)"
-    if not layer.recipe.fixed_weight or output.rht_dim or layer.recipe.outliers:
+    if not layer.recipe.fixed_weight or output.rht_dim:
         return f"{name} has another kind of weight than codes"
-    plain = output.a.terms == output.b.terms == 1 and not (output.a.outer or output.b.outer)
+    plain = output.a.terms == output.b.terms == 1
     if rounding is None or not rounding.has_kernels or rounding.random or rounding.block_rows > 1 or not plain:
         return f"{name} has another kind of input than codes"
     return None
@@ -119,12 +118,11 @@ def prepare(model: torch.nn.Module, dtype: torch.dtype, both: bool = False) -> t
     """
     rounded_each_time: set[torch.nn.Module] = set()
     for layers in groups_computed_as_one(model):
-        name = "weight_operand" if len(layers) == 1 else "stacked_operand"
-        if getattr(layers[0], name) is None:
-            setattr(layers[0], name, quantized_weights([layers])[0])
-        if getattr(layers[0], name) is None:
+        operand = layers[0].made_weight(len(layers)) or quantized_weights([layers])[0]
+        if operand is None:
             rounded_each_time.update(layers)
             continue
+        layers[0].packed = {len(layers): operand}
         for layer in layers:
             _replace_weight(layer, layer.weight.to(dtype) if both else layer.weight.to("meta"))
     for module in model.modules():
@@ -141,7 +139,7 @@ def _replace_weight(module: torch.nn.Module, weight: Tensor) -> None:
 def weight_bytes(model: torch.nn.Module) -> int:
     """Memory of the model's parameters and of the codes that it computes with."""
     operands = {id(o): o for m in model.modules() if isinstance(m, QuantLinear)
-                for o in (m.weight_operand, m.stacked_operand) if o is not None}  # fmt: skip
+                for o in (*m.packed.values(), *m.context.weights.values())}  # fmt: skip
     parameters = sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
     return parameters + sum(t.numel() * t.element_size() for o in operands.values() for t in o.tensors())
 
@@ -171,7 +169,7 @@ class Decoder:
         if not _quantizes(first):
             weights = [layer.weight.to(self.dtype) for layer in layers]
             return Product(weights[0] if len(weights) == 1 else torch.cat(weights), None, self.dtype)
-        operand = first.weight_operand if len(layers) == 1 else first.stacked_operand
+        operand = first.made_weight(len(layers))
         r = first.recipe.output.a.rounding
         rounding = (r.grid_max, r.scale_cap, tuple(r.candidates))
         return Product(operand or quantized_weights([layers])[0], rounding, self.dtype)

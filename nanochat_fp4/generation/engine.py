@@ -27,7 +27,7 @@ from nanochat_fp4.common import preserved_rng
 from nanochat_fp4.generation.calculator import use_calculator
 from nanochat_fp4.generation.decoding import Decoder, unsupported_reason
 from nanochat_fp4.models.gpt import autocast
-from nanochat_fp4.nvfp4.convert import per_token_scale, quantize_weights_once
+from nanochat_fp4.nvfp4.contexts import per_token_scale, quantize_weights_once
 
 
 class KVCache:

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from nanochat_fp4.nvfp4.part import all_gather, local, reduce_scatter
+from nanochat_fp4.nvfp4.sharding import all_gather, local, reduce_scatter
 from nanochat_fp4.parallel import is_sharded, losses_of
 
 # (a, b, c) of the five steps X <- a X + (b A + c A^2) X with A = X X^T, from arXiv 2505.16932 for 5 iterations, safety

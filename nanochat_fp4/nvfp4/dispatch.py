@@ -3,7 +3,7 @@
 Quantizers: the reference (quantizers.py) runs everywhere; the Triton kernels, which are compared with it, take over on
 CUDA. NVFP4_KERNELS=reference|triton asks for one of them (on a CPU triton needs TRITON_INTERPRET=1).
 
-GEMM: where a Blackwell's tensor cores multiply NVFP4 (native.py), libraries have returned zeros without an error. So
+GEMM: where a Blackwell's tensor cores multiply NVFP4, libraries have returned zeros without an error. So
 each implementation multiplies operands whose product is known before it is used, once a process; one that fails is
 named with the reason, and the next one is tried: torch's scaled_mm (cuBLAS), Triton's dot_scaled, and then the emulated
 GEMM (gemm.py), which computes the same. NVFP4_GEMM=scaled_mm|dot_scaled|emulated asks for one of them.
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import torch
 
-from nanochat_fp4.nvfp4 import native
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 
+IMPLEMENTATIONS = ("scaled_mm", "dot_scaled")  # of the NVFP4 GEMM: torch's (cuBLAS), Triton's
 PROBE_SHAPES = ((144, 160, 96), (512, 384, 1024))  # M, N, K: one with padding in every dimension, one of several tiles
 # Relative square error: a rounding to BF16 gives 3e-6, whatever the order of summation. Wrong scales give 1.
 PROBE_ERROR = 1e-4
@@ -148,7 +148,7 @@ def cublas_unavailable_reason() -> str | None:
 
 @constant_when_compiled
 def native_gemm(device_type: str) -> str | None:
-    """Of native.IMPLEMENTATIONS the one to use on this kind of device, or None for the emulated GEMM."""
+    """Of IMPLEMENTATIONS the one to use on this kind of device, or None for the emulated GEMM."""
     return native_choice(device_type)[0]
 
 
@@ -159,8 +159,8 @@ def native_choice(device_type: str) -> tuple[str | None, str]:
     Raises ValueError if NVFP4_GEMM asks for what cannot run.
     """
     wanted = os.environ.get("NVFP4_GEMM", "auto")
-    if wanted not in ("auto", "emulated", *native.IMPLEMENTATIONS):
-        raise ValueError(f"NVFP4_GEMM is {wanted!r}, expected auto, emulated, {' or '.join(native.IMPLEMENTATIONS)}")
+    if wanted not in ("auto", "emulated", *IMPLEMENTATIONS):
+        raise ValueError(f"NVFP4_GEMM is {wanted!r}, expected auto, emulated, {' or '.join(IMPLEMENTATIONS)}")
     if wanted == "emulated":
         return None, "NVFP4_GEMM=emulated"
     reason = no_tensor_cores_reason(device_type)
@@ -169,8 +169,8 @@ def native_choice(device_type: str) -> tuple[str | None, str]:
     if reason:
         return None, reason
     reasons = []
-    for name in native.IMPLEMENTATIONS if wanted == "auto" else (wanted,):
-        problem = probe(torch.device(device_type), lambda a, b, dtype, name=name: native.mm(a, b, dtype, name))
+    for name in IMPLEMENTATIONS if wanted == "auto" else (wanted,):
+        problem = probe(torch.device(device_type), lambda a, b, dtype, name=name: mm(a, b, dtype, name))
         if problem is None:
             return name, "; ".join(reasons)
         reasons.append(f"{name} {problem}")
@@ -230,3 +230,39 @@ def probe(device: torch.device, function: Callable[..., torch.Tensor]) -> str | 
                     f"has a relative square error of {error:.1e} on {m} x {n} x {k}, expected below {PROBE_ERROR:.0e}"
                 )
     return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Their GEMMs, and the operands that each takes
+
+
+def takes(a: NVFP4Tensor, b: NVFP4Tensor) -> bool:
+    """Whether tensor cores multiply these operands: one tensor_scale each, whole 16-byte rows, N a multiple of 16."""
+    same_k = a.codes.shape[1] == b.codes.shape[1]
+    return same_k and a.codes.shape[1] % 16 == 0 and b.codes.shape[0] % 16 == 0 and a.tensor_scale.dim() == 0
+
+
+def mm(a: NVFP4Tensor, b: NVFP4Tensor, out_dtype: torch.dtype, name: str) -> torch.Tensor:
+    """a (M, K) . b (N, K)^T by the implementation `name` -> (M, N) in out_dtype, BF16 or FP32."""
+    from nvfp4_kernels import matmul
+
+    function = {"scaled_mm": matmul.scaled_mm, "dot_scaled": matmul.dot_scaled}[name]
+    return function(a.codes, a.scales, a.tensor_scale, b.codes, b.scales, b.tensor_scale, out_dtype)
+
+
+def takes_fp8(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> bool:
+    """Whether FP8 tensor cores multiply these: one scale each, K and N multiples of 16, not both E5M2."""
+    one_scale = a_scale.dim() == b_scale.dim() == 0 and a.shape[1] == b.shape[1]
+    e4m3 = torch.float8_e4m3fn in (a.dtype, b.dtype)
+    return one_scale and e4m3 and not (a.shape[1] % 16 or b.shape[0] % 16)
+
+
+def mm_fp8(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """a (M, K) . b (N, K)^T in FP8 -> (M, N) in out_dtype.
+
+    Where both are E4M3, as in the forward alone, sums are a little less exact: as nanochat's fp8.py has it.
+    """
+    fast = a.dtype == b.dtype
+    return torch._scaled_mm(a, b.T, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=fast)

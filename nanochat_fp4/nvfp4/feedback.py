@@ -7,24 +7,99 @@ other, and each block first takes over what the errors of the blocks before it c
     S + damping = R R^T, R upper triangular        T = R blockdiag(R)^-1, in blocks of 16 x 16
     Q_b = round(W_b + (W - Q)_{<b} T_{<b, b})
 
-This is GPTQ (Frantar et al., 2023) in the form of LDLQ (Chee et al., 2023, QuIP), in blocks of one NVFP4 scale: a
-block's scale is chosen after the feedback. The errors of the weights grow where the inputs hardly reach, so the damping
-keeps an eye on |W - Q|^2, which is what a gradient that goes back through the weight sees.
+This is GPTQ (Frantar et al., 2023) in the form of LDLQ (Chee et al., 2023, QuIP), in blocks of one NVFP4 scale. A
+block's scale is chosen after the feedback. The errors of the weights grow where the inputs hardly reach. A gradient
+that goes back through the weight sees |W - Q|^2, so the damping bounds these errors.
 
 The feedback can push a block beyond the tensor's amax. Its scale then uses the room above scale_cap, and what is beyond
 the largest scale is clipped and fed back like any other error.
+
+The Gram matrix of a layer's inputs, E[x x^T] (GPTQ's H), is state of the training, not of the model. Layers hold it
+beside their parameters and buffers. State dicts, EMA copies and `model.to(dtype)` know nothing of it.
+training.update_gram_matrices makes it. gram_state and load_gram_state save and load it. The dtype is FP16, the unit the
+inputs' mean square, so no entry is beyond K. docs/memory.md has its size, and why not blocks of channels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, TENSOR_SCALE_MIN, NVFP4Tensor, encode_e2m1, pack
-from nanochat_fp4.nvfp4.quantizers import Rounding, _round_block_scale, _search, divide
+from nanochat_fp4.nvfp4.quantizers import Rounding, _round_block_scale, _search, divide, get_rounding
 
-COLUMNS = 128  # that are rounded before what they missed reaches all after them
+if TYPE_CHECKING:
+    from nanochat_fp4.nvfp4.recipes import Recipe
+
+STEP = 0.2  # of the exponential average of Gram matrices, over about five looks at the inputs
+COLUMNS = 128  # rounded together, before their errors reach all columns after them
 DAMPING = 0.3  # in units of the mean of S's diagonal
+
+
+def products_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of x x^T over rows (T, K), float32 (K, K)."""
+    with torch.autocast(rows.device.type, enabled=False):
+        rows = rows.float()
+        return rows.T @ rows
+
+
+def gram_matrix(mean: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
+    """The Gram matrix before, moved a STEP of the way to the mean of x x^T (K, K). A mean that is not finite changes
+    nothing."""
+    new = in_units_of_its_mean(mean)
+    moved = new if before is None else before.float().lerp(new, STEP)
+    return torch.where(torch.isfinite(mean).all(), moved, 0.0 if before is None else before).half()
+
+
+def in_units_of_its_mean(gram: torch.Tensor) -> torch.Tensor:
+    return gram / gram.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def factor_for(recipe: "Recipe", gram: torch.Tensor) -> torch.Tensor | None:
+    """The layer's feedback factor, FP16 (K, K), of gram_matrix's (K, K); None for a recipe without feedback.
+    No host sync."""
+    return feedback_factor(gram.float()).half() if recipe.output.b.feedback else None
+
+
+def gram_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Name of a layer -> Gram matrix of its inputs, float16 (K, K); empty where the method wants none, or has none yet.
+
+    A run that goes on needs it besides state dicts. Layers that read the same tensor share one, and torch.save and
+    torch.load keep it so.
+    """
+    return {n: m.gram_matrix for n, m in model.named_modules() if getattr(m, "gram_matrix", None) is not None}
+
+
+def load_gram_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Gives the layers what gram_state returned, on the device of their weights; before or after convert.
+
+    Raises ValueError for a state of another kind, and where a layer is not there or has inputs of another size.
+    """
+    layers = dict(model.named_modules())
+    if not isinstance(state, Mapping) or not all(isinstance(gram, torch.Tensor) for gram in state.values()):
+        raise ValueError(
+            f"load_gram_state: got {type(state).__name__}, expected what gram_state returned, tensors by name of layer"
+        )
+    for name, gram in state.items():
+        size = getattr(layers.get(name), "in_features", None)
+        if not isinstance(size, int) or not gram.is_floating_point() or gram.shape != (size, size):
+            raise ValueError(
+                f"load_gram_state: {name!r} has {str(gram.dtype).removeprefix('torch.')} {tuple(gram.shape)}, expected "
+                + (f"float16 {(size, size)}" if isinstance(size, int) else "the name of a linear layer of this model")
+            )
+    for name, gram in state.items():
+        set_gram_matrix(layers[name], gram)
+
+
+def set_gram_matrix(layer: nn.Module, gram: torch.Tensor) -> None:
+    """gram: of gram_matrix, or in FP32 and in any units. A layer that quantizes takes from it what its recipe wants;
+    another one keeps it until it is converted."""
+    gram = gram.to(layer.weight.device)
+    layer.gram_matrix = gram if gram.dtype == torch.float16 else in_units_of_its_mean(gram.float()).half()
+    if hasattr(layer, "recipe"):
+        layer.feedback_factor = factor_for(layer.recipe, layer.gram_matrix)
 
 
 @torch.no_grad()
@@ -53,11 +128,11 @@ def round_with_feedback(
 ) -> list[NVFP4Tensor]:
     """weights (L, N, K) FP32 or BF16, L factors (K, K) of feedback_factor -> an NVFP4Tensor (N, K) for each of the L.
 
-    What COLUMNS get from those before them is one product: what was missed in all columns so far, the largest thing
-    there is to read, is read once for eight blocks and not for each. Within COLUMNS a kernel goes from block to block.
+    COLUMNS get the errors of the columns before them by one product. The errors are the largest tensor to read, and
+    are read once for eight blocks. Within COLUMNS a kernel goes from block to block.
 
-    spec: with blocks of 1x16, drawing no random numbers. amaxes (L,): of the tensors that the weights are rows of,
-    where they are not all of them. Each weight has the tensor_scale that quantize gives it; with factors of zeros the
+    spec: with blocks of 1x16, drawing no random numbers. amaxes (L,): of the whole tensors, where the weights are some
+    of their rows. Each weight has the tensor_scale that quantize gives it; with factors of zeros the
     result is quantize's, to the bit.
     """
     weights = weights.contiguous()
@@ -82,8 +157,8 @@ def round_with_feedback(
 
 
 def _round_group(weights, inverse, before, factor, missed, codes, scales, start, grid_max, candidates) -> None:
-    """What nvfp4_kernels.feedback.round_group does, whose docstring has shapes and dtypes. Each element gets what was
-    missed before it in its group one column after the other, product and sum rounded for themselves."""
+    """The reference of nvfp4_kernels.feedback.round_group, whose docstring has shapes and dtypes. Each element gets
+    what was missed before it in its group one column after the other, product and sum rounded for themselves."""
     layers, rows, _ = weights.shape
     limit = E2M1_MAX * E4M3_MAX
     spec = Rounding(grid_max, candidates=tuple(candidates))
@@ -101,3 +176,25 @@ def _round_group(weights, inverse, before, factor, missed, codes, scales, start,
         missed[:, start + done : start + done + BLOCK] = error.mT
         for k in range(BLOCK):
             wanted[..., done + BLOCK :] += error[..., k : k + 1] * near[:, done + k : done + k + 1, done + BLOCK :]
+
+
+@torch.library.custom_op("nanochat_fp4::with_feedback", mutates_args=())
+def with_feedback(
+    weight: torch.Tensor, factor: torch.Tensor, rounding: str, amax: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """round_with_feedback of one weight: codes, scales, tensor_scale. A compiler is not to look into its long loop."""
+    amaxes = None if amax is None else amax.unsqueeze(0)
+    t = round_with_feedback(weight.unsqueeze(0), [factor], get_rounding(rounding), amaxes)[0]
+    return t.codes, t.scales, t.tensor_scale
+
+
+@with_feedback.register_fake
+def _(
+    weight: torch.Tensor, factor: torch.Tensor, rounding: str, amax: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, columns = weight.shape
+    return (
+        weight.new_empty(rows, columns // 2, dtype=torch.uint8),
+        weight.new_empty(rows, columns // 16, dtype=torch.float8_e4m3fn),
+        weight.new_empty((), dtype=torch.float32),
+    )

@@ -1,50 +1,52 @@
-"""QuantLinear: a linear layer whose three GEMMs take their operands as a Recipe says; one autograd function for all.
+"""QuantLinear: a linear layer whose three GEMMs take their operands from a Recipe. All methods share one autograd
+function.
 
     output       Y  = Qx(X) . Qw(W)^T
     grad_input   dX = Qe(E) . Qwt(W^T)^T
     grad_weight  dW = Qet(E^T) . Qxt(X^T)^T
 
-Shapes: M tokens (all leading dimensions of the input), K in_features, N out_features. How an operand is made, what of
-it is kept and how it multiplies is its kind's to say (operands.py).
+Shapes: M tokens (all leading dimensions of the input), K in_features, N out_features. operands.py has the kinds of
+operand: how each is made, kept and multiplied.
 
-Kept for the backward pass: the codes of input and weight, 4.5 bits an element (the paper, Section 5); the unquantized
-tensors only where the recipe's forward does not quantize them.
+The backward pass keeps the codes of input and weight, 4.5 bits an element (the paper, Section 5). A tensor that the
+recipe's forward does not quantize is kept itself.
 
-Layers that read the same tensor (q, k, v) share its codes by fused_linear, which computes them as one layer whose
-weight is their weights, one below the other (the paper, Appendix D.2): one quantized input, one weight with one
-tensor_scale, one grad_output. To the bit a QuantLinear with that weight. It differs from the layers one by one in the
-weights' and grad_outputs' tensor scale, and in drawing once instead of three times.
+Layers that read the same tensor (q, k, v) share its codes by fused_linear (the paper, Appendix D.2). fused_linear
+computes one layer whose weight is their weights, one below the other. The result is a QuantLinear's with that weight,
+to the bit. The layers one by one differ from it in two things: each weight and grad_output has a tensor scale of its
+own, and random numbers are drawn three times.
 
-The backward GEMMs take the values that the forward used, whatever they are: of an operand of two terms, X ~ X1 + X2
-with X1 = Q(X) and X2 = Q(X - X1), and W alike, so that Y = X1 W1^T + X1 W2^T + X2 W1^T, they take the sums requantized
-to one term, dX = E (W1 + W2), dW = E^T (X1 + X2). That is the gradient of this very Y. Rounding counts as the identity
-in a gradient, so dX1/dX = 1 and dX2/dX = 1 - 1 = 0; and dY/dX1 is all of W1 + W2.
+The backward GEMMs take the values that the forward used. An operand of two terms, X ~ X1 + X2, is requantized to one
+term. With Y = X1 W1^T + X1 W2^T + X2 W1^T this gives dX = E (W1 + W2) and dW = E^T (X1 + X2), the gradients of this Y.
+Rounding counts as the identity in a gradient: X1 = Q(X) and X2 = Q(X - X1) give dX1/dX = 1 and dX2/dX = 1 - 1 = 0.
+dY/dX1 is all of W1 + W2.
 
-The weights' forward codes can be made once for several passes: convert.quantize_weights_once. What a method takes from
-the inputs' Gram matrix (gram.py) is None until training has made one (training.update_gram_matrices).
+contexts.quantize_weights_once makes the weights' forward codes once for several passes. The factor of error feedback
+(feedback.py) is None until training has made it (training.update_gram_matrices).
 
-Any number of tokens works. In wgrad the tokens are the contraction dimension, and in dgrad the out_features: where they
-are not a multiple of the rotation's group (128), or of 16, they are padded with zeros. Zeros add nothing to a product,
-and a rotated group that holds some is quantized like any other, so SR stays unbiased. So does MS-EDEN from about 24
-values a group on: it needs a rotation that mixes many values. A group of 2 to 16 tokens (say, the last one of 133) gets
-a gradient whose mean is off by up to 0.5% of its square, a quarter of the noise of a single step; one token is exact.
+Any number of tokens works. Tokens are the contraction dimension of wgrad, and out_features that of dgrad. Both are
+padded with zeros to a multiple of the rotation's group (128), or of 16. Zeros add nothing to a product. A rotated group
+that holds some is quantized like any other, so SR stays unbiased. MS-EDEN needs a rotation that mixes many values, and
+is unbiased from about 24 values a group on. A group of 2 to 16 tokens gets a gradient whose mean is off by up to 0.5%
+of its square, a quarter of the noise of a single step. One token is exact.
 
-Randomness: one 64-bit seed per layer and pass, drawn from the default generator of the layer's device, so that saving
-and restoring torch's generators resumes rotations and roundings to the bit. Passes without gradients draw nothing. No
-state is kept outside of the layers, so threads may call them side by side.
+Each layer and pass draws one 64-bit seed from the default generator of the layer's device. Saving and restoring torch's
+generators therefore resumes rotations and roundings to the bit. Passes without gradients draw nothing. All state is in
+the layers, so threads may call them side by side.
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs
-from nanochat_fp4.nvfp4.divided import Shard
-from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm
-from nanochat_fp4.nvfp4.gram import OLD_NAME, InputStatistics, set_gram_matrix
+from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs, use_kernels
+from nanochat_fp4.nvfp4.feedback import set_gram_matrix
+from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm, gemm_add
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.operands import (
     Codes,
@@ -55,7 +57,6 @@ from nanochat_fp4.nvfp4.operands import (
     quantize_operand,
     quantize_relu_squared,
     quantize_weights,
-    takes_relu_squared,
 )
 from nanochat_fp4.nvfp4.philox import new_seed
 from nanochat_fp4.nvfp4.recipes import Gemm, Recipe
@@ -63,115 +64,119 @@ from nanochat_fp4.nvfp4.relu_squared import ReluSquared, relu_squared_gradient
 
 # One stream of random numbers for each operand, so that no two share noise: a of a GEMM has this one, b the next.
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = 0, 2, 4
-# (rows, contracted dimension) of its operands a and b; M, N and K as above.
-DIMENSIONS = {OUTPUT: ("MK", "NK"), GRAD_INPUT: ("MN", "KN"), GRAD_WEIGHT: ("NM", "KM")}
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 UNQUANTIZED = Recipe("bf16")
 
 
-def _quantizations(
-    spec: Gemm,
-    stream: int,
-    seed: torch.Tensor | None,
-    rht_seed: torch.Tensor | None,
-    device: torch.device,
-    shard: Shard | None = None,
-) -> tuple[Quantization, Quantization]:
-    """How the operands a and b of a GEMM are made: rotated with the same signs, rounded with different noise."""
-    if spec.fixed_signs:
-        rht_seed = torch.zeros((), dtype=torch.int64, device=device)
-    parts = shard.parts(DIMENSIONS[stream]) if shard else (None, None)
-    a, b = (
-        Quantization(o.rounding, seed, stream + i, spec.rht_dim, rht_seed, stream, o.terms, o.outer, part=part)
-        for i, (o, part) in enumerate(zip((spec.a, spec.b), parts))
-    )
-    return a, b
+class Gemms(NamedTuple):
+    """How a recipe's operands are made, in a layer that one process computes alone.
 
-
-def _of_output(recipe: Recipe, layer: "_Layer", seed: torch.Tensor | None, device: torch.device):
-    """How the operands of the output GEMM are made: of a layer and what it knows of its inputs."""
-    for_x, for_w = _quantizations(recipe.output, OUTPUT, seed, seed, device, layer.shard)
-    factor, channels = layer.statistics
-    unrotated = for_x.rounding and for_x.rounding.has_kernels and not for_x.rht_dim
-    amax = layer.amax if unrotated and not layer.per_token else None
-    return (
-        for_x._replace(per_token=layer.per_token, channels=channels, amax=amax),
-        for_w._replace(factor=factor, channels=channels),
-    )
-
-
-class _Layer(NamedTuple):
-    """What _QuantLinear computes with, besides input and weights.
-
-    dtype:        in which unquantized operands are multiplied, and of the output
-    grad_enabled: the caller's torch.is_grad_enabled(); needs_input_grad does not know of no_grad
-    weight:       the weight operand of the output GEMM where it was made already (quantize_weights_once)
-    grad_buffer:  float32 (N, K): what the gradient of all weights is added to instead of being returned to autograd
-                  (accumulate_gradients)
-    values:       the weights where they are not the function's arguments, which only get the gradients (sharding.py)
-    amax:         max |input|, FP32 (), where the caller knows it
-    squares:      the input is relu(x)^2 of what is given
-    shard:        which part of the layer this is, where several processes compute it together (divided.py)
+    tensor_parallel.DividedGemms has the same methods, for a layer that several processes compute together.
     """
 
     recipe: Recipe
+
+    def operands(
+        self,
+        spec: Gemm,
+        stream: int,
+        seed: torch.Tensor | None,
+        rht_seed: torch.Tensor | None,
+        device: torch.device,
+    ) -> tuple[Quantization, Quantization]:
+        """The operands a and b of a GEMM: rotated with the same signs, rounded with different noise."""
+        if spec.fixed_signs:
+            rht_seed = torch.zeros((), dtype=torch.int64, device=device)
+        a, b = (
+            Quantization(o.rounding, seed, stream + i, spec.rht_dim, rht_seed, stream, o.terms, make=o.make)
+            for i, o in enumerate((spec.a, spec.b))
+        )
+        return a, b
+
+    def input_of_all(self, x: GemmOperand) -> GemmOperand:
+        """The input operand of all tokens, from that of this process's tokens."""
+        return x
+
+    def own_gradient(self, grad_x: torch.Tensor) -> torch.Tensor:
+        """The gradient of this process's tokens, from that of all."""
+        return grad_x
+
+
+class _Pass(NamedTuple):
+    """_QuantLinear's arguments besides input and weights.
+
+    gemms:        the recipe's operands
+    dtype:        in which unquantized operands are multiplied, and of the output
+    grad_enabled: the caller's torch.is_grad_enabled(). needs_input_grad does not know of no_grad.
+    per_token:    each row of the input has a tensor_scale of its own
+    factor:       of the weight's error feedback, FP16 (K, K), or None
+    weight:       the weight operand of the output GEMM where it was made already (quantize_weights_once)
+    gradients:    float32 (N, K), to which the gradient of all weights is added (accumulate_gradients). Autograd then
+                  gets none.
+    values:       the weights where they are not the function's arguments, which only get the gradients (sharding.py)
+    amax:         max |input|, FP32 (), where the caller knows it
+    squares:      the input is relu(x)^2 of the x that is given
+    """
+
+    gemms: Gemms
     dtype: torch.dtype
     grad_enabled: bool
     per_token: bool
-    statistics: InputStatistics
+    factor: torch.Tensor | None
     weight: GemmOperand | None
-    grad_buffer: torch.Tensor | None = None
-    values: tuple[torch.Tensor, ...] | None = None
-    amax: torch.Tensor | None = None
-    squares: bool = False
-    shard: Shard | None = None
+    gradients: torch.Tensor | None
+    values: tuple[torch.Tensor, ...] | None
+    amax: torch.Tensor | None
+    squares: bool
 
 
 class _QuantLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, layer: _Layer, x: torch.Tensor, *weights: torch.Tensor):
-        """x (M, K), weights (N_i, K), N = sum of N_i -> (M, N) in layer.dtype."""
-        recipe = layer.recipe
-        needs_dgrad = ctx.needs_input_grad[1] and layer.grad_enabled
-        needs_wgrad = any(ctx.needs_input_grad[2:]) and layer.grad_enabled
-        square_seed = new_seed(x.device) if layer.squares else None
-        shard = layer.shard
-        seed = new_seed(x.device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
-        weight = _stacked(layer.values or weights) if layer.weight is None or recipe.grad_input.b.raw else None
-        for_x, for_w = _of_output(recipe, layer, seed, x.device)
+    def forward(ctx, this: _Pass, x: torch.Tensor, *weights: torch.Tensor):
+        """x (M, K), weights (N_i, K), N = sum of N_i -> (M, N) in this.dtype."""
+        gemms, device = this.gemms, x.device
+        recipe = gemms.recipe
+        needs_dgrad = ctx.needs_input_grad[1] and this.grad_enabled
+        needs_wgrad = any(ctx.needs_input_grad[2:]) and this.grad_enabled
+        square_seed = new_seed(device) if this.squares else None
+        seed = new_seed(device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
+        weight = _stacked(this.values or weights) if this.weight is None or recipe.grad_input.b.raw else None
+        for_x, for_w = gemms.operands(recipe.output, OUTPUT, seed, seed, device)
+        knows_amax = for_x.rounding and for_x.rounding.has_kernels and not (for_x.rht_dim or this.per_token)
+        for_x = for_x._replace(per_token=this.per_token, amax=this.amax if knows_amax else None)
         square = ()
-        if layer.squares:
+        if this.squares:
             xq, *square = quantize_relu_squared(x, for_x, square_seed)
         else:
             xq = quantize_operand(x, for_x, keep_codes=True)
-        if shard is not None:
-            xq = shard.gathered_codes(xq)
-        wq = quantize_operand(weight, for_w, keep_codes=True) if layer.weight is None else layer.weight
+        xq, wq = gemms.input_of_all(xq), this.weight
+        if wq is None:
+            wq = quantize_operand(weight, for_w._replace(factor=this.factor), keep_codes=True)
 
         # The backward GEMMs take the values used here, or ("raw") codes made now of the unquantized tensor.
         backward_w, backward_x = wq if needs_dgrad else None, xq if needs_wgrad else None
         if needs_dgrad and recipe.grad_input.b.raw:
-            _, for_w = _quantizations(recipe.grad_input, GRAD_INPUT, seed, seed, x.device, shard)
+            _, for_w = gemms.operands(recipe.grad_input, GRAD_INPUT, seed, seed, device)
             backward_w = quantize_operand(weight, for_w, transpose=True, keep_codes=True)
         if needs_wgrad and recipe.grad_weight.b.raw:
-            _, for_x = _quantizations(recipe.grad_weight, GRAD_WEIGHT, seed, seed, x.device, shard)
+            _, for_x = gemms.operands(recipe.grad_weight, GRAD_WEIGHT, seed, seed, device)
             backward_x = quantize_operand(x, for_x, transpose=True, keep_codes=True)
         _save(ctx, backward_w, backward_x, *square, seed)
-        ctx.recipe, ctx.dtype, ctx.x_dtype, ctx.weight_dtype = recipe, layer.dtype, x.dtype, weights[0].dtype
-        ctx.needs_wgrad, ctx.rows, ctx.shard = needs_wgrad, [w.shape[0] for w in weights], shard
-        ctx.grad_buffer = layer.grad_buffer  # not saved: saved tensors must not change before the backward pass
-        return gemm(xq, _output_needs(seed, wq), compute_dtype=layer.dtype, out_dtype=layer.dtype)
+        ctx.gemms, ctx.dtype, ctx.x_dtype, ctx.weight_dtype = gemms, this.dtype, x.dtype, weights[0].dtype
+        ctx.needs_wgrad, ctx.rows = needs_wgrad, [w.shape[0] for w in weights]
+        ctx.gradients = this.gradients  # not saved: saved tensors must not change before the backward pass
+        return gemm(xq, _output_needs(seed, wq), compute_dtype=this.dtype, out_dtype=this.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: torch.Tensor):
-        recipe, dtype, shard = ctx.recipe, ctx.dtype, ctx.shard
+        gemms, dtype, device = ctx.gemms, ctx.dtype, grad_output.device
+        dgrad, wgrad = gemms.recipe.grad_input, gemms.recipe.grad_weight
         w, x, *square, forward_seed = _saved(ctx)
-        seed = _backward_seed(grad_output) if recipe.draws_in_backward else None
-        dgrad, wgrad = recipe.grad_input, recipe.grad_weight
+        seed = _backward_seed(grad_output) if gemms.recipe.draws_in_backward else None
         # A GEMM whose b was rotated in the forward pass goes on with that pass's signs.
-        device = grad_output.device
-        for_e, for_w = _quantizations(dgrad, GRAD_INPUT, seed, forward_seed if dgrad.b.raw else seed, device, shard)
-        for_et, for_x = _quantizations(wgrad, GRAD_WEIGHT, seed, forward_seed if wgrad.b.raw else seed, device, shard)
+        for_e, for_w = gemms.operands(dgrad, GRAD_INPUT, seed, forward_seed if dgrad.b.raw else seed, device)
+        for_et, for_x = gemms.operands(wgrad, GRAD_WEIGHT, seed, forward_seed if wgrad.b.raw else seed, device)
         needs_dgrad = ctx.needs_input_grad[1]
         e, et = quantize_grad_output(grad_output, for_e if needs_dgrad else None, for_et if ctx.needs_wgrad else None)
         grad_x, grad_ws = None, [None] * len(ctx.rows)
@@ -180,21 +185,20 @@ class _QuantLinear(torch.autograd.Function):
             grad_x = gemm(e, wt, compute_dtype=dtype, out_dtype=ctx.x_dtype)
             if square:
                 grad_x = relu_squared_gradient(grad_x, *square)
-            if shard is not None:
-                grad_x = shard.scattered_gradient(grad_x)
+            grad_x = gemms.own_gradient(grad_x)
         if ctx.needs_wgrad:
             xt = x if wgrad.b.raw else quantize_operand(x, for_x, transpose=True)
-            if ctx.grad_buffer is None:
-                grad_ws = x.grad_weight(et, xt, grad_output, dtype, ctx.weight_dtype).split(ctx.rows)
+            if ctx.gradients is None:
+                grad_ws = gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype).split(ctx.rows)
             else:
-                x.add_grad_weight(et, xt, grad_output, dtype, ctx.grad_buffer)
+                gemm_add(et, xt, ctx.gradients, compute_dtype=dtype)
         return None, grad_x, *grad_ws
 
 
-# torch.compile decides anew what runs in which pass. A seed that neither the forward's outputs nor the backward's
-# inputs seem to need may be drawn in both, that is, twice: the two operands of a GEMM would be rotated with different
-# signs, and its result be noise. So under a compiler the output depends on the forward's seed, and the backward's seed
-# on grad_output.
+# torch.compile chooses anew which operation runs in which pass. A seed may be drawn in both passes, if neither the
+# forward's outputs nor the backward's inputs seem to need the seed. The two operands of a GEMM would then be rotated
+# with different signs, and the result would be noise. Under a compiler, therefore, the output depends on the forward's
+# seed, and the backward's seed on grad_output.
 
 
 def _output_needs(seed: torch.Tensor | None, wq: GemmOperand) -> GemmOperand:
@@ -204,6 +208,11 @@ def _output_needs(seed: torch.Tensor | None, wq: GemmOperand) -> GemmOperand:
 def _backward_seed(grad_output: torch.Tensor) -> torch.Tensor:
     seed = new_seed(grad_output.device)
     return after(seed, grad_output) if torch.compiler.is_compiling() else seed
+
+
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -223,49 +232,88 @@ def _saved(ctx) -> tuple:
     return *(kind.from_tensors(*part) if part else None for kind, part in parts), *tensors
 
 
+@dataclass
+class LayerContext:
+    """The settings of a layer by the contexts of contexts.py. Outside of all contexts: the defaults. Never changed,
+    only replaced.
+
+    full_precision: compute like nn.Linear
+    per_token:      each row of the input has a tensor_scale of its own
+    weights:        number of layers that fused_linear computes as one, this one first -> their weight operand in the
+                    output GEMM
+    gradients:      number of such layers -> float32 (N, K), to which the gradient of their weights is added
+    entered:        each context that was entered and not left -> the fields above that it asks for
+    """
+
+    full_precision: bool = False
+    per_token: bool = False
+    weights: dict[int, GemmOperand] = field(default_factory=dict)
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    entered: dict[object, dict[str, Any]] = field(default_factory=dict)
+
+
+_CONTEXT_LOCK = threading.Lock()  # threads enter and leave contexts of one model side by side
+
+
 class QuantLinear(torch.nn.Linear):
     """nn.Linear with the same parameters and state-dict keys, computed as `method` says.
 
     method: a name of METHODS or a Recipe. in_features and out_features must be multiples of 16 unless the method
-    quantizes nothing; input (..., in_features) in FP32 or BF16, weights in FP32 or BF16, autocast on or off.
+    quantizes nothing. Input (..., in_features) and weights are in FP32 or BF16, with autocast on or off.
     Raises ValueError for an unknown method or dimensions that do not divide.
     """
 
     recipe: Recipe
-    quantization = True  # False inside full_precision(model): computes like nn.Linear
-    per_token = False  # True inside per_token_scale(model): each row of the input has a tensor_scale of its own
-    per_token_in_eval = False  # the same wherever the layer is in eval mode and no gradient is wanted (convert)
-    # Inside quantize_weights_once(model): the operand that the weight is in the forward GEMM, and the operand of this
-    # weight with those of the layers that are computed with it by fused_linear below it.
-    weight_operand: GemmOperand | None = None
-    stacked_operand: GemmOperand | None = None
-    # Inside accumulate_gradients(model): weight.grad, and that of this weight with those of the layers that are
-    # computed with it by fused_linear, which are one tensor there.
-    grad_buffer: torch.Tensor | None = None
-    stacked_grad_buffer: torch.Tensor | None = None
-    gathered: GemmOperand | None = None  # what FSDP gathers of the weight, into which buffers (sharding.py)
-    outside: dict[str, object] = {}  # inside these contexts: what the attributes that they change are outside
-    gram_matrix: torch.Tensor | None = None  # of the inputs (gram.py), None: not known yet
-    statistics = InputStatistics()  # what the recipe takes from it
-    shard: Shard | None = None  # which part of the layer this process has (divided.py); sizes are the whole's
+    per_token_in_eval = False  # in eval mode without gradients each row has a tensor_scale of its own (convert)
+    context = LayerContext()
+    packed: dict[int, GemmOperand] = {}  # LayerContext.weights of weights that are kept as codes alone
+    gathered: GemmOperand | None = None  # the weight in FSDP's buffers (sharding.py)
+    gram_matrix: torch.Tensor | None = None  # of the inputs (feedback.py), where it is known
+    feedback_factor: torch.Tensor | None = None  # feedback.factor_for of the Gram matrix
+    divided = False  # several processes have a part of the layer each (tensor_parallel.py)
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, method: str | Recipe = "clover", **kw):
         super().__init__(in_features, out_features, bias=bias, **kw)
         self.set_recipe(get_recipe(method))
 
     def set_recipe(self, recipe: Recipe) -> None:
-        """Changes the recipe in place. Raises ValueError if the dimensions do not allow it."""
+        """Changes the recipe in place, inside quantize_weights_once as well: the layer then makes its weight's codes in
+        each pass. Raises ValueError if the dimensions do not allow it."""
         reason = unsupported_reason(self, recipe)
         if reason:
             raise ValueError(f"QuantLinear: {reason}; use nn.Linear here, or skip this layer in convert")
+        if self.context.weights and self.recipe != recipe:
+            self.change_context(lambda entered: {c: asked | {"weights": {}} for c, asked in entered.items()})
         self.recipe = recipe
         if self.gram_matrix is not None:
             set_gram_matrix(self, self.gram_matrix)
 
     @property
     def matrix(self) -> torch.Tensor:
-        """The weight as (out_features, in_features); where it is divided, what this process has."""
-        return self.weight if self.shard is None else self.weight.to_local()
+        """The weight that this process has, as (out_features, in_features)."""
+        return self.weight
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the weight's rows are output features, and nobody's subclass changes what is computed."""
+        return type(self) is QuantLinear
+
+    @property
+    def rank(self) -> int:
+        """This process's number among those that compute this layer together."""
+        return 0
+
+    def division_problem(self, recipe: Recipe) -> str | None:
+        """Why the processes that compute this layer together cannot have this recipe, or None."""
+        return None
+
+    def weight_quantization(self, device: torch.device) -> Quantization:
+        """How the weight operand of the output GEMM is made, where that is the same in each pass."""
+        _, how = self._gemms().operands(self.recipe.output, OUTPUT, None, None, device)
+        return how._replace(factor=self.feedback_factor)
+
+    def _gemms(self) -> Gemms:
+        return Gemms(self.recipe)
 
     def _apply(self, fn, recurse: bool = True) -> "QuantLinear":
         super()._apply(fn, recurse)
@@ -273,24 +321,39 @@ class QuantLinear(torch.nn.Linear):
             set_gram_matrix(self, self.gram_matrix)
         return self
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
-        old = state_dict.pop(prefix + OLD_NAME, None)
-        if old is not None:
-            set_gram_matrix(self, old)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    @property
+    def quantizes(self) -> bool:
+        """Whether any operand of any GEMM is quantized at the moment."""
+        return self.recipe.quantizes and not self.context.full_precision
 
     @property
     def quantizes_input(self) -> bool:
         """Whether codes of the input are kept for the backward pass and not the input itself."""
-        return self.quantization and self.recipe.output.a.rounding is not None
+        return self.quantizes and self.recipe.output.a.rounding is not None
+
+    def made_weight(self, layers: int) -> GemmOperand | None:
+        """The weight operand of the output GEMM where it was made before: of so many layers that fused_linear computes
+        as one, this one first."""
+        packed = self.packed.get(layers)
+        return self.context.weights.get(layers) if packed is None else packed
+
+    def change_context(self, change: Callable[[dict], dict]) -> None:
+        """change: of LayerContext.entered, to another dict."""
+        with _CONTEXT_LOCK:
+            entered = change(self.context.entered)
+            asked = {name: value for fields in entered.values() for name, value in fields.items()}
+            if entered:
+                vars(self)["context"] = LayerContext(**asked, entered=entered)
+            else:
+                vars(self).pop("context", None)
 
     def __getstate__(self) -> dict:
-        """A copy or pickle made inside one of the contexts of convert.py is not inside it."""
-        return vars(self) | self.outside | {"outside": {}}
+        """A copy or pickle that is made inside a context is outside of it."""
+        return {name: value for name, value in vars(self).items() if name != "context"}
 
     def forward(self, x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
-        """x (..., in_features) -> (..., out_features). amax: max |x|, float32 (), where what made x has found it, which
-        saves to read x once more for it."""
+        """x (..., in_features) -> (..., out_features). amax: max |x|, float32 (), where the maker of x has found it.
+        x need then not be read once more."""
         return self._compute(x, (self,), amax)
 
     def _compute(
@@ -306,63 +369,89 @@ class QuantLinear(torch.nn.Linear):
             from nanochat_fp4.nvfp4.uncompiled import compute
 
             return compute(self, x, layers)
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-        grad_enabled = torch.is_grad_enabled()
-        grad_buffer = self.grad_buffer if len(layers) == 1 else self.stacked_grad_buffer
-        quantizes = self.quantization and self.recipe.quantizes
+        return self._output(x, layers, amax, squares)
+
+    def _output(
+        self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]", amax: torch.Tensor | None, squares: bool
+    ) -> torch.Tensor:
+        dtype = _compute_dtype(x)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if not x.numel() or self._is_plain(layers, dtype):
+            return torch.nn.functional.linear(x, self._plain_weight(x, layers, dtype), bias)
+        y = self._product(x, layers, Gemms(self._recipe_now()), dtype, amax, squares)
+        y = y.view(*x.shape[:-1], y.shape[-1])
+        return y if bias is None else y + bias
+
+    def _recipe_now(self) -> Recipe:
+        return self.recipe if self.quantizes else UNQUANTIZED
+
+    def _is_plain(self, layers: "tuple[QuantLinear, ...]", dtype: torch.dtype) -> bool:
+        """Whether nn.Linear computes this pass: nothing is quantized, added to gradients, or gathered by FSDP."""
         accumulates = (
-            grad_buffer is not None
-            and grad_enabled
+            len(layers) in self.context.gradients
+            and torch.is_grad_enabled()
             and not self.recipe.quantizes
-            and dtype in (torch.float32, torch.bfloat16)
+            and dtype in COMPUTE_DTYPES
         )
-        gathered = self._gathered(layers)
-        weights = [layer.matrix for layer in layers]
-        per_token = self._per_token_now(grad_enabled)
-        shard = self.shard
-        if shard is not None:
-            shard = shard.of_pass(x, self.recipe if quantizes and not per_token else UNQUANTIZED, weights)
-            x, amax = shard.enter(x, amax)
-        if not ((quantizes or accumulates or gathered) and x.numel()):
-            if self.weight.is_meta and not x.is_meta:
-                raise ValueError("QuantLinear: of this weight only the codes were kept (prepare); load the model anew")
-            # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
-            weight = _stacked([weight.to(dtype) for weight in weights])
-            if shard is not None:
-                return shard.leave(torch.nn.functional.linear(x, weight), self.bias)
-            return torch.nn.functional.linear(x, weight, self.bias if self.bias is None else self.bias.to(dtype))
-        if dtype not in (torch.float32, torch.bfloat16):
+        return not (self.quantizes or accumulates or self._gathered(layers) is not None)
+
+    def _plain_weight(self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]", dtype: torch.dtype) -> torch.Tensor:
+        if self.weight.is_meta and not x.is_meta:
+            raise ValueError("QuantLinear: of this weight only the codes were kept (prepare); load the model anew")
+        # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
+        return _stacked([layer.matrix.to(dtype) for layer in layers])
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        layers: "tuple[QuantLinear, ...]",
+        gemms: Gemms,
+        dtype: torch.dtype,
+        amax: torch.Tensor | None,
+        squares: bool,
+    ) -> torch.Tensor:
+        """x (..., K) -> (M, N), without bias."""
+        if dtype not in COMPUTE_DTYPES:
             raise ValueError(
                 f"QuantLinear computes in float32 or bfloat16 and got {str(dtype).removeprefix('torch.')}; use "
                 "model.bfloat16(), model.float(), or autocast to bfloat16"
             )
         # Autocast stays on: where a product must be FP32 (rotate, gemm on a CPU), it is off around it. A context around
         # the whole would be traced by torch.compile into the backward, which CUDA's autocast does not survive.
-        rows = x.reshape(-1, x.shape[-1])
-        operand = self.weight_operand if len(layers) == 1 else self.stacked_operand
-        recipe, values = self.recipe if quantizes else UNQUANTIZED, None
-        if not quantizes:
-            rows = rows.to(dtype)  # which is what is kept of it
-        if gathered is not None:
-            whole = gathered if len(layers) > 1 else self.gathered
-            if not isinstance(gathered.parts[0], Codes):
-                operand, values = (operand, gathered.values) if quantizes else (whole, None)
-            elif quantizes:
-                operand = whole if operand is None else operand
-            else:
-                raise ValueError("QuantLinear: FSDP gathered the codes alone; enter full_precision around unsharded")
-        layer = _Layer(
-            recipe, dtype, grad_enabled, per_token, self.statistics, operand, grad_buffer, values, amax, squares, shard
+        rows, quantizes = x.reshape(-1, x.shape[-1]), gemms.recipe.quantizes
+        operand, values = self._weight_now(layers, quantizes)
+        grad_enabled = torch.is_grad_enabled()
+        this = _Pass(
+            gemms,
+            dtype,
+            grad_enabled,
+            self._per_token_now(grad_enabled),
+            self.feedback_factor,
+            operand,
+            self.context.gradients.get(len(layers)),
+            values,
+            amax,
+            squares,
         )
-        y = _QuantLinear.apply(layer, rows, *weights)
-        if shard is not None:
-            return shard.leave(y.view(*shard.leading(x.shape), y.shape[-1]), self.bias)
-        y = y.view(*x.shape[:-1], y.shape[-1])
-        return y if self.bias is None else y + self.bias.to(dtype)
+        # An unquantized input is kept in dtype.
+        return _QuantLinear.apply(this, rows if quantizes else rows.to(dtype), *[layer.matrix for layer in layers])
+
+    def _weight_now(
+        self, layers: "tuple[QuantLinear, ...]", quantizes: bool
+    ) -> tuple[GemmOperand | None, tuple[torch.Tensor, ...] | None]:
+        """_Pass.weight and _Pass.values."""
+        operand, gathered = self.made_weight(len(layers)), self._gathered(layers)
+        if gathered is None:
+            return operand, None
+        whole = gathered if len(layers) > 1 else self.gathered
+        if not isinstance(gathered.parts[0], Codes):
+            return (operand, gathered.values) if quantizes else (whole, None)
+        if not quantizes:
+            raise ValueError("QuantLinear: FSDP gathered the codes alone; enter full_precision around unsharded")
+        return (whole if operand is None else operand), None
 
     def _per_token_now(self, grad_enabled: bool) -> bool:
-        return self.per_token or (self.per_token_in_eval and not (self.training or grad_enabled))
+        return self.context.per_token or (self.per_token_in_eval and not (self.training or grad_enabled))
 
     def _gathered(self, layers: "tuple[QuantLinear, ...]") -> Stacked | None:
         """The weights of these layers where FSDP has gathered them and the Parameters are not to be read."""
@@ -404,8 +493,7 @@ def unsupported_reason(linear: torch.nn.Module, recipe: Recipe) -> str | None:
     for name, size in sizes.items():
         if size % recipe.block:
             return f"{name} is {size}, expected a multiple of {recipe.block}"
-    shard = getattr(linear, "shard", None)
-    return None if shard is None else shard.problem(recipe, linear.weight.shape[shard.dim])
+    return linear.division_problem(recipe) if isinstance(linear, QuantLinear) else None
 
 
 def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
@@ -414,24 +502,45 @@ def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return all(
         type(linear) is type(first)
-        and type(linear) in (torch.nn.Linear, QuantLinear)
+        and (type(linear) is torch.nn.Linear or getattr(linear, "by_rows", False))
         and linear.bias is None
         and "forward" not in vars(linear)
         and not any(getattr(linear, name) for name in hooks)
-        and [getattr(linear, name, None) for name in ("recipe", "quantization", "per_token", "shard")]
-        == [getattr(first, name, None) for name in ("recipe", "quantization", "per_token", "shard")]
+        and (type(first) is torch.nn.Linear or _alike(linear, first))
         for linear in linears
     )
+
+
+def _alike(a: QuantLinear, b: QuantLinear) -> bool:
+    same = a.recipe == b.recipe and a.quantizes == b.quantizes and a.context.per_token == b.context.per_token
+    return same and getattr(a, "shard", None) == getattr(b, "shard", None)
+
+
+def groups_computed_as_one(model: torch.nn.Module) -> list[tuple[QuantLinear, ...]]:
+    """The layers that quantize, each with those that fused_linear computes as one with it, or alone."""
+    return groups_of(model, lambda layer: layer.quantizes)
+
+
+def groups_of(model: torch.nn.Module, wanted: Callable[[QuantLinear], bool]) -> list[tuple[QuantLinear, ...]]:
+    """The layers that are wanted, each with those that fused_linear computes as one with it, or alone.
+
+    Layers that are computed as one are found by their parent's attribute `fused_linears`, a tuple of names.
+    """
+    layers = [m for m in model.modules() if isinstance(m, QuantLinear) and wanted(m)]
+    parents = [[getattr(m, name) for name in getattr(m, "fused_linears", ())] for m in model.modules()]
+    groups = [tuple(g) for g in parents if g and set(layers).issuperset(g) and can_be_fused(g)]
+    fused = {layer for group in groups for layer in group}
+    return groups + [(layer,) for layer in layers if layer not in fused]
 
 
 def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear, head_dim: int | None = None) -> tuple[torch.Tensor, ...]:
     """[linear(x) for each linear], computed as one layer; see the top of this file for what that changes.
 
-    With head_dim the last dimension of each result is split into (heads, head_dim). That is done before the layers are
-    told apart, so that in the backward pass torch.compile can write each one's gradient where it belongs.
+    With head_dim the last dimension of each result is split into (heads, head_dim), before the layers are told apart.
+    torch.compile can then write each layer's gradient where it belongs in the backward pass.
 
-    The results are views of one tensor. Layers that are not alike, have a bias, or have hooks or a replaced forward,
-    which want to see each of them, are called one by one.
+    The results are views of one tensor. Layers are called one by one if they are not alike or have a bias. So are
+    layers with hooks or a replaced forward, which want to see each of them.
     """
     if not can_be_fused(linears):
         outputs = tuple(linear(x) for linear in linears)
@@ -450,25 +559,19 @@ def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear, head_dim: int | Non
     return y.unflatten(-1, (-1, head_dim)).split([size // head_dim for size in sizes], dim=-2)
 
 
-def weight_quantization(layer: QuantLinear, device: torch.device) -> Quantization:
-    """How the weight operand of the layer's output GEMM is made, where that is the same in each pass."""
-    shard = layer.shard and layer.shard._replace(extent=layer.matrix.shape[layer.shard.dim])
-    unused = _Layer(layer.recipe, torch.float32, False, False, layer.statistics, None, shard=shard)
-    return _of_output(layer.recipe, unused, None, device)[1]
-
-
 def relu_squared_linear(x: torch.Tensor, linear: QuantLinear) -> torch.Tensor:
-    """linear(relu(x)^2) of a layer that quantizes its input: of relu(x) 8 bits are kept for the derivative
-    (relu_squared.py). x (..., in_features) in FP32 or BF16.
+    """linear(relu(x)^2) of a layer that quantizes its input. 8 bits of relu(x) are kept for the derivative
+    (relu_squared.py). x (..., in_features) is in FP32 or BF16.
 
-    Where the kernels can, relu(x)^2 is quantized as it is made and never written; to the bit the same. A layer with
-    hooks, which want to see it, is called with it.
+    The kernels quantize relu(x)^2 as it is made, and never write it, to the bit the same. A layer with hooks, which
+    want to see relu(x)^2, is called with it.
     """
     per_token = linear._per_token_now(torch.is_grad_enabled())
-    alone = can_be_fused([linear]) and not per_token and linear.shard is None
-    if alone and x.numel() and takes_relu_squared(linear.recipe, x.device):
+    alone = can_be_fused([linear]) and not per_token and not linear.divided
+    kernel = linear.recipe.input_is_codes and linear.recipe.output.a.rounding.block_rows == 1 and use_kernels(x.device)
+    if alone and x.numel() and kernel:
         return linear._compute(x, (linear,), squares=True)
-    y, amax = ReluSquared.apply(x, linear.shard.rank if linear.shard else 0)
+    y, amax = ReluSquared.apply(x, linear.rank)
     return linear(y, amax)
 
 
@@ -485,7 +588,7 @@ def quantized_weights(groups: Sequence[Sequence[QuantLinear]]) -> list[GemmOpera
             made[i] = gathered.joined
             continue
         weight = _stacked([layer.matrix.detach() for layer in layers] if gathered is None else gathered.values)
-        weights[i] = weight, weight_quantization(layers[0], weight.device)
+        weights[i] = weight, layers[0].weight_quantization(weight.device)
     for i, operand in zip(weights, quantize_weights(list(weights.values()))):
         made[i] = operand
     return made

@@ -1,10 +1,9 @@
-"""What a GEMM takes: the kinds of operand, how each is made, what of it is kept for backward, and how it multiplies.
+"""The kinds of operand that a GEMM takes: how each is made, kept for the backward pass, and multiplied.
 
     Plain                   a tensor in a float dtype, rounded to the layer's compute dtype when it is multiplied
     Codes                   4-bit codes and their scales (NVFP4)
     Stacked                 codes, or tensors, of several weights, one below the other
     WithResidual            two terms: codes, and the codes of what these leave of the tensor
-    HighPrecisionChannels   4-bit values but for some channels, which are in MXFP8
     FP8                     8-bit numbers with one scale
     Decoded                 values of codes, exact, for a product that follows at once; never kept
 
@@ -18,37 +17,35 @@ A kind has
     tensor_core_product(b, dtype)  its product with b where tensor cores of this machine multiply the two, else None
     source()                       what it is quantized again from: FP32 or BF16 values, or codes that a kernel reads
     transposed()                   its values contracted over the other dimension, not rounded again
-    grad_weight(...), add_grad_weight(...)   the wgrad GEMM with this input, as a tensor or added to one
     depending_on(seed)             itself, with values that a compiler must take for a function of the seed as well
 
-To add a kind, write a class here and say in `quantize_operand` which Quantization asks for it; linear.py and gemm.py
-know none of them by name.
+To add a kind, write a class and its maker here, and say in `maker_of` which Operand asks for it. A recipe chooses the
+makers of its operands when it is built; linear.py and gemm.py know none of them by name.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from nanochat_fp4.nvfp4 import native
+from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.dispatch import (
     has_fp8_tensor_cores,
     kernels_unavailable_reason,
     native_gemm,
     use_kernels,
 )
-from nanochat_fp4.nvfp4.feedback import round_with_feedback
+from nanochat_fp4.nvfp4.feedback import round_with_feedback, with_feedback
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor
-from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm
-from nanochat_fp4.nvfp4.hadamard import rotate
-from nanochat_fp4.nvfp4.part import Part
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, get_rounding, quantize_reference
-from nanochat_fp4.nvfp4.recipes import Recipe
+from nanochat_fp4.nvfp4.gemm import GemmOperand
+from nanochat_fp4.nvfp4.philox import Noise
+from nanochat_fp4.nvfp4.quantizers import Rounding, quantize_reference
+
+if TYPE_CHECKING:
+    from nanochat_fp4.nvfp4.tensor_parallel import Part
 
 ROUNDED_AT_ONCE = 2**28  # elements of weights that are rounded together with feedback, 1 GiB in FP32
-OUTER_BLOCK = 128  # values along the contraction dimension that share a tensor_scale in Quantization.outer
-HIGH_PRECISION = ROUNDINGS["mxfp8"]  # of HighPrecisionChannels
 
 
 class Quantization(NamedTuple):
@@ -56,14 +53,14 @@ class Quantization(NamedTuple):
 
     rounding:    None takes the values as they are
     seed, stream: of the noise of stochastic rounding
-    rht_dim, rht_seed, rht_stream: of the rotation along the contraction dimension; 0 for none
-    terms, outer: of recipes.Operand
+    rht_dim, rht_seed, rht_stream: of the rotation along the contraction dimension. rht_dim 0 is no rotation.
+    terms:       of recipes.Operand
     per_token:   a tensor_scale for each row, so that a row does not depend on the others
     factor:      round with this error feedback (feedback.feedback_factor), or None
-    channels:    int64 (H,), rising: these columns in MXFP8, or None
-    amax:        max |value|, (), where it is known already; or float32 (), of the tensor that these rows are a
-                 part of (roundings of NVFP4 without a rotation, one term, no outer blocks); or None
-    part:        several processes, which make it together, have a part each (no feedback, channels, outer blocks)
+    amax:        max |value|, (), where it is known already. Or float32 (), of the tensor that these rows are a part
+                 of (roundings of NVFP4 without a rotation, one term). Or None.
+    part:        several processes, which make it together, have a part each (no feedback)
+    make:        the kind of the operand, where recipes.Operand has chosen it. Else maker_of chooses.
     """
 
     rounding: Rounding | None = None
@@ -73,12 +70,11 @@ class Quantization(NamedTuple):
     rht_seed: torch.Tensor | None = None
     rht_stream: int = 0
     terms: int = 1
-    outer: bool = False
     per_token: bool = False
     factor: torch.Tensor | None = None
-    channels: torch.Tensor | None = None
     amax: torch.Tensor | None = None
-    part: Part | None = None
+    part: "Part | None" = None
+    make: "Maker | None" = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -133,26 +129,33 @@ class Codes(NVFP4Tensor, GemmOperand):
         return self.codes, self.scales, self.tensor_scale
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        return decoded_codes(self)
+        """code * scale, exact: BF16 on a GPU, by a kernel where Triton is there, FP32 on a CPU."""
+        if not self.codes.is_cuda:
+            return self.decode(torch.float32)
+        if self.decoded is None and kernels_unavailable_reason() is None:
+            from nvfp4_kernels.decode import decode
+
+            return decode(self.codes, self.scales)
+        return self.decode(torch.bfloat16)
 
     def source(self) -> NVFP4Tensor:
         return self
 
     def tensor_core_product(self, b: GemmOperand, out_dtype: torch.dtype) -> torch.Tensor | None:
-        if not (isinstance(b, Codes) and native.takes(self, b)):
-            return None
         name = native_gemm(self.codes.device.type)
-        return None if name is None else native.mm(self, b, out_dtype, name)
+        if name is None or not (isinstance(b, Codes) and dispatch.takes(self, b)):
+            return None
+        return dispatch.mm(self, b, out_dtype, name)
 
     def transposed(self) -> Decoded:
-        return Decoded(decoded_codes(self).T, self.tensor_scale)
+        return Decoded(self.matrix(torch.float32).T, self.tensor_scale)
 
     def without_cache(self) -> "Codes":
-        return replace(self, decoded=None)  # it has four times the memory of the codes
+        return replace(self, decoded=None)  # four times the memory of the codes
 
     def fp32(self) -> torch.Tensor:
         """FP32 (R, K): exact products of code and scale, times tensor_scale, rounded once."""
-        return decoded_codes(self).float() * self.tensor_scale
+        return self.matrix(torch.float32).float() * self.tensor_scale
 
     def depending_on(self, seed: torch.Tensor) -> "Codes":
         return Codes(self.codes, self.scales, after(self.tensor_scale, seed), self.decoded)
@@ -226,6 +229,7 @@ class WithResidual(GemmOperand):
 
     first: Codes
     residual: Codes
+    single = False
 
     @property
     def terms(self) -> tuple[GemmOperand, ...]:
@@ -238,12 +242,6 @@ class WithResidual(GemmOperand):
     @property
     def nbytes(self) -> int:
         return self.first.nbytes + self.residual.nbytes
-
-    @classmethod
-    def make(cls, value: torch.Tensor, how: Quantization) -> "WithResidual":
-        first = quantize_operand(value, how, keep_codes=True)
-        rest = value.float() - first.fp32()
-        return cls(first, quantize_operand(rest, how._replace(amax=None), keep_codes=True))
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return *self.first.tensors(), *self.residual.tensors()
@@ -266,59 +264,6 @@ class WithResidual(GemmOperand):
 
     def depending_on(self, seed: torch.Tensor) -> "WithResidual":
         return WithResidual(self.first.depending_on(seed), self.residual)
-
-
-@dataclass
-class HighPrecisionChannels(GemmOperand):
-    """4-bit values with scales by 128, but for some channels, which are in MXFP8 (TetraJet-v2's OutControl).
-
-    As the channels are the same in both operands of output, that is one product of both formats. Kept in 16 bits an
-    element, not as codes. These channels' columns of grad_weight are a product of MXFP8 operands.
-
-    values:   (R, K), BF16 on a GPU and FP32 elsewhere
-    channels: int64 (H,), rising
-    """
-
-    values: torch.Tensor
-    channels: torch.Tensor
-    exact = False
-
-    @classmethod
-    def make(cls, value: torch.Tensor, how: Quantization) -> "HighPrecisionChannels":
-        channels, how = how.channels, how._replace(channels=None, per_token=False, amax=None)
-        others = quantize_operand(value.index_fill(1, channels, 0.0), how).values
-        wide = quantize_operand(value.index_select(1, channels), Quantization(HIGH_PRECISION)).values
-        return cls(others.index_copy(1, channels, wide.to(others.dtype)), channels)
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.values, self.channels
-
-    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.values.to(dtype)
-
-    def source(self) -> torch.Tensor:
-        return self.values
-
-    def transposed(self) -> Plain:
-        return Plain(self.values.T)
-
-    def dequantize(self) -> torch.Tensor:
-        return self.values.float()
-
-    def depending_on(self, seed: torch.Tensor) -> "HighPrecisionChannels":
-        return HighPrecisionChannels(after(self.values, seed), self.channels)
-
-    def grad_weight(self, et, xt, grad_output, compute_dtype, out_dtype):
-        others = super().grad_weight(et, xt, grad_output, compute_dtype, out_dtype)
-        et, xt = (
-            quantize_operand(v, Quantization(HIGH_PRECISION), transpose=True)
-            for v in (grad_output, self.values.index_select(1, self.channels))
-        )
-        columns = gemm(et, xt, compute_dtype=compute_dtype, out_dtype=out_dtype)
-        return others.index_copy(1, self.channels, columns)
-
-    def add_grad_weight(self, et, xt, grad_output, compute_dtype, into):
-        into.add_(self.grad_weight(et, xt, grad_output, compute_dtype, into.dtype))
 
 
 @dataclass
@@ -354,7 +299,7 @@ class FP8(GemmOperand):
         if not (isinstance(b, FP8) and has_fp8_tensor_cores(self.codes.device.type)):
             return None
         pair = (self.codes, self.tensor_scale, b.codes, b.tensor_scale)
-        return native.mm_fp8(*pair, out_dtype) if native.takes_fp8(*pair) else None
+        return dispatch.mm_fp8(*pair, out_dtype) if dispatch.takes_fp8(*pair) else None
 
     def dequantize(self) -> torch.Tensor:
         return self.codes.to(torch.float32) * self.tensor_scale
@@ -363,19 +308,29 @@ class FP8(GemmOperand):
         return FP8(self.codes, after(self.tensor_scale, seed))
 
 
-def decoded_codes(value: NVFP4Tensor) -> torch.Tensor:
-    """code * scale (R, K), exact: BF16 on a GPU, by a kernel where Triton is there, FP32 on a CPU."""
-    if not value.codes.is_cuda:
-        return value.decode(torch.float32)
-    if value.decoded is None and kernels_unavailable_reason() is None:
-        from nvfp4_kernels.decode import decode
-
-        return decode(value.codes, value.scales)
-    return value.decode(torch.bfloat16)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Making them
+
+
+class Maker(Protocol):
+    """How one kind of operand is made: of value (R, C), or (C, R) with transpose. recipes.Operand has one."""
+
+    def __call__(
+        self, value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
+    ) -> GemmOperand: ...
+
+
+def maker_of(rounding: Rounding | None, terms: int = 1, feedback: bool = False) -> Maker:
+    """The kind of operand that these make."""
+    if rounding is None:
+        return make_plain
+    if feedback:
+        return make_with_feedback
+    if terms == 2:
+        return make_two_terms
+    if rounding.fp8 == "tensor":
+        return make_fp8
+    return make_compared if rounding.mx or rounding.fp8 else make_codes
 
 
 def quantize_operand(
@@ -383,61 +338,102 @@ def quantize_operand(
 ) -> GemmOperand:
     """One operand of a GEMM, contracted over its last dimension: of value (R, C), or (C, R) with transpose.
 
-    The contraction dimension is padded with zeros to a multiple of 16, or of rht_dim: zeros add nothing to a product,
-    and a rotated group that holds some is quantized like any other, so the result stays unbiased for any number of
-    tokens.
-    keep_codes: the codes will be kept; otherwise the kernels make only what the GEMM of this machine reads: codes on
+    The contraction dimension is padded with zeros to a multiple of 16, or of rht_dim. Zeros add nothing to a product.
+    A rotated group that holds some is quantized like any other, so the result stays unbiased for any number of tokens.
+    keep_codes: the codes will be kept. Otherwise the kernels make what the GEMM of this machine reads alone: codes on
     FP4 tensor cores, and the decoded BF16 operand elsewhere.
     """
-    rounding = how.rounding
-    if rounding is None:
-        if isinstance(value, torch.Tensor):
-            return Plain(value.T if transpose else value)
-        return value.transposed() if transpose else value
-    if isinstance(value, GemmOperand):
-        value = value.source()
-    if how.channels is not None:
-        return HighPrecisionChannels.make(value, how)
-    if how.factor is not None:
-        return Codes(*_with_feedback(value, how.factor, rounding.name, how.amax))
-    if how.terms == 2:
-        return WithResidual.make(value, how._replace(terms=1))
-    if how.outer:
-        return Plain(_quantize_by_128(value, how, transpose))
-    device = value.codes.device if isinstance(value, NVFP4Tensor) else value.device
+    return _maker(how)(value, how, transpose, keep_codes)
+
+
+def _maker(how: Quantization) -> Maker:
+    return how.make or maker_of(how.rounding, how.terms, how.factor is not None)
+
+
+def make_plain(value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool) -> GemmOperand:
+    """The value as it is, of a tensor or of another operand."""
+    if isinstance(value, torch.Tensor):
+        return Plain(value.T if transpose else value)
+    return value.transposed() if transpose else value
+
+
+def make_codes(value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool) -> GemmOperand:
+    """NVFP4, by the kernels where they compute it."""
+    value, rounding = value.source() if isinstance(value, GemmOperand) else value, how.rounding
+    codes = isinstance(value, NVFP4Tensor)
+    device = (value.codes if codes else value).device
     by_rows = how.per_token and (how.rht_dim or rounding.block_rows > 1)
-    if use_kernels(device) and rounding.has_kernels and not by_rows:
-        emulated = not keep_codes and native_gemm(device.type) is None
-        if how.rht_dim and not (isinstance(value, NVFP4Tensor) and not transpose):
-            row, col = (None, how) if transpose else (how, None)
-            return _rotate_quantize(value, row, col, emulated)[1 if transpose else 0]
-        if not how.rht_dim:
-            x = _contracted_last(value, transpose, BLOCK)
-            if how.part is not None and rounding.stochastic:  # the other kernel knows no places
-                return _rotate_quantize(x, how, None, emulated)[0]
-            return _quantize_rows(x, how)
-    t = quantize_reference(
-        _contracted_last(value, transpose, max(how.rht_dim, rounding.block)),
-        rounding,
-        seed=0 if how.seed is None else how.seed,
-        stream=how.stream,
-        rht_dim=how.rht_dim,
-        rht_seed=how.rht_seed,
-        rht_stream=how.rht_stream,
-        per_token=how.per_token,
-        amax=how.amax,
-        part=how.part,
-    )
-    if rounding.fp8 == "tensor":
-        return FP8(t.codes, t.tensor_scale)
-    if not (rounding.mx or rounding.fp8):
+    if not (use_kernels(device) and rounding.has_kernels) or by_rows or (codes and how.rht_dim and not transpose):
+        x = _contracted_last(value, transpose, max(how.rht_dim, rounding.block))
+        t = quantize_reference(x, rounding, **_draws(how))
         return Codes(t.codes, t.scales, t.tensor_scale, t.decoded)
-    # MXFP4, MXFP8 and FP8 in blocks exist to be compared with: no kernels, no GEMM of their own. Their values are exact
-    # in BF16, but for those of FP8 in blocks, whose scales are FP32 numbers: these are rounded to it on a GPU.
+    emulated = not keep_codes and native_gemm(device.type) is None
+    if how.rht_dim:
+        return _rotate_quantize(value, *((None, how) if transpose else (how, None)), emulated)[1 if transpose else 0]
+    x = _contracted_last(value, transpose, BLOCK)
+    if how.part is not None and rounding.stochastic:  # the other kernel knows no places
+        return _rotate_quantize(x, how, None, emulated)[0]
+    return _quantize_rows(x, how)
+
+
+def make_with_feedback(
+    value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
+) -> GemmOperand:
+    """NVFP4 with error feedback, where the inputs are known."""
+    if how.factor is None:
+        return make_codes(value, how, transpose, keep_codes)
+    return Codes(*with_feedback(_source(value), how.factor, how.rounding.name, how.amax))
+
+
+def make_two_terms(
+    value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
+) -> GemmOperand:
+    how = how._replace(terms=1, make=make_codes)
+    value = _source(value)
+    first = quantize_operand(value, how, keep_codes=True)
+    rest = value.float() - first.fp32()
+    return WithResidual(first, quantize_operand(rest, how._replace(amax=None), keep_codes=True))
+
+
+def make_fp8(value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool) -> GemmOperand:
+    x = _contracted_last(_source(value), transpose, max(how.rht_dim, how.rounding.block))
+    t = quantize_reference(x, how.rounding, **_draws(how))
+    return FP8(t.codes, t.tensor_scale)
+
+
+def make_compared(
+    value: torch.Tensor | GemmOperand, how: Quantization, transpose: bool, keep_codes: bool
+) -> GemmOperand:
+    """MXFP4, MXFP8 and FP8 in blocks, which exist to be compared with: no kernels, no GEMM of their own.
+
+    Their values are exact in BF16, but for FP8 in blocks. Its scales are FP32 numbers, and rounded to BF16 on a GPU.
+    """
+    value, rounding = _source(value), how.rounding
+    x = _contracted_last(value, transpose, max(how.rht_dim, rounding.block))
+    t = quantize_reference(x, rounding, **_draws(how))
     values = t.decoded.to(torch.bfloat16) if t.decoded.is_cuda else t.decoded
-    if rounding.fp8:  # as in _quantize_by_128, the padding must not reach the backward pass's operands
+    if rounding.fp8:  # the backward pass makes its operands of this one, without the padding
         values = values[:, : value.shape[0 if transpose else 1]]
     return Plain(values) if rounding.prescale == 1 else Decoded(values, t.tensor_scale)
+
+
+def _source(value: torch.Tensor | GemmOperand) -> torch.Tensor | NVFP4Tensor:
+    """The values or codes that an operand is quantized again from."""
+    return value.source() if isinstance(value, GemmOperand) else value
+
+
+def _draws(how: Quantization) -> dict[str, Any]:
+    """quantize_reference's arguments for a rotation, and for what is drawn."""
+    seed, part = 0 if how.seed is None else how.seed, how.part
+    return {
+        "rht_dim": how.rht_dim,
+        "rht_seed": seed if how.rht_seed is None else how.rht_seed,
+        "rht_stream": how.rht_stream,
+        "per_token": how.per_token,
+        "amax": how.amax,
+        "noise": Noise(seed, how.stream) if part is None else part.noise(seed, how.stream),
+        "largest": None if part is None else part.largest,
+    }
 
 
 def quantize_grad_output(
@@ -447,23 +443,23 @@ def quantize_grad_output(
 
     The kernels read grad_output once for both.
     """
-    both = [how for how in (for_dgrad, for_wgrad) if how is not None]
-    if len(both) == 2 and all(how.rounding and how.rounding.fp8 == "tensor" for how in both):
-        if for_dgrad.rounding == for_wgrad.rounding:
+    if for_dgrad is not None and for_wgrad is not None:
+        a, b = for_dgrad.rounding, for_wgrad.rounding
+        if a and a == b and a.fp8 == "tensor":
             quantized = quantize_operand(e, for_dgrad)
             return quantized, quantized.transposed()
-    kernels = all(how.rounding and how.rounding.has_kernels and not how.outer for how in both)
-    if len(both) == 2 and kernels and for_wgrad.rht_dim and use_kernels(e.device):
-        return _rotate_quantize(e, for_dgrad, for_wgrad, native_gemm(e.device.type) is None)
+        kernels = a and b and a.has_kernels and b.has_kernels and for_wgrad.rht_dim
+        if kernels and use_kernels(e.device):
+            return _rotate_quantize(e, for_dgrad, for_wgrad, native_gemm(e.device.type) is None)
     return (
-        None if for_dgrad is None else quantize_operand(e, for_dgrad),
-        None if for_wgrad is None else quantize_operand(e, for_wgrad, transpose=True),
+        None if for_dgrad is None else _maker(for_dgrad)(e, for_dgrad, False, False),
+        None if for_wgrad is None else _maker(for_wgrad)(e, for_wgrad, True, False),
     )
 
 
 @torch.no_grad()
 def quantize_weights(weights: Sequence[tuple[torch.Tensor, Quantization]]) -> list[GemmOperand]:
-    """quantize_operand of each, without caches. Those with feedback are rounded together where they are alike."""
+    """quantize_operand of each, without caches. Weights with feedback that are alike are rounded together."""
     operands: list[GemmOperand | None] = [None] * len(weights)
     alike: dict[tuple, list[int]] = {}
     for i, (weight, how) in enumerate(weights):
@@ -485,18 +481,6 @@ def _contracted_last(value: torch.Tensor | NVFP4Tensor, transpose: bool, multipl
     x = x.T if transpose else x
     missing = -x.shape[-1] % multiple
     return torch.nn.functional.pad(x, (0, missing)) if missing else x  # pad copies even where it adds nothing
-
-
-def _quantize_by_128(value: torch.Tensor, how: Quantization, transpose: bool) -> torch.Tensor:
-    """The values of an operand each 128 of which have a tensor_scale: to the quantizers these are rows of their own."""
-    x = _contracted_last(value, transpose, OUTER_BLOCK)
-    if how.rht_dim:
-        x = rotate(x, how.seed if how.rht_seed is None else how.rht_seed, dim=how.rht_dim, stream=how.rht_stream)
-    plain = Quantization(how.rounding, how.seed, how.stream, per_token=True)
-    values = quantize_operand(x.reshape(-1, OUTER_BLOCK), plain).dequantize().view(x.shape)
-    values = values.to(torch.bfloat16) if values.is_cuda else values
-    # In the forward pass the padding must not reach the operands that the backward pass takes from this one.
-    return values if how.rht_dim else values[:, : value.shape[0 if transpose else 1]]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -524,19 +508,12 @@ def quantize_relu_squared(
     x: torch.Tensor, how: Quantization, seed: torch.Tensor
 ) -> tuple[Codes, torch.Tensor, torch.Tensor]:
     """relu(x)^2 as an operand, with kept and step as relu_squared(x) draws them from seed: by a kernel that does not
-    write relu(x)^2. Where takes_relu_squared says so."""
+    write relu(x)^2. Needs Recipe.input_is_codes, and blocks of one row."""
     from nvfp4_kernels.relu_squared import quantize_relu_squared as kernel
 
     r, decode = how.rounding, native_gemm(x.device.type) is None
     *codes, decoded, kept, step = kernel(x, seed, r.grid_max, r.scale_cap, list(r.candidates), decode)
     return Codes(*codes, decoded if decode else None), kept, step
-
-
-def takes_relu_squared(recipe: Recipe, device: torch.device) -> bool:
-    """Whether quantize_relu_squared makes all that this recipe needs of an input."""
-    a, r = recipe.output.a, recipe.output.a.rounding
-    plain = a.terms == 1 and not (a.outer or recipe.output.rht_dim or recipe.outliers or recipe.grad_weight.b.raw)
-    return plain and r is not None and r.has_kernels and not r.stochastic and r.block_rows == 1 and use_kernels(device)
 
 
 def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
@@ -549,11 +526,11 @@ def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
 
 
 def _amax_for_a_compiler(x: torch.Tensor) -> torch.Tensor | None:
-    """max |x|, (), in x's dtype, by operations that torch.compile puts into the kernel that makes x, such as a norm;
-    without it None, for a kernel of ours.
+    """max |x|, (), in x's dtype. torch.compile puts these operations into the kernel that makes x, such as a norm.
+    Without a compiler None: a kernel of ours finds it.
 
-    To the bit the largest of x as it is written, though the compiler takes the numbers before they are rounded to BF16:
-    rounding keeps the order, and the result is rounded.
+    The compiler takes the numbers before they are rounded to BF16. The result is the largest of the written x all the
+    same, to the bit: rounding keeps the order, and the result is rounded.
     """
     return x.abs().amax(-1).amax() if torch.compiler.is_compiling() else None
 
@@ -572,12 +549,19 @@ def _rotate_quantize(
             return None, None, None
         r = how.rounding
         limits, random = (r.grid_max, r.scale_cap, r.candidates), (how.rht_dim, how.stream, how.rht_stream)
-        place = how.part or ()
+        place = how.part[1:] if how.part else ()
         return Operand(*limits, r.stochastic, r.ms_eden, *random, emulated, *place), how.seed, how.rht_seed
+
+    parts = [how.part if how else None for how in (row, col)]
+
+    def largest(amax: torch.Tensor) -> torch.Tensor:
+        if all(parts):  # of one layer, and so of one group
+            return parts[0].largest(amax)
+        return torch.stack([part.largest(own) if part else own for part, own in zip(parts, amax)])
 
     codes = isinstance(value, NVFP4Tensor)
     source = (value.codes, value.scales, value.tensor_scale) if codes else (value, None, None)
-    tensors = rotate_quantize(*source, *described(row), *described(col))
+    tensors = rotate_quantize(*source, *described(row), *described(col), largest if any(parts) else None)
     results: list[GemmOperand | None] = []
     for how in (row, col):
         if how is None:
@@ -592,28 +576,6 @@ def _rotate_quantize(
             results.append(Decoded(tensors[0], tensors[1]))
             tensors = tensors[2:]
     return results[0], results[1]
-
-
-@torch.library.custom_op("nanochat_fp4::with_feedback", mutates_args=())
-def _with_feedback(
-    weight: torch.Tensor, factor: torch.Tensor, rounding: str, amax: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """round_with_feedback of one weight: codes, scales, tensor_scale. A compiler is not to look into its long loop."""
-    amaxes = None if amax is None else amax.unsqueeze(0)
-    t = round_with_feedback(weight.unsqueeze(0), [factor], get_rounding(rounding), amaxes)[0]
-    return t.codes, t.scales, t.tensor_scale
-
-
-@_with_feedback.register_fake
-def _(
-    weight: torch.Tensor, factor: torch.Tensor, rounding: str, amax: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, columns = weight.shape
-    return (
-        weight.new_empty(rows, columns // 2, dtype=torch.uint8),
-        weight.new_empty(rows, columns // 16, dtype=torch.float8_e4m3fn),
-        weight.new_empty((), dtype=torch.float32),
-    )
 
 
 @torch.library.custom_op("nanochat_fp4::after", mutates_args=())

@@ -7,6 +7,8 @@ has an index of its own: no noise is shared between rows.
     counter = (index mod 2^32, index div 2^32, purpose, stream)        key = (low, high 32 bits of seed)
 """
 
+from typing import NamedTuple
+
 import torch
 
 MASK = 0xFFFFFFFF
@@ -45,53 +47,46 @@ def uniform_elements(
     2^-17, far below what an average over any feasible number of draws can see. start and count are multiples of 8.
     """
     index = torch.arange(start // 8, (start + count) // 8, device=device, dtype=torch.int64)
-    return _uniform_sixteen_bits(seed, index, stream, candidate)
+    return uniforms_of_elements(seed, index, stream, candidate)
 
 
-def uniform_rows(
-    seed: torch.Tensor | int,
-    row: int,
-    rows: int,
-    columns: int,
-    stream: int,
-    candidate: int,
-    device: torch.device,
-    column: int = 0,
-    whole: int = 0,
-) -> torch.Tensor:
-    """uniform_elements of rows row .. row + rows and columns column .. column + columns of a tensor of `whole` columns
-    (0: of so many as these), float32 (rows * columns,). Columns come in multiples of 8."""
-    first = row + torch.arange(rows, device=device, dtype=torch.int64).unsqueeze(1)
-    index = first * ((whole or columns) // 8) + column // 8 + torch.arange(columns // 8, device=device)
-    return _uniform_sixteen_bits(seed, index.flatten(), stream, candidate)
-
-
-def _uniform_sixteen_bits(seed: torch.Tensor | int, index: torch.Tensor, stream: int, candidate: int) -> torch.Tensor:
+def uniforms_of_elements(seed: torch.Tensor | int, index: torch.Tensor, stream: int, candidate: int) -> torch.Tensor:
+    """The uniforms of elements 8 index .. 8 index + 8 for each index, int64 (n,) -> float32 (8 n,)."""
     words = torch.stack(philox(seed, index, SR_ELEMENT + candidate, stream), dim=-1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
     return (halves.flatten().to(torch.float32) + 0.5) * 2.0**-16
 
 
-def uniform_scales(
-    seed: torch.Tensor | int,
-    rows: int,
-    blocks: int,
-    stream: int,
-    device: torch.device,
-    row: int = 0,
-    block: int = 0,
-    whole: int = 0,
-) -> torch.Tensor:
-    """Uniforms in [0, 1) for the stochastic rounding of scales, float32 (rows, blocks), blocks even: 24 bits each.
+def uniform_scales(seed: torch.Tensor | int, rows: int, blocks: int, stream: int, device: torch.device) -> torch.Tensor:
+    """Uniforms in [0, 1) for the stochastic rounding of scales, float32 (rows, blocks), blocks even: 24 bits each."""
+    line = torch.arange(-(-rows // 16) * 8, device=device, dtype=torch.int64).unsqueeze(1)
+    return uniforms_of_scales(seed, line * (blocks // 2) + torch.arange(blocks // 2, device=device), rows, stream)
+
+
+def uniforms_of_scales(seed: torch.Tensor | int, calls: torch.Tensor, rows: int, stream: int) -> torch.Tensor:
+    """calls int64 (8 ceil(rows / 16), blocks / 2) -> float32 (rows, blocks).
 
     A call makes those of two neighbours in two rows that are 8 apart: what a thread holds of a tensor core's result.
-    row, block, whole: they are those from this row (of 16) and block (even) on, of a tensor of `whole` blocks a row.
     """
-    line = row // 16 * 8 + torch.arange(-(-rows // 16) * 8, device=device, dtype=torch.int64).unsqueeze(1)
-    calls = line * ((whole or blocks) // 2) + block // 2 + torch.arange(blocks // 2, device=device)
+    blocks = 2 * calls.shape[1]
     words = torch.stack(philox(seed, calls.flatten(), SCALE, stream), dim=-1)
     words = words.view(-1, 8, blocks // 2, 2, 2).permute(0, 3, 1, 2, 4).reshape(-1, blocks)[:rows]
     return (words >> 8).to(torch.float32) * 2.0**-24
+
+
+class Noise(NamedTuple):
+    """The random numbers of an operand (R, C), by a seed, an int or int64 (), and a stream."""
+
+    seed: torch.Tensor | int
+    stream: int = 0
+
+    def elements(self, row: int, rows: int, columns: int, candidate: int, device: torch.device) -> torch.Tensor:
+        """Of rows row .. row + rows of `columns` columns, a multiple of 8: float32 (rows * columns,)."""
+        return uniform_elements(self.seed, row * columns, rows * columns, self.stream, candidate, device)
+
+    def scales(self, rows: int, blocks: int, device: torch.device) -> torch.Tensor:
+        """float32 (rows, blocks), as uniform_scales."""
+        return uniform_scales(self.seed, rows, blocks, self.stream, device)
 
 
 def random_signs(seed: torch.Tensor | int, count: int, stream: int, device: torch.device) -> torch.Tensor:

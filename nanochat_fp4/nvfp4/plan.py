@@ -111,11 +111,8 @@ class MethodPlan:
             for name, layer in model.named_modules():
                 if isinstance(layer, QuantLinear):
                     recipe, work = self.of_layer(name, start), (end - start) * layer.weight.numel()
-                    outliers = recipe.outlier_channels(layer.in_features) / layer.in_features
-                    products = ((recipe.output_products, outliers), (1, 0), (1, outliers))
-                    for bits, (count, wider) in zip(gemm_bits(recipe), products):
-                        shares[bits] += work * (count - wider)
-                        shares[max(8, bits)] += work * wider
+                    for bits, products in zip(gemm_bits(recipe), (recipe.output_products, 1, 1)):
+                        shares[bits] += work * products
                         total += work
         return {bits: share / total for bits, share in shares.items()} if total else shares
 

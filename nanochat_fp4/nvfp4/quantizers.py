@@ -39,6 +39,7 @@ E8M3, which does not underflow. `sr_four_over_six` picks the luckier of two stoc
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -55,8 +56,7 @@ from nanochat_fp4.nvfp4.format import (
     pack,
 )
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotate, rotated_sums
-from nanochat_fp4.nvfp4.part import Part
-from nanochat_fp4.nvfp4.philox import uniform_rows, uniform_scales
+from nanochat_fp4.nvfp4.philox import Noise
 
 # Rounding a scale to nearest can lower it by a factor 16/17 at most; elements then reach 6 at most and SR never clips.
 SR_GRID_MAX = 6.0 * 16 / 17
@@ -361,7 +361,8 @@ def quantize_reference(
     rht_stream: int = 0,
     per_token: bool = False,
     amax: torch.Tensor | None = None,
-    part: Part | None = None,
+    noise: Noise | None = None,
+    largest: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> NVFP4Tensor:
     """x (..., K), any float dtype, K a multiple of the block -> NVFP4Tensor with `decoded` in float32.
 
@@ -371,10 +372,11 @@ def quantize_reference(
     rht_dim, rht_seed, rht_stream: rotate first (K % rht_dim == 0); rht_seed defaults to seed. MS-EDEN needs 128.
     per_token:             one tensor_scale per row, (..., 1), so that a row does not depend on the others
     amax:                  float32 (): of the tensor that x is a part of, where it is one (without a rotation)
-    part:                  x is this part of what several processes have, which call this together
+    noise:                 what is drawn; default: of seed and stream
+    largest:               amax -> that of a larger tensor, of which the (rotated) x is a part
     NaN and Inf travel into tensor_scale and from there into everything that is computed.
     """
-    norm = 1.0
+    noise, norm = Noise(seed, stream) if noise is None else noise, 1.0
     if rht_dim:
         x = rotated_sums(x, seed if rht_seed is None else rht_seed, dim=rht_dim, stream=rht_stream)
         norm = rht_dim**-0.5
@@ -382,8 +384,8 @@ def quantize_reference(
     rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
     if amax is None:
         amax = rows.abs().amax(dim=-1, keepdim=True) if per_token else rows.abs().amax()
-    if part is not None:
-        amax = part.largest(amax)
+    if largest is not None:
+        amax = largest(amax)
     if rounding.fp8 == "tensor":  # as nanochat's fp8.py: the scale in FP64, so that compiled code has the same one
         scale = (rounding.grid_max / (amax * norm).double().clamp(min=FP8_AMAX_MIN)).float()
         codes = to_fp8(rows * (scale * norm), rounding.element).view(*leading, -1)
@@ -407,12 +409,12 @@ def quantize_reference(
     chunks = []
     for start in range(0, rows.shape[0], chunk):
         chunk_factor = factor[start : start + chunk] if per_token else factor
-        q, *scales = align(rows[start : start + chunk], rounding, chunk_factor, seed, stream, start, part)
+        q, *scales = align(rows[start : start + chunk], rounding, chunk_factor, noise, start)
         grid = q.flatten(-2)
         codes = pack(encode_e2m1(grid)) if rounding.element == "e2m1" else grid.to(FP8_DTYPES[rounding.element])
         chunks.append((q, codes, *scales))
     q, codes, pseudo_scales, correction = (torch.cat(p) if len(chunks) > 1 else p[0] for p in zip(*chunks))
-    scales = _finish_scales(pseudo_scales, correction, rounding, tensor_scale, seed, stream, part)
+    scales = _finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise)
     exact = pseudo_scales if rounding.mx or rounding.fp8 else scales.to(torch.float32)  # compilers know little of E8M0
     decoded = (q * exact.unsqueeze(-1)).flatten(-2)
     return NVFP4Tensor(
@@ -423,20 +425,18 @@ def quantize_reference(
     )
 
 
-def _align_first(rows, rounding, factor, seed, stream, start, part):
+def _align_first(rows, rounding, factor, noise, start):
     """Aligned by a factor with the known tensor_scale: (q, E4M3 scales in float32, no correction)."""
     x = rows.unflatten(-1, (-1, rounding.block))
 
-    row, column, whole = (start, 0, 0) if part is None else (part.row + start, part.column, part.columns)
-
     def draw(candidate):
-        return uniform_rows(seed, row, *rows.shape, stream, candidate, x.device, column, whole).view(x.shape)
+        return noise.elements(start, *rows.shape, candidate, x.device).view(x.shape)
 
     q, scales = _search(x, rounding, _round_block_scale(rounding), draw, factor)
     return q, scales, torch.ones_like(scales)
 
 
-def _align_post_hoc(rows, rounding, factor, seed, stream, start, part):
+def _align_post_hoc(rows, rounding, factor, noise, start):
     """Kernel one of the paper's Section 7: (q, E8M3 pseudo-scales, EDEN's correction S), all without tensor_scale."""
     x = rows.unflatten(-1, (-1, BLOCK))
     q, pseudo_scales = _search(x, rounding, lambda scale, _: round_e8m3(scale), factor=factor)
@@ -464,7 +464,7 @@ def _eden_correction(x, q, scales, factor, group=RHT_DIM):
     return correction.repeat_interleave(group // BLOCK, dim=-1)
 
 
-def _finish_scales(pseudo_scales, correction, rounding, tensor_scale, seed, stream, part=None):
+def _finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise):
     """Kernel two: aligns the pseudo-scales, corrects and rounds them; for the others they are E4M3 already."""
     if rounding.fp8:
         return pseudo_scales
@@ -472,8 +472,7 @@ def _finish_scales(pseudo_scales, correction, rounding, tensor_scale, seed, stre
         return pseudo_scales.to(torch.float8_e8m0fnu)
     if not rounding.ms_eden:
         return round_e4m3(pseudo_scales)
-    place = () if part is None else (part.row, part.column // BLOCK, part.columns // BLOCK)
-    uniform = uniform_scales(seed, *pseudo_scales.shape, stream, pseudo_scales.device, *place)
+    uniform = noise.scales(*pseudo_scales.shape, pseudo_scales.device)
     return stochastic_round_e4m3(pseudo_scales * (1.0 / tensor_scale) * correction, uniform)
 
 
@@ -485,7 +484,7 @@ def ms_eden_direct(x: torch.Tensor, rounding: Rounding, seed: torch.Tensor | int
     x, factor = rows.unflatten(-1, (-1, BLOCK)), 1.0 / tensor_scale
     q, scales = _search(x, rounding, _round_block_scale(rounding), factor=factor)
     correction = _eden_correction(x, q, scales, factor, rounding.eden_group)
-    uniform = uniform_scales(seed, *scales.shape, 0, x.device)
+    uniform = Noise(seed).scales(*scales.shape, x.device)
     scales = stochastic_round_e4m3(scales * correction, uniform)
     codes = pack(encode_e2m1(q.flatten(-2))).view(*y.shape[:-1], -1)
     return NVFP4Tensor(codes, scales.view(*y.shape[:-1], -1), tensor_scale)

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 
 from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
+from nanochat_fp4.nvfp4.operands import Maker, maker_of
 from nanochat_fp4.nvfp4.quantizers import Rounding, get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
-OUTLIER_MULTIPLE = 32  # channels that an MXFP8 scale is for
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,18 @@ class Operand:
               backward GEMMs only); then it is quantized during the forward pass, so that only its codes are kept
     feedback: rounded so that the error of the layer's output is small, for the inputs it has had (feedback.py; the
               weight in the output GEMM only)
-    outer:    a tensor_scale for each 128 values along the contraction dimension instead of one for the tensor
-              (TetraJet-v2's outer blocks); kept for the backward pass in 16 bits an element, not as codes
     """
 
     rounding: Rounding | None = None
     raw: bool = False
     terms: int = 1
     feedback: bool = False
-    outer: bool = False
+    make: Maker = field(init=False, repr=False, compare=False)  # the kind of operand that it is (operands.py)
 
     def __post_init__(self) -> None:
         if isinstance(self.rounding, str):
             object.__setattr__(self, "rounding", get_rounding(self.rounding))
+        object.__setattr__(self, "make", maker_of(self.rounding, self.terms, self.feedback))
 
     def __str__(self) -> str:
         text = (
@@ -56,7 +55,7 @@ class Operand:
             + (self.rounding.name if self.rounding else "-")
             + (" + rest" if self.terms == 2 else "")
         )
-        return text + (" with feedback" if self.feedback else "") + (" by 128" if self.outer else "")
+        return text + (" with feedback" if self.feedback else "")
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,6 @@ class Recipe:
     grad_weight: Gemm = field(default_factory=Gemm)
     # From this fraction of a run's steps on, this method (plan.py).
     late: "tuple[float, Recipe] | None" = None
-    # Share of in_features, those with the largest inputs, that output and grad_weight multiply in MXFP8.
-    outliers: float = 0.0
     # Share of a model's blocks, those at its end and at least one, that convert leaves in BF16.
     kept_blocks: float = 0.0
     summary: str = ""
@@ -107,24 +104,25 @@ class Recipe:
         """What in_features and out_features must be multiples of."""
         operands = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
         blocks = (BLOCK if r.fp8 else r.block for r in operands if r)
-        return max((OUTLIER_MULTIPLE if self.outliers else 0, *blocks))
+        return max(blocks, default=0)
 
     @property
     def output_products(self) -> int:
         """How many products of 4-bit (or other) operands the output GEMM is: one more for each second term."""
         return self.output.a.terms + self.output.b.terms - 1
 
-    def outlier_channels(self, in_features: int) -> int:
-        """How many channels are outliers: their share in multiples of 32, an MXFP8 block, but at least 32."""
-        if not self.outliers:
-            return 0
-        count = round(self.outliers * in_features / OUTLIER_MULTIPLE) * OUTLIER_MULTIPLE
-        return min(in_features, max(OUTLIER_MULTIPLE, count))
-
     @property
     def looks_at_inputs(self) -> bool:
-        """Whether the layers compute with the Gram matrix of their inputs (convert.update_gram_matrices)."""
-        return self.output.b.feedback or self.outliers > 0
+        """Whether the layers compute with the Gram matrix of their inputs (training.update_gram_matrices)."""
+        return self.output.b.feedback
+
+    @property
+    def input_is_codes(self) -> bool:
+        """Whether NVFP4 codes of the forward GEMM are all that it takes of its input, and a row of the input and the
+        tensor's amax determine them."""
+        rounding, raw = self.output.a.rounding, self.grad_weight.b.raw
+        plain = self.output.a.terms == 1 and not (self.output.rht_dim or raw)
+        return plain and rounding is not None and rounding.has_kernels and not rounding.random
 
     @property
     def fixed_weight(self) -> bool:
@@ -160,15 +158,12 @@ class Recipe:
 
     def __str__(self) -> str:
         text = f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
-        text += f"; {100 * self.outliers:g}% of the channels in MXFP8" if self.outliers else ""
         text += f"; the last {100 * self.kept_blocks:g}% of the blocks in BF16" if self.kept_blocks else ""
         return text + (f"; {self.late[1].name} from {100 * self.late[0]:.0f}% of the steps on" if self.late else "")
 
 
 def _problems(recipe: Recipe) -> Iterator[str]:
     """Why a recipe cannot be computed: a line for each reason, to go behind its name."""
-    output, wgrad = recipe.output, recipe.grad_weight
-    forward = [o.rounding for o in (output.a, output.b) if o.rounding]
     for name in ("output", "grad_input", "grad_weight"):
         gemm = getattr(recipe, name)
         yield from (f", {name}: {problem}" for problem in _problems_of_gemm(gemm, is_output=name == "output"))
@@ -176,19 +171,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             yield f", {name}: rht_dim is {gemm.rht_dim}, expected 0, 16, 32, 64 or 128"
     if not 0 <= recipe.kept_blocks < 1:
         yield f": kept_blocks is a share of the blocks, from 0 to less than 1; got {recipe.kept_blocks}"
-    if output.b.feedback and output.rht_dim:
+    if recipe.output.b.feedback and recipe.output.rht_dim:
         yield ", output: feedback does not go with a rotation"
-    if recipe.outliers and not (
-        0 < recipe.outliers <= 1
-        and output.a.outer
-        and output.b.outer
-        and not any(r.random for r in forward)
-        and not (output.rht_dim or wgrad.b.raw)
-    ):
-        yield (
-            ": outliers, a share from 0 to 1, need two operands with scales by 128 in output that draw nothing, and a "
-            f"grad_weight of the same input; got {recipe.outliers}"
-        )
 
 
 def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:
@@ -219,11 +203,6 @@ def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:
                 "feedback is for the weight in output, with an NVFP4 rounding of 1x16 blocks that draws nothing, "
                 f"without a second term; got it for {o.rounding and o.rounding.name}"
             )
-    if any(o.outer for o in operands) and (
-        any(r.ms_eden or r.block_rows > 1 or not r.has_kernels for r in roundings)
-        or any(o.terms > 1 or o.feedback or (o.outer and not o.rounding) for o in operands)
-    ):
-        yield "scales by 128 are for NVFP4 roundings of 1x16 blocks but ms_eden, without second terms or feedback"
 
 
 def both(rounding: str, rht_dim: int = 0) -> Gemm:

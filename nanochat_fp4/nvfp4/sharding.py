@@ -19,7 +19,7 @@ piece. The Parameter that FSDP puts in its place while it is gathered has its sh
 and takes no memory: every element is the same NaN, so what should read it by mistake is heard of.
 
 What needs the weight and not its codes gathers the weight, in raw_dtype: methods without a quantized forward, with
-backward operands of the raw weight, two terms, outliers or FP8, and layers inside full_precision. gather_codes returns
+backward operands of the raw weight, two terms or FP8, and layers inside full_precision. gather_codes returns
 the names of the layers of which that is so.
 
 FSDP2's hooks for this (fsdp_pre_all_gather, fsdp_post_all_gather) are made for tensor subclasses; it looks for them on
@@ -38,9 +38,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from nanochat_fp4.nvfp4.convert import groups_computed_as_one
-from nanochat_fp4.nvfp4.linear import QuantLinear, weight_quantization
+from nanochat_fp4.nvfp4.linear import QuantLinear, groups_computed_as_one
 from nanochat_fp4.nvfp4.operands import Codes, Plain, largest_magnitude, quantize_operand
+
+
+def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The part of a DTensor that this process has; of other tensors, all."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+# torch 2.13 gave these two new names; the old ones warn there, the new ones do not exist before. Looked up at each
+# call, so that communication.counted sees them.
+
+
+def all_gather(output: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Any:
+    return (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, source, **kwargs)
+
+
+def reduce_scatter(output: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Any:
+    return (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(output, source, **kwargs)
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
 
 
 def gather_codes(model: nn.Module, raw_dtype: torch.dtype | None = None) -> list[str]:
@@ -83,7 +105,7 @@ class _Shard:
         self.group = fsdp_param.shard_mesh.get_group()
         size, rows = fsdp_param.shard_mesh.size(), layer.weight.shape[0]
         block_rows = _block_rows(layer)
-        if type(layer) is not QuantLinear:
+        if not layer.by_rows:
             raise ValueError(f"gather_codes: {name} is a Conv1D, whose rows are in_features; shard it without codes")
         if rows % (size * block_rows):
             blocks = f" in blocks of {block_rows}" if block_rows > 1 else ""
@@ -104,12 +126,12 @@ class _Shard:
         """Another one after every step of an optimizer and every other change of the DTensor or the local tensor, and
         of how they are rounded."""
         layer, sharded = self.layer, self.fsdp_param.sharded_param
-        return self.shards.steps, sharded._version, self.local._version, layer.recipe, id(layer.statistics)
+        return self.shards.steps, sharded._version, self.local._version, layer.recipe, id(layer.feedback_factor)
 
     def as_codes(self) -> bool:
         """Whether the forward pass takes codes of the weight, and nothing takes the weight itself."""
         layer = self.layer
-        return layer.quantization and gathers_codes(layer)
+        return layer.quantizes and gathers_codes(layer)
 
     def before(self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, policy: Any) -> tuple:
         """What this rank sends: codes and scales of its rows, or the rows."""
@@ -165,7 +187,7 @@ class _Shards:
                 of_layer |= dict.fromkeys(group, together)
         for shard in shards:
             amax = of_layer[shard.layer].view(torch.float32)
-            how = weight_quantization(shard.layer, shard.local.device)._replace(amax=amax)
+            how = shard.layer.weight_quantization(shard.local.device)._replace(amax=amax)
             codes = quantize_operand(shard.local, how, keep_codes=True).without_cache()
             shard.tensor_scale.copy_(codes.tensor_scale)
             shard.codes, shard.version = codes, shard.version_now()
@@ -188,9 +210,9 @@ def gathers_codes(layer: QuantLinear) -> bool:
     nothing else of it."""
     recipe = layer.recipe
     weight = recipe.output.b
-    if not recipe.fixed_weight or recipe.grad_input.b.raw or layer.statistics.channels is not None:
+    if not recipe.fixed_weight or recipe.grad_input.b.raw:
         return False
-    return weight.rounding.has_kernels and weight.terms == 1 and not weight.outer and not recipe.outliers
+    return weight.rounding.has_kernels and weight.terms == 1
 
 
 def _block_rows(layer: QuantLinear) -> int:

@@ -16,35 +16,273 @@ along the sequence (sequence_parallel, the default), or whole in each process.
     grad_input        added up, (M / W, K) of it; or all (M, K)  (M, K / W)
     grad_output       (M, N / W)                                 (M / W, N), gathered as it is; or (M, N)
 
-A process quantizes its tokens with the tensor_scale of all, for which the group reduces one number, and what it sends
-are codes and scales, 4.5 bits an element. They are kept for wgrad as they were gathered: nothing is sent twice, at 4.5
-bits for each element of the whole input in each process. Methods whose input is not plain codes (bf16, FP8, MX, two
-terms, nvidia's wgrad of the raw input, a scale per token) gather the input itself, in its own dtype.
+A process quantizes its tokens with the tensor_scale of all, for which the group reduces one number, and sends codes and
+scales, 4.5 bits an element. The gathered codes are kept for wgrad, so nothing is sent twice. Each process then
+has 4.5 bits for each element of the whole input. Methods whose input is not plain codes gather the input itself, in its
+own dtype: bf16, FP8, MX, those of two terms, nvidia for its wgrad, and a scale per token.
 
-Of every operand that is divided the largest magnitude is reduced over the group, and each process draws the random
-numbers of its place in the whole (part.py). So forward codes are those of one process, to the bit. So are backward
-codes, made of the same grad_output, up to the order in which a rotation is summed; but not those of q, k and v, of
-which one process has another order of rows, and draws accordingly. grad_output itself differs by the order in which
-partial products are added. All processes of a group must draw the same seeds: the same state of torch's generators,
-and the same passes.
+The group reduces the largest magnitude of every divided operand, and each process draws the random numbers of its place
+in the whole (Part). Forward codes are therefore one process's codes, to the bit. Backward codes of the same grad_output
+are, too, up to the order in which a rotation is summed. The exception is q, k and v: one process has their rows in
+another order, and draws accordingly. grad_output itself differs by the order in which partial products are added. All
+processes of a group must draw the same seeds, from the same state of torch's generators in the same passes.
 
-Gradients are those of the sum of the processes' losses where the sequence is divided, else of the one loss that all
-have. Weights and their gradients are DTensors. Refused in one line: shards that are not whole blocks and rotation
-groups (16, 32, 128), feedback and outliers (a process does not see all inputs) and scales by 128.
+With a divided sequence, gradients are those of the sum of the processes' losses. Else all processes have one loss.
+Weights and their gradients are DTensors. Two things are refused in one line. Shards must be whole blocks and rotation
+groups (16, 32, 128). Feedback needs the inputs of all processes.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from nanochat_fp4.nvfp4.divided import Shard
-from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.format import BLOCK
+from nanochat_fp4.nvfp4.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, UNQUANTIZED, Gemms, QuantLinear, _compute_dtype
+from nanochat_fp4.nvfp4.operands import Codes, Quantization
+from nanochat_fp4.nvfp4.philox import uniforms_of_elements, uniforms_of_scales
+from nanochat_fp4.nvfp4.recipes import Gemm, Recipe
+from nanochat_fp4.nvfp4.sharding import all_gather, process_group, reduce_scatter
+
+# (rows, contracted dimension) of the operands a and b of a GEMM: of M tokens, K in_features and N out_features.
+DIMENSIONS = {OUTPUT: ("MK", "NK"), GRAD_INPUT: ("MN", "KN"), GRAD_WEIGHT: ("NM", "KM")}
+
+
+class Part(NamedTuple):
+    """The place of an operand (R, C) in the one that the processes of a group have together.
+
+    group:       its name
+    row, column: of the first element there, multiples of 16
+    columns:     of the whole, or 0 for as many as here
+    """
+
+    group: str
+    row: int = 0
+    column: int = 0
+    columns: int = 0
+
+    def largest(self, amax: torch.Tensor) -> torch.Tensor:
+        """The largest of the processes' amaxes, non-negative numbers: float32, of amax's shape."""
+        return _largest(amax.float(), self.group)
+
+    def noise(self, seed: torch.Tensor | int, stream: int) -> "PartNoise":
+        return PartNoise(self, seed, stream)
+
+
+class PartNoise(NamedTuple):
+    """philox.Noise of the whole operand, at the place of a part."""
+
+    part: Part
+    seed: torch.Tensor | int
+    stream: int
+
+    def elements(self, row: int, rows: int, columns: int, candidate: int, device: torch.device) -> torch.Tensor:
+        first = self.part.row + row + torch.arange(rows, device=device, dtype=torch.int64).unsqueeze(1)
+        index = first * ((self.part.columns or columns) // 8) + self.part.column // 8
+        index = index + torch.arange(columns // 8, device=device)
+        return uniforms_of_elements(self.seed, index.flatten(), self.stream, candidate)
+
+    def scales(self, rows: int, blocks: int, device: torch.device) -> torch.Tensor:
+        line = torch.arange(-(-rows // 16) * 8, device=device, dtype=torch.int64).unsqueeze(1)
+        line = self.part.row // 16 * 8 + line
+        calls = line * ((self.part.columns // BLOCK or blocks) // 2) + self.part.column // BLOCK // 2
+        calls = calls + torch.arange(blocks // 2, device=device)
+        return uniforms_of_scales(self.seed, calls, rows, self.stream)
+
+
+class Shard(NamedTuple):
+    """A process's part of a layer.
+
+    group, rank, size: the processes that compute it together, by the group's name, and this one
+    dim:       the divided dimension of the weight (out_features, in_features)
+    sequence:  inputs of column-parallel and outputs of row-parallel layers are divided along the sequence, dimension -2
+    extent:    in a pass, this process's size of the divided dimension, of all layers that are computed as one
+    sequences: in a pass, the number of sequences whose input is gathered as codes
+    """
+
+    group: str
+    rank: int
+    size: int
+    dim: int
+    sequence: bool
+    extent: int = 0
+    sequences: int = 0
+
+    def problem(self, recipe: Recipe, features: int) -> str | None:
+        """Why a layer whose divided dimension is so large cannot be computed with this recipe, or None."""
+        gemms = recipe.output, recipe.grad_input, recipe.grad_weight
+        operands = [o for gemm in gemms for o in (gemm.a, gemm.b)]
+        if recipe.looks_at_inputs:
+            return f"{recipe.name} has feedback, which is not divided among processes; use another method"
+        roundings = [o.rounding for o in operands if o.rounding]
+        unit = max([BLOCK, *(g.rht_dim for g in gemms), *(max(r.block, r.block_rows) for r in roundings)])
+        unit = unit if recipe.quantizes else 1
+        if features % (self.size * unit):
+            name = ("out_features", "in_features")[self.dim]
+            return f"{name} is {features}, expected a multiple of {self.size} x {unit} for {self.size} processes"
+        return None
+
+    def of_pass(self, x: torch.Tensor, recipe: Recipe, weights: list[torch.Tensor]) -> "Shard":
+        """recipe: that of this pass. weights: this process's, of all layers that are computed as one."""
+        extent = sum(w.shape[0] for w in weights) if self.dim == 0 else weights[0].shape[1]
+        as_codes = self.dim == 0 and self.sequence and recipe.input_is_codes
+        return self._replace(extent=extent, sequences=x.shape[:-2].numel() if as_codes else 0)
+
+    def parts(self, operands: Sequence[str]) -> list[Part | None]:
+        """The parts that the operands of a GEMM are here. None where each process has the whole operand.
+
+        operands: two letters for each, its rows and its contracted dimension, as DIMENSIONS has them.
+        """
+        divided, at = "NK"[self.dim], self.rank * self.extent
+        result: list[Part | None] = []
+        for rows, contracted in operands:
+            if contracted == divided:
+                result.append(Part(self.group, column=at, columns=self.size * self.extent))
+            elif rows == divided:
+                result.append(Part(self.group, row=at))
+            else:
+                result.append(Part(self.group) if self.sequences and (rows, contracted) == ("M", "K") else None)
+        return result
+
+    # The differentiable exchanges around the product
+
+    def enter(self, x: torch.Tensor, amax: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The input (..., T, K) of the product, and what is known of its largest magnitude."""
+        if self.dim == 1 or self.sequences:
+            return x, amax
+        if not self.sequence:
+            return _Exchange.apply(x, self, "", "sum"), amax
+        return _Exchange.apply(x, self, "gather", "scatter"), None
+
+    def leave(self, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The layer's output from the product's."""
+        if self.dim == 1:
+            y = _Exchange.apply(y, self, *(("scatter", "gather") if self.sequence else ("sum", "")))
+        if bias is None:
+            return y
+        bias = bias.to_local().to(y.dtype)
+        return y + (_Exchange.apply(bias, self, "", "sum") if self.dim == 1 and self.sequence else bias)
+
+    # and inside it
+
+    def leading(self, shape: torch.Size) -> tuple[int, ...]:
+        """The product's leading dimensions, of an input (..., T, K)."""
+        return (*shape[:-2], shape[-2] * self.size) if self.sequences else tuple(shape[:-1])
+
+    def gathered_codes(self, x: Codes) -> Codes:
+        """Codes of all tokens, of those of this process, where the input travels as codes."""
+        if not self.sequences:
+            return x
+        packed = torch.cat((x.codes, x.scales.view(torch.uint8)), dim=1)
+        packed = _gather(packed.unflatten(0, (self.sequences, -1)), self.group, self.size).flatten(0, 1)
+        codes, scales = (t.contiguous() for t in packed.split((x.codes.shape[1], x.scales.shape[1]), dim=1))
+        return Codes(codes, scales.view(x.scales.dtype), x.tensor_scale)
+
+    def scattered_gradient(self, grad_x: torch.Tensor) -> torch.Tensor:
+        """Its gradient for the tokens of this process."""
+        if not self.sequences:
+            return grad_x
+        return _scatter(grad_x.unflatten(0, (self.sequences, -1)), self.group, self.size).flatten(0, 1)
+
+    def exchanged(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        """ "gather" makes (..., T, C) of (..., T / W, C). "scatter" is the other way, added up. "sum" adds up."""
+        if how == "":
+            return x.view_as(x)
+        if how == "sum":
+            return _add_up(x, self.group)
+        if how == "scatter" and x.shape[-2] % self.size:
+            raise ValueError(
+                f"{x.shape[-2]} tokens do not divide by {self.size} processes; give sequences that do, or use "
+                "sequence_parallel=False"
+            )
+        sequences = x.reshape(-1, *x.shape[-2:])
+        y = (_gather if how == "gather" else _scatter)(sequences, self.group, self.size)
+        return y.view(*x.shape[:-2], *y.shape[-2:])
+
+
+class _Exchange(torch.autograd.Function):
+    """Shard.exchanged, with another exchange in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, shard: Shard, forth: str, back: str) -> torch.Tensor:
+        ctx.shard, ctx.back = shard, back
+        return shard.exchanged(x, forth)
+
+    @staticmethod
+    def backward(ctx, grad_y: torch.Tensor):
+        return ctx.shard.exchanged(grad_y, ctx.back), None, None, None
+
+
+class DividedGemms(NamedTuple):
+    """linear.Gemms of a layer that several processes compute together."""
+
+    recipe: Recipe
+    shard: Shard
+
+    def operands(
+        self,
+        spec: Gemm,
+        stream: int,
+        seed: torch.Tensor | None,
+        rht_seed: torch.Tensor | None,
+        device: torch.device,
+    ) -> tuple[Quantization, Quantization]:
+        whole = Gemms(self.recipe).operands(spec, stream, seed, rht_seed, device)
+        a, b = (how._replace(part=part) for how, part in zip(whole, self.shard.parts(DIMENSIONS[stream])))
+        return a, b
+
+    def input_of_all(self, x: Codes) -> Codes:
+        return self.shard.gathered_codes(x)
+
+    def own_gradient(self, grad_x: torch.Tensor) -> torch.Tensor:
+        return self.shard.scattered_gradient(grad_x)
+
+
+class DividedLinear(QuantLinear):
+    """A QuantLinear of which this process has a part. Its sizes are the whole layer's."""
+
+    divided = True
+    shard: Shard
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        return self.weight.to_local()
+
+    @property
+    def by_rows(self) -> bool:
+        return type(self) is DividedLinear
+
+    @property
+    def rank(self) -> int:
+        return self.shard.rank
+
+    def division_problem(self, recipe: Recipe) -> str | None:
+        return self.shard.problem(recipe, self.weight.shape[self.shard.dim])
+
+    def _gemms(self) -> DividedGemms:
+        return DividedGemms(self.recipe, self.shard._replace(extent=self.matrix.shape[self.shard.dim]))
+
+    def _output(
+        self, x: torch.Tensor, layers: tuple[QuantLinear, ...], amax: torch.Tensor | None, squares: bool
+    ) -> torch.Tensor:
+        dtype, recipe = _compute_dtype(x), self._recipe_now()
+        per_token = self._per_token_now(torch.is_grad_enabled())
+        shard = self.shard.of_pass(x, UNQUANTIZED if per_token else recipe, [layer.matrix for layer in layers])
+        x, amax = shard.enter(x, amax)
+        if not x.numel() or self._is_plain(layers, dtype):
+            return shard.leave(nn.functional.linear(x, self._plain_weight(x, layers, dtype)), self.bias)
+        y = self._product(x, layers, DividedGemms(recipe, shard), dtype, amax, squares)
+        return shard.leave(y.view(*shard.leading(x.shape), y.shape[-1]), self.bias)
 
 
 class _Style(ParallelStyle):
-    dim: int  # of the weight that is divided
+    dim: int  # the weight's divided dimension
 
     def __init__(self, *, sequence_parallel: bool = True):
         super().__init__()
@@ -52,8 +290,8 @@ class _Style(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name = type(self).__name__
-        if type(module) is not QuantLinear or module.shard is not None:
-            what = "a layer that is parallel already" if hasattr(module, "shard") else type(module).__name__
+        if type(module) is not QuantLinear:
+            what = "a layer that is parallel already" if isinstance(module, DividedLinear) else type(module).__name__
             raise ValueError(f"{name} is for layers that nanochat_fp4.convert has converted; got {what}")
         if device_mesh.ndim != 1:
             raise ValueError(f"{name}: the mesh has {device_mesh.ndim} dimensions, expected one; take mesh['tp'] of it")
@@ -70,15 +308,15 @@ class _Style(ParallelStyle):
             placement = Sharded(self.dim) if key == "weight" or self.dim == 0 else Replicate()
             local = distribute_tensor(param.detach(), device_mesh, [placement], src_data_rank=self.src_data_rank)
             setattr(module, key, nn.Parameter(local, requires_grad=param.requires_grad))
-        module.shard = shard
+        module.__class__, module.shard = DividedLinear, shard
         return module
 
 
 class ColwiseParallel(_Style):
-    """A ParallelStyle for parallelize_module: a quantized layer by its out_features; see the top of this file.
+    """A ParallelStyle for parallelize_module: a quantized layer by its out_features.
 
-    Input (..., T / W, in_features), or (..., T, in_features) with sequence_parallel=False; output (..., T,
-    out_features / W). Layers that fused_linear computes as one (q, k, v) are gathered and quantized as one.
+    The input is (..., T / W, in_features), or (..., T, in_features) with sequence_parallel=False. The output is
+    (..., T, out_features / W). Layers that fused_linear computes as one (q, k, v) are gathered and quantized as one.
     Raises ValueError for a layer that is not converted, a size that does not divide, a method that is refused.
     """
 
@@ -86,10 +324,66 @@ class ColwiseParallel(_Style):
 
 
 class RowwiseParallel(_Style):
-    """A ParallelStyle for parallelize_module: a quantized layer by its in_features; see the top of this file.
+    """A ParallelStyle for parallelize_module: a quantized layer by its in_features.
 
-    Input (..., T, in_features / W); output (..., T / W, out_features), or (..., T, out_features) with
+    The input is (..., T, in_features / W). The output is (..., T / W, out_features), or (..., T, out_features) with
     sequence_parallel=False. Raises ValueError as ColwiseParallel does.
     """
 
     dim = 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Collectives as operators, which torch.compile does not look into.
+
+
+@torch.library.custom_op("nanochat_fp4::gather_sequences", mutates_args=())
+def _gather(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """(B, T / W, C) -> (B, T, C)"""
+    out = x.new_empty(size, *x.shape)
+    all_gather(out.flatten(0, 1), x.contiguous(), group=process_group(group))
+    return out.movedim(0, 1).flatten(1, 2).contiguous()
+
+
+@_gather.register_fake
+def _(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], size * x.shape[1], x.shape[2])
+
+
+@torch.library.custom_op("nanochat_fp4::scatter_sequences", mutates_args=())
+def _scatter(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """(B, T, C) -> (B, T / W, C), the sum over the processes"""
+    parts = x.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
+    out = torch.empty_like(parts[0])
+    reduce_scatter(out, parts.flatten(0, 1), group=process_group(group))
+    return out
+
+
+@_scatter.register_fake
+def _(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // size, x.shape[2])
+
+
+@torch.library.custom_op("nanochat_fp4::add_up", mutates_args=())
+def _add_up(x: torch.Tensor, group: str) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=process_group(group))
+    return total
+
+
+@_add_up.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("nanochat_fp4::largest", mutates_args=())
+def _largest(amax: torch.Tensor, group: str) -> torch.Tensor:
+    """As the bits of a float32: of non-negative numbers their order is that of the numbers, NaN on top."""
+    bits = amax.clone().view(torch.int32)
+    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=process_group(group))
+    return bits.view(torch.float32)
+
+
+@_largest.register_fake
+def _(amax: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(amax)

@@ -1,36 +1,32 @@
-"""What a training loop does for the quantized layers of its model, whatever their method needs; and the look at their
-inputs, of which some methods learn (gram.py).
+"""A training loop's duties to the quantized layers of its model, and the look at their inputs for error feedback.
 
 quantized = QuantizedTraining(model, plan, num_steps)
 for step in ...:
     quantized.set_progress(step)                    # the methods of this step
     with quantized.weights_once(micro_batches):     # forward and backward passes
         ...
-    with quantized.update(step):                    # the optimizers
-        ...
+    ...                                             # the optimizers' steps
     quantized.after_update(step, forward)           # a look at the inputs, for methods that want one
 """
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+import weakref
+from collections.abc import Callable
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from nanochat_fp4.nvfp4 import oscillation
-from nanochat_fp4.nvfp4.convert import (
-    expect_calls,
-    full_precision,
-    groups_computed_as_one,
-    quantize_weights_once,
-    was_called,
-)
-from nanochat_fp4.nvfp4.gram import gram_matrix, input_statistics, products_of_rows
-from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.contexts import full_precision, quantize_weights_once
+from nanochat_fp4.nvfp4.feedback import factor_for, gram_matrix, gram_state, products_of_rows
+from nanochat_fp4.nvfp4.linear import QuantLinear, groups_computed_as_one
 from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.nvfp4.recipes import Recipe
 
 LOOK_EVERY = 10  # steps between looks at the layers' inputs
 
@@ -39,15 +35,12 @@ class QuantizedTraining:
     """
     plan:      which method each layer has when; None leaves the layers as they are, and also what their method has
                learned of their inputs (post-training)
-    num_steps: of the whole run, for the plan and the remedy
-    remedy:    what --method-changes=reset asks for, of oscillation.FORM
-    Raises ValueError for a plan or remedy that does not fit.
+    num_steps: of the whole run
     """
 
-    def __init__(self, model: nn.Module, plan: MethodPlan | None = None, num_steps: int = 0, remedy: str = ""):
+    def __init__(self, model: nn.Module, plan: MethodPlan | None = None, num_steps: int = 0):
         self.model, self.plan, self.num_steps = model, plan, num_steps
-        expect_calls(model, None)  # what a method wants of a training loop is done here
-        self.remedies = oscillation.remedies(remedy, model, num_steps)  # with state_dict() and load_state_dict()
+        expect_calls(model, None)  # this class makes the calls that a method needs
 
     def set_progress(self, step: int) -> str | None:
         """Gives the layers the methods of this step. What they are from here on, if one changed: compiled code, in
@@ -65,14 +58,6 @@ class QuantizedTraining:
         often = passes > 1 or rounds_with_feedback(self.model)
         return quantize_weights_once(self.model) if often else contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def update(self, step: int) -> Iterator[None]:
-        """Around the optimizers' steps."""
-        with contextlib.ExitStack() as stack:
-            for remedy in self.remedies:
-                stack.enter_context(remedy.optimizer_step(step))
-            yield
-
     def after_update(self, step: int, forward: Callable[[], object]) -> None:
         """forward() calls the model on some thousand tokens. All ranks must call this together."""
         if self.plan is not None and step % LOOK_EVERY == 0:
@@ -86,14 +71,15 @@ def rounds_with_feedback(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> None:
-    """For a training loop of a method with error feedback or outliers (clover_feedback), after every few steps.
+    """For a training loop of a method with error feedback (clover_feedback), after every few steps.
 
-    Runs forward(), which calls the model on some thousand tokens, in full precision, uncompiled, without gradients and
-    in the mode that the model is in (dropout and batch statistics with it), and moves the Gram matrix of the layers
-    that compute with it a part of the way (gram.STEP) to what their inputs were in all calls, at first all of it; does
-    nothing where there are none, as in the last phase of clover_feedback_late. The mean over the tokens of all ranks,
-    which must call together. Inputs that are not finite change nothing. A run that goes on needs gram_state, and so
-    does a copy (an EMA) before it is evaluated: it has the Gram matrices and the phase of the moment it was made.
+    Runs forward(), which calls the model on some thousand tokens: in full precision, uncompiled, without gradients, and
+    in the mode that the model is in (dropout and batch statistics with it). Moves the Gram matrix of each layer with
+    feedback a part of the way (feedback.STEP) to that of its inputs in all calls, the first time all of it. Does
+    nothing if no layer has feedback, as in the last phase of clover_feedback_late. The mean is over the tokens of
+    all ranks, which must call together. Inputs that are not finite change nothing. A run that goes on needs gram_state,
+    and so does a copy (an EMA) before it is evaluated. A copy has the Gram matrices and the phase of the moment it was
+    made.
     Raises ValueError for a model that is no module, and a forward that is not a function or calls none of these layers.
     """
     if not isinstance(model, nn.Module) or not callable(forward):
@@ -117,8 +103,8 @@ def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> Non
         key = id(inputs), id(before), layer.recipe
         if key not in made:
             gram = gram_matrix(inputs.products / inputs.rows, before)
-            made[key] = gram, input_statistics(layer.recipe, gram), before
-        layer.gram_matrix, layer.statistics, _ = made[key]
+            made[key] = gram, factor_for(layer.recipe, gram), before
+        layer.gram_matrix, layer.feedback_factor, _ = made[key]
 
 
 class _Inputs(NamedTuple):
@@ -131,7 +117,7 @@ class _Inputs(NamedTuple):
 def _products_of_inputs(
     layers: list[QuantLinear], model: nn.Module, forward: Callable[[], object]
 ) -> dict[QuantLinear, _Inputs]:
-    """What these layers read in forward(), in all their calls: one object for layers whose inputs are one object."""
+    """The inputs of these layers in all their calls in forward(). Layers with the same input share one object."""
     seen: dict[QuantLinear, _Inputs] = {}
     last, made = None, {}  # an input, and what it made of what was seen before: id -> (before, now)
 
@@ -158,7 +144,7 @@ def _products_of_inputs(
 
 
 def _over_ranks(layers: list[QuantLinear], seen: dict[QuantLinear, _Inputs]) -> dict[QuantLinear, _Inputs]:
-    """What all ranks have seen. A rank may not have called a layer (an expert) that another one has."""
+    """The inputs that all ranks have seen. A rank may not have called a layer (an expert) that another one has."""
     if not (dist.is_available() and dist.is_initialized()):
         return seen
     # Of the inputs, if there were any: weights may be offloaded.
@@ -179,3 +165,89 @@ def _over_ranks(layers: list[QuantLinear], seen: dict[QuantLinear, _Inputs]) -> 
         elif number >= 0:
             result[layer] = result[layers[number]]
     return result
+
+
+def set_progress(model: nn.Module, progress: float) -> bool:
+    """For a training loop of a method that changes in the course of a run (clover_feedback_late, clover_late): before
+    each step, its place.
+
+    model:    what was converted, or anything that holds it (DistributedDataParallel, a compiled model, an average)
+    progress: from 0 to 1, steps done over steps of the run. Gives the layers the method of that phase; returns whether
+    one changed, and makes torch.compile look at the layers again then. Methods without phases ignore it, and so do
+    layers that were given another method since. Raises ValueError for a progress outside 0 to 1 and a model that was
+    not converted.
+    """
+    converted = [m for m in model.modules() if "nf_report" in vars(m)] if isinstance(model, nn.Module) else []
+    if not converted:
+        raise ValueError("set_progress: the model was not converted; call nanochat_fp4.convert(model, method) first")
+    number = isinstance(progress, Real) or (isinstance(progress, torch.Tensor) and progress.numel() == 1)
+    if not number or not 0 <= progress <= 1:
+        raise ValueError(f"set_progress: progress is {progress!r}, expected the share of the run's steps, from 0 to 1")
+    was_called(model, "set_progress")
+    phases = {}  # layer -> its method, and what that is now; of parts within parts the innermost, which comes last
+    for part in converted:
+        method = part.nf_report.recipe
+        phase = method, MethodPlan.parse(method).at(progress)
+        phases |= {m: phase for m in part.modules() if isinstance(m, QuantLinear)}
+    changed = False
+    for layer, (method, recipe) in phases.items():
+        if layer.recipe != recipe and layer.recipe in (method, method.final):
+            layer.set_recipe(recipe)
+            changed = True
+    if not changed:
+        return False
+    if torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # recipes are constants of compiled code
+    return True
+
+
+PATIENCE = 100  # steps without the call that a method wants, before it is said
+_reminders: "weakref.WeakKeyDictionary[nn.Module, _Reminder]" = weakref.WeakKeyDictionary()
+
+
+class _Reminder:
+    """Warns once if PATIENCE optimizer steps pass without a call that the method needs. A hook of the model would be
+    compiled with it, and not count."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe):
+        self.model, self.recipe, self.steps = weakref.ref(model), recipe, 0
+        self.missing = {}  # call -> what of the method asks for it
+        if recipe.late:
+            self.missing["set_progress(model, done)"] = f"changes from {100 * recipe.late[0]:.0f}% of the steps on"
+        if recipe.looks_at_inputs:
+            self.missing["update_gram_matrices(model, lambda: model(x))"] = "looks at the layers' inputs"
+        self.handle = register_optimizer_step_post_hook(self)
+        weakref.finalize(model, self.handle.remove)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        model = self.model()
+        if model is None or self.steps == PATIENCE or torch.compiler.is_compiling():
+            return
+        own = {id(p) for p in model.parameters()}
+        self.steps += any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        if self.steps != PATIENCE:
+            return
+        for call, what in self.missing.items():
+            if call.startswith("set_progress") or not gram_state(model):
+                warnings.warn(
+                    f"{self.recipe.name} {what}, and {PATIENCE} steps have not called nanochat_fp4.{call}: "
+                    "what is trained is the method without it",
+                    stacklevel=2,
+                )
+
+
+def expect_calls(model: nn.Module, recipe: Recipe | None) -> None:
+    """Reminds of the calls that this recipe wants of a training loop. None ends the reminders."""
+    was_called(model, "")
+    if recipe is not None and (recipe.late or recipe.looks_at_inputs):
+        _reminders[model] = _Reminder(model, recipe)
+
+
+def was_called(model: nn.Module, name: str) -> None:
+    """Reminds no longer of the call of that name, or with "" of any call."""
+    for module in model.modules() if _reminders else ():
+        if reminder := _reminders.get(module):
+            reminder.missing = {c: what for c, what in reminder.missing.items() if not c.startswith(name)}
+            if not reminder.missing:
+                reminder.handle.remove()
+                del _reminders[module]

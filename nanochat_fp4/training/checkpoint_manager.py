@@ -42,11 +42,14 @@ class NoCheckpointError(UserError, FileNotFoundError):
 
 
 def check_model_tag(model_tag: str | None) -> None:
-    """Raise UserError unless a --model-tag names one folder: it becomes part of paths, also of what is deleted."""
-    if not model_tag:
+    """Raise UserError unless a --model-tag names one folder (None: no tag was given).
+
+    The tag becomes part of paths, also of paths that are deleted.
+    """
+    if model_tag is None:
         return
     long = len(os.fsencode(model_tag)) > 100
-    if long or Path(model_tag).name != model_tag or model_tag in (".", "..") or not model_tag.isprintable():
+    if long or Path(model_tag).name != model_tag or model_tag in ("", ".", "..") or not model_tag.isprintable():
         raise UserError(
             f"--model-tag={model_tag[:100]!r} is not the name of one folder; use up to 100 characters without slashes"
         )

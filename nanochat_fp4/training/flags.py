@@ -8,11 +8,11 @@ from typing import Any
 
 import nanochat_fp4 as nf
 from nanochat_fp4.console import parse_finite
-from nanochat_fp4.nvfp4 import oscillation
+from nanochat_fp4.nvfp4.methods import OSCIRESET_COMMIT, removed
 from nanochat_fp4.parallel import add_parallel_argument
 from nanochat_fp4.training.load_model import SWITCHES
 
-# Flags that a run which branches from another one may have of its own.
+# Settings that a branch may have of its own. "oscillation" was a flag: always None.
 METHOD_CHANGES = (
     "layer_methods", "method_phases", "oscillation", "branch_from", "separate_qkv", "exact_relu_squared"
 )  # fmt: skip
@@ -126,7 +126,7 @@ def parse_seeds(text: str) -> dict[str, int]:
 
 
 def parse_method_changes(text: str) -> dict[str, Any]:
-    """Attributes of --method-changes: layer_methods, method_phases, oscillation, SWITCHES. Raises ValueError."""
+    """Attributes of --method-changes: layer_methods, method_phases, SWITCHES. Raises ValueError."""
     layers, phases, found = [], [], {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, _ = item.partition("=")
@@ -134,10 +134,10 @@ def parse_method_changes(text: str) -> dict[str, Any]:
             (phases if re.fullmatch(r"[-+.\deE]+", key.strip()) else layers).append(item)
         elif item in SWITCHES:
             found[item] = True
-        elif re.match("reset|ema|q_ema", item):
-            found["oscillation"] = item
+        elif item.startswith("reset"):
+            raise ValueError(f"OsciReset {removed(OSCIRESET_COMMIT)}; leave it out")
         else:
-            raise ValueError(f"{item!r} is not pattern=method, fraction=method, {', '.join(SWITCHES)} or reset")
+            raise ValueError(f"{item!r} is not pattern=method, fraction=method, {' or '.join(SWITCHES)}")
     return found | {"layer_methods": ",".join(layers), "method_phases": ",".join(phases)}
 
 
@@ -150,7 +150,7 @@ def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str
     changed = {k: v for k, v in vars(args).items() if v != getattr(defaults, k) and k != "resume_from_step"}
     runtime = [word for word, (key, value) in RUNTIME.items() if changed.get(key) == value]
     runtime += [f"telemetry={changed['telemetry_every']}"] if "telemetry_every" in changed else []
-    methods = [changed.get(key) for key in ("layer_methods", "method_phases", "oscillation")]
+    methods = [changed.get(key) for key in ("layer_methods", "method_phases")]
     methods += [key for key in SWITCHES if key in changed]
     texts = {"runtime": ",".join(runtime), "method_changes": ",".join(filter(None, methods))}
     if "data_seed" in changed:
@@ -177,11 +177,10 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "changes of the method, with commas: of single layers, 'pattern=method' ('*.c_fc=fp8'); in the course of the "
         "run, 'fraction of the steps=method' ('0.85=bf16'); separate_qkv (quantize q, k and v as three layers, each "
         "with a tensor scale, as the paper's nanochat runs did; as one layer they are faster); exact_relu_squared "
-        "(keep relu(x) for the derivative of ReLU^2 as it is, not in 8 bits, as in the paper's runs: more memory); "
-        f"{oscillation.FORM} (a remedy for weights that oscillate between two 4-bit values)",
+        "(keep relu(x) for the derivative of ReLU^2 as it is, not in 8 bits, as in the paper's runs: more memory)",
     )
     parser.set_defaults(
-        layer_methods="", method_phases="", oscillation="", separate_qkv=False, exact_relu_squared=False
+        layer_methods="", method_phases="", oscillation=None, separate_qkv=False, exact_relu_squared=False
     )
 
 

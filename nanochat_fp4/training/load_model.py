@@ -20,7 +20,7 @@ from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
 from nanochat_fp4.models.llama import Llama, LlamaConfig
-from nanochat_fp4.nvfp4.gram import load_gram_state
+from nanochat_fp4.nvfp4.feedback import load_gram_state
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.training.checkpoint_manager import (
@@ -46,6 +46,12 @@ MADE_BY = {
 }
 
 SWITCHES = ("separate_qkv", "exact_relu_squared")  # fields of GPTConfig that nanochat does not have
+
+
+def checkpoint_folder(source: str, model_tag: str) -> Path:
+    """The folder of a tag's checkpoints of base, mid, sft or rl. Raises UserError for a tag that is no name."""
+    check_model_tag(model_tag)
+    return Path(get_base_dir()) / SOURCES[source] / model_tag
 
 
 def config_record(config: GPTConfig | LlamaConfig) -> dict[str, Any]:
@@ -222,7 +228,7 @@ def find_model_tag(source: str, model_tag: str | None) -> str:
     folder = Path(get_base_dir()) / SOURCES[source]
     made_by = MADE_BY[source]
     try:
-        tag = model_tag or find_largest_model(folder)
+        tag = find_largest_model(folder) if model_tag is None else model_tag
     except NoCheckpointError as e:
         raise UserError(f"there is no {source} checkpoint in {folder}; make one with {made_by}") from e
     if not (folder / tag).is_dir():
@@ -247,7 +253,7 @@ def load_model(
         raise UserError(f"unknown source {source!r}; use one of {', '.join(SOURCES)}")
     tag = find_model_tag(source, model_tag)
     try:
-        model, tokenizer, meta = build_model(Path(get_base_dir()) / SOURCES[source] / tag, step, device, phase)
+        model, tokenizer, meta = build_model(checkpoint_folder(source, tag), step, device, phase)
     except NoCheckpointError as e:
         raise UserError(f"{e}; make one with {MADE_BY[source]} --model-tag={tag}") from e
     if model_tag is None:

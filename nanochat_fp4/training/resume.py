@@ -193,7 +193,9 @@ _LOCAL_LOCKS = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}
 
 
 @contextlib.contextmanager
-def held_run(folder: str | os.PathLike) -> Iterator[None]:
+def held_run(
+    folder: str | os.PathLike, doing: str = "another run is training in", flag: str = "--model-tag"
+) -> Iterator[None]:
     """
     Inside, the run's folder is this run's, until the end of the process, whatever ends it. All ranks enter it together.
 
@@ -201,10 +203,11 @@ def held_run(folder: str | os.PathLike) -> Iterator[None]:
     --overwrite deletes the folder. .<name>.lock.json names the holder. The lock reaches as far as the file system's
     locks. Linux's NFS client passes flock on to the server, and so does Lustre mounted with flock. A warning says where
     locks end at this host, or do not exist. Raises UserError on every rank where another run holds it.
+    doing, flag: words of the message, the deed to the folder and the flag that chooses another folder.
     """
     folder = Path(folder).absolute()
     lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"), fallback_to_soft=False)
-    problem = _take(lock, folder) if get_dist_info()[1] == 0 else None
+    problem = _take(lock, folder, doing, flag) if get_dist_info()[1] == 0 else None
     _fail_together(problem)
     try:
         yield
@@ -219,19 +222,16 @@ def _holder_file(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock.json")
 
 
-def _take(lock: filelock.FileLock, folder: Path) -> str | None:
+def _take(lock: filelock.FileLock, folder: Path, doing: str, flag: str) -> str | None:
     """Take the lock; why it cannot be had otherwise."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except filelock.Timeout:
-        return (
-            f"another run is training in {folder}: {_describe_holder(folder)}; wait for it or stop it, or choose "
-            "another --model-tag"
-        )
+        return f"{doing} {folder}: {_describe_holder(folder)}; wait for it or stop it, or choose another {flag}"
     except OSError as e:
         if e.errno not in _NO_LOCKS:
-            return _cannot_write(folder, e)
+            return _cannot_write(folder, e, flag=flag)
         logger.warning(f"the file system of {folder} has no locks: nothing keeps a second run out of it")
         return None
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
@@ -323,11 +323,11 @@ def _fill(fd: int, size: int) -> None:
         os.write(fd, bytes(min(1 << 20, size - start)))
 
 
-def _cannot_write(folder: Path, error: OSError, size: int | None = None) -> str:
+def _cannot_write(folder: Path, error: OSError, size: int | None = None, flag: str = "--model-tag") -> str:
     what = "" if size is None else f" of {format_bytes(size)}"
     return (
         f"{folder} cannot take a checkpoint{what} ({one_line(error.strerror or error)}); free some space, or choose a "
-        "writable folder (NANOCHAT_BASE_DIR, --model-tag)"
+        f"writable folder ({'NANOCHAT_BASE_DIR, ' if flag == '--model-tag' else ''}{flag})"
     )
 
 

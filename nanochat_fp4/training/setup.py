@@ -26,7 +26,6 @@ from nanochat_fp4.common import (
     autodetect_device_type,
     compute_cleanup,
     compute_init,
-    get_base_dir,
     print0,
     set_cpu_threads,
     use_deterministic_kernels,
@@ -46,10 +45,10 @@ from nanochat_fp4.signals import StopSignals
 from nanochat_fp4.training.checkpoint_manager import check_model_tag, load_checkpoint
 from nanochat_fp4.training.flags import METHOD_CHANGES
 from nanochat_fp4.training.load_model import (
-    SOURCES,
     SWITCHES,
     build_model,
     check_model_fits,
+    checkpoint_folder,
     config_record,
     find_model_tag,
     load_model,
@@ -216,9 +215,9 @@ def check_machine(args: argparse.Namespace, device: torch.device, flops: float) 
 def branch_point(text: str, checkpoint_dir: Path) -> tuple[Path, int]:
     """(folder, step) of --branch-from, of a run beside that of checkpoint_dir. Raises UserError."""
     tag, at, step = text.rpartition("@")
-    check_model_tag(tag)
     if not (tag and at and step.isdecimal()):
         raise UserError(f"--branch-from={text!r}: expected '<model tag>@<step>', for example d20_bf16@5000")
+    check_model_tag(tag)
     if tag == checkpoint_dir.name:
         raise UserError(f"--branch-from={text!r} is this run itself; give the new run a --model-tag of its own")
     return checkpoint_dir.parent / tag, int(step)
@@ -277,9 +276,8 @@ class PostTraining:
         if stage == "rl" and args.parallel != "ddp":
             raise UserError("reinforcement learning generates on each process by itself; leave --parallel out")
         sharded = check_parallel(args)
-        check_model_tag(args.model_tag)
-        self.model_tag = args.model_tag or find_model_tag(source, None)
-        folder = Path(get_base_dir()) / SOURCES[stage] / self.model_tag
+        self.model_tag = find_model_tag(source, None) if args.model_tag is None else args.model_tag
+        folder = checkpoint_folder(stage, self.model_tag)
         step = None
         if not self.dry_run:
             process.held.enter_context(held_run(folder))
@@ -313,7 +311,7 @@ class PostTraining:
             self.source, self.process.device, "train", self.model_tag, self.args.model_step
         )
         step = self.parent_meta.get("step")
-        digest = weights_digest(Path(get_base_dir()) / SOURCES[self.source] / self.model_tag, step)
+        digest = weights_digest(checkpoint_folder(self.source, self.model_tag), step)
         tag = {"stage": self.source, "model_tag": self.model_tag}
         self.parent = {**tag, "step": step, "weights_sha256": digest}
 
@@ -325,7 +323,7 @@ class PostTraining:
         self.start = Start(folder, folder, step, rank_state, meta)
         self.parent_meta, self.parent = meta, meta.get("parent") or {}
         before = self.parent.get("weights_sha256")
-        now = weights_digest(Path(get_base_dir()) / SOURCES[self.source] / self.model_tag, self.parent.get("step"))
+        now = weights_digest(checkpoint_folder(self.source, self.model_tag), self.parent.get("step"))
         if before is not None and now is not None and before != now:
             raise UserError(
                 f"the run in {folder} began with another {self.source} model than {self.model_tag} is now; start it "

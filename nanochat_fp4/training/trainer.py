@@ -112,12 +112,11 @@ class TrainingStep:
             (loss / count).backward()
         return loss.detach()
 
-    def update(self, step: int = 0) -> None:
+    def update(self) -> None:
         """The optimizers' steps; the gradients are dropped."""
         with record_function("phase: update"):
-            with self.quantized.update(step):
-                for optimizer in self.optimizers:
-                    optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
             self.model.zero_grad(set_to_none=True)
 
 
@@ -257,9 +256,7 @@ class Trainer:
     def restore(self) -> None:
         """The state of the checkpoint that the run goes on from."""
         start = self.start
-        # A remedy that this run adds to the one that it branches from begins without a state.
-        remedies = self.quantized.remedies if start.resumed_step is not None else []
-        restore_state([*self.parts.optimizers, *remedies], start.rank_state, self.device, start.source)
+        restore_state(self.parts.optimizers, start.rank_state, self.device, start.source)
         self.loader_state = start.rank_state.get("dataloader")
         if "dataloaders" in start.rank_state:  # the saving run had another number of processes
             self.loader_state = merge_states(start.rank_state["dataloaders"])
@@ -379,7 +376,7 @@ class Trainer:
         lrm = None
         if any_bad == 0:
             lrm = spec.schedule(self.step, self.progress_before())
-            parts.update(self.step)
+            parts.update()
             with parts.autocast():
                 self.quantized.after_update(self.step, self.forward_of_few)
         return Outcome(
@@ -576,12 +573,11 @@ class Trainer:
         """True once the checkpoint is on the disk as a whole. All ranks call this together."""
         if self.dry_run:
             return True
-        with_state = [*self.parts.optimizers, *self.quantized.remedies]
         saved = save_checkpoint(
             self.folder,
             step,
             full_state_dict(self.model, self.process.rank),
-            {"optimizers": [o.state_dict() for o in with_state], "rng": rng, "dataloader": loader_state},
+            {"optimizers": [o.state_dict() for o in self.parts.optimizers], "rng": rng, "dataloader": loader_state},
             {
                 "step": step,
                 **self.loop["numbers"],

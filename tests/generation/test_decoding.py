@@ -16,9 +16,8 @@ from nanochat_fp4.generation.decoding import Decoder, prepare, unsupported_reaso
 from nanochat_fp4.generation.engine import KVCache  # noqa: E402
 from nanochat_fp4.models.gpt import GPT, GPTConfig, autocast, norm  # noqa: E402
 from nanochat_fp4.models.llama import Llama, LlamaConfig  # noqa: E402
-from nanochat_fp4.nvfp4.convert import groups_computed_as_one  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor  # noqa: E402
-from nanochat_fp4.nvfp4.linear import QuantLinear, quantized_weights  # noqa: E402
+from nanochat_fp4.nvfp4.linear import QuantLinear, groups_computed_as_one, quantized_weights  # noqa: E402
 from nanochat_fp4.nvfp4.operands import Codes, Plain  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference  # noqa: E402
 

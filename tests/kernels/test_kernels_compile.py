@@ -16,9 +16,17 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
-ARCHITECTURES = (90, pytest.param(100, marks=pytest.mark.slow), 120)
-MATRIX_PRODUCT = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
-NATIVE = {100: "tcgen05.mma", 120: "mma.sync"}  # where dot_scaled becomes an FP4 instruction
+# sm_121 is the GB10, for which Triton has dot_scaled from 3.8 on. Its other kernels are compiled with any version.
+ARCHITECTURES = (90, pytest.param(100, marks=pytest.mark.slow), 120, pytest.param(121, marks=pytest.mark.slow))
+MATRIX_PRODUCT = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync", 121: "mma.sync"}
+BLACKWELL = (100, 120, 121)  # rounding to E2M1 is an instruction, and the operands of a GEMM are codes
+
+
+def has_dot_scaled(arch) -> bool:
+    """Whether this Triton makes an FP4 instruction of dot_scaled for such a GPU."""
+    import triton
+
+    return arch in BLACKWELL and (arch != 121 or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -59,8 +67,9 @@ def test_clovers_kernels_compile(clover, arch):
     assert names["rotate_quantize_kernel"] == 2
     expected = {"amax", "quantize", "rotate_quantize"}
     everywhere = {"repair", "decode", "swizzle", "relu_squared", "feedback"}
-    expected |= {"dot_scaled", "finish"} if arch in NATIVE else everywhere
-    assert {f"{name}_kernel" for name in expected} == set(names) - ({"swizzle_kernel"} if arch in NATIVE else set())
+    expected |= {"finish"} if arch in BLACKWELL else everywhere
+    expected |= {"dot_scaled"} if has_dot_scaled(arch) else set()
+    assert {f"{name}_kernel" for name in expected} == set(names) - ({"swizzle_kernel"} if arch in BLACKWELL else set())
     assert all(re.fullmatch(rf"sm_{arch}[af]?", r["target"]) for r in clover)
 
 
@@ -72,7 +81,7 @@ def test_clovers_kernels_do_not_spill(clover, arch):
 
 def allowed_stack(record, arch) -> int:
     """Bytes of local memory a thread; they stay in the L1 cache. Of a strip of 64 x 128 a thread reads 128 bytes."""
-    return {90: 48, 100: 16, 120: 128}[arch] if record["kernel"] == "rotate_quantize_kernel" else 0
+    return {90: 48, 100: 16, 120: 128, 121: 128}[arch] if record["kernel"] == "rotate_quantize_kernel" else 0
 
 
 def test_rounding_to_e2m1_is_an_instruction_where_there_is_one(clover, arch):
@@ -80,9 +89,9 @@ def test_rounding_to_e2m1_is_an_instruction_where_there_is_one(clover, arch):
     does without."""
     for r in clover:
         if r["kernel"] in ("quantize_kernel", "rotate_quantize_kernel"):
-            codes = r["kernel"] == "quantize_kernel" or "STORE_CODES': True" in r["constants"]
-            assert all(count >= 8 if arch in NATIVE and codes else count == 0 for count in r["conversions"]), r
-        assert r["shared"] <= (99 if arch == 120 else 227) * 1024
+            codes = r["kernel"] == "quantize_kernel" or "STORE_CODES=True" in r["constants"]
+            assert all(count >= 8 if arch in BLACKWELL and codes else count == 0 for count in r["conversions"]), r
+        assert r["shared"] <= (99 if arch >= 120 else 227) * 1024
 
 
 def test_the_rotation_runs_on_tensor_cores(clover, arch):
@@ -91,7 +100,7 @@ def test_the_rotation_runs_on_tensor_cores(clover, arch):
         assert r["products"] == ([MATRIX_PRODUCT[arch]] if multiplies else []), r["kernel"]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES[1:], indirect=True)
+@pytest.mark.parametrize("arch", ARCHITECTURES[1:3], indirect=True)
 def test_the_native_gemm_is_an_fp4_instruction(clover, arch):
     """NVFP4 (blocks of 16, E4M3 scales) on FP4 tensor cores; on other GPUs dot_scaled would be BF16 products."""
     kernels = [r for r in clover if r["kernel"] == "dot_scaled_kernel"]
@@ -102,7 +111,7 @@ def test_the_native_gemm_is_an_fp4_instruction(clover, arch):
 
 def test_how_many_rotating_programs_fit_a_multiprocessor(clover, arch):
     """Of 65536 registers and 227 KiB of shared memory (sm_120: 99 KiB)."""
-    programs, memory = {90: (4, 227), 100: (2, 227), 120: (1, 99)}[arch]
+    programs, memory = {90: (4, 227), 100: (2, 227), 120: (1, 99), 121: (1, 99)}[arch]
     for r in clover:
         if r["kernel"] == "rotate_quantize_kernel":
             assert programs * r["registers"] * r["warps"] * 32 <= 65536
@@ -137,7 +146,7 @@ def test_instructions_are_named_and_counted(clover, arch, capsys, monkeypatch):
     monkeypatch.setattr(module, "compile_kernels", lambda *args, **kwargs: clover)
     module.show(arch, "clover")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
-    to = "codes" if arch in NATIVE else "BF16"
+    to = "codes" if arch in BLACKWELL else "BF16"
     names = {f"rotate grad_output to {to}", f"requantize to {to}"}
     assert names < {row[1] for row in rows} and all(row[0].startswith(f"sm_{arch}") for row in rows)
     counts = {row[1]: [float(n) for n in row[2].split(", ")] for row in rows}
@@ -165,6 +174,27 @@ def test_decodings_kernels_compile(fork_server, arch, tmp_path):
     assert names == {"row_kernel": 3, "one_row_kernel": 1, "codes_matmul_kernel": 1, "attention_kernel": 1}
     assert not any(r["spills"] or r["stack"] for r in found), table(found)
     assert all(bool(r["products"]) == (r["kernel"] == "codes_matmul_kernel") for r in found)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rules that hold for every module of kernels/.
+
+
+def test_a_kernel_has_at_most_thirty_parameters():
+    pytest.importorskip("triton")
+    kernels = {}
+    for path in (ROOT / "kernels" / "nvfp4_kernels").glob("*.py"):
+        module = importlib.import_module(f"nvfp4_kernels.{path.stem}")
+        kernels |= {name: value for name, value in vars(module).items() if name.endswith("_kernel")}
+    assert "rotate_quantize_kernel" in kernels
+    counts = {name: len(kernel.arg_names) for name, kernel in kernels.items()}
+    assert max(counts.values()) <= 30, counts
+
+
+def test_no_module_of_the_kernels_knows_of_processes():
+    """An amax over several processes is the caller's."""
+    for path in (ROOT / "kernels" / "nvfp4_kernels").glob("*.py"):
+        assert "distributed" not in path.read_text(), path
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -204,6 +234,11 @@ def operator_calls():
         yield op.rotate_quantize_sides.default, (x, None, None, *side(row), *side(col))
     yield op.rotate_quantize_sides.default, (*codes[:3], *side(None), *side(eden))
     yield op.rotate_quantize_sides.default, (x.bfloat16(), None, None, *side(eden_codes), *side(None))
+    for row, col in ((eden_codes, aligned), (eden, aligned_codes)):
+        arguments = x, None, None
+        yield op.rotated_amax.default, (*arguments, *side(row), *side(col))
+        yield op.rotate_quantize_parts.default, (*arguments, torch.ones(2), *side(row), *side(col))
+    yield op.finish_part.default, (torch.rand(40, 8).bfloat16(), torch.ones(40, 1), torch.ones(()), seed, *eden_codes)
 
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU, in the interpreter")
@@ -223,7 +258,7 @@ def test_operators_return_what_their_fakes_say():
         for r, f in pairs:
             assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride()), (op, arguments)
         seen.add(op)
-    assert len(seen) == 7
+    assert len(seen) == 10
 
 
 @interpreted

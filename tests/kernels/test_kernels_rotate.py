@@ -300,6 +300,33 @@ def test_only_one_operand():
         assert_same_bits(("row", "col")[side], alone, both[side][0])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize("names", [("ms_eden", "sr"), ("sr", "ms_eden"), ("ms_eden", None)])
+def test_the_amax_of_a_whole_comes_from_the_caller(names, emulated):
+    """With its own amax an operand is the same, to the bit; the caller is asked before SR and after MS-EDEN. Also in
+    code that torch.compile captures whole."""
+    x, asked = torch.randn(40, 144, device=DEVICE) * 1e-3, []
+    x[:, :100] *= 1e-3  # blocks that `repair` rounds again
+    seeds = seed(ROW_SEED), seed(ROW_RHT_SEED)
+    sides = [(operand(name, 128, ROW_STREAM, emulated), *seeds) if name else (None,) * 3 for name in names]
+
+    def largest(amax):
+        asked.append(amax)
+        return amax + 0.0
+
+    def made(largest):
+        return rotate_quantize(x, None, None, *sides[0], *sides[1], largest)
+
+    want, got = made(None), made(largest)
+    assert len(asked) == len(set(names) - {None})
+    captured = torch.compile(lambda: made(lambda amax: amax + 0.0), fullgraph=True, backend="aot_eager")()
+    for tensors in (got, captured):
+        assert len(tensors) == len(want)
+        for i, (t, w) in enumerate(zip(tensors, want)):
+            assert_same_bits(f"tensor {i}", t.cpu(), w.cpu())
+
+
 def test_what_the_kernel_refuses():
     x = torch.randn(16, 32, device=DEVICE)
     plain, turned = operand("sr", 0, 0, True), operand("sr", 16, 0, True)
@@ -323,7 +350,7 @@ def test_a_length_that_changes_compiles_once_more_at_most():
     SFT of nvidia took three minutes on an H200."""
     operand = Operand(rht_dim=16, stochastic=True)
     lengths = {operand.padded(tokens) for tokens in range(1, 1025)}
-    compiled = {tuple(rotate._constants("COL", operand, length, False).items()) for length in lengths}
+    compiled = {rotate._constants(operand, length, False) for length in lengths}
     assert len(lengths) == 64 and len(compiled) == 2
 
 

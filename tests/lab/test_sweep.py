@@ -67,9 +67,9 @@ def test_how_a_run_differs_from_the_papers():
 
 
 def test_runs_branch_from_the_bf16_run_of_their_seed():
-    names = ["clover", "bf16", "clover_late_fp8", "clover_up_fp8", "clover_reset"]
+    names = ["clover", "bf16", "clover_late_fp8", "clover_up_fp8", "clover_less_decay"]
     runs = sweep_runs.plan(names, ["tiny"], [1, 2], tokens=5 * 512, bf16_until=0.5)
-    assert [r.method for r in runs] == 2 * ["bf16", "clover", "clover_late_fp8", "clover_up_fp8", "clover_reset"]
+    assert [r.method for r in runs] == 2 * ["bf16", "clover", "clover_late_fp8", "clover_up_fp8", "clover_less_decay"]
     for seed in (1, 2):
         trunk, *others = [r for r in runs if r.seed == seed]
         assert trunk.branch is None and {"--save-every=3", "--keep-last=-1", "--method=bf16"} <= set(trunk.flags)
@@ -209,7 +209,7 @@ def test_every_variant_is_a_plan_of_base_train(variant):
     assert args.method in {*nf.METHODS, *nf.ABLATIONS}
     plan = MethodPlan.parse(args.method, args.layer_methods, args.method_phases)
     changed = plan.layers or plan.phases or args.matrix_lr != 0.02 or args.weight_decay != 0.2
-    changed = changed or args.oscillation or args.separate_qkv or args.exact_relu_squared
+    changed = changed or args.separate_qkv or args.exact_relu_squared
     assert changed, "as its method alone"
 
 

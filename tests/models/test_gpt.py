@@ -431,7 +431,7 @@ def test_separate_qkv_is_three_layers():
         for got, layer in zip(attn.qkv(x), (attn.c_q, attn.c_k, attn.c_v)):
             assert torch.equal(got.flatten(2), layer(x))
         with nf.quantize_weights_once(model):
-            assert attn.c_k.weight_operand is not None and attn.c_q.stacked_operand is None
+            assert set(attn.c_k.context.weights) == set(attn.c_q.context.weights) == {1}
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -44,21 +44,21 @@ def test_sums_are_autograds_to_the_bit(method):
     m = model(method)
     with nf.accumulate_gradients(m):
         got = backward(m)
-        buffer = m.q.stacked_grad_buffer
-        assert buffer.shape == (96, 64) and m.out.grad_buffer.data_ptr() == m.out.weight.grad.data_ptr()
+        buffer = m.q.context.gradients[2]
+        assert buffer.shape == (96, 64) and m.out.context.gradients[1].data_ptr() == m.out.weight.grad.data_ptr()
     assert same(got, want)
     # q's and k's are slices of the one tensor that their GEMM adds to, and nothing of the context is left.
     assert [p.grad.data_ptr() - buffer.data_ptr() for p in (m.q.weight, m.k.weight)] == [0, 64 * 64 * 4]
-    assert not {"grad_buffer", "stacked_grad_buffer"} & {*vars(m.q), *vars(m.k), *vars(m.out)}
+    assert not any("context" in vars(layer) for layer in (m.q, m.k, m.out))
 
 
 def test_autograd_gets_no_gradient_to_add():
     """The gradient goes to the buffer, wherever that is: weight.grad itself is not touched by autograd."""
     m = model()
     with nf.accumulate_gradients(m):
-        m.out.grad_buffer = torch.zeros_like(m.out.weight)
+        m.out.context.gradients[1] = torch.zeros_like(m.out.weight)
         got = backward(m)
-        assert not got["out.weight"].any() and m.out.grad_buffer.any()
+        assert not got["out.weight"].any() and m.out.context.gradients[1].any()
 
 
 def test_a_second_context_adds_to_the_gradients_that_are_there():
@@ -116,7 +116,7 @@ def test_what_is_left_to_autograd(how):
         torch.manual_seed(0)
         m = nf.convert(nn.Sequential(transformers.pytorch_utils.Conv1D(32, 64)), verbose=False)
         with nf.accumulate_gradients(m):
-            assert m[0].grad_buffer is None
+            assert not m[0].context.gradients
             backward(m)
         return
     other, calls = made()
@@ -126,7 +126,7 @@ def test_what_is_left_to_autograd(how):
         other(torch.randn(32, 64)).square().mean().backward()
     m, seen = made()
     with nf.accumulate_gradients(m):
-        assert m.out.grad_buffer is None and m.q.grad_buffer is not None
+        assert not m.out.context.gradients and m.q.context.gradients
         torch.manual_seed(1)
         for _ in range(2):
             m(torch.randn(32, 64)).square().mean().backward()
@@ -143,11 +143,11 @@ def test_the_weight_of_a_layer_may_be_an_embeddings():
         embedding = nn.Embedding(64, 96, _weight=m.out.weight)
         embedding.weight = m.out.weight
         with nf.accumulate_gradients(m) if accumulate else contextlib.nullcontext():
-            assert (m.out.grad_buffer is not None) == accumulate
+            assert bool(m.out.context.gradients) == accumulate
             torch.manual_seed(1)
             for _ in range(3):
                 (m(torch.randn(32, 64)).square().mean() + embedding(torch.arange(32)).sum()).backward()
-            assert not accumulate or m.out.weight.grad.data_ptr() == m.out.grad_buffer.data_ptr()
+            assert not accumulate or m.out.weight.grad.data_ptr() == m.out.context.gradients[1].data_ptr()
         return m.out.weight.grad
 
     # Autograd first adds up the two parts of a pass: another order of the same six terms.
@@ -182,7 +182,7 @@ def test_fsdp2_gets_its_gradients_from_autograd():
             m = model()
             fully_shard(m, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
             with nf.accumulate_gradients(m) if accumulate else contextlib.nullcontext():
-                assert m.out.grad_buffer is None and m.q.stacked_grad_buffer is None
+                assert not (m.out.context.gradients or m.q.context.gradients)
                 got[accumulate] = backward(m)
         assert all(torch.equal(got[True][n].full_tensor(), g.full_tensor()) for n, g in got[False].items())
     finally:
@@ -194,7 +194,7 @@ def test_gradients_that_go_inside_are_told():
     with pytest.raises(RuntimeError, match="dropped or exchanged inside the context.*leave it before zero_grad"):
         with nf.accumulate_gradients(m):
             m.zero_grad()
-    assert m.out.grad_buffer is None
+    assert not m.out.context.gradients
     with nf.accumulate_gradients(m):
         m.zero_grad(set_to_none=False)
         with pytest.raises(RuntimeError, match="to not have been used"):  # autograd's own words
@@ -216,7 +216,7 @@ def test_a_copy_made_inside_is_not_inside():
     m = model()
     with nf.accumulate_gradients(m):
         other = copy.deepcopy(m)
-    assert other.out.grad_buffer is None and other.q.stacked_grad_buffer is None
+    assert not (other.out.context.gradients or other.q.context.gradients)
 
 
 @pytest.mark.gpu

@@ -402,7 +402,7 @@ def test_per_token_scale_makes_tokens_independent():
 def test_contexts_reach_a_compiled_model():
     model = converted(Model())
     with nf.full_precision(torch.compile(model, backend="eager")):
-        assert all(not m.quantization for m in model.modules() if isinstance(m, nf.QuantLinear))
+        assert all(m.context.full_precision for m in model.modules() if isinstance(m, nf.QuantLinear))
 
 
 def test_backend_is_one_line():
@@ -514,7 +514,7 @@ def test_weights_that_change_inside_are_an_error(fused):
             passes(model, model)
             torch.optim.SGD(others.parameters(), lr=1.0).step()  # of another model
             torch.optim.AdamW(model.parameters(), fused=fused).step()
-    assert model.q.weight_operand is None and model.q.stacked_operand is None
+    assert not model.q.context.weights
     want = passes(model, model)
     assert all(torch.equal(a, b) for a, b in zip(passes(model, model), want))
 
@@ -524,14 +524,14 @@ def test_after_an_error_inside_nothing_is_kept():
     with pytest.raises(KeyError):
         with nf.quantize_weights_once(model):
             raise KeyError
-    assert all(m.weight_operand is None and m.stacked_operand is None for m in (model.q, model.k, model.out))
+    assert not any(m.context.weights for m in (model.q, model.k, model.out))
 
 
 @pytest.mark.parametrize("method, count", [("clover", 1), ("clover_refined", 2)])
 def test_weights_quantized_once_take_four_and_a_half_bits_a_term(method, count):
     model = converted(Fused(), method)
     with nf.quantize_weights_once(model):
-        operands = [model.q.stacked_operand, model.out.weight_operand]
-        assert [m.weight_operand for m in (model.q, model.k)] == [None, None]
+        operands = [model.q.made_weight(2), model.out.made_weight(1)]
+        assert [m.made_weight(1) for m in (model.q, model.k)] == [None, None]
         assert all(term.decoded is None for operand in operands for term in operand.terms)
         assert sum(operand.nbytes for operand in operands) == count * (96 * 64 * 2 * 9 // 16 + 2 * 4)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.nvfp4.coverage import output_heads
+from nanochat_fp4.nvfp4.convert import output_heads
 
 
 def converted(model, method="clover", **kw):
@@ -192,9 +192,9 @@ def train(model, steps, each=lambda done: None, forward=None):
 
 
 def test_phases_happen_in_a_foreign_loop_and_forgetting_them_is_said(monkeypatch):
-    from nanochat_fp4.nvfp4 import convert
+    from nanochat_fp4.nvfp4 import training
 
-    monkeypatch.setattr(convert, "PATIENCE", 5)
+    monkeypatch.setattr(training, "PATIENCE", 5)
 
     def fresh(method):
         torch.manual_seed(0)

@@ -440,7 +440,7 @@ def test_fused_layers_keep_one_input():
         lambda layers: layers[1].set_recipe(nf.get_recipe("nvidia")),
         lambda layers: layers[2].register_parameter("bias", torch.nn.Parameter(torch.randn(64))),
         lambda layers: layers[0].register_forward_hook(lambda m, args, y: y * 2),
-        lambda layers: setattr(layers[1], "quantization", False),
+        lambda layers: nf.full_precision(layers[1]).__enter__(),
         lambda layers: setattr(layers[1], "forward", lambda x: x),
     ],
     ids=["recipe", "bias", "hook", "full precision", "forward"],

@@ -10,7 +10,7 @@ from _assertions import relative_square_error
 
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.nvfp4 import dispatch, native
+from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.format import decode, unswizzle_scales
 
 pytest.importorskip("triton")
@@ -74,8 +74,8 @@ def test_a_layer_is_the_emulated_layer(blackwell, name, method, native_gemms):
     want = step(method)
     blackwell.setenv("NVFP4_GEMM", name)
     dispatch.native_choice.cache_clear()
-    calls, real = [], native.mm
-    blackwell.setattr(native, "mm", lambda *a: calls.append(a[3]) or real(*a))
+    calls, real = [], dispatch.mm
+    blackwell.setattr(dispatch, "mm", lambda *a: calls.append(a[3]) or real(*a))
     got = step(method)
     # nvidia's dgrad takes the forward's weight the other way round, whose codes no tensor core can read.
     assert calls[-native_gemms:] == [name] * native_gemms
@@ -126,7 +126,7 @@ def test_a_library_that_is_wrong_is_not_used(blackwell, fault, reason):
 
 
 def test_nothing_works(blackwell):
-    blackwell.setattr(native, "mm", lambda a, b, dtype, name: torch.zeros(a.codes.shape[0], b.codes.shape[0]))
+    blackwell.setattr(dispatch, "mm", lambda a, b, dtype, name: torch.zeros(a.codes.shape[0], b.codes.shape[0]))
     assert dispatch.native_choice("cpu") == (None, "scaled_mm returns zeros; dot_scaled returns zeros")
     assert all(torch.isfinite(t).all() and t.any() for t in step("clover"))
 

@@ -18,11 +18,11 @@ from nanochat_fp4.common import compute_cleanup, compute_init
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import GPT, config_from_depth
 from nanochat_fp4.nvfp4 import linear as linear_module
-from nanochat_fp4.nvfp4 import part as part_module
+from nanochat_fp4.nvfp4 import tensor_parallel
 from nanochat_fp4.nvfp4.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, QuantLinear
 from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
-from nanochat_fp4.nvfp4.part import Part
 from nanochat_fp4.nvfp4.quantizers import get_rounding
+from nanochat_fp4.nvfp4.tensor_parallel import Part
 from nanochat_fp4.parallel import divide, is_sharded, losses_of
 
 K, N, SEQUENCES, TOKENS = 256, 512, 2, 64
@@ -138,8 +138,6 @@ def test_two_ranks_make_the_codes_of_one(run_ranks):
 def test_parts_of_operands_are_rounded_as_the_whole(monkeypatch, kernels, rounding, rht_dim):
     """By rows and by columns, in both directions, as codes and decoded: what the second process makes. The reduction is
     stood in for: what is largest in the whole is remembered."""
-    from nvfp4_kernels import rotate
-
     largest = []
 
     def reduce(amax, group):
@@ -147,14 +145,8 @@ def test_parts_of_operands_are_rounded_as_the_whole(monkeypatch, kernels, roundi
             largest[:] = [amax.clone()]
         return largest[0].clone()
 
-    def reduce_in_place(amax, groups):
-        for i, group in enumerate(groups):
-            if group:
-                amax[i] = reduce(amax[i], group)
-
     monkeypatch.setenv("NVFP4_KERNELS", kernels)
-    monkeypatch.setattr(part_module, "_largest", reduce)
-    monkeypatch.setattr(rotate, "_reduce_over_group", reduce_in_place)
+    monkeypatch.setattr(tensor_parallel, "_largest", reduce)
     x = torch.randn(256, 256)
     x[:, :150] *= 1e-4  # scales that end in E4M3's subnormal range, by a largest magnitude that is elsewhere
     seed = torch.tensor(5)
@@ -256,7 +248,6 @@ def refusals_of_one_rank():
             ("clover", 384, "in_features is 384, expected a multiple of 2 x 128 for 2 processes"),
             ("nvidia", 48, "in_features is 48, expected a multiple of 2 x 16"),
             ("clover_feedback", 256, "clover_feedback has feedback, which is not divided among processes"),
-            ("tetrajet_v2_outcontrol", 256, "has outliers, which is not divided among processes"),
         ):
             with pytest.raises(ValueError, match=text):
                 parallelize_module(QuantLinear(features, 512, method=method), mesh, nf.RowwiseParallel())

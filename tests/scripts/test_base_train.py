@@ -55,10 +55,7 @@ def test_text_that_is_read_again_and_again_is_said():
     "method, flags",
     [
         ("clover_feedback", []),  # other methods are killed and resumed in test_reliability.py
-        # The outliers of the first step; resets with them in the last one.
-        ("tetrajet_v2_outcontrol", ["--method-changes=reset:0.8:0.8:0.2"]),
         ("clover", ["--method-changes=*.c_fc=clover,0.6=fp8"]),
-        ("clover", ["--method-changes=reset:0.8:0.8:0.2"]),  # in the last step, at the end of a window of 4
     ],
 )
 def test_resume_is_exact(tiny_base, method, flags):
@@ -424,6 +421,12 @@ def test_bad_flags_are_refused_by_the_parser(tiny_base, flag, capsys):
     with pytest.raises(SystemExit) as stopped:
         train(flag)
     assert stopped.value.code == 2 and flag.split("=")[0] in capsys.readouterr().err
+
+
+def test_a_removed_flag_names_the_last_commit_that_has_it(tiny_base, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train("--method-changes=reset")
+    assert stopped.value.code == 2 and "last commit that trains with it is c116c2a" in capsys.readouterr().err
 
 
 def test_another_run_is_not_overwritten_or_resumed(tiny_base):

@@ -11,6 +11,7 @@ import time
 import traceback
 from pathlib import Path
 
+import _forking
 import pytest
 import torch
 from _damage import cut_or_scratched
@@ -242,35 +243,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
 
 
 def killed_at(n, action):
-    """Run `action` in a child that dies at its n-th file operation. True if it was killed, False if it finished."""
-    pid = os.fork()
-    if pid == 0:
-        count = 0
-
-        def dying(function, before):
-            def wrapped(*args, **kwargs):
-                nonlocal count
-                count += 1
-                if count == n and before:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                result = function(*args, **kwargs)
-                if count == n:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return result
-
-            return wrapped
-
-        try:
-            for name in ("replace", "unlink", "fsync"):
-                setattr(os, name, dying(getattr(os, name), before=True))
-            cm._HashingFile.write = dying(cm._HashingFile.write, before=False)
-            action()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert status in (0, -signal.SIGKILL)
-    return status != 0
+    return _forking.killed_at(n, action, ("replace", "unlink", "fsync"), [(cm._HashingFile, "write")])
 
 
 def a_kill_at_any_point_of_a_save_loses_nothing(tmp_path):
@@ -430,8 +403,7 @@ def test_everything_is_on_the_disk_before_the_manifest_appears(tmp_path, monkeyp
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory, fork_server):
     folder = tmp_path_factory.mktemp("forked")
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_checkpoint_manager as t"
-    fork_server.run_ranks(f"{code}; t.run_forking_checks({str(folder)!r})", 1)
+    fork_server.run_ranks(f"import test_checkpoint_manager as t; t.run_forking_checks({str(folder)!r})", 1)
     return folder
 
 

@@ -79,7 +79,7 @@ def test_what_does_not_go_with_shards(monkeypatch, capsys):
     assert check() is False and "one process" in capsys.readouterr().out
     monkeypatch.setattr(parallel, "is_ddp_initialized", lambda: True)
     monkeypatch.setattr(parallel.dist, "get_world_size", lambda *_: 2)
-    for flag in ("--method-changes=reset", "--device-batch-size=auto", "--runtime=telemetry=5"):
+    for flag in ("--device-batch-size=auto", "--runtime=telemetry=5"):
         with pytest.raises(UserError, match=f"{flag.split('=')[0]}.* does not go with --parallel=fsdp"):
             check(flag)
     args = base_train.parse_args(["--parallel=fsdp"])
@@ -218,7 +218,7 @@ def test_each_process_evaluates_by_itself_and_training_goes_on(tiny_base, tmp_pa
     processes of their own, since torch.compile waits for ever in forks."""
     (tmp_path / "rank.py").write_text("import test_parallel; test_parallel.one_rank_that_evaluates()")
     root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join(str(root / folder) for folder in (".", "kernels", "tests"))
+    path = os.pathsep.join(str(root / folder) for folder in (".", "kernels", "tests", "tests/training"))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NANOCHAT_BASE_DIR": str(tiny_base)}
     for slow in ("TRITON_INTERPRET", "NVFP4_COMPILE"):  # interpreted kernels and graphs of the reference
         environment.pop(slow, None)

@@ -1,0 +1,334 @@
+"""The kernel that rotates and quantizes: rotate.py launches it and says what it makes.
+
+A program makes strips of one operand, one after another, and so reads H once. A strip is 64 rows by a group of 128. The
+programs of both operands go through the tensor side by side. The second to come finds its tile in the L2 cache.
+
+After the rotation the arithmetic is that of nanochat_fp4.nvfp4.quantizers, bit for bit. The rotation sums 128 BF16
+products in FP32, in the tensor cores' order, so a value may differ from the reference's in its last bits.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from nvfp4_kernels import _math as m
+from nvfp4_kernels.quantize import fit_blocks
+from nvfp4_kernels.scales import PLACE
+
+TILE = 128  # a group of the rotation
+AMAX, ALIGNED, EDEN, EDEN_EMULATED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+class Buffers(NamedTuple):
+    """Tensors of one operand, and its streams of random numbers. A tensor that the kernel does not touch is any.
+
+    hadamard:   BF16 as int16 (128, 128), of rotate._hadamard
+    seeds:      int64 ()
+    amax:       int32 (), the bits of a float32
+    codes:      int32 (R, K/8), eight codes a word
+    scales:     E4M3 bytes (R, K/16), or pseudo-scales in BF16
+    correction: float32 (R, K/128), EDEN's S
+    decoded:    BF16 (R, K)
+    """
+
+    hadamard: Any
+    rht_seed: Any
+    amax: Any
+    seed: Any
+    codes: Any
+    scales: Any
+    correction: Any
+    decoded: Any
+    stream: int
+    rht_stream: int
+
+
+class Constants(NamedTuple):
+    """Compile-time arguments of one operand.
+
+    KIND: of AMAX, ALIGNED, EDEN, EDEN_EMULATED. INVERSE: 1 / GRID_MAX in FP32.
+    PADDING: the contracted dimension is padded to a multiple of this; 0 if it is a multiple of 128.
+    """
+
+    KIND: int
+    RHT_DIM: int
+    NORM: float
+    DIVISOR: float
+    GRID_MAX: float
+    INVERSE: float
+    CANDIDATES: tuple[float, ...]
+    STOCHASTIC: bool
+    STORE_CODES: bool
+    PADDING: int
+
+
+@triton.jit
+def _rotation(hadamard_ptr, seed_ptr, stream, DIM: tl.constexpr):
+    """diag(signs) H (128, 128), as hadamard.rotation_matrix. philox.random_signs flips the sign bits of H's rows."""
+    k = tl.arange(0, 128)
+    j = k % DIM
+    a, b, c, d = m.philox4(tl.load(seed_ptr), j.to(tl.int64) * 0, m.SIGN, stream)
+    word = tl.where(j < 32, a, tl.where(j < 64, b, tl.where(j < 96, c, d)))
+    flips = ((word >> (j % 32).to(tl.uint32)) & 1).to(tl.int16) << 15
+    h = tl.load(hadamard_ptr + k[:, None] * 128 + k[None, :])
+    return (h ^ flips[:, None]).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _blocks(accumulator):
+    """(64, 128) with permuted columns -> blocks (512, 16) in their true order.
+
+    On tensor cores of sm_80 to sm_120 a thread holds columns 8 j + 2 q + i of its rows. `rotate._hadamard` put whole
+    blocks there. The permutation moves no data, and sums and maxima over a block stay inside a thread.
+    """
+    x = tl.reshape(accumulator, (64, 2, 8, 4, 2))
+    return tl.reshape(tl.permute(x, (0, 3, 1, 2, 4)), (512, 16))
+
+
+@triton.jit
+def _dot(a, b, accumulator, TRANSPOSE: tl.constexpr):
+    if TRANSPOSE:
+        a = tl.trans(a)
+    if m.INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), accumulator, input_precision="ieee")
+    return tl.dot(a, b, accumulator)
+
+
+@triton.jit
+def _rotate(hi, mid, lo, matrix, THREE_PARTS: tl.constexpr, TRANSPOSE: tl.constexpr):
+    """THREE_PARTS: an FP32 input is three BF16 numbers that add up to it, and three products keep FP32's precision."""
+    y = _dot(hi, matrix, tl.zeros((64, 128), tl.float32), TRANSPOSE)
+    if THREE_PARTS:
+        y = _dot(mid, matrix, y, TRANSPOSE)
+        y = _dot(lo, matrix, y, TRANSPOSE)
+    return _blocks(y)
+
+
+@triton.jit
+def _emit(x, factor, row0, group, rows, groups, contraction, buffers, place, C: tl.constexpr, HARDWARE: tl.constexpr):
+    """Quantizes x * factor (512, 16) and stores the outputs of C.KIND.
+
+    x holds the rows row0 .. row0 + 63 of group `group`, which is 128 columns. `rows` and `groups` are the output's
+    extent.
+    place: the output's first row and block in the whole that it is a part of, and the blocks of a row of that whole.
+    Returns the blocks' largest magnitudes (512,).
+    """
+    # Triton 3.6 does not take a field of a constant as an argument.
+    GRID_MAX: tl.constexpr = C.GRID_MAX
+    INVERSE: tl.constexpr = C.INVERSE
+    CANDIDATES: tl.constexpr = C.CANDIDATES
+    STOCHASTIC: tl.constexpr = C.STOCHASTIC
+    place_row, place_block, place_blocks = place
+    line = tl.arange(0, 512)
+    row = row0 + line // 8
+    block_in_group = line % 8
+    blocks_per_row = groups * 8
+    if C.PADDING:
+        PADDING: tl.constexpr = C.PADDING
+        blocks_per_row = tl.cdiv(contraction, PADDING) * (PADDING // 16)
+    mask = (row < rows) & (group * 8 + block_in_group < blocks_per_row)
+    block = row.to(tl.int64) * blocks_per_row + group * 8 + block_in_group
+    absolute = m.max_with_nan(x) * factor
+    q = x
+    # Without codes to store, arithmetic takes fewer instructions on sm_120 than the conversion to E2M1, which spills.
+    CONVERSIONS: tl.constexpr = HARDWARE if C.STORE_CODES or HARDWARE == 0 else m.CONVERTS_E4M3
+    if C.KIND == ALIGNED:
+        seed = 0
+        if STOCHASTIC:
+            seed = tl.load(buffers.seed)
+        placed = (place_row + row).to(tl.int64) * place_blocks + place_block + group * 8 + block_in_group
+        noise_index = placed[:, None] * 2 + tl.arange(0, 2)[None, :]
+        q, _, scale, codes = fit_blocks(
+            x, absolute, factor, seed, noise_index, buffers.stream,
+            GRID_MAX, INVERSE, CANDIDATES, STOCHASTIC, False, CONVERSIONS, 512, 16,
+        )  # fmt: skip
+        if C.STORE_CODES:
+            tl.store(buffers.scales + block, m.encode_e4m3(scale, HARDWARE), mask=mask)
+        else:
+            _store_decoded(q * scale[:, None], buffers.decoded, row0, group, rows, blocks_per_row)
+    elif C.KIND != AMAX:
+        q, y, scale, codes = fit_blocks(
+            x, absolute, factor, 0, line, buffers.stream,
+            GRID_MAX, INVERSE, CANDIDATES, False, True, CONVERSIONS, 512, 16,
+        )  # fmt: skip
+
+        # S = <x, x> / <x, q> in units of the blocks' scales, as quantizers._eden_correction.
+        largest = tl.max(tl.reshape(scale, (64, 8)), axis=1)
+        largest = tl.maximum(m.power_of_two_floor(largest), m.TENSOR_SCALE_MIN)
+        unit = 0.125 * m.power_of_two_reciprocal(largest)
+        weight = scale * tl.reshape(tl.broadcast_to(unit[:, None], (64, 8)), (512,))
+        weight = weight * weight
+        xx = m.row_sum(m.product_sum(y, y), weight)
+        xq = m.row_sum(m.product_sum(y, q), weight)
+        s = tl.where(xq > 0, tl.math.div_rn(xx, tl.where(xq > 0, xq, 1.0)), 1.0)
+        s_row = row0 + tl.arange(0, 64)
+        tl.store(buffers.correction + s_row.to(tl.int64) * groups + group, s, mask=s_row < rows)
+        tl.store(buffers.scales + block, scale.to(tl.bfloat16), mask=mask)
+
+        if C.KIND == EDEN_EMULATED:
+            row16, pair = (place_row + row0) // 16, place_block // 2 + group * 4
+            words = m.scale_words(tl.load(buffers.seed), row16, pair, place_blocks // 2, buffers.stream, 64, 4)
+            corrected = scale * tl.reshape(tl.broadcast_to(s[:, None], (64, 8)), (512,))
+            final = m.stochastic_round_m3(corrected, tl.reshape(words, (512,)))
+            _store_decoded(q * final[:, None], buffers.decoded, row0, group, rows, blocks_per_row)
+    if C.STORE_CODES:
+        word = block[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(buffers.codes + word, codes, mask=mask[:, None])
+    return absolute
+
+
+@triton.jit
+def _store_decoded(value, decoded_ptr, row0, group, rows, blocks_per_row):
+    """Stores value (512, 16), blocks of rows row0 .. row0 + 63, in BF16.
+
+    A warp holds 16 rows and stores two after another, so no warp waits for another.
+    """
+    value = tl.permute(tl.reshape(value, (4, 8, 16, 16)), (1, 0, 2, 3))
+    k = tl.arange(0, 32)[:, None]
+    line = tl.arange(0, 16)[None, :]
+    row = row0 + k % 4 * 16 + k // 4 * 2 + line // 8
+    block = group * 8 + line % 8
+    mask = (row < rows) & (block < blocks_per_row)
+    element = (row.to(tl.int64) * blocks_per_row + block)[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    tl.store(decoded_ptr + element, tl.reshape(value, (32, 16, 16)).to(tl.bfloat16), mask=mask[:, :, None])
+
+
+@triton.jit
+def _make(
+    first,
+    step,
+    x_ptr,
+    x_scales_ptr,
+    x_tensor_scale_ptr,
+    rows,
+    columns,
+    buffers,
+    place,
+    COL: tl.constexpr,
+    FROM_CODES: tl.constexpr,
+    FP32: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Strips first, first + step, ... of the operand contracted over the columns, or (COL) over the rows.
+
+    Both operands go through x in one order. Two strips are the halves of a 128 x 128 tile. The tiles of 128 rows follow
+    from left to right, then the next rows.
+    """
+    RHT_DIM: tl.constexpr = C.RHT_DIM
+    DIVISOR: tl.constexpr = C.DIVISOR
+    column_tiles = tl.cdiv(columns, 128)
+    row_tiles = tl.cdiv(rows, 128)
+    factor = C.NORM
+    if FROM_CODES:
+        factor = tl.load(x_tensor_scale_ptr) * C.NORM
+    if C.KIND == ALIGNED:
+        tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(buffers.amax)), DIVISOR, False)
+        factor = tl.math.div_rn(1.0, tensor_scale) * factor
+    if RHT_DIM:
+        matrix = _rotation(buffers.hadamard, buffers.rht_seed, buffers.rht_stream, RHT_DIM)
+    largest = tl.zeros((512,), tl.float32)
+    for strip in range(first, 2 * row_tiles * column_tiles, step):
+        tile_row = strip // 2 // column_tiles
+        tile_column = strip // 2 % column_tiles
+        if COL:
+            r = tile_row * 128 + tl.arange(0, 128)
+            c = tile_column * 128 + strip % 2 * 64 + tl.arange(0, 64)
+        else:
+            r = tile_row * 128 + strip % 2 * 64 + tl.arange(0, 64)
+            c = tile_column * 128 + tl.arange(0, 128)
+        if FROM_CODES:  # contracted over the rows
+            half = tile_column * 64 + strip % 2 * 32 + tl.arange(0, 32)
+            byte_mask = (r < rows)[:, None] & (half < columns // 2)[None, :]
+            byte = tl.load(x_ptr + r.to(tl.int64)[:, None] * (columns // 2) + half[None, :], mask=byte_mask, other=0)
+            byte = byte.to(tl.int32)
+            value = m.decode_e2m1(tl.reshape(tl.join(byte & 0xF, byte >> 4), (128, 4, 16)))
+            g = tile_column * 8 + strip % 2 * 4 + tl.arange(0, 4)
+            at = r.to(tl.int64)[:, None] * (columns // 16) + g[None, :]
+            scale = tl.load(x_scales_ptr + at, mask=(r < rows)[:, None] & (g < columns // 16)[None, :], other=0)
+            hi = tl.reshape((value * m.decode_e4m3(scale)[:, :, None]).to(tl.bfloat16), (128, 64))
+            y = _rotate(hi, hi, hi, matrix, False, True)
+        else:
+            mask = (r < rows)[:, None] & (c < columns)[None, :]
+            x = tl.load(x_ptr + r.to(tl.int64)[:, None] * columns + c[None, :], mask=mask, other=0.0)
+            if RHT_DIM:
+                hi = x.to(tl.bfloat16)
+                mid = hi
+                lo = hi
+                if FP32:
+                    rest = x - hi.to(tl.float32)
+                    mid = rest.to(tl.bfloat16)
+                    lo = (rest - mid.to(tl.float32)).to(tl.bfloat16)
+                y = _rotate(hi, mid, lo, matrix, FP32, COL)
+            else:
+                y = tl.reshape(x.to(tl.float32), (512, 16))
+        absolute = _emit(
+            y,
+            factor,
+            (tile_column if COL else tile_row) * 128 + strip % 2 * 64,
+            tile_row if COL else tile_column,
+            columns if COL else rows,
+            row_tiles if COL else column_tiles,
+            rows if COL else columns,
+            buffers,
+            place,
+            C,
+            HARDWARE,
+        )
+        if C.KIND != ALIGNED:
+            largest = tl.maximum(largest, absolute, propagate_nan=tl.PropagateNan.ALL)
+    if C.KIND != ALIGNED:
+        tl.atomic_max(buffers.amax, tl.max(m.bits(largest), axis=0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=[f"{side}_{place}" for side in ("row", "col") for place in PLACE])
+def rotate_quantize_kernel(
+    x_ptr,
+    x_scales_ptr,
+    x_tensor_scale_ptr,
+    rows,
+    columns,
+    row_buffers,
+    row_place_row,
+    row_place_block,
+    row_place_blocks,
+    col_buffers,
+    col_place_row,
+    col_place_block,
+    col_place_blocks,
+    FROM_CODES: tl.constexpr,
+    FP32: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+):
+    """ROW and COL are Constants, or None for an operand that is not made. A tuple's numbers are always specialized, so
+    place's three, which are not to be, are arguments of their own.
+
+    With both operands, two programs make row's strips, the next two col's, and so on. Alternating single programs is 9%
+    slower on an H200 (instruction stalls, dev/LOG.md). The number of programs is a multiple of 4.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if ROW is not None and COL is not None:
+        side = program // 2 % 2
+        first = program // 4 * 2 + program % 2
+        step = programs // 2
+    else:
+        side = 0 if ROW is not None else 1
+        first = program
+        step = programs
+    if ROW is not None:
+        if side == 0:
+            place = row_place_row, row_place_block, row_place_blocks
+            _make(
+                first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, row_buffers, place,
+                False, FROM_CODES, FP32, HARDWARE, ROW,
+            )  # fmt: skip
+    if COL is not None:
+        if side == 1:
+            place = col_place_row, col_place_block, col_place_blocks
+            _make(
+                first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, col_buffers, place,
+                True, FROM_CODES, FP32, HARDWARE, COL,
+            )  # fmt: skip

@@ -1,0 +1,277 @@
+"""Do 4 bits lose parameters or tokens? A law L(N, D) of BF16's losses, and the share of N or D that a method keeps.
+
+    python -m lab.predict.scaling                                  # the paper's 21 runs, docs/results/paper_runs.json
+    python -m lab.predict.scaling --runs a.json,b.json             # sweeps, of several sizes and lengths
+
+    L(N, D) = E + (A N^-a + B D^-b)^c      N parameters, D tokens; the law of Quartet (arXiv 2505.14669)
+
+c is fitted, or 1 (Chinchilla's law). A method's gap is its loss over BF16's at the same N and D. Effective parameters
+are the share e of N whose gap L(e N, D) / L(N, D) is the method's. Effective tokens are the same share of D. The rms
+residual in points of gap says which of the two describes a method.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lab.study import sweep_results
+from nanochat_fp4.console import ArgumentParser, table
+from nanochat_fp4.errors import UserError, run_main
+
+PAPER_RUNS = Path(__file__).resolve().parents[2] / "docs/results/paper_runs.json"
+BASE_PARAMETERS, BASE_TOKENS, BASE_RATIO = 1e8, 1e9, 20.0  # units of the fits
+SIZES, LENGTHS = 3, 3  # that a law needs: fewer leave its exponents open
+SHOWN_RATIOS = (12, 25, 50, 100, 200, 400)  # tokens per parameter
+
+
+@dataclass(frozen=True)
+class Run:
+    """The final loss of one training run, in any unit; method "bf16" is the baseline."""
+
+    parameters: float
+    tokens: float
+    method: str
+    loss: float
+
+
+@dataclass(frozen=True)
+class Law:
+    """The constants E, A, a, B, b, c of L(N, D) and the rms residual in percent. Units: N in 1e8, D in 1e9."""
+
+    constants: tuple[float, ...]
+    rms: float
+
+    def loss(self, parameters: float | np.ndarray, tokens: float | np.ndarray) -> float | np.ndarray:
+        floor, of_n, alpha, of_d, beta, outer = self.constants
+        n, d = parameters / BASE_PARAMETERS, tokens / BASE_TOKENS
+        return floor + (of_n * n**-alpha + of_d * d**-beta) ** outer
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of N or D that a method keeps.
+
+    rms: residual in points of gap. low, high: the shares that single runs give. runs: their number.
+    """
+
+    share: float
+    rms: float
+    low: float
+    high: float
+    runs: int
+
+
+def least_squares(residual: Callable[[np.ndarray], np.ndarray], start: Sequence[float]) -> np.ndarray:
+    """The arguments, near start, where the sum of squared residuals is least (Levenberg and Marquardt)."""
+    x, damping = np.array(start, dtype=float), 1e-2
+    now = residual(x)
+    for _ in range(3000):
+        columns = [(residual(x + step) - residual(x - step)) / 2e-5 for step in 1e-5 * np.eye(len(x))]
+        jacobian = np.stack(columns, axis=1)
+        curvature = jacobian.T @ jacobian
+        curvature += damping * np.diag(np.diag(curvature) + 1e-12)
+        step = np.clip(np.linalg.solve(curvature, -jacobian.T @ now), -0.5, 0.5)
+        then = residual(x + step)
+        if then @ then < now @ now:
+            small = now @ now - then @ then < 1e-12 * (now @ now)
+            x, now, damping = x + step, then, damping / 3
+            if small:
+                break
+        else:
+            damping *= 3
+            if damping > 1e12:
+                break
+    return x
+
+
+def fit_law(runs: Sequence[Run], outer: bool = True) -> Law:
+    """The law of BF16's runs, with c fitted (outer) or 1. Raises UserError where the runs leave the law open."""
+    mine = [r for r in runs if r.method == "bf16"]
+    if problem := too_few(mine):
+        raise UserError(problem)
+    n, d, loss = (np.array([getattr(r, name) for r in mine]) for name in ("parameters", "tokens", "loss"))
+
+    def constants(x: np.ndarray) -> tuple[float, ...]:
+        return tuple(float(v) for v in np.exp(x)) + (() if outer else (1.0,))
+
+    def residual(x: np.ndarray) -> np.ndarray:
+        return np.log(Law(constants(x), 0.0).loss(n, d) / loss)
+
+    lowest, rest = 0.3 * loss.min(), 0.35 * loss.min()
+    start = np.log([lowest, rest, 0.3, rest, 0.4, 1.0])
+    x = least_squares(residual, start if outer else start[:-1])
+    return Law(constants(x), 100 * float(np.sqrt(np.mean(residual(x) ** 2))))
+
+
+def too_few(runs: Sequence[Run]) -> str:
+    """Why BF16's runs decide no law, in one line; "" if they do."""
+    sizes, lengths = sorted({r.parameters for r in runs}), {r.tokens for r in runs}
+    if len(sizes) >= SIZES and len(lengths) >= LENGTHS and len(runs) > 6:
+        return ""
+    of = f"one size (N = {sizes[0]:,.0f})" if len(sizes) == 1 else f"{len(sizes)} sizes"
+    return (
+        f"no effective parameters: bf16 has {len(runs)} runs of {of} and {len(lengths)} lengths; a law L(N, D) takes 7 "
+        f"runs of at least {SIZES} sizes and {LENGTHS} lengths; train more with lab.study.sweep --sizes"
+    )
+
+
+def pairs(runs: Sequence[Run], method: str) -> list[tuple[Run, float]]:
+    """(run, its gap to the bf16 run of the same N and D in percent) of a method; means where several have both."""
+    losses: dict[tuple, dict[str, list[float]]] = {}
+    for r in runs:
+        losses.setdefault((r.parameters, r.tokens), {}).setdefault(r.method, []).append(r.loss)
+    found = []
+    for (n, d), of in losses.items():
+        if method in of and "bf16" in of:
+            mine, base = (sum(of[m]) / len(of[m]) for m in (method, "bf16"))
+            found.append((Run(n, d, method, mine), 100 * (mine / base - 1)))
+    return found
+
+
+def effective(law: Law, runs: Sequence[Run], method: str, of: str = "parameters") -> Share:
+    """The share of "parameters" or "tokens" whose gaps by the law are the method's. Raises UserError without gaps."""
+    found = pairs(runs, method)
+    if not found:
+        raise UserError(f"{method} has no run with bf16's N and D; give runs of both")
+
+    def points(log_share: np.ndarray, these: list[tuple[Run, float]]) -> np.ndarray:
+        n, d, gap = (np.array(v) for v in zip(*[(r.parameters, r.tokens, g) for r, g in these]))
+        share = math.exp(log_share[0])
+        less = law.loss(n * share, d) if of == "parameters" else law.loss(n, d * share)
+        return 100 * (less / law.loss(n, d) - 1) - gap
+
+    def solve(these: list[tuple[Run, float]]) -> np.ndarray:
+        return least_squares(lambda x: points(x, these), [-0.3])
+
+    x, alone = solve(found), [math.exp(solve([one])[0]) for one in found]
+    rms = float(np.sqrt(np.mean(points(x, found) ** 2)))
+    return Share(math.exp(x[0]), rms, min(alone), max(alone), len(found))
+
+
+def trend(runs: Sequence[Run], method: str) -> dict[str, tuple[float, float]]:
+    """ln gap = ln level + size ln(N / 100M) + ratio ln(D / N / 20), by least squares.
+
+    Returns "level" (a gap in percent), "size" and "ratio", each with half of its 95% interval. Raises UserError for
+    gaps without a logarithm, or of one size or length.
+    """
+    found = pairs(runs, method)
+    if len(found) < 4 or min(g for _, g in found) <= 0:
+        raise UserError(f"{method} has {len(found)} gaps to bf16; a trend takes at least four, all above zero")
+    sizes = [math.log(r.parameters / BASE_PARAMETERS) for r, _ in found]
+    ratios = [math.log(r.tokens / r.parameters / BASE_RATIO) for r, _ in found]
+    design, y = np.stack([np.ones(len(found)), sizes, ratios], axis=1), np.log([g for _, g in found])
+    fit, _, rank, _ = np.linalg.lstsq(design, y, rcond=None)
+    if rank < 3:
+        raise UserError(f"{method} has gaps of one size, or of one length; a trend takes several of both")
+    freedom = len(y) - 3
+    variance = float(np.sum((y - design @ fit) ** 2)) / freedom * np.diag(np.linalg.inv(design.T @ design))
+    halves = sweep_results.t95(freedom) * np.sqrt(variance)
+    level = math.exp(fit[0])
+    return {
+        "level": (level, level * float(halves[0])),
+        "size": (float(fit[1]), float(halves[1])),
+        "ratio": (float(fit[2]), float(halves[2])),
+    }
+
+
+def more_steps(law: Law, share: float, parameters: float, tokens: float) -> float:
+    """The factor in steps by which a model with `share` of its parameters reaches the loss of the whole model.
+
+    Infinite where no length is enough.
+    """
+    goal = law.loss(parameters, tokens)
+    low, high = 1.0, 1e12
+    if law.loss(share * parameters, high * tokens) > goal:
+        return math.inf
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if law.loss(share * parameters, middle * tokens) > goal else (low, middle)
+    return high
+
+
+def read_runs(path: Path) -> list[Run]:
+    """The runs of a file like paper_runs.json or of lab.study.sweep (bits per byte, own forward). Raises UserError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if "results" in content:
+            return [Run(r["num_params"], r["tokens"], r["method"], r["val_bpb"]) for r in content["results"]]
+        return [Run(r["parameters"], r["tokens"], r["method"], r["loss"]) for r in content["runs"]]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(
+            f"{path} holds no runs ({type(e).__name__}: {e}); expected a file of lab.study.sweep, or one like "
+            f"{PAPER_RUNS.name}; give its path with --runs"
+        ) from None
+
+
+def doubled(ratio: float) -> float:
+    """The nearest of 12.5, 25, 50, 100, ...: the paper's ratios are not round."""
+    return 25 * 2.0 ** round(math.log2(ratio / 25))
+
+
+def gap_table(runs: Sequence[Run], methods: Sequence[str]) -> str:
+    """Gaps in percent: a row for each size and method, a column for tokens per parameter."""
+    gaps = {(r.parameters, m, doubled(r.tokens / r.parameters)): g for m in methods for r, g in pairs(runs, m)}
+    sizes, ratios = sorted({n for n, _, _ in gaps}), sorted({ratio for _, _, ratio in gaps})
+    rows = [
+        [f"{n / 1e6:.0f}M", m, *[f"{gaps[n, m, ratio]:.2f}" if (n, m, ratio) in gaps else "-" for ratio in ratios]]
+        for n in sizes
+        for m in methods
+    ]
+    return table(["N", "method", *[f"{ratio:g}" for ratio in ratios]], rows)
+
+
+def report(runs: Sequence[Run]) -> str:
+    """The tables of a set of runs, or one line that says why the runs decide no law."""
+    methods = [m for m in dict.fromkeys(r.method for r in runs) if m != "bf16" and pairs(runs, m)]
+    if problem := too_few([r for r in runs if r.method == "bf16"]):
+        return problem
+    lines, laws = [], {"c fitted": fit_law(runs), "c = 1": fit_law(runs, outer=False)}
+    rows = [[name, *[f"{v:.4g}" for v in law.constants], f"{law.rms:.2f}"] for name, law in laws.items()]
+    lines += ["The law of bf16's losses: E + (A (N / 100M)^-a + B (D / 1B)^-b)^c"]
+    lines += [table(["", "E", "A", "a", "B", "b", "c", "rms, %"], rows), ""]
+    for name, law in laws.items():
+        rows = []
+        for m in methods:
+            n, d = effective(law, runs, m), effective(law, runs, m, "tokens")
+            rows.append([m, n.runs, f"{n.share:.3f} ({n.low:.2f} to {n.high:.2f})", f"{n.rms:.2f}"])
+            rows[-1] += [f"{d.share:.3f} ({d.low:.2f} to {d.high:.2f})", f"{d.rms:.2f}"]
+        header = ["method", "runs", "of N (of single runs)", "rms, points", "of D (of single runs)", "rms, points"]
+        lines += [f"Effective parameters and effective tokens, {name}", table(header, rows), ""]
+    lines += ["Gap to bf16 in percent", gap_table(runs, methods), ""]
+    rows = []
+    for m in methods:
+        of = trend(runs, m)
+        rows.append([m, *[f"{value:.3f} ± {half:.3f}" for value, half in of.values()]])
+    lines += ["ln gap = ln level + size ln(N / 100M) + ratio ln(tokens per parameter / 20); level in percent, 95%"]
+    lines += [table(["method", "level", "size", "ratio"], rows), ""]
+    if "clover" in methods:
+        law = laws["c fitted"]
+        share = effective(law, runs, "clover").share
+        steps = [more_steps(law, share, BASE_PARAMETERS, ratio * BASE_PARAMETERS) for ratio in SHOWN_RATIOS]
+        lines += ["What closes clover's gap at N = 100M, by tokens per parameter"]
+        lines += [
+            table(
+                ["", *map(str, SHOWN_RATIOS)],
+                [
+                    ["parameters, times", *[f"{1 / share:.2f}"] * len(SHOWN_RATIOS)],
+                    ["steps, times", *[f"{s:.2f}" for s in steps]],
+                ],
+            )
+        ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", default=str(PAPER_RUNS), help="files, with commas: of lab.study.sweep, or paper_runs")
+    args = parser.parse_args(argv)
+    print(report([run for path in args.runs.split(",") if path for run in read_runs(Path(path))]))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,171 @@
+"""The with-statements of a converted model: how its layers compute for an evaluation, a generation, a step.
+
+A context belongs to the layers, not to a thread. Contexts may be nested, and left in any order: every layer counts the
+contexts that it is inside of (linear.LayerContext). A setting holds until the last context that asks for it is left.
+Copies and pickles that are made inside a context are outside of it.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nanochat_fp4.nvfp4.linear import QuantLinear, groups_computed_as_one, groups_of, quantized_weights
+from nanochat_fp4.nvfp4.sharding import local
+
+_CHANGED = (
+    "quantize_weights_once: weights changed inside the context, so gradients would be computed for the old ones; leave "
+    "it before optimizer.step()"
+)
+
+
+@contextlib.contextmanager
+def _inside(asked: dict[QuantLinear, dict[str, Any]]) -> Iterator[None]:
+    """asked: layer -> fields of LayerContext."""
+    this = object()
+    try:
+        for layer, fields in asked.items():
+            layer.change_context(lambda entered, fields=fields: entered | {this: fields})
+        yield
+    finally:
+        for layer in asked:
+            layer.change_context(lambda entered: {c: fields for c, fields in entered.items() if c is not this})
+
+
+def _layers(model: nn.Module) -> list[QuantLinear]:
+    return [m for m in model.modules() if isinstance(m, QuantLinear)]
+
+
+def full_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Inside this context the converted layers compute like nn.Linear: to evaluate a model in BF16."""
+    return _inside({layer: {"full_precision": True} for layer in _layers(model)})
+
+
+def per_token_scale(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Inside this context every token has a tensor_scale of its own. A token's result then does not depend on the other
+    tokens of the batch. Generation needs this: a token is computed alone, in a prompt, or next to strangers."""
+    return _inside({layer: {"per_token": True} for layer in _layers(model)})
+
+
+def _version(weight: torch.Tensor) -> tuple[int, int, int]:
+    """Another one after every change that PyTorch counts, and where other memory takes the weight's place."""
+    weight = local(weight)
+    return id(weight), weight._version, 0 if weight.is_meta else weight.untyped_storage().data_ptr()
+
+
+@contextlib.contextmanager
+def quantize_weights_once(model: nn.Module) -> Iterator[None]:
+    """Inside this context the weights' forward codes are those made at its beginning: for the micro-batches of one
+    optimizer step. Outputs and gradients are the same bits as without it.
+
+    The codes take 4.5 bits a weight while the context lasts; autograd keeps them for each forward pass anyway. State
+    dicts have none of them. Works with torch.compile: the codes are inputs of the graph, made anew for each step.
+    Inside another such context it takes over the other one's codes. A layer whose method changes inside makes its codes
+    in each pass from then on. Raises RuntimeError where an optimizer is about to change a weight inside, and at the end
+    if a weight changed otherwise or was exchanged. A change in place through .data, which PyTorch does not count, is
+    not seen.
+    """
+    groups = [g for g in groups_computed_as_one(model) if not g[0].packed]
+    # FSDP's codes are made by sharding.py.
+    groups = [g for g in groups if g[0].divided or not any(hasattr(layer.weight, "device_mesh") for layer in g)]
+    versions = {layer: _version(layer.weight) for layers in groups for layer in layers}
+    codes = [layers[0].context.weights.get(len(layers)) for layers in groups]
+    missing = [i for i, operand in enumerate(codes) if operand is None]
+    for i, operand in zip(missing, quantized_weights([groups[i] for i in missing])):
+        codes[i] = operand
+    ids = {id(layer.weight) for layer in versions}
+
+    def before_step(optimizer: torch.optim.Optimizer, *_) -> None:
+        if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(_CHANGED)
+
+    handle = register_optimizer_step_pre_hook(before_step)  # a fused one counts no version
+    try:
+        made = zip(groups, codes)
+        with _inside({g[0]: {"weights": {len(g): operand}} for g, operand in made if operand is not None}):
+            yield
+    finally:
+        handle.remove()
+    if any(_version(layer.weight) != version for layer, version in versions.items()):
+        raise RuntimeError(_CHANGED)
+
+
+@contextlib.contextmanager
+def accumulate_gradients(model: nn.Module) -> Iterator[None]:
+    """Inside this context, for the micro-batches of one optimizer step, converted layers add the gradient of their
+    weight to weight.grad in the GEMM that computes it (gemm.gemm_add). Autograd gets no tensor to add.
+
+    weight.grad stays as everybody else knows it: float32, of the parameter's shape, made of zeros where there was none.
+    After the context it has the sum that autograd would have made of the same backward passes. Clipping, all-reducing,
+    optimizers and zero_grad() outside of the context need to know nothing. Nor does GradScaler. retain_graph,
+    activation checkpointing and a layer that is called twice add as often as they are computed. Gradients of layers
+    that are computed as one are slices of one tensor. docs/gradients.md says which sums are equal to the bit.
+
+    Autograd still adds the gradients of weights that are not float32, are frozen, have hooks or belong to several
+    layers, of Conv1D, and of FSDP2, which would not see a gradient that backward does not return. torch.autograd.grad
+    of a loss for the weights of the other layers is not possible inside. Inside another such context it adds to the
+    other one's gradients.
+
+    Raises ValueError for a model inside DistributedDataParallel, whose reduction waits for gradients that autograd
+    accumulates. Raises RuntimeError at the end if a weight's grad was dropped or exchanged inside.
+    """
+    if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
+        raise ValueError(
+            "accumulate_gradients: DistributedDataParallel reduces gradients while autograd accumulates them, and "
+            "would not see these; average weight.grad over the ranks after the last micro-batch, or leave this out"
+        )
+    asked: dict[QuantLinear, dict[int, torch.Tensor]] = {
+        layer: layer.context.gradients for layer in _layers(model) if layer.context.gradients
+    }
+    owners = Counter(layer.weight for layer in _layers(model))
+    for group in groups_of(model, lambda m: m not in asked and owners[m.weight] == 1 and _takes_gradients(m)):
+        together = _make_gradients([layer.weight for layer in group]).data
+        for layer in group:
+            asked[layer] = {1: local(layer.weight.grad).data}
+        asked[group[0]] = asked[group[0]] | {len(group): together}
+    made = {layer: layer.weight.grad for layer in asked}
+    with _inside({layer: {"gradients": gradients} for layer, gradients in asked.items()}):
+        yield
+    if any(layer.weight.grad is not grad for layer, grad in made.items()):
+        raise RuntimeError(
+            "accumulate_gradients: the gradients of weights were dropped or exchanged inside the context, which adds "
+            "to those that it found; leave it before zero_grad()"
+        )
+
+
+def _takes_gradients(layer: QuantLinear) -> bool:
+    """Whether the layer's gradient may be added to weight.grad without autograd."""
+    weight = layer.weight
+    grad = local(weight.grad)
+    plain = layer.by_rows and (type(weight) is nn.Parameter or layer.divided)
+    plain = plain and (
+        grad is None or (type(grad) is torch.Tensor and grad.dtype == weight.dtype and not grad.is_sparse)
+    )
+    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    return plain and weight.dtype == torch.float32 and weight.requires_grad and not hooks
+
+
+def _make_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Makes the gradients of these weights slices of one tensor, which it returns; they keep their values."""
+    values, grads = [local(weight.detach()) for weight in weights], [local(weight.grad) for weight in weights]
+    rows = [value.shape[0] for value in values]
+    first = grads[0]
+    if first is not None and len(weights) > 1 and first._base is not None and first._base.shape[0] == sum(rows):
+        slices = first._base.split(rows)
+        if all(grad is not None and grad.data_ptr() == s.data_ptr() for grad, s in zip(grads, slices)):
+            return first._base
+    if len(weights) == 1 and first is not None and first.is_contiguous():
+        return first
+    together = values[0].new_zeros(sum(rows), *values[0].shape[1:])
+    for weight, grad, part in zip(weights, grads, together.split(rows)):
+        if grad is not None:
+            part.copy_(grad)
+        if type(weight) is nn.Parameter:
+            weight.grad = part
+        else:
+            weight.grad = type(weight).from_local(part, weight.device_mesh, weight.placements)
+    return together

@@ -1,0 +1,105 @@
+"""The with-statements of a converted model: any order of leaving them, several threads, a change of method inside."""
+
+import threading
+
+import pytest
+import torch
+from _samples import Fused
+
+import nanochat_fp4 as nf
+
+CONTEXTS = (nf.full_precision, nf.per_token_scale, nf.quantize_weights_once, nf.accumulate_gradients)
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+
+
+def model(method="clover"):
+    torch.manual_seed(0)
+    return nf.convert(Fused(), method, verbose=False)
+
+
+def step(m):
+    """The output and the gradients of one pass; the same numbers are drawn each time."""
+    torch.manual_seed(2)
+    m.zero_grad(set_to_none=False)
+    y = m(X)
+    y.square().mean().backward()
+    return [y.detach().clone(), *(p.grad.clone() for p in m.parameters())]
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def layers(m):
+    return [layer for layer in m.modules() if isinstance(layer, nf.QuantLinear)]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_setting_holds_until_the_last_context_is_left(context):
+    m = model()
+    before = step(m)
+    with context(m):
+        inside = step(m)
+    first, second = context(m), context(m)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert all(vars(layer).get("context") for layer in layers(m) if layer is not m.k or context in CONTEXTS[:2])
+    assert equal(step(m), inside)
+    second.__exit__(None, None, None)
+    assert equal(step(m), before) and not any("context" in vars(layer) for layer in layers(m))
+
+
+def test_contexts_left_in_another_order_leave_the_model_as_it_was():
+    m = model()
+    before = step(m)
+    entered = [context(m) for context in 2 * CONTEXTS]
+    for context in entered:
+        context.__enter__()
+    for context in entered:
+        context.__exit__(None, None, None)
+    assert equal(step(m), before) and not any("context" in vars(layer) for layer in layers(m))
+
+
+def test_three_threads_evaluate_one_model():
+    """Each enters while the others are inside, and leaves first, second or last in turn."""
+    m = model()
+    before = step(m)
+    barrier, failed = threading.Barrier(3), []
+
+    def evaluate(number):
+        try:
+            for turn in range(20):
+                with nf.full_precision(m), nf.quantize_weights_once(m), nf.accumulate_gradients(m):
+                    barrier.wait(60)
+                    if any(layer.quantizes for layer in layers(m)):
+                        failed.append(turn)
+                barrier.wait(60)
+        except Exception as error:
+            failed.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=evaluate, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert equal(step(m), before) and not any("context" in vars(layer) for layer in layers(m))
+
+
+@pytest.mark.parametrize("how", ["convert", "set_progress"])
+def test_a_method_that_changes_inside_once_takes_effect(how):
+    """New codes, or none that were made before; not the old method's."""
+    m = model("clover_late" if how == "set_progress" else "nvidia")
+    first = step(m)
+    with nf.quantize_weights_once(m), nf.quantize_weights_once(m):
+        assert equal(step(m), first)
+        if how == "convert":
+            nf.convert(m, "clover", verbose=False)
+        else:
+            nf.set_progress(m, 1.0)
+        inside = step(m)
+    assert equal(inside, step(m)) and not equal(inside, first)
+    with nf.quantize_weights_once(m):
+        assert m.out.made_weight(1) is not None and equal(step(m), inside)
