@@ -21,6 +21,7 @@ from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4 import training as quantized_training
 from nanochat_fp4.training import trainer
 from nanochat_fp4.training.checkpoint_manager import find_last_step, list_steps, load_checkpoint
+from nanochat_fp4.training.flags import changed_flags
 from nanochat_fp4.training.trainer import Trainer
 from scripts import base_loss, base_train
 
@@ -427,6 +428,13 @@ def test_a_removed_flag_names_the_last_commit_that_has_it(tiny_base, capsys):
     with pytest.raises(SystemExit) as stopped:
         train("--method-changes=reset")
     assert stopped.value.code == 2 and "last commit that trains with it is c116c2a" in capsys.readouterr().err
+
+
+def test_the_reports_flags_can_be_typed_again():
+    argv = "--seed=7,3 --runtime=eager,recompute-all,skip-nonfinite,telemetry=5 --save-every=@3,4 --depth=3".split()
+    args = base_train.parse_args([*argv, "--method-changes=*.c_fc=fp8,0.85=bf16,separate_qkv"])
+    again = base_train.parse_args(changed_flags(args, base_train.parse_args([])).split())
+    assert again == args and args.data_seed == 3 and args.layer_methods == "*.c_fc=fp8" and args.compile is False
 
 
 def test_another_run_is_not_overwritten_or_resumed(tiny_base):
