@@ -11,7 +11,7 @@ import pytest
 
 from nanochat_fp4.training import cpu_steps
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHAPE = (
     "--depth=1 --aspect-ratio=128 --head-dim=64 --max-seq-len=32 --vocab-size=300 --device-batch-size=2 "
     "--total-batch-size=128"

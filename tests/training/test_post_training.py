@@ -4,7 +4,6 @@ import builtins
 import json
 import re
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from _samples import CORE_TASKS, byte_tokenizer, make_bundle, save_base
 from _training import MID, SFT, after_steps
 
 from eval.local import LocalArithmetic, LocalChoice
-from nanochat_fp4.data.chat_data import CustomJSON, Source, Task
+from nanochat_fp4.data.chat_data import LOCAL_IDENTITY, CustomJSON, Source, Task
 from nanochat_fp4.data.chat_loader import ConversationBatches, PackedConversations
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.errors import UserError
@@ -23,7 +22,6 @@ from nanochat_fp4.training.checkpoint_manager import list_steps, load_checkpoint
 from nanochat_fp4.training.load_model import checkpoint_method, weights_digest
 from scripts import base_eval, chat_cli, chat_eval, chat_sft, mid_train
 
-ROOT = Path(mid_train.__file__).resolve().parent.parent
 MID = [*MID, "--eval-every=4"]
 SFT = [*SFT, "--eval-every=4", "--eval-metrics-every=4", "--eval-metrics-max-problems=6"]
 
@@ -632,4 +630,4 @@ def test_chatcore_is_the_centered_mean():
     quarter, all_right = chat_eval.Score([True, False, False, False]), chat_eval.Score([True])
     scores = {name: quarter if name in chat_eval.GUESSING else all_right for name in chat_eval.TASKS}
     assert chat_eval.chatcore(scores) == pytest.approx(0.5)  # guessing counts 0
-    assert LocalChoice(size=1)[0]["letters"] and len(CustomJSON(ROOT / "nanochat_fp4" / "identity_conversations.jsonl"))
+    assert LocalChoice(size=1)[0]["letters"] and len(CustomJSON(LOCAL_IDENTITY))
