@@ -36,7 +36,7 @@ from nanochat_fp4.training.run_folder import check_writable, held_run, save_byte
 from nanochat_fp4.training.stage import Process
 from nanochat_fp4.training.trainer import Trainer, due
 
-# Flags that a run which branches from another one may have of its own. "oscillation" is a removed flag: always None.
+# Flags that a run which branches from another one may have of its own. "oscillation" is a removed flag.
 METHOD_CHANGES = (
     "layer_methods", "method_phases", "oscillation", "branch_from", "separate_qkv", "exact_relu_squared"
 )  # fmt: skip
@@ -145,8 +145,11 @@ def find_start(
     return start
 
 
-def _oscillation(text: str) -> None:
-    raise argparse.ArgumentTypeError(f"OsciReset {removed(OSCIRESET_COMMIT)}; leave the flag out")
+class _Oscillation(argparse.Action):
+    """A flag that was removed. Checkpoints have its value, and must still agree with it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_) -> None:
+        parser.error(f"--oscillation: OsciReset {removed(OSCIRESET_COMMIT)}; leave the flag out")
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +172,8 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--oscillation",
-        type=_oscillation,
+        default="",
+        action=_Oscillation,
         help=argparse.SUPPRESS,
     )
     add(
