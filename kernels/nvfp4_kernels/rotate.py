@@ -69,7 +69,7 @@ class Operand(NamedTuple):
     """One operand to make: the fields of quantizers.Rounding, its rotation and its streams of random numbers.
 
     emulated: make the BF16 operand for a decoding GEMM instead of codes and scales.
-    row, column, columns: the operand's place in the whole that it is a part of, as nanochat_fp4.nvfp4.part.Part.
+    row, column, columns: the operand's place in the whole that it is a part of, as in tensor_parallel.Part.
     """
 
     grid_max: float = 6.0

@@ -12,7 +12,7 @@ from nanochat_fp4.nvfp4.methods import OSCIRESET_COMMIT, removed
 from nanochat_fp4.parallel import add_parallel_argument
 from nanochat_fp4.training.load_model import SWITCHES
 
-# Settings that a branch may have of its own. "oscillation" was a flag: always None.
+# Settings that a branch may have of its own. "oscillation" was a flag.
 METHOD_CHANGES = (
     "layer_methods", "method_phases", "oscillation", "branch_from", "separate_qkv", "exact_relu_squared"
 )  # fmt: skip
@@ -180,7 +180,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "(keep relu(x) for the derivative of ReLU^2 as it is, not in 8 bits, as in the paper's runs: more memory)",
     )
     parser.set_defaults(
-        layer_methods="", method_phases="", oscillation=None, separate_qkv=False, exact_relu_squared=False
+        layer_methods="", method_phases="", oscillation="", separate_qkv=False, exact_relu_squared=False
     )
 
 
