@@ -37,12 +37,8 @@ from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import report
 from nanochat_fp4.evaluation.metrics import MetricsLog
-from nanochat_fp4.training.checkpoint_manager import (
-    build_model,
-    find_last_step,
-    load_checkpoint,
-    save_checkpoint,
-)
+from nanochat_fp4.training.checkpoint_manager import find_last_step, load_checkpoint, save_checkpoint
+from nanochat_fp4.training.load_model import build_model
 from scripts import base_eval, base_train, chat_eval
 
 INPUTS = 40  # damaged versions of each kind of file, in a normal run
