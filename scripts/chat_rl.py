@@ -8,12 +8,12 @@ A tiny model on a CPU, without a network:
 
     python -m scripts.chat_rl --data local --num-iterations=2 --examples-per-step=2 --max-new-tokens=16
 
-As nanochat's: no reference model, no ratio and no clipping, since each answer is trained on once, by the weights that
-gave it; the loss of a micro-batch is -sum(advantage * log p) over its tokens, divided by their number. The rates fall
-linearly to zero.
+As in nanochat, there is no reference model, no ratio and no clipping. The weights that give an answer train on the
+answer once. The loss of a micro-batch is -sum(advantage * log p) over its tokens, divided by their number. The rates
+fall linearly to zero.
 
-In 4 bits, answers are drawn with a tensor scale for each token, so that none depends on its neighbours, and trained on
-with one for the micro-batch, as in SFT; the two forward passes differ by that.
+In 4 bits the two forward passes differ. An answer is drawn with a tensor scale for each token, so that no token depends
+on its neighbours. Training has one tensor scale for the micro-batch, as in SFT.
 """
 
 import os

@@ -122,7 +122,7 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class Process:
-    """This process of a run, and its open contexts."""
+    """A process of a run, and its open contexts."""
 
     device: torch.device
     rank: int
@@ -152,9 +152,9 @@ class RunSpec:
     conversations: int = 0  # of the training data, if a run is an epoch
     tokens_per_step: int | None = None  # None: not the same in every step
     val_tokens: int | None = None
-    user_config: dict[str, Any] = field(default_factory=dict)  # all flags, in checkpoints and on W&B
-    meta: dict[str, Any] = field(default_factory=dict)  # further metadata of checkpoints
-    start_record: dict[str, Any] = field(default_factory=dict)  # further values of "start" in metrics.jsonl
+    user_config: dict[str, Any] = field(default_factory=dict)  # all flags
+    meta: dict[str, Any] = field(default_factory=dict)  # of checkpoints
+    start_record: dict[str, Any] = field(default_factory=dict)  # for metrics.jsonl
     lower: str = "the learning rates"  # advice after bad numbers
     prefetch: bool = True  # False: the weights decide the batch (RL)
     numbers: Callable[[], dict[str, float]] = dict  # further numbers of the last step
@@ -166,7 +166,7 @@ class RunSpec:
 
 @dataclass
 class Outcome:
-    """An optimizer step's result over all ranks. bad: not finite on some rank. bad_here: not finite on this rank."""
+    """An optimizer step's result over all ranks. bad: a number of any rank is not finite, bad_here of this one."""
 
     loss: float
     grad_norm: float
@@ -359,7 +359,7 @@ class Trainer:
                 if not spec.prefetch:
                     self.fetch()
                 batch = self.batch
-                # This rank has the step's micro-batches rank, rank + world size, ... (dataloader.py).
+                # Rank r has the step's micro-batches r, r + world size, ... (dataloader.py).
                 seed_micro_batch(spec.seed, self.step, i * self.process.world_size + self.process.rank)
                 tried.append((batch, get_rng_state(self.device)))
                 losses.append(parts.micro_batch(*batch, count=spec.grad_accum_steps))
@@ -590,6 +590,6 @@ class Trainer:
         )
         if saved and self.process.rank == 0:
             if self.args.resume_from_step != "latest":
-                forget_later_checkpoints(self.folder, step)  # this run left them behind at an earlier step
+                forget_later_checkpoints(self.folder, step)  # an earlier step's resume left them behind
             prune_checkpoints(self.folder, self.args.keep_last)
         return saved
