@@ -56,8 +56,6 @@ class KVCache:
         # The position twice: on the device for FlashAttention, and as a number, because reading it back would stall.
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self._position = 0
-        # Where each row begins, (batch_size,) int32; None: all at 0. Rows that joined later see nothing before it.
-        self.first: Tensor | None = None
 
     def reset(self) -> None:
         """Empty the cache (without clearing the memory)."""
@@ -67,22 +65,6 @@ class KVCache:
     def get_pos(self) -> int:
         """Positions filled so far, the same in every row."""
         return self._position
-
-    def move_to(self, position: int) -> None:
-        """Go on at this position, whatever the positions before it hold."""
-        self.cache_seqlens.fill_(position)
-        self._position = position
-
-    def view_of_row(self, row: int, position: int) -> "KVCache":
-        """One row as a cache of its own that begins at this position; what is written into it is written here."""
-        view = object.__new__(KVCache)
-        vars(view).update(vars(self))
-        view.batch_size = 1
-        view.k_cache, view.v_cache = self.k_cache[:, row : row + 1], self.v_cache[:, row : row + 1]
-        view.cache_seqlens = torch.empty_like(self.cache_seqlens[:1])
-        view.move_to(position)
-        view.first = view.cache_seqlens.clone()
-        return view
 
     def get_layer_cache(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's keys and values, (batch_size, seq_len, num_heads, head_dim) each."""
@@ -133,6 +115,45 @@ def sample_next_token(
     probs = F.softmax(logits / temperature, dim=-1)
     choice = torch.stack([torch.multinomial(row, 1, generator=rng) for row, rng in zip(probs, rngs)])
     return choice if ids is None else ids.gather(1, choice)
+
+
+class AnswerText:
+    """
+    The text of an answer, token by token.
+
+    A character whose bytes are spread over several tokens is shown when complete. The text has a tool call with its
+    result as "[12*3 = 36]", and a call without a result as "[1/0]".
+    """
+
+    MARKERS = (
+        ("<|python_end|><|output_start|>", " = "),
+        ("<|python_start|>", "["),
+        ("<|python_end|>", "]"),
+        ("<|output_start|>", "["),
+        ("<|output_end|>", "]"),
+    )
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []
+        self.shown = ""
+
+    def add(self, token: int) -> str:
+        """The text that became complete with this token."""
+        self.tokens.append(token)
+        text = self.tokenizer.decode(self.tokens)
+        # After a call's end, the next token decides whether " = " or "]" follows.
+        return "" if text.endswith(("\ufffd", "<|python_end|>")) else self._new(text)
+
+    def rest(self) -> str:
+        """The text that add() held back."""
+        return self._new(self.tokenizer.decode(self.tokens))
+
+    def _new(self, text: str) -> str:
+        for marker, readable in self.MARKERS:
+            text = text.replace(marker, readable)
+        piece, self.shown = text[len(self.shown) :], text
+        return piece
 
 
 class RowState:

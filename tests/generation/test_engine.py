@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanochat_fp4.generation.engine import Engine, KVCache, sample_next_token
+from nanochat_fp4.generation.engine import AnswerText, Engine, KVCache, sample_next_token
 from nanochat_fp4.models.gpt import GPT, GPTConfig, autocast
 
 SPECIAL = {
@@ -170,6 +170,26 @@ def test_a_failed_call_puts_nothing_in(expression):
     text = f"[python_start]{expression}[python_end]b"
     (results, masks), _ = run(text)
     assert results[0] == [BOS, *say(text)] and masks[0] == [0, *[1] * (len(results[0]) - 1)]
+
+
+@pytest.mark.parametrize(
+    "tokens, pieces",
+    [
+        ("a[python_start]12*3[python_end][output_start]36[output_end]b", "a|[|1|2|*|3|| = |3|6|]|b|"),
+        ("[python_start]1/0[python_end]b", "[|1|/|0||]b|"),
+        ("[python_start]1/0[python_end]", "[|1|/|0||]"),
+        ("\N{SNOWMAN}!\N{SNOWMAN}", "||\N{SNOWMAN}|!|||\N{SNOWMAN}|"),
+    ],
+)
+def test_an_answer_is_text_with_readable_calls(tokens, pieces):
+    names = {number: name for name, number in SPECIAL.items()}
+
+    class Tokenizer:
+        def decode(self, ids):
+            return b"".join(names[i].encode() if i in names else bytes([i]) for i in ids).decode(errors="replace")
+
+    text = AnswerText(Tokenizer())
+    assert "|".join([*map(text.add, say(tokens)), text.rest()]) == pieces
 
 
 def test_an_end_without_a_start_is_no_call():
