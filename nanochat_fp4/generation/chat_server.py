@@ -1,5 +1,5 @@
 """
-The web chat's server: one page, and an answer streamed token by token (FastAPI; scripts/chat_web.py starts it).
+The web chat's server, on FastAPI: one page, and an answer streamed token by token. scripts/chat_web.py starts it.
 
     GET  /                  the page (chat_page.html)
     POST /chat/completions  {"messages": [{"role", "content"}, ...], "temperature", "top_k", "max_tokens", "precision"}
@@ -37,16 +37,15 @@ from nanochat_fp4.generation.worker import Busy, Question, Worker
 
 @dataclass(frozen=True)
 class Limits:
-    """body: bytes of a request. messages: their number. message, conversation: characters. per_minute: requests of one
-    address, 0 for no limit. connections: open at a time. seconds: for a request's head, and for its body."""
+    """What one client, and all clients together, may ask for."""
 
-    body: int = 256 * 1024
+    body: int = 256 * 1024  # bytes of a request
     messages: int = 500
-    message: int = 8_000
-    conversation: int = 32_000
-    per_minute: int = 60
-    connections: int = 128
-    seconds: int = 20
+    message: int = 8_000  # characters
+    conversation: int = 32_000  # characters
+    per_minute: int = 60  # requests of one address, 0 for no limit
+    connections: int = 128  # open at a time
+    seconds: int = 20  # deadline of a request's head, and of its body
 
 
 RANGES = {"temperature": (0.0, 2.0), "top_k": (0, 200), "max_tokens": (1, 4096)}
@@ -132,8 +131,8 @@ def create_app(
     """
     The application.
 
-    info: the model's description on the page ("model", "method", "device", "precisions"). defaults: values of RANGES
-    that a request leaves out. hosts: names by which this server may be called, "*" for any.
+    info is the page's description of the model, with "model", "method", "device" and "precisions". defaults are the
+    values of RANGES for requests without them. hosts are names by which this server may be called, "*" for any name.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
@@ -241,7 +240,7 @@ class Connection(H11Protocol):
     uvicorn's connection, with a limit of connections and a deadline for a request's head.
 
     uvicorn answers 503 beyond limit_concurrency. Half-sent requests alone would reach that limit and shut everybody
-    out. So a new connection first closes the oldest connection whose client keeps the server waiting.
+    out. At the limit, a new connection closes the oldest connection whose client keeps the server waiting.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -274,7 +273,7 @@ class Connection(H11Protocol):
 
 
 def make_server(app: FastAPI, host: str = "127.0.0.1", port: int = 0, limits: Limits = Limits()) -> uvicorn.Server:  # noqa: B008
-    """uvicorn with these limits. backlog: asyncio accepts so many connections at once, before any can be closed."""
+    """uvicorn with these limits. asyncio accepts up to `backlog` connections before any of them can be closed."""
     return uvicorn.Server(
         uvicorn.Config(
             app, host, port, http=Connection, ws="none", limit_concurrency=limits.connections,
@@ -285,7 +284,7 @@ def make_server(app: FastAPI, host: str = "127.0.0.1", port: int = 0, limits: Li
 
 
 class OncePerMinute(logging.Filter):
-    """Makes each record one line. Of records with the same message, one a minute passes, with the number left out."""
+    """Makes each record one line. One record a minute passes for each message, with the number of its repeats."""
 
     def __init__(self, clock: Any = time.monotonic):
         super().__init__()

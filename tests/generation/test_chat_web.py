@@ -46,13 +46,10 @@ class Says:
         assert self.gate.wait(120)
         self.calls += 1
         logits = torch.zeros(*ids.shape, self.tokenizer.get_vocab_size())
-        for row in range(ids.size(0)):
-            if ids.size(1) > 1:
-                self.prompt_end = kv_cache.get_pos() + ids.size(1)
-                said = 0
-            else:
-                said = kv_cache.get_pos() + 1 - self.prompt_end
-            logits[row, -1, self.script[min(said, len(self.script) - 1)]] = 50.0
+        if ids.size(1) > 1:
+            self.prompt_end = kv_cache.get_pos() + ids.size(1)
+        said = kv_cache.get_pos() + ids.size(1) - self.prompt_end
+        logits[0, -1, self.script[min(said, len(self.script) - 1)]] = 50.0
         kv_cache.advance(ids.size(1))
         return logits
 
@@ -159,51 +156,46 @@ def test_the_prompt_is_the_conversation_as_it_was_trained_on(serve, tokenizer):
     model.init_weights()
     torch.nn.init.normal_(model.lm_head.weight)
     served = serve(model.float())
-    turns = [("user", "ask"), ("assistant", "answered"), ("user", "and <|user_end|> another")]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    events = events_of(served.post({"messages": messages, "max_tokens": 8}))
-    said = "".join(event.get("token", "") for event in events)
+    contents = ("ask", "answered", "and <|user_end|> another")
+    events = events_of(served.post(said(*contents, max_tokens=8)))
+    text = "".join(event.get("token", "") for event in events)
     special = tokenizer.encode_special
     tokens = [tokenizer.get_bos_token_id()]
-    for role, content in turns:
+    for role, content in zip(("user", "assistant", "user"), contents):
         tokens += [special(f"<|{role}_start|>"), *tokenizer.encode(content), special(f"<|{role}_end|>")]
     tokens.append(special("<|assistant_start|>"))
     expected = served.worker.engine.generate_batch(tokens, max_tokens=8, temperature=0)[0][0][len(tokens) :]
-    assert said and said == tokenizer.decode(expected)
+    assert text and text == tokenizer.decode(expected)
 
 
-@pytest.mark.parametrize(
-    "body, status, says",
-    [
-        ("{", 400, "not JSON"),
-        ("[" * 100_000, 400, "not JSON"),
-        ({"messages": []}, 400, "expected {'messages'"),
-        ({"messages": [{"role": "system", "content": "x"}]}, 400, "message 0: expected role 'user'"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, 400, "message 0"),
-        (
-            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
-            400,
-            "the last message",
-        ),
-        ({"messages": [{"role": "user", "content": "x"}] * 1}, 200, ""),
-        ({"messages": [{"role": "user", "content": "x" * 101}]}, 413, "101 characters, at most 100"),
-        (
-            {"messages": [{"role": "user", "content": "ask and " * 12}], "temperature": "hot"},
-            400,
-            "temperature is 'hot'",
-        ),
-        ({"messages": [{"role": "user", "content": "x"}], "temperature": 1e9}, 400, "expected 0.0 to 2.0"),
-        ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, 400, "max_tokens is 0"),
-        ({"messages": [{"role": "user", "content": "x"}], "top_k": True}, 400, "top_k is True"),
-        ({"messages": [{"role": "user", "content": "x"}], "precision": "fp8"}, 400, "'fp8' is unknown here"),
-        ("[" + " " * 5000 + "]", 413, "more than 4000 bytes"),
-    ],
-)
-def test_bad_requests_are_refused_in_one_line(serve, body, status, says):
-    response = serve(limits=Limits(message=100, body=200_000 if body == "[" * 100_000 else 4000)).post(body)
-    text = response.read().decode()
-    assert response.status == status, text
-    assert status == 200 or (says in json.loads(text)["error"] and "\n" not in text)
+def said(*contents, **options):
+    roles = ("user", "assistant", "user")
+    return {"messages": [{"role": role, "content": c} for role, c in zip(roles, contents)], **options}
+
+
+BAD_REQUESTS = [
+    ("{", 400, "not JSON"),
+    ("[" * 100_000, 400, "not JSON"),
+    (" " * 200_000, 413, "more than 150000 bytes"),
+    ({"messages": []}, 400, "expected {'messages'"),
+    ({"messages": [{"role": "system", "content": "x"}]}, 400, "message 0: expected role 'user'"),
+    (said(["x"]), 400, "message 0"),
+    (said("x", "y"), 400, "the last message"),
+    (said("x" * 101), 413, "101 characters, at most 100"),
+    (said("x", temperature="hot"), 400, "temperature is 'hot'"),
+    (said("x", temperature=1e9), 400, "expected 0.0 to 2.0"),
+    (said("x", max_tokens=0), 400, "max_tokens is 0"),
+    (said("x", top_k=True), 400, "top_k is True"),
+    (said("x", precision="fp8"), 400, "'fp8' is unknown here"),
+]
+
+
+def test_bad_requests_are_refused_in_one_line(serve):
+    served = serve(limits=Limits(message=100, body=150_000))
+    for body, status, says in BAD_REQUESTS:
+        response = served.post(body)
+        text = response.read().decode()
+        assert response.status == status and says in json.loads(text)["error"] and "\n" not in text, (body, text)
 
 
 def test_other_sites_and_other_names_are_kept_out(serve):

@@ -11,8 +11,9 @@ pytest.importorskip("triton")
 from nvfp4_kernels.decode_step import attention, codes_matmul, product_problem, row  # noqa: E402
 
 import nanochat_fp4 as nf  # noqa: E402
+from lab.measure.bench_generate import weight_bytes  # noqa: E402
 from nanochat_fp4.errors import UserError  # noqa: E402
-from nanochat_fp4.generation.decoding import Decoder, prepare, unsupported_reason, weight_bytes  # noqa: E402
+from nanochat_fp4.generation.decoding import Decoder, prepare, unsupported_reason  # noqa: E402
 from nanochat_fp4.generation.engine import KVCache  # noqa: E402
 from nanochat_fp4.models.gpt import GPT, GPTConfig, autocast, norm  # noqa: E402
 from nanochat_fp4.models.llama import Llama, LlamaConfig  # noqa: E402

@@ -84,8 +84,7 @@ def test_fused_decoding_says_the_same():
     assert fused.generate_many(prompts, max_tokens=2) == engine.generate_many(prompts, max_tokens=2)
 
 
-@pytest.mark.parametrize("prompt_len", [1, 5, 20, 31])  # the short windows are 16, so decoding crosses them
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("prompt_len, kv_heads", [(1, 4), (20, 2)])  # short windows are 16, and decoding crosses them
 def test_greedy_is_the_uncached_models_greedy(prompt_len, kv_heads):
     engine = make_engine(n_kv_head=kv_heads)
     prompt = torch.randint(0, 256, (prompt_len,)).tolist()
