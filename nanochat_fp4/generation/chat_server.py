@@ -92,6 +92,70 @@ def checked(body: Any, limits: Limits) -> tuple[list[dict[str, str]], dict[str, 
     return messages, numbers
 
 
+class PerMinute:
+    """Counts the requests of each address within a minute. Raises Refused beyond the limit; 0 is no limit."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.recent: dict[str, deque[float]] = defaultdict(deque)
+
+    def count(self, address: str) -> None:
+        now = time.monotonic()
+        for known in [a for a, times in self.recent.items() if not times or now - times[-1] > 60]:
+            del self.recent[known]
+        times = self.recent[address]
+        while times and now - times[0] > 60:
+            times.popleft()
+        if self.limit and len(times) >= self.limit:
+            raise Refused(429, f"more than {self.limit} requests in a minute; wait a little")
+        times.append(now)
+
+
+async def _read(request: Request, limits: Limits) -> bytes:
+    data = b""
+    async for part in request.stream():
+        data += part
+        if len(data) > limits.body:
+            raise Refused(413, f"the request has more than {limits.body} bytes; shorten the conversation")
+    return data
+
+
+async def read_json(request: Request, limits: Limits) -> Any:
+    """The JSON of a request's body. Raises Refused."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise Refused(400, "expected a body of type application/json")
+    try:
+        return json.loads(await asyncio.wait_for(_read(request, limits), limits.seconds))
+    except asyncio.TimeoutError:
+        raise Refused(408, f"the body was incomplete after {limits.seconds} seconds; send the request again") from None
+    except ClientDisconnect:
+        raise Refused(400, "the client left before its body was complete") from None
+    except (ValueError, RecursionError):
+        raise Refused(400, "the body is not JSON") from None
+
+
+def encode(
+    worker: Worker, messages: list[dict[str, str]], options: dict[str, float], precision: str, limits: Limits
+) -> Question:
+    """The question with the conversation's tokens. Raises Refused if the model's context is too short."""
+    conversation = {"messages": [*messages, {"role": "assistant", "content": "-"}]}
+    tokens = worker.engine.tokenizer.render_for_completion(conversation, max_tokens=10 * limits.conversation)
+    room = worker.context_len - len(tokens)
+    if room < 1:
+        raise Refused(
+            413, f"the conversation has {len(tokens)} tokens and the model's context is {worker.context_len}; "
+            "start a new one"
+        )  # fmt: skip
+    return Question(
+        tokens,
+        max_tokens=min(int(options["max_tokens"]), room),
+        temperature=float(options["temperature"]),
+        top_k=int(options["top_k"]),
+        seed=secrets.randbits(31),
+        precision=precision,
+    )
+
+
 class Answer(StreamingResponse):
     """The events of a reply. However the response ends, the reply ends with it; the client may have left."""
 
@@ -136,59 +200,7 @@ def create_app(
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
-    tokenizer = worker.engine.tokenizer
-    recent: dict[str, deque[float]] = defaultdict(deque)
-
-    def count(address: str) -> None:
-        now = time.monotonic()
-        for known in [a for a, times in recent.items() if not times or now - times[-1] > 60]:
-            del recent[known]
-        times = recent[address]
-        while times and now - times[0] > 60:
-            times.popleft()
-        if limits.per_minute and len(times) >= limits.per_minute:
-            raise Refused(429, f"more than {limits.per_minute} requests in a minute; wait a little")
-        times.append(now)
-
-    async def read(request: Request) -> bytes:
-        data = b""
-        async for part in request.stream():
-            data += part
-            if len(data) > limits.body:
-                raise Refused(413, f"the request has more than {limits.body} bytes; shorten the conversation")
-        return data
-
-    async def read_json(request: Request) -> Any:
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise Refused(400, "expected a body of type application/json")
-        try:
-            return json.loads(await asyncio.wait_for(read(request), limits.seconds))
-        except asyncio.TimeoutError:
-            raise Refused(
-                408, f"the body was incomplete after {limits.seconds} seconds; send the request again"
-            ) from None
-        except ClientDisconnect:
-            raise Refused(400, "the client left before its body was complete") from None
-        except (ValueError, RecursionError):
-            raise Refused(400, "the body is not JSON") from None
-
-    def encode(messages: list[dict[str, str]], options: dict[str, float], precision: str) -> Question:
-        conversation = {"messages": [*messages, {"role": "assistant", "content": "-"}]}
-        tokens = tokenizer.render_for_completion(conversation, max_tokens=10 * limits.conversation)
-        room = worker.context_len - len(tokens)
-        if room < 1:
-            raise Refused(
-                413, f"the conversation has {len(tokens)} tokens and the model's context is {worker.context_len}; "
-                "start a new one"
-            )  # fmt: skip
-        return Question(
-            tokens,
-            max_tokens=min(int(options["max_tokens"]), room),
-            temperature=float(options["temperature"]),
-            top_k=int(options["top_k"]),
-            seed=secrets.randbits(31),
-            precision=precision,
-        )
+    requests = PerMinute(limits.per_minute)
 
     @app.exception_handler(Refused)
     async def refused(_: Request, e: Refused) -> JSONResponse:
@@ -197,12 +209,13 @@ def create_app(
 
     @app.post("/chat/completions")
     async def completions(request: Request) -> StreamingResponse:
-        count(request.client.host if request.client else "")
-        body = await read_json(request)
+        requests.count(request.client.host if request.client else "")
+        body = await read_json(request, limits)
         messages, numbers = checked(body, limits)
         precision = str(body.get("precision") or next(iter(worker.contexts)))
         try:
-            return Answer(worker, await asyncio.to_thread(encode, messages, defaults | numbers, precision))
+            question = await asyncio.to_thread(encode, worker, messages, defaults | numbers, precision, limits)
+            return Answer(worker, question)
         except Busy as e:
             raise Refused(503, str(e)) from None
         except ValueError as e:
