@@ -17,7 +17,7 @@ from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute
 from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.generation.decoding import compute_dtype, prepare
-from nanochat_fp4.generation.engine import Engine
+from nanochat_fp4.generation.engine import AnswerText, Engine
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.load_model import checkpoint_method, load_model
 
@@ -71,21 +71,16 @@ class Chat:
             raise UserError(
                 f"the conversation is {len(prompt)} tokens long and no longer fits; type 'clear', or shorten it"
             )
-        answer: list[int] = []
-        end = marker("<|assistant_end|>")
-        shown = ""
+        shown = AnswerText(self.tokenizer)
         for column, _ in self.engine.generate(
             prompt, max_tokens=min(MAX_TOKENS, room), temperature=self.temperature, top_k=self.top_k
         ):
-            answer.append(column[0])
             if column[0] in self.engine.terminal:
                 break
-            whole = self.tokenizer.decode(answer)
-            if not whole.endswith("\ufffd"):  # a character whose bytes are spread over tokens is shown when complete
-                yield whole[len(shown) :]
-                shown = whole
+            yield shown.add(column[0])
+        yield shown.rest()
         # The end belongs there even if the answer was cut off at MAX_TOKENS.
-        self.tokens = prompt + [t for t in answer if t not in self.engine.terminal] + end
+        self.tokens = [*prompt, *shown.tokens, *marker("<|assistant_end|>")]
 
 
 def main(argv: list[str] | None = None) -> None:

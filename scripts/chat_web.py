@@ -4,8 +4,9 @@ Talk to a chat model in the browser.
     python -m scripts.chat_web                     then open http://127.0.0.1:8000/
     python -m scripts.chat_web --source mid --port 8080
 
-One process and one model; several conversations are answered side by side in one batch. The server is bound to this
-machine alone unless --host says otherwise; it knows no users, so put it behind something that does before you do that.
+One process, one model, one answer at a time. Visitors wait in a line, and the page shows their place in it.
+The server is bound to this machine alone unless --host says otherwise. The server knows no users, so put it behind
+a server that does before you open it to others.
 """
 
 import argparse
@@ -17,9 +18,9 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.generation.batching import Batcher
 from nanochat_fp4.generation.decoding import compute_dtype, prepare
 from nanochat_fp4.generation.engine import Engine
+from nanochat_fp4.generation.worker import Worker
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.load_model import checkpoint_method, load_model
 
@@ -36,8 +37,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("-p", "--port", type=int, default=8000, help="Port to run the server on")
     add("--host", default="127.0.0.1", help="Host to bind the server to (default: this machine alone)")
     add("--allow-host", action="append", default=[], help="a further name by which browsers may call this server")
-    add("--max-batch", type=int, default=8, help="conversations answered at the same time")
-    add("--max-waiting", type=int, default=32, help="further requests that may wait")
+    add("--max-waiting", type=int, default=32, help="requests that may wait while one is answered")
     add("--rate", type=int, default=60, help="requests a minute from one address (0: no limit)")
     add("--device-type", default="", choices=("", "cuda", "cpu", "mps"), help="cuda|cpu|mps. empty => autodetect")
     add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"))
@@ -53,47 +53,51 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    if min(args.max_batch, args.max_tokens) < 1 or min(args.max_waiting, args.rate, args.top_k) < 0:
-        raise UserError("--max-batch and --max-tokens are at least 1; --max-waiting, --rate and --top-k at least 0")
+    if args.max_tokens < 1 or min(args.max_waiting, args.rate, args.top_k) < 0:
+        raise UserError("--max-tokens is at least 1; --max-waiting, --rate and --top-k are at least 0")
     if not 0 <= args.temperature <= 2 or args.top_k > 200 or args.max_tokens > 4096:
         raise UserError("--temperature is from 0 to 2, --top-k at most 200, --max-tokens at most 4096")
     if not 1 <= args.port <= 65535:
         raise UserError(f"--port={args.port} is no port; use one from 1 to 65535")
     try:
-        import uvicorn
-
-        from nanochat_fp4.generation.chat_server import Limits, create_app
+        from nanochat_fp4.generation.chat_server import Limits, create_app, log_briefly, make_server
     except ImportError as e:
         raise UserError(f"the web chat needs FastAPI and uvicorn ({e}); pip install 'nanochat_fp4[web]'") from None
     _, _, _, world_size, device = compute_init(args.device_type or autodetect_device_type())
     try:
         if world_size > 1:
             raise UserError("chat_web is one process; start it without torchrun")
-        batcher, info = load(args, device)
-        hosts = ["*"] if args.host in ("0.0.0.0", "::") and not args.allow_host else [
-            "localhost", "127.0.0.1", "[::1]", args.host, *args.allow_host
-        ]  # fmt: skip
+        worker, info = load(args, device)
+        hosts = ["localhost", "127.0.0.1", "[::1]", args.host, *args.allow_host]
+        if args.host in ("0.0.0.0", "::") and not args.allow_host:
+            hosts = ["*"]
+            print0(
+                f"--host={args.host}: any host name is accepted, also one of a foreign page (DNS rebinding); "
+                "--allow-host=NAME accepts that name alone"
+            )
         defaults = {"temperature": args.temperature, "top_k": args.top_k, "max_tokens": args.max_tokens}
-        app = create_app(
-            batcher, info | {"defaults": defaults}, defaults=defaults, hosts=hosts, limits=Limits(per_minute=args.rate)
-        )
+        limits = Limits(per_minute=args.rate)
+        app = create_app(worker, info | {"defaults": defaults}, defaults=defaults, hosts=hosts, limits=limits)
         print0(f"{info['model']}, {info['method']}: open http://{args.host}:{args.port}/ (Ctrl-C ends)")
+        log_briefly()
+        server = make_server(app, args.host, args.port, limits)
         try:
-            uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=2)
-        except SystemExit as e:
-            if e.code != 3:  # what uvicorn exits with where it cannot start
+            with contextlib.suppress(KeyboardInterrupt):
+                server.run()
+        except SystemExit:  # how uvicorn ends if it cannot start
+            if server.started:
                 raise
             raise UserError(
                 f"cannot listen at {args.host}:{args.port}; choose another --port, or a --host of this machine"
             ) from None
         finally:
-            batcher.close()
+            worker.close()
     finally:
         compute_cleanup()
 
 
-def load(args: argparse.Namespace, device: torch.device) -> tuple[Batcher, dict]:
-    """A Batcher with the model, which computes with its method's forward or in BF16; and what the page says of it."""
+def load(args: argparse.Namespace, device: torch.device) -> tuple[Worker, dict]:
+    """A Worker with the model in its method's forward or in BF16, and the page's description of the model."""
     model, tokenizer, meta = load_model(args.source, device, "eval", args.model_tag, args.step)
     method = checkpoint_method(meta, args.method)
     if method == "bf16" and args.precision == "nvfp4":
@@ -124,7 +128,7 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Batcher, dict]
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "precisions": precisions,
     }
-    return Batcher(Engine(model, tokenizer), args.max_batch, args.max_waiting, contexts), info
+    return Worker(Engine(model, tokenizer), args.max_waiting, contexts), info
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ The calculator that a chat model calls: a small grammar over Python's syntax tre
                 | "text".count("text")
 
 Numbers are Python's: 7 / 2 is 3.5 and 7 // 2 is 3.
-There is no deadline because none is needed: the text is at most MAX_LENGTH characters, so the tree is small; integers
-stay below 2^MAX_BITS, so each operation is quick; and an exponent is checked before the power is taken.
+
+No deadline is needed. The text has at most MAX_LENGTH characters, so the tree is small. Integers stay below 2^MAX_BITS,
+so each operation is quick. An exponent is checked before the power is taken.
 """
 
 import ast
@@ -15,8 +16,8 @@ import math
 import operator
 import warnings
 
-MAX_LENGTH = 256  # characters; the longest call in GSM8K's training set has well under 100
-MAX_BITS = 256  # of an integer: about 77 digits, far below the 4300 from which str(int) refuses
+MAX_LENGTH = 256  # characters, while the calls of GSM8K's training set have fewer than 100
+MAX_BITS = 256  # of an integer, 77 digits (str(int) refuses 4300)
 MAX_EXPONENT = 64
 
 _ARITHMETIC = frozenset("0123456789*+-/.() ")

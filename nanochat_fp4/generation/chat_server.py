@@ -1,18 +1,20 @@
 """
-The web chat's server: one page, and an answer streamed token by token (FastAPI; scripts/chat_web.py starts it).
+The web chat's server, on FastAPI: one page, and an answer streamed token by token. scripts/chat_web.py starts it.
 
     GET  /                  the page (chat_page.html)
     POST /chat/completions  {"messages": [{"role", "content"}, ...], "temperature", "top_k", "max_tokens", "precision"}
-                            -> server-sent events: {"token": text} ..., then {"done": true, "finish", "tokens", ...}
-    GET  /health            what the model is, and how many conversations are answered and wait
+                            -> server-sent events: those of worker.py
+    GET  /health            the model, the length of the line, and whether the worker lives (status 503 if not)
 
-Requests and events have nanochat's form. Limits (Limits below) end in 400, 413, 429 or 503 with one line of JSON. The
-page talks to its own origin only: requests must be JSON, which a page from elsewhere cannot send unasked, and must name
-a host that this server was told it is, which keeps other names for this address out.
+Requests and events have nanochat's form. Beyond the Limits below, the answer is 400, 408, 413, 429 or 503 with one line
+of JSON. The page talks to its own origin only. A request must be JSON, because a foreign page cannot send JSON unasked.
+A request must name a known host, because another name for this address may belong to a foreign page.
 """
 
 import asyncio
+import contextlib
 import json
+import logging
 import secrets
 import time
 from collections import defaultdict, deque
@@ -21,30 +23,36 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+import h11
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nanochat_fp4.generation import batching
+from nanochat_fp4.errors import one_line
+from nanochat_fp4.generation.worker import Busy, Question, Worker
 
 
 @dataclass(frozen=True)
 class Limits:
-    """body: bytes of a request; messages, message, conversation: how many, and characters; per_minute: requests of one
-    address, 0 for no limit."""
+    """What one client, and all clients together, may ask for."""
 
-    body: int = 256 * 1024
+    body: int = 256 * 1024  # bytes of a request
     messages: int = 500
-    message: int = 8_000
-    conversation: int = 32_000
-    per_minute: int = 60
+    message: int = 8_000  # characters
+    conversation: int = 32_000  # characters
+    per_minute: int = 60  # requests of one address, 0 for no limit
+    connections: int = 128  # open at a time
+    seconds: int = 20  # deadline of a request's head, and of its body
 
 
 RANGES = {"temperature": (0.0, 2.0), "top_k": (0, 200), "max_tokens": (1, 4096)}
 
 
 class Refused(Exception):
-    """A request that is not answered: HTTP status and one line."""
+    """A request that is not answered, with HTTP status and one line."""
 
     def __init__(self, status: int, line: str):
         super().__init__(line)
@@ -52,7 +60,7 @@ class Refused(Exception):
 
 
 def checked(body: Any, limits: Limits) -> tuple[list[dict[str, str]], dict[str, float]]:
-    """(messages, the numbers of RANGES that are there) of a request's JSON. Raises Refused."""
+    """(messages, the request's numbers of RANGES) from a request's JSON. Raises Refused."""
     messages = body.get("messages") if isinstance(body, dict) else None
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "expected {'messages': [{'role': 'user', 'content': 'text'}, ...]}")
@@ -84,112 +92,146 @@ def checked(body: Any, limits: Limits) -> tuple[list[dict[str, str]], dict[str, 
     return messages, numbers
 
 
+class PerMinute:
+    """Counts the requests of each address within a minute. Raises Refused beyond the limit; 0 is no limit."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.recent: dict[str, deque[float]] = defaultdict(deque)
+
+    def count(self, address: str) -> None:
+        now = time.monotonic()
+        for known in [a for a, times in self.recent.items() if not times or now - times[-1] > 60]:
+            del self.recent[known]
+        times = self.recent[address]
+        while times and now - times[0] > 60:
+            times.popleft()
+        if self.limit and len(times) >= self.limit:
+            raise Refused(429, f"more than {self.limit} requests in a minute; wait a little")
+        times.append(now)
+
+
+async def _read(request: Request, limits: Limits) -> bytes:
+    data = b""
+    async for part in request.stream():
+        data += part
+        if len(data) > limits.body:
+            raise Refused(413, f"the request has more than {limits.body} bytes; shorten the conversation")
+    return data
+
+
+async def read_json(request: Request, limits: Limits) -> Any:
+    """The JSON of a request's body. Raises Refused."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise Refused(400, "expected a body of type application/json")
+    try:
+        return json.loads(await asyncio.wait_for(_read(request, limits), limits.seconds))
+    except asyncio.TimeoutError:
+        raise Refused(408, f"the body was incomplete after {limits.seconds} seconds; send the request again") from None
+    except ClientDisconnect:
+        raise Refused(400, "the client left before its body was complete") from None
+    except (ValueError, RecursionError):
+        raise Refused(400, "the body is not JSON") from None
+
+
+def encode(
+    worker: Worker, messages: list[dict[str, str]], options: dict[str, float], precision: str, limits: Limits
+) -> Question:
+    """The question with the conversation's tokens. Raises Refused if the model's context is too short."""
+    conversation = {"messages": [*messages, {"role": "assistant", "content": "-"}]}
+    tokens = worker.engine.tokenizer.render_for_completion(conversation, max_tokens=10 * limits.conversation)
+    room = worker.context_len - len(tokens)
+    if room < 1:
+        raise Refused(
+            413, f"the conversation has {len(tokens)} tokens and the model's context is {worker.context_len}; "
+            "start a new one"
+        )  # fmt: skip
+    return Question(
+        tokens,
+        max_tokens=min(int(options["max_tokens"]), room),
+        temperature=float(options["temperature"]),
+        top_k=int(options["top_k"]),
+        seed=secrets.randbits(31),
+        precision=precision,
+    )
+
+
+class Answer(StreamingResponse):
+    """The events of a reply. However the response ends, the reply ends with it; the client may have left."""
+
+    def __init__(self, worker: Worker, question: Question):
+        self.worker, self.news = worker, asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(event: dict[str, Any]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+                loop.call_soon_threadsafe(self.news.put_nowait, event)
+
+        self.reply = worker.submit(question, tell)
+        super().__init__(self.events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    async def events(self) -> AsyncIterator[str]:
+        done = False
+        while not done:
+            event = await self.news.get()
+            done = event.get("done", False)
+            yield f"data: {json.dumps(event)}\n\n"  # JSON has no line breaks
+
+    async def __call__(self, *args: Any) -> None:
+        try:
+            await super().__call__(*args)
+        finally:
+            self.worker.cancel(self.reply)
+
+
 def create_app(
-    batcher: batching.Batcher,
+    worker: Worker,
     info: dict[str, Any],
     *,
     defaults: dict[str, float],
     hosts: Sequence[str] = ("localhost", "127.0.0.1", "[::1]"),
     limits: Limits = Limits(),  # noqa: B008  frozen
 ) -> FastAPI:
-    """The application. info: what the page shows of the model ("model", "method", "device", "precisions"); defaults: of
-    RANGES, where a request says nothing; hosts: names by which this server may be called, "*" for any."""
+    """
+    The application.
+
+    info is the page's description of the model, with "model", "method", "device" and "precisions". defaults are the
+    values of RANGES for requests without them. hosts are names by which this server may be called, "*" for any name.
+    """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
-    tokenizer = batcher.engine.tokenizer
-    recent: dict[str, deque[float]] = defaultdict(deque)
+    requests = PerMinute(limits.per_minute)
 
-    def count(address: str) -> None:
-        now = time.monotonic()
-        for known in [a for a, times in recent.items() if not times or now - times[-1] > 60]:
-            del recent[known]
-        times = recent[address]
-        while times and now - times[0] > 60:
-            times.popleft()
-        if limits.per_minute and len(times) >= limits.per_minute:
-            raise Refused(429, f"more than {limits.per_minute} requests in a minute; wait a little")
-        times.append(now)
+    @app.exception_handler(Refused)
+    async def refused(_: Request, e: Refused) -> JSONResponse:
+        # "close", because a part of the body may not have been read.
+        return JSONResponse({"error": str(e)}, status_code=e.status, headers={"Connection": "close"})
 
-    async def read(request: Request) -> Any:
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise Refused(400, "expected a body of type application/json")
-        data = b""
-        async for part in request.stream():
-            data += part
-            if len(data) > limits.body:
-                raise Refused(413, f"the request has more than {limits.body} bytes; shorten the conversation")
+    @app.post("/chat/completions")
+    async def completions(request: Request) -> StreamingResponse:
+        requests.count(request.client.host if request.client else "")
+        body = await read_json(request, limits)
+        messages, numbers = checked(body, limits)
+        precision = str(body.get("precision") or next(iter(worker.contexts)))
         try:
-            return json.loads(data)
-        except (ValueError, RecursionError):
-            raise Refused(400, "the body is not JSON") from None
-
-    def submit(messages: list[dict[str, str]], numbers: dict[str, float], precision: str) -> batching.Reply:
-        options = defaults | numbers
-        conversation = {"messages": [*messages, {"role": "assistant", "content": "-"}]}
-        tokens = tokenizer.render_for_completion(conversation, max_tokens=10 * limits.conversation)
-        room = batcher.context_len - len(tokens)
-        if room < 1:
-            raise Refused(
-                413, f"the conversation has {len(tokens)} tokens and the model's context is {batcher.context_len}; "
-                "start a new one"
-            )  # fmt: skip
-        try:
-            return batcher.submit(
-                batching.Request(
-                    tokens,
-                    max_tokens=min(int(options["max_tokens"]), room),
-                    temperature=float(options["temperature"]),
-                    top_k=int(options["top_k"]),
-                    seed=secrets.randbits(31),
-                    precision=precision,
-                )
-            )
-        except batching.Busy as e:
+            question = await asyncio.to_thread(encode, worker, messages, defaults | numbers, precision, limits)
+            return Answer(worker, question)
+        except Busy as e:
             raise Refused(503, str(e)) from None
         except ValueError as e:
             raise Refused(400, str(e)) from None
 
-    async def events(reply: batching.Reply) -> AsyncIterator[str]:
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
-        reply.on_piece(lambda: loop.call_soon_threadsafe(news.set))
-        started = None
-        try:
-            more = True
-            while more:
-                await news.wait()
-                news.clear()
-                text, more = reply.poll()
-                if text:
-                    started = started or time.monotonic()
-                    yield event({"token": text})
-            seconds = time.monotonic() - started if started else 0.0
-            speed = (reply.num_tokens - 1) / seconds if seconds > 0 and reply.num_tokens > 1 else None
-            yield event({"done": True, "finish": reply.finish, "tokens": reply.num_tokens, "tokens_per_second": speed})
-        finally:
-            reply.cancel()  # also where nobody listens any more: the tab was closed, or "stop" pressed
-
-    @app.exception_handler(Refused)
-    async def refused(_: Request, e: Refused) -> JSONResponse:
-        return JSONResponse({"error": str(e)}, status_code=e.status)
-
-    @app.post("/chat/completions")
-    async def completions(request: Request) -> StreamingResponse:
-        count(request.client.host if request.client else "")
-        body = await read(request)
-        messages, numbers = checked(body, limits)
-        precision = body.get("precision") or next(iter(batcher.contexts))
-        reply = await asyncio.to_thread(submit, messages, numbers, str(precision))
-        return StreamingResponse(events(reply), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-
     @app.get("/health")
-    async def health() -> dict[str, Any]:
-        active, waiting = batcher.load
-        return info | {"status": "ok", "answering": active, "waiting": waiting, "rows": batcher.rows}
+    async def health() -> JSONResponse:
+        answering, waiting = worker.load
+        status = (worker.trouble or "ok") if worker.alive else "the worker has ended"
+        state = {"status": status, "answering": answering, "waiting": waiting}
+        return JSONResponse(info | state, status_code=200 if worker.alive else 503)
 
     @app.get("/", response_class=HTMLResponse)
     async def page() -> HTMLResponse:
         nonce = secrets.token_urlsafe(16)
-        text = files("nanochat_fp4").joinpath("chat_page.html").read_text(encoding="utf-8").replace("NONCE", nonce)
+        text = files("nanochat_fp4.generation").joinpath("chat_page.html").read_text(encoding="utf-8")
         policy = f"default-src 'none'; connect-src 'self'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'"
         headers = {
             "Content-Security-Policy": f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -197,11 +239,91 @@ def create_app(
             "Referrer-Policy": "no-referrer",
             "Cache-Control": "no-store",
         }
-        return HTMLResponse(text, headers=headers)
+        return HTMLResponse(text.replace("NONCE", nonce), headers=headers)
 
     return app
 
 
-def event(data: dict[str, Any]) -> str:
-    """One server-sent event; JSON has no line breaks, so it is one line."""
-    return f"data: {json.dumps(data)}\n\n"
+# ----------------------------------------------------------------------------------------------------------------------
+# The HTTP server
+
+
+class Connection(H11Protocol):
+    """
+    uvicorn's connection, with a limit of connections and a deadline for a request's head.
+
+    uvicorn answers 503 beyond limit_concurrency. Half-sent requests alone would reach that limit and shut everybody
+    out. At the limit, a new connection closes the oldest connection whose client keeps the server waiting.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self.since, self.head_deadline = self.loop.time(), None
+        if len(self.connections) >= self.limit_concurrency - 1:
+            waiting = [c for c in self.connections if c.waits_for_client()]
+            if waiting:
+                oldest = min(waiting, key=lambda c: c.since)
+                self.connections.discard(oldest)
+                oldest.transport.abort()
+        super().connection_made(transport)
+        self.watch()
+
+    def waits_for_client(self) -> bool:
+        """Whether the client owes a part of its request, or does not read its answer."""
+        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY) or self.flow.write_paused
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.watch()
+
+    def watch(self) -> None:
+        """Sets the deadline of a head, or takes the deadline back once the head is complete."""
+        if self.conn.their_state is not h11.IDLE:
+            if self.head_deadline is not None:
+                self.head_deadline.cancel()
+            self.head_deadline = None
+        elif self.head_deadline is None:
+            self.head_deadline = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
+
+
+def make_server(app: FastAPI, host: str = "127.0.0.1", port: int = 0, limits: Limits = Limits()) -> uvicorn.Server:  # noqa: B008
+    """uvicorn with these limits. asyncio accepts up to `backlog` connections before any of them can be closed."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app, host, port, http=Connection, ws="none", limit_concurrency=limits.connections,
+            timeout_keep_alive=limits.seconds, backlog=max(1, limits.connections // 2), timeout_graceful_shutdown=2,
+            log_config=None, log_level="warning", access_log=False,
+        )
+    )  # fmt: skip
+
+
+class OncePerMinute(logging.Filter):
+    """Makes each record one line. One record a minute passes for each message, with the number of its repeats."""
+
+    def __init__(self, clock: Any = time.monotonic):
+        super().__init__()
+        self.clock = clock
+        self.said: dict[tuple[str, type], tuple[float, int]] = {}  # when a message passed, and how many were left out
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        key = str(record.msg).partition("\n")[0], type(error)
+        now = self.clock()
+        since, left_out = self.said.get(key, (now - 61, 0))
+        if now - since < 60:
+            self.said[key] = since, left_out + 1
+            return False
+        self.said[key] = now, 0
+        text = one_line(record.getMessage()) + (f": {type(error).__name__}: {one_line(error)}" if error else "")
+        record.msg = text + (f" ({left_out} more like this before)" if left_out else "")
+        record.args, record.exc_info, record.exc_text = (), None, None
+        return True
+
+
+def log_briefly() -> None:
+    """Sends warnings of the server, asyncio and the worker to stderr through OncePerMinute."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handler.addFilter(OncePerMinute())
+    for name in ("uvicorn.error", "asyncio", "nanochat_fp4.generation.worker"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False

@@ -1,12 +1,12 @@
 """
-Generation's inner loop: one token a row through GPT or Llama, by a few fused kernels a layer, on a GPU a CUDA graph.
+Generation's inner loop: one token a row through GPT or Llama, by a few fused kernels a layer. On a GPU: one CUDA graph.
 
-A token at a time, a layer's time is that of reading its weights and of launching what lies between its products. So a
-weight that quantizes is read as codes, 4.5 bits an element (nvfp4_kernels/decode_step.py), everything between two
-products is one kernel, and the position is a number on the device, so that one captured graph serves all of them.
+At one token, a layer's time is the time of reading its weights and of launching its kernels. Quantized weights are read
+as codes, 4.5 bits an element (nvfp4_kernels/decode_step.py). One kernel does all work between two products. The
+position is a number on the device, so one captured graph serves every position.
 
-What is computed is model(ids, kv_cache=cache) inside per_token_scale, rounded at the same places: activations are
-quantized token by token as the method says, weights are the method's codes. Sums are in another order.
+The result is that of model(ids, kv_cache=cache) inside per_token_scale, rounded at the same places. Sums are in another
+order.
 """
 
 from typing import Any, NamedTuple
@@ -22,18 +22,18 @@ from nanochat_fp4.nvfp4.dispatch import kernels_unavailable_reason
 from nanochat_fp4.nvfp4.linear import QuantLinear, can_be_fused, groups_computed_as_one, quantized_weights
 from nanochat_fp4.nvfp4.operands import Codes
 
-MAX_ROWS = 64  # of the product with a weight in codes
+MAX_ROWS = 64  # limit of decode_step.codes_matmul
 
 
 class Product(NamedTuple):
-    """One product of a layer. rounding: of its input, as decode_step.row takes it; None: neither is quantized."""
+    """One product of a layer. rounding: of its input, in decode_step.row's form. None: neither operand is quantized."""
 
     weight: Tensor | Codes
     rounding: tuple[float, float, tuple[float, ...]] | None
     dtype: torch.dtype
 
     def __call__(self, values: Tensor, scales: Tensor | None) -> Tensor:
-        """values (B, K), scales (B, 1) -> its parts (P, B, N)."""
+        """The product's parts (P, B, N), from values (B, K) and scales (B, 1)."""
         from nvfp4_kernels.decode_step import codes_matmul
 
         if self.rounding is None:
@@ -47,7 +47,7 @@ def _quantizes(layer: torch.nn.Module) -> bool:
 
 
 def unsupported_reason(model: Any, cache: Any) -> str | None:
-    """Why Decoder cannot take this model and engine.KVCache, or None."""
+    """The reason why Decoder cannot take this model and engine.KVCache, or None."""
     if reason := kernels_unavailable_reason():
         return reason
     if not isinstance(model, GPT | Llama):
@@ -70,19 +70,16 @@ def unsupported_reason(model: Any, cache: Any) -> str | None:
                 return reason
             if not _quantizes(layers[0]) and getattr(layers[0], "gathered", None) is not None:
                 return "FSDP has gathered the weights themselves"
-    return _product_problem(cache.k_cache.device) if any(map(_quantizes, model.modules())) else None
+    device = cache.k_cache.device
+    if device.type == "cuda" and any(map(_quantizes, model.modules())):
+        from nvfp4_kernels.decode_step import product_problem
 
-
-def _product_problem(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None  # the interpreter, which the tests compare
-    from nvfp4_kernels.decode_step import product_problem
-
-    return product_problem(device)
+        return product_problem(device)
+    return None
 
 
 def _products(block: torch.nn.Module) -> list[list[torch.nn.Linear]]:
-    """The layers of each of a block's four products: q, k, v; attention's output; MLP in; MLP out."""
+    """The layers of a block's four products, in order. The first product is that of q, k and v together."""
     attention, mlp = block.attn, block.mlp
     into = getattr(mlp, "fused_linears", ("c_fc",))
     qkv, into = ([getattr(m, n) for n in names] for m, names in ((attention, attention.fused_linears), (mlp, into)))
@@ -103,18 +100,19 @@ def _unsupported_layer(layer: QuantLinear) -> str | None:
 
 
 def compute_dtype(device: torch.device, wanted: str = "bfloat16") -> torch.dtype:
-    """What a model is generated with on this device: BF16 on CUDA unless "float32" is wanted, FP32 elsewhere."""
+    """The dtype to generate in: BF16 on CUDA unless "float32" is wanted, FP32 on other devices."""
     return torch.bfloat16 if device.type == "cuda" and wanted != "float32" else torch.float32
 
 
 @torch.no_grad()
 def prepare(model: torch.nn.Module, dtype: torch.dtype, both: bool = False) -> torch.nn.Module:
-    """Leaves of the weights what generating needs, in place and for good; returns the model.
+    """
+    Reduces the weights to those that generation needs, in place; returns the model.
 
-    Layers that quantize at the moment keep the codes of their forward, 4.5 bits a weight, and no other weight; other
-    linear layers keep theirs in dtype, in which autocast multiplies them, if that is smaller. both: the former keep
-    their weights in dtype as well, for full_precision. The state dict is then not one to save, and the layers cannot be
-    trained.
+    Layers that quantize at the moment keep the codes of their forward alone, 4.5 bits a weight. Other linear layers
+    keep their weights in dtype if that is smaller, because autocast multiplies in dtype. With `both`, quantizing layers
+    also keep their weights in dtype, for full_precision. Afterwards the state dict is not one to save, and the layers
+    cannot be trained.
     """
     rounded_each_time: set[torch.nn.Module] = set()
     for layers in groups_computed_as_one(model):
@@ -136,21 +134,13 @@ def _replace_weight(module: torch.nn.Module, weight: Tensor) -> None:
     module.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
-def weight_bytes(model: torch.nn.Module) -> int:
-    """Memory of the model's parameters and of the codes that it computes with."""
-    operands = {id(o): o for m in model.modules() if isinstance(m, QuantLinear)
-                for o in (*m.packed.values(), *m.context.weights.values())}  # fmt: skip
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
-    return parameters + sum(t.numel() * t.element_size() for o in operands.values() for t in o.tensors())
-
-
 class Decoder:
     """
-    logits = Decoder(model, cache)(ids): the tokens (B,) continue what the cache holds; float32 (B, vocab_size).
+    logits = Decoder(model, cache)(ids): the tokens ids (B,) follow the cache's; logits float32 (B, vocab_size).
 
-    Computes with the weights and in the precision that the model has when it is made (full_precision,
-    quantize_weights_once). On CUDA the first call captures a graph; the logits are its memory until the next call.
-    Raises ValueError for what unsupported_reason names and for a cache that is full.
+    The weights and the precision are the model's when the Decoder is made (full_precision, quantize_weights_once). On
+    CUDA the first call captures a graph, and the next call overwrites the logits. Raises ValueError if
+    unsupported_reason has one, and if the cache is full.
     """
 
     def __init__(self, model: GPT | Llama, cache: Any):
@@ -194,7 +184,7 @@ class Decoder:
         before = self.cache.cache_seqlens.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles kernels; what it writes into the cache is written again
+        with torch.cuda.stream(stream):  # compiles the kernels; the graph writes the same position again
             self._step()
         torch.cuda.current_stream().wait_stream(stream)
         self.cache.cache_seqlens.copy_(before)
@@ -217,7 +207,7 @@ class Decoder:
             weights = (None, None) if is_gpt else (block.ln_1.weight, block.ln_2.weight)
             inputs = row(y, x, mix, dtype=dtype, add=True, norm_eps=eps, norm_weight=weights[0], rounding=qkv.rounding)
             y = attention(
-                qkv(*inputs), cos, sin, *cache.get_layer_cache(i), cache.cache_seqlens, cache.first,
+                qkv(*inputs), cos, sin, *cache.get_layer_cache(i), cache.cache_seqlens, None,
                 model.config.n_head, model.window_sizes[i][0] if is_gpt else -1, eps if is_gpt else None,
             )  # fmt: skip
             inputs = row(y, dtype=dtype, rounding=attention_out.rounding) if attention_out.rounding else (y[0], None)

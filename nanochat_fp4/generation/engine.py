@@ -1,18 +1,17 @@
 """
-Text generation with a key/value cache, and with the calculator that a chat model calls between <|python_start|> and
-<|python_end|>. Works on token ids; the tokenizer is needed only to know the special ones and to read expressions.
+Text generation with a key/value cache, and with the calculator that a chat model calls.
 
-What a row is given must not depend on what else is in the batch. Two things could break that, and this is the rule:
+A call lies between <|python_start|> and <|python_end|>. The engine works on token ids.
 
-- Sampling: each row draws from a generator of its own, seeded by (seed + row). Row i of num_samples=8 is row i of 16.
-- NVFP4: a quantized activation has one scale per tensor, made from the largest value in it. If that tensor were the
-  whole batch, a neighbour with a large value would change the codes of every row, and a prompt read at once would be
-  rounded differently from the same prompt read token by token. So whoever generates with a quantized forward does it
-  with scales per token (nvfp4's per_token_scale context), where each token is rounded by itself; training and BPB keep
-  the method's scales per tensor. Prefill and decoding both go through model(ids, kv_cache=...), so one context around
-  `generate` covers both, and the cached result equals the uncached one.
+Rule: a row's tokens do not depend on the other rows of the batch. Two things could break the rule:
 
-What is left is the order of floating-point sums, which a matrix library may choose by the number of rows.
+- Sampling. Each row draws from a generator of its own, seeded by (seed + row). Row i of num_samples=8 is row i of 16.
+- NVFP4. Training quantizes an activation with one scale per tensor, made from the tensor's amax. In generation a
+  neighbour's amax would change every row's codes. A prompt read at once would differ from the same prompt read token by
+  token. So the caller enters nvfp4's per_token_scale around generation with a quantized forward. One context covers
+  prefill and decoding, because both go through model(ids, kv_cache=...).
+
+The order of floating-point sums may still depend on the number of rows.
 """
 
 from collections import deque
@@ -32,10 +31,10 @@ from nanochat_fp4.nvfp4.contexts import per_token_scale, quantize_weights_once
 
 class KVCache:
     """
-    Keys and values of all layers, (num_layers, batch_size, seq_len, num_heads, head_dim) each, filled from the left.
+    Keys and values of all layers, filled from the left.
 
-    The layout is FlashAttention-3's: attention writes into the cache in place, and all rows are at the same position.
-    dtype: what the model computes attention in (Engine finds it out); another one is an error in attention.
+    Two tensors of shape (num_layers, batch_size, seq_len, num_heads, head_dim), in FlashAttention-3's layout. Attention
+    writes into the cache in place. All rows are at the same position. dtype must be the dtype of the model's attention.
     """
 
     def __init__(
@@ -53,11 +52,9 @@ class KVCache:
         shape = (num_layers, batch_size, seq_len, num_heads, head_dim)
         self.k_cache = torch.zeros(shape, device=device, dtype=dtype)
         self.v_cache = torch.zeros(shape, device=device, dtype=dtype)
-        # The position twice: on the device for FlashAttention, and as a number, because reading it back would stall.
+        # The position twice, on the device for FlashAttention and as a number. Reading from the device would stall.
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self._position = 0
-        # Where each row begins, (batch_size,) int32; None: all at 0. Rows that joined later see nothing before it.
-        self.first: Tensor | None = None
 
     def reset(self) -> None:
         """Empty the cache (without clearing the memory)."""
@@ -68,33 +65,17 @@ class KVCache:
         """Positions filled so far, the same in every row."""
         return self._position
 
-    def move_to(self, position: int) -> None:
-        """Go on at this position, whatever the positions before it hold."""
-        self.cache_seqlens.fill_(position)
-        self._position = position
-
-    def view_of_row(self, row: int, position: int) -> "KVCache":
-        """One row as a cache of its own that begins at this position; what is written into it is written here."""
-        view = object.__new__(KVCache)
-        vars(view).update(vars(self))
-        view.batch_size = 1
-        view.k_cache, view.v_cache = self.k_cache[:, row : row + 1], self.v_cache[:, row : row + 1]
-        view.cache_seqlens = torch.empty_like(self.cache_seqlens[:1])
-        view.move_to(position)
-        view.first = view.cache_seqlens.clone()
-        return view
-
     def get_layer_cache(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's keys and values, (batch_size, seq_len, num_heads, head_dim) each."""
         return self.k_cache[layer_idx], self.v_cache[layer_idx]
 
     def advance(self, num_tokens: int) -> None:
-        """Count num_tokens more positions as filled; the last layer of a forward does this."""
+        """Count num_tokens more positions as filled. The last layer of a forward calls this."""
         self.cache_seqlens += num_tokens
         self._position += num_tokens
 
     def prefill(self, other: "KVCache") -> None:
-        """Take over what `other` holds (of one row, or of as many rows as this one). Raises ValueError."""
+        """Copy `other`, a cache of one row or of as many rows as this one. Raises ValueError."""
         position = other.get_pos()
         mine, theirs = self.k_cache.shape, other.k_cache.shape
         if self._position != 0:
@@ -108,7 +89,7 @@ class KVCache:
         self.advance(position)
 
 
-COLDEST = 1e-6  # below this temperature the quotients overflow, and nothing but the most likely token is left
+COLDEST = 1e-6  # below this temperature, logits / temperature could overflow
 
 
 @torch.inference_mode()
@@ -118,8 +99,8 @@ def sample_next_token(
     """
     logits (B, vocab_size) -> one token id a row, (B, 1). Row i draws from rngs[i].
 
-    temperature 0 takes the most likely token (the lowest id among equals) and draws nothing; top_k (None or 0: all)
-    keeps the top_k most likely ones. Raises ValueError for a negative temperature or top_k.
+    Temperature 0 takes the most likely token, the lowest id among equals, and draws nothing. top_k limits the choice to
+    the top_k most likely tokens. None or 0 is no limit. Raises ValueError for a negative temperature or top_k.
     """
     if top_k is not None and top_k < 0:
         raise ValueError(f"top_k {top_k} is negative; use 0 for all tokens")
@@ -135,8 +116,47 @@ def sample_next_token(
     return choice if ids is None else ids.gather(1, choice)
 
 
+class AnswerText:
+    """
+    The text of an answer, token by token.
+
+    A character whose bytes are spread over several tokens is shown when complete. The text has a tool call with its
+    result as "[12*3 = 36]", and a call without a result as "[1/0]".
+    """
+
+    MARKERS = (
+        ("<|python_end|><|output_start|>", " = "),
+        ("<|python_start|>", "["),
+        ("<|python_end|>", "]"),
+        ("<|output_start|>", "["),
+        ("<|output_end|>", "]"),
+    )
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []
+        self.shown = ""
+
+    def add(self, token: int) -> str:
+        """The text that became complete with this token."""
+        self.tokens.append(token)
+        text = self.tokenizer.decode(self.tokens)
+        # After a call's end, the next token decides whether " = " or "]" follows.
+        return "" if text.endswith(("\ufffd", "<|python_end|>")) else self._new(text)
+
+    def rest(self) -> str:
+        """The text that add() held back."""
+        return self._new(self.tokenizer.decode(self.tokens))
+
+    def _new(self, text: str) -> str:
+        for marker, readable in self.MARKERS:
+            text = text.replace(marker, readable)
+        piece, self.shown = text[len(self.shown) :], text
+        return piece
+
+
 class RowState:
-    """One row while it is generated: its tool call, the tokens that are to be put into its mouth, whether it ended."""
+    """One row during generation. forced: tokens of a tool's result, which replace the next sampled tokens."""
 
     def __init__(self) -> None:
         self.forced: deque[int] = deque()
@@ -149,8 +169,8 @@ class Engine:
     """
     Generates from `model` (gpt.GPT, or anything with its config, get_device and call) with a key/value cache.
 
-    `tokenizer` needs encode_special, get_bos_token_id, encode and decode. On CUDA call it inside gpt.autocast("cuda").
-    fused: tokens after the prompt by decoding.Decoder; None: on CUDA, where it can.
+    `tokenizer` needs encode_special, get_bos_token_id, encode and decode. On CUDA generate inside gpt.autocast("cuda").
+    fused: whether decoding.Decoder makes the tokens after the prompt. None: on CUDA, if the Decoder takes the model.
     """
 
     def __init__(self, model: Any, tokenizer: Any, fused: bool | None = None):
@@ -161,7 +181,7 @@ class Engine:
         self.terminal = {special["assistant_end"], tokenizer.get_bos_token_id()}
 
     def _max_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
-        """How many tokens may follow the prompt: as asked for; without a wish, up to the model's sequence length."""
+        """max_tokens, checked against the model's positions. None: the rest of the model's sequence length."""
         sequence_len = self.model.config.sequence_len
         if max_tokens is None:
             if prompt_len >= sequence_len:
@@ -178,7 +198,7 @@ class Engine:
         return max_tokens
 
     def decoder(self, cache: KVCache) -> Callable[[Tensor], Tensor]:
-        """A function of one more token a row, (B,) -> logits (B, vocab_size), which the next call may overwrite."""
+        """A function from one more token a row (B,) to logits (B, vocab_size). The next call may overwrite them."""
         fused = cache.k_cache.is_cuda if self.fused is None else self.fused
         if fused and (self.fused or unsupported_reason(self.model, cache) is None):
             return Decoder(self.model, cache)
@@ -213,11 +233,10 @@ class Engine:
         """
         Continue the prompt `tokens` in num_samples independent rows; yield (token of each row, mask of each row).
 
-        A mask is 1 for a token the model chose and 0 for one that was put in (a calculator's result). Ends when every
-        row has produced <|assistant_end|> or <|bos|> (which are yielded; what a row yields afterwards is to be
-        ignored),
-        and after max_tokens at the latest; max_tokens None: at the model's sequence length.
-        Raises ValueError: empty prompt, fewer than one sample, more positions than the model has.
+        A mask is 1 for a token of the model's choice and 0 for a token of a calculator's result. Generation ends after
+        max_tokens, and when every row has produced <|assistant_end|> or <|bos|>. The end token is yielded; ignore the
+        row's later tokens. max_tokens None: up to the model's sequence length. Raises ValueError for an empty prompt,
+        for fewer than one sample, and for more positions than the model has.
         """
         if not tokens:
             raise ValueError("the prompt is empty; give at least one token (usually <|bos|>)")
@@ -249,7 +268,7 @@ class Engine:
             logits = decoder(torch.tensor(column, dtype=torch.long, device=device))
 
     def follow(self, row: RowState, token: int) -> None:
-        """Update a row's state by its next token; where that ends a tool call, line up the result."""
+        """Update a row's state by its next token. If the token ends a tool call, line up the result."""
         if row.completed:
             return
         if token in self.terminal:
@@ -269,7 +288,7 @@ class Engine:
         self, tokens: list[int], num_samples: int = 1, **kwargs: Any
     ) -> tuple[list[list[int]], list[list[int]]]:
         """
-        As `generate` (same arguments), all at once: (token sequences, masks), one of each a sample.
+        `generate` with the same arguments, as (token sequences, masks), one of each a sample.
 
         A sequence starts with the prompt (mask 0) and ends before its <|assistant_end|> or <|bos|>.
         """
@@ -295,11 +314,11 @@ class Engine:
         seed: int = 42,
     ) -> list[list[list[int]]]:
         """
-        What generate_batch gives for each of several prompts (its sequences, num_samples a prompt), all side by side.
+        The sequences of generate_batch for several prompts side by side, num_samples a prompt.
 
-        All rows stay at the same position: as many tokens as the shortest prompt has are read at once, and from there
-        on a row whose prompt is longer takes its next token from it instead of sampling. Prompts of similar length
-        waste least. max_tokens counts from each prompt's own end. Raises ValueError as generate does.
+        All rows stay at the same position. The first tokens, up to the shortest prompt's length, are read at once. From
+        there on a row with a longer prompt takes its next token from the prompt instead of sampling. Prompts of similar
+        length waste least. max_tokens counts from each prompt's own end. Raises ValueError as generate does.
         """
         if not prompts or not all(prompts):
             raise ValueError("there is no prompt, or one of them is empty; give each at least one token")
@@ -332,7 +351,7 @@ class Engine:
                         sequences[i].append(token)
             if all(row.completed or len(sequences[i]) >= ends[i] for i, row in enumerate(rows)):
                 break
-            # A row that ended goes on with its last token; nobody looks at what it says.
+            # A row that ended repeats its last token, and its logits are not used.
             column = [sequence[min(position, len(sequence) - 1)] for sequence in sequences]
             if position + 1 < max(ends):
                 logits = decoder(torch.tensor(column, dtype=torch.long, device=device))
@@ -356,7 +375,7 @@ PROMPTS = (
 def draw_samples(
     model: torch.nn.Module, tokenizer: Any, prompts: Sequence[str] = PROMPTS, max_tokens: int = 16
 ) -> list[str]:
-    """Each prompt with its greedy continuation, in the precision that the model has at the moment."""
+    """Each prompt with its greedy continuation, in the model's current precision."""
     engine = Engine(model, tokenizer)
     device = model.get_device()
     samples = []

@@ -161,17 +161,16 @@ def _describe(device_type: str, windowed: bool) -> str:
 # Tk positions. Results are (B, Tq, H, D).
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, left: int, first: Tensor | None = None) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     num_q, num_k = q.size(2), k.size(2)
     if num_q == 1 and left >= 0:  # one new token: what it sees is a slice, and needs no mask
         k, v = k[:, :, -(left + 1) :], v[:, :, -(left + 1) :]
-        first = None if first is None else first - (num_k - k.size(2))
         num_k = k.size(2)
     # Two bools also where the compiler has symbols for sizes, of which SDPA takes no comparison.
     grouped, causal = (True if found else False for found in (q.size(1) != k.size(1), num_q > 1))
     narrow = 0 <= left < num_k - 1
-    if first is None and (num_q == 1 or (num_q == num_k and not narrow)):
+    if num_q == 1 or (num_q == num_k and not narrow):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
         return y.transpose(1, 2)
     query = torch.arange(num_k - num_q, num_k, device=q.device).unsqueeze(1)
@@ -179,8 +178,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, left: int, first: Tensor | None = Non
     mask = key <= query
     if narrow:
         mask = mask & (query - key <= left)
-    if first is not None:
-        mask = mask & (key >= first.view(-1, 1, 1, 1))
     if grouped:  # with a mask, CUDA has no fused kernel for grouped heads: without copies it would keep T x T scores
         repeats = q.size(1) // k.size(1)
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
@@ -255,15 +252,13 @@ def flash_attn_with_kvcache(
     position: int | None = None,
     causal: bool = True,
     window_size: tuple[int, int] = (-1, 0),
-    first: Tensor | None = None,
 ) -> Tensor:
     """
     Attention of T new tokens to themselves and to what the caches hold; writes k and v into the caches.
 
     q (B, T, H, D), k and v (B, T, H_kv, D); k_cache and v_cache (B, T_max, H_kv, D) in q's dtype, changed in place;
     cache_seqlens (B,) int32, how many positions are filled: the same for all rows, and `position` is that number where
-    the caller knows it (reading it from a GPU would stall); first (B,) int32, where a row begins: it does not see the
-    positions before (None: 0 for all). Returns (B, T, H, D). No gradient.
+    the caller knows it (reading it from a GPU would stall). Returns (B, T, H, D). No gradient.
     Raises ValueError for a cache of another dtype and for one that is full.
     """
     if not causal:
@@ -278,9 +273,8 @@ def flash_attn_with_kvcache(
         raise ValueError(f"the KV cache holds {k_cache.size(1)} positions and {end} are needed; make it longer")
     if _choose(q, window_size[0]) == "fa3":
         return _fa3.flash_attn_with_kvcache(
-            q, k_cache, v_cache, k=k, v=v, cache_seqlens=cache_seqlens, cache_leftpad=first, causal=True,
-            window_size=window_size,
+            q, k_cache, v_cache, k=k, v=v, cache_seqlens=cache_seqlens, causal=True, window_size=window_size,
         )  # fmt: skip
     k_cache[:, position:end] = k
     v_cache[:, position:end] = v
-    return _sdpa(q, k_cache[:, :end], v_cache[:, :end], window_size[0], first)
+    return _sdpa(q, k_cache[:, :end], v_cache[:, :end], window_size[0])

@@ -240,7 +240,6 @@ class CausalSelfAttention(nn.Module):
                 position=kv_cache.get_pos(),
                 causal=True,
                 window_size=window_size,
-                first=kv_cache.first,
             )
             if self.layer_idx == kv_cache.n_layers - 1:
                 kv_cache.advance(q.size(1))

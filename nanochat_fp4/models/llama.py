@@ -123,7 +123,6 @@ class Attention(nn.Module):
             k_cache, v_cache = kv_cache.get_layer_cache(self.layer_idx)
             y = flash_attention.flash_attn_with_kvcache(
                 q, k_cache, v_cache, k=k, v=v, cache_seqlens=kv_cache.cache_seqlens, position=kv_cache.get_pos(),
-                first=kv_cache.first,
             )  # fmt: skip
             if self.layer_idx == kv_cache.n_layers - 1:
                 kv_cache.advance(q.size(1))

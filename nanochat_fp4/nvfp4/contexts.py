@@ -36,19 +36,22 @@ def _inside(asked: dict[QuantLinear, dict[str, Any]]) -> Iterator[None]:
             layer.change_context(lambda entered: {c: fields for c, fields in entered.items() if c is not this})
 
 
-def _layers(model: nn.Module) -> list[QuantLinear]:
+def _layers(model: nn.Module, context: str) -> list[QuantLinear]:
+    """The model's converted layers. Raises ValueError that names the context for anything but a module."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{context}: got {type(model).__name__}, expected a torch.nn.Module; pass the converted model")
     return [m for m in model.modules() if isinstance(m, QuantLinear)]
 
 
 def full_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Inside this context the converted layers compute like nn.Linear: to evaluate a model in BF16."""
-    return _inside({layer: {"full_precision": True} for layer in _layers(model)})
+    return _inside({layer: {"full_precision": True} for layer in _layers(model, "full_precision")})
 
 
 def per_token_scale(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Inside this context every token has a tensor_scale of its own. A token's result then does not depend on the other
     tokens of the batch. Generation needs this: a token is computed alone, in a prompt, or next to strangers."""
-    return _inside({layer: {"per_token": True} for layer in _layers(model)})
+    return _inside({layer: {"per_token": True} for layer in _layers(model, "per_token_scale")})
 
 
 def _version(weight: torch.Tensor) -> tuple[int, int, int]:
@@ -69,6 +72,7 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     if a weight changed otherwise or was exchanged. A change in place through .data, which PyTorch does not count, is
     not seen.
     """
+    _layers(model, "quantize_weights_once")
     groups = [g for g in groups_computed_as_one(model) if not g[0].packed]
     # FSDP's codes are made by sharding.py.
     groups = [g for g in groups if g[0].divided or not any(hasattr(layer.weight, "device_mesh") for layer in g)]
@@ -113,15 +117,16 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
     Raises ValueError for a model inside DistributedDataParallel, whose reduction waits for gradients that autograd
     accumulates. Raises RuntimeError at the end if a weight's grad was dropped or exchanged inside.
     """
+    layers = _layers(model, "accumulate_gradients")
     if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
         raise ValueError(
             "accumulate_gradients: DistributedDataParallel reduces gradients while autograd accumulates them, and "
             "would not see these; average weight.grad over the ranks after the last micro-batch, or leave this out"
         )
     asked: dict[QuantLinear, dict[int, torch.Tensor]] = {
-        layer: layer.context.gradients for layer in _layers(model) if layer.context.gradients
+        layer: layer.context.gradients for layer in layers if layer.context.gradients
     }
-    owners = Counter(layer.weight for layer in _layers(model))
+    owners = Counter(layer.weight for layer in layers)
     for group in groups_of(model, lambda m: m not in asked and owners[m.weight] == 1 and _takes_gradients(m)):
         together = _make_gradients([layer.weight for layer in group]).data
         for layer in group:

@@ -496,10 +496,12 @@ def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int
     seed (an int, or an int64 tensor) determines rotation and rounding; the deterministic roundings ignore it.
     The ms_eden roundings return the operand in rotated space: it approximates rotate(x, seed).
     Raises ValueError for an unknown rounding, an integer tensor, a K that is not a multiple of 16 (128 for ms_eden, 32
-    for MX), an empty tensor or one on the meta device, and for values that are NaN or Inf in FP32, before or after the
-    rotation.
+    for MX), an empty tensor or one on the meta device, a seed of another type, and for values that are NaN or Inf in
+    FP32, before or after the rotation or the rounding.
     """
     spec = get_rounding(rounding)
+    if not isinstance(seed, int) and not (isinstance(seed, torch.Tensor) and seed.dtype == torch.int64):
+        raise ValueError(f"quantize: the seed is {seed!r}, expected an int or an int64 tensor")
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise ValueError(f"quantize: expected a floating-point tensor, got {kind}; convert it with .float()")
@@ -520,7 +522,10 @@ def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int
     t = quantize_reference(x, spec, seed=seed, rht_dim=RHT_DIM if spec.ms_eden else 0)
     if not torch.isfinite(t.tensor_scale):
         raise ValueError(f"quantize: values up to {x.abs().max():.1e} overflow when rotated; scale the tensor down")
-    return NVFP4Tensor(t.codes, t.scales, t.tensor_scale)
+    result = NVFP4Tensor(t.codes, t.scales, t.tensor_scale)
+    if not torch.isfinite(result.dequantize()).all():  # rounding up may leave FP32's range
+        raise ValueError(f"quantize: values up to {x.abs().max():.1e} overflow when rounded; scale the tensor down")
+    return result
 
 
 def mean_squared_error(rounding: str, *, samples: int = 1 << 22, seed: int = 0) -> float:

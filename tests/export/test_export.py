@@ -174,7 +174,7 @@ def test_evaluations_make_weights_once(tiny_base, tmp_path, monkeypatch, capsys)
 
     def watched(model, *args, **kwargs):
         groups = groups_computed_as_one(model)
-        made_anew.append(any(g[0].weight_operand is g[0].stacked_operand is None for g in groups))
+        made_anew.append(any(not (g[0].context.weights or g[0].packed) for g in groups))
         return forward(model, *args, **kwargs)
 
     monkeypatch.setattr(GPT, "forward", watched)

@@ -3,8 +3,10 @@
 import base64
 import http.client
 import json
+import logging
 import os
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,15 +16,15 @@ import torch
 
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.generation.batching import Batcher, Request
 from nanochat_fp4.generation.engine import Engine
+from nanochat_fp4.generation.worker import Worker
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from scripts import chat_web
 from tests._browser import CHROMIUM, Browser
 
 pytest.importorskip("fastapi")
-uvicorn = pytest.importorskip("uvicorn")
-from nanochat_fp4.generation.chat_server import Limits, create_app  # noqa: E402
+pytest.importorskip("uvicorn")
+from nanochat_fp4.generation.chat_server import Limits, OncePerMinute, create_app, make_server  # noqa: E402
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script> & ]]> \u202e"
 
@@ -36,7 +38,6 @@ class Says:
         self.calls = 0
         self.script = [*tokenizer.encode(text), tokenizer.encode_special("<|assistant_end|>")]
         self.config = GPTConfig(n_head=1, n_kv_head=1, n_embd=2, n_layer=1, sequence_len=512)
-        self.begun = {}  # where a row began -> how many tokens it has
 
     def get_device(self):
         return "cpu"
@@ -45,13 +46,10 @@ class Says:
         assert self.gate.wait(120)
         self.calls += 1
         logits = torch.zeros(*ids.shape, self.tokenizer.get_vocab_size())
-        for row in range(ids.size(0)):
-            if ids.size(1) > 1:
-                self.prompt_end = kv_cache.get_pos() + ids.size(1)
-                said = 0
-            else:
-                said = kv_cache.get_pos() + 1 - self.prompt_end
-            logits[row, -1, self.script[min(said, len(self.script) - 1)]] = 50.0
+        if ids.size(1) > 1:
+            self.prompt_end = kv_cache.get_pos() + ids.size(1)
+        said = kv_cache.get_pos() + ids.size(1) - self.prompt_end
+        logits[0, -1, self.script[min(said, len(self.script) - 1)]] = 50.0
         kv_cache.advance(ids.size(1))
         return logits
 
@@ -63,19 +61,19 @@ def tokenizer():
 
 @pytest.fixture
 def serve(tokenizer):
-    """serve(model or text, limits) -> port of a running server; the model is .model of the returned object."""
+    """serve(model or text, limits) -> a running Served."""
     stops = []
 
-    def start(says="an answer in words", limits=Limits(), **batch):  # noqa: B008
+    def start(says="an answer in words", limits=Limits(), contexts=None, **line):  # noqa: B008
         model = Says(tokenizer, says) if isinstance(says, str) else says
-        contexts = {name: torch.no_grad for name in ("nvfp4", "bf16")}
-        batcher = Batcher(Engine(model, tokenizer), contexts=contexts, **{"rows": 1, **batch})
+        contexts = contexts or {name: torch.no_grad for name in ("nvfp4", "bf16")}
+        worker = Worker(Engine(model, tokenizer), contexts=contexts, **line)
         defaults = {"temperature": 0.0, "top_k": 0, "max_tokens": 100}
         info = {"model": "a test", "method": "clover", "device": "cpu", "defaults": defaults}
         info["precisions"] = {"nvfp4": "NVFP4 (clover)", "bf16": "BF16"}
-        app = create_app(batcher, info, defaults=defaults, limits=limits)
+        app = create_app(worker, info, defaults=defaults, limits=limits)
         listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        server = make_server(app, limits=limits)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         port = listener.getsockname()[1]
@@ -84,10 +82,10 @@ def serve(tokenizer):
             model.gate.set() if isinstance(model, Says) else None
             server.should_exit = True
             thread.join()
-            batcher.close()
+            worker.close()
 
         stops.append(stop)
-        return Served(port, batcher, model)
+        return Served(port, worker, model)
 
     yield start
     for stop in stops:
@@ -95,8 +93,8 @@ def serve(tokenizer):
 
 
 class Served:
-    def __init__(self, port, batcher, model):
-        self.port, self.batcher, self.model = port, batcher, model
+    def __init__(self, port, worker, model):
+        self.port, self.worker, self.model = port, worker, model
         self.url = f"http://127.0.0.1:{port}/"
 
     def post(self, body, path="/chat/completions", **headers):
@@ -105,11 +103,40 @@ class Served:
         connection.request("POST", path, body if isinstance(body, bytes | str) else json.dumps(body), headers)
         return connection.getresponse()
 
+    def get(self, path):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+    def send(self, data):
+        """A connection that has sent these bytes."""
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=120)
+        client.sendall(data)
+        return client
+
     def ask(self, text="ask", **options):
         response = self.post({"messages": [{"role": "user", "content": text}], **options})
         assert response.status == 200, response.read()
-        events = [json.loads(part[6:]) for part in response.read().decode().split("\n\n") if part]
+        events = events_of(response)
         return "".join(e.get("token", "") for e in events), events[-1]
+
+
+def events_of(response):
+    return [json.loads(part[6:]) for part in response.read().decode().split("\n\n") if part]
+
+
+def until(condition):
+    """Waits; the limit is for what hangs."""
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+MESSAGE = {"messages": [{"role": "user", "content": "x"}]}
+HEAD = b"POST /chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HALF_BODY = HEAD + b"Content-Length: 100\r\n\r\n{"
 
 
 def test_an_answer_is_streamed_and_counted(serve):
@@ -129,89 +156,183 @@ def test_the_prompt_is_the_conversation_as_it_was_trained_on(serve, tokenizer):
     model.init_weights()
     torch.nn.init.normal_(model.lm_head.weight)
     served = serve(model.float())
-    turns = [("user", "ask"), ("assistant", "answered"), ("user", "and <|user_end|> another")]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    body = served.post({"messages": messages, "max_tokens": 8}).read().decode()
-    said = "".join(json.loads(part[6:]).get("token", "") for part in body.split("\n\n") if part)
+    contents = ("ask", "answered", "and <|user_end|> another")
+    events = events_of(served.post(said(*contents, max_tokens=8)))
+    text = "".join(event.get("token", "") for event in events)
     special = tokenizer.encode_special
     tokens = [tokenizer.get_bos_token_id()]
-    for role, content in turns:
+    for role, content in zip(("user", "assistant", "user"), contents):
         tokens += [special(f"<|{role}_start|>"), *tokenizer.encode(content), special(f"<|{role}_end|>")]
     tokens.append(special("<|assistant_start|>"))
-    expected = served.batcher.submit(Request(tokens, 8, temperature=0.0, top_k=0, precision="nvfp4"))
-    assert said and said == "".join(expected)
+    expected = served.worker.engine.generate_batch(tokens, max_tokens=8, temperature=0)[0][0][len(tokens) :]
+    assert text and text == tokenizer.decode(expected)
 
 
-@pytest.mark.parametrize(
-    "body, status, says",
-    [
-        ("{", 400, "not JSON"),
-        ("[" * 100_000, 400, "not JSON"),
-        ({"messages": []}, 400, "expected {'messages'"),
-        ({"messages": [{"role": "system", "content": "x"}]}, 400, "message 0: expected role 'user'"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, 400, "message 0"),
-        (
-            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
-            400,
-            "the last message",
-        ),
-        ({"messages": [{"role": "user", "content": "x"}] * 1}, 200, ""),
-        ({"messages": [{"role": "user", "content": "x" * 101}]}, 413, "101 characters, at most 100"),
-        (
-            {"messages": [{"role": "user", "content": "ask and " * 12}], "temperature": "hot"},
-            400,
-            "temperature is 'hot'",
-        ),
-        ({"messages": [{"role": "user", "content": "x"}], "temperature": 1e9}, 400, "expected 0.0 to 2.0"),
-        ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, 400, "max_tokens is 0"),
-        ({"messages": [{"role": "user", "content": "x"}], "top_k": True}, 400, "top_k is True"),
-        ({"messages": [{"role": "user", "content": "x"}], "precision": "fp8"}, 400, "'fp8' is not to be had"),
-        ("[" + " " * 5000 + "]", 413, "more than 4000 bytes"),
-    ],
-)
-def test_bad_requests_are_refused_in_one_line(serve, body, status, says):
-    response = serve(limits=Limits(message=100, body=200_000 if body == "[" * 100_000 else 4000)).post(body)
-    text = response.read().decode()
-    assert response.status == status, text
-    assert status == 200 or (says in json.loads(text)["error"] and "\n" not in text)
+def said(*contents, **options):
+    roles = ("user", "assistant", "user")
+    return {"messages": [{"role": role, "content": c} for role, c in zip(roles, contents)], **options}
+
+
+BAD_REQUESTS = [
+    ("{", 400, "not JSON"),
+    ("[" * 100_000, 400, "not JSON"),
+    (" " * 200_000, 413, "more than 150000 bytes"),
+    ({"messages": []}, 400, "expected {'messages'"),
+    ({"messages": [{"role": "system", "content": "x"}]}, 400, "message 0: expected role 'user'"),
+    (said(["x"]), 400, "message 0"),
+    (said("x", "y"), 400, "the last message"),
+    (said("x" * 101), 413, "101 characters, at most 100"),
+    (said("x", temperature="hot"), 400, "temperature is 'hot'"),
+    (said("x", temperature=1e9), 400, "expected 0.0 to 2.0"),
+    (said("x", max_tokens=0), 400, "max_tokens is 0"),
+    (said("x", top_k=True), 400, "top_k is True"),
+    (said("x", precision="fp8"), 400, "'fp8' is unknown here"),
+]
+
+
+def test_bad_requests_are_refused_in_one_line(serve):
+    served = serve(limits=Limits(message=100, body=150_000))
+    for body, status, says in BAD_REQUESTS:
+        response = served.post(body)
+        text = response.read().decode()
+        assert response.status == status and says in json.loads(text)["error"] and "\n" not in text, (body, text)
 
 
 def test_other_sites_and_other_names_are_kept_out(serve):
-    served = serve()
-    body = json.dumps({"messages": [{"role": "user", "content": "x"}]})
+    served, body = serve(), json.dumps(MESSAGE)
     assert served.post(body, Content_Type="text/plain").status == 400  # what a foreign form may send
     assert served.post(body, Host="attacker.example").status == 400
     assert served.post(body).status == 200
 
 
-def test_too_many_requests_and_too_many_at_once(serve):
+def test_too_many_requests_and_a_full_line(serve):
     served = serve(limits=Limits(per_minute=3), waiting=1)
     served.model.gate.clear()
-    message = {"messages": [{"role": "user", "content": "x"}]}
-    first = served.post(message)  # answered: its row waits for the gate
-    while served.batcher.load != (1, 0):
-        time.sleep(0.01)
-    second = served.post(message)
-    third = served.post(message)
-    assert third.status == 503 and "waiting already" in third.read().decode()
-    fourth = served.post(message)
+    first = served.post(MESSAGE)  # is answered as far as the gate lets it
+    second = served.post(MESSAGE)
+    assert served.worker.load == (1, 1)
+    third = served.post(MESSAGE)
+    assert third.status == 503 and "1 requests are waiting already" in third.read().decode()
+    fourth = served.post(MESSAGE)
     assert fourth.status == 429 and "more than 3 requests" in fourth.read().decode()
     served.model.gate.set()
-    assert b'"finish": "end"' in first.read() and b'"finish": "end"' in second.read()
+    assert "waiting" not in str(events_of(first))
+    assert [e.get("waiting") for e in events_of(second)][:2] == [1, 0]
 
 
-def test_who_leaves_stops_the_answer(serve):
+def test_who_leaves_stops_the_answer_and_makes_room(serve):
     served = serve(says="word " * 90)
-    response = served.post({"messages": [{"role": "user", "content": "x"}]})
-    assert response.read(10)
     served.model.gate.clear()
-    response.close()
+    responses = [served.post(MESSAGE) for _ in range(3)]
+    responses[1].close()  # while it waits
+    until(lambda: served.worker.load == (1, 1))
+    responses[0].close()  # while it is answered
+    until(lambda: served.worker._line[0].cancelled)
     calls = served.model.calls
-    time.sleep(0.2)  # the server notices the closed connection between two tokens
     served.model.gate.set()
-    while served.batcher.load != (0, 0):
-        time.sleep(0.01)
-    assert served.model.calls <= calls + 45  # of the 90 and more that it would have said
+    assert [e.get("waiting") for e in events_of(responses[2])][:3] == [2, 1, 0]
+    assert served.model.calls <= calls + 2 + len(served.model.script)
+
+
+def test_a_failing_answer_is_told_and_the_next_one_comes(serve):
+    """A context that raises, then a cache that cannot be made."""
+    broken = threading.Event()
+    broken.set()
+
+    def context():
+        if broken.is_set():
+            raise RuntimeError("no such\ncontext")
+        return torch.no_grad()
+
+    served = serve(contexts={"nvfp4": context})
+    assert served.ask()[1]["finish"] == "failed: RuntimeError: no such context"
+    assert json.loads(served.get("/health")[1])["status"] == "failed: RuntimeError: no such context"
+    broken.clear()
+    new_cache, served.worker.engine.new_cache = served.worker.engine.new_cache, None
+    assert served.ask()[1]["finish"].startswith("failed: TypeError")
+    served.worker.engine.new_cache = new_cache
+    assert served.ask()[0] == "an answer in words"
+    assert json.loads(served.get("/health")[1])["status"] == "ok"
+
+
+def test_everybody_is_told_when_the_worker_dies(serve, caplog):
+    served = serve()
+    served.model.gate.clear()
+    responses = [served.post(MESSAGE) for _ in range(3)]
+
+    def die(*_):
+        raise SystemExit
+
+    served.worker.engine.terminal = type("Dies", (), {"__contains__": die})()
+    served.model.gate.set()
+    for response in responses:
+        assert events_of(response)[-1]["finish"].startswith("failed: the server's worker has ended")
+    assert [r.getMessage() for r in caplog.records] == ["the worker has ended: SystemExit: SystemExit"]
+    status, body = served.get("/health")
+    assert status == 503 and json.loads(body)["status"] == "the worker has ended"
+    refused = served.post(MESSAGE)
+    assert refused.status == 503 and "worker has ended; restart" in refused.read().decode()
+
+
+def test_half_sent_requests_shut_nobody_out(serve, caplog):
+    served = serve(limits=Limits(connections=40, per_minute=0))
+    served.model.gate.clear()
+    answered = served.post(MESSAGE)
+    halves = [served.send(HEAD if i % 2 else HALF_BODY) for i in range(60)]
+    assert served.get("/health")[0] == 200
+    served.model.gate.set()
+    assert events_of(answered)[-1]["finish"] == "end" and served.ask()[1]["finish"] == "end"
+    for half in halves:
+        half.close()
+    served.get("/health")
+    assert caplog.text == ""
+
+
+def test_beyond_the_limit_of_connections_is_503(serve):
+    served = serve(limits=Limits(connections=3, per_minute=0))
+    served.model.gate.clear()
+    answered = [served.post(MESSAGE) for _ in range(2)]
+    assert served.get("/health")[0] == 503
+    served.model.gate.set()
+    assert [events_of(a)[-1]["finish"] for a in answered] == ["end", "end"]
+
+
+def test_heads_and_bodies_have_a_deadline(serve):
+    served = serve(limits=Limits(seconds=1))
+    head, body = served.send(HEAD), served.send(HALF_BODY)
+    assert head.recv(1000) == b""
+    answer = b""
+    while part := body.recv(1000):
+        answer += part
+    assert answer.startswith(b"HTTP/1.1 408") and b"incomplete after 1 seconds; send" in answer
+    again = served.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert again.recv(10_000)
+    again.sendall(HEAD)  # a second request of the same connection
+    while again.recv(1000):
+        pass
+
+
+def test_a_client_that_leaves_mid_body_is_no_traceback(serve, caplog):
+    served = serve()
+    served.send(HALF_BODY).close()
+    for _ in range(3):
+        assert served.get("/health")[0] == 200
+    assert caplog.text == ""
+
+
+def test_a_trouble_is_one_line_a_minute():
+    now = [0.0]
+    once = OncePerMinute(clock=lambda: now[0])
+    lines = []
+    for now[0] in (0, 1, 59, 61, 130):
+        try:
+            raise ValueError("two\nlines")
+        except ValueError:
+            record = logging.LogRecord("x", logging.ERROR, "", 0, "trouble\nof %s", ("somebody",), sys.exc_info())
+        if once.filter(record):
+            lines.append(logging.Formatter().format(record))
+    said = "trouble of somebody: ValueError: two lines"
+    assert lines == [said, said + " (2 more like this before)", said]
 
 
 @pytest.fixture
@@ -267,6 +388,19 @@ def test_the_page_asks_streams_stops_and_asks_again(page):
     browser.wait("document.body?.dataset.ready === 'yes' && !document.querySelector('.message')")
 
 
+def test_who_waits_sees_the_place_in_the_line(page):
+    served, browser = page("an answer")
+    served.model.gate.clear()
+    responses = [served.post(MESSAGE) for _ in range(2)]
+    browser.type("question")
+    browser.press("Enter")
+    browser.wait("document.getElementById('status').textContent === 'waiting, answers before yours: 2'")
+    responses[1].close()
+    browser.wait("document.getElementById('status').textContent === 'waiting, answers before yours: 1'")
+    served.model.gate.set()
+    browser.wait("document.getElementById('status').textContent.includes('tokens')")
+
+
 def test_what_anybody_writes_is_text(page):
     served, browser = page(HOSTILE, width=380, height=700, dark=True)
     browser.type(HOSTILE)
@@ -292,7 +426,7 @@ def test_a_script_that_got_into_the_page_would_not_run(page):
 
 
 def test_flags_out_of_range_are_refused():
-    for wrong in ("--temperature=3", "--max-batch=0", "--top-k=-1", "--max-tokens=5000", "--port=65536"):
+    for wrong in ("--temperature=3", "--top-k=-1", "--max-tokens=5000", "--port=65536"):
         with pytest.raises(UserError, match=wrong.partition("=")[0]):
             chat_web.main([wrong])
 
@@ -305,11 +439,14 @@ def test_a_model_without_4_bits_has_no_nvfp4_forward(monkeypatch, tokenizer):
         chat_web.main(["--precision=nvfp4", "--device-type=cpu"])
 
 
-def test_a_port_that_is_taken_is_one_line(monkeypatch, tokenizer):
-    model = Says(tokenizer, "x")
-    batcher = Batcher(Engine(model, tokenizer))
+@pytest.mark.parametrize("host, says", [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_a_port_that_is_taken_and_a_host_that_is_not_checked_are_one_line(monkeypatch, capsys, tokenizer, host, says):
+    worker = Worker(Engine(Says(tokenizer, "x"), tokenizer))
     info = {"model": "m", "method": "bf16", "device": "cpu", "precisions": {"bf16": "BF16"}}
-    monkeypatch.setattr(chat_web, "load", lambda args, device: (batcher, info))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(UserError, match="cannot listen at 127.0.0.1:.*; choose another --port"):
-            chat_web.main([f"--port={taken.getsockname()[1]}", "--device-type=cpu"])
+    monkeypatch.setattr(chat_web, "load", lambda args, device: (worker, info))
+    monkeypatch.setattr("nanochat_fp4.generation.chat_server.log_briefly", lambda: None)
+    with socket.create_server((host, 0)) as taken:
+        with pytest.raises(UserError, match=f"cannot listen at {host}:.*; choose another --port"):
+            chat_web.main([f"--port={taken.getsockname()[1]}", f"--host={host}", "--device-type=cpu"])
+    assert ("--host=0.0.0.0: any host name is accepted" in capsys.readouterr().out) == says
+    assert not worker.alive

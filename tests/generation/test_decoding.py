@@ -11,8 +11,9 @@ pytest.importorskip("triton")
 from nvfp4_kernels.decode_step import attention, codes_matmul, product_problem, row  # noqa: E402
 
 import nanochat_fp4 as nf  # noqa: E402
+from lab.measure.bench_generate import weight_bytes  # noqa: E402
 from nanochat_fp4.errors import UserError  # noqa: E402
-from nanochat_fp4.generation.decoding import Decoder, prepare, unsupported_reason, weight_bytes  # noqa: E402
+from nanochat_fp4.generation.decoding import Decoder, prepare, unsupported_reason  # noqa: E402
 from nanochat_fp4.generation.engine import KVCache  # noqa: E402
 from nanochat_fp4.models.gpt import GPT, GPTConfig, autocast, norm  # noqa: E402
 from nanochat_fp4.models.llama import Llama, LlamaConfig  # noqa: E402
@@ -171,7 +172,7 @@ def test_the_known_product_is_right_and_a_wrong_one_is_named(monkeypatch):
 
 @pytest.mark.parametrize("method, rows, llama", [("bf16", 2, False), ("clover", 1, False), ("clover", 1, True)])
 def test_decoder_says_what_the_model_says(method, rows, llama):
-    """Grouped heads, a window that the positions cross, rows that begin later, and a row's caches."""
+    """Grouped heads, a window that the positions cross, and a row's caches."""
     torch.manual_seed(0)
     model = make_model(method, llama)
     caches = [cache_of(model, rows) for _ in range(2)]
@@ -180,7 +181,6 @@ def test_decoder_says_what_the_model_says(method, rows, llama):
     contexts = nf.per_token_scale(model), nf.quantize_weights_once(model), autocast(DEVICE.type)
     with torch.inference_mode(), contexts[0], contexts[1], contexts[2]:
         for cache in caches:
-            cache.first = torch.tensor([5, 0][:rows], dtype=torch.int32, device=DEVICE)
             model(ids, kv_cache=cache)
         decoder = Decoder(model, caches[1])
         for step in range(rows):
@@ -278,7 +278,7 @@ def test_caches_longer_than_the_rotary_tables_are_refused():
 def test_a_full_cache_is_refused():
     model = make_model("bf16")
     cache = cache_of(model, 1)
-    cache.move_to(24)
+    cache.advance(24)
     with nf.per_token_scale(model), pytest.raises(ValueError, match="holds 24 positions"):
         Decoder(model, cache)(torch.zeros(1, dtype=torch.long, device=DEVICE))
 

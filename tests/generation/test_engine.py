@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanochat_fp4.generation.engine import Engine, KVCache, sample_next_token
+from nanochat_fp4.generation.engine import AnswerText, Engine, KVCache, sample_next_token
 from nanochat_fp4.models.gpt import GPT, GPTConfig, autocast
 
 SPECIAL = {
@@ -84,8 +84,7 @@ def test_fused_decoding_says_the_same():
     assert fused.generate_many(prompts, max_tokens=2) == engine.generate_many(prompts, max_tokens=2)
 
 
-@pytest.mark.parametrize("prompt_len", [1, 5, 20, 31])  # the short windows are 16, so decoding crosses them
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("prompt_len, kv_heads", [(1, 4), (20, 2)])  # short windows are 16, and decoding crosses them
 def test_greedy_is_the_uncached_models_greedy(prompt_len, kv_heads):
     engine = make_engine(n_kv_head=kv_heads)
     prompt = torch.randint(0, 256, (prompt_len,)).tolist()
@@ -170,6 +169,26 @@ def test_a_failed_call_puts_nothing_in(expression):
     text = f"[python_start]{expression}[python_end]b"
     (results, masks), _ = run(text)
     assert results[0] == [BOS, *say(text)] and masks[0] == [0, *[1] * (len(results[0]) - 1)]
+
+
+@pytest.mark.parametrize(
+    "tokens, pieces",
+    [
+        ("a[python_start]12*3[python_end][output_start]36[output_end]b", "a|[|1|2|*|3|| = |3|6|]|b|"),
+        ("[python_start]1/0[python_end]b", "[|1|/|0||]b|"),
+        ("[python_start]1/0[python_end]", "[|1|/|0||]"),
+        ("\N{SNOWMAN}!\N{SNOWMAN}", "||\N{SNOWMAN}|!|||\N{SNOWMAN}|"),
+    ],
+)
+def test_an_answer_is_text_with_readable_calls(tokens, pieces):
+    names = {number: name for name, number in SPECIAL.items()}
+
+    class Tokenizer:
+        def decode(self, ids):
+            return b"".join(names[i].encode() if i in names else bytes([i]) for i in ids).decode(errors="replace")
+
+    text = AnswerText(Tokenizer())
+    assert "|".join([*map(text.add, say(tokens)), text.rest()]) == pieces
 
 
 def test_an_end_without_a_start_is_no_call():

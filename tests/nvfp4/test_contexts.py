@@ -103,3 +103,12 @@ def test_a_method_that_changes_inside_once_takes_effect(how):
     assert equal(inside, step(m)) and not equal(inside, first)
     with nf.quantize_weights_once(m):
         assert m.out.made_weight(1) is not None and equal(step(m), inside)
+
+
+@pytest.mark.parametrize(
+    "context", [nf.full_precision, nf.per_token_scale, nf.quantize_weights_once, nf.accumulate_gradients]
+)
+def test_what_is_no_model_is_refused_in_one_line(context):
+    with pytest.raises(ValueError, match=rf"{context.__name__}: got NoneType, expected a torch.nn.Module"):
+        with context(None):
+            pass

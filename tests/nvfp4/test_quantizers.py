@@ -707,3 +707,20 @@ def test_mx_zeros_bad_values_and_sizes(name):
     assert not torch.isfinite(quantize_reference(x, ROUNDINGS[name]).decode()).all()
     with pytest.raises(ValueError, match=r"shape \(2, 48\).*multiple of 32; pad"):
         quantize(torch.zeros(2, 48), name)
+
+
+@pytest.mark.parametrize("rounding", ["rtn", "four_over_six", "sr", "scale_search_6", "mxfp4", "mxfp8"])
+def test_the_largest_numbers_are_quantized_to_finite_ones_or_refused(rounding):
+    x = torch.randn(16, 256).clamp(-1, 1)
+    x[0, 0] = 1
+    assert torch.isfinite(quantize(x * 1e38, rounding, seed=0).dequantize()).all()
+    try:
+        assert torch.isfinite(quantize(x * 3.3e38, rounding, seed=0).dequantize()).all()
+    except ValueError as e:
+        assert "overflow when rounded; scale the tensor down" in str(e)
+
+
+@pytest.mark.parametrize("seed", [None, "0", 1.0, torch.tensor(1.0)])
+def test_a_seed_of_another_type_is_refused(seed):
+    with pytest.raises(ValueError, match="expected an int or an int64 tensor"):
+        quantize(torch.randn(2, 128), "rtn", seed=seed)
