@@ -28,6 +28,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import announce, get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser, format_seconds, parse_finite
 from nanochat_fp4.data.dataloader import (
+    evaluation_rows,
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
@@ -189,8 +190,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         known = start.meta.get("device_batch_size")
         device_batch_size = known or auto_device_batch_size(model, rows, args.max_seq_len)
     grad_accum_steps = plan_accumulation(args.total_batch_size, device_batch_size, args.max_seq_len, world_size)
-    val_batch = device_batch_size * args.max_seq_len * world_size
-    eval_steps = max(1, args.eval_tokens // val_batch)
+    num_rows, eval_steps = evaluation_rows(args.eval_tokens, device_batch_size, args.max_seq_len, world_size)
 
     if sharded:
         shard(model, torch.bfloat16 if device.type == "cuda" else None)
@@ -215,8 +215,9 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
 
     def validation_bpb(forward: Any) -> float:
         batches = tokenizing_distributed_data_loader_bos_bestfit(
-            tokenizer, device_batch_size, args.max_seq_len, "val", device=device, data_dir=data_dir
-        )
+            tokenizer, device_batch_size, args.max_seq_len, "val", device=device, data_dir=data_dir,
+            lanes=trainer.loader.lanes, num_rows=num_rows,
+        )  # fmt: skip
         with parts.autocast():
             return evaluate_bpb(forward, process.signals.watch(batches, device), eval_steps, token_bytes)
 
@@ -247,7 +248,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         evaluate_due=functools.partial(due, args.eval_every),
         also=(core, samples),
         tokens_per_step=args.total_batch_size,
-        val_tokens=eval_steps * val_batch,
+        val_tokens=num_rows * args.max_seq_len,
         user_config={**vars(args), "method": method, **batch, "num_iterations": num_iterations},
         meta={
             "model_config": config_record(model.config),

@@ -20,7 +20,6 @@ from nanochat_fp4.data.chat_data import Task
 from nanochat_fp4.data.dataloader import RowOrder, lanes_of
 from nanochat_fp4.errors import UserError
 
-DEFAULT_LANES = 8  # as in dataloader.py: 1, 2, 4 and 8 processes see the same rows
 IGNORE = -1  # target that does not count
 CONTENT_SAMPLES = 256
 
@@ -82,6 +81,7 @@ class PackedConversations:
     buffer_size: conversations that each of the packers holds back to choose from (nanochat's 100 per process; like
     nanochat on 8 GPUs, there are 8 packers), at most a quarter of its share of the dataset.
     micro_batches: of a step over all ranks, which have the rows that dataloader.RowOrder gives them.
+    lanes and num_rows: as for dataloader.BestFitLoader.
     state["consumed"]: conversations in this rank's rows so far; the sum over ranks says how far the epoch is.
     Raises UserError (no conversation, one that cannot be rendered, a state of another run).
     """
@@ -98,15 +98,17 @@ class PackedConversations:
         buffer_size: int = 100,
         state: dict[str, Any] | None = None,
         micro_batches: int | None = None,
+        lanes: int | None = None,
+        num_rows: int | None = None,
     ):
         _check(dataset, B=B, T=T, buffer_size=buffer_size)
         self.content = _content(dataset)
         self.dataset, self.tokenizer, self.B, self.T = dataset, tokenizer, B, T
         self.device, self.rank, self.world_size = torch.device(device), rank, world_size
-        self.lanes = lanes_of(state, world_size) or (DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else world_size)
+        self.lanes, self.num_rows = lanes_of(state) if lanes is None else lanes, num_rows
         self.lane_buffer = max(1, min(buffer_size, len(dataset) // (4 * self.lanes)))
         self.order, self.consumed = RowOrder(B, self.lanes, rank, world_size, micro_batches), 0
-        self.my_lanes = {lane: _Lane(self, lane) for lane in range(rank, self.lanes, world_size)}
+        self.my_lanes = {lane: _Lane(self, lane) for lane in self.order.packed}
         if state is not None:
             self._restore(state)
 
@@ -114,16 +116,15 @@ class PackedConversations:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        rows = []
-        for lane in self.order.next_lanes():
-            row, used = self.my_lanes[lane].next_row()
-            rows.append(row)
-            self.consumed += used
-        batch = torch.tensor(rows, dtype=torch.long)
+        rows = self.order.next_rows(lambda lane: self.my_lanes[lane].next_row())
+        self.consumed += sum(used for _, (_, used) in rows)
+        batch = torch.tensor([tokens for _, (tokens, _) in rows])
+        inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        if self.num_rows is not None:
+            targets[[k >= self.num_rows for k, _ in rows]] = IGNORE
         if self.device.type == "cuda":
-            batch = batch.pin_memory()
-        batch = batch.to(self.device, non_blocking=True)
-        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous(), self.state_dict()
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
+        return *(t.to(self.device, non_blocking=True) for t in (inputs, targets)), self.state_dict()
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -143,7 +144,7 @@ class PackedConversations:
 
     def _restore(self, state: dict[str, Any]) -> None:
         _check_state(state, self._config())
-        if not self.order.restore(state | {"row": int(state["row"]) // self.world_size * self.world_size}):
+        if not self.order.restore(state):
             raise UserError("the data position in the checkpoint is not one of this run; resume from another step")
         for lane, packer in self.my_lanes.items():
             packer.restore(state["lane_states"][str(lane)])
@@ -177,8 +178,7 @@ class ConversationBatches:
         self.micro_batch = rank
         if state is not None:
             _check_state(state, self._config())
-            before = int(state["micro_batch"]) // state.get("world_size", world_size) * world_size
-            self.micro_batch = before + rank
+            self.micro_batch = int(state["micro_batch"]) + rank
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
         return self

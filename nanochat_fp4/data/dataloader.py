@@ -1,36 +1,31 @@
 """
 Pre-training batches: documents packed into rows of T+1 tokens, every row beginning with the BOS token.
 
-Packing is nanochat's best fit: a row takes the longest buffered document that fits, again and again, and when none
-fits, the shortest one is cropped to fill the row. No padding; what a crop cuts off is not used.
+Packing is nanochat's best fit. A row takes the longest buffered document that fits, again and again. When none fits,
+the shortest one is cropped to fill the row. There is no padding, and the rest of a cropped document is not used.
 
-What is promised:
+The promises:
 
-- Deterministic. The batches are a function of the shards, the tokenizer, B, T, `lanes` and `buffer_size`. They draw no
-  random numbers, so every method and every seed of a comparison sees the same tokens in the same order.
-- The global order of rows does not depend on how they are spread. Documents are dealt, row group by row group, to
-  `lanes` independent packers, and row k of the run comes from lane k % lanes. Rank r of W computes only the rows
-  k = r (mod W), hence only the lanes = r (mod W). One optimizer step over n rows therefore sees the same n rows for
-  every world size that divides `lanes`, every device batch size and every number of accumulation steps. (The order of
-  the rows within the step differs, so sums are equal up to rounding.)
-- Rows belong to micro-batches. Of the `micro_batches` of a step, over all ranks, number m has rows k = m (mod g), g the
-  greatest common divisor of `micro_batches` and `lanes`; rank r computes numbers r, r + W, ... So 1 rank of 4
-  micro-batches, 2 of 2 and 4 of 1 see the same rows in each micro-batch.
-- Resume is exact. The state that comes with each batch names the documents in the buffers, not only the place in the
-  files: restoring it yields, bit for bit, the batches that would have followed. It is small (some 10 KB) and goes
-  through JSON unchanged. Every rank has a state of its own; merge_states joins those of all ranks into one that any
-  world size dividing `lanes` can resume from.
-- Works with any number of row groups. They are numbered through all shards and epochs before they are dealt, so no
-  rank is left without data where a shard has fewer row groups than there are ranks.
+- Deterministic. The batches are a function of the shards, the tokenizer, B, T, `lanes` and `buffer_size`, and of the
+  order that `data_seed` and `shuffle_documents` choose. Every method and seed of a comparison can read the same rows.
+- Any number of processes reads the same rows in the same order. Row groups are dealt to `lanes` independent packers,
+  and row k of the run is row k // lanes of lane k % lanes. A process packs the lanes of its rows. It shares a lane with
+  others where the number of processes does not divide `lanes`, and then packs their rows too and drops them.
+- Rows belong to micro-batches. Of the `micro_batches` of a step, over all processes, number m has rows k = m (mod g),
+  with g the greatest common divisor of `micro_batches` and `lanes`. Rank r computes numbers r, r + W, ...
+- Resume is exact, also with another number of processes. The state that comes with each batch names the documents in
+  the buffers, not only the place in the files. The state is small (some 10 KB) and goes through JSON unchanged. Every
+  rank has a state of its own, and merge_states joins them.
+- Works with any number of row groups. They are numbered through all shards and epochs before they are dealt.
 """
 
 import bisect
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -40,7 +35,10 @@ from nanochat_fp4.data.dataset import Shard, open_shards, read_row_group, shard_
 from nanochat_fp4.errors import UserError, one_line
 
 STATE_VERSION = 1
-DEFAULT_LANES = 8  # so that 1, 2, 4 and 8 ranks see the same rows
+DEFAULT_LANES = 8  # 1, 2, 4 or 8 processes share no lane
+MAX_LANES = 1 << 16  # of a state that is believed
+
+Row = TypeVar("Row")
 
 
 def _split_fingerprint(shards: list[Shard]) -> str:
@@ -49,15 +47,21 @@ def _split_fingerprint(shards: list[Shard]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def lanes_of(state: Any, world_size: int) -> int | None:
-    """Those of a state, if so many processes can share them: the run that goes on has its own number of processes."""
+def lanes_of(state: Any) -> int:
+    """The lanes of the run that a state belongs to; DEFAULT_LANES without a state."""
     lanes = state.get("lanes") if isinstance(state, dict) else None
-    return lanes if isinstance(lanes, int) and lanes > 0 and lanes % world_size == 0 else None
+    return lanes if isinstance(lanes, int) and 0 < lanes <= MAX_LANES else DEFAULT_LANES
+
+
+def evaluation_rows(tokens: int, B: int, T: int, world_size: int) -> tuple[int, int]:
+    """(rows, batches): rows of T tokens for `tokens` tokens, at least one; batches of B that each process takes."""
+    rows = max(1, tokens // T)
+    return rows, -(-rows // (B * world_size))
 
 
 class RowOrder:
     """
-    Which row of the run, and so which lane, is next on this rank: see the top of this file.
+    Which row of which lane is next on this rank: see the top of this file.
 
     start: rows of the run before the micro-batches that were counted; done: micro-batches of this rank since.
     Raises ValueError for micro_batches that the ranks cannot share.
@@ -71,29 +75,52 @@ class RowOrder:
             )
         self.B, self.lanes, self.rank, self.world_size = B, lanes, rank, world_size
         self.classes = math.gcd(micro_batches, lanes)
+        self.period = self.classes // math.gcd(self.classes, world_size)  # micro-batches of a rank in a round
         self.start = self.done = 0
+        step = math.gcd(world_size, lanes)
+        self.packed = dict.fromkeys(range(rank % step, lanes, step), 0)  # lane of this rank -> rows that it packed
 
-    def next_lanes(self) -> list[int]:
-        """The lanes of the rows of the next micro-batch."""
+    def next_rows(self, pack: Callable[[int], Row]) -> list[tuple[int, Row]]:
+        """(number in the run, row) of the next micro-batch. pack(lane): the next row of a lane."""
         turn, number = divmod(self.rank + self.done * self.world_size, self.classes)
-        self.done += 1
         first = self.start + number + turn * self.B * self.classes
-        return [(first + b * self.classes) % self.lanes for b in range(self.B)]
+        rows = []
+        for k in range(first, first + self.B * self.classes, self.classes):
+            self._skip(k % self.lanes, k // self.lanes, pack)
+            rows.append((k, pack(k % self.lanes)))
+            self.packed[k % self.lanes] += 1
+        self.done += 1
+        for lane in self.packed:  # rows of other ranks, so that all ranks have the same state of a lane
+            self._skip(lane, self._taken(lane), pack)
+        return rows
+
+    def _skip(self, lane: int, count: int, pack: Callable[[int], Row]) -> None:
+        while self.packed[lane] < count:
+            pack(lane)
+            self.packed[lane] += 1
+
+    def _taken(self, lane: int) -> int:
+        """Rows of a lane in the micro-batches that all ranks have done when this one has done `done`."""
+        number, place = lane % self.classes, lane // self.classes
+        turns = max(0, -(-(self.done * self.world_size - number) // self.classes))
+        rows = self.start // self.classes + turns * self.B  # of the lanes that share this lane's micro-batches
+        return max(0, -(-(rows - place) // (self.lanes // self.classes)))
 
     def state(self) -> dict[str, int]:
-        """row: of the run, over all ranks, that were yielded; micro_batch: of these, on this rank, that are part of a
-        round of the classes, left out where the round is complete (as it is at the end of a step)."""
-        part = self.done % (self.classes // self.world_size)
+        """row: rows of the run that were yielded, over all ranks. micro_batch: micro-batches of this rank in a round
+        that is not complete; left out where the round is complete, as at the end of a step."""
+        part = self.done % self.period
         row = self.start + self.done * self.world_size * self.B
         return {"row": row, **({"micro_batch": part} if part else {})}
 
     def restore(self, state: dict[str, Any]) -> bool:
-        """False where this is no place that such a loader comes to."""
+        """False where no such loader comes to this place."""
         part = int(state.get("micro_batch", 0))
         start = int(state["row"]) - part * self.world_size * self.B
-        if start < 0 or start % self.classes or part >= max(1, self.classes // self.world_size):
+        if start < 0 or start % self.classes or not 0 <= part < self.period:
             return False
         self.start, self.done = start, part
+        self.packed = {lane: self._taken(lane) for lane in self.packed}
         return True
 
 
@@ -174,7 +201,8 @@ class BestFitLoader:
     buffer_size: documents held back to choose from, in all lanes together; the more, the fewer tokens are cropped. No
     lane holds back more than a quarter of its share of an epoch, so that a small corpus is not read several times over
     before its first batch.
-    lanes: a multiple of the world size. Default: 8 where the world size divides it, else the world size.
+    lanes: independent packers of the run. Default: those of resume_state_dict, or 8.
+    num_rows: targets of the run's rows from this number on are -1, so that they do not count. Default: all count.
     micro_batches: of a step, over all ranks, a multiple of the world size. Default: one a rank.
     data_dir: a folder of shards; default: the one that dataset.ensure_data finds.
     data_seed: 0 for the order in which the text is stored; another number for another order of the row groups, and of
@@ -199,6 +227,7 @@ class BestFitLoader:
         world_size: int | None = None,
         data_seed: int = 0,
         micro_batches: int | None = None,
+        num_rows: int | None = None,
     ):
         if not 0 <= data_seed < 2**32:
             raise UserError(f"--data-seed={data_seed} is not a number from 0 to {2**32 - 1}")
@@ -210,15 +239,13 @@ class BestFitLoader:
         if rank is None or world_size is None:
             _, rank, _, world_size = get_dist_info()
         if lanes is None:
-            lanes = lanes_of(resume_state_dict, world_size)
-        if lanes is None:
-            lanes = DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else world_size
-        if lanes < 1 or lanes % world_size:
-            raise ValueError(f"lanes={lanes} must be a multiple of the number of processes, {world_size}")
+            lanes = lanes_of(resume_state_dict)
+        if lanes < 1:
+            raise ValueError(f"lanes={lanes} must be at least 1")
         self.tokenizer, self.B, self.T, self.split = tokenizer, B, T, split
         self.tokenizer_threads, self.refill = tokenizer_threads, tokenizer_batch_size
         self.device = torch.device(device)
-        self.lanes, self.rank, self.world_size = lanes, rank, world_size
+        self.lanes, self.rank, self.world_size, self.num_rows = lanes, rank, world_size, num_rows
 
         self.shards = open_shards(split, data_dir)
         # Empty row groups are left out: a lane that met no others would look for a document forever.
@@ -234,7 +261,7 @@ class BestFitLoader:
 
         self.bos = tokenizer.get_bos_token_id()
         self.order = RowOrder(B, lanes, rank, world_size, micro_batches)
-        self.my_lanes = {lane: _Lane(self, lane) for lane in range(rank, lanes, world_size)}
+        self.my_lanes = {lane: _Lane(self, lane) for lane in self.order.packed}
         if resume_state_dict is not None:
             self._restore(resume_state_dict)
 
@@ -261,9 +288,11 @@ class BestFitLoader:
         pinned = self.device.type == "cuda"
         inputs = torch.empty(self.B, self.T, dtype=torch.long, pin_memory=pinned)
         targets = torch.empty(self.B, self.T, dtype=torch.long, pin_memory=pinned)
-        for b, lane in enumerate(self.order.next_lanes()):
-            row = torch.from_numpy(self.my_lanes[lane].next_row())
+        for b, (k, tokens) in enumerate(self.order.next_rows(lambda lane: self.my_lanes[lane].next_row())):
+            row = torch.from_numpy(tokens)
             inputs[b], targets[b] = row[:-1], row[1:]
+            if self.num_rows is not None and k >= self.num_rows:
+                targets[b] = -1
         inputs = inputs.to(self.device, non_blocking=pinned)
         targets = targets.to(self.device, non_blocking=pinned)
         return inputs, targets, self.state_dict()
@@ -305,7 +334,6 @@ class BestFitLoader:
             "split": "resume the same split",
             "data": "resume with the shards that the run began with (DATA_DIR, number of downloaded shards)",
             "T": "resume with the same --max-seq-len",
-            "lanes": "resume with the same number of processes",
         }
         if state.get("data_seed", 0) != self.data_seed:
             raise UserError(
@@ -346,8 +374,9 @@ class BestFitLoader:
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     """
-    One state for all ranks out of the states that the ranks saved at the same step (in any order): of this loader, or
-    of one of chat_loader's, whose "consumed" becomes that of all ranks.
+    One state for all ranks, from the states that the ranks saved at the same step, in any order.
+
+    For this loader and those of chat_loader, whose "consumed" becomes the sum over all ranks. Raises UserError.
     """
     merged = dict(states[0])
     merged["lane_states"] = {lane: s for state in states for lane, s in state.get("lane_states", {}).items()}

@@ -13,6 +13,7 @@ from _samples import BOS, BYTE_TOKENIZER, make_shards
 
 from nanochat_fp4.data.dataloader import (
     BestFitLoader,
+    evaluation_rows,
     merge_states,
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
@@ -169,40 +170,55 @@ def test_nanochats_names(data):
 # Ranks
 
 
-def sharded_rows(data, world_size, B, num_rows, **kwargs):
-    """The rows of the run in their global order, gathered from all ranks."""
-    per_rank = [
-        rows_of(loader(data, B=B, rank=r, world_size=world_size, **kwargs), num_rows // world_size // B)
-        for r in range(world_size)
-    ]
-    return torch.stack(per_rank, 1).flatten(0, 1)  # row k of the run is row k // W of rank k % W
+def numbered_rows(data, world_size, B, count, **kwargs):
+    """{number: row} of the first `count` rows of the run, from all processes; targets of -1 are left out."""
+    found = {}
+    for rank in range(world_size):
+        it = loader(data, B=B, rank=rank, world_size=world_size, **kwargs)
+        numbers, next_rows = [], it.order.next_rows
+        it.order.next_rows = lambda pack: [numbers.append(k) or (k, row) for k, row in next_rows(pack)]  # noqa: B023
+        for _ in range(-(-count // (B * world_size))):
+            x, y, _ = next(it)
+            for k, row, targets in zip(numbers[-B:], x.tolist(), y.tolist()):
+                assert k not in found
+                if targets[0] >= 0:
+                    found[k] = [*row, targets[-1]]
+    return found
 
 
-@pytest.mark.parametrize("world_size, B", [(1, 8), (2, 1), (2, 4), (4, 2), (8, 1)])
-def test_rows_do_not_depend_on_world_size_and_batch_size(data, world_size, B):
-    assert torch.equal(sharded_rows(data, world_size, B, 64), sharded_rows(data, 1, 1, 64))
+@pytest.mark.parametrize("world_size, B", [(1, 8), (2, 4), (3, 2), (3, 5), (4, 2), (5, 1), (6, 4), (8, 1), (12, 2)])
+def test_rows_do_not_depend_on_the_number_of_processes_and_the_batch_size(data, world_size, B):
+    count = 10 * B * world_size
+    alone = dict(enumerate(rows_of(loader(data, B=1), count).tolist()))
+    assert numbered_rows(data, world_size, B, count) == alone
 
 
-def test_a_micro_batch_has_the_same_rows_on_any_number_of_ranks(data):
+def test_a_micro_batch_has_the_same_rows_on_any_number_of_processes(data):
     def micro_batches(world_size):
-        per_rank = [loader(data, B=2, rank=r, world_size=world_size, micro_batches=4) for r in range(world_size)]
-        return [rows_of(per_rank[m % world_size], 1) for m in range(12)]
+        per_rank = [loader(data, B=2, rank=r, world_size=world_size, micro_batches=12) for r in range(world_size)]
+        return [rows_of(per_rank[m % world_size], 1) for m in range(36)]
 
     alone = micro_batches(1)
-    for world_size in (2, 4):
-        assert all(torch.equal(a, b) for a, b in zip(alone, micro_batches(world_size)))
-    # A step of 4 x 2 rows is the next 8 rows of the run.
-    steps = torch.stack(alone).view(3, 4, 2, -1).transpose(1, 2).reshape(24, -1)
-    assert torch.equal(steps, sharded_rows(data, 1, 1, 24))
+    for world_size in (2, 3, 4, 6):
+        assert all(torch.equal(a, b) for a, b in zip(alone, micro_batches(world_size), strict=True))
+    # A step of 12 x 2 rows is the next 24 rows of the run.
+    steps = torch.cat(alone).view(3, 24, -1).tolist()
+    expected = rows_of(loader(data, B=1), 72).view(3, 24, -1).tolist()
+    assert [sorted(step) for step in steps] == [sorted(step) for step in expected]
     with pytest.raises(ValueError, match="multiple of the number of processes, 2"):
         loader(data, rank=0, world_size=2, micro_batches=3)
 
 
-def test_the_default_for_other_world_sizes(data):
-    assert loader(data, rank=0, world_size=3).lanes == 3
-    assert loader(data, rank=0, world_size=16).lanes == 16
-    rows = sharded_rows(data, 3, 2, 60)
-    assert torch.equal(rows, sharded_rows(data, 1, 4, 60, lanes=3))
+@pytest.mark.parametrize("B", [1, 3, 8])
+def test_an_evaluation_has_the_same_rows_on_any_number_of_processes(data, B):
+    """50 rows: where processes and batch do not divide them, the rest of the last batches does not count."""
+    runs = []
+    for world_size in (1, 2, 3, 4):
+        num_rows, batches = evaluation_rows(50 * 64 + 63, B, 64, world_size)
+        assert num_rows == 50
+        runs.append(numbered_rows(data, world_size, B, batches * B * world_size, split="val", num_rows=num_rows))
+    assert list(sorted(runs[0])) == list(range(50)) and all(run == runs[0] for run in runs)
+    assert evaluation_rows(1, 8, 64, 3) == (1, 1)
 
 
 def test_ranks_come_from_torchrun(data, monkeypatch):
@@ -250,7 +266,7 @@ def through_json(state):
 @pytest.mark.parametrize("seed", range(8))
 def test_resume_is_exact_at_random_points(data, seed):
     rng = random.Random(seed)
-    world_size = rng.choice([1, 2, 4])
+    world_size = rng.choice([1, 2, 3, 4])
     kwargs = dict(
         rank=rng.randrange(world_size),
         world_size=world_size,
@@ -267,7 +283,7 @@ def test_resume_is_exact_at_random_points(data, seed):
     assert torch.equal(rows_of(resumed, 40), expected)
     # A state says the same after a resume, and another device batch size goes on with the same rows.
     assert resumed.state_dict() == it.state_dict()
-    if kwargs["micro_batches"] == world_size:
+    if kwargs["micro_batches"] == world_size != 3:
         other = loader(data, B=1, resume_state_dict=state, **kwargs)
         assert torch.equal(rows_of(other, 40 * B), expected)
 
@@ -286,20 +302,25 @@ def test_the_state_before_the_first_batch(data):
     assert torch.equal(rows_of(loader(data, resume_state_dict=it.state_dict()), 3), rows_of(it, 3))
 
 
-@pytest.mark.parametrize("old, new", [(1, 2), (2, 1), (4, 2), (2, 8)])
-def test_merged_states_resume_at_another_world_size(data, old, new):
+@pytest.mark.parametrize("old, new", [(1, 2), (4, 2), (2, 8), (1, 3), (2, 3), (3, 2), (3, 1), (6, 4)])
+@pytest.mark.parametrize("lanes", [8, 3, 16])
+def test_merged_states_resume_with_another_number_of_processes(data, old, new, lanes):
+    """lanes: of the run. Earlier versions had the number of processes where that did not divide 8."""
     states = []
     for rank in range(old):
-        it = loader(data, B=2, rank=rank, world_size=old)
+        it = loader(data, B=2, rank=rank, world_size=old, micro_batches=24, lanes=lanes)
         for _ in range(24 // old):
             state = next(it)[2]
         states.append(through_json(state))
     random.Random(0).shuffle(states)
     merged = through_json(merge_states(states))
-    per_rank = [
-        rows_of(loader(data, B=1, rank=r, world_size=new, resume_state_dict=merged), 16 // new) for r in range(new)
-    ]
-    assert torch.equal(torch.stack(per_rank, 1).flatten(0, 1), sharded_rows(data, 1, 1, 48 + 16)[48:])
+    found = []
+    for rank in range(new):
+        it = loader(data, B=1, rank=rank, world_size=new, micro_batches=48, resume_state_dict=merged)
+        assert it.lanes == lanes
+        found += rows_of(it, 48 // new).tolist()
+    expected = rows_of(loader(data, B=1, lanes=lanes), 96)[48:].tolist()
+    assert sorted(found) == sorted(expected)
 
 
 def test_states_that_do_not_belong_together(data):
@@ -318,7 +339,7 @@ def test_a_state_that_does_not_fit(data, tmp_path):
         (dict(T=32), "T was 64, is 32; resume with the same --max-seq-len"),
         (dict(split="val"), "split was train, is val"),
         (dict(data_dir=tmp_path / "other"), "data was .* resume with the shards that the run began with"),
-        (dict(lanes=2), "lanes was 8, is 2; resume with the same number of processes"),
+        (dict(lanes=2), "lanes was 8, is 2; resume with the arguments"),
         (dict(buffer_size=16), "lane_buffer was .* arguments"),
         (dict(rank=1), "not that of rank 1 of 2 .lanes missing: 1, 3, 5, 7.*same number of processes"),
         (dict(world_size=1), "not that of rank 0 of 1"),
@@ -396,15 +417,10 @@ def test_damaged_states_are_refused_or_used(data):
 # Bad input
 
 
-@pytest.mark.parametrize("kwargs", [dict(B=0), dict(T=0), dict(buffer_size=0), dict(tokenizer_batch_size=0)])
+@pytest.mark.parametrize("kwargs", [{name: 0} for name in ("B", "T", "buffer_size", "tokenizer_batch_size", "lanes")])
 def test_bad_sizes(data, kwargs):
     with pytest.raises(ValueError, match="must be at least 1"):
         loader(data, **kwargs)
-
-
-def test_bad_lanes(data):
-    with pytest.raises(ValueError, match="lanes=3 must be a multiple of the number of processes, 2"):
-        loader(data, lanes=3, rank=0, world_size=2)
 
 
 def test_no_data(tmp_path):
