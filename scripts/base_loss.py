@@ -79,7 +79,13 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
 
     def bpb(split: str, what: str) -> float:
         loader = tokenizing_distributed_data_loader_bos_bestfit(
-            tokenizer, args.device_batch_size, sequence_len, split, device=device, data_dir=data_dir
+            tokenizer,
+            args.device_batch_size,
+            sequence_len,
+            split,
+            device=device,
+            data_dir=data_dir,
+            text_column=args.text_column,
         )
         with Progress(total=steps, desc=f"{split} bpb, {what}", unit="batch") as progress, autocast(device.type):
 

@@ -198,7 +198,7 @@ def identity_conversations() -> str:
             timeout=10,
             attempts=1,
             limit=64 << 20,
-            validate=CustomJSON,
+            postprocess_fn=CustomJSON,
         )
     except UserError as e:
         raise MissingDataError(
@@ -316,7 +316,7 @@ def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:
                 timeout=10,
                 attempts=2,
                 limit=64 << 20,
-                validate=_check_words,
+                postprocess_fn=_check_words,
             )
         except UserError as e:
             raise MissingDataError(

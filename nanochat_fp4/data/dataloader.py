@@ -31,7 +31,9 @@ import numpy as np
 import torch
 
 from nanochat_fp4.common import get_dist_info
-from nanochat_fp4.data.dataset import Shard, open_shards, read_row_group, shard_digest
+from nanochat_fp4.data.dataset import open_shards
+from nanochat_fp4.data.shards import Shard, shard_digest
+from nanochat_fp4.data.shuffled import ShuffledDocuments
 from nanochat_fp4.errors import UserError, one_line
 
 STATE_VERSION = 1
@@ -207,6 +209,8 @@ class BestFitLoader:
     data_dir: a folder of shards; default: the one that dataset.ensure_data finds.
     data_seed: 0 for the order in which the text is stored; another number for another order of the row groups, and of
         the documents within each, in every epoch the same.
+    shuffle_documents: all documents in one random order, which data_seed chooses, in every epoch the same.
+    text_column: of the shards; default: as for shards.text_column.
     Raises UserError (data, state that does not fit), ValueError (arguments).
     """
 
@@ -228,6 +232,8 @@ class BestFitLoader:
         data_seed: int = 0,
         micro_batches: int | None = None,
         num_rows: int | None = None,
+        shuffle_documents: bool = False,
+        text_column: str = "",
     ):
         if not 0 <= data_seed < 2**32:
             raise UserError(f"--data-seed={data_seed} is not a number from 0 to {2**32 - 1}")
@@ -247,14 +253,17 @@ class BestFitLoader:
         self.device = torch.device(device)
         self.lanes, self.rank, self.world_size, self.num_rows = lanes, rank, world_size, num_rows
 
-        self.shards = open_shards(split, data_dir)
+        self.shards = open_shards(split, data_dir, text_column)
+        self.content = [shard_digest(shard.path) for shard in self.shards]
+        self.shuffled = ShuffledDocuments(self.shards, self.content, data_seed) if shuffle_documents else None
         # Empty row groups are left out: a lane that met no others would look for a document forever.
         self.row_groups = [(s, k) for s, shard in enumerate(self.shards) for k, n in enumerate(shard.rows) if n > 0]
         self.data_seed = data_seed
-        if data_seed:
+        if self.shuffled:
+            self.row_groups = [(0, k) for k in range(len(self.shuffled))]
+        elif data_seed:
             self.row_groups = [self.row_groups[k] for k in self._shuffled(0, len(self.row_groups))]
         self.fingerprint = _split_fingerprint(self.shards)
-        self.content = [shard_digest(shard.path) for shard in self.shards]
         share = sum(shard.num_rows for shard in self.shards) // lanes
         self.lane_buffer = max(1, min(-(-buffer_size // lanes), share // 4))
         self.refill = max(1, min(self.refill, self.lane_buffer))
@@ -268,9 +277,9 @@ class BestFitLoader:
     def read(self, g: int) -> list[str]:
         """The documents of row group g of the endless sequence."""
         shard, index = self.row_groups[g % len(self.row_groups)]
-        texts = read_row_group(self.shards[shard].path, index)
-        if len(texts) != self.shards[shard].rows[index]:
-            raise UserError(f"{self.shards[shard].path} changed while it was being read; start again")
+        if self.shuffled:
+            return self.shuffled.read(index)
+        texts = self.shards[shard].read(index)
         return [texts[k] for k in self._shuffled(1 + g % len(self.row_groups), len(texts))] if self.data_seed else texts
 
     def _shuffled(self, number: int, n: int) -> np.ndarray:
@@ -308,6 +317,7 @@ class BestFitLoader:
             "lane_buffer": self.lane_buffer,
             "refill": self.refill,
             **({"data_seed": self.data_seed} if self.data_seed else {}),
+            **({"shuffle_documents": True} if self.shuffled else {}),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -339,6 +349,11 @@ class BestFitLoader:
             raise UserError(
                 f"the data position is one of --data-seed={state.get('data_seed', 0)} and this run has "
                 f"{self.data_seed}; resume with the data seed that the run began with"
+            )
+        if state.get("shuffle_documents", False) != (self.shuffled is not None):
+            raise UserError(
+                f"the data position is one {'without' if self.shuffled else 'of'} --shuffle-documents; resume with the "
+                "order that the run began with"
             )
         for key, value in self._config().items():
             if state.get(key) != value:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat_fp4.data.dataset import hub_problem, hub_url
+from nanochat_fp4.data.download import hub_problem, within
 from nanochat_fp4.errors import UserError, one_line
 
 SHUFFLE_SEED = 42
@@ -155,31 +155,37 @@ def _read_parquet(path: Path):
 # From the hub
 
 
-@functools.cache
-def _hub_problem() -> str | None:
-    """Asked once per process: without a network each answer takes seconds."""
-    return hub_problem(url=hub_url())
+LOAD_SECONDS = 1800.0  # for one dataset
+
+
+def _is_cached(dataset: str) -> bool:
+    """Whether the package datasets has some version of a dataset in its cache."""
+    from datasets.config import HF_DATASETS_CACHE
+
+    return (Path(HF_DATASETS_CACHE) / dataset.replace("/", "___")).is_dir()
 
 
 def _from_hub(dataset: str, config: str | None, split: str, flag: str) -> Sequence[dict[str, Any]]:
     name = f"{dataset} ({config or 'default'}, {split})"
-    problem = _hub_problem()
-    before = os.environ.get("HF_HUB_OFFLINE")
-    if problem:  # then `datasets` looks into its cache and does not wait for the network; it reads this when imported
-        os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         import datasets
     except ImportError as e:
         raise MissingDataError(f"{name} needs the package datasets ({one_line(e)}); pip install datasets") from e
-    finally:
-        if problem and before is None:
-            del os.environ["HF_HUB_OFFLINE"]
+    problem = _hub_problem()
     try:
-        revision = REVISIONS.get(dataset)
-        return datasets.load_dataset(dataset, config, split=split, revision=revision).shuffle(seed=SHUFFLE_SEED)
+        if problem and not _is_cached(dataset):  # with a cache, datasets finds out by itself that there is no network
+            raise UserError(problem)
+        load = functools.partial(datasets.load_dataset, dataset, config, split=split, revision=REVISIONS.get(dataset))
+        return within(LOAD_SECONDS, load).shuffle(seed=SHUFFLE_SEED)
     except Exception as e:  # several libraries' errors: not found, gated, cut connection, not in the cache
         why = problem or f"{type(e).__name__}: {one_line(e)[:150]}"
         raise MissingDataError(
             f"{name} cannot be loaded from the hub ({why}); give a folder that holds it with {flag}, or check the "
             "network"
         ) from e
+
+
+@functools.cache
+def _hub_problem() -> str | None:
+    """Asked once per process: without a network each answer takes seconds."""
+    return hub_problem("openai/gsm8k", "README.md")

@@ -182,7 +182,7 @@ def test_the_hub_is_asked_for_one_revision(monkeypatch):
         assert list(load_rows(name, None, "test")) == [{"x": 1}]
     assert asked == rows.REVISIONS and all(re.fullmatch("[0-9a-f]{40}", revision) for revision in asked.values())
     used = "\n".join(
-        p.read_text() for p in [Path(chat_data.__file__), *(Path(rows.__file__).parents[1] / "eval").glob("*.py")]
+        p.read_text() for p in [Path(chat_data.__file__), *(Path(rows.__file__).parents[2] / "eval").glob("*.py")]
     )
     assert {name for name in re.findall(r'"([\w-]+/[\w-]+)"', used)} == set(rows.REVISIONS)
 

@@ -4,6 +4,8 @@ import base64
 import copy
 import json
 import random
+import shutil
+import types
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,7 +20,7 @@ from nanochat_fp4.data.dataloader import (
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
-from nanochat_fp4.data.dataset import shard_digest
+from nanochat_fp4.data.shards import Shard, shard_digest
 from nanochat_fp4.errors import UserError
 
 
@@ -71,6 +73,61 @@ def test_a_data_seed_is_kept_by_a_resume(data):
             loader(data, data_seed=seed, resume_state_dict=state)
     with pytest.raises(UserError, match="--data-seed=-1 is not a number from 0"):
         loader(data, data_seed=-1)
+
+
+def test_shuffled_documents_are_all_of_them_in_an_order_of_the_seed(tmp_path, base_dir, monkeypatch):
+    documents = make_shards(tmp_path / "d")[:300]  # the last of four shards is validation
+    orders = {}
+    for seed in (0, 1):
+        it = loader(tmp_path / "d", shuffle_documents=True, data_seed=seed)
+        orders[seed] = [text for g in range(len(it.row_groups)) for text in it.read(g)]
+        assert sorted(orders[seed]) == sorted(documents)
+        # Neighbours in the shards, of one row group, are apart.
+        places = [documents.index(text) // 10 for text in orders[seed]]
+        assert sum(a == b for a, b in zip(places, places[1:])) < 30
+    assert orders[0] != orders[1]
+    assert len(list((base_dir / "shuffled_data").iterdir())) == 1  # one copy for all seeds
+    rows = rows_of(loader(tmp_path / "d", shuffle_documents=True), 20)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "another machine"))
+    assert torch.equal(rows_of(loader(tmp_path / "d", shuffle_documents=True), 20), rows)
+    val = [rows_of(loader(tmp_path / "d", split="val"), 5) for _ in range(2)]
+    assert torch.equal(*val)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_shuffled_documents_on_any_number_of_processes_and_after_a_resume(data, base_dir, world_size):
+    kwargs = {"shuffle_documents": True, "data_seed": 3}
+    alone = rows_of(loader(data, B=1, **kwargs), 48 * world_size).tolist()
+    assert numbered_rows(data, world_size, 2, 48 * world_size, **kwargs) == dict(enumerate(alone))
+    it = loader(data, rank=0, world_size=world_size, **kwargs)
+    rows_of(it, 70)  # more than an epoch
+    state = through_json(next(it)[2])
+    resumed = loader(data, rank=0, world_size=world_size, resume_state_dict=state, **kwargs)
+    assert torch.equal(rows_of(resumed, 20), rows_of(it, 20))
+    with pytest.raises(UserError, match="one of --shuffle-documents; resume with the order"):
+        loader(data, rank=0, world_size=world_size, resume_state_dict=state, data_seed=3)
+
+
+def test_a_shuffled_copy_is_whole_and_of_this_text(tmp_path, base_dir, monkeypatch):
+    make_shards(tmp_path / "d")
+    with monkeypatch.context() as m:
+        m.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
+        with pytest.raises(UserError, match="without compression, for --shuffle-documents: about .* needed"):
+            loader(tmp_path / "d", shuffle_documents=True)
+        m.undo()
+        m.setattr(Shard, "read", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loader(tmp_path / "d", shuffle_documents=True)
+    assert list((base_dir / "shuffled_data").iterdir()) == []
+    loader(tmp_path / "d", shuffle_documents=True)
+    (copy,) = (base_dir / "shuffled_data").iterdir()
+    make_shards(tmp_path / "d", seed=1)
+    loader(tmp_path / "d", shuffle_documents=True)
+    assert len(list((base_dir / "shuffled_data").iterdir())) == 2  # other text
+    make_shards(tmp_path / "d")
+    copy.write_bytes(copy.read_bytes()[:-100])
+    with pytest.raises(UserError, match="is damaged .*; delete it and start again"):
+        loader(tmp_path / "d", shuffle_documents=True)
 
 
 def test_rows_are_whole_documents_but_for_the_last(tmp_path):

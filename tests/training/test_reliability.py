@@ -549,7 +549,7 @@ def test_downloads_are_stated_and_checked(tmp_path, base_dir, monkeypatch, caplo
         with monkeypatch.context() as m:
             m.setattr(download.shutil, "disk_usage", lambda path: usage._replace(free=200_000))
             with pytest.raises(
-                UserError, match="words.txt needs 293.0 KB, but .* has 195.3 KB left.*NANOCHAT_BASE_DIR"
+                UserError, match="words.txt: about 293.0 KB needed, but .* has 195.3 KB left.*NANOCHAT_BASE_DIR"
             ):
                 download.download_file(url, tmp_path / "words.txt")
         assert list(tmp_path.iterdir()) == []
