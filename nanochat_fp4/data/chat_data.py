@@ -19,6 +19,7 @@ from typing import Any
 from nanochat_fp4.common import announce, get_base_dir, print0
 from nanochat_fp4.data.download import download_file_with_lock
 from nanochat_fp4.data.rows import MissingDataError, load_rows, read_folder, read_lines
+from nanochat_fp4.data.tokenizer import checked_messages
 from nanochat_fp4.errors import UserError, one_line
 
 MIXTURE_SEED = 42
@@ -88,44 +89,21 @@ class TaskMixture(Task):
         return self.ends[-1] if self.ends else 0
 
     def get_example(self, index: int) -> dict[str, Any]:
-        return self._in_sequence(self.order[index])
-
-    def _in_sequence(self, index: int) -> dict[str, Any]:
+        index = self.order[index]
         which = bisect.bisect_right(self.ends, index)
         return self.tasks[which][index - (self.ends[which - 1] if which else 0)]
-
-
-class TaskSequence(TaskMixture):
-    """All conversations of several tasks, one task after the other: a curriculum."""
-
-    def __init__(self, tasks: Sequence[Task], **kwargs: Any):
-        super().__init__(tasks, **kwargs)
-        self.order = range(self.num_examples())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # General conversations
 
 
-def conversation_problem(messages: Any, system: bool = False) -> str | None:
-    """What keeps a list of messages from being trained on, or None. `system`: a system message may come first."""
-    if not isinstance(messages, list) or not messages:
-        return "expected a list of messages"
-    rest = messages
-    if system and isinstance(messages[0], dict) and messages[0].get("role") == "system":
-        rest = messages[1:]
-    for i, message in enumerate(rest):
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            return f'message {i} is not of the form {{"role": ..., "content": ...}}'
-        if message["role"] not in ("user", "assistant", "system"):
-            return f"message {i} has the unknown role {message['role']!r}, expected user or assistant"
-        expected = ("user", "assistant")[i % 2]
-        if message["role"] != expected:
-            return f"message {i} is from the {message['role']}, expected the {expected}"
-        if not isinstance(message["content"], str):
-            return f"message {i}: content is {type(message['content']).__name__}, expected a string"
-    if len(rest) < 2:
-        return "there is no message from the assistant, so nothing to train on"
+def conversation_problem(conversation: Any) -> str | None:
+    """What keeps {"messages": [...]} from being trained on, or None."""
+    try:
+        checked_messages(conversation, answered=True)
+    except ValueError as e:
+        return str(e)
     return None
 
 
@@ -140,11 +118,11 @@ class SmolTalk(Task):
         super().__init__(**kwargs)
         if split not in ("train", "test"):
             raise ValueError(f"SmolTalk has the splits train and test, not {split!r}")
-        check = lambda row: conversation_problem(row.get("messages"), system=True)  # noqa: E731
         if sft_dir:
-            self.rows = read_folder(sft_dir, "", split, check, flag="--sft-dir")
+            self.rows = read_folder(sft_dir, "", split, conversation_problem, flag="--sft-dir")
         else:
-            self.rows = load_rows("HuggingFaceTB/smol-smoltalk", None, split, check=check, flag="--sft-dir")
+            name = "HuggingFaceTB/smol-smoltalk"
+            self.rows = load_rows(name, None, split, check=conversation_problem, flag="--sft-dir")
 
     def num_examples(self) -> int:
         return len(self.rows)
@@ -162,14 +140,13 @@ class CustomJSON(Task):
         path = Path(filepath)
         for number, line in read_lines(path):
             try:
-                messages = json.loads(line)
+                row = json.loads(line)
             except (ValueError, RecursionError) as e:
                 raise UserError(f"{path}, line {number}: not JSON ({one_line(e)[:100]}); correct the file") from e
-            if isinstance(messages, dict):
-                messages = messages.get("messages")
-            if problem := conversation_problem(messages):
+            conversation = row if isinstance(row, dict) else {"messages": row}
+            if problem := conversation_problem(conversation):
                 raise UserError(f"{path}, line {number}: {problem}; correct the file")
-            self.conversations.append(messages)
+            self.conversations.append(conversation["messages"])
         if not self.conversations:
             raise UserError(f"{path} holds no conversation; write one list of messages a line")
 
