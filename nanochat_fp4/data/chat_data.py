@@ -1,8 +1,8 @@
 """
 Conversations to train on: what a task is, mixtures of tasks, and the tasks that exist only for training.
 
-A task is a list of conversations {"messages": [{"role", "content"}, ...], ...}, and for the benchmarks in eval/ also
-a way to judge an answer. Order and content are nanochat's, so that a mixture here is the mixture there.
+A task is a list of conversations {"messages": [{"role", "content"}, ...], ...}. A benchmark in eval/ also judges
+answers. Order and content are nanochat's, so that a mixture here is the mixture there.
 """
 
 import bisect
@@ -32,9 +32,9 @@ class Task:
     """
     A dataset of conversations; start, stop and step select from it as a slice does.
 
-    Subclasses define num_examples() and get_example(i). Benchmarks also have eval_type, "categorical" (choice of a
-    letter from conversation["letters"]) or "generative", evaluate(conversation, answer) -> bool, and VERSION, raised
-    whenever prompts, order or scoring change.
+    Subclasses define num_examples() and get_example(i). Benchmarks also have evaluate(conversation, answer) -> bool and
+    eval_type. "categorical" is the choice of a letter from conversation["letters"], "generative" is any text. VERSION
+    is raised whenever prompts, order or scoring change.
     """
 
     VERSION = 1
@@ -99,7 +99,7 @@ class TaskMixture(Task):
 
 
 def conversation_problem(conversation: Any) -> str | None:
-    """What keeps {"messages": [...]} from being trained on, or None."""
+    """The reason why a conversation cannot be trained on, or None."""
     try:
         checked_messages(conversation, answered=True)
     except ValueError as e:
@@ -111,7 +111,7 @@ class SmolTalk(Task):
     """
     HuggingFaceTB/smol-smoltalk, general conversations (460K train, 24K test), a system message perhaps first.
 
-    sft_dir: a folder with train.jsonl and test.jsonl (or .jsonl.gz, .parquet) of {"messages": [...]} instead.
+    sft_dir: a folder with train and test as .jsonl, .jsonl.gz or .parquet files of {"messages": [...]}.
     """
 
     def __init__(self, split: str, sft_dir: str | os.PathLike | None = None, **kwargs: Any):
@@ -132,7 +132,7 @@ class SmolTalk(Task):
 
 
 class CustomJSON(Task):
-    """Conversations of a JSONL file: a line is a list of messages, or {"messages": [...]}."""
+    """Conversations of a JSONL file. A line is a list of messages, or {"messages": [...]}."""
 
     def __init__(self, filepath: str | os.PathLike, **kwargs: Any):
         super().__init__(**kwargs)
@@ -354,7 +354,7 @@ def counting_conversation(words: Sequence[str], seed: int) -> dict[str, Any]:
 
 
 class SimpleSpelling(Task):
-    """'Spell the word: apple' -> 'apple:a,p,p,l,e': how tokens are made of letters, condensed. For training only."""
+    """'Spell the word: apple' is answered by 'apple:a,p,p,l,e'. Teaches the letters of tokens. For training only."""
 
     def __init__(
         self,

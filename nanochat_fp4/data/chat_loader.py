@@ -1,10 +1,10 @@
 """
 Batches of conversations, for the stages after pre-training.
 
-PackedConversations (mid-training): rows of T+1 tokens, each beginning with a conversation's BOS, filled by best fit as
-in pre-training; every token counts. ConversationBatches (SFT): one conversation a row, padded; only what the assistant
-says counts. Rollouts (RL): the model's own answers to a problem. All are endless and deterministic and resume exactly,
-and what an optimizer step sees does not depend on how many processes share it.
+PackedConversations (mid-training) has rows of T+1 tokens, which best fit fills as in pre-training. Every token counts.
+ConversationBatches (SFT) has one conversation a row, padded. Only the assistant's words count.
+Rollouts (RL) has the model's own answers to a problem.
+All are endless and deterministic and resume exactly. The rows of a step do not depend on the number of processes.
 """
 
 import hashlib
@@ -76,13 +76,12 @@ class _Lane:
 
 class PackedConversations:
     """
-    Endless iterator over (inputs, targets, state): int64 (B, T) each, and what brings back the batches after this one.
+    Endless iterator over (inputs, targets, state). inputs, targets: int64 (B, T). state: resumes after this batch.
 
-    buffer_size: conversations that each of the packers holds back to choose from (nanochat's 100 per process; like
-    nanochat on 8 GPUs, there are 8 packers), at most a quarter of its share of the dataset.
-    micro_batches: of a step over all ranks, which have the rows that dataloader.RowOrder gives them.
-    lanes and num_rows: as for dataloader.BestFitLoader.
-    state["consumed"]: conversations in this rank's rows so far; the sum over ranks says how far the epoch is.
+    buffer_size: conversations that a lane holds back to choose from, at most a quarter of its share of the dataset.
+        nanochat has 100 for each process.
+    micro_batches, lanes, num_rows: as for dataloader.BestFitLoader.
+    state["consumed"]: conversations in this rank's rows so far. The sum over ranks is the progress in the epoch.
     Raises UserError (no conversation, one that cannot be rendered, a state of another run).
     """
 
@@ -155,8 +154,8 @@ class ConversationBatches:
     """
     Endless iterator over (inputs, targets, state): int64 (B, length of the longest conversation - 1) each.
 
-    Micro-batch m of the run holds conversations m * B to (m + 1) * B - 1 of the repeated dataset, cut to max_tokens,
-    and goes to rank m % world_size. A target is -1 where the mask of render_conversation is 0, and in the padding. A
+    Micro-batch m of the run holds conversations m * B to (m + 1) * B - 1 of the repeated dataset, cut to max_tokens.
+    Rank m % world_size has it. A target is -1 where the mask of render_conversation is 0, and in the padding. A
     conversation in which the cut leaves nothing to learn is replaced by the next one that has something.
     """
 
@@ -223,9 +222,9 @@ class Rollouts:
     Endless iterator over (inputs, targets, advantages, state): the model's answers to one problem after the other.
 
     generate(prompt, rows, seed) -> (sequences, masks): as engine.Engine.generate_batch gives them. Each problem is
-    answered num_samples times, B at a time, and makes num_samples / B micro-batches: inputs and targets int64 (B,
-    longest answer's length - 1), advantages FP32 (B,). A target is -1 in the prompt, in what the calculator said and in
-    the padding. An answer's advantage is its reward minus the mean reward of the problem's answers (nanochat's: GRPO
+    answered num_samples times, B at a time, which makes num_samples / B micro-batches. inputs, targets: int64 (B,
+    longest answer's length - 1). advantages: FP32 (B,). A target is -1 in the prompt, the calculator's answers and the
+    padding. An answer's advantage is its reward minus the mean reward of the problem's answers (nanochat's: GRPO
     without dividing by the deviation). The answers are made when the first of a problem's micro-batches is asked for,
     by the model as it then is. Problem n of the run goes to rank n % world_size, and its seeds depend on n alone.
     """

@@ -2,7 +2,7 @@
 Shards made on the spot: of the user's text files, and the embedded corpus.
 
 The embedded corpus is Python's standard library: its documentation strings and language reference first, then its
-sources. It needs no network and is the same on every machine with the same Python.
+sources. The corpus needs no network. Every machine with the same Python has the same one.
 """
 
 import ast
@@ -97,8 +97,8 @@ def convert(folder: Path, files: list[Path], column: str) -> Path:
             for path in files:
                 for text in _documents(path, column):
                     pieces = cut_text(text, random.Random(index))
-                    # Validation: every 20th document as a whole. Of fewer than 20 documents, the last tenth of each
-                    # longer one, which is adjacent to training text but shares none of it.
+                    # Validation: every 20th document as a whole. Fewer than 20 documents give the last tenth of each
+                    # longer one instead, which is adjacent to training text.
                     tail = max(1, len(pieces) // 10) if len(pieces) >= 4 else 0
                     for i, piece in enumerate(pieces):
                         val = index % 20 == 7 if num_documents >= 20 else i >= len(pieces) - tail
@@ -113,8 +113,9 @@ def convert(folder: Path, files: list[Path], column: str) -> Path:
 # ----------------------------------------------------------------------------------------------------------------------
 # The embedded corpus
 
-EMBEDDED_MB = 10.0  # default: the standard library without its tests is about that much
-# Code pages are tables of numbers; pydoc_data is the language reference, which is read as text instead.
+EMBEDDED_MB = 10.0  # the standard library without its tests
+
+# Encodings are tables of numbers. The language reference in pydoc_data is read as text instead.
 _EMBEDDED_SKIP = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "lib-dynload"}
 
 
@@ -147,7 +148,7 @@ def _docstrings_and_code(source: str, module: str) -> tuple[str, str]:
 
 
 def _embedded_documents() -> Iterator[tuple[str, str]]:
-    """(key, text), prose first: the language reference, documentation strings, sources, the library's own tests."""
+    """(key, text): the language reference, documentation strings, sources and the library's tests, in this order."""
     with contextlib.suppress(ImportError):
         from pydoc_data.topics import topics
 

@@ -6,17 +6,17 @@ the shortest one is cropped to fill the row. There is no padding, and the rest o
 
 The promises:
 
-- Deterministic. The batches are a function of the shards, the tokenizer, B, T, `lanes` and `buffer_size`, and of the
-  order that `data_seed` and `shuffle_documents` choose. Every method and seed of a comparison can read the same rows.
+- Deterministic. The shards, the tokenizer and the arguments decide the batches. Every method and seed of a comparison
+  can read the same rows.
 - Any number of processes reads the same rows in the same order. Row groups are dealt to `lanes` independent packers,
-  and row k of the run is row k // lanes of lane k % lanes. A process packs the lanes of its rows. It shares a lane with
-  others where the number of processes does not divide `lanes`, and then packs their rows too and drops them.
-- Rows belong to micro-batches. Of the `micro_batches` of a step, over all processes, number m has rows k = m (mod g),
-  with g the greatest common divisor of `micro_batches` and `lanes`. Rank r computes numbers r, r + W, ...
+  and row k of the run is row k // lanes of lane k % lanes. A process packs the lanes of its rows. Processes share lanes
+  where their number does not divide `lanes`. Then each packs the rows of the others too and drops them.
+- Rows belong to micro-batches. A step has `micro_batches` of them, over all processes. Let g be the greatest common
+  divisor of `micro_batches` and `lanes`. Micro-batch m has rows k = m (mod g). Rank r computes m = r, r + W, ...
 - Resume is exact, also with another number of processes. The state that comes with each batch names the documents in
   the buffers, not only the place in the files. The state is small (some 10 KB) and goes through JSON unchanged. Every
   rank has a state of its own, and merge_states joins them.
-- Works with any number of row groups. They are numbered through all shards and epochs before they are dealt.
+- Any number of row groups will do. Row groups are numbered through all shards and epochs before they are dealt.
 """
 
 import bisect
@@ -56,16 +56,17 @@ def lanes_of(state: Any) -> int:
 
 
 def evaluation_rows(tokens: int, B: int, T: int, world_size: int) -> tuple[int, int]:
-    """(rows, batches): rows of T tokens for `tokens` tokens, at least one; batches of B that each process takes."""
+    """(rows of T tokens, at least one; batches of B rows that each process takes) of an evaluation on `tokens`."""
     rows = max(1, tokens // T)
     return rows, -(-rows // (B * world_size))
 
 
 class RowOrder:
     """
-    Which row of which lane is next on this rank: see the top of this file.
+    The next rows of this rank, and their lanes. The top of this file has the rule.
 
-    start: rows of the run before the micro-batches that were counted; done: micro-batches of this rank since.
+    start: rows of the run before this rank's first counted micro-batch.
+    done: micro-batches that this rank has counted.
     Raises ValueError for micro_batches that the ranks cannot share.
     """
 
@@ -105,12 +106,12 @@ class RowOrder:
         """Rows of a lane in the micro-batches that all ranks have done when this one has done `done`."""
         number, place = lane % self.classes, lane // self.classes
         turns = max(0, -(-(self.done * self.world_size - number) // self.classes))
-        rows = self.start // self.classes + turns * self.B  # of the lanes that share this lane's micro-batches
+        rows = self.start // self.classes + turns * self.B  # taken, in this lane's class
         return max(0, -(-(rows - place) // (self.lanes // self.classes)))
 
     def state(self) -> dict[str, int]:
-        """row: rows of the run that were yielded, over all ranks. micro_batch: micro-batches of this rank in a round
-        that is not complete; left out where the round is complete, as at the end of a step."""
+        """row: rows that all ranks have yielded. micro_batch: micro-batches of this rank in an incomplete round of the
+        classes. The end of a step completes a round and has no such key."""
         part = self.done % self.period
         row = self.start + self.done * self.world_size * self.B
         return {"row": row, **({"micro_batch": part} if part else {})}
@@ -130,9 +131,9 @@ class _Lane:
     """
     One packer and its stream of documents: row groups lane, lane + lanes, ... of the endless sequence of epochs.
 
-    A document is known by (g, i): row i of row group g, where g counts on through the epochs. The buffer is kept
-    sorted by (length, g, i), which makes "longest that fits" and "shortest" a binary search; among equal lengths the
-    one that came first is taken, as a scan in the order of arrival would.
+    A document is known by (g, i): row i of row group g, where g counts on through the epochs. The buffer is sorted by
+    (length, g, i), so that a binary search finds the longest that fits and the shortest. Documents of one length leave
+    in the order in which they came, as a scan in the order of arrival would take them.
     """
 
     def __init__(self, loader: "BestFitLoader", lane: int):
@@ -193,24 +194,23 @@ class BestFitLoader:
     """
     Endless iterator over (inputs, targets, state); see the top of this file for what holds.
 
-    inputs, targets: int64 (B, T) on `device`, targets being inputs shifted by one; copied from pinned memory without
-    blocking where the device is a GPU. state: a JSON-able dict; restoring it (`resume_state_dict`) makes the loader
-    yield the batch *after* this one. A training loop that fetches a batch ahead must keep the state that came with the
-    last batch it trained on, not with the one it holds. For the log it also says how far this rank has read at least:
-    "epoch" (from 1), "pq_idx", "rg_idx".
+    inputs, targets: int64 (B, T) on `device`. Targets are inputs shifted by one. Copies to a GPU do not block.
+    state: a dict that goes through JSON. A loader with this `resume_state_dict` yields the batch *after* this one. A
+    training loop that fetches a batch ahead must keep the state of the last batch that it trained on. For the log the
+    state says how far this rank has read at least: "epoch" (from 1), "pq_idx", "rg_idx".
 
     tokenizer: has encode(list of str, prepend=, num_threads=) and get_bos_token_id().
-    buffer_size: documents held back to choose from, in all lanes together; the more, the fewer tokens are cropped. No
-    lane holds back more than a quarter of its share of an epoch, so that a small corpus is not read several times over
-    before its first batch.
-    lanes: independent packers of the run. Default: those of resume_state_dict, or 8.
+    buffer_size: documents held back to choose from, in all lanes together. More documents leave fewer tokens cropped.
+        A lane holds back at most a quarter of its share of an epoch, so that a small corpus is not read several times
+        before its first batch.
+    lanes: independent packers of the run. Default: the state's lanes, else 8.
     num_rows: targets of the run's rows from this number on are -1, so that they do not count. Default: all count.
     micro_batches: of a step, over all ranks, a multiple of the world size. Default: one a rank.
-    data_dir: a folder of shards; default: the one that dataset.ensure_data finds.
-    data_seed: 0 for the order in which the text is stored; another number for another order of the row groups, and of
-        the documents within each, in every epoch the same.
+    data_dir: a folder of shards. Default: the folder that dataset.ensure_data finds.
+    data_seed: 0 keeps the order in which the text is stored. Another number shuffles the row groups and the documents
+        of each, in every epoch alike.
     shuffle_documents: all documents in one random order, which data_seed chooses, in every epoch the same.
-    text_column: of the shards; default: as for shards.text_column.
+    text_column: column with the text, as for shards.text_column.
     Raises UserError (data, state that does not fit), ValueError (arguments).
     """
 
@@ -307,7 +307,7 @@ class BestFitLoader:
         return inputs, targets, self.state_dict()
 
     def _config(self) -> dict[str, Any]:
-        """What must be the same for a state to mean the same rows."""
+        """Values that decide which rows a state means."""
         return {
             "version": STATE_VERSION,
             "split": self.split,

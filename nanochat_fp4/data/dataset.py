@@ -1,16 +1,15 @@
 """
 Training text: a folder of parquet shards with a string column `text`, the last shard being the validation split.
 
-Where the folder comes from, first match wins (ensure_data prints which and why):
+The first source that exists is the folder. ensure_data prints the choice and its reason.
 
-1. --data-dir or DATA_DIR: parquet shards are used as they are; .txt, .md, .jsonl and .jsonl.gz files are cut into
-   documents and written as shards into the base directory, once.
-   --text-column or TEXT_COLUMN names the column, or the JSON field, that holds the text (default: text).
+1. --data-dir or DATA_DIR. Parquet shards are used as they are. Files .txt, .md, .jsonl and .jsonl.gz are cut into
+   documents and written once, as shards, into the base directory. --text-column or TEXT_COLUMN names the column, or the
+   JSON field, with the text (default: text).
 2. FineWeb-Edu shards that were downloaded before: <base dir>/base_data, nanochat's folder.
 3. The embedded corpus, if it was built before.
-4. FineWeb-Edu from the hub, if it answers within a few seconds.
-5. The embedded corpus, built on the spot from Python's standard library: its documentation strings and language
-   reference first, then its sources. It needs no network and is the same on every machine with the same Python.
+4. FineWeb-Edu from the hub, if the hub answers within a few seconds.
+5. The embedded corpus, built now from Python's standard library (corpus.py).
 
     python -m nanochat_fp4.data.dataset -n 240       download shards 0 to 239 (resumable)
     python -m nanochat_fp4.data.dataset --embedded   build the embedded corpus
@@ -35,9 +34,9 @@ from nanochat_fp4.errors import UserError, one_line, run_main
 
 # FineWeb-Edu 100B, shuffled and re-cut into parquet shards by nanochat's author.
 DATASET = "karpathy/fineweb-edu-100b-shuffle"
-MAX_SHARD = 1822  # the last one is shard_01822.parquet
-SHARD_BYTES = 100_000_000  # about 250M characters, for the estimate of disk space
-# The text of the paper's Llama-like runs: files of about 320 MB (gzip, JSON lines), 360,000 documents each.
+MAX_SHARD = 1822
+SHARD_BYTES = 100_000_000  # estimate of a shard's size
+# The text of the paper's Llama-like runs. A file has 360,000 documents in gzipped JSON lines.
 C4, C4_FILES, C4_BYTES = "allenai/c4", 1024, 320_000_000
 
 NO_NETWORK_HINT = (
@@ -102,7 +101,7 @@ def _own_data(data_dir: str, column: str = "") -> str:
     shards = list_parquet_files(folder)
     texts = text_files(folder)
     other = next((path for path in shards if open_shard(path, column).column != column), None)
-    if other and not folder.is_relative_to(get_base_dir()):  # where our own shards are
+    if other and not folder.is_relative_to(get_base_dir()):  # shards written here have the column text
         raise UserError(f"{other} has no column named {column}; correct --text-column (TEXT_COLUMN)")
     if len(shards) >= 2:
         for split in ("train", "val"):
@@ -210,11 +209,13 @@ def ensure_data(
     """
     The folder of shards to train on, chosen as the head of this file says; made or downloaded where necessary.
 
-    data_dir: --data-dir; None or "" means DATA_DIR. column: --text-column, which every reader of the folder needs too;
-    "" means TEXT_COLUMN. num_shards: to download, if the hub is chosen. embedded_mb: size of the embedded corpus, if
-    it is chosen (None: the one that is there, or the default). make=False only looks for data, silently; text in
-    DATA_DIR is converted even so. Every rank may call it at the same time.
-    Raises UserError: bad DATA_DIR; nothing there and make=False.
+    data_dir: --data-dir. None or "" means DATA_DIR.
+    column: --text-column, which every reader of the folder needs too. "" means TEXT_COLUMN.
+    num_shards: shards to download from the hub.
+    embedded_mb: size of the embedded corpus. None means the corpus that is there, or the default.
+    make: False only looks for data, silently. Text in DATA_DIR is converted even so.
+    Every rank may call this function at the same time. Raises UserError where DATA_DIR is bad, or where there is no
+    data and make is False.
     """
     data_dir = data_dir or os.environ.get("DATA_DIR")
     if not data_dir and text_column(column) != "text":

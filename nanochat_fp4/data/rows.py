@@ -4,9 +4,9 @@ Rows of a published dataset: from the Hugging Face hub, or from a folder of file
     load_rows("openai/gsm8k", "main", "test")                          the hub (or its cache, without a network)
     load_rows("openai/gsm8k", "main", "test", folder="my_eval_dir")    my_eval_dir/openai/gsm8k/main/test.jsonl.gz
 
-A folder holds <dataset>/<config>/<split> as .jsonl, .jsonl.gz or .parquet, or in parts as the hub stores them
-(test-00000-of-00001.parquet), so that a clone of the hub's repository works as it is. Nothing is fetched where a folder
-was given. Rows come in nanochat's order: shuffled as `datasets` does with seed 42.
+A folder holds <dataset>/<config>/<split> as .jsonl, .jsonl.gz or .parquet. Parts with the hub's names
+(test-00000-of-00001.parquet) will do, so a clone of the hub's repository works. A given folder needs no network.
+Rows come in nanochat's order, which is the shuffle of `datasets` with seed 42.
 """
 
 import functools
@@ -35,7 +35,7 @@ REVISIONS = {
     "openai/openai_humaneval": "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
 }
 
-Check = Callable[[dict], str | None]  # what is wrong with a row ("field x ..."), or None
+Check = Callable[[dict], str | None]  # the fault of a row ("field x ..."), or None
 
 
 class MissingDataError(UserError):
@@ -53,8 +53,9 @@ def load_rows(
     """
     The rows of one split, shuffled. `flag` is the option that names `folder`, for messages.
 
-    check: looks at every row of a file, and at the first one from the hub. Raises MissingDataError (no such file, no
-    network, no such dataset) and UserError (damaged file, wrong field), each naming the file, the place and the remedy.
+    check: looks at every row of a file, and at the first one from the hub.
+    Raises MissingDataError (no such file, no network, no such dataset) and UserError (damaged file, wrong field). Each
+    names the file, the place and the remedy.
     """
     if folder:
         rows = read_folder(folder, "/".join(filter(None, (dataset, config))), split, check, flag)

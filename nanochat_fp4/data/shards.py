@@ -46,7 +46,7 @@ class Shard:
     def read(self, index: int) -> list[str]:
         """The documents of a row group. A null becomes the empty string. Raises UserError where the data is damaged."""
         try:
-            with pq.ParquetFile(self.path, page_checksum_verification=True) as f:  # where the shard has checksums
+            with pq.ParquetFile(self.path, page_checksum_verification=True) as f:
                 texts = f.read_row_group(index, columns=[self.column]).column(self.column).to_pylist()
         except (pa.ArrowException, OSError, ValueError, KeyError) as e:
             raise UserError(
@@ -93,8 +93,8 @@ def shard_digest(path: str | os.PathLike) -> str:
     """
     16 hex digits of a shard's content, quick to compute. Raises UserError where the file cannot be read.
 
-    All of a file up to 1 MB counts. Of a larger file the size counts, the footer with the compressed size of each row
-    group, and 32 blocks of 4 KB spread over it. A few letters changed in a large shard may go unseen.
+    All of a file up to 1 MB counts. A larger file counts by its size, its footer with the compressed sizes of row
+    groups, and 32 blocks of 4 KB spread over it. A few letters changed in a large shard may go unseen.
     """
     digest = hashlib.sha256()
     try:
@@ -119,10 +119,10 @@ def shard_digest(path: str | os.PathLike) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 # Writing
 
-SHARD_CHARS = 100_000_000  # of text in a shard that is written here
-VAL_CHARS = 25_000_000  # a validation split needs no more
-ROW_GROUP = 1024
-MIN_ROW_GROUPS = 8  # row groups are dealt to ranks
+SHARD_CHARS = 100_000_000  # characters in a shard
+VAL_CHARS = 25_000_000  # at most this much validation text
+ROW_GROUP = 1024  # documents at most
+MIN_ROW_GROUPS = 8  # row groups are dealt to lanes
 
 
 def cut_text(text: str, rng: random.Random, shortest: int = 1600, longest: int = 5200) -> list[str]:

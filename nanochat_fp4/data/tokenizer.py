@@ -1,9 +1,9 @@
 """
 Byte-pair tokenizer: trained by rustbpe, run by tiktoken, with nanochat's special tokens and split pattern.
 
-On disk it is <base dir>/tokenizer/tokenizer.json: plain data with a checksum, which nothing executes. nanochat keeps a
-pickle there (tokenizer.pkl), and loading a pickle can run whatever its author put into it; it is read only where
-allow_pickle is given, and even then by an unpickler that knows tiktoken's Encoding and nothing else.
+On disk the tokenizer is <base dir>/tokenizer/tokenizer.json: plain data with a checksum, which nothing executes.
+nanochat keeps a pickle there (tokenizer.pkl), and loading a pickle can run a program of its author. A pickle is read
+only where allow_pickle is given, by an unpickler that knows tiktoken's Encoding and nothing else.
 
     python -m nanochat_fp4.data.tokenizer --allow-pickle    convert nanochat's tokenizer.pkl to tokenizer.json, once
 """
@@ -46,8 +46,8 @@ SPLIT_PATTERN = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
 
-# The pattern steps back over white space that nothing follows, one character at a time; at about half a million of them
-# both Rust libraries abort the process for want of stack.
+# The pattern steps back over trailing white space, one character at a time. About half a million characters exhaust the
+# stack of both Rust libraries, which then abort the process.
 MAX_WHITE_SPACE = 100_000
 _LONG_WHITE_SPACE = re.compile(rf"\s{{{MAX_WHITE_SPACE}}}")
 
@@ -87,8 +87,8 @@ class RustBPETokenizer:
 
     def __init__(self, enc: tiktoken.Encoding, bos_token: str, markers: dict[str, str] | None = None):
         """
-        markers: the conversation format of another model: what stands in the place of some special tokens in a
-        conversation ("<|user_start|>": "<|im_start|>user\\n"), special tokens in it included.
+        markers: text in place of special tokens, for the conversation format of another model. An example is
+        "<|user_start|>": "<|im_start|>user\\n". Special tokens may be in the text.
         """
         self.enc, self.markers = enc, markers or {}
         self.encode_special = lru_cache(maxsize=32)(self._encode_special)
@@ -176,7 +176,7 @@ class RustBPETokenizer:
             if data["sha256"] != _digest(pattern, tokens, special_tokens, markers):
                 raise UserError(f"{path} differs from its own checksum, so it was altered or damaged; {retrain}")
             ranks = {token: rank for rank, token in enumerate(tokens)}
-            # What tiktoken would only notice by aborting, or not at all:
+            # tiktoken notices the following faults by aborting, or not at all.
             if len(ranks) != len(tokens) or not all(bytes([b]) in ranks for b in range(256)):
                 raise ValueError("tokens repeat, or single bytes are missing")
             if sorted(special_tokens.values()) != list(range(len(ranks), len(ranks) + len(special_tokens))):
@@ -184,7 +184,7 @@ class RustBPETokenizer:
             return cls._from_parts(pattern, ranks, special_tokens, markers)
         except UserError:
             raise
-        except Exception as e:  # missing keys, wrong types, a pattern that does not compile, duplicate tokens, ...
+        except Exception as e:  # missing keys, wrong types, a pattern that does not compile
             raise UserError(f"{path} is not a tokenizer ({type(e).__name__}: {one_line(e)[:100]}); {retrain}") from e
 
     def save(self, tokenizer_dir: str | os.PathLike) -> None:
@@ -264,8 +264,8 @@ class RustBPETokenizer:
         """
         int32 (vocab_size,): how many bytes of text each id stands for, 0 for special tokens. For bits per byte.
 
-        As in nanochat, an id whose bytes are no UTF-8 of their own counts the 3 bytes of the replacement character for
-        each undecodable part, so that numbers are comparable.
+        Bytes that are no UTF-8 of their own count as the 3 bytes of the replacement character for each undecodable
+        part. nanochat counts the same, so numbers are comparable.
         """
         special = self.get_special_tokens()
         strings = [self.enc.decode([i]) for i in range(self.get_vocab_size())]
@@ -466,7 +466,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = get_tokenizer(allow_pickle=args.allow_pickle)
     if not os.path.exists(os.path.join(tokenizer_dir, FILE_NAME)):
         tokenizer.save(tokenizer_dir)
-    save_token_bytes(tokenizer, tokenizer_dir)  # it follows from the tokenizer, so this harms nothing
+    save_token_bytes(tokenizer, tokenizer_dir)
     print0(f"{tokenizer_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint()}")
 
 

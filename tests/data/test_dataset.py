@@ -71,11 +71,6 @@ def test_row_groups_are_dealt_by_start_and_step(shards):
     assert dealt == sorted(texts_of(shards, "train"))
 
 
-def test_unknown_split(shards):
-    with pytest.raises(ValueError, match="'train' or 'val', not 'test'"):
-        open_shards("test", shards)
-
-
 def test_nulls_are_empty_documents(tmp_path):
     write_shard(tmp_path / "a.parquet", ["one", None, "three"])
     assert open_shard(tmp_path / "a.parquet").read(0) == ["one", "", "three"]
