@@ -154,11 +154,11 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
                     name, folder / name, dataset=DATASET, deadline=deadline, hint=NO_NETWORK_HINT, validate=open_shard,
                     stop=stop,
                 )  # fmt: skip
-            except UserError as e:  # the first one is the cause, the others were told to stop
+            except BaseException as e:  # the first one is the cause, the others were told to stop
                 failures.append(e)
                 stop.set()
 
-    failures: list[UserError] = []
+    failures: list[BaseException] = []
     with data_lock(), ThreadPoolExecutor(num_workers) as pool:
         jobs = [pool.submit(fetch, name) for name in missing]
         try:

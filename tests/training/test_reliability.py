@@ -80,6 +80,7 @@ class Case:
 # SIGKILL, at least 25 times in every run of the tests
 
 KILLS = {("base", method): 3 for method in METHODS}  # (stage, method, flags): how many
+KILLS |= {("base", "bf16", "--shuffle-documents", "--data-seed=1"): 2}
 KILLS |= {("base", "clover", "--method-phases=0.5=bf16"): 2, ("mid", "clover"): 4, ("sft", "clover"): 4}
 assert sum(KILLS.values()) >= 25
 SOAKED = [("base", method) for method in nf.METHODS if nf.get_recipe(method).name == method]
