@@ -196,83 +196,10 @@ WORD_LIST_URL = f"https://raw.githubusercontent.com/dwyl/english-words/{WORD_LIS
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TEST_SEED_OFFSET = 10_000_000  # conversation i is drawn with seed i in train and with offset + i in test
 
-# The wordings of the question are nanochat's (MIT licence), kept to the letter: a benchmark is its prompts.
-SPELLING_QUESTIONS = (
-    "How many {letter} are in the word {word}",
-    "How many {letter} are in {word}",
-    "Count the number of {letter} in {word}",
-    "How many times does {letter} appear in {word}",
-    "What's the count of {letter} in {word}",
-    "In the word {word}, how many {letter} are there",
-    "How many letter {letter} are in the word {word}",
-    "Count how many {letter} appear in {word}",
-    "Tell me the number of {letter} in {word}",
-    "How many occurrences of {letter} are in {word}",
-    "Find the count of {letter} in {word}",
-    "Can you count the {letter} letters in {word}",
-    "What is the frequency of {letter} in {word}",
-    "How many {letter}s are in {word}",
-    "How many {letter}'s are in {word}",
-    "Count all the {letter} in {word}",
-    "How many times is {letter} in {word}",
-    "Number of {letter} in {word}",
-    "Total count of {letter} in {word}",
-    "How many {letter} does {word} have",
-    "How many {letter} does {word} contain",
-    "What's the number of {letter} in {word}",
-    "{word} has how many {letter}",
-    "In {word}, count the {letter}",
-    "How many {letter} appear in {word}",
-    "Count the {letter} in {word}",
-    "Give me the count of {letter} in {word}",
-    "How many instances of {letter} in {word}",
-    "Show me how many {letter} are in {word}",
-    "Calculate the number of {letter} in {word}",
-    # Spanish
-    "¿Cuántas {letter} hay en {word}?",
-    "¿Cuántas veces aparece {letter} en {word}?",
-    "Cuenta las {letter} en {word}",
-    "¿Cuántas letras {letter} tiene {word}?",
-    # Chinese
-    "{word}中有多少个{letter}",
-    "{word}里有几个{letter}",
-    "数一下{word}中的{letter}",
-    "{word}这个词里有多少{letter}",
-    # Korean
-    "{word}에 {letter}가 몇 개 있나요",
-    "{word}에서 {letter}의 개수는",
-    "{word}에 {letter}가 몇 번 나오나요",
-    "{word}라는 단어에 {letter}가 몇 개",
-    # French
-    "Combien de {letter} dans {word}",
-    "Combien de fois {letter} apparaît dans {word}",
-    "Compte les {letter} dans {word}",
-    # German
-    "Wie viele {letter} sind in {word}",
-    "Wie oft kommt {letter} in {word} vor",
-    "Zähle die {letter} in {word}",
-    # Japanese
-    "{word}に{letter}は何個ありますか",
-    "{word}の中に{letter}がいくつ",
-    "{word}に{letter}が何回出てくる",
-)
-
+# The wordings are nanochat's (MIT licence), kept to the letter and in their order: a benchmark is its prompts.
+SPELLING_QUESTIONS = Path(__file__).with_name("spelling_questions.txt").read_text(encoding="utf-8").splitlines()
 # For runs without the word list: enough to practise on, and no benchmark.
-LOCAL_WORDS = """
-apple banana cherry orange lemon grape melon peach strawberry raspberry carrot onion potato tomato pepper garlic
-bread butter cheese coffee sugar water kitchen table chair window garden flower forest mountain river ocean island
-valley desert winter summer spring autumn morning evening yesterday tomorrow monday friday january august december
-house street bridge village city country station airport railway bicycle engine machine computer keyboard letter
-paper pencil picture mirror camera music guitar piano violin trumpet dance theater movie story teacher student school
-library history science physics chemistry biology geometry algebra number fraction equation angle circle square
-triangle doctor nurse hospital medicine finger shoulder stomach breakfast dinner supper holiday birthday present
-mother father sister brother daughter cousin neighbor friend stranger captain sailor soldier farmer baker tailor
-elephant giraffe monkey tiger lion rabbit squirrel horse donkey chicken turkey penguin dolphin whale salmon beetle
-spider butterfly copper silver golden iron diamond crystal yellow purple orange green little different beautiful
-careful honest gentle brave clever quiet strange simple difficult possible necessary remember discover imagine follow
-answer question believe consider describe explain continue quickly slowly together always never sometimes perhaps
-mississippi committee balloon address parallel occasion accommodate embarrass millennium possession assessment
-""".split()
+LOCAL_WORDS = Path(__file__).with_name("local_words.txt").read_text(encoding="utf-8").split()
 
 
 def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:

@@ -7,7 +7,6 @@ sources. The corpus needs no network. Every machine with the same Python has the
 
 import ast
 import contextlib
-import gzip
 import hashlib
 import json
 import random
@@ -20,8 +19,9 @@ from pathlib import Path
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import Progress, format_bytes
 from nanochat_fp4.data.download import check_space
+from nanochat_fp4.data.rows import read_lines
 from nanochat_fp4.data.shards import ShardWriter, cut_text, data_lock, new_folder, open_shard
-from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz")
 
@@ -41,25 +41,18 @@ def _documents(path: Path, field: str) -> Iterator[str]:
         for index in range(shard.num_row_groups):
             yield from shard.read(index)
     elif name.endswith((".jsonl", ".jsonl.gz")):
-        opener = gzip.open if name.endswith(".gz") else open
-        try:
-            with opener(path, "rt", encoding="utf-8", errors="replace") as f:
-                for number, line in enumerate(f, 1):
-                    if not line.strip():
-                        continue
-                    try:
-                        row = json.loads(line)
-                    except (ValueError, RecursionError):
-                        row = None
-                    if not isinstance(row, dict) or not isinstance(row.get(field), str):
-                        raise UserError(
-                            f'{path}, line {number}: expected a JSON object like {{"{field}": "..."}}; name the field '
-                            "that holds the text with --text-column (TEXT_COLUMN)"
-                        )
-                    # A lone surrogate (JSON can spell one) is no text and could not be written as UTF-8.
-                    yield row[field].encode("utf-8", "replace").decode("utf-8")
-        except (OSError, EOFError, gzip.zlib.error) as e:
-            raise UserError(f"{path} cannot be read ({one_line(e)}); it may be cut short: copy it again") from e
+        for number, line in read_lines(path, errors="replace"):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict) or not isinstance(row.get(field), str):
+                raise UserError(
+                    f'{path}, line {number}: expected a JSON object like {{"{field}": "..."}}; name the field that '
+                    "holds the text with --text-column (TEXT_COLUMN)"
+                )
+            # JSON can spell a lone surrogate, which cannot be written as UTF-8.
+            yield row[field].encode("utf-8", "replace").decode("utf-8")
     else:
         try:
             yield path.read_text(encoding="utf-8", errors="replace")

@@ -14,7 +14,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +117,16 @@ def _checked(check: Check, row: dict) -> str | None:
         return f"unexpected content ({type(e).__name__}: {one_line(e)[:100]})"
 
 
-def read_lines(path: Path):
-    """(line number, text) of the non-empty lines of a text file or a .gz of one. Raises UserError."""
-    opener = gzip.open if path.suffix == ".gz" else open
+def read_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, str]]:
+    """
+    (line number, text) of the non-empty lines of a text file or a .gz of one. Raises UserError.
+
+    errors: open()'s, for bytes that are no UTF-8.
+    """
+    opener = gzip.open if path.suffix.lower() == ".gz" else open
     number = 0
     try:
-        with opener(path, "rt", encoding="utf-8") as f:
+        with opener(path, "rt", encoding="utf-8", errors=errors) as f:
             for number, line in enumerate(f, 1):
                 if line.strip():
                     yield number, line

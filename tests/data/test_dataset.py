@@ -199,7 +199,7 @@ def test_data_dir_from_the_environment_and_from_the_flag(shards, base_dir, monke
         (lambda f: (f.mkdir(), (f / "a.jsonl.gz").write_bytes(b"not gzip")), "a.jsonl.gz cannot be read"),
         (
             lambda f: (f.mkdir(), (f / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 999)[:40])),
-            "cut short",
+            "a.jsonl.gz cannot be read past line",
         ),
     ],
 )
