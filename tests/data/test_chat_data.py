@@ -157,14 +157,6 @@ def test_damaged_files_are_named_with_the_line(tmp_path):
         load()
 
 
-def test_without_a_network_the_hub_is_one_line_and_quick(monkeypatch):
-    monkeypatch.setattr(rows, "_hub_problem", lambda: "no answer within 8 seconds (test)")
-    with pytest.raises(MissingDataError) as e:
-        load_rows("no/such-set", "main", "test")
-    text = one_line_error(e)
-    assert "no answer within 8 seconds (test)" in text and "--eval-dir" in text and "no/such-set" in text
-
-
 def test_the_hub_is_asked_for_one_revision(monkeypatch):
     import datasets
 
