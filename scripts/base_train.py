@@ -27,10 +27,12 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import announce, print0
 from nanochat_fp4.console import ArgumentParser, format_seconds, parse_finite
 from nanochat_fp4.data.dataloader import (
+    evaluation_rows,
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
-from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, list_parquet_files, shard_digest
+from nanochat_fp4.data.dataset import add_data_arguments, ensure_data, list_parquet_files
+from nanochat_fp4.data.shards import shard_digest
 from nanochat_fp4.data.tokenizer import get_token_bytes, get_tokenizer
 from nanochat_fp4.doctor import probe
 from nanochat_fp4.errors import run_main
@@ -77,6 +79,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=int,
         default=0,
         help="another order of the training text for another number from 1 to 4294967295 (default: 0, as it is stored)",
+    )
+    add(
+        "--shuffle-documents",
+        action="store_true",
+        help="train on all documents in one random order, which --data-seed chooses; takes a copy of the text on disk",
     )
     add_data_arguments(parser, "FineWeb-Edu, else a small embedded corpus")
     add_method_arguments(parser)
@@ -189,8 +196,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         known = start.meta.get("device_batch_size")
         device_batch_size = known or auto_device_batch_size(model, rows, args.max_seq_len)
     grad_accum_steps = plan_accumulation(args.total_batch_size, device_batch_size, args.max_seq_len, world_size)
-    val_batch = device_batch_size * args.max_seq_len * world_size
-    eval_steps = max(1, args.eval_tokens // val_batch)
+    num_rows, eval_steps = evaluation_rows(args.eval_tokens, device_batch_size, args.max_seq_len, world_size)
 
     if sharded:
         shard(model, torch.bfloat16 if device.type == "cuda" else None)
@@ -211,12 +217,14 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         return tokenizing_distributed_data_loader_with_state_bos_bestfit(
             tokenizer, device_batch_size, args.max_seq_len, "train", device=device, resume_state_dict=position,
             data_dir=data_dir, data_seed=args.data_seed, micro_batches=grad_accum_steps * world_size,
+            shuffle_documents=args.shuffle_documents, text_column=args.text_column,
         )  # fmt: skip
 
     def validation_bpb(forward: Any) -> float:
         batches = tokenizing_distributed_data_loader_bos_bestfit(
-            tokenizer, device_batch_size, args.max_seq_len, "val", device=device, data_dir=data_dir
-        )
+            tokenizer, device_batch_size, args.max_seq_len, "val", device=device, data_dir=data_dir,
+            lanes=trainer.loader.lanes, num_rows=num_rows, text_column=args.text_column,
+        )  # fmt: skip
         with parts.autocast():
             return evaluate_bpb(forward, process.signals.watch(batches, device), eval_steps, token_bytes)
 
@@ -247,7 +255,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         evaluate_due=functools.partial(due, args.eval_every),
         also=(core, samples),
         tokens_per_step=args.total_batch_size,
-        val_tokens=eval_steps * val_batch,
+        val_tokens=num_rows * args.max_seq_len,
         user_config={**vars(args), "method": method, **batch, "num_iterations": num_iterations},
         meta={
             "model_config": config_record(model.config),

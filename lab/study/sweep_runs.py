@@ -194,7 +194,7 @@ def plan(
     for seed in seeds:
         for size in sizes:
             shape = (*size_flags(size), "--core-metric-every=-1", "--sample-every=-1", *extra)
-            shape += (f"--data-seed={seed}",) if vary_data else ()
+            shape += ("--shuffle-documents", *((f"--data-seed={seed}",) if vary_data else ()))
             batch = int([f for f in shape if f.startswith("--total-batch-size=")][-1].partition("=")[2])
             steps = max(1, tokens // batch)
             horizon = f"--num-iterations={steps}" if tokens else f"--target-param-data-ratio={ratio:g}"

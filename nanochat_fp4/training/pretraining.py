@@ -99,13 +99,15 @@ def make_settings(
         "total_batch_size": args.total_batch_size,
         "seed": args.seed,
         "data_seed": args.data_seed or None,
+        "shuffle_documents": args.shuffle_documents or None,
         **({"schedule": "OneCycleLR"} if args.llama else {}),  # earlier versions had another one
         "tokenizer": tokenizer.fingerprint(),
         **{k: getattr(args, k) or None for k in METHOD_CHANGES},
     }
     tunable = {**asdict(options), "num_iterations": num_iterations, "data_dir": str(data_dir)}
     tunable |= {"world_size": world, "parallel": args.parallel}
-    apart = ("method", "world_size", "parallel", *METHOD_CHANGES, *([] if args.data_seed else ["data_seed"]))
+    order = [key for key in ("data_seed", "shuffle_documents") if not getattr(args, key)]  # as stored
+    apart = ("method", "world_size", "parallel", *METHOD_CHANGES, *order)
     comparable = {k: v for k, v in (run_config | tunable).items() if k not in apart}
     key = hashlib.sha256(json.dumps(comparable, sort_keys=True).encode()).hexdigest()[:12]
     return Settings(num_iterations, options, run_config, tunable, key)
