@@ -15,7 +15,7 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
 from nanochat_fp4.console import ArgumentParser, Progress
-from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
+from nanochat_fp4.data.dataloader import evaluation_rows, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import UserError, run_main
@@ -65,20 +65,26 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         method = checkpoint_method(meta, args.method)  # of the forward pass: what the run ended with
         model_tag = meta.get("model_tag") or args.model_tag
         name = f"base model {model_tag} (step {meta['step']})"
-    tokens_per_step = args.device_batch_size * sequence_len * world_size
-    if args.split_tokens <= 0 or args.split_tokens % tokens_per_step:
+    if args.split_tokens <= 0 or args.split_tokens % sequence_len:
         raise UserError(
-            f"--split-tokens={args.split_tokens} is not a multiple of {tokens_per_step}, the tokens of a batch "
-            f"({args.device_batch_size} rows of {sequence_len} on {world_size} device(s)); choose a multiple"
+            f"--split-tokens={args.split_tokens} is not a multiple of {sequence_len}, the tokens of a row; choose a "
+            "multiple"
         )
     nf.convert(model, method, per_token_in_eval=False)
     print0(f"Evaluating {name} on {data_dir}")
 
-    steps = args.split_tokens // tokens_per_step
+    num_rows, steps = evaluation_rows(args.split_tokens, args.device_batch_size, sequence_len, world_size)
 
     def bpb(split: str, what: str) -> float:
         loader = tokenizing_distributed_data_loader_bos_bestfit(
-            tokenizer, args.device_batch_size, sequence_len, split, device=device, data_dir=data_dir
+            tokenizer,
+            args.device_batch_size,
+            sequence_len,
+            split,
+            device=device,
+            data_dir=data_dir,
+            text_column=args.text_column,
+            num_rows=num_rows,
         )
         with Progress(total=steps, desc=f"{split} bpb, {what}", unit="batch") as progress, autocast(device.type):
 

@@ -28,10 +28,12 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import announce, print0
 from nanochat_fp4.console import ArgumentParser, format_seconds, parse_finite
 from nanochat_fp4.data.dataloader import (
+    evaluation_rows,
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
-from nanochat_fp4.data.dataset import ensure_data, list_parquet_files, shard_digest
+from nanochat_fp4.data.dataset import ensure_data, list_parquet_files
+from nanochat_fp4.data.shards import shard_digest
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_tokenizer
 from nanochat_fp4.doctor import probe
 from nanochat_fp4.errors import UserError, one_line, run_main
@@ -75,7 +77,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "then 143, 130, 129 and 0. Bad input and numerical trouble end in one line and exit status 2.",
     )
     add = parser.add_argument
-    add_run_arguments(parser, "compile", "eager", "recompute-mlp", "recompute-all")
+    add_run_arguments(parser, "compile", "eager", "recompute-mlp", "recompute-all", "shuffle-documents")
     add_several(
         parser,
         "--seed",
@@ -88,7 +90,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default="",
         help="folder of parquet shards or text (default: $DATA_DIR, else FineWeb-Edu, else a small embedded corpus)",
     )
-    parser.set_defaults(compile=None, recompute="none", seed=42, data_seed=0)
+    parser.set_defaults(compile=None, recompute="none", seed=42, data_seed=0, shuffle_documents=False)
     add_method_arguments(parser)
     # Model architecture
     add("--depth", type=int, default=20, help="depth of the Transformer model")
@@ -248,8 +250,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         known = start.meta.get("device_batch_size")
         device_batch_size = known or auto_device_batch_size(model, rows, args.max_seq_len)
     grad_accum_steps = plan_accumulation(args.total_batch_size, device_batch_size, args.max_seq_len, world_size)
-    val_batch = device_batch_size * args.max_seq_len * world_size
-    eval_steps = max(1, args.eval_tokens // val_batch)
+    num_rows, eval_steps = evaluation_rows(args.eval_tokens, device_batch_size, args.max_seq_len, world_size)
 
     if sharded:
         shard(model, torch.bfloat16 if device.type == "cuda" else None)
@@ -270,12 +271,14 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         return tokenizing_distributed_data_loader_with_state_bos_bestfit(
             tokenizer, device_batch_size, args.max_seq_len, "train", device=device, resume_state_dict=position,
             data_dir=data_dir, data_seed=args.data_seed, micro_batches=grad_accum_steps * world_size,
+            shuffle_documents=args.shuffle_documents,
         )  # fmt: skip
 
     def validation_bpb(forward: Any) -> float:
         batches = tokenizing_distributed_data_loader_bos_bestfit(
-            tokenizer, device_batch_size, args.max_seq_len, "val", device=device, data_dir=data_dir
-        )
+            tokenizer, device_batch_size, args.max_seq_len, "val", device=device, data_dir=data_dir,
+            lanes=trainer.loader.lanes, num_rows=num_rows,
+        )  # fmt: skip
         with parts.autocast():
             return evaluate_bpb(forward, process.signals.watch(batches, device), eval_steps, token_bytes)
 
@@ -306,7 +309,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         evaluate_due=functools.partial(due, args.eval_every),
         also=(core, samples),
         tokens_per_step=args.total_batch_size,
-        val_tokens=eval_steps * val_batch,
+        val_tokens=num_rows * args.max_seq_len,
         user_config={**vars(args), "method": method, **batch, "num_iterations": num_iterations},
         meta={
             "model_config": config_record(model.config),

@@ -66,7 +66,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--target-examples-per-step", type=int, default=32, help="target examples per optimization step")
     # Evaluation
     add("--eval-every", type=int, default=100, help="evaluate val loss every N steps")
-    add("--eval-steps", type=int, default=100, help="number of batches for val loss evaluation")
+    add("--eval-steps", type=int, default=100, help="batches for val loss evaluation, of all processes")
     add("--eval-metrics-every", type=int, default=200, help="evaluate accuracy metrics every N steps (-1 = disable)")
     add("--eval-metrics-max-problems", type=int, default=1024, help="max problems per metric evaluation")
     return parser.parse_args(argv)
@@ -143,15 +143,18 @@ class Evaluation:
         return numbers
 
     def validation_loss(self) -> float:
+        """Mean over --eval-steps micro-batches, dealt to the processes. All processes take equally many."""
         args, process, losses = self.args, self.run.process, []
+        rank, world_size = process.rank, process.world_size
         batches = ConversationBatches(
-            self.val_dataset, self.run.tokenizer, args.device_batch_size, process.device, process.rank,
-            process.world_size, self.run.config.sequence_len,
+            self.val_dataset, self.run.tokenizer, args.device_batch_size, process.device, rank, world_size,
+            self.run.config.sequence_len,
         )  # fmt: skip
         with torch.no_grad(), self.parts.autocast():
-            for _, (x, y, _) in zip(range(args.eval_steps), process.signals.watch(batches, process.device)):
-                losses.append(self.run.model(x, y))
-        return float(mean_over_ranks(torch.stack(losses).mean()))
+            numbers = range(rank, args.eval_steps + rank, world_size)
+            for number, (x, y, _) in zip(numbers, process.signals.watch(batches, process.device)):
+                losses.append(self.run.model(x, y) * (number < args.eval_steps))
+        return float(mean_over_ranks(torch.stack(losses).sum() * world_size / args.eval_steps))
 
     def accuracy(self, source: Source) -> float:
         signals = self.run.process.signals

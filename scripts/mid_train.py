@@ -38,6 +38,7 @@ from nanochat_fp4.data.chat_data import (
     load_sources,
 )
 from nanochat_fp4.data.chat_loader import PackedConversations
+from nanochat_fp4.data.dataloader import evaluation_rows
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
@@ -135,7 +136,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
     elif pretrained_with and B > pretrained_with:
         print0(f"note: the base model was trained with --device-batch-size={pretrained_with}; {B} may not fit")
     grad_accum_steps = plan_accumulation(args.total_batch_size, B, T, world_size)
-    eval_steps = max(1, args.eval_tokens // (B * T * world_size))
+    num_rows, eval_steps = evaluation_rows(args.eval_tokens, B, T, world_size)
     token_bytes = get_token_bytes(device=device)
 
     train_parts = train_sources(args)
@@ -148,7 +149,9 @@ def train(args: argparse.Namespace, process: Process) -> None:
     parts = run.parts(optimizers, forward)
 
     def evaluate(step: int, last: bool) -> dict[str, float]:
-        batches = PackedConversations(val_dataset, tokenizer, B, T, device, rank, world_size)
+        batches = PackedConversations(
+            val_dataset, tokenizer, B, T, device, rank, world_size, lanes=trainer.loader.lanes, num_rows=num_rows
+        )
         with parts.autocast():
             pairs = ((x, y) for x, y, _ in batches)
             return {"val_bpb": evaluate_bpb(forward, process.signals.watch(pairs, device), eval_steps, token_bytes)}
@@ -177,7 +180,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
         evaluate_due=functools.partial(due, args.eval_every),
         conversations=len(dataset),
         tokens_per_step=args.total_batch_size,
-        val_tokens=eval_steps * B * T * world_size,
+        val_tokens=num_rows * T,
     )
     if trainer.run():
         setup = {

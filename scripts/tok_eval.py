@@ -84,7 +84,9 @@ def main(argv: list[str] | None = None) -> None:
     ours = get_tokenizer()
     texts = {name: text.strip() for name, text in SAMPLES.items()}
     for split in ("train", "val"):  # the tokenizer has seen the first of the two
-        texts[f"data-{split}"] = "\n".join(next(parquets_iter_batched(split, data_dir=data_dir)))
+        texts[f"data-{split}"] = "\n".join(
+            next(parquets_iter_batched(split, data_dir=data_dir, column=args.text_column))
+        )
     counts = {name: num_tokens(ours, text, name) for name, text in texts.items()}
     sizes = {name: len(text.encode("utf-8")) for name, text in texts.items()}
 

@@ -43,10 +43,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def documents(data_dir: str, max_chars: int, doc_cap: int, progress: Progress) -> Iterator[str]:
+def documents(data_dir: str, column: str, max_chars: int, doc_cap: int, progress: Progress) -> Iterator[str]:
     """The training documents, each cut to `doc_cap` characters, until `max_chars` characters were seen."""
     seen = 0
-    for batch in parquets_iter_batched("train", data_dir=data_dir):
+    for batch in parquets_iter_batched("train", data_dir=data_dir, column=column):
         for text in batch:
             text = text[:doc_cap]
             seen += len(text)
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
 
     start = time.monotonic()
     with Progress(desc="read", unit="char") as progress:
-        texts = documents(data_dir, args.max_chars, args.doc_cap, progress)
+        texts = documents(data_dir, args.text_column, args.max_chars, args.doc_cap, progress)
         tokenizer = RustBPETokenizer.train_from_iterator(texts, args.vocab_size)
     train_time = time.monotonic() - start
     vocab_size = tokenizer.get_vocab_size()

@@ -1,6 +1,7 @@
 """An HTTP server of this process that misbehaves in every way that is asked of it."""
 
 import contextlib
+import hashlib
 import http.server
 import re
 import threading
@@ -21,9 +22,10 @@ class Server(http.server.ThreadingHTTPServer):
         self.files = files
         self.requests = []  # (path, Range header)
         self.bad = {}  # path -> list of things to do wrong, one a request
-        self.headers = {}  # path -> headers of the redirecting answer
-        self.ranges = True
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def close(self):
+        self.server_close()
 
     def url(self, path):
         return f"http://127.0.0.1:{self.server_port}{path}"
@@ -34,28 +36,27 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self):
-        self.send_response(200 if self.path in self.server.files else 404)
+        """As the hub answers for a large file."""
+        data = self.server.files.get(self.path)
+        self.send_response(404 if data is None else 200)
+        if data is not None:
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+            self.send_header("X-Repo-Commit", "0" * 40)
         self.end_headers()
 
     def do_GET(self):
         server = self.server
         server.requests.append((self.path, self.headers.get("Range")))
-        if self.path in server.headers:
-            self.send_response(302)
-            for name, value in server.headers[self.path].items():
-                self.send_header(name, value)
-            self.send_header("Location", "/real" + self.path)
-            self.end_headers()
-            return
         wrong = server.bad.get(self.path, [])
         wrong = wrong.pop(0) if wrong else ""
-        data = server.files.get(self.path.removeprefix("/real"))
+        data = server.files.get(self.path)
         if data is None or wrong == "500":
             self.send_error(404 if data is None else 500)
             return
         start = 0
         match = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
-        if match and server.ranges:
+        if match:
             start = int(match.group(1))
             if start >= len(data):
                 self.send_response(416)
@@ -86,3 +87,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
             time.sleep(1.5)
             return
         self.wfile.write(body)
+
+
+@contextlib.contextmanager
+def hub(monkeypatch, files):
+    """A hub with `files` (path in a dataset's repository -> content) of the training text, reachable in the block."""
+    from huggingface_hub import constants
+
+    from nanochat_fp4.data import dataset, download
+
+    prefix = f"/datasets/{dataset.DATASET}/resolve/main/"
+    server = Server({prefix + name: content for name, content in files.items()})
+    server.prefix = prefix
+    monkeypatch.setenv("HF_ENDPOINT", server.url(""))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # conftest set it before the import
+    monkeypatch.setattr(download, "BACKOFF_SECONDS", 0)
+    with contextlib.closing(server):
+        yield server
+        server.shutdown()

@@ -4,14 +4,14 @@
     python -m lab.study.sweep ... the same again          # goes on where it was interrupted; what is done is skipped
 
 One process for each GPU takes run after run; without a GPU one after another in this process. Within a seed all
-methods have the same initialization and the same data in the same order, so that differences are paired; --vary-data
-gives each seed an order of its own, so that error bars are of the data as well; with
---bf16-until they also have the first part of the training in common, that of the seed's BF16 run, and scatter far
-less. With --share-until 0.7, methods that compute the same up to 70% of the steps and differ later train that part
-once. A run that is done is one small JSON file, <folder>/runs/<size>_<method>_s<seed>_<key>.json, with its validation
-curve; the key stands for all its flags and the text, so that sweeps of one folder share runs. The table is printed
-again after every run, and written with all numbers to <folder>/<name>.json and .md; lab.reproduce --results makes
-its tables and plots of it.
+methods have the same initialization and the same data in the same order, so that differences are paired. Each seed
+has an order of its own of all documents (--no-vary-data: the same for all), so that error bars are of the data as
+well. With --bf16-until methods also have the first part of the training in common, that of the seed's BF16 run, and
+scatter far less. With --share-until 0.7, methods that compute the same up to 70% of the steps and differ later train
+that part once. A run that is done is one small JSON file, <folder>/runs/<size>_<method>_s<seed>_<key>.json, with its
+validation curve; the key stands for all its flags and the text, so that sweeps of one folder share runs. The table is
+printed again after every run, and written with all numbers to <folder>/<name>.json and .md; lab.reproduce --results
+makes its tables and plots of it.
 
 --sizes: d<depth> is a nanochat of that depth, llama-30M to llama-200M the family of the paper's Tables 3 and 4, tiny a
 model for a CPU. --methods: names of nf.METHODS, nf.ABLATIONS or sweep_runs.VARIANTS, or
@@ -152,8 +152,9 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--vary-data",
-        action="store_true",
-        help="a seed changes the order of the data as well, not only weights and noise",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a seed changes the order of the data as well, not only weights and noise (default: yes)",
     )
     add("--data-dir", default=None, help="folder of text or parquet files (default: as for base_train)")
     add("--vocab-size", type=int, default=0, help="of a new tokenizer, where the base directory has none (32768)")

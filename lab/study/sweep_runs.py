@@ -204,6 +204,7 @@ def plan(
     for seed in seeds:
         for size in sizes:
             shape = (*size_flags(size), "--core-metric-every=-1", "--sample-every=-1", *extra)
+            shape += ("--runtime=shuffle-documents",)
             seeds_flag = f"--seed={seed},{seed}" if vary_data else f"--seed={seed}"
             batch = int([f for f in shape if f.startswith("--total-batch-size=")][-1].partition("=")[2])
             steps = max(1, tokens // batch)

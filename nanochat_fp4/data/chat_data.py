@@ -1,8 +1,8 @@
 """
 Conversations to train on: what a task is, mixtures of tasks, and the tasks that exist only for training.
 
-A task is a list of conversations {"messages": [{"role", "content"}, ...], ...}, and for the benchmarks in eval/ also
-a way to judge an answer. Order and content are nanochat's, so that a mixture here is the mixture there.
+A task is a list of conversations {"messages": [{"role", "content"}, ...], ...}. A benchmark in eval/ also judges
+answers. Order and content are nanochat's, so that a mixture here is the mixture there.
 """
 
 import bisect
@@ -19,6 +19,7 @@ from typing import Any
 from nanochat_fp4.common import announce, get_base_dir, print0
 from nanochat_fp4.data.download import download_file_with_lock
 from nanochat_fp4.data.rows import MissingDataError, load_rows, read_folder, read_lines
+from nanochat_fp4.data.tokenizer import checked_messages
 from nanochat_fp4.errors import UserError, one_line
 
 MIXTURE_SEED = 42
@@ -31,9 +32,9 @@ class Task:
     """
     A dataset of conversations; start, stop and step select from it as a slice does.
 
-    Subclasses define num_examples() and get_example(i). Benchmarks also have eval_type, "categorical" (choice of a
-    letter from conversation["letters"]) or "generative", evaluate(conversation, answer) -> bool, and VERSION, raised
-    whenever prompts, order or scoring change.
+    Subclasses define num_examples() and get_example(i). Benchmarks also have evaluate(conversation, answer) -> bool and
+    eval_type. "categorical" is the choice of a letter from conversation["letters"], "generative" is any text. VERSION
+    is raised whenever prompts, order or scoring change.
     """
 
     VERSION = 1
@@ -88,44 +89,21 @@ class TaskMixture(Task):
         return self.ends[-1] if self.ends else 0
 
     def get_example(self, index: int) -> dict[str, Any]:
-        return self._in_sequence(self.order[index])
-
-    def _in_sequence(self, index: int) -> dict[str, Any]:
+        index = self.order[index]
         which = bisect.bisect_right(self.ends, index)
         return self.tasks[which][index - (self.ends[which - 1] if which else 0)]
-
-
-class TaskSequence(TaskMixture):
-    """All conversations of several tasks, one task after the other: a curriculum."""
-
-    def __init__(self, tasks: Sequence[Task], **kwargs: Any):
-        super().__init__(tasks, **kwargs)
-        self.order = range(self.num_examples())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # General conversations
 
 
-def conversation_problem(messages: Any, system: bool = False) -> str | None:
-    """What keeps a list of messages from being trained on, or None. `system`: a system message may come first."""
-    if not isinstance(messages, list) or not messages:
-        return "expected a list of messages"
-    rest = messages
-    if system and isinstance(messages[0], dict) and messages[0].get("role") == "system":
-        rest = messages[1:]
-    for i, message in enumerate(rest):
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            return f'message {i} is not of the form {{"role": ..., "content": ...}}'
-        if message["role"] not in ("user", "assistant", "system"):
-            return f"message {i} has the unknown role {message['role']!r}, expected user or assistant"
-        expected = ("user", "assistant")[i % 2]
-        if message["role"] != expected:
-            return f"message {i} is from the {message['role']}, expected the {expected}"
-        if not isinstance(message["content"], str):
-            return f"message {i}: content is {type(message['content']).__name__}, expected a string"
-    if len(rest) < 2:
-        return "there is no message from the assistant, so nothing to train on"
+def conversation_problem(conversation: Any) -> str | None:
+    """The reason why a conversation cannot be trained on, or None."""
+    try:
+        checked_messages(conversation, answered=True)
+    except ValueError as e:
+        return str(e)
     return None
 
 
@@ -133,18 +111,18 @@ class SmolTalk(Task):
     """
     HuggingFaceTB/smol-smoltalk, general conversations (460K train, 24K test), a system message perhaps first.
 
-    sft_dir: a folder with train.jsonl and test.jsonl (or .jsonl.gz, .parquet) of {"messages": [...]} instead.
+    sft_dir: a folder with train and test as .jsonl, .jsonl.gz or .parquet files of {"messages": [...]}.
     """
 
     def __init__(self, split: str, sft_dir: str | os.PathLike | None = None, **kwargs: Any):
         super().__init__(**kwargs)
         if split not in ("train", "test"):
             raise ValueError(f"SmolTalk has the splits train and test, not {split!r}")
-        check = lambda row: conversation_problem(row.get("messages"), system=True)  # noqa: E731
         if sft_dir:
-            self.rows = read_folder(sft_dir, "", split, check, flag="--sft-dir")
+            self.rows = read_folder(sft_dir, "", split, conversation_problem, flag="--sft-dir")
         else:
-            self.rows = load_rows("HuggingFaceTB/smol-smoltalk", None, split, check=check, flag="--sft-dir")
+            name = "HuggingFaceTB/smol-smoltalk"
+            self.rows = load_rows(name, None, split, check=conversation_problem, flag="--sft-dir")
 
     def num_examples(self) -> int:
         return len(self.rows)
@@ -154,7 +132,7 @@ class SmolTalk(Task):
 
 
 class CustomJSON(Task):
-    """Conversations of a JSONL file: a line is a list of messages, or {"messages": [...]}."""
+    """Conversations of a JSONL file. A line is a list of messages, or {"messages": [...]}."""
 
     def __init__(self, filepath: str | os.PathLike, **kwargs: Any):
         super().__init__(**kwargs)
@@ -162,14 +140,13 @@ class CustomJSON(Task):
         path = Path(filepath)
         for number, line in read_lines(path):
             try:
-                messages = json.loads(line)
+                row = json.loads(line)
             except (ValueError, RecursionError) as e:
                 raise UserError(f"{path}, line {number}: not JSON ({one_line(e)[:100]}); correct the file") from e
-            if isinstance(messages, dict):
-                messages = messages.get("messages")
-            if problem := conversation_problem(messages):
+            conversation = row if isinstance(row, dict) else {"messages": row}
+            if problem := conversation_problem(conversation):
                 raise UserError(f"{path}, line {number}: {problem}; correct the file")
-            self.conversations.append(messages)
+            self.conversations.append(conversation["messages"])
         if not self.conversations:
             raise UserError(f"{path} holds no conversation; write one list of messages a line")
 
@@ -198,7 +175,7 @@ def identity_conversations() -> str:
             timeout=10,
             attempts=1,
             limit=64 << 20,
-            validate=CustomJSON,
+            postprocess_fn=CustomJSON,
         )
     except UserError as e:
         raise MissingDataError(
@@ -219,83 +196,10 @@ WORD_LIST_URL = f"https://raw.githubusercontent.com/dwyl/english-words/{WORD_LIS
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TEST_SEED_OFFSET = 10_000_000  # conversation i is drawn with seed i in train and with offset + i in test
 
-# The wordings of the question are nanochat's (MIT licence), kept to the letter: a benchmark is its prompts.
-SPELLING_QUESTIONS = (
-    "How many {letter} are in the word {word}",
-    "How many {letter} are in {word}",
-    "Count the number of {letter} in {word}",
-    "How many times does {letter} appear in {word}",
-    "What's the count of {letter} in {word}",
-    "In the word {word}, how many {letter} are there",
-    "How many letter {letter} are in the word {word}",
-    "Count how many {letter} appear in {word}",
-    "Tell me the number of {letter} in {word}",
-    "How many occurrences of {letter} are in {word}",
-    "Find the count of {letter} in {word}",
-    "Can you count the {letter} letters in {word}",
-    "What is the frequency of {letter} in {word}",
-    "How many {letter}s are in {word}",
-    "How many {letter}'s are in {word}",
-    "Count all the {letter} in {word}",
-    "How many times is {letter} in {word}",
-    "Number of {letter} in {word}",
-    "Total count of {letter} in {word}",
-    "How many {letter} does {word} have",
-    "How many {letter} does {word} contain",
-    "What's the number of {letter} in {word}",
-    "{word} has how many {letter}",
-    "In {word}, count the {letter}",
-    "How many {letter} appear in {word}",
-    "Count the {letter} in {word}",
-    "Give me the count of {letter} in {word}",
-    "How many instances of {letter} in {word}",
-    "Show me how many {letter} are in {word}",
-    "Calculate the number of {letter} in {word}",
-    # Spanish
-    "¿Cuántas {letter} hay en {word}?",
-    "¿Cuántas veces aparece {letter} en {word}?",
-    "Cuenta las {letter} en {word}",
-    "¿Cuántas letras {letter} tiene {word}?",
-    # Chinese
-    "{word}中有多少个{letter}",
-    "{word}里有几个{letter}",
-    "数一下{word}中的{letter}",
-    "{word}这个词里有多少{letter}",
-    # Korean
-    "{word}에 {letter}가 몇 개 있나요",
-    "{word}에서 {letter}의 개수는",
-    "{word}에 {letter}가 몇 번 나오나요",
-    "{word}라는 단어에 {letter}가 몇 개",
-    # French
-    "Combien de {letter} dans {word}",
-    "Combien de fois {letter} apparaît dans {word}",
-    "Compte les {letter} dans {word}",
-    # German
-    "Wie viele {letter} sind in {word}",
-    "Wie oft kommt {letter} in {word} vor",
-    "Zähle die {letter} in {word}",
-    # Japanese
-    "{word}に{letter}は何個ありますか",
-    "{word}の中に{letter}がいくつ",
-    "{word}に{letter}が何回出てくる",
-)
-
+# The wordings are nanochat's (MIT licence), kept to the letter and in their order: a benchmark is its prompts.
+SPELLING_QUESTIONS = Path(__file__).with_name("spelling_questions.txt").read_text(encoding="utf-8").splitlines()
 # For runs without the word list: enough to practise on, and no benchmark.
-LOCAL_WORDS = """
-apple banana cherry orange lemon grape melon peach strawberry raspberry carrot onion potato tomato pepper garlic
-bread butter cheese coffee sugar water kitchen table chair window garden flower forest mountain river ocean island
-valley desert winter summer spring autumn morning evening yesterday tomorrow monday friday january august december
-house street bridge village city country station airport railway bicycle engine machine computer keyboard letter
-paper pencil picture mirror camera music guitar piano violin trumpet dance theater movie story teacher student school
-library history science physics chemistry biology geometry algebra number fraction equation angle circle square
-triangle doctor nurse hospital medicine finger shoulder stomach breakfast dinner supper holiday birthday present
-mother father sister brother daughter cousin neighbor friend stranger captain sailor soldier farmer baker tailor
-elephant giraffe monkey tiger lion rabbit squirrel horse donkey chicken turkey penguin dolphin whale salmon beetle
-spider butterfly copper silver golden iron diamond crystal yellow purple orange green little different beautiful
-careful honest gentle brave clever quiet strange simple difficult possible necessary remember discover imagine follow
-answer question believe consider describe explain continue quickly slowly together always never sometimes perhaps
-mississippi committee balloon address parallel occasion accommodate embarrass millennium possession assessment
-""".split()
+LOCAL_WORDS = Path(__file__).with_name("local_words.txt").read_text(encoding="utf-8").split()
 
 
 def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:
@@ -316,7 +220,7 @@ def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:
                 timeout=10,
                 attempts=2,
                 limit=64 << 20,
-                validate=_check_words,
+                postprocess_fn=_check_words,
             )
         except UserError as e:
             raise MissingDataError(
@@ -377,7 +281,7 @@ def counting_conversation(words: Sequence[str], seed: int) -> dict[str, Any]:
 
 
 class SimpleSpelling(Task):
-    """'Spell the word: apple' -> 'apple:a,p,p,l,e': how tokens are made of letters, condensed. For training only."""
+    """'Spell the word: apple' is answered by 'apple:a,p,p,l,e'. Teaches the letters of tokens. For training only."""
 
     def __init__(
         self,

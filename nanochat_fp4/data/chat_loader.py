@@ -1,10 +1,10 @@
 """
 Batches of conversations, for the stages after pre-training.
 
-PackedConversations (mid-training): rows of T+1 tokens, each beginning with a conversation's BOS, filled by best fit as
-in pre-training; every token counts. ConversationBatches (SFT): one conversation a row, padded; only what the assistant
-says counts. Rollouts (RL): the model's own answers to a problem. All are endless and deterministic and resume exactly,
-and what an optimizer step sees does not depend on how many processes share it.
+PackedConversations (mid-training) has rows of T+1 tokens, which best fit fills as in pre-training. Every token counts.
+ConversationBatches (SFT) has one conversation a row, padded. Only the assistant's words count.
+Rollouts (RL) has the model's own answers to a problem.
+All are endless and deterministic and resume exactly. The rows of a step do not depend on the number of processes.
 """
 
 import hashlib
@@ -20,7 +20,6 @@ from nanochat_fp4.data.chat_data import Task
 from nanochat_fp4.data.dataloader import RowOrder, lanes_of
 from nanochat_fp4.errors import UserError
 
-DEFAULT_LANES = 8  # as in dataloader.py: 1, 2, 4 and 8 processes see the same rows
 IGNORE = -1  # target that does not count
 CONTENT_SAMPLES = 256
 
@@ -77,12 +76,12 @@ class _Lane:
 
 class PackedConversations:
     """
-    Endless iterator over (inputs, targets, state): int64 (B, T) each, and what brings back the batches after this one.
+    Endless iterator over (inputs, targets, state). inputs, targets: int64 (B, T). state: resumes after this batch.
 
-    buffer_size: conversations that each of the packers holds back to choose from (nanochat's 100 per process; like
-    nanochat on 8 GPUs, there are 8 packers), at most a quarter of its share of the dataset.
-    micro_batches: of a step over all ranks, which have the rows that dataloader.RowOrder gives them.
-    state["consumed"]: conversations in this rank's rows so far; the sum over ranks says how far the epoch is.
+    buffer_size: conversations that a lane holds back to choose from, at most a quarter of its share of the dataset.
+        nanochat has 100 for each process.
+    micro_batches, lanes, num_rows: as for dataloader.BestFitLoader.
+    state["consumed"]: conversations in this rank's rows so far. The sum over ranks is the progress in the epoch.
     Raises UserError (no conversation, one that cannot be rendered, a state of another run).
     """
 
@@ -98,15 +97,17 @@ class PackedConversations:
         buffer_size: int = 100,
         state: dict[str, Any] | None = None,
         micro_batches: int | None = None,
+        lanes: int | None = None,
+        num_rows: int | None = None,
     ):
         _check(dataset, B=B, T=T, buffer_size=buffer_size)
         self.content = _content(dataset)
         self.dataset, self.tokenizer, self.B, self.T = dataset, tokenizer, B, T
         self.device, self.rank, self.world_size = torch.device(device), rank, world_size
-        self.lanes = lanes_of(state, world_size) or (DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else world_size)
+        self.lanes, self.num_rows = lanes_of(state) if lanes is None else lanes, num_rows
         self.lane_buffer = max(1, min(buffer_size, len(dataset) // (4 * self.lanes)))
         self.order, self.consumed = RowOrder(B, self.lanes, rank, world_size, micro_batches), 0
-        self.my_lanes = {lane: _Lane(self, lane) for lane in range(rank, self.lanes, world_size)}
+        self.my_lanes = {lane: _Lane(self, lane) for lane in self.order.packed}
         if state is not None:
             self._restore(state)
 
@@ -114,16 +115,15 @@ class PackedConversations:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        rows = []
-        for lane in self.order.next_lanes():
-            row, used = self.my_lanes[lane].next_row()
-            rows.append(row)
-            self.consumed += used
-        batch = torch.tensor(rows, dtype=torch.long)
+        rows = self.order.next_rows(lambda lane: self.my_lanes[lane].next_row())
+        self.consumed += sum(used for _, (_, used) in rows)
+        batch = torch.tensor([tokens for _, (tokens, _) in rows])
+        inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        if self.num_rows is not None:
+            targets[[k >= self.num_rows for k, _ in rows]] = IGNORE
         if self.device.type == "cuda":
-            batch = batch.pin_memory()
-        batch = batch.to(self.device, non_blocking=True)
-        return batch[:, :-1].contiguous(), batch[:, 1:].contiguous(), self.state_dict()
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
+        return *(t.to(self.device, non_blocking=True) for t in (inputs, targets)), self.state_dict()
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -143,7 +143,7 @@ class PackedConversations:
 
     def _restore(self, state: dict[str, Any]) -> None:
         _check_state(state, self._config())
-        if not self.order.restore(state | {"row": int(state["row"]) // self.world_size * self.world_size}):
+        if not self.order.restore(state):
             raise UserError("the data position in the checkpoint is not one of this run; resume from another step")
         for lane, packer in self.my_lanes.items():
             packer.restore(state["lane_states"][str(lane)])
@@ -154,8 +154,8 @@ class ConversationBatches:
     """
     Endless iterator over (inputs, targets, state): int64 (B, length of the longest conversation - 1) each.
 
-    Micro-batch m of the run holds conversations m * B to (m + 1) * B - 1 of the repeated dataset, cut to max_tokens,
-    and goes to rank m % world_size. A target is -1 where the mask of render_conversation is 0, and in the padding. A
+    Micro-batch m of the run holds conversations m * B to (m + 1) * B - 1 of the repeated dataset, cut to max_tokens.
+    Rank m % world_size has it. A target is -1 where the mask of render_conversation is 0, and in the padding. A
     conversation in which the cut leaves nothing to learn is replaced by the next one that has something.
     """
 
@@ -177,8 +177,7 @@ class ConversationBatches:
         self.micro_batch = rank
         if state is not None:
             _check_state(state, self._config())
-            before = int(state["micro_batch"]) // state.get("world_size", world_size) * world_size
-            self.micro_batch = before + rank
+            self.micro_batch = int(state["micro_batch"]) + rank
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
         return self
@@ -223,9 +222,9 @@ class Rollouts:
     Endless iterator over (inputs, targets, advantages, state): the model's answers to one problem after the other.
 
     generate(prompt, rows, seed) -> (sequences, masks): as engine.Engine.generate_batch gives them. Each problem is
-    answered num_samples times, B at a time, and makes num_samples / B micro-batches: inputs and targets int64 (B,
-    longest answer's length - 1), advantages FP32 (B,). A target is -1 in the prompt, in what the calculator said and in
-    the padding. An answer's advantage is its reward minus the mean reward of the problem's answers (nanochat's: GRPO
+    answered num_samples times, B at a time, which makes num_samples / B micro-batches. inputs, targets: int64 (B,
+    longest answer's length - 1). advantages: FP32 (B,). A target is -1 in the prompt, the calculator's answers and the
+    padding. An answer's advantage is its reward minus the mean reward of the problem's answers (nanochat's: GRPO
     without dividing by the deviation). The answers are made when the first of a problem's micro-batches is asked for,
     by the model as it then is. Problem n of the run goes to rank n % world_size, and its seeds depend on n alone.
     """

@@ -1,46 +1,46 @@
 """
 Pre-training batches: documents packed into rows of T+1 tokens, every row beginning with the BOS token.
 
-Packing is nanochat's best fit: a row takes the longest buffered document that fits, again and again, and when none
-fits, the shortest one is cropped to fill the row. No padding; what a crop cuts off is not used.
+Packing is nanochat's best fit. A row takes the longest buffered document that fits, again and again. When none fits,
+the shortest one is cropped to fill the row. There is no padding, and the rest of a cropped document is not used.
 
-What is promised:
+The promises:
 
-- Deterministic. The batches are a function of the shards, the tokenizer, B, T, `lanes` and `buffer_size`. They draw no
-  random numbers, so every method and every seed of a comparison sees the same tokens in the same order.
-- The global order of rows does not depend on how they are spread. Documents are dealt, row group by row group, to
-  `lanes` independent packers, and row k of the run comes from lane k % lanes. Rank r of W computes only the rows
-  k = r (mod W), hence only the lanes = r (mod W). One optimizer step over n rows therefore sees the same n rows for
-  every world size that divides `lanes`, every device batch size and every number of accumulation steps. (The order of
-  the rows within the step differs, so sums are equal up to rounding.)
-- Rows belong to micro-batches. Of the `micro_batches` of a step, over all ranks, number m has rows k = m (mod g), g the
-  greatest common divisor of `micro_batches` and `lanes`; rank r computes numbers r, r + W, ... So 1 rank of 4
-  micro-batches, 2 of 2 and 4 of 1 see the same rows in each micro-batch.
-- Resume is exact. The state that comes with each batch names the documents in the buffers, not only the place in the
-  files: restoring it yields, bit for bit, the batches that would have followed. It is small (some 10 KB) and goes
-  through JSON unchanged. Every rank has a state of its own; merge_states joins those of all ranks into one that any
-  world size dividing `lanes` can resume from.
-- Works with any number of row groups. They are numbered through all shards and epochs before they are dealt, so no
-  rank is left without data where a shard has fewer row groups than there are ranks.
+- Deterministic. The shards, the tokenizer and the arguments decide the batches. Every method and seed of a comparison
+  can read the same rows.
+- Any number of processes reads the same rows in the same order. Row groups are dealt to `lanes` independent packers,
+  and row k of the run is row k // lanes of lane k % lanes. A process packs the lanes of its rows. Processes share lanes
+  where their number does not divide `lanes`. Then each packs the rows of the others too and drops them.
+- Rows belong to micro-batches. A step has `micro_batches` of them, over all processes. Let g be the greatest common
+  divisor of `micro_batches` and `lanes`. Micro-batch m has rows k = m (mod g). Rank r computes m = r, r + W, ...
+- Resume is exact, also with another number of processes. The state that comes with each batch names the documents in
+  the buffers, not only the place in the files. The state is small (some 10 KB) and goes through JSON unchanged. Every
+  rank has a state of its own, and merge_states joins them.
+- Any number of row groups will do. Row groups are numbered through all shards and epochs before they are dealt.
 """
 
 import bisect
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from nanochat_fp4.common import get_dist_info
-from nanochat_fp4.data.dataset import Shard, open_shards, read_row_group, shard_digest
+from nanochat_fp4.data.dataset import open_shards
+from nanochat_fp4.data.shards import Shard, shard_digest
+from nanochat_fp4.data.shuffled import ShuffledDocuments
 from nanochat_fp4.errors import UserError, one_line
 
 STATE_VERSION = 1
-DEFAULT_LANES = 8  # so that 1, 2, 4 and 8 ranks see the same rows
+DEFAULT_LANES = 8  # 1, 2, 4 or 8 processes share no lane
+MAX_LANES = 1 << 16  # of a state that is believed
+
+Row = TypeVar("Row")
 
 
 def _split_fingerprint(shards: list[Shard]) -> str:
@@ -49,17 +49,24 @@ def _split_fingerprint(shards: list[Shard]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def lanes_of(state: Any, world_size: int) -> int | None:
-    """Those of a state, if so many processes can share them: the run that goes on has its own number of processes."""
+def lanes_of(state: Any) -> int:
+    """The lanes of the run that a state belongs to; DEFAULT_LANES without a state."""
     lanes = state.get("lanes") if isinstance(state, dict) else None
-    return lanes if isinstance(lanes, int) and lanes > 0 and lanes % world_size == 0 else None
+    return lanes if isinstance(lanes, int) and 0 < lanes <= MAX_LANES else DEFAULT_LANES
+
+
+def evaluation_rows(tokens: int, B: int, T: int, world_size: int) -> tuple[int, int]:
+    """(rows of T tokens, at least one; batches of B rows that each process takes) of an evaluation on `tokens`."""
+    rows = max(1, tokens // T)
+    return rows, -(-rows // (B * world_size))
 
 
 class RowOrder:
     """
-    Which row of the run, and so which lane, is next on this rank: see the top of this file.
+    The next rows of this rank, and their lanes. The top of this file has the rule.
 
-    start: rows of the run before the micro-batches that were counted; done: micro-batches of this rank since.
+    start: rows of the run before this rank's first counted micro-batch.
+    done: micro-batches that this rank has counted.
     Raises ValueError for micro_batches that the ranks cannot share.
     """
 
@@ -71,29 +78,52 @@ class RowOrder:
             )
         self.B, self.lanes, self.rank, self.world_size = B, lanes, rank, world_size
         self.classes = math.gcd(micro_batches, lanes)
+        self.period = self.classes // math.gcd(self.classes, world_size)  # micro-batches of a rank in a round
         self.start = self.done = 0
+        step = math.gcd(world_size, lanes)
+        self.packed = dict.fromkeys(range(rank % step, lanes, step), 0)  # lane of this rank -> rows that it packed
 
-    def next_lanes(self) -> list[int]:
-        """The lanes of the rows of the next micro-batch."""
+    def next_rows(self, pack: Callable[[int], Row]) -> list[tuple[int, Row]]:
+        """(number in the run, row) of the next micro-batch. pack(lane): the next row of a lane."""
         turn, number = divmod(self.rank + self.done * self.world_size, self.classes)
-        self.done += 1
         first = self.start + number + turn * self.B * self.classes
-        return [(first + b * self.classes) % self.lanes for b in range(self.B)]
+        rows = []
+        for k in range(first, first + self.B * self.classes, self.classes):
+            self._skip(k % self.lanes, k // self.lanes, pack)
+            rows.append((k, pack(k % self.lanes)))
+            self.packed[k % self.lanes] += 1
+        self.done += 1
+        for lane in self.packed:  # rows of other ranks, so that all ranks have the same state of a lane
+            self._skip(lane, self._taken(lane), pack)
+        return rows
+
+    def _skip(self, lane: int, count: int, pack: Callable[[int], Row]) -> None:
+        while self.packed[lane] < count:
+            pack(lane)
+            self.packed[lane] += 1
+
+    def _taken(self, lane: int) -> int:
+        """Rows of a lane in the micro-batches that all ranks have done when this one has done `done`."""
+        number, place = lane % self.classes, lane // self.classes
+        turns = max(0, -(-(self.done * self.world_size - number) // self.classes))
+        rows = self.start // self.classes + turns * self.B  # taken, in this lane's class
+        return max(0, -(-(rows - place) // (self.lanes // self.classes)))
 
     def state(self) -> dict[str, int]:
-        """row: of the run, over all ranks, that were yielded; micro_batch: of these, on this rank, that are part of a
-        round of the classes, left out where the round is complete (as it is at the end of a step)."""
-        part = self.done % (self.classes // self.world_size)
+        """row: rows that all ranks have yielded. micro_batch: micro-batches of this rank in an incomplete round of the
+        classes. The end of a step completes a round and has no such key."""
+        part = self.done % self.period
         row = self.start + self.done * self.world_size * self.B
         return {"row": row, **({"micro_batch": part} if part else {})}
 
     def restore(self, state: dict[str, Any]) -> bool:
-        """False where this is no place that such a loader comes to."""
+        """False where no such loader comes to this place."""
         part = int(state.get("micro_batch", 0))
         start = int(state["row"]) - part * self.world_size * self.B
-        if start < 0 or start % self.classes or part >= max(1, self.classes // self.world_size):
+        if start < 0 or start % self.classes or not 0 <= part < self.period:
             return False
         self.start, self.done = start, part
+        self.packed = {lane: self._taken(lane) for lane in self.packed}
         return True
 
 
@@ -101,9 +131,9 @@ class _Lane:
     """
     One packer and its stream of documents: row groups lane, lane + lanes, ... of the endless sequence of epochs.
 
-    A document is known by (g, i): row i of row group g, where g counts on through the epochs. The buffer is kept
-    sorted by (length, g, i), which makes "longest that fits" and "shortest" a binary search; among equal lengths the
-    one that came first is taken, as a scan in the order of arrival would.
+    A document is known by (g, i): row i of row group g, where g counts on through the epochs. The buffer is sorted by
+    (length, g, i), so that a binary search finds the longest that fits and the shortest. Documents of one length leave
+    in the order in which they came, as a scan in the order of arrival would take them.
     """
 
     def __init__(self, loader: "BestFitLoader", lane: int):
@@ -164,21 +194,23 @@ class BestFitLoader:
     """
     Endless iterator over (inputs, targets, state); see the top of this file for what holds.
 
-    inputs, targets: int64 (B, T) on `device`, targets being inputs shifted by one; copied from pinned memory without
-    blocking where the device is a GPU. state: a JSON-able dict; restoring it (`resume_state_dict`) makes the loader
-    yield the batch *after* this one. A training loop that fetches a batch ahead must keep the state that came with the
-    last batch it trained on, not with the one it holds. For the log it also says how far this rank has read at least:
-    "epoch" (from 1), "pq_idx", "rg_idx".
+    inputs, targets: int64 (B, T) on `device`. Targets are inputs shifted by one. Copies to a GPU do not block.
+    state: a dict that goes through JSON. A loader with this `resume_state_dict` yields the batch *after* this one. A
+    training loop that fetches a batch ahead must keep the state of the last batch that it trained on. For the log the
+    state says how far this rank has read at least: "epoch" (from 1), "pq_idx", "rg_idx".
 
     tokenizer: has encode(list of str, prepend=, num_threads=) and get_bos_token_id().
-    buffer_size: documents held back to choose from, in all lanes together; the more, the fewer tokens are cropped. No
-    lane holds back more than a quarter of its share of an epoch, so that a small corpus is not read several times over
-    before its first batch.
-    lanes: a multiple of the world size. Default: 8 where the world size divides it, else the world size.
+    buffer_size: documents held back to choose from, in all lanes together. More documents leave fewer tokens cropped.
+        A lane holds back at most a quarter of its share of an epoch, so that a small corpus is not read several times
+        before its first batch.
+    lanes: independent packers of the run. Default: the state's lanes, else 8.
+    num_rows: targets of the run's rows from this number on are -1, so that they do not count. Default: all count.
     micro_batches: of a step, over all ranks, a multiple of the world size. Default: one a rank.
-    data_dir: a folder of shards; default: the one that dataset.ensure_data finds.
-    data_seed: 0 for the order in which the text is stored; another number for another order of the row groups, and of
-        the documents within each, in every epoch the same.
+    data_dir: a folder of shards. Default: the folder that dataset.ensure_data finds.
+    data_seed: 0 keeps the order in which the text is stored. Another number shuffles the row groups and the documents
+        of each, in every epoch alike.
+    shuffle_documents: all documents in one random order, which data_seed chooses, in every epoch the same.
+    text_column: column with the text, as for shards.text_column.
     Raises UserError (data, state that does not fit), ValueError (arguments).
     """
 
@@ -199,6 +231,9 @@ class BestFitLoader:
         world_size: int | None = None,
         data_seed: int = 0,
         micro_batches: int | None = None,
+        num_rows: int | None = None,
+        shuffle_documents: bool = False,
+        text_column: str = "",
     ):
         if not 0 <= data_seed < 2**32:
             raise UserError(f"--seed: the data's {data_seed} is not a number from 0 to {2**32 - 1}")
@@ -210,40 +245,41 @@ class BestFitLoader:
         if rank is None or world_size is None:
             _, rank, _, world_size = get_dist_info()
         if lanes is None:
-            lanes = lanes_of(resume_state_dict, world_size)
-        if lanes is None:
-            lanes = DEFAULT_LANES if DEFAULT_LANES % world_size == 0 else world_size
-        if lanes < 1 or lanes % world_size:
-            raise ValueError(f"lanes={lanes} must be a multiple of the number of processes, {world_size}")
+            lanes = lanes_of(resume_state_dict)
+        if lanes < 1:
+            raise ValueError(f"lanes={lanes} must be at least 1")
         self.tokenizer, self.B, self.T, self.split = tokenizer, B, T, split
         self.tokenizer_threads, self.refill = tokenizer_threads, tokenizer_batch_size
         self.device = torch.device(device)
-        self.lanes, self.rank, self.world_size = lanes, rank, world_size
+        self.lanes, self.rank, self.world_size, self.num_rows = lanes, rank, world_size, num_rows
 
-        self.shards = open_shards(split, data_dir)
+        self.shards = open_shards(split, data_dir, text_column)
+        self.content = [shard_digest(shard.path) for shard in self.shards]
+        self.shuffled = ShuffledDocuments(self.shards, self.content, data_seed) if shuffle_documents else None
         # Empty row groups are left out: a lane that met no others would look for a document forever.
         self.row_groups = [(s, k) for s, shard in enumerate(self.shards) for k, n in enumerate(shard.rows) if n > 0]
         self.data_seed = data_seed
-        if data_seed:
+        if self.shuffled:
+            self.row_groups = [(0, k) for k in range(len(self.shuffled))]
+        elif data_seed:
             self.row_groups = [self.row_groups[k] for k in self._shuffled(0, len(self.row_groups))]
         self.fingerprint = _split_fingerprint(self.shards)
-        self.content = [shard_digest(shard.path) for shard in self.shards]
         share = sum(shard.num_rows for shard in self.shards) // lanes
         self.lane_buffer = max(1, min(-(-buffer_size // lanes), share // 4))
         self.refill = max(1, min(self.refill, self.lane_buffer))
 
         self.bos = tokenizer.get_bos_token_id()
         self.order = RowOrder(B, lanes, rank, world_size, micro_batches)
-        self.my_lanes = {lane: _Lane(self, lane) for lane in range(rank, lanes, world_size)}
+        self.my_lanes = {lane: _Lane(self, lane) for lane in self.order.packed}
         if resume_state_dict is not None:
             self._restore(resume_state_dict)
 
     def read(self, g: int) -> list[str]:
         """The documents of row group g of the endless sequence."""
         shard, index = self.row_groups[g % len(self.row_groups)]
-        texts = read_row_group(self.shards[shard].path, index)
-        if len(texts) != self.shards[shard].rows[index]:
-            raise UserError(f"{self.shards[shard].path} changed while it was being read; start again")
+        if self.shuffled:
+            return self.shuffled.read(index)
+        texts = self.shards[shard].read(index)
         return [texts[k] for k in self._shuffled(1 + g % len(self.row_groups), len(texts))] if self.data_seed else texts
 
     def _shuffled(self, number: int, n: int) -> np.ndarray:
@@ -261,15 +297,17 @@ class BestFitLoader:
         pinned = self.device.type == "cuda"
         inputs = torch.empty(self.B, self.T, dtype=torch.long, pin_memory=pinned)
         targets = torch.empty(self.B, self.T, dtype=torch.long, pin_memory=pinned)
-        for b, lane in enumerate(self.order.next_lanes()):
-            row = torch.from_numpy(self.my_lanes[lane].next_row())
+        for b, (k, tokens) in enumerate(self.order.next_rows(lambda lane: self.my_lanes[lane].next_row())):
+            row = torch.from_numpy(tokens)
             inputs[b], targets[b] = row[:-1], row[1:]
+            if self.num_rows is not None and k >= self.num_rows:
+                targets[b] = -1
         inputs = inputs.to(self.device, non_blocking=pinned)
         targets = targets.to(self.device, non_blocking=pinned)
         return inputs, targets, self.state_dict()
 
     def _config(self) -> dict[str, Any]:
-        """What must be the same for a state to mean the same rows."""
+        """Values that decide which rows a state means."""
         return {
             "version": STATE_VERSION,
             "split": self.split,
@@ -279,6 +317,7 @@ class BestFitLoader:
             "lane_buffer": self.lane_buffer,
             "refill": self.refill,
             **({"data_seed": self.data_seed} if self.data_seed else {}),
+            **({"shuffle_documents": True} if self.shuffled else {}),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -305,12 +344,16 @@ class BestFitLoader:
             "split": "resume the same split",
             "data": "resume with the shards that the run began with (DATA_DIR, number of downloaded shards)",
             "T": "resume with the same --max-seq-len",
-            "lanes": "resume with the same number of processes",
         }
         if state.get("data_seed", 0) != self.data_seed:
             raise UserError(
                 f"the data position has the data's seed {state.get('data_seed', 0)} (--seed) and this run has "
                 f"{self.data_seed}; resume with the data seed that the run began with"
+            )
+        if state.get("shuffle_documents", False) != (self.shuffled is not None):
+            raise UserError(
+                f"the data position is one {'without' if self.shuffled else 'of'} shuffle-documents (--runtime); resume with the "
+                "order that the run began with"
             )
         for key, value in self._config().items():
             if state.get(key) != value:
@@ -346,8 +389,9 @@ class BestFitLoader:
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     """
-    One state for all ranks out of the states that the ranks saved at the same step (in any order): of this loader, or
-    of one of chat_loader's, whose "consumed" becomes that of all ranks.
+    One state for all ranks, from the states that the ranks saved at the same step, in any order.
+
+    For this loader and those of chat_loader, whose "consumed" becomes the sum over all ranks. Raises UserError.
     """
     merged = dict(states[0])
     merged["lane_states"] = {lane: s for state in states for lane, s in state.get("lane_states", {}).items()}

@@ -1,255 +1,214 @@
-"""Downloads that continue where they stopped, with size and SHA-256 checked before a file gets its name."""
+"""
+Downloads with a deadline. A file gets its name when it is whole, has the published SHA-256 and was looked at.
+
+Files of the Hugging Face hub come through huggingface_hub, which goes on after a cut connection. Other files come
+through urllib. A download of either kind begins anew in the next process.
+"""
 
 import os
 import re
 import shutil
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.console import Progress, format_bytes, logger
+from nanochat_fp4.console import format_bytes, logger
 from nanochat_fp4.errors import USER_ERRNOS, UserError, one_line
 from nanochat_fp4.files import fsync_dir, sha256_file
 
-LIMIT_BYTES = 1 << 30  # of a file whose size nobody stated, or that is larger than it should be
+LIMIT_BYTES = 1 << 30  # of any file
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubled before each further one
+HOPELESS = (400, 401, 403, 404, 410)  # HTTP status codes that another attempt does not change
+T = TypeVar("T")
 
 
-class _KeepHubHeaders(urllib.request.HTTPRedirectHandler):
-    """Follows redirects as usual; remembers the SHA-256 and size that the hub states on the redirecting answer."""
-
-    def __init__(self) -> None:
-        self.sha256: str | None = None
-        self.size: int | None = None
-
-    def redirect_request(self, req, fp, code, msg, headers, newurl):  # noqa: ANN001 (the base class has no hints)
-        self.note(headers)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-    def note(self, headers: Any) -> None:
-        etag = (headers.get("X-Linked-ETag") or "").strip('"')
-        if re.fullmatch(r"[0-9a-f]{64}", etag):
-            self.sha256 = etag
-        size = headers.get("X-Linked-Size") or ""
-        if size.isdigit():
-            self.size = int(size)
+class NotEnoughRoom(UserError):
+    """A file is larger than its limit or than the free space. Another attempt does not help."""
 
 
-def _whole_size(response: Any, offset: int) -> int | None:
-    """Size of the whole file in bytes from an answer to a request for the bytes from `offset` on."""
-    if response.status == 206:
-        match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", "").strip())
-        if not match or int(match.group(1)) != offset:
-            raise OSError("the server answered with another range than the one asked for")
-        return None if match.group(2) == "*" else int(match.group(2))
-    length = response.headers.get("Content-Length", "")
-    return int(length) if length.isdigit() else None
+def hub_url() -> str:
+    """The host of Hugging Face's hub. HF_ENDPOINT names another one, as for Hugging Face's own tools."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
-@dataclass
-class _Download:
-    """A file on its way; see download_file."""
+def within(seconds: float, work: Callable[[], T], stop: threading.Event | None = None) -> T:
+    """
+    work(), in a thread that is left alone after `seconds`, because a look-up of a host's name ignores every timeout.
 
-    url: str
-    path: Path
-    hint: str
-    size: int | None
-    sha256: str | None
-    timeout: float
-    deadline: float
-    limit: int
-    progress: Progress | None
-    stop: threading.Event | None
-    counted: int = 0  # bytes that `progress` was told of
-    hopeless: bool = False  # another attempt would end as the last one did
-    began: float = field(default_factory=time.monotonic)
+    Raises TimeoutError when the time is over or `stop` is set, and all exceptions of `work`.
+    """
+    result: Future[T] = Future()
 
-    @property
-    def part(self) -> Path:
-        return self.path.with_name(self.path.name + ".part")
-
-    @property
-    def seconds_left(self) -> float:
-        return max(0.0, self.began + self.deadline - time.monotonic())
-
-    def discard(self) -> None:
-        self.part.unlink()
-        if self.progress is not None:
-            self.progress.update(-self.counted)
-        self.counted = 0
-
-    def stop_if_asked(self) -> None:
-        if self.stop is not None and self.stop.is_set():
-            raise UserError(f"download of {self.url} stopped; run again to continue it{self.hint}")
-
-    def attempt(self, quiet: bool) -> str | None:
-        """Asks for the bytes that are missing; what is wrong with the file then, or None. Raises UserError."""
-        have = self.part.stat().st_size if self.part.exists() else 0
-        published = _KeepHubHeaders()
-        request = urllib.request.Request(
-            self.url, headers={"User-Agent": "nanochat_fp4", "Accept-Encoding": "identity"}
-        )
-        if have:
-            request.add_header("Range", f"bytes={have}-")
+    def run() -> None:
         try:
-            with urllib.request.build_opener(published).open(request, timeout=self.timeout) as response:
-                published.note(response.headers)
-                if have and response.status != 206:  # the server does not know ranges: from the start
-                    self.discard()
-                    have = 0
-                whole = self.size or _whole_size(response, have) or published.size
-                self.check_room(whole, have, quiet)
-                have = self.receive(response, have)
-        except urllib.error.HTTPError as e:
-            stated = re.fullmatch(r"bytes \*/(\d+)", e.headers.get("Content-Range", "").strip())
-            whole = self.size or (int(stated.group(1)) if stated else published.size)
-            if e.code != 416 or not have:
-                self.hopeless = e.code in (400, 401, 403, 404, 410)
-                return f"the server answered {e.code} {e.reason}"
-            # No byte beyond `have`: the part is complete, or longer than the file; of unknown size, it is not trusted.
-            whole = whole or -1
-        except OSError as e:  # URLError and timeouts are OSErrors, too
-            if getattr(e, "errno", None) in USER_ERRNOS:
-                raise UserError(
-                    f"cannot write {self.part}: {e.strerror}; free some space or choose another folder"
-                ) from e
-            return one_line(getattr(e, "reason", e))
-        except UserError:
-            raise
-        except Exception as e:  # http.client has a family of its own (IncompleteRead, BadStatusLine, ...)
-            return one_line(e)
-        return self.problem(whole, have, self.sha256 or published.sha256)
+            result.set_result(work())
+        except BaseException as e:
+            result.set_exception(e)
 
-    def check_room(self, whole: int | None, have: int, quiet: bool) -> None:
-        if max(whole or 0, have) > self.limit:
-            raise UserError(f"{self.url} is larger than the {format_bytes(self.limit)} that it may have{self.hint}")
-        folder = self.path.parent
-        free = shutil.disk_usage(folder).free
-        if whole is not None and whole - have > free:
-            raise UserError(
-                f"{self.path.name} needs {format_bytes(whole - have)}, but {folder} has {format_bytes(free)} left; "
-                f"free some space, or set NANOCHAT_BASE_DIR to a larger disk{self.hint}"
-            )
-        if self.progress is None and not quiet:
-            size_text = "size not stated" if whole is None else format_bytes(whole)
-            logger.info(f"downloading {self.path.name}: {size_text}, {format_bytes(free)} free in {folder}")
+    threading.Thread(target=run, daemon=True).start()
+    end = time.monotonic() + seconds
+    while not wait([result], min(0.2, max(0.0, end - time.monotonic()))).done:
+        if time.monotonic() >= end or (stop is not None and stop.is_set()):
+            raise TimeoutError("it was stopped" if stop is not None and stop.is_set() else "it took too long")
+    return result.result()
 
-    def receive(self, response: Any, have: int) -> int:
-        """Writes what arrives; how many bytes there are then."""
-        with open(self.part, "ab" if have else "wb") as f:
-            while chunk := response.read(1 << 20):
-                f.write(chunk)
-                have += len(chunk)
-                self.counted += len(chunk)
-                if self.progress is not None:
-                    self.progress.update(len(chunk))
-                if have > self.limit:
-                    self.discard()
-                    raise UserError(
-                        f"{self.url} is larger than the {format_bytes(self.limit)} that it may have{self.hint}"
-                    )
-                self.stop_if_asked()
-                if not self.seconds_left:
-                    raise OSError(f"not finished within {self.deadline:g} seconds")
-            f.flush()
-            os.fsync(f.fileno())
-        return have
 
-    def problem(self, whole: int | None, have: int, sha256: str | None) -> str | None:
-        """What is wrong with the bytes that are there; those that cannot be the beginning of the file are deleted."""
-        if whole is not None and have != whole:
-            if have > whole:
-                self.discard()
-            return f"{have} bytes arrived instead of {whole if whole >= 0 else 'an unknown number'}"
-        if sha256 and sha256_file(self.part) != sha256:
-            self.discard()
-            return "the SHA-256 differs from the published one"
-        return None
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status code that a server answered with; None where there was no answer."""
+    return getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
+
+
+def hub_problem(dataset: str, name: str, deadline: float = 8.0) -> str | None:
+    """Why the hub gives no answer about a file of a dataset within `deadline` seconds. None if there is an answer."""
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false"):
+        return "HF_HUB_OFFLINE is set"
+    try:
+        within(deadline, lambda: hub_metadata(dataset, name, deadline))
+    except TimeoutError:
+        return f"no answer from {hub_url()} within {deadline:g} seconds"
+    except Exception as e:
+        if status_of(e) is None:
+            return f"{hub_url()} cannot be reached: {one_line(e)[:150]}"
+    return None
+
+
+def hub_metadata(dataset: str, name: str, timeout: float = 10.0) -> Any:
+    """huggingface_hub's record of a file: its size in bytes, and as etag its SHA-256 where the hub publishes one."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    url = hf_hub_url(dataset, name, repo_type="dataset", endpoint=hub_url())
+    return get_hf_file_metadata(url, timeout=timeout)
+
+
+def check_space(folder: Path, needed: int, what: str) -> None:
+    """Make the folder. Raises UserError where `what` needs more bytes than the disk has left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise NotEnoughRoom(
+            f"{what}: about {format_bytes(needed)} needed, but {folder} has {format_bytes(free)} left; free some "
+            "space, ask for less, or set NANOCHAT_BASE_DIR to a larger disk"
+        )
 
 
 def download_file(
     url: str,
     path: str | os.PathLike,
     *,
-    size: int | None = None,
-    sha256: str | None = None,
+    dataset: str = "",
     deadline: float = 1800.0,
     timeout: float = 30.0,
-    attempts: int = 5,
+    attempts: int = 3,
+    limit: int = LIMIT_BYTES,
     hint: str = "",
     validate: Callable[[str], Any] | None = None,
-    progress: Progress | None = None,
     stop: threading.Event | None = None,
-    limit: int = LIMIT_BYTES,
 ) -> str:
     """
-    Download `url` to `path`, resuming what an earlier call left in `path`.part. Returns the path as a str.
+    Download an http or https `url` to `path`; with `dataset`, the file of that name of a dataset on the hub.
 
-    The size is checked against `size`, or else against what the server states; the SHA-256 against `sha256`, or else
-    against the one a Hugging Face hub publishes for its large files; `validate(temporary path)` may raise UserError to
-    reject the content. Only then does the file get its name. The size is logged (where no `progress` shows it) and
-    compared with the free disk space before the first byte is written. A failed attempt is repeated up to `attempts`
-    times with 1, 2, 4, ... seconds between, and continues where it stopped; no answer for `timeout` seconds is a
-    failure, and after `deadline` seconds all is over; more than `limit` bytes are refused, whatever the server says.
-    `progress` is told the bytes as they arrive, `stop` ends the work early (both for downloads in threads).
-    Raises UserError with what was tried and `hint`, which should name the way around the network.
+    The size that the server states is logged, compared with the free disk space before the first byte is written, and
+    with the bytes that arrived. The hub publishes the SHA-256 of large files, which is compared too. More than `limit`
+    bytes are refused. validate(temporary path) may raise UserError to reject the content.
+    A failed attempt is repeated up to `attempts` times, after 1, 2, ... seconds. No answer for `timeout` seconds is a
+    failure. All attempts together have `deadline` seconds. `stop` ends a download in a thread.
+    Returns the path as a str. Raises UserError with the attempts and `hint`, which should name the way around the
+    network.
     """
-    path, hint = Path(path), f"; {hint}" if hint else ""
-    file = _Download(url, path, hint, size, sha256, timeout, deadline, limit, progress, stop)
+    path, hint, end = Path(path), f"; {hint}" if hint else "", time.monotonic() + deadline
+    folder = path.with_name(path.name + ".download")
+    if not dataset and not url.startswith(("https://", "http://")):
+        raise UserError(f"{url} is no http or https address; correct the address")
     problem, made = "", 0
-    while made < attempts and not file.hopeless:
+    while made < attempts and time.monotonic() < end:
         if made:
-            wait = min(BACKOFF_SECONDS * 2 ** (made - 1), 30.0, file.seconds_left)
-            logger.warning(f"{path.name}: {problem}; trying again in {wait:.0f} s ({made + 1} of {attempts})")
-            (stop or threading.Event()).wait(wait)
-        file.stop_if_asked()
-        if not file.seconds_left:
-            problem = f"not finished within {deadline:g} seconds ({problem or 'too slow'})"
-            break
+            logger.warning(f"{path.name}: {problem}; trying again ({made + 1} of {attempts})")
+            (stop or threading.Event()).wait(BACKOFF_SECONDS * made)
         made += 1
-        problem = file.attempt(quiet=made > 1)
-        if problem is None and validate is not None:
-            try:
-                validate(str(file.part))
-            except UserError as e:
-                problem = one_line(e)
-                file.discard()
-        if problem is None:
-            os.replace(file.part, path)
+        shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
+        try:
+            folder.mkdir(parents=True)
+            fetch = partial(_fetch_hub, dataset) if dataset else _fetch_url
+            file = within(end - time.monotonic(), partial(fetch, url, folder / path.name, timeout, end, limit), stop)
+            if validate is not None:
+                validate(file)
+            os.replace(file, path)
             fsync_dir(path.parent)
             return str(path)
-    raise UserError(f"could not download {url}: {problem} ({made} attempt{'s' * (made != 1)}){hint}")
+        except NotEnoughRoom as e:
+            raise UserError(f"{e}{hint}") from e
+        except Exception as e:  # httpx, http.client, urllib and huggingface_hub have families of their own
+            if getattr(e, "errno", None) in USER_ERRNOS:
+                raise UserError(f"cannot write {path}: {e.strerror}; free some space or choose another folder") from e
+            code, late = status_of(e), time.monotonic() >= end
+            problem = one_line(getattr(e, "reason", e)) if code is None else f"the server answered {code}"
+            problem = f"not finished within {deadline:g} seconds" if late else problem
+            if code in HOPELESS or (stop is not None and stop.is_set()):
+                break
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    source = f"{hub_url()}/datasets/{dataset}/{url}" if dataset else url
+    raise UserError(f"could not download {source}: {problem} ({made} attempt{'s' * (made != 1)}){hint}")
+
+
+def _check_size(file: Path, size: int | None, limit: int) -> None:
+    """State a file's size. Raises NotEnoughRoom where the file is too large, for the limit or for the disk."""
+    if (size or 0) > limit:
+        raise NotEnoughRoom(f"{file.name} is larger than the {format_bytes(limit)} that it may have")
+    check_space(file.parent, size or 0, file.name)
+    free, stated = shutil.disk_usage(file.parent).free, "size not stated" if size is None else format_bytes(size)
+    logger.info(f"downloading {file.name}: {stated}, {format_bytes(free)} free in {file.parent}")
+
+
+def _fetch_hub(dataset: str, name: str, file: Path, timeout: float, end: float, limit: int) -> str:
+    from huggingface_hub import hf_hub_download
+
+    stated = hub_metadata(dataset, name, timeout)
+    _check_size(file, stated.size, limit)
+    place = hf_hub_download(dataset, name, repo_type="dataset", endpoint=hub_url(), local_dir=file.parent)
+    if re.fullmatch(r"[0-9a-f]{64}", stated.etag or "") and sha256_file(place) != stated.etag:
+        raise ValueError("the SHA-256 differs from the published one")
+    return place
+
+
+def _fetch_url(url: str, file: Path, timeout: float, end: float, limit: int) -> str:
+    request = urllib.request.Request(url, headers={"User-Agent": "nanochat_fp4", "Accept-Encoding": "identity"})
+    with urllib.request.urlopen(request, timeout=timeout) as response, open(file, "xb") as f:
+        stated = response.headers.get("Content-Length", "")
+        _check_size(file, size := int(stated) if stated.isdigit() else None, limit)
+        while chunk := response.read1(1 << 20):
+            f.write(chunk)
+            if f.tell() > limit:
+                _check_size(file, f.tell(), limit)
+            if time.monotonic() > end:  # nobody waits for this thread any more
+                raise TimeoutError
+        f.flush()
+        os.fsync(f.fileno())
+        if size is not None and f.tell() != size:
+            raise ValueError(f"{f.tell()} bytes arrived instead of {size}")
+    return str(file)
 
 
 def download_file_with_lock(
-    url: str,
-    filename: str,
-    postprocess_fn: Callable[[str], Any] | None = None,
-    **kwargs: Any,
+    url: str, filename: str, postprocess_fn: Callable[[str], Any] | None = None, **kwargs: Any
 ) -> str:
     """
     The path of `filename` in the base directory, downloaded if it is not there; once, even if all ranks ask together.
 
-    `postprocess_fn(temporary path)` runs after the download and before the file gets its name. Keyword arguments are
-    those of download_file.
+    `postprocess_fn(temporary path)` is download_file's `validate`. Keyword arguments are those of download_file.
     """
     from filelock import FileLock
 
     path = os.path.join(get_base_dir(), filename)
-    if os.path.exists(path):
-        return path
-    with FileLock(path + ".lock"):
-        if not os.path.exists(path):
-            print0(f"Downloading {url}...")
-            fresh = path + ".fresh"
-            download_file(url, fresh, **kwargs)
-            if postprocess_fn is not None:
-                postprocess_fn(fresh)
-            os.replace(fresh, path)
+    if not os.path.exists(path):
+        with FileLock(path + ".lock"):
+            if not os.path.exists(path):
+                print0(f"Downloading {url}...")
+                download_file(url, path, validate=postprocess_fn, **kwargs)
     return path

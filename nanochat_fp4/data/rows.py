@@ -4,9 +4,9 @@ Rows of a published dataset: from the Hugging Face hub, or from a folder of file
     load_rows("openai/gsm8k", "main", "test")                          the hub (or its cache, without a network)
     load_rows("openai/gsm8k", "main", "test", folder="my_eval_dir")    my_eval_dir/openai/gsm8k/main/test.jsonl.gz
 
-A folder holds <dataset>/<config>/<split> as .jsonl, .jsonl.gz or .parquet, or in parts as the hub stores them
-(test-00000-of-00001.parquet), so that a clone of the hub's repository works as it is. Nothing is fetched where a folder
-was given. Rows come in nanochat's order: shuffled as `datasets` does with seed 42.
+A folder holds <dataset>/<config>/<split> as .jsonl, .jsonl.gz or .parquet. Parts with the hub's names
+(test-00000-of-00001.parquet) will do, so a clone of the hub's repository works. A given folder needs no network.
+Rows come in nanochat's order, which is the shuffle of `datasets` with seed 42.
 """
 
 import functools
@@ -14,13 +14,13 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nanochat_fp4.data.dataset import hub_problem, hub_url
+from nanochat_fp4.data.download import hub_problem, within
 from nanochat_fp4.errors import UserError, one_line
 
 SHUFFLE_SEED = 42
@@ -35,7 +35,7 @@ REVISIONS = {
     "openai/openai_humaneval": "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
 }
 
-Check = Callable[[dict], str | None]  # what is wrong with a row ("field x ..."), or None
+Check = Callable[[dict], str | None]  # the fault of a row ("field x ..."), or None
 
 
 class MissingDataError(UserError):
@@ -53,8 +53,9 @@ def load_rows(
     """
     The rows of one split, shuffled. `flag` is the option that names `folder`, for messages.
 
-    check: looks at every row of a file, and at the first one from the hub. Raises MissingDataError (no such file, no
-    network, no such dataset) and UserError (damaged file, wrong field), each naming the file, the place and the remedy.
+    check: looks at every row of a file, and at the first one from the hub.
+    Raises MissingDataError (no such file, no network, no such dataset) and UserError (damaged file, wrong field). Each
+    names the file, the place and the remedy.
     """
     if folder:
         rows = read_folder(folder, "/".join(filter(None, (dataset, config))), split, check, flag)
@@ -116,12 +117,16 @@ def _checked(check: Check, row: dict) -> str | None:
         return f"unexpected content ({type(e).__name__}: {one_line(e)[:100]})"
 
 
-def read_lines(path: Path):
-    """(line number, text) of the non-empty lines of a text file or a .gz of one. Raises UserError."""
-    opener = gzip.open if path.suffix == ".gz" else open
+def read_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, str]]:
+    """
+    (line number, text) of the non-empty lines of a text file or a .gz of one. Raises UserError.
+
+    errors: open()'s, for bytes that are no UTF-8.
+    """
+    opener = gzip.open if path.suffix.lower() == ".gz" else open
     number = 0
     try:
-        with opener(path, "rt", encoding="utf-8") as f:
+        with opener(path, "rt", encoding="utf-8", errors=errors) as f:
             for number, line in enumerate(f, 1):
                 if line.strip():
                     yield number, line
@@ -155,31 +160,37 @@ def _read_parquet(path: Path):
 # From the hub
 
 
-@functools.cache
-def _hub_problem() -> str | None:
-    """Asked once per process: without a network each answer takes seconds."""
-    return hub_problem(url=hub_url())
+LOAD_SECONDS = 1800.0  # for one dataset
+
+
+def _is_cached(dataset: str) -> bool:
+    """Whether the package datasets has some version of a dataset in its cache."""
+    from datasets.config import HF_DATASETS_CACHE
+
+    return (Path(HF_DATASETS_CACHE) / dataset.replace("/", "___")).is_dir()
 
 
 def _from_hub(dataset: str, config: str | None, split: str, flag: str) -> Sequence[dict[str, Any]]:
     name = f"{dataset} ({config or 'default'}, {split})"
-    problem = _hub_problem()
-    before = os.environ.get("HF_HUB_OFFLINE")
-    if problem:  # then `datasets` looks into its cache and does not wait for the network; it reads this when imported
-        os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         import datasets
     except ImportError as e:
         raise MissingDataError(f"{name} needs the package datasets ({one_line(e)}); pip install datasets") from e
-    finally:
-        if problem and before is None:
-            del os.environ["HF_HUB_OFFLINE"]
+    problem = _hub_problem()
     try:
-        revision = REVISIONS.get(dataset)
-        return datasets.load_dataset(dataset, config, split=split, revision=revision).shuffle(seed=SHUFFLE_SEED)
+        if problem and not _is_cached(dataset):  # with a cache, datasets finds out by itself that there is no network
+            raise UserError(problem)
+        load = functools.partial(datasets.load_dataset, dataset, config, split=split, revision=REVISIONS.get(dataset))
+        return within(LOAD_SECONDS, load).shuffle(seed=SHUFFLE_SEED)
     except Exception as e:  # several libraries' errors: not found, gated, cut connection, not in the cache
         why = problem or f"{type(e).__name__}: {one_line(e)[:150]}"
         raise MissingDataError(
             f"{name} cannot be loaded from the hub ({why}); give a folder that holds it with {flag}, or check the "
             "network"
         ) from e
+
+
+@functools.cache
+def _hub_problem() -> str | None:
+    """Asked once per process: without a network each answer takes seconds."""
+    return hub_problem("openai/gsm8k", "README.md")

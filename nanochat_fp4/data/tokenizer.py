@@ -1,21 +1,19 @@
 """
 Byte-pair tokenizer: trained by rustbpe, run by tiktoken, with nanochat's special tokens and split pattern.
 
-On disk it is <base dir>/tokenizer/tokenizer.json: plain data with a checksum, which nothing executes. nanochat keeps a
-pickle there (tokenizer.pkl), and loading a pickle can run whatever its author put into it; it is read only where
-allow_pickle is given, and even then by an unpickler that knows tiktoken's Encoding and nothing else.
+On disk the tokenizer is <base dir>/tokenizer/tokenizer.json: plain data with a checksum, which nothing executes.
+nanochat keeps a pickle there (tokenizer.pkl), and loading a pickle can run a program of its author. A pickle is read
+only where allow_pickle is given, by an unpickler that knows tiktoken's Encoding and nothing else.
 
     python -m nanochat_fp4.data.tokenizer --allow-pickle    convert nanochat's tokenizer.pkl to tokenizer.json, once
 """
 
 import base64
-import copy
 import hashlib
 import json
 import os
 import pickle
 import re
-import threading
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +24,7 @@ import torch
 
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.data.download import within
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.files import atomic_write
 
@@ -47,8 +46,8 @@ SPLIT_PATTERN = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
 
-# The pattern steps back over white space that nothing follows, one character at a time; at about half a million of them
-# both Rust libraries abort the process for want of stack.
+# The pattern steps back over trailing white space, one character at a time. About half a million characters exhaust the
+# stack of both Rust libraries, which then abort the process.
 MAX_WHITE_SPACE = 100_000
 _LONG_WHITE_SPACE = re.compile(rf"\s{{{MAX_WHITE_SPACE}}}")
 
@@ -88,8 +87,8 @@ class RustBPETokenizer:
 
     def __init__(self, enc: tiktoken.Encoding, bos_token: str, markers: dict[str, str] | None = None):
         """
-        markers: the conversation format of another model: what stands in the place of some special tokens in a
-        conversation ("<|user_start|>": "<|im_start|>user\\n"), special tokens in it included.
+        markers: text in place of special tokens, for the conversation format of another model. An example is
+        "<|user_start|>": "<|im_start|>user\\n". Special tokens may be in the text.
         """
         self.enc, self.markers = enc, markers or {}
         self.encode_special = lru_cache(maxsize=32)(self._encode_special)
@@ -177,7 +176,7 @@ class RustBPETokenizer:
             if data["sha256"] != _digest(pattern, tokens, special_tokens, markers):
                 raise UserError(f"{path} differs from its own checksum, so it was altered or damaged; {retrain}")
             ranks = {token: rank for rank, token in enumerate(tokens)}
-            # What tiktoken would only notice by aborting, or not at all:
+            # tiktoken notices the following faults by aborting, or not at all.
             if len(ranks) != len(tokens) or not all(bytes([b]) in ranks for b in range(256)):
                 raise ValueError("tokens repeat, or single bytes are missing")
             if sorted(special_tokens.values()) != list(range(len(ranks), len(ranks) + len(special_tokens))):
@@ -185,7 +184,7 @@ class RustBPETokenizer:
             return cls._from_parts(pattern, ranks, special_tokens, markers)
         except UserError:
             raise
-        except Exception as e:  # missing keys, wrong types, a pattern that does not compile, duplicate tokens, ...
+        except Exception as e:  # missing keys, wrong types, a pattern that does not compile
             raise UserError(f"{path} is not a tokenizer ({type(e).__name__}: {one_line(e)[:100]}); {retrain}") from e
 
     def save(self, tokenizer_dir: str | os.PathLike) -> None:
@@ -226,21 +225,13 @@ class RustBPETokenizer:
         Its "<|endoftext|>" plays the part of "<|bos|>". Raises UserError where it is unknown or cannot be had within
         `deadline` seconds.
         """
-        result: list[Any] = [None, f"no answer within {deadline:g} seconds"]
-
-        def get() -> None:
-            try:
-                result[0] = tiktoken.get_encoding(tiktoken_name)
-            except Exception as e:  # network errors of several libraries, unknown names
-                result[1] = one_line(e)[:100]
-
-        # tiktoken's download has no time limit of its own, hence a thread that may be left behind.
-        thread = threading.Thread(target=get, daemon=True)
-        thread.start()
-        thread.join(deadline)
-        if result[0] is None:
-            raise UserError(f"the tokenizer {tiktoken_name} is not to be had ({result[1]})")
-        return cls(result[0], "<|endoftext|>")
+        try:  # tiktoken's download has no time limit of its own
+            enc = within(deadline, lambda: tiktoken.get_encoding(tiktoken_name))
+        except TimeoutError as e:
+            raise UserError(f"{tiktoken_name}: no answer within {deadline:g} seconds; check the network") from e
+        except Exception as e:  # network errors of several libraries, unknown names
+            raise UserError(f"the tokenizer {tiktoken_name} cannot be downloaded ({one_line(e)[:100]})") from e
+        return cls(enc, "<|endoftext|>")
 
     # ------------------------------------------------------------------------------------------------------------------
     # Vocabulary
@@ -273,8 +264,8 @@ class RustBPETokenizer:
         """
         int32 (vocab_size,): how many bytes of text each id stands for, 0 for special tokens. For bits per byte.
 
-        As in nanochat, an id whose bytes are no UTF-8 of their own counts the 3 bytes of the replacement character for
-        each undecodable part, so that numbers are comparable.
+        Bytes that are no UTF-8 of their own count as the 3 bytes of the replacement character for each undecodable
+        part. nanochat counts the same, so numbers are comparable.
         """
         special = self.get_special_tokens()
         strings = [self.enc.decode([i]) for i in range(self.get_vocab_size())]
@@ -325,10 +316,7 @@ class RustBPETokenizer:
         {"type": "text" | "python" | "python_output", "text"}. The mask is 1 where the model is to learn: on what the
         assistant writes and its closing token, not on what Python answers. Raises ValueError on anything else.
         """
-        messages = _checked_messages(conversation)
-        if not any(m["role"] == "assistant" for m in messages):
-            raise ValueError("the conversation has no message from the assistant, so there is nothing to train on")
-        return self._render(messages, max_tokens)
+        return self._render(checked_messages(conversation, answered=True), max_tokens)
 
     def _render(self, messages: list[dict], max_tokens: int) -> tuple[list[int], list[int]]:
         ids: list[int] = []
@@ -366,7 +354,7 @@ class RustBPETokenizer:
 
         Cut to `max_tokens` before the assistant's opening token is added, as nanochat does.
         """
-        messages = _checked_messages(conversation)
+        messages = checked_messages(conversation)
         if messages[-1]["role"] != "assistant":
             raise ValueError("the last message must be from the assistant; it is the one to be completed")
         ids, _ = self._render(messages[:-1], max_tokens)
@@ -383,8 +371,12 @@ class RustBPETokenizer:
         return "|".join(parts)
 
 
-def _checked_messages(conversation: Any) -> list[dict]:
-    """The messages without a system message of their own, checked. Never changes its argument. Raises ValueError."""
+def checked_messages(conversation: Any, answered: bool = False) -> list[dict]:
+    """
+    The messages, checked, with a system message at the front of the first user message. The argument stays as it is.
+
+    answered: one message at least must be the assistant's. Raises ValueError.
+    """
     messages = conversation.get("messages") if isinstance(conversation, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError('a conversation is {"messages": [...]} with at least one message')
@@ -396,29 +388,26 @@ def _checked_messages(conversation: Any) -> list[dict]:
     if messages[0]["role"] == "system":
         if len(messages) < 2 or messages[1]["role"] != "user":
             raise ValueError("a system message must be followed by a user message")
-        if not isinstance(messages[0]["content"], str) or not isinstance(messages[1]["content"], str):
+        first, second = messages[0]["content"], messages[1]["content"]
+        if not isinstance(first, str) or not isinstance(second, str):
             raise ValueError("system and user messages must be strings")
-        first = copy.copy(messages[1])
-        first["content"] = messages[0]["content"] + "\n\n" + messages[1]["content"]
-        messages = [first] + messages[2:]
+        messages = [{**messages[1], "content": f"{first}\n\n{second}"}, *messages[2:]]
     for i, message in enumerate(messages):
-        expected = ("user", "assistant")[i % 2]
-        if message["role"] != expected:
-            raise ValueError(f"message {i} is from the {message['role']} but should be from the {expected}")
-        content = message["content"]
+        role, content, expected = message["role"], message["content"], ("user", "assistant")[i % 2]
+        if role != expected:
+            raise ValueError(f"message {i} is from the {role} but should be from the {expected}")
         if isinstance(content, str):
             continue
-        if message["role"] == "user":
-            raise ValueError(f"message {i}: a user message must be a string, not {type(content).__name__}")
-        if not isinstance(content, list):
-            raise ValueError(f"message {i}: content must be a string or a list of parts, not {type(content).__name__}")
+        if role == "user" or not isinstance(content, list):
+            also = "" if role == "user" else " or a list of parts"
+            raise ValueError(f"message {i}: content must be a string{also}, not {type(content).__name__}")
         for part in content:
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 raise ValueError(f'message {i}: a part must be of the form {{"type": ..., "text": "..."}}')
-            if part.get("type") not in ("text", "python", "python_output"):
-                raise ValueError(
-                    f"message {i}: unknown part type {part.get('type')!r}; use text, python or python_output"
-                )
+            if (kind := part.get("type")) not in ("text", "python", "python_output"):
+                raise ValueError(f"message {i}: unknown part type {kind!r}; use text, python or python_output")
+    if answered and len(messages) < 2:
+        raise ValueError("the conversation has no message from the assistant, so there is nothing to train on")
     return messages
 
 
@@ -477,7 +466,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = get_tokenizer(allow_pickle=args.allow_pickle)
     if not os.path.exists(os.path.join(tokenizer_dir, FILE_NAME)):
         tokenizer.save(tokenizer_dir)
-    save_token_bytes(tokenizer, tokenizer_dir)  # it follows from the tokenizer, so this harms nothing
+    save_token_bytes(tokenizer, tokenizer_dir)
     print0(f"{tokenizer_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint()}")
 
 

@@ -123,7 +123,7 @@ def tokenizer_json(tokenizer: RustBPETokenizer) -> dict[str, Any]:
 
 
 def end_tokens(tokenizer: RustBPETokenizer, chat: bool) -> list[str]:
-    """Where a text ends: with the next document, or in a chat with the assistant's last token, too."""
+    """Tokens that end a text: the next document's first, and in a chat the assistant's last."""
     return ["<|assistant_end|>", "<|bos|>"] if chat else ["<|bos|>"]
 
 

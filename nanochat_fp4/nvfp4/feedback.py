@@ -21,7 +21,6 @@ inputs' mean square, so no entry is beyond K. docs/memory.md has its size, and w
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -29,9 +28,6 @@ from torch import nn
 from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, TENSOR_SCALE_MIN, NVFP4Tensor, encode_e2m1, pack
 from nanochat_fp4.nvfp4.quantizers import Rounding, _round_block_scale, _search, divide, get_rounding
-
-if TYPE_CHECKING:
-    from nanochat_fp4.nvfp4.recipes import Recipe
 
 STEP = 0.2  # of the exponential average of Gram matrices, over about five looks at the inputs
 COLUMNS = 128  # rounded together, before their errors reach all columns after them
@@ -57,10 +53,9 @@ def in_units_of_its_mean(gram: torch.Tensor) -> torch.Tensor:
     return gram / gram.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def factor_for(recipe: "Recipe", gram: torch.Tensor) -> torch.Tensor | None:
-    """The layer's feedback factor, FP16 (K, K), of gram_matrix's (K, K); None for a recipe without feedback.
-    No host sync."""
-    return feedback_factor(gram.float()).half() if recipe.output.b.feedback else None
+def factor_for(gram: torch.Tensor) -> torch.Tensor:
+    """The layer's feedback factor, FP16 (K, K), of gram_matrix's (K, K). No host sync."""
+    return feedback_factor(gram.float()).half()
 
 
 def gram_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -99,7 +94,8 @@ def set_gram_matrix(layer: nn.Module, gram: torch.Tensor) -> None:
     gram = gram.to(layer.weight.device)
     layer.gram_matrix = gram if gram.dtype == torch.float16 else in_units_of_its_mean(gram.float()).half()
     if hasattr(layer, "recipe"):
-        layer.feedback_factor = factor_for(layer.recipe, layer.gram_matrix)
+        wanted = layer.recipe.looks_at_inputs
+        layer.feedback_factor = factor_for(layer.gram_matrix) if wanted else None
 
 
 @torch.no_grad()

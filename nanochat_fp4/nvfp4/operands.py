@@ -25,7 +25,7 @@ makers of its operands when it is built; linear.py and gemm.py know none of them
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -42,10 +42,17 @@ from nanochat_fp4.nvfp4.gemm import GemmOperand
 from nanochat_fp4.nvfp4.philox import Noise
 from nanochat_fp4.nvfp4.quantizers import Rounding, quantize_reference
 
-if TYPE_CHECKING:
-    from nanochat_fp4.nvfp4.tensor_parallel import Part
-
 ROUNDED_AT_ONCE = 2**28  # elements of weights that are rounded together with feedback, 1 GiB in FP32
+
+
+class PartOfOperand(Protocol):
+    """The part of an operand that this process has: tensor_parallel.Part."""
+
+    def largest(self, amax: torch.Tensor) -> torch.Tensor: ...
+
+    def noise(self, seed: torch.Tensor | int, stream: int) -> Noise: ...
+
+    def __getitem__(self, fields: slice) -> tuple[Any, ...]: ...
 
 
 class Quantization(NamedTuple):
@@ -73,7 +80,7 @@ class Quantization(NamedTuple):
     per_token: bool = False
     factor: torch.Tensor | None = None
     amax: torch.Tensor | None = None
-    part: "Part | None" = None
+    part: "PartOfOperand | None" = None
     make: "Maker | None" = None
 
 

@@ -103,7 +103,7 @@ def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> Non
         key = id(inputs), id(before), layer.recipe
         if key not in made:
             gram = gram_matrix(inputs.products / inputs.rows, before)
-            made[key] = gram, factor_for(layer.recipe, gram), before
+            made[key] = gram, factor_for(gram), before
         layer.gram_matrix, layer.feedback_factor, _ = made[key]
 
 

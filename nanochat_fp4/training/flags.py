@@ -24,6 +24,7 @@ RUNTIME = {
     "skip-nonfinite": ("on_nonfinite", "skip"),
     "recompute-mlp": ("recompute", "mlp"),
     "recompute-all": ("recompute", "all"),
+    "shuffle-documents": ("shuffle_documents", True),
 }
 
 
@@ -68,7 +69,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
         + (", compile or eager (torch.compile or not; default: on a GPU only)" if "compile" in more else "")
         + (
             ", recompute-mlp or recompute-all (compute the MLP, or attention as well, again in the backward pass: less "
-            "memory)"
+            "memory), shuffle-documents (train on all documents in one random order, which the second number of --seed "
+            "chooses; takes a copy of the text on disk)"
             if "recompute-mlp" in more
             else ""
         ),

@@ -137,6 +137,7 @@ def run_settings(
         "total_batch_size": args.total_batch_size,
         "seed": args.seed,
         "data_seed": args.data_seed or None,
+        "shuffle_documents": args.shuffle_documents or None,
         **({"schedule": "OneCycleLR"} if args.llama else {}),
         "tokenizer": tokenizer.fingerprint(),
         **{k: getattr(args, k) or None for k in METHOD_CHANGES},
@@ -145,9 +146,8 @@ def run_settings(
 
 def comparison_key(settings: dict[str, Any]) -> str:
     """The same for two runs that differ only in the method, or in how they are spread over devices."""
-    apart = {"method", "world_size", "parallel", *METHOD_CHANGES} | (
-        {"data_seed"} if not settings["data_seed"] else set()
-    )
+    apart = {"method", "world_size", "parallel", *METHOD_CHANGES}
+    apart |= {key for key in ("data_seed", "shuffle_documents") if not settings[key]}  # the text as it is stored
     comparable = {k: v for k, v in settings.items() if k not in apart}
     return hashlib.sha256(json.dumps(comparable, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -20,7 +20,6 @@ from nanochat_fp4.data.chat_data import (
     SmolTalk,
     Task,
     TaskMixture,
-    TaskSequence,
     counting_conversation,
 )
 from nanochat_fp4.data.rows import MissingDataError, load_rows
@@ -71,7 +70,6 @@ def test_bad_slices(bad):
 def test_mixture_is_everything_once_in_nanochats_order():
     parts = [Numbers(0, 5), Numbers(100, 7), Numbers(0, 0), Numbers(100, 7, stop=3)]
     in_sequence = [i for part in parts for i in part]
-    assert list(TaskSequence(parts)) == in_sequence
     mixture = TaskMixture(parts)
     assert list(mixture) != in_sequence and sorted(mixture) == sorted(in_sequence)
     # nanochat shuffles the list of (task, index) pairs with random.Random(42)
@@ -159,14 +157,6 @@ def test_damaged_files_are_named_with_the_line(tmp_path):
         load()
 
 
-def test_without_a_network_the_hub_is_one_line_and_quick(monkeypatch):
-    monkeypatch.setattr(rows, "_hub_problem", lambda: "no answer within 8 seconds (test)")
-    with pytest.raises(MissingDataError) as e:
-        load_rows("no/such-set", "main", "test")
-    text = one_line_error(e)
-    assert "no answer within 8 seconds (test)" in text and "--eval-dir" in text and "no/such-set" in text
-
-
 def test_the_hub_is_asked_for_one_revision(monkeypatch):
     import datasets
 
@@ -182,7 +172,7 @@ def test_the_hub_is_asked_for_one_revision(monkeypatch):
         assert list(load_rows(name, None, "test")) == [{"x": 1}]
     assert asked == rows.REVISIONS and all(re.fullmatch("[0-9a-f]{40}", revision) for revision in asked.values())
     used = "\n".join(
-        p.read_text() for p in [Path(chat_data.__file__), *(Path(rows.__file__).parents[1] / "eval").glob("*.py")]
+        p.read_text() for p in [Path(chat_data.__file__), *(Path(rows.__file__).parents[2] / "eval").glob("*.py")]
     )
     assert {name for name in re.findall(r'"([\w-]+/[\w-]+)"', used)} == set(rows.REVISIONS)
 
@@ -191,15 +181,11 @@ def test_the_hub_is_asked_for_one_revision(monkeypatch):
 # Conversations
 
 GOOD = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-BAD = [
-    ([], "a list of messages"),
-    ("text", "a list of messages"),
+BAD = [  # what else is wrong is test_tokenizer's to say
+    ([], "at least one message"),
+    ("text", "at least one message"),
     (GOOD[:1], "no message from the assistant"),
-    ([GOOD[1]], "message 0 is from the assistant, expected the user"),
-    ([GOOD[0], GOOD[0]], "message 1 is from the user, expected the assistant"),
-    ([GOOD[0], {"role": "tool", "content": "x"}], "unknown role 'tool'"),
-    ([GOOD[0], {"role": "assistant"}], "message 1 is not of the form"),
-    ([GOOD[0], {"role": "assistant", "content": 3}], "content is int"),
+    ([GOOD[0], {"role": "assistant", "content": 3}], "not int"),
 ]
 
 
@@ -232,7 +218,7 @@ def test_smoltalk_from_a_folder(tmp_path):
         SmolTalk("test", sft_dir=tmp_path)
     assert "--sft-dir" in one_line_error(e)
     write_jsonl(tmp_path / "test.jsonl", [{"messages": GOOD}, {"messages": [system]}])
-    with pytest.raises(UserError, match="line 2: there is no message from the assistant"):
+    with pytest.raises(UserError, match="line 2: a system message must be followed by a user message"):
         SmolTalk("test", sft_dir=tmp_path)
     with pytest.raises(ValueError, match="train and test"):
         SmolTalk("validation", sft_dir=tmp_path)

@@ -4,6 +4,8 @@ import base64
 import copy
 import json
 import random
+import shutil
+import types
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,11 +15,12 @@ from _samples import BOS, BYTE_TOKENIZER, make_shards
 
 from nanochat_fp4.data.dataloader import (
     BestFitLoader,
+    evaluation_rows,
     merge_states,
     tokenizing_distributed_data_loader_bos_bestfit,
     tokenizing_distributed_data_loader_with_state_bos_bestfit,
 )
-from nanochat_fp4.data.dataset import shard_digest
+from nanochat_fp4.data.shards import Shard, shard_digest
 from nanochat_fp4.errors import UserError
 
 
@@ -72,6 +75,61 @@ def test_a_data_seed_is_kept_by_a_resume(data):
         loader(data, data_seed=-1)
 
 
+def test_shuffled_documents_are_all_of_them_in_an_order_of_the_seed(tmp_path, base_dir, monkeypatch):
+    documents = make_shards(tmp_path / "d")[:300]  # the last of four shards is validation
+    orders = {}
+    for seed in (0, 1):
+        it = loader(tmp_path / "d", shuffle_documents=True, data_seed=seed)
+        orders[seed] = [text for g in range(len(it.row_groups)) for text in it.read(g)]
+        assert sorted(orders[seed]) == sorted(documents)
+        # Neighbours in the shards, of one row group, are apart.
+        places = [documents.index(text) // 10 for text in orders[seed]]
+        assert sum(a == b for a, b in zip(places, places[1:])) < 30
+    assert orders[0] != orders[1]
+    assert len(list((base_dir / "shuffled_data").iterdir())) == 1  # one copy for all seeds
+    rows = rows_of(loader(tmp_path / "d", shuffle_documents=True), 20)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "another machine"))
+    assert torch.equal(rows_of(loader(tmp_path / "d", shuffle_documents=True), 20), rows)
+    val = [rows_of(loader(tmp_path / "d", split="val"), 5) for _ in range(2)]
+    assert torch.equal(*val)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_shuffled_documents_on_any_number_of_processes_and_after_a_resume(data, base_dir, world_size):
+    kwargs = {"shuffle_documents": True, "data_seed": 3}
+    alone = rows_of(loader(data, B=1, **kwargs), 48 * world_size).tolist()
+    assert numbered_rows(data, world_size, 2, 48 * world_size, **kwargs) == dict(enumerate(alone))
+    it = loader(data, rank=0, world_size=world_size, **kwargs)
+    rows_of(it, 70)  # more than an epoch
+    state = through_json(next(it)[2])
+    resumed = loader(data, rank=0, world_size=world_size, resume_state_dict=state, **kwargs)
+    assert torch.equal(rows_of(resumed, 20), rows_of(it, 20))
+    with pytest.raises(UserError, match="one of shuffle-documents \\(--runtime\\); resume with the order"):
+        loader(data, rank=0, world_size=world_size, resume_state_dict=state, data_seed=3)
+
+
+def test_a_shuffled_copy_is_whole_and_of_this_text(tmp_path, base_dir, monkeypatch):
+    make_shards(tmp_path / "d")
+    with monkeypatch.context() as m:
+        m.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
+        with pytest.raises(UserError, match="without compression, for shuffle-documents: about .* needed"):
+            loader(tmp_path / "d", shuffle_documents=True)
+        m.undo()
+        m.setattr(Shard, "read", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loader(tmp_path / "d", shuffle_documents=True)
+    assert list((base_dir / "shuffled_data").iterdir()) == []
+    loader(tmp_path / "d", shuffle_documents=True)
+    (copy,) = (base_dir / "shuffled_data").iterdir()
+    make_shards(tmp_path / "d", seed=1)
+    loader(tmp_path / "d", shuffle_documents=True)
+    assert len(list((base_dir / "shuffled_data").iterdir())) == 2  # other text
+    make_shards(tmp_path / "d")
+    copy.write_bytes(copy.read_bytes()[:-100])
+    with pytest.raises(UserError, match="is damaged .*; delete it and start again"):
+        loader(tmp_path / "d", shuffle_documents=True)
+
+
 def test_rows_are_whole_documents_but_for_the_last(tmp_path):
     documents = set(make_shards(tmp_path / "d"))
     seen = set()
@@ -116,16 +174,6 @@ def test_one_lane_is_nanochats_best_fit(tmp_path, buffer_size, refill):
     assert ours.tolist() == list(plain_best_fit(documents, 240, 64, buffer_size, refill, 10))
 
 
-def test_documents_longer_than_a_row_are_cropped(tmp_path):
-    make_shards(tmp_path / "d", longest=3000, num_documents=60)
-    rows = rows_of(loader(tmp_path / "d", T=16), 30)
-    assert (rows[:, 0] == BOS).all() and rows.max() <= BOS and rows.min() >= 0
-
-
-def test_it_is_deterministic(data):
-    assert torch.equal(rows_of(loader(data), 30), rows_of(loader(data, tokenizer_threads=1), 30))
-
-
 def test_it_draws_no_random_numbers(data):
     """All methods and seeds of a comparison see the same batches, whatever they draw in between."""
     torch.manual_seed(0)
@@ -134,15 +182,12 @@ def test_it_draws_no_random_numbers(data):
     assert torch.equal(torch.get_rng_state(), state) and random.getstate() == before
 
 
-def test_epochs_go_on(data):
-    it = loader(data)
-    epochs = [next(it)[2]["epoch"] for _ in range(400)]
-    assert epochs[0] == 1 and epochs[-1] >= 3 and epochs == sorted(epochs)
-
-
-def test_a_small_corpus_is_not_read_many_times_before_the_first_batch(tmp_path):
+def test_epochs_of_a_small_corpus(tmp_path):
+    """The buffer does not read the text several times over before the first batch."""
     make_shards(tmp_path / "d", num_documents=80)
-    assert next(loader(tmp_path / "d", buffer_size=1000, tokenizer_batch_size=128))[2]["epoch"] == 1
+    it = loader(tmp_path / "d", buffer_size=1000, tokenizer_batch_size=128)
+    epochs = [next(it)[2]["epoch"] for _ in range(80)]
+    assert epochs[0] == 1 and epochs[-1] >= 3 and epochs == sorted(epochs)
 
 
 def test_validation_uses_the_last_shard(tmp_path):
@@ -169,40 +214,55 @@ def test_nanochats_names(data):
 # Ranks
 
 
-def sharded_rows(data, world_size, B, num_rows, **kwargs):
-    """The rows of the run in their global order, gathered from all ranks."""
-    per_rank = [
-        rows_of(loader(data, B=B, rank=r, world_size=world_size, **kwargs), num_rows // world_size // B)
-        for r in range(world_size)
-    ]
-    return torch.stack(per_rank, 1).flatten(0, 1)  # row k of the run is row k // W of rank k % W
+def numbered_rows(data, world_size, B, count, **kwargs):
+    """{number: row} of the first `count` rows of the run, from all processes; targets of -1 are left out."""
+    found = {}
+    for rank in range(world_size):
+        it = loader(data, B=B, rank=rank, world_size=world_size, **kwargs)
+        numbers, next_rows = [], it.order.next_rows
+        it.order.next_rows = lambda pack: [numbers.append(k) or (k, row) for k, row in next_rows(pack)]  # noqa: B023
+        for _ in range(-(-count // (B * world_size))):
+            x, y, _ = next(it)
+            for k, row, targets in zip(numbers[-B:], x.tolist(), y.tolist()):
+                assert k not in found
+                if targets[0] >= 0:
+                    found[k] = [*row, targets[-1]]
+    return found
 
 
-@pytest.mark.parametrize("world_size, B", [(1, 8), (2, 1), (2, 4), (4, 2), (8, 1)])
-def test_rows_do_not_depend_on_world_size_and_batch_size(data, world_size, B):
-    assert torch.equal(sharded_rows(data, world_size, B, 64), sharded_rows(data, 1, 1, 64))
+@pytest.mark.parametrize("world_size, B", [(1, 8), (2, 4), (3, 2), (3, 5), (4, 2), (5, 1), (6, 4), (8, 1), (12, 2)])
+def test_rows_do_not_depend_on_the_number_of_processes_and_the_batch_size(data, world_size, B):
+    count = 10 * B * world_size
+    alone = dict(enumerate(rows_of(loader(data, B=1), count).tolist()))
+    assert numbered_rows(data, world_size, B, count) == alone
 
 
-def test_a_micro_batch_has_the_same_rows_on_any_number_of_ranks(data):
+def test_a_micro_batch_has_the_same_rows_on_any_number_of_processes(data):
     def micro_batches(world_size):
-        per_rank = [loader(data, B=2, rank=r, world_size=world_size, micro_batches=4) for r in range(world_size)]
-        return [rows_of(per_rank[m % world_size], 1) for m in range(12)]
+        per_rank = [loader(data, B=2, rank=r, world_size=world_size, micro_batches=12) for r in range(world_size)]
+        return [rows_of(per_rank[m % world_size], 1) for m in range(36)]
 
     alone = micro_batches(1)
-    for world_size in (2, 4):
-        assert all(torch.equal(a, b) for a, b in zip(alone, micro_batches(world_size)))
-    # A step of 4 x 2 rows is the next 8 rows of the run.
-    steps = torch.stack(alone).view(3, 4, 2, -1).transpose(1, 2).reshape(24, -1)
-    assert torch.equal(steps, sharded_rows(data, 1, 1, 24))
+    for world_size in (2, 3, 4, 6):
+        assert all(torch.equal(a, b) for a, b in zip(alone, micro_batches(world_size), strict=True))
+    # A step of 12 x 2 rows is the next 24 rows of the run.
+    steps = torch.cat(alone).view(3, 24, -1).tolist()
+    expected = rows_of(loader(data, B=1), 72).view(3, 24, -1).tolist()
+    assert [sorted(step) for step in steps] == [sorted(step) for step in expected]
     with pytest.raises(ValueError, match="multiple of the number of processes, 2"):
         loader(data, rank=0, world_size=2, micro_batches=3)
 
 
-def test_the_default_for_other_world_sizes(data):
-    assert loader(data, rank=0, world_size=3).lanes == 3
-    assert loader(data, rank=0, world_size=16).lanes == 16
-    rows = sharded_rows(data, 3, 2, 60)
-    assert torch.equal(rows, sharded_rows(data, 1, 4, 60, lanes=3))
+@pytest.mark.parametrize("B", [1, 3, 8])
+def test_an_evaluation_has_the_same_rows_on_any_number_of_processes(data, B):
+    """50 rows: where processes and batch do not divide them, the rest of the last batches does not count."""
+    runs = []
+    for world_size in (1, 2, 3, 4):
+        num_rows, batches = evaluation_rows(50 * 64 + 63, B, 64, world_size)
+        assert num_rows == 50
+        runs.append(numbered_rows(data, world_size, B, batches * B * world_size, split="val", num_rows=num_rows))
+    assert list(sorted(runs[0])) == list(range(50)) and all(run == runs[0] for run in runs)
+    assert evaluation_rows(1, 8, 64, 3) == (1, 1)
 
 
 def test_ranks_come_from_torchrun(data, monkeypatch):
@@ -250,7 +310,7 @@ def through_json(state):
 @pytest.mark.parametrize("seed", range(8))
 def test_resume_is_exact_at_random_points(data, seed):
     rng = random.Random(seed)
-    world_size = rng.choice([1, 2, 4])
+    world_size = rng.choice([1, 2, 3, 4])
     kwargs = dict(
         rank=rng.randrange(world_size),
         world_size=world_size,
@@ -258,48 +318,39 @@ def test_resume_is_exact_at_random_points(data, seed):
         buffer_size=rng.choice([8, 100, 400]),
         micro_batches=world_size * rng.choice([1, 1, 3, 4]),
     )
-    B, before = rng.randint(1, 5), rng.randint(1, 120)
+    B, before = rng.randint(1, 5), rng.choice([0, rng.randint(1, 120)])
     it = loader(data, B=B, **kwargs)
     for _ in range(before):
-        state = next(it)[2]
-    state, expected = through_json(state), rows_of(it, 40)
+        next(it)
+    state, expected = through_json(it.state_dict()), rows_of(it, 40)
     resumed = loader(data, B=B, resume_state_dict=state, **kwargs)
     assert torch.equal(rows_of(resumed, 40), expected)
     # A state says the same after a resume, and another device batch size goes on with the same rows.
     assert resumed.state_dict() == it.state_dict()
-    if kwargs["micro_batches"] == world_size:
+    if kwargs["micro_batches"] == world_size != 3:
         other = loader(data, B=1, resume_state_dict=state, **kwargs)
         assert torch.equal(rows_of(other, 40 * B), expected)
 
 
-def test_resume_many_times(data):
-    expected, parts, state = rows_of(loader(data), 24), [], None
-    for _ in range(8):
-        it = loader(data, resume_state_dict=state)
-        parts.append(rows_of(it, 3))
-        state = through_json(it.state_dict())
-    assert torch.equal(torch.cat(parts), expected)
-
-
-def test_the_state_before_the_first_batch(data):
-    it = loader(data)
-    assert torch.equal(rows_of(loader(data, resume_state_dict=it.state_dict()), 3), rows_of(it, 3))
-
-
-@pytest.mark.parametrize("old, new", [(1, 2), (2, 1), (4, 2), (2, 8)])
-def test_merged_states_resume_at_another_world_size(data, old, new):
+@pytest.mark.parametrize("old, new", [(1, 2), (4, 2), (2, 8), (1, 3), (2, 3), (3, 2), (3, 1), (6, 4)])
+@pytest.mark.parametrize("lanes", [8, 3, 16])
+def test_merged_states_resume_with_another_number_of_processes(data, old, new, lanes):
+    """lanes: of the run. Earlier versions had the number of processes where that did not divide 8."""
     states = []
     for rank in range(old):
-        it = loader(data, B=2, rank=rank, world_size=old)
+        it = loader(data, B=2, rank=rank, world_size=old, micro_batches=24, lanes=lanes)
         for _ in range(24 // old):
             state = next(it)[2]
         states.append(through_json(state))
     random.Random(0).shuffle(states)
     merged = through_json(merge_states(states))
-    per_rank = [
-        rows_of(loader(data, B=1, rank=r, world_size=new, resume_state_dict=merged), 16 // new) for r in range(new)
-    ]
-    assert torch.equal(torch.stack(per_rank, 1).flatten(0, 1), sharded_rows(data, 1, 1, 48 + 16)[48:])
+    found = []
+    for rank in range(new):
+        it = loader(data, B=1, rank=rank, world_size=new, micro_batches=48, resume_state_dict=merged)
+        assert it.lanes == lanes
+        found += rows_of(it, 48 // new).tolist()
+    expected = rows_of(loader(data, B=1, lanes=lanes), 96)[48:].tolist()
+    assert sorted(found) == sorted(expected)
 
 
 def test_states_that_do_not_belong_together(data):
@@ -318,7 +369,7 @@ def test_a_state_that_does_not_fit(data, tmp_path):
         (dict(T=32), "T was 64, is 32; resume with the same --max-seq-len"),
         (dict(split="val"), "split was train, is val"),
         (dict(data_dir=tmp_path / "other"), "data was .* resume with the shards that the run began with"),
-        (dict(lanes=2), "lanes was 8, is 2; resume with the same number of processes"),
+        (dict(lanes=2), "lanes was 8, is 2; resume with the arguments"),
         (dict(buffer_size=16), "lane_buffer was .* arguments"),
         (dict(rank=1), "not that of rank 1 of 2 .lanes missing: 1, 3, 5, 7.*same number of processes"),
         (dict(world_size=1), "not that of rank 0 of 1"),
@@ -396,31 +447,15 @@ def test_damaged_states_are_refused_or_used(data):
 # Bad input
 
 
-@pytest.mark.parametrize("kwargs", [dict(B=0), dict(T=0), dict(buffer_size=0), dict(tokenizer_batch_size=0)])
+@pytest.mark.parametrize("kwargs", [{name: 0} for name in ("B", "T", "buffer_size", "tokenizer_batch_size", "lanes")])
 def test_bad_sizes(data, kwargs):
     with pytest.raises(ValueError, match="must be at least 1"):
         loader(data, **kwargs)
 
 
-def test_bad_lanes(data):
-    with pytest.raises(ValueError, match="lanes=3 must be a multiple of the number of processes, 2"):
-        loader(data, lanes=3, rank=0, world_size=2)
-
-
 def test_no_data(tmp_path):
     with pytest.raises(UserError, match="holds 0 parquet shard"):
         loader(tmp_path)
-
-
-def test_a_shard_that_is_damaged_inside(tmp_path):
-    make_shards(tmp_path / "d")
-    path = tmp_path / "d" / "shard_00001.parquet"
-    raw = bytearray(path.read_bytes())
-    raw[4 : len(raw) // 2] = b"\xff" * (len(raw) // 2 - 4)
-    path.write_bytes(raw)
-    it = loader(tmp_path / "d")
-    with pytest.raises(UserError, match="shard_00001.parquet: row group 0 cannot be read"):
-        rows_of(it, 1000)
 
 
 @pytest.mark.gpu

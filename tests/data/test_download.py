@@ -1,140 +1,107 @@
 """Downloads: a server that misbehaves in every way that is asked of it."""
 
-import hashlib
-import io
+import contextlib
 import os
 import random
 import threading
+import time
 
 import pytest
-from _server import Server
+from _server import Server, hub
 
-from nanochat_fp4.console import Progress
-from nanochat_fp4.data.download import download_file, download_file_with_lock
+from nanochat_fp4.data import download
+from nanochat_fp4.data.dataset import DATASET
+from nanochat_fp4.data.download import download_file, download_file_with_lock, within
 from nanochat_fp4.errors import UserError
-
-
-class NoWait(threading.Event):
-    """A stop event whose wait costs nothing, and notes how long it was to be."""
-
-    def __init__(self):
-        super().__init__()
-        self.waits = []
-
-    def wait(self, timeout=None):
-        self.waits.append(timeout)
-        return False
-
 
 DATA = random.Random(0).randbytes(300_000)
 
 
 @pytest.fixture
-def server():
-    server = Server({"/f": DATA})
-    yield server
-    server.shutdown()
-    server.server_close()
+def server(monkeypatch):
+    monkeypatch.setattr(download, "BACKOFF_SECONDS", 0)
+    with contextlib.closing(Server({"/f": DATA})) as server:
+        yield server
+        server.shutdown()
 
 
-def test_download(server, tmp_path):
-    progress = Progress(total=len(DATA), unit="bytes", every=1e9, file=io.StringIO())
-    assert download_file(server.url("/f"), tmp_path / "f", progress=progress) == str(tmp_path / "f")
-    assert (tmp_path / "f").read_bytes() == DATA and progress.n == len(DATA) and os.listdir(tmp_path) == ["f"]
+@pytest.mark.parametrize("wrong", [[], ["500"], ["cut"], ["no length"], ["500", "cut"]], ids="-".join)
+def test_a_file_arrives_whole_or_not_at_all(server, tmp_path, wrong):
+    server.bad["/f"] = list(wrong)
+    assert download_file(server.url("/f"), tmp_path / "f") == str(tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA and os.listdir(tmp_path) == ["f"]
+    assert len(server.requests) == 1 + len([w for w in wrong if w != "no length"])
 
 
-def test_download_continues_what_was_begun(server, tmp_path):
-    (tmp_path / "f.part").write_bytes(DATA[:123_456])
-    download_file(server.url("/f"), tmp_path / "f")
-    assert (tmp_path / "f").read_bytes() == DATA
-    assert server.requests == [("/f", "bytes=123456-")]
+@pytest.mark.parametrize(
+    "path, wrong, kwargs, text, requests",
+    [
+        ("/f", ["cut"] * 9, {"attempts": 2}, r"150000 bytes arrived instead of 300000 \(2 attempts\); the way", 2),
+        ("/nothing", [], {}, r"the server answered 404 \(1 attempt\); the way", 1),
+        ("/f", ["stall"] * 9, {"deadline": 0.4, "timeout": 0.3}, "not finished within 0.4 seconds .*; the way", None),
+        ("/f", [], {"limit": 100_000}, "f is larger than the 97.7 KB that it may have; the way", 1),
+        ("/f", ["endless"] * 20, {"limit": 100_000}, "f is larger than the 97.7 KB that it may have; the way", 1),
+    ],
+)
+def test_failures_name_the_way_around_and_leave_nothing(server, tmp_path, path, wrong, kwargs, text, requests):
+    server.bad[path] = wrong
+    with pytest.raises(UserError, match=text):
+        download_file(server.url(path), tmp_path / "f", hint="the way around", **kwargs)
+    assert os.listdir(tmp_path) == [] and requests in (None, len(server.requests))
 
 
-def test_download_of_a_complete_part_fetches_nothing(server, tmp_path):
-    (tmp_path / "f.part").write_bytes(DATA)
-    download_file(server.url("/f"), tmp_path / "f")
-    assert (tmp_path / "f").read_bytes() == DATA
-
-
-def test_download_drops_a_part_that_is_too_long(server, tmp_path):
-    (tmp_path / "f.part").write_bytes(DATA + b"more")
-    download_file(server.url("/f"), tmp_path / "f", stop=NoWait())
-    assert (tmp_path / "f").read_bytes() == DATA
-
-
-def test_download_from_a_server_without_ranges(server, tmp_path):
-    server.ranges = False
-    server.bad["/f"] = ["cut", "cut"]
+def test_remains_and_links_are_neither_used_nor_followed(server, tmp_path):
+    """What a killed process left, or someone planted: in earlier versions the file began with the bytes of f.part."""
     (tmp_path / "f.part").write_bytes(b"x" * 1000)
-    progress = Progress(total=len(DATA), unit="bytes", every=1e9, file=io.StringIO())
-    download_file(server.url("/f"), tmp_path / "f", stop=NoWait(), progress=progress)
-    assert (tmp_path / "f").read_bytes() == DATA and progress.n == len(DATA)
+    (tmp_path / "f.download").mkdir()
+    (tmp_path / "f.download" / "f").write_bytes(b"x" * 1000)
+    (tmp_path / "mine").write_bytes(b"my own")
+    (tmp_path / "f").symlink_to(tmp_path / "mine")
+    download_file(server.url("/f"), tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA and not (tmp_path / "f").is_symlink()
+    assert (tmp_path / "mine").read_bytes() == b"my own" and server.requests == [("/f", None)]
+    (tmp_path / "mine.d").mkdir()
+    (tmp_path / "g.download").symlink_to(tmp_path / "mine.d")
+    with pytest.raises(UserError, match="exists"):
+        download_file(server.url("/f"), tmp_path / "g")
+    assert os.listdir(tmp_path / "mine.d") == []
 
 
-def test_download_survives_cuts_and_errors(server, tmp_path):
-    server.bad["/f"] = ["500", "cut", "cut", "500"]
-    stop = NoWait()
-    progress = Progress(total=len(DATA), unit="bytes", every=1e9, file=io.StringIO())
-    download_file(server.url("/f"), tmp_path / "f", stop=stop, progress=progress)
-    assert (tmp_path / "f").read_bytes() == DATA and progress.n == len(DATA)
-    assert stop.waits == [1, 2, 4, 8]  # backs off
-    assert [r for _, r in server.requests] == [None, None, "bytes=150000-", "bytes=225000-", "bytes=225000-"]
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "data:text/plain,x", "ftp://127.0.0.1/f"])
+def test_only_http(tmp_path, url):
+    with pytest.raises(UserError, match="is no http or https address"):
+        download_file(url, tmp_path / "f")
 
 
-def test_download_checks_size_and_hash(server, tmp_path):
-    with pytest.raises(UserError, match="300000 bytes arrived instead of 300001"):
-        download_file(server.url("/f"), tmp_path / "f", size=300_001, attempts=2, stop=NoWait())
-    with pytest.raises(UserError, match="SHA-256"):
-        download_file(server.url("/f"), tmp_path / "g", sha256="0" * 64, attempts=2, stop=NoWait())
-    assert not (tmp_path / "f").exists() and not (tmp_path / "g").exists()
-
-
-def test_download_checks_the_hash_that_a_hub_publishes_when_it_redirects(server, tmp_path):
-    server.headers["/f"] = {"X-Linked-ETag": f'"{hashlib.sha256(DATA).hexdigest()}"', "X-Linked-Size": str(len(DATA))}
-    server.bad["/real/f"] = ["flip"]
-    stop = NoWait()
-    download_file(server.url("/f"), tmp_path / "f", stop=stop)
-    assert (tmp_path / "f").read_bytes() == DATA and stop.waits == [1]  # the flipped one was thrown away
-
-
-def test_download_rejected_by_the_caller(server, tmp_path):
+def test_content_is_looked_at_before_the_file_gets_its_name(server, tmp_path):
     def validate(path):
         raise UserError("not parquet")
 
-    with pytest.raises(UserError, match="not parquet.*2 attempts.*set DATA_DIR"):
-        download_file(
-            server.url("/f"), tmp_path / "f", validate=validate, attempts=2, stop=NoWait(), hint="set DATA_DIR"
-        )
+    with pytest.raises(UserError, match="not parquet .2 attempts.; set DATA_DIR"):
+        download_file(server.url("/f"), tmp_path / "f", validate=validate, attempts=2, hint="set DATA_DIR")
     assert os.listdir(tmp_path) == []
 
 
-def test_download_gives_up_at_once_where_trying_again_is_no_use(server, tmp_path):
-    with pytest.raises(UserError, match=r"404 Not Found \(1 attempt\); use --embedded"):
-        download_file(server.url("/nothing"), tmp_path / "f", hint="use --embedded")
-
-
-def test_download_with_nobody_there(tmp_path):
-    stop = NoWait()
+def test_nobody_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "BACKOFF_SECONDS", 0)
     with pytest.raises(UserError, match="could not download http://127.0.0.1:9/f: .*refused.*3 attempts"):
-        download_file("http://127.0.0.1:9/f", tmp_path / "f", attempts=3, stop=stop)
-    assert len(stop.waits) == 2
+        download_file("http://127.0.0.1:9/f", tmp_path / "f")
 
 
-def test_download_has_a_deadline(server, tmp_path):
-    server.bad["/f"] = ["stall"] * 9
-    with pytest.raises(UserError, match="not finished within 0.5 seconds"):
-        download_file(server.url("/f"), tmp_path / "f", deadline=0.5, timeout=0.3, stop=NoWait())
-    assert len(server.requests) < 9
-
-
-def test_download_can_be_stopped(server, tmp_path):
+def test_work_that_hangs_is_left_alone():
+    """A look-up of a host's name ignores every timeout."""
+    with pytest.raises(TimeoutError):
+        within(0.1, lambda: time.sleep(5))
     stop = threading.Event()
     stop.set()
-    with pytest.raises(UserError, match="stopped"):
-        download_file(server.url("/f"), tmp_path / "f", stop=stop)
+    with pytest.raises(TimeoutError, match="stopped"):
+        within(60, lambda: time.sleep(5), stop)
+    with pytest.raises(KeyError):
+        within(60, lambda: {}["x"])
+    assert within(60, lambda: 3) == 3
 
 
-def test_download_with_lock_downloads_once(server, base_dir):
+def test_the_lock_downloads_once(server, base_dir):
     seen = []
 
     def fetch():
@@ -149,21 +116,30 @@ def test_download_with_lock_downloads_once(server, base_dir):
     assert (base_dir / "words.txt").read_bytes() == DATA
 
 
-def test_download_with_lock_forgets_a_file_whose_postprocessing_failed(server, base_dir):
-    def fail(path):
-        raise UserError("bad archive")
-
-    with pytest.raises(UserError, match="bad archive"):
-        download_file_with_lock(server.url("/f"), "bundle.zip", fail)
-    assert not (base_dir / "bundle.zip").exists()
+# ----------------------------------------------------------------------------------------------------------------------
+# The hub
 
 
-@pytest.mark.parametrize("stated", [True, False])
-def test_a_file_may_not_be_larger_than_its_limit(server, tmp_path, stated):
-    """Whether the server says so or sends more and more."""
-    server.bad["/f"] = [] if stated else ["endless"] * 20
-    with pytest.raises(UserError, match="/f is larger than the 97.7 KB that it may have; the way around"):
-        download_file(server.url("/f"), tmp_path / "f", limit=100_000, hint="the way around")
-    assert os.listdir(tmp_path) == [] and len(server.requests) == 1
-    server.bad["/f"] = []
-    download_file(server.url("/f"), tmp_path / "f", limit=len(DATA))
+@pytest.mark.parametrize("wrong", ["", "cut", "flip", "500"])
+def test_a_file_of_the_hub_has_the_published_hash(monkeypatch, tmp_path, wrong):
+    """A cut is huggingface_hub's to mend. Flip, of every byte: the hash differs, and the file comes again."""
+    with hub(monkeypatch, {"f": DATA}) as server:
+        server.bad[server.prefix + "f"] = [wrong] if wrong else []
+        download_file("f", tmp_path / "f", dataset=DATASET)
+        assert (tmp_path / "f").read_bytes() == DATA and os.listdir(tmp_path) == ["f"]
+        assert len(server.requests) == 1 + bool(wrong)
+
+
+def test_failures_of_the_hub(monkeypatch, tmp_path):
+    with hub(monkeypatch, {"f": DATA}) as server:
+        server.bad[server.prefix + "f"] = ["flip"] * 9
+        with pytest.raises(UserError, match=r"SHA-256 differs from the published one \(2 attempts\); the way around"):
+            download_file("f", tmp_path / "f", dataset=DATASET, attempts=2, hint="the way around")
+        with pytest.raises(UserError, match=r"/datasets/.*/nothing: the server answered 404 \(1 attempt\)"):
+            download_file("nothing", tmp_path / "f", dataset=DATASET)
+        with pytest.raises(UserError, match="f is larger than the 97.7 KB"):
+            download_file("f", tmp_path / "f", dataset=DATASET, limit=100_000)
+        server.bad[server.prefix + "f"] = ["stall"] * 9
+        with pytest.raises(UserError, match="not finished within 0.5 seconds"):
+            download_file("f", tmp_path / "f", dataset=DATASET, deadline=0.5)
+    assert os.listdir(tmp_path) == []

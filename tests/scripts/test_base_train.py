@@ -506,7 +506,7 @@ def test_loss_stage_reports_both_forwards(tiny_base, capsys):
     folder = tiny_base / "base_checkpoints" / "d1_clover"
     meta = load_checkpoint(folder, 4, "cpu")[2]
     assert results["val_bpb"] == pytest.approx(meta["loop_state"]["numbers"]["val_bpb"], rel=1e-6)
-    with pytest.raises(UserError, match="--split-tokens=100 is not a multiple of 64"):
+    with pytest.raises(UserError, match="--split-tokens=100 is not a multiple of 32"):
         base_loss.main(["--model-tag=d1_clover", "--device-batch-size=2", "--split-tokens=100", "--device-type=cpu"])
 
 

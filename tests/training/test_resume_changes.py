@@ -39,6 +39,7 @@ REFUSED = [
     ("base", "--method=nvidia", "method was 'clover'"),
     ("base", "--seed=43", "seed was 42"),
     ("base", "--seed=42,3", "data_seed was None"),
+    ("base", "--runtime=shuffle-documents", "shuffle_documents was None"),
     ("base", "--method-changes=separate_qkv", "separate_qkv was None"),
     ("base", "--method-changes=exact_relu_squared", "exact_relu_squared was None"),
     ("base", "--depth=2", "n_layer was 1"),
@@ -93,7 +94,7 @@ NOTED = [
     ("sft", "--weight-decay=0.1", "weight_decay was 0.0"),
 ]
 CHANGES = [(*c, 2) for c in REFUSED] + [(*c, 0) for c in NOTED]
-assert len(CHANGES) == 53
+assert len(CHANGES) == 54
 FEW = {"train text", "val text", "commit", "--device-batch-size=1"}  # in a normal run
 
 

@@ -1,0 +1,225 @@
+"""
+Shards made on the spot: of the user's text files, and the embedded corpus.
+
+The embedded corpus is Python's standard library: its documentation strings and language reference first, then its
+sources. The corpus needs no network. Every machine with the same Python has the same one.
+"""
+
+import ast
+import contextlib
+import hashlib
+import json
+import random
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.console import Progress, format_bytes
+from nanochat_fp4.data.download import check_space
+from nanochat_fp4.data.rows import read_lines
+from nanochat_fp4.data.shards import ShardWriter, cut_text, data_lock, new_folder, open_shard
+from nanochat_fp4.errors import UserError
+
+TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The user's text
+
+
+def text_files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.name.lower().endswith(TEXT_SUFFIXES) and p.is_file())
+
+
+def _documents(path: Path, field: str) -> Iterator[str]:
+    """The documents of one file: a text file is one, a JSON-lines file or a parquet shard has one a row."""
+    name = path.name.lower()
+    if name.endswith(".parquet"):
+        shard = open_shard(path, field)
+        for index in range(shard.num_row_groups):
+            yield from shard.read(index)
+    elif name.endswith((".jsonl", ".jsonl.gz")):
+        for number, line in read_lines(path, errors="replace"):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict) or not isinstance(row.get(field), str):
+                raise UserError(
+                    f'{path}, line {number}: expected a JSON object like {{"{field}": "..."}}; name the field that '
+                    "holds the text with --text-column (TEXT_COLUMN)"
+                )
+            # JSON can spell a lone surrogate, which cannot be written as UTF-8.
+            yield row[field].encode("utf-8", "replace").decode("utf-8")
+    else:
+        try:
+            yield path.read_text(encoding="utf-8", errors="replace")
+        except OSError as e:
+            raise UserError(f"{path} cannot be read ({e.strerror}); check its permissions") from e
+
+
+def convert(folder: Path, files: list[Path], column: str) -> Path:
+    """Write the documents of `files` as shards. Returns their folder, which is made again only when the files change.
+
+    column: of parquet files, and the field of JSON lines, with the text.
+    """
+    key = hashlib.sha256(b"conversion 1" if column == "text" else f"conversion 1 of {column}".encode())
+    size = 0
+    for path in files:
+        stat = path.stat()
+        size += stat.st_size
+        key.update(f"{path.relative_to(folder)}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode("utf-8", "replace"))
+    name = re.sub(r"[^A-Za-z0-9_-]+", "_", folder.resolve().name)[:40] or "data"
+    target = Path(get_base_dir()) / "converted_data" / f"{name}_{key.hexdigest()[:12]}"
+    with data_lock():
+        if target.is_dir():
+            return target
+        print0(f"Writing the text of {folder} ({len(files)} files, {format_bytes(size)}) as shards into {target}")
+        check_space(target.parent, 2 * size, f"the shards of {folder}")
+        num_documents = num_chars = 0
+        with Progress(desc="count", unit="char") as progress:
+            for text in (text for path in files for text in _documents(path, column)):
+                num_documents += 1
+                num_chars += len(text)
+                progress.update(len(text))
+        with new_folder(target) as tmp, Progress(total=num_chars, desc="convert", unit="char") as progress:
+            writer = ShardWriter(tmp)
+            index = 0
+            for path in files:
+                for text in _documents(path, column):
+                    pieces = cut_text(text, random.Random(index))
+                    # Validation: every 20th document as a whole. Fewer than 20 documents give the last tenth of each
+                    # longer one instead, which is adjacent to training text.
+                    tail = max(1, len(pieces) // 10) if len(pieces) >= 4 else 0
+                    for i, piece in enumerate(pieces):
+                        val = index % 20 == 7 if num_documents >= 20 else i >= len(pieces) - tail
+                        writer.add(piece, val)
+                        progress.update(len(piece))
+                    progress.update(len(text) - sum(map(len, pieces)))  # the white space at the cuts
+                    index += 1
+            writer.finish({"source": str(folder), "files": len(files)})
+    return target
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The embedded corpus
+
+EMBEDDED_MB = 10.0  # the standard library without its tests
+
+# Encodings are tables of numbers. The language reference in pydoc_data is read as text instead.
+_EMBEDDED_SKIP = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "lib-dynload"}
+
+
+def _spread(key: str) -> int:
+    """A number that has nothing to do with the alphabet, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(key.encode("utf-8", "replace")).digest()[:8], "big")
+
+
+def _docstrings_and_code(source: str, module: str) -> tuple[str, str]:
+    """A module's documentation strings as prose, each under its qualified name, and its source without them."""
+    tree = ast.parse(source)
+    prose: list[str] = []
+    dropped: set[int] = set()
+
+    def visit(node: ast.AST, name: str) -> None:
+        doc = ast.get_docstring(node)
+        if doc:
+            signature = (
+                f"({ast.unparse(node.args)})" if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
+            )
+            prose.append(f"{name}{signature}\n\n{doc}")
+            dropped.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                visit(child, f"{name}.{child.name}")
+
+    visit(tree, module)
+    code = "\n".join(line for i, line in enumerate(source.splitlines(), 1) if i not in dropped)
+    return "\n\n".join(prose), re.sub(r"\n{4,}", "\n\n\n", code)
+
+
+def _embedded_documents() -> Iterator[tuple[str, str]]:
+    """(key, text): the language reference, documentation strings, sources and the library's tests, in this order."""
+    with contextlib.suppress(ImportError):
+        from pydoc_data.topics import topics
+
+        for name in sorted(topics, key=_spread):
+            yield f"topic {name}", topics[name]
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [p for p in root.rglob("*.py") if not _EMBEDDED_SKIP & set(p.relative_to(root).parts)]
+    files.sort(key=lambda p: _spread(p.relative_to(root).as_posix()))
+    tests = [p for p in files if {"test", "tests", "idle_test"} & set(p.relative_to(root).parts)]
+    files = [p for p in files if p not in set(tests)]
+    parsed: dict[Path, tuple[str, str]] = {}
+
+    def read(path: Path) -> tuple[str, str]:
+        try:
+            return path.relative_to(root).with_suffix("").as_posix().replace("/", "."), path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return "", ""
+
+    for path in files:
+        key, source = read(path)
+        try:
+            parsed[path] = _docstrings_and_code(source, key)
+        except (SyntaxError, ValueError, RecursionError):  # Python ships a few that are broken on purpose
+            continue
+        yield key, parsed[path][0]
+    for path in parsed:
+        yield read(path)[0], parsed[path][1]
+    for path in tests:
+        yield read(path)
+
+
+def build_embedded_corpus(size_mb: float | None = None) -> str:
+    """
+    Build (or find) the embedded corpus of about `size_mb` million characters. Returns its folder.
+
+    The same size on the same Python version gives the same documents in the same order. A module is on one side of the
+    split as a whole: no sentence of the validation shard is a training document's neighbour. Raises UserError.
+    """
+    wanted = EMBEDDED_MB if size_mb is None else float(size_mb)
+    if not 0.2 <= wanted <= 100:
+        raise UserError(f"--size-mb {wanted:g}: the embedded corpus can have 0.2 to 100 MB")
+    target = Path(get_base_dir()) / "embedded_data"
+    info = {
+        "source": "the standard library of Python",
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "size_mb": wanted,
+        "version": 1,
+    }
+    with data_lock():
+        if target.is_dir():
+            with contextlib.suppress(OSError, ValueError):
+                manifest = json.loads((target / "manifest.json").read_text(encoding="utf-8"))
+                same = {k: manifest.get(k) for k in info} == info
+                if same or size_mb is None:
+                    return str(target)
+        print0(f"Building the embedded corpus from Python's standard library in {target}")
+        check_space(target.parent, int(wanted * 1e6), "the embedded corpus")
+        with new_folder(target) as tmp, Progress(total=int(wanted * 1e6), desc="embedded", unit="char") as progress:
+            pieces: list[tuple[str, bool]] = []
+            total = 0
+            for key, text in _embedded_documents():
+                val = _spread("split " + key) % 12 == 0
+                # Short pieces: this corpus trains small models, whose rows are short.
+                for piece in cut_text(text, random.Random(_spread(key)), shortest=400, longest=4000):
+                    pieces.append((piece, val))
+                    total += len(piece)
+                    progress.update(len(piece))
+                if total >= wanted * 1e6:
+                    break
+            if total < 200_000:
+                raise UserError(
+                    f"this Python has no library sources in {sysconfig.get_paths()['stdlib']}; set DATA_DIR to a "
+                    "folder of text"
+                )
+            random.Random(0).shuffle(pieces)  # prose and code must not come one after the other
+            train_chars = sum(len(piece) for piece, val in pieces if not val)
+            writer = ShardWriter(tmp, shard_chars=train_chars // 4 + 4000)  # four training shards
+            for piece, val in pieces:
+                writer.add(piece, val)
+            writer.finish(info)
+    return str(target)

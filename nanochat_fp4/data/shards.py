@@ -1,0 +1,221 @@
+"""Shards: parquet files of documents, the column `text`, or another one that the user names. Reading and writing."""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from filelock import FileLock
+
+from nanochat_fp4.common import get_base_dir
+from nanochat_fp4.errors import UserError, one_line
+
+
+def index_to_filename(index: int) -> str:
+    return f"shard_{index:05d}.parquet"
+
+
+def text_column(column: str = "") -> str:
+    """The name that the user gives to the column with the text: `column`, else TEXT_COLUMN, else text."""
+    return column or os.environ.get("TEXT_COLUMN") or "text"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parquet file that was opened and found to have a string column with the text."""
+
+    path: str
+    rows: tuple[int, ...]  # documents in each row group
+    column: str = "text"
+
+    @property
+    def num_row_groups(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.rows)
+
+    def read(self, index: int) -> list[str]:
+        """The documents of a row group. A null becomes the empty string. Raises UserError where the data is damaged."""
+        try:
+            with pq.ParquetFile(self.path, page_checksum_verification=True) as f:
+                texts = f.read_row_group(index, columns=[self.column]).column(self.column).to_pylist()
+        except (pa.ArrowException, OSError, ValueError, KeyError) as e:
+            raise UserError(
+                f"{self.path}: row group {index} cannot be read ({one_line(e)[:150]}); the shard is damaged: delete it "
+                "and download or copy it again"
+            ) from e
+        if len(texts) != self.rows[index]:
+            raise UserError(f"{self.path} changed while it was being read; start again")
+        return [text if text is not None else "" for text in texts]
+
+
+def open_shard(path: str | os.PathLike, column: str = "") -> Shard:
+    """
+    Read a shard's footer. Raises UserError where it is not parquet, is cut short or has no text column.
+
+    column: as for text_column. A shard without that column is read from its column `text`, as this project writes it.
+    """
+    path, column = str(path), text_column(column)
+    try:
+        with pq.ParquetFile(path) as f:
+            schema = f.schema_arrow
+            rows = tuple(f.metadata.row_group(i).num_rows for i in range(f.metadata.num_row_groups))
+    except (pa.ArrowException, OSError, ValueError) as e:
+        raise UserError(
+            f"{path} is not a readable parquet file ({one_line(e)[:150]}); it may be cut short: delete it and download "
+            "or copy it again"
+        ) from e
+    name = column if column in schema.names else "text"
+    if name not in schema.names:
+        raise UserError(
+            f"{path} has no column named {column} (it has: {', '.join(schema.names[:10]) or 'none'}); name the "
+            "one that holds the text with --text-column (TEXT_COLUMN)"
+        )
+    text_type = schema.field(name).type
+    if not (pa.types.is_string(text_type) or pa.types.is_large_string(text_type)):
+        raise UserError(f"{path}: the column {name} holds {text_type}, not strings; convert it")
+    return Shard(path, rows, name)
+
+
+DIGEST_BLOCKS, DIGEST_BLOCK = 32, 4096
+
+
+def shard_digest(path: str | os.PathLike) -> str:
+    """
+    16 hex digits of a shard's content, quick to compute. Raises UserError where the file cannot be read.
+
+    All of a file up to 1 MB counts. A larger file counts by its size, its footer with the compressed sizes of row
+    groups, and 32 blocks of 4 KB spread over it. A few letters changed in a large shard may go unseen.
+    """
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            digest.update(size.to_bytes(8, "little"))
+            if size <= 1 << 20:
+                digest.update(f.read())
+            else:
+                f.seek(size - 8)
+                footer = min(int.from_bytes(f.read(4), "little") + 8, size)
+                for start, length in [(size - footer, footer)] + [
+                    (size * i // DIGEST_BLOCKS, DIGEST_BLOCK) for i in range(DIGEST_BLOCKS)
+                ]:
+                    f.seek(start)
+                    digest.update(f.read(length))
+    except OSError as e:
+        raise UserError(f"{path} cannot be read ({e.strerror}); check its permissions, or copy it again") from e
+    return digest.hexdigest()[:16]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Writing
+
+SHARD_CHARS = 100_000_000  # characters in a shard
+VAL_CHARS = 25_000_000  # at most this much validation text
+ROW_GROUP = 1024  # documents at most
+MIN_ROW_GROUPS = 8  # row groups are dealt to lanes
+
+
+def cut_text(text: str, rng: random.Random, shortest: int = 1600, longest: int = 5200) -> list[str]:
+    """
+    Cut a long document into pieces of at most `longest` characters, at paragraph ends where there are any.
+
+    The best-fit loader crops documents to a row, so a book in one piece would be mostly lost. The length limit of each
+    piece is drawn between the two bounds, because pieces of many lengths pack better than equal ones. White space at
+    the cuts is lost, and pieces of white space are dropped.
+    """
+    pieces = []
+    start, end = 0, len(text)
+    while start < end:
+        limit = rng.randint(shortest, longest)
+        cut = end
+        if end - start > limit:
+            cuts = (text.rfind(sep, start + limit // 2, start + limit) for sep in ("\n\n", "\n", " "))
+            cut = next((i for i in cuts if i > start), start + limit)
+        piece = text[start:cut].strip("\n")
+        if piece.strip():
+            pieces.append(piece)
+        start = cut
+        while start < end and text[start] == "\n":
+            start += 1
+    return pieces
+
+
+class ShardWriter:
+    """Collects pieces of text and writes them as shard_00000.parquet, shard_00001.parquet, ...; validation last."""
+
+    def __init__(self, folder: Path, shard_chars: int = SHARD_CHARS):
+        self.folder, self.shard_chars = folder, shard_chars
+        self.train: list[str] = []
+        self.val: list[str] = []
+        self.buffered = self.val_chars = self.total_chars = self.num_shards = self.num_pieces = 0
+
+    def add(self, piece: str, val: bool = False) -> None:
+        self.total_chars += len(piece)
+        self.num_pieces += 1
+        if val and self.val_chars < VAL_CHARS:
+            self.val.append(piece)
+            self.val_chars += len(piece)
+            return
+        self.train.append(piece)
+        self.buffered += len(piece)
+        if self.buffered >= self.shard_chars:
+            self._write(self.train)
+            self.train, self.buffered = [], 0
+
+    def _write(self, pieces: list[str]) -> None:
+        # Shuffled, so that neighbouring rows of a batch do not come from one document. A seed of its own per shard.
+        random.Random(self.num_shards).shuffle(pieces)
+        pq.write_table(
+            pa.table({"text": pa.array(pieces, pa.string())}),
+            self.folder / index_to_filename(self.num_shards),
+            row_group_size=min(ROW_GROUP, max(1, len(pieces) // MIN_ROW_GROUPS)),
+            compression="zstd",
+            use_dictionary=False,
+            write_statistics=False,
+            write_page_checksum=True,
+        )
+        self.num_shards += 1
+
+    def finish(self, info: dict) -> None:
+        """Write what is left, then the manifest. Raises UserError where there is not enough for both splits."""
+        if not self.val and len(self.train) > 1:
+            self.val.append(self.train.pop())
+        if self.train:
+            self._write(self.train)
+        if not self.val or self.num_shards == 0:
+            raise UserError(
+                f"{info['source']} holds too little text ({self.total_chars:,} characters) for a training and a "
+                "validation split; add more"
+            )
+        self._write(self.val)
+        info |= {"characters": self.total_chars, "documents": self.num_pieces, "shards": self.num_shards}
+        (self.folder / "manifest.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `path` when the block ends, so that a folder of that name is always complete."""
+    tmp = path.with_name(path.name + ".tmp")
+    shutil.rmtree(tmp, ignore_errors=True)  # left by a killed process; the caller holds the lock
+    tmp.mkdir(parents=True)
+    try:
+        yield tmp
+        shutil.rmtree(path, ignore_errors=True)
+        tmp.rename(path)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def data_lock() -> FileLock:
+    """Held while data is made or downloaded, so that the ranks of a node (or two runs) do not do it twice."""
+    return FileLock(os.path.join(get_base_dir(), "data.lock"))
