@@ -352,8 +352,8 @@ class BestFitLoader:
             )
         if state.get("shuffle_documents", False) != (self.shuffled is not None):
             raise UserError(
-                f"the data position is one {'without' if self.shuffled else 'of'} shuffle-documents (--runtime); resume "
-                "with the order that the run began with"
+                f"the data position is one {'without' if self.shuffled else 'of'} shuffle-documents (--runtime); "
+                "resume with the order that the run began with"
             )
         for key, value in self._config().items():
             if state.get(key) != value:
