@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
+from lab.predict.blackwell import LAYER_SETS  # noqa: F401  of the paper's Table 6
 from nanochat_fp4.common import get_base_dir
 from nanochat_fp4.console import table  # noqa: F401  of all benchmarks
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.roofline import LAYER_SETS, MACHINES  # noqa: F401  as well
+from nanochat_fp4.step_time import MACHINES
 
 # --------------------------------------------------------------------------------------------------------------------
 # Clocks and power.

@@ -31,7 +31,7 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
-from nanochat_fp4 import roofline
+from nanochat_fp4 import step_time
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.doctor import layer_problem, relative_square_error
 from nanochat_fp4.environment import environment_info
@@ -204,7 +204,7 @@ def call(functions: list[Callable[[], object]]) -> None:
 
 
 def predict(
-    machine: roofline.Machine, models: list[str], methods: list[str], tokens: int, passes: list[str]
+    machine: step_time.Machine, models: list[str], methods: list[str], tokens: int, passes: list[str]
 ) -> list[dict]:
     """The same records from byte, instruction and FLOP counts alone."""
     records = []
@@ -217,11 +217,11 @@ def predict(
                 steps = [
                     step
                     for k, n in common.LAYER_SETS[model].values()
-                    for step in roofline.layer_steps(
+                    for step in step_time.layer_steps(
                         recipe, tokens, k, n, backward=which != "forward", native=native
                     )
                 ]  # fmt: skip
-                times[method] = sum(roofline.predicted_ms(step, machine) for step in steps)
+                times[method] = sum(step_time.predicted_ms(step, machine) for step in steps)
             flops = sum(2.0 * tokens * k * n for k, n in common.LAYER_SETS[model].values())
             for method, ms in times.items():
                 work = flops * (1 if which == "forward" else 3)
@@ -259,7 +259,7 @@ def main(argv: list[str] | None = None) -> None:
         default=",".join(METHODS),
         help="of nf.METHODS or nf.ABLATIONS, or all of both; bf16 is always there",
     )
-    parser.add_argument("--tokens", type=int, default=roofline.TOKENS, help="rows of the input")
+    parser.add_argument("--tokens", type=int, default=step_time.TOKENS, help="rows of the input")
     parser.add_argument("--modes", default="graph", help=f"of {', '.join(MODES)}, with commas")
     parser.add_argument("--passes", default=",".join(PASSES), help="with commas")
     parser.add_argument("--seconds", type=float, default=1.0, help="to warm up, and to time, in each visit")
@@ -287,7 +287,7 @@ def main(argv: list[str] | None = None) -> None:
 
     problems: list[str] = []
     if args.roofline:
-        machine = roofline.MACHINES[args.roofline]
+        machine = step_time.MACHINES[args.roofline]
         settings["prediction_for"] = dataclasses.asdict(machine)
         gemm = "native NVFP4 GEMM" if machine.fp4 else "emulated: decode to BF16, BF16 GEMM"
         print(f"PREDICTION for {machine.name}, not a measurement: {gemm}; {machine.source}")

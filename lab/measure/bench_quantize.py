@@ -16,13 +16,21 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
-from nanochat_fp4 import roofline
+from nanochat_fp4 import step_time
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.doctor import copy_bandwidth, kernel_problem, median_ms
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.nvfp4.quantizers import get_rounding
-from nanochat_fp4.roofline import AMAX_INSTRUCTIONS, BF16, CODES, DECODE_INSTRUCTIONS, FINISH_INSTRUCTIONS, PSEUDO, Step
+from nanochat_fp4.step_time import (
+    AMAX_INSTRUCTIONS,
+    BF16,
+    CODES,
+    DECODE_INSTRUCTIONS,
+    FINISH_INSTRUCTIONS,
+    PSEUDO,
+    Step,
+)
 
 # Multiples of 16, as what is timed: for other sizes (the doctor's) Triton compiles every kernel once more.
 CHECKED_SHAPE = (2048, 2048)
@@ -83,7 +91,7 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
     ):
         name = f"{rounding} {'fp32' if dtype == torch.float32 else 'bf16'}{' + decode' if decode else ''}"
         # The amax is given.
-        step = roofline.quantize_steps(name, elements, dtype.itemsize, get_rounding(rounding), decode)[
+        step = step_time.quantize_steps(name, elements, dtype.itemsize, get_rounding(rounding), decode)[
             1
         ]  # the amax is given
         add(name, step, [(rounding, 0)], rows_setup(rounding, dtype, decode))
@@ -122,7 +130,7 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         roundings = [get_rounding(o[0]) for o in (row, col) if o]
         for emulated in (True, False):
             label = f"{name} -> {'bf16' if emulated else 'codes'}"
-            steps = roofline.rotate_steps(label, elements, CODES if from_codes else BF16, roundings, emulated)
+            steps = step_time.rotate_steps(label, elements, CODES if from_codes else BF16, roundings, emulated)
             checks = [o for o in (row, col) if o]
             add(label, steps, checks, rotate_setup(row, col, emulated, from_codes))
 
@@ -216,7 +224,7 @@ def main(argv: list[str] | None = None) -> None:
 
     problems: list[str] = []
     if args.roofline:
-        machine = roofline.MACHINES[args.roofline]
+        machine = step_time.MACHINES[args.roofline]
         settings["prediction_for"] = dataclasses.asdict(machine)
         print(f"PREDICTION for {machine.name}, not a measurement: {machine.source}")
         copy = machine.bandwidth
@@ -228,7 +236,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.roofline:
         records = []
         for n, k in chosen.items():
-            records.append(_record(n, k, sum(roofline.predicted_ms(s, machine) for s in k.steps), copy))
+            records.append(_record(n, k, sum(step_time.predicted_ms(s, machine) for s in k.steps), copy))
             report(records)
     else:
         records, problems = measure(chosen, device, copy, report)

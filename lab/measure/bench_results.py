@@ -11,7 +11,7 @@ from lab.measure.bench_step import Variant
 from nanochat_fp4.common import print0
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, is_out_of_memory, one_line
-from nanochat_fp4.roofline import Machine
+from nanochat_fp4.step_time import Machine
 
 
 class Results:

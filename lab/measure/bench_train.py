@@ -64,7 +64,7 @@ from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.gpt import config_from_depth
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.training import LOOK_EVERY
-from nanochat_fp4.roofline import MACHINES, TOKENS, predict
+from nanochat_fp4.step_time import MACHINES, TOKENS, predict
 
 RECOMPUTE = ("none", "mlp", "all")
 

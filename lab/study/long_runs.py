@@ -14,7 +14,7 @@ from lab.study import sweep_results
 from lab.study.reproduce_common import Context
 from lab.study.sweep_results import Estimate
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.roofline import MACHINES
+from nanochat_fp4.step_time import MACHINES
 
 # The forward that is evaluated, and what a run calls its bits per byte with it.
 VALUES = {"own": "val_bpb", "BF16": "val_bpb_bf16"}

@@ -9,7 +9,7 @@ import torch
 
 from lab.measure import bench_linear
 from lab.study.reproduce_common import Context, Outcome
-from nanochat_fp4 import roofline
+from nanochat_fp4 import step_time
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
 
@@ -54,7 +54,7 @@ def fig6(context: Context) -> Outcome:
             methods = ["bf16", *bench_linear.METHODS]
             passes = ["forward+backward"]
             records = bench_linear.predict(
-                roofline.MACHINES[machine], models.split(","), methods, roofline.TOKENS, passes
+                step_time.MACHINES[machine], models.split(","), methods, step_time.TOKENS, passes
             )
         label = machine if on_gpu else f"predicted, {machine}"
         numbers[label] = records

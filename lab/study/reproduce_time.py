@@ -12,8 +12,7 @@ from lab.study.long_runs import measured_on, steps_of, stored_runs
 from lab.study.reproduce_common import Context, Outcome
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.plots import BASELINE, COLORS
-from nanochat_fp4.roofline import MACHINES, Machine
-from nanochat_fp4.step_time import Shape
+from nanochat_fp4.step_time import MACHINES, Machine, Shape
 
 CARDS, DEPTHS = ("rtxpro4000", "rtx5090", "b200"), (20, 26, 32)
 RATIO = 11.6  # tokens of a run for each parameter of blocks and head, as in d6's runs

@@ -10,7 +10,7 @@ import torch
 
 from lab.measure import bench_common as common
 from lab.measure import bench_linear, bench_quantize
-from nanochat_fp4 import roofline
+from nanochat_fp4 import step_time
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4 import linear
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
@@ -30,7 +30,7 @@ def run(module, capsys, *argv) -> str:
 
 
 def test_layer_sets_are_the_papers_table_6():
-    assert roofline.TOKENS == 16384
+    assert step_time.TOKENS == 16384
     qkv, out, upgate, down = common.LAYER_SETS["3B"].values()
     assert (qkv, out, upgate, down) == ((3072, 9216), (3072, 3072), (3072, 16384), (8192, 3072))
     for layers in common.LAYER_SETS.values():
@@ -39,14 +39,14 @@ def test_layer_sets_are_the_papers_table_6():
 
 def test_the_byte_budget_of_clover():
     """Per element, as the design's table: forward 2 + 2 + 0.56 + 2 for the input; grad_output is read once for both."""
-    steps = {s.name: s for s in roofline.layer_steps(get_recipe("clover"), 128, 256, 384, backward=True, native=False)}
+    steps = {s.name: s for s in step_time.layer_steps(get_recipe("clover"), 128, 256, 384, backward=True, native=False)}
     elements = 128 * 256
     assert steps["input: amax"].num_bytes + steps["input: four_over_six"].num_bytes == elements * (2 + 2 + 0.5625 + 2)
     e = steps["grad_output: ms_eden and ms_eden"].num_bytes / (128 * 384)
     assert e == 2 + 2 * (2 + 2 / 16 + 4 / 128)
     assert "grad_output: amax" not in steps  # post hoc range alignment
     assert steps["weight^T: ms_eden"].num_bytes == 256 * 384 * (0.5625 + 2 + 2 / 16 + 4 / 128)
-    native = roofline.layer_steps(get_recipe("clover"), 128, 256, 384, backward=True, native=True)
+    native = step_time.layer_steps(get_recipe("clover"), 128, 256, 384, backward=True, native=True)
     assert sum(s.fp4_flops for s in native) == 3 * 2 * 128 * 256 * 384 and not any(s.bf16_flops for s in native)
 
 
@@ -55,7 +55,7 @@ def test_the_byte_budget_of_clover():
 def test_every_method_does_the_flops_of_three_gemms(method, native):
     recipe = get_recipe(method)
     for backward in (False, True):
-        steps = roofline.layer_steps(recipe, 128, 256, 384, backward=backward, native=native)
+        steps = step_time.layer_steps(recipe, 128, 256, 384, backward=backward, native=native)
         assert (
             sum(s.bf16_flops + s.fp4_flops + s.fp8_flops for s in steps) == (3 if backward else 1) * 2 * 128 * 256 * 384
         )
@@ -65,7 +65,7 @@ def test_every_method_does_the_flops_of_three_gemms(method, native):
 def test_prediction_agrees_with_the_measured_baseline():
     """BF16 on an H200 took 7.7, 17.0 and 30.3 ms for forward and backward; overheads are not predicted."""
     records = bench_linear.predict(
-        roofline.MACHINES["h200"], ["800M", "3B", "7B"], ["bf16", "clover"], roofline.TOKENS, PASSES
+        step_time.MACHINES["h200"], ["800M", "3B", "7B"], ["bf16", "clover"], step_time.TOKENS, PASSES
     )
     ms = [r["ms"] for r in records if r["method"] == "bf16" and r["pass"] == "forward+backward"]
     assert all(0.9 * measured < predicted < measured for predicted, measured in zip(ms, (7.7, 17.0, 30.3)))
@@ -73,22 +73,22 @@ def test_prediction_agrees_with_the_measured_baseline():
 
 
 def test_the_slowest_resource_decides():
-    machine = roofline.Machine("m", bandwidth=1000, bf16=1, fp4=None, instructions=1, source="")
-    assert roofline.predicted_ms(roofline.Step("bytes", 1e9, 1e8, 1e8), machine) == pytest.approx(1.0)
-    assert roofline.predicted_ms(roofline.Step("instructions", 1e8, 1e9, 1e8), machine) == pytest.approx(1.0)
-    assert roofline.predicted_ms(roofline.Step("flops", 1e8, 1e8, 1e9), machine) == pytest.approx(1.0)
+    machine = step_time.Machine("m", bandwidth=1000, bf16=1, fp4=None, instructions=1, source="")
+    assert step_time.predicted_ms(step_time.Step("bytes", 1e9, 1e8, 1e8), machine) == pytest.approx(1.0)
+    assert step_time.predicted_ms(step_time.Step("instructions", 1e8, 1e9, 1e8), machine) == pytest.approx(1.0)
+    assert step_time.predicted_ms(step_time.Step("flops", 1e8, 1e8, 1e9), machine) == pytest.approx(1.0)
     longer = dataclasses.replace(machine, longer=20)
-    assert roofline.predicted_ms(roofline.Step("instructions", 1e8, 1e8, 1e8), longer) == pytest.approx(2.0)
+    assert step_time.predicted_ms(step_time.Step("instructions", 1e8, 1e8, 1e8), longer) == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("machine", sorted(roofline.MACHINES))
+@pytest.mark.parametrize("machine", sorted(step_time.MACHINES))
 @pytest.mark.parametrize("module", [bench_linear, bench_quantize])
 def test_roofline_is_labelled_as_a_prediction(module, machine, capsys, tmp_path):
     target = tmp_path / "out" / "numbers.json"
     out = run(module, capsys, "--roofline", machine, "--json", str(target))
-    assert out.startswith(f"PREDICTION for {roofline.MACHINES[machine].name}, not a measurement")
+    assert out.startswith(f"PREDICTION for {step_time.MACHINES[machine].name}, not a measurement")
     content = json.loads(target.read_text())
-    assert content["settings"]["prediction_for"]["name"] == roofline.MACHINES[machine].name
+    assert content["settings"]["prediction_for"]["name"] == step_time.MACHINES[machine].name
     assert len(content["records"]) >= 20 and str(target) in out
     if module is bench_linear:
         assert {r["mode"] for r in content["records"]} == {"predicted"}

@@ -13,7 +13,7 @@ import torch
 
 from lab.measure import bench_profile, bench_step, bench_train
 from lab.measure.bench_step import Subject, Variant
-from nanochat_fp4 import roofline
+from nanochat_fp4 import step_time
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import config_from_depth
 from nanochat_fp4.nvfp4.linear import QuantLinear
@@ -324,11 +324,11 @@ def test_every_kernel_of_ours_has_a_kind():
 # Prediction
 
 
-@pytest.mark.parametrize("machine", sorted(roofline.MACHINES))
+@pytest.mark.parametrize("machine", sorted(step_time.MACHINES))
 def test_break_even_is_a_prediction(machine, base_dir, capsys):
     bench_train.main(["--roofline", machine, "--methods", "clover,nvidia"])
     out = capsys.readouterr().out
-    assert out.startswith(f"PREDICTION for {roofline.MACHINES[machine].name}, not a measurement")
+    assert out.startswith(f"PREDICTION for {step_time.MACHINES[machine].name}, not a measurement")
     content = json.loads((base_dir / "bench" / f"bench_train_{machine}_predicted.json").read_text())
     clover, nvidia = content["records"]
     assert (clover["method"], nvidia["method"]) == ("clover", "nvidia")
@@ -340,9 +340,9 @@ def test_break_even_is_a_prediction(machine, base_dir, capsys):
             assert r["width"] is None and min(ratios) > 1
         else:
             assert r["width"] % 128 == 0
-            model = roofline.MACHINES[machine]
+            model = step_time.MACHINES[machine]
             for width, faster in ((r["width"], True), (r["width"] - 128, False)):
-                times = [roofline.block_ms(m, width, roofline.TOKENS, model) for m in (r["method"], "bf16")]
+                times = [step_time.block_ms(m, width, step_time.TOKENS, model) for m in (r["method"], "bf16")]
                 assert (times[0] < times[1]) == faster
 
 
