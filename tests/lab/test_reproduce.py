@@ -11,13 +11,11 @@ import torch
 from lab import reproduce
 from lab.measure import traffic
 from lab.study import sweep, sweep_runs
-from lab.study.reproduce_attribution import attribution_methods
 from lab.study.reproduce_common import Context
 from lab.study.reproduce_concentration import concentration, slope
-from lab.study.reproduce_operands import operand_statistics
-from lab.study.reproduce_rounding import unbiasedness_gain
-from lab.study.reproduce_training import Claim, depth_of
-from lab.study.sweep_results import holm, t95, two_sided_p
+from lab.study.reproduce_numerics import operand_statistics, unbiasedness_gain
+from lab.study.reproduce_training import Claim, clover_apart, depth_of
+from lab.study.statistics import holm, t95, two_sided_p
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -574,7 +572,7 @@ def test_other_names(capsys):
 
 
 def test_the_attribution_takes_clover_apart():
-    runs = sweep_runs.plan(attribution_methods(depth_of("d6")), ["d6"], [1], tokens=10**6)
+    runs = sweep_runs.plan(clover_apart(depth_of("d6")), ["d6"], [1], tokens=10**6)
     by_name = {r.method: r for r in runs}
     assert len(by_name) == len(runs) == 30 and all(len(r.tag.encode()) <= 100 for r in runs)
     assert "--layer-methods=*.attn.c_[qkv]=clover_input" in by_name["input-qkv"].flags
