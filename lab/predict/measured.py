@@ -22,6 +22,15 @@ from nanochat_fp4.step_time import (
 )
 
 
+def layer_set_ms(machine: Machine, model: str, method: str, tokens: int, backward: bool) -> float:
+    """Predicted milliseconds of the layers of a model of the paper's Table 6, one after the other."""
+    recipe = get_recipe(method)
+    native = machine.fp4 is not None and recipe.quantizes
+    sizes = LAYER_SETS[model].values()
+    steps = [s for k, n in sizes for s in layer_steps(recipe, tokens, k, n, backward=backward, native=native)]
+    return sum(predicted_ms(step, machine) for step in steps)
+
+
 def comparison(paths: list[str]) -> list[list[object]]:
     """[what, predicted, measured, off by] for each number of the JSONs of bench_linear and bench_train that the model
     knows. Raises UserError for a file that is not theirs or a GPU without numbers."""
@@ -53,15 +62,9 @@ def _predicted(benchmark: str, settings: dict, r: dict, machine: Machine) -> tup
     if r.get("problem") or not (method == "bf16" or (method in METHOD_TABLE and is_predictable(method))):
         return None
     if benchmark == "bench_linear" and r["mode"] == "graph":
-        recipe, backward = get_recipe(method), r["pass"] != "forward"
-        native = machine.fp4 is not None and recipe.quantizes
-        steps = [
-            step
-            for k, n in LAYER_SETS[r["model"]].values()
-            for step in layer_steps(recipe, settings["tokens"], k, n, backward=backward, native=native)
-        ]
         what = f"{r['model']}, {r['pass']}, {method}"
-        return what, sum(predicted_ms(s, machine) for s in steps), r["ms"], "ms"
+        ms = layer_set_ms(machine, r["model"], method, settings["tokens"], r["pass"] != "forward")
+        return what, ms, r["ms"], "ms"
     if benchmark == "bench_train" and r.get("recompute") == "none":
         tokens = r["micro_batch"] * settings["seq_len"]
         speed = tokens_per_second(

@@ -38,7 +38,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Item:
-    """A table of runs. The methods may depend on --quick and --results.
+    """A table of runs. The methods may depend on --results and --sizes; with --quick a few are taken (QUICK).
 
     size, ratio: of the runs that it trains; "" for one_size
     paper: numbers of bf16 (BPB) and of the others (gaps in percent), one for each of `models`
@@ -59,6 +59,8 @@ class Item:
 def training(context: Context, name: str, item: Item) -> Outcome:
     """Trains the methods, or takes their runs from --results, and tabulates their gaps to bf16 beside the paper's."""
     methods = item.methods(context) if callable(item.methods) else item.methods
+    if context.quick and name in QUICK:
+        methods = [m for m in methods if m.partition(":")[0] in QUICK[name]]
     paper, models, notes = item.paper, item.models, item.notes
     environment, data = None, ""
     if context.args.results:
@@ -317,36 +319,33 @@ OF_LLAMAS: dict[str, Any] = {"notes": [NOT_COMPARABLE], "models": LLAMA_MODELS, 
 
 OTHER_SYSTEMS = (
     "bf16", "fp8", "clover", "nvidia", "nvidia_fixed_signs", "nvidia_1d", "nvidia_no_rht", "nvidia_no_sr",
-    "nvidia_late_forward", "nvidia_full", "chmiel", "tetrajet_v2", "tetrajet_v2_rht128", "tseng", "mxfp4_nvidia",
+    "nvidia_full", "chmiel", "tetrajet_v2", "tetrajet_v2_rht128", "tseng", "mxfp4_nvidia",
     "mxfp8",
 )  # fmt: skip
 REMEDIES = (
     "clover_search", "clover_search_forward", "clover_search_backward", "clover_weight_search", "clover_warmup",
-    "clover_late_bf16", "clover_late_forward", "clover_late_backward", "clover_refined", "clover_late_refined",
-    "clover_late", "clover_late_fp8", "clover_up_fp8", "clover_qkv_fp8", "clover_up_bf16", "clover_fp8_input",
-    "clover_fp8_weight", "clover_fp8_forward", "clover_rates_up", "clover_rates_down", "clover_less_decay",
+    "clover_late_bf16", "clover_late_forward", "clover_late_backward", "clover_refined",
+    "clover_late", "clover_late_fp8", "clover_up_fp8", "clover_fp8_input",
+    "clover_fp8_weight", "clover_fp8_forward", "clover_less_decay",
     "clover_feedback", "clover_search_feedback", "clover_late_refined_bf16",
     "clover_feedback_late_bf16",
 )  # fmt: skip
 QUICK = {  # with --quick one of each sort
-    "systems": ("bf16", "fp8", "clover", "nvidia", "mxfp4_nvidia"),
-    "remedies": ("clover_feedback", "clover_late_forward", "clover_up_fp8"),
+    "fig1": ("bf16", "fig1a_sr", "fig1a_ms_eden"),
+    "fig2": ("bf16", "fig2_1x16_rtn", "fig2_1x16_four_over_six"),
+    "systems": ("bf16", "fp8", "clover", "nvidia", "mxfp4_nvidia", "nvidia_ends_bf16"),
+    "remedies": ("bf16", "clover", "clover_feedback", "clover_late_forward", "clover_up_fp8", "clover_ends_bf16"),
     "attribution": ("bf16", "all", "forward-input", "forward-up", "all_but_up", "steps_75-100%"),
 }
 
 
-def chosen(context: Context, name: str, methods: Sequence[str]) -> list[str]:
-    return [m for m in methods if not context.quick or m.partition(":")[0] in QUICK[name]]
-
-
 def systems_methods(context: Context) -> list[str]:
-    return [*chosen(context, "systems", OTHER_SYSTEMS), ends_in_bf16("nvidia", one_size(context))]
+    return [*OTHER_SYSTEMS, ends_in_bf16("nvidia", one_size(context))]
 
 
 def remedies_methods(context: Context) -> list[str]:
     first = WITH_OTHERS if context.args.results else ("bf16", "clover")
-    last = ends_in_bf16("clover", one_size(context))
-    return list(dict.fromkeys([*first, *chosen(context, "remedies", REMEDIES), last]))
+    return list(dict.fromkeys([*first, *REMEDIES, ends_in_bf16("clover", one_size(context))]))
 
 
 def clover_apart(depth: int) -> list[str]:
@@ -377,7 +376,7 @@ def clover_apart(depth: int) -> list[str]:
 
 
 def attribution_methods(context: Context) -> list[str]:
-    return chosen(context, "attribution", clover_apart(depth_of(one_size(context))))
+    return clover_apart(depth_of(one_size(context)))
 
 
 TABLE_5_ITEM = Item(
@@ -421,11 +420,6 @@ ITEMS = {
         systems_methods,
         [
             Claim("NVFP4 has a smaller gap than MXFP4 (NVIDIA: 1.5% and 2.5%)", "nvidia", "mxfp4_nvidia"),
-            Claim(
-                "a BF16 forward in the last 18% of the steps helps (NVIDIA: 1.5% to 0.5%)",
-                "nvidia_late_forward",
-                "nvidia",
-            ),
         ],
         finish=finish_systems,
     ),

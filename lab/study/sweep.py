@@ -90,8 +90,8 @@ def with_one_term(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[s
         else:
             own = result.get("eval_tokens")
             notes.append(
-                f"{run.tag}: evaluated on {own} tokens, by lab.study.forwards on {tokens}; remove its file in forwards/ "
-                f"and run lab.study.forwards --eval-tokens={own}"
+                f"{run.tag}: evaluated on {own} tokens, by lab.study.forwards on {tokens}; remove its file in "
+                f"forwards/ and run lab.study.forwards --eval-tokens={own}"
             )
     return results, notes
 
