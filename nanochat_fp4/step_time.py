@@ -339,7 +339,7 @@ def groups(
 
 
 def step_ms(*args, band: str = "", **kwargs) -> float:
-    """Milliseconds of an optimizer step. Arguments: of `groups`; band: of predicted_ms."""
+    """Milliseconds of an optimizer step. Takes the arguments of `groups`, and predicted_ms's band."""
     times: dict[Step, float] = {}
     total = 0.0
     for step in itertools.chain.from_iterable(groups(*args, **kwargs).values()):
@@ -350,7 +350,7 @@ def step_ms(*args, band: str = "", **kwargs) -> float:
 
 
 def tokens_per_second(shape: Shape, method: str, machine: Machine, *, micro_batch: int, **kwargs) -> dict[str, float]:
-    """{"": expected, "best": ..., "worst": ...}, for the arguments of `groups`."""
+    """Expected ("") speed, and its band: "best", "worst". Takes the arguments of `groups`."""
     total = kwargs.setdefault("total_batch", 524288)
     return {
         band: total * 1e3 / step_ms(shape, method, machine, micro_batch=micro_batch, band=band, **kwargs)

@@ -57,7 +57,7 @@ def comparison(paths: list[str]) -> list[list[object]]:
 
 
 def _predicted(benchmark: str, settings: dict, r: dict, machine: Machine) -> tuple[str, float, float, str] | None:
-    """(what, predicted, measured, unit) of a benchmark's record, None for one that is not predicted."""
+    """A benchmark's record as (name, predicted, measured, unit). None where nothing is predicted."""
     method = r.get("method")
     if r.get("problem") or not (method == "bf16" or (method in METHOD_TABLE and is_predictable(method))):
         return None

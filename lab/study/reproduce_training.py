@@ -1,7 +1,7 @@
 """Tables and figures of training runs: their gaps to BF16, and what the paper claims about them.
 
-ITEMS has a row for each: Figures 1, 2, 4, 5 and Table 5; and beyond the paper other systems, remedies of Clover's gap,
-and where the gap comes from.
+ITEMS has a row for each. Figures 1, 2, 4, 5 and Table 5 are the paper's. Other systems, attribution and remedies go
+beyond the paper.
 """
 
 import dataclasses
