@@ -30,29 +30,29 @@ from nanochat_fp4.nvfp4.quantizers import get_rounding
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe
 
 TOKENS = 8 * 2048  # the paper, Appendix D.1: batch 8, sequence 2048
-BF16, CODES = 2.0, 0.5 + 1 / 16  # bytes of an element; of a 4-bit code, with an E4M3 scale for 16 of them
-PSEUDO = 2 / 16 + 4 / 128  # MS-EDEN: a BF16 pseudo-scale for 16 elements and S for 128
+BF16, CODES = 2.0, 0.5 + 1 / 16  # Bytes of an element in BF16, and as a code. 16 codes share an E4M3 scale.
+PSEUDO = 2 / 16 + 4 / 128  # MS-EDEN has a BF16 pseudo-scale for 16 elements and S for 128.
 
 # Instructions per element and output of a kernel, as `python -m lab.measure.instructions 90` counts them in SASS for
 # sm_90. Compiled with Triton 3.6.
-# Rounding with one candidate: along rows as they lie, in 16x16 blocks, after a rotation to BF16 (to codes: PACK more).
+# The counts are for one candidate. After a rotation, codes take PACK more than BF16.
 ROWS_INSTRUCTIONS, SQUARE_INSTRUCTIONS, ROTATED_INSTRUCTIONS, PACK_INSTRUCTIONS = 19.5, 49.0, 15.0, 4.0
 EDEN_INSTRUCTIONS, STOCHASTIC_INSTRUCTIONS = 7.0, 18.0
-CANDIDATE_INSTRUCTIONS, STOCHASTIC_CANDIDATE_INSTRUCTIONS = 14.0, 32.0  # each further one
-DECODE_INSTRUCTIONS, ROTATED_DECODE_INSTRUCTIONS = 12.0, 8.0  # to memory; before a rotation
-AMAX_INSTRUCTIONS, FINISH_INSTRUCTIONS = 5.0, 60.0  # of an element; of a scale
+CANDIDATE_INSTRUCTIONS, STOCHASTIC_CANDIDATE_INSTRUCTIONS = 14.0, 32.0  # of each further candidate
+DECODE_INSTRUCTIONS, ROTATED_DECODE_INSTRUCTIONS = 12.0, 8.0  # to memory, and before a rotation
+AMAX_INSTRUCTIONS, FINISH_INSTRUCTIONS = 5.0, 60.0  # of an element, and of a scale
 
 # Shares of the issue rate that kernels reach on an H200 (dev/LOG.md, 2026-11-22): along rows 0.75, those that rotate
 # 0.42 to 0.44. On other machines the truth lies between a full issue rate and BAND of these shares.
 ROWS_ISSUE, ROTATED_ISSUE, BAND = 0.76, 0.43, 0.7
-GEMM_TILE = 128  # rows and columns of a tensor-core kernel's tile: its last wave is whole, however few tiles it has
-FP8_ELEMENT = 5.0  # bytes to make an FP8 operand and its transpose: read in BF16, written; read and written again
+GEMM_TILE = 128  # rows and columns of a tensor-core kernel's tile. The last wave is whole, however few tiles it has.
+FP8_ELEMENT = 5.0  # bytes to make an FP8 operand (2 read, 1 written) and its transpose (1 read, 1 written)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel: the bytes it must move, its instructions, FLOPs on the tensor cores, the share of the issue rate that
-    it should reach, and the tiles of a GEMM's output (0: they do not count)."""
+    """One kernel: bytes to move, instructions, FLOPs on the tensor cores. Its issue is the expected share of the issue
+    rate. Its tiles are those of a GEMM's output, or 0 where they do not count."""
 
     name: str
     num_bytes: float
@@ -67,7 +67,7 @@ class Step:
 @dataclass(frozen=True)
 class Machine:
     """GB/s and TFLOP/s (fp8: None is twice BF16's) as programs reach them, 10^12 instructions a second of all lanes.
-    longer: instructions over sm_90's, of the kernel that makes clover's codes. launch: microseconds of a kernel itself.
+    longer is the ratio of instructions to sm_90's, for clover's codes. launch is the microseconds of an empty kernel.
     multiprocessors: 0 where idle ones cost nothing (at 145 W power is the limit, and the others run faster)."""
 
     name: str
@@ -108,8 +108,8 @@ MACHINES = {
 
 
 def predicted_ms(step: Step, machine: Machine, band: str = "") -> float:
-    """A kernel takes as long as the slowest of memory, instructions and tensor cores. band: "" for the expected time,
-    "best" with instructions at the full issue rate, "worst" with BAND of the expected rate."""
+    """A kernel takes as long as the slowest of memory, instructions and tensor cores. The band is "" for the expected
+    time, "best" for a full issue rate, or "worst" for BAND of the expected rate."""
     gemm = step.bf16_flops / machine.bf16 + step.fp8_flops / (machine.fp8 or 2 * machine.bf16)
     gemm += step.fp4_flops / machine.fp4 if machine.fp4 else 0.0
     if 0 < machine.multiprocessors <= step.tiles:  # fewer tiles are split along K
@@ -272,7 +272,7 @@ def predict(machine: Machine, methods: list[str], tokens: int = TOKENS) -> list[
 
 SEQUENCE, VOCABULARY = 2048, 65536
 GLUE, LOGIT, UPDATE = 168.0, 20.0, 30.0  # bytes
-CAST, ACCUMULATE = 6.0, 10.0  # bytes a weight: read FP32, write BF16; read BF16, read and write FP32
+CAST, ACCUMULATE = 6.0, 10.0  # bytes a weight: FP32 to BF16, and BF16 added to FP32
 ATTENTION_SHARE = 0.6
 NEWTON_SCHULZ = 5  # iterations of Muon, of three products each
 

@@ -1,7 +1,7 @@
 """Statistics of the runs of a sweep: gaps, differences paired by seed, 95% intervals, shares of clover's gap.
 
-The scatter of a run is pooled over the methods (two-way analysis of variance): it is of the training and not of a
-method, and two seeds alone say nothing.
+The scatter of a run is pooled over the methods (two-way analysis of variance). Scatter belongs to the training, not to
+a method. Two seeds alone say nothing.
 """
 
 import math
