@@ -167,6 +167,11 @@ class Results:
         return target
 
 
+def write_json(name: str, path: str, settings: dict, records: list[dict]) -> Path:
+    """Results of a benchmark that writes once."""
+    return Results(name, path, settings, records=records).write()
+
+
 def finish(results: Results, problems: Iterable[str]) -> None:
     """Writes the file and says where. Raises UserError if a result was wrong."""
     print(f"written to {results.write()}")

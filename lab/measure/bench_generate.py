@@ -20,6 +20,7 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.generation.decoding import Decoder, prepare, weight_bytes
 from nanochat_fp4.generation.engine import Engine
@@ -30,13 +31,14 @@ BLOCK = 8  # tokens that are timed together; the median of these is reported, an
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = common.argument_parser(__doc__, roofline=False)
+    parser = ArgumentParser(description=__doc__.strip().splitlines()[0])
     parser.add_argument("--depth", type=int, default=26)
     parser.add_argument("--vocab-size", type=int, default=65536)
     parser.add_argument("--methods", default="bf16,clover")
     parser.add_argument("--batch", default="1,32", help="numbers of rows")
     parser.add_argument("--prompt", type=int, default=128, help="tokens in the cache at the beginning")
     parser.add_argument("--tokens", type=int, default=256, help="tokens to time")
+    parser.add_argument("--json", default="", help="where to write the numbers")
     return parser.parse_args(argv)
 
 
@@ -150,9 +152,21 @@ def main(argv: list[str] | None = None) -> None:
          f"{r['relative_square_error']:.1e}", f"{r['same_greedy']:.0%}"]
         for r in records
     ]  # fmt: skip
-    head = "method, weights MiB, of first, rows, tokens/s, of first, best, Engine, eager, agrees, greedy".split(", ")
+    head = [
+        "method",
+        "weights MiB",
+        "of first",
+        "rows",
+        "tokens/s",
+        "of first",
+        "best",
+        "Engine",
+        "eager",
+        "agrees",
+        "greedy",
+    ]
     print(common.table(head, rows))
-    print(common.Results("bench_generate", args.json, vars(args), records=records).write())
+    print(common.write_json("bench_generate", args.json, vars(args), records))
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
     records = account(config, methods)
     print(show(records))
     settings = {"depth": args.depth, "width": config.n_embd, "methods": methods}
-    print(f"written to {common.Results('bench_memory', args.json, settings, records=records).write()}")
+    print(f"written to {common.write_json('bench_memory', args.json, settings, records)}")
     if args.write:
         command = f"`python -m lab.measure.bench_memory --depth {args.depth} --methods {args.methods}`"
         text = f"\n{command}, width {config.n_embd}:\n\n{show(records)}\n"
