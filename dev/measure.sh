@@ -70,17 +70,17 @@ optional() {
 # The same attention on every GPU.
 bench_train=(env NANOCHAT_ATTENTION=sdpa "$PY" -m lab.measure.bench_train --window-pattern L)
 part doctor 600 "$PY" -m nanochat_fp4.doctor
-part tests 1200 "$PY" -m pytest -q -p no:cacheprovider tests/test_kernels_*.py tests/nvfp4/test_native.py tests/nvfp4/test_gemm.py
+part tests 1200 "$PY" -m pytest -q -p no:cacheprovider tests/kernels/test_*.py tests/nvfp4/test_native.py tests/nvfp4/test_gemm.py
 part linear 480 "$PY" -m lab.measure.bench_linear --passes forward+backward --json "$OUT/linear.json"
 part turns 200 "$PY" -m lab.measure.bench_linear --models 3B --passes forward+backward --methods clover \
     --modes graph,eager --turns --json "$OUT/turns.json"
 part quantize 600 "$PY" -m lab.measure.bench_quantize --json "$OUT/quantize.json"
 ncu=there
 if [ "$PLAN_ONLY" = 0 ] && chosen counters; then
-    (cd dev && "$PY" -c 'import counters; counters.find_ncu()' 2>/dev/null) || ncu=""
+    "$PY" -c 'from lab.measure import counters; counters.find_ncu()' 2>/dev/null || ncu=""
 fi
-optional counters "there is no ncu" "$ncu" 400 "$PY" lab/measure/counters.py --out "$OUT/counters"
-optional quartet2 "QUARTET2 is not set" "${QUARTET2:-}" 400 "$PY" lab/measure/compare_quartet2.py "${QUARTET2:-}"
+optional counters "there is no ncu" "$ncu" 400 "$PY" -m lab.measure.counters --out "$OUT/counters"
+optional quartet2 "QUARTET2 is not set" "${QUARTET2:-}" 400 "$PY" -m lab.measure.compare_quartet2 "${QUARTET2:-}"
 part train 800 "${bench_train[@]}" --json "$OUT/train.json"
 part train_32gib 800 "${bench_train[@]}" --memory-cap 32GiB --recompute none,mlp --no-table7 --json "$OUT/train_32gib.json"
 optional train_nanochat "NANOCHAT is not set" "${NANOCHAT:-}" 400 \
@@ -93,7 +93,7 @@ for name in linear train train_32gib; do
     ! { chosen "$name" && [ "$PLAN_ONLY" = 0 ] && [ -s "$OUT/$name.json" ]; } || measured+=("$OUT/$name.json")
 done
 if [ ${#measured[@]} -gt 0 ]; then
-    echo "== the model of this GPU (nanochat_fp4/roofline.py, step_time.py)"
-    "$PY" -m nanochat_fp4.step_time --compare "${measured[@]}"
+    echo "== the model of this GPU (nanochat_fp4/step_time.py)"
+    "$PY" -m lab.predict.measured "${measured[@]}"
 fi
 exit $FAILED

@@ -17,24 +17,19 @@ Figures that need training runs share them (lab/study/sweep.py). lab/study/repro
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lab.measure.bench_common import table
 from lab.study import sweep, sweep_scheduler
-from lab.study.reproduce_attribution import attribution
 from lab.study.reproduce_common import Context, Outcome
 from lab.study.reproduce_concentration import fig9
 from lab.study.reproduce_horizon import claims, frontier, horizon
-from lab.study.reproduce_operands import operands
-from lab.study.reproduce_remedies import remedies
-from lab.study.reproduce_rounding import table1
+from lab.study.reproduce_numerics import operands, table1, table2
 from lab.study.reproduce_speed import fig6, table7
-from lab.study.reproduce_steps import extra_steps
-from lab.study.reproduce_systems import systems
-from lab.study.reproduce_time import equal_time
-from lab.study.reproduce_traffic import table2
-from lab.study.reproduce_training import fig1, fig2, fig4, fig5, table5
+from lab.study.reproduce_time import equal_time, extra_steps
+from lab.study.reproduce_training import made
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.environment import environment_info
@@ -45,18 +40,14 @@ from nanochat_fp4.files import atomic_write
 ITEMS: dict[str, Callable[[Context], Outcome]] = {
     "table1": table1,
     "table2": table2,
-    "fig1": fig1,
-    "fig2": fig2,
-    "fig4": fig4,
-    "fig5": fig5,
-    "table5": table5,
+    **{name: partial(made, name) for name in ("fig1", "fig2", "fig4", "fig5", "table5")},
     "fig6": fig6,
     "table7": table7,
     "fig9": fig9,
-    "systems": systems,
-    "attribution": attribution,
+    "systems": partial(made, "systems"),
+    "attribution": partial(made, "attribution"),
     "operands": operands,
-    "remedies": remedies,
+    "remedies": partial(made, "remedies"),
 }
 OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {
     "horizon": horizon,

@@ -1,9 +1,9 @@
-"""How long a training step takes on a machine, predicted by group of operations; and the run that it is a step of.
+"""How long a training step takes on a GPU that is not here: a prediction from bytes, instructions and FLOPs.
 
     python -m nanochat_fp4.step_time --gpu rtx5090 --depth 20 --methods clover,fp8      # tokens/s, hours, a day
-    python -m nanochat_fp4.step_time --compare linear.json train.json                   # with what benchmarks measured
 
-Linear layers are roofline.layer_steps, of which our kernels have a band. For the rest of a step:
+A kernel must move each of its tensors once. Our own kernels are bound by instructions: their number at the share of
+the issue rate that such kernels reach on an H200, with a BAND around it. For the rest of a step:
 
     attention    7 products of 2 * keys * width for each token and layer, at ATTENTION_SHARE of the BF16 rate
     glue         GLUE bytes for each token, layer and unit of width: norms, residuals, rotary, ReLU^2, both passes
@@ -11,41 +11,270 @@ Linear layers are roofline.layer_steps, of which our kernels have a band. For th
     weights      for each micro-batch: the cast of the FP32 weights to BF16, and the gradients' accumulation in FP32
     optimizer    Muon's Newton-Schulz steps, and UPDATE bytes a parameter, once a step
 
-GLUE is that of our own BF16 step on an H200 (d26, 780.7 ms for 65,536 tokens, docs/results/bench_train.json of d3bf343)
-less what the other lines say; the fork that was measured on a Blackwell has about as many (blackwell.py).
+GLUE is measured: our BF16 step on an H200 (d26, 780.7 ms for 65,536 tokens, docs/results/bench_train.json of d3bf343)
+less the other lines. lab.predict compares the predictions with measured and published times.
 """
 
 import argparse
-import json
+import itertools
+import math
+import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from nanochat_fp4.console import ArgumentParser, table
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
-from nanochat_fp4.roofline import (
-    LAYER_SETS,
-    MACHINES,
-    Machine,
-    Step,
-    gemm_step,
-    is_predictable,
-    layer_steps,
-    machine_of,
-    predicted_ms,
-)
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.quantizers import get_rounding
+from nanochat_fp4.nvfp4.recipes import Operand, Recipe
+
+TOKENS = 8 * 2048  # the paper, Appendix D.1: batch 8, sequence 2048
+BF16, CODES = 2.0, 0.5 + 1 / 16  # Bytes of an element in BF16, and as a code. 16 codes share an E4M3 scale.
+PSEUDO = 2 / 16 + 4 / 128  # MS-EDEN has a BF16 pseudo-scale for 16 elements and S for 128.
+
+# Instructions per element and output of a kernel, as `python -m lab.measure.instructions 90` counts them in SASS for
+# sm_90. Compiled with Triton 3.6.
+# The counts are for one candidate. After a rotation, codes take PACK more than BF16.
+ROWS_INSTRUCTIONS, SQUARE_INSTRUCTIONS, ROTATED_INSTRUCTIONS, PACK_INSTRUCTIONS = 19.5, 49.0, 15.0, 4.0
+EDEN_INSTRUCTIONS, STOCHASTIC_INSTRUCTIONS = 7.0, 18.0
+CANDIDATE_INSTRUCTIONS, STOCHASTIC_CANDIDATE_INSTRUCTIONS = 14.0, 32.0  # of each further candidate
+DECODE_INSTRUCTIONS, ROTATED_DECODE_INSTRUCTIONS = 12.0, 8.0  # to memory, and before a rotation
+AMAX_INSTRUCTIONS, FINISH_INSTRUCTIONS = 5.0, 60.0  # of an element, and of a scale
+
+# Shares of the issue rate that kernels reach on an H200 (dev/LOG.md, 2026-11-22): along rows 0.75, those that rotate
+# 0.42 to 0.44. On other machines the truth lies between a full issue rate and BAND of these shares.
+ROWS_ISSUE, ROTATED_ISSUE, BAND = 0.76, 0.43, 0.7
+GEMM_TILE = 128  # rows and columns of a tensor-core kernel's tile. The last wave is whole, however few tiles it has.
+FP8_ELEMENT = 5.0  # bytes to make an FP8 operand (2 read, 1 written) and its transpose (1 read, 1 written)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel: bytes to move, instructions, FLOPs on the tensor cores. Its issue is the expected share of the issue
+    rate. Its tiles are those of a GEMM's output, or 0 where they do not count."""
+
+    name: str
+    num_bytes: float
+    instructions: float = 0.0
+    bf16_flops: float = 0.0
+    fp4_flops: float = 0.0
+    fp8_flops: float = 0.0
+    issue: float = 1.0
+    tiles: int = 0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GB/s and TFLOP/s (fp8: None is twice BF16's) as programs reach them, 10^12 instructions a second of all lanes.
+    longer is the ratio of instructions to sm_90's, for clover's codes. launch is the microseconds of an empty kernel.
+    multiprocessors: 0 where idle ones cost nothing (at 145 W power is the limit, and the others run faster)."""
+
+    name: str
+    bandwidth: float
+    bf16: float
+    fp4: float | None
+    instructions: float
+    source: str
+    longer: float = 1.0
+    fp8: float | None = None
+    launch: float = 0.0
+    multiprocessors: int = 132
+
+
+# Achieved on an H200: 4250 of 4800 GB/s, 700 of 989 TFLOP/s. The same shares are assumed of a B200.
+COPY_SHARE, GEMM_SHARE = 4250 / 4800, 700 / 989
+# `python -m lab.predict.blackwell` fits these (GB/s, BF16 and FP4 TFLOP/s, microseconds) and compares.
+RTX5090_FIT, PRO4000_FIT = (1262, 238, 1510, 5.1), (609, 85, 340, 14.3)
+FITTED = "fitted to published times (lab/predict/blackwell.py)"
+MACHINES = {
+    "h200": Machine("H200", 4250, 700, None, 132 * 128 * 1.755e9 / 1e12, "measured copy and GEMM"),
+    "b200": Machine(
+        "B200", 8000 * COPY_SHARE, 2250 * GEMM_SHARE, 9000 * GEMM_SHARE, 148 * 128 * 1.85e9 / 1e12,
+        "data sheet (8000 GB/s, 2250 and 9000 TFLOP/s dense) times an H200's achieved shares", 0.75, None, 5.0, 148,
+    ),
+    "rtx5090": Machine(
+        "RTX 5090", *RTX5090_FIT[:3], 170 * 128 * 2.41e9 / 1e12, FITTED, 1.7, None, RTX5090_FIT[3], 170,
+    ),
+    "rtxpro4000": Machine(
+        "RTX PRO 4000", *PRO4000_FIT[:3], 70 * 128 * 2.41e9 / 1e12, FITTED, 1.7, None, PRO4000_FIT[3], 0,
+    ),
+    # The same chip as the RTX 5090 with 188 of its multiprocessors and the same memory.
+    "rtxpro6000": Machine(
+        "RTX PRO 6000", RTX5090_FIT[0], *(188 / 170 * v for v in RTX5090_FIT[1:3]), 188 * 128 * 2.41e9 / 1e12,
+        "the RTX 5090's, times 188 / 170 multiprocessors where they count", 1.7, None, RTX5090_FIT[3], 188,
+    ),
+}  # fmt: skip
+
+
+def predicted_ms(step: Step, machine: Machine, band: str = "") -> float:
+    """A kernel takes as long as the slowest of memory, instructions and tensor cores. The band is "" for the expected
+    time, "best" for a full issue rate, or "worst" for BAND of the expected rate."""
+    gemm = step.bf16_flops / machine.bf16 + step.fp8_flops / (machine.fp8 or 2 * machine.bf16)
+    gemm += step.fp4_flops / machine.fp4 if machine.fp4 else 0.0
+    if 0 < machine.multiprocessors <= step.tiles:  # fewer tiles are split along K
+        gemm *= math.ceil(step.tiles / machine.multiprocessors) * machine.multiprocessors / step.tiles
+    issue = {"": step.issue, "best": 1.0, "worst": step.issue * BAND}[band]
+    instructions = step.instructions * machine.longer / (machine.instructions * issue)
+    return max(step.num_bytes / machine.bandwidth / 1e6, instructions / 1e9, gemm / 1e9) + machine.launch / 1e3
+
+
+def _instructions(rounding: str, base: float) -> float:
+    spec = get_rounding(rounding)
+    candidate = STOCHASTIC_CANDIDATE_INSTRUCTIONS if spec.stochastic else CANDIDATE_INSTRUCTIONS
+    extra = (EDEN_INSTRUCTIONS if spec.ms_eden else 0.0) + (STOCHASTIC_INSTRUCTIONS if spec.stochastic else 0.0)
+    return base + extra + candidate * (len(spec.candidates) - 1)
+
+
+def quantize_steps(name: str, elements: float, source: float, rounding: str, decode: bool) -> list[Step]:
+    """Along the rows as they lie in memory, from `source` bytes an element: amax, then codes (and the decode)."""
+    written = CODES + (BF16 if decode else 0.0)
+    base = SQUARE_INSTRUCTIONS if get_rounding(rounding).block_rows > 1 else ROWS_INSTRUCTIONS
+    what, work = f"{name}: {get_rounding(rounding).name}", elements * _instructions(rounding, base)
+    return [
+        Step(f"{name}: amax", elements * source, elements * AMAX_INSTRUCTIONS, issue=ROWS_ISSUE),
+        Step(what, elements * (source + written), work, issue=ROWS_ISSUE),
+    ]
+
+
+def rotate_steps(name: str, elements: float, source: float, roundings: list[str], emulated: bool) -> list[Step]:
+    """One pass that makes len(roundings) operands of a tensor; before it one for amax where a rounding needs that."""
+    steps = []
+    decode, written, instructions = (ROTATED_DECODE_INSTRUCTIONS if source == CODES else 0.0), 0.0, 0.0
+    for rounding in roundings:
+        ms_eden = get_rounding(rounding).ms_eden
+        written += (BF16 if emulated else CODES) + (PSEUDO if ms_eden else 0.0)
+        pack = 0.0 if emulated or ms_eden else PACK_INSTRUCTIONS
+        instructions += _instructions(rounding, ROTATED_INSTRUCTIONS + decode + pack)
+    aligned = [r for r in roundings if not get_rounding(r).ms_eden]
+    if aligned:
+        work = elements * (AMAX_INSTRUCTIONS + decode) * len(aligned)
+        steps.append(Step(f"{name}: amax", elements * source, work, issue=ROTATED_ISSUE))
+    what = f"{name}: {' and '.join(get_rounding(r).name for r in roundings)}"
+    steps.append(Step(what, elements * (source + written), elements * instructions, issue=ROTATED_ISSUE))
+    if not emulated and len(aligned) < len(roundings):
+        blocks = elements / 16 * (len(roundings) - len(aligned))
+        steps.append(Step(f"{name}: scales", 16 * blocks * (PSEUDO + 1 / 16), blocks * FINISH_INSTRUCTIONS))
+    return steps
+
+
+def gemm_step(name: str, m: int, n: int, k: int, a: bool, b: bool, native: bool) -> Step:
+    """a, b: whether the operand is quantized."""
+    fp4 = native and a and b
+    operand, flops = CODES if fp4 else BF16, 2.0 * m * n * k
+    num_bytes = operand * (m * k + n * k) + BF16 * m * n
+    return Step(name, num_bytes, 0.0, 0.0 if fp4 else flops, flops if fp4 else 0.0, tiles=output_tiles(m, n))
+
+
+def output_tiles(m: int, n: int) -> int:
+    return math.ceil(m / GEMM_TILE) * math.ceil(n / GEMM_TILE)
+
+
+def fp8_steps(m: int, k: int, n: int) -> list[Step]:
+    """Of method fp8: both GEMM operands of every product in FP8, transposed copies of those of the forward."""
+    made = {"input": m * k * FP8_ELEMENT, "weight": n * k * (FP8_ELEMENT + 2), "grad_output": m * n * FP8_ELEMENT}
+    shapes = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}
+    return [Step(f"{name}: to FP8", num_bytes) for name, num_bytes in made.items()] + [
+        Step(name, a * c + b * c + BF16 * a * b, fp8_flops=2.0 * a * b * c, tiles=output_tiles(a, b))
+        for name, (a, b, c) in shapes.items()
+    ]
+
+
+def layer_steps(recipe: Recipe, m: int, k: int, n: int, *, backward: bool, native: bool) -> list[Step]:
+    """The kernels of a layer (m tokens, k in_features, n out_features) as linear.py launches them. native: operands
+    stay 4-bit (a Blackwell's GEMM), else they are made in BF16 as well."""
+    if recipe.name == "fp8" and backward:
+        return fp8_steps(m, k, n)
+    forward, dgrad, wgrad = recipe.output, recipe.grad_input, recipe.grad_weight
+    steps: list[Step] = []
+
+    def operand(name: str, elements: int, source: float, o: Operand) -> None:
+        if o.rounding:
+            steps.extend(quantize_steps(name, elements, source, o.rounding, decode=not native))
+        elif source > BF16:
+            steps.append(Step(f"{name}: to BF16", elements * (source + BF16)))
+
+    operand("input", m * k, BF16, forward.a)
+    operand("weight", n * k, 4.0, forward.b)
+    if backward and wgrad.b.raw:
+        steps += rotate_steps("input^T", m * k, BF16, [wgrad.b.rounding], emulated=False)
+    steps.append(gemm_step("output", m, n, k, bool(forward.a.rounding), bool(forward.b.rounding), native))
+    if not backward:
+        return steps
+    e = [g.a.rounding for g in (dgrad, wgrad) if g.a.rounding]
+    if e:
+        steps += rotate_steps("grad_output", m * n, BF16, e, emulated=not native)
+    for name, elements, gemm, kept in (
+        ("weight^T", n * k, dgrad, forward.b.rounding),
+        ("input^T", m * k, wgrad, forward.a.rounding),
+    ):
+        source = CODES if kept else (4.0 if name == "weight^T" else BF16)
+        if gemm.b.raw or (gemm.b.rounding is None and kept):
+            if not native:  # the codes are decoded for the GEMM
+                steps.append(Step(f"{name}: decode", elements * (CODES + BF16), elements * DECODE_INSTRUCTIONS))
+        elif gemm.b.rounding:
+            steps += rotate_steps(name, elements, source, [gemm.b.rounding], emulated=not native)
+    for name, gemm, (r, c, d), kept in (
+        ("grad_input", dgrad, (m, k, n), forward.b.rounding),
+        ("grad_weight", wgrad, (n, k, m), forward.a.rounding),
+    ):
+        steps.append(gemm_step(name, r, c, d, bool(gemm.a.rounding), bool(gemm.b.rounding or kept), native))
+    return steps
+
+
+def block_layers(w: int, fused: bool = True) -> tuple[tuple[int, int], ...]:
+    """(in_features, out_features) of the linear layers of a block of width w, q, k and v as one or as three."""
+    return (*(((w, 3 * w),) if fused else ((w, w),) * 3), (w, w), (w, 4 * w), (4 * w, w))
+
+
+def block_steps(method: str | Recipe, width: int, tokens: int, machine: Machine) -> list[Step]:
+    """The kernels of the linear layers of a block, forward and backward."""
+    recipe = get_recipe(method)
+    native, layers = machine.fp4 is not None and recipe.quantizes, block_layers(width)
+    return [s for k, n in layers for s in layer_steps(recipe, tokens, k, n, backward=True, native=native)]
+
+
+def block_ms(method: str, width: int, tokens: int, machine: Machine) -> float:
+    return sum(predicted_ms(step, machine) for step in block_steps(method, width, tokens, machine))
+
+
+def is_predictable(method: str) -> bool:
+    """Whether a method quantizes, by kernels alone and alike all the time: other budgets are not known."""
+    recipe = get_recipe(method)
+    if recipe.name == "fp8":
+        return True
+    operands = [o for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (gemm.a, gemm.b)]
+    if not recipe.quantizes or recipe.late or any(o.terms > 1 for o in operands):
+        return False
+    return all(get_rounding(o.rounding).has_kernels for o in operands if o.rounding)
+
+
+def machine_of(gpu: str) -> Machine | None:
+    """The machine that a GPU's name (torch.cuda.get_device_name) is; None where there are no numbers for it."""
+    return next((m for m in MACHINES.values() if re.search(rf"\b{m.name}\b", gpu)), None)
+
+
+def predict(machine: Machine, methods: list[str], tokens: int = TOKENS) -> list[dict]:
+    """For each method its ratio to BF16 by width, and the first width (a multiple of 128) from where it is faster.
+    Raises ValueError for an unknown method."""
+    widths = list(range(128, 16384 + 1, 128))
+    records = []
+    for method in methods:
+        ratios = {w: block_ms(method, w, tokens, machine) / block_ms("bf16", w, tokens, machine) for w in widths}
+        slower = [w for w, ratio in ratios.items() if ratio >= 1]
+        first = next((w for w in widths if w > max(slower, default=0)), None)
+        shown = {w: ratios[w] for w in (768, 1280, 1664, 2048, 4096, 8192)}
+        records.append({"machine": machine.name, "method": method, "tokens": tokens, "ratios": shown, "width": first})
+    return records
+
+
+# A whole step
 
 SEQUENCE, VOCABULARY = 2048, 65536
-GLUE = 168.0  # bytes
-LOGIT = 20.0
-CAST, ACCUMULATE = 6.0, 10.0  # bytes a weight: read FP32, write BF16; read BF16, read and write FP32
-UPDATE = 30.0
+GLUE, LOGIT, UPDATE = 168.0, 20.0, 30.0  # bytes
+CAST, ACCUMULATE = 6.0, 10.0  # bytes a weight: FP32 to BF16, and BF16 added to FP32
 ATTENTION_SHARE = 0.6
 NEWTON_SCHULZ = 5  # iterations of Muon, of three products each
-SHORT_WINDOW = 4  # of the layers of a pattern SSSL, three look at a quarter of the sequence
-DEFAULT_METHODS = ("bf16", "fp8", "nvidia", "tetrajet_v2", "clover", "clover_search")
 
 
 @dataclass(frozen=True)
@@ -71,16 +300,10 @@ class Shape:
     def parameters(self) -> int:
         return self.block_weights + 2 * self.head_weights
 
-    def layers(self, fused: bool = True) -> tuple[tuple[int, int], ...]:
-        """(in_features, out_features) of a block's linear layers, q, k and v as one or as three."""
-        w = self.width
-        return (*(((w, 3 * w),) if fused else ((w, w),) * 3), (w, w), (w, 4 * w), (4 * w, w))
 
-
-def mean_keys(sequence: int, windowed: bool, share: int = SHORT_WINDOW) -> float:
-    """How many keys a query looks at, over all layers and positions: causal, and three layers of four with a window."""
-    window = sequence / share
-    short = window - window**2 / (2 * sequence)
+def mean_keys(sequence: int, windowed: bool, share: int = 4) -> float:
+    """Mean keys of a causal query. windowed: three layers of four (SSSL) look at one `share`th of the sequence."""
+    short = sequence / share - (sequence / share) ** 2 / (2 * sequence)
     return (3 * short + sequence / 2) / 4 if windowed else sequence / 2
 
 
@@ -97,53 +320,37 @@ def optimizer_step(shape: Shape, processes: int = 1) -> Step:
 
 
 def groups(
-    shape: Shape,
-    method: str,
-    machine: Machine,
-    *,
-    micro_batch: int,
-    total_batch: int,
-    windowed: bool = False,
-    processes: int = 1,
+    shape: Shape, method: str | Recipe, machine: Machine, *, micro_batch: int, total_batch: int, windowed: bool = False
 ) -> dict[str, list[Step]]:
-    """The kernels of an optimizer step on one of the processes, by group. micro_batch, total_batch: in tokens."""
-    recipe = get_recipe(method)
-    share = total_batch / processes
-    count = share / micro_batch
-    native = machine.fp4 is not None and recipe.quantizes
-    weights = shape.block_weights + shape.head_weights
-    blocks = [
-        step for k, n in shape.layers() for step in layer_steps(recipe, micro_batch, k, n, backward=True, native=native)
-    ]
+    """The kernels of an optimizer step, by group. micro_batch, total_batch: in tokens."""
+    count, weights = total_batch / micro_batch, shape.block_weights + shape.head_weights
     m, k, n = micro_batch, shape.width, shape.vocabulary
+    blocks = block_steps(method, k, m, machine)
     head = [gemm_step("head", *dims, False, False, False) for dims in ((m, n, k), (m, k, n), (n, k, m))]
-    keys = mean_keys(SEQUENCE, windowed)
     return {
         "linear layers": [step for _ in range(shape.depth) for step in blocks] * round(count),
         "head": head * round(count),
-        "attention": [attention_step(shape, share, keys)],
-        "glue": [Step("glue", GLUE * shape.width * shape.depth * share)],
-        "loss": [Step("loss", LOGIT * shape.vocabulary * share)],
+        "attention": [attention_step(shape, total_batch, mean_keys(SEQUENCE, windowed))],
+        "glue": [Step("glue", GLUE * shape.width * shape.depth * total_batch)],
+        "loss": [Step("loss", LOGIT * shape.vocabulary * total_batch)],
         "weights": [Step("weights", (CAST + ACCUMULATE) * weights * count)],
-        "optimizer": [optimizer_step(shape, processes)],
+        "optimizer": [optimizer_step(shape)],
     }
 
 
 def step_ms(*args, band: str = "", **kwargs) -> float:
-    """Milliseconds of an optimizer step: of `groups`, whose arguments it takes; band: of roofline.predicted_ms."""
-    machine = args[2]
+    """Milliseconds of an optimizer step. Takes the arguments of `groups`, and predicted_ms's band."""
     times: dict[Step, float] = {}
     total = 0.0
-    for steps in groups(*args, **kwargs).values():
-        for step in steps:
-            if step not in times:
-                times[step] = predicted_ms(step, machine, band)
-            total += times[step]
+    for step in itertools.chain.from_iterable(groups(*args, **kwargs).values()):
+        if step not in times:
+            times[step] = predicted_ms(step, args[2], band)
+        total += times[step]
     return total
 
 
 def tokens_per_second(shape: Shape, method: str, machine: Machine, *, micro_batch: int, **kwargs) -> dict[str, float]:
-    """{"": expected, "best": ..., "worst": ...}, of all processes."""
+    """Expected ("") speed, and its band: "best", "worst". Takes the arguments of `groups`."""
     total = kwargs.setdefault("total_batch", 524288)
     return {
         band: total * 1e3 / step_ms(shape, method, machine, micro_batch=micro_batch, band=band, **kwargs)
@@ -155,75 +362,13 @@ def estimate(machine: Machine, depth: int, method: str, tokens: float, micro_bat
     """One line: how fast a run would be, how long it takes, and what fits in a day. A prediction, and labelled so."""
     shape = Shape(depth)
     speed = tokens_per_second(shape, method, machine, micro_batch=micro_batch, windowed=windowed)
-    low, high = sorted((speed["best"], speed["worst"]))
-
-    def hours(rate: float) -> float:
-        return tokens / rate / 3600
-
-    band = f" ({hours(high):.3g} to {hours(low):.3g})" if high > 1.01 * low else ""
-    day = speed[""] * 86400
+    hours, day = {name: tokens / rate / 3600 for name, rate in speed.items()}, speed[""] * 86400
+    low, high = sorted((hours["best"], hours["worst"]))
+    band = f" ({low:.3g} to {high:.3g})" if high > 1.01 * low else ""
     return (
-        f"{machine.name}, d{depth}, {method}: {speed['']:,.0f} tokens/s predicted, {hours(speed['']):.3g} hours{band} "
+        f"{machine.name}, d{depth}, {method}: {speed['']:,.0f} tokens/s predicted, {hours['']:.3g} hours{band} "
         f"for {tokens / 1e9:.3g}B tokens; a day has {day / 1e9:.3g}B, {day / shape.parameters:.1f} per parameter"
     )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What was measured
-
-
-def comparison(paths: list[str]) -> list[list[object]]:
-    """[what, predicted, measured, off by] for each number of the JSONs of bench_linear and bench_train that the model
-    knows. Raises UserError for a file that is not theirs or a GPU without numbers."""
-    rows: list[list[object]] = []
-    for path in paths:
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            gpu, records = content["environment"]["gpu"], content["records"]
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            raise UserError(
-                f"{path} is no JSON of bench_linear or bench_train ({e}); make one with dev/measure.sh"
-            ) from e
-        machine = machine_of(gpu or "")
-        if machine is None:
-            known = ", ".join(m.name for m in MACHINES.values())
-            raise UserError(f"{path} was measured on {gpu}, of which nothing is predicted; there is: {known}")
-        for r in records:
-            row = _predicted(content["benchmark"], content["settings"], r, machine)
-            if row:
-                what, predicted, measured, unit = row
-                off = f"{100 * (predicted / measured - 1):+.0f}%"
-                rows.append([what, f"{predicted:,.4g} {unit}", f"{measured:,.4g} {unit}", off])
-    return rows
-
-
-def _predicted(benchmark: str, settings: dict, r: dict, machine: Machine) -> tuple[str, float, float, str] | None:
-    """(what, predicted, measured, unit) of a benchmark's record, None for one that is not predicted."""
-    method = r.get("method")
-    if r.get("problem") or not (method == "bf16" or (method in METHOD_TABLE and is_predictable(method))):
-        return None
-    if benchmark == "bench_linear" and r["mode"] == "graph":
-        recipe, backward = get_recipe(method), r["pass"] != "forward"
-        native = machine.fp4 is not None and recipe.quantizes
-        steps = [
-            step
-            for k, n in LAYER_SETS[r["model"]].values()
-            for step in layer_steps(recipe, settings["tokens"], k, n, backward=backward, native=native)
-        ]
-        what = f"{r['model']}, {r['pass']}, {method}"
-        return what, sum(predicted_ms(s, machine) for s in steps), r["ms"], "ms"
-    if benchmark == "bench_train" and r.get("recompute") == "none":
-        tokens = r["micro_batch"] * settings["seq_len"]
-        speed = tokens_per_second(
-            Shape(r["depth"], settings["vocab_size"]),
-            method,
-            machine,
-            micro_batch=tokens,
-            total_batch=settings["total_batch_size"],
-            windowed="S" in settings["window_pattern"],
-        )[""]
-        return f"d{r['depth']}, micro-batch {r['micro_batch']}, {method}", speed, r["tokens_per_second"], "tokens/s"
-    return None
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -231,27 +376,23 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--gpu", default="", help=f"{', '.join(MACHINES)}, or a GPU's name (default: this machine's)")
     add("--depth", type=int, default=20, help="of a nanochat")
-    add("--methods", default=",".join(DEFAULT_METHODS))
+    add("--methods", default="bf16,fp8,nvidia,tetrajet_v2,clover,clover_search")
     add("--tokens", type=float, default=0.0, help="of the run (default: --ratio)")
     add("--ratio", type=float, default=20.0, help="tokens for each parameter")
     add("--micro-batch", type=int, default=8192, help="tokens of a micro-batch")
     add("--windowed", action="store_true", help="a window pattern SSSL, by a kernel that skips what it leaves out")
-    add("--compare", nargs="+", metavar="JSON", help="of bench_linear and bench_train: predicted, measured, off by")
     args = parser.parse_args(argv)
-    if args.compare:
-        print(table(["", "predicted", "measured", "off by"], comparison(args.compare)))
-        return
     if args.depth < 1 or args.micro_batch < 1 or args.tokens < 0 or args.ratio <= 0:
         raise UserError("--depth and --micro-batch must be at least 1, --tokens and --ratio positive")
     gpu = args.gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else "")
     machine = MACHINES.get(gpu) or machine_of(gpu)
     if machine is None:
         raise UserError(f"--gpu: nothing is predicted for {gpu or 'a CPU'}; use one of: {', '.join(MACHINES)}")
+    tokens = args.tokens or args.ratio * Shape(args.depth).parameters
     for method in args.methods.split(","):
         if method != "bf16" and not is_predictable(method):
             print(f"{machine.name}, d{args.depth}, {method}: not predicted (its kernels are not counted)")
             continue
-        tokens = args.tokens or args.ratio * Shape(args.depth).parameters
         print(estimate(machine, args.depth, method, tokens, args.micro_batch, args.windowed))
 
 

@@ -6,7 +6,6 @@ f5425245f and as the newest one are; and, where NANOCHAT_TEST_CHECKOUTS names re
 import inspect
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lab.measure import compare_upstream
 from nanochat_fp4 import upstream
 from nanochat_fp4.errors import UserError, run_main
 
@@ -648,13 +648,8 @@ def prepare_real(tmp_path) -> tuple[Path, dict[str, str]]:
     for i in range(2):
         pq.write_table(pa.table({"text": texts * 8}), tmp_path / f"corpus/shard_{i}.parquet", row_group_size=200)
     flags = ("--corpus", tmp_path / "corpus", "--checkout", REAL[0], "--base", tmp_path / "base")
-    command = (
-        "lab/measure/compare_upstream.py",
-        "prepare",
-        *map(str, flags),
-        "--vocab-size=1024",
-        "--max-chars=500000",
-    )
+    small = ("--vocab-size=1024", "--max-chars=500000")
+    command = ("-m", "lab.measure.compare_upstream", "prepare", *map(str, flags), *small)
     done = outside(None, *command)
     assert done.returncode == 0, done.stdout + done.stderr
     return tmp_path / "base", {"TORCHDYNAMO_DISABLE": "1", "NANOCHAT_BASE_DIR": str(tmp_path / "base")}
@@ -664,7 +659,7 @@ def prepare_real(tmp_path) -> tuple[Path, dict[str, str]]:
 def test_real_checkouts_train_in_bf16_and_clover(tmp_path):
     base, env = prepare_real(tmp_path)
     small = "--depth=2 --seq-len=256 --device-batch-size=1 --total-batch-size=512 --eval-tokens=1024".split()
-    command = ["lab/measure/compare_upstream.py", "run", "--base", str(base), "--steps=6", "--every=1", *small]
+    command = ["-m", "lab.measure.compare_upstream", "run", "--base", str(base), "--steps=6", "--every=1", *small]
     learn = "--device-type=cpu --matrix-lr=0.5 --embedding-lr=6 --unembedding-lr=0.1".split()
     done = outside(None, *command, "--out", str(tmp_path / "logs"), *map(str, REAL), "--", *learn, **env)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -683,9 +678,8 @@ def test_real_checkouts_train_in_two_processes(tmp_path):
     _, env = prepare_real(tmp_path)
     (tmp_path / "stubs").mkdir()
     (tmp_path / "stubs/gloo_upstream.py").write_text(GLOO)
-    compare = runpy.run_path(str(ROOT / "lab/measure/compare_upstream.py"))
-    compare["make_stubs"](tmp_path / "stubs")
-    paths = compare["environment"](REAL[0], tmp_path, tmp_path / "stubs")["PYTHONPATH"]
+    compare_upstream.make_stubs(tmp_path / "stubs")
+    paths = compare_upstream.environment(REAL[0], tmp_path, tmp_path / "stubs")["PYTHONPATH"]
     launch = "-m torch.distributed.run --standalone --nproc_per_node=2 -m gloo_upstream scripts.base_train --".split()
     small = "--depth=2 --max-seq-len=256 --device-batch-size=1 --total-batch-size=512 --num-iterations=4".split()
     more = "--window-pattern=L --eval-every=-1 --core-metric-every=-1 --sample-every=-1 --device-type=cpu".split()

@@ -1,5 +1,5 @@
 """Benchmarks: time, memory and traffic on this machine, and comparisons with checkouts of other projects.
 
-Each bench_*.py is a command: `python -m lab.measure.bench_linear`. bench_common, bench_step and bench_results serve the
-others. This folder may import everything but lab.study.
+Each module is a command, `python -m lab.measure.bench_linear`, but two: bench_common is the harness of the benchmarks,
+bench_step the training step that bench_train times. This folder may import everything but lab.study.
 """

@@ -1,21 +1,25 @@
-"""What the benchmarks share: layer sets, clocks and power, tables and JSON."""
+"""The harness of the benchmarks: command lines, clocks and power, results and their files."""
 
-import argparse
 import contextlib
 import ctypes
+import dataclasses
 import json
 import statistics
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from lab.predict.blackwell import LAYER_SETS  # noqa: F401  of the paper's Table 6
 from nanochat_fp4.common import get_base_dir
-from nanochat_fp4.console import table  # noqa: F401  of all benchmarks
+from nanochat_fp4.console import ArgumentParser, table  # noqa: F401  the table: of all benchmarks
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.roofline import LAYER_SETS, MACHINES  # noqa: F401  as well
+from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
+from nanochat_fp4.step_time import MACHINES, Machine
 
 # --------------------------------------------------------------------------------------------------------------------
 # Clocks and power.
@@ -87,14 +91,31 @@ class Monitor:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Command lines, tables, JSON.
+# Command lines, tables, JSON
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+def argument_parser(doc: str, roofline: bool = True) -> ArgumentParser:
+    """A benchmark's parser: its flags are the caller's, but for --json and --roofline."""
+    parser = ArgumentParser(description=doc.strip().split("\n")[0])
     parser.add_argument("--json", default="", help="where to write the numbers (default: bench/ in the base directory)")
-    parser.add_argument(
-        "--roofline", choices=sorted(MACHINES), help="predict for this machine from byte and FLOP counts; no GPU needed"
-    )
+    if roofline:
+        what = "predict for this machine from byte and FLOP counts; no GPU needed"
+        parser.add_argument("--roofline", choices=sorted(MACHINES), help=what)
+    return parser
+
+
+def some_of(flag: str, text: str, known: Iterable[str]) -> list[str]:
+    """The names in a flag's value, with commas. Raises UserError for none, and for one that is not known."""
+    names, known = [name for name in text.split(",") if name], list(known)
+    if not names or not set(names) <= set(known):
+        raise UserError(f"{flag} is {text!r}, expected some of {', '.join(known)}, with commas")
+    return names
+
+
+def methods_of(text: str) -> list[str]:
+    """ "bf16", then the methods in a flag's value (all: every one), each once. Raises ValueError for an unknown one."""
+    names = METHOD_TABLE if text == "all" else [get_recipe(m).name for m in text.split(",") if m]
+    return list(dict.fromkeys(["bf16", *names]))
 
 
 def need_cuda(script: str) -> torch.device:
@@ -107,11 +128,52 @@ def need_cuda(script: str) -> torch.device:
     return torch.device("cuda")
 
 
-def write_json(name: str, path: str, settings: dict, records: list[dict], environment: dict | None = None) -> Path:
-    """The records, what was asked for and the machine (asked again unless given); returns where."""
-    target = Path(path) if path else Path(get_base_dir()) / "bench" / f"{name}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    content = {"benchmark": name, "settings": settings, "environment": environment or environment_info()}
-    content["records"] = records
-    atomic_write(target, json.dumps(content, indent=1, default=str) + "\n")
-    return target
+def cell(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+@dataclass
+class Results:
+    """What a benchmark has measured so far, and its file.
+
+    path: "" for bench/<name>.json in the base directory
+    machine: of a prediction (--roofline); the name and the settings say so
+    """
+
+    name: str
+    path: str
+    settings: dict
+    machine: Machine | None = None
+    records: list[dict] = field(default_factory=list)
+    environment: dict = field(default_factory=environment_info)
+
+    def __post_init__(self):
+        if self.machine is not None:
+            self.name += f"_{next(k for k, m in MACHINES.items() if m is self.machine)}_predicted"
+            self.settings["prediction_for"] = dataclasses.asdict(self.machine)
+
+    def header(self, gemm: bool = True) -> str:
+        """A prediction's first line. gemm: of GEMMs as well."""
+        how = "native NVFP4 GEMM" if self.machine.fp4 else "emulated: decode to BF16, BF16 GEMM"
+        return f"PREDICTION for {self.machine.name}, not a measurement: {f'{how}; ' * gemm}{self.machine.source}"
+
+    def write(self, more: Iterable[dict] = ()) -> Path:
+        """The records, the settings and the machine; returns where."""
+        target = Path(self.path) if self.path else Path(get_base_dir()) / "bench" / f"{self.name}.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        content = {"benchmark": self.name, "settings": self.settings, "environment": self.environment}
+        content["records"] = [*self.records, *more]
+        atomic_write(target, json.dumps(content, indent=1, default=str) + "\n")
+        return target
+
+
+def write_json(name: str, path: str, settings: dict, records: list[dict]) -> Path:
+    """Results of a benchmark that writes once."""
+    return Results(name, path, settings, records=records).write()
+
+
+def finish(results: Results, problems: Iterable[str]) -> None:
+    """Writes the file and says where. Raises UserError if a result was wrong."""
+    print(f"written to {results.write()}")
+    if problems := list(problems):
+        raise UserError(f"not timed, because the result is wrong: {'; '.join(problems)}")

@@ -19,24 +19,21 @@ are timed, with BF16. The JSON is written as the numbers come.
 """
 
 import contextlib
-import dataclasses
 import functools
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
-from nanochat_fp4 import roofline
-from nanochat_fp4.console import ArgumentParser
+from lab.predict.measured import layer_set_ms
+from nanochat_fp4 import step_time
 from nanochat_fp4.doctor import layer_problem, relative_square_error
-from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
 
 METHODS = ("fp8", "clover", "clover_search", "nvidia", "tetrajet_v2")
 PASSES = {"forward": "forward", "forward+backward": "forward_backward"}  # and the method of Layer
@@ -165,14 +162,14 @@ def measure(
     modes: list[str],
     passes: list[str],
     ways: dict[str, Callable],
-    report: Callable[[list[dict]], object],
-) -> tuple[list[dict], list[str]]:
-    """(records, problems): one record for each model, mode, pass, way of timing and method that is right. All so far
-    are reported whenever there are more."""
+    results: common.Results,
+) -> list[str]:
+    """The problems. The results get a record for each model, mode, pass, way of timing and method that is right, and
+    are written whenever there are more."""
     device = common.need_cuda("bench_linear")
     problems = {m: p for m in methods if (p := layer_problem(device, m))}
     if "bf16" in problems:
-        return [], list(problems.values())
+        return list(problems.values())
     records = []
     for model in models:
         flops = sum(2.0 * tokens * k * n for k, n in common.LAYER_SETS[model].values())
@@ -190,12 +187,14 @@ def measure(
                         record = {"model": model, "mode": mode, "pass": which, "timing": way, "method": method}
                         ratio = numbers["ms"] / found["bf16"]["ms"]
                         records.append(record | numbers | {"ratio": ratio, "tflops": work / numbers["ms"] / 1e9})
-                    report([r for r in records if r["method"] not in problems])
+                    results.records = [r for r in records if r["method"] not in problems]
+                    results.write()
                 del functions
         del layers
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return [r for r in records if r["method"] not in problems], list(problems.values())
+    results.records = [r for r in records if r["method"] not in problems]
+    return list(problems.values())
 
 
 def call(functions: list[Callable[[], object]]) -> None:
@@ -204,47 +203,27 @@ def call(functions: list[Callable[[], object]]) -> None:
 
 
 def predict(
-    machine: roofline.Machine, models: list[str], methods: list[str], tokens: int, passes: list[str]
+    machine: step_time.Machine, models: list[str], methods: list[str], tokens: int, passes: list[str]
 ) -> list[dict]:
     """The same records from byte, instruction and FLOP counts alone."""
     records = []
-    for model in models:
-        for which in passes:
-            times = {}
-            for method in methods:
-                recipe = get_recipe(method)
-                native = machine.fp4 is not None and recipe.quantizes
-                steps = [
-                    step
-                    for k, n in common.LAYER_SETS[model].values()
-                    for step in roofline.layer_steps(
-                        recipe, tokens, k, n, backward=which != "forward", native=native
-                    )
-                ]  # fmt: skip
-                times[method] = sum(roofline.predicted_ms(step, machine) for step in steps)
-            flops = sum(2.0 * tokens * k * n for k, n in common.LAYER_SETS[model].values())
-            for method, ms in times.items():
-                work = flops * (1 if which == "forward" else 3)
-                ratio = ms / times["bf16"]
-                records.append(
-                    {
-                        "model": model, "mode": "predicted", "pass": which, "timing": "-", "method": method,
-                        "ms": ms, "ratio": ratio, "tflops": work / ms / 1e9,
-                    }
-                )  # fmt: skip
+    for model, which in itertools.product(models, passes):
+        backward = which != "forward"
+        times = {m: layer_set_ms(machine, model, m, tokens, backward) for m in methods}
+        work = sum(2.0 * tokens * k * n for k, n in common.LAYER_SETS[model].values()) * (3 if backward else 1)
+        for method, ms in times.items():
+            record = {"model": model, "mode": "predicted", "pass": which, "timing": "-", "method": method, "ms": ms}
+            records.append(record | {"ratio": ms / times["bf16"], "tflops": work / ms / 1e9})
     return records
 
 
 def show(records: list[dict]) -> str:
-    def cell(value: float | None, form: str) -> str:
-        return "-" if value is None else form.format(value)
-
     header = ["model", "mode", "pass", "timing", "method", "ms", "x BF16", "TFLOP/s", "spread", "SM MHz", "W", "limit"]
     rows = [
         [
             r["model"], r["mode"], r["pass"], r["timing"], r["method"], r["ms"], r["ratio"], round(r["tflops"]),
-            cell(r.get("spread"), "{:.1%}"), cell(r.get("mhz"), "{:.0f}"), cell(r.get("watts"), "{:.0f}"),
-            r.get("limit") or "-",
+            common.cell(r.get("spread"), "{:.1%}"), common.cell(r.get("mhz"), "{:.0f}"),
+            common.cell(r.get("watts"), "{:.0f}"), r.get("limit") or "-",
         ]
         for r in sorted(records, key=lambda r: (r["mode"], r["pass"], r["timing"]))
     ]  # fmt: skip
@@ -252,57 +231,37 @@ def show(records: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", default="800M,3B,7B", help=f"of {', '.join(common.LAYER_SETS)}")
-    parser.add_argument(
-        "--methods",
-        default=",".join(METHODS),
-        help="of nf.METHODS or nf.ABLATIONS, or all of both; bf16 is always there",
-    )
-    parser.add_argument("--tokens", type=int, default=roofline.TOKENS, help="rows of the input")
-    parser.add_argument("--modes", default="graph", help=f"of {', '.join(MODES)}, with commas")
-    parser.add_argument("--passes", default=",".join(PASSES), help="with commas")
-    parser.add_argument("--seconds", type=float, default=1.0, help="to warm up, and to time, in each visit")
-    parser.add_argument("--turns", action="store_true", help="also time the methods in turns of five calls")
-    common.add_common_arguments(parser)
+    parser = common.argument_parser(__doc__)
+    add = parser.add_argument
+    add("--models", default="800M,3B,7B", help=f"of {', '.join(common.LAYER_SETS)}")
+    known = "of nf.METHODS or nf.ABLATIONS, or all of both; bf16 is always there"
+    add("--methods", default=",".join(METHODS), help=known)
+    add("--tokens", type=int, default=step_time.TOKENS, help="rows of the input")
+    add("--modes", default="graph", help=f"of {', '.join(MODES)}, with commas")
+    add("--passes", default=",".join(PASSES), help="with commas")
+    add("--seconds", type=float, default=1.0, help="to warm up, and to time, in each visit")
+    add("--turns", action="store_true", help="also time the methods in turns of five calls")
     args = parser.parse_args(argv)
-    models = [m for m in args.models.split(",") if m]
-    if not models or not set(models) <= set(common.LAYER_SETS):
-        raise UserError(f"--models is {args.models!r}, expected some of {', '.join(common.LAYER_SETS)}, with commas")
-    modes, passes = ([v for v in value.split(",") if v] for value in (args.modes, args.passes))
-    for flag, given, known in (("modes", modes, MODES), ("passes", passes, PASSES)):
-        if not given or not set(given) <= set(known):
-            raise UserError(f"--{flag} is {getattr(args, flag)!r}, expected some of {', '.join(known)}, with commas")
+    models = common.some_of("--models", args.models, common.LAYER_SETS)
+    modes, passes = common.some_of("--modes", args.modes, MODES), common.some_of("--passes", args.passes, PASSES)
     if args.tokens < 1 or not 0 < args.seconds < 3600:
         raise UserError("--tokens must be at least 1, --seconds positive and less than an hour")
-    names = METHOD_TABLE if args.methods == "all" else [get_recipe(m).name for m in args.methods.split(",") if m]
-    methods = ["bf16", *[m for m in dict.fromkeys(names) if m != "bf16"]]
-
+    methods = common.methods_of(args.methods)
     settings = {"models": models, "methods": methods, "tokens": args.tokens, "seconds": args.seconds}
-    name = f"bench_linear_{args.roofline}_predicted" if args.roofline else "bench_linear"
-    environment = environment_info()
-
-    def report(records: list[dict]) -> Path:
-        return common.write_json(name, args.json, settings, records, environment)
-
+    results = common.Results("bench_linear", args.json, settings, step_time.MACHINES.get(args.roofline))
     problems: list[str] = []
-    if args.roofline:
-        machine = roofline.MACHINES[args.roofline]
-        settings["prediction_for"] = dataclasses.asdict(machine)
-        gemm = "native NVFP4 GEMM" if machine.fp4 else "emulated: decode to BF16, BF16 GEMM"
-        print(f"PREDICTION for {machine.name}, not a measurement: {gemm}; {machine.source}")
-        records = predict(machine, models, methods, args.tokens, passes)
+    if results.machine:
+        print(results.header())
+        results.records = predict(results.machine, models, methods, args.tokens, passes)
     else:
         common.need_cuda("bench_linear")
         print(f"{torch.cuda.get_device_name()}; {nf.backend()}; {args.tokens} tokens")
         ways = {"steady": functools.partial(steady, seconds=args.seconds)}
         if args.turns:
             ways["turns"] = functools.partial(in_turns, seconds=args.seconds)
-        records, problems = measure(models, methods, args.tokens, modes, passes, ways, report)
-    print(show(records))
-    print(f"written to {report(records)}")
-    if problems:
-        raise UserError(f"not timed, because the result is wrong: {'; '.join(problems)}")
+        problems = measure(models, methods, args.tokens, modes, passes, ways, results)
+    print(show(results.records))
+    common.finish(results, problems)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,9 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
-from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models import gpt
-from nanochat_fp4.nvfp4.methods import get_recipe
 
 RECOMPUTE = ("none", "mlp", "all")
 MARKER = "<!-- lab.measure.bench_memory -->"
@@ -147,16 +145,13 @@ def show(records: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(description=__doc__.split("\n")[0])
+    parser, known = common.argument_parser(__doc__, roofline=False), "of nf.METHODS or nf.ABLATIONS, with commas"
     parser.add_argument("--depth", type=int, default=26, help="nanochat's dial; it sets the width")
-    parser.add_argument(
-        "--methods", default="clover", help="of nf.METHODS or nf.ABLATIONS, with commas; bf16 is always there"
-    )
+    parser.add_argument("--methods", default="clover", help=f"{known}; bf16 is always there")
     parser.add_argument("--write", default="", help=f"a Markdown file whose part between two {MARKER} is replaced")
-    parser.add_argument("--json", default="", help="where to write the numbers (default: bench/ in the base directory)")
     args = parser.parse_args(argv)
     try:
-        methods = [get_recipe(m).name for m in args.methods.split(",") if m]
+        _, *methods = common.methods_of(args.methods)
         config = gpt.config_from_depth(args.depth, vocab_size=512)
     except ValueError as error:
         raise UserError(str(error)) from None
@@ -166,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
         parts = path.read_text().split(MARKER) if path.is_file() else []
         if len(parts) != 3:
             raise UserError(f"--write: {path} has no two lines {MARKER} around its table; add them where it should be")
-    records = account(config, [m for m in methods if m != "bf16"])
+    records = account(config, methods)
     print(show(records))
     settings = {"depth": args.depth, "width": config.n_embd, "methods": methods}
     print(f"written to {common.write_json('bench_memory', args.json, settings, records)}")

@@ -8,7 +8,6 @@ A kernel whose results differ from the reference's is not timed. Tensors are lar
 time goes into compiling, minutes if Triton's cache is empty; each row is printed and written as soon as it is there.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,13 +15,19 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
-from nanochat_fp4 import roofline
-from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4 import step_time
 from nanochat_fp4.doctor import copy_bandwidth, kernel_problem, median_ms
-from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.nvfp4.quantizers import get_rounding
-from nanochat_fp4.roofline import AMAX_INSTRUCTIONS, BF16, CODES, DECODE_INSTRUCTIONS, FINISH_INSTRUCTIONS, PSEUDO, Step
+from nanochat_fp4.step_time import (
+    AMAX_INSTRUCTIONS,
+    BF16,
+    CODES,
+    DECODE_INSTRUCTIONS,
+    FINISH_INSTRUCTIONS,
+    PSEUDO,
+    Step,
+)
 
 # Multiples of 16, as what is timed: for other sizes (the doctor's) Triton compiles every kernel once more.
 CHECKED_SHAPE = (2048, 2048)
@@ -82,10 +87,7 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         ("sr_four_over_six", torch.bfloat16, True),
     ):
         name = f"{rounding} {'fp32' if dtype == torch.float32 else 'bf16'}{' + decode' if decode else ''}"
-        # The amax is given.
-        step = roofline.quantize_steps(name, elements, dtype.itemsize, get_rounding(rounding), decode)[
-            1
-        ]  # the amax is given
+        _, step = step_time.quantize_steps(name, elements, dtype.itemsize, get_rounding(rounding), decode)  # no amax
         add(name, step, [(rounding, 0)], rows_setup(rounding, dtype, decode))
 
     def decode_setup(device):
@@ -122,7 +124,7 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         roundings = [get_rounding(o[0]) for o in (row, col) if o]
         for emulated in (True, False):
             label = f"{name} -> {'bf16' if emulated else 'codes'}"
-            steps = roofline.rotate_steps(label, elements, CODES if from_codes else BF16, roundings, emulated)
+            steps = step_time.rotate_steps(label, elements, CODES if from_codes else BF16, roundings, emulated)
             checks = [o for o in (row, col) if o]
             add(label, steps, checks, rotate_setup(row, col, emulated, from_codes))
 
@@ -154,12 +156,10 @@ def _operand(rounding: str, rht_dim: int, stream: int, emulated: bool):
     return Operand(*limits, spec.stochastic, spec.ms_eden, rht_dim, stream, stream, emulated)
 
 
-def measure(
-    chosen: dict[str, Kernel], device: torch.device, copy: float, report: Callable[[list[dict]], object]
-) -> tuple[list[dict], list[str]]:
-    """(records, problems): a kernel whose checks fail has a problem and no record. Each record added is reported."""
+def measure(chosen: dict[str, Kernel], device: torch.device, report: Callable[[str, Kernel, float], None]) -> list[str]:
+    """Reports the milliseconds of each kernel; returns the problems of those whose checks fail."""
     verdicts: dict[tuple[str, int], str | None] = {}
-    records, problems = [], []
+    problems = []
     for name, kernel in chosen.items():
         for check in kernel.checks:
             if check not in verdicts:
@@ -168,17 +168,9 @@ def measure(
         if problem:
             problems.append(f"{name} ({problem})")
             continue
-        ms = median_ms(kernel.setup(device))
-        records.append(_record(name, kernel, ms, copy))
-        report(records)
+        report(name, kernel, median_ms(kernel.setup(device)))
         torch.cuda.empty_cache()
-    return records, problems
-
-
-def _record(name: str, kernel: Kernel, ms: float, copy: float) -> dict:
-    num_bytes = sum(s.num_bytes for s in kernel.steps)
-    bandwidth = num_bytes / ms / 1e6
-    return {"kernel": name, "bytes": num_bytes, "ms": ms, "gb_per_s": bandwidth, "share_of_copy": bandwidth / copy}
+    return problems
 
 
 def second_kernel_share(records: list[dict]) -> float | None:
@@ -191,11 +183,10 @@ def second_kernel_share(records: list[dict]) -> float | None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(description=__doc__.split("\n")[0])
+    parser = common.argument_parser(__doc__)
     parser.add_argument("--rows", type=int, default=16384, help="rows of the tensor, a multiple of 128")
     parser.add_argument("--columns", type=int, default=9216, help="columns of the tensor, a multiple of 128")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
-    common.add_common_arguments(parser)
     args = parser.parse_args(argv)
     if min(args.rows, args.columns) < 128 or args.rows % 128 or args.columns % 128:
         raise UserError(f"--rows {args.rows} --columns {args.columns}: expected multiples of 128")
@@ -203,41 +194,37 @@ def main(argv: list[str] | None = None) -> None:
     if not chosen:
         raise UserError(f"--only {args.only!r} matches none of: {', '.join(kernels(128, 128))}")
 
-    settings = {"rows": args.rows, "columns": args.columns}
-    name = f"bench_quantize_{args.roofline}_predicted" if args.roofline else "bench_quantize"
-    environment, width = environment_info(), max(map(len, chosen))
-
-    def report(records: list[dict]) -> None:
-        r = records[-1]
-        cells = f"{r['bytes'] / 1e6:9.3f}  {r['ms']:7.3f}  {r['gb_per_s']:6.0f}  {r['share_of_copy']:7.0%}"
-        print(f"{r['kernel']:{width}}  {cells}", flush=True)
-        settings["second_kernel_share"] = second_kernel_share(records)
-        common.write_json(name, args.json, settings, records, environment)
-
-    problems: list[str] = []
-    if args.roofline:
-        machine = roofline.MACHINES[args.roofline]
-        settings["prediction_for"] = dataclasses.asdict(machine)
-        print(f"PREDICTION for {machine.name}, not a measurement: {machine.source}")
+    settings, width = {"rows": args.rows, "columns": args.columns}, max(map(len, chosen))
+    results = common.Results("bench_quantize", args.json, settings, step_time.MACHINES.get(args.roofline))
+    machine = results.machine
+    if machine:
+        print(results.header(gemm=False))
         copy = machine.bandwidth
     else:
         device = common.need_cuda("bench_quantize")
         copy = settings["copy_gb_per_s"] = copy_bandwidth(device)
         print(f"{torch.cuda.get_device_name()}; {nf.backend()}; copy {copy:.0f} GB/s")
     print(f"{f'{args.rows} x {args.columns}':{width}}  {'MB':>9}  {'ms':>7}  {'GB/s':>6}  {'of copy':>7}", flush=True)
-    if args.roofline:
-        records = []
-        for n, k in chosen.items():
-            records.append(_record(n, k, sum(roofline.predicted_ms(s, machine) for s in k.steps), copy))
-            report(records)
+
+    def report(name: str, kernel: Kernel, ms: float) -> None:
+        num_bytes = sum(s.num_bytes for s in kernel.steps)
+        rate = num_bytes / ms / 1e6
+        print(f"{name:{width}}  {num_bytes / 1e6:9.3f}  {ms:7.3f}  {rate:6.0f}  {rate / copy:7.0%}", flush=True)
+        record = {"kernel": name, "bytes": num_bytes, "ms": ms, "gb_per_s": rate, "share_of_copy": rate / copy}
+        results.records.append(record)
+        settings["second_kernel_share"] = second_kernel_share(results.records)
+        results.write()
+
+    if machine:
+        problems = []
+        for name, kernel in chosen.items():
+            report(name, kernel, sum(step_time.predicted_ms(s, machine) for s in kernel.steps))
     else:
-        records, problems = measure(chosen, device, copy, report)
-    share = second_kernel_share(records)
+        problems = measure(chosen, device, report)
+    share = second_kernel_share(results.records)
     if share is not None:
         print(f"second kernel of post hoc alignment: {share:.1%} of the first, for both operands of grad_output")
-    print(f"written to {common.write_json(name, args.json, settings, records, environment)}")
-    if problems:
-        raise UserError(f"not timed, because the result is wrong: {'; '.join(problems)}")
+    common.finish(results, problems)
 
 
 if __name__ == "__main__":

@@ -36,14 +36,14 @@ import argparse
 import gc
 import re
 import traceback
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
-from lab.measure.bench_profile import show_table_7, time_by_operation
-from lab.measure.bench_results import Results, add_ratios, describe_memory, plot, show, show_prediction
 from lab.measure.bench_step import (
     Memory,
     NanochatSubject,
@@ -54,9 +54,11 @@ from lab.measure.bench_step import (
     find_micro_batch,
     peaks_of_a_step,
     run_steps,
+    show_table_7,
+    time_by_operation,
 )
 from nanochat_fp4.common import print0
-from nanochat_fp4.console import ArgumentParser, format_bytes
+from nanochat_fp4.console import format_bytes
 from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, is_out_of_memory, one_line, run_main
@@ -64,16 +66,101 @@ from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.gpt import config_from_depth
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.training import LOOK_EVERY
-from nanochat_fp4.roofline import MACHINES, TOKENS, predict
+from nanochat_fp4.step_time import MACHINES, TOKENS, predict
 
 RECOMPUTE = ("none", "mlp", "all")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Results
+
+
+class Report(common.Results):
+    """A record for each variant of a depth; and those of time by operation."""
+
+    def __init__(self, settings: dict, path: str):
+        super().__init__("bench_train", path, settings)
+        self.operations: list[dict] = []
+
+    def add(self, depth: int, variant: Variant, **known: object) -> dict:
+        """A new record; what is not known yet is None."""
+        unknown = (
+            "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "gram_ms",
+            "tokens_per_second", "ratio", "mfu", "peak_bytes", "bytes_per_token", "memory_ratio", "rounds",
+            "recompiles", "problem",
+        )  # fmt: skip
+        record = {"depth": depth, "variant": str(variant), "method": variant.method, "recompute": variant.recompute}
+        self.records.append(record | dict.fromkeys(unknown) | known)
+        return self.records[-1]
+
+    def write(self) -> Path:
+        return super().write(self.operations)
+
+    @contextmanager
+    def attempt(self, record: dict, what: str) -> Iterator[None]:
+        """An error inside becomes the record's problem, and is printed and written."""
+        gc.collect()  # before, not after: what an error of the last one keeps alive is let go only when it has left
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                record["problem"] = f"{what}: out of memory; lower --micro-batch, --depth or --seq-len"
+            elif isinstance(error, UserError | ValueError):
+                record["problem"] = f"{what}: {one_line(error)}"
+            else:
+                traceback.print_exc()
+                record["problem"] = f"{what}: {type(error).__name__}: {one_line(error)}"
+            print0(f"FAILED d{record['depth']} {record['variant']}, {record['problem']}", flush=True)
+            self.write()
+
+
+def add_ratios(records: list[dict]) -> None:
+    """To BF16 that computes nothing twice, where it was measured."""
+    base = next((r for r in records if (r["method"], r["recompute"]) == ("bf16", "none")), {})
+    for ratio, key in (("ratio", "tokens_per_second"), ("memory_ratio", "bytes_per_token")):
+        for r in records:
+            r[ratio] = r[key] / base[key] if r[key] and base.get(key) else None
+
+
+def describe_memory(record: dict) -> str:
+    text = f"micro-batch {record['micro_batch']}"
+    if record["peak_bytes"]:
+        text += f", peak {record['peak_bytes'] / 2**30:.2f} GiB"
+    if record["bytes_per_token"]:
+        text += f", {record['bytes_per_token'] / 1e6:.3f} MB/token"
+    return text
+
+
+def show(records: list[dict]) -> str:
+    cell = common.cell
+    header = ["", "variant", "micro-batch", "tokens/s", "x BF16", "MFU", "peak GiB", "MB/token", "x BF16 "]
+    rows = [
+        [
+            f"d{r['depth']}", r["variant"] + (" FAILED" if r["problem"] else ""), cell(r["micro_batch"], "{}"),
+            cell(r["tokens_per_second"], "{:.0f}"), cell(r["ratio"], "{:.2f}"), cell(r["mfu"], "{:.1f}%"),
+            cell(r["peak_bytes"] and r["peak_bytes"] / 2**30, "{:.2f}"),
+            cell(r["bytes_per_token"] and r["bytes_per_token"] / 1e6, "{:.3f}"), cell(r["memory_ratio"], "{:.2f}"),
+        ]
+        for r in records
+    ]  # fmt: skip
+    return common.table(header, rows)
+
+
+def show_prediction(results: common.Results) -> str:
+    records, widths = results.records, list(results.records[0]["ratios"])
+    rows = [[r["method"], *(f"{r['ratios'][w]:.2f}" for w in widths), r["width"] or "none"] for r in records]
+    return (
+        f"{results.header()}. Time of a block's linear layers over BF16's, {records[0]['tokens']} tokens; everything "
+        "outside of them left out\n"
+        + common.table(["method", *(f"width {w}" for w in widths), "faster from width"], rows)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The benchmark
 
 
-def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], records: dict, results: Results) -> None:
+def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], records: dict, results: Report) -> None:
     """The variants that have no problem, one after the other, round by round; the first round warms up. Their records
     change together, after each round, so that their times always come from the same rounds."""
     watches: dict[Variant, Stopwatch] = {}
@@ -117,7 +204,7 @@ def add_times(args: argparse.Namespace, record: dict, ms: dict[str, float], subj
     }  # fmt: skip
 
 
-def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, results: Results) -> None:
+def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, results: Report) -> None:
     config = config_from_depth(
         depth, args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
     )
@@ -207,7 +294,7 @@ def parse_variant(text: str) -> tuple[str, int | None]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = ArgumentParser(description=__doc__.split(":")[0])
+    parser = common.argument_parser(__doc__.partition(":")[0].replace("\n", " "))
     add = parser.add_argument
     add("--depth", default="26", help="depths, with commas")
     add(
@@ -230,7 +317,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--table7", action=argparse.BooleanOptionalAction, default=True, help="profile: time by operation")
     add("--nanochat", default="", help="a checkout of nanochat to time as well, in BF16 (f5425245f or later)")
     add("--tokens", type=int, default=TOKENS, help="tokens of a micro-batch, for --roofline")
-    common.add_common_arguments(parser)
     args = parser.parse_args(argv)
 
     args.depth = [int(d) if d.isdigit() else 0 for d in args.depth.split(",") if d]
@@ -241,9 +327,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.variants.append(("bf16", None))
     args.variants = sorted(dict.fromkeys(args.variants), key=lambda v: v[0] != "bf16")  # what others are compared with
     args.methods = list(dict.fromkeys(method for method, _ in args.variants))
-    args.recompute = [r for r in args.recompute.split(",") if r]
-    if not args.recompute or not set(args.recompute) <= set(RECOMPUTE):
-        raise UserError(f"--recompute must be some of {', '.join(RECOMPUTE)}, with commas")
+    args.recompute = common.some_of("--recompute", args.recompute, RECOMPUTE)
     if args.micro_batch != "auto":
         if not args.micro_batch.isdigit() or int(args.micro_batch) < 1:
             raise UserError(f"--micro-batch is {args.micro_batch!r}, expected 'auto' or a positive whole number")
@@ -292,12 +376,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     settings = {k: v for k, v in vars(args).items() if k not in ("json",)}
     if args.roofline:
-        machine = MACHINES[args.roofline]
-        settings["prediction_for"] = asdict(machine)
-        records = predict(machine, args.methods[1:] or ["clover"], args.tokens)
-        print0(show_prediction(machine, records))
-        name = f"bench_train_{args.roofline}_predicted"
-        print0(f"written to {common.write_json(name, args.json, settings, records)}")
+        results = common.Results("bench_train", args.json, settings, MACHINES[args.roofline])
+        results.records = predict(results.machine, args.methods[1:] or ["clover"], args.tokens)
+        print0(show_prediction(results))
+        print0(f"written to {results.write()}")
         return
 
     device = set_up_device(args)
@@ -306,7 +388,7 @@ def main(argv: list[str] | None = None) -> None:
     hardware = f"{info['gpu'] or info['cpu']}{cap}; torch {info['torch']}; {nf.backend()}"
     print0(hardware, flush=True)
     settings["hardware"] = hardware
-    results = Results(settings, args.json)
+    results = Report(settings, args.json)
     args.problems = {m: p for m in args.methods if m != "bf16" and (p := method_problem(device, m))}
     for depth in args.depth:
         try:
@@ -321,12 +403,7 @@ def main(argv: list[str] | None = None) -> None:
     records = results.records
     print0(show(records))
     print0(f"recompilations after the warm-up: {sum(r['recompiles'] or 0 for r in records)}")
-    target = results.write()
-    print0(f"written to {target}")
-    timed = [r for r in records if r["tokens_per_second"]]
-    if timed:
-        plot(timed, hardware, target.with_suffix(".png"))
-        print0(f"written to {target.with_suffix('.png')}")
+    print0(f"written to {results.write()}")
     failed = [f"d{r['depth']} {r['variant']}: {r['problem']}" for r in records if r["problem"]]
     if failed:
         raise UserError(f"{len(failed)} of {len(records)} variants failed: {'; '.join(failed)}")

@@ -2,7 +2,7 @@
 Times the published emulation of Quartet II beside this project's, on the linear layers of the paper's Table 6.
 
     git clone https://github.com/IST-DASLab/Quartet-II
-    python lab/measure/compare_quartet2.py Quartet-II
+    python -m lab.measure.compare_quartet2 Quartet-II
 
 Forward and backward under BF16 autocast with FP32 weights, Hadamard dimension 128, 4/6 on, with exact and with delayed
 amax; BF16 and clover are those of bench_linear.py, and so is the way of timing: each in a steady state of its own,
@@ -34,13 +34,10 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
-
-from lab.measure import bench_common as common  # noqa: E402
-from lab.measure import bench_linear  # noqa: E402
-from nanochat_fp4 import roofline  # noqa: E402
-from nanochat_fp4.errors import UserError, one_line, run_main  # noqa: E402
+from lab.measure import bench_common as common
+from lab.measure import bench_linear
+from nanochat_fp4 import step_time
+from nanochat_fp4.errors import UserError, one_line, run_main
 
 PACKAGES = ("models", "models.quantization", "models.quantization.quantizers", "models.quantization.schemes")
 SCHEME = "models.quantization.schemes.quartet_2"
@@ -144,7 +141,7 @@ def compare(checkout: Path, model: str, seconds: float) -> tuple[list[dict], lis
     device = common.need_cuda("compare_quartet2")
     module = load(checkout)
     problems: dict[str, str] = {}
-    layers = bench_linear.layers_of(model, ["bf16", "clover"], roofline.TOKENS, device, problems)
+    layers = bench_linear.layers_of(model, ["bf16", "clover"], step_time.TOKENS, device, problems)
     for name, delayed in (("published, exact amax", False), ("published, delayed amax", True)):
         torch._dynamo.reset()
         layers[name] = [Published(module, ours, delayed) for ours in layers["bf16"]]
@@ -200,7 +197,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.recompile_limit:
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = args.recompile_limit
     records, problems = compare(args.checkout, args.model, args.seconds)
-    what = f"{torch.cuda.get_device_name()}, {args.model}, {roofline.TOKENS} tokens, forward + backward"
+    what = f"{torch.cuda.get_device_name()}, {args.model}, {step_time.TOKENS} tokens, forward + backward"
     print(f"{what}; torch {torch.__version__}, recompile limit {torch._dynamo.config.recompile_limit}\n{show(records)}")
     if problems:
         raise UserError(f"not timed, because the result is wrong: {'; '.join(problems)}")

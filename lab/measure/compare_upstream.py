@@ -3,16 +3,16 @@ Trains real nanochat checkouts through nanochat_fp4.upstream with several method
 
 Where there is a network or a corpus folder (parquet shards with a column `text`; the last one is validation):
 
-    python lab/measure/compare_upstream.py prepare --corpus CORPUS --checkout ~/nanochat --base prepared
+    python -m lab.measure.compare_upstream prepare --corpus CORPUS --checkout ~/nanochat --base prepared
 
 fills `prepared` with some shards and a tokenizer that the checkout's own scripts.tok_train makes. Then, here or on a
 machine without a network to which this repository, the checkouts and `prepared` were carried:
 
-    python lab/measure/compare_upstream.py run --base prepared ~/nanochat-f5425245f ~/nanochat
+    python -m lab.measure.compare_upstream run --base prepared ~/nanochat-f5425245f ~/nanochat
 
 trains one after the other. Of runs that were started apart, each on a GPU of its own, the logs are put together by
 
-    python lab/measure/compare_upstream.py table compare_upstream_logs/*.log
+    python -m lab.measure.compare_upstream table compare_upstream_logs/*.log
 
 It needs what the checkouts import: torch, tiktoken, pyarrow, requests, filelock, pyyaml, jinja2. wandb, rustbpe, psutil
 and tokenizers are replaced by empty modules where they are missing: pre-training does not call them.

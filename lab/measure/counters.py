@@ -1,9 +1,9 @@
 """
 Hardware counters of the kernels of lab.measure.bench_quantize, by ncu: what a kernel moves and what it waits for.
 
-    python lab/measure/counters.py                                      # five of them, 16384 x 9216
-    python lab/measure/counters.py "grad_output clover -> bf16" amax    # by name
-    python lab/measure/counters.py --read FOLDER/*.csv                  # what was measured before; no GPU
+    python -m lab.measure.counters                                      # five of them, 16384 x 9216
+    python -m lab.measure.counters "grad_output clover -> bf16" amax    # by name
+    python -m lab.measure.counters --read FOLDER/*.csv                  # what was measured before; no GPU
 
 ncu replays a launch some 15 times, at the clock that the GPU happens to have; the time of a kernel is bench_quantize's
 business. ncu is looked for in PATH and where CUDA's installers put it.
@@ -19,12 +19,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+from lab.measure import bench_quantize
+from nanochat_fp4.common import get_base_dir
+from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.errors import UserError, run_main
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
-
-from nanochat_fp4.common import get_base_dir  # noqa: E402
-from nanochat_fp4.errors import UserError, run_main  # noqa: E402
-
 DEFAULT = (
     "grad_output clover -> bf16", "grad_output clover -> codes", "requantize clover -> bf16",
     "four_over_six bf16 + decode", "amax",
@@ -73,10 +75,6 @@ def metrics() -> str:
 
 def launch(label: str, rows: int, columns: int) -> None:
     """Runs a kernel, the last time inside the profiler's range."""
-    import torch
-
-    from lab.measure import bench_quantize
-
     function = bench_quantize.kernels(rows, columns)[label].setup(torch.device("cuda"))
     for _ in range(3):
         function()
@@ -126,9 +124,7 @@ def show(launches: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernels", nargs="*", help="names in bench_quantize")
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--columns", type=int, default=9216)
@@ -143,10 +139,6 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{path.name}\n{show(read(path.read_text(errors='replace')))}")
         return
 
-    import torch
-
-    from lab.measure import bench_quantize
-
     known = bench_quantize.kernels(128, 128)
     unknown = [k for k in args.kernels if k not in known]
     if unknown:
@@ -154,13 +146,21 @@ def main(argv: list[str] | None = None) -> None:
     if not torch.cuda.is_available():
         raise UserError("there is no CUDA device whose counters could be read; --read shows what was measured before")
     command = [find_ncu(), "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
-    command += ["--metrics", metrics(), sys.executable, __file__, f"--rows={args.rows}", f"--columns={args.columns}"]
-    out = args.out or Path(get_base_dir()) / "counters"
+    command += [
+        "--metrics",
+        metrics(),
+        sys.executable,
+        "-m",
+        "lab.measure.counters",
+        f"--rows={args.rows}",
+        f"--columns={args.columns}",
+    ]
+    out = (args.out or Path(get_base_dir()) / "counters").absolute()
     out.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     failed = []
     for label in args.kernels or DEFAULT:
-        done = subprocess.run([*command, "--launch", label], env=environment, capture_output=True, text=True)
+        done = subprocess.run([*command, "--launch", label], cwd=ROOT, env=environment, capture_output=True, text=True)
         (out / f"{re.sub(r'[^a-z0-9_]+', '_', label)}.csv").write_text(done.stdout)
         launches = read(done.stdout)
         print(f"{label}\n{show(launches)}", flush=True)

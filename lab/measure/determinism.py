@@ -1,9 +1,9 @@
 """
 How reproducible a run is on this machine's GPU, as it is and with --runtime=deterministic: one table.
 
-    python lab/measure/determinism.py                                  # d6, clover; under 3 minutes on an H100 or H200
-    python lab/measure/determinism.py --method=bf16 --steps=100
-    python lab/measure/determinism.py --out=runs.json                  # the numbers as JSON as well
+    python -m lab.measure.determinism                                  # d6, clover; under 3 minutes on an H100 or H200
+    python -m lab.measure.determinism --method=bf16 --steps=100
+    python -m lab.measure.determinism --out=runs.json                  # the numbers as JSON as well
 
 For both modes: the same run twice (do losses and final weights agree to the bit?), a run that is killed by SIGKILL
 after its second checkpoint and resumed, tokens/s of a run that has the GPU to itself, and the operations of one step of
@@ -25,15 +25,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanochat_fp4.common import use_deterministic_kernels
+from nanochat_fp4.errors import UserError, run_main
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
-
-import torch  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from nanochat_fp4.common import use_deterministic_kernels  # noqa: E402
-from nanochat_fp4.errors import UserError, run_main  # noqa: E402
-
 MODES = ("default", "deterministic")
 ALONE_WARM_UP = 10  # steps before the throughput counts
 VOCAB_SIZE = 4096
@@ -253,7 +251,13 @@ def measure(args: argparse.Namespace, base: Path) -> dict[str, Any]:
     resumed = {mode: runs.start(f"{mode}_killed", mode, "--resume-from-step=latest") for mode in MODES}
     asked = {}
     for mode in MODES:
-        me = ["lab/measure/determinism.py", *sys.argv[1:], f"--operations-of={mode}", f"--out={base / f'{mode}.json'}"]
+        me = [
+            "-m",
+            "lab.measure.determinism",
+            *sys.argv[1:],
+            f"--operations-of={mode}",
+            f"--out={base / f'{mode}.json'}",
+        ]
         asked[mode] = runs.program(*me, log=f"operations_{mode}", TORCHDYNAMO_DISABLE="1")
     for mode in MODES:
         runs.wait(beside[mode], f"{mode}_2")

@@ -1,8 +1,8 @@
 """
 Instructions of the kernels for GPUs that are not here: compiled ahead of time, counted in SASS.
 
-    python lab/measure/instructions.py                        # clover on sm_90, sm_100a and sm_120a; minutes, no GPU
-    python lab/measure/instructions.py 120 --method nvidia
+    python -m lab.measure.instructions                        # clover on sm_90, sm_100a and sm_120a; minutes, no GPU
+    python -m lab.measure.instructions 120 --method nvidia
 
 QuantLinear runs on a CPU, forward and backward, with every launch of a kernel replaced by its compilation: so what is
 compiled is what training launches, with its compile-time arguments, its specialization on alignment and its launch
@@ -22,9 +22,6 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 BLACKWELL = (100, 120, 121)  # the operands of a GEMM are codes
 ELEMENTS = {"quantize_kernel": 16, "rotate_quantize_kernel": 64}  # that a thread has of a tile
@@ -224,7 +221,9 @@ def main() -> None:
     print("| target | kernel | instructions an element | registers | stack, bytes | spills | shared, KiB |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for arch in args.arch:  # each in a process of its own: kernels remember the GPU
-        subprocess.run([sys.executable, __file__, str(arch), f"--method={args.method}"], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "lab.measure.instructions", str(arch), f"--method={args.method}"], check=True
+        )
 
 
 if __name__ == "__main__":

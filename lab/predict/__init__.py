@@ -1,5 +1,5 @@
-"""Predictions beside published measurements: other people's Blackwells, and the bytes that processes exchange.
+"""Predictions beside measured and published times, and the bytes that processes exchange.
 
-`python -m lab.predict.blackwell` compares. The predictions themselves are nanochat_fp4.roofline and
-nanochat_fp4.step_time. This folder may import everything but lab.study.
+`python -m lab.predict.blackwell` compares with others' GPUs, `python -m lab.predict.measured` with our benchmarks. The
+predictions themselves are nanochat_fp4.step_time. Of lab.study this folder takes the statistics, and the flags of runs.
 """

@@ -1,4 +1,4 @@
-"""Published times of an RTX 5090 and an RTX PRO 4000 beside those that roofline.py predicts: is its Blackwell true?
+"""Published times of an RTX 5090 and an RTX PRO 4000 beside those that step_time predicts: is its Blackwell true?
 
     python -m lab.predict.blackwell       # the constants, and each point: published, predicted without it, error
 
@@ -29,8 +29,31 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanochat_fp4.errors import run_main
-from nanochat_fp4.roofline import CODES, FP8_ELEMENT, MACHINES, TOKENS, Machine, output_tiles
-from nanochat_fp4.step_time import ACCUMULATE, CAST, GLUE, LOGIT, Shape, attention_step, mean_keys, optimizer_step
+from nanochat_fp4.step_time import (
+    ACCUMULATE,
+    CAST,
+    CODES,
+    FP8_ELEMENT,
+    GLUE,
+    LOGIT,
+    MACHINES,
+    TOKENS,
+    Machine,
+    Shape,
+    attention_step,
+    block_layers,
+    mean_keys,
+    optimizer_step,
+    output_tiles,
+)
+
+# The paper's Table 6: [in_features, out_features] of a model's linear layers.
+LAYER_SETS: dict[str, dict[str, tuple[int, int]]] = {
+    "800M": {"qkv": (2048, 6144), "out": (2048, 2048), "upgate": (2048, 11264), "down": (5632, 2048)},
+    "3B": {"qkv": (3072, 9216), "out": (3072, 3072), "upgate": (3072, 16384), "down": (8192, 3072)},
+    "7B": {"qkv": (4096, 12288), "out": (4096, 4096), "upgate": (4096, 22016), "down": (11008, 4096)},
+    "22B": {"qkv": (6144, 18432), "out": (6144, 6144), "upgate": (6144, 32768), "down": (16384, 6144)},
+}
 
 SCALES = 2 / 16  # BF16 scales of MS-EDEN, a byte each after conversion
 AMAX, FOUR_SIX = 2.0, 2.0 + CODES
@@ -45,12 +68,6 @@ RTX5090_LAYERS = {
     "3B": (16.5, 3.54, 51.0, 14.01),
     "7B": (28.2, 5.94, 88.2, 22.66),
     "22B": (62.4, 12.78, 193.0, 46.22),
-}
-TABLE_6 = {
-    "800M": ((2048, 6144), (2048, 2048), (2048, 11264), (5632, 2048)),
-    "3B": ((3072, 9216), (3072, 3072), (3072, 16384), (8192, 3072)),
-    "7B": ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096)),
-    "22B": ((6144, 18432), (6144, 6144), (6144, 32768), (16384, 6144)),
 }
 RTX5090_TOKENS = {("bf16", 1): 20.8e3, ("nvfp4", 4): 51e3}  # tokens/s of d26, by micro-batch
 # in_features, out_features: milliseconds of the three BF16 GEMMs, and of NVFP4 with all quantization.
@@ -114,7 +131,7 @@ def _gemms(machine: Machine, m: int, k: int, n: int) -> tuple[float, float]:
 def _rtx5090_layers() -> Iterable[Point]:
     machine = MACHINES["rtx5090"]
     for model, times in RTX5090_LAYERS.items():
-        shapes = TABLE_6[model]
+        shapes = LAYER_SETS[model].values()
         x, e = (TOKENS * sum(s[i] for s in shapes) for i in (0, 1))
         w = sum(k * n for k, n in shapes)
         forward, backward = (sum(_gemms(machine, TOKENS, *s)[i] for s in shapes) for i in (0, 1))
@@ -149,7 +166,7 @@ def _step(
     fused_accumulation: bool = False,
     processes: int = 1,
 ) -> Point:
-    """A step of `tokens` on each process, or a part of a batch; keys: roofline's mean_keys of the published program."""
+    """A step of `tokens` on each process, or a part of a batch; keys: mean_keys of the published program."""
     w, depth, vocabulary = shape.width, shape.depth, shape.vocabulary
     weights = shape.block_weights + shape.head_weights
     count, updates = tokens / micro_batch, tokens / (batch or tokens)
@@ -158,9 +175,9 @@ def _step(
     num_bytes = (GLUE * w * depth + LOGIT * vocabulary) * tokens + update.num_bytes * updates
     num_bytes += weights * count * (CAST + (0.0 if fused_accumulation else ACCUMULATE))
     at = MACHINES[machine]
-    blocks = depth * count * sum(sum(_gemms(at, micro_batch, k, n)) for k, n in shape.layers(fused))
+    blocks = depth * count * sum(sum(_gemms(at, micro_batch, k, n)) for k, n in block_layers(w, fused))
     head = count * sum(_gemms(at, micro_batch, w, vocabulary))
-    x, e = (depth * sum(s[i] for s in shape.layers(fused)) for i in (0, 1))
+    x, e = (depth * sum(s[i] for s in block_layers(w, fused)) for i in (0, 1))
     fp4 = 0.0
     if method == "bf16":
         flops += blocks + head
@@ -203,11 +220,11 @@ def _pro4000_steps() -> Iterable[Point]:
     shape, tokens, micro_batch, keys = Shape(20, 32768), 131072, 8192, mean_keys(2048, True)
     w, depth, count = shape.width, shape.depth, tokens / micro_batch
     weights = shape.block_weights + shape.head_weights
-    x, e = (depth * sum(s[i] for s in shape.layers(False)) for i in (0, 1))
+    x, e = (depth * sum(s[i] for s in block_layers(w, False)) for i in (0, 1))
     x, e = (x + w) * tokens, (e + shape.vocabulary) * tokens
     rest = (GLUE * w * depth + LOGIT * shape.vocabulary) * tokens + weights * count * (CAST + ACCUMULATE) + AMAX * x
     at = MACHINES["rtxpro4000"]
-    gemms = depth * count * sum(sum(_gemms(at, micro_batch, k, n)) for k, n in shape.layers(False))
+    gemms = depth * count * sum(sum(_gemms(at, micro_batch, k, n)) for k, n in block_layers(w, False))
     gemms += count * sum(_gemms(at, micro_batch, w, shape.vocabulary))
     update = optimizer_step(shape)
     parts: dict[str, dict[str, float]] = {
@@ -262,7 +279,7 @@ def predicted(point: Point, constants: torch.Tensor) -> float:
 
 
 def rates(constants: torch.Tensor) -> tuple[float, float, float, float]:
-    """GB/s, BF16 and FP4 TFLOP/s, microseconds a kernel: the order of roofline.Machine's."""
+    """GB/s, BF16 and FP4 TFLOP/s, microseconds a kernel: the order of step_time.Machine's."""
     a, b, c, d = constants.tolist()
     return 1 / a, 1 / b, 1 / c, d
 

@@ -9,8 +9,17 @@ from functools import cache
 
 from lab.study.sweep_runs import method_plan
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe
-from nanochat_fp4.roofline import MACHINES, Machine, gemm_step, is_predictable, predicted_ms, quantize_steps
-from nanochat_fp4.step_time import Shape, step_ms
+from nanochat_fp4.step_time import (
+    MACHINES,
+    Machine,
+    Shape,
+    block_layers,
+    gemm_step,
+    is_predictable,
+    predicted_ms,
+    quantize_steps,
+    step_ms,
+)
 
 BATCH = 524288  # tokens of a step
 CARD, DEPTH = "rtx5090", 20  # that tables name
@@ -74,7 +83,7 @@ def recipe_ms(recipe: Recipe, depth: int, machine: Machine, band: str = "") -> f
 def _second_terms_ms(a: Operand, b: Operand, shape: Shape, machine: Machine, band: str) -> float:
     """Of each operand with two terms: what its rounding left is rounded, and one more product of 4-bit operands."""
     micro_batch, extra = micro_batch_of(machine), []
-    for k, n in shape.layers():
+    for k, n in block_layers(shape.width):
         for operand, name, elements, source in ((a, "input", micro_batch * k, 2.0), (b, "weight", n * k, 4.0)):
             if operand.terms == 2:
                 extra += quantize_steps(name, elements, source + 0.5625, operand.rounding, decode=False)

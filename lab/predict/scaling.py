@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.study import sweep_results
+from lab.study.statistics import t95
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 
@@ -170,7 +170,7 @@ def trend(runs: Sequence[Run], method: str) -> dict[str, tuple[float, float]]:
         raise UserError(f"{method} has gaps of one size, or of one length; a trend takes several of both")
     freedom = len(y) - 3
     variance = float(np.sum((y - design @ fit) ** 2)) / freedom * np.diag(np.linalg.inv(design.T @ design))
-    halves = sweep_results.t95(freedom) * np.sqrt(variance)
+    halves = t95(freedom) * np.sqrt(variance)
     level = math.exp(fit[0])
     return {
         "level": (level, level * float(halves[0])),

@@ -1,10 +1,8 @@
 """The runs of sweeps long enough to decide: read from files, refused where they cannot be compared, and summed up.
 
-Gaps are to the bf16 run of a seed. Statistics are of differences paired by seed, with the scatter of a run pooled over
-the methods (two-way analysis of variance): it is of the training and not of a method, and two seeds alone say nothing.
+Gaps are to the bf16 run of a seed. The statistics are those of lab.study.statistics.
 """
 
-import math
 import re
 import statistics
 from dataclasses import dataclass
@@ -13,9 +11,9 @@ from typing import Any
 from lab.predict.predicted_time import CARD, DEPTH, over_clover
 from lab.study import sweep_results
 from lab.study.reproduce_common import Context
-from lab.study.sweep_results import Estimate
+from lab.study.statistics import Estimate, gaps_by_seed, has_gap, pooled_differences, share_of, with_half
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.roofline import MACHINES
+from nanochat_fp4.step_time import MACHINES
 
 # The forward that is evaluated, and what a run calls its bits per byte with it.
 VALUES = {"own": "val_bpb", "BF16": "val_bpb_bf16"}
@@ -159,11 +157,11 @@ def beside(runs: list[dict], method: str, value: str) -> Beside | None:
     """A method's gaps by one value of the runs (VALUES or DEPLOYED). None where no run of it has the value."""
     runs = [r for r in runs if value in r]
     size = next((r["size"] for r in runs), "")
-    own, clover = (sweep_results.gaps_by_seed(runs, size, m, value) for m in (method, "clover"))
+    own, clover = (gaps_by_seed(runs, size, m, value) for m in (method, "clover"))
     if not own:
         return None
-    gap = sweep_results.pooled_differences(runs, size, "bf16", value=value)[method]
-    minus = sweep_results.pooled_differences(runs, size, "clover", value=value).get(method)
+    gap = pooled_differences(runs, size, "bf16", value=value)[method]
+    minus = pooled_differences(runs, size, "clover", value=value).get(method)
     both, share, level = own.keys() & clover.keys(), None, statistics.fmean(own.values())
     if both and has_gap(runs, value):
         mean = sum(own[s] for s in both) / sum(clover[s] for s in both)
@@ -207,41 +205,3 @@ def cost_cells(run: dict, steps: int) -> list[str]:
 def measured_on(runs: list[dict], content: dict) -> str:
     tokens, seeds = sorted({r["tokens"] for r in runs}), sorted({r["seed"] for r in runs})
     return f"{runs[0]['size']}, data {content['data']}, {'/'.join(f'{t:,}' for t in tokens)} tokens, seeds {seeds}"
-
-
-def has_gap(runs: list[dict], value: str = "val_bpb") -> bool:
-    """Whether clover's gap is above zero beyond its interval. A share of no gap means nothing."""
-    (size,) = {r["size"] for r in runs}
-    clover = sweep_results.pooled_differences(runs, size, "bf16", value=value).get("clover")
-    return clover is not None and clover.above_zero
-
-
-def share_of(
-    runs: list[dict], method: str, target: float, value: str, scatter_of: list[dict] | None = None
-) -> tuple[float, float]:
-    """(share of clover's gap, half of its 95% interval), by the method minus target times clover.
-
-    scatter_of: the runs whose scatter is taken, if not these.
-    """
-    return against_target(runs, method, target, value, scatter_of)[:2]
-
-
-def against_target(
-    runs: list[dict], method: str, target: float, value: str, scatter_of: list[dict] | None = None
-) -> tuple[float, float, float]:
-    """share_of, and the two-sided p-value of the hypothesis that the share is the target."""
-    (size,) = {r["size"] for r in runs}
-    difference = sweep_results.pooled_differences(runs, size, "clover", target, value, scatter_of)[method]
-    mine, clover = (sweep_results.gaps_by_seed(runs, size, m, value) for m in (method, "clover"))
-    mean = statistics.fmean(clover[s] for s in mine.keys() & clover.keys())
-    freedom = sweep_results.scatter(scatter_of or runs, size, value)[1]
-    p = math.nan
-    if freedom and not math.isnan(difference.half):
-        error = difference.half / sweep_results.t95(freedom)
-        p = sweep_results.two_sided_p(difference.mean / error if error else math.inf, freedom)
-    return target + difference.mean / mean, difference.half / mean, p
-
-
-def with_half(mean: float, half: float, digits: int) -> str:
-    """A mean and half of its interval, which one seed of each method does not have."""
-    return f"{mean:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")

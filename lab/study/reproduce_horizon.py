@@ -7,7 +7,6 @@ import math
 import statistics
 from dataclasses import asdict
 
-from lab.study import sweep_results
 from lab.study.long_runs import (
     DEPLOYED_COLUMN,
     DEPLOYED_NOTE,
@@ -15,22 +14,27 @@ from lab.study.long_runs import (
     TIME,
     TIME_NOTE,
     VALUES,
-    against_target,
     along,
     cost_cells,
-    has_gap,
     lengths,
     measured_on,
     methods_of,
-    share_of,
     steps_of,
     stored_runs,
     summary,
-    with_half,
 )
 from lab.study.reproduce_common import Context, Outcome
 from lab.study.reproduce_training import FULL_CLAIMS, SYSTEMS, Claim
-from lab.study.sweep_results import estimate
+from lab.study.statistics import (
+    against_target,
+    estimate,
+    gaps_by_seed,
+    has_gap,
+    holm,
+    pooled_differences,
+    share_of,
+    with_half,
+)
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.methods import METHODS
@@ -85,7 +89,7 @@ def claims(context: Context) -> Outcome:
         found.append({"method": method, "target": target, "value": value, "share": share, "half": half, "p": p})
         found[-1] |= {"all_seeds": whole, "all_seeds_half": whole_half}
     rows = []
-    for of, corrected in zip(found, sweep_results.holm([of["p"] for of in found])):
+    for of, corrected in zip(found, holm([of["p"] for of in found])):
         of |= {"p_holm": corrected, "verdict": verdict(of["share"], of["target"], corrected)}
         run = next(r for r in fresh if r["method"] == of["method"])
         cells = [of["method"], *cost_cells(run, steps_of(runs)), FORWARD_NAMES[of["value"]], f"{of['target']:.2f}x"]
@@ -132,9 +136,9 @@ def verdicts(runs: list[dict]) -> list[str]:
     ]
     others = [m for m in SYSTEMS if m in methods]
     if "clover" in methods and others:
-        gaps = sweep_results.pooled_differences(runs, size, "bf16")
+        gaps = pooled_differences(runs, size, "bf16")
         best = min(others, key=lambda m: gaps[m].mean)
-        minus = sweep_results.pooled_differences(runs, size, best)["clover"]
+        minus = pooled_differences(runs, size, best)["clover"]
         below, half = -100 * minus.mean / gaps[best].mean, 100 * minus.half / gaps[best].mean
         here = f"{with_half(below, half, 0)}%, {best}"
         if not gaps[best].above_zero:
@@ -146,10 +150,7 @@ def verdicts(runs: list[dict]) -> list[str]:
 def last_phase(runs: list[dict], early: str = "clover_feedback", late: str = "clover_feedback_late") -> list[str]:
     """The parts of the difference to clover of a method with a last phase, in points, paired by seed."""
     (size,) = {r["size"] for r in runs}
-    own, bf16 = (
-        {m: sweep_results.gaps_by_seed(runs, size, m, value) for m in ("clover", early, late)}
-        for value in VALUES.values()
-    )
+    own, bf16 = ({m: gaps_by_seed(runs, size, m, value) for m in ("clover", early, late)} for value in VALUES.values())
     seeds = sorted(set.intersection(*(set(of) for of in own.values())))
     if not seeds:
         return []

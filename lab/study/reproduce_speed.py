@@ -1,4 +1,4 @@
-"""Figure 6 and Tables 6, 7: speed of linear layers, and time by operation, as scripts.bench_* time them."""
+"""Figure 6 and Tables 6, 7: speed of linear layers, and time by operation, as lab.measure times them."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import torch
 
 from lab.measure import bench_linear
 from lab.study.reproduce_common import Context, Outcome
-from nanochat_fp4 import roofline
+from nanochat_fp4 import step_time
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
 
@@ -17,12 +17,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def benchmark(path: str) -> tuple[list[dict], dict]:
-    """(records, environment) of a file that scripts.bench_* wrote. Raises UserError."""
+    """(records, environment) of a file that a benchmark wrote. Raises UserError."""
     try:
         content = json.loads(Path(path).read_text())
         return content["records"], content["environment"]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"{path} is not the JSON file of a benchmark ({type(e).__name__}: {str(e)[:80]})") from None
+
+
+def run_benchmark(context: Context, name: str, flags: list[str]) -> list[dict]:
+    """The records of a benchmark, run in a process of its own. Raises UserError."""
+    path = context.folder / f"{name}.json"
+    command = [sys.executable, "-m", f"lab.measure.{name}", f"--json={path}", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{name} failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    return benchmark(str(path))[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -38,23 +48,18 @@ def fig6(context: Context) -> Outcome:
     models = context.args.models or ("800M,3B,7B" if on_gpu else "800M,3B,7B,22B")
     rows, numbers = [], {}
 
-    def measure() -> list[dict]:
-        path = context.folder / "bench_linear.json"
-        command = [sys.executable, "-m", "lab.measure.bench_linear", f"--models={models}", f"--json={path}"]
-        command.append("--passes=forward+backward")
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise UserError(f"bench_linear failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-        return json.loads(path.read_text())["records"]
+    flags = [f"--models={models}", "--passes=forward+backward"]
 
     for machine in machines:
         if on_gpu:
-            records = measured or context.piece("fig6", {"models": models, "machine": machine}, measure)
+            records = measured or context.piece(
+                "fig6", {"models": models, "machine": machine}, lambda: run_benchmark(context, "bench_linear", flags)
+            )
         else:
             methods = ["bf16", *bench_linear.METHODS]
             passes = ["forward+backward"]
             records = bench_linear.predict(
-                roofline.MACHINES[machine], models.split(","), methods, roofline.TOKENS, passes
+                step_time.MACHINES[machine], models.split(","), methods, step_time.TOKENS, passes
             )
         label = machine if on_gpu else f"predicted, {machine}"
         numbers[label] = records
@@ -110,31 +115,17 @@ def table7(context: Context) -> Outcome:
             "--micro-batch=2 --rounds=1 --calls=1"
         ).split()
 
-    def measure() -> list[dict]:
-        path = context.folder / "bench_train.json"
-        command = [sys.executable, "-m", "lab.measure.bench_train", f"--json={path}", *flags]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise UserError(f"bench_train failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-        return json.loads(path.read_text())["records"]
-
-    records = measured or context.piece("table7", {"flags": flags, "gpu": environment_info()["gpu"]}, measure)
+    settings = {"flags": flags, "gpu": environment_info()["gpu"]}
+    records = measured or context.piece("table7", settings, lambda: run_benchmark(context, "bench_train", flags))
     timed = [r for r in records if "phase" in r and r["variant"].split(",")[0] == "clover"]  # maybe in several sizes
     ms = {(r["phase"], r["kind"]): r["ms"] for r in timed if r["variant"] == timed[0]["variant"]}
     sums = {phase: sum(v for (p, _), v in ms.items() if p == phase) for phase in ("forward", "backward")}
     kinds = [*TABLE_7, *sorted({k for p, k in ms if p in sums} - set(TABLE_7))]
     shares = {k: [100 * ms.get((p, k), 0.0) / sums[p] for p in sums] for k in kinds}
-    rows = [
-        [
-            kind,
-            *(
-                v
-                for said, here in zip(TABLE_7.get(kind, (None, None)), shares[kind])
-                for v in (said or "-", f"{here:.0f}")
-            ),
-        ]
-        for kind in kinds
-    ]
+    rows = []
+    for kind in kinds:
+        paper = TABLE_7.get(kind, (None, None))
+        rows.append([kind, *(v for said, here in zip(paper, shares[kind]) for v in (said or "-", f"{here:.0f}"))])
 
     def plot(axes) -> None:
         at = range(len(kinds))

@@ -1,24 +1,25 @@
-"""Beyond the paper: bits per byte against predicted hours, the faster method trained for longer.
+"""Beyond the paper, from --results alone: what longer training buys each method, and bits per byte at equal hours.
 
 Losses are those of small runs, each method at two lengths with its schedule stretched to either; hours are step_time's
 predictions for models of widths where 4 bits pay, trained for as many tokens a parameter. Nothing here was timed.
 """
 
 import math
+import statistics
 from typing import Any
 
-from lab.predict.predicted_time import BATCH, mean_step_ms, phases_of
-from lab.study.long_runs import measured_on, steps_of, stored_runs
+import numpy as np
+
+from lab.predict.predicted_time import BATCH, computation, mean_step_ms, phases_of
+from lab.study.long_runs import VALUES, cost_cells, measured_on, methods_of, steps_of, stored_runs
 from lab.study.reproduce_common import Context, Outcome
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.plots import BASELINE, COLORS
-from nanochat_fp4.roofline import MACHINES, Machine
-from nanochat_fp4.step_time import Shape
+from nanochat_fp4.step_time import MACHINES, Machine, Shape
 
 CARDS, DEPTHS = ("rtxpro4000", "rtx5090", "b200"), (20, 26, 32)
 RATIO = 11.6  # tokens of a run for each parameter of blocks and head, as in d6's runs
 METHODS = ("bf16", "fp8", "clover", "clover_feedback_late")
-FORWARDS = {"own": "val_bpb", "BF16": "val_bpb_bf16"}
 
 
 def method_ms(method: str, depth: int, machine: Machine, band: str) -> float:
@@ -40,7 +41,7 @@ def at_steps(points: list[tuple[int, float]], steps: float) -> tuple[float, str]
 def equal_time(context: Context) -> Outcome:
     runs, content = stored_runs(context)
     full = steps_of([r for r in runs if r["method"] == "bf16"])
-    points: dict[str, dict[str, list[tuple[int, float]]]] = {forward: {} for forward in FORWARDS}
+    points: dict[str, dict[str, list[tuple[int, float]]]] = {forward: {} for forward in VALUES}
     for m in METHODS:
         shorter = [r for r in runs if r["method"].startswith(f"{m}_") and r["method"].removeprefix(f"{m}_").isdigit()]
         if len(shorter) != 1:
@@ -51,7 +52,7 @@ def equal_time(context: Context) -> Outcome:
         if len({r["steps"] for r in same}) < 2:
             name = shorter[0]["method"]
             raise UserError(f"--results has no run of {m} of seed {seed} of another length than {name}; add its file")
-        for forward, value in FORWARDS.items():
+        for forward, value in VALUES.items():
             points[forward][m] = [(r["steps"], r[value]) for r in same]
     rows, numbers, panels = [], [], []
     depths = DEPTHS[:1] if context.quick else DEPTHS
@@ -114,5 +115,73 @@ def equal_time(context: Context) -> Outcome:
         {"points": points, "predictions": numbers},
         plot,
         measured_on([r for r in runs if r["method"].split("_")[-1].isdigit()], content),
+        content["environment"],
+    )
+
+
+def exponent(runs: list[dict], value: str = "val_bpb") -> tuple[float, dict[str, float]]:
+    """(b of loss ~ steps^-b of all methods with two lengths or more, the same of each such method).
+
+    A method's runs of one seed have a level of their own. Raises UserError where no method has two lengths.
+    """
+    groups: dict[tuple, list[dict]] = {}
+    for r in runs:
+        groups.setdefault((computation(r), r["seed"]), []).append(r)
+    groups = {key: of for key, of in groups.items() if len({r["steps"] for r in of}) > 1}
+    if not groups:
+        raise UserError("--results has no method of two lengths with one seed; add a sweep with --num-iterations")
+
+    def fit(of: list[list[dict]]) -> float:
+        x, y = (
+            np.concatenate([v - v.mean() for v in (np.log([r[name] for r in runs]) for runs in of)])
+            for name in ("steps", value)
+        )
+        return -float(x @ y / (x @ x))
+
+    single: dict[str, list[list[dict]]] = {}
+    for of in groups.values():
+        single.setdefault(min((r["method"] for r in of), key=len), []).append(of)
+    return fit(list(groups.values())), {name: fit(of) for name, of in single.items()}
+
+
+def more_tokens(gap: float, b: float) -> float:
+    """By how many percent more tokens a gap in percent is made up for."""
+    return 100 * ((1 + gap / 100) ** (1 / b) - 1)
+
+
+def extra_steps(context: Context) -> Outcome:
+    """Runs of other lengths against BF16 of its usual length, and against BF16 given the same steps."""
+    runs, content = stored_runs(context)
+    usual, (b, single) = steps_of([r for r in runs if r["method"] == "bf16"]), exponent(runs)
+    base = {r["seed"]: r for r in runs if r["method"] == "bf16"}
+    rows, numbers = [], []
+    for method in ["bf16", *methods_of(runs)]:
+        mine = [r for r in runs if r["method"] == method and r["seed"] in base]
+        steps = mine[0]["steps"]
+        longer: dict[str, Any] = {"method": method, "steps": steps / usual}
+        cells = [method, f"{100 * (steps / usual - 1):+.1f}%", *cost_cells(mine[0], usual)]
+        for name, value in VALUES.items():
+            gap = statistics.fmean(100 * (r[value] / base[r["seed"]][value] - 1) for r in mine)
+            alike = 100 * ((1 + gap / 100) * (steps / usual) ** b - 1)
+            longer[name] = {"gap": gap, "same_steps": alike, "more_tokens": more_tokens(alike, b)}
+            cells += [f"{gap:+.2f}", f"{alike:+.2f}", f"{more_tokens(alike, b):+.0f}%"]
+        rows.append([*cells, len(mine)])
+        numbers.append(longer)
+    shown = ", ".join(f"{name} {of:.3f}" for name, of in single.items())
+    what = ("gap", "same steps", "tokens")
+    return Outcome(
+        "Extra steps, and gaps as tokens",
+        ["method", "steps", "GEMM work", "time", *[f"{name}: {w}" for name in VALUES for w in what], "seeds"],
+        rows,
+        [
+            "gap: over bf16 of its usual length, percent; same steps: over a bf16 with as many steps as the method, "
+            "whose loss is bf16's times (steps / usual)^-b, not measured",
+            "tokens: by how much longer the method must train than bf16 to be level, by the same b",
+            f"b = {b:.3f}, of all methods with several lengths: {shown}",
+            "runs of other lengths end on other text, and read more of it",
+        ],
+        {"exponent": b, "exponents": single, "methods": numbers},
+        None,
+        measured_on(runs, content),
         content["environment"],
     )

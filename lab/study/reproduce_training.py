@@ -1,11 +1,15 @@
-"""Figures 1, 2, 4, 5 and Table 5: training runs, their gaps to BF16, and what the paper claims about them."""
+"""Tables and figures of training runs: their gaps to BF16, and what the paper claims about them.
+
+ITEMS has a row for each. Figures 1, 2, 4, 5 and Table 5 are the paper's. Other systems, attribution and remedies go
+beyond the paper.
+"""
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from lab.study import sweep, sweep_results, sweep_runs
+from lab.study import statistics, sweep, sweep_results, sweep_runs
 from lab.study.reproduce_common import Context, Outcome
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import plots
@@ -22,9 +26,9 @@ class Claim:
 
     def verdict(self, results: list[dict], size: str, pooled: bool = False) -> str:
         """pooled: by the scatter of a run, pooled over all methods; without, by that of this difference alone."""
-        d = sweep_results.difference(results, size, self.better, self.worse)
+        d = statistics.difference(results, size, self.better, self.worse)
         if pooled and d.n:
-            d = sweep_results.pooled_differences(results, size, self.worse)[self.better]
+            d = statistics.pooled_differences(results, size, self.worse)[self.better]
         if not d.n:
             return "no runs"
         if not d.decided:
@@ -32,20 +36,32 @@ class Claim:
         return f"{'agrees' if d.mean < 0 else 'DISAGREES'} ({d} points)"
 
 
-def training(
-    context: Context,
-    name: str,
-    title: str,
-    methods: Sequence[str],
-    claims: Sequence[Claim],
-    sizes: Sequence[str],
-    ratio: float,
-    paper: dict[str, tuple[float, ...]] | None = None,
-    notes: Sequence[str] = (),
-    models: Sequence[str] = (),
-) -> tuple[Outcome, list[dict]]:
-    """Trains the methods, or takes their runs from --results, and tabulates their gaps to bf16 beside the paper's
-    numbers: of bf16 the BPB, of the others the gaps in percent, for several of its models."""
+@dataclass(frozen=True)
+class Item:
+    """A table of runs. The methods may depend on --results and --sizes; with --quick a few are taken (QUICK).
+
+    size, ratio: of the runs that it trains; "" for one_size
+    paper: numbers of bf16 (BPB) and of the others (gaps in percent), one for each of `models`
+    finish: adds to the outcome
+    """
+
+    title: str
+    methods: Sequence[str] | Callable[[Context], Sequence[str]]
+    claims: Sequence[Claim] = ()
+    paper: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    models: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    size: str = ""
+    ratio: float = 20.0
+    finish: Callable[[Context, Outcome, list[dict]], None] | None = None
+
+
+def training(context: Context, name: str, item: Item) -> Outcome:
+    """Trains the methods, or takes their runs from --results, and tabulates their gaps to bf16 beside the paper's."""
+    methods = item.methods(context) if callable(item.methods) else item.methods
+    if context.quick and name in QUICK:
+        methods = [m for m in methods if m.partition(":")[0] in QUICK[name]]
+    paper, models, notes = item.paper, item.models, item.notes
     environment, data = None, ""
     if context.args.results:
         content = sweep_results.stored(context.args.results)
@@ -56,28 +72,28 @@ def training(
         if not results:
             raise UserError(f"{context.args.results} has no run of {name}'s methods (of these sizes)")
     else:
-        where, plan = context.runs(methods, sizes, ratio)
+        where, plan = context.runs(methods, [item.size or one_size(context)], item.ratio)
         results, data = sweep.run_sweep(where, f"{name}_runs", plan), sweep_results.data_name(where.data_dir)
     names = [m for m in sweep_runs.labels(methods) if any(r["method"] == m for r in results)]
     found = list(dict.fromkeys(r["size"] for r in results))
     rows, gaps = [], {}
     for size in found:
         for method in names:
-            bpb = sweep_results.by_seed(results, size, method)
+            bpb = statistics.by_seed(results, size, method)
             if not bpb:
                 continue
-            value = sweep_results.gap(results, size, method)
+            value = statistics.gap(results, size, method)
             gaps[size, method] = value
             shown = "-" if method == "bf16" else str(value)
             mean = sum(bpb.values()) / len(bpb)
             form = "{:.4f}" if method == "bf16" else "{:+.2f}"
-            said = " / ".join(form.format(v) for v in (paper or {}).get(method, ())) or "-"
+            said = " / ".join(form.format(v) for v in paper.get(method, ())) or "-"
             rows.append([size, method, said, f"{mean:.4f}", shown, len(bpb)])
     for size in found:
         run = next(r for r in results if r["size"] == size)
         if differs := sweep_results.difference_from_paper(run, data):
             notes = [*notes, f"{size} differs from the paper's runs: {differs}"]
-    claims = [c for c in claims if {c.better, c.worse} <= set(names)]
+    claims = [c for c in item.claims if {c.better, c.worse} <= set(names)]
     said = [f"the paper: {c.text}. Here, {size}: {c.verdict(results, size)}" for c in claims for size in found]
 
     def plot(axes) -> None:
@@ -88,7 +104,7 @@ def training(
             means = [v.mean if v else 0.0 for v in values]
             errors = [v.half if v and v.n > 1 else 0.0 for v in values]
             axes.bar(at, means, 0.8 / len(found), yerr=errors, capsize=3, alpha=0.6, label=f"{size}, here")
-        published = {j: paper[m] for j, m in enumerate(others) if paper and m in paper}
+        published = {j: paper[m] for j, m in enumerate(others) if m in paper}
         for marker, model, values in zip("os", models, zip(*published.values())):
             axes.plot(list(published), values, f"k{marker}", mfc="none", label=f"{model}, paper: other text")
         seeds = {m: max(v.n for (_, name), v in gaps.items() if name == m) for m in others}
@@ -101,7 +117,7 @@ def training(
     if not context.args.results:
         numbers["results"] = [{k: v for k, v in r.items() if k != "environment"} for r in results]
     outcome = Outcome(
-        title,
+        item.title,
         ["size", "method", "paper, %", "val BPB", "gap to bf16, %", "seeds"],
         rows,
         [*said, "intervals are 95%, paired by seed: the same initialization and data for all methods", *notes],
@@ -110,7 +126,9 @@ def training(
         f"data {data}, {'/'.join(f'{t:,}' for t in tokens)} training tokens, seeds {seeds}",
         environment,
     )
-    return outcome, results
+    if item.finish:
+        item.finish(context, outcome, results)
+    return outcome
 
 
 def one_size(context: Context) -> str:
@@ -134,7 +152,11 @@ def ends_in_bf16(method: str, size: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The paper's figures and its table
+# What items add to the table
+
+
+def full_methods(context: Context) -> Sequence[str]:
+    return WITH_OTHERS if context.args.results else FULL_METHODS
 
 
 def compare(outcome: Outcome, results: Sequence[dict], other: str) -> None:
@@ -142,80 +164,16 @@ def compare(outcome: Outcome, results: Sequence[dict], other: str) -> None:
     outcome.header += ["BF16 forward: gap", f"minus {other}"]
     for row in outcome.rows:
         size, method = row[:2]
-        forward = sweep_results.gap(results, size, method, value="val_bpb_bf16")
-        difference = sweep_results.difference(results, size, method, other)
-        row += [
-            "-" if method == "bf16" else str(forward),
-            "-" if method == other or not difference.n else str(difference),
-        ]
-
-
-# Increase of the validation loss over BF16 in percent, 30M parameters, C4 (Quartet-II, for_plots/runs.json); other
-# sizes and lengths are in docs/results/paper_runs.json.
-LLAMA_MODELS = ("30M, 25 tokens a parameter", "30M, 800")
-FIGURE_1 = {
-    "fig1a_sr": (0.19, 0.04), "fig1a_ms_eden": (0.03, 0.03), "fig1b_sr": (0.04, 0.11), "fig1c_sr": (0.19, 0.27),
-    "fig1c_ms_eden": (0.0, 0.16), "fig1d_sr": (0.29, 0.30), "fig1e_sr": (0.44, 0.35), "fig1e_ms_eden": (0.19, 0.17),
-}  # fmt: skip
-FIGURE_2 = {
-    "fig2_1x16_rtn": (1.19, 2.69), "fig2_1x16_four_over_six": (1.12, 2.36),
-    "fig2_16x16_rtn": (1.43, 3.15), "fig2_16x16_four_over_six": (1.31, 2.98),
-}  # fmt: skip
-FIGURE_4 = {
-    "nvidia": (1.60, 3.42), "four_over_six": (1.65, 3.27), "tetrajet_v2": (1.58, 2.86), "clover": (1.26, 2.45)
-}  # fmt: skip
-OF_LLAMAS: dict[str, Any] = {
-    "notes": [
-        f"the paper, %: {' / '.join(LLAMA_MODELS)}; of another text and length, so not to be compared in magnitude"
-    ],
-    "models": LLAMA_MODELS,
-}
-
-
-def fig1(context: Context) -> Outcome:
-    pairs = (("a", "wgrad"), ("c", "dgrad with weight requantization"), ("e", "both GEMMs"))
-    claims = [
-        Claim(f"({p}) {what}: MS-EDEN beats SR", f"fig1{p}_ms_eden", f"fig1{p}_sr") for p, what in pairs
-    ] + [
-        Claim("MS-EDEN with weight requantization (e) beats SR without (d)", "fig1e_ms_eden", "fig1d_sr"),
-        Claim("SR without weight requantization (b) beats SR with it (c)", "fig1b_sr", "fig1c_sr"),
-    ]  # fmt: skip
-    methods = ["bf16", *[f"fig1{p}_sr" for p in "abcde"], *[f"fig1{p}_ms_eden" for p in "ace"]]
-    title = "Figure 1: quantization of selected operands of the backward pass"
-    return training(context, "fig1", title, methods, claims, ["llama-30M"], 25.0, FIGURE_1, **OF_LLAMAS)[0]
-
-
-def fig2(context: Context) -> Outcome:
-    claims = [
-        Claim("4/6 improves native 1x16 scales", "fig2_1x16_four_over_six", "fig2_1x16_rtn"),
-        Claim("4/6 improves 16x16 weight scales", "fig2_16x16_four_over_six", "fig2_16x16_rtn"),
-        Claim("native scales beat square blocks (RTN)", "fig2_1x16_rtn", "fig2_16x16_rtn"),
-        Claim("native scales beat square blocks (4/6)", "fig2_1x16_four_over_six", "fig2_16x16_four_over_six"),
-    ]
-    methods = ["bf16", *[f"fig2_{b}_{r}" for r in ("rtn", "four_over_six") for b in ("1x16", "16x16")]]
-    title = "Figure 2: quantization of the forward pass"
-    return training(context, "fig2", title, methods, claims, ["llama-30M"], 25.0, FIGURE_2, **OF_LLAMAS)[0]
-
-
-FULL_METHODS = ("bf16", "nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search")
-WITH_OTHERS = (
-    *FULL_METHODS, "four_over_six_biased", "tetrajet_v2_rht128", "nvidia_full", "clover_feedback",
-    "clover_feedback_late", "clover_late",
-)  # fmt: skip  # where there are runs of them already
-SYSTEMS = {
-    "nvidia": "NVIDIA",
-    "four_over_six": "4/6",
-    "tetrajet_v2": "TetraJet-v2",
-    "four_over_six_biased": "4/6 (in both passes)",
-    "tetrajet_v2_rht128": "TetraJet-v2 (rotated by 128)",
-}
-FULL_CLAIMS = [Claim(f"Clover beats {name}", "clover", method) for method, name in SYSTEMS.items()]
+        forward = statistics.gap(results, size, method, value="val_bpb_bf16")
+        difference = statistics.difference(results, size, method, other)
+        row.append("-" if method == "bf16" else str(forward))
+        row.append("-" if method == other or not difference.n else str(difference))
 
 
 def reduction(outcome: Outcome, results: list[dict], said: str) -> None:
     """Adds by how much clover's mean gap is below the best of the other systems, where all gaps are clear of zero."""
     for size in dict.fromkeys(r["size"] for r in results):
-        gaps = {m: sweep_results.gap(results, size, m) for m in (*SYSTEMS, "clover")}
+        gaps = {m: statistics.gap(results, size, m) for m in (*SYSTEMS, "clover")}
         gaps = {m: g for m, g in gaps.items() if g.n}
         if len(gaps) > 1 and "clover" in gaps and all(g.decided and g.mean > 0 for g in gaps.values()):
             best = min(v.mean for m, v in gaps.items() if m != "clover")
@@ -226,45 +184,19 @@ def reduction(outcome: Outcome, results: list[dict], said: str) -> None:
             )  # fmt: skip
 
 
-def fig4(context: Context) -> Outcome:
-    title = "Figure 4: fully quantized Llama-like models"
-    methods = WITH_OTHERS if context.args.results else FULL_METHODS
-    outcome, results = training(
-        context, "fig4", title, methods, FULL_CLAIMS, ["llama-30M"], 25.0, FIGURE_4, **OF_LLAMAS
-    )
+def finish_fig4(context: Context, outcome: Outcome, results: list[dict]) -> None:
     reduction(outcome, results, "at least 20%")
-    return outcome
 
 
-# Validation BPB of bf16, and its increase over that in percent; the paper's Table 5.
-PAPER_MODELS = ("d20 (560M, 11B tokens)", "d32 (1.9B, 38B tokens)")
-TABLE_5 = {
-    "bf16": (0.7693, 0.6925),
-    "nvidia": (1.57, 1.92),
-    "four_over_six": (1.52, 1.76),
-    "tetrajet_v2": (1.56, 1.72),
-    "clover": (1.22, 1.44),
-}
-
-
-def table5(context: Context) -> Outcome:
-    title = "Table 5: nanochat's validation BPB, increase over BF16 (paper: d20 / d32)"
-    methods = WITH_OTHERS if context.args.results else FULL_METHODS
-    outcome, results = training(
-        context, "table5", title, methods, FULL_CLAIMS, ["d8"], 20.0, TABLE_5, models=PAPER_MODELS
-    )
+def finish_table5(context: Context, outcome: Outcome, results: list[dict]) -> None:
     reduction(outcome, results, "15% to 25%")
     outcome.notes.append(
         "the paper's rows after SFT come from the whole pipeline: COMPARE=1 QAT_METHOD=clover bash speedrun_fp4.sh"
     )
-    return outcome
 
 
-def fig5(context: Context) -> Outcome:
-    methods = WITH_OTHERS if context.args.results else FULL_METHODS
-    outcome, results = training(
-        context, "table5", "Figure 5", methods, FULL_CLAIMS, ["d8"], 20.0, TABLE_5, models=PAPER_MODELS,
-    )  # fmt: skip
+def finish_fig5(context: Context, outcome: Outcome, results: list[dict]) -> None:
+    """Gaps along the run in the place of those at its end."""
     # Runs that were evaluated at the ends alone: the mean training loss of parts of the run, on the same batches.
     loss = any(len(r["curve"]) < 4 for r in results) and all("loss_curve" in r for r in results)
     what = "training loss" if loss else "validation BPB"
@@ -273,7 +205,7 @@ def fig5(context: Context) -> Outcome:
     for size in dict.fromkeys(r["size"] for r in results):
         of_size = {(r["method"], r["seed"]): r["loss_curve" if loss else "curve"] for r in results if r["size"] == size}
         base = {seed: {c[0]: c[1] for c in curve} for (method, seed), curve in of_size.items() if method == "bf16"}
-        for method in methods[1:]:
+        for method in full_methods(context)[1:]:
             points: dict[int, list[float]] = {}
             for seed in base:
                 gaps = [
@@ -305,4 +237,199 @@ def fig5(context: Context) -> Outcome:
         axes.set_ylabel(f"increase of the {what} over bf16, %")
 
     outcome.plot = plot
-    return outcome
+
+
+def finish_systems(context: Context, outcome: Outcome, results: list[dict]) -> None:
+    compare(outcome, results, "clover")
+
+
+def finish_attribution(context: Context, outcome: Outcome, results: list[dict]) -> None:
+    outcome.rows = [[row[0], row[1], *row[3:]] for row in outcome.rows]
+    outcome.header = ["size", "quantized", *outcome.header[3:]]
+    compare(outcome, results, "all")
+
+
+def finish_remedies(context: Context, outcome: Outcome, results: list[dict]) -> None:
+    """Columns of what each run costs, of its gap with a BF16 forward, and of both beside clover's."""
+    outcome.header = ["size", "method", "work in 4 / 8 / 16 bits, %", *outcome.header[3:]]
+    outcome.header += ["minus clover", "of clover's", "BF16 forward: gap", "of clover's"]
+    for row in outcome.rows:
+        size, method = row[:2]
+        work = next(r["gemm_work"] for r in results if (r["size"], r["method"]) == (size, method))
+        row[2] = " / ".join(f"{100 * work[bits]:.1f}" for bits in ("4", "8", "16"))
+        row.append("-" if method == "clover" else str(statistics.difference(results, size, method, "clover")))
+        for value in ("val_bpb", "val_bpb_bf16"):
+            gap, clover = (statistics.gap(results, size, m, value=value) for m in (method, "clover"))
+            own = [str(gap)] if value != "val_bpb" else []
+            row += ["-"] * (1 + len(own)) if method == "bf16" else [*own, f"{gap.mean / clover.mean:.2f}x"]
+    outcome.notes += [
+        "work: the linear layers' multiply-adds over all steps, by a GEMM's wider operand; more than 100% where "
+        "operands have two terms",
+        "a run is evaluated with the forward pass that it ends with; BF16 forward: the same weights, evaluated alike",
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Methods, claims and the paper's numbers
+
+FULL_METHODS = ("bf16", "nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search")
+WITH_OTHERS = (
+    *FULL_METHODS, "four_over_six_biased", "tetrajet_v2_rht128", "nvidia_full", "clover_feedback",
+    "clover_feedback_late", "clover_late",
+)  # fmt: skip  # where there are runs of them already
+SYSTEMS = {
+    "nvidia": "NVIDIA",
+    "four_over_six": "4/6",
+    "tetrajet_v2": "TetraJet-v2",
+    "four_over_six_biased": "4/6 (in both passes)",
+    "tetrajet_v2_rht128": "TetraJet-v2 (rotated by 128)",
+}
+FULL_CLAIMS = [Claim(f"Clover beats {name}", "clover", method) for method, name in SYSTEMS.items()]
+
+
+# Validation BPB of bf16, and its increase over that in percent; the paper's Table 5.
+PAPER_MODELS = ("d20 (560M, 11B tokens)", "d32 (1.9B, 38B tokens)")
+TABLE_5 = {
+    "bf16": (0.7693, 0.6925),
+    "nvidia": (1.57, 1.92),
+    "four_over_six": (1.52, 1.76),
+    "tetrajet_v2": (1.56, 1.72),
+    "clover": (1.22, 1.44),
+}
+
+
+# Increase of the validation loss over BF16 in percent, 30M parameters, C4 (Quartet-II, for_plots/runs.json); other
+# sizes and lengths are in docs/results/paper_runs.json.
+LLAMA_MODELS = ("30M, 25 tokens a parameter", "30M, 800")
+FIGURE_1 = {
+    "fig1a_sr": (0.19, 0.04), "fig1a_ms_eden": (0.03, 0.03), "fig1b_sr": (0.04, 0.11), "fig1c_sr": (0.19, 0.27),
+    "fig1c_ms_eden": (0.0, 0.16), "fig1d_sr": (0.29, 0.30), "fig1e_sr": (0.44, 0.35), "fig1e_ms_eden": (0.19, 0.17),
+}  # fmt: skip
+FIGURE_2 = {
+    "fig2_1x16_rtn": (1.19, 2.69), "fig2_1x16_four_over_six": (1.12, 2.36),
+    "fig2_16x16_rtn": (1.43, 3.15), "fig2_16x16_four_over_six": (1.31, 2.98),
+}  # fmt: skip
+FIGURE_4 = {
+    "nvidia": (1.60, 3.42), "four_over_six": (1.65, 3.27), "tetrajet_v2": (1.58, 2.86), "clover": (1.26, 2.45)
+}  # fmt: skip
+NOT_COMPARABLE = (
+    f"the paper, %: {' / '.join(LLAMA_MODELS)}; of another text and length, so not to be compared in magnitude"
+)
+OF_LLAMAS: dict[str, Any] = {"notes": [NOT_COMPARABLE], "models": LLAMA_MODELS, "size": "llama-30M", "ratio": 25.0}
+
+OTHER_SYSTEMS = (
+    "bf16", "fp8", "clover", "nvidia", "nvidia_fixed_signs", "nvidia_1d", "nvidia_no_rht", "nvidia_no_sr",
+    "nvidia_full", "chmiel", "tetrajet_v2", "tetrajet_v2_rht128", "tseng", "mxfp4_nvidia",
+    "mxfp8",
+)  # fmt: skip
+REMEDIES = (
+    "clover_search", "clover_search_forward", "clover_search_backward", "clover_weight_search", "clover_warmup",
+    "clover_late_bf16", "clover_late_forward", "clover_late_backward", "clover_refined",
+    "clover_late", "clover_late_fp8", "clover_up_fp8", "clover_fp8_input",
+    "clover_fp8_weight", "clover_fp8_forward", "clover_less_decay",
+    "clover_feedback", "clover_search_feedback", "clover_late_refined_bf16",
+    "clover_feedback_late_bf16",
+)  # fmt: skip
+QUICK = {  # with --quick one of each sort
+    "fig1": ("bf16", "fig1a_sr", "fig1a_ms_eden"),
+    "fig2": ("bf16", "fig2_1x16_rtn", "fig2_1x16_four_over_six"),
+    "systems": ("bf16", "fp8", "clover", "nvidia", "mxfp4_nvidia", "nvidia_ends_bf16"),
+    "remedies": ("bf16", "clover", "clover_feedback", "clover_late_forward", "clover_up_fp8", "clover_ends_bf16"),
+    "attribution": ("bf16", "all", "forward-input", "forward-up", "all_but_up", "steps_75-100%"),
+}
+
+
+def systems_methods(context: Context) -> list[str]:
+    return [*OTHER_SYSTEMS, ends_in_bf16("nvidia", one_size(context))]
+
+
+def remedies_methods(context: Context) -> list[str]:
+    first = WITH_OTHERS if context.args.results else ("bf16", "clover")
+    return list(dict.fromkeys([*first, *REMEDIES, ends_in_bf16("clover", one_size(context))]))
+
+
+def clover_apart(depth: int) -> list[str]:
+    """The runs that take clover apart, as "label: flags": operand, kind of layer, half of the depth, phase."""
+    forward = "fig2_1x16_four_over_six"  # the forward of clover alone
+    methods = {
+        "bf16": sweep_runs.changed("bf16"),
+        "all": sweep_runs.changed("clover"),
+        "forward": sweep_runs.changed(forward),
+        "forward, input": sweep_runs.changed("clover_input"),
+        "forward, weight": sweep_runs.changed("clover_weight"),
+        "backward": sweep_runs.changed("fig1e_ms_eden"),
+        "backward, dgrad": sweep_runs.changed("fig1c_ms_eden"),
+        "backward, wgrad": sweep_runs.changed("fig1a_ms_eden"),
+    }
+    for kind, pattern in sweep_runs.LAYER_KINDS.items():
+        methods[f"forward, {kind}"] = sweep_runs.changed("bf16", f"{pattern}={forward}")
+        methods[f"input, {kind}"] = sweep_runs.changed("bf16", f"{pattern}=clover_input")
+        methods[f"weight, {kind}"] = sweep_runs.changed("bf16", f"{pattern}=clover_weight")
+        methods[f"all but {kind}"] = sweep_runs.changed("clover", f"{pattern}=bf16")
+    for half, blocks in (("first", range(depth // 2)), ("second", range(depth // 2, depth))):
+        patterns = ",".join(f"transformer.h.{i}.*={forward}" for i in blocks)
+        methods[f"forward, {half} half"] = sweep_runs.changed("bf16", patterns)
+    for first, last in ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0)):
+        end = f",{last}=bf16" if last < 1 else ""
+        methods[f"steps {100 * first:.0f}-{100 * last:.0f}%"] = sweep_runs.changed("bf16", "", f"{first}=clover{end}")
+    return [f"{label.replace(', ', '-').replace(' ', '_')}: {' '.join(flags)}" for label, flags in methods.items()]
+
+
+def attribution_methods(context: Context) -> list[str]:
+    return clover_apart(depth_of(one_size(context)))
+
+
+TABLE_5_ITEM = Item(
+    "Table 5: nanochat's validation BPB, increase over BF16 (paper: d20 / d32)", full_methods, FULL_CLAIMS, TABLE_5,
+    PAPER_MODELS, size="d8", finish=finish_table5,
+)  # fmt: skip
+ITEMS = {
+    "fig1": Item(
+        "Figure 1: quantization of selected operands of the backward pass",
+        ["bf16", *[f"fig1{p}_sr" for p in "abcde"], *[f"fig1{p}_ms_eden" for p in "ace"]],
+        [
+            Claim("(a) wgrad: MS-EDEN beats SR", "fig1a_ms_eden", "fig1a_sr"),
+            Claim("(c) dgrad with weight requantization: MS-EDEN beats SR", "fig1c_ms_eden", "fig1c_sr"),
+            Claim("(e) both GEMMs: MS-EDEN beats SR", "fig1e_ms_eden", "fig1e_sr"),
+            Claim("MS-EDEN with weight requantization (e) beats SR without (d)", "fig1e_ms_eden", "fig1d_sr"),
+            Claim("SR without weight requantization (b) beats SR with it (c)", "fig1b_sr", "fig1c_sr"),
+        ],
+        FIGURE_1,
+        **OF_LLAMAS,
+    ),
+    "fig2": Item(
+        "Figure 2: quantization of the forward pass",
+        ["bf16", *[f"fig2_{b}_{r}" for r in ("rtn", "four_over_six") for b in ("1x16", "16x16")]],
+        [
+            Claim("4/6 improves native 1x16 scales", "fig2_1x16_four_over_six", "fig2_1x16_rtn"),
+            Claim("4/6 improves 16x16 weight scales", "fig2_16x16_four_over_six", "fig2_16x16_rtn"),
+            Claim("native scales beat square blocks (RTN)", "fig2_1x16_rtn", "fig2_16x16_rtn"),
+            Claim("native scales beat square blocks (4/6)", "fig2_1x16_four_over_six", "fig2_16x16_four_over_six"),
+        ],
+        FIGURE_2,
+        **OF_LLAMAS,
+    ),
+    "fig4": Item(
+        "Figure 4: fully quantized Llama-like models", full_methods, FULL_CLAIMS, FIGURE_4, finish=finish_fig4,
+        **OF_LLAMAS,
+    ),
+    "table5": TABLE_5_ITEM,
+    "fig5": dataclasses.replace(TABLE_5_ITEM, title="Figure 5", finish=finish_fig5),
+    "systems": Item(
+        "Other systems: FP8, NVIDIA's recipe piece by piece, Chmiel, Tseng, MXFP4",
+        systems_methods,
+        [
+            Claim("NVFP4 has a smaller gap than MXFP4 (NVIDIA: 1.5% and 2.5%)", "nvidia", "mxfp4_nvidia"),
+        ],
+        finish=finish_systems,
+    ),
+    "attribution": Item(
+        "Where Clover's gap comes from: only this part is quantized", attribution_methods, finish=finish_attribution
+    ),
+    "remedies": Item("Remedies on top of Clover", remedies_methods, finish=finish_remedies),
+}  # fmt: skip
+
+
+def made(name: str, context: Context) -> Outcome:
+    """An item of ITEMS. Figure 5 is of Table 5's runs."""
+    return training(context, "table5" if name == "fig5" else name, ITEMS[name])

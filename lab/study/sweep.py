@@ -28,8 +28,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lab.measure.bench_common import table
-from lab.study.sweep_results import data_name, difference_from_paper, gap, other_lengths, summary
-from lab.study.sweep_runs import Run, data_key, labels, parse_number, plan
+from lab.study.statistics import gap
+from lab.study.sweep_results import data_name, difference_from_paper, other_lengths, summary
+from lab.study.sweep_runs import Run, data_key, labels, method_plan, parse_number, plan
 from lab.study.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser, format_seconds
@@ -68,15 +69,43 @@ def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: fl
     return data
 
 
+def with_one_term(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[str]]:
+    """(results, notes). A run that ends in two terms has "val_bpb_one_term", plain NVFP4, if lab.study.forwards has
+    measured that on the text that the run was evaluated on."""
+    results, notes = [], []
+    for run in runs:
+        if (result := sweep.result(run)) is None:
+            continue
+        results.append(result)
+        try:
+            output = method_plan(run.flags).at(1.0).output
+            found = json.loads((sweep.folder / "forwards" / f"{run.tag}.json").read_text())
+            bpb, tokens = found["bpb"]["clover"], found["eval_tokens"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if max(output.a.terms, output.b.terms) < 2:
+            continue
+        if tokens == result.get("eval_tokens"):
+            result["val_bpb_one_term"] = bpb
+        else:
+            own = result.get("eval_tokens")
+            notes.append(
+                f"{run.tag}: evaluated on {own} tokens, by lab.study.forwards on {tokens}; remove its file in "
+                f"forwards/ and run lab.study.forwards --eval-tokens={own}"
+            )
+    return results, notes
+
+
 def report(sweep: Sweep, name: str, runs: Sequence[Run], baseline: str, other: str) -> str:
     """Writes <folder>/<name>.json and .md from what is done; returns the table."""
-    results = sweep.results(runs)
+    results, notes = with_one_term(sweep, runs)
     methods, sizes = (list(dict.fromkeys(getattr(r, f) for r in runs)) for f in ("method", "size"))
     header, rows = summary(results, methods, sizes, baseline, other)
     first = {r["size"]: r for r in reversed(results)}
     differs = {size: difference_from_paper(r, data_name(sweep.data_dir)) for size, r in sorted(first.items())}
     said = [f"{size} differs from the paper's runs: {what}" for size, what in differs.items() if what]
     said += [f"{size}: {note}" for size in sizes if (note := other_lengths(results, size, baseline))]
+    said += notes
     text = "\n".join([table(header, rows), *said])
     content = {
         "name": name,

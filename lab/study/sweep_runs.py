@@ -40,18 +40,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_late_fp8": changed("clover", phases="0.7=clover_fp8_forward"),  # a tenth of the GEMM work in 8 bits
     "clover_late_refined_bf16": changed("clover", phases="0.7=clover_refined,0.85=bf16"),  # clover_late, ending in BF16
     "clover_feedback_late_bf16": changed("clover_feedback", phases="0.85=bf16"),
-    "clover_late_refined": changed("clover", phases="0.85=clover_refined"),  # clover_late changes at 0.7
     "clover_warmup": changed("bf16", phases="0.1=clover"),
     "clover_up_fp8": changed("clover", f"{LAYER_KINDS['up']}=clover_fp8_forward"),
-    "clover_qkv_fp8": changed("clover", f"{LAYER_KINDS['qkv']}=clover_fp8_forward"),
-    "clover_up_bf16": changed("clover", f"{LAYER_KINDS['up']}=fig1e_ms_eden"),
-    "clover_rates_up": changed("clover", "", "", "--matrix-lr=0.025"),  # nanochat's is 0.02
-    "clover_rates_down": changed("clover", "", "", "--matrix-lr=0.016"),
     "clover_less_decay": changed("clover", "", "", "--weight-decay=0.1"),  # nanochat's is 0.2
     # As in the paper's nanochat runs, where these differ from ours (docs/published.md).
     "clover_separate_qkv": changed("clover", "", "", "separate_qkv"),
     "clover_exact_relu_squared": changed("clover", "", "", "exact_relu_squared"),
-    "nvidia_late_forward": changed("nvidia", phases="0.82=fig1d_sr"),  # NVIDIA's 18%, with SR in the backward
 }
 
 

@@ -28,7 +28,7 @@ from nanochat_fp4.evaluation import plots
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE
-from nanochat_fp4.roofline import MACHINES, is_predictable, machine_of, predict
+from nanochat_fp4.step_time import MACHINES, is_predictable, machine_of, predict
 
 # Order of the stages in the report; sections with other names follow in the order of their time.
 SECTIONS = [

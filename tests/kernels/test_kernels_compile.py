@@ -120,13 +120,13 @@ def test_how_many_rotating_programs_fit_a_multiprocessor(clover, arch):
 
 @pytest.mark.parametrize("arch", [90], indirect=True)
 def test_predictions_count_these_instructions(clover, arch):
-    """roofline.py's budgets, which are of another version of the compiler, against the loops of sm_90."""
-    from nanochat_fp4 import roofline
+    """step_time.py's budgets, which are of another version of the compiler, against the loops of sm_90."""
+    from nanochat_fp4 import step_time
 
-    eden = roofline._instructions("ms_eden", roofline.ROTATED_INSTRUCTIONS)
+    eden = step_time._instructions("ms_eden", step_time.ROTATED_INSTRUCTIONS)
     expected = {
-        "quantize_kernel": [roofline._instructions("four_over_six", roofline.ROWS_INSTRUCTIONS)],
-        "rotate_quantize_kernel": [eden, eden + roofline.ROTATED_DECODE_INSTRUCTIONS],
+        "quantize_kernel": [step_time._instructions("four_over_six", step_time.ROWS_INSTRUCTIONS)],
+        "rotate_quantize_kernel": [eden, eden + step_time.ROTATED_DECODE_INSTRUCTIONS],
     }
     clover = [r for r in clover if "'SQUARE': True" not in r["constants"]]  # ReLU^2 is not in the budgets
     for r in clover:
@@ -138,7 +138,7 @@ def test_predictions_count_these_instructions(clover, arch):
 
 
 def test_instructions_are_named_and_counted(clover, arch, capsys, monkeypatch):
-    """What lab/measure/instructions.py prints of these."""
+    """What lab.measure.instructions prints of these."""
     spec = importlib.util.spec_from_file_location("instructions", ROOT / "lab" / "measure" / "instructions.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setattr("sys.path", list(sys.path))

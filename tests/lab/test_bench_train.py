@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.measure import bench_profile, bench_step, bench_train
+from lab.measure import bench_step, bench_train
 from lab.measure.bench_step import Subject, Variant
-from nanochat_fp4 import roofline
+from nanochat_fp4 import step_time
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import config_from_depth
 from nanochat_fp4.nvfp4.linear import QuantLinear
@@ -54,7 +54,6 @@ def test_one_command_measures_everything(base_dir, capsys):
         for work in (("forward", "GEMM"), ("forward", "LM head and loss"), ("backward", "GEMM"), ("update", "GEMM")):
             assert (variant, *work) in operations
     assert "recompilations after the warm-up: 0" in out and "Time by operation, d1, clover, micro-batch 2" in out
-    assert (base_dir / "bench" / "bench_train.png").read_bytes()[1:4] == b"PNG"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU memory is measured, too")
@@ -232,7 +231,7 @@ def test_kernels_belong_to_what_launched_them():
         event("kernel", "nvjet_tst_192x192", 15400, 9000, tid=7, correlation=6),
         {"ph": "M", "name": "process_name"},
     ]
-    records = bench_profile.summarize(trace)
+    records = bench_step.summarize(trace)
     assert {(r["phase"], r["kind"]): r["ms"] for r in records} == {
         ("forward", "GEMM"): 5.0,
         ("forward", "quantize"): 2.0,
@@ -240,7 +239,7 @@ def test_kernels_belong_to_what_launched_them():
         ("backward", "rotate and quantize"): 4.0,
         ("update", "communication and copies"): 1.0,
     }
-    text = bench_profile.show_table_7("d26", records)
+    text = bench_step.show_table_7("d26", records)
     # 14 ms of forward and backward, 5 of them in the GEMMs of layers
     assert "forward 10.0 ms, backward 4.0 ms, update 1.0 ms; 64% of forward and backward is not" in text
     assert "GEMM 36% 5.00 rotate and quantize 29% 4.00" in " ".join(text.split())
@@ -264,10 +263,10 @@ def test_a_gemm_inside_our_operators_is_a_gemm():
         trace += [event("cpu_op", name, 100 * i + 10 + j, 80 - 2 * j) for j, name in enumerate(operators)]
         trace.append(event("cuda_runtime", "cudaLaunchKernel", 100 * i + 50, 2, correlation=i))
         trace.append(event("kernel", kernel, 5000 * i, 1000 * ms, tid=7, correlation=i))
-    records = bench_profile.summarize(trace)
+    records = bench_step.summarize(trace)
     assert {r["kind"]: r["ms"] for r in records} == {"GEMM": 19.0, "quantize": 11.0, "LM head and loss": 10.0}
     # 40 ms, 19 of them in the GEMMs of layers: 52.5% are not
-    assert "forward 40.0 ms, backward 0.0 ms, update 0.0 ms; 52% of" in bench_profile.show_table_7("d26", records)
+    assert "forward 40.0 ms, backward 0.0 ms, update 0.0 ms; 52% of" in bench_step.show_table_7("d26", records)
 
 
 def test_without_kernels_operators_count_for_themselves():
@@ -278,7 +277,7 @@ def test_without_kernels_operators_count_for_themselves():
         event("cpu_op", "aten::relu", 70, 10),
         event("cpu_op", "aten::mm", 20, 5, tid=2),
     ]
-    records = bench_profile.summarize(trace)
+    records = bench_step.summarize(trace)
     expected = {"GEMM": 0.035, "other element-wise": 0.02, "ReLU^2": 0.01}
     assert {r["kind"]: r["ms"] for r in records} == pytest.approx(expected)
 
@@ -306,7 +305,7 @@ def test_without_kernels_operators_count_for_themselves():
     ],
 )
 def test_kinds_of_kernels(name, kind):
-    assert bench_profile.kind_of([name]) == kind
+    assert bench_step.kind_of([name]) == kind
 
 
 def test_every_kernel_of_ours_has_a_kind():
@@ -317,18 +316,18 @@ def test_every_kernel_of_ours_has_a_kind():
         for name in re.findall(r"@triton\.jit\ndef (\w+_kernel)\(", path.read_text())
     }
     assert len(names) > 5
-    assert {n for n in names if bench_profile.kind_of([n]) == bench_profile.OTHER} == set()
+    assert {n for n in names if bench_step.kind_of([n]) == bench_step.OTHER} == set()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Prediction
 
 
-@pytest.mark.parametrize("machine", sorted(roofline.MACHINES))
+@pytest.mark.parametrize("machine", ["h200", "rtx5090", "rtxpro4000"])
 def test_break_even_is_a_prediction(machine, base_dir, capsys):
     bench_train.main(["--roofline", machine, "--methods", "clover,nvidia"])
     out = capsys.readouterr().out
-    assert out.startswith(f"PREDICTION for {roofline.MACHINES[machine].name}, not a measurement")
+    assert out.startswith(f"PREDICTION for {step_time.MACHINES[machine].name}, not a measurement")
     content = json.loads((base_dir / "bench" / f"bench_train_{machine}_predicted.json").read_text())
     clover, nvidia = content["records"]
     assert (clover["method"], nvidia["method"]) == ("clover", "nvidia")
@@ -340,9 +339,9 @@ def test_break_even_is_a_prediction(machine, base_dir, capsys):
             assert r["width"] is None and min(ratios) > 1
         else:
             assert r["width"] % 128 == 0
-            model = roofline.MACHINES[machine]
+            model = step_time.MACHINES[machine]
             for width, faster in ((r["width"], True), (r["width"] - 128, False)):
-                times = [roofline.block_ms(m, width, roofline.TOKENS, model) for m in (r["method"], "bf16")]
+                times = [step_time.block_ms(m, width, step_time.TOKENS, model) for m in (r["method"], "bf16")]
                 assert (times[0] < times[1]) == faster
 
 
@@ -360,7 +359,7 @@ def test_break_even_is_a_prediction(machine, base_dir, capsys):
         (["--methods", "clover:0"], "'clover:0', expected a method"),
         (["--methods", "clever:64"], "--methods: unknown method 'clever'"),
         (["--methods", "clover:3"], "not a multiple of a micro-batch of 3 rows of 2048 tokens"),
-        (["--recompute", "some"], "--recompute must be some of none, mlp, all"),
+        (["--recompute", "some"], "--recompute is 'some', expected some of none, mlp, all"),
         (["--micro-batch", "0"], "expected 'auto' or a positive whole number"),
         (["--rounds", "0"], "must be at least 1"),
         (["--micro-batch", "3"], "not a multiple of a micro-batch of 3 rows of 2048 tokens"),
@@ -380,15 +379,6 @@ def test_without_cuda_one_line(fork_server):
     run = fork_server.run("lab.measure.bench_train", [], as_main=True)
     assert run.status == 2
     assert "no CUDA device" in run.log and "--roofline" in run.log and "Traceback" not in run.log
-
-
-def test_memory_that_runs_out_is_one_line(monkeypatch):
-    def passes(self, rows):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(Subject, "passes", passes)
-    with pytest.raises(UserError, match="2 of 2 variants failed: d1 bf16: micro-batch: out of memory; lower --micro-b"):
-        bench_train.main([*TINY, "--methods", "clover"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.predict import blackwell
-from nanochat_fp4 import roofline, step_time
+from lab.predict import blackwell, measured
+from nanochat_fp4 import step_time
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.step_time import Shape
 
@@ -28,7 +28,7 @@ def test_each_point_is_predicted_by_the_others(machine, count):
 @pytest.mark.parametrize("machine", ["rtx5090", "rtxpro4000"])
 def test_the_machines_have_the_constants_that_fit(machine):
     fitted = blackwell.rates(blackwell.fit([p for p in blackwell.points() if p.machine == machine]))
-    m = roofline.MACHINES[machine]
+    m = step_time.MACHINES[machine]
     assert (m.bandwidth, m.bf16, m.fp4, m.launch) == pytest.approx(fitted, rel=0.01)
 
 
@@ -40,13 +40,13 @@ def test_a_wrong_constant_would_be_seen():
 
 @pytest.mark.parametrize("name", ["bench_linear", "bench_train", "bench_train_32gib"])
 def test_our_own_kernels_on_an_h200_are_predicted(name):
-    rows = step_time.comparison([str(RESULTS / f"{name}.json")])
+    rows = measured.comparison([str(RESULTS / f"{name}.json")])
     assert len(rows) == {"bench_linear": 15}.get(name, 3)
     assert all(abs(int(row[3].rstrip("%"))) <= 8 for row in rows), rows
 
 
 def test_a_band_and_what_fits_in_a_day():
-    machine = roofline.MACHINES["rtx5090"]
+    machine = step_time.MACHINES["rtx5090"]
     speed = step_time.tokens_per_second(Shape(20), "clover", machine, micro_batch=8192)
     assert speed["worst"] < speed[""] < speed["best"] < 1.2 * speed[""]
     plain = step_time.tokens_per_second(Shape(20), "bf16", machine, micro_batch=8192)
@@ -61,7 +61,7 @@ def test_work_is_counted_once():
     """FLOPs of a step: six for each weight and token, and those of attention and Muon."""
     shape = Shape(12)
     for method, names in (("bf16", ("bf16_flops",)), ("clover", ("fp4_flops",)), ("fp8", ("fp8_flops",))):
-        groups = step_time.groups(shape, method, roofline.MACHINES["b200"], micro_batch=8192, total_batch=65536)
+        groups = step_time.groups(shape, method, step_time.MACHINES["b200"], micro_batch=8192, total_batch=65536)
         flops = sum(getattr(s, n) for s in groups["linear layers"] for n in names)
         assert flops == pytest.approx(6 * shape.block_weights * 65536)
         assert sum(s.bf16_flops for s in groups["head"]) == pytest.approx(6 * shape.head_weights * 65536)
@@ -74,17 +74,17 @@ def test_command_lines(capsys, tmp_path):
     step_time.main(["--gpu", "rtx5090", "--methods", "clover,clover_late"])
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("RTX 5090, d20, clover: ") and "not predicted" in second
-    step_time.main(["--compare", str(RESULTS / "bench_linear.json")])
+    measured.main([str(RESULTS / "bench_linear.json")])
     assert "off by" in capsys.readouterr().out
     content = json.loads((RESULTS / "bench_linear.json").read_text())
     content["environment"]["gpu"] = "NVIDIA A100"
     (tmp_path / "other.json").write_text(json.dumps(content))
-    for argv, message in (
-        (["--gpu", "rtx9090"], "nothing is predicted for rtx9090; use one of: h200"),
-        (["--gpu", "b200", "--depth", "0"], "--depth and --micro-batch must be at least 1"),
-        (["--compare", str(tmp_path / "none.json")], "is no JSON of bench_linear or bench_train"),
-        (["--compare", str(tmp_path / "other.json")], "was measured on NVIDIA A100, of which nothing is predicted"),
+    for main, argv, message in (
+        (step_time.main, ["--gpu", "rtx9090"], "nothing is predicted for rtx9090; use one of: h200"),
+        (step_time.main, ["--gpu", "b200", "--depth", "0"], "--depth and --micro-batch must be at least 1"),
+        (measured.main, [str(tmp_path / "none.json")], "is no JSON of bench_linear or bench_train"),
+        (measured.main, [str(tmp_path / "other.json")], "was measured on NVIDIA A100, of which nothing is predicted"),
     ):
         with pytest.raises(UserError, match=message) as e:
-            step_time.main(argv)
+            main(argv)
         assert "\n" not in str(e.value)

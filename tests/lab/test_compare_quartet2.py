@@ -1,6 +1,5 @@
 """compare_quartet2.py, with a made-up checkout in the place of the published one: loading, checking, messages."""
 
-import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -9,11 +8,10 @@ import pytest
 import torch
 
 from lab.measure import bench_common as common
-from lab.measure import bench_linear
-from nanochat_fp4 import roofline
+from lab.measure import bench_linear, compare_quartet2
+from nanochat_fp4 import step_time
 from nanochat_fp4.errors import UserError
 
-SCRIPT = Path(__file__).resolve().parents[2] / "lab" / "measure" / "compare_quartet2.py"
 # As the published module is, seen from outside: absolute imports, scipy, a linear with these options.
 SCHEME = """
 import torch
@@ -33,13 +31,9 @@ class Quartet_II_Linear(torch.nn.Linear):
 
 
 @pytest.fixture
-def script(monkeypatch):
-    spec = importlib.util.spec_from_file_location("compare_quartet2", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def script():
     before = set(sys.modules)
-    spec.loader.exec_module(module)
-    yield module
+    yield compare_quartet2
     for name in set(sys.modules) - before:
         if name.split(".")[0] in ("models", "scipy"):
             del sys.modules[name]
@@ -68,7 +62,7 @@ def on_a_cpu(monkeypatch):
 
     monkeypatch.setattr(common, "need_cuda", lambda script: torch.device("cpu"))
     monkeypatch.setattr(common, "LAYER_SETS", {"3B": {"up": (128, 256), "down": (256, 128)}})
-    monkeypatch.setattr(roofline, "TOKENS", 256)
+    monkeypatch.setattr(step_time, "TOKENS", 256)
     monkeypatch.setattr(bench_linear, "timed", timed)
 
 

@@ -1,6 +1,5 @@
-"""dev/measure.sh and lab/measure/counters.py: plans, failures, limits, ncu's CSV. What they measure needs a GPU."""
+"""dev/measure.sh and lab.measure.counters: plans, failures, limits, ncu's CSV. What they measure needs a GPU."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -11,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from _commands import options
+
+from lab.measure import bench_quantize, counters
 
 ROOT = Path(__file__).resolve().parents[2]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -81,15 +82,6 @@ def test_unknown_parts(tmp_path):
 # Counters
 
 
-@pytest.fixture
-def counters(monkeypatch):
-    spec = importlib.util.spec_from_file_location("counters", ROOT / "lab" / "measure" / "counters.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec.loader.exec_module(module)
-    return module
-
-
 CSV = """==PROF== Connected to process 1
 "ID","Kernel Name","gpu__time_duration.sum","dram__bytes_read.sum","launch__registers_per_thread","sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active","sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active","smsp__inst_executed.sum"
 "","","UNIT","SIZE","register/thread","%","%","inst"
@@ -100,7 +92,7 @@ CSV = """==PROF== Connected to process 1
 
 @pytest.mark.parametrize("unit, time", [("ns", "75,264"), ("us", "75.26"), ("usecond", "75.26"), ("ms", "0.075264")])
 @pytest.mark.parametrize("size, read", [("byte", "301,998,848"), ("Mbyte", "302.00")])
-def test_counters_of_each_launch(counters, unit, time, size, read):
+def test_counters_of_each_launch(unit, time, size, read):
     text = CSV.replace("UNIT", unit).replace("TIME", time).replace("SIZE", size).replace("READ", read)
     first, second = counters.read(text)
     assert (first["kernel"], second["kernel"]) == ("amax_kernel", "other_kernel")
@@ -114,17 +106,15 @@ def test_counters_of_each_launch(counters, unit, time, size, read):
     ]
 
 
-def test_nothing_profiled(counters):
+def test_nothing_profiled():
     assert counters.read("==ERROR== ERR_NVGPUCTRPERM") == [] and counters.show([]) == "  nothing was profiled"
 
 
-def test_every_default_is_a_kernel(counters):
-    from lab.measure import bench_quantize
-
+def test_every_default_is_a_kernel():
     assert set(counters.DEFAULT) <= set(bench_quantize.kernels(128, 128))
 
 
-def test_ncu_is_run_for_each_kernel(counters, monkeypatch, tmp_path, capsys):
+def test_ncu_is_run_for_each_kernel(monkeypatch, tmp_path, capsys):
     """A program in ncu's place that prints what it was asked for, and fails for one kernel."""
     ncu = tmp_path / "ncu"
     ncu.write_text(

@@ -11,13 +11,11 @@ import torch
 from lab import reproduce
 from lab.measure import traffic
 from lab.study import sweep, sweep_runs
-from lab.study.reproduce_attribution import attribution_methods
 from lab.study.reproduce_common import Context
 from lab.study.reproduce_concentration import concentration, slope
-from lab.study.reproduce_operands import operand_statistics
-from lab.study.reproduce_rounding import unbiasedness_gain
-from lab.study.reproduce_training import Claim, depth_of
-from lab.study.sweep_results import holm, t95, two_sided_p
+from lab.study.reproduce_numerics import operand_statistics, unbiasedness_gain
+from lab.study.reproduce_training import Claim, clover_apart, depth_of
+from lab.study.statistics import holm, t95, two_sided_p
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -162,7 +160,7 @@ def stored_runs(path):
     two, one = [1.02, 1.122, 1.224], [1.01, 1.111, 1.212]
     for r in results(bf16=[1.0, 1.1, 1.2], nvidia=two, four_over_six=two, tetrajet_v2=two, clover=one):
         runs.append(r | {"tokens": 4096, "steps": 8, "gemm_work": {"4": 1.0, "8": 0.0, "16": 0.0}})
-    for r in results(clover_late_refined=[1.005, 1.1055, 1.206]):
+    for r in results(clover_late_bf16=[1.005, 1.1055, 1.206]):
         runs.append(r | {"tokens": 4096, "steps": 8, "gemm_work": {"4": 1.1, "8": 0.0, "16": 0.0}})
     for r in runs:
         r["curve"] = [[0, 3.0, 3.0], [8, r["val_bpb"], r["val_bpb"]]]
@@ -183,11 +181,11 @@ def test_tables_are_made_from_the_runs_of_an_earlier_sweep(tmp_path, monkeypatch
         assert "results" not in content[name]["numbers"]
     table = {row[1]: row for row in content["table5"]["table"]}
     assert table["nvidia"][2:] == ["+1.57 / +1.92", "1.1220", "+2.00 ± 0.00", 3]
-    assert table["bf16"][2:4] == ["0.7693 / 0.6925", "1.1000"] and "clover_late_refined" not in table
+    assert table["bf16"][2:4] == ["0.7693 / 0.6925", "1.1000"] and "clover_late_bf16" not in table
     assert "clover's mean gap is 50% below the best" in content["table5"]["notes"][0]
     table = {row[1]: row for row in content["remedies"]["table"]}
-    assert table["clover_late_refined"][2] == "110.0 / 0.0 / 0.0"
-    assert table["clover_late_refined"][-4:] == ["-0.50 ± 0.00", "0.50x", "+0.50 ± 0.00", "0.50x"]
+    assert table["clover_late_bf16"][2] == "110.0 / 0.0 / 0.0"
+    assert table["clover_late_bf16"][-4:] == ["-0.50 ± 0.00", "0.50x", "+0.50 ± 0.00", "0.50x"]
     curves = content["fig5"]["numbers"]["curves"]["tiny"]
     assert curves["clover"] == [[4, pytest.approx(1)], [8, pytest.approx(1)]]
     assert "training loss" in content["fig5"]["title"]
@@ -211,14 +209,14 @@ def test_long_runs_are_put_beside_their_gemm_work(tmp_path):
         notes[name] = written["notes"]
         assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     cells = ["+0.50 ± 0.00", "-0.50 ± 0.00", "0.50 ± 0.00"]  # of each forward: they are alike in these runs
-    assert content["horizon"]["clover_late_refined"][-7:] == [*cells, *cells, "not measured"]
+    assert content["horizon"]["clover_late_bf16"][-7:] == [*cells, *cells, "not measured"]
     assert "the paper: Clover beats NVIDIA. Here: agrees (-1.00 ± 0.00 points)" in notes["horizon"]
     assert "the paper: 4/6 beats NVIDIA. Here: undecided (+0.00 ± 0.00 points)" in notes["horizon"]
     assert any(n.endswith("below the best other. Here: 50 ± 0%, nvidia") for n in notes["horizon"])
     # clover is better for the same
     assert content["frontier"]["nvidia"][0] == "1.000" and content["frontier"]["nvidia"][2:] == ["2.00", "2.00", "-", 3]
     assert content["frontier"]["clover"][2:4] == ["1.00*", "1.00*"]
-    assert content["frontier"]["clover_late_refined"][2:5] == ["0.50*", "0.50*", "not measured"]
+    assert content["frontier"]["clover_late_bf16"][2:5] == ["0.50*", "0.50*", "not measured"]
     with pytest.raises(UserError, match="takes its runs from a sweep: add --results"):
         reproduce.main(["horizon", f"--folder={tmp_path}"])
 
@@ -574,7 +572,7 @@ def test_other_names(capsys):
 
 
 def test_the_attribution_takes_clover_apart():
-    runs = sweep_runs.plan(attribution_methods(depth_of("d6")), ["d6"], [1], tokens=10**6)
+    runs = sweep_runs.plan(clover_apart(depth_of("d6")), ["d6"], [1], tokens=10**6)
     by_name = {r.method: r for r in runs}
     assert len(by_name) == len(runs) == 30 and all(len(r.tag.encode()) <= 100 for r in runs)
     assert "--method-changes=*.attn.c_[qkv]=clover_input" in by_name["input-qkv"].flags

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import nanochat_fp4 as nf
-from lab.study import sweep, sweep_results, sweep_runs, sweep_scheduler
+from lab.study import statistics, sweep, sweep_results, sweep_runs, sweep_scheduler
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from scripts import base_train
@@ -86,14 +86,19 @@ def test_runs_branch_from_the_bf16_run_of_their_seed():
 
 
 def test_methods_that_compute_the_same_for_a_while_share_that_part():
-    names = ["bf16", "clover", "clover_late", "clover_late_fp8", "clover_up_fp8", "nvidia", "clover_rates_up"]
+    names = ["bf16", "clover", "clover_late", "clover_late_fp8", "clover_up_fp8", "nvidia", "clover_less_decay"]
     mixed = "late_up: --method=clover --method-changes=*.mlp.c_proj=clover,0.6=clover_fp8_forward"
     runs = {r.method: r for r in sweep_runs.plan([*names, mixed], ["tiny"], [1], tokens=10 * 512, share_until=[0.55])}
     trunk = runs["clover"]
     assert trunk.branch is None and {"--save-every=@6", "--keep-last=-1"} <= set(trunk.flags)
     for name in ("clover_late", "clover_late_fp8", "late_up"):  # clover's until 0.7, 0.7 and 0.6
         assert runs[name].branch == (trunk.tag, 6), name
-    for name in ("bf16", "clover_up_fp8", "nvidia", "clover_rates_up"):  # another method, layer or rate from the start
+    for name in (
+        "bf16",
+        "clover_up_fp8",
+        "nvidia",
+        "clover_less_decay",
+    ):  # another method or layer from the start
         assert runs[name].branch is None and "--save-every=@6" not in runs[name].flags, name
     several = [mixed.replace("late_up", "other").replace("0.6=", "0.8="), *names]  # parts at 0.8 from clover itself
     runs = {r.method: r for r in sweep_runs.plan(several, ["tiny"], [1], tokens=10 * 512, share_until=[0.55, 0.75])}
@@ -232,27 +237,27 @@ def test_kinds_of_layers(kind, names):
 
 
 def test_estimate_by_hand():
-    e = sweep_results.estimate([1.0, 2.0, 3.0, 4.0])
+    e = statistics.estimate([1.0, 2.0, 3.0, 4.0])
     # Mean 2.5, standard deviation 1.2910, t(3) = 3.182: 3.182 * 1.2910 / 2.
     assert e.mean == 2.5 and e.half == pytest.approx(2.0540, abs=1e-3) and e.decided
     assert str(e) == "+2.50 ± 2.05"
-    one = sweep_results.estimate([0.5])
+    one = statistics.estimate([0.5])
     assert one.mean == 0.5 and math.isnan(one.half) and not one.decided and str(one) == "+0.50"
-    assert not sweep_results.estimate([-1.0, 1.0]).decided and sweep_results.estimate([]).n == 0
+    assert not statistics.estimate([-1.0, 1.0]).decided and statistics.estimate([]).n == 0
     # Of one seed no interval is shown, even where others' scatter would give one; nor one that is not known.
-    assert [str(sweep_results.Estimate(1.26, half, n)) for half, n in ((0.14, 1), (math.nan, 2))] == ["+1.26"] * 2
+    assert [str(statistics.Estimate(1.26, half, n)) for half, n in ((0.14, 1), (math.nan, 2))] == ["+1.26"] * 2
 
 
 @pytest.mark.parametrize("freedom, t", [(1, 12.706), (30, 2.042), (31, 2.040), (40, 2.021), (60, 2.000), (120, 1.980)])
 def test_quantiles_of_students_t(freedom, t):
-    assert sweep_results.t95(freedom) == pytest.approx(t, abs=6e-4)
+    assert statistics.t95(freedom) == pytest.approx(t, abs=6e-4)
 
 
 def test_intervals_cover_the_truth_95_times_of_100():
     generator = random.Random(0)
     covered = 0
     for _ in range(2000):
-        e = sweep_results.estimate([generator.gauss(1.0, 2.0) for _ in range(3)])
+        e = statistics.estimate([generator.gauss(1.0, 2.0) for _ in range(3)])
         covered += abs(e.mean - 1.0) <= e.half
     assert 0.935 < covered / 2000 < 0.965  # 2000 experiments: 0.5% of standard error
 
@@ -266,12 +271,12 @@ def test_gaps_and_differences_are_paired():
             result("nvidia", seed, base * 1.02),
             result("clover", seed, base * 1.01),
         ]
-    gap = sweep_results.gap(results, "tiny", "nvidia")
+    gap = statistics.gap(results, "tiny", "nvidia")
     assert gap.mean == pytest.approx(2.0) and gap.half == pytest.approx(0.0, abs=1e-9) and gap.n == 3
-    d = sweep_results.difference(results, "tiny", "clover", "nvidia")
+    d = statistics.difference(results, "tiny", "clover", "nvidia")
     assert d.mean == pytest.approx(-1.0) and d.decided
     # A seed that one of them lacks does not count.
-    assert sweep_results.gap(results[:-3] + results[-3:-2], "tiny", "nvidia").n == 2
+    assert statistics.gap(results[:-3] + results[-3:-2], "tiny", "nvidia").n == 2
     header, rows = sweep_results.summary(results, ["bf16", "nvidia", "clover"], ["tiny"], "bf16", "clover")
     assert rows[1][4] == "+2.00 ± 0.00" and rows[2][4] == "+1.00 ± 0.00" and rows[0][4] == "-"
     assert rows[1][header.index("minus clover")] == "+1.00 ± 0.00"
@@ -285,19 +290,19 @@ def of_seeds(gaps: dict[str, dict[int, float]]) -> list[dict]:
 def test_the_scatter_of_a_run_is_pooled_over_methods():
     """Second minus first seed: 0, 0, 2, 0, the mean 0.5; squares of residuals 3 * 0.5^2 / 2 + 1.5^2 / 2 = 1.5."""
     results = of_seeds({"bf16": {1: 0, 2: 0}, "clover": {1: 1, 2: 1}, "a": {1: 1, 2: 3}, "b": {1: 1, 2: 1}})
-    deviation, freedom = sweep_results.scatter(results, "tiny")
+    deviation, freedom = statistics.scatter(results, "tiny")
     assert (deviation, freedom) == (pytest.approx(0.5**0.5), 3)
     for other, means in (("clover", (1, 0)), ("bf16", (2, 1))):  # of two runs a difference, the scatter of both
-        pooled = sweep_results.pooled_differences(results, "tiny", other)
+        pooled = statistics.pooled_differences(results, "tiny", other)
         assert (pooled["a"].mean, pooled["b"].mean) == (pytest.approx(means[0]), pytest.approx(means[1], abs=1e-9))
         assert pooled["a"].half == pooled["b"].half == pytest.approx(3.182 * 0.5**0.5 * 2**0.5 / 2**0.5)
     # Gap minus half of clover's: method - clover / 2 - bf16 / 2.
-    half = sweep_results.pooled_differences(results, "tiny", "clover", share=0.5)["a"]
+    half = statistics.pooled_differences(results, "tiny", "clover", share=0.5)["a"]
     assert half.mean == pytest.approx(1.5) and half.half == pytest.approx(3.182 * (0.5 * 1.5 / 2) ** 0.5)
     own = [r for r in results if r["method"] != "b"]
-    wider = sweep_results.pooled_differences(own, "tiny", "clover")["a"]
+    wider = statistics.pooled_differences(own, "tiny", "clover")["a"]
     assert wider.half > half.half
-    assert sweep_results.pooled_differences(own, "tiny", "clover", scatter_of=results)["a"].half < wider.half
+    assert statistics.pooled_differences(own, "tiny", "clover", scatter_of=results)["a"].half < wider.half
 
 
 def test_a_seed_or_a_method_has_no_scatter_of_itself():
@@ -307,14 +312,14 @@ def test_a_seed_or_a_method_has_no_scatter_of_itself():
     for r in results:
         r["val_bpb"] *= 1 + 0.1 * r["seed"]
         r["flags"] = ["--branch-from=clover@10"] if r["method"] == "late" else []
-    assert sweep_results.scatter(results, "tiny") == (pytest.approx(0, abs=1e-9), 2)
+    assert statistics.scatter(results, "tiny") == (pytest.approx(0, abs=1e-9), 2)
     for few in (results[:3], [r for r in results if r["seed"] == 2]):
-        deviation, freedom = sweep_results.scatter(few, "tiny")
+        deviation, freedom = statistics.scatter(few, "tiny")
         assert math.isnan(deviation) and freedom == 0
-        assert all(math.isnan(d.half) for d in sweep_results.pooled_differences(few, "tiny", "bf16").values())
+        assert all(math.isnan(d.half) for d in statistics.pooled_differences(few, "tiny", "bf16").values())
 
 
-@pytest.mark.parametrize("other, share", [("bf16", 1.0), ("clover", 1.0), ("clover", 0.5)])
+@pytest.mark.parametrize("other, share", [("bf16", 1.0), ("clover", 0.5)])
 def test_pooled_intervals_cover_the_truth_95_times_of_100(other, share):
     """bf16 and clover are in the difference of every method: their scatter counts once, not once for each method."""
     generator = random.Random(0)
@@ -323,7 +328,7 @@ def test_pooled_intervals_cover_the_truth_95_times_of_100(other, share):
     for _ in range(2000):
         common = [generator.gauss(0, 1) for _ in range(3)]
         gaps = {m: {s: 0.01 * (common[s] + generator.gauss(0, 1)) for s in range(n)} for m, n in seeds.items()}
-        d = sweep_results.pooled_differences(of_seeds(gaps), "tiny", other, share)["a"]
+        d = statistics.pooled_differences(of_seeds(gaps), "tiny", other, share)["a"]
         covered += abs(d.mean) <= d.half
     assert 0.94 < covered / 2000 < 0.96  # 2000 experiments: 0.5% of standard error
 
@@ -396,6 +401,23 @@ def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
     assert (s.folder / "name.md").read_text().startswith("| size | method |")
     assert sweep_results.stored(s.folder / "name.json")["results"] == content["results"]
     assert len((s.folder / "name.json").read_text().splitlines()) < 20  # a line for each run
+
+
+def test_the_table_takes_plain_nvfp4_from_the_forwards_file(trained):
+    """Of runs that end in two terms alone, and of the same text."""
+    s, _ = trained
+    runs = sweep_runs.plan(["bf16", "clover", "clover_late", "clover_refined"], ["tiny"], [1], tokens=1024)
+    sweep.run_sweep(s, "name", runs)
+    (s.folder / "forwards").mkdir()
+    for run, tokens in zip(runs, (64, 64, 64, 32)):
+        record = {"tag": run.tag, "eval_tokens": tokens, "bpb": {"clover": 1.7, "bf16": 1.4}}
+        (s.folder / "forwards" / f"{run.tag}.json").write_text(json.dumps(record))
+    text = sweep.report(s, "name", runs, "bf16", "clover")
+    results = json.loads((s.folder / "name.json").read_text())["results"]
+    assert {r["method"]: r.get("val_bpb_one_term") for r in results} == {
+        "bf16": None, "clover": None, "clover_late": 1.7, "clover_refined": None
+    }  # fmt: skip
+    assert "evaluated on 64 tokens, by lab.study.forwards on 32; remove its file in forwards/ and run" in text
 
 
 def test_the_loss_curve_is_means_of_parts():

@@ -1,0 +1,190 @@
+"""Statistics of the runs of a sweep: gaps, differences paired by seed, 95% intervals, shares of clover's gap.
+
+The scatter of a run is pooled over the methods (two-way analysis of variance). Scatter belongs to the training, not to
+a method. Two seeds alone say nothing.
+"""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# Two-sided 95% quantiles of Student's t for 1 to 30 degrees of freedom (any table).
+_T95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+def t95(freedom: int) -> float:
+    """The two-sided 95% quantile of Student's t; beyond the table the normal's, 1.96, expanded in 1 / freedom
+    (Cornish-Fisher: within 1e-4 from 31 on)."""
+    return _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.372 / freedom + 2.82 / freedom**2
+
+
+def two_sided_p(t: float, freedom: int) -> float:
+    """The probability of a Student's t at least as far from zero; NaN without degrees of freedom."""
+    if freedom < 1 or math.isnan(t):
+        return math.nan
+    if math.isinf(t):
+        return 0.0
+    # With t = sqrt(freedom) tan(angle) the density is cos(angle)^(freedom - 1), and the tail's range is finite.
+    angles = np.linspace(math.atan(abs(t) / freedom**0.5), math.pi / 2, 20001)
+    density = np.cos(angles) ** (freedom - 1)
+    area = float(np.sum((density[1:] + density[:-1]) / 2) * (angles[1] - angles[0]))
+    return 2 * area * math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.pi**0.5
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's correction: adjusted p-values, in the same order; all below 0.05 hold together at 95%. NaN stays NaN."""
+    adjusted, largest = [math.nan] * len(p_values), 0.0
+    known = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
+    for rank, (p, i) in enumerate(known):
+        largest = max(largest, min(1.0, (len(known) - rank) * p))
+        adjusted[i] = largest
+    return adjusted
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean of n numbers and half of its 95% interval (Student's t); the half is NaN for a single number."""
+
+    mean: float
+    half: float
+    n: int
+
+    def __str__(self) -> str:
+        return self.shown(2)
+
+    def shown(self, digits: int) -> str:
+        half = f" ± {self.half:.{digits}f}" if self.n > 1 and not math.isnan(self.half) else ""
+        return f"{self.mean:+.{digits}f}{half}"
+
+    @property
+    def decided(self) -> bool:
+        """Whether the interval excludes zero."""
+        return self.n > 1 and abs(self.mean) > self.half
+
+    @property
+    def above_zero(self) -> bool:
+        """Whether the mean is, and where there is an interval all of it."""
+        return self.mean > (0 if math.isnan(self.half) else self.half)
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    n = len(values)
+    if n < 2:
+        return Estimate(values[0] if values else math.nan, math.nan, n)
+    return Estimate(statistics.fmean(values), t95(n - 1) * statistics.stdev(values) / n**0.5, n)
+
+
+def by_seed(results: Iterable[dict], size: str, method: str, value: str = "val_bpb") -> dict[int, float]:
+    return {r["seed"]: r[value] for r in results if r["size"] == size and r["method"] == method}
+
+
+def gaps_by_seed(
+    results: Sequence[dict], size: str, method: str, value: str = "val_bpb", baseline: str = "bf16"
+) -> dict[int, float]:
+    """seed -> increase over the baseline of that seed in percent."""
+    a, b = by_seed(results, size, method, value), by_seed(results, size, baseline)
+    return {s: 100 * (a[s] / b[s] - 1) for s in sorted(a.keys() & b.keys())}
+
+
+def gap(results: Sequence[dict], size: str, method: str, baseline: str = "bf16", value: str = "val_bpb") -> Estimate:
+    """Increase of validation bits per byte over the baseline, percent of the baseline, paired by seed."""
+    return estimate([*gaps_by_seed(results, size, method, value, baseline).values()])
+
+
+def difference(results: Sequence[dict], size: str, method: str, other: str, baseline: str = "bf16") -> Estimate:
+    """Gap of method minus gap of other in percentage points, paired by seed."""
+    a, b, base = (by_seed(results, size, m) for m in (method, other, baseline))
+    return estimate([100 * (a[s] - b[s]) / base[s] for s in sorted(a.keys() & b.keys() & base.keys())])
+
+
+def scatter(results: Sequence[dict], size: str, value: str = "val_bpb") -> tuple[float, int]:
+    """(standard deviation of one run in percent, degrees of freedom), around what its method and its seed make of it.
+
+    Of the residuals of a two-way analysis of variance of the gaps, methods x seeds, where not every method has every
+    seed; NaN where it leaves none. Only of methods trained from scratch: branches of one run (sweep --share-until) have
+    its scatter in common.
+    """
+    mine = [r for r in results if r["size"] == size]
+    branches = {r["method"] for r in mine if any(f.startswith("--branch-from") for f in r.get("flags", ()))}
+    methods = [m for m in dict.fromkeys(r["method"] for r in mine) if m not in branches]
+    gaps = {(m, s): gap for m in methods for s, gap in gaps_by_seed(mine, size, m, value).items()}
+    effects = list(dict.fromkeys(effect for run in gaps for effect in run))  # methods and seeds
+    design = np.array([[effect in run for effect in effects] for run in gaps], dtype=float)
+    design, y = design.reshape(len(gaps), len(effects)), np.array(list(gaps.values()))
+    fit, _, rank, _ = np.linalg.lstsq(design, y, rcond=None)
+    freedom = len(y) - int(rank)
+    return (float(np.sum((y - design @ fit) ** 2) / freedom) ** 0.5 if freedom else math.nan), freedom
+
+
+def pooled_differences(
+    results: Sequence[dict],
+    size: str,
+    other: str,
+    share: float = 1.0,
+    value: str = "val_bpb",
+    scatter_of: Sequence[dict] | None = None,
+) -> dict[str, Estimate]:
+    """method -> gap of the method minus `share` times that of the other, in percentage points, paired by seed.
+
+    Intervals are of the scatter of a run, pooled over all methods of the results, or of `scatter_of`. value: of the
+    gaps.
+    """
+    deviation, freedom = scatter(scatter_of or results, size, value)
+    theirs = gaps_by_seed(results, size, other, value)
+    differences: dict[str, Estimate] = {}
+    for method in dict.fromkeys(r["method"] for r in results if r["size"] == size):
+        mine = gaps_by_seed(results, size, method, value)
+        if both := sorted(mine.keys() & theirs.keys()):
+            # What each run of a seed counts for in the difference: gaps are to bf16, whose scatter is in both.
+            weights = Counter({method: 1.0})
+            weights.subtract({other: share})
+            weights.subtract({"bf16": 1 - share})
+            error = deviation * math.hypot(*weights.values()) / len(both) ** 0.5
+            half = t95(freedom) * error if freedom else math.nan
+            differences[method] = Estimate(statistics.fmean(mine[s] - share * theirs[s] for s in both), half, len(both))
+    return differences
+
+
+def has_gap(runs: list[dict], value: str = "val_bpb") -> bool:
+    """Whether clover's gap is above zero beyond its interval. A share of no gap means nothing."""
+    (size,) = {r["size"] for r in runs}
+    clover = pooled_differences(runs, size, "bf16", value=value).get("clover")
+    return clover is not None and clover.above_zero
+
+
+def share_of(
+    runs: list[dict], method: str, target: float, value: str, scatter_of: list[dict] | None = None
+) -> tuple[float, float]:
+    """(share of clover's gap, half of its 95% interval), by the method minus target times clover.
+
+    scatter_of: the runs whose scatter is taken, if not these.
+    """
+    return against_target(runs, method, target, value, scatter_of)[:2]
+
+
+def against_target(
+    runs: list[dict], method: str, target: float, value: str, scatter_of: list[dict] | None = None
+) -> tuple[float, float, float]:
+    """share_of, and the two-sided p-value of the hypothesis that the share is the target."""
+    (size,) = {r["size"] for r in runs}
+    difference = pooled_differences(runs, size, "clover", target, value, scatter_of)[method]
+    mine, clover = (gaps_by_seed(runs, size, m, value) for m in (method, "clover"))
+    mean = statistics.fmean(clover[s] for s in mine.keys() & clover.keys())
+    freedom = scatter(scatter_of or runs, size, value)[1]
+    p = math.nan
+    if freedom and not math.isnan(difference.half):
+        error = difference.half / t95(freedom)
+        p = two_sided_p(difference.mean / error if error else math.inf, freedom)
+    return target + difference.mean / mean, difference.half / mean, p
+
+
+def with_half(mean: float, half: float, digits: int) -> str:
+    """A mean and half of its interval, which one seed of each method does not have."""
+    return f"{mean:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
