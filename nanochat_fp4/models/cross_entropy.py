@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Elements of one chunk of logits. On a GPU: 8192 tokens at 65,536 entries, 1 GiB in BF16. Every chunk adds its part to
-# the weight's whole gradient, with 12 bytes of traffic an element. By an H200's bandwidth the traffic takes 4% of the
-# time of the chunk's products at 8192 tokens, and 16% at 2048 tokens. 2048 rows also are too few to keep the H200's
-# multiprocessors busy. On a CPU: 8 MiB, which stays close to the caches.
+# the weight's whole gradient, with 12 bytes of traffic an element. On an H200 the traffic takes 4% of the time of the
+# chunk's products at 8192 tokens, and 16% at 2048 tokens. Moreover 2048 rows are too few to keep the multiprocessors
+# busy. On a CPU: 8 MiB, which stays close to the caches.
 CHUNK_ELEMENTS = {"cuda": 2**29}
 CHUNK_ELEMENTS_ELSEWHERE = 2**21
 # Keeps the products large enough also for a very large vocabulary.
@@ -77,7 +77,7 @@ def _chunk_gradient(
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
-    """Eager functions take ten passes over the chunk, fused ones three. Cached at first use: importing is slow."""
+    """Eagerly the two functions are ten passes over the chunk, fused three. The compiler is slow to import."""
     return torch.compile(function, fullgraph=True)
 
 
@@ -102,7 +102,7 @@ def _sweep(
     grad_x = grad_weight = None
     if token_weight is not None:
         grad_x = torch.zeros_like(x)
-    with torch.autocast(x.device.type, enabled=False):  # this function chooses the dtypes
+    with torch.autocast(x.device.type, enabled=False):  # dtypes are chosen here
         w = weight.to(compute_dtype)
         for start in range(0, num_tokens, chunk):
             part = slice(start, min(start + chunk, num_tokens))

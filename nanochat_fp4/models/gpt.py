@@ -185,9 +185,8 @@ class _ReluSquared(torch.autograd.Function):
 
     A quantized next layer keeps only 4-bit codes of y. The codes are too coarse for the derivative, because rounding to
     nearest would bias the gradient. In this case relu_squared_linear keeps relu(x) in steps of 1/255 of each token's
-    largest value. They are rounded stochastically, so the gradient is right on average, and take half the memory of y
-    in BF16.
-    Their error is 4e-5 of the gradient's square, far below the error of the gradient's quantization (1e-2).
+    largest value. Stochastic rounding makes the gradient right on average. The steps take half the memory of y in BF16.
+    The error is 4e-5 of the gradient's square, far below the error of the gradient's quantization (1e-2).
     """
 
     @staticmethod

@@ -14,8 +14,8 @@ Details that the paper leaves out come from its published code:
 - eps is 1e-5 in the norms; the schedule is torch's OneCycleLR with cosines
 
 Steps have 512 sequences of 512 tokens, in micro-batches of 128 sequences. The text is C4
-(`python -m nanochat_fp4.data.dataset --c4`) in 32,000 tokens. Two things differ from the published code. It rotates
-neighbouring dimensions of q and k together; here the pairs are half a head apart, which permutes rows of c_q and c_k.
+(`python -m nanochat_fp4.data.dataset --c4`) in 32,000 tokens. Two things differ from the published code, which rotates
+neighbouring dimensions of q and k together. Here the pairs are half a head apart, which permutes rows of c_q and c_k.
 On disk the fused matrices are separate here.
 """
 
@@ -43,7 +43,7 @@ from nanochat_fp4.parallel import is_sharded
 NORM_EPS = 1e-5
 HIDDEN_MULTIPLE = 256
 INIT_STD = 0.02
-# linear_cross_entropy caps logits softly. This cap changes a logit of 30 by 1e-6, less than FP32 rounds the loss.
+# linear_cross_entropy caps logits softly. A cap of 1e5 changes a logit of 30 by 1e-6, less than FP32 rounds the loss.
 NO_SOFTCAP = 1e5
 WEIGHT_DECAY, CLIP_NORM = 0.1, 1.0  # Table 4 of the paper.
 # The warm-up begins at FIRST_LR of the size's rate, and the cosine ends at FINAL_LR. OneCycleLR calls them div_factor

@@ -294,7 +294,7 @@ class Muon(torch.optim.Optimizer):
     def _whole(self, params: list[Tensor], own: list[Tensor], received: Tensor, average: bool) -> Tensor:
         """The own matrices `(len(own), M, N)`, put together from the shards that _to_owners received.
 
-        Where several ranks have the same shard, their average is taken, or the first rank's shard.
+        If several ranks have the same shard, the result takes their average, or the first rank's shard.
         """
         size, matrices = params[0].device_mesh.size(), []
         for p, shards in zip(own, received.unflatten(0, (self.world_size, -1)).unbind(1)):
@@ -373,7 +373,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def resharded(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """This rank's state dict, from the state dicts of all ranks of a run with another number of ranks, in order."""
+        """The state dict of this rank, from those of all ranks of a run with another number of ranks, in order."""
         result = _state_dict_of(states[0], self.world_size)
         for group, saved in zip(self.param_groups, states[0]["param_groups"], strict=True):
             chunk, first = self._chunk_size(group), saved["params"][0]
@@ -508,7 +508,7 @@ class AdamW(torch.optim.Optimizer):
         )
 
     def resharded(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """This rank's state dict, from the state dicts of all ranks of a run with another number of ranks, in order."""
+        """The state dict of this rank, from those of all ranks of a run with another number of ranks, in order."""
         result = _state_dict_of(states[0], self.world_size)
         for group, saved in zip(self.param_groups, states[0]["param_groups"], strict=True):
             for p, index in zip(group["params"], saved["params"], strict=True):
