@@ -57,8 +57,8 @@ def shard(model: nn.Module, dtype: torch.dtype | None = None, codes: bool = True
 
     Matrices are sharded by rows. Vectors and scalars stay whole, and the optimizers average their gradients as in ddp.
 
-    dtype is the dtype of gathered weights that are no codes, and of the output head's gradient; None keeps their own.
-    codes=False is plain FSDP2, for comparison: all weights are gathered in dtype, and each process quantizes all.
+    The output head's gradient, and gathered weights that are no codes, have dtype; None keeps their own. With codes
+    False this is plain FSDP2, for comparison: all weights are gathered in dtype, and each process quantizes all.
 
     Returns the number of layers whose weights are gathered as codes. Raises UserError if the rows of a matrix do not
     divide by the number of processes.

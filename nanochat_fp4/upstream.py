@@ -209,7 +209,7 @@ class CheckoutFinder(importlib.abc.MetaPathFinder):
     """Top-level packages of the checkout come from the checkout, whatever else is on sys.path.
 
     The checkout's `scripts` and `tasks` have no __init__.py. A package of the same name anywhere on sys.path would win
-    over them, or its scripts would mix with theirs. This project has such a package.
+    over them, or its scripts would mix with theirs. One such package is this project's own `scripts`.
     """
 
     def __init__(self, root: Path):
@@ -278,10 +278,10 @@ class Patch:
     def __init__(self, options: Options, root: Path):
         self.options, self.root = options, root
         self.recipe = options.recipe
-        self.built = 0  # number of constructed models, also on the meta device
-        self.initialized: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # calls by model
-        self.converted = 0  # number of converted models, still alive or not
-        self.step: int | None = None  # the run's step, for a method that changes in the course of a run
+        self.built = 0  # Constructed models, also on the meta device.
+        self.initialized: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # Calls by model.
+        self.converted = 0  # Converted models, still alive or not.
+        self.step: int | None = None  # The run's step, for a method that changes in the course of a run.
         self.twice = False
 
     def install(self, gpt: ModuleType) -> None:

@@ -43,8 +43,8 @@ def render_prompts_lm(item: dict, delimiter: str, fewshot: Sequence[dict] = ()) 
     """
     [prompt without the continuation, with it].
 
-    The first prompt is stripped. A trailing space would belong to the next token of the second prompt, so the tokens of
-    the first would be no beginning of the tokens of the second.
+    The first prompt is stripped. Otherwise a trailing space would belong to the next token of the second prompt, and
+    the first prompt's tokens would not be the beginning of the second's.
     """
     head = "".join(f"{e['context'].strip()}{delimiter}{e['continuation']}\n\n" for e in fewshot)
     prompt = f"{head}{item['context'].strip()}{delimiter}"

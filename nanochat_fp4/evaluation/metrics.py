@@ -40,7 +40,7 @@ class MetricsLog:
     metrics.jsonl beside the checkpoints: one JSON object a line, so that curves survive any end of the run.
 
     A single write appends a line. A kill therefore leaves at most one incomplete line, which readers skip and `rewind`
-    removes. Records carry "step" and "event": start, train, val, core, sample, telemetry, spike or skip.
+    removes. Records carry "step" and "event" (`start, train, val, core, sample, telemetry, spike, skip`).
     """
 
     def __init__(self, folder: str | os.PathLike, enabled: bool = True):

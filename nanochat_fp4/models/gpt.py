@@ -56,8 +56,8 @@ class GPTConfig:
     n_embd: int = 768
     # Tiled over the layers: "L" all positions of sequence_len, "S" half of them. The last layer is always L.
     window_pattern: str = "L"
-    # Both are for runs as in the paper, and not nanochat's. separate_qkv quantizes c_q, c_k and c_v as three layers
-    # with a tensor_scale each. exact_relu_squared keeps relu(x) unrounded for the derivative of ReLU^2.
+    # Two options for runs as in the paper, unknown to nanochat. The first quantizes c_q, c_k and c_v as three layers
+    # with a tensor_scale each. The second keeps relu(x) unrounded for the derivative of ReLU^2.
     separate_qkv: bool = False
     exact_relu_squared: bool = False
 
