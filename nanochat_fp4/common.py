@@ -1,4 +1,4 @@
-"""As nanochat's common.py: base directory, ranks and devices, seeds and random state. Also the process group."""
+"""As nanochat's common.py: base directory and print0, ranks and devices, seeds and random state, process group."""
 
 import contextlib
 import hashlib

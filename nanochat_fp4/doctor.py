@@ -5,8 +5,8 @@ zero for three releases. The doctor therefore compares with the PyTorch referenc
 code with the kernels and the GEMM of a GPU.
 
 * layers     QuantLinear of every method, forward and backward, against products of the reference's quantized operands.
-* kernels    Quantization on random shapes. Without a rotation all bits must be equal, with one 99.9% of the values.
-             The tensor cores add 128 terms in their own order, so a value next to a rounding boundary may tip.
+* kernels    Quantization on random shapes. Without a rotation all bits must be equal, with one at least 99.9% of the
+             values. The tensor cores add 128 terms in their own order, so a value next to a rounding boundary may tip.
 * speed      Copy and quantization bandwidth and the BF16 GEMM, on a GPU.
 
 A problem ends in exit status 2 and one line on stderr. A training run calls `probe`, a short check, at its start.

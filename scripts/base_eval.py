@@ -5,8 +5,8 @@ The CORE metric of a base model.
     torchrun --nproc_per_node=8 -m scripts.base_eval
 
 CORE needs nanochat's eval bundle of about 160 MB: core.yaml, eval_meta_data.csv and eval_data/. The bundle comes from
---bundle-dir, or from <base dir>/eval_bundle. A missing bundle is downloaded to <base dir>/eval_bundle. There is no CORE
-number without the bundle.
+--bundle-dir, or else from <base dir>/eval_bundle, which is downloaded if missing. There is no CORE number without the
+bundle.
 """
 
 import argparse

@@ -247,7 +247,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, defaults)
 
     def _chunk_size(self, group: dict[str, Any]) -> int:
-        """Number of a group's matrices that a rank owns. Rank r's begin at r * chunk; the last ranks own fewer."""
+        """Matrices of a group that a rank owns. Rank r's begin at r * chunk; the last ranks own fewer or none."""
         return -(-len(group["params"]) // self.world_size)
 
     @torch.no_grad()

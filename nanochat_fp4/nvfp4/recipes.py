@@ -9,7 +9,7 @@ A linear layer has three GEMMs and six operands, each contracted over its last d
 A Recipe gives each operand a rounding, a name of quantizers.ROUNDINGS, and a source. None leaves the operand alone. For
 each GEMM the recipe says whether both operands are rotated first, by an RHT along the contraction dimension. Both have
 the same signs, redrawn at every backward. By default the backward pass takes the forward GEMM's values of input and
-weight, 4-bit codes dequantized. By the chain rule these are the gradients of the quantized forward.
+weight, 4-bit codes dequantized. By the chain rule the results are the gradients of the quantized forward.
 
 The table of the methods is in methods.py.
 """

@@ -75,8 +75,8 @@ def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> Non
     """For a training loop of a method with error feedback (clover_feedback), after every few steps.
 
     Runs forward(), which calls the model on some thousand tokens. The model computes in full precision, uncompiled and
-    without gradients, in its present mode, with dropout and batch statistics. For each layer with feedback, forward's
-    inputs give a new Gram matrix. The layer's own matrix moves a part of the way there (feedback.STEP), the first time
+    without gradients. Dropout and batch statistics are those of the model's present mode. The Gram matrix of each layer
+    with feedback moves a part of the way (feedback.STEP) to the Gram matrix of its inputs in all calls, the first time
     all of the way. Does nothing if no layer has feedback, as in the last phase of clover_feedback_late.
 
     The mean is over the tokens of all ranks, which must call together. Inputs that are not finite change nothing. A run
