@@ -1,4 +1,4 @@
-"""What several benchmarks share: where their rows are, how a choice is asked for, how a final number is read."""
+"""Shared by several benchmarks: the place of the rows, the wording of a choice, the reading of a final number."""
 
 import os
 import re
@@ -54,8 +54,8 @@ def render_mc(question: str, letters: Sequence[str], choices: Sequence[str]) -> 
     """
     A multiple-choice question, in nanochat's wording.
 
-    The letter comes after its choice, which small models bind better, and right after the "=": the token of "A" is
-    another one than that of " A", and the answer to be compared is "A".
+    The letter comes after its choice, because small models bind the two better in this order. No space separates "="
+    and the letter, because the answer is "A", and "A" and " A" are different tokens.
     """
     options = "".join(f"- {choice}={letter}\n" for letter, choice in zip(letters, choices))
     return f"Multiple Choice question: {question}\n{options}\nRespond only with the letter of the correct answer."
@@ -71,6 +71,6 @@ def extract_answer(text: str) -> str | None:
 
 
 def same_final_number(conversation: dict[str, Any], answer: str) -> bool:
-    """Whether `answer` ends in the number in which the conversation's own last part ends."""
+    """Whether the final number of `answer` equals the one in the conversation's own last part."""
     expected = extract_answer(conversation["messages"][-1]["content"][-1]["text"])
     return expected is not None and extract_answer(answer) == expected

@@ -1,8 +1,8 @@
 """
-HumanEval (Chen et al., 2021): write a Python function; it is right if it passes the problem's tests, in the sandbox.
+HumanEval (Chen et al., 2021): write a Python function. A right answer passes the problem's tests in the sandbox.
 
-https://huggingface.co/datasets/openai/openai_humaneval. Rows: prompt (imports, signature, description),
-canonical_solution, entry_point, test (defines check(candidate)).
+https://huggingface.co/datasets/openai/openai_humaneval. Rows: prompt, canonical_solution, entry_point, test. A prompt
+has imports, signature and description. A test defines check(candidate).
 """
 
 import re
@@ -30,7 +30,7 @@ def leading_imports(program: str) -> str:
 
 
 def extract_program(completion: str) -> str:
-    """The first Markdown code block of a completion; all of it where there is none."""
+    """The first Markdown code block of a completion, or the whole completion without one."""
     match = CODE_BLOCK.search(completion)
     return (match.group(1) if match else completion).strip()
 
@@ -54,7 +54,7 @@ class HumanEval(RowTask):
         }
 
     def program(self, conversation: dict[str, Any], answer: str) -> str:
-        """What is run: the prompt's imports (an answer often leaves them out), the answer's code, the tests."""
+        """The program to run. The prompt's imports, which an answer often leaves out, the answer's code, the tests."""
         imports = leading_imports(conversation["messages"][0]["content"])
         call = f"check({conversation['entry_point']})"
         return f"{imports}\n\n{extract_program(answer)}\n\n{conversation['test']}\n{call}"

@@ -1,6 +1,6 @@
 """
-Three small tasks made on the spot, so that the whole pipeline runs without a network. They are no benchmarks: nothing
-here can be compared with a number from elsewhere, and reports say "Local" in front of each name.
+Three small tasks made on the spot, so that the whole pipeline runs without a network. None is a benchmark: the numbers
+cannot be compared with others, and reports put "Local" in front of each name.
 
 Local-Choice      four choices, asked as ARC and MMLU are: which word begins with the letter?
 Local-Arithmetic  word problems with the calculator, answered as GSM8K is

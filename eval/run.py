@@ -1,5 +1,5 @@
 """
-How a benchmark is run: all problems of a task, spread over the processes, several at a time.
+Runs a benchmark: all problems of a task, spread over the processes, several at a time.
 
 Categorical tasks take one forward pass per batch and compare the logits of the letters where the answer begins.
 Generative tasks let the engine answer, several prompts side by side, and judge the text. A problem's result does not
@@ -76,9 +76,9 @@ def run_task(
     """
     Evaluate `model` as it is (quantized, or inside full_precision) on a task; all ranks call this together.
 
-    max_problems: only the first so many (the order is fixed and shuffled). num_samples: answers drawn per problem, one
-    right answer is enough; they need temperature > 0 to differ. interrupted: asked before each batch; True ends the
-    evaluation early with the problems that are left counted as wrong. Raises ValueError.
+    Only the first max_problems of a fixed, shuffled order are evaluated. Each problem gets num_samples answers, and one
+    right answer is enough; answers differ only for temperature > 0. Before each batch interrupted() is called. True
+    ends the evaluation early and counts the remaining problems as wrong. Raises ValueError.
     """
     count = len(task) if max_problems is None else min(len(task), max_problems)
     if count < 1:
@@ -157,7 +157,7 @@ def _batches(task: Task, indices: range, tokenizer: Any, batch_size: int, pool: 
 
 @contextlib.contextmanager
 def _head_only_at(model: torch.nn.Module, positions: torch.Tensor) -> Iterator[None]:
-    """Inside, the head sees one position of each row: logits are (B, 1, V) instead of (B, T, V), gigabytes less."""
+    """Inside, the head computes one position of each row. Logits are `(B, 1, V)`, gigabytes less than `(B, T, V)`."""
     rows = torch.arange(len(positions), device=positions.device)
     handle = model.lm_head.register_forward_pre_hook(lambda _, args: (args[0][rows, positions].unsqueeze(1),))
     try:
@@ -178,7 +178,7 @@ def _letter_id(letter: str, tokenizer: Any) -> int:
 def _choose(batch: list[_Problem], model: torch.nn.Module, tokenizer: Any) -> list[list[str]]:
     """The most likely of each problem's letters as the first token of the answer."""
     longest = max(len(p.prompt) for p in batch)
-    padding = tokenizer.get_bos_token_id()  # after the prompt, so nothing that counts can see it
+    padding = tokenizer.get_bos_token_id()  # padding comes after the prompt, where no compared position sees it
     device = model.get_device()
     ids = torch.tensor([p.prompt + [padding] * (longest - len(p.prompt)) for p in batch], device=device)
     last = torch.tensor([len(p.prompt) - 1 for p in batch], device=device)

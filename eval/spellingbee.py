@@ -13,7 +13,7 @@ from nanochat_fp4.data.chat_data import Task, counting_conversation, load_words,
 
 
 class SpellingBee(Task):
-    """`size` conversations; test draws other words than train. words: the list to draw from (default: load_words)."""
+    """`size` conversations. The splits draw different words. words is the list to draw from, by default load_words'."""
 
     VERSION = 1
     eval_type = "generative"

@@ -1,4 +1,4 @@
-"""FSDP2: convert, then fully_shard as always, then gather_codes: weights travel in 4.5 bits an element.
+"""FSDP2: convert, then fully_shard as always, then gather_codes. Weights travel in 4.5 bits an element.
 
 torchrun --nproc_per_node=2 examples/fsdp2.py
 """

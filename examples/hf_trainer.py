@@ -10,7 +10,7 @@ import nanochat_fp4 as nf
 
 
 class Phases(TrainerCallback):
-    """clover_late computes otherwise from 70% of the steps on; it has to know where the run is."""
+    """clover_late changes at 70% of the steps, so it needs the run's progress."""
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         nf.set_progress(model, state.global_step / state.max_steps)

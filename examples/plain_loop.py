@@ -13,7 +13,7 @@ def main(method: str = "clover_feedback", steps: int = 20) -> list[float]:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)]
     model = nn.Sequential(nn.Embedding(50, 32), *blocks, nn.Linear(32, 50))
-    # Before torch.compile and the optimizer. A model that does not name its output head: skip="3".
+    # Before torch.compile and the optimizer. The model does not name its output head, so skip="3" names it.
     nf.convert(model, method, skip="3")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     tokens = torch.randint(50, (2, 2, 8, 33))  # steps of two micro-batches; put your own data here
@@ -21,7 +21,7 @@ def main(method: str = "clover_feedback", steps: int = 20) -> list[float]:
     for step in range(steps):
         batch = tokens[step % len(tokens)]
         nf.set_progress(model, step / steps)  # methods that change in the course of a run
-        with nf.quantize_weights_once(model):  # their codes are made once for all micro-batches
+        with nf.quantize_weights_once(model):  # weights' codes are made once for all micro-batches
             for rows in batch:
                 loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
                 (loss / len(batch)).backward()

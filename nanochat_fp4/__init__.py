@@ -19,8 +19,8 @@ from nanochat_fp4.nvfp4.training import set_progress, update_gram_matrices
 
 __version__ = "0.2.0"
 
-METHODS = (*methods.METHODS, *methods.ALIASES)  # what to choose QAT_METHOD from
-ABLATIONS = tuple(methods.ABLATIONS)  # what it also takes: figures of the paper, other systems, parts of methods
+METHODS = (*methods.METHODS, *methods.ALIASES)  # the names to choose QAT_METHOD from
+ABLATIONS = tuple(methods.ABLATIONS)  # other values of QAT_METHOD: the paper's figures, other systems, parts of methods
 
 __all__ = [
     "ABLATIONS",
@@ -52,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    # These need more than torch, or more of it, and are needed by few: loaded when asked for.
+    # Few programs need these names, and their modules import more than torch's core, so they are loaded on demand.
     if name == "load_quantized":
         from nanochat_fp4.export.load import load_quantized
 

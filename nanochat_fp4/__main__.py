@@ -1,9 +1,9 @@
 """The stages as commands of the installed package: `nanochat-fp4 base_train --depth=4` is what
 `python -m scripts.base_train --depth=4` is in a checkout, and so is `torchrun -m nanochat_fp4 base_train`.
 
-A package of the name `scripts` must not lie in anybody's site-packages: in a nanochat checkout it would be found
-instead of its own. So the wheel holds scripts/ and eval/ inside of this package, in `programs`, and here that goes on
-sys.path.
+A package of the name `scripts` must not lie in anybody's site-packages: a nanochat checkout would import it instead of
+its own. The wheel therefore holds scripts/ and eval/ inside of this package, in `programs`, which goes on sys.path
+here.
 """
 
 import runpy
@@ -14,7 +14,7 @@ from nanochat_fp4.console import print_safely
 from nanochat_fp4.errors import UserError, run_main
 
 PACKAGE = Path(__file__).resolve().parent
-# Whose last lines a user wants, in the order of a run; the others of scripts/ can be called as well.
+# The help lists these, in the order of a run. The other scripts can be called as well.
 STAGES = {
     "tok_train": "train the tokenizer",
     "base_train": "pre-train",
@@ -32,7 +32,7 @@ STAGES = {
 
 
 def programs() -> Path:
-    """The folder that holds scripts/ and eval/: of the checkout, where this package lies in one."""
+    """The folder that holds scripts/ and eval/: the checkout's, if this package lies in a checkout."""
     installed = PACKAGE / "programs"
     return installed if installed.is_dir() else PACKAGE.parent
 

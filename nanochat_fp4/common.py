@@ -1,4 +1,4 @@
-"""What nanochat's common.py has, too: base directory, print0, ranks, devices, seeds, random state, process group."""
+"""As nanochat's common.py: base directory and print0, ranks and devices, seeds and random state, process group."""
 
 import contextlib
 import hashlib
@@ -21,7 +21,7 @@ from nanochat_fp4.hardware import cpu_threads
 
 
 def get_base_dir() -> str:
-    """Folder of everything that is made or downloaded: NANOCHAT_BASE_DIR, by default ~/.cache/nanochat. Created."""
+    """The folder of all files made or downloaded: NANOCHAT_BASE_DIR, by default ~/.cache/nanochat. Created."""
     base_dir = os.environ.get("NANOCHAT_BASE_DIR") or os.path.join(os.path.expanduser("~"), ".cache", "nanochat")
     try:
         os.makedirs(base_dir, exist_ok=True)
@@ -33,7 +33,7 @@ def get_base_dir() -> str:
 
 
 def print0(*args: Any, **kwargs: Any) -> None:
-    """print on rank 0 only. A log that cannot be written is no reason to stop: the text is lost, the run goes on."""
+    """print on rank 0 only. If the log cannot be written, the text is lost and the run goes on."""
     if os.environ.get("RANK", "0") == "0":
         print_safely(*args, **kwargs)
 
@@ -50,7 +50,7 @@ def announce(lines: dict[str, Any]) -> None:
 
 
 def is_ddp_requested() -> bool:
-    """True where torchrun started this process (its variables are there), even before anything is initialized."""
+    """True if torchrun's variables are set, even before the process group is initialized."""
     return all(k in os.environ for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
 
 
@@ -59,7 +59,7 @@ def is_ddp_initialized() -> bool:
 
 
 def get_dist_info() -> tuple[bool, int, int, int]:
-    """(ddp, rank, local_rank, world_size) from torchrun's variables; (False, 0, 0, 1) without them."""
+    """`(ddp, rank, local_rank, world_size)` from torchrun's variables; `(False, 0, 0, 1)` without them."""
     if not is_ddp_requested():
         return False, 0, 0, 1
     values = []
@@ -80,7 +80,7 @@ def get_dist_info() -> tuple[bool, int, int, int]:
 
 
 def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The mean of a small tensor over the ranks (all must call); as it is without torchrun."""
+    """The mean of a small tensor over the ranks, which call this together. Without torchrun, values unchanged."""
     if is_ddp_initialized():
         values = values.clone()
         dist.all_reduce(values, op=dist.ReduceOp.SUM)
@@ -146,16 +146,18 @@ def seed_everything(seed: int) -> None:
 
 def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
     """
-    Seed torch's default generators for the rotations and the rounding noise of one micro-batch of a step, of those of
-    all ranks: whichever rank computes it draws the same. A SHA-256 of the three, so neighbouring ones do not overlap
-    (independent noise averages out over micro-batches, shared noise would not).
+    Seed torch's default generators for the rotations and the rounding noise of one micro-batch of a step.
+
+    micro_batch counts over all ranks, so any rank that computes a micro-batch draws the same numbers. The seed is a
+    SHA-256 of the three arguments, so neighbouring micro-batches draw independent noise. Independent noise averages out
+    over micro-batches; shared noise would not.
     """
     digest = hashlib.sha256(f"nanochat_fp4 seed {seed} step {step} micro-batch {micro_batch}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # 63 bits: what it takes without a sign
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # 63 bits: a positive int64
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Random state. Rotations and stochastic rounding draw from torch's default generators, so the first two functions
+# Random state. Rotations and stochastic rounding draw from torch's default generators. get_rng_state and set_rng_state
 # around a checkpoint make a resumed run draw the same numbers.
 
 
@@ -170,7 +172,7 @@ def get_rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Restore what get_rng_state returned. A state of another kind of device is left out: it means nothing here."""
+    """Restore the result of get_rng_state, except for the state of another kind of device."""
     torch.set_rng_state(state["cpu"].cpu())
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
@@ -180,7 +182,7 @@ def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def preserved_rng(device: torch.device) -> Iterator[None]:
-    """Evaluations, samples and telemetry inside draw what they like; training goes on as if they had not happened."""
+    """Restores the random state at the end. Evaluation, sampling and telemetry inside do not change training."""
     state = get_rng_state(device)
     try:
         yield
@@ -196,10 +198,10 @@ def _agent_store(seconds: float) -> dist.Store | None:
     """
     torchrun's own store, under a prefix for this start of all processes; None where there is no such store.
 
-    It lives on when torchrun starts the processes again (--max-restarts), and with it the addresses of the dead ones: a
-    rank that looks before its peer has written the new one tries to connect to the old one. Under a prefix for each
-    start there are no old ones. On one node that is torchrun's count; nodes count their restarts for themselves, and so
-    the processes agree on a number.
+    The store outlives a restart (--max-restarts) and keeps the addresses of dead processes. A rank that reads before
+    its peer has written would connect to a dead address. A prefix for each start hides the old addresses. On one node
+    the prefix is torchrun's count of restarts. Several nodes count their restarts separately, so there the processes
+    agree on a number.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -215,11 +217,11 @@ def _agent_store(seconds: float) -> dist.Store | None:
 
 def agree_on_start(store: dist.Store, rank: int, world_size: int, seconds: float) -> int:
     """
-    A number that these ranks, and no process that was one of them before, have from this call; in a store that may hold
-    what such processes wrote. All ranks call it together. Raises UserError where one does not come in time.
+    A number that is new for this start and equal on all ranks. All ranks call this function together.
 
-    Each rank but 0 says its name, drawn anew; rank 0 answers each name it finds with a new number; who finds his own
-    name answered agrees; and rank 0 waits until all have agreed to what it answered last.
+    The store may hold entries of dead processes of earlier starts. Each rank but 0 writes a name, drawn anew. Rank 0
+    answers each name with a new number. A rank whose own name is answered agrees. Rank 0 waits until all ranks have
+    agreed to its last answer. Raises UserError if a rank does not come within `seconds`.
     """
 
     def read(key: str) -> str:
@@ -267,19 +269,21 @@ def rank_timeout() -> timedelta:
 
 def use_deterministic_kernels() -> None:
     """
-    The same bits from the same bits on a CUDA device: PyTorch's deterministic algorithms, cuBLAS with one workspace
-    (set before the first product of the process), and no attention of cuDNN's, whose backward pass adds in any order
-    and which `torch.use_deterministic_algorithms` leaves alone. An operation that has no deterministic form raises
-    RuntimeError (`errors.run_main` makes a line of it): told to warn only, flash attention stays as it was.
+    Make the results of a CUDA device the same bits in each run.
+
+    Uses PyTorch's deterministic algorithms, and cuBLAS with one workspace, set before the first product of the process.
+    Switches off cuDNN's attention: its backward pass adds in any order, and `torch.use_deterministic_algorithms` leaves
+    it alone. An operation without a deterministic form raises RuntimeError, of which `errors.run_main` makes one line.
+    A mere warning is no choice, because flash attention would then stay as it was.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it did not write
+    torch.utils.deterministic.fill_uninitialized_memory = False  # no operation here reads unwritten memory
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def set_cpu_threads(device: torch.device, width: int) -> None:
-    """On a CPU: as many threads of torch's as a model of this width gains from. OMP_NUM_THREADS, where set, stands."""
+    """On a CPU, set torch's threads to hardware.cpu_threads(width). OMP_NUM_THREADS, if set, takes precedence."""
     if device.type == "cpu" and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(cpu_threads(width))
 
@@ -289,14 +293,14 @@ def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, 
     Choose the device, seed (the same on all ranks) and join the process group under torchrun.
 
     device_type: cuda | mps | cpu, or "" to autodetect. NCCL on CUDA, gloo on the CPU.
-    Returns (ddp, rank, local_rank, world_size, device), as nanochat does. Raises UserError.
+    Returns `(ddp, rank, local_rank, world_size, device)`, as nanochat does. Raises UserError.
     """
     device_type = device_type or autodetect_device_type()
     check_device_type(device_type)
     ddp, rank, local_rank, world_size = get_dist_info()
     seed_everything(seed)
     if device_type == "cuda":
-        # FP32 matmuls (there are few) in TF32: its 10-bit significand still holds decoded NVFP4 operands exactly.
+        # The few FP32 matmuls use TF32. Its 10-bit significand still holds decoded NVFP4 operands exactly.
         torch.set_float32_matmul_precision("high")
     device = torch.device(device_type)
     if ddp:
@@ -323,7 +327,7 @@ def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, 
             except (dist.DistError, ValueError) as e:
                 raise UserError(f"cannot join the process group: {one_line(e)}; start with torchrun") from e
             if world_size > 1:
-                # Said before the collectives end by themselves.
+                # The watch names a lost rank before the collectives' own timeout.
                 seconds = limit.total_seconds()
                 watched = agents or dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
                 watched = dist.PrefixStore("ranks", watched.clone() if hasattr(watched, "clone") else watched)
@@ -342,7 +346,7 @@ def compute_cleanup() -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that CUDA's allocator has held, or, without a GPU, this process."""
+    """Peak bytes of CUDA's allocator, or of this process without a GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # not on Windows

@@ -1,4 +1,4 @@
-"""What a user types and sees: numbers in flags, bytes and seconds as text, the log, progress."""
+"""Flags and output: numbers in flags, bytes and seconds as text, the log, progress."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ logger = logging.getLogger("nanochat_fp4")
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, for every command here: flags are not abbreviated (--dept is not --depth), errors are one line."""
+    """argparse's parser, for all commands. Flags are not abbreviated (--dept is not --depth); errors are one line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False} | kwargs)
@@ -49,7 +49,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def parse_finite(text: str) -> float:
-    """argparse type of every flag that is a number with a fraction: NaN and infinity are refused."""
+    """argparse type of every flag with a fractional number. Refuses NaN and infinity."""
     try:
         value = float(text)
     except ValueError:
@@ -60,7 +60,7 @@ def parse_finite(text: str) -> float:
 
 
 def format_bytes(num: float) -> str:
-    """1536 -> '1.5 KB' (decimal prefixes from MB on are not worth the confusion: 1 KB is 1024 bytes here)."""
+    """1536 -> '1.5 KB'. All prefixes are powers of 1024."""
     for unit in ("bytes", "KB", "MB", "GB"):
         if abs(num) < 1024:
             return f"{num:.0f} {unit}" if unit == "bytes" else f"{num:.1f} {unit}"
@@ -82,7 +82,7 @@ _IMPORTED = time.monotonic()
 
 
 def process_age() -> float:
-    """Seconds since this process began, or since this module was imported where the system does not say."""
+    """Seconds since this process began, or since the import of this module if the system does not tell."""
     try:
         with open("/proc/self/stat", encoding="ascii") as file:
             began = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -92,14 +92,14 @@ def process_age() -> float:
 
 
 class Phases:
-    """Where the time of this process goes until something is there: what was done, and the seconds of it, in order."""
+    """The named phases of this process's start and their seconds, in order."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {"start of Python": process_age()}
         self.last = time.monotonic()
 
     def end(self, name: str) -> None:
-        """What was done since the last call."""
+        """Ends the phase that began with the last call, and names it."""
         now = time.monotonic()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self.last
         self.last = now
@@ -111,8 +111,10 @@ class Phases:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Python looks for cyclic garbage a hundred times less often. What torch's compiler imports and makes is there to
-    stay, and to look through it again and again takes a tenth of the time that it needs."""
+    """Python collects cyclic garbage a hundred times less often inside.
+
+    The compiler's modules and objects stay alive, and searching them for garbage takes a tenth of its time.
+    """
     before = gc.get_threshold()
     gc.set_threshold(100 * before[0], *before[1:])
     try:
@@ -126,21 +128,21 @@ def rare_collections() -> Iterator[None]:
 
 
 def print_safely(*args: Any, **kwargs: Any) -> None:
-    """print that never ends a run: the log's reader may be gone (a closed pipe or terminal), or its disk full."""
+    """print that never ends a run, not even with a closed pipe, a closed terminal or a full disk."""
     with contextlib.suppress(OSError):
         print(*args, **kwargs)
 
 
-OTHER_RANKS_WAIT = 3.0  # seconds; shorter than what rank_watch takes to say that a process was lost
+OTHER_RANKS_WAIT = 3.0  # seconds; less than rank_watch needs to report a lost process
 
 
 def print_error(message: str) -> None:
     """
     `error: <message>` on stderr, before this process ends.
 
-    What a user did wrong ends all processes alike, and torchrun ends those that are left when the first has ended. So
-    the other ranks wait until rank 0 has said it; one that is still there then had trouble of its own, and says so.
-    torchrun repeats the message at the end of its own report.
+    A user's error ends all processes alike, and torchrun ends the others when the first has ended. The other ranks
+    therefore wait until rank 0 has printed the message. A rank that is alive after the wait had trouble of its own, and
+    prints its message. torchrun repeats the message at the end of its own report.
     """
     rank, file = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_ERROR_FILE")
     if rank != "0":
@@ -156,7 +158,7 @@ def print_error(message: str) -> None:
 
 
 class _StderrHandler(logging.StreamHandler):
-    """Writes to whatever sys.stderr is at that moment, so that redirecting it later works."""
+    """Writes to the sys.stderr of the moment, so that a later redirection works."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -164,7 +166,7 @@ class _StderrHandler(logging.StreamHandler):
 
 
 class _LevelFormatter(logging.Formatter):
-    """`HH:MM:SS message`, with the level named (and coloured on a terminal) only where it is not plain information."""
+    """`HH:MM:SS message`. Levels other than INFO are named, and coloured on a terminal."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -192,8 +194,8 @@ def setup_default_logging() -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # Progress
 
-RECENT = 50  # updates whose median time makes the estimate of what is left
-FIRST_ESTIMATE = 3  # not before so many: the first step of a run compiles, and fills caches
+RECENT = 50  # the time left is estimated from the median of this many updates
+FIRST_ESTIMATE = 3  # no estimate before this many updates: the first step of a run compiles and fills caches
 
 
 class Progress:
@@ -204,9 +206,9 @@ class Progress:
             for ...:
                 progress.update(1, loss="2.31")
 
-    Lines go to `file` (default stderr), from rank 0 only, with the rate and the time left: by the median of recent
-    steps, which one that compiles or evaluates does not move. `total=None` where it is not known. Work that ends within
-    `every` seconds leaves exactly one line, the last, in a log.
+    Lines go to `file` (default stderr), from rank 0 only, with the rate and the time left. The time left comes from the
+    median of recent steps, so one step that compiles or evaluates does not change it. `total=None`: the total is
+    unknown. Work that ends within `every` seconds leaves exactly one line in a log, the last.
     """
 
     def __init__(
@@ -223,7 +225,7 @@ class Progress:
         self.n, self.initial = initial, initial
         self.info: dict[str, Any] = {}
         self.start = self.last_line = self.last_update = time.monotonic()
-        self.recent: deque[float] | None = deque(maxlen=RECENT)  # seconds; None: the work is not done one by one
+        self.recent: deque[float] | None = deque(maxlen=RECENT)  # seconds; None after an update of several units
         self.closed = False
         self.lock = threading.Lock()  # downloads report from several threads
         self.silent = os.environ.get("RANK", "0") != "0"
@@ -255,7 +257,7 @@ class Progress:
             self.n += n
             self.info.update(info)
             if self.bar is not None:
-                with contextlib.suppress(OSError):  # the terminal is gone, the work is not
+                with contextlib.suppress(OSError):  # work goes on without its terminal
                     left = self.seconds_left()
                     shown = {} if left is None else {"ETA": format_seconds(left)}
                     self.bar.set_postfix(shown | {k: str(v) for k, v in self.info.items()}, refresh=False)
@@ -264,7 +266,7 @@ class Progress:
                 self._line()
 
     def seconds_left(self) -> float | None:
-        """None where nobody knows, or where it is done."""
+        """None for unknown and for finished work."""
         done, elapsed = self.n - self.initial, time.monotonic() - self.start
         if not self.total or not 0 < self.n < self.total or not done or elapsed <= 0:
             return None
@@ -273,7 +275,7 @@ class Progress:
         return (self.total - self.n) * statistics.median(self.recent) if done >= FIRST_ESTIMATE else None
 
     def line(self) -> str:
-        """The plain line: description, count, percentage, rate, time left, info."""
+        """The plain line: description, count and percentage, rate and time left, and info."""
         elapsed = time.monotonic() - self.start
         rate = (self.n - self.initial) / elapsed if elapsed > 0 else 0.0
         as_bytes = self.unit == "bytes"

@@ -1,15 +1,15 @@
 """`python -m nanochat_fp4.doctor`: does this machine compute what the paper says, with which kernels, and how fast?
 
-FP4 software has failed silently before: a GEMM library that returned zeros on one GPU, a recipe whose gradients were
-all zero for three releases. So results are compared with the PyTorch reference on the CPU, which shares no code with
-the kernels and the GEMM of a GPU:
+FP4 software has failed silently before: a GEMM library returned zeros on one GPU, and a recipe's gradients were all
+zero for three releases. The doctor therefore compares with the PyTorch reference on the CPU. The reference shares no
+code with the kernels and the GEMM of a GPU.
 
-* layers     QuantLinear of every method, forward and backward, against products of the reference's quantized operands;
-* kernels    quantization on random shapes: without a rotation bit for bit, with one at least 99.9% of the values (the
-             tensor cores add 128 terms in an order of their own, so a value next to a rounding boundary may tip);
-* speed      copy and quantization bandwidth and the BF16 GEMM, on a GPU.
+* layers     QuantLinear of every method, forward and backward, against products of the reference's quantized operands.
+* kernels    Quantization on random shapes. Without a rotation all bits must be equal, with one at least 99.9% of the
+             values. The tensor cores add 128 terms in their own order, so a value next to a rounding boundary may tip.
+* speed      Copy and quantization bandwidth and the BF16 GEMM, on a GPU.
 
-Exit status 2 and one line on stderr when something is wrong. `probe` is the part that a training run does at its start.
+A problem ends in exit status 2 and one line on stderr. A training run calls `probe`, a short check, at its start.
 """
 
 import contextlib
@@ -36,23 +36,23 @@ from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_grad_outpu
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe
 
-# Tokens, in_features, out_features: no multiples of 128, so that padding is part of the check.
+# Tokens, in_features and out_features. None is a multiple of 128, so that padding is part of the check.
 LAYER = (144, 96, 160)
 SHAPES = ((1000, 528), (144, 160), (2048, 2048))
 SHAPES_INTERPRETED = ((40, 144),)
-TIPPED = 1e-3  # share of the codes, and of the scales, that may differ after a rotation; of small tensors, four
-# Relative square errors |got - want|^2 / |want|^2.
-SUM_ERROR = 1e-4  # one rounding to BF16 and another order of summation: 3e-6
-HOST_AHEAD_CYCLES = 40_000_000  # 20 ms or more: the launches of some twenty calls of the longest operator here
-ROUNDING_ERROR = 0.1  # two operands of a gradient, stochastically rounded: up to 0.05
-MOST_PROCESSES = 8  # that compile and check at once; each has some 500 MB of a GPU's memory
-MOST_METHODS = 12  # with more of them the kernels are checked on several shapes, too
+TIPPED = 1e-3  # The largest share of codes, and of scales, that may differ after a rotation; four in a small tensor.
+# SUM_ERROR and ROUNDING_ERROR are relative square errors |got - want|^2 / |want|^2.
+SUM_ERROR = 1e-4  # One rounding to BF16 and another order of summation give 3e-6.
+HOST_AHEAD_CYCLES = 40_000_000  # At least 20 ms, in which the longest operator here is launched some twenty times.
+ROUNDING_ERROR = 0.1  # Two stochastically rounded operands of a gradient give up to 0.05.
+MOST_PROCESSES = 8  # Processes that compile and check at once. Each takes some 500 MB of a GPU's memory.
+MOST_METHODS = 12  # With more methods the kernels are checked on several shapes.
 
 
 def probe(device: torch.device | str, method: str | Recipe = "clover") -> str:
-    """Checks the chosen backend once: the answer is known, forward and backward. Returns one line for the log.
+    """Checks the chosen backend once, forward and backward, on a known answer. Returns one line for the log.
 
-    A few milliseconds once the kernels are compiled; leaves torch's generators as they were.
+    Takes a few milliseconds once the kernels are compiled, and leaves torch's generators as they were.
     Raises UserError with one line that says what is wrong.
     """
     device = torch.device(device)
@@ -79,7 +79,7 @@ def probe(device: torch.device | str, method: str | Recipe = "clover") -> str:
 
 
 def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
-    """What is wrong with a layer of this method, or None. BF16 activations and FP32 weights, as in training."""
+    """Names the problem of a layer of this method, or None. BF16 activations and FP32 weights, as in training."""
     recipe = get_recipe(method)
     tokens, in_features, out_features = LAYER
     generator = torch.Generator().manual_seed(1234)
@@ -132,14 +132,14 @@ def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
 
 
 def _kernels(recipes: Iterable[Recipe]) -> list[tuple[Rounding, int]]:
-    """What the kernels make for these methods: roundings, each with the group size of its rotation, by their names."""
+    """The kernels' roundings for these methods, each with the group size of its rotation, sorted by name."""
     gemms = [g for r in recipes for part in {r, r.final} for g in (part.output, part.grad_input, part.grad_weight)]
     found = {(o.rounding, g.rht_dim) for g in gemms for o in (g.a, g.b) if o.rounding and o.rounding.has_kernels}
     return sorted(found, key=lambda pair: (pair[0].name, pair[1]))
 
 
 def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape: tuple[int, int]) -> str | None:
-    """What is wrong with the codes of a random tensor and with what the GEMM would read, or None. Needs use_kernels."""
+    """Names a wrong result for a random tensor, in its codes or in the GEMM's operand, or None. Needs use_kernels."""
     x = _uneven(shape)
     random = {"stream": 3, "rht_dim": rht_dim, "rht_stream": 2}
     where = f"{rounding.name}{f' after an RHT of {rht_dim}' if rht_dim else ''}, {shape[0]} x {shape[1]}"
@@ -167,8 +167,11 @@ def kernel_problem(device: torch.device, rounding: Rounding, rht_dim: int, shape
 
 
 def training_problem(device: torch.device, rounding: Rounding, shape: tuple[int, int]) -> str | None:
-    """As kernel_problem after a rotation, of the very launches of a training step: both operands of a grad_output at
-    once, and one of codes. So nothing is compiled that training does not need, and nothing of that is left out."""
+    """Like kernel_problem after a rotation, with exactly the launches of a training step.
+
+    The launches make both operands of a grad_output at once, and one operand of codes. Training needs every kernel that
+    is compiled here, and no other.
+    """
     x = _uneven(shape)
     random = {"stream": 3, "rht_dim": RHT_DIM, "rht_stream": 2}
     t = quantize_reference(x.float(), ROUNDINGS["four_over_six"])
@@ -188,7 +191,7 @@ def training_problem(device: torch.device, rounding: Rounding, shape: tuple[int,
         padded = torch.nn.functional.pad(source, (0, -source.shape[1] % RHT_DIM))
         want = quantize_reference(padded, rounding, seed=7, rht_seed=8, **random).dequantize()
         wrong = int((operand.dequantize().cpu() != want).sum())
-        if wrong > max(4 * BLOCK, 4 * TIPPED * want.numel()):  # a scale that tipped counts with all of its block
+        if wrong > max(4 * BLOCK, 4 * TIPPED * want.numel()):  # one tipped scale changes its whole block
             of = f"{wrong} of {want.numel()} values of a {name}, {shape[0]} x {shape[1]}"
             return f"{rounding.name} after an RHT of {RHT_DIM}: {of}, differ from the reference"
     return None
@@ -205,8 +208,10 @@ def _uneven(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def median_ms(function: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> float:
-    """Median GPU time of a call in milliseconds, by events. The GPU waits until all calls are queued: otherwise a call
-    whose kernels take less than their launches would be timed by those."""
+    """Median GPU time of a call in milliseconds, by events.
+
+    The GPU waits until all calls are queued. Otherwise a call with short kernels would show the time of its launches.
+    """
     for _ in range(warm_up):
         function()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
@@ -228,7 +233,7 @@ def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 30) -> float:
 
 
 def gemm_tflops(device: torch.device, size: int = 8192) -> float:
-    """TFLOP/s of a square BF16 product of random numbers (of zeros it would be faster: less power)."""
+    """TFLOP/s of a square BF16 product of random numbers. Zeros would take less power and be faster."""
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     return 2 * size**3 / median_ms(lambda: a @ b.T, repeats=10) / 1e9
 
@@ -248,8 +253,8 @@ def examine(
 ) -> list[str]:
     """Every check, one line each through `say`; returns the problems.
 
-    processes: check in so many at once, since nearly all of the time goes into compiling kernels, some 80 for
-    nf.METHODS; 0: in this one.
+    processes: number of processes that check at once, or 0 for this process. Nearly all of the time goes into compiling
+    kernels, some 80 for nf.METHODS.
     """
     problems = []
 
@@ -295,7 +300,7 @@ def _kernel_problem_of_shapes(device: torch.device, rounding: Rounding, rht_dim:
 
 @contextlib.contextmanager
 def _checks(processes: int) -> Iterator[Callable[..., Callable]]:
-    """start(function, *arguments), which returns a function without arguments that waits for the result."""
+    """start(function, *arguments). Calling its result, without arguments, waits for the function's result."""
     if not processes:
         yield functools.partial
         return
@@ -305,7 +310,7 @@ def _checks(processes: int) -> Iterator[Callable[..., Callable]]:
 
 
 def operations(device: torch.device) -> list[str]:
-    """Which backend each operation uses, and why: one line each."""
+    """One line for each operation, with its backend and the reason."""
     backend = nf.backend()
     kernels = use_kernels(device)
     lines = [f"{name:10s} {backend.quantize}" for name in ("quantize", "rotate", "requantize")]
@@ -334,7 +339,7 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device(autodetect_device_type())
     if device.type == "mps":
         device = torch.device("cpu")
-    set_cpu_threads(device, 1)  # what is checked is small
+    set_cpu_threads(device, 1)  # the checks' tensors are small
     print(f"nanochat_fp4 doctor: {versions()}")
     print(f"device     {torch.cuda.get_device_name() if device.type == 'cuda' else device}")
     print("\n".join(operations(device)))

@@ -1,4 +1,4 @@
-"""What a number was measured on: versions, GPU, CPU, driver, commit."""
+"""The environment of a measurement: versions, GPU, CPU, driver and commit."""
 
 import contextlib
 import functools
@@ -44,8 +44,10 @@ def _driver_version() -> str | None:
 
 @functools.cache
 def get_commit() -> str | None:
-    """Commit of the checkout this package lies in, with '+changes' where tracked files differ; None outside of git. As
-    it is at the first call of a process, which is the code that it has loaded."""
+    """Commit of this package's checkout, with '+changes' where tracked files differ; None outside of git.
+
+    Read at the first call and kept, because the process has loaded the code of that time.
+    """
     root = str(Path(__file__).resolve().parent.parent)
     top, _, commit = (_command_output("git", "rev-parse", "--show-toplevel", "HEAD", cwd=root) or "").partition("\n")
     if top != root:
@@ -57,15 +59,16 @@ def get_commit() -> str | None:
 
 def environment_info() -> dict[str, Any]:
     """
-    What a number in a report was measured on, as a JSON-able dict with these keys (None where not known):
-    python, platform, torch, triton, cuda, gpu, gpu_count, gpu_memory_gb, compute_capability, driver, cpu, cpu_count,
-    memory_gb, commit.
+    The environment of a measurement as a JSON-able dict, None for unknown values. The keys are:
+
+        python platform torch triton cuda gpu gpu_count gpu_memory_gb compute_capability driver cpu cpu_count
+        memory_gb commit
     """
     try:
         import triton
 
         triton_version = triton.__version__
-    except Exception:  # not installed, or broken on this platform: both mean that no kernel can be compiled
+    except Exception:  # missing, or broken on this platform: no kernel can be compiled
         triton_version = None
     info: dict[str, Any] = {
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Errors in one line: UserError, and run_main, which every script starts through."""
+"""Errors in one line: UserError, and run_main, the entry point of every script."""
 
 import contextlib
 import errno
@@ -16,17 +16,17 @@ from nanochat_fp4.signals import allow_interrupts
 
 
 class UserError(Exception):
-    """Something the user can put right. The message is one line: what was wrong, what was expected, what to do."""
+    """An error that the user can mend. The message is one line: what was wrong, what was expected, what to do."""
 
 
 class LostRankError(Exception):
     """Another process of the run was lost; the message is one line that names it."""
 
 
-# A full or read-only disk is the user's to fix, too; any other OSError is ours and keeps its traceback.
+# The user can mend a full or read-only disk. Any other OSError is a bug and keeps its traceback.
 USER_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")  # torch's RuntimeError
-# A path that cannot be what it should.
+# The user gave a path that cannot be used.
 _PATH_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 
 
@@ -40,10 +40,15 @@ def run_main(main: Callable[[], Any]) -> None:
     """
     Entry point of every script: `if __name__ == "__main__": run_main(main)`.
 
-    A UserError or ValueError (which is how library code reports bad input), a full or read-only disk, and a GPU or CPU
-    out of memory, and a number that no machine has a word for, end in `error: <one line>` on stderr and exit status 2;
-    Ctrl-C ends in exit status 130, and the loss of another process of the run in one line and exit status 1.
-    NANOCHAT_TRACEBACK=1 prints the traceback as well. Any other exception is a bug and is left to show itself.
+    Errors that a user can mend print `error: <one line>` on stderr and end in exit status 2:
+
+    - UserError, and the ValueError of library code
+    - a full or read-only disk, and a path that cannot be used
+    - a GPU or CPU out of memory
+    - a number that is too large for the machine
+
+    Ctrl-C ends in exit status 130. The loss of another process of the run ends in one line and exit status 1. Any other
+    exception is a bug and keeps its traceback. NANOCHAT_TRACEBACK=1 prints the traceback of the others as well.
     """
     setup_default_logging()
     status = 2
@@ -77,13 +82,13 @@ def run_main(main: Callable[[], Any]) -> None:
             traceback.print_exc()
     finally:
         _let_go_of_stdout()
-    if status != 130 or os.environ.get("RANK", "0") == "0":  # Ctrl-C is for all: one of them says it
+    if status != 130 or os.environ.get("RANK", "0") == "0":  # Ctrl-C reaches all ranks; only rank 0 prints
         print_error(message)
     sys.exit(status)
 
 
 def _let_go_of_stdout() -> None:
-    """Flush stdout now; where nobody takes it any more, drop the rest, or Python would fail at its very end."""
+    """Flush stdout now. If its reader is gone, drop the rest; otherwise Python would fail at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -98,7 +103,7 @@ LOST_RANK = (
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Whether an exception is a collective's that waited in vain for another rank (of gloo, NCCL or their store)."""
+    """Whether a collective of gloo or NCCL, or their store, waited in vain for another rank."""
     text = str(error)
     return isinstance(error, RuntimeError) and (
         isinstance(error, torch.distributed.DistError)

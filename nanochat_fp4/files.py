@@ -1,4 +1,4 @@
-"""Atomic writes that are on the disk when they are said to be, and the SHA-256 of files."""
+"""Atomic writes, flushed to the disk, and the SHA-256 of files."""
 
 import contextlib
 import errno
@@ -25,9 +25,9 @@ def atomic_open(path: str | os.PathLike) -> Iterator[Any]:
     """
     A binary file object whose content appears under `path` all at once, when the block ends without an exception.
 
-    It is written to a temporary name in the same folder, flushed to the disk and renamed, so a reader (or a process
-    killed half-way) never sees a part of it. On an exception the old content of `path` stays and the temporary file
-    goes. A killed process leaves a `.<name>.<random>.tmp` behind, which nothing here ever reads.
+    The content is written to a temporary name in the same folder, flushed to the disk and renamed. No reader ever sees
+    a part of it, not even after a kill half-way. On an exception the old content of `path` stays and the temporary file
+    is deleted. A killed process leaves a `.<name>.<random>.tmp` behind, which nothing here ever reads.
     """
     path = Path(path)
     if path.is_dir():

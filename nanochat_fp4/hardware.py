@@ -1,5 +1,5 @@
 """
-What this machine can do: a GPU's peak FLOP/s, the bytes of memory, the CPUs that this process may use.
+Limits of this machine: a GPU's peak FLOP/s, the bytes of memory, the CPUs that this process may use.
 
     python nanochat_fp4/hardware.py     prints usable_cpus(), for shell scripts; it imports no torch
 """
@@ -56,7 +56,7 @@ def get_peak_flops(device_name: str) -> float | None:
 
 
 def physical_memory() -> int:
-    """Bytes of memory in this machine; 8 GB where it does not say."""
+    """Bytes of memory in this machine; 8 GB if the system does not tell."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 << 30
 
 

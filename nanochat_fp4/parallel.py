@@ -4,10 +4,10 @@
     fsdp   every process has some rows of each matrix, of its gradient and of its moments (PyTorch's FSDP2); quantized
            weights travel as codes (nvfp4/sharding.py)
 
-Both deal micro-batches to processes in the same way, and both make the same run: the forward pass has the same codes to
-the bit, gradients agree up to the order in which they are added. Gradients of the blocks are made, reduced and added up
-in FP32 by both; fsdp makes those of embedding and head in BF16 on a GPU, and reduces them in FP32 after each
-micro-batch, where ddp averages the sum of all.
+Both deal micro-batches to processes in the same way and make the same run. Codes of the forward pass are equal to the
+bit. Gradients agree up to the order of their sums. Both make, reduce and add up the gradients of the blocks in FP32.
+On a GPU fsdp makes the gradients of embedding and head in BF16 and reduces them in FP32 after each micro-batch; ddp
+averages the sum over all micro-batches.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def check_parallel(args: argparse.Namespace) -> bool:
-    """Whether the run is sharded. Raises UserError for flags that do not go with that."""
+    """Whether the run is sharded. Raises UserError for flags that a sharded run cannot have."""
     if args.parallel != "fsdp":
         return False
     if not (is_ddp_initialized() and dist.get_world_size() > 1):
@@ -53,12 +53,15 @@ def check_parallel(args: argparse.Namespace) -> bool:
 
 
 def shard(model: nn.Module, dtype: torch.dtype | None = None, codes: bool = True) -> int:
-    """Shards a converted GPT or Llama over all processes, in place: before it is compiled and gets its optimizers.
+    """Shards a converted GPT or Llama over all processes, in place. Call it before compiling and before the optimizers.
 
-    The matrices, by rows; vectors and scalars stay whole, and the optimizers average their gradients as in ddp. dtype:
-    in which weights travel that do not travel as codes, and the output head's gradient; None for their own. codes:
-    False for FSDP2 as it is, to be compared with: all weights travel in dtype, and each process quantizes all of them.
-    Returns how many layers' weights travel as codes. Raises UserError where the rows of a matrix do not divide.
+    Matrices are sharded by rows. Vectors and scalars stay whole, and the optimizers average their gradients as in ddp.
+
+    The output head's gradient, and gathered weights that are no codes, have dtype; None keeps their own. With codes
+    False this is plain FSDP2, for comparison: all weights are gathered in dtype, and each process quantizes all.
+
+    Returns the number of layers whose weights are gathered as codes. Raises UserError if the rows of a matrix do not
+    divide by the number of processes.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -94,12 +97,13 @@ TENSOR = "tensor"  # the mesh dimension of processes that compute a layer togeth
 
 
 def divide(model: nn.Module, size: int) -> None:
-    """Divides the blocks of a converted GPT among each `size` consecutive processes, in place, before it is compiled
-    and gets its optimizers: tensor parallelism for products and heads, sequence parallelism for what is between.
+    """Divides the blocks of a converted GPT among each `size` consecutive processes, in place.
 
-    These processes get the same tokens and the same state of torch's generators, and each returns the mean loss of its
-    part of the sequence. Embedding, head and scalars are whole in each, and their gradients are averaged over all
-    processes, as in ddp. Raises UserError for numbers that do not divide, and for methods that are not divided.
+    Products and heads use tensor parallelism, and the operations between them sequence parallelism. Call it before
+    compiling and before the optimizers. The `size` processes need the same tokens and the same state of torch's
+    generators. Each returns the mean loss of its part of the sequence. Every process has the whole embedding, head and
+    scalars, and their gradients are averaged over all processes, as in ddp. Raises UserError for numbers that do not
+    divide, and for methods without a divided form.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -135,19 +139,19 @@ def is_sharded(value: Any) -> bool:
 
 
 def losses_of(grad: Tensor) -> int:
-    """Of how many processes' losses a sharded gradient is the sum: FSDP's is that of their mean."""
+    """How many processes' losses a sharded gradient sums up. FSDP's gradient is of the mean loss: 1."""
     mesh = grad.device_mesh
     return mesh.size() if mesh.mesh_dim_names == (TENSOR,) else 1
 
 
 @contextlib.contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Inside, every process has all weights of a sharded model and calls it by itself, as often as it likes, to
-    evaluate and to generate; nothing is compiled. All processes enter together. A model that is whole stays as it is.
+    """Every process has all weights of a sharded model inside, and may evaluate and generate by itself, uncompiled.
 
-    Each weight is gathered once, as forward passes take it on entry: in codes 4.5 bits an element. So the context of a
-    precision (nf.full_precision) is to be around this one and not inside. What was gathered is freed at the end, and
-    training goes on to the same bits. Not for backward passes.
+    All processes enter together. A whole model stays as it is. Each weight is gathered once, in the form that forward
+    passes take on entry; codes take 4.5 bits an element. A precision context (nf.full_precision) must therefore be
+    around this one, not inside. The gathered weights are freed at the end, and training goes on to the same bits. Not
+    for backward passes.
     """
     if not hasattr(model, "unshard"):  # FSDP's
         yield
@@ -159,7 +163,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
             block.set_reshard_after_forward(False)
         for part in parts:
             part.unshard()
-        # A batch of each shape would be a compilation, and so would each position of a cache.
+        # Each batch shape, and each position of a cache, would compile anew.
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
@@ -171,7 +175,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module, rank: int) -> dict[str, Tensor]:
-    """model.state_dict(), whole tensors on the CPU of rank 0 where it is sharded; all processes call it together."""
+    """model.state_dict(). A sharded model's is whole, on the CPU of rank 0. All processes call this together."""
     state = model.state_dict()
     if not any(map(is_sharded, state.values())):
         return state

@@ -1,12 +1,12 @@
-"""Which process of a run was lost: said in one line by those that are left, which then end.
+"""Names a lost process of a run: the others print one line and end.
 
-A process that waits in a collective for one that is dead or stopped learns nothing of it, and NCCL's own end, after the
-time limit, names no rank. So each process has a thread that beats: it counts up its number in torchrun's store, and
-looks at that of the next rank. A next rank on the same host that is gone is seen at once, another after the time limit;
-who sees it tells all, through the store.
+A process that waits in a collective does not learn that another process is dead or stopped. NCCL ends it after the time
+limit and names no rank. Each process therefore has a thread that beats. The thread counts up its number in torchrun's
+store and reads the number of the next rank. If the next rank is on the same host, its death is seen at once, else after
+the time limit. The rank that sees the death tells all others through the store.
 
-This is beside the collectives and needs none of them. A process that is busy, in Python or on its GPU, beats on; where
-all beat and a collective still does not end, the process group's own time limit ends it.
+The watch uses no collective. A process that is busy, in Python or on its GPU, beats on. If all processes beat and a
+collective still does not end, the process group's own time limit ends it.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ ADVICE = "start all of them again with --resume-from-step latest (torchrun --max
 
 class RankWatch:
     """
-    The watch of one process. store: a connection of its own; timeout: seconds without a beat after which one is lost.
+    The watch of one process. All ranks construct a watch, meet at a barrier and call begin().
 
-    All ranks make theirs, then meet, then begin(). lost(): the line that names a rank that was lost, or None. leave():
-    what a process that ends as it should says.
+    store is a connection for this watch alone. A rank is lost after timeout seconds without a beat. lost() returns the
+    line that names a lost rank, or None. A process that ends properly calls leave() first.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout: float):
@@ -48,11 +48,11 @@ class RankWatch:
 
     def leave(self) -> None:
         self.stopping.set()
-        with contextlib.suppress(RuntimeError):  # the store went with its process: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the store's process has ended: there is nobody to tell
             self.store.set(f"beat/{self.rank}", "done")
 
     def lost(self) -> str | None:
-        """Waits until it is known which, for a few seconds."""
+        """The line that names a lost rank, awaited for a few seconds; else None."""
         for _ in range(int((GRACE + 2 * BEAT) / 0.1)):
             if self.message:
                 break
@@ -76,7 +76,7 @@ class RankWatch:
                     self.message = message
         except RuntimeError:
             self.message, patience = f"the process that holds the run's store has ended; {ADVICE}", 3 * GRACE
-        # The main thread may be in a collective that never ends; else it says this itself, or is ending anyway.
+        # A main thread that can act prints the line itself, or is ending. After the wait it must be in a collective.
         if self.message and not self.stopping.wait(patience):
             prefix = "error" if self.rank == 0 else f"error (rank {self.rank})"
             print_safely(f"{prefix}: {self.message}", file=sys.stderr, flush=True)
@@ -94,8 +94,8 @@ class RankWatch:
 
 
 def _start_time(pid: int) -> str | None:
-    """When the process was started, as the kernel counts; None where there is no such process, or only a zombie."""
-    if not os.path.exists("/proc/self/stat"):  # not Linux: by its beats alone
+    """The kernel's start time of a process; None if the process does not exist or is a zombie."""
+    if not os.path.exists("/proc/self/stat"):  # not Linux: only beats are watched
         return ""
     try:
         with open(f"/proc/{pid}/stat") as f:
@@ -109,7 +109,7 @@ _watch: RankWatch | None = None
 
 
 def start(store: Any, rank: int, world_size: int, timeout: float) -> None:
-    """Begins to watch the ranks of this run, which call it together."""
+    """Begins to watch the ranks of this run. All ranks call this together."""
     global _watch
     _watch = RankWatch(store, rank, world_size, timeout)
     dist.barrier()
@@ -117,7 +117,7 @@ def start(store: Any, rank: int, world_size: int, timeout: float) -> None:
 
 
 def stop() -> None:
-    """This process leaves the run as it should."""
+    """Call before this process ends properly: the others do not report it as lost."""
     global _watch
     if _watch is not None:
         _watch.leave()
@@ -125,5 +125,5 @@ def stop() -> None:
 
 
 def lost() -> str | None:
-    """The line that names the rank that was lost, where that is known."""
+    """The line that names the lost rank, or None if none is known."""
     return _watch.lost() if _watch is not None else None

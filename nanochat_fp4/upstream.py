@@ -6,16 +6,18 @@ Runs a script of your own, unmodified nanochat checkout with the linear layers o
 
 No file of the checkout changes, and nothing is written there. Four methods of its GPT class are wrapped in memory:
 
-    __init__            counts models; a dry run ends here
-    init_weights        then nf.convert: the Parameters stay the same objects, and both revisions that this was made for
-                        (f5425245f and the newest) call it before weights are loaded, torch.compile and the optimizers
-    setup_optimizer(s)  first checks that the converted layers are still there; from then on each rank draws its own
-                        random numbers, and a method that changes in the course of a run (clover_late) is told before
-                        each step where the run is, by the script's variables step and num_iterations
-    forward             a loss is computed as in training; logits (samples, CORE, chat) with a scale for each token, so
-                        that an answer does not depend on what else is in the batch, or on the KV cache
+    __init__            Counts models. A dry run ends here.
+    init_weights        Calls nf.convert afterwards. The Parameters stay the same objects. The two supported revisions,
+                        f5425245f and the newest, call init_weights before torch.compile, before they load weights and
+                        before they build optimizers.
+    setup_optimizer(s)  First checks that the converted layers are still there. Each rank then draws its own random
+                        numbers. A method that changes in the course of a run (clover_late) gets the script's variables
+                        step and num_iterations before each step.
+    forward             Computes a loss as in training. Logits (samples, CORE, chat) get a scale for each token, so that
+                        an answer depends neither on the rest of the batch nor on the KV cache.
 
-A checkout without these names cannot be patched, and the error says so. Messages go to stderr: stdout is the script's.
+A checkout without these names cannot be patched, and the error names the missing one. Messages go to stderr, because
+stdout is the script's.
 """
 
 import argparse
@@ -76,7 +78,7 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line and the environment ask for."""
+    """The choices of the command line and the environment."""
 
     script: str  # as after python -m: scripts.base_train
     script_args: tuple[str, ...]
@@ -89,7 +91,7 @@ class Options:
 
     @property
     def recipe(self) -> nf.Recipe | None:
-        """What every converted layer computes; None where nothing is quantized and the model stays as it is."""
+        """The recipe of every converted layer; None if nothing is quantized and the model stays unchanged."""
         recipe = nf.get_recipe("bf16" if self.backward == "none" else self.method)
         if self.backward == "forward":
             recipe = recipe.final.forward_only()
@@ -115,7 +117,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_args(argv: Sequence[str]) -> Options:
-    """Options from the arguments before the first --; the script gets those after it. Raises UserError."""
+    """Options from the arguments before the first --; the script gets the arguments after --. Raises UserError."""
     argv = list(argv)
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = _Parser(
@@ -172,7 +174,7 @@ def parse_args(argv: Sequence[str]) -> Options:
 
 
 def default_backward(script: str) -> str:
-    """What is quantized in a script where neither a flag nor the environment says it."""
+    """The script's value of --backward if neither a flag nor the environment gives one."""
     return STAGE_BACKWARD.get(script.rpartition(".")[2], "forward")
 
 
@@ -195,7 +197,7 @@ def find_checkout() -> Path:
 
 
 def find_script(root: Path, script: str) -> Path:
-    """The file of a script named as after python -m. Raises UserError that lists what there is."""
+    """The file of a script named as after python -m. Raises UserError with a list of the checkout's scripts."""
     path = root.joinpath(*script.split(".")).with_suffix(".py")
     if re.fullmatch(r"\w+(\.\w+)+", script) and path.is_file():
         return path
@@ -206,8 +208,8 @@ def find_script(root: Path, script: str) -> Path:
 class CheckoutFinder(importlib.abc.MetaPathFinder):
     """Top-level packages of the checkout come from the checkout, whatever else is on sys.path.
 
-    Its `scripts` and `tasks` have no __init__.py, so that a package of the same name anywhere on sys.path (this
-    project has one) would win over them, or its scripts would mix with theirs.
+    The checkout's `scripts` and `tasks` have no __init__.py. A package of the same name anywhere on sys.path would win
+    over them, or its scripts would mix with theirs. One such package is this project's own `scripts`.
     """
 
     def __init__(self, root: Path):
@@ -231,9 +233,9 @@ class CheckoutFinder(importlib.abc.MetaPathFinder):
 def enter_checkout(root: Path) -> None:
     """Makes imports work as in `cd root; python -m ...`, and keeps Python from writing __pycache__ there.
 
-    The current directory, which python -m puts first, leaves sys.path, and so does the source tree this project lies
-    in, if it does: `import kernels` must find Hugging Face's package of that name (or none), and child processes, which
-    have sys.path but not the finder, the checkout's `scripts`.
+    The current directory, which python -m puts first, leaves sys.path. The source tree that holds this project leaves
+    sys.path as well, for two reasons. `import kernels` must find Hugging Face's package of that name, or none. Child
+    processes have sys.path but not the finder, and must find the checkout's `scripts`.
     """
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -245,7 +247,7 @@ def enter_checkout(root: Path) -> None:
 
 
 def import_gpt(root: Path) -> ModuleType:
-    """The checkout's nanochat.gpt. Raises UserError if a package is missing, or a module of nanochat itself."""
+    """The checkout's nanochat.gpt. Raises UserError if a package or a module of nanochat is missing."""
     try:
         return importlib.import_module("nanochat.gpt")
     except ModuleNotFoundError as e:
@@ -271,19 +273,19 @@ def _changed(root: Path, what: str) -> UserError:
 
 
 class Patch:
-    """Wraps the methods of a checkout's GPT class, and keeps account of what happened to its models."""
+    """Wraps the methods of a checkout's GPT class, and counts its models and conversions."""
 
     def __init__(self, options: Options, root: Path):
         self.options, self.root = options, root
         self.recipe = options.recipe
-        self.built = 0  # models that were constructed, on the meta device too
-        self.initialized: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # and how often
-        self.converted = 0  # models, still alive or not
-        self.step: int | None = None  # of the run, where the method changes in its course
+        self.built = 0  # Constructed models, also on the meta device.
+        self.initialized: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # Calls by model.
+        self.converted = 0  # Converted models, still alive or not.
+        self.step: int | None = None  # The run's step, for a method that changes in the course of a run.
         self.twice = False
 
     def install(self, gpt: ModuleType) -> None:
-        """Raises UserError if the class is not as it has to be."""
+        """Wraps the class's methods. Raises UserError if a method or argument is missing."""
         model_class = getattr(gpt, "GPT", None)
         if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
             raise _changed(self.root, "nanochat.gpt has no model class GPT")
@@ -356,8 +358,8 @@ class Patch:
         for line in precision_lines(self.recipe):
             say(line)
         if model.get_submodule(report.converted[0]).weight.device.type == "cpu":
-            # Without a GPU the layers are computed by the reference, many small operations: to compile them takes a C++
-            # compiler ten minutes for two blocks, and around them every step anew.
+            # Without a GPU the layers run the reference, which is many small operations. A C++ compiler takes ten
+            # minutes to compile two blocks. Compiling only the code around the layers would recompile in every step.
             model.forward = torch.compiler.disable(model.forward)
             say("no GPU: torch.compile leaves this model alone")
 
@@ -381,8 +383,8 @@ class Patch:
             )
         _, rank, _, world_size = get_dist_info()
         if world_size > 1:
-            # nanochat gives every rank the same seed: right for the weights, which are made by now, and wrong for
-            # rotations and stochastic rounding, whose errors average out over ranks only if they are independent.
+            # nanochat gives every rank the same seed, as the initial weights need. The weights exist by now. Errors of
+            # rotations and stochastic rounding average out over ranks only if the ranks draw independently.
             torch.manual_seed(torch.initial_seed() + rank)
 
         if self.recipe.late:
@@ -395,7 +397,7 @@ class Patch:
         while frame is not None and (frame.f_globals is globals() or frame.f_globals.get("__name__") != "__main__"):
             frame = frame.f_back
         variables = frame.f_globals if frame is not None else {}
-        # A compiled model is called by another module; a hook of that one is not compiled.
+        # torch.compile wraps the model in another module. A hook of the wrapper is not compiled.
         modules = [m for m in variables.values() if isinstance(m, nn.Module)]
         called = next((m for m in modules if m is not model and getattr(m, "_orig_mod", None) is model), model)
         called.register_forward_pre_hook(lambda module, args: self._set_progress(model, variables))
@@ -412,7 +414,7 @@ class Patch:
         self.step = step
 
     def report_end(self) -> None:
-        """What the user must know when the script has ended: whether its model was converted, and once."""
+        """At the script's end, tells the user how many models were converted, and warns of a second init_weights."""
         script = self.options.script
         if self.recipe and not self.built:
             say(f"warning: {script} ended without building a GPT: nothing was quantized")
@@ -440,7 +442,7 @@ def _wrap(cls: type, name: str, after: Callable | None = None, before: Callable 
 
 
 def _per_token_logits(forward: Callable, targets_at: int) -> Callable:
-    """GPT.forward that gives each token a tensor scale of its own where it is asked for logits instead of a loss."""
+    """GPT.forward that gives each token a tensor scale of its own when called for logits, without targets."""
 
     @functools.wraps(forward)
     def wrapper(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -455,8 +457,10 @@ def _per_token_logits(forward: Callable, targets_at: int) -> Callable:
 
 @functools.cache
 def _quantized_subclass(quantized: type, original: type) -> type:
-    """A class that computes like `quantized` and is an instance of the checkout's own Linear as well: the newest
-    nanochat counts FLOPs (and from them its training horizon and MFU) by isinstance."""
+    """A subclass of `quantized` and of the checkout's own Linear.
+
+    The newest nanochat counts FLOPs by isinstance, and derives its training horizon and MFU from the count.
+    """
     if issubclass(quantized, original):
         return quantized
     return type(quantized.__name__, (quantized, original), {"__module__": quantized.__module__})
@@ -473,7 +477,7 @@ def summarize(names: Iterable[str]) -> str:
 
 
 def precision_lines(recipe: nf.Recipe) -> list[str]:
-    """How the numbers that the script prints are computed."""
+    """Lines that say in which precision the script's printed numbers are computed."""
     if recipe.output == nf.Gemm():
         return ["loss, bits per byte and logits: BF16 forward (this method quantizes the backward pass only)"]
     return [

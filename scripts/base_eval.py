@@ -4,8 +4,9 @@ The CORE metric of a base model.
     python -m scripts.base_eval
     torchrun --nproc_per_node=8 -m scripts.base_eval
 
-It needs nanochat's eval bundle (core.yaml, eval_meta_data.csv, eval_data/, about 160 MB): from --bundle-dir, or from
-<base dir>/eval_bundle, where it is downloaded to if it is not there. Without it there is no CORE number.
+CORE needs nanochat's eval bundle of about 160 MB: core.yaml, eval_meta_data.csv and eval_data/. The bundle comes from
+--bundle-dir, or else from <base dir>/eval_bundle, which is downloaded if missing. There is no CORE number without the
+bundle.
 """
 
 import argparse
@@ -44,7 +45,7 @@ from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.load_model import checkpoint_method, load_model
 
 EVAL_BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-MAX_FILES, MAX_BYTES = 10_000, 4 << 30  # of an archive that is unpacked; the bundle has some 60 files, 160 MB packed
+MAX_FILES, MAX_BYTES = 10_000, 4 << 30  # limits for unpacking; the bundle has some 60 files and 160 MB packed
 MAX_YAML_BYTES = 1 << 20
 SHUFFLE_SEED = 1337
 
@@ -86,14 +87,14 @@ def _unpack(zip_path: str) -> None:
 
 
 def find_bundle(bundle_dir: str | os.PathLike | None = None) -> Path:
-    """The folder of the eval bundle. Raises MissingDataError where it cannot be had or is not whole."""
+    """The folder of the eval bundle. Raises MissingDataError if the bundle cannot be had or is incomplete."""
     folder = Path(bundle_dir) if bundle_dir else Path(get_base_dir()) / "eval_bundle"
     if not bundle_dir and not folder.is_dir():
         try:
             path = download_file_with_lock(
                 EVAL_BUNDLE_URL, "eval_bundle.zip", postprocess_fn=_unpack, deadline=1800, timeout=10, attempts=2
             )
-            if not folder.is_dir():  # the archive was there, what it holds was deleted
+            if not folder.is_dir():  # the archive is there, but its unpacked folder is gone
                 _unpack(path)
         except UserError as e:
             raise MissingDataError(
@@ -144,9 +145,11 @@ def evaluate_model(
     bundle_dir: str | os.PathLike | None = None,
 ) -> dict[str, Any]:
     """
-    {"results": accuracy by task, "centered_results": the same with guessing at 0, "core_metric": their mean}.
+    CORE as a dict: "results" is the accuracy by task. "centered_results" is the same with guessing at 0, and
+    "core_metric" the mean of the latter.
 
-    All ranks call this, inside the precision they want. max_per_task: the first so many questions of each task.
+    All ranks call this, inside the precision context of their choice. Only the first max_per_task questions of each
+    task count.
     """
     folder = find_bundle(bundle_dir)
     tasks, guessing = read_bundle(folder)
@@ -189,7 +192,7 @@ def evaluate_model(
 
 
 class HuggingFaceTokenizer:
-    """The two calls that CORE makes of a tokenizer, on one of transformers."""
+    """A tokenizer of transformers with the two methods that CORE calls."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -203,7 +206,7 @@ class HuggingFaceTokenizer:
 
 
 class HuggingFaceModel:
-    """A model of transformers: ids -> logits. max_seq_len: GPT-2's fixed context, None where there is none."""
+    """A model of transformers, ids -> logits. max_seq_len is GPT-2's fixed context, or None for other models."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -236,7 +239,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
-    find_bundle(args.bundle_dir)  # before a model is loaded in vain
+    find_bundle(args.bundle_dir)  # fails before a model is loaded
     precision: Any = contextlib.nullcontext()
     model_tag, method = None, "bf16"
     if args.hf_path is not None:

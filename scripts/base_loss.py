@@ -62,7 +62,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         model, tokenizer, meta = load_model("base", device, "eval", args.model_tag, args.model_step)
         sequence_len, token_bytes = meta["model_config"]["sequence_len"], get_token_bytes(device=device)
         trained = resolve_method(args.method or meta["user_config"].get("method", "bf16"))
-        method = checkpoint_method(meta, args.method)  # of the forward pass: what the run ended with
+        method = checkpoint_method(meta, args.method)  # the forward pass at the end of the run
         model_tag = meta.get("model_tag") or args.model_tag
         name = f"base model {model_tag} (step {meta['step']})"
     if args.split_tokens <= 0 or args.split_tokens % sequence_len:

@@ -52,7 +52,7 @@ LOCAL_TASKS: dict[str, Callable[[str | None], Task]] = {
     "Local-Arithmetic": lambda _: LocalArithmetic(size=64, split="test"),
     "Local-Code": lambda _: LocalCode(size=64, split="test"),
 }
-# Accuracy of guessing, where it is not 0.
+# Accuracy of guessing, 0 for other tasks.
 GUESSING = {"ARC-Easy": 0.25, "ARC-Challenge": 0.25, "MMLU": 0.25}
 RUNS_CODE = ("HumanEval", "Local-Code")
 PRECISIONS = ("nvfp4", "bf16", "both")
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, rank: int) -> None:
-    # First what may be missing, so that nothing is computed in vain.
+    # Missing data fails here, before anything is computed.
     tasks: dict[str, Task] = {}
     eval_dir = resolve_eval_dir(args.eval_dir)
     for name in names:
@@ -208,7 +208,7 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
                 raise UserError(f"{name}: the sandbox worked before and fails now: {e}; start again{kept}") from e
             scores[precision][name] = score
             print0(f"{name}: {score}")
-            if rank == 0:  # after each task, so that what is done is kept
+            if rank == 0:  # after each task, so that finished tasks are kept
                 stored.setdefault("results", {}).setdefault(precision, {})[name] = score.as_dict()
                 stored |= {"source": args.source, "model_tag": model_tag, "step": step, "method": method, **weights}
                 save_results(path, stored)
@@ -231,7 +231,7 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
 
 
 def read_results(path: Path, weights: dict[str, Any]) -> dict[str, Any]:
-    """What is stored of these weights already; nothing where it is damaged, or of a model that was trained anew."""
+    """The stored results of these weights. Empty for a damaged file, and for a model that was trained anew."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         same = all(stored.get(key) == value for key, value in weights.items())

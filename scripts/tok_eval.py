@@ -1,10 +1,9 @@
 """
-How well the tokenizer compresses, in bytes of text per token, beside GPT-2's and GPT-4's where those can be had.
+How well the tokenizer compresses, in bytes of text per token, beside GPT-2's and GPT-4's tokenizers if available.
 
     python -m scripts.tok_eval
 
-The other two are downloaded by tiktoken on their first use; without a network they are left out (--no-compare does not
-even try).
+tiktoken downloads the other two on their first use. Without a network they are left out; --no-compare does not try.
 """
 
 import argparse

@@ -3,9 +3,9 @@ Train the tokenizer: byte-pair encoding by rustbpe on the training split.
 
     python -m scripts.tok_train --max-chars=2000000000 --vocab-size=65536
 
-Writes tokenizer.json and token_bytes.pt (how many bytes of text each token stands for, which turns a loss per token
-into bits per byte) into <base dir>/tokenizer. A tokenizer that checkpoints there were made with is replaced only with
---overwrite.
+Writes tokenizer.json and token_bytes.pt into <base dir>/tokenizer. token_bytes.pt holds the bytes of text for each
+token, which turn a loss per token into bits per byte. Only --overwrite replaces a tokenizer that checkpoints there were
+made with.
 """
 
 import argparse
@@ -57,10 +57,10 @@ def documents(data_dir: str, column: str, max_chars: int, doc_cap: int, progress
 
 
 def check_replaceable() -> None:
-    """Raise UserError where checkpoints would be lost with the tokenizer that is there: they fit no other."""
+    """Raise UserError if checkpoints were made with the present tokenizer, because they fit no other."""
     try:
         tokenizer = get_tokenizer()
-    except UserError:  # none there, or one that cannot be read
+    except UserError:  # no tokenizer, or an unreadable one
         return
     if made := checkpoints_made_with(tokenizer):
         more = f" and {len(made) - 8} more" if len(made) > 8 else ""
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     print0(f"Training time: {train_time:.2f}s")
     if vocab_size < args.vocab_size:
         print0(f"Note: the text yields only {vocab_size:,} tokens, fewer than --vocab-size {args.vocab_size:,}")
-    # Every text must come back as it went in, also one with bytes and names of tokens the training never saw.
+    # Every text must come back unchanged, also a text with bytes and names of tokens that training never saw.
     if tokenizer.decode(tokenizer.encode(ROUND_TRIP_TEXT)) != ROUND_TRIP_TEXT:
         raise UserError("the new tokenizer does not give a text back as it was; not saved. Try another --vocab-size")
 

@@ -1,8 +1,8 @@
 """
-CORE, the metric of the DCLM paper (https://arxiv.org/abs/2406.11794): 22 tasks put to a base model, which has not
-learned to chat, with a few solved examples before each question.
+CORE, the metric of the DCLM paper (https://arxiv.org/abs/2406.11794): 22 tasks for a base model, which has not learned
+to chat. A few solved examples come before each question.
 
-Three kinds of tasks, all judged by likelihood, in one forward pass per question:
+Three kinds of tasks are all judged by likelihood, in one forward pass per question:
 
     multiple_choice     query + each choice        the choice with the lowest mean loss on its own tokens
     schema              each context + ending      the context after which the ending has the lowest mean loss
@@ -28,13 +28,13 @@ TASK_TYPES = ("multiple_choice", "schema", "language_modeling")
 
 
 def render_prompts_mc(item: dict, delimiter: str, fewshot: Sequence[dict] = ()) -> list[str]:
-    """One prompt per choice; they differ in their endings."""
+    """One prompt per choice. The prompts differ in their endings."""
     head = "".join(f"{e['query']}{delimiter}{e['choices'][e['gold']]}\n\n" for e in fewshot)
     return [f"{head}{item['query']}{delimiter}{choice}" for choice in item["choices"]]
 
 
 def render_prompts_schema(item: dict, delimiter: str, fewshot: Sequence[dict] = ()) -> list[str]:
-    """One prompt per context; they agree in their endings."""
+    """One prompt per context. The prompts agree in their endings."""
     head = "".join(f"{e['context_options'][e['gold']]}{delimiter}{e['continuation']}\n\n" for e in fewshot)
     return [f"{head}{context}{delimiter}{item['continuation']}" for context in item["context_options"]]
 
@@ -43,8 +43,8 @@ def render_prompts_lm(item: dict, delimiter: str, fewshot: Sequence[dict] = ()) 
     """
     [prompt without the continuation, with it].
 
-    The first is stripped: its trailing space would belong to the next token of the second, and the one would not be a
-    beginning of the other in tokens.
+    The first prompt is stripped. Otherwise a trailing space would belong to the next token of the second prompt, and
+    the first prompt's tokens would not be the beginning of the second's.
     """
     head = "".join(f"{e['context'].strip()}{delimiter}{e['continuation']}\n\n" for e in fewshot)
     prompt = f"{head}{item['context'].strip()}{delimiter}"
@@ -64,7 +64,7 @@ def common_length(sequences: Sequence[Sequence[int]], from_end: bool = False) ->
 def render_question(
     item: dict, tokenizer: Any, task_meta: dict[str, Any], fewshot: Sequence[dict]
 ) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """(token sequences, the span [start, end) of each that is judged)."""
+    """(token sequences, the judged span [start, end) of each)."""
     kind, delimiter = task_meta["task_type"], task_meta["continuation_delimiter"]
     render = dict(zip(TASK_TYPES, (render_prompts_mc, render_prompts_schema, render_prompts_lm)))[kind]
     sequences = tokenizer(render(item, delimiter, fewshot), prepend=tokenizer.get_bos_token_id())
@@ -87,7 +87,7 @@ def render_question(
 
 
 def crop(sequence: list[int], span: tuple[int, int], longest: int | None) -> tuple[list[int], tuple[int, int]]:
-    """The last `longest` tokens (a model with a fixed context cannot take more), and where the span is then."""
+    """The last `longest` tokens, for a model with a fixed context, and the span's new position."""
     surplus = 0 if longest is None else max(0, len(sequence) - longest)
     start, end = span[0] - surplus, span[1] - surplus
     if start < 1:
@@ -113,7 +113,7 @@ def evaluate_example(
     longest = getattr(model, "max_seq_len", None)
     sequences, spans = map(list, zip(*(crop(s, span, longest) for s, span in zip(sequences, spans))))
 
-    padding = tokenizer.get_bos_token_id()  # at the end, where nothing that counts can see it
+    padding = tokenizer.get_bos_token_id()  # padding is at the end, where no judged token sees it
     width = max(map(len, sequences))
     ids = torch.tensor([s + [padding] * (width - len(s)) for s in sequences], device=device)
     logits = model(ids)

@@ -18,11 +18,11 @@ def evaluate_bpb(
     Args:
         model: called as model(x, y, loss_reduction="none") -> losses in nats, one a target.
         batches: (x, y), both (B, T) int64; negative targets do not count.
-        token_bytes: (vocab_size,) integer, length of each token's text in UTF-8; 0 for a token that is not text
-            (<|bos|> and other special ones), which then does not count either.
-    All ranks of the process group take part, each with its own batches, and get the same number: a float, infinity
-    where no byte was counted. Sums are FP64 (FP32 on MPS, which has no other), in the order of the batches: the same
-    batches give the same number. Raises ValueError where `batches` ends before `steps`.
+        token_bytes: (vocab_size,) integer, length of each token's text in UTF-8. Special tokens such as <|bos|> have
+            length 0 and do not count.
+    All ranks of the process group take part, each with its own batches, and get the same float, infinity if no byte was
+    counted. Sums are FP64, or FP32 on MPS, which has no FP64. Sums are in the order of the batches, so the same batches
+    give the same number. Raises ValueError if `batches` ends before `steps`.
     """
     device = token_bytes.device
     nats = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
@@ -36,7 +36,7 @@ def evaluate_bpb(
         losses = model(x, y, loss_reduction="none").flatten()
         y = y.flatten()
         lengths = torch.where(y >= 0, token_bytes[y.clamp_min(0)], 0)
-        # Chosen, not multiplied by 0: a target that does not count may have any loss.
+        # torch.where, because the loss of a target that does not count may be NaN or infinite.
         nats += torch.where(lengths > 0, losses, 0).to(nats.dtype).sum()
         num_bytes += lengths.sum()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -9,7 +9,7 @@ from nanochat_fp4.console import logger
 from nanochat_fp4.errors import one_line
 from nanochat_fp4.files import atomic_write
 
-# What records of earlier versions call a number -> what it is called now: as on W&B, without the event before the "/".
+# Names in records of earlier versions -> names now. The new names are W&B's, without the event before the "/".
 _OLD_NAMES = {
     "train": {"seconds": "dt", "lr_multiplier": "lrm", "tokens_per_second": "tok_per_sec"},
     "val": {"val_bpb": "bpb", "val_loss": "loss"},
@@ -17,9 +17,9 @@ _OLD_NAMES = {
 
 
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, those of earlier versions under the names of this one.
+    """The records of a metrics.jsonl. Names of earlier versions are replaced by today's.
 
-    A process that was killed may leave half a line at the end, which is skipped, as is whatever else is no record.
+    Lines that are no record are skipped. A killed process may leave half a line at the end.
     """
     records = []
     with open(path, "rb") as f:
@@ -37,10 +37,10 @@ def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 class MetricsLog:
     """
-    metrics.jsonl beside the checkpoints: one JSON object a line, so that curves survive whatever ends the run.
+    metrics.jsonl beside the checkpoints: one JSON object a line, so that curves survive any end of the run.
 
-    A line is appended by a single write, so a reader or a kill leaves at most one incomplete line, which readers skip
-    and `rewind` removes. Records carry "event" (start, train, val, core, sample, telemetry, spike, skip) and "step".
+    A single write appends a line. A kill therefore leaves at most one incomplete line, which readers skip and `rewind`
+    removes. Records carry "step" and "event" (`start, train, val, core, sample, telemetry, spike, skip`).
     """
 
     def __init__(self, folder: str | os.PathLike, enabled: bool = True):
@@ -69,10 +69,11 @@ class MetricsLog:
 
     def rewind(self, step: int) -> None:
         """
-        Forget what happened after the checkpoint of `step`, so that a resumed run does not log a step twice; step 0
-        forgets everything. A "train", "spike" or "skip" record of step s is made by the step that leads to checkpoint
-        s + 1; any other record of step s is made before step s is trained, when checkpoint s may already hold its
-        result: kept.
+        Remove the records after the checkpoint of `step`, so that a resumed run does not log a step twice.
+
+        Step 0 removes everything. A "train", "spike" or "skip" record of step s belongs to the step that leads to
+        checkpoint s + 1. Any other record of step s is made before step s is trained. Checkpoint s may already hold its
+        result, so the record is kept.
         """
         if not self.enabled or not self.path.exists():
             return
@@ -108,7 +109,7 @@ class LossMonitor:
         self.state.update(state or {})
 
     def update(self, loss: float) -> bool:
-        """Take in the loss of a step. True if it is a spike."""
+        """Adds the loss of a step to the average. True if the loss is a spike."""
         s = self.state
         spread = max(s["variance"], 0.0) ** 0.5
         spike = (

@@ -1,6 +1,6 @@
-"""How the project's pictures look: a title, units, whole steps, and colours that colour-blind readers can tell apart.
+"""The style of the project's pictures: a title, units, whole steps, and colours for colour-blind readers.
 
-matplotlib is imported here and nowhere else, when a picture is drawn: an ImportError is the caller's to explain.
+Only this module imports matplotlib, when it draws a picture. Callers explain an ImportError to the user.
 """
 
 import re
@@ -11,12 +11,12 @@ from typing import Any
 
 from nanochat_fp4.files import atomic_open
 
-# Okabe and Ito's palette (jfly.uni-koeln.de/color), without its black, which is the baseline's, and its yellow, which
-# is too light for lines on white.
+# Okabe and Ito's palette (jfly.uni-koeln.de/color) without black and yellow. Black is the baseline's colour. Yellow is
+# too light for lines on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 BASELINE = "black"
-SEED = re.compile(r"_seed\d+(?=_|$)|_s\d+_[0-9a-f]{8}$")  # of a run's name: the pipeline's, or the sweep's
+SEED = re.compile(r"_seed\d+(?=_|$)|_s\d+_[0-9a-f]{8}$")  # in run names of the pipeline, or of a sweep
 
 
 def draw(path: Path, title: str, plot: Callable[[Any], None]) -> None:
@@ -49,7 +49,7 @@ def draw(path: Path, title: str, plot: Callable[[Any], None]) -> None:
 
 
 def curve(axes: Any, label: str, runs: list[tuple[list, list]], style: str = "-", color: str | None = None) -> None:
-    """One line of (x, y); of several runs, which differ by their seeds, their mean, and the band between them."""
+    """Draws one run as a line of (x, y). Several runs, of different seeds, become their mean and a band."""
     common = sorted(set.intersection(*(set(x) for x, _ in runs)))
     values = [[dict(zip(x, y))[at] for x, y in runs] for at in common]
     mean = [sum(v) / len(v) for v in values]
@@ -65,11 +65,11 @@ def curve(axes: Any, label: str, runs: list[tuple[list, list]], style: str = "-"
 
 
 def names(axes: Any, points: list[tuple[float, float, str]]) -> None:
-    """(x, y, name): each point's name at its right, above those that it would be written over."""
+    """Writes each point's name at the point's right, above other names in the way. points: (x, y, name)."""
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     letter, height = 0.0058 * (right - left), 0.022 * (top - bottom)
     written: list[tuple[float, float, float]] = []
-    box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.3}  # a line below is not to strike a name out
+    box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.3}  # no line may strike a name out
     for x, y, name in sorted(points, key=lambda p: p[1]):
         at, end = y, x + letter * (len(name) + 1)
         while any(x < other and start < end and abs(at - below) < height for start, other, below in written):

@@ -1,13 +1,14 @@
 """
-The report of a run: every stage logs its numbers as JSON, `generate` turns what is there into one report.md.
+The report of a run: every stage logs its numbers as JSON, and `generate` makes one report.md of them.
 
     get_report(model_tag).log("Base model loss", [{...}, ...], results={"val_bpb": 1.02})
 
-writes <base dir>/report/<model tag>/base-model-loss.json (without a tag, report/base-model-loss.json: the tokenizer
-belongs to every run). `python -m nanochat_fp4.evaluation.report generate` reads all of these and every run's
-metrics.jsonl, and writes report.md, report.json and the plots beside them. It works from whatever is there: a run that
-was interrupted, or is still going on, shows up with what it has.
-Each section is replaced when its stage runs again.
+writes <base dir>/report/<model tag>/base-model-loss.json. Without a tag the file is report/base-model-loss.json, as for
+the tokenizer, which belongs to every run. A stage that runs again replaces its section.
+
+`python -m nanochat_fp4.evaluation.report generate` reads all sections and every run's metrics.jsonl. The command writes
+report.md, report.json and the plots beside them. A run that was interrupted, or is still going on, appears with the
+numbers that it has.
 """
 
 import itertools
@@ -44,13 +45,13 @@ SECTIONS = [
     "chat-rl",
     "chat-evaluation-rl",
 ]
-# Columns of the benchmark table, in the paper's order (Table 5); other tasks follow.
+# Columns of the benchmark table, in the order of the paper's Table 5. Other tasks follow.
 TASKS = ["ARC-Easy", "ARC-Challenge", "GSM8K", "HumanEval", "MMLU", "SpellingBee", "CORE", "ChatCORE"]
 
-# US dollars per hour and GPU, rough list prices of GPU clouds; GPU_HOURLY_USD overrides.
+# US dollars per hour and GPU, rough list prices of GPU clouds. GPU_HOURLY_USD overrides them.
 _GPU_HOURLY_USD = {"B200": 6.0, "H200": 3.8, "H100": 3.0, "A100": 1.8, "5090": 0.9, "4090": 0.5}
 
-CHECK_TOKENS = 1e9  # a run of fewer is a check of the stages
+CHECK_TOKENS = 1e9  # a run of fewer tokens only checks the stages
 
 _PROCESS_START = time.time()
 
@@ -86,9 +87,9 @@ class Report:
         """
         Store one section. Returns its path.
 
-        data: strings (Markdown), dicts (shown as a list of key: value) or None (skipped), as in nanochat.
-        results: numbers for the tables: `val_bpb`, `val_bpb_bf16`, `tokens_per_second` and so on from the stages;
-            from an evaluation, task -> accuracy in [0, 1] or task -> {"accuracy": a, "count": n, "interval": 2 sigma}.
+        data: strings (Markdown), dicts (shown as a list of "key: value") or None (skipped), as in nanochat.
+        results: numbers for the tables. A stage gives `val_bpb`, `val_bpb_bf16`, `tokens_per_second` and so on. An
+            evaluation gives task -> accuracy in [0, 1] or `task -> {"accuracy": a, "count": n, "interval": 2 sigma}`.
         """
         record = {
             "section": section,
@@ -124,7 +125,7 @@ class Report:
         """
         Write report.md, report.json and the plots; returns the path of report.md.
 
-        model_tags: the runs to show, in this order; by default all that are there.
+        model_tags are the runs to show, in this order; by default all runs.
         """
         notes: list[str] = []
         sections = list(self._read_sections(notes))
@@ -180,7 +181,7 @@ class Report:
 
 
 class DummyReport:
-    """What ranks other than 0 get."""
+    """The report of ranks other than 0, which does nothing."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -216,24 +217,24 @@ def _read_metrics(checkpoints: Path, notes: list[str]) -> dict[str, list[dict]]:
 
 
 def _number(value: Any) -> float | None:
-    """`value` if it is a finite number. What is read from files may be anything."""
+    """`value` if it is a finite number, else None. Files may hold anything."""
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
     return float(value) if good else None
 
 
 def _text(value: Any) -> str:
-    """`value` on one line, without what is no Unicode text (half of a surrogate pair, which JSON can spell)."""
+    """`value` on one line, without half surrogate pairs: JSON can spell them, but they are no Unicode text."""
     return " ".join(str(value).encode("utf-8", "replace").decode("utf-8").split())
 
 
-# What a run is summarized by; anything else in results stays in the section it came from.
+# The results that a run's summary takes. Other results stay in their section.
 _TEXTS = ("method", "config_key", "backend")
 _NUMBERS = ("num_iterations", "total_batch_size", "val_bpb", "val_bpb_bf16", "val_tokens", "tokens_per_second")
 _NUMBERS += ("training_seconds",)
 
 
 def _summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
-    """One run as a flat dict; None where nothing was logged."""
+    """One run as a flat dict; values that were not logged are None."""
     run: dict[str, Any] = {key: None for key in ("step", *_TEXTS, *_NUMBERS)} | {"model_tag": tag, "benchmarks": {}}
 
     def take(values: Mapping[str, Any]) -> None:
@@ -257,7 +258,7 @@ def _summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
             scored = {_text(task): _score(value) for task, value in scores.items()}
             run["benchmarks"][stage] = {task: score for task, score in scored.items() if score}
         elif section["slug"] in ("base-model-training", "base-model-loss"):
-            # The loss stage comes after training and measures on more tokens, so its BPB replaces the one above.
+            # The loss stage comes after training and measures on more tokens. Its BPB replaces the training loop's.
             take(section["results"])
     if run["step"] and run["total_batch_size"]:
         run["tokens"] = int(run["total_batch_size"] * run["step"])
@@ -266,12 +267,12 @@ def _summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
 
 
 def _known_tasks(data: list) -> dict:
-    """nanochat's own way of logging an evaluation: somewhere among the data, a dict of task: accuracy."""
+    """The dict of task: accuracy among the data, nanochat's own way of logging an evaluation."""
     return {k: v for item in data if isinstance(item, dict) for k, v in item.items() if k in TASKS}
 
 
 def _score(value: Any) -> dict[str, float | None] | None:
-    """accuracy, or {"accuracy", "count", "interval"}, becomes {"accuracy", "interval"}: 2 sigma, None if not known."""
+    """The dict of "accuracy" and "interval" (2 sigma, None if unknown) from an accuracy or an evaluation's dict."""
     given = value if isinstance(value, dict) else {"accuracy": value}
     accuracy, count, interval = (_number(given.get(key)) for key in ("accuracy", "count", "interval"))
     if accuracy is None:
@@ -288,7 +289,7 @@ def _add_gaps(runs: list[dict]) -> None:
         base = baselines.get(run.get("config_key"))
         if not base or base is run or not run["finished"]:
             continue
-        # Only like with like: the loss stage measures on more tokens than the training loop does.
+        # The token counts must agree, because the loss stage measures on more tokens than the training loop.
         if run.get("val_bpb") and run.get("val_tokens") == base.get("val_tokens"):
             run["gap_percent"] = 100 * (run["val_bpb"] / base["val_bpb"] - 1)
 
@@ -336,7 +337,7 @@ def _runs_table(runs: list[dict]) -> list[str]:
 
 
 def _explanations(runs: list[dict]) -> list[str]:
-    """What the numbers of the runs' table are, and how far chance moves them."""
+    """Explains the numbers of the runs' table, and how far chance moves them."""
     lines = [
         "- val BPB: bits per byte of the validation text, lower is better, with the forward pass of the method. The "
         "next column has the same weights in BF16.",
@@ -353,7 +354,7 @@ def _explanations(runs: list[dict]) -> list[str]:
 
 
 def _benchmark_table(runs: list[dict]) -> list[str]:
-    """Like the paper's Table 5: a row for a run and stage, a column for a task, accuracy in percent and 2 sigma."""
+    """Like the paper's Table 5, with a row for each run and stage, a column for each task, and percent with 2 sigma."""
     scored = [(r, stage, scores) for r in runs for stage, scores in r["benchmarks"].items() if scores]
     tasks = list(dict.fromkeys(task for _, _, scores in scored for task in scores))
     tasks.sort(key=lambda t: TASKS.index(t) if t in TASKS else len(TASKS))
@@ -391,7 +392,7 @@ def _environment_lines(sections: list[dict], runs: list[dict]) -> list[str]:
 
 
 def _break_even(gpu: str, runs: list[dict]) -> str:
-    """From which width on 4 bits pay on this GPU: a prediction, and labelled so."""
+    """A line that predicts the width from which 4 bits pay on this GPU, labelled as a prediction."""
     machine = machine_of(gpu)
     if machine is None:
         known = ", ".join(m.name for m in MACHINES.values())
@@ -502,8 +503,7 @@ def _render(
     return "\n".join(lines).rstrip() + "\n"
 
 
-# File name -> title of the y axis.
-_PLOTS = {  # file -> title, what is measured
+_PLOTS = {  # file name -> (title, title of the y axis)
     "loss": ("Pre-training", "training loss, nats per token (smoothed)"),
     "bpb": ("Pre-training: validation text", "bits per byte"),
     "loss_mid": ("Mid-training", "training loss, nats per token (smoothed)"),
@@ -512,8 +512,10 @@ _PLOTS = {  # file -> title, what is measured
 
 
 def _plot(report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list[dict], notes: list[str]) -> list[str]:
-    """The files of _PLOTS, every run a line. stages: base, mid, sft -> tag -> records of metrics.jsonl. Returns the
-    file names that were written."""
+    """Draws the files of _PLOTS, with a line for every run. Returns the names of the written files.
+
+    stages maps base, mid and sft to dicts of tag -> records of metrics.jsonl.
+    """
     methods = {r["model_tag"]: r["method"] for r in runs}
     steps = {r["model_tag"]: r["num_iterations"] for r in runs}
     lengths: dict[str, set] = {}
@@ -521,7 +523,7 @@ def _plot(report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list
         lengths.setdefault(plots.SEED.sub("", tag), set()).add(count)
 
     def line(tag: str) -> str:
-        """Runs that differ by their seed alone are one line, with a band."""
+        """The line's name. Runs that differ by their seed alone are one line, with a band."""
         name = plots.SEED.sub("", tag)
         return name if len(lengths.get(name, ())) < 2 else f"{name}, {steps.get(tag) or 0:,.0f} steps"
 
@@ -537,7 +539,7 @@ def _plot(report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list
             curves[name].append((tag, "-", *points(records, "train", "smoothed_loss")))
     for tag, records in stages["base"].items():
         curves["bpb"].append((tag, "-", *points(records, "val", "bpb")))
-        if methods.get(tag) != "bf16":  # there it would be the same line again
+        if methods.get(tag) != "bf16":  # for bf16 both lines are the same
             curves["bpb"].append((tag, "--", *points(records, "val", "bpb_bf16")))
     written = []
     for name, (title, axis) in _PLOTS.items():
@@ -557,7 +559,7 @@ def _plot(report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list
 
 
 def _draw(axes: Any, groups: dict[tuple[str, str], list], axis: str, methods: dict[str, str | None]) -> None:
-    """Each run in a colour of its own, in both of its forward passes; the baseline black."""
+    """Each run has a colour of its own, for both of its forward passes; the baseline is black."""
     baselines = {tag for (tag, _), runs in groups.items() if methods.get(runs[0][0]) == "bf16"}
     others = dict.fromkeys(tag for tag, _ in groups if tag not in baselines)
     colors = dict(zip(others, itertools.cycle(plots.COLORS)))

@@ -8,9 +8,9 @@ copies until the backward pass. Here only one chunk of them exists at any time:
     z      = softcap * tanh(logits / softcap)     in FP32
     loss_i = logsumexp(z_i) - z_i[target_i]
 
-Where the reduction is known (mean, sum), the gradients of x and weight are made chunk by chunk during the forward, so
-nothing is computed twice; what stays for the backward is two tensors of the sizes of x and weight. Per-token losses
-(reduction "none") do not know their weights yet: their backward runs the same sweep a second time.
+For a known reduction (mean, sum) the forward pass also makes the gradients of x and weight, chunk by chunk, and nothing
+is computed twice. Two tensors of the sizes of x and weight stay for the backward pass. Per-token losses (reduction
+"none") do not know their weights yet: their backward pass runs the same sweep a second time.
 
 The sweep is a custom operator, so torch.compile(fullgraph=True) of a model around it sees one opaque node and cannot
 decide to keep the logits after all.
@@ -25,14 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Elements of one chunk of logits. On a GPU: 8192 tokens at 65,536 entries, 1 GiB in BF16. Every chunk adds its part to
-# the weight's whole gradient, 12 bytes an element of traffic: by an H200's bandwidth 4% of the time of the chunk's
-# products at 8192 tokens and 16% at 2048, which are too few rows to keep its multiprocessors busy besides. On a CPU:
-# 8 MiB, which stays close to the caches.
+# the weight's whole gradient, with 12 bytes of traffic an element. On an H200 the traffic takes 4% of the time of the
+# chunk's products at 8192 tokens, and 16% at 2048 tokens. Moreover 2048 rows are too few to keep the multiprocessors
+# busy. On a CPU: 8 MiB, which stays close to the caches.
 CHUNK_ELEMENTS = {"cuda": 2**29}
 CHUNK_ELEMENTS_ELSEWHERE = 2**21
-# The same holds where the vocabulary is very large.
+# Keeps the products large enough also for a very large vocabulary.
 MIN_CHUNK_TOKENS = 512
-# Up to this soft cap exp of a capped logit, and the sum of a row of them, stay within FP32 (e^88).
+# Up to this soft cap the exp of a capped logit and the sum over a row stay within FP32 (e^88).
 SAFE_SOFTCAP = 60.0
 
 
@@ -43,16 +43,16 @@ def _capped(logits: Tensor, vocab_size: int, softcap: float) -> Tensor:
 
 def _chunk_losses(logits: Tensor, targets: Tensor, vocab_size: int, softcap: float) -> tuple[Tensor, Tensor]:
     """
-    Losses (C,) FP32, 0 where ignored, and logsumexp (C, 1) FP32 of one chunk: logits (C, V) in any float dtype, targets
-    (C,). Columns from vocab_size on are padding and take no part.
+    Losses `(C,)` FP32, 0 where ignored, and logsumexp `(C, 1)` FP32 of one chunk.
 
-    A soft cap of up to SAFE_SOFTCAP bounds what is exponentiated: no maximum is looked for, and compiled this is one
+    logits is `(C, V)` in any float dtype, targets `(C,)`. Columns from vocab_size on are padding and take no part.
+    A soft cap of up to SAFE_SOFTCAP bounds the exponents. No maximum is needed then, and the compiled function is one
     pass over the chunk.
     """
     z = softcap * _capped(logits, vocab_size, softcap)
     largest = z.amax(-1, keepdim=True) if softcap > SAFE_SOFTCAP else 0.0
     log_sum = torch.exp(z - largest).sum(-1, keepdim=True).log()
-    # From the logits, not from z: that would write z, twice the size of the chunk, for a single column.
+    # Gathered from the logits. Gathering from z would write all of z, twice the size of the chunk, for one column.
     at_target = logits[:, :vocab_size].gather(1, targets.clamp_min(0).unsqueeze(1))
     losses = log_sum - (softcap * _capped(at_target, 1, softcap) - largest)
     return torch.where(targets >= 0, losses.squeeze(1), 0.0), log_sum + largest
@@ -62,10 +62,10 @@ def _chunk_gradient(
     logits: Tensor, targets: Tensor, logsumexp: Tensor, token_weight: Tensor, vocab_size: int, softcap: float
 ) -> None:
     """
-    Put the gradient of sum(token_weight * losses) with respect to the logits in their place; token_weight (C,) FP32.
+    Replace the logits by the gradient of sum(token_weight * losses) with respect to them; token_weight is (C,) FP32.
 
-    A function of its own, element by element: where it was compiled together with the losses, torch 2.11 took the
-    target's logit after it had been replaced.
+    Element by element, and separate from _chunk_losses: compiled together with the losses, torch 2.11 read the target's
+    logit after its replacement.
     """
     capped = _capped(logits, vocab_size, softcap)
     # A comparison instead of a scatter: it fuses with the rest, so that no FP32 copy of the chunk is written.
@@ -77,7 +77,7 @@ def _chunk_gradient(
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
-    """Eagerly they are ten passes over the chunk, fused three. Made at first use: the compiler is slow to import."""
+    """Eagerly the two functions are ten passes over the chunk, fused three. The compiler is slow to import."""
     return torch.compile(function, fullgraph=True)
 
 
@@ -95,14 +95,14 @@ def _sweep(
     limit = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE)
     num_chunks = max(1, -(-num_tokens // max(limit // num_rows, MIN_CHUNK_TOKENS)))
     chunk = max(1, -(-num_tokens // num_chunks))  # chunks of equal size: one compiled graph
-    # CPUs and MPS need no compiler.
+    # Compiled on CUDA only.
     chunk_losses, chunk_gradient = (_compiled(f) if x.is_cuda else f for f in (_chunk_losses, _chunk_gradient))
 
     losses = torch.zeros(num_tokens, dtype=torch.float32, device=x.device)
     grad_x = grad_weight = None
     if token_weight is not None:
         grad_x = torch.zeros_like(x)
-    with torch.autocast(x.device.type, enabled=False):  # dtypes are chosen here, not by operator lists
+    with torch.autocast(x.device.type, enabled=False):  # dtypes are chosen here
         w = weight.to(compute_dtype)
         for start in range(0, num_tokens, chunk):
             part = slice(start, min(start + chunk, num_tokens))
@@ -206,8 +206,8 @@ def linear_cross_entropy(
         targets: (...) int64; negative ones (nanochat: -1) are ignored.
         vocab_size: entries that count (default: all rows).
         reduction: "mean" over the targets that count, "sum", or "none" for all losses, flattened, 0 where ignored.
-            A batch without any target that counts has mean 0 and no gradient (F.cross_entropy gives NaN, which would
-            end a fine-tuning run because of one row without an answer).
+            A batch without any target that counts has mean 0 and no gradient. F.cross_entropy gives NaN there: one row
+            without an answer would end a fine-tuning run.
 
     Products are taken in autocast's dtype where autocast is on, else in x's; soft cap, softmax and sums in FP32.
     Returns FP32: () or (N,) for "none". Raises ValueError for shapes that do not fit and an unknown reduction.

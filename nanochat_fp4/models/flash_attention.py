@@ -9,7 +9,7 @@ Causal attention with a sliding window: one signature (FlashAttention-3's) over 
 The fastest one that can do a call is chosen for that call. NANOCHAT_ATTENTION=fa3|flash|flex|sdpa, or `use(...)` in a
 test, forces one; a forced backend that cannot run raises instead of falling back.
 
-A window is FlashAttention's (left, right): position i sees i - left .. i, so left + 1 keys; left < 0 is no limit.
+A window is FlashAttention's (left, right). Position i sees the left + 1 keys i - left .. i; left < 0 is no limit.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def _load_fa3() -> tuple[ModuleType | None, str | None]:
         from kernels import get_kernel
 
         return get_kernel(FA3_REPOSITORY).flash_attn_interface, None
-    except Exception as e:  # a package that may be missing, a download, a foreign binary: each can fail in its own way
+    except Exception as e:  # a missing package, a failed download and a foreign binary raise different exceptions
         return None, f"loading {FA3_REPOSITORY} failed: {type(e).__name__}: {one_line(e)}"
 
 
@@ -119,10 +119,10 @@ def use(backend: str | None) -> Iterator[None]:
 
 def setup(device_type: str, windowed: bool = False) -> str:
     """
-    Look for FlashAttention-3, obey NANOCHAT_ATTENTION, and say once, in one line, what will be used and what it costs.
+    Load FlashAttention-3, read NANOCHAT_ATTENTION, and print one line that names the backend and its cost, once.
 
-    Outside of compiled code, because nothing can be loaded or printed in it: the model does this in init_weights.
-    `windowed`: the model has sliding windows. Returns the line. Raises ValueError for a forced backend that cannot run.
+    The model calls setup in init_weights, because compiled code can neither load nor print. `windowed`: the model has
+    sliding windows. Returns the line. Raises ValueError for a forced backend that cannot run.
     """
     global _fa3, _fa3_reason
     wanted = os.environ.get("NANOCHAT_ATTENTION") or None
@@ -157,17 +157,17 @@ def _describe(device_type: str, windowed: bool) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The backends. q (B, Tq, H, D), k and v (B, Tk, H_kv, D) with H a multiple of H_kv; the queries are the last Tq of the
-# Tk positions. Results are (B, Tq, H, D).
+# The backends take q `(B, Tq, H, D)`, and k and v `(B, Tk, H_kv, D)` with H a multiple of H_kv. The queries are the
+# last Tq of the Tk positions. Results are `(B, Tq, H, D)`.
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     num_q, num_k = q.size(2), k.size(2)
-    if num_q == 1 and left >= 0:  # one new token: what it sees is a slice, and needs no mask
+    if num_q == 1 and left >= 0:  # the keys that one new token sees are a slice: no mask
         k, v = k[:, :, -(left + 1) :], v[:, :, -(left + 1) :]
         num_k = k.size(2)
-    # Two bools also where the compiler has symbols for sizes, of which SDPA takes no comparison.
+    # Plain bools: where the compiler has symbols for sizes, a comparison is a symbol, and SDPA refuses symbols.
     grouped, causal = (True if found else False for found in (q.size(1) != k.size(1), num_q > 1))
     narrow = 0 <= left < num_k - 1
     if num_q == 1 or (num_q == num_k and not narrow):
@@ -178,14 +178,14 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     mask = key <= query
     if narrow:
         mask = mask & (query - key <= left)
-    if grouped:  # with a mask, CUDA has no fused kernel for grouped heads: without copies it would keep T x T scores
+    if grouped:  # CUDA has no fused kernel for grouped heads with a mask, and the unfused one keeps T x T scores
         repeats = q.size(1) // k.size(1)
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
-    # It is what SDPA calls, whose wrapper does not pass a window on; its backward pass is torch's own as well.
+    # SDPA calls this operator, but without a window. The backward pass is torch's own as well.
     out, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, None, None, q.size(1), k.size(1), 0.0, True, False, window_size_left=left, window_size_right=0
     )
@@ -196,7 +196,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     def visible(_batch, _head, query, key):
         return (key <= query) & (query - key <= left) if left >= 0 else key <= query
 
-    # Made anew in each call: inside torch.compile the equal masks of layers become one, and a cache would not trace.
+    # Not cached: torch.compile cannot trace a cache, and merges the equal masks of the layers by itself.
     mask = create_block_mask(visible, None, None, q.size(1), k.size(1), device=q.device)
     y = flex_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=mask, enable_gqa=q.size(2) != k.size(2)
@@ -229,8 +229,8 @@ def flash_attn_func(
     """
     Causal attention over whole sequences, differentiable.
 
-    q (B, T, H, D), k and v (B, T, H_kv, D), one dtype; returns (B, T, H, D). `causal` is part of FlashAttention's
-    signature; only True is supported (ValueError).
+    q is `(B, T, H, D)`, and k and v `(B, T, H_kv, D)`, in one dtype; returns `(B, T, H, D)`. `causal` is part of
+    FlashAttention's signature; only True is supported (ValueError).
     """
     if not causal:
         raise ValueError("only causal attention is supported; pass causal=True")
@@ -254,12 +254,15 @@ def flash_attn_with_kvcache(
     window_size: tuple[int, int] = (-1, 0),
 ) -> Tensor:
     """
-    Attention of T new tokens to themselves and to what the caches hold; writes k and v into the caches.
+    Attention of T new tokens to themselves and to the cached tokens; writes k and v into the caches. No gradient.
 
-    q (B, T, H, D), k and v (B, T, H_kv, D); k_cache and v_cache (B, T_max, H_kv, D) in q's dtype, changed in place;
-    cache_seqlens (B,) int32, how many positions are filled: the same for all rows, and `position` is that number where
-    the caller knows it (reading it from a GPU would stall). Returns (B, T, H, D). No gradient.
-    Raises ValueError for a cache of another dtype and for one that is full.
+    Args:
+        q: `(B, T, H, D)`. k, v: `(B, T, H_kv, D)`.
+        k_cache, v_cache: `(B, T_max, H_kv, D)` in q's dtype, changed in place.
+        cache_seqlens: `(B,)` int32, the number of filled positions, the same for all rows.
+        position: the same number, from a caller who knows it: reading cache_seqlens from a GPU would stall.
+
+    Returns `(B, T, H, D)`. Raises ValueError for a cache of another dtype and for a full cache.
     """
     if not causal:
         raise ValueError("only causal attention is supported; pass causal=True")

@@ -4,13 +4,15 @@ nanochat's GPT, as it is at revision f5425245f: the same function of the same st
 - rotary positions; queries and keys are normalized after the rotation
 - RMSNorm without weights: after the embedding, before attention, MLP and the head
 - ReLU^2 in the MLP, no biases, untied embedding and head, vocabulary padded to a multiple of 64
-- grouped key/value heads, sliding windows by a pattern over the layers (S: half the context, L: all of it)
+- grouped key/value heads; sliding windows by a pattern over the layers, where S is half the context and L all of it
 - each layer starts from resid_lambda * x + x0_lambda * x0, x0 being the normalized embedding
 - logits capped softly at +-15
 
-All matrices are plain nn.Linear, so that nanochat_fp4.convert can put quantized layers in their place. What is kept for
-the backward pass is little (docs/memory.md has the table): no logits (cross_entropy.py), of ReLU^2 only what the next
-layer keeps anyway or 8 bits, and queries and keys once. `GPT.recompute` trades time for less.
+All matrices are plain nn.Linear, so that nanochat_fp4.convert can put quantized layers in their place.
+
+Little is kept for the backward pass; docs/memory.md has the table. The logits are not kept (cross_entropy.py). ReLU^2
+keeps its output, which the next layer keeps anyway, or 8 bits an element. Queries and keys are kept once.
+`GPT.recompute` trades time for still less memory.
 
 Precision: parameters are FP32 (on CUDA the embedding is BF16, as in nanochat). Run the model inside
 `autocast(device_type)`: BF16 products on CUDA, FP32 elsewhere.
@@ -37,9 +39,9 @@ from nanochat_fp4.parallel import is_sharded
 
 SOFTCAP = 15.0  # logits lie in (-15, 15)
 ROTARY_BASE = 10000.0
-ROTARY_FACTOR = 10  # rotary tables reach to this many times the sequence length
-REFERENCE_BATCH_SIZE = 2**19  # tokens; nanochat's learning rates are tuned for it
-REFERENCE_DEPTH = 12  # and its weight decay for this
+ROTARY_FACTOR = 10  # length of the rotary tables, in sequence lengths
+REFERENCE_BATCH_SIZE = 2**19  # nanochat's learning rates are tuned for this number of tokens.
+REFERENCE_DEPTH = 12  # nanochat's weight decay is tuned for this depth.
 # F.rms_norm's default for FP32 and BF16 alike, written out because the default is not the same in every release.
 NORM_EPS = torch.finfo(torch.float32).eps
 
@@ -54,8 +56,8 @@ class GPTConfig:
     n_embd: int = 768
     # Tiled over the layers: "L" all positions of sequence_len, "S" half of them. The last layer is always L.
     window_pattern: str = "L"
-    # Not nanochat's; for runs as in the paper: c_q, c_k and c_v quantized as three layers, with a tensor_scale each,
-    # and not as one; and relu(x) kept for the derivative of ReLU^2 as it is.
+    # Two options for runs as in the paper, unknown to nanochat. The first quantizes c_q, c_k and c_v as three layers
+    # with a tensor_scale each. The second keeps relu(x) unrounded for the derivative of ReLU^2.
     separate_qkv: bool = False
     exact_relu_squared: bool = False
 
@@ -87,9 +89,9 @@ def config_from_depth(
     """
     nanochat's one dial: width = depth * aspect_ratio, rounded up to whole heads of head_dim, no grouped heads.
 
-    At an even depth (and the defaults) this is exactly the revision's shape. At an odd one the revision looks for
-    another head dimension; rounding, as the newest nanochat does, keeps widths divisible by 128, which the rotations
-    of the 4-bit backward pass need. Raises ValueError.
+    At an even depth, with the defaults, the shape is exactly the revision's. At an odd depth the revision looks for
+    another head dimension. The newest nanochat rounds instead, and so does this function: widths stay divisible by 128,
+    as the rotations of the 4-bit backward pass need. Raises ValueError.
     """
     if min(depth, vocab_size, sequence_len, head_dim, aspect_ratio) < 1:
         raise ValueError(
@@ -117,11 +119,12 @@ def autocast(device_type: str, dtype: torch.dtype | None = None) -> contextlib.A
 
 class _Norm(torch.autograd.Function):
     """
-    RMSNorm over the last dimension, y = r x with r = 1 / rms(x), an FP32 number a row. Kept for the gradient,
+    RMSNorm over the last dimension, y = r x with r = 1 / rms(x), an FP32 number a row.
 
-        grad_x = r (grad_y - y mean(grad_y * y)),
+        grad_x = r (grad_y - y mean(grad_y * y))
 
-    is r, and x or y, whichever somebody else keeps as well: y of queries and keys (attention does), else x.
+    Kept for the gradient are r and one of x and y. The choice is the tensor that another operator keeps anyway: y for
+    queries and keys, which attention keeps, and else x.
     """
 
     @staticmethod
@@ -149,9 +152,9 @@ class _Rotate(torch.autograd.Function):
     """
     (a, b) -> (a cos + b sin, b cos - a sin); the gradient is rotated back.
 
-    That is written as (a, b) cos + (b, a) (-sin, sin): compiled, with the gradient of a norm, it is read at two places
-    of a row. Put together from two halves it is read four times under masks, with twice the instructions, and the
-    kernel is no longer bound by memory alone.
+    The backward pass is written as (a, b) cos + (b, a) (-sin, sin). Compiled together with the gradient of a norm, this
+    form reads a row at two places. A concatenation of two halves reads four times under masks, with twice the
+    instructions, and the kernel is no longer bound by memory alone.
     """
 
     @staticmethod
@@ -169,20 +172,21 @@ class _Rotate(torch.autograd.Function):
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x_i, x_{i + D/2}) of x (B, T, H, D) by the angles behind cos and sin (1, T, 1, D/2)."""
+    """Rotate the pairs (x_i, x_{i + D/2}) of x `(B, T, H, D)` by the angles of cos and sin, both `(1, T, 1, D/2)`."""
     return _Rotate.apply(x, cos, sin)
 
 
 class _ReluSquared(torch.autograd.Function):
     """
-    y = relu(x)^2, whose derivative is 2 relu(x): made from y, 2 sqrt(y), which the next linear keeps anyway, so that it
-    costs no memory; autograd's own version keeps relu(x) as well. In BF16 the rounding of y adds at most 2^-9 of
-    relative error, no more than the rounding of the gradient itself.
+    y = relu(x)^2. The derivative 2 relu(x) is computed as 2 sqrt(y).
 
-    Where the next linear keeps 4-bit codes of y, they are too coarse: rounding to nearest would bias the gradient. Then
-    relu_squared_linear keeps relu(x) in steps of 1/255 of each token's largest value, rounded stochastically, so that
-    the gradient is right on average: half the memory of y in BF16, and an error (4e-5 of the gradient's square) far
-    below that of its quantization (1e-2).
+    The next linear layer keeps y anyway, so the derivative costs no memory; autograd's own version keeps relu(x) as
+    well. In BF16 the rounding of y adds at most 2^-9 of relative error, no more than the rounding of the gradient.
+
+    A quantized next layer keeps only 4-bit codes of y. The codes are too coarse for the derivative, because rounding to
+    nearest would bias the gradient. In this case relu_squared_linear keeps relu(x) in steps of 1/255 of each token's
+    largest value. Stochastic rounding makes the gradient right on average. The steps take half the memory of y in BF16.
+    The error is 4e-5 of the gradient's square, far below the error of the gradient's quantization (1e-2).
     """
 
     @staticmethod
@@ -199,7 +203,7 @@ class _ReluSquared(torch.autograd.Function):
 
 
 class CausalSelfAttention(nn.Module):
-    fused_linears = ("c_q", "c_k", "c_v")  # read the same input and are computed as one layer
+    fused_linears = ("c_q", "c_k", "c_v")  # all three read the same input; they are computed as one layer
 
     def __init__(self, config: GPTConfig, layer_idx: int):
         super().__init__()
@@ -207,20 +211,20 @@ class CausalSelfAttention(nn.Module):
             self.fused_linears = ()
         self.layer_idx = layer_idx
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
-        # Three matrices, not one: on disk and for the optimizer they are nanochat's.
+        # Checkpoints and the optimizer have three matrices, as in nanochat.
         self.c_q = nn.Linear(config.n_embd, self.n_head * self.head_dim, bias=False)
         self.c_k = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
         self.c_v = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, C) -> q (B, T, H, D), k and v (B, T, H_kv, D)."""
+        """x `(B, T, C)` -> q `(B, T, H, D)`, k and v `(B, T, H_kv, D)`."""
         layers = [self.c_q, self.c_k, self.c_v]
         if not self.fused_linears:
             q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
             return q, k, v
         q, k, v = fused_linear(x, *layers, head_dim=self.head_dim)
-        # A copy of v, which attention keeps: the view would keep q and k as they were before the rotation as well.
+        # Attention keeps v. A view would keep the unrotated q and k alive as well, so v is copied.
         return q, k, v.contiguous()
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], window_size: tuple[int, int], kv_cache: Any) -> Tensor:
@@ -281,7 +285,7 @@ class Block(nn.Module):
         kv_cache: Any,
         recompute: Literal["none", "mlp", "all"],
     ) -> Tensor:
-        """On its mix of the residual stream x and the normalized embedding x0, both (B, T, C) -> (B, T, C)."""
+        """x is the residual stream and x0 the normalized embedding, both `(B, T, C)`; returns `(B, T, C)`."""
 
         def attention(x: Tensor) -> Tensor:
             return x + self.attn(norm(x), cos_sin, window_size, kv_cache)
@@ -296,13 +300,14 @@ class Block(nn.Module):
 
 
 def _recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x), of which only x is kept; the backward pass computes it again."""
+    """function(x). Only x is kept; the backward pass calls the function again."""
     return checkpoint(function, x, use_reentrant=False)
 
 
-# Up to how many reads and operations torch.compile computes something anew for each of its uses instead of writing it
-# down. By its own limits on a GPU (4, 8, 30) the backward pass writes and reads an FP32 copy of the first norm's output
-# and, once more than needed, the gradients of q and k. The forward pass's rotation (8 reads) is not to be done anew.
+# Inductor's limits, in reads and operations, for recomputing a value at each use instead of materializing it. Its
+# defaults on a GPU are 4, 8 and 30. With these the backward pass writes and reads an FP32 copy of the first norm's
+# output, and the gradients of q and k once more than needed. The first limit stays below the 8 reads of the forward
+# pass's rotation, which must not be recomputed.
 COMPILER_OPTIONS = {
     "realize_reads_threshold": 6,
     "realize_acc_reads_threshold": 16,
@@ -311,22 +316,23 @@ COMPILER_OPTIONS = {
 
 
 def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
-    """model.forward by layers compiled with torch.compile(fullgraph=True): one for each window, not one for each layer.
+    """model.forward with layers compiled by torch.compile(fullgraph=True): one graph for each window, not each layer.
 
-    The time to compile does not depend on the depth; what is not in the layers (embedding, loss) is a few launches. The
-    norms before and after them are compiled as well: eagerly the backward pass of one moves 70 bytes an element, in
-    nine kernels, and compiled 6. Every batch shape is compiled for itself. A model that is no GPT is compiled whole.
+    The time to compile does not depend on the depth. Outside of the layers, embedding and loss are a few launches. The
+    norms before and after the layers are compiled as well. Eagerly the backward pass of one norm moves 70 bytes an
+    element in nine kernels; compiled it moves 6. Every batch shape is compiled for itself. A model that is no GPT is
+    compiled whole.
     """
     if not isinstance(model, GPT):
         return torch.compile(model, dynamic=False)
-    # Windows, micro-batch sizes, with and without gradients, and a plan's methods are all compiled from one function.
+    # One function is compiled for each window, micro-batch size and method of a plan, with and without gradients.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     options = COMPILER_OPTIONS if model.get_device().type == "cuda" else None
     compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, options=options)
     layer, outer_norm = compiled(Block.forward), compiled(norm)
     if not is_sharded(model) or model.sequence_part is not None:
         return functools.partial(model, layer=layer, outer_norm=outer_norm)
-    # FSDP's hooks gather and free around a block, and no graph may hold them: what they are around is compiled.
+    # FSDP's hooks gather and free weights around a block. No graph may hold the hooks, so only forward is compiled.
     for block in model.transformer.h:
         block.forward = functools.partial(layer, block)
     return functools.partial(model, outer_norm=outer_norm)
@@ -341,14 +347,15 @@ class GPT(nn.Module):
         model.to_empty(device=device)      # memory
         model.init_weights()               # values, rotary tables, attention backend
 
-    recompute: what the backward pass computes a second time instead of keeping it. "none"; "mlp": norm, c_fc, ReLU^2
-        and the quantization of their results, for a ninth of the layers' matrix products; "all": queries, keys, values
-        and attention too, for a fifth and one attention. The result is the same to the bit; under torch.compile the
-        random numbers are others, drawn alike.
+    recompute: parts that the backward pass computes a second time instead of keeping them. The result is the same to
+        the bit. Under torch.compile the random numbers are others, of the same distribution.
+        "none": nothing.
+        "mlp": norm, c_fc, ReLU^2 and the quantization of their results. Costs a ninth of the layers' matrix products.
+        "all": the same and queries, keys, values and attention. Costs a fifth of the products and one attention.
     """
 
     recompute: Literal["none", "mlp", "all"] = "none"
-    sequence_part: tuple[int, int] | None = None  # which of how many this process computes (parallel.divide)
+    sequence_part: tuple[int, int] | None = None  # (index of this process's part, number of parts): parallel.divide
 
     def __init__(self, config: GPTConfig, pad_vocab_size_to: int = 64):
         super().__init__()
@@ -376,8 +383,9 @@ class GPT(nn.Module):
         """
         Draw all weights from torch's default generator, in nanochat's order: the same seed gives the same weights.
 
-        wte: normal, std 1. lm_head: normal, std 0.001. c_q, c_k, c_v, c_fc: uniform, std 1/sqrt(n_embd) (uniform, to
-        have no outliers). Both c_proj: zero. resid_lambdas: 1. x0_lambdas: 0.
+        wte is normal with std 1, and lm_head normal with std 0.001. The matrices c_q, c_k, c_v and c_fc are uniform
+        with std 1/sqrt(n_embd); a uniform distribution has no outliers. Both c_proj and x0_lambdas are 0, and
+        resid_lambdas 1.
         """
         nn.init.normal_(self.transformer.wte.weight, mean=0.0, std=1.0)
         nn.init.normal_(self.lm_head.weight, mean=0.0, std=0.001)
@@ -392,7 +400,7 @@ class GPT(nn.Module):
         self.cos, self.sin = self._precompute_rotary_embeddings(self.rotary_seq_len, self.config.head_dim)
         device_type = self.get_device().type
         if device_type == "cuda":
-            self.transformer.wte.to(dtype=torch.bfloat16)  # the optimizer can take it, and it halves the largest table
+            self.transformer.wte.to(dtype=torch.bfloat16)  # halves the largest table; the optimizer takes BF16
         if device_type != "meta":
             longest = self.config.sequence_len
             flash_attention.setup(device_type, windowed=any(0 <= left < longest for left, _ in self.window_sizes))
@@ -400,17 +408,17 @@ class GPT(nn.Module):
     def _precompute_rotary_embeddings(
         self, seq_len: int, head_dim: int, base: float = ROTARY_BASE, device: torch.device | None = None
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of position * base^(-2i / head_dim), each (1, seq_len, 1, head_dim / 2) in BF16."""
+        """cos and sin of position * base^(-2i / head_dim), each `(1, seq_len, 1, head_dim / 2)` in BF16."""
         device = self.get_device() if device is None else device
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
         position = torch.arange(seq_len, dtype=torch.float32, device=device)
         angle = torch.outer(position, 1.0 / base**exponent)
-        # BF16 on every device, as in nanochat: a checkpoint must mean the same function everywhere.
+        # BF16 on every device, as in nanochat. A checkpoint must mean the same function everywhere.
         return angle.cos().bfloat16()[None, :, None, :], angle.sin().bfloat16()[None, :, None, :]
 
     @staticmethod
     def _compute_window_sizes(config: GPTConfig) -> list[tuple[int, int]]:
-        """(left, 0) of each layer: L sequence_len, S half of it, the last layer always L."""
+        """(left, 0) of each layer. L is sequence_len, S half of it; the last layer is always L."""
         left = {"L": config.sequence_len, "S": config.sequence_len // 2}
         pattern = config.window_pattern.upper()
         sizes = [(left[pattern[i % len(pattern)]], 0) for i in range(config.n_layer)]
@@ -421,14 +429,15 @@ class GPT(nn.Module):
         return self.transformer.wte.weight.device
 
     def num_scaling_params(self) -> int:
-        """All parameters: what data:param ratios and scaling laws count (as Chinchilla does)."""
+        """All parameters, as Chinchilla counts them for tokens per parameter and scaling laws."""
         return sum(p.numel() for p in self.parameters())
 
     def estimate_flops(self) -> int:
         """
-        FLOPs per token of training (forward and backward): 6 per matrix weight, and 12 * heads * head_dim * keys of
-        attention per layer, a window counting with its width (PaLM, arXiv 2204.02311, appendix B). Look-ups, norms and
-        element-wise work are not counted.
+        FLOPs per token of training, forward and backward, counted as in PaLM (arXiv 2204.02311, appendix B).
+
+        A matrix weight counts 6. Attention counts 12 * heads * head_dim * keys per layer, and a window counts with its
+        width. Look-ups, norms and element-wise work are not counted.
         """
         not_matrices = (self.transformer.wte.weight, self.resid_lambdas, self.x0_lambdas)
         matrix_weights = self.num_scaling_params() - sum(p.numel() for p in not_matrices)
@@ -448,10 +457,10 @@ class GPT(nn.Module):
         """
         [AdamW for head, embedding and the per-layer scalars; Muon for the matrices of the blocks].
 
-        AdamW's rates for head and embedding are for a width of 768 and scaled by (width / 768)^-0.5. resid_lambdas get
-        a hundredth of scalar_lr, because their effects multiply up through the layers. weight_decay is Muon's only.
-        Every group remembers its rate as "initial_lr", for the schedules. With a process group of several ranks both
-        optimizers average the gradients themselves.
+        AdamW's rates of head and embedding hold for a width of 768; they are scaled by (width / 768)^-0.5. The rate of
+        resid_lambdas is a hundredth of scalar_lr, because their effects multiply up through the layers. weight_decay is
+        Muon's only. Every group remembers its rate as "initial_lr", for the schedules. With a process group of several
+        ranks both optimizers average the gradients themselves.
         """
         scale = (self.config.n_embd / 768) ** -0.5
         print0(f"Scaling the learning rates of AdamW by ({self.config.n_embd}/768)^-0.5 = {scale:.6f}")
@@ -475,8 +484,9 @@ class GPT(nn.Module):
         """
         nanochat's optimizers and schedule for so many steps of total_batch_size tokens.
 
-        The options' rates are for batches of 2^19 tokens and grow with the square root of the batch; their weight decay
-        is for 12 layers and falls with the square of the depth, and linearly to zero over the run.
+        The options' learning rates hold for batches of 2^19 tokens; they grow with the square root of the batch. The
+        options' weight decay holds for 12 layers. Weight decay falls with the square of the depth, and linearly to zero
+        over the run.
         """
         scale = (total_batch_size / REFERENCE_BATCH_SIZE) ** 0.5
         weight_decay = options.weight_decay * (REFERENCE_DEPTH / self.config.n_layer) ** 2
@@ -511,8 +521,9 @@ class GPT(nn.Module):
         """
         The optimizers and schedule of a stage after pre-training.
 
-        rates: keyword arguments of setup_optimizers; all learning rates are taken times init_lr_frac and times
-        lr_multiplier(progress). momentum: Muon's, by step; None leaves it constant.
+        rates: keyword arguments of setup_optimizers. All learning rates are multiplied by init_lr_frac and by
+            lr_multiplier(progress).
+        momentum: Muon's, by step. None leaves the momentum constant.
         """
         optimizers = self.setup_optimizers(**rates)
         for optimizer in optimizers:
@@ -529,7 +540,7 @@ class GPT(nn.Module):
         return optimizers, schedule
 
     def clip_gradients(self) -> Tensor:
-        """The 2-norm of all gradients on this rank, (). They stay as they are: nanochat does not clip."""
+        """The 2-norm of all gradients on this rank, (). The gradients do not change, because nanochat does not clip."""
         return gradient_norm(self)
 
     def forward(
@@ -542,13 +553,15 @@ class GPT(nn.Module):
         outer_norm: Callable[[Tensor], Tensor] = norm,
     ) -> Tensor:
         """
-        idx (B, T) int64 -> capped logits (B, T, vocab_size) FP32, or, with targets (B, T; -1 where none counts), the
-        cross-entropy in nats, FP32: () for loss_reduction "mean" and "sum", (B * T,) for "none". Where the sequence is
-        divided among processes, those of this one's part.
+        Without targets: idx `(B, T)` int64 -> capped logits `(B, T, vocab_size)` FP32.
 
-        With a kv_cache (engine.KVCache) the tokens continue what it holds, and it is extended. compile_layers replaces
-        `layer`, and `outer_norm`, the norm before and after the layers. Raises ValueError for positions beyond the
-        rotary tables and for idx on another device.
+        With targets `(B, T)`, of which -1 does not count, the result is the cross-entropy in nats, FP32. Its shape is
+        () for loss_reduction "mean" and "sum", and (B * T,) for "none". If the sequence is divided among processes, the
+        result is of this process's part.
+
+        With a kv_cache (engine.KVCache) the tokens continue the cached ones and are added to the cache. compile_layers
+        replaces `layer`, and `outer_norm`, the norm before and after the layers. Raises ValueError for positions beyond
+        the rotary tables and for idx on another device.
         """
         start = 0 if kv_cache is None else kv_cache.get_pos()
         end = start + idx.size(1)
@@ -561,14 +574,14 @@ class GPT(nn.Module):
             raise ValueError(f"tokens are on {idx.device} and the model on {self.cos.device}; move the tokens there")
         cos_sin = self.cos[:, start:end], self.sin[:, start:end]
 
-        if self.sequence_part is not None:  # where the layers need all of it they put it together
+        if self.sequence_part is not None:  # layers that need the whole sequence gather the parts
             part, parts = self.sequence_part
             if idx.size(1) % parts or kv_cache is not None:
                 raise ValueError(f"{idx.size(1)} tokens: expected a multiple of {parts}, by which they are divided")
             idx, targets = (None if t is None else t.chunk(parts, dim=1)[part] for t in (idx, targets))
 
         x0 = outer_norm(self.transformer.wte(idx))
-        x = x0.view_as(x0)  # an object of its own: one input in the place of two would be compiled separately
+        x = x0.view_as(x0)  # a second object: the same tensor as two arguments would be compiled separately
         lambdas = zip(self.resid_lambdas.unbind(), self.x0_lambdas.unbind())
         for block, scalars, window_size in zip(self.transformer.h, lambdas, self.window_sizes):
             x = layer(block, x, x0, *scalars, cos_sin, window_size, kv_cache, self.recompute)
@@ -587,7 +600,7 @@ class GPT(nn.Module):
         """
         Yield max_tokens new tokens after the prompt `tokens`, one at a time, without a cache: slow and obviously right.
 
-        temperature 0 is greedy. engine.Engine is the fast one. Raises ValueError for an empty prompt.
+        temperature 0 is greedy. engine.Engine generates fast. Raises ValueError for an empty prompt.
         """
         if not tokens:
             raise ValueError("the prompt is empty; give at least one token (usually <|bos|>)")

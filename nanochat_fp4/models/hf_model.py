@@ -33,7 +33,7 @@ class HuggingFaceModel(torch.nn.Module):
 
 
 class HuggingFaceTokenizer:
-    """What the data loader asks of a tokenizer."""
+    """A tokenizer of transformers, with the methods that the data loader calls."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -50,8 +50,10 @@ class HuggingFaceTokenizer:
         return [[prepend, *row] for row in rows]
 
     def token_bytes(self, device: torch.device) -> Tensor:
-        """Bytes of text that each token stands for, int32; 0 for special tokens. nanochat decodes each token by itself,
-        which makes three bytes of each that is no whole character."""
+        """Bytes of text for each token, int32; 0 for special tokens.
+
+        nanochat decodes each token by itself, and so counts three bytes for a token that is no whole character.
+        """
         vocabulary, special = self.tokenizer.get_vocab(), set(self.tokenizer.all_special_tokens)
         as_written = set(self.tokenizer.get_added_vocab())
         alphabet = set(byte_characters())

@@ -1,17 +1,22 @@
 """
 The Llama-like family of the paper's Tables 3 and 4, beside nanochat's GPT: for Figures 1, 2 and 4.
 
-Llama 2's block (RMSNorm with weights, rotary positions, SwiGLU, no biases), untied embeddings, heads of 128, trained by
-AdamW with a cosine schedule. Sizes are named by their parameters without embeddings, which is also what a
-tokens-per-parameter ratio counts. What the paper does not say is taken from the code that it published: q, k and v as
-one layer, and up and gate as one, each with one tensor_scale; the width of the MLP (2/3 of 4 widths, rounded up to
-256), the initialization (normal, std 0.02, and 0.02 / sqrt(2 layers) for what adds to the residual stream), betas of
-0.9 and 0.95, no weight decay for embedding and norms, eps 1e-5 in the norms, torch's OneCycleLR with cosines.
+The block is Llama 2's: RMSNorm with weights, rotary positions, SwiGLU and no biases. Embeddings are untied and heads
+have 128 dimensions. AdamW trains with a cosine schedule. Sizes are named by their parameters without embeddings, the
+same count as in tokens per parameter.
 
-Its steps are of 512 sequences of 512 tokens, in micro-batches of 128 sequences. The text is C4
-(`python -m nanochat_fp4.data.dataset --c4`) in 32,000 tokens. One order differs. The published code rotates
-neighbouring dimensions of q and k together, this one those half a head apart, which permutes rows of c_q and c_k. On
-disk the fused matrices are separate here.
+Details that the paper leaves out come from its published code:
+
+- q, k and v are one layer with one tensor_scale, and so are up and gate
+- the MLP's width is 2/3 of 4 widths, rounded up to a multiple of 256
+- initialization is normal with std 0.02, and 0.02 / sqrt(2 layers) for layers that add to the residual stream
+- betas are 0.9 and 0.95; embedding and norms have no weight decay
+- eps is 1e-5 in the norms; the schedule is torch's OneCycleLR with cosines
+
+Steps have 512 sequences of 512 tokens, in micro-batches of 128 sequences. The text is C4
+(`python -m nanochat_fp4.data.dataset --c4`) in 32,000 tokens. Two things differ from the published code, which rotates
+neighbouring dimensions of q and k together. Here the pairs are half a head apart, which permutes rows of c_q and c_k.
+On disk the fused matrices are separate here.
 """
 
 import math
@@ -38,11 +43,11 @@ from nanochat_fp4.parallel import is_sharded
 NORM_EPS = 1e-5
 HIDDEN_MULTIPLE = 256
 INIT_STD = 0.02
-# linear_cross_entropy caps logits softly; at this cap one of 30 changes by 1e-6, less than FP32's rounding of the loss.
+# linear_cross_entropy caps logits softly. A cap of 1e5 changes a logit of 30 by 1e-6, less than FP32 rounds the loss.
 NO_SOFTCAP = 1e5
-WEIGHT_DECAY, CLIP_NORM = 0.1, 1.0  # Table 4
-# Of the size's rate: where the warm-up begins, and where the cosine ends (OneCycleLR with div_factor 100 and
-# final_div_factor 0.1, that is, a hundredth over 0.1). The warm-up is a tenth of the steps, rounded down.
+WEIGHT_DECAY, CLIP_NORM = 0.1, 1.0  # Table 4 of the paper.
+# The warm-up begins at FIRST_LR of the size's rate, and the cosine ends at FINAL_LR. OneCycleLR calls them div_factor
+# 100 and final_div_factor 0.1, that is, a hundredth over 0.1. The warm-up is a tenth of the steps, rounded down.
 FIRST_LR, FINAL_LR, WARMUP_SHARE = 0.01, 0.1, 10
 
 
@@ -53,7 +58,7 @@ class Size(NamedTuple):
     learning_rate: float
 
 
-# Table 3; tiny is not the paper's: for tests and CPUs.
+# Table 3 of the paper, and "tiny" for tests and CPUs.
 SIZES = {
     "30M": Size(6, 640, 5, 0.0012),
     "50M": Size(7, 768, 6, 0.0012),
@@ -174,7 +179,7 @@ class Llama(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def _rotary_tables(self) -> tuple[Tensor, Tensor]:
-        """cos and sin of position * base^(-2i / head_dim), each (1, positions, 1, head_dim / 2), FP32."""
+        """cos and sin of position * base^(-2i / head_dim), each `(1, positions, 1, head_dim / 2)`, FP32."""
         device = self.get_device()
         exponent = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device=device) / self.config.head_dim
         position = torch.arange(self.rotary_seq_len, dtype=torch.float32, device=device)
@@ -202,7 +207,7 @@ class Llama(nn.Module):
         return sum(p.numel() for p in self.transformer.h.parameters())
 
     def estimate_flops(self) -> int:
-        """Per token of training, as gpt.GPT.estimate_flops counts: 6 a matrix weight, and attention."""
+        """FLOPs per token of training, counted as in gpt.GPT.estimate_flops: 6 a matrix weight, and attention."""
         matrix_weights = self.num_scaling_params() + self.lm_head.weight.numel()
         return 6 * matrix_weights + 12 * self.config.n_layer * self.config.n_embd * self.config.sequence_len
 
@@ -219,8 +224,10 @@ class Llama(nn.Module):
     def setup_pretraining(
         self, options: PretrainingOptions, total_batch_size: int, num_iterations: int
     ) -> tuple[list[torch.optim.Optimizer], Schedule]:
-        """The paper's optimizer and schedule for so many steps: the size's own rate, none of the options, which are
-        nanochat's. Raises ValueError for a shape that is no size of the family."""
+        """The paper's optimizer and schedule for num_iterations steps, at the size's own learning rate.
+
+        The options are nanochat's and ignored. Raises ValueError for a shape that is no size of the family.
+        """
         config = self.config
         shape = (config.n_layer, config.n_embd, config.n_head)
         rates = [size.learning_rate for size in SIZES.values() if size[:3] == shape]
@@ -242,8 +249,10 @@ class Llama(nn.Module):
         lr_multiplier: Callable[[float], float],
         momentum: Callable[[int], float] | None = None,
     ) -> tuple[list[torch.optim.Optimizer], Schedule]:
-        """AdamW for all parameters at rates["unembedding_lr"], GPT's AdamW rate for a matrix, times init_lr_frac and
-        lr_multiplier(progress); the other rates and the momentum are not for it."""
+        """AdamW for all parameters at rates["unembedding_lr"] times init_lr_frac and lr_multiplier(progress).
+
+        "unembedding_lr" is GPT's AdamW rate for a matrix. The other rates and the momentum are ignored.
+        """
         optimizers = self.setup_optimizers(rates["unembedding_lr"] * init_lr_frac)
 
         def schedule(step: int, progress: float) -> float:
@@ -257,7 +266,7 @@ class Llama(nn.Module):
     def clip_gradients(self) -> Tensor:
         """Averages the gradients over the ranks and scales them to a norm of at most CLIP_NORM, in place; the norm, ().
 
-        Averaged before clipping, which is not linear; the optimizer's own average changes nothing then.
+        The average comes first, because clipping is not linear. The optimizer's own average then changes nothing.
         """
         grads = [p.grad for p in self.parameters() if p.grad is not None]
         if is_ddp_initialized():
@@ -273,7 +282,7 @@ class Llama(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, kv_cache: Any = None, loss_reduction: str = "mean"
     ) -> Tensor:
-        """idx (B, T) -> logits (B, T, vocab_size) FP32, or the loss in nats: see gpt.GPT.forward."""
+        """idx `(B, T)` -> logits `(B, T, vocab_size)` FP32, or the loss in nats, as gpt.GPT.forward."""
         start = 0 if kv_cache is None else kv_cache.get_pos()
         end = start + idx.size(1)
         if end > self.rotary_seq_len:

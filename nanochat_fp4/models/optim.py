@@ -1,19 +1,19 @@
 """
 Muon for the matrices, AdamW for the rest; one class each, for one process and for many.
 
-With a process group of several ranks the optimizers also average the gradients (there is no DDP around the model) and
-share the work, ZeRO-2 style: each rank receives the averaged gradients of the part it owns, keeps the state of that
-part only, updates it, and the results are gathered. The outcome is that of one process on the averaged gradients. State
-dicts are per rank; `resharded` makes those of another number of processes out of them.
+With a process group of several ranks the optimizers also average the gradients; no DDP wraps the model. The ranks share
+the work, ZeRO-2 style. Each rank receives the averaged gradients of the part it owns, keeps the state of that part
+only and updates the part. The results are gathered. The outcome is that of one process on the averaged gradients. State
+dicts are per rank; `resharded` turns the state dicts of one number of processes into those of another.
 
-Of parameters that FSDP has sharded by rows (parallel.py) gradients come averaged. AdamW's rows are then the shard
-itself. Muon needs whole matrices: each rank gets the shards of those that it owns, of gradients and weights, and sends
-their updated shards back, in three all-to-alls. The same for matrices that are divided among some of the ranks, by rows
-or by columns (tensor parallelism); gradients of those who have the same shard are averaged by the owner. The state is
-the same as without shards.
+Gradients of parameters that FSDP has sharded by rows (parallel.py) come averaged. AdamW's rows are then the shard
+itself. Muon needs whole matrices. Each rank receives all shards of its own matrices, gradients and weights, and sends
+the updated shards back, in three all-to-alls. Matrices that tensor parallelism divides among some of the ranks, by rows
+or by columns, take the same way. Their owner averages the gradients of ranks with the same shard. The state is the same
+as without shards.
 
-Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/), with what nanochat added at revision f5425245f, for a
-matrix W (M, N) with gradient G:
+Muon is Keller Jordan's (https://kellerjordan.github.io/posts/muon/), with the additions of nanochat at revision
+f5425245f. For a matrix W (M, N) with gradient G:
 
     m  <- momentum * m + (1 - momentum) * G                                       momentum
     G' =  momentum * m + (1 - momentum) * G                                       Nesterov
@@ -22,8 +22,8 @@ matrix W (M, N) with gradient G:
     U  =  O / sqrt(v), rescaled to the Frobenius norm of O                        arXiv 2510.05491
     W  <- W - lr * sqrt(max(1, M / N)) * (U + weight_decay * W where U * W >= 0)  cautious weight decay
 
-Hyper-parameters, the variance reduction and the update are FP32 here; the revision rounds them to BF16 on the way (its
-lr of 0.02 is in effect 0.02002, its beta2 of 0.95 is 0.949), which is the only difference in the formula.
+One thing differs from the revision's formula. Hyper-parameters, the variance reduction and the update are FP32 here.
+The revision rounds them to BF16 on the way: its lr of 0.02 is in effect 0.02002, and its beta2 of 0.95 is 0.949.
 """
 
 import functools
@@ -39,8 +39,8 @@ from torch.optim.adamw import adamw
 from nanochat_fp4.nvfp4.sharding import all_gather, local, reduce_scatter
 from nanochat_fp4.parallel import is_sharded, losses_of
 
-# (a, b, c) of the five steps X <- a X + (b A + c A^2) X with A = X X^T, from arXiv 2505.16932 for 5 iterations, safety
-# factor 0.02, cushion 2.
+# (a, b, c) of the steps X <- a X + (b A + c A^2) X with A = X X^T, for 5 iterations, safety factor 0.02 and cushion 2.
+# Source: arXiv 2505.16932.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -50,7 +50,7 @@ POLAR_EXPRESS = (
 )
 
 # Elements that Muon works on at a time: a stack of whole matrices of one shape. An update takes some 20 bytes of memory
-# for each (stacked weights and gradients in FP32, and what the orthogonalization makes): 5 GiB, whatever the depth.
+# for each, for stacked FP32 weights and gradients and the orthogonalization: 5 GiB at every depth.
 STACK_ELEMENTS = 2**28
 
 
@@ -71,9 +71,10 @@ def _gradients(params: list[Tensor]) -> list[Tensor]:
 
 
 def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
-    """2-norm of all gradients on this rank, a scalar on their device; not finite if any of them is not.
+    """2-norm of all gradients on this rank, a scalar on their device; not finite if any gradient is not.
 
-    Where they are sharded, that of the ranks who have the shards, which call it together."""
+    Sharded gradients count with all of their shards. The ranks that hold the shards call this function together.
+    """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([g for g in grads if not is_sharded(g)]).float()
     shards = [g for g in grads if is_sharded(g)]
@@ -85,16 +86,16 @@ def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Schedules. Which there are is the model's (setup_pretraining, setup_finetuning)
+# Schedules: each model makes its own (setup_pretraining, setup_finetuning)
 
-# (step, progress of the run from 0 to 1) -> what all learning rates are multiplied by in this step. It sets the options
-# of the optimizers: rates, momentum, weight decay.
+# (step, progress of the run from 0 to 1) -> the multiplier of all learning rates in this step. A call also sets the
+# rates, momentum and weight decay of the optimizers' groups.
 Schedule = Callable[[int, float], float]
 
 
 @dataclass(frozen=True)
 class PretrainingOptions:
-    """nanochat's flags of pre-training, of the same names, before they are scaled to batch and model."""
+    """nanochat's flags of pre-training, by the same names, before scaling to batch and model."""
 
     embedding_lr: float = 0.3
     unembedding_lr: float = 0.004
@@ -121,8 +122,10 @@ def set_learning_rates(optimizers: Iterable[torch.optim.Optimizer], multiplier: 
 
 def polar_express(g: Tensor, steps: int = 5) -> Tensor:
     """
-    The nearest semi-orthogonal matrix U V^T of each g = U S V^T (..., M, N), roughly, in g's dtype. After 5, which is
-    the most, singular values are in 0.84 to 1.15 where they were above 1/1000 of the norm, and smaller otherwise.
+    Roughly the nearest semi-orthogonal matrix U V^T of each g = U S V^T, both `(..., M, N)`, in g's dtype.
+
+    The most steps are 5. After 5 steps, singular values that were above 1/1000 of the norm are in 0.84 to 1.15. Others
+    are smaller.
     """
     if not 1 <= steps <= len(POLAR_EXPRESS):
         raise ValueError(f"Polar Express has coefficients for 1 to {len(POLAR_EXPRESS)} steps, not for {steps}")
@@ -165,9 +168,9 @@ def muon_update(
     """
     One step for K matrices of one shape at once; params, both buffers and grads (which is scratch) change in place.
 
-    params, grads, momentum_buffer: (K, M, N). second_momentum_buffer: (K, M, 1) where M >= N, else (K, 1, N); None
-    switches variance reduction off. The hyper-parameters are 0-d tensors, so that a schedule does not recompile; lr
-    includes the factor for the shape. dtype: what the orthogonalization computes in.
+    params, grads and momentum_buffer are `(K, M, N)`. second_momentum_buffer is `(K, M, 1)` where M >= N, else
+    `(K, 1, N)`; None switches variance reduction off. The hyper-parameters are 0-d tensors, so that a schedule does not
+    recompile. lr includes the factor for the shape. The orthogonalization computes in dtype.
     """
     momentum_buffer.lerp_(grads, 1 - momentum)
     g = grads.lerp_(momentum_buffer, momentum)
@@ -194,19 +197,19 @@ class Muon(torch.optim.Optimizer):
     """
     Muon for 2-D parameters; see the top of this file for the formula.
 
-    Parameters of one shape form a group (in the order of sorted shapes), of which as many as stack_elements allows are
-    updated as one stack. The schedules are the caller's: set "lr", "momentum" and "weight_decay" of the groups before
+    Parameters of one shape form a group; groups are in the order of sorted shapes. As many matrices of a group as
+    stack_elements allows are updated as one stack. Callers set "lr", "momentum" and "weight_decay" of the groups before
     each step.
 
     Args:
         params: 2-D parameters, floating.
         momentum, beta2: decay rates of the first and second moment; beta2 None switches variance reduction off.
         ns_steps: steps of the orthogonalization.
-        weight_decay: cautious, that is only where it pulls in the direction of the update.
+        weight_decay: cautious, that is only where weight decay and update have the same sign.
         orthogonalizer: "polar_express" (nanochat's) or "newton_schulz" (the muon-optimizer package's).
-        dtype: of the orthogonalization; default BF16 on CUDA, and the parameters' elsewhere, where BF16 products can
-            be many times slower.
-        stack_elements: how many elements are worked on at a time, which decides the memory that a step takes.
+        dtype: of the orthogonalization. The default is BF16 on CUDA and the parameters' dtype elsewhere, because BF16
+            products can be many times slower there.
+        stack_elements: how many elements are updated at a time. The memory of a step is proportional to this number.
     Raises ValueError for parameters that are not matrices, and in step() for missing gradients.
     """
 
@@ -244,7 +247,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, defaults)
 
     def _chunk_size(self, group: dict[str, Any]) -> int:
-        """Matrices of a group that a rank owns: rank r has those from r * chunk on (the last ranks fewer, or none)."""
+        """Matrices of a group that a rank owns. Rank r's begin at r * chunk; the last ranks own fewer or none."""
         return -(-len(group["params"]) // self.world_size)
 
     @torch.no_grad()
@@ -266,8 +269,10 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_copy_(params, [new.view(p.shape) for p, new in zip(params, stack)])
 
     def _reduce(self, group: dict[str, Any]) -> tuple[Any, Tensor]:
-        """(work, gradients of the own matrices (chunk, M, N), summed only once `work` is done; of sharded ones what
-        _to_owners receives)"""
+        """(work, gradients of the own matrices `(chunk, M, N)`, summed once `work` is done).
+
+        For sharded matrices, the result of _to_owners.
+        """
         grads = _gradients(group["params"])
         if is_sharded(grads[0]):
             return self._to_owners(group, [local(g) / losses_of(g) for g in grads])
@@ -276,19 +281,21 @@ class Muon(torch.optim.Optimizer):
         return reduce_scatter(own, stack, async_op=True), own
 
     def _padded(self, group: dict[str, Any], stack: Tensor) -> Tensor:
-        """With zeros for the matrices that the last ranks have fewer of."""
+        """stack with zeros for the matrices that the last ranks lack."""
         missing = self._chunk_size(group) * self.world_size - len(stack)
         return torch.cat((stack, stack.new_zeros(missing, *stack.shape[1:]))) if missing else stack
 
     def _to_owners(self, group: dict[str, Any], shards: list[Tensor]) -> tuple[Any, Tensor]:
-        """Sends this rank's shard of each matrix to the rank that owns it: (work, (W * chunk, elements of a shard))."""
+        """Sends this rank's shard of each matrix to its owner; (work, received `(W * chunk, elements of a shard)`)."""
         stack = self._padded(group, torch.stack([shard.flatten() for shard in shards]))
         received = torch.empty_like(stack)
         return dist.all_to_all_single(received, stack, async_op=True), received
 
     def _whole(self, params: list[Tensor], own: list[Tensor], received: Tensor, average: bool) -> Tensor:
-        """The own ones of these matrices (len(own), M, N) from what _to_owners received; of ranks who have the same
-        shard the average, or any."""
+        """The own matrices `(len(own), M, N)`, put together from the shards that _to_owners received.
+
+        If several ranks have the same shard, the result takes their average, or the first rank's shard.
+        """
         size, matrices = params[0].device_mesh.size(), []
         for p, shards in zip(own, received.unflatten(0, (self.world_size, -1)).unbind(1)):
             shards = shards.unflatten(0, (-1, size))  # ranks of one mesh follow each other
@@ -297,10 +304,12 @@ class Muon(torch.optim.Optimizer):
         return torch.stack(matrices) if own else received.new_empty(0, *params[0].shape)
 
     def _to_shards(self, params: list[Tensor], own: list[Tensor], stack: Tensor, chunk: int) -> tuple[Any, Tensor]:
-        """Sends the own matrices, stack (len(own), M, N), to those who have their shards: (work, this rank's shards of
-        all, flat)."""
+        """Sends the own matrices, stack `(len(own), M, N)`, to the ranks that hold their shards.
+
+        (work, this rank's shards of all matrices, flat)
+        """
         size, elements = params[0].device_mesh.size(), local(params[0]).numel()
-        shards = stack.new_zeros(size, chunk, elements)  # of fewer matrices than chunk in the last ranks
+        shards = stack.new_zeros(size, chunk, elements)  # the last ranks own fewer matrices than chunk
         for i, (p, matrix) in enumerate(zip(own, stack)):
             for shard, into in zip(matrix.chunk(size, p.placements[0].dim), shards[:, i]):
                 into.view(shard.shape).copy_(shard)
@@ -331,16 +340,16 @@ class Muon(torch.optim.Optimizer):
         return all_gather(everything, padded, async_op=True), everything
 
     def _parts(self, params: list[Tensor]) -> list[slice]:
-        """The parameters that are updated together. All parts are of one size, for which one graph is compiled."""
+        """The parameters that are updated together. All parts have one size, so that one graph is compiled."""
         count = len(params)
         sizes = [n for n in range(1, count + 1) if count % n == 0 and n * params[0].numel() <= self.stack_elements]
         size = max(sizes, default=1)
         return [slice(i, i + size) for i in range(0, count, size)]
 
     def _update_part(self, group: dict[str, Any], stack: Tensor, grads: Tensor, part: slice) -> None:
-        """stack, grads: of the matrices `part` of those that this rank owns; both change in place."""
+        """Updates the matrices `part` of those that this rank owns, in place. grads is changed as well."""
         _, rows, columns = stack.shape
-        state = self.state[group["params"][0]]  # one state for the group, under its first parameter, as nanochat has it
+        state = self.state[group["params"][0]]  # as in nanochat, one state for the group, under its first parameter
         if "momentum_buffer" not in state:
             chunk = self._chunk_size(group)
             state["momentum_buffer"] = stack.new_zeros(chunk, rows, columns)
@@ -364,7 +373,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def resharded(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """This rank's state dict out of those of all ranks of another number of processes, in their order."""
+        """The state dict of this rank, from those of all ranks of a run with another number of ranks, in order."""
         result = _state_dict_of(states[0], self.world_size)
         for group, saved in zip(self.param_groups, states[0]["param_groups"], strict=True):
             chunk, first = self._chunk_size(group), saved["params"][0]
@@ -388,13 +397,13 @@ class Muon(torch.optim.Optimizer):
                     "same model and the same number of processes"
                 )
         super().load_state_dict(state_dict)
-        for group in self.param_groups:  # a state that nanochat saved does not have these
+        for group in self.param_groups:  # a state saved by nanochat lacks some of these keys
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
 
 def _state_dict_of(state_dict: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """Its groups, as of this number of processes; no state."""
+    """The groups of state_dict with this world_size, and no state."""
     groups = [{**group, "world_size": world_size} for group in state_dict["param_groups"]]
     return {"state": {}, "param_groups": groups}
 
@@ -416,8 +425,8 @@ class AdamW(torch.optim.Optimizer):
     """
     AdamW by torch's fused kernel, its state and work split by rows among the ranks.
 
-    A parameter whose rows do not divide by the number of ranks, or with fewer than 1024 elements, is updated as a whole
-    on every rank. On one process this is torch.optim.AdamW(fused=True), with the same state dict.
+    Every rank updates the whole of a parameter whose rows do not divide by the number of ranks, or that has fewer than
+    1024 elements. On one process this is torch.optim.AdamW(fused=True), with the same state dict.
     Raises ValueError in step() for missing gradients.
     """
 
@@ -499,13 +508,13 @@ class AdamW(torch.optim.Optimizer):
         )
 
     def resharded(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """This rank's state dict out of those of all ranks of another number of processes, in their order."""
+        """The state dict of this rank, from those of all ranks of a run with another number of ranks, in order."""
         result = _state_dict_of(states[0], self.world_size)
         for group, saved in zip(self.param_groups, states[0]["param_groups"], strict=True):
             for p, index in zip(group["params"], saved["params"], strict=True):
                 rows = self._own_rows(p).shape[:1]
                 for key, part in states[0]["state"].get(index, {}).items():
-                    if part.ndim and len(part) < len(p):  # these ranks had some rows each
+                    if part.ndim and len(part) < len(p):  # each rank saved some of the rows
                         part = torch.cat([state["state"][index][key] for state in states])
                     if part.ndim and rows[0] < len(p):
                         part = part[self.rank * rows[0] : (self.rank + 1) * rows[0]].clone()

@@ -1,23 +1,24 @@
 """Error feedback (GPTQ): a weight is rounded so that the error of the layer's output is small, not that of the weight.
 
-With S = E[x x^T], the Gram matrix of the layer's inputs, the output's error E |(W - Q) x|^2 is tr((W - Q) S (W - Q)^T).
+S = E[x x^T] is the Gram matrix of the layer's inputs. The output's error E |(W - Q) x|^2 is tr((W - Q) S (W - Q)^T).
 Rounding to nearest minimizes |W - Q|^2, as if S were the identity. Here blocks of 16 columns are rounded one after the
-other, and each block first takes over what the errors of the blocks before it can be made up for with:
+other. Before a block is rounded, a correction for the errors of all earlier blocks is added to its weights:
 
     S + damping = R R^T, R upper triangular        T = R blockdiag(R)^-1, in blocks of 16 x 16
     Q_b = round(W_b + (W - Q)_{<b} T_{<b, b})
 
-This is GPTQ (Frantar et al., 2023) in the form of LDLQ (Chee et al., 2023, QuIP), in blocks of one NVFP4 scale. A
-block's scale is chosen after the feedback. The errors of the weights grow where the inputs hardly reach. A gradient
-that goes back through the weight sees |W - Q|^2, so the damping bounds these errors.
+The method is GPTQ (Frantar et al., 2023) in the form of QuIP's LDLQ (Chee et al., 2023). Blocks have one NVFP4 scale. A
+block's scale is chosen after the feedback. The weights' errors grow in directions that the inputs hardly reach. A
+gradient that goes back through the weight sees |W - Q|^2, so the damping bounds the weights' errors.
 
-The feedback can push a block beyond the tensor's amax. Its scale then uses the room above scale_cap, and what is beyond
-the largest scale is clipped and fed back like any other error.
+The feedback can push a block beyond the tensor's amax. The block's scale then uses the room above scale_cap. Values
+beyond the largest scale are clipped, and the clipping is fed back like any other error.
 
 The Gram matrix of a layer's inputs, E[x x^T] (GPTQ's H), is state of the training, not of the model. Layers hold it
-beside their parameters and buffers. State dicts, EMA copies and `model.to(dtype)` know nothing of it.
-training.update_gram_matrices makes it. gram_state and load_gram_state save and load it. The dtype is FP16, the unit the
-inputs' mean square, so no entry is beyond K. docs/memory.md has its size, and why not blocks of channels.
+beside their parameters and buffers. State dicts, EMA copies and `model.to(dtype)` leave it out.
+training.update_gram_matrices makes the matrices; gram_state and load_gram_state save and load them. The dtype is FP16.
+The unit is the inputs' mean square, so no entry is beyond K. docs/memory.md has the size, and the reason against blocks
+of channels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +30,9 @@ from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, TENSOR_SCALE_MIN, NVFP4Tensor, encode_e2m1, pack
 from nanochat_fp4.nvfp4.quantizers import Rounding, _round_block_scale, _search, divide, get_rounding
 
-STEP = 0.2  # of the exponential average of Gram matrices, over about five looks at the inputs
-COLUMNS = 128  # rounded together, before their errors reach all columns after them
-DAMPING = 0.3  # in units of the mean of S's diagonal
+STEP = 0.2  # Step of the exponential average of Gram matrices, over about five looks at the inputs.
+COLUMNS = 128  # Columns that are rounded before their errors reach all later columns.
+DAMPING = 0.3  # In units of the mean of S's diagonal.
 
 
 def products_of_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -42,8 +43,10 @@ def products_of_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def gram_matrix(mean: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
-    """The Gram matrix before, moved a STEP of the way to the mean of x x^T (K, K). A mean that is not finite changes
-    nothing."""
+    """The Gram matrix `before`, moved a STEP of the way to the mean of x x^T (K, K).
+
+    A mean that is not finite changes nothing.
+    """
     new = in_units_of_its_mean(mean)
     moved = new if before is None else before.float().lerp(new, STEP)
     return torch.where(torch.isfinite(mean).all(), moved, 0.0 if before is None else before).half()
@@ -54,23 +57,23 @@ def in_units_of_its_mean(gram: torch.Tensor) -> torch.Tensor:
 
 
 def factor_for(gram: torch.Tensor) -> torch.Tensor:
-    """The layer's feedback factor, FP16 (K, K), of gram_matrix's (K, K). No host sync."""
+    """The layer's feedback factor, FP16 `(K, K)`, from gram_matrix's result, `(K, K)`. No host sync."""
     return feedback_factor(gram.float()).half()
 
 
 def gram_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name of a layer -> Gram matrix of its inputs, float16 (K, K); empty where the method wants none, or has none yet.
+    """Name of a layer -> Gram matrix of its inputs, float16 (K, K). Empty if the method has none, or none yet.
 
-    A run that goes on needs it besides state dicts. Layers that read the same tensor share one, and torch.save and
-    torch.load keep it so.
+    A run that goes on needs this state besides state dicts. Layers that read the same tensor share a matrix, also after
+    torch.save and torch.load.
     """
     return {n: m.gram_matrix for n, m in model.named_modules() if getattr(m, "gram_matrix", None) is not None}
 
 
 def load_gram_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Gives the layers what gram_state returned, on the device of their weights; before or after convert.
+    """Gives the layers the result of gram_state, on the device of their weights. Call it before or after convert.
 
-    Raises ValueError for a state of another kind, and where a layer is not there or has inputs of another size.
+    Raises ValueError for a state of another kind, for a missing layer, and for a layer with inputs of another size.
     """
     layers = dict(model.named_modules())
     if not isinstance(state, Mapping) or not all(isinstance(gram, torch.Tensor) for gram in state.values()):
@@ -89,8 +92,10 @@ def load_gram_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None
 
 
 def set_gram_matrix(layer: nn.Module, gram: torch.Tensor) -> None:
-    """gram: of gram_matrix, or in FP32 and in any units. A layer that quantizes takes from it what its recipe wants;
-    another one keeps it until it is converted."""
+    """gram is gram_matrix's result, or FP32 in any units.
+
+    A quantized layer derives its recipe's factor from gram. Another layer keeps gram until it is converted.
+    """
     gram = gram.to(layer.weight.device)
     layer.gram_matrix = gram if gram.dtype == torch.float16 else in_units_of_its_mean(gram.float()).half()
     if hasattr(layer, "recipe"):
@@ -100,9 +105,9 @@ def set_gram_matrix(layer: nn.Module, gram: torch.Tensor) -> None:
 
 @torch.no_grad()
 def feedback_factor(gram: torch.Tensor) -> torch.Tensor:
-    """S (K, K) float32, K % 16 == 0 -> the strictly block upper triangular part of T, (K, K) float32.
+    """S `(K, K)` float32, K % 16 == 0 -> the strictly block upper triangular part of T, `(K, K)` float32.
 
-    Zeros, that is no feedback, where S + damping has no Cholesky factor: S is zero, or not finite. No host sync.
+    If S is zero or not finite, S + damping has no Cholesky factor, and the result is zeros: no feedback. No host sync.
     """
     blocks = gram.shape[0] // BLOCK
     damped = gram.clone()
@@ -122,21 +127,21 @@ def feedback_factor(gram: torch.Tensor) -> torch.Tensor:
 def round_with_feedback(
     weights: torch.Tensor, factors: Sequence[torch.Tensor], spec: Rounding, amaxes: torch.Tensor | None = None
 ) -> list[NVFP4Tensor]:
-    """weights (L, N, K) FP32 or BF16, L factors (K, K) of feedback_factor -> an NVFP4Tensor (N, K) for each of the L.
+    """weights `(L, N, K)` FP32 or BF16, and L factors `(K, K)` of feedback_factor -> L NVFP4Tensors `(N, K)`.
 
     COLUMNS get the errors of the columns before them by one product. The errors are the largest tensor to read, and
     are read once for eight blocks. Within COLUMNS a kernel goes from block to block.
 
-    spec: with blocks of 1x16, drawing no random numbers. amaxes (L,): of the whole tensors, where the weights are some
-    of their rows. Each weight has the tensor_scale that quantize gives it; with factors of zeros the
-    result is quantize's, to the bit.
+    spec has blocks of 1x16 and draws no random numbers. If the weights are some rows of larger tensors, amaxes (L,) are
+    the amaxes of the whole tensors. Each weight has quantize's tensor_scale. With factors of zeros the result is
+    quantize's, to the bit.
     """
     weights = weights.contiguous()
     layers, rows, columns = weights.shape
     amaxes = weights.abs().amax((1, 2)).float() if amaxes is None else amaxes
     tensor_scale = divide(amaxes, spec.grid_max * spec.scale_cap).clamp(min=TENSOR_SCALE_MIN)
     inverse = 1.0 / tensor_scale
-    missed = weights.new_empty(layers, columns, rows, dtype=torch.float32)  # (W - Q)^T, in units of tensor_scale
+    missed = weights.new_empty(layers, columns, rows, dtype=torch.float32)  # (W - Q)^T in units of tensor_scale
     codes = weights.new_empty(layers, rows, columns // 2, dtype=torch.uint8)
     scales = weights.new_empty(layers, rows, columns // BLOCK, dtype=torch.uint8)
     round_group = _round_group
@@ -146,15 +151,18 @@ def round_with_feedback(
         for start in range(0, columns, COLUMNS):
             end = min(start + COLUMNS, columns)
             factor = torch.stack([f[:end, start:end] for f in factors]).float()
-            before = torch.bmm(missed[:, :start].mT, factor[:, :start])  # zeros where there is nothing before
+            before = torch.bmm(missed[:, :start].mT, factor[:, :start])  # zeros for the first columns
             round_group(weights, inverse, before, factor, missed, codes, scales, start, spec.grid_max, spec.candidates)
     scales = scales.view(torch.float8_e4m3fn)
     return [NVFP4Tensor(codes[i], scales[i], tensor_scale[i].clone()) for i in range(layers)]
 
 
 def _round_group(weights, inverse, before, factor, missed, codes, scales, start, grid_max, candidates) -> None:
-    """The reference of nvfp4_kernels.feedback.round_group, whose docstring has shapes and dtypes. Each element gets
-    what was missed before it in its group one column after the other, product and sum rounded for themselves."""
+    """The reference of nvfp4_kernels.feedback.round_group, whose docstring has shapes and dtypes.
+
+    Each element receives the errors of the earlier columns of its group, one column after the other. Product and sum
+    are rounded separately.
+    """
     layers, rows, _ = weights.shape
     limit = E2M1_MAX * E4M3_MAX
     spec = Rounding(grid_max, candidates=tuple(candidates))
@@ -178,7 +186,7 @@ def _round_group(weights, inverse, before, factor, missed, codes, scales, start,
 def with_feedback(
     weight: torch.Tensor, factor: torch.Tensor, rounding: str, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """round_with_feedback of one weight: codes, scales, tensor_scale. A compiler is not to look into its long loop."""
+    """round_with_feedback of one weight: codes, scales, tensor_scale. torch.compile must not trace the long loop."""
     amaxes = None if amax is None else amax.unsqueeze(0)
     t = round_with_feedback(weight.unsqueeze(0), [factor], get_rounding(rounding), amaxes)[0]
     return t.codes, t.scales, t.tensor_scale

@@ -2,19 +2,22 @@
 
     value = e2m1(code) * e4m3(scale) * tensor_scale
 
-* code: E2M1, 4 bits, sign in bit 3, magnitudes 0 .5 1 1.5 2 3 4 6; two per byte, even index in the low nibble.
-* scale: one E4M3 (`torch.float8_e4m3fn`, no infinity, maximum 448) for each BLOCK = 16 values along the last,
-  the contraction, dimension.
-* tensor_scale: one FP32 number per tensor (or one per row, for generation), which brings the scales into E4M3's range.
+* code is E2M1 of 4 bits, with the sign in bit 3 and magnitudes 0 .5 1 1.5 2 3 4 6. A byte holds two codes, the even
+  index in the low nibble.
+* scale is one E4M3 number (`torch.float8_e4m3fn`) for each BLOCK = 16 values along the last dimension, which is the
+  contraction dimension. E4M3 has no infinity and a maximum of 448.
+* tensor_scale is one FP32 number per tensor, or per row for generation, and brings the scales into E4M3's range.
 
-The container also holds the formats of other systems, which exist here to be compared with (quantizers.MX_ROUNDINGS):
-MXFP4 and MXFP8 of the Open Compute Project, with one power of two (E8M0, `torch.float8_e8m0fnu`) for each 32 values,
-codes as above or, in MXFP8, E4M3 numbers, and a constant for tensor_scale; and FP8 (FP8_ROUNDINGS), E4M3 or E5M2
-numbers with tensor_scale alone, or with an FP32 scale for each block of 128 values.
+The container also holds the formats of other systems, for comparison:
 
-E2M1 x E4M3 has a 6-bit significand, so `decode` (everything but tensor_scale) is exact in BF16. That is why a BF16
-GEMM on decoded operands, with the tensor scales applied to its FP32 accumulator, is the same arithmetic as a
-Blackwell's NVFP4 GEMM up to the order of summation.
+* MXFP4 and MXFP8 (quantizers.MX_ROUNDINGS), of the Open Compute Project, have one power of two for each 32 values
+  (E8M0, `torch.float8_e8m0fnu`). MXFP4 has the codes above, and MXFP8 E4M3 numbers. tensor_scale is a constant.
+* FP8 (quantizers.FP8_ROUNDINGS) has E4M3 or E5M2 numbers, with tensor_scale alone, or with an FP32 scale for each block
+  of 128 values.
+
+E2M1 x E4M3 has a 6-bit significand, so `decode` (everything but tensor_scale) is exact in BF16. A BF16 GEMM on decoded
+operands, with the tensor scales applied to its FP32 accumulator, is therefore the same arithmetic as a Blackwell's
+NVFP4 GEMM. Only the order of summation differs.
 
 Shape legend: R rows, K contraction dimension, G = K / 16 blocks.
 """
@@ -23,10 +26,10 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK = 16  # values that share one E4M3 scale: fixed by the hardware's 1x16 block scaling
+BLOCK = 16  # values that share one E4M3 scale, as in the hardware's 1x16 block scaling
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-E4M3_MIN_EXPONENT = -6  # exponent of the smallest normal; below it the spacing stays at 2^-9
+E4M3_MIN_EXPONENT = -6  # exponent of the smallest normal; subnormals have a spacing of 2^-9
 E4M3_MANTISSA_BITS = 3
 # Below 2^-116 the products scale * tensor_scale leave FP32's normal range, which some GPU instructions flush to zero.
 # An all-zero tensor gets this value, so that nothing divides by zero.
@@ -39,12 +42,13 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 class NVFP4Tensor:
     """A tensor in NVFP4; rows are the flattened leading dimensions, blocks run along the last one.
 
-    codes:        uint8 (..., K/2), two E2M1 codes a byte, even index in the low nibble; MXFP8 and FP8: float8_e4m3fn
-                  or float8_e5m2 (..., K)
-    scales:       float8_e4m3fn (..., K/16), row-major (swizzle_scales makes the tensor-core layout); MXFP4 and MXFP8:
-                  float8_e8m0fnu (..., K/32); FP8: float32 (..., K/128), or (..., 0) where there is tensor_scale alone
-    tensor_scale: float32 () or, quantized per token, (..., 1)
-    decoded:      optional cache of what `decode` returns, for a GEMM that follows at once; never saved
+    codes:        uint8 `(..., K/2)`, two E2M1 codes a byte, even index in the low nibble.
+                  MXFP8 and FP8 have float8_e4m3fn or float8_e5m2 `(..., K)`.
+    scales:       float8_e4m3fn `(..., K/16)`, row-major (swizzle_scales makes the tensor-core layout).
+                  MXFP4 and MXFP8 have float8_e8m0fnu `(..., K/32)`.
+                  FP8 has float32 `(..., K/128)`, or `(..., 0)` with tensor_scale alone.
+    tensor_scale: float32 (), or `(..., 1)` if quantized per token.
+    decoded:      Optional cache of the result of `decode`, for a GEMM that follows at once. Never saved.
     """
 
     codes: torch.Tensor
@@ -86,7 +90,7 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 def encode_e2m1(q: torch.Tensor) -> torch.Tensor:
     """Values that are already on the E2M1 grid, float32 (..., K) -> uint8 codes 0..15; -0.0 keeps its sign bit."""
     magnitude = q.abs()
-    # The grid's spacing is 1/2 up to 2, 1 up to 4, 2 up to 6: three lines, of which the lowest is the code.
+    # The grid's spacing is 1/2 up to 2, 1 up to 4 and 2 up to 6. Each spacing gives a line; the lowest is the code.
     code = torch.minimum(torch.minimum(magnitude * 2, magnitude + 2), magnitude * 0.5 + 4).to(torch.uint8)
     return code | (torch.signbit(q).to(torch.uint8) << 3)
 
@@ -109,8 +113,9 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch
 def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
     """Row-major scales (R, G) -> the layout that cuBLAS and the tensor cores read, flat (R', G') padded with zeros.
 
-    Rows are padded to 128 and columns to 4; each 128x4 tile is stored as (32, 4, 4): byte r % 32 * 16 + r // 32 * 4 + c
-    (cuBLAS, "1D block scaling factors layout"). Returns a flat tensor of R' * G' scales, same dtype.
+    Rows are padded to 128 and columns to 4. Each 128x4 tile is stored as (32, 4, 4): row r and column c of the tile are
+    at byte r % 32 * 16 + r // 32 * 4 + c. Source: cuBLAS, "1D block scaling factors layout". Returns a flat tensor of
+    R' * G' scales, same dtype.
     """
     rows, cols = scales.shape
     padded_rows, padded_cols = -(-rows // 128) * 128, -(-cols // 4) * 4

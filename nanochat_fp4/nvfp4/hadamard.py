@@ -1,8 +1,8 @@
 """The randomized Hadamard transform (RHT): y = H diag(signs) x / sqrt(d), on groups of d along the last dimension.
 
-H is Sylvester's matrix of order d: H[i, j] = (-1)^popcount(i & j). Orthonormal, so that two operands rotated with the
-same signs along the contraction dimension of a GEMM leave its result unchanged: the rotation needs no inverse.
-Every group of a tensor uses the same signs (the paper, Appendix A, point 2), so the transform is one small GEMM.
+H is Sylvester's matrix of order d: H[i, j] = (-1)^popcount(i & j). The transform is orthonormal. Two operands rotated
+with the same signs along the contraction dimension of a GEMM leave the result unchanged, so no inverse is needed. Every
+group of a tensor uses the same signs (the paper, Appendix A, point 2), so the transform is one small GEMM.
 """
 
 import functools
@@ -11,11 +11,11 @@ import torch
 
 from nanochat_fp4.nvfp4.philox import random_signs
 
-RHT_DIM = 128  # the paper, Section 3.3 and Appendix A; a power of two, at most 128 (one Philox call of signs)
+RHT_DIM = 128  # Source: the paper, Section 3.3 and Appendix A. A power of two, at most 128 (one Philox call of signs).
 
 
 def _sylvester(dim: int) -> torch.Tensor:
-    """Sylvester's matrix of +-1, float32 (dim, dim), symmetric, on the CPU whatever the default device is."""
+    """Sylvester's symmetric matrix of +-1, float32 (dim, dim). On the CPU, whatever the default device is."""
     h = torch.ones(1, 1, device="cpu")
     while h.shape[0] < dim:
         h = torch.cat((torch.cat((h, h), dim=1), torch.cat((h, -h), dim=1)))
@@ -28,7 +28,7 @@ _cached_sylvester = functools.cache(_sylvester)
 def rotation_matrix(seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int = 0, device="cpu") -> torch.Tensor:
     """diag(signs) H, entries +-1, float32 (dim, dim): rotate(x) = x @ rotation_matrix / sqrt(dim) on each group."""
     signs = random_signs(seed, dim, stream, torch.device(device))
-    # torch.compile would trace through the cache, with a warning each time.
+    # torch.compile would trace through the cache and warn each time.
     h = _sylvester(dim) if torch.compiler.is_compiling() else _cached_sylvester(dim)
     return signs.unsqueeze(1) * h.to(device)
 
@@ -49,5 +49,5 @@ def rotated_sums(x: torch.Tensor, seed: torch.Tensor | int, *, dim: int = RHT_DI
         )
     rotation = rotation_matrix(seed, dim=dim, stream=stream, device=x.device)
     groups = x.to(torch.float32).unflatten(-1, (-1, dim))  # signs and H are +-1, so only the sum rounds
-    with torch.autocast(x.device.type, enabled=False):  # it would make this a BF16 product
+    with torch.autocast(x.device.type, enabled=False):  # autocast would make this a BF16 product
         return (groups @ rotation).flatten(-2)

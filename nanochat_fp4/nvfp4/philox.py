@@ -1,8 +1,8 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon et al., 2011), bit for bit what `tl.philox` computes.
 
-A number is a function of (seed, what it is for, stream, index) and of nothing else, so the same seed gives the same
-codes in the PyTorch reference and in the kernels, at any block size, and after a resume. Every element and every scale
-has an index of its own: no noise is shared between rows.
+A number is a function of seed, purpose, stream and index alone. The same seed therefore gives the same codes in the
+PyTorch reference and in the kernels, at any block size and after a resume. Every element and every scale has an index
+of its own, and rows share no noise.
 
     counter = (index mod 2^32, index div 2^32, purpose, stream)        key = (low, high 32 bits of seed)
 """
@@ -16,7 +16,7 @@ KEY_A, KEY_B = 0x9E3779B9, 0xBB67AE85
 ROUND_A, ROUND_B = 0xD2511F53, 0xCD9E8D57
 ROUNDS = 10
 
-# What a draw is for (third word of the counter). Candidate c of a stochastic search draws for SR_ELEMENT + c.
+# Purposes, the third word of the counter. Candidate c of a stochastic search draws for SR_ELEMENT + c.
 SIGN, SCALE, SR_ELEMENT = 0, 1, 2
 
 
@@ -30,7 +30,7 @@ def philox(seed: torch.Tensor | int, index: torch.Tensor, purpose: int, stream: 
     c0, c1 = index & MASK, (index >> 32) & MASK
     c2, c3 = torch.full_like(index, purpose), torch.full_like(index, stream)
     for _ in range(ROUNDS):
-        # int64 products wrap around, but their low 64 bits are those of the unsigned product.
+        # int64 products wrap around. The low 64 bits equal those of the unsigned product.
         high, low = c2 * ROUND_B, c0 * ROUND_A
         c0, c1 = ((high >> 32) & MASK) ^ c1 ^ k0, high & MASK
         c2, c3 = ((low >> 32) & MASK) ^ c3 ^ k1, low & MASK
@@ -43,8 +43,9 @@ def uniform_elements(
 ) -> torch.Tensor:
     """Uniforms in (0, 1) for the stochastic rounding of elements start .. start + count, float32 (count,).
 
-    16 bits each, eight to a Philox call, low half first: (k + 1/2) / 2^16. A rounding probability is thereby met to
-    2^-17, far below what an average over any feasible number of draws can see. start and count are multiples of 8.
+    A uniform is (k + 1/2) / 2^16 of 16 bits k. A Philox call makes eight, low halves first. Rounding probabilities are
+    exact to 2^-17; no average over a feasible number of draws can see the difference. start and count are multiples
+    of 8.
     """
     index = torch.arange(start // 8, (start + count) // 8, device=device, dtype=torch.int64)
     return uniforms_of_elements(seed, index, stream, candidate)
@@ -58,7 +59,7 @@ def uniforms_of_elements(seed: torch.Tensor | int, index: torch.Tensor, stream: 
 
 
 def uniform_scales(seed: torch.Tensor | int, rows: int, blocks: int, stream: int, device: torch.device) -> torch.Tensor:
-    """Uniforms in [0, 1) for the stochastic rounding of scales, float32 (rows, blocks), blocks even: 24 bits each."""
+    """Uniforms in [0, 1) of 24 bits for the stochastic rounding of scales, float32 (rows, blocks); blocks is even."""
     line = torch.arange(-(-rows // 16) * 8, device=device, dtype=torch.int64).unsqueeze(1)
     return uniforms_of_scales(seed, line * (blocks // 2) + torch.arange(blocks // 2, device=device), rows, stream)
 
@@ -66,7 +67,8 @@ def uniform_scales(seed: torch.Tensor | int, rows: int, blocks: int, stream: int
 def uniforms_of_scales(seed: torch.Tensor | int, calls: torch.Tensor, rows: int, stream: int) -> torch.Tensor:
     """calls int64 (8 ceil(rows / 16), blocks / 2) -> float32 (rows, blocks).
 
-    A call makes those of two neighbours in two rows that are 8 apart: what a thread holds of a tensor core's result.
+    A call makes the uniforms of two neighbours in two rows that are 8 apart. In a kernel one thread holds these four
+    values of a tensor core's result.
     """
     blocks = 2 * calls.shape[1]
     words = torch.stack(philox(seed, calls.flatten(), SCALE, stream), dim=-1)
@@ -75,13 +77,13 @@ def uniforms_of_scales(seed: torch.Tensor | int, calls: torch.Tensor, rows: int,
 
 
 class Noise(NamedTuple):
-    """The random numbers of an operand (R, C), by a seed, an int or int64 (), and a stream."""
+    """The random numbers of an operand (R, C). seed is an int or an int64 tensor ()."""
 
     seed: torch.Tensor | int
     stream: int = 0
 
     def elements(self, row: int, rows: int, columns: int, candidate: int, device: torch.device) -> torch.Tensor:
-        """Of rows row .. row + rows of `columns` columns, a multiple of 8: float32 (rows * columns,)."""
+        """Uniforms of rows row .. row + rows, float32 (rows * columns,). columns is a multiple of 8."""
         return uniform_elements(self.seed, row * columns, rows * columns, self.stream, candidate, device)
 
     def scales(self, rows: int, blocks: int, device: torch.device) -> torch.Tensor:
@@ -90,7 +92,7 @@ class Noise(NamedTuple):
 
 
 def random_signs(seed: torch.Tensor | int, count: int, stream: int, device: torch.device) -> torch.Tensor:
-    """+-1, float32 (count,), count <= 128: bit j % 32 of word j // 32 of one Philox call; a set bit is -1."""
+    """+-1, float32 (count,), for count <= 128. Sign j is bit j % 32 of word j // 32 of one Philox call; set is -1."""
     words = torch.stack(philox(seed, torch.zeros((), dtype=torch.int64, device=device), SIGN, stream))
     j = torch.arange(count, device=device)
     bits = (words[j // 32] >> (j % 32)) & 1
@@ -98,5 +100,5 @@ def random_signs(seed: torch.Tensor | int, count: int, stream: int, device: torc
 
 
 def new_seed(device: torch.device) -> torch.Tensor:
-    """64 random bits from torch's generator of the device, int64 (): no host sync, fresh at each CUDA graph replay."""
+    """64 random bits from torch's generator of the device, int64 (). No host sync; fresh at each CUDA graph replay."""
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)

@@ -1,10 +1,14 @@
-"""Which method each layer computes with at each point of a run: one method, or changes in time and between layers.
+"""The method of each layer at each point of a run: one method, or changes in time and between layers.
 
     MethodPlan.parse("clover", layers="*.c_fc=fp8", phases="0.85=bf16")
 
-computes with clover, the MLP's first layers with fp8, and from 85% of the steps on everything in BF16. That is enough
-for a late switch of both passes (0.85=bf16) or of the forward alone (0.85=fig1e_ms_eden, whose row quantizes only the
-backward), for a warm-up (bf16 with phases 0.1=clover), and to quantize one kind of layer or one phase alone.
+computes with clover, the MLP's first layers with fp8, and from 85% of the steps on everything in BF16.
+
+- A late switch of both passes is 0.85=bf16.
+- A late switch of the forward alone is 0.85=fig1e_ms_eden, whose row quantizes only the backward.
+- A warm-up is bf16 with phases 0.1=clover.
+
+One kind of layer, or one phase, can be quantized alone.
 """
 
 import fnmatch
@@ -30,9 +34,12 @@ def _pairs(text: str, what: str, form: str) -> list[tuple[str, Recipe]]:
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """method: of the whole run, unless a phase or a layer says more. layers: (glob pattern of names, method), the first
-    that fits counts. phases: (fraction of the steps, the method from there on), in order. While the method of a phase
-    quantizes nothing, so do all layers."""
+    """The methods of a run by phase and layer. While the method of a phase quantizes nothing, no layer quantizes.
+
+    - method is the method of the whole run, except for phases and layers.
+    - layers are pairs of a glob pattern of layer names and a method. The first pattern that fits counts.
+    - phases are pairs of a fraction of the steps and the method from there on, in order.
+    """
 
     method: Recipe
     layers: tuple[tuple[str, Recipe], ...] = ()
@@ -40,9 +47,10 @@ class MethodPlan:
 
     @classmethod
     def parse(cls, method: str | Recipe, layers: str = "", phases: str = "") -> "MethodPlan":
-        """layers: "pattern=method,...", phases: "fraction=method,...". Raises ValueError, in one line.
+        """A plan of layers as "pattern=method,..." and phases as "fraction=method,...". Raises ValueError, in one line.
 
-        Where the last method in time itself changes late in a run (Recipe.late), so does the plan."""
+        If the last method in time itself changes late in a run (Recipe.late), the plan does as well.
+        """
         steps = []
         for key, recipe in _pairs(phases, "phases", "fraction=method"):
             try:
@@ -80,7 +88,7 @@ class MethodPlan:
         return current
 
     def apply(self, model: nn.Module, progress: float) -> bool:
-        """Gives each QuantLinear of the model its recipe; whether one changed (compiled code is then out of date).
+        """Gives each QuantLinear of the model its recipe. True if one changed: compiled code is then out of date.
 
         Raises ValueError for a pattern that matches no layer, and for a layer that its recipe does not fit.
         """
@@ -97,11 +105,11 @@ class MethodPlan:
         return changed
 
     def work(self, model: nn.Module) -> dict[int, float]:
-        """Multiply-adds in 4, 8 and 16 bits, the wider operand of a GEMM counting, as shares of those of all steps in
-        one format: {4: ...}. They add up to more than 1 where operands have two terms, whose products are all counted.
+        """The shares of all steps' multiply-adds that run in 4, 8 and 16 bits, as `{4: ..., 8: ..., 16: ...}`.
 
-        That is what a machine with tensor cores for each format would run; of the quantized layers, and of those that
-        would be if their block were not kept in BF16.
+        The wider operand of a GEMM counts. All products of two-term operands count, so the shares can add up to more
+        than 1. The shares are those of a machine with tensor cores for each format. Only quantized layers count, and
+        layers that would be quantized if their block were not kept in BF16.
         """
         edges = [0.0, *[fraction for fraction, _ in self.phases], 1.0]
         kept = model.nf_report.kept if hasattr(model, "nf_report") else ()
@@ -118,7 +126,7 @@ class MethodPlan:
 
 
 def gemm_bits(recipe: Recipe) -> tuple[int, int, int]:
-    """Bits of the wider operand of output, grad_input and grad_weight: 4, 8, or 16 where one is not quantized."""
+    """Bits of the wider operand of output, grad_input and grad_weight, 16 if an operand is not quantized."""
 
     def bits(rounding: Rounding | None) -> int:
         return 16 if rounding is None else 4 if rounding.element == "e2m1" else 8

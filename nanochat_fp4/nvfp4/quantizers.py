@@ -1,8 +1,11 @@
 """The reference quantizers: every rounding of the paper's Table 1, and the scale search, in plain PyTorch.
 
-A rounding is four independent choices (`Rounding`): how an element meets the E2M1 grid (nearest or stochastic), which
-constants align the scales (s and cap), which multiples of the block scale are tried (static, 4/6, search), and whether
-the scales are corrected afterwards so that a rotated operand is unbiased (MS-EDEN).
+A rounding is four independent choices (`Rounding`):
+
+- elements are rounded to the E2M1 grid to nearest, or stochastically
+- two constants, s and cap, align the scales
+- one or more multiples of the block scale are tried (static, 4/6, search)
+- MS-EDEN corrects the scales afterwards, so that a rotated operand is unbiased
 
     tensor_scale = amax / (s * cap)                                         FP32
     u            = x / tensor_scale                                         so |u| <= s * cap
@@ -11,29 +14,30 @@ the scales are corrected afterwards so that a rotated operand is unbiased (MS-ED
     the candidate with the lowest sum of (q * scale_b - u)^2 in its block wins, the first one on a tie
 
 MS-EDEN (paper, Algorithm 1; post hoc range alignment, Section 7) rotates first, and then cannot know amax without a
-second pass. So the scale is rounded to E8M3 (3 mantissa bits, any exponent), and a second step over scales alone shifts
-it into E4M3's range, with the correction S and one stochastic rounding:
+second pass. The scale is therefore rounded to E8M3, with 3 mantissa bits and any exponent. A second step over scales
+alone shifts the scale into E4M3's range, with the correction S and one stochastic rounding:
 
     y = RHT(x),  p_b = RTN_E8M3(m * amax_b(|y|) / s),  q = RTN_E2M1(y / p_b)          the search as above
     S = <y, y> / <y, q * p_b>                                               per rotation group of 128
     tensor_scale = amax / (s * cap), rounded up to a power of two
     scale_b = SR_E4M3(S * p_b / tensor_scale)
 
-A power of two, because only a shift leaves the 3 mantissa bits of p_b on E4M3's grid: S is close to 1, so a scale that
-was on the grid is rounded with little noise. With tensor_scale = amax / (s * cap) itself the error is 5% to 12% larger.
-`ms_eden_direct` is Algorithm 1 to the letter (align, round to E4M3, then correct); the two have the same error.
+tensor_scale is a power of two, because only a shift leaves the 3 mantissa bits of p_b on E4M3's grid. S is close to 1,
+so a scale that was on the grid is rounded with little noise. With tensor_scale = amax / (s * cap) itself the error is
+5% to 12% larger. `ms_eden_direct` is Algorithm 1 to the letter: align, round to E4M3, then correct. Both forms have the
+same error.
 
-Other systems. MXFP4 and MXFP8 (MX_ROUNDINGS) differ in the scale alone: a power of two (E8M0) for 32 values, rounded
-down as the Open Compute Project's specification has it, or up so that nothing is clipped, and no tensor_scale but a
-constant. FP8 (FP8_ROUNDINGS) has tensor_scale alone, or an FP32 scale for each block of 128. They are there to be
-compared with, run as this reference on every machine, and have no kernels; FP8 with one scale has a GEMM (gemm.py).
+Other systems, for comparison. MXFP4 and MXFP8 (MX_ROUNDINGS) differ in the scale alone. The scale is a power of two
+(E8M0) for 32 values, and tensor_scale is a constant. The Open Compute Project's specification rounds the scale down;
+rounding up clips nothing. FP8 (FP8_ROUNDINGS) has tensor_scale alone, or an FP32 scale for each block of 128. All of
+these have no kernels and run as this reference on every machine. FP8 with one scale has a GEMM (gemm.py).
 
-Bit-exactness. The kernels compute the same FP32 operations. Division happens once a block, by reciprocal for the
-elements; sums over a block are taken in fixed point (`_fixed_sum`), so no order or layout can change them, and in units
-of the block's scale, so that magnitudes of 1e30 and 1e-30 neither overflow nor vanish.
+Bit-exactness. The kernels compute the same FP32 operations. Division happens once a block, and elements are multiplied
+by the reciprocal. Sums over a block are taken in fixed point (`_fixed_sum`), so neither order nor layout can change
+them. Their unit is the block's scale, so magnitudes of 1e30 and 1e-30 neither overflow nor vanish.
 
-Unbiasedness. `sr` and the ms_eden roundings are unbiased, E4M3's subnormal range included: where rounding a scale to
-nearest would make values clip, the next larger one is taken; MS-EDEN's scales are rounded stochastically from
+Unbiasedness. `sr` and the ms_eden roundings are unbiased, E4M3's subnormal range included. A scale that would clip
+values after rounding to nearest takes the next larger E4M3 value. MS-EDEN's scales are rounded stochastically from
 E8M3, which does not underflow. `sr_four_over_six` picks the luckier of two stochastic draws and is biased
 (the paper, Section 4.2).
 """
@@ -58,30 +62,30 @@ from nanochat_fp4.nvfp4.format import (
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotate, rotated_sums
 from nanochat_fp4.nvfp4.philox import Noise
 
-# Rounding a scale to nearest can lower it by a factor 16/17 at most; elements then reach 6 at most and SR never clips.
+# Rounding a scale to nearest lowers the scale by a factor 16/17 at most. Elements reach 6 at most; SR never clips.
 SR_GRID_MAX = 6.0 * 16 / 17
 # Room above the largest scale: for 4/6's x1.5, the search's x1.625 and EDEN's correction (the paper, Section 3.3).
 SEARCH_SCALE_CAP = 256.0
 # The clipping that minimizes MS-EDEN's error with one candidate (the paper's code; recomputed in the tests).
 MS_EDEN_GRID_MAX = 6.0 / (17 / 16 * 0.93)
 
-E2M1_OVERFLOW = 6.875  # above what a rounded normal scale can let through (6 * 17/15), below 7, which would round to 8
+E2M1_OVERFLOW = 6.875  # between the largest element after a rounded normal scale (6 * 17/15) and 7, which rounds to 8
 
 FOUR_OVER_SIX = (1.0, 3 / 2)  # grid maximum 6, or 4: a scale 1.5 times larger (Cook et al., 2025)
 SEARCH_3 = (1.0, 3 / 2, 15 / 16)
 SEARCH_6 = (1.0, 3 / 2, 15 / 16, 11 / 8, 13 / 8, 17 / 16)
 
-# Fixed-point resolution of sums over a block, in units of its scale: squared rounding errors are below 16, products
-# of values and codes below 64; an FP32 number near 3/4 of the next power of two has this resolution.
+# Fixed-point resolution of sums over a block, in units of the block's scale. Squared rounding errors are below 16, and
+# products of values and codes below 64. An FP32 number near 3/4 of the next power of two has this resolution.
 ERROR_BITS, PRODUCT_BITS = 18, 16
 
-MX_BLOCK = 32  # values that share a power of two in MXFP4 and MXFP8 (Open Compute Project, MX 1.0)
-FP8_BLOCK = 128  # values, and of a weight rows too, that share a scale (DeepSeek-V3, Section 3.3.2)
+MX_BLOCK = 32  # Values that share a power of two in MXFP4 and MXFP8. Source: Open Compute Project, MX 1.0.
+FP8_BLOCK = 128  # Values that share a scale; in a weight also rows. Source: DeepSeek-V3, Section 3.3.2.
 FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 E5M2_MAX = 57344.0
-FP8_AMAX_MIN = 1e-30  # an all-zero tensor's amax: its scale, and the inverse, are FP32 numbers
+FP8_AMAX_MIN = 1e-30  # The amax of an all-zero tensor. The scale and its inverse are then finite in FP32.
 
-CHUNK = 1 << 17  # elements at a time on a CPU: the intermediate tensors stay in its cache
+CHUNK = 1 << 17  # Elements at a time on a CPU, so that the intermediate tensors stay in the CPU's cache.
 
 
 @dataclass(frozen=True)
@@ -92,15 +96,15 @@ class Rounding:
     scale_cap:  the largest E4M3 scale with candidate 1
     candidates: multiples of the block scale that compete
     stochastic: elements are rounded stochastically (SR), else to nearest, ties to even (RTN)
-    block_rows: rows that share a scale: 1, or 16 for square blocks
+    block_rows: number of rows that share a scale, 1, or 16 for square blocks
     ms_eden:    rotate by an RHT of 128, correct the scales by S, round them stochastically
-    mx:         "" for NVFP4's scales; "floor" or "ceil" for a power of two, the one below or above amax / s
-    fp8:        "" or how FP8 is scaled in FP32: "tensor" by the tensor_scale alone, "block" by a scale per block
-    block:      values that share a scale: 16, or 32 in MXFP4 and MXFP8, or 128 in FP8 with blocks
-    prescale:   elements are multiplied by it before they are rounded, and divided afterwards (mx only)
+    mx:         "" for NVFP4's scales. "floor" or "ceil" for the power of two below or above amax / s.
+    fp8:        "", or the FP32 scales of FP8. "tensor" is tensor_scale alone, "block" a scale per block.
+    block:      number of values that share a scale, 16. MXFP4 and MXFP8 have 32, FP8 with blocks 128.
+    prescale:   multiplies elements before they are rounded, and divides them afterwards (mx only)
     element:    "e2m1", or, to nearest, "e4m3" (mx and fp8) or "e5m2" (fp8)
-    eden_group: values that share a correction S: a rotation group of 128, or a block of 16 (ms_eden only)
-    name:       of ROUNDINGS
+    eden_group: number of values that share a correction S, 128 (rotation group) or 16 (block). For ms_eden only.
+    name:       the key in ROUNDINGS
     """
 
     grid_max: float = E2M1_MAX
@@ -119,7 +123,7 @@ class Rounding:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether the Triton kernels compute it; the others are comparisons, run as this reference on every machine."""
+        """Whether the Triton kernels compute this rounding. The others run as this reference on every machine."""
         return not (self.mx or self.fp8 or self.eden_group != RHT_DIM)
 
     @property
@@ -140,11 +144,12 @@ ROUNDINGS: dict[str, Rounding] = {
     "scale_search_6": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_6),
     "ms_eden_search_3": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_3, ms_eden=True),
     "ms_eden_search_6": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_6, ms_eden=True),
-    # As NVIDIA's staff have it (torchao's V2 recipe): S for each block, and no clipping. Without kernels.
+    # NVIDIA staff's variant (torchao's V2 recipe): S for each block, and no clipping. Without kernels.
     "ms_eden_by_16": Rounding(scale_cap=SEARCH_SCALE_CAP, ms_eden=True, eden_group=BLOCK),
 }
-# Other systems. Rounded down, the largest value of a block may be almost 8 and is clipped to 6; Tseng et al. therefore
-# shrink by 3/4 before stochastic rounding. Rounded up (NVIDIA), nothing is clipped and up to a binade is not used.
+# Other systems. With scales rounded down, the largest value of a block may be almost 8 and is clipped to 6. Tseng et
+# al. therefore shrink by 3/4 before stochastic rounding. With scales rounded up (NVIDIA), nothing is clipped and up to
+# a binade is not used.
 _UP = {"mx": "ceil", "block": MX_BLOCK}
 MX_ROUNDINGS: dict[str, Rounding] = {
     "mxfp4_ocp": Rounding(grid_max=4.0, mx="floor", block=MX_BLOCK),  # 4: the largest power of two of E2M1
@@ -164,7 +169,7 @@ FP8_ROUNDINGS: dict[str, Rounding] = {
     "e4m3_128x128": Rounding(**_BLOCKS, block_rows=FP8_BLOCK),
 }
 ROUNDINGS |= FP8_ROUNDINGS
-# The plain names try 3: 6 lower the error by another 5%, at 1.5 times the cost of a whole training step on an H200.
+# The plain names try 3 candidates. 6 lower the error by another 5%, but a step on an H200 takes 1.5 times as long.
 ROUNDINGS["scale_search"] = ROUNDINGS["scale_search_3"]
 ROUNDINGS["ms_eden_search"] = ROUNDINGS["ms_eden_search_3"]
 ROUNDINGS = {name: replace(rounding, name=name) for name, rounding in ROUNDINGS.items()}
@@ -190,7 +195,7 @@ def round_e2m1(y: torch.Tensor) -> torch.Tensor:
 
 
 def stochastic_round_e2m1(y: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """To one of the two neighbouring E2M1 values, so that the mean over uniform in (0, 1) is y. Needs |y| <= 6."""
+    """To one of the two neighbouring E2M1 values; the mean over uniform in (0, 1) is y. Needs |y| <= 6."""
     step = _e2m1_spacing(y.abs())
     return torch.copysign(torch.round(y / step + (uniform - 0.5)) * step, y).clamp(-E2M1_MAX, E2M1_MAX)
 
@@ -218,7 +223,7 @@ def stochastic_round_e4m3(scale: torch.Tensor, uniform: torch.Tensor) -> torch.T
 def round_e8m3(scale: torch.Tensor) -> torch.Tensor:
     """Non-negative float32 to 3 mantissa bits, ties to even, the exponent of FP32: a pseudo-scale that fits BF16.
 
-    Below 2^-116, where tensor_scale ends too, it is 0.
+    Results below 2^-116, the smallest tensor_scale, are 0.
     """
     bits = torch.where(scale < TENSOR_SCALE_MIN, 0.0, scale).view(torch.int32)
     dropped = 23 - E4M3_MANTISSA_BITS
@@ -242,24 +247,26 @@ def power_of_two_ceil(x: torch.Tensor) -> torch.Tensor:
 
 
 def _fixed_sum(x: torch.Tensor, y: torch.Tensor, fraction_bits: int) -> torch.Tensor:
-    """Sum of x * y over the last dimension in fixed point, float32 -> int32: each product is rounded once, to
-    2^-fraction_bits, and the integers are added exactly. So the result does not depend on the order, and is the same in
-    every kernel layout; a kernel rounds a product by one fused multiplication and addition."""
+    """Sum of x * y over the last dimension in fixed point, float32 -> int32.
+
+    Each product is rounded once, to 2^-fraction_bits, and the integers are added exactly. The result does not depend on
+    the order and is the same in every kernel layout. A kernel rounds a product by one fused multiply-add.
+    """
     return _rounded_product(x * 2.0**fraction_bits, y).sum(dim=-1, dtype=torch.int32)
 
 
 def _rounded_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The whole number nearest to x * y, float32 to int32: FP64 holds the product exactly."""
+    """The whole number nearest to x * y, float32 to int32. FP64 holds the product exactly."""
     return torch.round(x.to(torch.float64) * y.to(torch.float64)).to(torch.int32)
 
 
 def _block_amax(u: torch.Tensor, block_rows: int) -> torch.Tensor:
-    """(R, G, B) -> (R, G): the largest magnitude of the 1x16 block, or of the block_rows x 16 block it lies in."""
+    """`(R, G, B)` -> `(R, G)`: the largest magnitude of each 1x16 block, or of its block_rows x 16 block."""
     return _over_rows(u.abs().amax(dim=-1), block_rows, lambda rows: rows.amax(dim=-1))
 
 
 def _over_rows(x: torch.Tensor, block_rows: int, reduce) -> torch.Tensor:
-    """Reduces (R, G) over each run of block_rows rows and repeats the result for each of them; missing rows are 0."""
+    """Reduces (R, G) over each run of block_rows rows and repeats the result for each row. Missing rows are 0."""
     if block_rows == 1:
         return x
     rows = x.shape[0]
@@ -274,11 +281,11 @@ def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _search(x: torch.Tensor, rounding: Rounding, round_scale, draw=None, factor: torch.Tensor | float = 1.0):
-    """The block scale and the element grid that fit x * factor best, x (R, G, B), factor () or (R, 1): (q (R, G, B),
-    scale (R, G)), both float32.
+    """The codes q `(R, G, B)` and scales `(R, G)`, both float32, that fit x * factor best.
 
-    round_scale: (wanted scale, block amax), float32 (R, G) -> float32 values that the scale may take;
-    draw: candidate number -> uniforms like x. Each candidate of a stochastic rounding draws its own.
+    x is `(R, G, B)`, and factor () or `(R, 1)`. The function round_scale maps the wanted scale and the block amax to
+    values that the scale may take, all float32 `(R, G)`. The function draw maps a candidate's number to uniforms like
+    x. Each candidate of a stochastic rounding draws its own.
     """
     amax = _block_amax(x, rounding.block_rows) * factor
     base = divide(amax, rounding.grid_max)
@@ -309,22 +316,22 @@ def _search(x: torch.Tensor, rounding: Rounding, round_scale, draw=None, factor:
 
 
 def to_fp8(x: torch.Tensor, element: str) -> torch.Tensor:
-    """To the nearest E4M3 or E5M2 value, what is too large clipped; NaN stays."""
+    """To the nearest E4M3 or E5M2 value. Larger values are clipped; NaN stays."""
     limit = torch.finfo(FP8_DTYPES[element]).max
     return x.clamp(-limit, limit).to(FP8_DTYPES[element])
 
 
 def divide(x: torch.Tensor, constant: float) -> torch.Tensor:
-    """x / constant with one rounding: by a Python number a GPU would multiply by the reciprocal instead."""
+    """x / constant with one rounding. For a Python number a GPU would multiply by the reciprocal instead."""
     return x / torch.full((), constant, dtype=torch.float32, device=x.device)
 
 
 def _round_block_scale(rounding: Rounding):
     """RTN_E4M3, but the next larger scale where the block would be clipped; for MX a power of two.
 
-    In E4M3's normal range rounding lowers a scale by a factor 16/17 at most, and nothing is clipped: SR's values stay
-    within 6 by its choice of s, nearest rounding takes everything below 7 to 6. Only subnormal scales can be too small
-    (or zero), and a block with such a scale would lose its largest values, or all.
+    In E4M3's normal range rounding lowers a scale by a factor 16/17 at most, and nothing is clipped. SR's values stay
+    within 6 by SR's choice of s, and nearest rounding takes everything below 7 to 6. Only subnormal scales can be too
+    small, or zero. A block with a too small scale would lose its largest values, or all.
     """
     if rounding.fp8:
         return lambda wanted, amax: wanted.clamp(min=TENSOR_SCALE_MIN)
@@ -368,13 +375,14 @@ def quantize_reference(
 
     Checks nothing; no host sync.
 
-    seed, stream:          the noise of SR
-    rht_dim, rht_seed, rht_stream: rotate first (K % rht_dim == 0); rht_seed defaults to seed. MS-EDEN needs 128.
-    per_token:             one tensor_scale per row, (..., 1), so that a row does not depend on the others
-    amax:                  float32 (): of the tensor that x is a part of, where it is one (without a rotation)
-    noise:                 what is drawn; default: of seed and stream
-    largest:               amax -> that of a larger tensor, of which the (rotated) x is a part
-    NaN and Inf travel into tensor_scale and from there into everything that is computed.
+    seed, stream: select the noise of SR.
+    rht_dim:      Rotate first by an RHT of rht_dim, which divides K. MS-EDEN needs 128.
+    rht_seed:     The rotation's seed, by default seed. rht_stream is its stream.
+    per_token:    One tensor_scale per row, `(..., 1)`, so that a row does not depend on the others.
+    amax:         The amax, float32 (), of a larger tensor that x is a part of. Not for rotated operands.
+    noise:        The random numbers to use, by default of seed and stream.
+    largest:      A function from the amax of the (rotated) x to the amax of a larger tensor that x is a part of.
+    NaN and Inf travel into tensor_scale, and from there into all results.
     """
     noise, norm = Noise(seed, stream) if noise is None else noise, 1.0
     if rht_dim:
@@ -386,7 +394,7 @@ def quantize_reference(
         amax = rows.abs().amax(dim=-1, keepdim=True) if per_token else rows.abs().amax()
     if largest is not None:
         amax = largest(amax)
-    if rounding.fp8 == "tensor":  # as nanochat's fp8.py: the scale in FP64, so that compiled code has the same one
+    if rounding.fp8 == "tensor":  # FP64 makes the scale the same in compiled code, as in nanochat's fp8.py
         scale = (rounding.grid_max / (amax * norm).double().clamp(min=FP8_AMAX_MIN)).float()
         codes = to_fp8(rows * (scale * norm), rounding.element).view(*leading, -1)
         scales = codes.new_empty(*leading, 0)
@@ -396,7 +404,7 @@ def quantize_reference(
         tensor_scale = power_of_two_ceil(tensor_scale)
     if rounding.mx or rounding.fp8:
         tensor_scale = torch.full_like(tensor_scale, 1 / rounding.prescale)
-    # MS-EDEN is aligned afterwards.
+    # MS-EDEN aligns afterwards, so its factor holds norm alone.
     factor = torch.full_like(tensor_scale, norm) if rounding.ms_eden else 1.0 / tensor_scale * norm
 
     # Chunks of whole blocks of rows; the result does not depend on their size.
@@ -426,7 +434,7 @@ def quantize_reference(
 
 
 def _align_first(rows, rounding, factor, noise, start):
-    """Aligned by a factor with the known tensor_scale: (q, E4M3 scales in float32, no correction)."""
+    """Aligns by a factor with the known tensor_scale: (q, E4M3 scales in float32, no correction)."""
     x = rows.unflatten(-1, (-1, rounding.block))
 
     def draw(candidate):
@@ -444,14 +452,14 @@ def _align_post_hoc(rows, rounding, factor, noise, start):
 
 
 def _eden_correction(x, q, scales, factor, group=RHT_DIM):
-    """S = <x, x> / <x, x_rtn> (paper, Algorithm 1) per group, repeated for its blocks: (R, G).
+    """S = `<x, x>` / `<x, x_rtn>` (paper, Algorithm 1) for each group, repeated for the group's blocks: `(R, G)`.
 
-    x, q (R, G, 16), scales (R, G), factor as in `_search`. Blocks are summed in units of their scale and weighted by
-    its square over that of the power of two above the group's largest.
+    x and q are `(R, G, 16)`, scales `(R, G)`, and factor as in `_search`. A block is summed in units of its scale. The
+    block's weight is the square of its scale over a power of two above the group's largest scale.
     """
     blocks = scales.unflatten(-1, (-1, group // BLOCK))
     largest = power_of_two_floor(blocks.amax(dim=-1, keepdim=True)).clamp(min=TENSOR_SCALE_MIN)
-    weight = blocks * (0.125 / largest)  # so that the sums of a block stay below 2^22
+    weight = blocks * (0.125 / largest)  # a block's sums stay below 2^22
     weight = weight * weight
     y = x * (_reciprocal(scales) * factor).unsqueeze(-1)
 
@@ -465,7 +473,7 @@ def _eden_correction(x, q, scales, factor, group=RHT_DIM):
 
 
 def _finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise):
-    """Kernel two: aligns the pseudo-scales, corrects and rounds them; for the others they are E4M3 already."""
+    """Kernel two of MS-EDEN aligns, corrects and rounds the pseudo-scales. Other roundings have E4M3 scales already."""
     if rounding.fp8:
         return pseudo_scales
     if rounding.mx:
@@ -495,9 +503,10 @@ def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int
 
     seed (an int, or an int64 tensor) determines rotation and rounding; the deterministic roundings ignore it.
     The ms_eden roundings return the operand in rotated space: it approximates rotate(x, seed).
-    Raises ValueError for an unknown rounding, an integer tensor, a K that is not a multiple of 16 (128 for ms_eden, 32
-    for MX), an empty tensor or one on the meta device, a seed of another type, and for values that are NaN or Inf in
-    FP32, before or after the rotation or the rounding.
+
+    Raises ValueError for an unknown rounding, a seed of another type, and an integer, empty or meta tensor. K must be a
+    multiple of 16, for ms_eden of 128 and for MX of 32. All values must be finite in FP32, before and after the
+    rotation and the rounding.
     """
     spec = get_rounding(rounding)
     if not isinstance(seed, int) and not (isinstance(seed, torch.Tensor) and seed.dtype == torch.int64):

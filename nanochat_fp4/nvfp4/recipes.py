@@ -6,10 +6,10 @@ A linear layer has three GEMMs and six operands, each contracted over its last d
     grad_input   dX = E   . W         grad_output (tokens, out) weight^T (in, out)        contraction over out_features
     grad_weight  dW = E^T . X         grad_output^T (out, tok.) input^T (in, tokens)      contraction over tokens
 
-A Recipe says for each operand how it is rounded (a name of quantizers.ROUNDINGS; None leaves it alone) and from what it
-is taken, and for each GEMM whether both operands are rotated first (RHT along the contraction dimension, the same signs
-for both, redrawn at every backward). In the backward pass input and weight are, by default, the values that the forward
-GEMM used (if it used 4-bit codes, those codes, dequantized): the gradients of the quantized forward, by the chain rule.
+A Recipe gives each operand a rounding, a name of quantizers.ROUNDINGS, and a source. None leaves the operand alone. For
+each GEMM the recipe says whether both operands are rotated first, by an RHT along the contraction dimension. Both have
+the same signs, redrawn at every backward. By default the backward pass takes the forward GEMM's values of input and
+weight, 4-bit codes dequantized. By the chain rule the results are the gradients of the quantized forward.
 
 The table of the methods is in methods.py.
 """
@@ -29,20 +29,20 @@ RHT_DIMS = (0, 16, 32, 64, 128)
 class Operand:
     """How one operand of a GEMM is rounded.
 
-    rounding: one of ROUNDINGS, or its name; None: the value that the forward GEMM used, or grad_output itself
-    terms:    2 for the sum of two quantized tensors, the second of what the first one leaves (input and weight in the
-              output GEMM only): an error like FP8's from products of 4-bit operands, of which there are more
-    raw:      taken from the unquantized tensor although the forward GEMM used a quantized one (input and weight in the
-              backward GEMMs only); then it is quantized during the forward pass, so that only its codes are kept
-    feedback: rounded so that the error of the layer's output is small, for the inputs it has had (feedback.py; the
-              weight in the output GEMM only)
+    rounding: One of ROUNDINGS, or its name. None is the forward GEMM's value, or grad_output itself.
+    terms:    2 for the sum of two quantized tensors, the second of the first one's remainder. The error is like FP8's,
+              from a larger number of 4-bit products. For input and weight in the output GEMM only.
+    raw:      Taken from the unquantized tensor, although the forward GEMM used a quantized one. Quantized during the
+              forward pass, so that only codes are kept. For input and weight in the backward GEMMs only.
+    feedback: Rounded for a small error of the layer's output, given the inputs it has had (feedback.py). For the weight
+              in the output GEMM only.
     """
 
     rounding: Rounding | None = None
     raw: bool = False
     terms: int = 1
     feedback: bool = False
-    make: Maker = field(init=False, repr=False, compare=False)  # the kind of operand that it is (operands.py)
+    make: Maker = field(init=False, repr=False, compare=False)  # the kind of operand (operands.py)
 
     def __post_init__(self) -> None:
         if isinstance(self.rounding, str):
@@ -89,7 +89,7 @@ class Recipe:
     output: Gemm = field(default_factory=Gemm)
     grad_input: Gemm = field(default_factory=Gemm)
     grad_weight: Gemm = field(default_factory=Gemm)
-    # From this fraction of a run's steps on, this method (plan.py).
+    # (fraction of a run's steps, the method from there on): plan.py.
     late: "tuple[float, Recipe] | None" = None
     # Share of a model's blocks, those at its end and at least one, that convert leaves in BF16.
     kept_blocks: float = 0.0
@@ -101,14 +101,14 @@ class Recipe:
 
     @property
     def block(self) -> int:
-        """What in_features and out_features must be multiples of."""
+        """in_features and out_features must be multiples of this number."""
         operands = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
         blocks = (BLOCK if r.fp8 else r.block for r in operands if r)
         return max(blocks, default=0)
 
     @property
     def output_products(self) -> int:
-        """How many products of 4-bit (or other) operands the output GEMM is: one more for each second term."""
+        """The number of products in the output GEMM, 1 and one more for each second term."""
         return self.output.a.terms + self.output.b.terms - 1
 
     @property
@@ -118,15 +118,14 @@ class Recipe:
 
     @property
     def input_is_codes(self) -> bool:
-        """Whether NVFP4 codes of the forward GEMM are all that it takes of its input, and a row of the input and the
-        tensor's amax determine them."""
+        """Whether the forward GEMM takes only NVFP4 codes of its input, which a row and the tensor's amax determine."""
         rounding, raw = self.output.a.rounding, self.grad_weight.b.raw
         plain = self.output.a.terms == 1 and not (self.output.rht_dim or raw)
         return plain and rounding is not None and rounding.has_kernels and not rounding.random
 
     @property
     def fixed_weight(self) -> bool:
-        """Whether the forward's weight is rounded, and alike in each pass: it can be made once for several."""
+        """Whether the forward rounds the weight alike in each pass, so that codes can be made once for several."""
         return bool(self.output.b.rounding) and not self.output.random
 
     @property
@@ -136,8 +135,10 @@ class Recipe:
 
     @property
     def draws_in_forward(self) -> bool:
-        """Whether the forward pass needs random numbers: only raw operands, quantized there, are rotated or rounded
-        stochastically in this pass."""
+        """Whether the forward pass needs random numbers.
+
+        Only raw operands, which the forward pass quantizes, are rotated or rounded stochastically there.
+        """
         raw = [g for g in (self.grad_input, self.grad_weight) if g.b.raw]
         return self.output.random or any(g.random for g in raw)
 
@@ -147,12 +148,14 @@ class Recipe:
 
     @property
     def final(self) -> "Recipe":
-        """What a run of this method ends with, and its model is evaluated and used with."""
+        """The method at the end of a run, with which its model is evaluated and used."""
         return self.late[1] if self.late else self
 
     def forward_only(self) -> "Recipe":
-        """The same forward with an unquantized backward: the paper's post-training (Appendix C). A grad_weight of the
-        raw input takes the raw input here as well, as in Quartet II's code."""
+        """The same forward with an unquantized backward: the paper's post-training (Appendix C).
+
+        A grad_weight of the raw input takes the raw input here as well, as in Quartet II's code.
+        """
         late = self.late and (self.late[0], self.late[1].forward_only())
         return replace(self, grad_input=Gemm(), grad_weight=Gemm(b=Operand(raw=self.grad_weight.b.raw)), late=late)
 
@@ -163,7 +166,7 @@ class Recipe:
 
 
 def _problems(recipe: Recipe) -> Iterator[str]:
-    """Why a recipe cannot be computed: a line for each reason, to go behind its name."""
+    """Reasons why a recipe cannot be computed, a line each, to go behind the recipe's name."""
     for name in ("output", "grad_input", "grad_weight"):
         gemm = getattr(recipe, name)
         yield from (f", {name}: {problem}" for problem in _problems_of_gemm(gemm, is_output=name == "output"))

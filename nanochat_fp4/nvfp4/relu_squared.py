@@ -1,7 +1,7 @@
 """relu(x)^2 with relu(x) in 8 bits beside it, for the derivative: the reference, and the choice of the implementation.
 
-Here since it rounds like the quantizers: with Philox's numbers, so that the Triton kernel gives the same bits, and a
-call of the random number generator serves eight elements (torch.compile's torch.rand takes one for each).
+The module lies beside the quantizers because, like them, it rounds with Philox's numbers. The Triton kernel gives the
+same bits. One Philox call serves eight elements, where torch.compile's torch.rand takes a call for each.
 """
 
 import torch
@@ -10,11 +10,11 @@ from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.philox import new_seed, uniform_elements
 from nanochat_fp4.nvfp4.quantizers import divide
 
-STEPS = 255  # of the largest value of a row
+STEPS = 255  # a row's largest value in steps
 
 
 class ReluSquared(torch.autograd.Function):
-    """(relu(x)^2, its largest value), with the derivative from what relu_squared keeps."""
+    """(relu(x)^2, its largest value). The derivative comes from relu_squared's 8-bit tensor."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,12 +34,14 @@ def relu_squared_gradient(grad_y: torch.Tensor, kept: torch.Tensor, step: torch.
 
 
 def relu_squared(x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x (..., C) FP32 or BF16 -> y = relu(x)^2 (..., C) in x's dtype, kept uint8 (..., C), step float32 (..., 1), and
-    max y float32 (), which the quantization of y wants.
+    """x `(..., C)` FP32 or BF16 -> (y, kept, step, max y).
 
-    kept * step is relu(x) on average: step is 1/255 of the row's largest value, and kept is rounded stochastically with
-    16 random bits, which leaves a bias of at most 2^-16 of a step. part: which of the columns these are, where several
-    processes have some each and draw the same seeds.
+    y = relu(x)^2 is `(..., C)` in x's dtype. kept is uint8 `(..., C)`, and step float32 `(..., 1)`. max y, float32 (),
+    is for the quantization of y. On average kept * step is relu(x).
+
+    - step is 1/255 of the row's largest value.
+    - kept is rounded stochastically with 16 random bits, with a bias of at most 2^-16 of a step.
+    - part is the index of these columns if several processes have some columns each and draw the same seeds.
     """
     seed, rows = new_seed(x.device) + part, x.reshape(-1, x.shape[-1])
     if use_kernels(x.device):
@@ -57,7 +59,7 @@ def relu_squared_reference(
     """relu_squared of x (R, C), with the random numbers of seed, int64 (). Every row begins with a Philox call."""
     rows, columns = x.shape
     positive = torch.relu(x)
-    # An all-zero row has a step that nothing is divided by.
+    # clamp_min: an all-zero row would otherwise divide by 0.
     step = divide(positive.amax(-1, keepdim=True).float(), STEPS).clamp_min(torch.finfo(torch.float32).tiny)
     padded = -(-columns // 16) * 16
     noise = uniform_elements(seed, 0, rows * padded, 0, 0, x.device).view(rows, padded)[:, :columns] - 0.5

@@ -1,4 +1,4 @@
-"""FSDP2 with weights that travel as codes: 4.5 bits an element in place of 16 or 32.
+"""FSDP2 that gathers weights as codes: 4.5 bits an element in place of 16 or 32.
 
     nf.convert(model, method)
     for block in model.blocks:
@@ -6,24 +6,25 @@
     fully_shard(model, ...)
     nf.gather_codes(model)          # then the optimizer, as always with FSDP2
 
-A rank holds some rows of each weight in FP32. Blocks of 1x16 lie along in_features, so these rows quantize by
-themselves once all ranks know the tensor's amax; with 16x16 blocks, where they are whole rows of blocks. Before the
-first gather after a change of the weights (a step of a torch.optim.Optimizer, or a change in place that PyTorch counts)
-the amaxes of all weights are reduced, in one all-reduce of 4 bytes a layer, and each rank makes the codes of its rows:
-the codes that one process would make, to the bit. Each gather until the next change sends these. Layers that
-fused_linear computes as one share a tensor_scale, so they share the amax.
+A rank holds some rows of each weight in FP32. Blocks of 1x16 lie along in_features, so a rank can quantize its rows as
+soon as it knows the tensor's amax. With 16x16 blocks the rank's rows must be whole rows of blocks.
 
-What a product takes, and what is saved for the backward pass, are the buffers that FSDP gathers into: it frees them
-after the layer's forward pass and fills them again before its backward pass. The weight itself is nowhere in one
-piece. The Parameter that FSDP puts in its place while it is gathered has its shape and dtype, receives its gradient,
-and takes no memory: every element is the same NaN, so what should read it by mistake is heard of.
+Codes are made before the first gather after a change of the weights. A change is a step of a torch.optim.Optimizer, or
+a change in place that PyTorch counts. One all-reduce of 4 bytes a layer reduces the amaxes of all weights, and each
+rank makes the codes of its rows. To the bit, one process would make the same codes. Each gather until the next change
+sends these codes. Layers that fused_linear computes as one share a tensor_scale, so they share the amax.
 
-What needs the weight and not its codes gathers the weight, in raw_dtype: methods without a quantized forward, with
-backward operands of the raw weight, two terms or FP8, and layers inside full_precision. gather_codes returns
-the names of the layers of which that is so.
+Products, and the backward pass, read the buffers that FSDP gathers into. FSDP frees the buffers after the layer's
+forward pass and fills them again before the backward pass. No process holds the whole weight. While a weight is
+gathered, FSDP puts a Parameter in its place that has the same shape and dtype and receives the gradient. The Parameter
+takes no memory. All its elements are one NaN, so that reading them by mistake is noticed.
 
-FSDP2's hooks for this (fsdp_pre_all_gather, fsdp_post_all_gather) are made for tensor subclasses; it looks for them on
-the rank's local tensor, where they are put here as attributes. So the rows stay a plain tensor for optimizers and
+Some layers need the weight itself and gather it in raw_dtype: layers inside full_precision, and layers of four kinds of
+methods. The methods have no quantized forward, or backward operands of the raw weight, or two terms, or FP8. The
+function gather_codes returns the names of these layers.
+
+FSDP2's hooks (fsdp_pre_all_gather, fsdp_post_all_gather) are made for tensor subclasses. FSDP2 looks for them on the
+rank's local tensor, and this module puts them there as attributes. The rows stay a plain tensor for optimizers and
 checkpoints.
 """
 
@@ -47,8 +48,8 @@ def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-# torch 2.13 gave these two new names; the old ones warn there, the new ones do not exist before. Looked up at each
-# call, so that communication.counted sees them.
+# torch 2.13 renamed these two functions. The old names warn there, and the new names do not exist before. Each call
+# looks the name up, so that communication.counted sees the call.
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Any:
@@ -66,19 +67,20 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 
 def gather_codes(model: nn.Module, raw_dtype: torch.dtype | None = None) -> list[str]:
-    """Makes the converted layers of a model on which fully_shard was called gather their weights as codes. Returns the
-    names of the layers that gather the weight itself, with the method that they have now.
+    """Makes the converted layers of a sharded model gather their weights as codes.
 
-    To be called on all ranks, after the last fully_shard and before the first forward pass and the optimizer; again
-    after model.to(), which makes other local tensors. With one rank nothing is gathered, and nothing changes.
-    raw_dtype: in which a weight travels that does not travel as codes; default: that of the MixedPrecisionPolicy, else
-    the weight's own. Gradients have the policy's param_dtype, or else the weight's, and are reduced in
-    its reduce_dtype.
-    Raises ValueError for a model that is not sharded, or whose rows do not divide.
+    Returns the names of the layers that gather the weight itself, with their present method.
+
+    Call this on all ranks, after the last fully_shard and before the first forward pass and the optimizer. Call it
+    again after model.to(), which makes other local tensors. With one rank nothing is gathered, and nothing changes.
+
+    raw_dtype is the dtype of gathered weights that are no codes, by default the MixedPrecisionPolicy's, else the
+    weight's own. Gradients have the policy's param_dtype, or else the weight's, and are reduced in the policy's
+    reduce_dtype. Raises ValueError for a model that is not sharded, or whose rows do not divide.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    params = {}  # the Parameter as the layer has it -> what FSDP knows of it
+    params = {}  # the layer's Parameter -> FSDP's record of it
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
@@ -96,7 +98,7 @@ def gather_codes(model: nn.Module, raw_dtype: torch.dtype | None = None) -> list
 
 
 class _Shard:
-    """The rows of a layer's weight that this rank holds: what FSDP calls before and after it gathers them."""
+    """The rows of a layer's weight that this rank holds, with FSDP's hooks before and after a gather."""
 
     def __init__(
         self, name: str, layer: QuantLinear, fsdp_param: Any, shards: "_Shards", raw_dtype: torch.dtype | None
@@ -114,17 +116,19 @@ class _Shard:
                 "processes that divides them, or leave the layer out of fully_shard"
             )
         self.local: torch.Tensor = layer.weight._local_tensor
-        self.version: tuple | None = None  # of what their codes were made of
+        self.version: tuple | None = None  # version_now() at the time when the codes were made
         self.codes: Codes | None = None
         self.tensor_scale = torch.empty((), dtype=torch.float32, device=self.local.device)
-        self.gathered_as_codes: bool | None = None  # None: not yet
+        self.gathered_as_codes: bool | None = None  # None before the first gather
         self.local.fsdp_pre_all_gather = functools.partial(self.before)
         self.local.fsdp_pre_all_gather.__signature__ = _SIGNATURE
         self.local.fsdp_post_all_gather = self.after
 
     def version_now(self) -> tuple:
-        """Another one after every step of an optimizer and every other change of the DTensor or the local tensor, and
-        of how they are rounded."""
+        """A tuple that changes with the weight and with its rounding.
+
+        Changes of the weight are steps of any optimizer, and changes of the DTensor or the local tensor.
+        """
         layer, sharded = self.layer, self.fsdp_param.sharded_param
         return self.shards.steps, sharded._version, self.local._version, layer.recipe, id(layer.feedback_factor)
 
@@ -134,11 +138,11 @@ class _Shard:
         return layer.quantizes and gathers_codes(layer)
 
     def before(self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, policy: Any) -> tuple:
-        """What this rank sends: codes and scales of its rows, or the rows."""
+        """The tensors that this rank sends: codes and scales of its rows, or the rows."""
         in_backward = torch._C._current_graph_task_id() != -1
         as_codes = self.gathered_as_codes if in_backward else self.as_codes()
         if as_codes != self.gathered_as_codes:
-            # Other buffers: FSDP makes them, and the Parameter that goes with them, where it finds none.
+            # Codes and rows need different buffers. FSDP makes missing buffers, and their Parameter, anew.
             self.fsdp_param.all_gather_outputs = []
             vars(self.fsdp_param).pop("_unsharded_param", None)
             self.gathered_as_codes = as_codes
@@ -149,24 +153,24 @@ class _Shard:
         return (self.codes.codes, self.codes.scales), None
 
     def after(self, outputs: tuple, metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None) -> Any:
-        """Shows the layer the buffers: once, since they stay the same tensors."""
+        """Gives the layer the buffers, once, since they stay the same tensors."""
         if out is not None:
             return None
         self.layer.gathered = Codes(*outputs, self.tensor_scale) if self.gathered_as_codes else Plain(*outputs)
         return torch.full((), torch.nan, dtype=param_dtype, device=self.local.device).as_subclass(_Unread), ()
 
 
-# FSDP asks for it at each gather; to find it out takes longer than all that is done here.
+# FSDP asks for the signature at each gather. Computing it would take longer than all of this module's work.
 _SIGNATURE = inspect.signature(_Shard.before.__get__(object()))
 
 
 class _Shards:
-    """All of a model."""
+    """All shards of a model."""
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.all: list[_Shard] = []
-        self.steps = 0  # of any optimizer: fused kernels change weights and count no version
+        self.steps = 0  # steps of all optimizers, because fused kernels change weights without a new version
         itself = weakref.ref(self)
 
         def after_step(*_: Any) -> None:
@@ -177,7 +181,7 @@ class _Shards:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Makes the codes of all weights anew: one has changed, and so on all ranks."""
+        """Makes the codes of all weights anew. All ranks call this together, because a weight changes on all ranks."""
         shards = [s for s in self.all if s.as_codes()]
         amaxes = _reduced([_amax(s.local) for s in shards], [s.group for s in shards])
         of_layer = {s.layer: amax for s, amax in zip(shards, amaxes)}
@@ -194,7 +198,7 @@ class _Shards:
 
 
 class _Unread(torch.Tensor):
-    """A number that stands for all elements of a tensor: FSDP asks for it in the weight's shape (as_strided)."""
+    """One number for all elements of a tensor. FSDP asks for it in the weight's shape (as_strided)."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -206,8 +210,7 @@ class _Unread(torch.Tensor):
 
 
 def gathers_codes(layer: QuantLinear) -> bool:
-    """Whether the layer's recipe takes its weight as NVFP4 codes that a row, or a row of blocks, determines, and
-    nothing else of it."""
+    """Whether the layer's recipe takes only NVFP4 codes of its weight, each determined by a row, or a row of blocks."""
     recipe = layer.recipe
     weight = recipe.output.b
     if not recipe.fixed_weight or recipe.grad_input.b.raw:
@@ -220,13 +223,15 @@ def _block_rows(layer: QuantLinear) -> int:
 
 
 def _amax(x: torch.Tensor) -> torch.Tensor:
-    """max |x| as the bits of a float32, int32 (): of non-negative numbers their order is that of the numbers, NaN on
-    top, so that no reduction loses it."""
+    """max |x| as the bits of a float32, int32 ().
+
+    The bits of non-negative numbers have the order of the numbers, and NaN is the largest, so no reduction loses a NaN.
+    """
     return largest_magnitude(x).view(torch.int32)
 
 
 def _reduced(amaxes: Sequence[torch.Tensor], groups: Sequence[Any]) -> list[torch.Tensor]:
-    """Their maxima over the ranks: one all-reduce for all of a process group."""
+    """The maxima of the amaxes over the ranks, with one all-reduce for each process group."""
     reduced = list(amaxes)
     for group in dict.fromkeys(groups):
         numbers = [i for i, g in enumerate(groups) if g is group]

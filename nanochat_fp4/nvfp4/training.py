@@ -33,18 +33,19 @@ LOOK_EVERY = 10  # steps between looks at the layers' inputs
 
 class QuantizedTraining:
     """
-    plan:      which method each layer has when; None leaves the layers as they are, and also what their method has
-               learned of their inputs (post-training)
-    num_steps: of the whole run
+    plan is the method of each layer at each point of the run. None, for post-training, leaves the layers' methods and
+    Gram matrices as they are. num_steps is the length of the whole run.
     """
 
     def __init__(self, model: nn.Module, plan: MethodPlan | None = None, num_steps: int = 0):
         self.model, self.plan, self.num_steps = model, plan, num_steps
-        expect_calls(model, None)  # this class makes the calls that a method needs
+        expect_calls(model, None)  # no reminders: QuantizedTraining makes the calls that a method needs
 
     def set_progress(self, step: int) -> str | None:
-        """Gives the layers the methods of this step. What they are from here on, if one changed: compiled code, in
-        which they are constants, is then out of date."""
+        """Gives the layers the methods of this step.
+
+        Returns the new methods if one changed. Methods are constants of compiled code, which is then out of date.
+        """
         if self.plan is None or not self.plan.apply(self.model, step / self.num_steps):
             return None
         return str(self.plan.at(step / self.num_steps))
@@ -54,7 +55,7 @@ class QuantizedTraining:
         return any(isinstance(m, QuantLinear) and m.recipe.quantizes for m in self.model.modules())
 
     def weights_once(self, passes: int) -> contextlib.AbstractContextManager:
-        """The weights' codes made once for so many passes, where making them for each is more work."""
+        """A context that makes the weights' codes once for `passes` passes, if that is less work."""
         often = passes > 1 or rounds_with_feedback(self.model)
         return quantize_weights_once(self.model) if often else contextlib.nullcontext()
 
@@ -73,13 +74,15 @@ def rounds_with_feedback(model: nn.Module) -> bool:
 def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> None:
     """For a training loop of a method with error feedback (clover_feedback), after every few steps.
 
-    Runs forward(), which calls the model on some thousand tokens: in full precision, uncompiled, without gradients, and
-    in the mode that the model is in (dropout and batch statistics with it). Moves the Gram matrix of each layer with
-    feedback a part of the way (feedback.STEP) to that of its inputs in all calls, the first time all of it. Does
-    nothing if no layer has feedback, as in the last phase of clover_feedback_late. The mean is over the tokens of
-    all ranks, which must call together. Inputs that are not finite change nothing. A run that goes on needs gram_state,
-    and so does a copy (an EMA) before it is evaluated. A copy has the Gram matrices and the phase of the moment it was
-    made.
+    Runs forward(), which calls the model on some thousand tokens. The model computes in full precision, uncompiled and
+    without gradients. Dropout and batch statistics are those of the model's present mode. The Gram matrix of each layer
+    with feedback moves a part of the way (feedback.STEP) to the Gram matrix of its inputs in all calls, the first time
+    all of the way. Does nothing if no layer has feedback, as in the last phase of clover_feedback_late.
+
+    The mean is over the tokens of all ranks, which must call together. Inputs that are not finite change nothing. A run
+    that goes on needs gram_state, and so does a copy (an EMA) before its evaluation. A copy has the Gram matrices and
+    the phase of its own moment.
+
     Raises ValueError for a model that is no module, and a forward that is not a function or calls none of these layers.
     """
     if not isinstance(model, nn.Module) or not callable(forward):
@@ -97,7 +100,7 @@ def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> Non
             f"update_gram_matrices: forward() called none of the {len(layers)} layers that look at their inputs; "
             "let it call this model: lambda: model(x)"
         )
-    made = {}  # layers that read the same tensor share what is made of it
+    made = {}  # layers that read the same tensor share a Gram matrix
     for layer, inputs in seen.items():
         before = layer.gram_matrix
         key = id(inputs), id(before), layer.recipe
@@ -108,7 +111,7 @@ def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> Non
 
 
 class _Inputs(NamedTuple):
-    """The sum of x x^T over rows that a layer has read, float32 (K, K), and how many these are."""
+    """The sum of x x^T over the rows that a layer has read, float32 (K, K), and their number."""
 
     products: torch.Tensor
     rows: int
@@ -119,7 +122,7 @@ def _products_of_inputs(
 ) -> dict[QuantLinear, _Inputs]:
     """The inputs of these layers in all their calls in forward(). Layers with the same input share one object."""
     seen: dict[QuantLinear, _Inputs] = {}
-    last, made = None, {}  # an input, and what it made of what was seen before: id -> (before, now)
+    last, made = None, {}  # the last input, and its updates of the layers' sums: id -> (before, now)
 
     def look(layer: QuantLinear, args: tuple) -> None:
         nonlocal last, made
@@ -133,7 +136,7 @@ def _products_of_inputs(
 
     hooks = [layer.register_forward_pre_hook(look) for layer in layers]
     try:
-        # Compiled code would be compiled again for the hooks, and at each look once more for what they have seen.
+        # Under torch.compile the hooks would cause a compilation, and `seen` another one at each look.
         eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
         with full_precision(model), eager:
             forward()
@@ -147,9 +150,9 @@ def _over_ranks(layers: list[QuantLinear], seen: dict[QuantLinear, _Inputs]) -> 
     """The inputs that all ranks have seen. A rank may not have called a layer (an expert) that another one has."""
     if not (dist.is_available() and dist.is_initialized()):
         return seen
-    # Of the inputs, if there were any: weights may be offloaded.
+    # The inputs' device comes first, because weights may be offloaded.
     device = next((inputs.products.device for inputs in seen.values()), layers[0].weight.device)
-    first: dict[int, int] = {}  # of layers with the same inputs the first one's number
+    first: dict[int, int] = {}  # id of shared inputs -> number of the first layer
     numbers = [first.setdefault(id(seen[m]), i) if m in seen else -1 for i, m in enumerate(layers)]
     shared = torch.tensor(numbers, device=device)
     rows = torch.tensor([seen[m].rows if m in seen else 0 for m in layers], device=device)
@@ -168,14 +171,15 @@ def _over_ranks(layers: list[QuantLinear], seen: dict[QuantLinear, _Inputs]) -> 
 
 
 def set_progress(model: nn.Module, progress: float) -> bool:
-    """For a training loop of a method that changes in the course of a run (clover_feedback_late, clover_late): before
-    each step, its place.
+    """Tells a method that changes in the course of a run (clover_feedback_late, clover_late) the place of a step.
 
-    model:    what was converted, or anything that holds it (DistributedDataParallel, a compiled model, an average)
-    progress: from 0 to 1, steps done over steps of the run. Gives the layers the method of that phase; returns whether
-    one changed, and makes torch.compile look at the layers again then. Methods without phases ignore it, and so do
-    layers that were given another method since. Raises ValueError for a progress outside 0 to 1 and a model that was
-    not converted.
+    A training loop calls this before each step. Gives the layers the method of the present phase. Returns whether one
+    changed; torch.compile then looks at the layers again. Methods without phases ignore the call, and so do layers that
+    have been given another method since convert.
+
+    model:    the converted model, or a module that holds it (DistributedDataParallel, a compiled model, an average)
+    progress: steps done over steps of the run, from 0 to 1
+    Raises ValueError for a progress outside 0 to 1 and a model that was not converted.
     """
     converted = [m for m in model.modules() if "nf_report" in vars(m)] if isinstance(model, nn.Module) else []
     if not converted:
@@ -184,7 +188,7 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     if not number or not 0 <= progress <= 1:
         raise ValueError(f"set_progress: progress is {progress!r}, expected the share of the run's steps, from 0 to 1")
     was_called(model, "set_progress")
-    phases = {}  # layer -> its method, and what that is now; of parts within parts the innermost, which comes last
+    phases = {}  # layer -> (its method, the method now). The innermost converted part comes last and wins.
     for part in converted:
         method = part.nf_report.recipe
         phase = method, MethodPlan.parse(method).at(progress)
@@ -201,17 +205,19 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     return True
 
 
-PATIENCE = 100  # steps without the call that a method wants, before it is said
+PATIENCE = 100  # steps without a needed call before the warning
 _reminders: "weakref.WeakKeyDictionary[nn.Module, _Reminder]" = weakref.WeakKeyDictionary()
 
 
 class _Reminder:
-    """Warns once if PATIENCE optimizer steps pass without a call that the method needs. A hook of the model would be
-    compiled with it, and not count."""
+    """Warns once if PATIENCE optimizer steps pass without a call that the method needs.
+
+    The steps are an optimizer's. A hook of the model would be compiled with the model, and would not count.
+    """
 
     def __init__(self, model: nn.Module, recipe: Recipe):
         self.model, self.recipe, self.steps = weakref.ref(model), recipe, 0
-        self.missing = {}  # call -> what of the method asks for it
+        self.missing = {}  # call -> the reason why the method needs it
         if recipe.late:
             self.missing["set_progress(model, done)"] = f"changes from {100 * recipe.late[0]:.0f}% of the steps on"
         if recipe.looks_at_inputs:
@@ -237,14 +243,14 @@ class _Reminder:
 
 
 def expect_calls(model: nn.Module, recipe: Recipe | None) -> None:
-    """Reminds of the calls that this recipe wants of a training loop. None ends the reminders."""
+    """Reminds of the calls that this recipe needs from a training loop. None ends the reminders."""
     was_called(model, "")
     if recipe is not None and (recipe.late or recipe.looks_at_inputs):
         _reminders[model] = _Reminder(model, recipe)
 
 
 def was_called(model: nn.Module, name: str) -> None:
-    """Reminds no longer of the call of that name, or with "" of any call."""
+    """Ends the reminder of the call of that name, or with "" of all calls."""
     for module in model.modules() if _reminders else ():
         if reminder := _reminders.get(module):
             reminder.missing = {c: what for c, what in reminder.missing.items() if not c.startswith(name)}

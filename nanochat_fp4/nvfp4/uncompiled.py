@@ -1,6 +1,6 @@
-"""The reference on a CPU, left out of torch.compile's graphs: imported where one is made, since it needs the compiler.
+"""The reference on a CPU, left out of torch.compile's graphs. Imported only to compile, since it needs the compiler.
 
-Many small operations: to compile two layers takes a C++ compiler minutes. What is around them is compiled as always.
+A C++ compiler takes minutes for the many small operations of two layers. Code around the layers is compiled as always.
 """
 
 import torch
