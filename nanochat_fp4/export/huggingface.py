@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanochat_fp4.errors import UserError
-from nanochat_fp4.export import safetensors_file
+from nanochat_fp4.errors import UserError, require
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import GPT, NORM_EPS, ROTARY_BASE, SOFTCAP
@@ -138,7 +137,7 @@ def _modelopt(tensor: NVFP4Tensor, input_scale: float | None) -> dict[str, Tenso
     parts = {
         "weight": tensor.codes,
         "weight_scale": tensor.scales,
-        "weight_scale_2": tensor.tensor_scale.reshape(()),
+        "weight_scale_2": tensor.tensor_scale.reshape(()).clone(),  # safetensors refuses shared memory
     }
     return parts if input_scale is None else parts | {"input_scale": torch.tensor(input_scale).reciprocal()}
 
@@ -230,7 +229,11 @@ def write(
         else:
             rows = state[ours][:vocab] if ours in ("transformer.wte", "lm_head") else state[ours]
             tensors[f"{theirs}.weight"] = about.rows(ours, rows).to(dtype)
-    safetensors_file.save(folder / WEIGHTS_FILE, tensors)
+    require("safetensors")
+    from safetensors.torch import save_file
+
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    save_file(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
 
     name = str(dtype).removeprefix("torch.")
     written = {**about.config, "dtype": name, "torch_dtype": name, **config}
