@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from nanochat_fp4.data.dataset import hub_problem, hub_url
-from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.errors import UserError, missing_package, one_line
 
 SHUFFLE_SEED = 42
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -170,7 +170,7 @@ def _from_hub(dataset: str, config: str | None, split: str, flag: str) -> Sequen
     try:
         import datasets
     except ImportError as e:
-        raise MissingDataError(f"{name} needs the package datasets ({one_line(e)}); pip install datasets") from e
+        raise MissingDataError(f"{name}: {missing_package(e) or one_line(e)}") from e
     finally:
         if problem and before is None:
             del os.environ["HF_HUB_OFFLINE"]

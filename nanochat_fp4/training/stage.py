@@ -19,13 +19,13 @@ from nanochat_fp4.common import (
     compute_init,
     get_base_dir,
     print0,
+    resolve_method,
     use_deterministic_kernels,
 )
 from nanochat_fp4.console import Phases, rare_collections
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.errors import LostRankError, UserError, is_lost_rank
 from nanochat_fp4.models.gpt import GPT
-from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.parallel import add_parallel_argument
 from nanochat_fp4.signals import StopSignals
@@ -175,18 +175,6 @@ def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> Non
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Methods and models
-
-
-def resolve_method(flag: str | None) -> str:
-    """The QAT method: the --method flag, else $QAT_METHOD, else clover. An alias comes back as the method it names.
-
-    Raises UserError that lists the methods.
-    """
-    name = flag or os.environ.get("QAT_METHOD") or "clover"
-    try:
-        return get_recipe(name).name
-    except ValueError as e:
-        raise UserError(f"{'--method' if flag else 'QAT_METHOD'}: {e}") from None
 
 
 def checkpoint_method(meta: dict[str, Any], flag: str | None = None) -> str:
