@@ -74,9 +74,9 @@ def run_main(main: Callable[[], Any]) -> None:
     """
     Entry point of every script: `if __name__ == "__main__": run_main(main)`.
 
-    A UserError or ValueError (which is how library code reports bad input), a full or read-only disk, and a GPU or CPU
-    out of memory, and a number that no machine has a word for, end in `error: <one line>` on stderr and exit status 2;
-    Ctrl-C ends in exit status 130, and the loss of another process of the run in one line and exit status 1.
+    Some errors end in `error: <one line>` on stderr and exit status 2: a UserError, a ValueError (bad input, as library
+    code reports it), a missing package, a full or read-only disk, a GPU or CPU out of memory, a number that is too
+    large. Ctrl-C ends in exit status 130. The loss of another process of the run is one line and exit status 1.
     NANOCHAT_TRACEBACK=1 prints the traceback as well. Any other exception is a bug and is left to show itself.
     """
     setup_default_logging()

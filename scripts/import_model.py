@@ -81,7 +81,7 @@ def import_into(folders: list[Path], path: Path, args: argparse.Namespace) -> No
     meta = {
         "model_config": config_record(config),
         "user_config": {"method": "bf16"},
-        "imported": {"file": path.name, "sha256": sha256_file(path) if path.is_file() else None, **about},
+        "imported": {"file": path.name if path.exists() else args.file, "sha256": sha256_file(path) if path.is_file() else None, **about},
         "tokenizer": tokenizer.fingerprint(),
     }
     for folder in folders:

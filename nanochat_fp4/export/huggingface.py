@@ -1,8 +1,7 @@
 """A model as a folder that transformers and the servers built on it read: safetensors, compressed-tensors, modelopt.
 
-Three questions, each with a table of its own: which class of theirs is this model (`describe`: names of tensors,
-config.json), which of their formats for NVFP4 (`_compressed_tensors`, `_modelopt`: names of codes and scales), and what
-lies beside the weights (tokenizer, model card: the command writes them).
+`describe` chooses the class of transformers for a model: names of tensors, config.json. `_compressed_tensors` and
+`_modelopt` have the names of codes and scales in the two formats for NVFP4. scripts.export writes tokenizer and card.
 
 Llama's rotation turns the other way round there: its pairs (x_i, x_{i + D/2}) are ours with the two swapped. So the
 rows of q and k change places, half a head at a time. A row keeps its codes and scales.

@@ -22,8 +22,8 @@ from nanochat_fp4.nvfp4.convert import groups_computed_as_one
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, NVFP4Tensor
 from nanochat_fp4.nvfp4.operands import Codes
 
-INDEX_FILE = f"{huggingface.WEIGHTS_FILE}.index.json"  # of transformers, where weights are in several files
-LAMBDAS = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # of GPT, in config.json; without effect
+INDEX_FILE = f"{huggingface.WEIGHTS_FILE}.index.json"  # transformers writes it beside several files of weights
+LAMBDAS = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # GPT's scalars in config.json, and their neutral values
 # The names of codes, block scales, tensor scale and input scale. An input scale is for servers.
 _COMPRESSED = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
 _MODELOPT = ("weight", "weight_scale", "weight_scale_2", "input_scale")
@@ -33,14 +33,13 @@ _MODELOPT = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 def load_quantized(model: nn.Module, folder: str | Path, codes: bool = False) -> nn.Module:
     """Loads the weights of an exported folder (safetensors, compressed-tensors, modelopt or GGUF), in place.
 
-    model: a GPT or Llama of the folder's shapes; or, for folders that are not GGUF, any module whose layers have the
-           file's names, as transformers' own. Converted or not.
-    codes: False: 4-bit weights arrive decoded, in the parameters, for further training or for any inference.
-           True: converted layers compute with the very codes of the file from now on, for inference: what is in their
-           parameters no longer matters, and they are frozen.
-    Returns the model. Raises UserError where safetensors or gguf is not installed; for a folder that holds none of the
-    formats; for another config.json; for missing, unknown or misshapen tensors, and values that are not finite; for
-    codes=True with layers that are not converted (nf.convert), or that are computed as one with different scales.
+    model: a GPT or Llama of the folder's shapes, converted or not. Folders that are not GGUF fit any module with the
+           file's names, too, as a model of transformers.
+    codes: False decodes 4-bit weights into the parameters, for further training or for any inference. With True the
+           converted layers compute with the codes of the file from now on, and their parameters are frozen.
+    Returns the model. Raises UserError where safetensors or gguf is not installed, and for a folder of another format
+    or model. Each tensor must be known, of its shape, and finite. With codes=True the layers must be converted
+    (nf.convert), and layers that are computed as one must have one scale.
     """
     folder, file = Path(folder), None
     about = huggingface.describe(model) if isinstance(model, GPT | Llama) else None
