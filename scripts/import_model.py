@@ -78,10 +78,11 @@ def import_into(folders: list[Path], path: Path, args: argparse.Namespace) -> No
         check_writable(folder, sum(t.numel() * t.element_size() for t in state.values()), args.overwrite)
     tokenizer.save(get_tokenizer_dir())
     save_token_bytes(tokenizer, get_tokenizer_dir())
+    digest = sha256_file(path) if path.is_file() else None
     meta = {
         "model_config": config_record(config),
         "user_config": {"method": "bf16"},
-        "imported": {"file": path.name if path.exists() else args.file, "sha256": sha256_file(path) if path.is_file() else None, **about},
+        "imported": {"file": path.name if path.exists() else args.file, "sha256": digest, **about},
         "tokenizer": tokenizer.fingerprint(),
     }
     for folder in folders:

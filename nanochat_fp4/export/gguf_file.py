@@ -1,8 +1,8 @@
 """GGUF, for llama.cpp and programs built on it: Llama-like models, in BF16 or NVFP4 (type 40), by the gguf package.
 
 An NVFP4 row is in groups of 64 values. A group is four block scales (E4M3 without a sign), then 8 bytes for each block
-of 16. Low nibbles are the block's first half, high nibbles the second. The tensor scale is a tensor of its own, NAME.scale, and the input's is
-NAME.input_scale. Codes and block scales are those of the forward pass, to the bit.
+of 16. Low nibbles are the block's first half, high nibbles the second. The tensor scale is the tensor NAME.scale, the
+input's scale is NAME.input_scale. Codes and block scales are those of the forward pass, to the bit.
 
 llama.cpp's rotation takes the pairs (x_2i, x_2i+1) where transformers takes (x_i, x_{i + D/2}): rows of q and k change
 places once more.
