@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # tiktoken is not needed for load_quantized
 
 FILE_NAME = "model.gguf"
 GROUP = 64  # values
-# llama.cpp knows split patterns by name alone, and not nanochat's: this one takes three digits for two, and several
-# line ends for one. scripts.export says how many ids of a text that changes.
+# llama.cpp knows split patterns by name alone, and has none for nanochat's. The nearest pattern takes three digits for
+# two, and several line ends for one. scripts.export says how many ids of a text differ.
 PRE_TOKENIZER = "llama-bpe"
 PRE_TOKENIZER_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -48,7 +48,7 @@ _LAYER = {
 }
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
-# The keys that are read. Those of llama.* have a name in config.json; what changes nothing has its only value.
+# The keys that are read: llama.* by their names in config.json, and keys whose only value changes nothing.
 _CONFIG = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",

@@ -41,7 +41,7 @@ CHATML = {
     "<|assistant_start|>": "<|im_start|>assistant\n",
     "<|assistant_end|>": "<|assistant_end|>\n",
 }
-# Entries of config.json: sizes, values that this package computes, and entries without effect on the function.
+# The entries of config.json that are known: sizes, values that this package computes, entries without effect.
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads", "max_position_embeddings", "head_dim")  # fmt: skip
 _COMPUTED = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "mlp_bias": False,
@@ -69,7 +69,7 @@ class _Vocabulary(NamedTuple):
 
 
 def read_llama(source: str | Path, sequence_len: int = 2048) -> Imported:
-    """Reads the model; sequence_len: of training and evaluation from now on.
+    """Reads the model. sequence_len is that of training and evaluation from now on.
 
     Supported: Llama's architecture with this package's shapes, and the split patterns and chat formats above. Raises
     UserError for any other entry, tensor, shape, pattern and token, and where safetensors or gguf is not installed.

@@ -22,7 +22,7 @@ BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how SentencePiece writes a byte that
 class HuggingFaceModel(torch.nn.Module):
     """A causal language model: (tokens, targets) -> losses, or tokens -> logits, as gpt.GPT.forward gives them.
 
-    sequence_len: for bits per byte. max_seq_len: GPT-2's fixed context, None for other models.
+    sequence_len is for bits per byte. max_seq_len is GPT-2's fixed context, and None for other models.
     """
 
     def __init__(self, model: torch.nn.Module):
