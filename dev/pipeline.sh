@@ -328,7 +328,7 @@ has_stage() { [[ " $STAGES " == *" $1 "* ]]; }
 # The method's own name (quartet2 is clover), or one line that lists the known ones.
 checked_method() {
     trap '' INT # in the subshell of $(...): see missing_modules
-    "$PY" -c 'from nanochat_fp4.errors import run_main; from nanochat_fp4.training.load_model import resolve_method
+    "$PY" -c 'from nanochat_fp4.common import resolve_method; from nanochat_fp4.errors import run_main
 run_main(lambda: print(resolve_method(None)))'
 }
 

@@ -27,7 +27,7 @@ STAGES = {
     "chat_cli": "talk to the model in a terminal",
     "chat_web": "talk to it in a browser",
     "export": "to Hugging Face, GGUF and others",
-    "import_model": "from a GGUF file",
+    "import_model": "from GGUF files and transformers",
 }
 
 

@@ -18,6 +18,7 @@ from nanochat_fp4 import rank_watch
 from nanochat_fp4.console import logger, print_safely
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.hardware import cpu_threads
+from nanochat_fp4.nvfp4.methods import get_recipe
 
 
 def get_base_dir() -> str:
@@ -30,6 +31,18 @@ def get_base_dir() -> str:
             f"cannot create the base directory {base_dir} ({e.strerror}); set NANOCHAT_BASE_DIR to a writable folder"
         ) from e
     return base_dir
+
+
+def resolve_method(flag: str | None) -> str:
+    """The QAT method: the --method flag, else $QAT_METHOD, else clover. An alias comes back as the method it names.
+
+    Raises UserError that lists the methods.
+    """
+    name = flag or os.environ.get("QAT_METHOD") or "clover"
+    try:
+        return get_recipe(name).name
+    except ValueError as e:
+        raise UserError(f"{'--method' if flag else 'QAT_METHOD'}: {e}") from None
 
 
 def print0(*args: Any, **kwargs: Any) -> None:

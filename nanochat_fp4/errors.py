@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib.util
 import os
 import re
 import sys
@@ -36,6 +37,39 @@ def one_line(error: BaseException | str) -> str:
     return text if text or isinstance(error, str) else type(error).__name__
 
 
+# The extra of this package that brings a module, and the packages that no extra brings.
+EXTRAS = {
+    "train": ("datasets", "filelock", "huggingface_hub", "matplotlib", "muon", "pyarrow", "rustbpe", "safetensors",
+              "tiktoken", "tqdm", "wandb", "yaml"),
+    "export": ("compressed_tensors", "gguf", "tokenizers", "transformers"),
+    "web": ("fastapi", "starlette", "uvicorn"),
+    "trackio": ("trackio",),
+}  # fmt: skip
+NO_EXTRA = {"modelopt": "nvidia-modelopt", "xllamacpp": "xllamacpp"}
+
+
+def install_command(*modules: str) -> str:
+    """The `pip install` that brings the modules; "" for a module that is not of EXTRAS or NO_EXTRA."""
+    wanted = [extra for extra, names in EXTRAS.items() if set(names) & set(modules)]
+    packages = [f"'nanochat_fp4[{','.join(wanted)}]'"] if wanted else []
+    packages += [NO_EXTRA[module] for module in modules if module in NO_EXTRA]
+    return f"pip install {' '.join(packages)}" if packages else ""
+
+
+def missing_package(error: BaseException) -> str:
+    """One line on a ModuleNotFoundError of an optional package, with the `pip install` that brings it; else ""."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    command = install_command(name)
+    return f"the package {name} is not installed, which this needs; {command}" if command else ""
+
+
+def require(*modules: str) -> None:
+    """Raises UserError with the `pip install` for those of the modules that are not installed."""
+    if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
+        what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        raise UserError(f"{what}, which this needs; {install_command(*missing)}")
+
+
 def run_main(main: Callable[[], Any]) -> None:
     """
     Entry point of every script: `if __name__ == "__main__": run_main(main)`.
@@ -43,6 +77,7 @@ def run_main(main: Callable[[], Any]) -> None:
     Errors that a user can mend print `error: <one line>` on stderr and end in exit status 2:
 
     - UserError, and the ValueError of library code
+    - a missing package
     - a full or read-only disk, and a path that cannot be used
     - a GPU or CPU out of memory
     - a number that is too large for the machine
@@ -64,6 +99,8 @@ def run_main(main: Callable[[], Any]) -> None:
             message = f"out of {where} ({one_line(e).split('. ')[0][:200]}); lower --device-batch-size and run again"
         elif isinstance(e, UserError | ValueError):
             message = one_line(e)
+        elif missing := missing_package(e):
+            message = missing
         elif isinstance(e, OverflowError) or "Overflow when unpacking" in str(e):  # Python's, and torch's TypeError
             message = f"a number is too large ({one_line(e)[:150]}); see the command's --help"
         elif isinstance(e, RuntimeError) and (name := _NOT_DETERMINISTIC.match(str(e))):

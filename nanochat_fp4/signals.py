@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # torch takes seconds to import: after begin_program
 
 def begin_program() -> None:
     """
-    Until run_main a signal ends this process without a traceback, by the signal's own default action.
+    Until run_main a signal ends this process without a traceback, by the signal's own default action. A package that
+    is not installed is one line.
 
     SIGUSR1 ends a single process with status 0: nothing is there to be saved. A rank of several dies of SIGUSR1 at
     once, even where it waits for the other ranks, and training/launch.py then ends with 0. The function does nothing in
@@ -22,10 +23,22 @@ def begin_program() -> None:
     """
     if not _is_our_program():
         return
+    sys.excepthook = _say_what_is_missing
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell had it ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if hasattr(signal, "SIGUSR1") and "RANK" not in os.environ:
         signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(0))
+
+
+def _say_what_is_missing(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """One line and status 2 for a package that is not installed; else Python's own traceback."""
+    from nanochat_fp4.console import print_error  # imports torch
+    from nanochat_fp4.errors import missing_package
+
+    if not (message := missing_package(error)):
+        return sys.__excepthook__(kind, error, trace)
+    print_error(message)
+    raise SystemExit(2)
 
 
 def _is_our_program() -> bool:

@@ -44,9 +44,8 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import get_dist_info, print0
+from nanochat_fp4.common import get_dist_info, print0, resolve_method
 from nanochat_fp4.errors import UserError, one_line, run_main
-from nanochat_fp4.training.load_model import resolve_method
 
 BACKWARD = ("full", "forward", "none")
 # Pre-training quantizes everything; later stages and evaluations keep the forward pass (the paper, Appendix C).

@@ -19,7 +19,6 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from nanochat_fp4.evaluation.core_eval import evaluate_task
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
+from nanochat_fp4.models.hf_model import load_hf_model
 from nanochat_fp4.training.load_model import checkpoint_method, load_model
 
 EVAL_BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
@@ -189,44 +189,6 @@ def evaluate_model(
         "centered_results": centered,
         "core_metric": sum(centered.values()) / len(centered) if centered else 0.0,
     }
-
-
-class HuggingFaceTokenizer:
-    """A tokenizer of transformers with the two methods that CORE calls."""
-
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
-
-    def get_bos_token_id(self) -> int:
-        bos = self.tokenizer.bos_token_id
-        return self.tokenizer.eos_token_id if bos is None else bos
-
-    def __call__(self, texts: Sequence[str], prepend: int) -> list[list[int]]:
-        return [[prepend, *self.tokenizer.encode(text, add_special_tokens=False)] for text in texts]
-
-
-class HuggingFaceModel:
-    """A model of transformers, ids -> logits. max_seq_len is GPT-2's fixed context, or None for other models."""
-
-    def __init__(self, model: Any):
-        self.model = model
-        self.max_seq_len = getattr(model.config, "n_positions", None)
-
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model(ids).logits
-
-
-def load_hf_model(path: str, device: torch.device) -> tuple[HuggingFaceModel, HuggingFaceTokenizer]:
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as e:
-        raise UserError("--hf-path needs the package transformers: pip install transformers") from e
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False).to(device).eval()
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as e:
-        raise UserError(f"--hf-path {path} cannot be loaded ({one_line(e)[:200]})") from e
-    return HuggingFaceModel(model), HuggingFaceTokenizer(tokenizer)
 
 
 def main(argv: list[str] | None = None) -> None:

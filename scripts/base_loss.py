@@ -13,7 +13,7 @@ import argparse
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
+from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0, resolve_method
 from nanochat_fp4.console import ArgumentParser, Progress
 from nanochat_fp4.data.dataloader import evaluation_rows, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data
@@ -24,7 +24,7 @@ from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import load_hf_model
-from nanochat_fp4.training.load_model import checkpoint_method, load_model, resolve_method
+from nanochat_fp4.training.load_model import checkpoint_method, load_model
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import announce, print0
+from nanochat_fp4.common import announce, print0, resolve_method
 from nanochat_fp4.console import ArgumentParser, format_seconds, parse_finite
 from nanochat_fp4.data.dataloader import (
     evaluation_rows,
@@ -55,7 +55,7 @@ from nanochat_fp4.training.flags import (
     changed_flags,
     parse_seeds,
 )
-from nanochat_fp4.training.load_model import checkpoint_folder, config_record, resolve_method
+from nanochat_fp4.training.load_model import checkpoint_folder, config_record
 from nanochat_fp4.training.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
 from nanochat_fp4.training.setup import (
     check_machine,

@@ -17,7 +17,7 @@ import torch
 import nanochat_fp4 as nf
 from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite
-from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.errors import UserError, require, run_main
 from nanochat_fp4.generation.decoding import compute_dtype, prepare
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.generation.worker import Worker
@@ -59,10 +59,9 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--temperature is from 0 to 2, --top-k at most 200, --max-tokens at most 4096")
     if not 1 <= args.port <= 65535:
         raise UserError(f"--port={args.port} is no port; use one from 1 to 65535")
-    try:
-        from nanochat_fp4.generation.chat_server import Limits, create_app, log_briefly, make_server
-    except ImportError as e:
-        raise UserError(f"the web chat needs FastAPI and uvicorn ({e}); pip install 'nanochat_fp4[web]'") from None
+    require("fastapi", "uvicorn")
+    from nanochat_fp4.generation.chat_server import Limits, create_app, log_briefly, make_server
+
     _, _, _, world_size, device = compute_init(args.device_type or autodetect_device_type())
     try:
         if world_size > 1:

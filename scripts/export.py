@@ -30,7 +30,7 @@ from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_
 from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.environment import environment_info
-from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.errors import UserError, require, run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.export import folder, gguf_file, huggingface, verify
 from nanochat_fp4.export.model_card import model_card
@@ -89,9 +89,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.format not in FOUR_BITS and (args.weights_only or args.share_scales):
         raise UserError(f"--weights-only and --share-scales are about 4-bit weights; --format={args.format} has none")
     if args.format.startswith("gguf"):
-        verify.needs("gguf")
+        require("gguf")
         if args.dtype != "bfloat16":
             raise UserError(f"--dtype={args.dtype} is not for GGUF, whose other weights are BF16; leave it out")
+    else:
+        require("safetensors")
     if args.verify:
         verify.needs(*VERIFIED_BY.get(args.format, ()))
     if args.calibration_tokens < 1 or args.eval_tokens < 0 or args.device_batch_size < 1:

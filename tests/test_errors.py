@@ -2,12 +2,16 @@
 
 import errno
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from nanochat_fp4.console import ArgumentParser
-from nanochat_fp4.errors import UserError, one_line, run_main
+from nanochat_fp4.errors import EXTRAS, UserError, install_command, missing_package, one_line, run_main
 
 
 def test_one_line():
@@ -74,3 +78,65 @@ def test_what_all_ranks_would_say_is_said_by_one(capsys, monkeypatch):
 
 def test_run_main_returns_when_all_is_well():
     assert run_main(lambda: 1) is None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Packages that are not installed
+
+PACKAGES = sorted(set().union(*EXTRAS.values()) | {"jinja2", "pandas", "regex", "requests"})
+LIBRARY = """
+import sys
+import torch
+from nanochat_fp4 import *
+from nanochat_fp4.errors import UserError
+import nanochat_fp4.doctor
+try:
+    load_quantized(torch.nn.Linear(1, 1), ".")
+except UserError as e:
+    assert "pip install 'nanochat_fp4[train]'" in str(e), e
+else:
+    raise AssertionError
+del sys.modules["safetensors"]
+try:
+    from safetensors.torch import save_file
+except ImportError:
+    sys.exit()
+layer = torch.nn.Linear(2, 1)
+save_file({"weight": torch.ones(1, 2), "bias": torch.ones(1)}, sys.argv[1] + "/model.safetensors")
+assert float(load_quantized(layer, sys.argv[1]).weight.sum()) == 2
+"""
+PROGRAMS = {  # the end of stderr without a single package of the extras
+    ("-m", "nanochat_fp4", "base_train"): "which this needs; pip install 'nanochat_fp4[train]'",
+    ("-m", "scripts.export", "--format=safetensors"): "which this needs; pip install 'nanochat_fp4[train]'",
+    ("-m", "nanochat_fp4.upstream", "scripts.base_train"): "",
+    ("-c", LIBRARY): None,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=["command", "script", "upstream", "library"])
+def test_without_the_packages_of_the_extras(program, tmp_path):
+    """Nothing but torch: one line with the `pip install`, or the answer where no package is needed."""
+    hidden = f"import sys\nfor name in {PACKAGES}:\n    sys.modules[name] = None\n"
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    root = Path(__file__).resolve().parent.parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, root, root / "kernels")))}
+    env.pop("NANOCHAT_DIR", None)
+    done = subprocess.run([sys.executable, *program, tmp_path], cwd=root, env=env, capture_output=True, text=True)
+    lines, expected = done.stderr.splitlines(), PROGRAMS[program]
+    if expected is None:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+        assert lines[0].endswith(expected) and "ModuleNotFound" not in lines[0]
+
+
+def test_each_missing_package_has_its_extra():
+    text = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text()
+    extras = {extra: re.search(rf"^{extra} = \[(.*?)\]", text, re.M | re.S)[1] for extra in EXTRAS}
+    brought_by = {"huggingface_hub": "datasets", "yaml": "datasets", "muon": "muon-optimizer", "starlette": "fastapi",
+                  "tokenizers": "transformers"}  # fmt: skip
+    for extra, modules in EXTRAS.items():
+        for module in modules:
+            assert f'"{brought_by.get(module, module.replace("_", "-"))}>' in extras[extra], module
+    assert install_command("gguf", "tiktoken", "modelopt") == "pip install 'nanochat_fp4[train,export]' nvidia-modelopt"
+    assert missing_package(ModuleNotFoundError("x", name="nanochat.gpt")) == ""

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from nanochat_fp4.data.download import hub_problem, within
-from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.errors import UserError, missing_package, one_line
 
 SHUFFLE_SEED = 42
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -175,7 +175,7 @@ def _from_hub(dataset: str, config: str | None, split: str, flag: str) -> Sequen
     try:
         import datasets
     except ImportError as e:
-        raise MissingDataError(f"{name} needs the package datasets ({one_line(e)}); pip install datasets") from e
+        raise MissingDataError(f"{name}: {missing_package(e) or one_line(e)}") from e
     problem = _hub_problem()
     try:
         if problem and not _is_cached(dataset):  # with a cache, datasets finds out by itself that there is no network

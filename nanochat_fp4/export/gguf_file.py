@@ -1,8 +1,8 @@
-"""GGUF, for llama.cpp and what is built on it: Llama-like models, in BF16 or NVFP4 (type 40), by the gguf package.
+"""GGUF, for llama.cpp and programs built on it: Llama-like models, in BF16 or NVFP4 (type 40), by the gguf package.
 
-An NVFP4 row is in groups of 64 values: four block scales (E4M3 without a sign), then 8 bytes for each block of 16: low
-nibbles its first half, high nibbles the second. The tensor scale is a tensor of its own, NAME.scale, and the input's is
-NAME.input_scale. Codes and block scales are those of the forward pass, to the bit.
+An NVFP4 row is in groups of 64 values. A group is four block scales (E4M3 without a sign), then 8 bytes for each block
+of 16. Low nibbles are the block's first half, high nibbles the second. The tensor scale is the tensor NAME.scale, the
+input's scale is NAME.input_scale. Codes and block scales are those of the forward pass, to the bit.
 
 llama.cpp's rotation takes the pairs (x_2i, x_2i+1) where transformers takes (x_i, x_{i + D/2}): rows of q and k change
 places once more.
@@ -10,23 +10,25 @@ places once more.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat_fp4.data.tokenizer import RustBPETokenizer
-from nanochat_fp4.data.tokenizer_files import chat_template, special_tokens, vocabulary
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.errors import UserError, one_line, require
 from nanochat_fp4.export.huggingface import Description, describe
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, pack, unpack
 
+if TYPE_CHECKING:  # tiktoken is not needed for load_quantized
+    from nanochat_fp4.data.tokenizer import RustBPETokenizer
+
 FILE_NAME = "model.gguf"
 GROUP = 64  # values
-# llama.cpp knows split patterns by name alone, and not nanochat's: this one takes three digits for two, and several
-# line ends for one. scripts.export says how many ids of a text that changes.
+# llama.cpp knows split patterns by name alone, and has none for nanochat's. The nearest pattern takes three digits for
+# two, and several line ends for one. scripts.export says how many ids of a text differ.
 PRE_TOKENIZER = "llama-bpe"
 PRE_TOKENIZER_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -45,6 +47,86 @@ _LAYER = {
     "post_attention_layernorm": "ffn_norm",
 }
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+# The keys that are read: llama.* by their names in config.json, and keys whose only value changes nothing.
+_CONFIG = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.dimension_count": "head_dim",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+_NOTHING = {"rope.scaling.type": "none", "expert_count": 0, "expert_used_count": 0}
+_TOKENIZER = {f"tokenizer.ggml.{k}" for k in ("model", "pre", "tokens", "token_type", "merges", "add_space_prefix",
+              "add_bos_token", "add_eos_token", "bos_token_id", "eos_token_id", "eot_token_id", "padding_token_id",
+              "unknown_token_id")} | {"tokenizer.chat_template"}  # fmt: skip
+MAX_PIECES = 5_000_000  # values and strings of the metadata; each takes about 200 bytes while the package reads it
+
+
+class File(NamedTuple):
+    """A GGUF file that was read. config: its llama.* keys by their names in config.json."""
+
+    path: Path
+    config: dict[str, Any]
+    fields: dict[str, Any]
+    tensors: dict[str, Any]  # of gguf.ReaderTensor, not decoded
+
+
+def read(path: Path) -> File:
+    """The keys and tensors of a GGUF file, by the gguf package. Raises UserError where the package is not installed.
+
+    Raises UserError, too, for a damaged file, another architecture than llama, and a key that is not known. Nothing is
+    built that is larger than the file.
+    """
+    require("gguf")
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):
+        pieces = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **named: Any) -> Any:
+            """As the package's, but a read beyond the end is an error: all counts are bounded by the file's size."""
+            self.pieces += 1
+            if offset + np.dtype(dtype).itemsize * int(count) > len(self.data) or self.pieces > MAX_PIECES:
+                raise ValueError("it ends too early, or has too many keys")
+            return super()._get(offset, dtype, count, *rest, **named)
+
+    try:
+        reader = Reader(path)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        if sum(t.n_bytes for t in reader.tensors) > path.stat().st_size:
+            raise ValueError("tensors overlap")
+    except FileNotFoundError as e:
+        raise UserError(f"{path} is not there; name a GGUF file") from e
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as e:
+        raise UserError(f"{path} is not a whole GGUF file ({one_line(e)[:100]}); download it again") from e
+    if fields.get("general.architecture") != "llama":
+        raise UserError(f"{path} is of the architecture {fields.get('general.architecture')!r}; only llama is read")
+    tensors = {t.name: t for t in reader.tensors}
+    config: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in tensors}
+    for key, value in fields.items():
+        if key in _TOKENIZER or key.startswith(("GGUF.", "general.", "quantize.")):
+            continue
+        short = key.removeprefix("llama.") if key.startswith("llama.") else ""
+        value = float(str(np.float32(value))) if isinstance(value, float) else value  # 1e-5 is 9.99e-6 in FP32
+        if short in _NOTHING and value == _NOTHING[short]:
+            continue
+        if short not in _CONFIG:
+            raise UserError(f"{path}: {key} ({str(value)[:40]}) is not known; only plain Llama models are read")
+        name = _CONFIG[short]
+        if config.setdefault(name, value) != value:
+            raise UserError(f"{path}: {key} is {str(value)[:40]}, but {name} is {config[name]}; download it again")
+    if isinstance(tokens := fields.get("tokenizer.ggml.tokens"), list):
+        if config.setdefault("vocab_size", len(tokens)) != len(tokens):
+            raise UserError(f"{path}: {len(tokens)} tokens, but vocab_size is {config['vocab_size']}")
+    return File(path, config, fields, tensors)
 
 
 def pack_blocks(tensor: NVFP4Tensor) -> Tensor:
@@ -97,7 +179,7 @@ def rows_back(about: Description, name: str, tensor: Tensor) -> Tensor:
 
 def write(
     model: Llama,
-    tokenizer: RustBPETokenizer,
+    tokenizer: "RustBPETokenizer",
     folder: Path,
     weights: Weights | None = None,
     input_scales: Mapping[str, float] | None = None,
@@ -111,6 +193,7 @@ def write(
     """
     if not isinstance(model, Llama):
         raise UserError("GGUF is for Llama-like models (base_train --llama); llama.cpp does not know nanochat's GPT")
+    require("gguf")
     import gguf
 
     about, config = describe(model), model.config
@@ -163,8 +246,10 @@ def write(
     return [f"{len(decoded)} layers have rows that are no multiple of {GROUP} values and are in BF16, decoded."]
 
 
-def _add_tokenizer(writer: Any, tokenizer: RustBPETokenizer, chat: bool) -> None:
+def _add_tokenizer(writer: Any, tokenizer: "RustBPETokenizer", chat: bool) -> None:
     import gguf
+
+    from nanochat_fp4.data.tokenizer_files import chat_template, special_tokens, vocabulary
 
     tokens, pairs = vocabulary(tokenizer)
     special = special_tokens(tokenizer)
@@ -182,9 +267,11 @@ def _add_tokenizer(writer: Any, tokenizer: RustBPETokenizer, chat: bool) -> None
         writer.add_chat_template(chat_template(tokenizer))
 
 
-def other_ids(tokenizer: RustBPETokenizer, texts: list[str]) -> tuple[int, int]:
+def other_ids(tokenizer: "RustBPETokenizer", texts: list[str]) -> tuple[int, int]:
     """(ids that are not ours where PRE_TOKENIZER splits the texts, all ids)."""
     import difflib
+
+    from nanochat_fp4.data.tokenizer import RustBPETokenizer
 
     theirs = RustBPETokenizer._from_parts(PRE_TOKENIZER_PATTERN, tokenizer.enc._mergeable_ranks)
     changed = total = 0

@@ -1,8 +1,7 @@
 """A model as a folder that transformers and the servers built on it read: safetensors, compressed-tensors, modelopt.
 
-Three questions, each with a table of its own: which class of theirs is this model (`describe`: names of tensors,
-config.json), which of their formats for NVFP4 (`_compressed_tensors`, `_modelopt`: names of codes and scales), and what
-lies beside the weights (tokenizer, model card: the command writes them).
+`describe` chooses the class of transformers for a model: names of tensors, config.json. `_compressed_tensors` and
+`_modelopt` have the names of codes and scales in the two formats for NVFP4. scripts.export writes tokenizer and card.
 
 Llama's rotation turns the other way round there: its pairs (x_i, x_{i + D/2}) are ours with the two swapped. So the
 rows of q and k change places, half a head at a time. A row keeps its codes and scales.
@@ -17,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanochat_fp4.errors import UserError
-from nanochat_fp4.export import safetensors_file
+from nanochat_fp4.errors import UserError, require
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import GPT, NORM_EPS, ROTARY_BASE, SOFTCAP
@@ -138,7 +136,7 @@ def _modelopt(tensor: NVFP4Tensor, input_scale: float | None) -> dict[str, Tenso
     parts = {
         "weight": tensor.codes,
         "weight_scale": tensor.scales,
-        "weight_scale_2": tensor.tensor_scale.reshape(()),
+        "weight_scale_2": tensor.tensor_scale.reshape(()).clone(),  # safetensors refuses shared memory
     }
     return parts if input_scale is None else parts | {"input_scale": torch.tensor(input_scale).reciprocal()}
 
@@ -230,7 +228,11 @@ def write(
         else:
             rows = state[ours][:vocab] if ours in ("transformer.wte", "lm_head") else state[ours]
             tensors[f"{theirs}.weight"] = about.rows(ours, rows).to(dtype)
-    safetensors_file.save(folder / WEIGHTS_FILE, tensors)
+    require("safetensors")
+    from safetensors.torch import save_file
+
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    save_file(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
 
     name = str(dtype).removeprefix("torch.")
     written = {**about.config, "dtype": name, "torch_dtype": name, **config}

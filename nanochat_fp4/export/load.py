@@ -1,67 +1,143 @@
-"""Back in: the formats that are exported, and the same formats as others write them, into a model.
+"""Back in: the weights of exported folders, and of the same formats as others write them.
 
-Nothing but torch is needed, except for GGUF (the gguf package).
+Every tensor of a file is used or refused by its name. Shapes are equal, values are finite. A file that is refused
+changes nothing in the model.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanochat_fp4.errors import UserError, one_line
-from nanochat_fp4.export import gguf_file, huggingface, safetensors_file
-from nanochat_fp4.export.verify import needs
+from nanochat_fp4.console import progress_iter
+from nanochat_fp4.errors import UserError, one_line, require
+from nanochat_fp4.export import gguf_file, huggingface
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.llama import Llama
-from nanochat_fp4.nvfp4.format import NVFP4Tensor
+from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, NVFP4Tensor
 from nanochat_fp4.nvfp4.linear import groups_computed_as_one
 from nanochat_fp4.nvfp4.operands import Codes
+
+INDEX_FILE = f"{huggingface.WEIGHTS_FILE}.index.json"  # transformers writes it beside several files of weights
+LAMBDAS = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # GPT's scalars in config.json, and their neutral values
+# The names of codes, block scales, tensor scale and input scale. An input scale is for servers.
+_COMPRESSED = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+_MODELOPT = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 
 
 @torch.no_grad()
 def load_quantized(model: nn.Module, folder: str | Path, codes: bool = False) -> nn.Module:
     """Loads the weights of an exported folder (safetensors, compressed-tensors, modelopt or GGUF), in place.
 
-    model: a GPT or Llama of the folder's shapes; or, for folders that are not GGUF, any module whose layers have the
-           file's names, as transformers' own. Converted or not.
-    codes: False: 4-bit weights arrive decoded, in the parameters, for further training or for any inference.
-           True: converted layers compute with the very codes of the file from now on, for inference: what is in their
-           parameters no longer matters, and they are frozen.
-    Returns the model. Raises UserError for a folder that holds none of the formats, other shapes, missing tensors, or
-    codes=True with layers that are not converted (nf.convert), or that are computed as one with different scales.
+    model: a GPT or Llama of the folder's shapes, converted or not. Folders that are not GGUF fit any module with the
+           file's names, too, as a model of transformers.
+    codes: False decodes 4-bit weights into the parameters, for further training or for any inference. With True the
+           converted layers compute with the codes of the file from now on, and their parameters are frozen.
+    Returns the model. Raises UserError where safetensors or gguf is not installed, and for a folder of another format
+    or model. Each tensor must be known, of its shape, and finite. With codes=True the layers must be converted
+    (nf.convert), and layers that are computed as one must have one scale.
     """
-    folder = Path(folder)
+    folder, file = Path(folder), None
     about = huggingface.describe(model) if isinstance(model, GPT | Llama) else None
     if (folder / gguf_file.FILE_NAME).exists():
-        if about is None:
-            raise UserError(f"{folder} is GGUF, which only a nanochat_fp4 Llama can be loaded from")
-        plain, weights = _read_gguf(folder, about)
-    else:
-        plain, weights = _read_safetensors(folder, about)
-    modules = dict(model.named_modules())
-    vocab = getattr(getattr(model, "config", None), "vocab_size", None)
-    expected = {n.removesuffix(".weight") for n, _ in model.named_parameters() if n.endswith(".weight")}
-    if missing := sorted(expected - set(plain) - set(weights.tensors)):
-        raise UserError(
-            f"{folder} has no weights for {', '.join(missing[:4])}; load it into the model it was made from"
-        )
-    for name in expected:
-        weight = modules[name].weight
-        value = weights.tensors[name].dequantize() if name in weights.tensors else plain[name]
-        rows = vocab if about and name in ("transformer.wte", "lm_head") else weight.shape[0]
-        if value.shape != (rows, *weight.shape[1:]):
-            raise UserError(f"{folder}: {name} is {tuple(value.shape)}, expected {(rows, *weight.shape[1:])}")
-        weight[:rows].copy_(value)
+        file = gguf_file.read(folder / gguf_file.FILE_NAME)
+        if not isinstance(model, Llama):
+            raise UserError(f"{file.path} can be loaded into a nanochat_fp4 Llama alone; export another format")
+    config = file.config if file else read_config(folder) if about else {}
+    check_config(folder, config, about)
+    plain, weights = read_weights(file or folder, model, about, tied=bool(config.get("tie_word_embeddings")))
+    lambdas = {}
     if isinstance(model, GPT):
-        config = json.loads((folder / "config.json").read_text())
-        for name, neutral in (("resid_lambdas", 1.0), ("x0_lambdas", 0.0)):
-            scalars = getattr(model, name)
-            scalars.copy_(torch.tensor(config.get(name, [neutral] * len(scalars))))
+        for name, neutral in LAMBDAS.items():
+            lambdas[name] = torch.tensor(config.get(name, [neutral] * model.config.n_layer), dtype=torch.float32)
+            _check_tensor(folder, name, lambdas[name], getattr(model, name).shape)
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        layer = name.removesuffix(".weight")
+        if layer in weights.tensors:
+            parameter.copy_(weights.tensors[layer].dequantize())
+        elif name in plain:
+            parameter[: len(plain[name])].copy_(plain[name]) if parameter.ndim else parameter.copy_(plain[name])
+        elif name in lambdas:
+            parameter.copy_(lambdas[name])
     if codes:
         _compute_with(model, weights)
     return model
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder. Raises UserError."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError("no object")
+        return config
+    except FileNotFoundError as e:
+        raise UserError(f"{path} is not there; name a folder that scripts.export or transformers wrote") from e
+    except (OSError, ValueError, RecursionError) as e:
+        raise UserError(f"{path} is damaged ({one_line(e)[:100]}); export it again") from e
+
+
+def check_config(path: Path, config: Mapping[str, Any], about: huggingface.Description | None) -> None:
+    """Raise UserError where config describes another model. Missing entries are not compared."""
+    if about is None:
+        return
+    rope = config.get("rope_parameters")
+    found = {**config, **(rope if isinstance(rope, dict) else {})}
+    free = {"architectures", "auto_map", "model_type", "windows", *LAMBDAS}  # GPT's classes, and their arguments
+    free |= {"max_position_embeddings", "rope_parameters", "tie_word_embeddings"}
+    for key, want in {**about.config, "rope_type": "default", "rope_scaling": None}.items():
+        if key in found and found[key] != want and key not in free:
+            raise UserError(f"{path}: {key} is {str(found[key])[:60]}, expected {want}; use the model it was made from")
+
+
+def read_weights(
+    source: Path | gguf_file.File, model: nn.Module, about: huggingface.Description | None, tied: bool = False
+) -> tuple[dict[str, Tensor], Weights]:
+    """(unquantized tensors by our names of them, 4-bit weights by our names of layers), with our rows, on the CPU.
+
+    source: a folder with safetensors, or a GGUF file
+    model: whose tensors these are, on any device, the meta device too
+    tied: a missing lm_head is the embedding
+    Raises UserError unless there is one finite value of the right shape for each tensor of the model, and no other.
+    """
+    targets = {k: t for k, t in model.state_dict(keep_vars=True).items() if k not in LAMBDAS or about is None}
+    shapes = {name: tuple(t.shape) for name, t in targets.items()}
+    for name in ("transformer.wte.weight", "lm_head.weight") if about else ():
+        shapes[name] = (model.config.vocab_size, *shapes[name][1:])
+    if isinstance(source, gguf_file.File):
+        path, (plain, weights) = source.path, _read_gguf(source, shapes, about)
+    else:
+        path, (plain, weights) = source, _read_safetensors(source, shapes, about)
+    if tied and about and "transformer.wte.weight" in plain:
+        plain.setdefault("lm_head.weight", plain["transformer.wte.weight"])
+    found = {id(t) for name, t in targets.items() if name in plain or name.removesuffix(".weight") in weights.tensors}
+    if missing := sorted(name for name, t in targets.items() if id(t) not in found):
+        raise UserError(f"{path} has no {', '.join(missing[:4])}; load it into the model it was made from")
+    return plain, weights
+
+
+def _check_tensor(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...] | None) -> None:
+    """Raise UserError unless the tensor is known (shape is given), of its shape, and finite."""
+    if shape is None:
+        raise UserError(f"{path}: {name} is not of this model; load it into the model it was made from")
+    if tuple(tensor.shape) != tuple(shape):
+        raise UserError(f"{path}: {name} is {tuple(tensor.shape)}, expected {tuple(shape)}; use the model it is of")
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+        raise UserError(f"{path}: {name} has values that are not finite; export or download it again")
+
+
+def _check_codes(path: Path, name: str, t: NVFP4Tensor, shape: tuple[int, ...] | None) -> None:
+    if t.codes.dtype != torch.uint8 or t.scales.dtype != torch.float8_e4m3fn:
+        raise UserError(f"{path}: {name} has codes in {t.codes.dtype}, scales in {t.scales.dtype}: not NVFP4")
+    rows, columns = shape if shape and len(shape) == 2 else (0, 0)
+    _check_tensor(path, f"{name}, its codes,", t.codes, shape and (rows, columns // 2))
+    _check_tensor(path, f"{name}, its scales,", t.scales, (rows, columns // BLOCK))
+    _check_tensor(path, f"{name}, its values,", t.scales.float() * (E2M1_MAX * t.tensor_scale), t.scales.shape)
 
 
 def _compute_with(model: nn.Module, weights: Weights) -> None:
@@ -90,53 +166,100 @@ def _compute_with(model: nn.Module, weights: Weights) -> None:
             layer.weight.requires_grad_(False)
 
 
-def _read_safetensors(folder: Path, about: huggingface.Description | None) -> tuple[dict[str, Tensor], Weights]:
-    """(unquantized weights, 4-bit ones), by our names and with our rows."""
-    tensors = safetensors_file.load(folder / huggingface.WEIGHTS_FILE)
+def load_safetensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder's safetensors files, by their names. Raises UserError."""
+    require("safetensors")
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = folder / huggingface.WEIGHTS_FILE
+    try:
+        files = {path.name}
+        if not path.exists() and (folder / INDEX_FILE).exists():
+            path = folder / INDEX_FILE
+            files = set(json.loads(path.read_bytes())["weight_map"].values())
+        tensors: dict[str, Tensor] = {}
+        for path in (folder / Path(name).name for name in sorted(files)):
+            for name, tensor in load_file(path).items():
+                if name in tensors:
+                    raise ValueError(f"{name} is there twice")
+                tensors[name] = tensor
+        return tensors
+    except FileNotFoundError as e:
+        raise UserError(f"{path} is not there; name a folder that scripts.export or transformers wrote") from e
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise UserError(f"{path} is not a whole safetensors file ({one_line(e)[:100]}); export it again") from e
+
+
+def _read_safetensors(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], about: huggingface.Description | None
+) -> tuple[dict[str, Tensor], Weights]:
     ours = {theirs: name for name, theirs in about.names.items()} if about else {}
+    layers: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in load_safetensors(folder).items():
+        theirs, _, part = key.rpartition(".")
+        layers.setdefault(theirs, {})[part] = tensor
     plain: dict[str, Tensor] = {}
     weights = Weights()
-    for key in tensors:
-        theirs, _, part = key.rpartition(".")
-        name = ours.get(theirs, theirs)
-
-        def rows(t: Tensor, name: str = name) -> Tensor:
-            return about.rows(name, t) if about else t
-
-        if part == "weight_packed":
-            scale = tensors[f"{theirs}.weight_global_scale"].reciprocal().reshape(())
-        elif part == "weight" and f"{theirs}.weight_scale_2" in tensors:
-            scale = tensors[f"{theirs}.weight_scale_2"].reshape(())
-        elif part == "weight":
-            plain[name] = rows(tensors[key])
+    for theirs, parts in layers.items():
+        name = ours.get(theirs, "" if about else theirs)
+        kind = next((kind for kind in (_COMPRESSED, _MODELOPT) if set(kind[:3]) <= set(parts)), ())
+        for part in sorted(set(parts) - set(kind)):
+            full = f"{name}.{part}" if name else part
+            known = shapes.get(full) if name or not about else None
+            _check_tensor(folder, f"{theirs}.{part}", parts[part], known)
+            plain[full] = about.rows(name, parts[part]) if about else parts[part]
+        if not kind:
             continue
-        else:
-            continue
-        weights.tensors[name] = NVFP4Tensor(rows(tensors[key]), rows(tensors[f"{theirs}.weight_scale"]), scale)
+        codes, scales, scale = (parts[part] for part in kind[:3])
+        for part in set(kind[2:]) & set(parts):
+            if parts[part].numel() != 1 or not parts[part].isfinite():
+                raise UserError(f"{folder}: {theirs}.{part} is not one finite value; export or download it again")
+        scale = scale.float().reshape(())
+        read = NVFP4Tensor(codes, scales, scale.reciprocal() if kind is _COMPRESSED else scale)
+        _check_codes(folder, theirs, read, shapes.get(f"{name}.weight"))
+        if about:
+            read = NVFP4Tensor(about.rows(name, codes), about.rows(name, scales), read.tensor_scale)
+        weights.tensors[name] = read
     return plain, weights
 
 
-def _read_gguf(folder: Path, about: huggingface.Description) -> tuple[dict[str, Tensor], Weights]:
-    needs("gguf")
-    from gguf import GGMLQuantizationType, GGUFReader, dequantize
+def _read_gguf(
+    file: gguf_file.File, shapes: Mapping[str, tuple[int, ...]], about: huggingface.Description
+) -> tuple[dict[str, Tensor], Weights]:
+    from gguf import GGMLQuantizationType, dequantize
 
-    try:
-        read = {t.name: t for t in GGUFReader(folder / gguf_file.FILE_NAME).tensors}
-    except (ValueError, IndexError, KeyError) as e:
-        raise UserError(f"{folder / gguf_file.FILE_NAME} is not a whole GGUF file ({one_line(e)[:100]})") from e
+    ours = {theirs: name for name, theirs in gguf_file.names(about).items()}
+    path, read = file.path, file.tensors
     plain: dict[str, Tensor] = {}
     weights = Weights()
-    for ours, theirs in gguf_file.names(about).items():
-        tensor = read.get(f"{theirs}.weight")
-        if tensor is None:
+    for key, tensor in progress_iter(read.items(), len(read), desc="read", unit="tensor"):
+        theirs, _, part = key.rpartition(".")
+        name = ours.get(theirs, "")
+        shape = shapes.get(f"{name}.weight")
+        four_bits = f"{theirs}.weight" in read and read[f"{theirs}.weight"].tensor_type == GGMLQuantizationType.NVFP4
+        if part in ("scale", "input_scale") and four_bits:
+            _check_tensor(path, key, torch.tensor(tensor.data), (1,))  # an input scale is for servers
             continue
-        if tensor.tensor_type != GGMLQuantizationType.NVFP4:
-            value = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
-            plain[ours] = gguf_file.rows_back(about, ours, value)
+        if shape is None or part != "weight" or tuple(tensor.shape[::-1].tolist()) != shape:
+            found = tuple(tensor.shape[::-1].tolist())
+            raise UserError(f"{path}: {key} is {found}, expected {shape if part == 'weight' and shape else 'no such'}")
+        if not four_bits:
+            try:
+                value = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
+            except (NotImplementedError, ValueError) as e:
+                raise UserError(f"{path}: {key} is {tensor.tensor_type.name}, which gguf cannot decode") from e
+            _check_tensor(path, key, value, shape)
+            plain[f"{name}.weight"] = gguf_file.rows_back(about, name, value)
             continue
-        scale = torch.tensor(read[f"{theirs}.scale"].data).reshape(()) if f"{theirs}.scale" in read else torch.ones(())
+        scale = torch.ones(())
+        if f"{theirs}.scale" in read:
+            scale = torch.tensor(read[f"{theirs}.scale"].data).float()
+            _check_tensor(path, f"{theirs}.scale", scale, (1,))
+            scale = scale[0]
         t = gguf_file.unpack_blocks(torch.tensor(tensor.data), scale)
-        weights.tensors[ours] = NVFP4Tensor(
-            gguf_file.rows_back(about, ours, t.codes), gguf_file.rows_back(about, ours, t.scales), scale
+        _check_codes(path, key, t, shape)
+        weights.tensors[name] = NVFP4Tensor(
+            gguf_file.rows_back(about, name, t.codes), gguf_file.rows_back(about, name, t.scales), scale
         )
     return plain, weights

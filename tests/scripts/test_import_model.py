@@ -9,7 +9,7 @@ from _exporting import CONFIGS
 
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.export.read_gguf import Imported
+from nanochat_fp4.export.read_llama import Imported
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.training.checkpoint_manager import load_checkpoint
 from nanochat_fp4.training.resume import held_run
@@ -30,7 +30,7 @@ def imported(tiny_base, tmp_path, monkeypatch):
         model = Llama(CONFIGS["llama"])
         model.init_weights()
         torch.nn.init.constant_(model.lm_head.weight, count)
-        return Imported(model, get_tokenizer(), ABOUT)
+        return Imported(model.config, model.state_dict(), get_tokenizer(), ABOUT)
 
     monkeypatch.setattr(import_model, "read_llama", read_llama)
     return lambda *flags: import_model.main([str(file), *flags])

@@ -533,7 +533,6 @@ ALLOWED = {
     ("nanochat_fp4/upstream.py", "runpy.run_module"),  # runs the checkout that the user names
     ("lab/golden.py", "runpy.run_module"),  # our own programs
     ("nanochat_fp4/data/download.py", "urllib.request.urlopen"),  # size and content are checked
-    ("nanochat_fp4/export/verify.py", "trust_remote_code"),  # of the modelling code that the export itself has written
 }
 
 
@@ -546,8 +545,8 @@ def dotted(node: ast.AST) -> str:
     return ""
 
 
-def is_true(call: ast.Call, name: str) -> bool:
-    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is True for k in call.keywords)
+def is_true(call: ast.Call, name: str, value: bool = True) -> bool:
+    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is value for k in call.keywords)
 
 
 def forbidden(tree: ast.AST) -> list[str]:
@@ -580,6 +579,8 @@ def forbidden(tree: ast.AST) -> list[str]:
                 found.append(f"{name} with allow_pickle")
             elif is_true(node, "trust_remote_code"):
                 found.append("trust_remote_code")
+            elif last == "from_pretrained" and "Rust" not in name and not is_true(node, "trust_remote_code", False):
+                found.append("from_pretrained without trust_remote_code=False")  # which asks stdin
             elif last == "extractall" and name.startswith("tar"):
                 found.append(name)
     return found
@@ -590,8 +591,8 @@ def test_forbidden_calls_are_found():
         "torch.load(f)", "torch.load(f, weights_only=False)", "torch.load(f, weights_only=x)", "import pickle",
         "from pickle import loads", "pickle.loads(x)", "eval(x)", "exec(x)", "__import__(x)", "os.system(x)",
         "subprocess.run(x, shell=True)", "yaml.load(f)", "np.load(f, allow_pickle=True)", "torch.hub.load(x)",
-        "load_dataset(x, trust_remote_code=True)", "urllib.request.urlretrieve(x)", "import shelve", "import requests",
-        "tar.extractall()",
+        "AutoModel.from_pretrained(x)", "load_dataset(x, trust_remote_code=True)", "urllib.request.urlretrieve(x)",
+        "import shelve", "import requests", "tar.extractall()",
     ]  # fmt: skip
     for code in bad:
         assert forbidden(ast.parse(code)), code

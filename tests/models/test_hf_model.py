@@ -1,0 +1,79 @@
+"""Models of transformers: no code of theirs runs, and weights that do not fit are refused."""
+
+import json
+
+import pytest
+import torch
+from _samples import make_bundle
+
+from nanochat_fp4.errors import UserError
+from scripts import base_eval, base_loss
+
+transformers = pytest.importorskip("transformers")
+
+from nanochat_fp4.models.hf_model import load_hf_model  # noqa: E402
+
+CODE = """
+from pathlib import Path
+Path({ran!r}).touch()
+from transformers import {base} as Class
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A GPT-2 of one layer with a tokenizer."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    from tokenizers import ByteLevelBPETokenizer
+
+    words = ByteLevelBPETokenizer()
+    words.train_from_iterator(["the capital of gold planets"] * 3, vocab_size=300, special_tokens=["<|bos|>"])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words._tokenizer, bos_token="<|bos|>")
+    tokenizer.save_pretrained(tmp_path / "hf")
+    config = transformers.GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def rewrite(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("base, name", [("GPT2Config", "config"), ("PreTrainedTokenizerFast", "tokenizer_config")])
+def test_no_code_of_a_folder_runs(folder, tmp_path, monkeypatch, base, name):
+    """Nobody is asked whether to trust the folder: an answer on stdin changes nothing."""
+    assert base_eval.load_hf_model is base_loss.load_hf_model is load_hf_model
+    (folder / "code.py").write_text(CODE.format(ran=str(tmp_path / "ran"), base=base))
+    classes = {"AutoConfig": "code.Class", "AutoModelForCausalLM": "code.Class"}
+    classes = classes if name == "config" else {"AutoTokenizer": ["code.Class", "code.Class"]}
+    rewrite(folder / f"{name}.json", auto_map=classes, model_type="x", architectures=["X"], tokenizer_class="X")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    try:
+        load_hf_model(str(folder), torch.device("cpu"))  # where transformers finds a class of its own
+    except UserError as refused:
+        assert "transformers cannot load it" in str(refused) and "\n" not in str(refused)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_weights_that_do_not_fit_are_refused(folder):
+    from safetensors.torch import load_file, save_file
+
+    load_hf_model(str(folder), torch.device("cpu"))
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("mlp.c_fc.weight"))
+    short = {**tensors, name: torch.ones(3, 3)}
+    for kind, changed in (
+        ("missing keys", {k: t for k, t in tensors.items() if k != name}),
+        ("unexpected keys", {**tensors, "transformer.h.0.attn.more.weight": torch.ones(2)}),
+        ("mismatched keys", short),
+    ):
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match=rf"do not fit its config.json \({kind}: .*; give a whole model") as refused:
+            load_hf_model(str(folder), torch.device("cpu"))
+        assert "\n" not in str(refused.value)
+
+
+def test_core_of_a_model_of_transformers(folder, tiny_base, tmp_path, capsys):
+    bundle = make_bundle(tmp_path / "bundle")
+    base_eval.main([f"--hf-path={folder}", f"--bundle-dir={bundle}", "--max-per-task=3", "--device-type=cpu"])
+    assert f"CORE of {folder}, bf16 forward" in capsys.readouterr().out
