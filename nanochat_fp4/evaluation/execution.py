@@ -38,7 +38,7 @@ DISK_BYTES = 64 * 1024 * 1024  # of all files together, where the folder lies in
 MAX_PROCESSES = 16  # processes and threads beside those the user has already
 MAX_FILES = 4096  # files, folders and links in the program's folder
 NOBODY = 65534  # the user that a program in namespaces is, where root starts it
-SETUP_SECONDS = 30.0  # execution_child.py's limit for setting up; the deadline runs from then on
+SETUP_SECONDS = 30.0  # sandbox/__main__.py's limit for setting up; the deadline follows
 GRACE_SECONDS = 5.0  # a supervisor that has not reported this long after its deadline is killed from here
 CLEANING_SECONDS = 5.0  # a supervisor that still removes files after this goes on in the background
 
@@ -86,12 +86,6 @@ class ExecutionResult:
     error: str | None = None  # one line
     timeout: bool = False
     memory_exceeded: bool = False
-
-    def __repr__(self) -> str:
-        shown = {"success": self.success, "timeout": self.timeout, "memory_exceeded": self.memory_exceeded}
-        shown.update(error=self.error, stdout=self.stdout, stderr=self.stderr)
-        always = ("success",)
-        return f"ExecutionResult({', '.join(f'{k}={v!r}' for k, v in shown.items() if v or k in always)})"
 
 
 class SandboxError(RuntimeError):

@@ -923,28 +923,6 @@ for value in (lambda x: x, object(), iter([])):
         assert not result.success and error in result.error, (code, result)
 
 
-def test_ordinary_modules_work():
-    code = """
-import asyncio, dataclasses, enum, functools, inspect, logging, threading, typing, unittest, warnings
-@dataclasses.dataclass(order=True)
-class C:
-    x: int
-class T(typing.NamedTuple):
-    x: int
-async def main():
-    await asyncio.sleep(0)
-    return T(1)
-assert asyncio.run(main()) == (1,) and C(1) < C(2) and inspect.signature(main).parameters == {}
-t = threading.Thread(target=warnings.warn, args=('w',)); t.start(); t.join()
-class Test(unittest.TestCase):
-    def test(self): self.assertEqual(1, 1)
-assert unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Test)).wasSuccessful()
-"""
-    if "audit" not in LAYERS[0]:  # those hooks refuse asyncio's sockets
-        result = execute_code(code, timeout=30)
-        assert result.success, result
-
-
 @every_kernel_layer
 def test_crashes_are_failures(layers):
     for code in ("import ctypes; ctypes.string_at(0)", "import os; os.abort()", "def f(): f()\nf()"):
