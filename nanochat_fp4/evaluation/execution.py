@@ -32,15 +32,15 @@ from pathlib import Path
 
 _CHILD = Path(__file__).resolve().with_name("sandbox")
 
-MAX_OUTPUT_BYTES = 64 * 1024  # of stdout and of stderr; more is read and dropped
-FILE_BYTES = 16 * 1024 * 1024  # of one file
-DISK_BYTES = 64 * 1024 * 1024  # of all files together, where the folder lies in memory (namespaces)
-MAX_PROCESSES = 16  # processes and threads beside those the user has already
-MAX_FILES = 4096  # files, folders and links in the program's folder
-NOBODY = 65534  # the user that a program in namespaces is, where root starts it
-SETUP_SECONDS = 30.0  # sandbox/__main__.py's limit for setting up; the deadline follows
-GRACE_SECONDS = 5.0  # a supervisor that has not reported this long after its deadline is killed from here
-CLEANING_SECONDS = 5.0  # a supervisor that still removes files after this goes on in the background
+MAX_OUTPUT_BYTES = 64 * 1024  # Of stdout and of stderr. More is read and dropped.
+FILE_BYTES = 16 * 1024 * 1024  # Of one file.
+DISK_BYTES = 64 * 1024 * 1024  # All files together, where the folder lies in memory (namespaces).
+MAX_PROCESSES = 16  # Processes and threads beside those that the user has already.
+MAX_FILES = 4096  # Files, folders and links in the program's folder.
+NOBODY = 65534  # The user of a program in namespaces, where root starts it.
+SETUP_SECONDS = 30.0  # The limit for setting up in sandbox/__main__.py. The deadline follows.
+GRACE_SECONDS = 5.0  # A supervisor that has not reported this long after its deadline is killed.
+CLEANING_SECONDS = 5.0  # After this a supervisor that removes files goes on in the background.
 
 # Strongest first. Each is tried with seccomp added and then without, but landlock is never used alone.
 _LAYER_SETS = (
@@ -52,8 +52,8 @@ _LAYER_SETS = (
 )
 
 
-# promise: who keeps it with namespaces + seccomp, with landlock + seccomp, with namespaces alone, and with neither.
-# "kernel" and "supervisor" hold whatever the code does, "hooks" (Python's) until it attacks the interpreter.
+# The keepers of each promise: namespaces + seccomp, landlock + seccomp, namespaces alone, neither.
+# "kernel" and "supervisor" hold whatever the code does. "hooks" (Python's) hold until the code attacks the interpreter.
 GUARANTEES = {
     "the deadline; what it writes as a result or prints is never an error of the evaluation": ("supervisor",) * 4,
     "processor seconds, open files, size of a file, address space (the last on Linux)": ("kernel",) * 4,
@@ -78,7 +78,7 @@ _cleaning: list[subprocess.Popen] = []  # supervisors that still remove files
 
 @dataclass
 class ExecutionResult:
-    """What came of one program. `success`: it ran to its end; sys.exit(), an exception or a kill is no success."""
+    """What came of one program. sys.exit(), an exception or a kill is no success."""
 
     success: bool
     stdout: str
@@ -105,7 +105,7 @@ def execute_code(
     Run `code` in the sandbox, then `tests` against it in another process of the sandbox, and wait for both.
 
     timeout: wall-clock seconds. maximum_memory_bytes: address space of each process (Linux), None for no limit.
-    layers: the layers to use (tests); None takes sandbox_layers().
+    layers: the layers to use, for tests. None takes sandbox_layers().
     tests: Python code that knows the code's `function` as `candidate`, which takes and returns numbers, text and
     collections of them (sandbox/judge.py's encode). Without tests, success is the code's own word.
     Raises SandboxError where no sandbox can be made: code is never run without one.

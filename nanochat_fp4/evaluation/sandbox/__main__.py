@@ -43,7 +43,7 @@ def be_first_process(request: dict) -> None:
 
 
 def enter(request: dict) -> None:
-    """What the judge and the program share, before the fork: the namespaces, the folder, no capabilities."""
+    """Before the fork: the namespaces, the folder, no capabilities."""
     if "namespaces" in request["layers"]:
         be_first_process(request)
         layers.become_nobody()
@@ -198,7 +198,7 @@ def wait_until_ready(setup_fd: int) -> str:
 
 
 def main() -> None:
-    if sys.argv[1] == "remove":  # of a supervisor that was killed
+    if sys.argv[1] == "remove":  # The supervisor was killed.
         remove_folder(sys.argv[2])
         return
     request = json.loads(sys.argv.pop())
@@ -218,7 +218,7 @@ def main() -> None:
         os.close(report_fd)
         os.close(setup_read)
         work(request, setup_write)
-    for fd in (setup_write, request["result_fd"], 0, 1, 2):  # what is left open holds the trainer up
+    for fd in (setup_write, request["result_fd"], 0, 1, 2):  # The trainer waits for the end of these.
         os.close(fd)
     try:
         answer, _, program = wait_until_ready(setup_read).partition(" ")
@@ -234,5 +234,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: no program finds it
+    sys.path.pop(0)  # No program finds this folder.
     main()

@@ -58,13 +58,13 @@ def _mount(source: str, target: str, fstype: str | None, flags: int, data: str |
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Layer "namespaces": own mounts, processes, network, IPC; a root that holds only Python and an empty folder in memory
+# Layer "namespaces": own mounts, processes, network, IPC. The root holds Python and an empty folder in memory.
 
 
 def make_process_namespace() -> None:
     """Called by the supervisor. Its next child is process 1 of a namespace, and takes it along when it dies."""
     uid, gid = os.geteuid(), os.getegid()
-    flags = CLONE_NEWPID | (CLONE_NEWUSER if uid != 0 else 0)  # what lets an ordinary user make the others
+    flags = CLONE_NEWPID | (CLONE_NEWUSER if uid != 0 else 0)  # An ordinary user needs a user namespace.
     _check(_libc.unshare(flags), "unshare")
     if uid != 0:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
@@ -79,7 +79,7 @@ def make_other_namespaces() -> None:
 
 
 def python_folders() -> list[str]:
-    """What a Python program must be able to read: the interpreter, its libraries, its standard library."""
+    """The folders that a Python program reads: interpreter, libraries, standard library."""
     wanted = [sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix, "/usr", "/lib", "/lib64", "/bin"]
     folders: list[str] = []
     for folder in sorted({os.path.abspath(p) for p in wanted}, key=len):
@@ -164,7 +164,7 @@ def restrict_files(writable: str) -> None:
 # Layer "seccomp": a list of the system calls that a Python program needs. Everything else is refused: network,
 # processes, programs, signals to others, shared memory, asynchronous I/O, changes of rights, and later kernels' calls.
 
-# name: (x86_64, aarch64); None where an architecture does not have the call.
+# name: (x86_64, aarch64). None: the architecture does not have the call.
 ALLOWED_SYSCALLS = {
     # files. Not, as landlock does not see them: chmod, chown, utime, xattrs, truncate by path, flock, inotify
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "stat": (4, None), "fstat": (5, 80), "lstat": (6, None),
@@ -324,7 +324,7 @@ def install_audit_hook(writable: str) -> None:
 
 
 def set_limits(request: dict) -> None:
-    """Hard limits, per process: memory, processor seconds, file size, open files, processes, no core files."""
+    """Hard limits of each process."""
     limits = {
         "RLIMIT_AS": request["memory"],
         "RLIMIT_DATA": request["memory"],
