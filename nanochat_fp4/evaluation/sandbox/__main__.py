@@ -87,21 +87,21 @@ def work(request: dict, setup_fd: int) -> None:
             ):  # within the judge's domain: the judge's end must be able to signal this
                 layers.restrict_files(os.getcwd())
             restrict(request)
-            with open(to_judge, "wb") as replies, open(from_judge, "rb") as requests:
+            with open(to_judge, "wb") as replies, open(from_judge, "rb") as calls:
                 replies.write(b"ready\n")
                 replies.flush()  # raises where the judge is dead
                 os.close(setup_fd)
-                judge.run_program(requests, replies)
+                judge.run_program(calls, replies)
         os.close(from_judge)
         os.close(to_judge)
         layers.prctl(layers.PR_SET_DUMPABLE, 0)  # the program, of the same user, cannot look into the judge
         restrict(request)
-        replies, requests = open(from_program, "rb"), open(to_program, "wb")
+        replies, calls = open(from_program, "rb"), open(to_program, "wb")
         if replies.readline() == b"ready\n":  # the program has no code yet
             os.write(setup_fd, b"ready %d" % program)  # raises where the supervisor is dead
             os.close(setup_fd)
             with open(0, "rb") as task:
-                judge.run_judge(json.load(task), requests, replies, request["result_fd"])
+                judge.run_judge(json.load(task), calls, replies, request["result_fd"])
     except BaseException as e:
         os.write(setup_fd, f"{type(e).__name__}: {e}"[:1000].encode(errors="replace"))
     finally:

@@ -86,12 +86,12 @@ def describe(error: BaseException) -> str:
     return "".join(c if c.isprintable() else " " for c in text[:1000])
 
 
-def run_program(requests: BinaryIO, replies: BinaryIO) -> NoReturn:
+def run_program(calls: BinaryIO, replies: BinaryIO) -> NoReturn:
     """The program's process: run the code, then answer calls of its functions until the judge is gone."""
     leave = os._exit  # the code may break os and sys for its own process
     namespace: dict[str, Any] = {}  # no __name__, as in nanochat: a `__main__` block of the completion does not run
     try:
-        for line in requests:
+        for line in calls:
             request = json.loads(line)
             try:
                 if "code" in request:
@@ -117,7 +117,7 @@ def run_program(requests: BinaryIO, replies: BinaryIO) -> NoReturn:
         leave(0)
 
 
-def run_judge(task: dict, requests: BinaryIO, replies: BinaryIO, result_fd: int) -> NoReturn:
+def run_judge(task: dict, calls: BinaryIO, replies: BinaryIO, result_fd: int) -> NoReturn:
     """
     The judge's process: send the code, run the tests, write "passed", "memory" or "error ..." to result_fd.
 
@@ -126,8 +126,8 @@ def run_judge(task: dict, requests: BinaryIO, replies: BinaryIO, result_fd: int)
 
     def ask(**request: Any) -> Any:
         try:
-            requests.write(json.dumps(request).encode() + b"\n")
-            requests.flush()
+            calls.write(json.dumps(request).encode() + b"\n")
+            calls.flush()
             kind, content = json.loads(replies.readline())
         except (OSError, ValueError, TypeError) as e:
             raise Failed("the program ended without finishing (killed by a limit, a crash, or os._exit)") from e
