@@ -53,11 +53,10 @@ class HumanEval(RowTask):
             "test": row["test"],
         }
 
-    def program(self, conversation: dict[str, Any], answer: str) -> str:
-        """The program to run. The prompt's imports, which an answer often leaves out, the answer's code, the tests."""
-        imports = leading_imports(conversation["messages"][0]["content"])
-        call = f"check({conversation['entry_point']})"
-        return f"{imports}\n\n{extract_program(answer)}\n\n{conversation['test']}\n{call}"
-
     def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
-        return execute_code(self.program(conversation, answer)).success
+        """Run the prompt's imports (an answer often leaves them out) and the answer; test the answer's function."""
+        prompt, name = conversation["messages"][0]["content"], conversation["entry_point"]
+        # Some tests call the prompt's other functions or the function itself by name.
+        tests = f"{prompt}\n{conversation['test']}\n{name} = candidate\ncheck(candidate)"
+        code = f"{leading_imports(prompt)}\n\n{extract_program(answer)}"
+        return execute_code(code, tests=tests, function=name).success

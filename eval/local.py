@@ -103,11 +103,14 @@ class LocalCode(_Local):
                 {"role": "user", "content": prompt},
                 {"role": "assistant", "content": f"{prompt}    return x {operator} {n}"},
             ],
+            "entry_point": name,
             "test": "".join(f"assert {name}({x}) == {y}\n" for x, y in cases),
         }
 
     def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
-        return execute_code(f"{extract_program(answer)}\n\n{conversation['test']}").success
+        name = conversation["entry_point"]
+        tests = f"{name} = candidate\n{conversation['test']}"
+        return execute_code(extract_program(answer), tests=tests, function=name).success
 
 
 def eval_case(x: int, operator: str, n: int) -> int:

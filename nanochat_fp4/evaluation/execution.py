@@ -1,28 +1,26 @@
 """
 Sandboxed execution of Python code that a language model wrote (HumanEval).
 
-`execute_code` runs a program in a process of its own and says whether it ran to its end without an exception.
-GUARANTEES says what holds it back and who sees to it; docs/reliability.md has the same table with the tests.
+`execute_code` runs a program in a process of its own. A second process, the judge, tests the program's function.
+The program reaches neither the tests nor the verdict: arguments and results pass between the two as plain values.
+GUARANTEES lists the promises and who keeps each of them. docs/reliability.md has the same table with the tests.
 
-- namespaces: own mount, process, network and IPC namespaces, root folder in memory with Python's folders read-only,
-  the program is user `nobody` without capabilities, and process 1 takes everything along when it ends. Linux 5.12 or
-  newer, root or unprivileged user namespaces.
-- landlock (Linux 5.13 or newer): for containers, where namespaces are usually refused. Always with seccomp.
-- seccomp (x86_64 and aarch64): a list of allowed system calls, added to both of the above wherever it is available.
-- audit: Python's hooks, used only where neither namespaces nor landlock is available: old kernels, macOS. They stop
-  careless code but not code that attacks the interpreter; run such code in a container or a virtual machine.
+- namespaces: own mount, process, network and IPC namespaces. The root folder lies in memory, with Python's folders
+  read-only. The program is user `nobody` without capabilities. Process 1 ends all others when it ends. Needs Linux 5.12
+  and either root or unprivileged user namespaces.
+- landlock (Linux 5.13): for containers, which usually refuse namespaces. Always with seccomp.
+- seccomp (x86_64 and aarch64): a list of allowed system calls. Added to both of the above wherever it is available.
+- audit: Python's hooks, used only without namespaces and landlock (old kernels, macOS). They stop careless code but no
+  attack on the interpreter. Run such code in a container or a virtual machine.
 
-The strongest set that this machine accepts is found once per process (`sandbox_layers`). The kernel itself is shared,
-so a kernel bug is a way out. A completion that wants to cheat shares a process with the tests that judge it: the guard
-refuses the means that no honest completion needs, and an object that is equal to everything still passes; that is a
-property of the benchmark. Windows is not supported.
+`sandbox_layers` finds the strongest set that this machine accepts, once per process. All processes share the kernel: a
+kernel bug is a way out. Windows is not supported.
 """
 
 import contextlib
 import functools
 import json
 import os
-import secrets
 import selectors
 import signal
 import subprocess
@@ -32,17 +30,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_CHILD = Path(__file__).resolve().with_name("execution_child.py")
+_CHILD = Path(__file__).resolve().with_name("sandbox")
 
-MAX_OUTPUT_BYTES = 64 * 1024  # of stdout and of stderr; more is read and dropped
-FILE_BYTES = 16 * 1024 * 1024  # of one file
-DISK_BYTES = 64 * 1024 * 1024  # of all files together, where the folder lies in memory (namespaces)
-MAX_PROCESSES = 16  # processes and threads beside those the user has already
-MAX_FILES = 4096  # files, folders and links in the program's folder
-NOBODY = 65534  # the user that a program in namespaces is, where root starts it
-SETUP_SECONDS = 30.0  # execution_child.py's limit for setting up; the deadline runs from then on
-GRACE_SECONDS = 5.0  # a supervisor that has not reported this long after its deadline is killed from here
-CLEANING_SECONDS = 5.0  # a supervisor that still removes files after this goes on in the background
+MAX_OUTPUT_BYTES = 64 * 1024  # Of stdout and of stderr. More is read and dropped.
+FILE_BYTES = 16 * 1024 * 1024  # Of one file.
+DISK_BYTES = 64 * 1024 * 1024  # All files together, where the folder lies in memory (namespaces).
+MAX_PROCESSES = 16  # Processes and threads beside those that the user has already.
+MAX_FILES = 4096  # Files, folders and links in the program's folder.
+NOBODY = 65534  # The user of a program in namespaces, where root starts it.
+SETUP_SECONDS = 30.0  # The limit for setting up in sandbox/__main__.py. The deadline follows.
+GRACE_SECONDS = 5.0  # A supervisor that has not reported this long after its deadline is killed.
+CLEANING_SECONDS = 5.0  # After this a supervisor that removes files goes on in the background.
 
 # Strongest first. Each is tried with seccomp added and then without, but landlock is never used alone.
 _LAYER_SETS = (
@@ -54,11 +52,12 @@ _LAYER_SETS = (
 )
 
 
-# promise: who keeps it with namespaces + seccomp, with landlock + seccomp, with namespaces alone, and with neither.
-# "kernel" and "supervisor" hold whatever the code does, "hooks" (Python's) until it attacks the interpreter.
+# The keepers of each promise: namespaces + seccomp, landlock + seccomp, namespaces alone, neither.
+# "kernel" and "supervisor" hold whatever the code does. "hooks" (Python's) hold until the code attacks the interpreter.
 GUARANTEES = {
     "the deadline; what it writes as a result or prints is never an error of the evaluation": ("supervisor",) * 4,
     "processor seconds, open files, size of a file, address space (the last on Linux)": ("kernel",) * 4,
+    "a program reaches neither the tests that judge it nor the verdict": ("kernel", "kernel", "kernel", "hooks"),
     "no memory beside it: memfds, files in flight, large pipes, locks": ("kernel", "kernel", "no", "no"),
     "number and size of all files together": ("kernel", "supervisor", "kernel", "supervisor"),
     "number of threads": ("kernel", "supervisor", "kernel", "supervisor"),
@@ -79,7 +78,7 @@ _cleaning: list[subprocess.Popen] = []  # supervisors that still remove files
 
 @dataclass
 class ExecutionResult:
-    """What came of one program. `success`: it ran to its end; sys.exit(), an exception or a kill is no success."""
+    """What came of one program. sys.exit(), an exception or a kill is no success."""
 
     success: bool
     stdout: str
@@ -87,12 +86,6 @@ class ExecutionResult:
     error: str | None = None  # one line
     timeout: bool = False
     memory_exceeded: bool = False
-
-    def __repr__(self) -> str:
-        shown = {"success": self.success, "timeout": self.timeout, "memory_exceeded": self.memory_exceeded}
-        shown.update(error=self.error, stdout=self.stdout, stderr=self.stderr)
-        always = ("success",)
-        return f"ExecutionResult({', '.join(f'{k}={v!r}' for k, v in shown.items() if v or k in always)})"
 
 
 class SandboxError(RuntimeError):
@@ -104,21 +97,24 @@ def execute_code(
     timeout: float = 5.0,
     maximum_memory_bytes: int | None = 256 * 1024 * 1024,
     layers: tuple[str, ...] | None = None,
-    guard: bool = True,
+    *,
+    tests: str = "",
+    function: str = "",
 ) -> ExecutionResult:
     """
-    Run `code` in the sandbox and wait for it.
+    Run `code` in the sandbox, then `tests` against it in another process of the sandbox, and wait for both.
 
-    timeout: wall-clock seconds. maximum_memory_bytes: address space of the process (Linux), None for no limit.
-    layers: the layers to use (tests); None takes sandbox_layers().
-    guard: Python hooks refuse what could change the tests that judge a completion: tracing, ctypes and their like.
+    timeout: wall-clock seconds. maximum_memory_bytes: address space of each process (Linux), None for no limit.
+    layers: the layers to use, for tests. None takes sandbox_layers().
+    tests: Python code that knows the code's `function` as `candidate`, which takes and returns numbers, text and
+    collections of them (sandbox/judge.py's encode). Without tests, success is the code's own word.
     Raises SandboxError where no sandbox can be made: code is never run without one.
     """
     if os.name != "posix":
         raise SandboxError("model-written code can be run on Linux and macOS only; use WSL2 or leave HumanEval out")
     layers = sandbox_layers() if layers is None else layers
     try:
-        return _run(code, timeout, maximum_memory_bytes, layers, guard)
+        return _run({"code": code, "tests": tests, "function": function}, timeout, maximum_memory_bytes, layers)
     except OSError as e:  # no processes, files or disk space to be had here; nothing that the program could cause
         raise SandboxError(f"{type(e).__name__}: {e}") from e
 
@@ -155,15 +151,12 @@ def describe_sandbox() -> str:
     return f"{line}. Not guaranteed here: {'; '.join(missing)}" if missing else line
 
 
-def _run(code: str, timeout: float, memory: int | None, layers: tuple[str, ...], guard: bool) -> ExecutionResult:
-    secret = secrets.token_bytes(32)  # os._exit(0) in the code, or a guess, is not taken for success
+def _run(task: dict, timeout: float, memory: int | None, layers: tuple[str, ...]) -> ExecutionResult:
     folder = tempfile.mkdtemp(prefix="nanochat_sandbox_")
     request = {
-        "code": code,
         "timeout": timeout,
         "memory": memory,
         "layers": layers,
-        "guard": guard,
         "folder": folder,
         "trainer": os.getpid(),
         "file_bytes": FILE_BYTES,
@@ -183,21 +176,17 @@ def _run(code: str, timeout: float, memory: int | None, layers: tuple[str, ...],
                     ours.callback(os.close, read)
                     theirs.callback(os.close, ends[name])
                     fds[read] = name
-                secret_read, secret_write = os.pipe()
-                theirs.callback(os.close, secret_read)
-                theirs.callback(os.close, secret_write)
-                os.write(secret_write, secret)
-                passed = (ends["report"], ends["result"], secret_read)
-                request_file = theirs.enter_context(tempfile.TemporaryFile())
-                request_file.write(json.dumps(request).encode())
-                request_file.seek(0)
+                request.update(report_fd=ends["report"], result_fd=ends["result"])
+                task_file = theirs.enter_context(tempfile.TemporaryFile())
+                task_file.write(json.dumps(task).encode())
+                task_file.seek(0)
                 # No preexec_fn: this process may have threads. The environment is made from nothing.
                 process = subprocess.Popen(
-                    [sys.executable, "-I", "-B", str(_CHILD), *map(str, passed)],
-                    stdin=request_file,
+                    [sys.executable, "-I", "-B", str(_CHILD), json.dumps(request)],
+                    stdin=task_file,
                     stdout=ends["stdout"],
                     stderr=ends["stderr"],
-                    pass_fds=passed,
+                    pass_fds=(ends["report"], ends["result"]),
                     cwd="/",
                     env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
                     start_new_session=True,
@@ -205,7 +194,7 @@ def _run(code: str, timeout: float, memory: int | None, layers: tuple[str, ...],
             _collect(process, fds, captured, time.monotonic() + SETUP_SECONDS + timeout + GRACE_SECONDS)
     finally:  # Ctrl-C, too: a supervisor whose report nobody reads any more ends the program
         _see_off(process, folder, reported=b"outcome" in captured["report"])
-    return _judge(captured, secret, timeout)
+    return _verdict(captured, timeout)
 
 
 def _collect(process: subprocess.Popen, fds: dict[int, str], captured: dict[str, bytearray], deadline: float) -> None:
@@ -250,13 +239,13 @@ def _see_off(process: subprocess.Popen | None, folder: str, reported: bool) -> N
             subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=CLEANING_SECONDS)
 
 
-def _judge(captured: dict[str, bytearray], secret: bytes, timeout: float) -> ExecutionResult:
+def _verdict(captured: dict[str, bytearray], timeout: float) -> ExecutionResult:
     def text(name: str) -> str:
         data = bytes(captured[name])
         shown = data[:MAX_OUTPUT_BYTES].decode("utf-8", errors="replace")
         return shown + "\n[output cut here]" if len(data) > MAX_OUTPUT_BYTES else shown
 
-    # The program cannot write the report; what it writes as a result is compared and shown, never interpreted.
+    # The program can write neither the report nor the result.
     report: dict = {}
     for line in bytes(captured["report"]).splitlines():
         report.update(json.loads(line))
@@ -271,13 +260,10 @@ def _judge(captured: dict[str, bytearray], secret: bytes, timeout: float) -> Exe
         result.error = f"the program was ended: {outcome}"
     elif answer == b"memory":
         result.memory_exceeded, result.error = True, "Memory limit exceeded"
-    elif answer.startswith(b"error "):
-        message = answer.removeprefix(b"error ").decode("utf-8", errors="replace")[:1000]
-        result.error = "".join(c if c.isprintable() else " " for c in message)
-    elif answer != secret:
-        result.error = "the program ended without finishing (killed by a limit, a crash, or os._exit)"
-    else:
+    elif answer == b"passed":
         result.success = True
+    else:
+        result.error = answer.decode("utf-8", errors="replace").removeprefix("error ") or "the judge was killed"
     return result
 
 

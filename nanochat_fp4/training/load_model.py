@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nanochat_fp4.common import get_base_dir, print0, set_cpu_threads
+from nanochat_fp4.common import get_base_dir, print0, resolve_method, set_cpu_threads
 from nanochat_fp4.console import format_bytes
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
 from nanochat_fp4.errors import UserError, one_line

@@ -27,6 +27,7 @@ from nanochat_fp4.common import (
     compute_cleanup,
     compute_init,
     print0,
+    resolve_method,
     set_cpu_threads,
     use_deterministic_kernels,
 )
@@ -53,7 +54,6 @@ from nanochat_fp4.training.load_model import (
     find_model_tag,
     load_model,
     load_weights,
-    resolve_method,
     weights_digest,
 )
 from nanochat_fp4.training.resume import (

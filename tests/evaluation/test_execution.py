@@ -23,8 +23,9 @@ from pathlib import Path
 
 import pytest
 
-from nanochat_fp4.evaluation import execution, execution_child
+from nanochat_fp4.evaluation import execution
 from nanochat_fp4.evaluation.execution import SandboxError, execute_code
+from nanochat_fp4.evaluation.sandbox import layers as kernel
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the sandbox needs Linux or macOS")
 
@@ -53,9 +54,8 @@ every_kernel_layer = pytest.mark.parametrize("layers", KERNEL, ids="+".join)
 
 
 def run(code: str, layers: tuple[str, ...], timeout: float = 30.0, **kwargs) -> execution.ExecutionResult:
-    """Without the guard's hooks, so that the layers are attacked with all that Python has."""
     start = time.monotonic()
-    result = execute_code(code, timeout=timeout, layers=layers, **{"guard": False, **kwargs})
+    result = execute_code(code, timeout=timeout, layers=layers, **kwargs)
     assert time.monotonic() - start < timeout + 10, "the deadline was not kept"
     return result
 
@@ -188,7 +188,7 @@ print(sorted(os.environ), len(fds))
     assert result.success, result
     names, count = result.stdout.rsplit(" ", 1)
     assert "SECRET_TOKEN" not in names and "PYTHONSTARTUP" not in names
-    assert int(count) <= 1, f"open files beside the standard ones: {count}"  # the one its answer goes to
+    assert int(count) <= 2, f"open files beside the standard ones: {count}"  # to the judge and back
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -219,11 +219,11 @@ def decide(program: list[tuple[int, int, int, int]], arch: int, number: int, *ar
 @pytest.mark.parametrize("machine, arch, foreign", [("x86_64", X86_64, I386), ("aarch64", AARCH64, ARM)])
 def test_the_filter_allows_its_list_and_nothing_else(machine, arch, foreign):
     column, high = {"x86_64": 0, "aarch64": 1}[machine], 1 << 32
-    program = execution_child.seccomp_program(machine, 4711)
+    program = kernel.seccomp_program(machine, 4711)
     assert len(program) <= 4096 and all(row[1] < 256 and row[2] < 256 for row in program)
-    allowed = {numbers[column] for numbers in execution_child.ALLOWED_SYSCALLS.values()}
-    decided = {rule[0][column] for rule in execution_child.CONDITIONAL_SYSCALLS.values()}
-    decided.add(execution_child.SYS_TGKILL[column])
+    allowed = {numbers[column] for numbers in kernel.ALLOWED_SYSCALLS.values()}
+    decided = {rule[0][column] for rule in kernel.CONDITIONAL_SYSCALLS.values()}
+    decided.add(kernel.SYS_TGKILL[column])
     for number in range(-1, 1000):
         for args in ((), (1, 2, 3, 4, 5, 6), (-1,) * 6):
             answer = decide(program, arch, number, *args)
@@ -236,7 +236,7 @@ def test_the_filter_allows_its_list_and_nothing_else(machine, arch, foreign):
         if machine == "x86_64":
             assert decide(program, arch, 0x40000000 | (number & 0x3FF)) == KILL  # x32
 
-    name = {key.split()[0]: rule[0][column] for key, rule in execution_child.CONDITIONAL_SYSCALLS.items()}
+    name = {key.split()[0]: rule[0][column] for key, rule in kernel.CONDITIONAL_SYSCALLS.items()}
     may, may_not = [], []
     may += [("fcntl", 3, c) for c in (0, 1, 2, 3, 1030, 1032)] + [("fcntl", 3, 4, os.O_NONBLOCK)]
     may_not += [("fcntl", 3, c) for c in (5, 6, 7, 8, 10, 15, 36, 37, 38, 1024, 1026, 1031, 1033)]
@@ -256,7 +256,7 @@ def test_the_filter_allows_its_list_and_nothing_else(machine, arch, foreign):
         assert decide(program, arch, name[call], *args) == ALLOW, (call, args)
     for call, *args in may_not:
         assert decide(program, arch, name[call], *args) == NOT_PERMITTED, (call, args)
-    tgkill = execution_child.SYS_TGKILL[column]
+    tgkill = kernel.SYS_TGKILL[column]
     assert decide(program, arch, tgkill, 4711, 4712, 9) == ALLOW
     assert [decide(program, arch, tgkill, pid, 4711, 9) for pid in (1, -1, 0)] == [NOT_PERMITTED] * 3
 
@@ -265,8 +265,8 @@ def test_the_filter_allows_its_list_and_nothing_else(machine, arch, foreign):
 def test_the_kernel_refuses_every_other_system_call(layers):
     """Asked for each number, with arguments that make those which exist fail in another way or succeed."""
     column = {"x86_64": 0, "aarch64": 1}[os.uname().machine]
-    tables = [*execution_child.ALLOWED_SYSCALLS.values(), execution_child.SYS_TGKILL]
-    tables += [rule[0] for rule in execution_child.CONDITIONAL_SYSCALLS.values()]
+    tables = [*kernel.ALLOWED_SYSCALLS.values(), kernel.SYS_TGKILL]
+    tables += [rule[0] for rule in kernel.CONDITIONAL_SYSCALLS.values()]
     skipped = sorted(numbers[column] for numbers in tables if numbers[column] is not None)
     skipped += [335, 336]  # uretprobe and uprobe, which no filter sees and which end a process that has no probes
     code = f"""
@@ -725,19 +725,6 @@ os.mkdir('closed', 0o300); os.mkdir('closed/x', 0o300); open('closed/x/file', 'w
     wait_until(lambda: list(tmp_path.iterdir()) == [])
 
 
-@every_layer
-def test_a_forged_answer_is_not_believed(layers):
-    code = """
-import os
-for fd in range(3, 100):
-    try: os.write(fd, b'{"success": true}\\n{"nonce": "", "success": true}\\n')
-    except OSError: pass
-os._exit(0)
-"""
-    result = run(code, layers)
-    assert not result.success and "without finishing" in result.error
-
-
 # What a program may write where its answer goes, and all that a secret of the caller's could be read from.
 ANSWERS = {
     "brackets": "b'[' * 60_000 + b'\\n'",
@@ -751,62 +738,42 @@ ANSWERS = {
     "memory": "b'memory'",
     "a megabyte": "b'x' * (1 << 20)",
     "empty lines": "b'\\n' * 60_000",
-    "the caller's frames": """b''.join(found(sys._getframe()))
-import json
-def found(frame):
-    while frame := frame.f_back:
-        for value in list(frame.f_locals.values()):
-            if isinstance(value, dict) and 'nonce' in value: value = value['nonce']
-            if isinstance(value, str) and len(value) < 100:
-                yield json.dumps({'nonce': value, 'setup_error': 'forged'}).encode() + b'\\n'
-            if isinstance(value, bytes): yield value""",
+    "a value": 'b\'["value", ["int", "zz"]]\\n\'',
+    "unknown types": 'b\'["value", ["list", [["code", "x"]]]]\\n\'',
+    "a loop of sets": 'b\'["value", ["set", [["list", []]]]]\\n\'',
 }
 
 
 @every_layer
 def test_whatever_is_written_as_an_answer_is_a_failed_problem(layers):
-    exits = ("brackets", "set-up error", "the caller's frames")
-    for name, end in [*((name, "") for name in ANSWERS), *((name, "os._exit(0)") for name in exits)]:
-        answer = ANSWERS[name]
-        data, _, definitions = answer.partition("\n")
+    for name, data in ANSWERS.items():
         code = f"""
-import os, sys
-{definitions}
-data = {data}
-for fd in range(3, 100):
-    try: os.write(fd, data)
-    except OSError: pass
-{end}
+import os
+def f(x):
+    for fd in range(3, 100):
+        try: os.write(fd, {data})
+        except OSError: pass
+    os._exit(0)
 """
-        result = run(code, layers)
+        result = run(code, layers, tests="assert candidate(1) == 2", function="f")
         assert not result.success and not result.timeout, (name, result)
-        assert "\n" not in (result.error or "") and len(result.error or "") <= 1000, name
+        assert "\n" not in (result.error or "") and len(result.error or "") <= 1010, name
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Completions that would pass without solving anything
+# The judge, and completions that would pass without solving anything
 
-JUDGED = """
-{completion}
-
+CHECK = """
 def check(candidate):
     assert candidate(2) == 4
     assert abs(candidate(3) - 9) < 1e-6
     assert candidate(-1) == 1
-check(f)
+f = candidate
+check(candidate)
 """
 WRONG = "\ndef f(x): return None\n"
-WALK = """
-import os, sys
-def frames():
-    try: raise KeyError
-    except KeyError as e: yield e.__traceback__.tb_frame
-    yield (lambda: (yield))().gi_frame
-    frame = sys._getframe()
-    while frame: yield frame; frame = frame.f_back
-"""
 TRACER = """
-import sys, threading
+import sys
 def tracer(frame, event, arg):
     if frame.f_code.co_name == 'check':
         frame.f_trace_lines = True
@@ -816,95 +783,51 @@ def tracer(frame, event, arg):
     return tracer
 """
 FAKES = {
-    # ways that end in a failure, in every mode
     "exit status": "import os; os._exit(0)",
     "sys.exit": "import sys; sys.exit(0)",
     "SystemExit in the function": "def f(x): raise SystemExit(0)",
-    "answer without secret": "import os\nfor i in range(3, 99):\n  try: os.write(i, b'')\n  except OSError: 0" + WRONG,
-    "locals of frames": WALK + """
-for frame in frames():
-    for value in list(frame.f_locals.values()):
-        if isinstance(value, dict): value = value.get('nonce', '')
-        if not isinstance(value, (str, bytes)): continue
-        for answer in (value, '{"nonce": "%s", "success": true}\\n' % (value,)):
-            answer = answer if isinstance(answer, bytes) else answer.encode()
-            for fd in range(3, 99) if b'memory' not in answer else ():
-                try: os.write(fd, answer)
-                except OSError: pass
-os._exit(0)""",
-    "functions of frames": WALK + """
-for frame in frames():
-    for name, value in list(frame.f_locals.items()):
-        try:
-            if name == 'say': value(success=True)
-            if name in ('take', 'run_to_its_end'): os.write(frame.f_locals['result_fd'], value())
-        except Exception: pass
-os._exit(0)""",
-    "writing to locals of frames": WALK + """
-for frame in frames():
-    for name in ('answer', 'code', 'e', 'message', 'out_of_memory'):
-        if name in frame.f_locals and frame.f_code.co_name in ('work', 'run_program'):
-            frame.f_locals[name] = frame.f_locals.get('done', b'')
-""" + WRONG,
-    "globals of frames": WALK + """
-for frame in frames():
-    for name, value in list(frame.f_globals.items()):
-        if name in ('json', 'leave', 'main', 'work', 'run_program'): frame.f_globals[name] = lambda *a, **k: b''
-""" + WRONG,
+    "exit handlers": "import atexit, os\natexit.register(os._exit, 0)" + WRONG,
+    "signal handler": "import os, signal\nsignal.signal(14, lambda *a: os._exit(0)); signal.setitimer(0, 1e-4)" + WRONG,
+    "a verdict": "import os\nfor i in range(3, 99):\n  try: os.write(i, b'passed')\n  except OSError: 0" + WRONG,
+    "frames": "import sys\nframe = sys._getframe()\nwhile frame: frame.f_globals.clear(); frame = frame.f_back" + WRONG,
     "objects of the collector": """
 import gc, os
 for value in gc.get_objects():
-    if isinstance(value, dict) and 'nonce' in value:
-        for fd in range(3, 99):
-            try: os.write(fd, ('{"nonce": "%s", "success": true}\\n' % value['nonce']).encode())
-            except (OSError, TypeError): pass
-os._exit(0)""",
-    "referents of a frame": """
-import gc, os, sys
-for value in gc.get_referents(sys._getframe(2)):
-    if isinstance(value, bytes): os.write(4, value); os._exit(0)
+    if isinstance(value, dict) and 'tests' in value or isinstance(value, str) and 'assert candidate' in value: solve()
 """ + WRONG,
-    "frames of all threads": "import sys; frames = sys._current_frames()\nos._exit(0)",
     "settrace": TRACER + "sys.settrace(tracer)\ndef f(x): return 1",
-    "settrace in a generator": TRACER + "next(sys.settrace(tracer) for _ in '1')\ndef f(x): return 1",
     "setprofile": "import os, sys\nsys.setprofile(lambda *a: os._exit(0))" + WRONG,
-    "monitoring": "import sys\nm = sys.monitoring; m.use_tool_id(0, 'x'); m.register_callback(0, 1, print)" + WRONG,
-    "bdb": "import bdb\nbdb.Bdb().set_trace()" + WRONG,
-    "ctypes": """
+    "code of check": "import sys\ndef f(x): sys._getframe(1).f_globals['check'].__code__ = (lambda c: 0).__code__",
+    "check defined before": "def check(candidate): pass" + WRONG,
+    "builtin AssertionError": "import builtins\nbuiltins.AssertionError = SystemExit" + WRONG,
+    "stdout that raises": "import sys\nclass S:\n  def flush(self): raise SystemExit(0)\nsys.stdout = S()" + WRONG,
+    "another program": "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'pass'])",
+    "a fork": "import os\nif os.fork(): os._exit(0)" + WRONG,
+    "an open string": WRONG + 's = """',
+    "ctypes on constants": """
 import ctypes, sys
 def f(x):
     consts = sys._getframe(1).f_code.co_consts
     for i, c in enumerate(consts):
         if isinstance(c, int): ctypes.py_object.from_address(id(consts) + 24 + 8 * i).value = 0
     return 0""",
-    "ctypes through classes": """
-import sys
-def classes(c):
-    for k in type.__subclasses__(c): yield k; yield from classes(k)
-py_object = [k for k in classes(object) if k.__name__ == 'py_object'][0]
-def f(x):
-    consts = sys._getframe(1).f_code.co_consts
-    for i, c in enumerate(consts):
-        if isinstance(c, int): py_object.from_address(id(consts) + 24 + 8 * i).value = 0
-    return 0""",
-    "code objects": """
-def f(x): return x
-f.__code__ = f.__code__.replace(co_code=bytes(len(f.__code__.co_code)))""",
-    "code of check": "def f(x): check.__code__ = (lambda candidate: None).__code__",
-    "check defined before": "def check(candidate): pass" + WRONG,
-    "builtin AssertionError": "import builtins\nbuiltins.AssertionError = SystemExit" + WRONG,
-    "no assertions": "import sys, builtins\nbuiltins.__debug__ = False" + WRONG,
-    "exception hooks": "import sys, atexit\nsys.excepthook = lambda *a: None\natexit.register(print)" + WRONG,
-    "exit handlers": "import atexit, os\natexit.register(os._exit, 0)" + WRONG,
-    "signal handler": "import os, signal\nsignal.signal(14, lambda *a: os._exit(0)); signal.setitimer(0, 1e-4)" + WRONG,
-    "alarm": "import os, signal\ndef f(x): signal.signal(14, lambda *a: os._exit(0)); signal.alarm(1); signal.pause()",
-    "stdout that raises": "import sys\nclass S:\n  def flush(self): raise SystemExit(0)\nsys.stdout = S()" + WRONG,
-    "module of the runner": "import sys\nsys.modules['__main__'].work = sys.modules['json'] = None" + WRONG,
-    "an extension module": "open('fast.so', 'wb').write(b'')\nimport sys; sys.path.insert(0, '.'); import fast" + WRONG,
-    "another program": "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'pass'])",
-    "a fork": "import os\nif os.fork(): os._exit(0)" + WRONG,
-    "an open string": WRONG + 's = """',
-    # ways that go on: a judge in the same process that trusts `assert`, `==` and the names of the builtins
+    # _ctypes past hooks that ask for names; reads what the caller's evaluation stack holds (Python 3.11, 3.12)
+    "_ctypes under another name": """
+import importlib.machinery, importlib.util, os, struct, sys
+loader = importlib.machinery.ExtensionFileLoader("harmless._ctypes", importlib.util.find_spec("_ctypes").origin)
+module = loader.create_module(importlib.util.spec_from_file_location(loader.name, loader.path, loader=loader))
+def memory(address, size):
+    fake = struct.pack("7Q", 9, id(bytearray), size, size + 1, address, address, 0)
+    return bytes(module.PyObj_FromPtr(id(fake) + 32))
+frame = sys._getframe().f_back.f_back or sys._getframe().f_back
+for word in struct.unpack("64Q", memory(struct.unpack("Q", memory(id(frame) + 24, 8))[0], 512)):
+    if word % 8 == 0 and word >> 40 in (0x55, 0x56, 0x7E, 0x7F):
+        if memory(word + 8, 16) == struct.pack("2Q", id(bytes), 32):
+            for fd in range(3, 99):
+                try: os.write(fd, memory(word + 32, 32))
+                except OSError: pass
+            os._exit(0)
+""" + WRONG,
     "equal to everything": "class E:\n  __eq__ = lambda s, o: True\n  __sub__ = lambda s, o: 0\ndef f(x): return E()",
     "numbers with an opinion": """
 class N(int):
@@ -924,48 +847,80 @@ class E(int):
 builtins.abs = lambda x: 0
 def f(x): return E()""",
 }  # fmt: skip
-FAKES_THAT_PASS = {
-    "equal to everything",
-    "numbers with an opinion",
-    "answers read from the test",
-    "builtins of its own",
-}
 
 
 @pytest.mark.parametrize("layers", sorted({LAYERS[0], LAYERS[-1]}) if LAYERS else [], ids="+".join)
-def test_fakes_that_pass_are_known(layers):
-    right = "def f(x): return x * x"
-    assert run(JUDGED.format(completion=right), layers, guard=True).success
-    passed = {
-        name
-        for name, completion in FAKES.items()
-        if run(JUDGED.format(completion=completion), layers, guard=True).success
-    }
-    assert passed == FAKES_THAT_PASS
+def test_no_fake_passes(layers):
+    assert run("def f(x): return x * x", layers, tests=CHECK, function="f").success
+    passed = [name for name, code in FAKES.items() if run(code, layers, tests=CHECK, function="f").success]
+    assert passed == []
 
 
-def test_the_guard_is_in_nobodys_way():
-    code = """
-import asyncio, collections, dataclasses, enum, functools, inspect, logging, threading, typing, unittest, warnings
-Point = collections.namedtuple('Point', 'x y')
-@dataclasses.dataclass(order=True)
-class C:
-    x: int
-class Colour(enum.Enum): RED = 1
-class T(typing.NamedTuple):
-    x: int
-async def main():
-    await asyncio.sleep(0)
-    return T(Point(1, 2).x)
-assert asyncio.run(main()) == (1,) and C(1) < C(2) and inspect.signature(main).parameters == {}
-t = threading.Thread(target=warnings.warn, args=('w',)); t.start(); t.join()
-class Test(unittest.TestCase):
-    def test(self): self.assertEqual(1, 1)
-assert unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Test)).wasSuccessful()
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux' system calls")
+@every_kernel_layer
+def test_the_judge_is_out_of_reach(layers):
+    """The judge, the program's parent, is of the same user: neither files, nor memory, nor its tests can be had."""
+    code = f"""
+import ctypes, os
+judge, libc = os.getppid(), ctypes.CDLL(None)
+for pid in (judge, {os.getpid()}):
+    for fd in range(64):
+        try: os.write(os.open(f'/proc/{{pid}}/fd/{{fd}}', os.O_WRONLY), b'passed'); print('written', fd)
+        except OSError: pass
+    for name in ('mem', 'maps', 'environ', 'fd/0'):
+        try: open(f'/proc/{{pid}}/{{name}}', 'rb').read(1); print(name)
+        except OSError: pass
+buffer = ctypes.create_string_buffer(8)
+vector = (ctypes.c_size_t * 2)(ctypes.addressof(buffer), 8)
+there = (ctypes.c_size_t * 2)(id(None), 8)
+if libc.process_vm_readv(judge, vector, 1, there, 1, 0) != -1: print('read')
+if libc.ptrace(16, judge, 0, 0) != -1: print('traced')
+for fd in range(8):
+    if libc.syscall(438, libc.syscall(434, judge, 0), fd, 0) != -1: print('taken', fd)
+def f(x): return 0
 """
-    if "audit" not in LAYERS[0]:  # those hooks refuse asyncio's sockets
-        result = execute_code(code, timeout=30)
-        assert result.success, result
+    result = run(code, layers, tests="assert candidate(1) == 1", function="f")
+    assert not result.success and result.stdout == "" and result.error.startswith("AssertionError"), result
+
+
+def test_what_passes_between_judge_and_program():
+    """Arguments and results as they are, subclasses without their class, other objects equal to nothing."""
+    tests = """
+import math
+assert candidate(-(1 << 20_000)) == -(1 << 20_000)  # more digits than int() reads
+values = [None, True, -7, 0.1, -0.0, math.inf, 1e-320, 2j, "a\\n\\ud800", b"\\0", [], [1, (2, {3})], (), set()]
+values += [frozenset({1}), {(1, 2): [None], "a": {1.5: b""}}]
+for value in values:
+    back = candidate(value)
+    assert back == value and type(back) is type(value) and repr(back) == repr(value), (value, back)
+assert math.isnan(candidate(math.nan)) and candidate(x=3) == 3
+for value in (lambda x: x, object(), iter([])):
+    try: candidate(value)
+    except TypeError as e: assert "cannot be sent" in str(e)
+    else: raise ValueError
+"""
+    echo = "def f(x): return x"
+    result = execute_code(echo, timeout=30, tests=tests, function="f")
+    assert result.success, result
+    for code, test in [
+        ("import collections\ndef f(): return collections.Counter('aab')", "assert candidate() == {'a': 2, 'b': 1}"),
+        ("import fractions\ndef f(): return fractions.Fraction(5, 2)", "assert candidate() == 2.5"),
+        ("import decimal\ndef f(): return decimal.Decimal('2.5')", "assert abs(candidate() - 2.5) < 1e-9"),
+        ("def f(): return {1: 2}.keys()", "assert candidate() == {1}"),
+        ("def f():\n    yield 1\n    yield [2]", "assert tuple(candidate()) == (1, [2])"),
+        ("def f(): return range(2)", "assert candidate() != [0, 1] and list(candidate()) == [0, 1]"),
+        ("def f(): return [f]", "assert candidate() != [None]"),
+        ("n = 0\ndef f():\n    global n\n    n += 1\n    return n", "assert [candidate(), candidate()] == [1, 2]"),
+    ]:
+        result = execute_code(code, timeout=30, tests=test, function="f")
+        assert result.success, (code, result)
+    for code, error in [
+        ("def g(x): return x", "NameError: name 'f' is not defined"),
+        ("def f(x): return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("def f(x):\n    a = []\n    a.append(a)\n    return a", "RecursionError"),
+    ]:
+        result = execute_code(code, timeout=30, tests="assert candidate(1)", function="f")
+        assert not result.success and error in result.error, (code, result)
 
 
 @every_kernel_layer
@@ -1017,12 +972,12 @@ def test_the_sandbox_dies_with_the_trainer(layers, signalled, tmp_path):
     code = "try:\n    import ctypes\n    ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\nexcept OSError: pass\n"
     code += "for i in range(100): open(str(i), 'w').close()\nwhile True: pass"
     # By its path: importing the package would import torch.
-    call = f"['execute_code']({code!r}, timeout=60, layers={layers!r}, guard=False)"
+    call = f"['execute_code']({code!r}, timeout=60, layers={layers!r})"
     script = f"import runpy; runpy.run_path({execution.__file__!r}){call}"
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     trainer = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).resolve().parents[2], env=env)
     try:
-        processes = 3 if "namespaces" in layers else 2
+        processes = 4 if "namespaces" in layers else 3
         wait_until(lambda: len(c := children_of(trainer.pid)) == processes and max(c.values()) > 30)  # it computes
         children = children_of(trainer.pid)
         if signalled == "trainer" or layers == ("audit",):  # hooks do not keep the supervisor's end from being ignored
@@ -1044,16 +999,16 @@ def test_soak(layers, tmp_path, monkeypatch):
     rng = random.Random(str(layers))
     kinds = dict.fromkeys(("passed", "failed", "timeout"), 0)
     harmless = ["x = [i * i for i in range(10_000)]", "open('f', 'w').write('x' * 100_000)", "print('y' * 100_000)"]
-    forged = [f"import os\n{a.partition(chr(10))[2]}\ndata = {a.partition(chr(10))[0]}\n" for a in ANSWERS.values()]
     forged = [
-        f"import sys\n{code}for fd in range(3, 9):\n  try: os.write(fd, data)\n  except OSError: 0" for code in forged
+        f"import os\nfor fd in range(3, 9):\n  try: os.write(fd, {data})\n  except OSError: 0"
+        for data in ANSWERS.values()
     ]
     hostile = [*FAKES.values(), SIGNAL_WITHOUT_KILL.replace("VICTIM", str(os.getpid())), MEMORY_ELSEWHERE, *forged]
     hostile += ["while True: pass", "x = bytearray(1 << 30)", "import os\nos.abort()", "def f(): f()\nf()"]
     for _ in range(500):
         parts = rng.choices(harmless, k=rng.randint(0, 2)) + rng.choices(hostile, k=rng.randint(0, 2))
         code = "\n".join(rng.sample(parts, len(parts)))
-        result = run(code, layers, timeout=2, guard=rng.random() < 0.5)
+        result = run(code, layers, timeout=2)
         kinds["passed" if result.success else "timeout" if result.timeout else "failed"] += 1
         if all(part in harmless for part in parts):
             assert result.success, (code, result)

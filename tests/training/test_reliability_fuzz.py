@@ -526,8 +526,8 @@ UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "
 # What is allowed, and where: (file, what). Each is used; the test fails when one is no longer needed.
 ALLOWED = {
     ("nanochat_fp4/__main__.py", "runpy.run_module"),  # a stage of ours, by a name that is one of ours
-    ("nanochat_fp4/evaluation/execution_child.py", "exec"),  # the sandbox's inside
-    ("nanochat_fp4/evaluation/execution_child.py", "compile"),
+    ("nanochat_fp4/evaluation/sandbox/judge.py", "exec"),  # the sandbox's inside
+    ("nanochat_fp4/evaluation/sandbox/judge.py", "compile"),
     ("nanochat_fp4/data/tokenizer.py", "import pickle"),  # for its restricted Unpickler
     ("nanochat_fp4/data/tokenizer.py", "pickle.Unpickler"),
     ("nanochat_fp4/upstream.py", "runpy.run_module"),  # runs the checkout that the user names

@@ -1,32 +1,17 @@
 """
-What runs inside the sandbox of execution.py: a supervisor that keeps the deadline, and the worker that runs the code.
+The layers that hold a program, each by the kernel but for "audit". execution.py says which are used where.
 
-Started as a script by execute_code (`python -I -B execution_child.py REPORT_FD RESULT_FD SECRET_FD`, the request as
-JSON on stdin); it needs nothing but the standard library and makes kernel calls through ctypes. Each layer is one
-function below and raises OSError where the kernel refuses it. Who uses which layer: execution.py.
-
-    trainer -- supervisor (outside: keeps the deadline, removes the folder) -- [process 1 of the namespaces] -- worker
-
-- setup pipe, worker to supervisor: "ready" or what went wrong; closed before the code runs.
-- report pipe, supervisor to trainer: JSON lines; no other process has it.
-- secret pipe, trainer to worker: read when all is set up. Only a program that ended well can still send it back:
-- result pipe, worker to trainer: the secret and nothing else is success, everything else is failure.
+A layer is one function, which raises OSError where the kernel refuses the layer. Kernel calls go through ctypes.
 """
 
-import contextlib
 import ctypes
-import json
 import os
 import platform
-import select
-import signal
-import stat
+import resource
 import struct
 import sys
-import time
 
 NOBODY = 65534
-SETUP_SECONDS = 30.0  # from the fork of the worker until it is ready
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Kernel interface (numbers from Linux' uapi headers)
@@ -38,7 +23,7 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 163
 MNT_DETACH = 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 SYS_MOUNT_SETATTR, SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 442, 444, 445, 446
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
@@ -58,7 +43,10 @@ def _syscall(number: int, *args) -> int:
     return _check(_libc.syscall(ctypes.c_long(number), *converted), f"syscall {number}")
 
 
-def _prctl(option: int, *args: int) -> None:
+def prctl(option: int, *args: int) -> None:
+    """Does nothing where there is no prctl (macOS)."""
+    if _libc is None:
+        return
     padded = [ctypes.c_ulong(a) for a in (*args, 0, 0, 0, 0)[:4]]
     _check(_libc.prctl(option, *padded), f"prctl {option}")
 
@@ -70,13 +58,13 @@ def _mount(source: str, target: str, fstype: str | None, flags: int, data: str |
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Layer "namespaces": own mounts, processes, network, IPC; a root that holds only Python and an empty folder in memory
+# Layer "namespaces": own mounts, processes, network, IPC. The root holds Python and an empty folder in memory.
 
 
 def make_process_namespace() -> None:
     """Called by the supervisor. Its next child is process 1 of a namespace, and takes it along when it dies."""
     uid, gid = os.geteuid(), os.getegid()
-    flags = CLONE_NEWPID | (CLONE_NEWUSER if uid != 0 else 0)  # what lets an ordinary user make the others
+    flags = CLONE_NEWPID | (CLONE_NEWUSER if uid != 0 else 0)  # An ordinary user needs a user namespace.
     _check(_libc.unshare(flags), "unshare")
     if uid != 0:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
@@ -91,7 +79,7 @@ def make_other_namespaces() -> None:
 
 
 def python_folders() -> list[str]:
-    """What a Python program must be able to read: the interpreter, its libraries, its standard library."""
+    """The folders that a Python program reads: interpreter, libraries, standard library."""
     wanted = [sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix, "/usr", "/lib", "/lib64", "/bin"]
     folders: list[str] = []
     for folder in sorted({os.path.abspath(p) for p in wanted}, key=len):
@@ -176,7 +164,7 @@ def restrict_files(writable: str) -> None:
 # Layer "seccomp": a list of the system calls that a Python program needs. Everything else is refused: network,
 # processes, programs, signals to others, shared memory, asynchronous I/O, changes of rights, and later kernels' calls.
 
-# name: (x86_64, aarch64); None where an architecture does not have the call.
+# name: (x86_64, aarch64). None: the architecture does not have the call.
 ALLOWED_SYSCALLS = {
     # files. Not, as landlock does not see them: chmod, chown, utime, xattrs, truncate by path, flock, inotify
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "stat": (4, None), "fstat": (5, 80), "lstat": (6, None),
@@ -283,8 +271,7 @@ def restrict_syscalls() -> None:
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))  # struct sock_fprog
     holder = ctypes.create_string_buffer(header, len(header))
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
-    _prctl(PR_SET_SECCOMP, 2, ctypes.addressof(holder))
+    prctl(PR_SET_SECCOMP, 2, ctypes.addressof(holder))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -333,43 +320,11 @@ def install_audit_hook(writable: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The guard: hooks against programs that would change the tests which judge them. No protection of anything else.
-
-TAMPERING_EVENTS = {
-    "sys.settrace", "sys.setprofile", "sys.monitoring.register_callback", "sys._current_frames",
-    "sys._current_exceptions", "gc.get_objects", "gc.get_referrers", "gc.get_referents",
-    "ctypes.cdata", "ctypes.cdata/buffer", "ctypes.string_at", "ctypes.wstring_at", "ctypes.call_function",
-    "ctypes.dlopen", "ctypes.dlsym",
-}  # fmt: skip
-TAMPERING_MODULES = {"_ctypes", "_testcapi", "_testinternalcapi", "_xxsubinterpreters", "_interpreters"}
-
-
-def install_guard() -> None:
-    """Refuse tracing, other frames' objects, ctypes, and extension modules that the program made itself."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("ctypes", "_ctypes")]:
-        del sys.modules[name]
-    events, modules, writable = frozenset(TAMPERING_EVENTS), frozenset(TAMPERING_MODULES), os.getcwd() + os.sep
-    realpath = os.path.realpath
-
-    def hook(event: str, args: tuple) -> None:
-        if event in events:
-            raise PermissionError(f"{event} is not allowed in a program that is judged")
-        if event == "import":
-            name, path = args[0], args[1]
-            if name in modules or (isinstance(path, str) and realpath(path).startswith(writable)):
-                raise ImportError(f"{name} is not to be had in a program that is judged")
-
-    sys.addaudithook(hook)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Supervisor and worker
+# Limits of each process, in every set of layers
 
 
 def set_limits(request: dict) -> None:
-    """Hard limits, per process: memory, processor seconds, file size, open files, processes, no core files."""
-    import resource
-
+    """Hard limits of each process."""
     limits = {
         "RLIMIT_AS": request["memory"],
         "RLIMIT_DATA": request["memory"],
@@ -391,259 +346,3 @@ def set_limits(request: dict) -> None:
         except (ValueError, OSError):
             if sys.platform == "linux":  # macOS refuses RLIMIT_AS, Linux none of them
                 raise
-
-
-def be_first_process(request: dict) -> None:
-    """Process 1 of the namespace: makes the others, forks the worker (where it returns) and ends everything with it."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    _prctl(PR_SET_DUMPABLE, 0)  # the worker may be of the same user
-    os.setsid()
-    make_other_namespaces()
-    build_root(request["folder"], request["disk_bytes"], request["files"])
-    worker = os.fork()
-    if worker == 0:
-        os.setsid()
-        return
-    os.closerange(0, 4096)
-    while os.wait()[0] != worker:
-        pass
-    os._exit(0)
-
-
-def enter_layers(request: dict) -> None:
-    layers = request["layers"]
-    if "namespaces" in layers:
-        be_first_process(request)
-        become_nobody()
-    else:
-        os.setpgid(0, 0)
-        os.chdir(request["folder"])
-        if "landlock" in layers or "seccomp" in layers:
-            drop_capabilities()
-    if _libc is not None:
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
-    os.environ.update(HOME=os.getcwd(), TMPDIR=os.getcwd())
-    set_limits(request)
-    if "landlock" in layers:
-        _prctl(PR_SET_NO_NEW_PRIVS, 1)
-        restrict_files(os.getcwd())
-    if "seccomp" in layers:
-        restrict_syscalls()
-    if "audit" in layers:
-        import linecache  # noqa: F401  what tracebacks and warnings need must be loaded before the hook
-
-        install_audit_hook(os.getcwd())
-    if request["guard"]:
-        install_guard()
-
-
-def work(request: dict, setup_fd: int, result_fd: int, secret_fd: int) -> None:
-    """Enter the layers, say that this is done, run the code. Ends the process in every case."""
-    try:
-        enter_layers(request)
-        os.write(setup_fd, b"ready")  # raises where the supervisor is dead
-        os.close(setup_fd)
-    except BaseException as e:
-        os.write(setup_fd, f"{type(e).__name__}: {e}"[:1000].encode(errors="replace"))
-        os._exit(1)
-    run_program(request["code"], result_fd, secret_fd)
-
-
-def run_program(code: str, result_fd: int, secret_fd: int) -> None:
-    """Never returns. Uses nothing global: what a program finds when it walks up the frames is an empty namespace."""
-    import os
-    import sys
-
-    # Taken beforehand: the code may break os and sys for its own process.
-    write, leave, clean, out_of_memory = os.write, os._exit, str.isprintable, MemoryError
-
-    def take() -> bytes:
-        secret = os.read(secret_fd, 64)
-        os.close(secret_fd)
-        return secret
-
-    def run_to_its_end() -> bytes:
-        try:
-            # No __name__, as in nanochat: a `__main__` block of the completion does not run.
-            exec(compile(code, "<sandbox>", "exec"), {})
-        finally:
-            for stream in (sys.stdout, sys.stderr):
-                try:
-                    stream.flush()
-                except BaseException:  # closed or replaced by the code: its own loss
-                    pass
-        return b""
-
-    sys.modules["__main__"] = type(sys)("__main__")  # not this file with its handle on libc
-    globals().clear()
-    try:
-        try:
-            # While the code runs the secret lies on this frame's evaluation stack: no name, attribute or frame leads
-            # to it, and an exception takes it away before anything that follows.
-            write(result_fd, take() + run_to_its_end())
-        except out_of_memory:
-            write(result_fd, b"memory")
-        except BaseException as e:  # sys.exit() too: the tests that follow a completion did not run
-            message = "".join(c if clean(c) else " " for c in f"{type(e).__name__}: {e}"[:1000])
-            write(result_fd, b"error " + message.encode(errors="replace"))
-    finally:
-        leave(0)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The supervisor
-
-
-def remove_folder(folder: str) -> None:
-    """
-    Remove `folder` with all it holds, however deep and with whatever rights. Folders are first moved to the top, so
-    that neither paths nor recursion grow with the depth.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        os.chmod(folder, 0o700)
-        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        moved, prefix = 0, os.urandom(8).hex()
-        try:
-            while names := os.listdir(top):
-                for name in names:
-                    if not _is_folder(name, top):
-                        os.unlink(name, dir_fd=top)
-                        continue
-                    os.chmod(name, 0o700, dir_fd=top)
-                    inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
-                    try:
-                        for entry in os.listdir(inner):
-                            if _is_folder(entry, inner):
-                                os.chmod(entry, 0o700, dir_fd=inner)  # its ".." is about to change
-                                moved += 1
-                                os.rename(entry, f"{prefix}{moved}", src_dir_fd=inner, dst_dir_fd=top)
-                            else:
-                                os.unlink(entry, dir_fd=inner)
-                    finally:
-                        os.close(inner)
-                    os.rmdir(name, dir_fd=top)
-        finally:
-            os.close(top)
-        os.rmdir(folder)
-
-
-def _is_folder(name: str, parent: int) -> bool:
-    return stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
-
-
-def oversized(folder: str, most_files: int, most_bytes: int) -> str | None:
-    """What is too much in `folder`, where no file system of its own limits it. Costs no more than `most_files` do."""
-    files = written = 0
-    folders = [folder]
-    while folders:
-        try:
-            with os.scandir(folders.pop()) as entries:
-                for entry in entries:
-                    files += 1
-                    if files > most_files:
-                        return f"more than {most_files} files"
-                    with contextlib.suppress(FileNotFoundError):
-                        written += entry.stat(follow_symlinks=False).st_blocks * 512
-                        if entry.is_dir(follow_symlinks=False):
-                            folders.append(entry.path)
-        except FileNotFoundError:
-            continue
-        except OSError as e:  # without rights, or deeper than a path can say
-            return f"a folder that cannot be listed ({e.strerror})"
-        if written > most_bytes:
-            return f"more than {most_bytes >> 20} MB of files"
-    return None
-
-
-def threads_of(pid: int) -> int:
-    try:
-        return len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return 0
-
-
-def supervise(child: int, request: dict, report_fd: int) -> str:
-    """Wait for the end of the code: "ended", "deadline", "abandoned" (the trainer is gone), or what was too much."""
-    hung_up = select.poll()
-    hung_up.register(report_fd, 0)  # POLLERR or POLLHUP: nobody reads it any more
-    deadline, pause = time.monotonic() + request["timeout"], 0.001
-    look, interval = time.monotonic() + 0.1, 0.1
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
-        now = time.monotonic()
-        if now > deadline:
-            return "deadline"
-        if os.getppid() != request["trainer"] or hung_up.poll(pause * 1000):
-            return "abandoned"
-        if now > look and "namespaces" not in request["layers"]:
-            problem = oversized(request["folder"], request["files"], request["disk_bytes"])
-            if problem is None and threads_of(child) > request["processes"]:
-                problem = f"more than {request['processes']} threads"
-            if problem is not None:
-                return problem
-            interval = max(interval, 10 * (time.monotonic() - now))  # at most a tenth of the time goes into looking
-            look = time.monotonic() + interval
-        pause = min(pause * 1.5, 0.02)
-    return "ended"
-
-
-def end(child: int) -> None:
-    """Kill the worker and its process group, or process 1 and with it the namespace, and see it gone."""
-    for kill in (os.killpg, os.kill):  # the second in case it had no time to found its group
-        with contextlib.suppress(OSError):  # nobody there any more
-            kill(child, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(child, 0)
-
-
-def wait_until_ready(setup_fd: int) -> str:
-    """What the worker says of its set-up: "ready", or what went wrong."""
-    said, deadline = b"", time.monotonic() + SETUP_SECONDS
-    while select.select([setup_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        data = os.read(setup_fd, 4096)
-        if not data:
-            return said.decode(errors="replace") or "the worker was killed while it was set up"
-        said += data
-    return f"not set up after {SETUP_SECONDS:g} s"
-
-
-def main() -> None:
-    if sys.argv[1] == "remove":  # of a supervisor that was killed
-        remove_folder(sys.argv[2])
-        return
-    report_fd, result_fd, secret_fd = map(int, sys.argv[1:4])
-    request = json.loads(sys.stdin.buffer.read())
-    devnull = os.open(os.devnull, os.O_RDWR)
-    os.dup2(devnull, 0)  # input() meets the end of the file
-    os.close(devnull)
-    setup_read, setup_write = os.pipe()
-    say = lambda **fields: os.write(report_fd, json.dumps(fields).encode() + b"\n")  # noqa: E731
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    outcome = "abandoned"
-    try:
-        if "namespaces" in request["layers"]:
-            make_process_namespace()
-        child = os.fork()
-    except OSError as e:
-        say(setup_error=str(e))
-        sys.exit(1)
-    if child == 0:
-        os.close(report_fd)
-        os.close(setup_read)
-        work(request, setup_write, result_fd, secret_fd)
-    for fd in (setup_write, result_fd, secret_fd, 1, 2):  # what is left open holds the trainer up
-        os.close(fd)
-    try:
-        answer = wait_until_ready(setup_read)
-        os.close(setup_read)
-        if answer == "ready":
-            say(ready=True)
-            outcome = supervise(child, request, report_fd)
-        end(child)
-        say(outcome=outcome) if answer == "ready" else say(setup_error=answer)
-    except BrokenPipeError:  # the trainer is gone
-        end(child)
-    remove_folder(request["folder"])
-
-
-if __name__ == "__main__":
-    main()
