@@ -189,3 +189,34 @@ def test_torchs_shape_checks_take_our_layout(m, n, k):
     for dtype in (torch.bfloat16, torch.float32):
         y = REAL_SCALED_MM(a, b.T, a_scales, recipe, b_scales, recipe, **layout, output_dtype=dtype)
         assert y.shape == (m, n) and y.dtype == dtype
+
+
+@pytest.mark.parametrize("method", ["clover", "nvidia"])
+def test_weights_that_fsdp_gathered_are_multiplied_as_codes(blackwell, method):
+    """q, k, v of one tensor_scale, each in a buffer of its own, are one product, and the bits of one weight's."""
+    from nanochat_fp4.nvfp4.linear import fused_linear
+    from nanochat_fp4.nvfp4.operands import quantize_operand
+
+    torch.manual_seed(0)
+    layers = [nf.QuantLinear(64, rows, bias=False, method=method) for rows in (64, 32, 32)]
+    x, e = torch.randn(64, 64), torch.randn(64, 128)
+    amax = max(layer.weight.detach().abs().max() for layer in layers)
+
+    def result():
+        torch.manual_seed(1)
+        leaf = x.clone().requires_grad_()
+        y = torch.cat(fused_linear(leaf, *layers), dim=-1)
+        return y.detach(), *torch.autograd.grad(y, (leaf, *(layer.weight for layer in layers)), e)
+
+    assert dispatch.native_choice("cpu")[0] == "scaled_mm"
+    calls, real = [], dispatch.mm
+    blackwell.setattr(dispatch, "mm", lambda a, b, *rest: calls.append((a.shape, b.shape)) or real(a, b, *rest))
+    want = result()
+    once, calls[:] = list(calls), []
+    for layer in layers:
+        how = layer.weight_quantization(torch.device("cpu"))._replace(amax=amax)
+        layer.gathered = quantize_operand(layer.weight.detach(), how, keep_codes=True).without_cache()
+        layer.weight = torch.nn.Parameter(torch.full((), torch.nan).expand(layer.weight.shape))  # as sharding.py's
+    got = result()
+    assert len(once) == 3 and calls == once
+    assert all(torch.equal(g, w) for g, w in zip(got, want))
