@@ -321,7 +321,8 @@ def takes(a: NVFP4Tensor, b: NVFP4Tensor) -> bool:
 @constant_when_compiled
 def native_multiple(device_type: str) -> int:
     """What M, N and K must be multiples of for native_gemm's implementation."""
-    return _look(device_type, native_gemm(device_type))[0]
+    name = native_gemm(device_type)
+    return (name and _look(device_type, name)[0]) or 1
 
 
 @constant_when_compiled

@@ -300,3 +300,69 @@ def test_a_gpu_is_probed_in_a_child_process(monkeypatch):
     forget()
     assert dispatch._look("cuda", "dot_scaled") == (64, "probe_implementation('cuda:3', 'dot_scaled')")
     forget()
+
+
+# Which products of a step (forward and backward) are FP4 products, with every tensor core there. The rest is BF16:
+# what is not quantized, and the backward of methods in FP8. Two terms are not at the start of a run.
+PRODUCTS = dict.fromkeys(nf.METHODS, 3) | {"bf16": 0, "fp8": 0}
+
+
+@pytest.mark.parametrize("method", nf.METHODS)
+def test_what_runs_on_tensor_cores(blackwell, method):
+    """The operator that was called, the layouts it was given, and a product computed from these bytes."""
+    from torch.nn.functional import ScalingType, SwizzleType
+
+    assert dispatch.native_choice("cpu")[0] == "scaled_mm"
+    calls = []
+
+    def recorded(a, b, scale_a, recipe_a, scale_b, recipe_b, **kw):
+        calls.append((tuple(a.shape), tuple(b.shape)))
+        for codes, scales, recipe in ((a, scale_a, recipe_a), (b.T, scale_b, recipe_b)):
+            assert codes.dtype == torch.float4_e2m1fn_x2 and codes.is_contiguous()
+            assert scales[0].dtype == torch.float8_e4m3fn and scales[0].numel() == codes.numel() // 8
+            assert recipe == [ScalingType.BlockWise1x16, ScalingType.TensorWise] and scales[1].dim() == 0
+        assert kw["swizzle_a"] == kw["swizzle_b"] == [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+        return simulated_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, **kw)
+
+    blackwell.setattr(torch.nn.functional, "scaled_mm", recorded)
+    got = step(method, tokens=128, in_features=64, out_features=128)
+    # Y = X W^T, dX = E W, dW = E^T X: rows of a, then of b, in bytes of codes.
+    shapes = [((128, 32), (32, 128)), ((128, 64), (64, 64)), ((128, 64), (64, 64))]
+    assert calls == shapes[: PRODUCTS[method]]
+    blackwell.setenv("NVFP4_GEMM", "emulated")
+    forget()
+    for g, w in zip(got, step(method, tokens=128, in_features=64, out_features=128)):
+        assert relative_square_error(g.detach(), w.detach()) < 1e-12
+
+
+FOUND = {
+    "present": (1, ""),
+    "wrong": (None, "returns zeros on 512 x 384 x 1024"),
+    "absent": (None, "raises no module"),
+    "crashing": (None, "ended its process with status -11 (Segmentation fault)"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0), (12, 1)])
+@pytest.mark.parametrize("scaled_mm", FOUND)
+@pytest.mark.parametrize("dot_scaled", FOUND)
+def test_the_choice_on_each_gpu(monkeypatch, capability, scaled_mm, dot_scaled):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    monkeypatch.setattr(dispatch, "_look", lambda device, name: FOUND[{"scaled_mm": scaled_mm}.get(name, dot_scaled)])
+    monkeypatch.delenv("NVFP4_GEMM", raising=False)
+    choose = dispatch.native_choice.__wrapped__  # without the cache
+    if capability < (10, 0):
+        assert choose("cuda") == (None, "sm_90 has no FP4 tensor cores")
+        return
+    usable = [name for name, how in (("scaled_mm", scaled_mm), ("dot_scaled", dot_scaled)) if how == "present"]
+    name, why = choose("cuda")
+    assert name == (usable[0] if usable else None)
+    assert (FOUND[scaled_mm][1] in why) and (name or FOUND[dot_scaled][1] in why)
+    for asked, how in (("scaled_mm", scaled_mm), ("dot_scaled", dot_scaled)):
+        monkeypatch.setenv("NVFP4_GEMM", asked)
+        if how == "present":
+            assert choose("cuda")[0] == asked
+        else:
+            with pytest.raises(ValueError, match=f"NVFP4_GEMM={asked}, but .*; unset it, or set NVFP4_GEMM=emulated"):
+                choose("cuda")
