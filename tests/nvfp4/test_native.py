@@ -303,7 +303,7 @@ def test_a_gpu_is_probed_in_a_child_process(monkeypatch):
 
 
 # Which products of a step (forward and backward) are FP4 products, with every tensor core there. The rest is BF16:
-# what is not quantized, and the backward of methods in FP8. Two terms are not at the start of a run.
+# what is not quantized, and FP8. The second terms of late methods come at the end of a run.
 PRODUCTS = dict.fromkeys(nf.METHODS, 3) | {"bf16": 0, "fp8": 0}
 
 
@@ -319,7 +319,8 @@ def test_what_runs_on_tensor_cores(blackwell, method):
         calls.append((tuple(a.shape), tuple(b.shape)))
         for codes, scales, recipe in ((a, scale_a, recipe_a), (b.T, scale_b, recipe_b)):
             assert codes.dtype == torch.float4_e2m1fn_x2 and codes.is_contiguous()
-            assert scales[0].dtype == torch.float8_e4m3fn and scales[0].numel() == codes.numel() // 8
+            tiles = -(-codes.shape[0] // 128) * -(-codes.shape[1] // 32)  # of 128 x 4 scales
+            assert scales[0].dtype == torch.float8_e4m3fn and scales[0].numel() == 512 * tiles
             assert recipe == [ScalingType.BlockWise1x16, ScalingType.TensorWise] and scales[1].dim() == 0
         assert kw["swizzle_a"] == kw["swizzle_b"] == [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
         return simulated_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, **kw)
