@@ -251,7 +251,8 @@ def is_predictable(method: str) -> bool:
 
 def machine_of(gpu: str) -> Machine | None:
     """The machine that a GPU's name (torch.cuda.get_device_name) is; None where there are no numbers for it."""
-    return next((m for m in MACHINES.values() if re.search(rf"\b{m.name}\b", gpu)), None)
+    # "RTX 5090 Laptop GPU" and "RTX 5090 D" are other chips, or the same with less power.
+    return next((m for m in MACHINES.values() if re.search(rf"\b{m.name}\b(?! (Laptop|D)\b)", gpu)), None)
 
 
 def predict(machine: Machine, methods: list[str], tokens: int = TOKENS) -> list[dict]:

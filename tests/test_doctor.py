@@ -9,7 +9,7 @@ import torch
 
 from nanochat_fp4 import doctor
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.nvfp4 import dispatch, linear, operands
+from nanochat_fp4.nvfp4 import dispatch, linear
 from nanochat_fp4.nvfp4 import gemm as gemm_module
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, METHODS
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
@@ -92,7 +92,7 @@ def inject(monkeypatch, calls, damage):
         count[0] += 1
         return damage(y) if (count[0] - 1) % 3 in calls else y
 
-    for module in (linear, gemm_module, operands):
+    for module in (linear, gemm_module):
         monkeypatch.setattr(module, "gemm", gemm)
 
 
@@ -269,3 +269,13 @@ def test_speed_is_plausible():
     assert 50 < doctor.copy_bandwidth(device, 1 << 28) < 20_000
     assert 10 < doctor.quantize_bandwidth(device, 4096, 4096) < 20_000
     assert 5 < doctor.gemm_tflops(device, 2048) < 5000
+
+
+def test_what_a_compiler_raises_is_a_problem_and_no_traceback(monkeypatch):
+    """Triton's CompilationError and a missing gcc (FileNotFoundError) are no RuntimeError."""
+
+    def raises(*args, **kw):
+        raise FileNotFoundError("gcc not found")
+
+    monkeypatch.setattr(torch.autograd, "grad", raises)
+    assert doctor.layer_problem(torch.device("cpu"), "clover") == "clover: gcc not found"

@@ -62,13 +62,13 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     JITFunction.run = run
 
     from nvfp4_kernels import quantize
-    from nvfp4_kernels.decode import decode
+    from nvfp4_kernels.decode import decode, transpose_square
     from nvfp4_kernels.matmul import dot_scaled, swizzle
     from nvfp4_kernels.quantize import amax
     from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
     import nanochat_fp4 as nf
-    from nanochat_fp4.nvfp4 import dispatch, native, operands
+    from nanochat_fp4.nvfp4 import dispatch, operands
 
     dispatch._no_kernels_reason = lambda device_type: None
     quantize.conversion_problem = lambda: None  # it needs a GPU
@@ -101,8 +101,9 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
         if arch != 121 or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8):
             for out_dtype in (torch.bfloat16, torch.float32):
                 dot_scaled(*operand, torch.ones(()), *operand, torch.ones(()), out_dtype)
+        transpose_square(*operand)
         operands.native_gemm = lambda device_type: "dot_scaled"  # the GEMM reads codes
-        native.mm = lambda a, b, out_dtype, name: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype)
+        dispatch.mm = lambda a, b, out_dtype, name: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype)
         train(methods[0], *cases[0])
     return list(launched.values())
 

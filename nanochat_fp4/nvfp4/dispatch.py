@@ -4,8 +4,9 @@ Quantizers: the reference (quantizers.py) runs everywhere; the Triton kernels, w
 CUDA. NVFP4_KERNELS=reference|triton asks for one of them (on a CPU triton needs TRITON_INTERPRET=1).
 
 GEMM: where a Blackwell's tensor cores multiply NVFP4, libraries have returned zeros without an error. So
-each implementation multiplies operands whose product is known before it is used, once a process; one that fails is
-named with the reason, and the next one is tried: torch's scaled_mm (cuBLAS), Triton's dot_scaled, and then the emulated
+each implementation multiplies operands whose product is known before it is used, once a process, in a child process on
+a GPU. An implementation that fails on some shapes is not used for these. One that fails on all is named with the
+reason, and the next one is tried: torch's scaled_mm (cuBLAS), Triton's dot_scaled, and then the emulated
 GEMM (gemm.py), which computes the same. NVFP4_GEMM=scaled_mm|dot_scaled|emulated asks for one of them.
 
 torch.compile: the kernels are operators of a graph. The reference on a CPU is left out of it (but for
@@ -15,7 +16,10 @@ What is asked for and cannot run raises with the reason instead of falling back.
 """
 
 import functools
+import json
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +29,8 @@ import torch
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 
 IMPLEMENTATIONS = ("scaled_mm", "dot_scaled")  # of the NVFP4 GEMM: torch's (cuBLAS), Triton's
-PROBE_SHAPES = ((144, 160, 96), (512, 384, 1024))  # M, N, K: one with padding in every dimension, one of several tiles
+# M, N, K to try, under what these are multiples of: several tiles, then padding in N and K, then in every dimension.
+PROBE_SHAPES = {128: (512, 384, 1024), 64: (192, 320, 192), 1: (144, 160, 96)}
 # Relative square error: a rounding to BF16 gives 3e-6, whatever the order of summation. Wrong scales give 1.
 PROBE_ERROR = 1e-4
 
@@ -170,13 +175,25 @@ def native_choice(device_type: str) -> tuple[str | None, str]:
         return None, reason
     reasons = []
     for name in IMPLEMENTATIONS if wanted == "auto" else (wanted,):
-        problem = probe(torch.device(device_type), lambda a, b, dtype, name=name: mm(a, b, dtype, name))
-        if problem is None:
+        multiple, problem = _look(device_type, name)
+        reasons += [f"{name} {problem}"] if problem else []
+        if multiple:
+            if multiple > 1:
+                only = f"{name} multiplies shapes of multiples of {multiple} alone here"
+                _warn(f"{only}; other products are decoded to BF16, and no faster than there ({problem})")
+                reasons.append(only)
             return name, "; ".join(reasons)
-        reasons.append(f"{name} {problem}")
     if wanted != "auto":
         raise ValueError(f"NVFP4_GEMM={wanted}, but {reasons[0]}; unset it, or set NVFP4_GEMM=emulated")
+    _warn(
+        "no FP4 GEMM works on this GPU: every product is decoded to BF16, and training is slower than method bf16 "
+        f"({'; '.join(reasons)}). Run `python -m nanochat_fp4.doctor`, or train with QAT_METHOD=bf16"
+    )
     return None, "; ".join(reasons)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
 
 
 def no_tensor_cores_reason(device_type: str) -> str | None:
@@ -201,19 +218,36 @@ def relative_square_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).double().square().sum() / want.double().square().sum())
 
 
-def probe(device: torch.device, function: Callable[..., torch.Tensor]) -> str | None:
-    """What is wrong with function(a, b, out_dtype), a GEMM of NVFP4 operands on this device, or None."""
+def probe(device: torch.device, function: Callable[..., torch.Tensor]) -> tuple[int | None, str]:
+    """Compares function(a, b, out_dtype), a GEMM of NVFP4 operands on this device, with known products.
+
+    Returns (multiple, problem): function is right where M, N and K are multiples of the number; 1 where it is right on
+    every shape that `takes` knows, None where it is wrong everywhere. problem says what the first failure was, or "".
+    """
+    found: int | None = None
+    for multiple, shape in PROBE_SHAPES.items():
+        problem = _problem_of_shape(device, function, shape)
+        if problem:
+            return found, f"{problem} on {' x '.join(map(str, shape))}"
+        found = multiple
+    return found, ""
+
+
+def _problem_of_shape(device: torch.device, function: Callable, shape: tuple[int, int, int]) -> str | None:
+    m, n, k = shape
     generator = torch.Generator().manual_seed(4)
 
-    def operand(rows: int, k: int) -> NVFP4Tensor:
+    def operand(rows: int, lowest: int, highest: int) -> NVFP4Tensor:
         codes = torch.randint(0, 256, (rows, k // 2), generator=generator, dtype=torch.uint8)
-        # E4M3 bytes of 2^-6 to 448: no two scales of a tile need be the same.
-        scales = torch.randint(8, 127, (rows, k // 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(lowest, highest, (rows, k // 16), generator=generator, dtype=torch.uint8)
         tensor_scale = torch.rand((), generator=generator) + 0.5
         return NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), tensor_scale)
 
-    for m, n, k in PROBE_SHAPES:
-        a, b = operand(m, k), operand(n, k)
+    # E4M3 bytes of 2^-6 to 448: no two scales of a tile need be the same. Then zeros and subnormal numbers.
+    for what, lowest, highest in (("", 8, 127), (" with subnormal scales", 0, 8), (" with a NaN scale", 8, 127)):
+        a, b = operand(m, lowest, highest), operand(n, 8, 127)
+        if "NaN" in what:
+            a.scales.view(torch.uint8)[m // 2, 1] = 127
         want = a.dequantize() @ b.dequantize().T
         there = [NVFP4Tensor(*(t.to(device) for t in (v.codes, v.scales, v.tensor_scale))) for v in (a, b)]
         for dtype in (torch.bfloat16, torch.float32):
@@ -222,14 +256,46 @@ def probe(device: torch.device, function: Callable[..., torch.Tensor]) -> str | 
             except Exception as error:  # whatever a library or a compiler raises: another implementation is tried
                 lines = str(error).splitlines() or [type(error).__name__]
                 return f"raises {lines[0][:200]}"
+            if not torch.equal(got.isnan(), want.isnan()):
+                return f"has NaN where none belongs, or none where one does,{what}"
             if not got.any():
-                return "returns zeros"
-            error = relative_square_error(got, want)
+                return f"returns zeros{what}"
+            error = relative_square_error(got.nan_to_num(), want.nan_to_num())
             if not error < PROBE_ERROR:
-                return (
-                    f"has a relative square error of {error:.1e} on {m} x {n} x {k}, expected below {PROBE_ERROR:.0e}"
-                )
+                return f"has a relative square error of {error:.1e}, expected below {PROBE_ERROR:.0e},{what}"
     return None
+
+
+@functools.cache
+def _look(device_type: str, name: str) -> tuple[int | None, str]:
+    """`probe` of an implementation. On a GPU a child process does it: an illegal address ends every later CUDA call."""
+    if device_type != "cuda":
+        return probe_implementation(device_type, name)
+    device = f"cuda:{torch.cuda.current_device()}"
+    return in_child(f"probe_implementation({device!r}, {name!r})")
+
+
+def probe_implementation(device: str, name: str) -> tuple[int | None, str]:
+    """`probe` of one of IMPLEMENTATIONS on this device, in this process."""
+    return probe(torch.device(device), lambda a, b, dtype: mm(a, b, dtype, name))
+
+
+def in_child(call: str, timeout: float = 600) -> tuple[int | None, str]:
+    """What `call`, of a function of this module, returns in a new process; (None, reason) where that process dies."""
+    code = (
+        f"from nanochat_fp4.nvfp4.dispatch import probe_implementation; import json; print('FOUND', json.dumps({call}))"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        child = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return None, f"had no result after {timeout:.0f} s"
+    for line in child.stdout.splitlines():
+        if line.startswith("FOUND "):
+            multiple, problem = json.loads(line.removeprefix("FOUND "))
+            return multiple, problem
+    last = (child.stderr.strip().splitlines() or ["no message"])[-1]
+    return None, f"ended its process with status {child.returncode} ({last[:200]})"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -239,7 +305,29 @@ def probe(device: torch.device, function: Callable[..., torch.Tensor]) -> str | 
 def takes(a: NVFP4Tensor, b: NVFP4Tensor) -> bool:
     """Whether tensor cores multiply these operands: one tensor_scale each, whole 16-byte rows, N a multiple of 16."""
     same_k = a.codes.shape[1] == b.codes.shape[1]
-    return same_k and a.codes.shape[1] % 16 == 0 and b.codes.shape[0] % 16 == 0 and a.tensor_scale.dim() == 0
+    if not (same_k and a.codes.shape[1] % 16 == 0 and b.codes.shape[0] % 16 == 0 and a.tensor_scale.dim() == 0):
+        return False
+    m, n, k, multiple = a.codes.shape[0], b.codes.shape[0], a.codes.shape[1] * 2, native_multiple(a.codes.device.type)
+    if not (m % multiple or n % multiple or k % multiple):
+        return True
+    if asked_for_native():
+        raise ValueError(
+            f"NVFP4_GEMM asks for FP4 tensor cores, which do not multiply {m} x {n} x {k} right on this GPU (shapes of "
+            f"multiples of {multiple} alone); use such sizes, or unset NVFP4_GEMM"
+        )
+    return False
+
+
+@constant_when_compiled
+def native_multiple(device_type: str) -> int:
+    """What M, N and K must be multiples of for native_gemm's implementation."""
+    name = native_gemm(device_type)
+    return (name and _look(device_type, name)[0]) or 1
+
+
+@constant_when_compiled
+def asked_for_native() -> bool:
+    return os.environ.get("NVFP4_GEMM") in IMPLEMENTATIONS
 
 
 def mm(a: NVFP4Tensor, b: NVFP4Tensor, out_dtype: torch.dtype, name: str) -> torch.Tensor:

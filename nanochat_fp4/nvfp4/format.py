@@ -110,6 +110,16 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch
     return (values * scales.to(torch.float32).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
+def transpose_square(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of the transposed tensor. A scale must hold for a block of 16x16 values.
+
+    codes uint8 (R, K/2), scales float8_e4m3fn (R, K/16) -> uint8 (K, R/2), float8_e4m3fn (K, R/16). Nothing is rounded.
+    R and K are multiples of 16.
+    """
+    of_blocks = scales.view(torch.uint8)[::BLOCK].T.repeat_interleave(BLOCK, dim=0)
+    return pack(unpack(codes).T), of_blocks.view(scales.dtype)
+
+
 def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
     """Row-major scales (R, G) -> the layout that cuBLAS and the tensor cores read, flat (R', G') padded with zeros.
 

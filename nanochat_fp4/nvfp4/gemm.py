@@ -12,6 +12,7 @@ An operand of two terms is multiplied term by term, A1 . B1 + A1 . B2 + A2 . B1:
 A2 . B2, of the residuals, is left out; it is of the size of the error that the operands have anyway.
 """
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from nanochat_fp4.nvfp4.dispatch import cublas_unavailable_reason
 
 
 class GemmOperand:
-    """The common part of all kinds of operand. operands.py has the kinds, and a kind's methods."""
+    """The common part of all kinds of operand. operands.py has the other kinds, and a kind's methods."""
 
     tensor_scale: ClassVar[torch.Tensor | None] = None
     single = True  # one term
@@ -40,6 +41,57 @@ class GemmOperand:
     def without_cache(self) -> "GemmOperand":
         """Itself without what can be made again from its tensors."""
         return self
+
+
+@dataclass
+class Plain(GemmOperand):
+    """A tensor in FP32 or BF16."""
+
+    values: torch.Tensor
+    exact = False
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.values,)
+
+    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.values.to(dtype)
+
+    def source(self) -> torch.Tensor:
+        return self.values
+
+    def transposed(self) -> "Plain":
+        return Plain(self.values.T)
+
+    def dequantize(self) -> torch.Tensor:
+        return self.values.float()
+
+    def depending_on(self, seed: torch.Tensor) -> "Plain":
+        return Plain(after(self.values, seed))
+
+
+@dataclass
+class Decoded(GemmOperand):
+    """code * scale in BF16 or FP32, and a tensor_scale of its own, or None for 1."""
+
+    values: torch.Tensor
+    tensor_scale: torch.Tensor | None = None
+
+    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.values
+
+    def dequantize(self) -> torch.Tensor:
+        return self.values.float() if self.tensor_scale is None else self.values.float() * self.tensor_scale
+
+
+@torch.library.custom_op("nanochat_fp4::after", mutates_args=())
+def after(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A copy of value that a compiler must take for a function of both."""
+    return value.clone()
+
+
+@after.register_fake
+def _(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value)
 
 
 def gemm(

@@ -457,7 +457,7 @@ class QuantLinear(torch.nn.Linear):
         """The weights of these layers where FSDP has gathered them and the Parameters are not to be read."""
         if self.gathered is None or self.weight.stride(0):
             return None
-        return Stacked(tuple(layer.gathered for layer in layers))
+        return Stacked.of(tuple(layer.gathered for layer in layers))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.recipe}"

@@ -2,6 +2,7 @@
 
     Plain                   a tensor in a float dtype, rounded to the layer's compute dtype when it is multiplied
     Codes                   4-bit codes and their scales (NVFP4)
+    SquareCodes             codes whose scales are those of blocks of 16x16: they can be transposed
     Stacked                 codes, or tensors, of several weights, one below the other
     WithResidual            two terms: codes, and the codes of what these leave of the tensor
     FP8                     8-bit numbers with one scale
@@ -25,7 +26,7 @@ makers of its operands when it is built; linear.py and gemm.py know none of them
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -37,8 +38,8 @@ from nanochat_fp4.nvfp4.dispatch import (
     use_kernels,
 )
 from nanochat_fp4.nvfp4.feedback import round_with_feedback, with_feedback
-from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor
-from nanochat_fp4.nvfp4.gemm import GemmOperand
+from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, transpose_square
+from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand, Plain, after
 from nanochat_fp4.nvfp4.philox import Noise
 from nanochat_fp4.nvfp4.quantizers import Rounding, quantize_reference
 
@@ -89,46 +90,6 @@ class Quantization(NamedTuple):
 
 
 @dataclass
-class Plain(GemmOperand):
-    """A tensor in FP32 or BF16."""
-
-    values: torch.Tensor
-    exact = False
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.values,)
-
-    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.values.to(dtype)
-
-    def source(self) -> torch.Tensor:
-        return self.values
-
-    def transposed(self) -> "Plain":
-        return Plain(self.values.T)
-
-    def dequantize(self) -> torch.Tensor:
-        return self.values.float()
-
-    def depending_on(self, seed: torch.Tensor) -> "Plain":
-        return Plain(after(self.values, seed))
-
-
-@dataclass
-class Decoded(GemmOperand):
-    """code * scale in BF16 or FP32, and a tensor_scale of its own, or None for 1."""
-
-    values: torch.Tensor
-    tensor_scale: torch.Tensor | None = None
-
-    def matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.values
-
-    def dequantize(self) -> torch.Tensor:
-        return self.values.float() if self.tensor_scale is None else self.values.float() * self.tensor_scale
-
-
-@dataclass
 class Codes(NVFP4Tensor, GemmOperand):
     """Codes, scales and tensor_scale; 4.5 bits an element are kept."""
 
@@ -150,6 +111,8 @@ class Codes(NVFP4Tensor, GemmOperand):
 
     def tensor_core_product(self, b: GemmOperand, out_dtype: torch.dtype) -> torch.Tensor | None:
         name = native_gemm(self.codes.device.type)
+        if name is not None and isinstance(b, Stacked):
+            b = b.joined  # 4.5 bits an element are copied, where decoding would write 16
         if name is None or not (isinstance(b, Codes) and dispatch.takes(self, b)):
             return None
         return dispatch.mm(self, b, out_dtype, name)
@@ -165,7 +128,27 @@ class Codes(NVFP4Tensor, GemmOperand):
         return self.matrix(torch.float32).float() * self.tensor_scale
 
     def depending_on(self, seed: torch.Tensor) -> "Codes":
-        return Codes(self.codes, self.scales, after(self.tensor_scale, seed), self.decoded)
+        return replace(self, tensor_scale=after(self.tensor_scale, seed))
+
+
+@dataclass
+class SquareCodes(Codes):
+    """Codes in which 16 rows of a block have the same scale, so that columns have blocks, too."""
+
+    def transposed(self) -> GemmOperand:
+        """Codes where FP4 tensor cores read them, to the bit the values of the decoded ones."""
+        device = self.codes.device
+        if self.codes.shape[0] % BLOCK or native_gemm(device.type) is None:
+            return super().transposed()
+        transpose = transpose_square
+        if use_kernels(device):
+            from nvfp4_kernels.decode import transpose_square as transpose
+        return SquareCodes(*transpose(self.codes, self.scales), self.tensor_scale)
+
+
+def codes_of(rounding: Rounding) -> type[Codes]:
+    """The kind of codes that a rounding makes along the dimension of its blocks."""
+    return SquareCodes if rounding.block_rows == BLOCK else Codes
 
 
 @dataclass
@@ -174,6 +157,11 @@ class Stacked(GemmOperand):
     memory, and a copy would outlive it."""
 
     parts: tuple[GemmOperand, ...]
+    codes_type: ClassVar[type[Codes]] = Codes
+
+    @staticmethod
+    def of(parts: tuple[GemmOperand, ...]) -> "Stacked":
+        return (SquareStacked if isinstance(parts[0], SquareCodes) else Stacked)(parts)
 
     @property
     def joined(self) -> GemmOperand:
@@ -186,7 +174,7 @@ class Stacked(GemmOperand):
         codes, scales = (
             torch.cat([t.view(torch.uint8) for t in some]) for some in zip(*(p.tensors()[:2] for p in self.parts))
         )
-        return Codes(codes, scales.view(first.scales.dtype), first.tensor_scale)
+        return type(first)(codes, scales.view(first.scales.dtype), first.tensor_scale)
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
@@ -205,7 +193,7 @@ class Stacked(GemmOperand):
 
     @classmethod
     def from_tensors(cls, *tensors: torch.Tensor) -> "Stacked":
-        kind, size = (Codes, 3) if tensors[0].dtype == torch.uint8 else (Plain, 1)
+        kind, size = (cls.codes_type, 3) if tensors[0].dtype == torch.uint8 else (Plain, 1)
         return cls(tuple(kind(*tensors[i : i + size]) for i in range(0, len(tensors), size)))
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
@@ -225,6 +213,12 @@ class Stacked(GemmOperand):
 
     def dequantize(self) -> torch.Tensor:
         return self.joined.dequantize()
+
+
+class SquareStacked(Stacked):
+    """Of SquareCodes."""
+
+    codes_type = SquareCodes
 
 
 @dataclass
@@ -373,7 +367,7 @@ def make_codes(value: torch.Tensor | GemmOperand, how: Quantization, transpose: 
     if not (use_kernels(device) and rounding.has_kernels) or by_rows or (codes and how.rht_dim and not transpose):
         x = _contracted_last(value, transpose, max(how.rht_dim, rounding.block))
         t = quantize_reference(x, rounding, **_draws(how))
-        return Codes(t.codes, t.scales, t.tensor_scale, t.decoded)
+        return codes_of(rounding)(t.codes, t.scales, t.tensor_scale, t.decoded)
     emulated = not keep_codes and native_gemm(device.type) is None
     if how.rht_dim:
         return _rotate_quantize(value, *((None, how) if transpose else (how, None)), emulated)[1 if transpose else 0]
@@ -508,7 +502,7 @@ def _quantize_rows(x: torch.Tensor, how: Quantization) -> Codes:
             amax = x.abs().amax(-1) if how.per_token else largest_magnitude(x)
         amax = how.part.largest(amax)
     codes, scales, tensor_scale, decoded = quantize(x, amax, how.seed, how.stream, *constants, decode, how.per_token)
-    return Codes(codes, scales, tensor_scale, decoded if decode else None)
+    return codes_of(r)(codes, scales, tensor_scale, decoded if decode else None)
 
 
 def quantize_relu_squared(
@@ -583,14 +577,3 @@ def _rotate_quantize(
             results.append(Decoded(tensors[0], tensors[1]))
             tensors = tensors[2:]
     return results[0], results[1]
-
-
-@torch.library.custom_op("nanochat_fp4::after", mutates_args=())
-def after(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A copy of value that a compiler must take for a function of both."""
-    return value.clone()
-
-
-@after.register_fake
-def _(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(value)

@@ -40,7 +40,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nanochat_fp4.nvfp4.linear import QuantLinear, groups_computed_as_one
-from nanochat_fp4.nvfp4.operands import Codes, Plain, largest_magnitude, quantize_operand
+from nanochat_fp4.nvfp4.operands import Codes, Plain, codes_of, largest_magnitude, quantize_operand
 
 
 def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -156,7 +156,8 @@ class _Shard:
         """Gives the layer the buffers, once, since they stay the same tensors."""
         if out is not None:
             return None
-        self.layer.gathered = Codes(*outputs, self.tensor_scale) if self.gathered_as_codes else Plain(*outputs)
+        codes = codes_of(self.layer.recipe.output.b.rounding) if self.gathered_as_codes else None
+        self.layer.gathered = codes(*outputs, self.tensor_scale) if codes else Plain(*outputs)
         return torch.full((), torch.nan, dtype=param_dtype, device=self.local.device).as_subclass(_Unread), ()
 
 

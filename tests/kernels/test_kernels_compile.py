@@ -67,7 +67,7 @@ def test_clovers_kernels_compile(clover, arch):
     assert names["rotate_quantize_kernel"] == 2
     expected = {"amax", "quantize", "rotate_quantize"}
     everywhere = {"repair", "decode", "swizzle", "relu_squared", "feedback"}
-    expected |= {"finish"} if arch in BLACKWELL else everywhere
+    expected |= {"finish", "transpose_square"} if arch in BLACKWELL else everywhere
     expected |= {"dot_scaled"} if has_dot_scaled(arch) else set()
     assert {f"{name}_kernel" for name in expected} == set(names) - ({"swizzle_kernel"} if arch in BLACKWELL else set())
     assert all(re.fullmatch(rf"sm_{arch}[af]?", r["target"]) for r in clover)
@@ -226,6 +226,7 @@ def operator_calls():
         constants = (0, 6.0, 448.0, [1.0], stochastic, block_rows, decode)
         yield op.quantize.default, (x.bfloat16(), None, seed, *constants)
     yield op.decode.default, codes[:2]
+    yield op.transpose_square.default, (codes[0][:32], codes[1][:32])
     yield op.relu_squared.default, (x, seed)
     for decode in (True, False):
         yield op.quantize_relu_squared.default, (x.bfloat16(), seed, 6.0, 256.0, [1.0, 1.5], decode)
@@ -258,7 +259,7 @@ def test_operators_return_what_their_fakes_say():
         for r, f in pairs:
             assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride()), (op, arguments)
         seen.add(op)
-    assert len(seen) == 10
+    assert len(seen) == 11
 
 
 @interpreted

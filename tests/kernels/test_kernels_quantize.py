@@ -11,10 +11,17 @@ pytest.importorskip("triton")
 
 from nvfp4_kernels import _math as m  # noqa: E402
 from nvfp4_kernels import quantize as quantize_module  # noqa: E402
-from nvfp4_kernels.decode import decode  # noqa: E402
+from nvfp4_kernels.decode import decode, transpose_square  # noqa: E402
 from nvfp4_kernels.quantize import amax, conversion_problem, quantize  # noqa: E402
 
-from nanochat_fp4.nvfp4.format import NVFP4Tensor, encode_e2m1, pack, swizzle_scales, unswizzle_scales  # noqa: E402
+from nanochat_fp4.nvfp4.format import (  # noqa: E402
+    NVFP4Tensor,
+    encode_e2m1,
+    pack,
+    swizzle_scales,
+    unswizzle_scales,
+)
+from nanochat_fp4.nvfp4.format import transpose_square as transpose_square_reference  # noqa: E402
 from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_operand  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference, round_e2m1  # noqa: E402
 
@@ -335,3 +342,18 @@ def test_more_than_2_to_the_31_elements(name):
     assert_same_bits("scales", scales[-16:], want[1])
     step = scales[-16:].float().repeat_interleave(16, 1) * 2 * want[2]
     assert ((decoded[-16:].float() * want[2] - x[-16:].float()).abs() <= step).all()
+
+
+@pytest.mark.parametrize("rows, columns", [(16, 16), (48, 160), (144, 272)])
+def test_square_blocks_are_transposed_as_codes(rows, columns):
+    """To the bit what decoding and transposing gives: random bytes, so signed zeros and scales of every kind."""
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
+    blocks = torch.randint(0, 127, (rows // 16, columns // 16), generator=generator, dtype=torch.uint8)
+    scales = blocks.repeat_interleave(16, dim=0).view(torch.float8_e4m3fn)
+    want = transpose_square_reference(codes, scales)
+    one = torch.ones(())
+    decoded, transposed = NVFP4Tensor(codes, scales, one).decode(), NVFP4Tensor(*want, one).decode()
+    assert_same_bits("values", transposed, decoded.T.contiguous())
+    got = [t.cpu() for t in transpose_square(codes.to(DEVICE), scales.to(DEVICE))]
+    assert all(torch.equal(g.view(torch.uint8), w.view(torch.uint8)) for g, w in zip(got, want))

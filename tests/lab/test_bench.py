@@ -371,3 +371,18 @@ def test_a_graph_draws_fresh_randomness_at_each_replay():
     replay()
     assert torch.equal(results[-1][0], first[0])  # the forward pass draws nothing
     assert not torch.equal(results[-1][1], first[1]) and not torch.equal(results[-1][2], first[2])
+
+
+@pytest.mark.parametrize(
+    "gpu, name",
+    [
+        ("RTX 5090", "RTX 5090"),
+        ("RTX 5090 Laptop GPU", None),
+        ("RTX 5090 D v2", None),
+        ("GB200", None),
+        ("B200", "B200"),
+    ],
+)
+def test_a_machine_is_known_by_its_whole_name(gpu, name):
+    machine = step_time.machine_of(f"NVIDIA {gpu}")
+    assert (machine and machine.name) == name
