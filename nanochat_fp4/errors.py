@@ -5,6 +5,7 @@ import errno
 import importlib.util
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 
 from nanochat_fp4.console import print_error, setup_default_logging
-from nanochat_fp4.signals import allow_interrupts
 
 
 class UserError(Exception):
@@ -70,6 +70,16 @@ def require(*modules: str) -> None:
         raise UserError(f"{what}, which this needs; {install_command(*missing)}")
 
 
+def _allow_interrupts() -> None:
+    """
+    Ctrl-C raises KeyboardInterrupt again from here on.
+
+    A rank of several still dies of SIGINT. It may be waiting for the others in C++, where no exception ends the wait.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL and "RANK" not in os.environ:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def run_main(main: Callable[[], Any]) -> None:
     """
     Entry point of every script: `if __name__ == "__main__": run_main(main)`.
@@ -88,7 +98,7 @@ def run_main(main: Callable[[], Any]) -> None:
     setup_default_logging()
     status = 2
     try:
-        allow_interrupts()
+        _allow_interrupts()
         main()
         return
     except (KeyboardInterrupt, Exception) as e:

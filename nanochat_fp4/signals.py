@@ -49,16 +49,6 @@ def _is_our_program() -> bool:
     return Path(sys.argv[0] if sys.argv else "").name.startswith("nanochat-fp4")
 
 
-def allow_interrupts() -> None:
-    """
-    Ctrl-C raises KeyboardInterrupt again from here on.
-
-    A rank of several still dies of SIGINT. It may be waiting for the others in C++, where no exception ends the wait.
-    """
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL and "RANK" not in os.environ:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 begin_program()
 
 

@@ -35,6 +35,8 @@ def modules() -> dict[str, Path]:
         for file in sorted(folder.rglob("*.py")):
             if file.name.startswith("modeling_"):  # copied beside exported models, for transformers; nothing imports it
                 continue
+            if file.parent.name == "sandbox" and file.name != "__init__.py":  # run by its path, in processes of its own
+                continue
             parts = (package, *file.relative_to(folder).with_suffix("").parts)
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return found
