@@ -150,7 +150,8 @@ print_estimate() {
     [ -n "${GPU:-}" ] || { [ "$NUM_GPUS" -gt 0 ] && [ "$NPROC" -eq 1 ]; } || return 0
     [ "$NUM_ITERATIONS" -lt 0 ] || tokens=$((NUM_ITERATIONS * TOTAL_BATCH))
     if ! lines=$("$PY" -m nanochat_fp4.step_time --gpu "${GPU:-}" --depth "$DEPTH" --tokens "$tokens" \
-        --ratio "$DATA_RATIO" --methods "$(IFS=, && echo "${METHODS[*]}")" 2>&1); then
+        --ratio "$DATA_RATIO" --shards "$NUM_SHARDS" --eval-every "$((EVAL_EVERY * TOTAL_BATCH))" \
+        --eval-tokens "$EVAL_TOKENS" --methods "$(IFS=, && echo "${METHODS[*]}")" 2>&1); then
         [ -z "${GPU:-}" ] || die "GPU=$GPU: ${lines#error: --gpu: }"
         return 0 # of this machine's GPU nothing may be known
     fi

@@ -272,6 +272,7 @@ def predict(machine: Machine, methods: list[str], tokens: int = TOKENS) -> list[
 # A whole step
 
 SEQUENCE, VOCABULARY = 2048, 65536
+SHARD_BYTES = 100e6  # of FineWeb-Edu as nanochat packs it
 GLUE, LOGIT, UPDATE = 168.0, 20.0, 30.0  # bytes
 CAST, ACCUMULATE = 6.0, 10.0  # bytes a weight: FP32 to BF16, and BF16 added to FP32
 ATTENTION_SHARE = 0.6
@@ -372,6 +373,27 @@ def estimate(machine: Machine, depth: int, method: str, tokens: float, micro_bat
     )
 
 
+def needs(depth: int, shards: int) -> str:
+    """One line: memory and disk of a run. FP32 weights, gradients and Muon's momentum; AdamW has two moments."""
+    shape = Shape(depth)
+    tables = 2 * shape.head_weights  # embedding and output head
+    state, saved = 12 * shape.block_weights + 16 * tables, 8 * shape.block_weights + 12 * tables
+    return (
+        f"memory: {state / 2**30:.1f} GiB for weights, gradients and optimizer, activations besides; "
+        f"disk: {shards * SHARD_BYTES / 1e9:.0f} GB of text, {saved / 1e9:.1f} GB for each checkpoint"
+    )
+
+
+def evaluation_hours(machine: Machine, depth: int, method: str, tokens: float, every: float, evaluated: float) -> float:
+    """Hours of the validations of a run, one each `every` tokens, of `evaluated` tokens in two forwards.
+
+    A forward pass counts as a third of a step.
+    """
+    shape = Shape(depth)
+    rates = [tokens_per_second(shape, m, machine, micro_batch=8192)[""] for m in (method, "bf16")]
+    return (tokens // every + 1) * evaluated / 3 * sum(1 / rate for rate in rates) / 3600
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -381,6 +403,9 @@ def main(argv: list[str] | None = None) -> None:
     add("--tokens", type=float, default=0.0, help="of the run (default: --ratio)")
     add("--ratio", type=float, default=20.0, help="tokens for each parameter")
     add("--micro-batch", type=int, default=8192, help="tokens of a micro-batch")
+    add("--shards", type=int, default=0, help="of text: also print memory and disk")
+    add("--eval-every", type=float, default=0.0, help="tokens between two validations: also print their hours")
+    add("--eval-tokens", type=float, default=0.0, help="of a validation")
     add("--windowed", action="store_true", help="a window pattern SSSL, by a kernel that skips what it leaves out")
     args = parser.parse_args(argv)
     if args.depth < 1 or args.micro_batch < 1 or args.tokens < 0 or args.ratio <= 0:
@@ -395,6 +420,11 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{machine.name}, d{args.depth}, {method}: not predicted (its kernels are not counted)")
             continue
         print(estimate(machine, args.depth, method, tokens, args.micro_batch, args.windowed))
+        if args.eval_every > 0:
+            hours = evaluation_hours(machine, args.depth, method, tokens, args.eval_every, args.eval_tokens)
+            print(f"  and {hours:.2g} hours for validation; mid-training, SFT and benchmarks are not predicted")
+    if args.shards:
+        print(needs(args.depth, args.shards))
 
 
 if __name__ == "__main__":

@@ -62,6 +62,8 @@ def test_the_plan_of_a_gpu_that_is_not_here_has_its_hours(environment):
     )
     assert "machine   1 x rtx5090, 1 process(es); not this machine" in done.stdout and "no GPU" not in done.stdout
     assert "stages    tok base loss core mid sft report" in done.stdout
+    assert re.search(r"and [\d.]+ hours for validation; mid-training, SFT and benchmarks are not", done.stdout)
+    assert re.search(r"memory: 2\d\.\d GiB for weights.* disk: 120 GB of text, [\d.]+ GB for each", done.stdout)
     unknown = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx9090")
     assert unknown.returncode == 2 and "GPU=rtx9090: nothing is predicted for rtx9090; use one of" in unknown.stderr
     done = bash("speedrun_fp4.sh", environment, GPU="rtx5090")
