@@ -37,8 +37,8 @@ def _inside(asked: dict[QuantLinear, dict[str, Any]]) -> Iterator[None]:
 
 
 def _layers(model: nn.Module, context: str) -> list[QuantLinear]:
-    """The model's converted layers. Raises ValueError that names the context for anything but a module."""
-    if not isinstance(model, nn.Module):
+    """The model's converted layers. Raises ValueError that names the context for what has no modules."""
+    if not callable(getattr(model, "modules", None)):
         raise ValueError(f"{context}: got {type(model).__name__}, expected a torch.nn.Module; pass the converted model")
     return [m for m in model.modules() if isinstance(m, QuantLinear)]
 
