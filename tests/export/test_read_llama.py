@@ -13,7 +13,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.llama import Llama
-from nanochat_fp4.training.checkpoint_manager import load_model
+from nanochat_fp4.training.load_model import load_model
 from scripts import export, import_model
 
 TEXT = "the capital of gold planets 12"

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from lab import scaling
+from lab.predict import scaling
 from lab.predict.scaling import Law, Run
 from nanochat_fp4.errors import UserError
 
