@@ -127,13 +127,13 @@ def test_a_gemm_that_is_wrong(damage, text, monkeypatch):
 
 
 def test_operands_rotated_with_different_signs(monkeypatch):
-    real = linear._quantizations
+    real = linear.Gemms.operands
 
-    def quantizations(*args):
+    def operands(*args):
         a, b = real(*args)
         return a, b._replace(rht_stream=a.rht_stream + 1)
 
-    monkeypatch.setattr(linear, "_quantizations", quantizations)
+    monkeypatch.setattr(linear.Gemms, "operands", operands)
     assert "grad_input has a relative square error" in failure()
 
 

@@ -262,7 +262,7 @@ KINDS = (
     ("GEMM", ("gemm", "nvjet", "cutlass", "splitk", "mm_alpha", "dot_scaled_kernel", "codes_matmul", "one_row")),
     ("ReLU^2", ("relu_squared",)),
     ("abs-max", ("amax_kernel", "nvfp4::amax")),
-    ("decode", ("decode_kernel", "nvfp4::decode")),
+    ("decode", ("decode_kernel", "nvfp4::decode", "transpose_square")),
     ("rotate and quantize", ("rotate_quantize", "repair", "prepare_kernel", "finish_kernel", "nvfp4::rotate")),
     ("quantize", ("convert_kernel", "feedback_kernel", "quantize", "tensor_scale", "nvfp4::", "swizzle", "row_kernel")),
     ("GEMM", ("_mm", "::mm", "::addmm", "::bmm", "::matmul")),

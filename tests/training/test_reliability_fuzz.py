@@ -380,6 +380,8 @@ FOUND = [
     for p in sorted((ROOT / folder).rglob("*.py"))
     if "def main(" in p.read_text() and p.name not in ON_A_CHECKOUT
 ]
+FOUND.remove("scripts.reproduce")  # only names the new command
+FOUND.remove("lab.predict.blackwell")  # takes no arguments
 FOUND.remove("scripts.chat_web")  # serves until it is stopped: test_chat_web.py
 SCRIPTS = dict.fromkeys(
     FOUND, ""
@@ -462,6 +464,7 @@ def content(base: Path) -> dict[str, bytes]:
 
 NOT_HERE = {f"lab.measure.bench_{what}" for what in ("generate", "linear", "quantize", "train")}  # want a GPU
 NOT_HERE |= {"nanochat_fp4.upstream"}  # wants a checkout of nanochat
+NOT_HERE |= {"lab.predict.measured", "lab.study.forwards"}  # want files of a benchmark, of a sweep
 NOT_HERE |= {"scripts.export", "scripts.import_model", "scripts.chat_rl"}  # want a format, a file, GSM8K
 
 
