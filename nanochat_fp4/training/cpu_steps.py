@@ -59,7 +59,7 @@ def probe(args: argparse.Namespace) -> float:
             for _ in range(count):
                 x = torch.randint(args.vocab_size, (batch, seq_len + 1))
                 step.micro_batch(x[:, :-1], x[:, 1:], count=count)
-        step.update(len(ends))
+        step.update()
         ends.append(time.monotonic())
     return (ends[-1] - ends[0]) / (len(ends) - 1)
 
