@@ -556,3 +556,16 @@ def bounded(seconds: float, gigabytes: float) -> None:
     ):
         signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGINT))
         signal.setitimer(timer, after)
+
+
+def write_results(checks: Sequence[Callable[[Path], None]], folder: str | Path) -> None:
+    """Calls each check with a folder of its own. What went wrong, as text, goes into <folder>/<name>.result."""
+    for check in checks:
+        path = Path(folder) / check.__name__
+        path.mkdir()
+        try:
+            check(path)
+            result = ""
+        except BaseException:
+            result = traceback.format_exc()
+        (Path(folder) / f"{check.__name__}.result").write_text(result)

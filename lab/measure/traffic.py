@@ -67,13 +67,18 @@ def count_launches(function) -> list[Launch]:
         launches[-1].multiply_adds += a.data.shape[-2] * a.data.shape[-1] * b.data.shape[-1]
         return originals["create_dot"](self, a, b, *rest)
 
+    def tensors(named):
+        for name, value in named:
+            if hasattr(value, "data_ptr"):
+                yield name.removesuffix("_ptr"), value
+            elif hasattr(value, "_asdict"):  # a record of arguments
+                yield from tensors(value._asdict().items())
+
     def launch(self, *arguments, **keywords):
         launches.append(Launch(self.fn.__name__))
-        named = [*zip(self.arg_names, arguments), *keywords.items()]
-        tensors = [(name, value) for name, value in named if hasattr(value, "data_ptr")]
         ranges[:] = [
-            (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name.removesuffix("_ptr"))
-            for name, t in tensors
+            (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name)
+            for name, t in tensors([*zip(self.arg_names, arguments), *keywords.items()])
         ]
         return call(self, *arguments, **keywords)
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import traceback
 from pathlib import Path
 
 import _forking
@@ -159,18 +158,7 @@ def a_killed_first_export_is_all_or_nothing(tmp_path):
 CHECKS = (a_killed_export_is_finished_by_the_next, a_killed_first_export_is_all_or_nothing)
 
 
-def run_checks(folder: str) -> None:
-    for check in CHECKS:
-        path = Path(folder) / check.__name__
-        path.mkdir()
-        try:
-            check(path)
-            result = ""
-        except BaseException:
-            result = traceback.format_exc()
-        (Path(folder) / f"{check.__name__}.result").write_text(result)
-
-
 def test_kills(tmp_path, fork_server):
-    fork_server.run_ranks(f"import test_export_folder as t; t.run_checks({str(tmp_path)!r})", 1)
+    code = f"import _forking, test_export_folder as t; _forking.write_results(t.CHECKS, {str(tmp_path)!r})"
+    fork_server.run_ranks(code, 1)
     assert {p.name: p.read_text() for p in tmp_path.glob("*.result")} == {f"{c.__name__}.result": "" for c in CHECKS}

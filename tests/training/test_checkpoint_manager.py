@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import time
-import traceback
 from pathlib import Path
 
 import _forking
@@ -364,15 +363,7 @@ def run_forking_checks(folder):
     """Runs in the process of its own: what went wrong in each check, as text, into <folder>/<name>.result."""
     torch.set_num_threads(1)
     os.fsync = lambda fd: None  # slow, and a killed process, unlike a power cut, loses nothing that was written
-    for check in FORKING:
-        path = Path(folder) / check.__name__
-        path.mkdir()
-        try:
-            check(path)
-            result = ""
-        except BaseException:
-            result = traceback.format_exc()
-        (Path(folder) / f"{check.__name__}.result").write_text(result)
+    _forking.write_results(FORKING, folder)
 
 
 def test_everything_is_on_the_disk_before_the_manifest_appears(tmp_path, monkeypatch):
