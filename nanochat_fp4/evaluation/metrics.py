@@ -11,7 +11,7 @@ from nanochat_fp4.files import atomic_write
 
 
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, without lines that are none. A killed process may leave half a line at the end."""
+    """The records of a metrics.jsonl. Lines that are no record are skipped: a killed process may leave half a line."""
     records = []
     with open(path, "rb") as f:
         for line in f:
