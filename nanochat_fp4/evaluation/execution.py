@@ -3,7 +3,7 @@ Sandboxed execution of Python code that a language model wrote (HumanEval).
 
 `execute_code` runs a program in a process of its own. A second process, the judge, tests the program's function.
 The program reaches neither the tests nor the verdict: arguments and results pass between the two as plain values.
-GUARANTEES lists the promises and who keeps each of them. docs/reliability.md has the same table with the tests.
+GUARANTEES lists the promises and who keeps each of them. docs/sandbox.md has the same table with the tests.
 
 - namespaces: own mount, process, network and IPC namespaces. The root folder lies in memory, with Python's folders
   read-only. The program is user `nobody` without capabilities. Process 1 ends all others when it ends. Needs Linux 5.12

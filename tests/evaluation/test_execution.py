@@ -94,13 +94,13 @@ def test_some_sandbox_works_here_and_says_what_it_is():
 
 
 def test_the_page_says_what_each_set_of_layers_guarantees():
-    """docs/reliability.md and what chat_eval prints are the same table, and the tests that it names exist."""
+    """docs/sandbox.md and what chat_eval prints are the same table, and the tests that it names exist."""
     assert execution.missing_guarantees(("namespaces", "seccomp")) == []
     assert execution.missing_guarantees(("landlock", "seccomp")) == [
         "names, sizes and owners of files and processes are not seen"
     ]
     assert "no signal to another process, by kill() or by descriptor" in execution.missing_guarantees(("audit",))
-    page = (Path(__file__).resolve().parents[2] / "docs/reliability.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs/sandbox.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in page.splitlines() if line[:1] == "|"]
     rows = {row[0]: row[1:] for row in rows if row[0] in execution.GUARANTEES}
     assert {promise: tuple(row[:3]) for promise, row in rows.items()} == execution.GUARANTEES
