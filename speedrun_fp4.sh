@@ -17,7 +17,7 @@
 #     WANDB_RUN=name          log to Weights & Biases, or with TRACKER=trackio to a local page
 #     NPROC=2                 processes (default: one for each GPU)
 #     STAGES="tok base loss report"    only some stages
-#     PLAN_ONLY=1             print the plan and stop; with GPU=rtx5090 (rtxpro4000, rtxpro6000, b200, h200) that of one
+#     PLAN_ONLY=1             print the plan and stop; with GPU=rtx5090 (rtx5080, rtxpro6000, b200, gb10, ...) that of one
 #                             such GPU, and how long it would take
 #     DEPTH=6 NUM_ITERATIONS=500 ...   any number that the plan prints
 #     BASE_ARGS="--matrix-lr=0.01"     more flags for scripts/base_train.py (MID_ARGS, SFT_ARGS, EVAL_ARGS likewise)

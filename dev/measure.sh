@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Measures on this machine's GPU what README.md and docs/ say about one:
 #
-#     bash dev/measure.sh
+#     bash dev/measure.sh                      # 20 minutes at most
+#     python -m nanochat_fp4.doctor --send     # what to send of it, and where
 #
 # Every part has a time limit and a log in $OUT, the benchmarks a JSON as well, which grows as they measure. A part that
 # fails leaves the others; a summary comes last, and the exit status is 1 if anything failed. Variables:
 #
-#     PARTS="linear quantize"  only these
+#     PARTS="linear quantize"  only these; PARTS=all: everything, 90 minutes
+#     DRY_RUN=1                the same in small, on any machine: does it work
 #     LIMIT=60                 seconds for each part, in the place of its own limit
 #     PLAN_ONLY=1              print the commands and stop
 #     OUT=...                  where logs and numbers go (default: measurements/ in the base directory)
@@ -18,7 +20,8 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit 2
 source dev/setup.sh
 KNOWN="doctor tests linear turns quantize counters quartet2 train train_32gib train_nanochat"
-PARTS=${PARTS:-$KNOWN}
+PARTS=${PARTS:-doctor linear quantize train}
+[ "$PARTS" != all ] || PARTS=$KNOWN
 for name in $PARTS; do
     [[ " $KNOWN " == *" $name "* ]] || die "PARTS: there is no part '$name'; the parts are: $KNOWN"
 done
@@ -32,7 +35,7 @@ else
     mkdir -p "$OUT" || die "cannot create $OUT; set OUT to a writable folder"
 fi
 
-SUMMARY="" FAILED=0
+SUMMARY="" STATUSES="" FAILED=0
 result() { # name, what became of it
     SUMMARY+=$(printf '%-15s %s' "$1" "$2")$'\n'
 }
@@ -56,6 +59,7 @@ part() {
         124 | 137) result "$name" "FAILED, cut off after $limit s: $last" ;;
         *) result "$name" "FAILED, exit status $status: $last" ;;
     esac
+    STATUSES+=$name=$status,
     [ "$status" = 0 ] || FAILED=1
 }
 # optional NAME WHY WHAT SECONDS COMMAND...: skipped, and said why, where WHAT is empty.
@@ -69,19 +73,25 @@ optional() {
 
 # The same attention on every GPU.
 bench_train=(env NANOCHAT_ATTENTION=sdpa "$PY" -m lab.measure.bench_train --window-pattern L)
-part doctor 600 "$PY" -m nanochat_fp4.doctor
+doctor=("$PY" -m nanochat_fp4.doctor) needs_gpu=there
+train=("${bench_train[@]}" --depth 20 --rounds 2 --no-table7)
+if [ "${DRY_RUN:-0}" != 0 ]; then
+    doctor+=(--method clover) needs_gpu=""
+    train=("${bench_train[@]}" --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 --micro-batch 2 --rounds 1 --methods clover)
+fi
+part doctor 300 "${doctor[@]}"
 part tests 1200 "$PY" -m pytest -q -p no:cacheprovider tests/kernels/test_*.py tests/nvfp4/test_native.py tests/nvfp4/test_gemm.py
-part linear 480 "$PY" -m lab.measure.bench_linear --passes forward+backward --json "$OUT/linear.json"
+optional linear "DRY_RUN is set" "$needs_gpu" 240 "$PY" -m lab.measure.bench_linear --passes forward+backward --json "$OUT/linear.json"
 part turns 200 "$PY" -m lab.measure.bench_linear --models 3B --passes forward+backward --methods clover \
     --modes graph,eager --turns --json "$OUT/turns.json"
-part quantize 600 "$PY" -m lab.measure.bench_quantize --json "$OUT/quantize.json"
+optional quantize "DRY_RUN is set" "$needs_gpu" 180 "$PY" -m lab.measure.bench_quantize --json "$OUT/quantize.json"
 ncu=there
 if [ "$PLAN_ONLY" = 0 ] && chosen counters; then
     "$PY" -c 'from lab.measure import counters; counters.find_ncu()' 2>/dev/null || ncu=""
 fi
 optional counters "there is no ncu" "$ncu" 400 "$PY" -m lab.measure.counters --out "$OUT/counters"
 optional quartet2 "QUARTET2 is not set" "${QUARTET2:-}" 400 "$PY" -m lab.measure.compare_quartet2 "${QUARTET2:-}"
-part train 800 "${bench_train[@]}" --json "$OUT/train.json"
+part train 480 "${train[@]}" --json "$OUT/train.json"
 part train_32gib 800 "${bench_train[@]}" --memory-cap 32GiB --recompute none,mlp --no-table7 --json "$OUT/train_32gib.json"
 optional train_nanochat "NANOCHAT is not set" "${NANOCHAT:-}" 400 \
     "${bench_train[@]}" --depth 20 --methods "" --micro-batch 16 --no-table7 --nanochat "${NANOCHAT:-}" --json "$OUT/train_nanochat.json"
@@ -94,6 +104,7 @@ for name in linear train train_32gib; do
 done
 if [ ${#measured[@]} -gt 0 ]; then
     echo "== the model of this GPU (nanochat_fp4/step_time.py)"
-    "$PY" -m lab.predict.measured "${measured[@]}"
+    "$PY" -m lab.predict.measured "${measured[@]}" --card "$OUT/my_card.json" --statuses "$STATUSES" | tee "$OUT/my_card.txt" || FAILED=1
+    echo "== to send it: python -m nanochat_fp4.doctor --send"
 fi
 exit $FAILED

@@ -146,16 +146,17 @@ print_plan() { # TITLE TAG...
 
 # How long the run will take on one GPU, this one or GPU=rtx5090: predicted, where there are numbers for it.
 print_estimate() {
-    local tokens=0 lines
+    local tokens=0 saves=0 lines
     [ -n "${GPU:-}" ] || { [ "$NUM_GPUS" -gt 0 ] && [ "$NPROC" -eq 1 ]; } || return 0
+    ! [[ $SAVE_EVERY =~ ^[0-9]+$ ]] || saves=$((SAVE_EVERY * TOTAL_BATCH))
     [ "$NUM_ITERATIONS" -lt 0 ] || tokens=$((NUM_ITERATIONS * TOTAL_BATCH))
     if ! lines=$("$PY" -m nanochat_fp4.step_time --gpu "${GPU:-}" --depth "$DEPTH" --tokens "$tokens" \
         --ratio "$DATA_RATIO" --shards "$NUM_SHARDS" --eval-every "$((EVAL_EVERY * TOTAL_BATCH))" \
-        --eval-tokens "$EVAL_TOKENS" --methods "$(IFS=, && echo "${METHODS[*]}")" 2>&1); then
+        --eval-tokens "$EVAL_TOKENS" --save-every "$saves" --methods "$(IFS=, && echo "${METHODS[*]}")" 2>&1); then
         [ -z "${GPU:-}" ] || die "GPU=$GPU: ${lines#error: --gpu: }"
         return 0 # of this machine's GPU nothing may be known
     fi
-    echo "  predicted time of the base training on one GPU (python -m nanochat_fp4.step_time):"
+    echo "  predicted time of the base training on one GPU, without mid-training, SFT and benchmarks (python -m nanochat_fp4.step_time):"
     while IFS= read -r line; do echo "    $line"; done <<<"$lines"
 }
 

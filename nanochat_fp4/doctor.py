@@ -17,15 +17,17 @@ A problem ends in exit status 2 and one line on stderr. A training run calls `pr
 import contextlib
 import functools
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import autodetect_device_type, median_ms, set_cpu_threads
+from nanochat_fp4.common import autodetect_device_type, get_base_dir, median_ms, set_cpu_threads
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.hardware import usable_cpus
@@ -376,12 +378,31 @@ def versions() -> str:
     return f"Python {python}, torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, Triton {triton_version}"
 
 
+def what_to_send() -> str:
+    """How to report what dev/measure.sh found on a card. Raises UserError where it has not run."""
+    folder = Path(os.environ.get("OUT") or Path(get_base_dir()) / "measurements")
+    file = folder / "my_card.json"
+    if not file.is_file():
+        raise UserError(f"there is no {file}; run `bash dev/measure.sh` first, 20 minutes at most")
+    return (
+        f"send {file} (numbers, versions and the names of GPU and methods; no path, no host name, no text of yours)\n"
+        f"and the table in {folder / 'my_card.txt'}\n"
+        "to the project's issues, with the form 'My card' (.github/ISSUE_TEMPLATE/my_card.yml)"
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--method", default="", help="check this method only (default: those of nf.METHODS)")
     which.add_argument("--all", action="store_true", help="check the ablations (nf.ABLATIONS), too: minutes on a GPU")
+    which.add_argument(
+        "--send", action="store_true", help="check nothing: say what to send of dev/measure.sh, and where"
+    )
     args = parser.parse_args(argv)
+    if args.send:
+        print(what_to_send())
+        return
     methods = (get_recipe(args.method).name,) if args.method else tuple(METHOD_TABLE if args.all else METHODS)
     device = torch.device(autodetect_device_type())
     if device.type == "mps":

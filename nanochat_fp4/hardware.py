@@ -73,7 +73,10 @@ def available_memory(root: Path = Path("/")) -> int:
 
 def ignore_false_warnings() -> None:
     """torch before 2.13 warns that it ends at 12.0. A GB10 (12.1) runs what was compiled for 12.0."""
-    warnings.filterwarnings("ignore", r"\s*Found GPU\d+ .* which is of (cuda capability|compute \S+ \(CC\)) 12\.1\b")
+    supported = (
+        r"Minimum and Maximum cuda capability supported by this version of PyTorch is\s+\(\d+\.\d+\) - \(12\.0\)"
+    )
+    warnings.filterwarnings("ignore", rf"\s*Found GPU\d+ .* which is of cuda capability 12\.1\.\s+{supported}")
 
 
 # Models narrower than this run on one CPU thread: their operations are short, and threads mostly wait for one another.

@@ -9,17 +9,19 @@ the issue rate that such kernels reach on an H200, with a BAND around it. For th
     glue         GLUE bytes for each token, layer and unit of width: norms, residuals, rotary, ReLU^2, both passes
     loss         LOGIT bytes for each token and entry of the vocabulary, and the head's three products in BF16
     weights      for each micro-batch: the cast of the FP32 weights to BF16, and the gradients' accumulation in FP32
-    optimizer    Muon's Newton-Schulz steps, and UPDATE bytes a parameter, once a step
+    optimizer    Muon's Newton-Schulz steps, then UPDATE bytes a parameter, once a step
 
-GLUE is measured: our BF16 step on an H200 (d26, 780.7 ms for 65,536 tokens, docs/results/bench_train.json of d3bf343)
-less the other lines. lab.predict compares the predictions with measured and published times.
+GLUE and UPDATE are measured, from the profile of our BF16 step of d26 on an H200 (docs/results/bench_train.json, 32
+rows): 89 ms of norms, ReLU^2 and other element-wise kernels, 30 ms of the update outside of its products. lab.predict
+compares the predictions with measured and published times.
 """
 
 import argparse
 import itertools
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -68,50 +70,101 @@ class Step:
 class Machine:
     """GB/s and TFLOP/s (fp8: None is twice BF16's) as programs reach them, 10^12 instructions a second of all lanes.
     longer is the ratio of instructions to sm_90's, for clover's codes. launch is the microseconds of an empty kernel.
-    multiprocessors: 0 where idle ones cost nothing (at 145 W power is the limit, and the others run faster)."""
+    multiprocessors: 0 where idle ones cost nothing (at 145 W power is the limit, and the others run faster).
+    cublaslt is (expected, worst) of fp4 in the library that torch calls, where fp4 is another one's, and the best case.
+    doubt is a sentence: what would make the prediction wrong."""
 
     name: str
     bandwidth: float
     bf16: float
     fp4: float | None
     instructions: float
-    source: str
+    source: str = field(repr=False)
     longer: float = 1.0
     fp8: float | None = None
     launch: float = 0.0
     multiprocessors: int = 132
+    cublaslt: tuple[float, float] | None = None
+    doubt: str = field(default="", repr=False)
 
 
 # Achieved on an H200: 4250 of 4800 GB/s, 700 of 989 TFLOP/s. The same shares are assumed of a B200.
 COPY_SHARE, GEMM_SHARE = 4250 / 4800, 700 / 989
 # `python -m lab.predict.blackwell` fits these (GB/s, BF16 and FP4 TFLOP/s, microseconds) and compares.
 RTX5090_FIT, PRO4000_FIT = (1262, 238, 1510, 5.1), (609, 85, 340, 14.3)
+# Of the RTX 5090: data sheet (GB/s, dense BF16 and FP4 TFLOP/s); FP4 of cuBLASLt (xinyang-zhou/sm120_nvfp4_ops) and of
+# Triton's dot_scaled (vllm#38338). The fit's FP4 is cuDNN's, as Quartet II calls it.
+RTX5090_SHEET, RTX5090_LIBRARIES = (1792, 209.5, 1676), (1154, 874)
+B300_RATIO = 3.48  # FP4 over BF16 GEMMs of a 5B model on a B300 (TransformerEngine#2863)
 FITTED = "fitted to published times (lab/predict/blackwell.py)"
+
+
+def _geforce(name: str, bandwidth: float, fp4: float, multiprocessors: int, ghz: float, **known) -> Machine:
+    """A card of sm_12x by its data sheet (GB/s, dense FP4 TFLOP/s; BF16 has an eighth), at the RTX 5090's shares."""
+    of_5090 = fp4 / RTX5090_SHEET[2]
+    rates = {"bf16": fp4 / 8 * RTX5090_FIT[1] / RTX5090_SHEET[1], "fp4": RTX5090_FIT[2] * of_5090}
+    rates["cublaslt"] = tuple(v * of_5090 for v in RTX5090_LIBRARIES)
+    rates |= {
+        "bandwidth": bandwidth * RTX5090_FIT[0] / RTX5090_SHEET[0],
+        "instructions": multiprocessors * 128 * ghz / 1e3,
+    }
+    rest = {"source": "data sheet, at the RTX 5090's shares", "longer": 1.7, "launch": RTX5090_FIT[3]}
+    return Machine(name, **{**rest, **rates, "multiprocessors": multiprocessors, **known})
+
+
+def _datacenter(name: str, bf16: float, fp4: float, cublaslt: tuple[float, float], multiprocessors: int) -> Machine:
+    """A card of sm_100 by its data sheet (dense TFLOP/s), at the shares of it that an H200 reaches."""
+    rates = bf16 * GEMM_SHARE, fp4 * GEMM_SHARE, multiprocessors * 128 * 1.85e9 / 1e12
+    source = f"data sheet (8000 GB/s, {bf16} and {fp4} TFLOP/s dense) times an H200's achieved shares"
+    doubt = f"Wrong wherever an H200's shares of a data sheet do not carry over: no time of a {name} was fitted."
+    libraries = tuple(v * GEMM_SHARE for v in cublaslt)
+    return Machine(
+        name, 8000 * COPY_SHARE, *rates, source, 0.75, None, 5.0, multiprocessors, cublaslt=libraries, doubt=doubt
+    )
+
+
 MACHINES = {
     "h200": Machine("H200", 4250, 700, None, 132 * 128 * 1.755e9 / 1e12, "measured copy and GEMM"),
-    "b200": Machine(
-        "B200", 8000 * COPY_SHARE, 2250 * GEMM_SHARE, 9000 * GEMM_SHARE, 148 * 128 * 1.85e9 / 1e12,
-        "data sheet (8000 GB/s, 2250 and 9000 TFLOP/s dense) times an H200's achieved shares", 0.75, None, 5.0, 148,
-    ),
+    "b200": _datacenter("B200", 2250, 9000, (9000, B300_RATIO * 2250), 148),
+    "gb200": _datacenter("GB200", 2500, 10000, (10000, B300_RATIO * 2500), 148),
+    "b300": _datacenter("B300", 2250, 13500, (B300_RATIO * 2250,) * 2, 148),
     "rtx5090": Machine(
         "RTX 5090", *RTX5090_FIT[:3], 170 * 128 * 2.41e9 / 1e12, FITTED, 1.7, None, RTX5090_FIT[3], 170,
+        cublaslt=RTX5090_LIBRARIES,
+        doubt="Wrong if cuBLASLt's FP4 is slower than Triton's 874 TFLOP/s here, or if our rotating kernels issue less "
+        "than 0.7 of an H200's share: neither was timed at these shapes.",
     ),
+    "rtx5080": _geforce("RTX 5080", 960, 900.5, 84, 2.617),
+    "rtx5070ti": _geforce("RTX 5070 Ti", 896, 703, 70, 2.452),
+    "rtx5060": _geforce("RTX 5060", 448, 307, 30, 2.497, bf16=32, cublaslt=(237, 160),
+        source="data sheet at the RTX 5090's shares; BF16 and cuBLAS FP4 as Not4right/nvfp4-training measured them"),
     "rtxpro4000": Machine(
         "RTX PRO 4000", *PRO4000_FIT[:3], 70 * 128 * 2.41e9 / 1e12, FITTED, 1.7, None, PRO4000_FIT[3], 0,
     ),
-    # The same chip as the RTX 5090 with 188 of its multiprocessors and the same memory.
+    # The same chip as the RTX 5090 with 188 of its multiprocessors and the same memory. cuBLASLt: 1,010 to 1,137
+    # TFLOP/s, where CUTLASS has 1,420 to 1,595 (Infatoshi/nvfp4-pretrain).
     "rtxpro6000": Machine(
         "RTX PRO 6000", RTX5090_FIT[0], *(188 / 170 * v for v in RTX5090_FIT[1:3]), 188 * 128 * 2.41e9 / 1e12,
         "the RTX 5090's, times 188 / 170 multiprocessors where they count", 1.7, None, RTX5090_FIT[3], 188,
+        cublaslt=(1073.5, 1010),
+        doubt="Wrong if its power limit slows its multiprocessors below the RTX 5090's: the model has no power.",
     ),
+    # BF16 (87 to 98 TFLOP/s) and TransformerEngine's FP4 GEMM (117 to 133) as apstenku123/nanochat measured them.
+    "gb10": _geforce("GB10", 273, 500, 48, 2.418, bf16=92.5, cublaslt=(125, 117),
+        source="data sheet at the RTX 5090's shares; BF16 and FP4 GEMMs as apstenku123/nanochat measured them",
+        doubt="Wrong if its memory gives less than 0.7 of 273 GB/s, or if a cuBLASLt from CUDA 13.4 on multiplies FP4 "
+        "faster than 133 TFLOP/s; others' d20 made 14,400 to 17,000 tokens/s in BF16 and NVFP4."),
 }  # fmt: skip
 
 
 def predicted_ms(step: Step, machine: Machine, band: str = "") -> float:
     """A kernel takes as long as the slowest of memory, instructions and tensor cores. The band is "" for the expected
-    time, "best" for a full issue rate, or "worst" for BAND of the expected rate."""
+    time, "best" for a full issue rate and the fastest FP4 GEMM, or "worst" for BAND of the expected issue rate and the
+    slowest FP4 GEMM."""
     gemm = step.bf16_flops / machine.bf16 + step.fp8_flops / (machine.fp8 or 2 * machine.bf16)
-    gemm += step.fp4_flops / machine.fp4 if machine.fp4 else 0.0
+    if machine.fp4:
+        best = band == "best" or machine.cublaslt is None
+        gemm += step.fp4_flops / (machine.fp4 if best else machine.cublaslt[band == "worst"])
     if 0 < machine.multiprocessors <= step.tiles:  # fewer tiles are split along K
         gemm *= math.ceil(step.tiles / machine.multiprocessors) * machine.multiprocessors / step.tiles
     issue = {"": step.issue, "best": 1.0, "worst": step.issue * BAND}[band]
@@ -238,21 +291,36 @@ def block_ms(method: str, width: int, tokens: int, machine: Machine) -> float:
     return sum(predicted_ms(step, machine) for step in block_steps(method, width, tokens, machine))
 
 
-def is_predictable(method: str) -> bool:
-    """Whether a method quantizes, by kernels alone and alike all the time: other budgets are not known."""
+def is_counted(method: str | Recipe) -> bool:
+    """Whether a method quantizes, by kernels alone and alike all the time: block_steps has all of its kernels."""
     recipe = get_recipe(method)
     if recipe.name == "fp8":
         return True
     operands = [o for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (gemm.a, gemm.b)]
-    if not recipe.quantizes or recipe.late or any(o.terms > 1 for o in operands):
+    if not recipe.quantizes or recipe.late or any(o.terms > 1 or o.feedback for o in operands):
         return False
     return all(get_rounding(o.rounding).has_kernels for o in operands if o.rounding)
 
 
+def _plain(recipe: Recipe) -> Recipe:
+    """Without second terms and feedback. FEEDBACK_MS is over the rounding of clover's weight, rounded as its input."""
+    a, b = recipe.output.a, recipe.output.b
+    output = replace(recipe.output, a=replace(a, terms=1), b=replace(a if b.feedback else b, terms=1))
+    return replace(recipe, output=output, late=None, kept_blocks=0.0)
+
+
+def is_predictable(method: str | Recipe) -> bool:
+    """Whether step_ms knows a method: second terms, feedback, phases and blocks in BF16 included."""
+    recipe = get_recipe(method)
+    phases = [_plain(r) for r in (recipe, recipe.final)]
+    return recipe.quantizes and all(is_counted(r) for r in phases if r.quantizes)
+
+
 def machine_of(gpu: str) -> Machine | None:
     """The machine that a GPU's name (torch.cuda.get_device_name) is; None where there are no numbers for it."""
-    # "RTX 5090 Laptop GPU" and "RTX 5090 D" are other chips, or the same with less power.
-    return next((m for m in MACHINES.values() if re.search(rf"\b{m.name}\b(?! (Laptop|D)\b)", gpu)), None)
+    # "RTX 5090 Laptop GPU" and "RTX 5090 D" are other chips, or the same with less power; "MIG" is a part of one.
+    other = r"(?!.*\b(Laptop|Max-Q|MIG|Ti|SUPER|D)\b)"
+    return next((m for m in MACHINES.values() if re.search(rf"\b{m.name}\b{other}", gpu)), None)
 
 
 def predict(machine: Machine, methods: list[str], tokens: int = TOKENS) -> list[dict]:
@@ -273,7 +341,18 @@ def predict(machine: Machine, methods: list[str], tokens: int = TOKENS) -> list[
 
 SEQUENCE, VOCABULARY = 2048, 65536
 SHARD_BYTES = 100e6  # of FineWeb-Edu as nanochat packs it
-GLUE, LOGIT, UPDATE = 168.0, 20.0, 30.0  # bytes
+GLUE, LOGIT, UPDATE = 134.0, 20.0, 132.0  # bytes
+# Bytes of the glue of a forward pass that is not compiled, counted in gpt.py: residual scalars 14, norms 16, rotary 36,
+# v 4, sums 12, ReLU^2 32. The second validation, in BF16, is one.
+UNCOMPILED = 114.0
+DISK = 1e9  # bytes a second of a checkpoint's writing, an ASSUMPTION
+# What feedback adds to a d26 step of 524,288 tokens on an H200: codes take 63.4 ms where clover's take 5.5, the Gram
+# matrices every tenth step 446.7 (docs/results/bench_train_feedback.json). Feedback reads the errors of all columns
+# before a block of 16, so its time grows as weights times width and with the memory's time a byte. Best: no slower on
+# another card. Worst: no faster for a smaller width.
+FEEDBACK_MS = 63.4 - 5.5 + 446.7 / 10
+# A tuned FP8 over an untuned one (sm_89's kernels on sm_120), mdhorton/nanochat_sm120: 1.18 at d16, 1.33 at d12.
+TUNED_FP8 = {"": 1.18, "best": 240_038 / 180_890, "worst": 1.0}
 CAST, ACCUMULATE = 6.0, 10.0  # bytes a weight: FP32 to BF16, and BF16 added to FP32
 ATTENTION_SHARE = 0.6
 NEWTON_SCHULZ = 5  # iterations of Muon, of three products each
@@ -303,8 +382,12 @@ class Shape:
         return self.block_weights + 2 * self.head_weights
 
 
-def mean_keys(sequence: int, windowed: bool, share: int = 4) -> float:
-    """Mean keys of a causal query. windowed: three layers of four (SSSL) look at one `share`th of the sequence."""
+MEASURED = Shape(26)  # of FEEDBACK_MS
+
+
+def mean_keys(sequence: int, windowed: bool, share: int = 2) -> float:
+    """Mean keys of a causal query. windowed: three layers of four (SSSL) look at one `share`th of the sequence: half of
+    it in gpt.py, a quarter in the newest nanochat."""
     short = sequence / share - (sequence / share) ** 2 / (2 * sequence)
     return (3 * short + sequence / 2) / 4 if windowed else sequence / 2
 
@@ -318,7 +401,7 @@ def optimizer_step(shape: Shape, processes: int = 1) -> Step:
     w = shape.width
     small, large = 3 * 2 * w**3, 2 * (2 * w * w * 4 * w) + 2 * w**3
     flops = NEWTON_SCHULZ * (4 * small + 2 * large) * shape.depth / processes
-    return Step("optimizer", UPDATE * (shape.block_weights + shape.head_weights), bf16_flops=flops)
+    return Step("optimizer", 0.0, bf16_flops=flops)
 
 
 def groups(
@@ -336,62 +419,139 @@ def groups(
         "glue": [Step("glue", GLUE * shape.width * shape.depth * total_batch)],
         "loss": [Step("loss", LOGIT * shape.vocabulary * total_batch)],
         "weights": [Step("weights", (CAST + ACCUMULATE) * weights * count)],
-        "optimizer": [optimizer_step(shape)],
+        "optimizer": [optimizer_step(shape), Step("update", UPDATE * weights)],
     }
 
 
-def step_ms(*args, band: str = "", **kwargs) -> float:
-    """Milliseconds of an optimizer step. Takes the arguments of `groups`, and predicted_ms's band."""
+def step_ms(shape: Shape, method: str | Recipe, machine: Machine, *, band: str = "", **batch) -> float:
+    """Milliseconds of a mean optimizer step of a run. Takes the arguments of `groups`, and predicted_ms's band."""
+    recipe = get_recipe(method)
+    if recipe.late:
+        start, last = recipe.late
+        before, after = (step_ms(shape, r, machine, band=band, **batch) for r in (replace(recipe, late=None), last))
+        return start * before + (1 - start) * after
+    if recipe.kept_blocks:
+        kept = max(1, round(recipe.kept_blocks * shape.depth)) / shape.depth
+        parts = replace(recipe, kept_blocks=0.0), "bf16"
+        rest, bf16 = (step_ms(shape, part, machine, band=band, **batch) for part in parts)
+        return (1 - kept) * rest + kept * bf16
     times: dict[Step, float] = {}
     total = 0.0
-    for step in itertools.chain.from_iterable(groups(*args, **kwargs).values()):
+    for step in itertools.chain.from_iterable(groups(shape, _plain(recipe), machine, **batch).values()):
         if step not in times:
-            times[step] = predicted_ms(step, args[2], band)
+            times[step] = predicted_ms(step, machine, band)
         total += times[step]
+    extra = _second_terms(recipe.output.a, recipe.output.b, shape, batch["micro_batch"])
+    total += batch["total_batch"] / batch["micro_batch"] * sum(predicted_ms(step, machine, band) for step in extra)
+    if recipe.output.b.feedback:
+        slower, wider = MACHINES["h200"].bandwidth / machine.bandwidth, shape.width / MEASURED.width
+        slower, wider = min(slower, 1.0) if band == "best" else slower, max(wider, 1.0) if band == "worst" else wider
+        total += FEEDBACK_MS * shape.block_weights / MEASURED.block_weights * wider * slower
     return total
 
 
+def _second_terms(a: Operand, b: Operand, shape: Shape, micro_batch: int) -> Iterator[Step]:
+    """Of each operand with two terms: what its rounding left is rounded, and one more product of 4-bit operands."""
+    for k, n in block_layers(shape.width) * shape.depth:
+        for operand, name, elements, source in ((a, "input", micro_batch * k, BF16), (b, "weight", n * k, 4.0)):
+            if operand.terms == 2:
+                yield from quantize_steps(name, elements, source + CODES, operand.rounding, decode=False)
+                yield gemm_step("output", micro_batch, n, k, True, True, True)
+
+
 def tokens_per_second(shape: Shape, method: str, machine: Machine, *, micro_batch: int, **kwargs) -> dict[str, float]:
-    """Expected ("") speed, and its band: "best", "worst". Takes the arguments of `groups`."""
+    """Expected ("") speed, and its band: "best", "worst". Takes the arguments of `groups`, and fp8_tuned."""
     total = kwargs.setdefault("total_batch", 524288)
+    sm_120 = machine.longer > 1  # elsewhere no FP8 ran on another GPU's kernels
+    tuned = TUNED_FP8 if method == "fp8_tuned" and sm_120 else dict.fromkeys(TUNED_FP8, 1.0)
+    method = method.removesuffix("_tuned")
     return {
-        band: total * 1e3 / step_ms(shape, method, machine, micro_batch=micro_batch, band=band, **kwargs)
-        for band in ("", "best", "worst")
+        band: total * 1e3 * ratio / step_ms(shape, method, machine, micro_batch=micro_batch, band=band, **kwargs)
+        for band, ratio in tuned.items()
     }
 
 
-def estimate(machine: Machine, depth: int, method: str, tokens: float, micro_batch: int, windowed: bool = False) -> str:
-    """One line: how fast a run would be, how long it takes, and what fits in a day. A prediction, and labelled so."""
+@dataclass(frozen=True)
+class Pauses:
+    """What a run does besides training: tokens between two validations and of a validation, and between two
+    checkpoints; 0: none."""
+
+    eval_every: float = 0.0
+    eval_tokens: float = 0.0
+    save_every: float = 0.0
+
+    def hours(self, shape: Shape, machine: Machine, tokens: float, speed: float) -> tuple[float, float]:
+        """Of the validations in two forwards, and of the checkpoints. speed: of training, of which a forward pass is a
+        third. The second forward is in BF16 and not compiled."""
+        validations = tokens // self.eval_every + 1 if self.eval_every > 0 else 0.0
+        second = sum(predicted_ms(step, machine) for step in uncompiled_forward(shape, 8192)) / 8192 / 1e3
+        saves = tokens // self.save_every + 1 if self.save_every > 0 else 0.0
+        saving = saves * checkpoint_bytes(shape) / DISK
+        return validations * self.eval_tokens * (1 / (3 * speed) + second) / 3600, saving / 3600
+
+
+SPEEDRUN = Pauses(250 * 524288, 20 * 524288, 1000 * 524288)  # of speedrun_fp4.sh
+
+
+def uncompiled_forward(shape: Shape, tokens: int) -> list[Step]:
+    """The kernels of a forward pass in BF16 that is not compiled."""
+    w, head = shape.width, (shape.width, shape.vocabulary)
+    layers = [*(block_layers(w, fused=False) * shape.depth), head]
+    glue = UNCOMPILED * w * shape.depth + LOGIT * shape.vocabulary
+    attention = attention_step(shape, tokens, mean_keys(SEQUENCE, False))
+    return [
+        *(gemm_step("output", tokens, n, k, False, False, False) for k, n in layers),
+        replace(attention, bf16_flops=attention.bf16_flops * 2 / 7),
+        Step("glue, loss, weights", glue * tokens + CAST * (shape.block_weights + shape.head_weights)),
+    ]
+
+
+def checkpoint_bytes(shape: Shape) -> float:
+    """FP32 weights and Muon's momentum; AdamW has two moments of embedding and output head."""
+    return 8 * shape.block_weights + 12 * 2 * shape.head_weights
+
+
+def run_hours(
+    shape: Shape, method: str, machine: Machine, tokens: float, pauses: Pauses, **batch
+) -> dict[str, tuple[float, float, float]]:
+    """(all, validation, checkpoints) in hours of a run, by band. Takes the arguments of tokens_per_second."""
+    speeds = tokens_per_second(shape, method, machine, **batch)
+    parts = {band: pauses.hours(shape, machine, tokens, speed) for band, speed in speeds.items()}
+    return {band: (tokens / speeds[band] / 3600 + sum(two), *two) for band, two in parts.items()}
+
+
+def estimate(
+    machine: Machine,
+    depth: int,
+    method: str,
+    tokens: float,
+    pauses: Pauses = Pauses(),
+    **batch,  # noqa: B008
+) -> str:
+    """One line: how fast a run would be, how long it takes, and what fits in a day. A prediction, and labelled so.
+    Takes the arguments of tokens_per_second."""
     shape = Shape(depth)
-    speed = tokens_per_second(shape, method, machine, micro_batch=micro_batch, windowed=windowed)
-    hours, day = {name: tokens / rate / 3600 for name, rate in speed.items()}, speed[""] * 86400
-    low, high = sorted((hours["best"], hours["worst"]))
+    speed = tokens_per_second(shape, method, machine, **batch)[""]
+    hours = run_hours(shape, method, machine, tokens, pauses, **batch)
+    low, high = sorted((hours["best"][0], hours["worst"][0]))
+    all_of_it, validation, saving = hours[""]
     band = f" ({low:.3g} to {high:.3g})" if high > 1.01 * low else ""
+    parts = f", {validation:.2g} of them validation and {saving:.1g} checkpoints" if validation + saving else ""
+    day = 86400 * tokens / (3600 * all_of_it)
     return (
-        f"{machine.name}, d{depth}, {method}: {speed['']:,.0f} tokens/s predicted, {hours['']:.3g} hours{band} "
-        f"for {tokens / 1e9:.3g}B tokens; a day has {day / 1e9:.3g}B, {day / shape.parameters:.1f} per parameter"
+        f"{machine.name}, d{depth}, {method}: {speed:,.0f} tokens/s predicted, {all_of_it:.3g} hours{band} "
+        f"for {tokens / 1e9:.3g}B tokens{parts}; a day has {day / 1e9:.3g}B, {day / shape.parameters:.1f} per parameter"
     )
 
 
 def needs(depth: int, shards: int) -> str:
     """One line: memory and disk of a run. FP32 weights, gradients and Muon's momentum; AdamW has two moments."""
     shape = Shape(depth)
-    tables = 2 * shape.head_weights  # embedding and output head
-    state, saved = 12 * shape.block_weights + 16 * tables, 8 * shape.block_weights + 12 * tables
+    state = 12 * shape.block_weights + 16 * 2 * shape.head_weights
     return (
-        f"memory: {state / 2**30:.1f} GiB for weights, gradients and optimizer, activations besides; "
-        f"disk: {shards * SHARD_BYTES / 1e9:.0f} GB of text, {saved / 1e9:.1f} GB for each checkpoint"
+        f"memory: {state / 2**30:.1f} GiB for weights, gradients and optimizer, activations besides; disk: "
+        f"{shards * SHARD_BYTES / 1e9:.0f} GB of text, {checkpoint_bytes(shape) / 1e9:.1f} GB for each checkpoint"
     )
-
-
-def evaluation_hours(machine: Machine, depth: int, method: str, tokens: float, every: float, evaluated: float) -> float:
-    """Hours of the validations of a run, one each `every` tokens, of `evaluated` tokens in two forwards.
-
-    A forward pass counts as a third of a step.
-    """
-    shape = Shape(depth)
-    rates = [tokens_per_second(shape, m, machine, micro_batch=8192)[""] for m in (method, "bf16")]
-    return (tokens // every + 1) * evaluated / 3 * sum(1 / rate for rate in rates) / 3600
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -399,13 +559,14 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--gpu", default="", help=f"{', '.join(MACHINES)}, or a GPU's name (default: this machine's)")
     add("--depth", type=int, default=20, help="of a nanochat")
-    add("--methods", default="bf16,fp8,nvidia,tetrajet_v2,clover,clover_search")
+    add("--methods", default="bf16,fp8,fp8_tuned,nvidia,tetrajet_v2,clover,clover_search,clover_feedback_late")
     add("--tokens", type=float, default=0.0, help="of the run (default: --ratio)")
     add("--ratio", type=float, default=20.0, help="tokens for each parameter")
     add("--micro-batch", type=int, default=8192, help="tokens of a micro-batch")
     add("--shards", type=int, default=0, help="of text: also print memory and disk")
-    add("--eval-every", type=float, default=0.0, help="tokens between two validations: also print their hours")
+    add("--eval-every", type=float, default=0.0, help="tokens between two validations: their hours count")
     add("--eval-tokens", type=float, default=0.0, help="of a validation")
+    add("--save-every", type=float, default=0.0, help="tokens between two checkpoints: their hours count")
     add("--windowed", action="store_true", help="a window pattern SSSL, by a kernel that skips what it leaves out")
     args = parser.parse_args(argv)
     if args.depth < 1 or args.micro_batch < 1 or args.tokens < 0 or args.ratio <= 0:
@@ -415,14 +576,13 @@ def main(argv: list[str] | None = None) -> None:
     if machine is None:
         raise UserError(f"--gpu: nothing is predicted for {gpu or 'a CPU'}; use one of: {', '.join(MACHINES)}")
     tokens = args.tokens or args.ratio * Shape(args.depth).parameters
+    pauses = Pauses(args.eval_every, args.eval_tokens, args.save_every)
     for method in args.methods.split(","):
-        if method != "bf16" and not is_predictable(method):
+        if method not in ("bf16", "fp8_tuned") and not is_predictable(method):
             print(f"{machine.name}, d{args.depth}, {method}: not predicted (its kernels are not counted)")
             continue
-        print(estimate(machine, args.depth, method, tokens, args.micro_batch, args.windowed))
-        if args.eval_every > 0:
-            hours = evaluation_hours(machine, args.depth, method, tokens, args.eval_every, args.eval_tokens)
-            print(f"  and {hours:.2g} hours for validation; mid-training, SFT and benchmarks are not predicted")
+        batch = {"micro_batch": args.micro_batch, "windowed": args.windowed}
+        print(estimate(machine, args.depth, method, tokens, pauses, **batch))
     if args.shards:
         print(needs(args.depth, args.shards))
 

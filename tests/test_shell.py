@@ -58,11 +58,13 @@ def test_the_plan_of_a_gpu_that_is_not_here_has_its_hours(environment):
     done = bash("run1000_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx5090", QAT_METHOD="fp8")
     assert plan(done)["DEPTH"] == "32" and plan(done)["DEVICE_BATCH"] == "auto"
     assert re.search(
-        r"RTX 5090, d32, fp8: [0-9,]+ tokens/s predicted, \d+ hours for 37\.6B tokens; a day has", done.stdout
+        r"RTX 5090, d32, fp8: [0-9,]+ tokens/s predicted, \d+ hours for 37\.6B tokens, "
+        r"[\d.]+ of them validation and [\d.]+ checkpoints; a day has",
+        done.stdout,
     )
     assert "machine   1 x rtx5090, 1 process(es); not this machine" in done.stdout and "no GPU" not in done.stdout
     assert "stages    tok base loss core mid sft report" in done.stdout
-    assert re.search(r"and [\d.]+ hours for validation; mid-training, SFT and benchmarks are not", done.stdout)
+    assert "on one GPU, without mid-training, SFT and benchmarks" in done.stdout
     assert re.search(r"memory: 2\d\.\d GiB for weights.* disk: 120 GB of text, [\d.]+ GB for each", done.stdout)
     unknown = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx9090")
     assert unknown.returncode == 2 and "GPU=rtx9090: nothing is predicted for rtx9090; use one of" in unknown.stderr

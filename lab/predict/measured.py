@@ -1,6 +1,8 @@
-"""Predictions beside this project's own measurements.
+"""Predictions beside measurements, this project's own and those that owners of a card sent.
 
-python -m lab.predict.measured linear.json train.json      # of bench_linear and bench_train
+python -m lab.predict.measured linear.json train.json                       # of bench_linear and bench_train
+python -m lab.predict.measured linear.json train.json --card my_card.json   # the same numbers in one file to send
+python -m lab.predict.measured --page docs/measured.md                      # from docs/results
 """
 
 import json
@@ -9,11 +11,12 @@ from pathlib import Path
 from lab.predict.blackwell import LAYER_SETS
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.files import atomic_write
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
 from nanochat_fp4.step_time import (
-    MACHINES,
     Machine,
     Shape,
+    is_counted,
     is_predictable,
     layer_steps,
     machine_of,
@@ -31,59 +34,132 @@ def layer_set_ms(machine: Machine, model: str, method: str, tokens: int, backwar
     return sum(predicted_ms(step, machine) for step in steps)
 
 
+# What a card's file holds: nothing that the owner of the machine named.
+ENVIRONMENT = ("python", "torch", "triton", "cuda", "gpu", "gpu_count", "gpu_memory_gb", "compute_capability", "driver")
+SETTINGS = ("tokens", "seq_len", "vocab_size", "total_batch_size", "window_pattern", "memory_cap")
+NAMES = ("model", "pass", "method", "mode", "variant", "recompute", "kernel", "name", "limit")
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+H200 = ("bench_linear", "bench_train", "bench_train_32gib", "bench_train_methods", "bench_train_nanochat")
+# What only a card can answer, and the command that does.
+QUESTIONS = {
+    "Are kernels, GEMMs and attention right, launch after launch?": "python -m nanochat_fp4.doctor --all",
+    "How fast is a step, and which micro-batch fits?": "bash dev/measure.sh",
+    "How far is cuBLASLt's FP4 GEMM from cuDNN's 1,510 TFLOP/s?": "python -m lab.measure.bench_linear --models 22B",
+    "Which share of the issue rate do the rotating kernels reach?": "python -m lab.measure.counters",
+    "Which attention is the fastest for sliding windows?": "python -m lab.measure.bench_train --window-pattern SSSL",
+    "Which memory does a run of d26 take in 32 GiB?": "python -m lab.measure.bench_train --memory-cap 32GiB",
+    "Do the predicted hours of a run hold?": "DEPTH=12 bash speedrun_fp4.sh",
+}
+
+
+def read(path: str | Path) -> list[dict]:
+    """The results in a file of bench_linear, bench_train or of a card. Raises UserError for another file."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        parts = content.get("parts", [content])
+        for part in parts:
+            _ = part["environment"]["gpu"], part["records"], part["benchmark"], part["settings"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"{path} is no JSON of bench_linear or bench_train ({e}); make one with dev/measure.sh") from e
+    return parts
+
+
+def card(parts: list[dict], statuses: dict[str, int]) -> dict:
+    """What the owner of a card sends: numbers, versions, the names of GPU and methods. statuses: of measure.sh."""
+
+    def numbers(record: dict) -> dict:
+        known = {k: v for k, v in record.items() if k in NAMES or not isinstance(v, str | list | dict)}
+        return known | {"problem": bool(record.get("problem"))}
+
+    kept = [
+        {
+            "benchmark": part["benchmark"],
+            "environment": {k: part["environment"].get(k) for k in ENVIRONMENT},
+            "settings": {k: part["settings"][k] for k in SETTINGS if k in part["settings"]},
+            "records": [numbers(r) for r in part["records"]],
+        }
+        for part in parts
+    ]
+    return {"statuses": statuses, "parts": kept}
+
+
 def comparison(paths: list[str]) -> list[list[object]]:
-    """[what, predicted, measured, off by] for each number of the JSONs of bench_linear and bench_train that the model
-    knows. Raises UserError for a file that is not theirs or a GPU without numbers."""
+    """[what, predicted, measured, off by] for each number that can be predicted; "-" for a GPU without a model.
+
+    Raises UserError for a file that is not of bench_linear, bench_train or a card.
+    """
     rows: list[list[object]] = []
-    for path in paths:
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            gpu, records = content["environment"]["gpu"], content["records"]
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            raise UserError(
-                f"{path} is no JSON of bench_linear or bench_train ({e}); make one with dev/measure.sh"
-            ) from e
-        machine = machine_of(gpu or "")
-        if machine is None:
-            known = ", ".join(m.name for m in MACHINES.values())
-            raise UserError(f"{path} was measured on {gpu}, of which nothing is predicted; there is: {known}")
-        for r in records:
-            row = _predicted(content["benchmark"], content["settings"], r, machine)
+    for part in (part for path in paths for part in read(path)):
+        machine = machine_of(part["environment"]["gpu"] or "")
+        for r in part["records"]:
+            row = _predicted(part["benchmark"], part["settings"], r, machine)
             if row:
                 what, predicted, measured, unit = row
-                off = f"{100 * (predicted / measured - 1):+.0f}%"
-                rows.append([what, f"{predicted:,.4g} {unit}", f"{measured:,.4g} {unit}", off])
+                off = f"{100 * (predicted / measured - 1):+.0f}%" if predicted else "-"
+                rows.append([what, f"{predicted:,.4g} {unit}" if predicted else "-", f"{measured:,.4g} {unit}", off])
     return rows
 
 
-def _predicted(benchmark: str, settings: dict, r: dict, machine: Machine) -> tuple[str, float, float, str] | None:
-    """A benchmark's record as (name, predicted, measured, unit). None where nothing is predicted."""
+def page(cards: list[Path]) -> str:
+    """docs/measured.md: the H200 of this project, then the cards that were sent."""
+    files = [[str(RESULTS / f"{name}.json") for name in H200], *([str(path)] for path in cards)]
+    lines = [
+        "# Measured: what cards really did",
+        "",
+        "How far are predictions from measurements? On the only card so far within 5%, but for `clover_search`",
+        "(6 to 11%) and d20 in BF16 (6%): the model's BF16 rate is that of long GEMMs at the power limit. Made by",
+        "`python -m lab.predict.measured --page docs/measured.md`. `bash dev/measure.sh` measures yours in 20 minutes,",
+        "`python -m nanochat_fp4.doctor --send` says where to send it.",
+        "",
+        "| card | what | predicted | measured | off by |",
+        "|---|---|---|---|---|",
+    ]
+    for paths in files:
+        gpu = read(paths[0])[0]["environment"]["gpu"] or "a CPU"
+        lines += [f"| {gpu} | {' | '.join(map(str, row))} |" for row in comparison(paths)]
+    lines += ["", "## What only a card can answer", "", "| question | command |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {question} | `{command}` |" for question, command in QUESTIONS.items())]) + "\n"
+
+
+def _predicted(
+    benchmark: str, settings: dict, r: dict, machine: Machine | None
+) -> tuple[str, float | None, float, str] | None:
+    """A benchmark's record as (name, predicted, measured, unit). None where nothing can be predicted of any machine."""
     method = r.get("method")
     if r.get("problem") or not (method == "bf16" or (method in METHOD_TABLE and is_predictable(method))):
         return None
-    if benchmark == "bench_linear" and r["mode"] == "graph":
+    if benchmark == "bench_linear" and r["mode"] == "graph" and (method == "bf16" or is_counted(method)):
         what = f"{r['model']}, {r['pass']}, {method}"
-        ms = layer_set_ms(machine, r["model"], method, settings["tokens"], r["pass"] != "forward")
+        backward = r["pass"] != "forward"
+        ms = machine and layer_set_ms(machine, r["model"], method, settings["tokens"], backward)
         return what, ms, r["ms"], "ms"
-    if benchmark == "bench_train" and r.get("recompute") == "none":
+    if benchmark == "bench_train" and r.get("recompute") == "none" and r.get("tokens_per_second"):
         tokens = r["micro_batch"] * settings["seq_len"]
-        speed = tokens_per_second(
-            Shape(r["depth"], settings["vocab_size"]),
-            method,
-            machine,
-            micro_batch=tokens,
-            total_batch=settings["total_batch_size"],
-            windowed="S" in settings["window_pattern"],
-        )[""]
+        batch = {"micro_batch": tokens, "total_batch": settings["total_batch_size"]}
+        shape, windowed = Shape(r["depth"], settings["vocab_size"]), "S" in settings["window_pattern"]
+        speed = machine and tokens_per_second(shape, method, machine, windowed=windowed, **batch)[""]
         return f"d{r['depth']}, micro-batch {r['micro_batch']}, {method}", speed, r["tokens_per_second"], "tokens/s"
     return None
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description="Predicted and measured times of this project's benchmarks")
-    parser.add_argument("json", nargs="+", help="files of bench_linear and bench_train")
+    parser.add_argument("json", nargs="*", help="files of bench_linear and bench_train, or of cards")
+    parser.add_argument("--card", default="", help="also write the numbers of all files into this one, to be sent")
+    parser.add_argument("--statuses", default="", help="exit statuses for --card: doctor=0,train=2")
+    parser.add_argument("--page", default="", help="write docs/measured.md, from docs/results/cards/*.json")
     args = parser.parse_args(argv)
-    print(table(["", "predicted", "measured", "off by"], comparison(args.json)))
+    if args.page:
+        atomic_write(Path(args.page), page(sorted((RESULTS / "cards").glob("*.json"))))
+        return
+    rows = comparison(args.json)
+    if args.card:
+        statuses = {
+            name: int(status) for name, status in (pair.split("=") for pair in args.statuses.split(",") if pair)
+        }
+        parts = [part for path in args.json for part in read(path)]
+        atomic_write(Path(args.card), json.dumps(card(parts, statuses), indent=1) + "\n")
+    print(table(["", "predicted", "measured", "off by"], rows))
 
 
 if __name__ == "__main__":

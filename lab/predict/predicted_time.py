@@ -1,34 +1,17 @@
 """Predicted milliseconds of a mean training step, for a run whose method changes on the way.
 
-Kernels, rounding included, are step_time's. Feedback's share is measured on an H200 and carried over. Second terms are
-two more roundings and two more products of the output GEMM. Nothing here was timed on the cards that it speaks of.
+A step with one recipe is step_time's. Nothing here was timed on the cards that it speaks of.
 """
 
 from dataclasses import replace
 from functools import cache
 
 from lab.study.sweep_runs import method_plan
-from nanochat_fp4.nvfp4.recipes import Operand, Recipe
-from nanochat_fp4.step_time import (
-    MACHINES,
-    Machine,
-    Shape,
-    block_layers,
-    gemm_step,
-    is_predictable,
-    predicted_ms,
-    quantize_steps,
-    step_ms,
-)
+from nanochat_fp4.nvfp4.recipes import Recipe
+from nanochat_fp4.step_time import MACHINES, Machine, Shape, is_predictable, step_ms
 
 BATCH = 524288  # tokens of a step
 CARD, DEPTH = "rtx5090", 20  # that tables name
-# What feedback adds to a d26 step of 524,288 tokens on an H200: codes take 63.4 ms where clover's take 5.5, the Gram
-# matrices every tenth step 446.7 (docs/results/bench_train_feedback.json). Feedback reads the errors of all columns
-# before a block of 16, so its time grows as weights times width and with the memory's time a byte. Best: no slower on
-# another card. Worst: no faster for a smaller width.
-FEEDBACK_MS, MEASURED = 63.4 - 5.5 + 446.7 / 10, Shape(26)
-
 Phases = tuple[tuple[float, Recipe], ...]
 
 
@@ -61,34 +44,9 @@ def micro_batch_of(machine: Machine) -> int:
 @cache
 def recipe_ms(recipe: Recipe, depth: int, machine: Machine, band: str = "") -> float | None:
     """Milliseconds of a step of a nanochat of this depth with one recipe; None where its kernels are not counted."""
-    shape, a, b = Shape(depth), recipe.output.a, recipe.output.b
-    if recipe.kept_blocks:
-        kept = max(1, round(recipe.kept_blocks * depth)) / depth
-        rest, bf16 = (recipe_ms(r, depth, machine, band) for r in (replace(recipe, kept_blocks=0.0), Recipe("bf16")))
-        return None if rest is None or bf16 is None else (1 - kept) * rest + kept * bf16
-    # FEEDBACK_MS is over the rounding of clover's weight, which is rounded as its input is.
-    plain = replace(
-        recipe, output=replace(recipe.output, a=replace(a, terms=1), b=replace(a if b.feedback else b, terms=1))
-    )
-    if plain.quantizes and not is_predictable(plain):
+    if recipe.quantizes and not is_predictable(recipe):
         return None
-    ms = step_ms(shape, plain, machine, micro_batch=micro_batch_of(machine), total_batch=BATCH, band=band)
-    if b.feedback:
-        slower, wider = MACHINES["h200"].bandwidth / machine.bandwidth, shape.width / MEASURED.width
-        slower, wider = min(slower, 1.0) if band == "best" else slower, max(wider, 1.0) if band == "worst" else wider
-        ms += FEEDBACK_MS * shape.block_weights / MEASURED.block_weights * wider * slower
-    return ms + _second_terms_ms(a, b, shape, machine, band)
-
-
-def _second_terms_ms(a: Operand, b: Operand, shape: Shape, machine: Machine, band: str) -> float:
-    """Of each operand with two terms: what its rounding left is rounded, and one more product of 4-bit operands."""
-    micro_batch, extra = micro_batch_of(machine), []
-    for k, n in block_layers(shape.width):
-        for operand, name, elements, source in ((a, "input", micro_batch * k, 2.0), (b, "weight", n * k, 4.0)):
-            if operand.terms == 2:
-                extra += quantize_steps(name, elements, source + 0.5625, operand.rounding, decode=False)
-                extra.append(gemm_step("output", micro_batch, n, k, True, True, True))
-    return shape.depth * BATCH / micro_batch * sum(predicted_ms(s, machine, band) for s in extra)
+    return step_ms(Shape(depth), recipe, machine, micro_batch=micro_batch_of(machine), total_batch=BATCH, band=band)
 
 
 def mean_step_ms(phases: Phases | None, depth: int, machine: Machine, band: str = "") -> float | None:

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from _commands import options
 
-from lab.predict import blackwell, measured
+from lab.predict import blackwell, cards, measured
 from nanochat_fp4 import step_time
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.step_time import Shape
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -38,11 +40,16 @@ def test_a_wrong_constant_would_be_seen():
     assert point.bf16 / 148e9 > 1.5 * point.ms
 
 
-@pytest.mark.parametrize("name", ["bench_linear", "bench_train", "bench_train_32gib"])
-def test_our_own_kernels_on_an_h200_are_predicted(name):
-    rows = measured.comparison([str(RESULTS / f"{name}.json")])
-    assert len(rows) == {"bench_linear": 15}.get(name, 3)
-    assert all(abs(int(row[3].rstrip("%"))) <= 8 for row in rows), rows
+def test_our_own_kernels_on_an_h200_are_predicted():
+    """Within 5%, but for the rows that docs/published.md names."""
+    rows = [row for name in measured.H200 for row in measured.comparison([str(RESULTS / f"{name}.json")])]
+    off = {(i, row[0]): abs(int(row[3].rstrip("%"))) for i, row in enumerate(rows)}
+    assert len(off) == 25
+    outside = {name for (_, name), percent in off.items() if percent > 5}
+    assert outside == {
+        *(f"{model}, forward+backward, clover_search" for model in ("800M", "3B", "7B")),
+        "d26, micro-batch 64, clover_search", "d20, micro-batch 16, bf16",
+    } and max(off.values()) <= 11  # fmt: skip
 
 
 def test_a_band_and_what_fits_in_a_day():
@@ -51,10 +58,71 @@ def test_a_band_and_what_fits_in_a_day():
     assert speed["worst"] < speed[""] < speed["best"] < 1.2 * speed[""]
     plain = step_time.tokens_per_second(Shape(20), "bf16", machine, micro_batch=8192)
     assert plain["worst"] == plain["best"] < speed["worst"]  # nothing of ours in it
-    line = step_time.estimate(machine, 20, "clover", 20 * Shape(20).parameters, 8192)
+    line = step_time.estimate(machine, 20, "clover", 20 * Shape(20).parameters, micro_batch=8192)
     hours = float(line.split("predicted, ")[1].split()[0])
     assert hours == pytest.approx(20 * Shape(20).parameters / speed[""] / 3600, rel=0.01) and "a day has" in line
     assert Shape(20).parameters == 560_988_160
+
+
+def test_what_feedback_and_a_late_phase_take_is_in_a_plan():
+    """A step of a method that changes on the way is a mean; FP8 tuned is a ratio with a source."""
+    machine, batch = step_time.MACHINES["rtx5090"], {"micro_batch": 8192, "total_batch": 524288}
+    ms = {m: step_time.step_ms(Shape(20), m, machine, **batch) for m in ("clover", "clover_feedback", "clover_refined")}
+    late = step_time.step_ms(Shape(20), "clover_feedback_late", machine, **batch)
+    assert ms["clover"] < ms["clover_feedback"] < ms["clover_refined"]
+    assert late == pytest.approx(0.97 * ms["clover_feedback"] + 0.03 * ms["clover_refined"])
+    assert all(map(step_time.is_predictable, ("clover_feedback_late", "clover_late", "nvidia_full", "fp8")))
+    assert not step_time.is_counted("clover_feedback") and not step_time.is_predictable("mxfp8")
+    speeds = [step_time.tokens_per_second(Shape(20), m, machine, micro_batch=8192) for m in ("fp8", "fp8_tuned")]
+    assert speeds[1][""] == pytest.approx(1.18 * speeds[0][""]) and speeds[1]["worst"] == speeds[0][""]
+
+
+def test_validation_and_checkpoints_are_in_a_runs_hours():
+    """The second forward, in BF16 and not compiled, takes longer than a third of a BF16 step."""
+    machine, shape, tokens = step_time.MACHINES["rtx5090"], Shape(20), 20 * Shape(20).parameters
+    total, validation, saving = step_time.run_hours(
+        shape, "clover", machine, tokens, step_time.SPEEDRUN, micro_batch=8192
+    )[""]
+    speed, plain = (step_time.tokens_per_second(shape, m, machine, micro_batch=8192)[""] for m in ("clover", "bf16"))
+    evaluated = 86 * 20 * 524288
+    assert total == pytest.approx(tokens / speed / 3600 + validation + saving)
+    assert validation * 3600 > evaluated / 3 * (1 / speed + 1 / plain) and saving == pytest.approx(0.032, rel=0.05)
+    line = step_time.estimate(machine, 20, "clover", tokens, step_time.SPEEDRUN, micro_batch=8192)
+    assert f"{total:.3g} hours" in line and f"{validation:.2g} of them validation" in line
+
+
+def test_windows_are_half_the_context_as_in_the_model():
+    sizes = GPT._compute_window_sizes(GPTConfig(sequence_len=2048, n_layer=4, window_pattern="SSSL"))
+    keys = sum(min(i + 1, left + 1) for left, _ in sizes for i in range(2048)) / 2048 / 4
+    assert step_time.mean_keys(2048, True) == pytest.approx(keys, rel=0.01)
+
+
+def test_a_gb10_is_predicted_as_others_measured_it():
+    """apstenku123/nanochat: 14,400 to 17,000 tokens/s of d20, in BF16 and NVFP4."""
+    machine = step_time.MACHINES["gb10"]
+    for method in ("bf16", "clover"):
+        speed = step_time.tokens_per_second(Shape(20), method, machine, micro_batch=8192)[""]
+        assert 0.85 * 14_400 < speed < 1.15 * 17_000
+
+
+def test_the_models_constants_are_frozen():
+    """docs/published.md says what `python -m lab.predict.cards` does, with the hash of the constants."""
+    page = (RESULTS.parent / "published.md").read_text(encoding="utf-8")
+    made = page.split("<!-- python -m lab.predict.cards -->\n")[1].split("<!-- end -->")[0]
+    assert made.strip() == cards.cards() and f"- Constants of the model: {cards.fingerprint()}" in made
+
+
+def test_the_page_of_measured_cards():
+    page = (RESULTS.parent / "measured.md").read_text(encoding="utf-8")
+    assert page == measured.page(sorted((RESULTS / "cards").glob("*.json")))
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert rows[1].startswith("| NVIDIA H200 | 800M, forward+backward, bf16 | 7.")
+    for question, command in measured.QUESTIONS.items():
+        assert f"| {question} | `{command}` |" in page
+        words = command.split()
+        if "-m" in words:
+            flags = {flag for action in options(words[words.index("-m") + 1]) for flag in action.option_strings}
+            assert {w for w in words if w.startswith("--")} <= flags, command
 
 
 def test_work_is_counted_once():
@@ -71,7 +139,7 @@ def test_command_lines(capsys, tmp_path):
     blackwell.main([])
     out = capsys.readouterr().out
     assert out.startswith("PREDICTIONS") and out.count("median error") == 2 and "| 3B, NVFP4, both" in out
-    step_time.main(["--gpu", "rtx5090", "--methods", "clover,clover_late"])
+    step_time.main(["--gpu", "rtx5090", "--methods", "clover,mxfp8"])
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("RTX 5090, d20, clover: ") and "not predicted" in second
     measured.main([str(RESULTS / "bench_linear.json")])
@@ -79,11 +147,12 @@ def test_command_lines(capsys, tmp_path):
     content = json.loads((RESULTS / "bench_linear.json").read_text())
     content["environment"]["gpu"] = "NVIDIA A100"
     (tmp_path / "other.json").write_text(json.dumps(content))
+    measured.main([str(tmp_path / "other.json")])  # a GPU that the model does not know is still a table
+    assert capsys.readouterr().out.splitlines()[2].split()[-4:] == ["-", "7.793", "ms", "-"]
     for main, argv, message in (
         (step_time.main, ["--gpu", "rtx9090"], "nothing is predicted for rtx9090; use one of: h200"),
         (step_time.main, ["--gpu", "b200", "--depth", "0"], "--depth and --micro-batch must be at least 1"),
         (measured.main, [str(tmp_path / "none.json")], "is no JSON of bench_linear or bench_train"),
-        (measured.main, [str(tmp_path / "other.json")], "was measured on NVIDIA A100, of which nothing is predicted"),
     ):
         with pytest.raises(UserError, match=message) as e:
             main(argv)

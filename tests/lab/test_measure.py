@@ -12,13 +12,16 @@ import torch
 from _commands import options
 
 from lab.measure import bench_quantize, counters
+from lab.predict import measured
+from nanochat_fp4 import doctor
+from nanochat_fp4.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
 def measure(out: Path, python: Path | str = sys.executable, **variables: str) -> subprocess.CompletedProcess:
-    known = ("PARTS", "PLAN_ONLY", "LIMIT", "QUARTET2", "NANOCHAT")
+    known = ("PARTS", "PLAN_ONLY", "LIMIT", "QUARTET2", "NANOCHAT", "DRY_RUN")
     environment = {k: v for k, v in os.environ.items() if k not in known} | {"PY": str(python), "OUT": str(out)}
     environment["NVFP4_KERNELS"] = "reference"
     command = ["bash", str(ROOT / "dev" / "measure.sh")]
@@ -26,17 +29,58 @@ def measure(out: Path, python: Path | str = sys.executable, **variables: str) ->
 
 
 def test_a_plan_runs_nothing(tmp_path):
-    done = measure(tmp_path / "out", PLAN_ONLY="1", QUARTET2="/a checkout", LIMIT="")
+    done = measure(tmp_path / "out", PLAN_ONLY="1", PARTS="all", QUARTET2="/a checkout", LIMIT="")
     assert done.returncode == 0 and not (tmp_path / "out").exists()
     names = [line.split(",")[0] for line in done.stdout.splitlines() if ", at most " in line]
     assert names == ["doctor", "tests", "linear", "turns", "quantize", "counters", "quartet2", "train", "train_32gib"]
     assert "quartet2, at most 400 s: " in done.stdout and "train_nanochat  skipped: NANOCHAT is not set" in done.stdout
 
 
+def test_what_a_stranger_runs_ends_within_20_minutes(tmp_path):
+    done = measure(tmp_path, PLAN_ONLY="1", LIMIT="")
+    limits = {line.split(",")[0]: int(line.split()[3]) for line in done.stdout.splitlines() if ", at most " in line}
+    assert list(limits) == ["doctor", "linear", "quantize", "train"] and sum(limits.values()) <= 1200
+
+
+@no_gpu
+def test_a_dry_run_makes_the_table_and_the_file_to_send(fork_server, tmp_path):
+    """All of measure.sh, in small, on a CPU; then what the doctor says of it."""
+    done = measure(tmp_path, fork_server.python, DRY_RUN="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = dict(line.split(maxsplit=1) for line in done.stdout.split("== summary, in ")[1].splitlines()[1:5])
+    assert [line.split()[0] for line in found.values()] == ["ok,", "skipped:", "skipped:", "ok,"]
+    card = json.loads((tmp_path / "my_card.json").read_text())
+    assert card["statuses"] == {"doctor": 0, "train": 0}
+    (train,) = card["parts"]
+    assert [r["method"] for r in train["records"]] == ["bf16", "clover"]
+    assert all(r["tokens_per_second"] > 0 and r["problem"] is False for r in train["records"])
+    table = (tmp_path / "my_card.txt").read_text()
+    assert "d2, micro-batch 2, clover" in table and table.rstrip() in done.stdout
+    sent = fork_server.run("nanochat_fp4.doctor", ["--send"], as_main=True, env={"OUT": str(tmp_path)})
+    assert sent.status == 0 and str(tmp_path / "my_card.json") in sent.log and "my_card.yml" in sent.log
+
+
+def test_a_cards_file_has_nothing_that_its_owner_named(tmp_path):
+    secret = "/home/jane/on-janes-host"
+    content = {"benchmark": "bench_train", "environment": {"gpu": "NVIDIA X", "platform": secret, "cpu": secret}}
+    content["settings"] = {"seq_len": 64, "nanochat": secret, "hardware": secret, "window_pattern": "L"}
+    content["records"] = [{"method": "clover", "depth": 2, "problem": f"OSError: {secret}", "path": secret}]
+    card = measured.card([content], {"doctor": 0})
+    assert secret not in json.dumps(card) and card["parts"][0]["records"][0] == {
+        "method": "clover", "depth": 2, "problem": True,
+    }  # fmt: skip
+
+
+def test_nothing_to_send_yet(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    with pytest.raises(UserError, match="there is no .*my_card.json; run `bash dev/measure.sh` first"):
+        doctor.main(["--send"])
+
+
 def test_every_file_and_flag_of_the_plan_is_there(tmp_path):
     """A GPU is too dear to find out there that a flag was renamed."""
     flags: dict[str, set[str]] = {}
-    for line in measure(tmp_path, PLAN_ONLY="1", QUARTET2="x", NANOCHAT="x").stdout.splitlines():
+    for line in measure(tmp_path, PLAN_ONLY="1", PARTS="all", QUARTET2="x", NANOCHAT="x").stdout.splitlines():
         words = line.split(f"{sys.executable} ", 1)[1].split()
         if "pytest" in words:
             assert all((ROOT / w).is_file() for w in words if w.endswith(".py"))

@@ -4,6 +4,7 @@ import pytest
 
 from lab.predict import predicted_time
 from lab.predict.predicted_time import mean_step_ms, over_clover, phases_of, recipe_ms
+from nanochat_fp4 import step_time
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.step_time import MACHINES
 
@@ -26,7 +27,7 @@ def test_a_run_is_the_mean_of_its_phases_times_its_length():
     assert over_clover(run(method="clover"), 100) == 1
     # What is left of the feedback: measured on an H200 at d26, growing with weights and width, on a slower memory.
     grown = (20 / 26) ** 4 * MACHINES["h200"].bandwidth / CARD.bandwidth
-    assert feedback - clover == pytest.approx(predicted_time.FEEDBACK_MS * grown)
+    assert feedback - clover == pytest.approx(step_time.FEEDBACK_MS * grown)
 
 
 def test_the_same_computation_under_two_names_is_one():

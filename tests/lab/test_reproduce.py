@@ -521,10 +521,13 @@ def test_at_equal_time_faster_methods_have_trained_for_longer(tmp_path):
     at = found["RTX 5090", 20]
     hours = at["hours"][""]
     assert hours["clover"] < hours["clover_feedback_late"] < hours["fp8"] < hours["bf16"]
-    assert at["bpb_bf16"]["clover"] == pytest.approx(1.01)  # of the same runs, evaluated in BF16
-    assert at["budget"] == hours["clover"] and at["bpb"]["clover"] == pytest.approx(1.02)
-    # In the time that clover has, bf16 does this share of its steps; between 1000 and 2000 its BPB falls by 0.1.
-    assert at["bpb"]["bf16"] == pytest.approx(1 - 0.1 * math.log2(hours["clover"] / hours["bf16"]))
+    assert at["budget"] == hours["fp8_tuned"] and at["bpb"]["fp8_tuned"] == pytest.approx(1.01)
+    # In the time that a tuned FP8 has, others do this share of their steps; from 1000 to 2000 their BPB falls by 0.1.
+    for m, end in (("bf16", 1.0), ("clover", 1.02)):
+        assert at["bpb"][m] == pytest.approx(end - 0.1 * math.log2(at["budget"] / hours[m]))
+    assert at["bpb"]["clover"] - at["bpb_bf16"]["clover"] == pytest.approx(0.01)  # of the same runs, evaluated in BF16
+    assert at["hours"]["worst"]["clover"] > hours["clover"] > at["hours"]["best"]["clover"]
+    assert at["hours"]["worst"]["fp8_tuned"] < hours["fp8_tuned"] < at["hours"]["best"]["fp8_tuned"]
     assert found["B200", 20]["bpb"]["fp8"] == pytest.approx(1.01)  # where FP8 is the fastest
 
 
