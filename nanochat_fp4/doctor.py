@@ -384,11 +384,9 @@ def what_to_send() -> str:
     file = folder / "my_card.json"
     if not file.is_file():
         raise UserError(f"there is no {file}; run `bash dev/measure.sh` first, 20 minutes at most")
-    return (
-        f"send {file} (numbers, versions and the names of GPU and methods; no path, no host name, no text of yours)\n"
-        f"and the table in {folder / 'my_card.txt'}\n"
-        "to the project's issues, with the form 'My card' (.github/ISSUE_TEMPLATE/my_card.yml)"
-    )
+    what = "numbers, versions and the names of GPU and methods; no path, no host name, no text of yours"
+    where = "to the project's issues, with the form 'My card' (.github/ISSUE_TEMPLATE/my_card.yml)"
+    return f"send {file} ({what})\nand the table in {folder / 'my_card.txt'}\n{where}"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -101,15 +101,11 @@ FITTED = "fitted to published times (lab/predict/blackwell.py)"
 
 def _geforce(name: str, bandwidth: float, fp4: float, multiprocessors: int, ghz: float, **known) -> Machine:
     """A card of sm_12x by its data sheet (GB/s, dense FP4 TFLOP/s; BF16 has an eighth), at the RTX 5090's shares."""
-    of_5090 = fp4 / RTX5090_SHEET[2]
-    rates = {"bf16": fp4 / 8 * RTX5090_FIT[1] / RTX5090_SHEET[1], "fp4": RTX5090_FIT[2] * of_5090}
-    rates["cublaslt"] = tuple(v * of_5090 for v in RTX5090_LIBRARIES)
-    rates |= {
-        "bandwidth": bandwidth * RTX5090_FIT[0] / RTX5090_SHEET[0],
-        "instructions": multiprocessors * 128 * ghz / 1e3,
-    }
+    of_5090, share = fp4 / RTX5090_SHEET[2], [fit / sheet for fit, sheet in zip(RTX5090_FIT, RTX5090_SHEET)]
+    rates = {"bandwidth": bandwidth * share[0], "bf16": fp4 / 8 * share[1], "fp4": fp4 * share[2]}
+    rates |= {"cublaslt": tuple(v * of_5090 for v in RTX5090_LIBRARIES), "multiprocessors": multiprocessors}
     rest = {"source": "data sheet, at the RTX 5090's shares", "longer": 1.7, "launch": RTX5090_FIT[3]}
-    return Machine(name, **{**rest, **rates, "multiprocessors": multiprocessors, **known})
+    return Machine(name, **{**rest, **rates, "instructions": multiprocessors * 128 * ghz / 1e3, **known})
 
 
 def _datacenter(name: str, bf16: float, fp4: float, cublaslt: tuple[float, float], multiprocessors: int) -> Machine:
@@ -117,10 +113,8 @@ def _datacenter(name: str, bf16: float, fp4: float, cublaslt: tuple[float, float
     rates = bf16 * GEMM_SHARE, fp4 * GEMM_SHARE, multiprocessors * 128 * 1.85e9 / 1e12
     source = f"data sheet (8000 GB/s, {bf16} and {fp4} TFLOP/s dense) times an H200's achieved shares"
     doubt = f"Wrong wherever an H200's shares of a data sheet do not carry over: no time of a {name} was fitted."
-    libraries = tuple(v * GEMM_SHARE for v in cublaslt)
-    return Machine(
-        name, 8000 * COPY_SHARE, *rates, source, 0.75, None, 5.0, multiprocessors, cublaslt=libraries, doubt=doubt
-    )
+    more = {"multiprocessors": multiprocessors, "cublaslt": tuple(v * GEMM_SHARE for v in cublaslt), "doubt": doubt}
+    return Machine(name, 8000 * COPY_SHARE, *rates, source, 0.75, None, 5.0, **more)
 
 
 MACHINES = {
@@ -473,16 +467,15 @@ def tokens_per_second(shape: Shape, method: str, machine: Machine, *, micro_batc
 
 @dataclass(frozen=True)
 class Pauses:
-    """What a run does besides training: tokens between two validations and of a validation, and between two
-    checkpoints; 0: none."""
+    """Of a run: tokens between two validations, of a validation, and between two checkpoints; 0: none."""
 
     eval_every: float = 0.0
     eval_tokens: float = 0.0
     save_every: float = 0.0
 
     def hours(self, shape: Shape, machine: Machine, tokens: float, speed: float) -> tuple[float, float]:
-        """Of the validations in two forwards, and of the checkpoints. speed: of training, of which a forward pass is a
-        third. The second forward is in BF16 and not compiled."""
+        """Of validations and of checkpoints. A validation's first forward takes a third of training's time, the second
+        is in BF16 and not compiled."""
         validations = tokens // self.eval_every + 1 if self.eval_every > 0 else 0.0
         second = sum(predicted_ms(step, machine) for step in uncompiled_forward(shape, 8192)) / 8192 / 1e3
         saves = tokens // self.save_every + 1 if self.save_every > 0 else 0.0
@@ -495,15 +488,11 @@ SPEEDRUN = Pauses(250 * 524288, 20 * 524288, 1000 * 524288)  # of speedrun_fp4.s
 
 def uncompiled_forward(shape: Shape, tokens: int) -> list[Step]:
     """The kernels of a forward pass in BF16 that is not compiled."""
-    w, head = shape.width, (shape.width, shape.vocabulary)
-    layers = [*(block_layers(w, fused=False) * shape.depth), head]
-    glue = UNCOMPILED * w * shape.depth + LOGIT * shape.vocabulary
-    attention = attention_step(shape, tokens, mean_keys(SEQUENCE, False))
-    return [
-        *(gemm_step("output", tokens, n, k, False, False, False) for k, n in layers),
-        replace(attention, bf16_flops=attention.bf16_flops * 2 / 7),
-        Step("glue, loss, weights", glue * tokens + CAST * (shape.block_weights + shape.head_weights)),
-    ]
+    layers = [*(block_layers(shape.width, fused=False) * shape.depth), (shape.width, shape.vocabulary)]
+    glue = UNCOMPILED * shape.width * shape.depth + LOGIT * shape.vocabulary
+    attention = attention_step(shape, tokens * 2 / 7, mean_keys(SEQUENCE, False))  # two of seven products
+    rest = Step("glue, loss, weights", glue * tokens + CAST * (shape.block_weights + shape.head_weights))
+    return [*(gemm_step("output", tokens, n, k, False, False, False) for k, n in layers), attention, rest]
 
 
 def checkpoint_bytes(shape: Shape) -> float:

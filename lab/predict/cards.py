@@ -1,8 +1,6 @@
 """What four cards are expected to do, with the band, and what would make it wrong: the table in docs/published.md.
 
-    python -m lab.predict.cards
-
-The last line is a hash of the model's constants. They are frozen: a test compares the page with this command.
+    python -m lab.predict.cards      # its last line is a hash of the model's constants, which are frozen by a test
 """
 
 import hashlib
@@ -12,9 +10,8 @@ from nanochat_fp4 import step_time
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.step_time import MACHINES, SPEEDRUN, Shape, run_hours, tokens_per_second
 
-CARDS, DEPTHS = ("rtx5090", "rtxpro6000", "b200", "gb10"), (20, 26, 32)
-METHODS = ("bf16", "fp8", "fp8_tuned", "clover", "clover_feedback_late")
-HOURS = ("bf16", "fp8_tuned", "clover")
+CARDS = ("rtx5090", "rtxpro6000", "b200", "gb10")
+METHODS, HOURS = ("bf16", "fp8", "fp8_tuned", "clover", "clover_feedback_late"), ("bf16", "fp8_tuned", "clover")
 
 
 def fingerprint() -> str:
@@ -27,7 +24,7 @@ def cards() -> str:
     """Markdown: thousand tokens/s, expected and (worst to best), and hours of the speedrun."""
     lines = [f"| thousand tokens/s | {' | '.join(METHODS)} | {' | '.join(f'hours: {m}' for m in HOURS)} |"]
     lines.append("|---" * (1 + len(METHODS) + len(HOURS)) + "|")
-    for card, depth in itertools.product(CARDS, DEPTHS):
+    for card, depth in itertools.product(CARDS, (20, 26, 32)):
         machine, shape, cells = MACHINES[card], Shape(depth), []
         batch = {"micro_batch": 16384 if card == "b200" else 8192}
         for method in METHODS:

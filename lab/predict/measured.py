@@ -66,20 +66,13 @@ def read(path: str | Path) -> list[dict]:
 
 def card(parts: list[dict], statuses: dict[str, int]) -> dict:
     """What the owner of a card sends: numbers, versions, the names of GPU and methods. statuses: of measure.sh."""
-
-    def numbers(record: dict) -> dict:
-        known = {k: v for k, v in record.items() if k in NAMES or not isinstance(v, str | list | dict)}
-        return known | {"problem": bool(record.get("problem"))}
-
-    kept = [
-        {
-            "benchmark": part["benchmark"],
-            "environment": {k: part["environment"].get(k) for k in ENVIRONMENT},
-            "settings": {k: part["settings"][k] for k in SETTINGS if k in part["settings"]},
-            "records": [numbers(r) for r in part["records"]],
-        }
-        for part in parts
-    ]
+    kept = [{"benchmark": p["benchmark"], "settings": {}, "environment": {}, "records": []} for p in parts]
+    for part, p in zip(kept, parts):
+        part["environment"] |= {k: p["environment"].get(k) for k in ENVIRONMENT}
+        part["settings"] |= {k: p["settings"][k] for k in SETTINGS if k in p["settings"]}
+        for r in p["records"]:
+            known = {k: v for k, v in r.items() if k in NAMES or not isinstance(v, str | list | dict)}
+            part["records"].append(known | {"problem": bool(r.get("problem"))})
     return {"statuses": statuses, "parts": kept}
 
 

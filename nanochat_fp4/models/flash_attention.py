@@ -263,10 +263,8 @@ def _choose(q: Tensor, left: int) -> str:
             flex = _flex_reason is None and torch.compiler.is_compiling()
             if _fastest == "sdpa" or (flex and _fastest == "flex"):
                 return _fastest
-            if flash:
-                return "flash"
-            if flex:
-                return "flex"
+            if flash or flex:
+                return "flash" if flash else "flex"
     return "sdpa"
 
 
