@@ -1,6 +1,6 @@
 """What four cards are expected to do, with the band, and what would make it wrong: the table in docs/published.md.
 
-    python -m lab.predict.cards      # its last line is a hash of the model's constants, which are frozen by a test
+python -m lab.predict.cards      # its last line is a hash of the model's constants, which are frozen by a test
 """
 
 import hashlib
