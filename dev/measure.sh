@@ -77,7 +77,7 @@ doctor=("$PY" -m nanochat_fp4.doctor) needs_gpu=there
 train=("${bench_train[@]}" --depth 20 --rounds 2 --no-table7)
 if [ "${DRY_RUN:-0}" != 0 ]; then
     doctor+=(--method clover) needs_gpu=""
-    train=("${bench_train[@]}" --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 --micro-batch 2 --rounds 1 --methods clover)
+    train=("${bench_train[@]}" --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 --micro-batch 2 --rounds 1 --methods clover --no-table7)
 fi
 part doctor 300 "${doctor[@]}"
 part tests 1200 "$PY" -m pytest -q -p no:cacheprovider tests/kernels/test_*.py tests/nvfp4/test_native.py tests/nvfp4/test_gemm.py

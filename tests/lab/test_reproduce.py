@@ -525,7 +525,8 @@ def test_at_equal_time_faster_methods_have_trained_for_longer(tmp_path):
     # In the time that a tuned FP8 has, others do this share of their steps; from 1000 to 2000 their BPB falls by 0.1.
     for m, end in (("bf16", 1.0), ("clover", 1.02)):
         assert at["bpb"][m] == pytest.approx(end - 0.1 * math.log2(at["budget"] / hours[m]))
-    assert at["bpb"]["clover"] - at["bpb_bf16"]["clover"] == pytest.approx(0.01)  # of the same runs, evaluated in BF16
+    # The same runs, evaluated in BF16, have half the gap.
+    assert at["bpb_bf16"]["clover"] - 1 == pytest.approx((at["bpb"]["clover"] - 1) / 2)
     assert at["hours"]["worst"]["clover"] > hours["clover"] > at["hours"]["best"]["clover"]
     assert at["hours"]["worst"]["fp8_tuned"] < hours["fp8_tuned"] < at["hours"]["best"]["fp8_tuned"]
     assert found["B200", 20]["bpb"]["fp8"] == pytest.approx(1.01)  # where FP8 is the fastest
