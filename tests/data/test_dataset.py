@@ -199,7 +199,7 @@ def test_text_files_become_shards(tmp_path, base_dir, monkeypatch):
     (folder / "sub").mkdir(parents=True)
     (folder / "a.txt").write_text(prose(1, 60))
     (folder / "sub" / "b.md").write_text(prose(2, 60))
-    with gzip.open(folder / "c.jsonl.gz", "wt") as f:
+    with gzip.open(folder / "c.json.gz", "wt") as f:  # as C4 has them
         f.writelines(json.dumps({"text": prose(3, 60)}) + "\n\n" for _ in range(1))
     made = ensure_data(str(folder))
     train, val = texts_of(made, "train"), texts_of(made, "val")
@@ -361,19 +361,6 @@ def test_download_shards(hub, shards, base_dir, capsys):
     assert len(hub.requests) == 3  # only what was missing
     download_shards(3)
     assert len(hub.requests) == 3 and "All 3 shards" in capsys.readouterr().out
-
-
-def test_c4(hub, base_dir):
-    lines = "".join(json.dumps({"text": f"document {i} of C4", "url": "u"}) + "\n" for i in range(40))
-    for i in range(2):
-        path = f"/datasets/allenai/c4/resolve/main/en/c4-train.{i:05d}-of-01024.json.gz"
-        hub.files[path] = gzip.compress(lines.encode())
-    folder = dataset.download_c4(2)
-    assert len(texts_of(folder, "val")) == 4 and len(texts_of(folder, "train")) == 76  # every 20th document
-    count = len(hub.requests)
-    assert dataset.download_c4(2) == folder and len(hub.requests) == count
-    with pytest.raises(UserError, match="-n 0: expected a number of C4's files from 1 to 1024"):
-        dataset.download_c4(0)
 
 
 def test_a_shard_that_is_no_parquet_is_not_kept(hub, base_dir):
