@@ -157,18 +157,38 @@ def run(*script, num_samples=1, **kwargs):
     return Engine(model, ByteTokenizer()).generate_batch([BOS], num_samples, temperature=0.0, **kwargs), model
 
 
-def test_the_calculators_result_is_put_in():
-    # While the result is put in, what the model says is not heard: x stands for that.
-    (results, masks), _ = run("a[python_start]12*3[python_end]xxxxb")
-    assert results[0] == [BOS, *say("a[python_start]12*3[python_end][output_start]36[output_end]b")]
-    assert masks[0] == [0, *[1] * 7, *[0] * 4, 1]
+@pytest.mark.parametrize(
+    "script, text",
+    [  # While the result is put in, what the model says is not heard: x stands for that.
+        ("a[python_start]12*3[python_end]xxxxb", "a[python_start]12*3[python_end][output_start]36[output_end]b"),
+        ("[python_start]9[python_start]'aab'.count('a')[python_end]xxxb",
+         "[python_start]9[python_start]'aab'.count('a')[python_end][output_start]2[output_end]b"),
+        ("12*3[python_end]b", "12*3[python_end]b"),  # an end without a start
+        *((f"[python_start]{call}[python_end]b",) * 2 for call in ("1/0", "import os", "", "9**9**9")),
+        ("ab[assistant_end]cd", "ab"),
+        ("ab[bos]cd", "ab"),
+        ("x" * 1000, "x" * 63),  # to the model's 64 positions
+    ],
+)  # fmt: skip
+def test_calls_of_the_calculator_and_ends(script, text):
+    (results, masks), model = run(script)
+    assert results[0] == [BOS, *say(text)]
+    put_in = say(text.partition("[python_end]")[2].partition("[output_end]")[0] + "[output_end]")
+    assert masks[0].count(0) == 1 + (len(put_in) if "[output_end]" in text else 0)
+    assert model.calls <= len(text) + 1  # nothing is computed after the end
 
 
-@pytest.mark.parametrize("expression", ["1/0", "import os", "", "9**9**9"])
-def test_a_failed_call_puts_nothing_in(expression):
-    text = f"[python_start]{expression}[python_end]b"
-    (results, masks), _ = run(text)
-    assert results[0] == [BOS, *say(text)] and masks[0] == [0, *[1] * (len(results[0]) - 1)]
+def test_many_prompts_call_side_by_side():
+    """While a longer prompt is read, what the model says is not heard: y stands for that."""
+    model = ScriptedModel(say("a[python_start]2+2[python_end]xxxe"), say("yyahi"))
+    got = Engine(model, ByteTokenizer()).generate_many([[BOS], [BOS, *b"pq"]], temperature=0.0, max_tokens=20)
+    called = say("a[python_start]2+2[python_end][output_start]4[output_end]e")
+    assert got == [[[BOS, *called]], [[BOS, *b"pqahi"]]]
+
+
+def test_a_limit_of_tokens():
+    (results, _), model = run("x" * 1000, max_tokens=9)
+    assert results[0][1:] == say("x" * 9) and model.calls == 9
 
 
 @pytest.mark.parametrize(
@@ -191,38 +211,12 @@ def test_an_answer_is_text_with_readable_calls(tokens, pieces):
     assert "|".join([*map(text.add, say(tokens)), text.rest()]) == pieces
 
 
-def test_an_end_without_a_start_is_no_call():
-    (results, _), _ = run("12*3[python_end]b")
-    assert results[0] == [BOS, *say("12*3[python_end]b")]
-
-
-def test_a_new_start_begins_a_new_expression():
-    (results, _), _ = run("[python_start]9[python_start]'aab'.count('a')[python_end]xxxb")
-    assert results[0][1:] == say(
-        "[python_start]9[python_start]'aab'.count('a')[python_end][output_start]2[output_end]b"
-    )
-
-
 def test_rows_call_and_end_on_their_own():
     # The first token comes from the prompt, which the rows share.
     (results, masks), _ = run("a[python_start]2+2[python_end]xxxe", "ahi", num_samples=2)
     assert results[0][1:] == say("a[python_start]2+2[python_end][output_start]4[output_end]e")
     assert results[1][1:] == say("ahi")
     assert masks[1] == [0, 1, 1, 1]
-
-
-def test_ends_at_assistant_end_and_at_bos_and_leaves_them_out():
-    for end in ("[assistant_end]", "[bos]"):
-        (results, _), model = run(f"ab{end}cd")
-        assert results[0][1:] == say("ab")
-        assert model.calls == 3  # prompt, a, b: nothing is computed after the end
-
-
-def test_a_model_that_never_stops_is_stopped():
-    (results, _), model = run("x" * 1000, max_tokens=9)
-    assert results[0][1:] == say("x" * 9) and model.calls == 9
-    (results, _), _ = run("x" * 1000)  # without a wish: at the model's 64 positions
-    assert len(results[0]) == 64
 
 
 # ----------------------------------------------------------------------------------------------------------------------
