@@ -4,31 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from _samples import byte_tokenizer
 
 from nanochat_fp4.generation.engine import AnswerText, Engine, KVCache, sample_next_token
 from nanochat_fp4.models.gpt import GPT, GPTConfig, autocast
 
-SPECIAL = {
-    f"<|{name}|>": 256 + i
-    for i, name in enumerate(["bos", "python_start", "python_end", "output_start", "output_end", "assistant_end"])
-}
-BOS, PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END, ASSISTANT_END = SPECIAL.values()
-
-
-class ByteTokenizer:
-    """Ids 0-255 are bytes, then the special tokens."""
-
-    def encode_special(self, text):
-        return SPECIAL[text]
-
-    def get_bos_token_id(self):
-        return BOS
-
-    def encode(self, text):
-        return list(text.encode())
-
-    def decode(self, ids):
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+TOKENIZER = byte_tokenizer()
+BOS, ASSISTANT_END = (TOKENIZER.encode_special(f"<|{name}|>") for name in ("bos", "assistant_end"))
 
 
 def make_engine(**changes):
@@ -40,7 +22,7 @@ def make_engine(**changes):
             p += 0.2 * torch.randn(p.shape)
         model.lm_head.weight[ASSISTANT_END] = 0  # hardly ever the most likely: rows run to the end
         model.lm_head.weight[BOS] = 0
-    return Engine(model, ByteTokenizer())
+    return Engine(model, TOKENIZER)
 
 
 class ScriptedModel:
@@ -55,7 +37,7 @@ class ScriptedModel:
 
     def __call__(self, ids, kv_cache):
         kv_cache.advance(ids.size(1))
-        logits = torch.zeros(ids.size(0), ids.size(1), 262)
+        logits = torch.zeros(ids.size(0), ids.size(1), 265)
         for row in range(ids.size(0)):
             says = self.script[row if ids.size(0) > 1 else 0]
             logits[row, -1, says[self.calls] if self.calls < len(says) else ASSISTANT_END] = 50.0
@@ -67,7 +49,7 @@ def say(text):
     """Ids of text with [x] for special tokens: 'a[python_start]1+1[python_end]'."""
     out = []
     for part in text.replace("[", "]<").split("]"):
-        out += [SPECIAL[f"<|{part[1:]}|>"]] if part.startswith("<") else list(part.encode())
+        out += [TOKENIZER.encode_special(f"<|{part[1:]}|>")] if part.startswith("<") else list(part.encode())
     return out
 
 
@@ -154,7 +136,7 @@ def test_bf16_models_get_a_bf16_cache():
 
 def run(*script, num_samples=1, **kwargs):
     model = ScriptedModel(*[say(s) for s in script])
-    return Engine(model, ByteTokenizer()).generate_batch([BOS], num_samples, temperature=0.0, **kwargs), model
+    return Engine(model, TOKENIZER).generate_batch([BOS], num_samples, temperature=0.0, **kwargs), model
 
 
 @pytest.mark.parametrize(
@@ -181,7 +163,7 @@ def test_calls_of_the_calculator_and_ends(script, text):
 def test_many_prompts_call_side_by_side():
     """While a longer prompt is read, what the model says is not heard: y stands for that."""
     model = ScriptedModel(say("a[python_start]2+2[python_end]xxxe"), say("yyahi"))
-    got = Engine(model, ByteTokenizer()).generate_many([[BOS], [BOS, *b"pq"]], temperature=0.0, max_tokens=20)
+    got = Engine(model, TOKENIZER).generate_many([[BOS], [BOS, *b"pq"]], temperature=0.0, max_tokens=20)
     called = say("a[python_start]2+2[python_end][output_start]4[output_end]e")
     assert got == [[[BOS, *called]], [[BOS, *b"pqahi"]]]
 
@@ -201,13 +183,7 @@ def test_a_limit_of_tokens():
     ],
 )
 def test_an_answer_is_text_with_readable_calls(tokens, pieces):
-    names = {number: name for name, number in SPECIAL.items()}
-
-    class Tokenizer:
-        def decode(self, ids):
-            return b"".join(names[i].encode() if i in names else bytes([i]) for i in ids).decode(errors="replace")
-
-    text = AnswerText(Tokenizer())
+    text = AnswerText(TOKENIZER)
     assert "|".join([*map(text.add, say(tokens)), text.rest()]) == pieces
 
 
