@@ -17,7 +17,7 @@ The other names, by task:
     go faster   quantize_weights_once and accumulate_gradients around the micro-batches of a step
     evaluate    full_precision for the same weights in BF16; per_token_scale for results that ignore the batch
     many GPUs   gather_codes with FSDP2; ColwiseParallel and RowwiseParallel with DTensor
-    load        load_quantized reads a folder of scripts.export
+    load, save  load_quantized reads a folder of scripts.export; save_quantized writes one of a transformers model
     numerics    quantize, rotate and NVFP4Tensor are the format; QuantLinear is one layer
     methods     METHODS are the names to choose from, ABLATIONS the other ones, ROUNDINGS what they are made of.
                 get_recipe gives the Recipe of a name. A Recipe of your own has a Gemm of two Operands for each product:
@@ -29,6 +29,7 @@ Wrong input raises ValueError, with one line that says what was expected. The ex
 machine computes what the paper says.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from nanochat_fp4 import signals  # noqa: F401  first, for the signals that come while torch is imported
@@ -77,23 +78,25 @@ __all__ = [
     "quantize",
     "quantize_weights_once",
     "rotate",
+    "save_quantized",
     "set_progress",
     "update_gram_matrices",
 ]
 
 if TYPE_CHECKING:
     from nanochat_fp4.export.load import load_quantized
+    from nanochat_fp4.export.save import save_quantized
     from nanochat_fp4.nvfp4.tensor_parallel import ColwiseParallel, RowwiseParallel
 else:
+    # Few programs need these names, and their modules import more than torch's core, so they are loaded on demand.
+    _ON_DEMAND = {
+        "ColwiseParallel": "nvfp4.tensor_parallel",
+        "RowwiseParallel": "nvfp4.tensor_parallel",
+        "load_quantized": "export.load",
+        "save_quantized": "export.save",
+    }
 
     def __getattr__(name: str):
-        # Few programs need these names, and their modules import more than torch's core, so they are loaded on demand.
-        if name == "load_quantized":
-            from nanochat_fp4.export.load import load_quantized
-
-            return load_quantized
-        if name in ("ColwiseParallel", "RowwiseParallel"):
-            from nanochat_fp4.nvfp4 import tensor_parallel
-
-            return getattr(tensor_parallel, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _ON_DEMAND:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)

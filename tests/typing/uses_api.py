@@ -57,6 +57,8 @@ def train(method: str | nf.Recipe, steps: int = 2) -> nn.Sequential:
 
 
 def load(folder: str | Path) -> nn.Sequential:
+    notes: list[str] = nf.save_quantized(build(), folder, format="modelopt")
+    print(*notes)
     return nf.load_quantized(build(), folder, codes=False)
 
 
