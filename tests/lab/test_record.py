@@ -38,7 +38,7 @@ def test_a_run_becomes_a_record_and_a_row(run, tmp_path, capsys):
     values = [r for r in lines(run) if r["event"] == "val"]
     assert [r["step"] for r in values] == [0, 2, 4]
     target = (values[1]["bpb"] + values[2]["bpb"]) / 2
-    record.main([str(run), f"--to={target}", f"--docs={docs}"])
+    record.main([str(run), f"--to={target}", f"--docs={docs}", "--note=a busy machine"])
     made = json.loads((docs / "records/mine.json").read_text())
     seconds = [r["dt"] for r in lines(run) if r["event"] == "train"]
     # Half way between steps 2 and 4 of 128 tokens: as far as the loss goes, after the third of four steps.
@@ -48,7 +48,11 @@ def test_a_run_becomes_a_record_and_a_row(run, tmp_path, capsys):
     assert len(log.splitlines()) == 4 + 3 and str(run.parent) not in log + json.dumps(made)
     record.main(["--table", f"--docs={docs}"])
     rows = [line for line in (docs / "leaderboard.md").read_text().splitlines() if line.startswith("| `")]
-    assert len(rows) == 1 and rows[0].startswith("| `bf16` | 384 | ") and "[log](records/mine.jsonl)" in rows[0]
+    assert (
+        len(rows) == 1
+        and rows[0].startswith("| `bf16` | 384 | ")
+        and rows[0].endswith(" | [log](records/mine.jsonl) | a busy machine |")
+    )
     record.main([str(run), "--to=0.001", f"--docs={docs}"])
     record.main(["--table", f"--docs={docs}"])
     assert "| not reached | - | - |" in (docs / "leaderboard.md").read_text()
