@@ -76,7 +76,7 @@ def of_folder(folder: Path, target: float) -> tuple[dict[str, Any], str]:
     whole = math.floor(step or 0)
     record = {
         "name": folder.name, "method": config["method"], "seed": config["seed"], "text": text, "to": target,
-        "vocabulary": start["vocab_size"], "parameters": start["num_params"], "steps": len(seconds),
+        "parameters": start["num_params"], "steps": len(seconds),
         "bpb": meta["val_bpb"], "card": start["environment"]["gpu"] or start["environment"]["cpu"],
         "cards": start["environment"]["gpu_count"], "commit": meta["commit"] or "", "note": "",
         "log": f"records/{folder.name}.jsonl",
@@ -97,7 +97,7 @@ def of_sweep(path: Path, target: float, seed: int) -> list[tuple[dict[str, Any],
         step = reached(run["curve"], target)
         record = {
             "name": f"{path.stem}_{run['method']}_s{seed}", "method": run["method"], "seed": seed, "to": target,
-            "text": content["data"], "vocabulary": run["vocab_size"], "parameters": run["num_params"],
+            "text": content["data"], "parameters": run["num_params"],
             "steps": run["steps"], "bpb": run["val_bpb"], "card": environment["gpu"], "cards": 1,
             "commit": environment["commit"] or "", "log": f"results/{path.name}",
             "note": "seconds of a mean step; a sweep may share its card",
@@ -121,10 +121,9 @@ def page(records: list[dict[str, Any]]) -> str:
     lines += ["forward. Rows with a note say why their time is no fair comparison. A CPU has no price."]
     tracks: dict[tuple, list[dict[str, Any]]] = {}
     for r in records:
-        tracks.setdefault((r["to"], r["text"], r["vocabulary"], r["seed"], r["parameters"]), []).append(r)
-    for (target, text, vocabulary, seed, parameters), runs in sorted(tracks.items(), key=lambda t: str(t[0])):
-        lines += ["", f"## {target:g} bits per byte: {text}, seed {seed}", ""]
-        lines += [f"{parameters / 1e6:.3g}M parameters, a vocabulary of {vocabulary:,}.", ""]
+        tracks.setdefault((r["to"], r["text"], r["seed"], r["parameters"]), []).append(r)
+    for (target, text, seed, parameters), runs in sorted(tracks.items(), key=lambda t: str(t[0])):
+        lines += ["", f"## {target:g} bits per byte: {text}, seed {seed}, {parameters / 1e6:.3g}M parameters", ""]
         lines += ["| method | tokens | time | dollars | at the end | card | commit | log | note |", "|---" * 9 + "|"]
         for r in sorted(runs, key=lambda r: (r["tokens"] is None, r["tokens"], r["seconds"])):
             cells = ["not reached", "-", "-"]
