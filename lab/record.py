@@ -113,12 +113,11 @@ def of_sweep(path: Path, target: float, seed: int) -> list[tuple[dict[str, Any],
 def page(records: list[dict[str, Any]]) -> str:
     """The Markdown of docs/leaderboard.md."""
     lines = [
-        "# Leaderboard",
-        "",
-        "How long does a method take to a stated loss? Made by `python -m lab.record --table`.",
+        "# Leaderboard\n\nHow long does a method take to a stated loss? Made by `python -m lab.record --table`;",
+        "`python -m lab.record FOLDER --to LOSS` adds a run. Losses are bits per byte of validation text, own forward.",
+        "Times are measured, dollars are hours times the rates of `nanochat_fp4/evaluation/report.py`; a CPU has none.",
+        "A note says why a time is no fair comparison.",
     ]
-    lines += ["`python -m lab.record FOLDER --to LOSS` adds a run. Losses are bits per byte of validation text, own"]
-    lines += ["forward. Rows with a note say why their time is no fair comparison. A CPU has no price."]
     tracks: dict[tuple, list[dict[str, Any]]] = {}
     for r in records:
         tracks.setdefault((r["to"], r["text"], r["seed"], r["parameters"]), []).append(r)
