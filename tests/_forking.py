@@ -504,6 +504,11 @@ def in_step(step: int, how: str) -> None:
         at_step(step, lambda: os.kill(os.getpid(), number), step, lambda: None)
 
 
+def interrupts(count: int, step: int) -> None:
+    """So many SIGINT inside this step."""
+    at_step(step, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(count)], step, lambda: None)
+
+
 def rank_stops(rank: int) -> None:
     """This rank is stopped (SIGSTOP) inside step 1, as by a debugger or a suspended virtual machine."""
     if os.environ["RANK"] == str(rank):

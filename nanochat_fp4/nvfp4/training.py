@@ -205,7 +205,8 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     return True
 
 
-PATIENCE = 100  # steps without a needed call before the warning
+# Steps without a needed call before the warning: a run of 40 steps must hear of it, a call in every tenth step is enough.
+PATIENCE = LOOK_EVERY + 2
 _reminders: "weakref.WeakKeyDictionary[nn.Module, _Reminder]" = weakref.WeakKeyDictionary()
 
 
