@@ -358,6 +358,19 @@ def compute_cleanup() -> None:
         dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def joined_processes(device_type: str, seed: int = 42, alone: str = "") -> Iterator[tuple[int, int, torch.device]]:
+    """(rank, world size, device) of compute_init inside, compute_cleanup at the end. alone: the name of a program that
+    is one process; UserError under torchrun."""
+    _, rank, _, world_size, device = compute_init(device_type, seed)
+    try:
+        if alone and world_size > 1:
+            raise UserError(f"{alone} is one process; start it without torchrun")
+        yield rank, world_size, device
+    finally:
+        compute_cleanup()
+
+
 def peak_memory(device: torch.device) -> int:
     """Peak bytes of CUDA's allocator, or of this process without a GPU."""
     if device.type == "cuda":

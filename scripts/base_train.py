@@ -13,10 +13,6 @@ nanochat's flags, and the method: --method, else $QAT_METHOD, else clover. Every
 the checkpoint, so `--resume-from-step latest` ends with the same bits as a run that was never interrupted.
 """
 
-import os
-
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
-
 import argparse
 import functools
 from dataclasses import asdict, fields

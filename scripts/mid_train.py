@@ -12,10 +12,6 @@ A tiny model on a CPU, without a network:
 nanochat's flags and mixture. Every token is trained on, those of the user as well.
 """
 
-import os
-
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
-
 import argparse
 import functools
 

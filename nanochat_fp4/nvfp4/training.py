@@ -205,8 +205,7 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     return True
 
 
-# Steps without a needed call before the warning: a run of 40 steps must hear of it, a call in every tenth step is enough.
-PATIENCE = LOOK_EVERY + 2
+PATIENCE = LOOK_EVERY + 2  # steps without a needed call before the warning; a run of 40 steps must hear of it
 _reminders: "weakref.WeakKeyDictionary[nn.Module, _Reminder]" = weakref.WeakKeyDictionary()
 
 

@@ -204,6 +204,31 @@ def add_horizon_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+METHOD_OF_THE_MODEL = (
+    f"QAT method (default: the one the model was trained with): {', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)"
+)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *precisions: str) -> None:
+    """Of a script that uses a trained model: the model, the device, and the forward pass. precisions: the choices of
+    --precision, the default first."""
+    add = parser.add_argument
+    add("-g", "--model-tag", default=None, help="model tag to load (default: that of the largest model)")
+    add("-s", "--step", "--model-step", type=int, default=None, help="step to load (default: the last one)")
+    add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
+    add("--method", default=None, help=METHOD_OF_THE_MODEL)
+    if precisions:
+        what = "forward pass: as the method says (nvfp4), in BF16, or both"
+        add("--precision", default=precisions[0], choices=precisions, help=what)
+
+
+def add_benchmark_arguments(parser: argparse.ArgumentParser) -> None:
+    where = "folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md"
+    parser.add_argument("--eval-dir", default=None, help=where)
+    text = "leave out a dataset that is not to be had, instead of stopping"
+    parser.add_argument("--allow-missing", action="store_true", help=text)
+
+
 QUANTIZATIONS = ("forward", "full", "none")
 
 
@@ -219,12 +244,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float, *
     )
     add("--seed", type=int, default=42, help="seed of rotations and stochastic rounding (--quantization full)")
     # Quantization
-    add(
-        "--method",
-        default=None,
-        help=f"QAT method (default: the one the model was trained with): {', '.join(nf.METHODS)}; "
-        "or an ablation (nf.ABLATIONS)",
-    )
+    add("--method", default=None, help=METHOD_OF_THE_MODEL)
     add(
         "--quantization",
         default="forward",
@@ -242,12 +262,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float, *
         help="nanochat's mixture, or a small one made on the spot without a network (no benchmark numbers)",
     )
     add("--sft-dir", default=None, help="folder with train.jsonl and test.jsonl of conversations, in place of SmolTalk")
-    add(
-        "--eval-dir",
-        default=None,
-        help="folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md",
-    )
-    add("--allow-missing", action="store_true", help="leave out a dataset that is not to be had, instead of stopping")
+    add_benchmark_arguments(parser)
     # Optimization
     add("--embedding-lr", type=parse_finite, default=0.2, help="learning rate for embedding parameters (Adam)")
     add("--unembedding-lr", type=parse_finite, default=0.004, help="learning rate for unembedding parameters (Adam)")

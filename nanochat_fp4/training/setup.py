@@ -77,6 +77,7 @@ def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> Non
     Exits with the status of the signal that stopped it, if one did.
     """
     phases = Phases()
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
     if args.deterministic:
         use_deterministic_kernels()
     _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
