@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import announce, print0, resolve_method
-from nanochat_fp4.console import ArgumentParser, format_seconds, parse_finite
+from nanochat_fp4.common import resolve_method
+from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.data.dataloader import (
     evaluation_rows,
     tokenizing_distributed_data_loader_bos_bestfit,
@@ -34,7 +34,6 @@ from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_t
 from nanochat_fp4.doctor import probe
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
-from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.gpt import compile_layers
@@ -59,11 +58,13 @@ from nanochat_fp4.training.setup import (
     describe,
     find_start,
     make_model,
+    report_run,
     resolve_horizon,
     run_settings,
     run_stage,
 )
 from nanochat_fp4.training.trainer import Process, RunSpec, Trainer, TrainingStep, due
+from scripts.base_eval import evaluate_model
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -148,13 +149,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def core_evaluation() -> Any:
-    """evaluate_model of scripts/base_eval.py, a later stage."""
-    from scripts.base_eval import evaluate_model
-
-    return evaluate_model
-
-
 class CoreMetric:
     """The CORE metric before a step that is due. A metric whose data cannot be had is left out from then on."""
 
@@ -172,9 +166,7 @@ class CoreMetric:
                 trainer.parts.weights_once(1),
                 trainer.parts.autocast(),
             ):
-                results = core_evaluation()(
-                    trainer.model, self.tokenizer, trainer.device, max_per_task=self.max_per_task
-                )
+                results = evaluate_model(trainer.model, self.tokenizer, trainer.device, max_per_task=self.max_per_task)
         except (UserError, ValueError) as e:
             trainer.progress.write(f"warning: no CORE metric from here on: {one_line(e)}")
             self.every = -1
@@ -339,50 +331,30 @@ def write_report(
     samples: list[str],
 ) -> None:
     """Prints the results and writes them into the report."""
-    spec, numbers, seconds = trainer.spec, trainer.loop["numbers"], trainer.loop["training_seconds"]
-    done_before = trainer.start.resumed_step == spec.num_iterations
-    if done_before:
-        print0(f"Nothing to do: {model_tag} is already trained ({spec.num_iterations} steps)")
-    num_params, total_tokens = trainer.model.num_scaling_params(), args.total_batch_size * spec.num_iterations
-    gpu = trainer.device.type == "cuda"
+    spec, loop, num_params = trainer.spec, trainer.loop, trainer.model.num_scaling_params()
+    total_tokens, numbers = args.total_batch_size * spec.num_iterations, loop["numbers"]
+    about = {
+        "Flags": changed_flags(args, parse_args([])),
+        "Number of parameters": num_params,
+        "Number of FLOPs per token": f"{trainer.flops_per_token:e}",
+        "Number of training tokens": total_tokens,
+        "Tokens : Params ratio": total_tokens / num_params,
+        "Device batch size": spec.device_batch_size,
+        "Backend": backend,
+    }
     outcome = {
-        "Minimum validation bpb": trainer.loop["best"].get("val_bpb"),
+        "Minimum validation bpb": loop["best"].get("val_bpb"),
         "Final validation bpb": numbers.get("val_bpb"),
         "Final validation bpb, BF16 forward": numbers.get("val_bpb_bf16"),
         "CORE metric estimate": core_metric,
         "MFU %": f"{trainer.mfu:.2f}%" if trainer.mfu is not None else None,
         "Total training flops": f"{trainer.flops_per_token * total_tokens:e}",
-        "Total training time": format_seconds(seconds),
-        "Peak memory usage": f"{torch.cuda.max_memory_allocated() / 2**20:.2f}MiB" if gpu else None,
-        "Loss spikes": trainer.monitor.state["spikes"],
-        "Skipped updates": trainer.monitor.state["skipped"],
     }
-    outcome = {k: v for k, v in outcome.items() if v is not None}
-    announce({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in outcome.items()})
-    report = get_report(model_tag)
-    if done_before and report.has("Base model training"):  # else it was killed before this line
-        return
-    lines = {
-        "Layers": " / ".join(str(trainer.model.nf_report).splitlines()),
-        "Flags": changed_flags(args, parse_args([])),
-        "Number of parameters": num_params,
-        "Number of FLOPs per token": f"{trainer.flops_per_token:e}",
-        "Calculated number of iterations": spec.num_iterations,
-        "Number of training tokens": total_tokens,
-        "Tokens : Params ratio": total_tokens / num_params,
-        "DDP world size": trainer.process.world_size,
-        "Device batch size": spec.device_batch_size,
-        "Backend": backend,
-    }
-    results = {
-        "method": spec.method,
-        "val_bpb": numbers.get("val_bpb"),
-        "val_bpb_bf16": numbers.get("val_bpb_bf16"),
-        "tokens_per_second": total_tokens / seconds if seconds else None,
-        "training_seconds": seconds,
+    results = {key: numbers.get(key) for key in ("val_bpb", "val_bpb_bf16")} | {
+        "tokens_per_second": total_tokens / loop["training_seconds"] if loop["training_seconds"] else None,
         "samples": samples,
     }
-    report.log("Base model training", [lines | outcome], results)
+    report_run(trainer, model_tag, "Base model training", about, outcome, results)
 
 
 if __name__ == "__main__":

@@ -383,38 +383,45 @@ class PostTraining:
 
     def report(self, trainer: Trainer, section: str, setup: dict[str, Any], sources: dict[str, str]) -> None:
         """Prints the results, and writes them with `setup` into the report under `section`."""
-        step, loop, monitor = trainer.step, trainer.loop, trainer.monitor
-        if self.start.resumed_step == step:
-            print0(f"Nothing to do: {self.model_tag} is through this stage ({step} steps)")
-            if get_report(self.model_tag).has(section):
-                return  # else it was killed after its last save, before it could report
-        gpu = self.process.device.type == "cuda"
-        outcome = {
-            "Number of iterations": step,
-            "DDP world size": self.process.world_size,
-            "Training time": format_seconds(loop["training_seconds"]),
-            "Peak memory usage": f"{torch.cuda.max_memory_allocated() / 2**20:.2f}MiB" if gpu else None,
-            "Training loss (smoothed)": monitor.smoothed,
-            **{f"Best {key}": value for key, value in loop["best"].items()},
-            "Loss spikes": monitor.state["spikes"],
-            "Skipped updates": monitor.state["skipped"],
-            "Quantization error": trainer.telemetry,
-        }
-        outcome = {k: v for k, v in outcome.items() if v is not None}
-        announce({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in outcome.items()})
-        if self.dry_run:
-            return
-        results = {
-            "method": self.method,
-            "quantization": self.args.quantization,
-            "train_loss": monitor.smoothed,
-            "training_seconds": loop["training_seconds"],
-            **loop["numbers"],
-        }
-        lines = {
+        bests = {f"Best {key}": value for key, value in trainer.loop["best"].items()}
+        about = {
             "Model": f"{self.source} model {self.model_tag}, step {self.parent.get('step')}",
-            "Layers": " / ".join(str(self.model.nf_report).splitlines()),
             **setup,
             **{f"Data: {name}": rows for name, rows in sources.items()},
         }
-        get_report(self.model_tag).log(section, [lines | outcome], results)
+        results = {"quantization": self.args.quantization, "train_loss": trainer.monitor.smoothed}
+        report_run(trainer, self.model_tag, section, about, bests, results | trainer.loop["numbers"])
+
+
+def report_run(
+    trainer: Trainer,
+    model_tag: str,
+    section: str,
+    about: dict[str, Any],
+    outcome: dict[str, Any],
+    results: dict[str, Any],
+) -> None:
+    """Prints the outcome of a run, and writes it with `about` and the results into the report under `section`."""
+    step, seconds, monitor = trainer.step, trainer.loop["training_seconds"], trainer.monitor
+    done_before = trainer.start.resumed_step == step
+    if done_before:
+        print0(f"Nothing to do: {model_tag} is through this stage ({step} steps)")
+    gpu = trainer.device.type == "cuda"
+    outcome = outcome | {
+        "Number of iterations": step,
+        "DDP world size": trainer.process.world_size,
+        "Training time": format_seconds(seconds),
+        "Peak memory usage": f"{torch.cuda.max_memory_allocated() / 2**20:.2f}MiB" if gpu else None,
+        "Training loss (smoothed)": monitor.smoothed,
+        "Loss spikes": monitor.state["spikes"],
+        "Skipped updates": monitor.state["skipped"],
+        "Quantization error": trainer.telemetry,
+    }
+    outcome = {k: v for k, v in outcome.items() if v is not None}
+    announce({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in outcome.items()})
+    report = get_report(model_tag)
+    if trainer.dry_run or (done_before and report.has(section)):  # else it was killed before it could report
+        return
+    about = {"Layers": " / ".join(str(trainer.model.nf_report).splitlines())} | about
+    results = {"method": trainer.spec.method, "training_seconds": seconds} | results
+    report.log(section, [about | outcome], results)
