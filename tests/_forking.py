@@ -471,7 +471,7 @@ def _must_be_intact(folder: str, step: int) -> None:
     """Ends the child with status 71 unless `step` is the newest intact checkpoint and nothing is left half-way."""
     from nanochat_fp4.training.checkpoint_manager import find_last_step
 
-    if find_last_step(folder) != step or list(Path(folder).glob("*.staged")):
+    if find_last_step(folder) != step or list(Path(folder).glob("*.tmp")):
         os._exit(71)
 
 

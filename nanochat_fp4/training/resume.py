@@ -24,7 +24,7 @@ from nanochat_fp4.common import get_dist_info, is_ddp_initialized, set_rng_state
 from nanochat_fp4.console import format_bytes, logger
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.training.checkpoint_manager import NoCheckpointError, find_last_step, finish_killed_saves, list_steps
+from nanochat_fp4.training.checkpoint_manager import NoCheckpointError, find_last_step, list_steps
 
 
 @dataclass
@@ -57,7 +57,7 @@ def _started_again() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
 
 
-def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrite: bool, rank: int) -> int | None:
+def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrite: bool) -> int | None:
     """
     The step whose checkpoint to go on from; None to start anew. All ranks must call this together.
 
@@ -66,10 +66,6 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
     """
     wanted = "latest" if resume_from_step == -1 and _started_again() else resume_from_step
     if wanted != -1:
-        if rank == 0:
-            finish_killed_saves(checkpoint_dir)
-        if is_ddp_initialized():
-            dist.barrier()  # nobody reads before files have their names
         if wanted != "latest":
             return wanted
         try:
@@ -287,7 +283,7 @@ def check_writable(folder: str | os.PathLike, size: int, overwrite: bool = False
     problem = None
     made = not folder.exists()
     # As a save names its files: what a kill leaves here is deleted by the next one.
-    names = [folder / f"model_000000.pt.{secrets.token_hex(4)}.staged" for _ in range(2)]
+    names = [folder / f".model_000000.pt.{secrets.token_hex(4)}.tmp" for _ in range(2)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         freed = sum(p.stat().st_size for p in folder.iterdir() if p.is_file()) if overwrite else 0

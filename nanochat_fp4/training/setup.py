@@ -159,7 +159,7 @@ def find_start(
     """The beginning of a run of so many steps. The model gets its weights. same: of run_settings. Raises UserError."""
     branch = branch_point(args.branch_from, folder) if args.branch_from else None
     process.held.enter_context(held_run(folder))
-    step = find_resume_step(folder, args.resume_from_step, args.overwrite, process.rank)
+    step = find_resume_step(folder, args.resume_from_step, args.overwrite)
     source = folder
     if step is None and branch:
         source, step = branch
@@ -282,7 +282,7 @@ class PostTraining:
         step = None
         if not self.dry_run:
             process.held.enter_context(held_run(folder))
-            step = find_resume_step(folder, args.resume_from_step, args.overwrite, process.rank)
+            step = find_resume_step(folder, args.resume_from_step, args.overwrite)
         self.start = Start(folder)
         if step is None:
             self.begin_anew()

@@ -196,6 +196,7 @@ class Trainer:
         self.spec, self.parts, self.args, self.process, self.start = spec, parts, args, process, start
         self.model, self.quantized, self.device = parts.model, parts.quantized, process.device
         self.folder, self.step = start.folder, start.step
+        self.saved_step = start.resumed_step  # the newest in the folder
         self.dry_run = getattr(args, "dry_run", False)  # only mid_train has the flag
         self.loop: dict[str, Any] = {
             "numbers": {},  # the last evaluation's
@@ -293,7 +294,7 @@ class Trainer:
                 except StopRequested:
                     stopping = True
             must = last or stopping
-            if self.step != self.start.resumed_step and (must or self.save_due()):
+            if must or self.save_due():
                 saved = self.save(self.step, get_rng_state(self.device), self.loader_state)
                 if must and not saved:
                     raise self.failure(
@@ -571,7 +572,7 @@ class Trainer:
 
     def save(self, step: int, rng: dict[str, Tensor], loader_state: Any) -> bool:
         """True once the checkpoint is on the disk as a whole. All ranks call this together."""
-        if self.dry_run:
+        if self.dry_run or step == self.saved_step:
             return True
         saved = save_checkpoint(
             self.folder,
@@ -588,6 +589,7 @@ class Trainer:
             rank=self.process.rank,
             method_data=nf.gram_state(self.model),
         )
+        self.saved_step = step if saved else self.saved_step
         if saved and self.process.rank == 0:
             if self.args.resume_from_step != "latest":
                 forget_later_checkpoints(self.folder, step)  # an earlier step's resume left them behind

@@ -70,7 +70,7 @@ class Case:
 
     def assert_as_undisturbed(self) -> None:
         assert_same(final_state(self.folder, self.steps), self.expected)
-        assert not list(self.folder.glob("*.staged"))
+        assert not list(self.folder.glob("*.tmp"))
 
     def start_over(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
