@@ -14,7 +14,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import joined_processes, print0, resolve_method
-from nanochat_fp4.console import ArgumentParser, Progress
+from nanochat_fp4.console import ArgumentParser, progress_iter
 from nanochat_fp4.data.dataloader import evaluation_rows, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data
 from nanochat_fp4.data.tokenizer import get_token_bytes
@@ -80,15 +80,9 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
             text_column=args.text_column,
             num_rows=num_rows,
         )
-        with Progress(total=steps, desc=f"{split} bpb, {what}", unit="batch") as progress, autocast(device.type):
-
-            def batches():
-                for batch in loader:
-                    progress.update(1)
-                    yield batch
-
-            with nf.quantize_weights_once(model):
-                return evaluate_bpb(model, batches(), steps, token_bytes)
+        batches = progress_iter(loader, steps, desc=f"{split} bpb, {what}", unit="batch")
+        with autocast(device.type), nf.quantize_weights_once(model):
+            return evaluate_bpb(model, batches, steps, token_bytes)
 
     results = {}
     for split in ("train", "val"):

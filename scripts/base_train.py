@@ -43,7 +43,6 @@ from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard, unsharded
 from nanochat_fp4.training.checkpoint_manager import check_model_tag
 from nanochat_fp4.training.flags import (
-    add_horizon_arguments,
     add_method_arguments,
     add_run_arguments,
     add_several,
@@ -82,11 +81,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "seed of weights, rotations and stochastic rounding (default: 42); after a comma, from 1 to 4294967295, that "
         "of another order of the training text (default: as it is stored)",
     )
-    add(
-        "--data-dir",
-        default="",
-        help="folder of parquet shards or text (default: $DATA_DIR, else FineWeb-Edu, else a small embedded corpus)",
-    )
+    text = "folder of parquet shards or text (default: $DATA_DIR, else FineWeb-Edu, else a small embedded corpus)"
+    add("--data-dir", default="", help=text)
     parser.set_defaults(compile=None, recompute="none", seed=42, data_seed=0, shuffle_documents=False)
     add_method_arguments(parser)
     # Model architecture
@@ -94,34 +90,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--aspect-ratio", type=int, default=64, help="model_dim = depth * aspect_ratio")
     add("--head-dim", type=int, default=128, help="target head dimension for attention")
     add("--max-seq-len", type=int, default=2048, help="max context length")
-    add(
-        "--window-pattern",
-        default="SSSL",
-        help="sliding window pattern tiled across layers: L=full, S=half context (e.g. 'SSL')",
-    )
-    add(
-        "--llama",
-        default="",
-        help=f"instead of nanochat's GPT one of the paper's Llama-like models ({', '.join(llama.SIZES)}), with its "
-        "optimizer, rates and schedule; the paper has --max-seq-len=512 --total-batch-size=262144",
-    )
-    add_horizon_arguments(parser)
+    add("--window-pattern", default="SSSL", help="sliding windows of the layers in turn: L=full, S=half context")
+    text = f"instead of nanochat's GPT one of the paper's Llama-like models ({', '.join(llama.SIZES)}), with its "
+    text += "optimizer, rates and schedule; the paper has --max-seq-len=512 --total-batch-size=262144"
+    add("--llama", default="", help=text)
+    # Training horizon: only one is used, in order of precedence
+    add("--num-iterations", type=int, default=-1, help="explicit number of optimization steps (-1 = disable)")
+    add("--target-flops", type=parse_finite, default=-1.0, help="steps that reach these FLOPs (-1 = disable)")
+    text = "steps that reach these tokens per parameter (Chinchilla=20, -1 = disable)"
+    add("--target-param-data-ratio", type=parse_finite, default=8, help=text)
     # Optimization
-    add(
-        "--device-batch-size",
-        type=parse_device_batch_size,
-        default=32,
-        help="per-device batch size, or 'auto' for the largest that fits; the total batch stays the same",
-    )
+    text = "per-device batch size, or 'auto' for the largest that fits; the total batch stays the same"
+    add("--device-batch-size", type=parse_device_batch_size, default=32, help=text)
     add("--total-batch-size", type=int, default=524288, help="total batch size in tokens")
     add("--embedding-lr", type=parse_finite, default=0.3, help="learning rate for embedding parameters (Adam)")
     add("--unembedding-lr", type=parse_finite, default=0.004, help="learning rate for unembedding parameters (Adam)")
-    add(
-        "--weight-decay",
-        type=parse_finite,
-        default=0.2,
-        help="cautious weight decay for the Muon optimizer (for weights)",
-    )
+    add("--weight-decay", type=parse_finite, default=0.2, help="cautious weight decay of matrix parameters (Muon)")
     add("--matrix-lr", type=parse_finite, default=0.02, help="learning rate for matrix parameters (Muon)")
     add("--scalar-lr", type=parse_finite, default=0.5, help="learning rate for scalars (resid_lambdas, x0_lambdas)")
     add("--adam-beta1", type=parse_finite, default=0.8, help="Adam beta1 for embedding/unembedding")
@@ -135,17 +119,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--core-metric-every", type=int, default=2000, help="evaluate CORE metric every N steps (-1 = disable)")
     add("--core-metric-max-per-task", type=int, default=500, help="examples per task for CORE metric")
     add("--sample-every", type=int, default=2000, help="sample from model every N steps (-1 = disable)")
-    add(
-        "--branch-from",
-        default="",
-        help="begin with this method at a checkpoint of another run, of the same model, data and schedule: "
-        "'<model tag>@<step>'; --save-every and --keep-last=-1 make such checkpoints",
-    )
-    add(
-        "--model-tag",
-        default=None,
-        help="checkpoint directory name (default: d<depth>_<method>, so that methods do not overwrite one another)",
-    )
+    text = "'<model tag>@<step>': begin with this method at a checkpoint of a run of the same model, data and schedule"
+    add("--branch-from", default="", help=text)
+    add("--model-tag", default=None, help="checkpoint directory name (default: d<depth>_<method>)")
     return parser.parse_args(argv)
 
 

@@ -61,12 +61,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Evaluate the chat model")
     add = parser.add_argument
     add("-i", "--source", required=True, choices=("base", "mid", "sft", "rl"), help="Source of the model: sft|mid|rl")
-    add(
-        "-a",
-        "--task-name",
-        default=None,
-        help="Task name. Default = all tasks. Use | to split multiple tasks; 'local' is the tasks that need no files",
-    )
+    text = "Task name. Default = all tasks. Use | to split multiple tasks; 'local' is the tasks that need no files"
+    add("-a", "--task-name", default=None, help=text)
     add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     add("-t", "--temperature", type=parse_finite, default=0.0)
     add("-m", "--max-new-tokens", type=int, default=512)

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import joined_processes, print0
-from nanochat_fp4.console import ArgumentParser, Progress, progress_iter
+from nanochat_fp4.console import ArgumentParser, progress_iter
 from nanochat_fp4.data import tokenizer_files
 from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import ensure_data
@@ -203,15 +203,9 @@ class Export:
         token_bytes = get_token_bytes(device=self.device)
 
         def bpb(model: torch.nn.Module, what: str) -> None:
-            with Progress(total=len(batches), desc=f"bits per byte, {what}", unit="batch") as progress:
-
-                def watched():
-                    for batch in batches:
-                        progress.update(1)
-                        yield batch
-
-                with nf.quantize_weights_once(model):
-                    measured[what] = evaluate_bpb(model, watched(), len(batches), token_bytes)
+            watched = progress_iter(batches, desc=f"bits per byte, {what}", unit="batch")
+            with nf.quantize_weights_once(model):
+                measured[what] = evaluate_bpb(model, watched, len(batches), token_bytes)
             print0(f"bits per byte, {what}: {measured[what]:.4f}")
 
         measured: dict[str, float] = {}

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanochat_fp4.common import get_dist_info, is_ddp_initialized
+from nanochat_fp4.common import get_dist_info, is_ddp_initialized, of_all_ranks
 from nanochat_fp4.console import logger
 from nanochat_fp4.errors import UserError, one_line
-from nanochat_fp4.files import atomic_open, atomic_write
+from nanochat_fp4.files import atomic_open
 
 FORMAT = "nanochat_fp4 checkpoint, version 1"
 
@@ -96,15 +96,6 @@ def _write(folder: Path, name: str, content: Any) -> dict[str, Any]:
     return {"name": name, "size": hashing.size, "sha256": hashing.sha256.hexdigest()}
 
 
-def _exchange(value: Any) -> list[Any]:
-    """`value` of every rank, by rank."""
-    if not is_ddp_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def _plain(value: Any) -> Any:
     """For json: numbers from torch and numpy as Python's, everything else as text."""
     return value.item() if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1 else str(value)
@@ -150,10 +141,10 @@ def save_checkpoint(
     def write_manifest() -> None:
         manifest = {"format": FORMAT, "step": step, "world_size": len(files), "files": sum(files, [])}
         if rank == 0:
-            atomic_write(folder / _name("manifest", step), json.dumps(manifest, indent=2) + "\n")
+            _write(folder, _name("manifest", step), f"{json.dumps(manifest, indent=2)}\n".encode())
 
     problem = _problem_of_any_rank(begin, rank) or _problem_of_any_rank(write_files, rank)
-    files = _exchange(entries)
+    files = of_all_ranks(entries)
     problem = problem or _problem_of_any_rank(write_manifest, rank)
     if rank == 0 and problem:
         _delete(folder, step)
@@ -172,7 +163,7 @@ def _problem_of_any_rank(work: Callable[[], None], rank: int) -> str | None:
         work()
     except (OSError, RuntimeError) as e:
         problem = f"rank {rank}: {one_line(e)}"
-    return next(filter(None, _exchange(problem)), None)
+    return next(filter(None, of_all_ranks(problem)), None)
 
 
 def _delete_remains(folder: Path) -> None:
@@ -181,21 +172,21 @@ def _delete_remains(folder: Path) -> None:
         if re.fullmatch(r"\.?(model|method|optim|meta|manifest)_\d+[_.].*\.(staged|tmp)", path.name):
             with contextlib.suppress(OSError):
                 path.unlink()
-    for step in set(_named_steps(folder, "meta")) - set(_manifest_steps(folder)):
+    for step in set(_named_steps(folder, "meta")) - set(_named_steps(folder, "manifest")):
         if _is_ours(folder, step):
             _delete(folder, step)
 
 
 def prune_checkpoints(checkpoint_dir: str | os.PathLike, keep_last: int) -> None:
     """
-    Delete all but the newest `keep_last` complete checkpoints; nothing where keep_last < 1. Rank 0 does the work.
+    Delete all but the newest `keep_last` complete checkpoints; nothing where keep_last < 1. For one rank.
 
     Checkpoints that are not complete do not count, and nanochat's own (without a manifest) are never deleted.
     """
-    if keep_last < 1 or get_dist_info()[1] != 0:
+    if keep_last < 1:
         return
     folder = Path(checkpoint_dir)
-    complete = [step for step in _manifest_steps(folder) if _problem(folder, step, hashes=False) is None]
+    complete = [step for step in _named_steps(folder, "manifest") if _problem(folder, step, hashes=False) is None]
     for step in complete[keep_last:]:
         _delete(folder, step)
 
@@ -229,10 +220,6 @@ def _named_steps(folder: Path, kind: str) -> list[int]:
         return []
     matches = (re.fullmatch(rf"{kind}_(\d{{6,}})\.(?:pt|json)", name) for name in os.listdir(folder))
     return sorted({int(m.group(1)) for m in matches if m}, reverse=True)
-
-
-def _manifest_steps(folder: Path) -> list[int]:
-    return _named_steps(folder, "manifest")
 
 
 def _is_ours(folder: Path, step: int) -> bool:
@@ -313,7 +300,7 @@ def _problem(folder: Path, step: int, hashes: bool = True, wanted: Sequence[str]
 def list_steps(checkpoint_dir: str | os.PathLike) -> list[int]:
     """Steps that have a checkpoint, intact or not, the newest first. Empty where the folder does not exist."""
     folder = Path(checkpoint_dir)
-    return sorted(set(_manifest_steps(folder)) | set(_named_steps(folder, "model")), reverse=True)
+    return sorted(set(_named_steps(folder, "manifest")) | set(_named_steps(folder, "model")), reverse=True)
 
 
 def find_last_step(checkpoint_dir: str | os.PathLike) -> int:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanochat_fp4.common import get_dist_info, is_ddp_initialized, set_rng_state
+from nanochat_fp4.common import get_dist_info, is_ddp_initialized, of_all_ranks, set_rng_state
 from nanochat_fp4.console import format_bytes, logger
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.files import atomic_write
@@ -329,9 +329,5 @@ def _cannot_write(folder: Path, error: OSError, size: int | None = None, flag: s
 
 def _fail_together(problem: str | None) -> None:
     """Raise the first problem of any rank on all of them."""
-    problems = [problem]
-    if is_ddp_initialized():
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    if first := next((p for p in problems if p), None):
+    if first := next(filter(None, of_all_ranks(problem)), None):
         raise UserError(first)

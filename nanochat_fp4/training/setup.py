@@ -37,7 +37,6 @@ from nanochat_fp4.errors import LostRankError, UserError, is_lost_rank
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.gpt import GPT, config_from_depth
-from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
@@ -240,24 +239,11 @@ def describe(
             f"{total_tokens / num_params:.2f} per parameter, {flops_per_token * total_tokens:.2e} FLOPs",
             "batch": f"{device_batch_size} x {args.max_seq_len} tokens, {process.world_size} process(es), "
             f"{grad_accum_steps} micro-batch(es) a step",
-            "GEMM work": ", ".join(f"{100 * s:.1f}% in {bits} bits" for bits, s in plan.work(model).items() if s)
-            + f" ({matmul_shares(model)})",
+            "GEMM work": ", ".join(f"{100 * s:.1f}% in {bits} bits" for bits, s in plan.work(model).items() if s),
             "backend": backend,
             "output": folder,
         }
     )
-
-
-def matmul_shares(model: torch.nn.Module) -> str:
-    """The shares of a step's matrix products: the quantized layers, the head, other layers, attention."""
-    flops = {"the quantized layers": 0, "the output head": 0, "other layers": 0}
-    for layer in (m for m in model.modules() if isinstance(m, torch.nn.Linear)):
-        head, quantized = layer is model.lm_head, isinstance(layer, QuantLinear)
-        kind = "the output head" if head else "the quantized layers" if quantized else "other layers"
-        flops[kind] += 6 * layer.weight.numel()
-    flops["attention"] = model.estimate_flops() - sum(flops.values())
-    parts = [f"{100 * count / model.estimate_flops():.1f}% {kind}" for kind, count in flops.items() if count > 0]
-    return f"of all matrix products: {', '.join(parts)}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

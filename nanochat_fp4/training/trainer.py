@@ -25,9 +25,9 @@ from torch.profiler import record_function
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import (
-    first_message,
     get_rng_state,
     mean_over_ranks,
+    of_all_ranks,
     peak_memory,
     preserved_rng,
     print0,
@@ -426,7 +426,8 @@ class Trainer:
         if is_sharded(self.model):  # one process alone cannot compute it again
             place = "a process that shares the weights; --parallel=ddp names the layer"
         else:
-            place = first_message(self.name_the_layer(tried) if outcome.bad_here else None)
+            places = of_all_ranks(self.name_the_layer(tried) if outcome.bad_here else None)
+            place = next(f"{place} (rank {rank})" for rank, place in enumerate(places) if place)
         self.model.zero_grad(set_to_none=True)
         what = f"step {self.step}: loss {outcome.loss:.4g}, first not finite: {place}"
         self.skipped_in_a_row += 1
