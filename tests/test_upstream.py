@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.measure import compare_upstream
 from nanochat_fp4 import upstream
 from nanochat_fp4.errors import UserError, run_main
 
@@ -614,27 +613,6 @@ def test_finder_leaves_other_packages_alone(old):
 # Real checkouts: NANOCHAT_TEST_CHECKOUTS=/path/to/nanochat-f5425245f:/path/to/nanochat (minutes)
 
 REAL = [Path(p) for p in os.environ.get("NANOCHAT_TEST_CHECKOUTS", "").split(os.pathsep) if p]
-GLOO = """
-import runpy
-import torch
-import torch.distributed as dist
-
-class Done:
-    def get_future(self):
-        future = torch.futures.Future()
-        future.set_result(None)
-        return future
-
-def reduce_scatter(out, inp, op=None, async_op=False):
-    total = inp.clone()
-    dist.all_reduce(total)
-    out.copy_(total.chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size())
-    return Done()
-
-dist.init_process_group("gloo")  # nanochat joins a process group only where there is CUDA,
-dist.reduce_scatter_tensor = reduce_scatter  # and gloo has no futures for this one
-runpy.run_module("nanochat_fp4.upstream", run_name="__main__", alter_sys=True)
-"""
 
 
 def prepare_real(tmp_path) -> tuple[Path, dict[str, str]]:
@@ -670,19 +648,3 @@ def test_real_checkouts_train_in_bf16_and_clover(tmp_path):
         assert first[i] == first[i + 1]  # the blocks' projections are zero at the start: nothing to quantize yet
         assert last[i] < first[i] and last[i] != last[i + 1]
         assert last[i] == pytest.approx(last[i + 1], rel=0.01)
-
-
-@pytest.mark.skipif(not REAL, reason="NANOCHAT_TEST_CHECKOUTS names no checkouts")
-def test_real_checkouts_train_in_two_processes(tmp_path):
-    _, env = prepare_real(tmp_path)
-    (tmp_path / "stubs").mkdir()
-    (tmp_path / "stubs/gloo_upstream.py").write_text(GLOO)
-    compare_upstream.make_stubs(tmp_path / "stubs")
-    paths = compare_upstream.environment(REAL[0], tmp_path, tmp_path / "stubs")["PYTHONPATH"]
-    launch = "-m torch.distributed.run --standalone --nproc_per_node=2 -m gloo_upstream scripts.base_train --".split()
-    small = "--depth=2 --max-seq-len=256 --device-batch-size=1 --total-batch-size=512 --num-iterations=4".split()
-    more = "--window-pattern=L --eval-every=-1 --core-metric-every=-1 --sample-every=-1 --device-type=cpu".split()
-    for checkout in REAL:
-        done = outside(checkout, *launch, *small, *more, **env, PYTHONPATH=paths)
-        assert done.returncode == 0, done.stderr
-        assert "converted 12 linear layers" in done.stderr and "step 00003/00004" in done.stdout

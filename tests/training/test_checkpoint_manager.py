@@ -143,18 +143,6 @@ def test_damage_is_named_and_an_older_one_is_used(tmp_path, caplog, kind, damage
     assert f"{name} " in caplog.text and "falling back to step 20" in caplog.text
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_manifest(tmp_path, damage):
-    save(tmp_path, 10)
-    save(tmp_path, 20)
-    DAMAGE[damage][0](tmp_path / "manifest_000020.json")
-    assert find_last_step(tmp_path) == 10
-    with pytest.raises(
-        UserError, match=r"manifest_000020.json is (damaged|missing)|differs from its checksum|is missing"
-    ):
-        load_checkpoint(tmp_path, 20, "cpu")
-
-
 def test_nothing_is_intact(tmp_path):
     for step in (10, 20):
         save(tmp_path, step)
@@ -379,18 +367,7 @@ def test_a_full_disk_ends_the_save_and_harms_nothing(tmp_path, monkeypatch, capl
         if failed:
             assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
             assert "NOT saved" in caplog.text and "No space left" in caplog.text
-    assert n > 5 and value_of(tmp_path, 15) == 15
-
-
-def test_a_manifest_that_does_not_fit(tmp_path, monkeypatch):
-    save(tmp_path, 5)
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(cm, "atomic_write", full)
-    assert save(tmp_path, 10) is False
-    assert find_last_step(tmp_path) == 5 and len(os.listdir(tmp_path)) == 4
+    assert n > 6 and value_of(tmp_path, 15) == 15
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, caplog):
@@ -416,15 +393,6 @@ def test_prune(tmp_path):
         save(tmp_path, step)
     prune_checkpoints(tmp_path, 1)
     assert list_steps(tmp_path) == [1_000_000, 6] and value_of(tmp_path, 1_000_000) == 1_000_000
-
-
-def test_other_ranks_do_not_prune(tmp_path, monkeypatch):
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    prune_checkpoints(tmp_path, 1)
-    assert list_steps(tmp_path) == [2, 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
