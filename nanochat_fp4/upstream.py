@@ -138,16 +138,8 @@ def parse_args(argv: Sequence[str]) -> Options:
             f"method {method!r} rounds by what the layers' inputs are, which a nanochat checkout does not collect; use "
             "another method"
         )
-    return Options(
-        script=args.script,
-        script_args=tuple(argv[cut + 1 :]),
-        method=method,
-        backward=backward,
-        skip=tuple(args.skip),
-        keep_first_blocks=args.keep_first_blocks,
-        keep_last_blocks=args.keep_last_blocks,
-        dry_run=args.dry_run,
-    )
+    chosen = {"script_args": tuple(argv[cut + 1 :]), "method": method, "backward": backward, "skip": tuple(args.skip)}
+    return Options(**vars(args) | chosen)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -274,7 +274,7 @@ def save_bytes(model: nn.Module) -> int:
 
 def check_writable(folder: str | os.PathLike, size: int, overwrite: bool = False) -> None:
     """
-    Raise UserError on every rank unless each can write, flush and rename a file of its `size` bytes in the folder.
+    Raise UserError on every rank unless each can write and flush a file of its `size` bytes in the folder.
 
     To be called before anything is deleted or trained. overwrite: the run that is there will be deleted, so its bytes
     count as free. All ranks call it together, and write at the same time, as in a save.
@@ -282,21 +282,15 @@ def check_writable(folder: str | os.PathLike, size: int, overwrite: bool = False
     folder = Path(folder)
     problem = None
     made = not folder.exists()
-    # As a save names its files: what a kill leaves here is deleted by the next one.
-    names = [folder / f".model_000000.pt.{secrets.token_hex(4)}.tmp" for _ in range(2)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         freed = sum(p.stat().st_size for p in folder.iterdir() if p.is_file()) if overwrite else 0
-        with open(names[0], "xb") as f:
+        # As a save names its files: the next save deletes what a kill leaves here.
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".model_000000.pt.", suffix=".tmp") as f:
             _fill(f.fileno(), max(size - freed, 1 << 20))
             os.fsync(f.fileno())
-        os.replace(*names)
     except OSError as e:
         problem = _cannot_write(folder, e, size)
-    finally:
-        for name in names:
-            with contextlib.suppress(OSError):
-                name.unlink()
     try:
         _fail_together(problem)
     except UserError:

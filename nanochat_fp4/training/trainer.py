@@ -294,7 +294,8 @@ class Trainer:
                 except StopRequested:
                     stopping = True
             must = last or stopping
-            if must or self.save_due():
+            due_now = due(self.args.save_every, self.step, False) or self.step in self.args.save_at
+            if must or (self.step > 0 and due_now):
                 saved = self.save(self.step, get_rng_state(self.device), self.loader_state)
                 if must and not saved:
                     raise self.failure(
@@ -376,7 +377,7 @@ class Trainer:
         loss, any_bad, counted, consumed = mean_over_ranks(shared).tolist()
         lrm = None
         if any_bad == 0:
-            lrm = spec.schedule(self.step, self.progress_before())
+            lrm = spec.schedule(self.step, self.loop["progress"] if spec.by_epoch else self.step / spec.num_iterations)
             parts.update()
             with parts.autocast():
                 self.quantized.after_update(self.step, self.forward_of_few)
@@ -389,9 +390,6 @@ class Trainer:
             bad=any_bad > 0,
             bad_here=bool(bad),
         )
-
-    def progress_before(self) -> float:
-        return self.loop["progress"] if self.spec.by_epoch else self.step / self.spec.num_iterations
 
     def forward_of_few(self) -> None:
         x, y, *_ = self.batch
@@ -566,10 +564,6 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoints
-
-    def save_due(self) -> bool:
-        args = self.args
-        return self.step > 0 and (due(args.save_every, self.step, False) or self.step in args.save_at)
 
     def save(self, step: int, rng: dict[str, Tensor], loader_state: Any) -> bool:
         """True once the checkpoint is on the disk as a whole. All ranks call this together."""
