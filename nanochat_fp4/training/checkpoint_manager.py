@@ -115,8 +115,8 @@ def save_checkpoint(
 
     model_data, meta_data, method_data: used on rank 0. An empty method_data gets no file. optimizer_data: of this rank,
     made of tensors, numbers, strings, lists and dicts, as torch.load(weights_only=True) reads them. None gets no file.
-    A full disk or a read-only folder is reported (by a warning) and gives False on every rank; nothing that was there
-    before changes.
+    A full disk or a read-only folder is reported (by a warning) and gives False on every rank; the checkpoints of other
+    steps stay as they are.
     """
     folder = Path(checkpoint_dir)
     entries: list[dict[str, Any]] = []
