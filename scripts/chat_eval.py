@@ -36,8 +36,9 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.training.checkpoint_manager import weights_digest
 from nanochat_fp4.training.flags import add_benchmark_arguments, add_model_arguments, changed_flags
-from nanochat_fp4.training.load_model import checkpoint_folder, load_for_inference, weights_digest
+from nanochat_fp4.training.load_model import checkpoint_folder, load_for_inference
 
 TASKS: dict[str, Callable[[str | None], Task]] = {
     "ARC-Easy": lambda eval_dir: ARC("ARC-Easy", "test", eval_dir=eval_dir),

@@ -420,6 +420,11 @@ def load_method_data(checkpoint_dir: str | os.PathLike, step: int, device: str |
     return _torch_load(folder / entry["name"], device)
 
 
+def weights_digest(checkpoint_dir: Path, step: int | None) -> str | None:
+    """SHA-256 of the weights as the manifest has it; None where there is none (nanochat's own checkpoints)."""
+    return None if step is None else _entries(checkpoint_dir, step).get(_name("model", step), {}).get("sha256")
+
+
 def _way_out(folder: Path, step: int) -> str:
     for other in list_steps(folder):
         if other != step and _problem(folder, other) is None:

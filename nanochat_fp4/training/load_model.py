@@ -258,12 +258,3 @@ def load_for_inference(
     method = checkpoint_method(meta, args.method)
     nf.convert(model, method, backward=False, verbose=False)
     return model, tokenizer, meta, method
-
-
-def weights_digest(checkpoint_dir: Path, step: int | None) -> str | None:
-    """SHA-256 of the weights as the manifest has it; None where there is none (nanochat's own checkpoints)."""
-    try:
-        manifest = json.loads((checkpoint_dir / f"manifest_{step:06d}.json").read_text(encoding="utf-8"))
-        return next(f["sha256"] for f in manifest["files"] if f["name"].startswith("model_"))
-    except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
-        return None

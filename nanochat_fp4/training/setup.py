@@ -42,7 +42,7 @@ from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard
 from nanochat_fp4.signals import StopSignals
-from nanochat_fp4.training.checkpoint_manager import check_model_tag, load_checkpoint
+from nanochat_fp4.training.checkpoint_manager import check_model_tag, load_checkpoint, weights_digest
 from nanochat_fp4.training.flags import METHOD_CHANGES
 from nanochat_fp4.training.load_model import (
     SWITCHES,
@@ -53,7 +53,6 @@ from nanochat_fp4.training.load_model import (
     find_model_tag,
     load_model,
     load_weights,
-    weights_digest,
 )
 from nanochat_fp4.training.resume import (
     Start,
