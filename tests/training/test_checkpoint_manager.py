@@ -170,7 +170,7 @@ def test_fuzzed_checkpoints_are_refused_or_as_they_were(tmp_path):
     save(good, 10)
     save(good, 20)
     rng, refused, fell_back = random.Random(0), 0, 0
-    for i in range(240):
+    for i in range(120):
         folder = tmp_path / f"f{i}"
         shutil.copytree(good, folder)
         path = folder / rng.choice(["manifest_000020.json", *(kind.format(20) for kind in KINDS)])
@@ -184,7 +184,7 @@ def test_fuzzed_checkpoints_are_refused_or_as_they_were(tmp_path):
         assert value_of(folder, step) == step
         fell_back += step == 10
         shutil.rmtree(folder)
-    assert refused > 200 and fell_back > 200
+    assert refused > 100 and fell_back > 100
 
 
 def test_a_checkpoint_cannot_run_code(tmp_path):
