@@ -279,10 +279,7 @@ def _file_problem(folder: Path, entry: dict[str, Any], hashes: bool) -> str | No
 
 def _problem(folder: Path, step: int, hashes: bool = True, wanted: Sequence[str] = ()) -> str | None:
     """Why the checkpoint of a step cannot be used, or None. wanted: these files alone. hashes=False: only sizes."""
-    if not (folder / _name("manifest", step)).exists():
-        # nanochat's own need a model and readable metadata; ours without a manifest were being deleted, or lost it.
-        if _is_ours(folder, step):
-            return f"{_name('manifest', step)} is missing"
+    if not (folder / _name("manifest", step)).exists():  # nanochat's own: a model and readable metadata
         names = (_name("model", step), _name("meta", step))
         return next((f"{name} is missing" for name in names if not (folder / name).is_file()), None)
     try:
@@ -298,9 +295,14 @@ def _problem(folder: Path, step: int, hashes: bool = True, wanted: Sequence[str]
 
 
 def list_steps(checkpoint_dir: str | os.PathLike) -> list[int]:
-    """Steps that have a checkpoint, intact or not, the newest first. Empty where the folder does not exist."""
+    """Steps that have a checkpoint, intact or not, the newest first. Empty where the folder does not exist.
+
+    Files of ours without a manifest are what a killed save or deletion left, and no checkpoint.
+    """
     folder = Path(checkpoint_dir)
-    return sorted(set(_named_steps(folder, "manifest")) | set(_named_steps(folder, "model")), reverse=True)
+    steps = set(_named_steps(folder, "manifest"))
+    steps |= {step for step in _named_steps(folder, "model") if step not in steps and not _is_ours(folder, step)}
+    return sorted(steps, reverse=True)
 
 
 def find_last_step(checkpoint_dir: str | os.PathLike) -> int:

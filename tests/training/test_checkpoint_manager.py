@@ -208,26 +208,24 @@ def killed_at(n, action):
 
 
 def a_kill_at_any_point_of_a_save_loses_nothing(tmp_path):
-    """Neither of the first save of step 10, nor of a save that replaces step 10."""
-    for first in (False, True):
-        before = tmp_path / f"before_{first}"
-        save(before, 5)
-        if not first:
-            save(before, 10)
+    """Neither of the first save of a run, nor of the next one, nor of one that replaces the newest checkpoint."""
+    for steps, order in (((), [None, 11.0]), ((5,), [5.0, 11.0]), ((5, 10), [10.0, 5.0, 11.0])):
+        before = tmp_path / f"before_{len(steps)}"
+        before.mkdir()
+        for step in steps:
+            save(before, step)
         found, n, killed = [], 0, True
         while killed:
             n += 1
-            folder = shutil.copytree(before, tmp_path / f"{first}_{n}")
+            folder = shutil.copytree(before, tmp_path / f"{len(steps)}_{n}")
             killed = killed_at(n, lambda folder=folder: save(folder, 10, 11))
-            assert value_of(folder, 5) == 5
-            step = find_last_step(folder)
-            found.append(value_of(folder, step))  # never a mixture of the old one and the new one
-            assert step == (5 if found[-1] == 5 else 10)
+            left = list_steps(folder)
+            found.append(value_of(folder, left[0]) if left else None)  # never a mixture of the old one and the new one
+            assert left == ([find_last_step(folder), *steps[: len(left) - 1]] if left else [])
             save(folder, 15)  # the next save tidies up
             prune_checkpoints(folder, 3)
-            assert value_of(folder, 15) == 15 and list_steps(folder) == [15, *([10] if step == 10 else []), 5]
+            assert value_of(folder, 15) == 15 and list_steps(folder) == [15, *left]
             assert len(os.listdir(folder)) == 4 * len(list_steps(folder))
-        order = [5.0, 11.0] if first else [10.0, 5.0, 11.0]
         assert [v for i, v in enumerate(found) if i == 0 or v != found[i - 1]] == order and n > 20, found
 
 
