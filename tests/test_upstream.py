@@ -371,9 +371,9 @@ def test_bf16_is_the_checkout_as_it_is_and_clover_keeps_its_bookkeeping(checkout
     assert clover["keys"] == plain["keys"] and clover["seed"] == plain["seed"]
 
 
-def test_a_method_with_phases_is_told_where_the_run_is(checkout, run):
+def test_a_method_with_phases_is_told_where_the_run_is(tmp_path, run):
     """clover_late is clover for 70% of the steps, and not from there on; later stages go on with what it ended with."""
-    more = ("scripts.base_train", "--", "--num-iterations=5", "--depth=1")
+    checkout, more = make_checkout(tmp_path, "new"), ("scripts.base_train", "--", "--num-iterations=5", "--depth=1")
     status, out, err = run(checkout, "--method=clover_late", *more)
     assert status == 0, err
     assert "step 4 of 5: from here on clover_refined" in err and err.count("from here on") == 1

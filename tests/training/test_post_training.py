@@ -596,8 +596,8 @@ def test_bundles_that_are_bombs(tmp_path, base_dir):
 
     bundle = make_bundle(tmp_path / "bundle")
     for text in (
-        "[" * 100_000,
-        "icl_tasks: " + "[" * 100_000,
+        "[" * 10_000,
+        "icl_tasks: " + "[" * 10_000,
         "a: &a [x]\n" + "b: [*a,*a]\n" * 200_000,
         "icl_tasks: 2001-99-99",
     ):
