@@ -409,7 +409,6 @@ def attention_kernel(
     k_cache_ptr,
     v_cache_ptr,
     position_ptr,
-    first_ptr,
     out_ptr,
     rows,
     positions,
@@ -419,7 +418,6 @@ def attention_kernel(
     scale,
     eps,
     PARTS: tl.constexpr,
-    FIRST: tl.constexpr,
     NORM: tl.constexpr,
     ROTATED: tl.constexpr,
     HALF: tl.constexpr,
@@ -461,8 +459,6 @@ def attention_kernel(
     total = tl.zeros((BT,), tl.float32)
     result = tl.zeros((BT, width), tl.float32)
     start = position * 0
-    if FIRST:
-        start = tl.maximum(start, tl.load(first_ptr + row))
     if left >= 0:
         start = tl.maximum(start, position - left)
     for t in tl.range(start, position, BT, num_stages=STAGES):
@@ -494,7 +490,6 @@ def attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     position: torch.Tensor,
-    first: torch.Tensor | None,
     heads: int,
     left: int,
     eps: float | None,
@@ -506,7 +501,6 @@ def attention(
     eps:      of the norm after the rotation; None for no norm
     caches:   (B, T, H_kv, D), D twice a power of two and at least 16
     position: int32 (B,), of the new token
-    first:    int32 (B,), where a row begins, or None
     left:     a window of left + 1 positions, negative for none
     Only the device knows positions, so nobody checks that they lie in caches and tables.
     Raises ValueError for a position of another shape or dtype.
@@ -517,9 +511,8 @@ def attention(
     _, positions, kv_heads, width = k_cache.shape
     out = torch.empty(1, rows, heads * width, dtype=k_cache.dtype, device=qkv.device)
     attention_kernel[(rows, heads)](
-        qkv, cos, sin, k_cache, v_cache, position, position if first is None else first, out,
-        rows, positions, heads, kv_heads, left, width**-0.5, eps or 0.0,
-        PARTS=parts, FIRST=first is not None, NORM=eps is not None,
+        qkv, cos, sin, k_cache, v_cache, position, out, rows, positions, heads, kv_heads, left, width**-0.5, eps or 0.0,
+        PARTS=parts, NORM=eps is not None,
         ROTATED=TRITON_TYPES[torch.promote_types(cos.dtype, k_cache.dtype)],
         HALF=width // 2, BT=ATTENTION[0], num_warps=ATTENTION[1], STAGES=ATTENTION[2], **NO_FUSION,
     )  # fmt: skip
