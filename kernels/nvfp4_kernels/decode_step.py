@@ -307,7 +307,6 @@ def codes_matmul(
     scales: torch.Tensor,
     tensor_scale: torch.Tensor,
     out_dtype: torch.dtype,
-    tile: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """The parts (P, M, N) of x . weight^T. Their sum is the product. The weight is read as codes.
 
@@ -316,22 +315,20 @@ def codes_matmul(
     codes:   uint8 (N, K/2)
     scales:  float8_e4m3fn (N, K/16)
     tensor_scale: float32 ()
-    tile:    another ONE_ROW (of 2) or TILE (of 5), to time them
     P is 1, and the part is in out_dtype, where N alone gives enough programs. Otherwise the parts are float32, each
     over a share of K. The products are exact, the sums float32.
     """
     (rows, k), n = x.shape, codes.shape[0]
-    tile = tile or (ONE_ROW if rows == 1 and k <= 2 * ONE_ROW[0] else TILE)
     scales = scales.view(torch.uint8)
-    if len(tile) == 2:
+    if rows == 1 and k <= 2 * ONE_ROW[0]:
         per_row = triton.next_power_of_2(k // 2)
-        bn = max(1, tile[0] // per_row)
+        bn = max(1, ONE_ROW[0] // per_row)
         out = torch.empty(1, 1, n, dtype=out_dtype, device=x.device)
         one_row_kernel[(triton.cdiv(n, bn),)](
-            x, x_scale, codes, scales, tensor_scale, out, n, k, BN=bn, BYTES=per_row, num_warps=tile[1], **NO_FUSION
+            x, x_scale, codes, scales, tensor_scale, out, n, k, BN=bn, BYTES=per_row, num_warps=ONE_ROW[1], **NO_FUSION
         )
         return out
-    bn, bk, enough, warps, stages = tile
+    bn, bk, enough, warps, stages = TILE
     steps, unit = triton.cdiv(k, bk), math.gcd(k // 16, 16)
     per_part = triton.cdiv(steps, max(1, min(16, enough // triton.cdiv(n, bn), steps)))
     parts = triton.cdiv(steps, per_part)

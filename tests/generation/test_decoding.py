@@ -114,19 +114,6 @@ def test_product_with_codes(rows, n, k):
     assert relative_square_error(parts.sum(0).cpu(), want) < 1e-13
 
 
-@pytest.mark.parametrize("shape", [(32, 128, 1, 4, 3), (64, 128, 330, 4, 4), (128, 64, 2, 8, 2)])
-def test_tiles_of_a_product_give_one_result(shape):
-    """Whatever the tile: the sums of these products are exact, so the order does not matter."""
-    torch.manual_seed(0)
-    codes = torch.randint(0, 256, (130, 136), dtype=torch.uint8, device=DEVICE)
-    scales = torch.randint(48, 64, (130, 17), dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
-    x = torch.randint(-12, 13, (32, 272), device=DEVICE).half() / 2
-    one, ones = torch.ones((), device=DEVICE), torch.ones(32, 1, device=DEVICE)
-    parts = codes_matmul(x, ones, codes, scales, one, torch.float32, tile=shape)
-    weight = NVFP4Tensor(codes, scales, one).decode()
-    assert torch.equal(parts.sum(0), torch.stack(x.float().chunk(2, dim=1), dim=-1).flatten(1) @ weight.T)
-
-
 @pytest.mark.parametrize("parts, left, past", [(1, -1, 69), (3, 40, 69), (1, -1, 0)])
 def test_attention_of_one_position(parts, left, past):
     """Against softmax, up to the last position of the caches; a score is of several blocks of positions, or of none."""
