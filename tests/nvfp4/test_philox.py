@@ -100,8 +100,8 @@ def test_a_part_of_the_sequence_is_that_part():
 
 
 def test_uniforms_are_uniform_and_unrelated():
-    """1 M draws: mean, variance and correlations within 5 standard errors."""
-    n = 1 << 20
+    """64 K draws: mean, variance and correlations within 5 standard errors."""
+    n = 1 << 16
     base = px.uniform_elements(1, 0, n, 0, 0, CPU).double()
     assert abs(float(base.mean()) - 0.5) < 5 * (1 / 12 / n) ** 0.5
     assert abs(float(base.var()) - 1 / 12) < 5 * (1 / 180 / n) ** 0.5
@@ -117,11 +117,3 @@ def test_uniforms_are_uniform_and_unrelated():
     for what, other in others.items():
         correlation = float(((base - 0.5) * (other.double() - 0.5)).mean() * 12)
         assert abs(correlation) < 5 / n**0.5, f"{what}: correlation {correlation:.1e}"
-
-
-def test_signs_are_balanced():
-    signs = torch.stack([px.random_signs(seed, 128, 0, CPU) for seed in range(512)])
-    assert set(signs.unique().tolist()) == {-1.0, 1.0}
-    # 512 x 128 coins: 5 standard errors for the whole, and for each position over the seeds.
-    assert abs(float(signs.mean())) < 5 / (512 * 128) ** 0.5
-    assert float(signs.mean(dim=0).abs().max()) < 5 / 512**0.5

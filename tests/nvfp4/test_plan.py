@@ -30,18 +30,10 @@ def test_phases_and_layers():
     assert not plan.apply(net, 0.49)
     assert plan.apply(net, 0.5) and names(net) == ["fp8", "nvidia"]
     assert plan.apply(net, 0.9) and names(net) == ["bf16", "bf16"]  # nothing is quantized: no layer either
-
-
-def test_layers_of_an_unquantized_model():
-    net = model("bf16")
+    MethodPlan.parse("clover", layers="up=fp8,*=nvidia").apply(net, 0.0)  # the first pattern counts
+    assert names(net) == ["fp8", "nvidia"]
     MethodPlan.parse("bf16", layers="down=clover_input").apply(net, 0.3)
     assert names(net) == ["bf16", "clover_input"]
-
-
-def test_the_first_pattern_counts():
-    net = model()
-    MethodPlan.parse("clover", layers="up=fp8,*=nvidia").apply(net, 0.0)
-    assert names(net) == ["fp8", "nvidia"]
 
 
 def test_work_by_hand():
@@ -102,11 +94,6 @@ def test_a_method_that_changes_late_does_so_wherever_it_begins():
     assert MethodPlan.parse("clover_late", phases="0.9=bf16").at(0.8).name == "clover_late"  # asked for otherwise
     early, clover = get_recipe("clover_late"), get_recipe("clover")
     assert (early.output, early.grad_input, early.grad_weight) == (clover.output, clover.grad_input, clover.grad_weight)
-
-
-def test_nvidia_full_ends_with_an_unquantized_forward():
-    plan = MethodPlan.parse("nvidia_full")
-    assert [plan.at(p).name for p in (0, 0.81, 0.83, 1)] == ["nvidia_full"] * 2 + ["nvidia_full_end"] * 2
 
 
 @pytest.mark.parametrize(
