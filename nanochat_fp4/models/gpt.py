@@ -214,8 +214,7 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer_idx: int):
         super().__init__()
-        if config.separate_qkv:
-            self.fused_linears = ()
+        self.fused_linears = () if config.separate_qkv else CausalSelfAttention.fused_linears
         self.layer_idx = layer_idx
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         # Checkpoints and the optimizer have three matrices, as in nanochat.
@@ -508,9 +507,8 @@ class GPT(nn.Module):
         momentum: Muon's, by step. None leaves the momentum constant.
         """
         optimizers = self.setup_optimizers(**rates)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] = group["lr"] * init_lr_frac
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group["initial_lr"] = group["lr"] * init_lr_frac
 
         def schedule(step: int, progress: float) -> float:
             lrm = lr_multiplier(progress)

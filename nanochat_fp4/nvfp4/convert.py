@@ -115,9 +115,8 @@ def convert(
     report = ConvertReport(recipe)
     for name, linear in linears.items():
         head = "the output head stays in full precision" if name in heads else None
-        named = head or _skip_reason(name, skip)
-        reason = named or _subclass_reason(linear)
-        reason = reason or reason_to_leave(name, linear) or unsupported_reason(linear, recipe)
+        named = head or next((f"skip pattern {pattern!r}" for pattern in skip if _in_pattern(name, pattern)), None)
+        reason = named or reason_to_leave(name, linear) or unsupported_reason(linear, recipe)
         if any(name.startswith(block + ".") for block in kept_blocks):
             if not reason:
                 report.kept.append(name)
@@ -142,33 +141,16 @@ def convert(
         vars(part).pop("nf_report", None)
     model.nf_report = report
     expect_calls(model, recipe if backward else None)
-    if verbose and not (_distributed() and dist.get_rank()):
+    if verbose and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
         with contextlib.suppress(OSError):  # a log that nobody takes is no reason to end a run
             print(report)
     return model
-
-
-def _skip_reason(name: str, skip: Sequence[str]) -> str | None:
-    return next((f"skip pattern {pattern!r}" for pattern in skip if _in_pattern(name, pattern)), None)
 
 
 def _in_pattern(name: str, pattern: str) -> bool:
     """Whether the pattern matches this module's name or that of a module it is in."""
     parts = name.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
-
-
-def _subclass_reason(linear: nn.Linear) -> str | None:
-    """A subclass is safe to replace if it only overrides forward: it then has no state or behaviour to lose."""
-    if isinstance(linear, QuantLinear) or is_conv1d(linear):
-        return None
-    for cls in type(linear).__mro__[: type(linear).__mro__.index(nn.Linear)]:
-        if cls is nn.modules.linear.NonDynamicallyQuantizableLinear:
-            return "nn.MultiheadAttention takes its weight and does not call it"
-        extra = [k for k in vars(cls) if not (k.startswith("__") and k.endswith("__")) and k != "forward"]
-        if "__init__" in vars(cls) or extra:
-            return f"{type(linear).__name__} changes more of nn.Linear than forward"
-    return None
 
 
 def _blocks(model: nn.Module) -> list[str]:
@@ -198,10 +180,6 @@ def _end_blocks(model: nn.Module, first: int, last: int) -> list[str]:
     if not 0 <= first + last <= len(names) or min(first, last) < 0:
         raise ValueError(f"convert: cannot keep {first} first and {last} last of {len(names)} blocks")
     return names[:first] + (names[-last:] if last else [])
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _some(names) -> str:
@@ -249,7 +227,17 @@ def output_heads(model: nn.Module, linears: Iterable[str]) -> set[str]:
 
 
 def reason_to_leave(name: str, linear: nn.Module) -> str | None:
-    """Why a linear layer cannot be replaced by one that only computes differently, or None."""
+    """Why a linear layer cannot be replaced by one that only computes differently, or None.
+
+    A subclass is safe to replace if it only overrides forward: it then has no state or behaviour to lose.
+    """
+    classes = () if isinstance(linear, QuantLinear) or is_conv1d(linear) else type(linear).__mro__
+    for cls in classes[: classes.index(nn.Linear)] if classes else ():
+        if cls is nn.modules.linear.NonDynamicallyQuantizableLinear:
+            return "nn.MultiheadAttention takes its weight and does not call it"
+        extra = [k for k in vars(cls) if not (k.startswith("__") and k.endswith("__")) and k != "forward"]
+        if "__init__" in vars(cls) or extra:
+            return f"{type(linear).__name__} changes more of nn.Linear than forward"
     if ADAPTER_PARTS.intersection(name.split(".")):
         return "an adapter's low-rank factor"
     if "weight" not in linear._parameters:

@@ -22,7 +22,6 @@ from nanochat_fp4.models.gpt import (
     config_from_depth,
     norm,
 )
-from nanochat_fp4.nvfp4.relu_squared import ReluSquared
 
 TINY = dict(sequence_len=24, vocab_size=300, n_layer=5, n_head=4, n_kv_head=2, n_embd=64, window_pattern="SSSL")
 
@@ -203,14 +202,6 @@ def test_logits_are_those_of_the_definition(length):
     torch.testing.assert_close(logits[1].double(), expected, atol=2e-5, rtol=0)
 
 
-def test_the_past_does_not_see_the_future():
-    model, ids = make(), tokens(1, 24)
-    changed = ids.clone()
-    changed[0, 15] = (changed[0, 15] + 1) % 300
-    before, after = model(ids), model(changed)
-    assert torch.equal(before[:, :15], after[:, :15]) and not torch.equal(before[:, 15:], after[:, 15:])
-
-
 def test_loss_is_the_cross_entropy_of_the_logits():
     model, ids = make(), tokens(2, 24)
     targets = ids.roll(-1, 1)
@@ -296,15 +287,6 @@ def test_quantized_relu_squared_keeps_eight_bits():
     assert not saved
 
 
-def test_relu_squared_shows_nan_and_infinity():
-    for bad in (float("nan"), float("inf")):
-        x = torch.randn(4, 32)
-        x[1, 3] = bad
-        leaf = x.requires_grad_()
-        (grad,) = torch.autograd.grad(ReluSquared.apply(leaf)[0], leaf, torch.ones(4, 32))
-        assert torch.isfinite(grad[[0, 2, 3]]).all() and not torch.isfinite(grad[1]).all()
-
-
 @pytest.mark.parametrize("dtype, tolerance, keep_output", [(torch.float32, 1e-6, True), (torch.bfloat16, 6e-3, False)])
 def test_gradient_of_norm(dtype, tolerance, keep_output):
     """FP32: sums in another order. BF16: y (2^-9) and the gradient (2^-9) are rounded."""
@@ -353,22 +335,6 @@ def test_recomputing_changes_no_bit_and_keeps_less(method):
     for name in ("mlp", "all"):
         assert all(torch.equal(a, b) for a, b in zip(results[name], results["none"])), name
     assert kept["all"] < 0.6 * kept["mlp"] < 0.6 * 0.9 * kept["none"]
-
-
-@pytest.mark.parametrize("method", ["bf16", "clover"])
-def test_fused_qkv_is_one_layer_on_the_stacked_weights(method):
-    model = nf.convert(make(n_layer=1), method, verbose=False)
-    attn = model.transformer.h[0].attn
-    x = torch.randn(2, 24, 64)
-    one = nf.QuantLinear(64, 128, method=method)
-    with torch.no_grad():
-        one.weight.copy_(torch.cat([attn.c_q.weight, attn.c_k.weight, attn.c_v.weight]))
-        got = torch.cat([t.flatten(2) for t in attn.qkv(x)], -1)
-        assert torch.equal(got, one(x))
-        apart = torch.cat([attn.c_q(x), attn.c_k(x), attn.c_v(x)], -1)
-    error = (got - apart).norm() / apart.norm()
-    # clover: only the weights' tensor scales differ, so that some block scales round the other way.
-    assert error < (0.1 if method == "clover" else 1e-6)
 
 
 def test_separate_qkv_is_three_layers():
@@ -445,22 +411,6 @@ def test_compiles_with_aot_autograd(recompute):
         compiled(ids, ids.roll(-1, 1), loss_reduction=reduction).sum().backward()
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.grad, grads[name], msg=name)
-
-
-def test_trains():
-    model, ids = make(seed=3), tokens(4, 24)
-    model.init_weights()
-    optimizers = model.setup_optimizers(weight_decay=0.1)
-    losses = []
-    for _ in range(30):
-        loss = model(ids, ids.roll(-1, 1))
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        model.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-    assert abs(losses[0] - math.log(300)) < 0.01  # the head starts almost at zero: a uniform guess
-    assert losses[-1] < 0.5 * losses[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -524,13 +524,6 @@ def test_dimensions_that_do_not_divide(shape, what):
     nf.QuantLinear(*shape, method="bf16")
 
 
-def test_has_the_parameters_and_state_of_nn_linear():
-    ours, plain = nf.QuantLinear(128, 64, bias=True), torch.nn.Linear(128, 64)
-    assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in plain.state_dict().items()}
-    assert not list(ours.buffers()) and isinstance(ours, torch.nn.Linear)
-    assert nf.QuantLinear(128, 64).bias is None  # nanochat's layers have none
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # torch.compile.
 
