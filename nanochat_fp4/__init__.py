@@ -46,6 +46,7 @@ __all__ = [
     "quantize",
     "quantize_weights_once",
     "rotate",
+    "save_quantized",
     "set_progress",
     "update_gram_matrices",
 ]
@@ -57,6 +58,10 @@ def __getattr__(name: str):
         from nanochat_fp4.export.load import load_quantized
 
         return load_quantized
+    if name == "save_quantized":
+        from nanochat_fp4.export.save import save_quantized
+
+        return save_quantized
     if name in ("ColwiseParallel", "RowwiseParallel"):
         from nanochat_fp4.nvfp4 import tensor_parallel
 

@@ -13,6 +13,7 @@ from numbers import Integral
 import torch.distributed as dist
 from torch import nn
 
+from nanochat_fp4.nvfp4.experts import LINEARS, ExpertLinear, as_quantized_experts, is_router, stacked_linears
 from nanochat_fp4.nvfp4.linear import QuantLinear, as_quantized, unsupported_reason
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Recipe
@@ -75,6 +76,8 @@ def convert(
 ) -> nn.Module:
     """Computes every nn.Linear (and transformers' Conv1D) of the model as the method says, in place; returns the model.
 
+    Experts in stacked parameters count as a linear layer each, where their layout is known (experts.py).
+
     method:    a name of METHODS, or a Recipe; one that changes late in a run (Recipe.late) computes as it begins, and
                plan.MethodPlan changes it
     skip:      glob patterns of module names to leave alone, of linear layers ("*.c_proj") or of what holds them
@@ -103,6 +106,8 @@ def convert(
     recipe = get_recipe(method)
     if not backward:
         recipe = recipe.forward_only()
+    if recipe.quantizes:
+        as_quantized_experts(model)
     linears = linear_layers(model)
     heads = output_heads(model, linears)
     for pattern in skip:
@@ -115,8 +120,10 @@ def convert(
     report = ConvertReport(recipe)
     for name, linear in linears.items():
         head = "the output head stays in full precision" if name in heads else None
-        named = head or next((f"skip pattern {pattern!r}" for pattern in skip if _in_pattern(name, pattern)), None)
-        reason = named or reason_to_leave(name, linear) or unsupported_reason(linear, recipe)
+        head = head or ("a router stays in full precision" if is_router(model, name, linear) else None)
+        named = head or _skip_reason(name, skip)
+        reason = named or _subclass_reason(linear)
+        reason = reason or reason_to_leave(name, linear) or unsupported_reason(linear, recipe)
         if any(name.startswith(block + ".") for block in kept_blocks):
             if not reason:
                 report.kept.append(name)
@@ -141,16 +148,33 @@ def convert(
         vars(part).pop("nf_report", None)
     model.nf_report = report
     expect_calls(model, recipe if backward else None)
-    if verbose and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+    if verbose and not (_distributed() and dist.get_rank()):
         with contextlib.suppress(OSError):  # a log that nobody takes is no reason to end a run
             print(report)
     return model
+
+
+def _skip_reason(name: str, skip: Sequence[str]) -> str | None:
+    return next((f"skip pattern {pattern!r}" for pattern in skip if _in_pattern(name, pattern)), None)
 
 
 def _in_pattern(name: str, pattern: str) -> bool:
     """Whether the pattern matches this module's name or that of a module it is in."""
     parts = name.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
+
+
+def _subclass_reason(linear: nn.Linear) -> str | None:
+    """A subclass is safe to replace if it only overrides forward: it then has no state or behaviour to lose."""
+    if isinstance(linear, QuantLinear) or is_conv1d(linear):
+        return None
+    for cls in type(linear).__mro__[: type(linear).__mro__.index(nn.Linear)]:
+        if cls is nn.modules.linear.NonDynamicallyQuantizableLinear:
+            return "nn.MultiheadAttention takes its weight and does not call it"
+        extra = [k for k in vars(cls) if not (k.startswith("__") and k.endswith("__")) and k != "forward"]
+        if "__init__" in vars(cls) or extra:
+            return f"{type(linear).__name__} changes more of nn.Linear than forward"
+    return None
 
 
 def _blocks(model: nn.Module) -> list[str]:
@@ -180,6 +204,10 @@ def _end_blocks(model: nn.Module, first: int, last: int) -> list[str]:
     if not 0 <= first + last <= len(names) or min(first, last) < 0:
         raise ValueError(f"convert: cannot keep {first} first and {last} last of {len(names)} blocks")
     return names[:first] + (names[-last:] if last else [])
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _some(names) -> str:
@@ -227,20 +255,10 @@ def output_heads(model: nn.Module, linears: Iterable[str]) -> set[str]:
 
 
 def reason_to_leave(name: str, linear: nn.Module) -> str | None:
-    """Why a linear layer cannot be replaced by one that only computes differently, or None.
-
-    A subclass is safe to replace if it only overrides forward: it then has no state or behaviour to lose.
-    """
-    classes = () if isinstance(linear, QuantLinear) or is_conv1d(linear) else type(linear).__mro__
-    for cls in classes[: classes.index(nn.Linear)] if classes else ():
-        if cls is nn.modules.linear.NonDynamicallyQuantizableLinear:
-            return "nn.MultiheadAttention takes its weight and does not call it"
-        extra = [k for k in vars(cls) if not (k.startswith("__") and k.endswith("__")) and k != "forward"]
-        if "__init__" in vars(cls) or extra:
-            return f"{type(linear).__name__} changes more of nn.Linear than forward"
+    """Why a linear layer cannot be replaced by one that only computes differently, or None."""
     if ADAPTER_PARTS.intersection(name.split(".")):
         return "an adapter's low-rank factor"
-    if "weight" not in linear._parameters:
+    if "weight" not in linear._parameters and not isinstance(linear, ExpertLinear):
         return "its weight is computed from other parameters (weight norm and the like)"
     return None
 
@@ -265,6 +283,7 @@ def shares(model: nn.Module, converted: Iterable[str], heads: set[str]) -> tuple
     counted: dict[int, tuple[str, int]] = {}  # id of a parameter -> (kind, elements)
     for name, module in modules.items():
         linear = isinstance(module, nn.Linear) or is_conv1d(module)
+        experts = stacked_linears(module)
         for parameter_name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() < 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 continue
@@ -273,6 +292,9 @@ def shares(model: nn.Module, converted: Iterable[str], heads: set[str]) -> tuple
             kind = _kind(module, parameter_name, parameter.dim())
             if linear:
                 kind = "quantized" if name in converted else "head" if name in heads else "linear layers left alone"
+            elif parameter_name in experts:
+                slices = {f"{name}.{LINEARS}.{parameter_name}.{i}" for i in range(len(experts[parameter_name]))}
+                kind = "quantized" if slices <= converted else "experts left alone"
             counted[id(parameter)] = (kind, parameter.numel())
     sums: dict[str, int] = {}
     for kind, elements in counted.values():
@@ -287,6 +309,8 @@ def _kind(module: nn.Module, name: str, dim: int) -> str:
         return "in_proj_weight of nn.MultiheadAttention, which is no layer of its own: not supported"
     if isinstance(module, nn.modules.conv._ConvNd):
         return "convolutions: not supported"
+    if "router" in type(module).__name__.lower():
+        return "routers, which stay in full precision"
     if dim == 3:
         return f"3-D weights ({type(module).__name__}.{name}), experts for example: not supported"
     return f"{type(module).__name__}.{name}, no linear layer: not supported"

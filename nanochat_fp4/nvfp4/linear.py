@@ -396,7 +396,7 @@ class QuantLinear(torch.nn.Linear):
         return not (self.quantizes or accumulates or self._gathered(layers) is not None)
 
     def _plain_weight(self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]", dtype: torch.dtype) -> torch.Tensor:
-        if self.weight.is_meta and not x.is_meta:
+        if self.packed and not any(self.weight.stride()) or self.weight.is_meta and not x.is_meta:
             raise ValueError("QuantLinear: of this weight only the codes were kept (prepare); load the model anew")
         # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
         return _stacked([layer.matrix.to(dtype) for layer in layers])
