@@ -12,10 +12,6 @@ A tiny model on a CPU, without a network:
 nanochat's flags and mixture. Every token is trained on, those of the user as well.
 """
 
-import os
-
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
-
 import argparse
 import functools
 
@@ -62,12 +58,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--num-iterations", type=int, default=-1, help="number of optimization steps (-1 = full epoch)")
     # Batch sizes
     add("--max-seq-len", type=int, default=None, help="max context length (default: that of the base model)")
-    add(
-        "--device-batch-size",
-        type=int,
-        default=None,
-        help="per-device batch size (default: 32, or that of the base training if it is smaller)",
-    )
+    text = "per-device batch size (default: 32, or that of the base training if it is smaller)"
+    add("--device-batch-size", type=int, default=None, help=text)
     add("--total-batch-size", type=int, default=524288, help="total batch size in tokens")
     # Evaluation
     add("--eval-every", type=int, default=150, help="evaluate val bpb every N steps (-1 = disable)")

@@ -211,7 +211,7 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     return True
 
 
-PATIENCE = 100  # steps without a needed call before the warning
+PATIENCE = LOOK_EVERY + 2  # steps without a needed call before the warning; a run of 40 steps must hear of it
 _reminders: "weakref.WeakKeyDictionary[nn.Module, _Reminder]" = weakref.WeakKeyDictionary()
 
 

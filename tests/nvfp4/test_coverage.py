@@ -176,10 +176,8 @@ def train(model, steps, each=lambda done: None, forward=None):
     return losses
 
 
-def test_phases_happen_in_a_foreign_loop_and_forgetting_them_is_said(monkeypatch):
-    from nanochat_fp4.nvfp4 import training
-
-    monkeypatch.setattr(training, "PATIENCE", 5)
+def test_phases_happen_in_a_foreign_loop_and_forgetting_them_is_said():
+    """A run of 40 steps hears of it."""
 
     def fresh(method):
         torch.manual_seed(0)
@@ -203,14 +201,14 @@ def test_phases_happen_in_a_foreign_loop_and_forgetting_them_is_said(monkeypatch
     assert losses[0][:-1] == losses[1][:-1]
     with pytest.warns(UserWarning, match=r"clover_feedback_late looks at .* nanochat_fp4.update_gram_mat") as seen:
         model = fresh("clover_feedback_late")
-        train(model, 12, lambda done: nf.set_progress(model, done))
+        train(model, 40, lambda done: nf.set_progress(model, done))
     assert len(seen) == 1
     for method, call in (("clover_late", "set_progress"), ("clover_feedback", "update_gram_matrices")):
         for backend in (None, "eager"):
             model = fresh(method)
             forward = torch.compile(model, backend=backend) if backend else model
             with pytest.warns(UserWarning, match=rf"{method} .* nanochat_fp4.{call}") as seen:
-                train(model, 12, forward=forward)
+                train(model, 40, forward=forward)
             assert len(seen) == 1
 
 
