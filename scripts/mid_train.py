@@ -38,7 +38,8 @@ from nanochat_fp4.data.dataloader import evaluation_rows
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
-from nanochat_fp4.models.gpt import compile_layers, muon_momentum
+from nanochat_fp4.models.gpt import compile_layers
+from nanochat_fp4.models.optim import muon_momentum
 from nanochat_fp4.training.flags import add_common_arguments, changed_flags
 from nanochat_fp4.training.micro_batch import plan_accumulation
 from nanochat_fp4.training.setup import PostTraining, run_stage

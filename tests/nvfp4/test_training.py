@@ -13,8 +13,8 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import get_rng_state, preserved_rng, resolve_method, set_rng_state
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog, read_jsonl
-from nanochat_fp4.models.gpt import GPT, GPTConfig, lr_multiplier, muon_momentum, weight_decay_at
-from nanochat_fp4.models.optim import gradient_norm
+from nanochat_fp4.models.gpt import GPT, GPTConfig
+from nanochat_fp4.models.optim import gradient_norm, lr_multiplier, muon_momentum, weight_decay_at
 from nanochat_fp4.signals import StopRequested, StopSignals
 from nanochat_fp4.training.micro_batch import (
     auto_device_batch_size,
