@@ -55,7 +55,7 @@ from lab.measure.bench_step import (
     show_table_7,
     time_by_operation,
 )
-from nanochat_fp4.common import print0
+from nanochat_fp4.common import gpu_memory, print0
 from nanochat_fp4.console import format_bytes, table
 from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.errors import UserError, is_out_of_memory, one_line, run_main
@@ -316,14 +316,13 @@ def set_up_device(args: argparse.Namespace) -> torch.device:
                 "sizes (see the top of lab/measure/bench_train.py); python -m nanochat_fp4.step_time predicts"
             )
         return torch.device("cpu")
-    free, total = torch.cuda.mem_get_info()
-    args.budget = args.memory_cap or free
-    if args.budget > free:
-        raise UserError(
-            f"--memory-cap {format_bytes(args.memory_cap)} is more than the {format_bytes(free)} that are free on "
-            "this GPU; lower it, or leave it out"
-        )
+    free, total = gpu_memory()
+    args.budget = min(args.memory_cap or free, free)
     if args.memory_cap:
+        if args.memory_cap > free:
+            wanted = format_bytes(args.memory_cap)
+            print0(f"of --memory-cap {wanted} only {format_bytes(free)} are free: that is the cap")
+        args.memory_cap = args.budget
         torch.cuda.set_per_process_memory_fraction(args.memory_cap / total)
     torch.set_float32_matmul_precision("high")
     return torch.device("cuda")
@@ -345,6 +344,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     settings = {k: v for k, v in vars(args).items() if k != "json"}
     device = set_up_device(args)
+    settings["memory_cap"] = args.memory_cap
     results = Report("bench_train", args.json, settings)
     info = results.environment
     cap = f", at most {format_bytes(args.memory_cap)}" if args.memory_cap else ""
