@@ -81,7 +81,7 @@ def with_one_term(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[s
             output = method_plan(run.flags).at(1.0).output
             found = json.loads((sweep.folder / "forwards" / f"{run.tag}.json").read_text())
             bpb, tokens = found["bpb"]["clover"], found["eval_tokens"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
         if max(output.a.terms, output.b.terms) < 2:
             continue

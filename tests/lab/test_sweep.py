@@ -391,6 +391,9 @@ def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
     for damaged in (
         '{"cut sho',  # as a full disk would leave it
         *("null", "[1]", "{}", json.dumps(whole | {"val_bpb": None}), json.dumps(whole | {"gemm_work": {"5": 1.0}})),
+        "[" * 10**5,
+        json.dumps({name: value for name, value in whole.items() if name != "training_seconds"}),
+        json.dumps(whole | {"method": "clover"}),  # would be clover's row
     ):
         s.result_path(runs[2]).write_text(damaged)
         order.clear()
@@ -430,7 +433,7 @@ def test_the_loss_curve_is_means_of_parts():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", '{"results": []}', '{"results": [], "environment": {}, "data": "x"}', '{"results": 3}']
+    ["", "[]", "[" * 10**5, '{"results": []}', '{"results": [], "environment": {}, "data": "x"}', '{"results": 3}']
     + ['{"results": [{"method": "bf16"}], "environment": {"a": 1}, "data": "x"}'],  # of a run without its length
 )
 def test_files_that_are_no_results_are_refused(tmp_path, text):
@@ -452,6 +455,7 @@ def test_files_that_are_no_results_are_refused(tmp_path, text):
         ({"curve": [["a", 1]]}, "curves are not pairs of numbers"),
         ({"curve": 3}, "TypeError"),
         ({"flags": [3]}, "flags are not text"),
+        ({"training_seconds": None}, "training_seconds is None, expected float"),
     ],
 )
 def test_damaged_runs_are_refused_by_what_is_wrong_with_them(tmp_path, change, problem):
@@ -469,6 +473,15 @@ def test_damaged_runs_are_refused_by_what_is_wrong_with_them(tmp_path, change, p
         wrong = problem if content["environment"] is environment else "KeyError: 'gpu_count'"
         with pytest.raises(UserError, match=f"is not a file of lab.study.sweep .*{wrong}.*; give <folder>/<name>.json"):
             sweep_results.stored(tmp_path / "d6.json")
+
+
+def test_a_method_that_a_file_has_twice_is_refused(tmp_path):
+    run = result("clover", 1, 1.0) | {"steps": 8, "tokens": 4096, "gemm_work": {"4": 1.0}}
+    content = {"results": [run, run | {"val_bpb": 2.0}], "data": "x"}
+    content["environment"] = {"gpu": None, "gpu_count": 0, "torch": "2"}
+    (tmp_path / "d6.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="d6.json has clover of size tiny and seed 1 twice"):
+        sweep_results.stored(tmp_path / "d6.json")
 
 
 def test_failures_are_named_and_do_not_stop_the_others(trained):
