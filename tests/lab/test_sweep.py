@@ -253,15 +253,6 @@ def test_quantiles_of_students_t(freedom, t):
     assert statistics.t95(freedom) == pytest.approx(t, abs=6e-4)
 
 
-def test_intervals_cover_the_truth_95_times_of_100():
-    generator = random.Random(0)
-    covered = 0
-    for _ in range(2000):
-        e = statistics.estimate([generator.gauss(1.0, 2.0) for _ in range(3)])
-        covered += abs(e.mean - 1.0) <= e.half
-    assert 0.935 < covered / 2000 < 0.965  # 2000 experiments: 0.5% of standard error
-
-
 def test_gaps_and_differences_are_paired():
     """Seeds differ by far more than methods: only pairs of a seed see the gap of exactly 2%, and 1 point less."""
     results = []
