@@ -234,6 +234,10 @@ def block_steps(method: str | Recipe, width: int, tokens: int, machine: Machine)
     return [s for k, n in layers for s in layer_steps(recipe, tokens, k, n, backward=True, native=native)]
 
 
+def block_ms(method: str, width: int, tokens: int, machine: Machine) -> float:
+    return sum(predicted_ms(step, machine) for step in block_steps(method, width, tokens, machine))
+
+
 def is_predictable(method: str) -> bool:
     """Whether a method quantizes, by kernels alone and alike all the time: other budgets are not known."""
     recipe = get_recipe(method)
@@ -249,6 +253,20 @@ def machine_of(gpu: str) -> Machine | None:
     """The machine that a GPU's name (torch.cuda.get_device_name) is; None where there are no numbers for it."""
     # "RTX 5090 Laptop GPU" and "RTX 5090 D" are other chips, or the same with less power.
     return next((m for m in MACHINES.values() if re.search(rf"\b{m.name}\b(?! (Laptop|D)\b)", gpu)), None)
+
+
+def predict(machine: Machine, methods: list[str], tokens: int = TOKENS) -> list[dict]:
+    """For each method its ratio to BF16 by width, and the first width (a multiple of 128) from where it is faster.
+    Raises ValueError for an unknown method."""
+    widths = list(range(128, 16384 + 1, 128))
+    records = []
+    for method in methods:
+        ratios = {w: block_ms(method, w, tokens, machine) / block_ms("bf16", w, tokens, machine) for w in widths}
+        slower = [w for w, ratio in ratios.items() if ratio >= 1]
+        first = next((w for w in widths if w > max(slower, default=0)), None)
+        shown = {w: ratios[w] for w in (768, 1280, 1664, 2048, 4096, 8192)}
+        records.append({"machine": machine.name, "method": method, "tokens": tokens, "ratios": shown, "width": first})
+    return records
 
 
 # A whole step
