@@ -93,6 +93,7 @@ def test_a_step_trains():
     assert all(p.grad is None for p in trainer.model.parameters())
 
 
+@pytest.mark.slow
 def test_recompilations_are_counted(monkeypatch):
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, **kw: real(model, **{**kw, "backend": "eager"}))
@@ -465,10 +466,10 @@ def test_a_wrong_method_is_not_timed(base_dir, monkeypatch):
     monkeypatch.setattr(
         bench_train, "layer_problem", lambda device, method: "all zeros" if method == "nvidia" else None
     )
-    with pytest.raises(UserError, match="1 of 3 variants failed: d1 nvidia: wrong result: all zeros"):
-        bench_train.main([*TINY, "--methods", "nvidia,clover", "--no-table7"])
+    with pytest.raises(UserError, match="1 of 2 variants failed: d1 nvidia: wrong result: all zeros"):
+        bench_train.main([*TINY, "--methods", "nvidia", "--no-table7"])
     records = written(base_dir)
-    assert records["nvidia"]["micro_batch"] is None and records["clover"]["ratio"] > 0
+    assert records["nvidia"]["micro_batch"] is None and records["bf16"]["ratio"] == 1
 
 
 def test_a_depth_that_cannot_be_built_leaves_the_others(base_dir, monkeypatch):
@@ -478,11 +479,11 @@ def test_a_depth_that_cannot_be_built_leaves_the_others(base_dir, monkeypatch):
         return Subject(config, *args)
 
     monkeypatch.setattr(bench_train, "Subject", build)
-    with pytest.raises(UserError, match="1 of 3 variants failed: d2 bf16: out of memory; lower --depth"):
-        bench_train.main([*TINY, "--methods", "clover", "--depth", "2,1", "--no-table7"])
+    with pytest.raises(UserError, match="1 of 2 variants failed: d2 bf16: out of memory; lower --depth"):
+        bench_train.main([*TINY, "--methods", "", "--depth", "2,1", "--no-table7"])
     content = json.loads((base_dir / "bench" / "bench_train.json").read_text())
     timed = [(r["depth"], r["variant"]) for r in content["records"] if r.get("tokens_per_second")]
-    assert timed == [(1, "bf16"), (1, "clover")]
+    assert timed == [(1, "bf16")]
 
 
 @pytest.mark.gpu
