@@ -81,10 +81,10 @@ class Sweep:
         values = [r for r in records if r["event"] == "val"]
         if not starts or not values or values[-1]["step"] != starts[-1]["num_iterations"]:
             return None
-        if not math.isfinite(values[-1]["bpb"] + values[-1]["bpb_bf16"]):
-            return None
         start, losses = starts[-1], [r for r in records if r["event"] == "train"]
-        seconds = sum(r["dt"] for r in losses)
+        seconds = sum(r.get("dt", math.nan) for r in losses)
+        if not math.isfinite(values[-1]["bpb"] + values[-1]["bpb_bf16"] + seconds):
+            return None
         result = {
             "method": run.method,
             "size": run.size,

@@ -336,7 +336,7 @@ def write_metrics(folder, tag, steps=2, bpb=1.5, complete=True):
         {"event": "start", "step": 0, "num_iterations": steps, "total_batch_size": 512, "num_params": 7,
          "backend": "b", "environment": {}, "gemm_work": {"4": 1.0}},
         {"event": "val", "step": 0, "bpb": 3.0, "bpb_bf16": 3.0, "tokens": 64},
-        {"event": "train", "step": 0, "loss": 4.0, "seconds": 1.0},
+        {"event": "train", "step": 0, "loss": 4.0, "dt": 1.0},
     ]  # fmt: skip
     if complete:
         records.append({"event": "val", "step": steps, "bpb": bpb, "bpb_bf16": bpb - 0.1, "tokens": 64})
@@ -490,6 +490,10 @@ def test_a_run_that_diverged_is_no_result(trained):
     s, _ = trained
     (run,) = sweep_runs.plan(["clover"], ["tiny"], [1], tokens=1024)
     write_metrics(s.folder, run.tag, bpb=math.nan)
+    assert s.finish(run, 0.0) is None and not s.result_path(run).exists()
+    write_metrics(s.folder, run.tag)
+    metrics = s.folder / "base_checkpoints" / run.tag / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"dt"', '"seconds"'))  # of an earlier version, without a time
     assert s.finish(run, 0.0) is None and not s.result_path(run).exists()
     assert list((s.folder / "base_checkpoints" / run.tag).glob("model_*"))  # to look at
 
