@@ -19,7 +19,7 @@ set -uo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit 2
 source dev/setup.sh
-KNOWN="doctor tests linear turns quantize counters quartet2 train train_32gib train_nanochat"
+KNOWN="doctor tests linear quantize quartet2 train train_32gib train_nanochat"
 PARTS=${PARTS:-doctor linear quantize train}
 [ "$PARTS" != all ] || PARTS=$KNOWN
 for name in $PARTS; do
@@ -82,14 +82,7 @@ fi
 part doctor 300 "${doctor[@]}"
 part tests 1200 "$PY" -m pytest -q -p no:cacheprovider tests/kernels/test_*.py tests/nvfp4/test_native.py tests/nvfp4/test_gemm.py
 optional linear "DRY_RUN is set" "$needs_gpu" 240 "$PY" -m lab.measure.bench_linear --passes forward+backward --json "$OUT/linear.json"
-part turns 200 "$PY" -m lab.measure.bench_linear --models 3B --passes forward+backward --methods clover \
-    --modes graph,eager --turns --json "$OUT/turns.json"
 optional quantize "DRY_RUN is set" "$needs_gpu" 180 "$PY" -m lab.measure.bench_quantize --json "$OUT/quantize.json"
-ncu=there
-if [ "$PLAN_ONLY" = 0 ] && chosen counters; then
-    "$PY" -c 'from lab.measure import counters; counters.find_ncu()' 2>/dev/null || ncu=""
-fi
-optional counters "there is no ncu" "$ncu" 400 "$PY" -m lab.measure.counters --out "$OUT/counters"
 optional quartet2 "QUARTET2 is not set" "${QUARTET2:-}" 400 "$PY" -m lab.measure.compare_quartet2 "${QUARTET2:-}"
 part train 480 "${train[@]}" --json "$OUT/train.json"
 part train_32gib 800 "${bench_train[@]}" --memory-cap 32GiB --recompute none,mlp --no-table7 --json "$OUT/train_32gib.json"

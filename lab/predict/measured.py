@@ -45,7 +45,7 @@ QUESTIONS = {
     "Are kernels, GEMMs and attention right, launch after launch?": "python -m nanochat_fp4.doctor --all",
     "How fast is a step, and which micro-batch fits?": "bash dev/measure.sh",
     "How far is cuBLASLt's FP4 GEMM from cuDNN's 1,510 TFLOP/s?": "python -m lab.measure.bench_linear --models 22B",
-    "Which share of the issue rate do the rotating kernels reach?": "python -m lab.measure.counters",
+    "Which share of the issue rate do the rotating kernels reach?": "python -m lab.measure.bench_quantize",
     "Which attention is the fastest for sliding windows?": "python -m lab.measure.bench_train --window-pattern SSSL",
     "Which memory does a run of d26 take in 32 GiB?": "python -m lab.measure.bench_train --memory-cap 32GiB",
     "Do the predicted hours of a run hold?": "DEPTH=12 bash speedrun_fp4.sh",

@@ -259,8 +259,15 @@ class QuantLinear(torch.nn.Linear):
     """nn.Linear with the same parameters and state-dict keys, computed as `method` says.
 
     method: a name of METHODS or a Recipe. in_features and out_features must be multiples of 16 unless the method
-    quantizes nothing. Input (..., in_features) and weights are in FP32 or BF16, with autocast on or off.
+    quantizes nothing. Input (..., in_features) and weights are in FP32 or BF16, with autocast on or off. The output
+    (..., out_features) has the input's dtype, or autocast's. device and dtype are nn.Linear's.
     Raises ValueError for an unknown method or dimensions that do not divide.
+
+    >>> layer = nf.QuantLinear(64, 32, method="nvidia")
+    >>> x = torch.randn(2, 3, 64, requires_grad=True)
+    >>> layer(x).square().mean().backward()
+    >>> x.grad.shape, layer.weight.grad.shape
+    (torch.Size([2, 3, 64]), torch.Size([32, 64]))
     """
 
     recipe: Recipe
@@ -272,8 +279,16 @@ class QuantLinear(torch.nn.Linear):
     feedback_factor: torch.Tensor | None = None  # feedback.factor_for of the Gram matrix
     divided = False  # several processes have a part of the layer each (tensor_parallel.py)
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, method: str | Recipe = "clover", **kw):
-        super().__init__(in_features, out_features, bias=bias, **kw)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        method: str | Recipe = "clover",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.set_recipe(get_recipe(method))
 
     def set_recipe(self, recipe: Recipe) -> None:
@@ -396,7 +411,7 @@ class QuantLinear(torch.nn.Linear):
         return not (self.quantizes or accumulates or self._gathered(layers) is not None)
 
     def _plain_weight(self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]", dtype: torch.dtype) -> torch.Tensor:
-        if self.weight.is_meta and not x.is_meta:
+        if self.packed and not any(self.weight.stride()) or self.weight.is_meta and not x.is_meta:
             raise ValueError("QuantLinear: of this weight only the codes were kept (prepare); load the model anew")
         # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
         return _stacked([layer.matrix.to(dtype) for layer in layers])
