@@ -1,5 +1,6 @@
 """dev/measure.sh: plans, failures, limits. What it measures needs a GPU."""
 
+import json
 import os
 import subprocess
 import sys
