@@ -15,7 +15,6 @@ A problem ends in exit status 2 and one line on stderr. A training run calls `pr
 import contextlib
 import functools
 import multiprocessing
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -30,6 +29,7 @@ from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.hardware import usable_cpus
 from nanochat_fp4.nvfp4.dispatch import relative_square_error, use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK
+from nanochat_fp4.nvfp4.gemm_choice import median_ms
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, METHODS, get_recipe
 from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_grad_output, quantize_operand
@@ -43,7 +43,6 @@ SHAPES_INTERPRETED = ((40, 144),)
 TIPPED = 1e-3  # The largest share of codes, and of scales, that may differ after a rotation; four in a small tensor.
 # SUM_ERROR and ROUNDING_ERROR are relative square errors |got - want|^2 / |want|^2.
 SUM_ERROR = 1e-4  # One rounding to BF16 and another order of summation give 3e-6.
-HOST_AHEAD_CYCLES = 40_000_000  # At least 20 ms, in which the longest operator here is launched some twenty times.
 ROUNDING_ERROR = 0.1  # Two stochastically rounded operands of a gradient give up to 0.05.
 MOST_PROCESSES = 8  # Processes that compile and check at once. Each takes some 500 MB of a GPU's memory.
 MOST_METHODS = 12  # With more methods the kernels are checked on several shapes.
@@ -205,24 +204,6 @@ def _uneven(shape: tuple[int, int]) -> torch.Tensor:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Speed
-
-
-def median_ms(function: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> float:
-    """Median GPU time of a call in milliseconds, by events.
-
-    The GPU waits until all calls are queued. Otherwise a call with short kernels would show the time of its launches.
-    """
-    for _ in range(warm_up):
-        function()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(HOST_AHEAD_CYCLES)
-    for start, end in events:
-        start.record()
-        function()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int = 1 << 30) -> float:

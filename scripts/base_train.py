@@ -378,6 +378,8 @@ def write_report(
         "Device batch size": spec.device_batch_size,
         "Backend": backend,
     }
+    if trainer.gemms is not None:
+        lines["FP4 GEMMs"] = " / ".join(trainer.gemms.lines())
     results = {
         "method": spec.method,
         "val_bpb": numbers.get("val_bpb"),
