@@ -140,6 +140,27 @@ print(" ".join(missing))
 PYTHON
 }
 
+# What would stop a run on this GPU is said before anything is installed or downloaded.
+check_driver() {
+    local driver capability
+    while IFS=', ' read -r driver capability; do
+        if ! [[ $driver =~ ^[0-9]+\. ]] || [ "${driver%%.*}" -ge 580 ]; then continue; fi
+        if [ "${capability%%.*}" -ge 10 ]; then
+            die "the NVIDIA driver $driver is older than 580, and torch for it knows no Blackwell; install driver 580 or newer"
+        fi
+        [ -n "${PIP_TORCH_ARGS:-}" ] ||
+            die "the NVIDIA driver $driver is older than 580, which torch's default build needs; install a newer one, or set PIP_TORCH_ARGS to PyTorch's index of CUDA 12.6 builds"
+    done < <(nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>/dev/null)
+}
+
+check_compiler() { # Triton compiles its launchers; a plan compiles nothing
+    [ "${PLAN_ONLY:-0}" = 0 ] || return 0
+    [ -n "${CC:-}" ] || command -v gcc clang >/dev/null ||
+        die "Triton needs a C compiler and there is no gcc; install it (Debian, Ubuntu: sudo apt install gcc), or set CC"
+    "$PY" -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+        die "Triton needs Python.h, which $PY has not; install its headers (Debian, Ubuntu: sudo apt install python3-dev)"
+}
+
 setup_environment() {
     local venv flavour=cpu want stamp missing python
     [ "$(count_gpus)" -gt 0 ] && flavour=gpu
@@ -150,6 +171,7 @@ setup_environment() {
         [ -x "$PY" ] || die "VENV=$VENV has no bin/python; unset VENV to have one made in .venv"
         missing=$(missing_modules)
         [ -z "$missing" ] || die "VENV=$VENV lacks: $missing; install them there, or unset VENV to have .venv made"
+        [ "$flavour" = cpu ] || check_compiler
         return
     fi
 
@@ -162,6 +184,7 @@ setup_environment() {
         return
     fi
 
+    check_driver
     if ! "$PY" -c 'import pip' 2>/dev/null; then
         python=$(find_python) || exit $?
         echo "setup: making .venv with $("$python" --version 2>&1)"
@@ -169,6 +192,7 @@ setup_environment() {
             uv venv -q --clear --seed --python "$python" "$venv" 2>/dev/null ||
             die "cannot make a virtual environment in $venv; install python3-venv (or uv), or check the disk"
     fi
+    [ "$flavour" = cpu ] || check_compiler
     : >"$SETUP_LOG"
     if [ -f "$stamp" ] && ! grep -q "^$flavour " "$stamp"; then
         "$PY" -m pip uninstall -qy torch >>"$SETUP_LOG" 2>&1 || true # the build for the other kind of machine

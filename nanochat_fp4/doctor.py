@@ -7,6 +7,8 @@ code with the kernels and the GEMM of a GPU.
 * layers     QuantLinear of every method, forward and backward, against products of the reference's quantized operands.
 * kernels    Quantization on random shapes. Without a rotation all bits must be equal, with one at least 99.9% of the
              values. The tensor cores add 128 terms in their own order, so a value next to a rounding boundary may tip.
+* repeats    Each rotating kernel 200 times at a training step's size, on a GPU: the same bits each time.
+* attention  Forward and gradients, with a window and without, of each backend that is there.
 * speed      Copy and quantization bandwidth and the BF16 GEMM, on a GPU.
 
 A problem ends in exit status 2 and one line on stderr. A training run calls `probe`, a short check, at its start.
@@ -23,10 +25,11 @@ from concurrent.futures.process import BrokenProcessPool
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import autodetect_device_type, set_cpu_threads
+from nanochat_fp4.common import autodetect_device_type, median_ms, set_cpu_threads
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.hardware import usable_cpus
+from nanochat_fp4.models import flash_attention
 from nanochat_fp4.nvfp4.dispatch import relative_square_error, use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.gemm_choice import median_ms
@@ -41,6 +44,9 @@ LAYER = (144, 96, 160)
 SHAPES = ((1000, 528), (144, 160), (2048, 2048))
 SHAPES_INTERPRETED = ((40, 144),)
 TIPPED = 1e-3  # The largest share of codes, and of scales, that may differ after a rotation; four in a small tensor.
+REPEATS, REPEATED = 200, (8192, 5120)  # times, and the tokens and features of d20's widest grad_output
+ATTENTION = (2, 256, 4, 2, 64)  # rows, tokens, heads, key heads, head dimension
+ATTENTION_ERROR = 1e-3  # BF16 products and sums give 1e-5.
 # SUM_ERROR and ROUNDING_ERROR are relative square errors |got - want|^2 / |want|^2.
 SUM_ERROR = 1e-4  # One rounding to BF16 and another order of summation give 3e-6.
 ROUNDING_ERROR = 0.1  # Two stochastically rounded operands of a gradient give up to 0.05.
@@ -196,6 +202,58 @@ def training_problem(device: torch.device, rounding: Rounding, shape: tuple[int,
     return None
 
 
+def repeat_problem(device: torch.device, rounding: Rounding, shape: tuple[int, int], times: int) -> str | None:
+    """Names an operand of a backward pass whose bits differ between launches with the same random numbers, or None.
+
+    A missing fence in a compiler shows in some launches of a full GPU alone (triton#10590 on sm_100).
+    """
+    x = _uneven(shape).to(device)
+    seeds = {"seed": torch.tensor(7, device=device), "rht_seed": torch.tensor(8, device=device)}
+    how = Quantization(rounding, **seeds, stream=3, rht_dim=RHT_DIM, rht_stream=2)
+    codes = quantize_operand(x, Quantization(ROUNDINGS["four_over_six"]), keep_codes=True).without_cache()
+    first: list[torch.Tensor] = []
+    for i in range(times):
+        made = [*quantize_grad_output(x, how, how), quantize_operand(codes, how, transpose=True)]
+        tensors = [t for operand in made for t in vars(operand).values() if isinstance(t, torch.Tensor)]
+        bits = [t.reshape(-1).view(torch.uint8) for t in tensors]
+        first = first or bits
+        if not all(map(torch.equal, first, bits)):
+            return f"{rounding.name}, {shape[0]} x {shape[1]}: launch {i + 1} has other bits than the first"
+    return None
+
+
+def attention_problem(device: torch.device, backend: str) -> str | None:
+    """Names a wrong output or gradient of an attention backend in BF16 (FP32 on a CPU), or None."""
+    rows, length, heads, kv_heads, dim = ATTENTION
+    generator = torch.Generator().manual_seed(5)
+    sizes = (heads, kv_heads, kv_heads, heads)
+    values = [torch.randn(rows, length, h, dim, generator=generator).bfloat16().float() for h in sizes]
+    position = torch.arange(length)
+    for left in (-1, length // 4):
+        distance = position.unsqueeze(1) - position
+        hidden = (distance < 0) | (distance > (left if left >= 0 else length))
+        with torch.enable_grad():
+            q, k, v = (t.clone().requires_grad_() for t in values[:3])
+            keys, vectors = (t.repeat_interleave(heads // kv_heads, dim=2) for t in (k, v))
+            scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * dim**-0.5
+            want = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), vectors)
+            expected = [want, *torch.autograd.grad(want, (q, k, v), values[3])]
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+            *leaves, grad = (t.to(device, dtype).requires_grad_() for t in values)
+            try:
+                with flash_attention.use(backend):
+                    out = flash_attention.flash_attn_func(*leaves, window_size=(left, 0))
+                    found = [out, *torch.autograd.grad(out, leaves, grad)]
+            except Exception as error:
+                return f"attention, {backend}: {one_line(error)[:200]}"
+        for name, got, expectation in zip(("output", "grad of q", "grad of k", "grad of v"), found, expected):
+            error = relative_square_error(got.detach().float().cpu(), expectation.detach())
+            if not error < ATTENTION_ERROR:
+                window = f"a window of {left + 1}" if left >= 0 else "no window"
+                return f"attention, {backend}, {window}: {name} has a relative square error of {error:.1e}"
+    return None
+
+
 def _uneven(shape: tuple[int, int]) -> torch.Tensor:
     """A random BF16 tensor whose rows have magnitudes from 1e-6 to 1."""
     generator = torch.Generator().manual_seed(shape[0])
@@ -220,9 +278,11 @@ def gemm_tflops(device: torch.device, size: int = 8192) -> float:
 
 
 def quantize_bandwidth(device: torch.device, rows: int = 16384, columns: int = 8192) -> float:
-    """GB/s of 4/6 with the decode: BF16 read twice (amax, then quantization), codes, scales and the BF16 decode."""
+    """GB/s of 4/6: BF16 read twice (amax, then quantization), codes and scales, and what is decoded of them."""
     x = torch.randn(rows, columns, dtype=torch.bfloat16, device=device)
-    num_bytes, how = x.numel() * (2 + 2 + 0.5625 + 2), Quantization(ROUNDINGS["four_over_six"])
+    how = Quantization(ROUNDINGS["four_over_six"])
+    decoded = quantize_operand(x, how, keep_codes=True).decoded  # None on FP4 tensor cores
+    num_bytes = x.numel() * (2 + 2 + 0.5625 + (0 if decoded is None else decoded.element_size()))
     return num_bytes / median_ms(lambda: quantize_operand(x, how, keep_codes=True)) / 1e6
 
 
@@ -265,12 +325,19 @@ def examine(
             say("kernels against the reference: nothing to compare, this machine quantizes with the reference")
         for (rounding, rht_dim), check in started:
             report(f"{rounding.name}{f' after an RHT of {rht_dim}' if rht_dim else ''}", check)
+    say("attention, forward and backward, against softmax(q k^T) v in FP32")
+    backends = [b for b in flash_attention.BACKENDS if b != "flex" and flash_attention.available(b)]
+    for backend in backends:
+        report(backend, functools.partial(attention_problem, device, backend))
     if device.type == "cuda":
+        for rounding in dict.fromkeys(rounding for rounding, rht_dim in kernels if rht_dim == RHT_DIM):
+            name = f"{rounding.name}: the same bits in {REPEATS} launches, {REPEATED[0]} x {REPEATED[1]}"
+            report(name, functools.partial(repeat_problem, device, rounding, REPEATED, REPEATS))
         copy = copy_bandwidth(device)
         quantize = quantize_bandwidth(device)
         say("speed")
         say(f"        copy      {copy:6.0f} GB/s")
-        say(f"        quantize  {quantize:6.0f} GB/s, {quantize / copy:.0%} of copy (4/6: amax, codes, scales, decode)")
+        say(f"        quantize  {quantize:6.0f} GB/s, {quantize / copy:.0%} of copy (4/6: amax, codes, scales)")
         say(f"        BF16 GEMM {gemm_tflops(device):6.0f} TFLOP/s")
     return problems
 

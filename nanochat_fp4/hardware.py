@@ -7,6 +7,7 @@ Limits of this machine: a GPU's peak FLOP/s, the bytes of memory, the CPUs that 
 import contextlib
 import os
 import re
+import warnings
 from pathlib import Path, PurePosixPath
 
 # Dense BF16 tensor-core peak with FP32 accumulation, FLOP/s, from the vendors' data sheets. First match wins, so
@@ -49,6 +50,8 @@ def get_peak_flops(device_name: str) -> float | None:
     A caller that gets None shows no MFU rather than a wrong one.
     """
     name = device_name.lower()
+    if re.search(r"\b(laptop|max-q|mig)\b", name):  # the same name, and less power or a part of the chip
+        return None
     for pattern, flops in _PEAK_FLOPS:
         if re.search(pattern, name):
             return flops
@@ -58,6 +61,19 @@ def get_peak_flops(device_name: str) -> float | None:
 def physical_memory() -> int:
     """Bytes of memory in this machine; 8 GB if the system does not tell."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 8 << 30
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that programs can still take, the page cache included (MemAvailable); 0 if the system does not tell."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE):
+            return 1024 * int(found.group(1))
+    return 0
+
+
+def ignore_false_warnings() -> None:
+    """torch before 2.13 warns that it ends at 12.0. A GB10 (12.1) runs what was compiled for 12.0."""
+    warnings.filterwarnings("ignore", r"\s*Found GPU\d+ .* which is of (cuda capability|compute \S+ \(CC\)) 12\.1\b")
 
 
 # Models narrower than this run on one CPU thread: their operations are short, and threads mostly wait for one another.

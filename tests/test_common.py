@@ -3,6 +3,7 @@
 import os
 import random
 import threading
+import types
 
 import pytest
 import torch
@@ -133,3 +134,13 @@ def test_two_processes_join_over_gloo(run_ranks):
         "compute_cleanup()\n"
     )
     assert run_ranks(code) == ["rank 0 of 2 gloo\n", ""]
+
+
+@pytest.mark.parametrize("integrated, free", [(False, 10), (True, 70)])
+def test_free_memory_of_a_gpu_that_shares_the_systems(integrated, free, monkeypatch):
+    """A GB10's driver counts the page cache as used."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (10, 100))
+    properties = types.SimpleNamespace(is_integrated=integrated)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    monkeypatch.setattr(common, "available_memory", lambda: 70)
+    assert common.gpu_memory() == (free, 100)

@@ -206,6 +206,57 @@ def test_the_probe_sees_each_operand_of_a_step(name, monkeypatch):
     assert f"values of a {name}, 128 x 128, differ from the reference" in text
 
 
+def test_a_rotating_kernel_with_other_bits_in_one_of_many_launches(monkeypatch):
+    use_interpreted_kernels(monkeypatch)
+    import nvfp4_kernels.rotate as kernels
+
+    real, launches = kernels.rotate_quantize, []
+    assert doctor.repeat_problem(DEVICE, ROUNDINGS["ms_eden"], (32, 128), 2) is None
+
+    def rotate_quantize(*args):
+        tensors = real(*args)
+        launches.append(len(tensors))
+        if len(launches) == 5:  # two for each time: of grad_output, of codes
+            tensors[0].view(torch.uint8)[3, 4] ^= 1
+        return tensors
+
+    monkeypatch.setattr(kernels, "rotate_quantize", rotate_quantize)
+    text = doctor.repeat_problem(DEVICE, ROUNDINGS["ms_eden"], (32, 128), 4)
+    assert text == "ms_eden, 32 x 128: launch 3 has other bits than the first"
+
+
+@pytest.mark.parametrize("wrong", ["window", "gradient", "raises"])
+def test_an_attention_that_is_wrong(wrong, monkeypatch):
+    assert doctor.attention_problem(DEVICE, "sdpa") is None
+    real = doctor.flash_attention._sdpa
+
+    def sdpa(q, k, v, left):
+        if wrong == "raises":
+            raise RuntimeError("no kernel image\nis available")
+        if wrong == "gradient":
+            k = k.detach() + 0.9 * (k - k.detach())
+        return real(q, k, v, left - 1 if wrong == "window" and left > 0 else left)
+
+    monkeypatch.setattr(doctor.flash_attention, "_sdpa", sdpa)
+    expected = {
+        "window": "attention, sdpa, a window of 65: output has a relative square error of",
+        "gradient": "attention, sdpa, no window: grad of k has a relative square error of 1.0e-02",
+        "raises": "attention, sdpa: no kernel image",
+    }
+    assert doctor.attention_problem(DEVICE, "sdpa").startswith(expected[wrong])
+
+
+@pytest.mark.parametrize("native, num_bytes", [(None, 6.5625), ("scaled_mm", 4.5625)])
+def test_a_decode_that_is_not_written_is_not_counted(native, num_bytes, monkeypatch):
+    """FP4 tensor cores read the codes."""
+    use_interpreted_kernels(monkeypatch)
+    from nanochat_fp4.nvfp4 import operands
+
+    monkeypatch.setattr(operands, "native_gemm", lambda device_type: native)
+    monkeypatch.setattr(doctor, "median_ms", lambda function: 1.0)
+    assert doctor.quantize_bandwidth(DEVICE, 32, 128) == pytest.approx(32 * 128 * num_bytes / 1e6)
+
+
 def test_examine_lists_every_problem(monkeypatch):
     inject(monkeypatch, (0,), torch.zeros_like)
     lines = []

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ from nanochat_fp4.hardware import cgroup_quota, get_peak_flops, usable_cpus
         ("NVIDIA A40", 149.7),
         ("NVIDIA RTX A4000", None),
         ("Tesla T4", None),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
+        ("NVIDIA H200 MIG 1g.18gb", None),
         ("", None),
     ],
 )
@@ -73,6 +76,32 @@ def test_quota_of_a_cgroup(tmp_path, monkeypatch, files, quota):
     assert usable_cpus(tmp_path) == (8 if quota is None else max(1, int(quota)))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3}, raising=False)
     assert usable_cpus(tmp_path) == 1
+
+
+def test_memory_that_programs_can_take(tmp_path):
+    assert hardware.available_memory(tmp_path) == 0
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  4 kB\nMemFree:   1 kB\nMemAvailable:    3 kB\n")
+    assert hardware.available_memory(tmp_path) == 3072
+
+
+OLD_WARNING = """
+    Found GPU0 NVIDIA {} which is of cuda capability {}.
+    Minimum and Maximum cuda capability supported by this version of PyTorch is
+    (8.0) - (12.0)
+"""
+NEW_WARNING = "Found GPU0 NVIDIA {} which is of compute capability (CC) {}.\nThe following list shows the CCs"
+
+
+@pytest.mark.parametrize("text", [OLD_WARNING, NEW_WARNING])
+def test_a_gb10_is_not_called_unsupported(text):
+    """And of any other GPU the warning stays."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hardware.ignore_false_warnings()
+        warnings.warn(text.format("GB10", "12.1"), stacklevel=1)
+        warnings.warn(text.format("T4", "7.5"), stacklevel=1)
+    assert len(caught) == 1 and "T4" in str(caught[0].message)
 
 
 def test_threads_of_a_model(monkeypatch):

@@ -209,6 +209,56 @@ def test_environment_without_a_module(environment):
     assert done.returncode == 2 and re.match(r"error: VENV=\S+ lacks: torch .*; install them there", done.stderr)
 
 
+@pytest.mark.parametrize(
+    "gpu, message",
+    [
+        (
+            "570.86, 12.0",
+            "the NVIDIA driver 570.86 is older than 580, and torch for it knows no Blackwell; install",
+        ),
+        ("550.1, 9.0", "the NVIDIA driver 550.1 is older than 580, which torch's default build needs; install a newer"),
+        ("580.65, 12.1", ""),
+        ("NVIDIA X", ""),
+    ],
+)
+def test_a_driver_that_is_too_old(environment, gpu, message):
+    """Said before torch is installed, which would see no GPU."""
+    smi = Path(environment["PATH"].split(":")[0]) / "nvidia-smi"
+    smi.write_text(f'#!/bin/sh\ncase "$1" in -L) echo "GPU 0: X";; *) echo "{gpu}";; esac\n')
+    script = "set -euo pipefail; ROOT=$PWD; source dev/setup.sh; check_driver"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (2 if message else 0) and done.stdout == ""
+    assert done.stderr.startswith(f"error: {message}" if message else "") and done.stderr.count("\n") == bool(message)
+
+
+@pytest.mark.parametrize(
+    "tools, include, plan, message",
+    [
+        ([], "there", "0", "Triton needs a C compiler and there is no gcc; install it"),
+        (["gcc"], "nowhere", "0", "Triton needs Python.h, which "),
+        (["clang"], "there", "0", ""),
+        ([], "nowhere", "1", ""),
+    ],
+)
+def test_no_compiler(environment, tmp_path, tools, include, plan, message):
+    """Triton's own message comes an hour later, after the download."""
+    bin_, headers = tmp_path / "only", tmp_path / include
+    bin_.mkdir()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "Python.h").touch()
+    for name in tools:
+        (bin_ / name).write_text("#!/bin/sh\n")
+        (bin_ / name).chmod(0o755)
+    (bin_ / "sitecustomize.py").write_text(f"import sysconfig\nsysconfig.get_path = lambda name: {str(headers)!r}\n")
+    script = "set -euo pipefail; ROOT=$PWD; source dev/setup.sh; check_compiler"
+    unset = {k: v for k, v in environment.items() if k != "CC"}
+    unset |= {"PATH": str(bin_), "PYTHONPATH": str(bin_), "PY": sys.executable, "PLAN_ONLY": plan}
+    bash = shutil.which("bash")
+    done = subprocess.run([bash, "-c", script], cwd=ROOT, env=unset, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (2 if message else 0), done.stderr
+    assert done.stderr.startswith(f"error: {message}" if message else "")
+
+
 def test_no_python_that_fits(environment, tmp_path):
     clone = tmp_path / "clone"
     for name in ("dev/setup.sh", "requirements.txt", "constraints.txt", "pyproject.toml"):

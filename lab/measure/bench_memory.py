@@ -2,7 +2,7 @@
 
     python -m lab.measure.bench_memory                             # d26, clover; a minute on a laptop, no GPU needed
     python -m lab.measure.bench_memory --depth 20 --methods clover,nvidia
-    python -m lab.measure.bench_memory --write docs/memory.md      # puts the table into the document
+    python -m lab.measure.bench_memory --write docs/results/activations.md    # puts the table into the document
 
 Counted by autograd's saved-tensor hooks, each storage once, under the line of gpt.py that keeps it first. Left out are
 parameters and what does not grow with the tokens (weight codes, rotary tables). Residual stream and products are BF16,

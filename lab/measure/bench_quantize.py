@@ -16,7 +16,8 @@ import torch
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
 from nanochat_fp4 import step_time
-from nanochat_fp4.doctor import copy_bandwidth, kernel_problem, median_ms
+from nanochat_fp4.common import median_ms
+from nanochat_fp4.doctor import copy_bandwidth, kernel_problem
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.nvfp4.quantizers import get_rounding
 from nanochat_fp4.step_time import (

@@ -57,7 +57,7 @@ from lab.measure.bench_step import (
     show_table_7,
     time_by_operation,
 )
-from nanochat_fp4.common import print0
+from nanochat_fp4.common import gpu_memory, print0
 from nanochat_fp4.console import format_bytes
 from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.environment import environment_info
@@ -358,14 +358,13 @@ def set_up_device(args: argparse.Namespace) -> torch.device:
                 f"sizes (see the top of lab/measure/bench_train.py), or predict: --roofline {'|'.join(MACHINES)}"
             )
         return device
-    free, total = torch.cuda.mem_get_info()
+    free, total = gpu_memory()
     args.budget = free
     if args.memory_cap:
         if args.memory_cap > free:
-            raise UserError(
-                f"--memory-cap {format_bytes(args.memory_cap)} is more than the {format_bytes(free)} that are free on "
-                "this GPU; lower it, or leave it out"
-            )
+            wanted = format_bytes(args.memory_cap)
+            print0(f"of --memory-cap {wanted} only {format_bytes(free)} are free: that is the cap")
+            args.memory_cap = free
         torch.cuda.set_per_process_memory_fraction(args.memory_cap / total)
         args.budget = args.memory_cap
     torch.set_float32_matmul_precision("high")
@@ -383,6 +382,7 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     device = set_up_device(args)
+    settings["memory_cap"] = args.memory_cap
     info = environment_info()
     cap = f", at most {format_bytes(args.memory_cap)}" if args.memory_cap else ""
     hardware = f"{info['gpu'] or info['cpu']}{cap}; torch {info['torch']}; {nf.backend()}"

@@ -8,7 +8,6 @@ answers. Order and content are nanochat's, so that a mixture here is the mixture
 import bisect
 import hashlib
 import itertools
-import json
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 from nanochat_fp4.common import announce, get_base_dir, print0
 from nanochat_fp4.data.download import download_file_with_lock
-from nanochat_fp4.data.rows import MissingDataError, load_rows, read_folder, read_lines
+from nanochat_fp4.data.rows import MissingDataError, load_rows, read_folder, read_jsonl, read_lines
 from nanochat_fp4.data.tokenizer import checked_messages
 from nanochat_fp4.errors import UserError, one_line
 
@@ -63,10 +62,7 @@ class Task:
         raise NotImplementedError
 
     def _range(self) -> range:
-        return range(self.start, self.num_examples(), self.step)[: self._slice_length()]
-
-    def _slice_length(self) -> int | None:
-        return None if self.stop is None else -(-(self.stop - self.start) // self.step)
+        return range(self.num_examples())[self.start : self.stop : self.step]
 
     def __len__(self) -> int:
         return len(self._range())
@@ -138,14 +134,10 @@ class CustomJSON(Task):
         super().__init__(**kwargs)
         self.conversations = []
         path = Path(filepath)
-        for number, line in read_lines(path):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as e:
-                raise UserError(f"{path}, line {number}: not JSON ({one_line(e)[:100]}); correct the file") from e
+        for where, row in read_jsonl(path):
             conversation = row if isinstance(row, dict) else {"messages": row}
             if problem := conversation_problem(conversation):
-                raise UserError(f"{path}, line {number}: {problem}; correct the file")
+                raise UserError(f"{path}, {where}: {problem}; correct the file")
             self.conversations.append(conversation["messages"])
         if not self.conversations:
             raise UserError(f"{path} holds no conversation; write one list of messages a line")
@@ -167,21 +159,19 @@ def identity_conversations() -> str:
 
     A file of your own under that name is used as it is. Raises MissingDataError.
     """
+    name = "identity_conversations.jsonl"
+    remedy = f"put a JSONL file of conversations at {os.path.join(get_base_dir(), name)}"
+    return _downloaded(IDENTITY_URL, name, CustomJSON, "the identity conversations", remedy)
+
+
+def _downloaded(url: str, name: str, check: Callable[[str], Any], what: str, remedy: str) -> str:
+    """The path of a small file in the base directory, downloaded if absent. Raises MissingDataError."""
     try:
         return download_file_with_lock(
-            IDENTITY_URL,
-            "identity_conversations.jsonl",
-            deadline=60,
-            timeout=10,
-            attempts=1,
-            limit=64 << 20,
-            postprocess_fn=CustomJSON,
+            url, name, deadline=120, timeout=10, attempts=2, limit=64 << 20, postprocess_fn=check
         )
     except UserError as e:
-        raise MissingDataError(
-            f"the identity conversations cannot be downloaded ({one_line(e)[:150]}); put a JSONL file of conversations "
-            f"at {os.path.join(get_base_dir(), 'identity_conversations.jsonl')}"
-        ) from e
+        raise MissingDataError(f"{what} cannot be downloaded ({one_line(e)[:150]}); {remedy}") from e
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -212,21 +202,8 @@ def load_words(eval_dir: str | os.PathLike | None = None) -> list[str]:
         if not os.path.isfile(path):
             raise MissingDataError(f"{path} is missing; put {WORD_LIST_URL} there, or leave out --eval-dir")
     else:
-        try:
-            path = download_file_with_lock(
-                WORD_LIST_URL,
-                "words_alpha.txt",
-                deadline=120,
-                timeout=10,
-                attempts=2,
-                limit=64 << 20,
-                postprocess_fn=_check_words,
-            )
-        except UserError as e:
-            raise MissingDataError(
-                f"the word list cannot be downloaded ({one_line(e)[:150]}); give a folder that has "
-                "words/words_alpha.txt with --eval-dir"
-            ) from e
+        remedy = "give a folder that has words/words_alpha.txt with --eval-dir"
+        path = _downloaded(WORD_LIST_URL, "words_alpha.txt", _check_words, "the word list", remedy)
     words = [line.strip() for _, line in read_lines(Path(path))]
     if not words:
         raise UserError(f"{path} is empty; get it again from {WORD_LIST_URL}")

@@ -12,24 +12,23 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanochat_fp4.common import mean_over_ranks
 from nanochat_fp4.data.chat_data import Task
-from nanochat_fp4.data.dataloader import RowOrder, lanes_of
+from nanochat_fp4.data.dataloader import Lane, PackedRows, RowOrder, at_least_one, check_position, lanes_of
 from nanochat_fp4.errors import UserError
 
 IGNORE = -1  # target that does not count
 CONTENT_SAMPLES = 256
 
 
-def _check(dataset: Task, **at_least_one: int) -> None:
+def _check(dataset: Task, **sizes: int) -> None:
     if len(dataset) == 0:
         raise UserError("there is no conversation to train on; check the data folders and --allow-missing")
-    for name, value in at_least_one.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+    at_least_one(**sizes)
 
 
 def _tokens(tokenizer: Any, dataset: Task, index: int, max_tokens: int) -> tuple[list[int], list[int]]:
@@ -39,44 +38,34 @@ def _tokens(tokenizer: Any, dataset: Task, index: int, max_tokens: int) -> tuple
         raise UserError(f"conversation {index} of the mixture cannot be used: {e}; correct its source") from e
 
 
-class _Lane:
+class _Lane(Lane):
     """One packer: conversations lane, lane + lanes, ... of the endless repetition of the dataset."""
 
-    def __init__(self, loader: "PackedConversations", lane: int):
-        self.loader, self.next = loader, lane
-        self.buffer: list[tuple[int, list[int]]] = []  # (number, tokens), in order of arrival
-
-    def _read(self, number: int) -> list[int]:
+    def _read(self, number: int) -> None:
         loader = self.loader
-        return _tokens(loader.tokenizer, loader.dataset, number % len(loader.dataset), loader.T)[0]
+        ids, _ = _tokens(loader.tokenizer, loader.dataset, number % len(loader.dataset), loader.T)
+        self.insert(number, 0, np.array(ids, dtype=np.int32))
 
-    def next_row(self) -> tuple[list[int], int]:
-        """(T+1 tokens, conversations that went into them)."""
-        row: list[int] = []
-        used = 0
-        while len(row) < self.loader.T + 1:
-            while len(self.buffer) < self.loader.lane_buffer:
-                self.buffer.append((self.next, self._read(self.next)))
-                self.next += self.loader.lanes
-            room = self.loader.T + 1 - len(row)
-            # The longest that fits, the first of several; if none does, the oldest is cropped.
-            fitting = [i for i, (_, tokens) in enumerate(self.buffer) if len(tokens) <= room]
-            best = max(fitting, key=lambda i: len(self.buffer[i][1])) if fitting else 0
-            row += self.buffer.pop(best)[1][:room]
-            used += 1
-        return row, used
+    def refill(self) -> None:
+        self._read(self.g)
+        self.g += self.loader.lanes
+
+    def cropped(self) -> int:
+        """The oldest, as in nanochat's mid-training."""
+        return min(range(len(self.keys)), key=lambda place: self.keys[place][1])
 
     def state(self) -> dict[str, Any]:
-        return {"next": self.next, "buffer": [number for number, _ in self.buffer]}
+        return {"next": self.g, "buffer": sorted(number for _, number, _ in self.keys)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.next = int(state["next"])
-        self.buffer = [(int(number), self._read(int(number))) for number in state["buffer"]]
+        self.g = int(state["next"])
+        for number in state["buffer"]:
+            self._read(int(number))
 
 
-class PackedConversations:
+class PackedConversations(PackedRows):
     """
-    Endless iterator over (inputs, targets, state). inputs, targets: int64 (B, T). state: resumes after this batch.
+    Packed rows of conversations: (inputs, targets, state). inputs, targets: int64 (B, T).
 
     buffer_size: conversations that a lane holds back to choose from, at most a quarter of its share of the dataset.
         nanochat has 100 for each process.
@@ -101,29 +90,14 @@ class PackedConversations:
         num_rows: int | None = None,
     ):
         _check(dataset, B=B, T=T, buffer_size=buffer_size)
-        self.content = _content(dataset)
-        self.dataset, self.tokenizer, self.B, self.T = dataset, tokenizer, B, T
-        self.device, self.rank, self.world_size = torch.device(device), rank, world_size
-        self.lanes, self.num_rows = lanes_of(state) if lanes is None else lanes, num_rows
-        self.lane_buffer = max(1, min(buffer_size, len(dataset) // (4 * self.lanes)))
-        self.order, self.consumed = RowOrder(B, self.lanes, rank, world_size, micro_batches), 0
-        self.my_lanes = {lane: _Lane(self, lane) for lane in self.order.packed}
+        self.dataset, self.tokenizer, self.content = dataset, tokenizer, _content(dataset)
+        lanes = lanes_of(state) if lanes is None else lanes
+        order = RowOrder(B, lanes, rank, world_size, micro_batches)
+        super().__init__(_Lane, B, T, device, order, num_rows, min(buffer_size, len(dataset) // (4 * lanes)))
         if state is not None:
-            self._restore(state)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-        return self
-
-    def __next__(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        rows = self.order.next_rows(lambda lane: self.my_lanes[lane].next_row())
-        self.consumed += sum(used for _, (_, used) in rows)
-        batch = torch.tensor([tokens for _, (tokens, _) in rows])
-        inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-        if self.num_rows is not None:
-            targets[[k >= self.num_rows for k, _ in rows]] = IGNORE
-        if self.device.type == "cuda":
-            inputs, targets = inputs.pin_memory(), targets.pin_memory()
-        return *(t.to(self.device, non_blocking=True) for t in (inputs, targets)), self.state_dict()
+            check_position(state, self._config())
+            self.restore(state)
+            self.consumed = int(state["consumed"])
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -135,19 +109,8 @@ class PackedConversations:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return self._config() | {
-            **self.order.state(),
-            "consumed": self.consumed,
-            "lane_states": {str(lane): packer.state() for lane, packer in self.my_lanes.items()},
-        }
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        _check_state(state, self._config())
-        if not self.order.restore(state):
-            raise UserError("the data position in the checkpoint is not one of this run; resume from another step")
-        for lane, packer in self.my_lanes.items():
-            packer.restore(state["lane_states"][str(lane)])
-        self.consumed = int(state["consumed"])
+        """As PackedRows', with the conversations in this rank's rows so far."""
+        return super().state_dict() | {"consumed": self.consumed}
 
 
 class ConversationBatches:
@@ -176,7 +139,7 @@ class ConversationBatches:
         self.device, self.rank, self.world_size = torch.device(device), rank, world_size
         self.micro_batch = rank
         if state is not None:
-            _check_state(state, self._config())
+            check_position(state, self._config())
             self.micro_batch = int(state["micro_batch"]) + rank
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
@@ -248,7 +211,7 @@ class Rollouts:
         self.device, self.rank, self.world_size, self.seed = torch.device(device), rank, world_size, seed
         self.number = rank
         if state is not None:
-            _check_state(state, self._config())
+            check_position(state, self._config())
             self.number = int(state["number"]) + rank
         self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
         self.rewards: list[float] = []  # and lengths of answers, in tokens: since numbers() was last called
@@ -306,16 +269,3 @@ def _content(dataset: Task) -> str:
     for conversation in (dataset[i * len(dataset) // samples] for i in range(samples)):
         digest.update(json.dumps(conversation, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
-
-
-def _check_state(state: Any, config: dict[str, Any]) -> None:
-    if not isinstance(state, dict):
-        raise UserError("the data position in the checkpoint is damaged; resume from an older checkpoint")
-    if "content" not in state:  # an older checkpoint
-        config = {k: v for k, v in config.items() if k != "content"}
-    different = [f"{k} was {state.get(k)}, is {v}" for k, v in config.items() if state.get(k) != v]
-    if different:
-        raise UserError(
-            f"the data position does not fit: {'; '.join(different)}; resume with the data and settings that the run "
-            "began with"
-        )

@@ -40,6 +40,12 @@ STATE_VERSION = 1
 DEFAULT_LANES = 8  # 1, 2, 4 or 8 processes share no lane
 MAX_LANES = 1 << 16  # of a state that is believed
 
+REMEDIES = {  # for an entry of a data position that differs
+    "split": "resume the same split",
+    "data": "resume with the shards that the run began with (DATA_DIR, number of downloaded shards)",
+    "T": "resume with the same --max-seq-len",
+}
+
 Row = TypeVar("Row")
 
 
@@ -127,7 +133,7 @@ class RowOrder:
         return True
 
 
-class _Lane:
+class Lane:
     """
     One packer and its stream of documents: row groups lane, lane + lanes, ... of the endless sequence of epochs.
 
@@ -136,44 +142,47 @@ class _Lane:
     in the order in which they came, as a scan in the order of arrival would take them.
     """
 
-    def __init__(self, loader: "BestFitLoader", lane: int):
+    def __init__(self, loader: Any, lane: int):
         self.loader = loader
         self.g, self.i = lane, 0  # the next document to be read
         self.texts: list[str] | None = None  # of row group g; None until it is needed
         self.keys: list[tuple[int, int, int]] = []  # sorted
         self.tokens: list[np.ndarray] = []  # in the order of keys; int32
 
-    def _insert(self, g: int, i: int, tokens: np.ndarray) -> None:
+    def insert(self, g: int, i: int, tokens: np.ndarray) -> None:
         key = (len(tokens), g, i)
         place = bisect.bisect_left(self.keys, key)
         self.keys.insert(place, key)
         self.tokens.insert(place, tokens)
 
-    def _refill(self) -> None:
+    def refill(self) -> None:
         while self.texts is None or self.i >= len(self.texts):
             if self.texts is not None:
                 self.g, self.i = self.g + self.loader.lanes, 0
             self.texts = self.loader.read(self.g)
         batch = self.texts[self.i : self.i + self.loader.refill]
         for offset, tokens in enumerate(self.loader.encode(batch)):
-            self._insert(self.g, self.i + offset, tokens)
+            self.insert(self.g, self.i + offset, tokens)
         self.i += len(batch)
 
-    def next_row(self) -> np.ndarray:
-        """One packed row: int32 (T+1,)."""
+    def cropped(self) -> int:
+        """The place of the document to crop where none fits: the shortest."""
+        return 0
+
+    def next_row(self) -> tuple[np.ndarray, int]:
+        """(one packed row, int32 (T+1,); documents that went into it)."""
         room = self.loader.T + 1
         parts = []
         while room > 0:
             while len(self.keys) < self.loader.lane_buffer:
-                self._refill()
+                self.refill()
             # Documents that fit are those before (room + 1, 0, 0); of the longest of them, take the first to arrive.
             fitting = bisect.bisect_left(self.keys, (room + 1,))
-            place = bisect.bisect_left(self.keys, (self.keys[fitting - 1][0],)) if fitting else 0
+            place = bisect.bisect_left(self.keys, (self.keys[fitting - 1][0],)) if fitting else self.cropped()
             self.keys.pop(place)
-            tokens = self.tokens.pop(place)[:room]  # crops only the shortest document, when none fits
-            parts.append(tokens)
-            room -= len(tokens)
-        return np.concatenate(parts)
+            parts.append(self.tokens.pop(place)[:room])
+            room -= len(parts[-1])
+        return np.concatenate(parts), len(parts)
 
     def state(self) -> dict[str, Any]:
         return {"next": [self.g, self.i], "buffer": sorted([g, i] for _, g, i in self.keys)}
@@ -185,14 +194,96 @@ class _Lane:
             rows = [i for _, i in group]
             texts = self.loader.read(g)
             for i, tokens in zip(rows, self.loader.encode([texts[i] for i in rows])):
-                self._insert(g, i, tokens)
+                self.insert(g, i, tokens)
         if self.i > 0:
             self.texts = self.loader.read(self.g)
 
 
-class BestFitLoader:
+class PackedRows:
     """
-    Endless iterator over (inputs, targets, state); see the top of this file for what holds.
+    Endless iterator over (inputs, targets, state) of the rows that lanes pack. The top of this file has the promises.
+
+    Subclasses define _config(), the values that decide which rows a state means. num_rows: as for BestFitLoader.
+    """
+
+    def __init__(
+        self,
+        lane: type[Lane],
+        B: int,
+        T: int,
+        device: str | torch.device,
+        order: RowOrder,
+        num_rows: int | None,
+        lane_buffer: int,
+    ):
+        self.B, self.T, self.device = B, T, torch.device(device)
+        self.order, self.lanes, self.num_rows, self.lane_buffer = order, order.lanes, num_rows, max(1, lane_buffer)
+        self.my_lanes = {number: lane(self, number) for number in order.packed}
+        self.consumed = 0  # documents in this rank's rows
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
+        return self
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        rows = self.order.next_rows(lambda lane: self.my_lanes[lane].next_row())
+        self.consumed += sum(used for _, (_, used) in rows)
+        batch = torch.from_numpy(np.stack([row for _, (row, _) in rows])).long()
+        inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        if self.num_rows is not None:
+            targets[[k >= self.num_rows for k, _ in rows]] = -1
+        if self.device.type == "cuda":
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
+        return *(t.to(self.device, non_blocking=True) for t in (inputs, targets)), self.state_dict()
+
+    def _config(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the rows still to come depend on (besides the arguments); goes through JSON unchanged."""
+        lane_states = {str(lane): packer.state() for lane, packer in self.my_lanes.items()}
+        config = {key: value for key, value in self._config().items() if value}
+        return config | self.order.state() | {"lane_states": lane_states}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on after the batch that the state came with. The state has passed check_position. Raises UserError."""
+        try:
+            lane_states = state["lane_states"]
+            missing = [str(lane) for lane in self.my_lanes if str(lane) not in lane_states]
+            if not missing and self.order.restore(state):
+                for lane, packer in self.my_lanes.items():
+                    packer.restore(lane_states[str(lane)])
+                return
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as e:
+            raise UserError(
+                f"the data position is damaged ({type(e).__name__}: {one_line(e)[:80]}); resume from an older one"
+            ) from e
+        raise UserError(
+            f"the data position is not that of rank {self.order.rank} of {self.order.world_size} (lanes missing: "
+            f"{', '.join(missing) or 'none'}); resume with the same number of processes, or from the merged states of "
+            "all ranks"
+        )
+
+
+def at_least_one(**sizes: int) -> None:
+    """Raise ValueError for a size below 1."""
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+def check_position(state: Any, config: dict[str, Any]) -> None:
+    """Raise UserError unless `state` is the data position of a loader with this config. Values of 0 may be missing."""
+    if not isinstance(state, dict):
+        raise UserError("the data position in the checkpoint is damaged; resume from an older checkpoint")
+    for key, value in config.items():
+        if state.get(key, 0) != value:
+            remedy = REMEDIES.get(key, "resume with the data and arguments that the run began with")
+            raise UserError(f"the data position does not fit: {key} was {state.get(key)}, is {value}; {remedy}")
+
+
+class BestFitLoader(PackedRows):
+    """
+    Packed rows of a split's documents.
 
     inputs, targets: int64 (B, T) on `device`. Targets are inputs shifted by one. Copies to a GPU do not block.
     state: a dict that goes through JSON. A loader with this `resume_state_dict` yields the batch *after* this one. A
@@ -237,22 +328,11 @@ class BestFitLoader:
     ):
         if not 0 <= data_seed < 2**32:
             raise UserError(f"--seed: the data's {data_seed} is not a number from 0 to {2**32 - 1}")
-        if B < 1 or T < 1 or buffer_size < 1 or tokenizer_batch_size < 1:
-            raise ValueError(
-                f"B={B}, T={T}, buffer_size={buffer_size} and tokenizer_batch_size={tokenizer_batch_size} must be "
-                "at least 1"
-            )
         if rank is None or world_size is None:
             _, rank, _, world_size = get_dist_info()
-        if lanes is None:
-            lanes = lanes_of(resume_state_dict)
-        if lanes < 1:
-            raise ValueError(f"lanes={lanes} must be at least 1")
-        self.tokenizer, self.B, self.T, self.split = tokenizer, B, T, split
-        self.tokenizer_threads, self.refill = tokenizer_threads, tokenizer_batch_size
-        self.device = torch.device(device)
-        self.lanes, self.rank, self.world_size, self.num_rows = lanes, rank, world_size, num_rows
-
+        lanes = lanes_of(resume_state_dict) if lanes is None else lanes
+        at_least_one(B=B, T=T, buffer_size=buffer_size, tokenizer_batch_size=tokenizer_batch_size, lanes=lanes)
+        self.tokenizer, self.split, self.tokenizer_threads = tokenizer, split, tokenizer_threads
         self.shards = open_shards(split, data_dir, text_column)
         self.content = [shard_digest(shard.path) for shard in self.shards]
         self.shuffled = ShuffledDocuments(self.shards, self.content, data_seed) if shuffle_documents else None
@@ -265,14 +345,12 @@ class BestFitLoader:
             self.row_groups = [self.row_groups[k] for k in self._shuffled(0, len(self.row_groups))]
         self.fingerprint = _split_fingerprint(self.shards)
         share = sum(shard.num_rows for shard in self.shards) // lanes
-        self.lane_buffer = max(1, min(-(-buffer_size // lanes), share // 4))
-        self.refill = max(1, min(self.refill, self.lane_buffer))
-
         self.bos = tokenizer.get_bos_token_id()
-        self.order = RowOrder(B, lanes, rank, world_size, micro_batches)
-        self.my_lanes = {lane: _Lane(self, lane) for lane in self.order.packed}
+        order = RowOrder(B, lanes, rank, world_size, micro_batches)
+        super().__init__(Lane, B, T, device, order, num_rows, min(-(-buffer_size // lanes), share // 4))
+        self.refill = min(tokenizer_batch_size, self.lane_buffer)
         if resume_state_dict is not None:
-            self._restore(resume_state_dict)
+            self._resume(resume_state_dict)
 
     def read(self, g: int) -> list[str]:
         """The documents of row group g of the endless sequence."""
@@ -290,24 +368,7 @@ class BestFitLoader:
         rows = self.tokenizer.encode(texts, prepend=self.bos, num_threads=self.tokenizer_threads)
         return [np.array(row, dtype=np.int32) for row in rows]
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
-        return self
-
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        pinned = self.device.type == "cuda"
-        inputs = torch.empty(self.B, self.T, dtype=torch.long, pin_memory=pinned)
-        targets = torch.empty(self.B, self.T, dtype=torch.long, pin_memory=pinned)
-        for b, (k, tokens) in enumerate(self.order.next_rows(lambda lane: self.my_lanes[lane].next_row())):
-            row = torch.from_numpy(tokens)
-            inputs[b], targets[b] = row[:-1], row[1:]
-            if self.num_rows is not None and k >= self.num_rows:
-                targets[b] = -1
-        inputs = inputs.to(self.device, non_blocking=pinned)
-        targets = targets.to(self.device, non_blocking=pinned)
-        return inputs, targets, self.state_dict()
-
     def _config(self) -> dict[str, Any]:
-        """Values that decide which rows a state means."""
         return {
             "version": STATE_VERSION,
             "split": self.split,
@@ -316,50 +377,25 @@ class BestFitLoader:
             "lanes": self.lanes,
             "lane_buffer": self.lane_buffer,
             "refill": self.refill,
-            **({"data_seed": self.data_seed} if self.data_seed else {}),
-            **({"shuffle_documents": True} if self.shuffled else {}),
+            "data_seed": self.data_seed,
+            "shuffle_documents": self.shuffled is not None,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the rows still to come depend on (besides the arguments); goes through JSON unchanged."""
+        """As PackedRows', with the contents of the shards and the place that this rank has read to."""
         begun = [lane.g for lane in self.my_lanes.values() if lane.i > 0] or [0]
         epoch, position = divmod(min(begun), len(self.row_groups))
-        pq_idx, rg_idx = self.row_groups[position]
-        return self._config() | {
-            "content": self.content,
-            **self.order.state(),
-            "lane_states": {str(lane): packer.state() for lane, packer in self.my_lanes.items()},
-            "epoch": 1 + epoch,
-            "pq_idx": pq_idx,
-            "rg_idx": rg_idx,
-        }
+        place = dict(zip(("pq_idx", "rg_idx"), self.row_groups[position]))
+        return super().state_dict() | {"content": self.content, "epoch": 1 + epoch, **place}
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _resume(self, state: dict[str, Any]) -> None:
         if not isinstance(state, dict) or state.get("version") != STATE_VERSION or "lane_states" not in state:
             raise UserError(
                 "the data position in the checkpoint was not written by this loader; start a new run, or load only the "
                 "weights"
             )
-        remedies = {
-            "split": "resume the same split",
-            "data": "resume with the shards that the run began with (DATA_DIR, number of downloaded shards)",
-            "T": "resume with the same --max-seq-len",
-        }
-        if state.get("data_seed", 0) != self.data_seed:
-            raise UserError(
-                f"the data position has the data's seed {state.get('data_seed', 0)} (--seed) and this run has "
-                f"{self.data_seed}; resume with the data seed that the run began with"
-            )
-        if state.get("shuffle_documents", False) != (self.shuffled is not None):
-            raise UserError(
-                f"the data position is one {'without' if self.shuffled else 'of'} shuffle-documents (--runtime); "
-                "resume with the order that the run began with"
-            )
-        for key, value in self._config().items():
-            if state.get(key) != value:
-                remedy = remedies.get(key, "resume with the arguments that the run began with")
-                raise UserError(f"the data position does not fit: {key} was {state.get(key)}, is {value}; {remedy}")
-        content = state.get("content", self.content)  # older checkpoints do not have it
+        check_position(state, self._config())
+        content = state.get("content")
         if not isinstance(content, list) or len(content) != len(self.content):
             raise UserError("the data position is damaged (content); resume from an older one")
         if content != self.content:
@@ -369,22 +405,7 @@ class BestFitLoader:
                 f"{f'and {len(changed) - 1} more shard(s) ' * (len(changed) > 1)}is not the one that the run has been "
                 "trained on; put the old file back, or start a new run"
             )
-        try:
-            lane_states = state["lane_states"]
-            missing = [str(lane) for lane in self.my_lanes if str(lane) not in lane_states]
-            if not missing and self.order.restore(state):
-                for lane, packer in self.my_lanes.items():
-                    packer.restore(lane_states[str(lane)])
-                return
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as e:
-            raise UserError(
-                f"the data position is damaged ({type(e).__name__}: {one_line(e)[:80]}); resume from an older one"
-            ) from e
-        raise UserError(
-            f"the data position is not that of rank {self.rank} of {self.world_size} (lanes missing: "
-            f"{', '.join(missing) or 'none'}); resume with the same number of processes, or from the merged states of "
-            "all ranks"
-        )
+        self.restore(state)
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import argparse
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -266,15 +266,6 @@ def add_data_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-def corpus_size(shards: Iterable[Shard]) -> str:
-    """'3 shards, 24 row groups, 2,345 documents': for the log."""
-    shards = list(shards)
-    return (
-        f"{len(shards)} shards, {sum(s.num_row_groups for s in shards)} row groups, "
-        f"{sum(s.num_rows for s in shards):,} documents"
-    )
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description="Download, build or check the training text")
     parser.add_argument("-n", "--num-files", type=int, default=-1, help="number of shards to download (-1 = all 1823)")
@@ -307,7 +298,9 @@ def main(argv: list[str] | None = None) -> None:
             print0("Note: training needs at least 2 shards, the last being the validation split")
             return
     for split in ("train", "val"):
-        print0(f"{folder}: {split}: {corpus_size(open_shards(split, folder, args.text_column))}")
+        shards = open_shards(split, folder, args.text_column)
+        groups, documents = sum(s.num_row_groups for s in shards), sum(s.num_rows for s in shards)
+        print0(f"{folder}: {split}: {len(shards)} shards, {groups} row groups, {documents:,} documents")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def read_rows(path: str | os.PathLike, check: Check | None = None) -> list[dict[
     """The rows of one .jsonl, .jsonl.gz or .parquet file. Raises UserError that names the file and the line."""
     path = Path(path)
     rows = []
-    for where, row in _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path):
+    for where, row in _read_parquet(path) if path.suffix == ".parquet" else read_jsonl(path):
         if not isinstance(row, dict):
             raise UserError(f"{path}, {where}: expected an object with fields, found {type(row).__name__}; correct it")
         if check is not None and (problem := _checked(check, row)):
@@ -136,7 +136,8 @@ def read_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, str]]:
         raise UserError(f"{path} cannot be read past line {number} ({one_line(e)[:100]}); copy it again") from e
 
 
-def _read_jsonl(path: Path):
+def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    """("line 3", value) of each line of a file of JSON lines. Raises UserError."""
     for number, line in read_lines(path):
         try:
             yield f"line {number}", json.loads(line)

@@ -190,12 +190,12 @@ class RustBPETokenizer:
     def save(self, tokenizer_dir: str | os.PathLike) -> None:
         """Write tokenizer.json into the folder (created), all or nothing."""
         os.makedirs(tokenizer_dir, exist_ok=True)
-        pattern, tokens, special_tokens = self._parts()
+        tokens = self._tokens()
         data = {
             "format": FORMAT,
-            "sha256": _digest(pattern, tokens, special_tokens, self.markers),
-            "pattern": pattern,
-            "special_tokens": special_tokens,
+            "sha256": self._sha256(),
+            "pattern": self.enc._pat_str,
+            "special_tokens": self.enc._special_tokens,
             **({"markers": self.markers} if self.markers else {}),
             "tokens": [base64.b64encode(token).decode("ascii") for token in tokens],  # the rank is the place
         }
@@ -203,19 +203,17 @@ class RustBPETokenizer:
         atomic_write(path, json.dumps(data, indent=0) + "\n")
         print0(f"Saved tokenizer to {path}")
 
-    def _parts(self) -> tuple[str, list[bytes], dict[str, int]]:
-        """(split pattern, token bytes by rank, special tokens) of the Encoding."""
-        enc = self.enc
-        tokens = sorted(enc._mergeable_ranks, key=enc._mergeable_ranks.__getitem__)
-        if [enc._mergeable_ranks[token] for token in tokens] != list(range(len(tokens))):
-            raise ValueError(f"the ranks of {enc.name} have gaps; only tokenizers trained here can be saved")
-        return enc._pat_str, tokens, dict(enc._special_tokens)
+    def _tokens(self) -> list[bytes]:
+        """Token bytes by rank."""
+        ranks = self.enc._mergeable_ranks
+        return sorted(ranks, key=ranks.__getitem__)
+
+    def _sha256(self) -> str:
+        return _digest(self.enc._pat_str, self._tokens(), self.enc._special_tokens, self.markers)
 
     def fingerprint(self) -> str:
         """16 hex digits that name this tokenizer; two tokenizers share them only where every text gets the same ids."""
-        ranks = self.enc._mergeable_ranks
-        tokens = sorted(ranks, key=ranks.__getitem__)
-        return _digest(self.enc._pat_str, tokens, dict(self.enc._special_tokens), self.markers)[:16]
+        return self._sha256()[:16]
 
     @classmethod
     def from_pretrained(cls, tiktoken_name: str, deadline: float = 60.0) -> "RustBPETokenizer":
@@ -241,9 +239,6 @@ class RustBPETokenizer:
 
     def get_special_tokens(self) -> set[str]:
         return self.enc.special_tokens_set
-
-    def id_to_token(self, id: int) -> str:  # noqa: A002 (nanochat's name)
-        return self.enc.decode([id])
 
     def _encode_special(self, text: str) -> int:
         if text not in self.enc.special_tokens_set:
@@ -359,16 +354,6 @@ class RustBPETokenizer:
             raise ValueError("the last message must be from the assistant; it is the one to be completed")
         ids, _ = self._render(messages[:-1], max_tokens)
         return ids + self.encode_marker("<|assistant_start|>")
-
-    def visualize_tokenization(self, ids: list[int], mask: list[int], with_token_id: bool = False) -> str:
-        """The tokens with | between them, green where the mask is 1 and red where it is 0, for a terminal."""
-        red, green, gray, reset = "\033[91m", "\033[92m", "\033[90m", "\033[0m"
-        parts = []
-        for token, learn in zip(ids, mask):
-            parts.append(f"{green if learn else red}{self.decode([token])}{reset}")
-            if with_token_id:
-                parts.append(f"{gray}({token}){reset}")
-        return "|".join(parts)
 
 
 def checked_messages(conversation: Any, answered: bool = False) -> list[dict]:

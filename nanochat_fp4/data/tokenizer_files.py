@@ -80,13 +80,15 @@ def special_tokens(tokenizer: RustBPETokenizer) -> dict[str, int]:
     return dict(sorted(tokenizer.enc._special_tokens.items(), key=lambda item: item[1]))
 
 
+_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
 def tokenizer_json(tokenizer: RustBPETokenizer) -> dict[str, Any]:
     """tokenizer.json: the tokenizers library's description of this tokenizer."""
     tokens, pairs = vocabulary(tokenizer)
     bos, bos_id = "<|bos|>", tokenizer.get_bos_token_id()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": tokenizer.enc._pat_str}, "behavior": "Isolated", "invert": False}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     piece = {"SpecialToken": {"id": bos, "type_id": 0}}
     text = {"Sequence": {"id": "A", "type_id": 0}}
     more = {"Sequence": {"id": "B", "type_id": 0}}
@@ -94,7 +96,7 @@ def tokenizer_json(tokenizer: RustBPETokenizer) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": i, "content": name, **flags} for name, i in special_tokens(tokenizer).items()],
+        "added_tokens": [{"id": i, "content": name, **_FLAGS} for name, i in special_tokens(tokenizer).items()],
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Sequence",
@@ -138,15 +140,7 @@ def tokenizer_config(tokenizer: RustBPETokenizer, chat: bool, model_max_length: 
         "clean_up_tokenization_spaces": False,
         "model_max_length": model_max_length,
         "added_tokens_decoder": {
-            str(i): {
-                "content": name,
-                "lstrip": False,
-                "normalized": False,
-                "rstrip": False,
-                "single_word": False,
-                "special": True,
-            }
-            for name, i in special_tokens(tokenizer).items()
-        },  # fmt: skip
+            str(i): dict(sorted({"content": name, **_FLAGS}.items())) for name, i in special_tokens(tokenizer).items()
+        },
     }
     return config | ({"chat_template": chat_template(tokenizer)} if chat else {})

@@ -3,13 +3,13 @@ Sandboxed execution of Python code that a language model wrote (HumanEval).
 
 `execute_code` runs a program in a process of its own. A second process, the judge, tests the program's function.
 The program reaches neither the tests nor the verdict: arguments and results pass between the two as plain values.
-GUARANTEES lists the promises and who keeps each of them. docs/reliability.md has the same table with the tests.
+GUARANTEES lists the promises and who keeps each of them. docs/sandbox.md has the same table with the tests.
 
 - namespaces: own mount, process, network and IPC namespaces. The root folder lies in memory, with Python's folders
   read-only. The program is user `nobody` without capabilities. Process 1 ends all others when it ends. Needs Linux 5.12
   and either root or unprivileged user namespaces.
 - landlock (Linux 5.13): for containers, which usually refuse namespaces. Always with seccomp.
-- seccomp (x86_64 and aarch64): a list of allowed system calls. Added to both of the above wherever it is available.
+- seccomp (x86_64 and aarch64): a list of allowed system calls. Always with both of the above.
 - audit: Python's hooks, used only without namespaces and landlock (old kernels, macOS). They stop careless code but no
   attack on the interpreter. Run such code in a container or a virtual machine.
 
@@ -42,35 +42,34 @@ SETUP_SECONDS = 30.0  # The limit for setting up in sandbox/__main__.py. The dea
 GRACE_SECONDS = 5.0  # A supervisor that has not reported this long after its deadline is killed.
 CLEANING_SECONDS = 5.0  # After this a supervisor that removes files goes on in the background.
 
-# Strongest first. Each is tried with seccomp added and then without, but landlock is never used alone.
+# Strongest first. A machine of x86_64 or aarch64 without seccomp is not known, so namespaces are not tried alone.
 _LAYER_SETS = (
     ("namespaces", "seccomp"),
     ("landlock", "seccomp"),
-    ("namespaces",),
     ("seccomp", "audit"),
     ("audit",),
 )
 
 
-# The keepers of each promise: namespaces + seccomp, landlock + seccomp, namespaces alone, neither.
+# The keepers of each promise: namespaces + seccomp, landlock + seccomp, neither.
 # "kernel" and "supervisor" hold whatever the code does. "hooks" (Python's) hold until the code attacks the interpreter.
 GUARANTEES = {
-    "the deadline; what it writes as a result or prints is never an error of the evaluation": ("supervisor",) * 4,
-    "processor seconds, open files, size of a file, address space (the last on Linux)": ("kernel",) * 4,
-    "a program reaches neither the tests that judge it nor the verdict": ("kernel", "kernel", "kernel", "hooks"),
-    "no memory beside it: memfds, files in flight, large pipes, locks": ("kernel", "kernel", "no", "no"),
-    "number and size of all files together": ("kernel", "supervisor", "kernel", "supervisor"),
-    "number of threads": ("kernel", "supervisor", "kernel", "supervisor"),
-    "no file outside its folder is changed": ("kernel", "kernel", "kernel", "hooks"),
-    "no file outside is read but Python's own": ("kernel", "kernel", "kernel", "no"),
-    "names, sizes and owners of files and processes are not seen": ("kernel", "no", "kernel", "no"),
-    "no network, no socket of another process": ("kernel", "kernel", "kernel", "hooks"),
-    "no signal to another process, by kill() or by descriptor": ("kernel", "kernel", "kernel", "hooks"),
-    "no process or program is started": ("kernel", "kernel", "no", "hooks"),
-    "nothing runs on when it is over or the trainer is killed": ("kernel", "kernel", "kernel", "hooks"),
-    "no capabilities and no way back to them": ("kernel", "kernel", "kernel", "no"),
-    "no system call but those a program needs; no foreign ABI": ("kernel", "kernel", "no", "no"),
-    "no inherited environment and files; its folder is empty and goes": ("supervisor",) * 4,
+    "the deadline; what it writes as a result or prints is never an error of the evaluation": ("supervisor",) * 3,
+    "processor seconds, open files, size of a file, address space (the last on Linux)": ("kernel",) * 3,
+    "a program reaches neither the tests that judge it nor the verdict": ("kernel", "kernel", "hooks"),
+    "no memory beside it: memfds, files in flight, large pipes, locks": ("kernel", "kernel", "no"),
+    "number and size of all files together": ("kernel", "supervisor", "supervisor"),
+    "number of threads": ("kernel", "supervisor", "supervisor"),
+    "no file outside its folder is changed": ("kernel", "kernel", "hooks"),
+    "no file outside is read but Python's own": ("kernel", "kernel", "no"),
+    "names, sizes and owners of files and processes are not seen": ("kernel", "no", "no"),
+    "no network, no socket of another process": ("kernel", "kernel", "hooks"),
+    "no signal to another process, by kill() or by descriptor": ("kernel", "kernel", "hooks"),
+    "no process or program is started": ("kernel", "kernel", "hooks"),
+    "nothing runs on when it is over or the trainer is killed": ("kernel", "kernel", "hooks"),
+    "no capabilities and no way back to them": ("kernel", "kernel", "no"),
+    "no system call but those a program needs; no foreign ABI": ("kernel", "kernel", "no"),
+    "no inherited environment and files; its folder is empty and goes": ("supervisor",) * 3,
 }
 
 _cleaning: list[subprocess.Popen] = []  # supervisors that still remove files
@@ -135,10 +134,7 @@ def sandbox_layers() -> tuple[str, ...]:
 
 def missing_guarantees(layers: tuple[str, ...]) -> list[str]:
     """The promises of GUARANTEES that neither the kernel nor the supervisor keeps with these layers."""
-    if "namespaces" in layers:
-        column = 0 if "seccomp" in layers else 2
-    else:
-        column = 1 if "landlock" in layers else 3
+    column = 0 if "namespaces" in layers else 1 if "landlock" in layers else 2
     return [promise for promise, kept_by in GUARANTEES.items() if kept_by[column] in ("no", "hooks")]
 
 

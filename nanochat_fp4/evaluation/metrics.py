@@ -9,18 +9,9 @@ from nanochat_fp4.console import logger
 from nanochat_fp4.errors import one_line
 from nanochat_fp4.files import atomic_write
 
-# Names in records of earlier versions -> names now. The new names are W&B's, without the event before the "/".
-_OLD_NAMES = {
-    "train": {"seconds": "dt", "lr_multiplier": "lrm", "tokens_per_second": "tok_per_sec"},
-    "val": {"val_bpb": "bpb", "val_loss": "loss"},
-}
-
 
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl. Names of earlier versions are replaced by today's.
-
-    Lines that are no record are skipped. A killed process may leave half a line at the end.
-    """
+    """The records of a metrics.jsonl. Lines that are no record are skipped: a killed process may leave half a line."""
     records = []
     with open(path, "rb") as f:
         for line in f:
@@ -29,9 +20,7 @@ def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
             except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
-                event = record.get("event")
-                names = _OLD_NAMES.get(event, {}) if isinstance(event, str) else {}
-                records.append({names.get(key, key): value for key, value in record.items()})
+                records.append(record)
     return records
 
 

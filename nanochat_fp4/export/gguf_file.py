@@ -159,22 +159,15 @@ def names(about: Description) -> dict[str, str]:
     return found
 
 
-def rows(about: Description, name: str, tensor: Tensor) -> Tensor:
-    """A tensor with the rows of our module `name`, in llama.cpp's order."""
+def rows(about: Description, name: str, tensor: Tensor, back: bool = False) -> Tensor:
+    """A tensor with the rows of our module `name`, in llama.cpp's order; back: the inverse."""
     half = about.swapped.get(name)
     if not half:
         return tensor
     data = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    return data.unflatten(0, (-1, 2, half)).flip(1).transpose(1, 2).flatten(0, 2).view(tensor.dtype)
-
-
-def rows_back(about: Description, name: str, tensor: Tensor) -> Tensor:
-    """The inverse of rows."""
-    half = about.swapped.get(name)
-    if not half:
-        return tensor
-    data = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    return data.unflatten(0, (-1, half, 2)).transpose(1, 2).flip(1).flatten(0, 2).view(tensor.dtype)
+    halves = data.unflatten(0, (-1, half, 2)).transpose(1, 2) if back else data.unflatten(0, (-1, 2, half))
+    moved = halves.flip(1) if back else halves.flip(1).transpose(1, 2)
+    return moved.flatten(0, 2).view(tensor.dtype)
 
 
 def write(

@@ -250,7 +250,7 @@ def _read_gguf(
             except (NotImplementedError, ValueError) as e:
                 raise UserError(f"{path}: {key} is {tensor.tensor_type.name}, which gguf cannot decode") from e
             _check_tensor(path, key, value, shape)
-            plain[f"{name}.weight"] = gguf_file.rows_back(about, name, value)
+            plain[f"{name}.weight"] = gguf_file.rows(about, name, value, back=True)
             continue
         scale = torch.ones(())
         if f"{theirs}.scale" in read:
@@ -260,6 +260,6 @@ def _read_gguf(
         t = gguf_file.unpack_blocks(torch.tensor(tensor.data), scale)
         _check_codes(path, key, t, shape)
         weights.tensors[name] = NVFP4Tensor(
-            gguf_file.rows_back(about, name, t.codes), gguf_file.rows_back(about, name, t.scales), scale
+            gguf_file.rows(about, name, t.codes, back=True), gguf_file.rows(about, name, t.scales, back=True), scale
         )
     return plain, weights

@@ -142,7 +142,7 @@ def gguf(folder: Path, about: Description, weights: Weights) -> str:
             codes = dequantize(gguf_file.pack_blocks(NVFP4Tensor(mine.codes, one, scale)).numpy(), nvfp4)
             values = torch.tensor(dequantize(blocks.numpy(), nvfp4)) * scale
             each = (mine.codes, torch.tensor(codes), mine.scales, values, values.bfloat16())
-            yield ours, *(gguf_file.rows_back(about, ours, t) for t in each)
+            yield ours, *(gguf_file.rows(about, ours, t, back=True) for t in each)
 
     weights = Weights({ours: weights.tensors[ours] for ours in written})
     return f"{', '.join(versions)}: {_compare(found(), weights)}"

@@ -291,39 +291,24 @@ def make_server(app: FastAPI, host: str = "127.0.0.1", port: int = 0, limits: Li
         uvicorn.Config(
             app, host, port, http=Connection, ws="none", limit_concurrency=limits.connections,
             timeout_keep_alive=limits.seconds, backlog=max(1, limits.connections // 2), timeout_graceful_shutdown=2,
-            log_config=None, log_level="warning", access_log=False,
+            log_config=None, log_level="error", access_log=False,
         )
     )  # fmt: skip
 
 
-class OncePerMinute(logging.Filter):
-    """Makes each record one line. One record a minute passes for each message, with the number of its repeats."""
+class OneLine(logging.Formatter):
+    """A record as one line, with its exception's."""
 
-    def __init__(self, clock: Any = time.monotonic):
-        super().__init__()
-        self.clock = clock
-        self.said: dict[tuple[str, type], tuple[float, int]] = {}  # when a message passed, and how many were left out
-
-    def filter(self, record: logging.LogRecord) -> bool:
+    def format(self, record: logging.LogRecord) -> str:
         error = record.exc_info[1] if record.exc_info else None
-        key = str(record.msg).partition("\n")[0], type(error)
-        now = self.clock()
-        since, left_out = self.said.get(key, (now - 61, 0))
-        if now - since < 60:
-            self.said[key] = since, left_out + 1
-            return False
-        self.said[key] = now, 0
-        text = one_line(record.getMessage()) + (f": {type(error).__name__}: {one_line(error)}" if error else "")
-        record.msg = text + (f" ({left_out} more like this before)" if left_out else "")
-        record.args, record.exc_info, record.exc_text = (), None, None
-        return True
+        said = one_line(record.getMessage()) + (f": {type(error).__name__}: {one_line(error)}" if error else "")
+        return f"{self.formatTime(record)} {said}"
 
 
 def log_briefly() -> None:
-    """Sends warnings of the server, asyncio and the worker to stderr through OncePerMinute."""
+    """Sends errors of the server, asyncio and the worker to stderr, one line each."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    handler.addFilter(OncePerMinute())
+    handler.setFormatter(OneLine())
     for name in ("uvicorn.error", "asyncio", "nanochat_fp4.generation.worker"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

@@ -6,8 +6,10 @@ Causal attention with a sliding window: one signature (FlashAttention-3's) over 
     flex   torch's FlexAttention: sliding windows on other GPUs, inside torch.compile (outside it is not fused)
     sdpa   torch's scaled_dot_product_attention: everywhere; a window needs an explicit mask there
 
-The fastest one that can do a call is chosen for that call. NANOCHAT_ATTENTION=fa3|flash|flex|sdpa, or `use(...)` in a
-test, forces one; a forced backend that cannot run raises instead of falling back.
+The fastest one that can do a call is chosen for that call. For windows on a GPU without FlashAttention-3 the others are
+timed once, at the model's shape: PyTorch's flash kernel has a third of cuDNN's rate on a B200.
+NANOCHAT_ATTENTION=fa3|flash|flex|sdpa, or `use(...)` in a test, forces one; a forced backend that cannot run raises
+instead of falling back.
 
 A window is FlashAttention's (left, right). Position i sees the left + 1 keys i - left .. i; left < 0 is no limit.
 """
@@ -22,11 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat_fp4.common import print0
+from nanochat_fp4.common import is_ddp_initialized, median_ms, print0
 from nanochat_fp4.errors import one_line
 from nanochat_fp4.nvfp4.dispatch import constant_when_compiled
 
 BACKENDS = ("fa3", "flash", "flex", "sdpa")
+MOST_TOKENS = 65535  # at once on sm_12x: from 65,536 on SDPA gave NaN on an RTX PRO 6000 (pytorch#171389)
+TIMED_ROWS = 4  # of a micro-batch, when backends are timed
+CLEARLY = 1.25  # Another backend takes over from this ratio on. Noise must not change the choice of a resumed run.
 FA3_REPOSITORY = "varunneal/flash-attention-3"  # nanochat's choice on Hopper
 
 _NOT_TRIED = "it is looked for only when a model is set up on a CUDA device"
@@ -34,6 +39,7 @@ _NOT_TRIED = "it is looked for only when a model is set up on a CUDA device"
 _fa3: ModuleType | None = None
 _fa3_reason: str | None = _NOT_TRIED
 _forced: str | None = None
+_fastest: str | None = None  # of the backends that were timed for windows; None: not timed
 _announced: set[str] = set()
 
 try:
@@ -117,27 +123,65 @@ def use(backend: str | None) -> Iterator[None]:
         _force(before)
 
 
-def setup(device_type: str, windowed: bool = False) -> str:
+def setup(device_type: str, windowed: bool = False, shape: tuple[int, int, int, int, int] | None = None) -> str:
     """
     Load FlashAttention-3, read NANOCHAT_ATTENTION, and print one line that names the backend and its cost, once.
 
     The model calls setup in init_weights, because compiled code can neither load nor print. `windowed`: the model has
-    sliding windows. Returns the line. Raises ValueError for a forced backend that cannot run.
+    sliding windows. `shape`: (T, H, H_kv, D, left) of these, for which backends are timed. Returns the line. Raises
+    ValueError for a forced backend that cannot run.
     """
-    global _fa3, _fa3_reason
+    global _fa3, _fa3_reason, _fastest
     wanted = os.environ.get("NANOCHAT_ATTENTION") or None
     if device_type == "cuda" and wanted in (None, "fa3") and _fa3_reason == _NOT_TRIED:
         _fa3, _fa3_reason = _load_fa3()
     if wanted is not None:
         _force(wanted)
-    line = _describe(device_type, windowed)
+    times: dict[str, float] = {}
+    timed = device_type == "cuda" and windowed and shape is not None and _fa3 is None and _forced is None
+    if timed and not torch.are_deterministic_algorithms_enabled():
+        times = time_windows(*shape)
+        _fastest = _clearly_fastest(times)
+    line = _describe(device_type, windowed, times)
     if line not in _announced:
         _announced.add(line)
         print0(line)
     return line
 
 
-def _describe(device_type: str, windowed: bool) -> str:
+@functools.cache
+def time_windows(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[str, float]:
+    """Milliseconds of a windowed layer, forward and backward in BF16, by backend; of those that run here, the same on
+    all ranks. FlexAttention is timed compiled. torch's generators stay as they were."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(TIMED_ROWS, length, h, dim, device="cuda", generator=generator).bfloat16().requires_grad_()
+        for h in (heads, kv_heads, kv_heads, heads)
+    )
+    times = {}
+    for name, function in (("flash", _flash), ("flex", torch.compile(_flex, dynamic=False)), ("sdpa", _sdpa)):
+
+        def step(function=function) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(function(q, k, v, left), (q, k, v), grad)
+
+        if available(name):
+            with torch.enable_grad(), contextlib.suppress(Exception):  # a backend that fails is not chosen
+                times[name] = median_ms(step, repeats=10)
+    torch.cuda.empty_cache()
+    if is_ddp_initialized():
+        first = [times]
+        torch.distributed.broadcast_object_list(first)
+        (times,) = first
+    return times
+
+
+def _clearly_fastest(times: dict[str, float]) -> str | None:
+    """The backend to take: the default (the first) unless another one is clearly faster."""
+    default, best = next(iter(times), None), min(times, key=times.__getitem__, default=None)
+    return best if default and times[default] >= CLEARLY * times[best] else default
+
+
+def _describe(device_type: str, windowed: bool, times: dict[str, float]) -> str:
     masked = "SDPA, sliding windows by a T x T mask: a windowed layer costs as much as a full one, and no flash kernel"
     if _forced is not None:
         return f"attention: {_forced}, as asked for"
@@ -147,6 +191,9 @@ def _describe(device_type: str, windowed: bool) -> str:
         return "attention: FlashAttention-3"
     if not windowed:
         return f"attention: SDPA (FlashAttention-3: {_fa3_reason})"
+    if times:
+        found = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
+        return f"attention: {_fastest} for sliding windows ({found}), SDPA for full context"
     if _flash_reason() is None:
         line = "attention: PyTorch's flash kernel for sliding windows, SDPA for full context"
         return f"{line} (FlashAttention-3: {_fa3_reason})"
@@ -212,11 +259,20 @@ def _choose(q: Tensor, left: int) -> str:
         if _fa3 is not None and half:
             return "fa3"
         if 0 <= left < q.size(1) - 1:
-            if half and width % 8 == 0 and width <= 256 and _has_flash():
+            flash = half and width % 8 == 0 and width <= 256 and _has_flash()
+            flex = _flex_reason is None and torch.compiler.is_compiling()
+            if _fastest == "sdpa" or (flex and _fastest == "flex"):
+                return _fastest
+            if flash:
                 return "flash"
-            if _flex_reason is None and torch.compiler.is_compiling():
+            if flex:
                 return "flex"
     return "sdpa"
+
+
+@constant_when_compiled
+def _limits_tokens(device_type: str) -> bool:
+    return device_type == "cuda" and torch.cuda.get_device_capability()[0] == 12
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -234,6 +290,12 @@ def flash_attn_func(
     """
     if not causal:
         raise ValueError("only causal attention is supported; pass causal=True")
+    if q.size(0) * q.size(1) > MOST_TOKENS and _limits_tokens(q.device.type):
+        rows = MOST_TOKENS // q.size(1)
+        if rows == 0:
+            raise ValueError(f"a row has {q.size(1)} tokens, this GPU's attention takes {MOST_TOKENS}; shorten it")
+        parts = zip(q.split(rows), k.split(rows), v.split(rows))
+        return torch.cat([flash_attn_func(*part, window_size=window_size) for part in parts])
     backend = _choose(q, window_size[0])
     if backend == "fa3":
         return _fa3.flash_attn_func(q, k, v, causal=True, window_size=window_size)

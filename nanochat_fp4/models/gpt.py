@@ -403,7 +403,10 @@ class GPT(nn.Module):
             self.transformer.wte.to(dtype=torch.bfloat16)  # halves the largest table; the optimizer takes BF16
         if device_type != "meta":
             longest = self.config.sequence_len
-            flash_attention.setup(device_type, windowed=any(0 <= left < longest for left, _ in self.window_sizes))
+            attention = self.transformer.h[0].attn
+            left = min(left for left, _ in self.window_sizes)
+            shape = longest, attention.n_head, attention.n_kv_head, attention.head_dim, left
+            flash_attention.setup(device_type, 0 <= left < longest - 1, shape)
 
     def _precompute_rotary_embeddings(
         self, seq_len: int, head_dim: int, base: float = ROTARY_BASE, device: torch.device | None = None

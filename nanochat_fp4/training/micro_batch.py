@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanochat_fp4.common import is_ddp_initialized, preserved_rng
+from nanochat_fp4.common import gpu_memory, is_ddp_initialized, preserved_rng
 from nanochat_fp4.console import format_bytes
 from nanochat_fp4.errors import UserError, is_out_of_memory
 from nanochat_fp4.hardware import physical_memory
@@ -113,7 +113,7 @@ def auto_device_batch_size(
     """
     device, config = model.get_device(), model.config
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = gpu_memory(device)
         taken_by_others = total - free - torch.cuda.memory_reserved(device)
         budget = int(0.94 * (total - taken_by_others)) - optimizer_bytes(model)  # 6% for fragmentation and libraries
 

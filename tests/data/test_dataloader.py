@@ -69,7 +69,7 @@ def test_a_data_seed_is_kept_by_a_resume(data):
     state = json.loads(json.dumps(next(it)[2]))
     assert torch.equal(rows_of(loader(data, data_seed=5, resume_state_dict=state), 20), rows_of(it, 20))
     for seed in (0, 6):
-        with pytest.raises(UserError, match=f"has the data's seed 5 \\(--seed\\) and this run has {seed}; resume with"):
+        with pytest.raises(UserError, match=f"data_seed was 5, is {seed}; resume with"):
             loader(data, data_seed=seed, resume_state_dict=state)
     with pytest.raises(UserError, match="--seed: the data's -1 is not a number from 0"):
         loader(data, data_seed=-1)
@@ -104,7 +104,7 @@ def test_shuffled_documents_on_any_number_of_processes_and_after_a_resume(data, 
     state = through_json(next(it)[2])
     resumed = loader(data, rank=0, world_size=world_size, resume_state_dict=state, **kwargs)
     assert torch.equal(rows_of(resumed, 20), rows_of(it, 20))
-    with pytest.raises(UserError, match="one of shuffle-documents \\(--runtime\\); resume with the order"):
+    with pytest.raises(UserError, match="shuffle_documents was True, is False; resume with"):
         loader(data, rank=0, world_size=world_size, resume_state_dict=state, data_seed=3)
 
 
@@ -369,7 +369,7 @@ def test_a_state_that_does_not_fit(data, tmp_path):
         (dict(T=32), "T was 64, is 32; resume with the same --max-seq-len"),
         (dict(split="val"), "split was train, is val"),
         (dict(data_dir=tmp_path / "other"), "data was .* resume with the shards that the run began with"),
-        (dict(lanes=2), "lanes was 8, is 2; resume with the arguments"),
+        (dict(lanes=2), "lanes was 8, is 2; resume with the data and arguments"),
         (dict(buffer_size=16), "lane_buffer was .* arguments"),
         (dict(rank=1), "not that of rank 1 of 2 .lanes missing: 1, 3, 5, 7.*same number of processes"),
         (dict(world_size=1), "not that of rank 0 of 1"),
@@ -400,8 +400,6 @@ def test_a_shard_whose_text_was_replaced_is_named(tmp_path):
         with pytest.raises(UserError, match=rf"does not fit: the text of {path.name} is not the one .* old file back"):
             loader(folder, resume_state_dict=state)
     path.write_bytes(whole)
-    older = {k: v for k, v in state.items() if k != "content"}
-    assert torch.equal(rows_of(loader(folder, resume_state_dict=older), 5), expected)
     for odd in (None, [], ["x"], 3, {"a": 1}):
         with pytest.raises(UserError, match="damaged .content.|does not fit: the text of"):
             loader(folder, resume_state_dict=state | {"content": odd})
@@ -449,7 +447,7 @@ def test_damaged_states_are_refused_or_used(data):
 
 @pytest.mark.parametrize("kwargs", [{name: 0} for name in ("B", "T", "buffer_size", "tokenizer_batch_size", "lanes")])
 def test_bad_sizes(data, kwargs):
-    with pytest.raises(ValueError, match="must be at least 1"):
+    with pytest.raises(ValueError, match="it must be at least 1"):
         loader(data, **kwargs)
 
 

@@ -94,18 +94,18 @@ def test_some_sandbox_works_here_and_says_what_it_is():
 
 
 def test_the_page_says_what_each_set_of_layers_guarantees():
-    """docs/reliability.md and what chat_eval prints are the same table, and the tests that it names exist."""
+    """docs/sandbox.md and what chat_eval prints are the same table, and the tests that it names exist."""
     assert execution.missing_guarantees(("namespaces", "seccomp")) == []
     assert execution.missing_guarantees(("landlock", "seccomp")) == [
         "names, sizes and owners of files and processes are not seen"
     ]
     assert "no signal to another process, by kill() or by descriptor" in execution.missing_guarantees(("audit",))
-    page = (Path(__file__).resolve().parents[2] / "docs/reliability.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs/sandbox.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in page.splitlines() if line[:1] == "|"]
     rows = {row[0]: row[1:] for row in rows if row[0] in execution.GUARANTEES}
-    assert {promise: tuple(row[:4]) for promise, row in rows.items()} == execution.GUARANTEES
+    assert {promise: tuple(row[:3]) for promise, row in rows.items()} == execution.GUARANTEES
     for promise, row in rows.items():
-        for name in row[4].split(", "):
+        for name in row[3].split(", "):
             assert any(f"test_{name.strip('`')}" == known for known in globals()), (promise, name)
 
 
@@ -160,14 +160,6 @@ print(os.getcwd())
     assert result.success, result
     if "namespaces" not in layers:  # there it is a name in another world
         assert not os.path.exists(result.stdout.splitlines()[-1])
-
-
-@every_kernel_layer
-def test_the_folder_goes_even_if_nested_deeply(layers, tmp_path, monkeypatch):
-    monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
-    deep = "import os\nfor i in range(1100):\n    os.mkdir('d'); os.chdir('d')"  # deeper than Python recurses
-    assert run(deep, layers).success
-    wait_until(lambda: list(tmp_path.iterdir()) == [])
 
 
 @every_layer
@@ -261,7 +253,7 @@ def test_the_filter_allows_its_list_and_nothing_else(machine, arch, foreign):
     assert [decide(program, arch, tgkill, pid, 4711, 9) for pid in (1, -1, 0)] == [NOT_PERMITTED] * 3
 
 
-@pytest.mark.parametrize("layers", [layers for layers in KERNEL if "seccomp" in layers], ids="+".join)
+@every_kernel_layer
 def test_the_kernel_refuses_every_other_system_call(layers):
     """Asked for each number, with arguments that make those which exist fail in another way or succeed."""
     column = {"x86_64": 0, "aarch64": 1}[os.uname().machine]
@@ -282,7 +274,7 @@ for number in sorted(set(range(700)) - set({skipped})):
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="another machine's foreign calls")
-@pytest.mark.parametrize("layers", [layers for layers in KERNEL if "seccomp" in layers], ids="+".join)
+@every_kernel_layer
 def test_calls_of_foreign_interfaces_end_the_process(layers):
     """i386's through int 0x80, and x32's: the same calls as the filter knows, under other numbers."""
     for machine_code in ("b814000000cd80c3", "b827000040" + "0f05c3"):  # getpid in both
@@ -302,23 +294,19 @@ print(ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer
 
 
 @every_layer
-def test_infinite_loop(layers):
+def test_endless_programs(layers):
     result = run("while True: pass", layers, timeout=0.5)
     assert result.timeout and not result.success and "timed out after 0.5 s" in result.error
-    stubborn = "while True:\n    try:\n        while True: pass\n    except BaseException: pass"
-    assert run(stubborn, layers, timeout=0.5).timeout
-
-
-@every_layer
-def test_sleeping_with_every_signal_ignored(layers):
-    code = """
+    stubborn = """
 import signal, time
 for s in range(1, 32):
     try: signal.signal(s, signal.SIG_IGN)
     except (OSError, ValueError): pass
-time.sleep(60)
+while True:
+    try: time.sleep(60)
+    except BaseException: pass
 """
-    assert run(code, layers, timeout=0.5).timeout
+    assert run(stubborn, layers, timeout=0.5).timeout
 
 
 @every_layer
@@ -350,10 +338,7 @@ finally:
 """
     result = run(code, layers, timeout=1)
     assert not result.success
-    if "seccomp" in layers or "audit" in layers:
-        assert "PermissionError" in result.error and result.stdout == "0\n", result
-    elif result.stdout and os.geteuid() == 0:  # an ordinary user's other processes are counted, too
-        assert int(result.stdout) <= execution.MAX_PROCESSES, result
+    assert "PermissionError" in result.error and result.stdout == "0\n", result
     assert run("print('still here')", layers).success
 
 
@@ -377,8 +362,6 @@ time.sleep({{}})
         result = run(code.format(sleep), layers, timeout=1)
         time.sleep(0.05)
         assert processes_named(name) == [], f"outlived the sandbox: {result}"
-    if layers == ("namespaces",):
-        assert result.timeout  # it could start them; elsewhere it cannot
 
 
 @pytest.fixture
@@ -431,9 +414,7 @@ for attack in {attacks!r}:
 """
     before = (folder / "a.txt").stat()
     result = run(code, layers)
-    assert result.success, result
-    if layers != ("namespaces",):  # there `rm -rf` runs and finds nothing
-        assert result.stdout == "", result
+    assert result.success and result.stdout == "", result
     run(f"import os; os.execv('/bin/rm', ['rm', '-rf', {str(folder)!r}])", layers)
     after = (folder / "a.txt").stat()
     assert sorted(p.name for p in folder.rglob("*")) == ["a.txt", "b.txt", "sub"]
@@ -472,7 +453,7 @@ print(ctypes.CDLL(None).inotify_init(), ctypes.CDLL(None).fanotify_init(0, 0))
     assert result.success
     *seen, watches = result.stdout.splitlines()
     assert (seen == []) == ("landlock" not in layers), result
-    assert watches == "-1 -1" or "seccomp" not in layers
+    assert watches == "-1 -1"
 
 
 @every_layer
@@ -545,8 +526,7 @@ for attack in (lambda: os.kill({victim.pid}, 9), lambda: os.kill(os.getppid(), 9
 print('done')
 """
         result = run(code, layers)
-        # Inside a process namespace there is no parent (its id is 0): only its own group can be hit.
-        assert result.success and result.stdout == "done\n" or layers == ("namespaces",), result
+        assert result.success and result.stdout == "done\n", result
         assert victim.poll() is None
     finally:
         victim.kill()
@@ -589,7 +569,7 @@ def test_no_descriptor_signals_others(layers):
     try:
         result = run(SIGNAL_WITHOUT_KILL.replace("VICTIM", str(victim.pid)), layers)
         assert result.success, result
-        if "seccomp" in layers or "audit" in layers:
+        if layers not in LANDLOCK_SCOPES:
             assert result.stdout == ""
         with pytest.raises(subprocess.TimeoutExpired):
             victim.wait(0.2)
@@ -622,10 +602,6 @@ def test_printing_a_gigabyte(layers):
 def test_writing_a_gigabyte(layers):
     result = run("f = open('big', 'wb')\nfor _ in range(1024): f.write(b'x' * (1 << 20))", layers)
     assert not result.success
-    if "namespaces" in layers:
-        many = "for i in range(200):\n    with open(str(i), 'wb') as f: f.write(b'x' * (1 << 20))"
-        result = run(many, layers)
-        assert not result.success and "No space left" in result.error
 
 
 MEMORY_ELSEWHERE = """
@@ -676,42 +652,24 @@ def test_memory_beside_the_address_space(layers):
     assert not result.success and not result.timeout, result
 
 
+MANY_FILES = "import os\nos.mkdir('d')\nfor i in range(600): os.symlink('x' * 50, f'd/{i}')\n"
+MANY_BYTES = "for i in range(12):\n    with open(str(i), 'wb') as f: f.write(bytes(1 << 20))\n"
+
+
+@pytest.mark.parametrize("code, says", [(MANY_FILES, "more than 400 files"), (MANY_BYTES, "more than 8 MB of files")])
 @every_layer
-def test_many_files_are_the_end(layers, tmp_path, monkeypatch):
+def test_many_files_or_bytes_are_the_end(layers, code, says, tmp_path, monkeypatch):
     monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
-    code = """
-import os
-os.mkdir('d')
-for i in range(6_000): os.symlink('x' * 50, f'd/{i}')
-import time; time.sleep(300)
-"""
-    result = run(code, layers, timeout=300)
+    monkeypatch.setattr(execution, "MAX_FILES", 400)
+    monkeypatch.setattr(execution, "DISK_BYTES", 8 << 20)
+    result = run(code + "import time; time.sleep(300)", layers, timeout=300)
     assert not result.success and not result.timeout, result
-    if "namespaces" in layers:
-        assert "No space left" in result.error
-    else:
-        assert f"more than {execution.MAX_FILES} files" in result.error
+    assert ("No space left" if "namespaces" in layers else says) in result.error
     wait_until(lambda: list(tmp_path.iterdir()) == [])
 
 
 @every_layer
-def test_many_bytes_are_the_end(layers, tmp_path, monkeypatch):
-    monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
-    code = """
-import time
-for i in range(12):
-    with open(str(i), 'wb') as f:
-        for _ in range(8): f.write(bytes(1 << 20))
-time.sleep(300)
-"""
-    result = run(code, layers, timeout=300)
-    assert not result.success and not result.timeout, result
-    assert "No space left" in result.error or f"more than {execution.DISK_BYTES >> 20} MB" in result.error
-    wait_until(lambda: list(tmp_path.iterdir()) == [])
-
-
-@every_layer
-def test_folders_without_rights_go_too(layers, tmp_path, monkeypatch):
+def test_folders_without_rights_and_nested_deeply_go(layers, tmp_path, monkeypatch):
     monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
     code = """
 import os
@@ -720,8 +678,11 @@ for mode in (0o300, 0o100, 0):
     os.makedirs(f'{mode}/inner/more')
     os.mkdir(f'{mode}/inner/{mode}', mode)
 os.mkdir('closed', 0o300); os.mkdir('closed/x', 0o300); open('closed/x/file', 'w').close()
+for i in range(1100):  # deeper than Python recurses
+    os.mkdir('d'); os.chdir('d')
 """
-    assert run(code, layers).success
+    result = run(code, layers)
+    assert result.success, result
     wait_until(lambda: list(tmp_path.iterdir()) == [])
 
 
@@ -965,8 +926,11 @@ def children_of(pid: int) -> dict[int, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("signalled", ["trainer", "supervisor"])
-@every_layer
+@pytest.mark.parametrize(  # hooks do not keep the supervisor's end from being ignored
+    "layers, signalled",
+    [(x, "trainer") for x in LAYERS] + [(x, "supervisor") for x in LAYERS if "seccomp" in x],
+    ids=str,
+)
 def test_the_sandbox_dies_with_the_trainer(layers, signalled, tmp_path):
     """Whatever the program does about PR_SET_PDEATHSIG; and its folder goes, unless the supervisor is killed, too."""
     code = "try:\n    import ctypes\n    ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\nexcept OSError: pass\n"
@@ -980,7 +944,7 @@ def test_the_sandbox_dies_with_the_trainer(layers, signalled, tmp_path):
         processes = 4 if "namespaces" in layers else 3
         wait_until(lambda: len(c := children_of(trainer.pid)) == processes and max(c.values()) > 30)  # it computes
         children = children_of(trainer.pid)
-        if signalled == "trainer" or layers == ("audit",):  # hooks do not keep the supervisor's end from being ignored
+        if signalled == "trainer":
             trainer.send_signal(signal.SIGKILL)
         else:
             os.kill(min(children), signal.SIGKILL)

@@ -28,7 +28,7 @@ def make_run(base_dir: Path, tag: str, method: str, bpb: float, steps: int = 6, 
         "start", 0, method=method, num_iterations=steps, total_batch_size=1000, config_key=key, backend="reference"
     )
     for step in range(steps if finished else steps // 2):
-        log.append("train", step, loss=5 - step / 10, smoothed_loss=5 - step / 10, tokens_per_second=100.0)
+        log.append("train", step, loss=5 - step / 10, smoothed_loss=5 - step / 10, tok_per_sec=100.0)
     log.append("val", step + 1, bpb=bpb + 0.01, bpb_bf16=bpb + 0.02, tokens=500)
     log.append("telemetry", 0, layers={"transformer.h.0.mlp.c_fc": {"output_error": 0.7}})
     for folder in ("mid_checkpoints", "chatsft_checkpoints"):

@@ -1,4 +1,4 @@
-"""What a block keeps, counted on a CPU: the sizes by hand, the targets, and that docs/memory.md says the same."""
+"""What a block keeps, counted on a CPU: the sizes by hand, the targets, and that the documents say the same."""
 
 import re
 from dataclasses import replace
@@ -73,7 +73,7 @@ def test_every_storage_is_counted_once():
 
 def test_the_document_is_up_to_date(records):
     """Its table is for another width; in units of the width the numbers differ by the few that are one a row."""
-    text = (ROOT / "docs" / "memory.md").read_text()
+    text = (ROOT / "docs/results/activations.md").read_text()
     table = text.split(bench_memory.MARKER)[1]
     width = int(re.search(r"width (\d+)", table).group(1))
     rows = [[c.strip(" *") for c in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]

@@ -372,6 +372,20 @@ def test_bad_arguments(argv, message):
         bench_train.main(argv)
 
 
+@pytest.mark.parametrize("free, cap", [(31.4, 31.4), (80, 32)])
+def test_the_cap_is_at_most_what_is_free(free, cap, monkeypatch, capsys):
+    """An RTX 5090 has 31.4 GiB free where the cap is its 32."""
+    args = bench_train.parse_args(["--memory-cap", "32GiB"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_train, "gpu_memory", lambda: (int(free * 2**30), 100 * 2**30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions := [].append)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda how: None)
+    bench_train.set_up_device(args)
+    assert args.budget == args.memory_cap == int(cap * 2**30)
+    assert fractions.__self__ == [args.budget / (100 * 2**30)]
+    assert ("only 31.4 GB are free" in capsys.readouterr().out) == (free < 32)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_cuda_one_line(fork_server):
     with pytest.raises(UserError, match="no CUDA device"):

@@ -1,12 +1,14 @@
 """Each attention backend against a loop over positions, and against each other."""
 
 import math
+import types
 
 import pytest
 import torch
 
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.flash_attention import flash_attn_func, flash_attn_with_kvcache
+from nanochat_fp4.models.gpt import GPT, GPTConfig
 
 # FP32 in another order; values are of size 1.
 TOLERANCE = dict(rtol=1e-5, atol=2e-6)
@@ -133,6 +135,48 @@ def test_gpu_backends_agree_with_sdpa(name, left):
     for got, want in zip(results[name], results["sdpa"]):
         # BF16 scores in different orders: 2^-8 of the typical size, some of which adds up in the gradients.
         assert (got.float() - want.float()).norm() <= 0.02 * want.float().norm()
+
+
+TIMES = {"flash": 3.0, "flex": 2.9, "sdpa": 1.0}
+
+
+@pytest.mark.parametrize(
+    "times, chosen",
+    [(TIMES, "sdpa"), (TIMES | {"sdpa": 2.5}, "flash"), ({"flex": 1.0, "sdpa": 5.0}, "flex"), ({"sdpa": 1.0}, "sdpa")],
+)
+def test_the_clearly_fastest_attention_is_taken_for_windows(times, chosen, monkeypatch):
+    """PyTorch's flash kernel has a third of cuDNN's rate on a B200. A small difference does not change the default."""
+    asked, cuda_q = [], types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, size=lambda i: (2, 64, 4, 128)[i])
+    monkeypatch.setattr(flash_attention, "time_windows", lambda *shape: asked.append(shape) or times)
+    for name, value in (("_fa3", None), ("_fa3_reason", "none"), ("_forced", None), ("_fastest", None)):
+        monkeypatch.setattr(flash_attention, name, value)
+    monkeypatch.setattr(flash_attention, "_has_flash", lambda: "flash" in times)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    line = flash_attention.setup("cuda", True, (64, 4, 4, 128, 31))
+    assert asked == [(64, 4, 4, 128, 31)] and line.startswith(f"attention: {chosen} for sliding windows (")
+    assert flash_attention._choose(cuda_q, 31) == chosen and flash_attention._choose(cuda_q, 64) == "sdpa"
+
+
+def test_a_model_asks_for_the_time_of_its_own_windows(monkeypatch):
+    asked = []
+    monkeypatch.setattr(flash_attention, "setup", lambda *how: asked.append(how))
+    config = GPTConfig(sequence_len=64, vocab_size=64, n_layer=4, n_head=4, n_kv_head=2, n_embd=64, window_pattern="SL")
+    GPT(config).init_weights()
+    assert asked == [("cpu", True, (64, 4, 2, 16, 32))]
+
+
+def test_at_most_65535_tokens_at_once_on_sm_120(monkeypatch):
+    """From 65,536 on SDPA gave NaN on an RTX PRO 6000."""
+    q, k, v = qkv(batch=5, length=12, kv_heads=2)
+    want, real, seen = flash_attn_func(q, k, v, window_size=(3, 0)), flash_attention._sdpa, []
+    monkeypatch.setattr(flash_attention, "MOST_TOKENS", 30)
+    assert torch.equal(flash_attn_func(q, k, v, window_size=(3, 0)), want)
+    monkeypatch.setattr(flash_attention, "_limits_tokens", lambda device_type: True)
+    monkeypatch.setattr(flash_attention, "_sdpa", lambda *a: seen.append(a[0].size(0)) or real(*a))
+    torch.testing.assert_close(flash_attn_func(q, k, v, window_size=(3, 0)), want)
+    assert seen == [2, 2, 1]
+    with pytest.raises(ValueError, match="a row has 32 tokens, this GPU's attention takes 30; shorten it"):
+        flash_attn_func(*qkv(length=32))
 
 
 def test_says_what_it_uses_once_and_what_it_costs(capsys):

@@ -274,22 +274,6 @@ def test_metrics_rewind_to_a_checkpoint(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_metrics_of_earlier_versions_have_the_names_of_this_one(tmp_path):
-    old = [
-        {"event": "train", "step": 0, "loss": 2.0, "seconds": 0.5, "lr_multiplier": 1.0, "tokens_per_second": 9},
-        {"event": "val", "step": 1, "val_bpb": 3.0},
-        {"event": "val", "step": 1, "val_loss": 4.0, "mmlu_acc": 0.25},
-        {"event": ["odd"], "seconds": 1},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in old))
-    assert read_jsonl(tmp_path / "metrics.jsonl") == [
-        {"event": "train", "step": 0, "loss": 2.0, "dt": 0.5, "lrm": 1.0, "tok_per_sec": 9},
-        {"event": "val", "step": 1, "bpb": 3.0},
-        {"event": "val", "step": 1, "loss": 4.0, "mmlu_acc": 0.25},
-        {"event": ["odd"], "seconds": 1},
-    ]
-
-
 def test_full_disk_leaves_a_gap_in_the_metrics_and_nothing_else(tmp_path, monkeypatch, caplog):
     log = MetricsLog(tmp_path / "run")
     log.append("train", 0)
