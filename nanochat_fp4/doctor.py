@@ -32,7 +32,6 @@ from nanochat_fp4.hardware import usable_cpus
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.nvfp4.dispatch import relative_square_error, use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK
-from nanochat_fp4.nvfp4.gemm_choice import median_ms
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, METHODS, get_recipe
 from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_grad_output, quantize_operand

@@ -8,7 +8,7 @@ each implementation multiplies operands whose product is known before it is used
 a GPU. An implementation that fails on some shapes is not used for these. One that fails on all is named with the
 reason, and the next one is tried: torch's scaled_mm (cuBLAS), Triton's dot_scaled, flashinfer's mm_fp4, and then the
 emulated GEMM (gemm.py), which computes the same. NVFP4_GEMM=scaled_mm|dot_scaled|flashinfer|emulated asks for one of
-them. Training times them on its own shapes and chooses for each (gemm_choice.py, `use_choice`).
+them. Training times them on its own shapes and chooses for each (training/gemms.py, `use_choice`).
 
 torch.compile: the kernels are operators of a graph. The reference on a CPU is left out of it (but for
 NVFP4_COMPILE=1).
@@ -24,7 +24,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,7 @@ from nanochat_fp4.nvfp4.format import NVFP4Tensor, swizzle_scales
 IMPLEMENTATIONS = ("scaled_mm", "dot_scaled", "flashinfer")  # of the NVFP4 GEMM: torch's (cuBLAS), Triton's
 BF16_ALONE = ("flashinfer",)  # do not make FP32, which weight gradients are in
 OUTPUT_DTYPES = (torch.bfloat16, torch.float32)
+Gemm = Callable[[NVFP4Tensor, NVFP4Tensor, torch.dtype], torch.Tensor]
 # M, N, K to try, under what these are multiples of: several tiles, then padding in N and K, then in every dimension.
 PROBE_SHAPES = {128: (512, 384, 1024), 64: (192, 320, 192), 1: (144, 160, 96)}
 # Relative square error: a rounding to BF16 gives 3e-6, whatever the order of summation. Wrong scales give 1.
@@ -225,7 +226,7 @@ def relative_square_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def probe(
-    device: torch.device, function: Callable[..., torch.Tensor], dtypes: tuple[torch.dtype, ...] = OUTPUT_DTYPES
+    device: torch.device, function: Gemm, dtypes: Sequence[torch.dtype] = OUTPUT_DTYPES
 ) -> tuple[int | None, str]:
     """Compares function(a, b, out_dtype), a GEMM of NVFP4 operands on this device, with known products.
 
@@ -266,10 +267,7 @@ def _lines(size: int, must: int) -> torch.Tensor:
 
 
 def problem_of_shape(
-    device: torch.device,
-    function: Callable[..., torch.Tensor],
-    shape: tuple[int, int, int],
-    dtypes: tuple[torch.dtype, ...] = OUTPUT_DTYPES,
+    device: torch.device, function: Gemm, shape: tuple[int, int, int], dtypes: Sequence[torch.dtype] = OUTPUT_DTYPES
 ) -> str | None:
     """What is wrong with function(a, b, out_dtype) on operands of this shape (M, N, K), or None.
 
@@ -318,7 +316,7 @@ def _look(device_type: str, name: str) -> tuple[int | None, str]:
     if device_type != "cuda":
         return probe_implementation(device_type, name)
     device = f"cuda:{torch.cuda.current_device()}"
-    found, problem = in_child("dispatch", f"[probe_implementation({device!r}, {name!r})]")
+    found, problem = in_child(__name__, f"[probe_implementation({device!r}, {name!r})]")
     multiple, problem = found[0] if found else (None, problem)
     return multiple, f"{problem}{_hint(name)}" if problem else ""
 
@@ -360,12 +358,9 @@ def probe_implementation(device: str, name: str) -> tuple[int | None, str]:
 def in_child(module: str, call: str, timeout: float = 600) -> tuple[list, str]:
     """([each result of `call`], "") from a new process; where that process dies, the results until then, and how.
 
-    module: of this package; call: an iterable of its functions' results, as Python code. Results are JSON.
+    call: an iterable of results of the module's functions, as Python code. Results are JSON.
     """
-    code = (
-        f"import json; from nanochat_fp4.nvfp4.{module} import *; from nanochat_fp4.nvfp4 import {module}\n"
-        f"for result in {call}: print('FOUND', json.dumps(result), flush=True)"
-    )
+    code = f"import json; from {module} import *\nfor result in {call}: print('FOUND', json.dumps(result), flush=True)"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         child = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout)
@@ -426,7 +421,7 @@ def _implementation_of(device_type: str, m: int, n: int, k: int, out_dtype: torc
         return chosen
     name = native_gemm(device_type)
     if out_dtype not in output_dtypes(name):
-        others = (other for other in IMPLEMENTATIONS if out_dtype in output_dtypes(other))
+        others = [other for other in IMPLEMENTATIONS if out_dtype in output_dtypes(other)]
         name = next((other for other in others if _look(device_type, other)[0]), "emulated")
     multiple = 1 if name == "emulated" else _look(device_type, name)[0]
     if not (m % multiple or n % multiple or k % multiple):
@@ -448,8 +443,7 @@ def mm(a: NVFP4Tensor, b: NVFP4Tensor, out_dtype: torch.dtype, name: str) -> tor
     """a (M, K) . b (N, K)^T by the implementation `name` -> (M, N) in out_dtype, BF16 or FP32."""
     from nvfp4_kernels import matmul
 
-    functions = {"scaled_mm": matmul.scaled_mm, "dot_scaled": matmul.dot_scaled, "flashinfer": matmul.mm_fp4}
-    function = functions[name]
+    function = getattr(matmul, "mm_fp4" if name == "flashinfer" else name)
     return function(a.codes, a.scales, a.tensor_scale, b.codes, b.scales, b.tensor_scale, out_dtype)
 
 

@@ -356,12 +356,14 @@ def test_a_large_product_is_sampled_in_every_tile(blackwell):
 
 
 def test_a_crash_ends_a_child_process_alone():
-    found, problem = dispatch.in_child("dispatch", "[__import__('os').abort()]")
+    found, problem = dispatch.in_child(dispatch.__name__, "[__import__('os').abort()]")
     assert not found and problem.startswith("ended its process with status -6")
-    assert dispatch.in_child("dispatch", "[(128, 'raises x')]") == ([[128, "raises x"]], "")
-    found, problem = dispatch.in_child("dispatch", "(n if n < 2 else __import__('os')._exit(3) for n in range(4))")
+    assert dispatch.in_child(dispatch.__name__, "[(128, 'raises x')]") == ([[128, "raises x"]], "")
+    found, problem = dispatch.in_child(
+        dispatch.__name__, "(n if n < 2 else __import__('os')._exit(3) for n in range(4))"
+    )
     assert found == [0, 1] and problem.startswith("ended its process with status 3")
-    assert dispatch.in_child("dispatch", "[__import__('time').sleep(60)]", timeout=0.01) == (
+    assert dispatch.in_child(dispatch.__name__, "[__import__('time').sleep(60)]", timeout=0.01) == (
         [],
         "had no result after 0 s",
     )

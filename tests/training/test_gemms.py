@@ -8,10 +8,10 @@ import torch
 
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import GPT, GPTConfig
-from nanochat_fp4.nvfp4 import dispatch, gemm_choice
+from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.convert import convert
-from nanochat_fp4.nvfp4.gemm_choice import Product, choose
 from nanochat_fp4.training import gemms
+from nanochat_fp4.training.gemms import Product, choose
 
 FORWARD, WGRAD = Product(4096, 1024, 512, "bfloat16"), Product(1024, 512, 4096, "float32")
 PRODUCTS = Counter({FORWARD: 2, WGRAD: 1})
@@ -28,15 +28,15 @@ def speeds(monkeypatch):
         return (None, found) if isinstance(found, str) else (found, "")
 
     def in_child(module, call, timeout=600):
-        assert module == "gemm_choice" and call.startswith("run_jobs('cuda:0', ")
+        assert module == "nanochat_fp4.training.gemms" and call.startswith("run_jobs('cuda:0', ")
         found = []
-        for result in eval(call, {"run_jobs": gemm_choice.run_jobs}):
+        for result in eval(call, {"run_jobs": gemms.run_jobs}):
             if result[1] == "dies":
                 return found, "ended its process with status -11 (Segmentation fault)"
             found.append(json.loads(json.dumps(result)))
         return found, ""
 
-    monkeypatch.setattr(gemm_choice, "measured", measured)
+    monkeypatch.setattr(gemms, "measured", measured)
     monkeypatch.setattr(dispatch, "in_child", in_child)
     monkeypatch.setattr(dispatch, "missing_reason", lambda device, name: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -85,9 +85,7 @@ def test_what_is_asked_for_by_name_is_taken_or_refused(speeds, monkeypatch, name
     taken = choose(PRODUCTS, "RTX").taken
     assert taken == {FORWARD: name, WGRAD: "dot_scaled" if name == "flashinfer" else name}
     speeds[name, FORWARD] = "returns zeros with subnormal scales"
-    with pytest.raises(
-        ValueError, match=f"NVFP4_GEMM={name}, but on 4096 x 1024 x 512: {name} returns .*unset"
-    ):
+    with pytest.raises(ValueError, match=f"NVFP4_GEMM={name}, but on 4096 x 1024 x 512: {name} returns .*unset"):
         choose(PRODUCTS, "RTX")
 
 
@@ -114,10 +112,10 @@ def test_a_dead_gpu_ends_the_child(monkeypatch):
     def synchronize():
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
 
-    monkeypatch.setattr(gemm_choice, "measured", lambda *a: (None, "raises CUDA error: an illegal memory access"))
+    monkeypatch.setattr(gemms, "measured", lambda *a: (None, "raises CUDA error: an illegal memory access"))
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     with pytest.raises(SystemExit, match="illegal memory access"):
-        list(gemm_choice.run_jobs("cuda:0", [("scaled_mm", *FORWARD)]))
+        list(gemms.run_jobs("cuda:0", [("scaled_mm", *FORWARD)]))
 
 
 def test_a_resume_keeps_its_gemms(speeds):
