@@ -33,7 +33,6 @@ from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, require, run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.export import folder, gguf_file, huggingface, verify
-from nanochat_fp4.export.model_card import model_card
 from nanochat_fp4.export.weights import Weights, calibrate, forward_weights, served
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
@@ -269,12 +268,37 @@ class Export:
                 f"tokenizer = AutoTokenizer.from_pretrained(FOLDER{remote})",
             ]
         )
-        card = model_card(
-            self.meta, source=args.source, method=self.method, file_format=args.format, dtype=args.dtype,
-            parameters=sum(p.numel() for p in self.model.parameters()), measured=measured, measured_on=measured_on,
-            notes=self.notes, use=use,
-        )  # fmt: skip
-        atomic_write(target / "README.md", card)
+        atomic_write(target / "README.md", self.card(measured, measured_on, use))
+
+    def card(self, measured: dict[str, float], measured_on: str, use: list[str]) -> str:
+        """README.md: Markdown with the front matter that model hubs read. use: lines of Python."""
+        args, meta = self.args, self.meta
+        user, config = dict(meta.get("user_config") or {}), meta.get("model_config") or {}
+        trained = {
+            "stage": args.source,
+            "steps": meta.get("step"),
+            "QAT method trained with": user.get("method") or "bf16",
+            "forward pass exported": self.method,
+            "data": user.get("data_dir") or meta.get("data_dir") or "see the run's report",
+            "tokens a step": user.get("total_batch_size"),
+            "sequence length": config.get("sequence_len"),
+            "parameters": f"{sum(p.numel() for p in self.model.parameters()):,}",
+            "validation bits per byte, as training measured it": meta.get("val_bpb"),
+        }
+        rows = "\n".join(f"| {name} | {value} |" for name, value in trained.items() if value not in (None, ""))
+        parts = [
+            "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [nanochat, nvfp4]\n---",
+            f"# {meta.get('model_tag') or 'model'}: a language model trained in NVFP4",
+            f"Trained with nanochat_fp4, exported as `{args.format}`; what is not in 4 bits is in {args.dtype}.",
+            f"| | |\n|---|---|\n{rows}",
+        ]
+        if measured:
+            lines = "\n".join(f"| {what} | {value:.4f} |" for what, value in measured.items())
+            parts += ["## Bits per byte", f"| forward pass | bits per byte |\n|---|---|\n{lines}", measured_on]
+        if self.notes:
+            parts += ["## What to know", "\n".join(f"- {note}" for note in self.notes)]
+        parts += ["## Use", "\n".join(f"    {line}".rstrip() for line in use)]
+        return "\n\n".join(parts) + "\n"
 
     def write_tokenizer(self, target: Path, ids: dict[str, int], chat: bool) -> None:
         length = self.model.config.sequence_len

@@ -113,7 +113,45 @@ class PackedConversations(PackedRows):
         return super().state_dict() | {"consumed": self.consumed}
 
 
-class ConversationBatches:
+class _Dealt:
+    """Endless iterator whose item n goes to rank n % world_size. KEY: the next item of all ranks, in the state."""
+
+    KEY = ""
+
+    def __init__(
+        self,
+        dataset: Task,
+        tokenizer: Any,
+        B: int,
+        device: torch.device | str,
+        rank: int,
+        world_size: int,
+        state: dict[str, Any] | None,
+        **sizes: int,
+    ):
+        _check(dataset, B=B, **sizes)
+        self.dataset, self.tokenizer, self.B, self.device = dataset, tokenizer, B, torch.device(device)
+        self.config = {"conversations": len(dataset), "content": _content(dataset), "B": B, **sizes}
+        self.rank, self.world_size, self.number = rank, world_size, rank
+        if state is not None:
+            check_position(state, self.config)
+            self.number = int(state[self.KEY]) + rank
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.config | {self.KEY: self.number - self.rank}
+
+    def padded(self, rows: list[list[int]], masks: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """(inputs, targets), int64 (rows, longest - 1). A target is IGNORE where the mask is 0, and in the padding."""
+        longest, padding = max(map(len, rows)), self.tokenizer.encode_special("<|assistant_end|>")
+        ids = torch.tensor([row + [padding] * (longest - len(row)) for row in rows])
+        mask = torch.tensor([row + [0] * (longest - len(row)) for row in masks])
+        return ids[:, :-1].contiguous(), torch.where(mask[:, 1:] == 1, ids[:, 1:], IGNORE)
+
+
+class ConversationBatches(_Dealt):
     """
     Endless iterator over (inputs, targets, state): int64 (B, length of the longest conversation - 1) each.
 
@@ -121,6 +159,8 @@ class ConversationBatches:
     Rank m % world_size has it. A target is -1 where the mask of render_conversation is 0, and in the padding. A
     conversation in which the cut leaves nothing to learn is replaced by the next one that has something.
     """
+
+    KEY = "micro_batch"
 
     def __init__(
         self,
@@ -133,17 +173,8 @@ class ConversationBatches:
         max_tokens: int = 2048,
         state: dict[str, Any] | None = None,
     ):
-        _check(dataset, B=B, max_tokens=max_tokens)
-        self.content = _content(dataset)
-        self.dataset, self.tokenizer, self.B, self.max_tokens = dataset, tokenizer, B, max_tokens
-        self.device, self.rank, self.world_size = torch.device(device), rank, world_size
-        self.micro_batch = rank
-        if state is not None:
-            check_position(state, self._config())
-            self.micro_batch = int(state["micro_batch"]) + rank
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-        return self
+        self.max_tokens = max_tokens
+        super().__init__(dataset, tokenizer, B, device, rank, world_size, state, max_tokens=max_tokens)
 
     def _conversation(self, number: int) -> tuple[list[int], list[int]]:
         for i in range(number, number + len(self.dataset)):
@@ -155,32 +186,14 @@ class ConversationBatches:
         )
 
     def __next__(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        first = self.micro_batch * self.B
-        conversations = [self._conversation(number) for number in range(first, first + self.B)]
-        self.micro_batch += self.world_size
-        longest = max(len(ids) for ids, _ in conversations) - 1
-        padding = self.tokenizer.encode_special("<|assistant_end|>")
-        inputs = torch.full((self.B, longest), padding, dtype=torch.long)
-        targets = torch.full((self.B, longest), IGNORE, dtype=torch.long)
-        for row, (ids, mask) in enumerate(conversations):
-            tokens = torch.tensor(ids, dtype=torch.long)
-            inputs[row, : len(ids) - 1] = tokens[:-1]
-            targets[row, : len(ids) - 1] = torch.where(torch.tensor(mask[1:]) == 1, tokens[1:], IGNORE)
+        first = self.number * self.B
+        rows, masks = zip(*(self._conversation(number) for number in range(first, first + self.B)))
+        self.number += self.world_size
+        inputs, targets = self.padded(rows, masks)
         return inputs.to(self.device), targets.to(self.device), self.state_dict()
 
-    def _config(self) -> dict[str, Any]:
-        return {
-            "conversations": len(self.dataset),
-            "content": self.content,
-            "B": self.B,
-            "max_tokens": self.max_tokens,
-        }
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._config() | {"micro_batch": self.micro_batch - self.rank}  # of all ranks
-
-
-class Rollouts:
+class Rollouts(_Dealt):
     """
     Endless iterator over (inputs, targets, advantages, state): the model's answers to one problem after the other.
 
@@ -191,6 +204,8 @@ class Rollouts:
     without dividing by the deviation). The answers are made when the first of a problem's micro-batches is asked for,
     by the model as it then is. Problem n of the run goes to rank n % world_size, and its seeds depend on n alone.
     """
+
+    KEY = "number"
 
     def __init__(
         self,
@@ -205,29 +220,20 @@ class Rollouts:
         seed: int = 42,
         state: dict[str, Any] | None = None,
     ):
-        _check(task, B=B, num_samples=num_samples)
-        self.content = _content(task)
-        self.task, self.tokenizer, self.generate, self.B, self.num_samples = task, tokenizer, generate, B, num_samples
-        self.device, self.rank, self.world_size, self.seed = torch.device(device), rank, world_size, seed
-        self.number = rank
-        if state is not None:
-            check_position(state, self._config())
-            self.number = int(state["number"]) + rank
+        super().__init__(task, tokenizer, B, device, rank, world_size, state, num_samples=num_samples)
+        self.generate, self.num_samples, self.seed = generate, num_samples, seed
         self.waiting: list[tuple[Tensor, Tensor, Tensor]] = []
         self.rewards: list[float] = []  # and lengths of answers, in tokens: since numbers() was last called
         self.lengths: list[int] = []
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]:
-        return self
 
     def __next__(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
         if not self.waiting:
             self.waiting = self._answer(self.number)
             self.number += self.world_size
-        return *self.waiting.pop(0), self._config() | {"number": self.number - self.rank}
+        return *self.waiting.pop(0), self.state_dict()
 
     def _answer(self, number: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        problem = self.task[number % len(self.task)]
+        problem = self.dataset[number % len(self.dataset)]
         prompt = self.tokenizer.render_for_completion(problem)
         rows: list[list[int]] = []
         masks: list[list[int]] = []
@@ -236,15 +242,11 @@ class Rollouts:
             for part, new in zip((rows, masks), self.generate(prompt, self.B, seed)):
                 part += new
         answers = [self.tokenizer.decode(row[len(prompt) :]) for row in rows]
-        rewards = torch.tensor([float(self.task.evaluate(problem, answer)) for answer in answers])
+        rewards = torch.tensor([float(self.dataset.evaluate(problem, answer)) for answer in answers])
         self.rewards += rewards.tolist()
         self.lengths += [len(row) - len(prompt) for row in rows]
-        longest = max(map(len, rows))
-        padding = self.tokenizer.encode_special("<|assistant_end|>")
-        ids = torch.tensor([row + [padding] * (longest - len(row)) for row in rows])
-        mask = torch.tensor([row + [0] * (longest - len(row)) for row in masks])
-        targets = torch.where(mask[:, 1:] == 1, ids[:, 1:], IGNORE)
-        whole = [t.to(self.device) for t in (ids[:, :-1].contiguous(), targets, rewards - rewards.mean())]
+        inputs, targets = self.padded(rows, masks)
+        whole = [t.to(self.device) for t in (inputs, targets, rewards - rewards.mean())]
         return list(zip(*(t.split(self.B) for t in whole)))
 
     def numbers(self) -> dict[str, float]:
@@ -252,14 +254,6 @@ class Rollouts:
         means = torch.tensor([sum(v) / max(1, len(v)) for v in (self.rewards, self.lengths)], device=self.device)
         self.rewards, self.lengths = [], []
         return dict(zip(("reward", "sequence_length"), mean_over_ranks(means).tolist()))
-
-    def _config(self) -> dict[str, Any]:
-        return {
-            "conversations": len(self.task),
-            "content": self.content,
-            "num_samples": self.num_samples,
-            "B": self.B,
-        }
 
 
 def _content(dataset: Task) -> str:

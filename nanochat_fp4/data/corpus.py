@@ -23,7 +23,8 @@ from nanochat_fp4.data.rows import read_lines
 from nanochat_fp4.data.shards import ShardWriter, cut_text, data_lock, new_folder, open_shard
 from nanochat_fp4.errors import UserError
 
-TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz")
+JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
+TEXT_SUFFIXES = (".txt", ".md", *JSON_LINES)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The user's text
@@ -40,7 +41,7 @@ def _documents(path: Path, field: str) -> Iterator[str]:
         shard = open_shard(path, field)
         for index in range(shard.num_row_groups):
             yield from shard.read(index)
-    elif name.endswith((".jsonl", ".jsonl.gz")):
+    elif name.endswith(JSON_LINES):
         for number, line in read_lines(path, errors="replace"):
             try:
                 row = json.loads(line)

@@ -3,9 +3,9 @@ Training text: a folder of parquet shards with a string column `text`, the last 
 
 The first source that exists is the folder. ensure_data prints the choice and its reason.
 
-1. --data-dir or DATA_DIR. Parquet shards are used as they are. Files .txt, .md, .jsonl and .jsonl.gz are cut into
-   documents and written once, as shards, into the base directory. --text-column or TEXT_COLUMN names the column, or the
-   JSON field, with the text (default: text).
+1. --data-dir or DATA_DIR. Parquet shards are used as they are. Files .txt, .md, .jsonl, .jsonl.gz and .json.gz (as in
+   C4) are cut into documents and written once, as shards, into the base directory. --text-column or TEXT_COLUMN names
+   the column, or the JSON field, with the text (default: text).
 2. FineWeb-Edu shards that were downloaded before: <base dir>/base_data, nanochat's folder.
 3. The embedded corpus, if it was built before.
 4. FineWeb-Edu from the hub, if the hub answers within a few seconds.
@@ -13,7 +13,6 @@ The first source that exists is the folder. ensure_data prints the choice and it
 
     python -m nanochat_fp4.data.dataset -n 240       download shards 0 to 239 (resumable)
     python -m nanochat_fp4.data.dataset --embedded   build the embedded corpus
-    python -m nanochat_fp4.data.dataset --c4 -n 5    download C4 (5 of its files) and print what to set DATA_DIR to
     python -m nanochat_fp4.data.dataset --ensure     whatever of the above applies
 """
 
@@ -36,8 +35,6 @@ from nanochat_fp4.errors import UserError, one_line, run_main
 DATASET = "karpathy/fineweb-edu-100b-shuffle"
 MAX_SHARD = 1822
 SHARD_BYTES = 100_000_000  # estimate of a shard's size
-# The text of the paper's Llama-like runs. A file has 360,000 documents in gzipped JSON lines.
-C4, C4_FILES, C4_BYTES = "allenai/c4", 1024, 320_000_000
 
 NO_NETWORK_HINT = (
     "without a network set DATA_DIR to a folder of text or parquet files, or use the embedded corpus: "
@@ -171,29 +168,6 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
     return str(folder)
 
 
-def download_c4(num_files: int, deadline: float = 3600.0) -> str:
-    """
-    Download the first num_files files of C4's English part into <base dir>/c4 and write them as shards; their folder.
-
-    A twentieth of the documents is the validation split, where the paper's runs had 0.05%, drawn at random. Files that
-    are there are kept. Raises UserError.
-    """
-    if not 1 <= num_files <= C4_FILES:
-        raise UserError(f"-n {num_files}: expected a number of C4's files from 1 to {C4_FILES}")
-    folder = Path(get_base_dir()) / "c4"
-    names = {f"en/c4-train.{i:05d}-of-{C4_FILES:05d}.json.gz": f"c4-train.{i:05d}.jsonl.gz" for i in range(num_files)}
-    missing = {theirs: ours for theirs, ours in names.items() if not (folder / ours).exists()}
-    if missing:
-        check_space(folder, 4 * C4_BYTES * len(missing), f"{len(missing)} files of C4 and the shards made of them")
-        if problem := hub_problem(C4, next(iter(missing))):
-            raise UserError(f"cannot download C4: {problem}; {NO_NETWORK_HINT}")
-        with data_lock():
-            for theirs, ours in missing.items():
-                if not (folder / ours).exists():
-                    download_file(theirs, folder / ours, dataset=C4, deadline=deadline, hint=NO_NETWORK_HINT)
-    return _own_data(str(folder))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The choice
 
@@ -274,7 +248,6 @@ def main(argv: list[str] | None = None) -> None:
         "--deadline", type=parse_finite, default=1800, help="seconds after which a shard's download gives up"
     )
     add_data_arguments(parser, "as the other flags say")
-    parser.add_argument("--c4", action="store_true", help="download -n files of C4, the paper's text, instead")
     parser.add_argument("--embedded", action="store_true", help="build the embedded corpus instead")
     parser.add_argument("--size-mb", type=parse_finite, default=None, help=f"its size (default: {EMBEDDED_MB:g})")
     parser.add_argument(
@@ -283,9 +256,6 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.data_dir:
         folder = ensure_data(args.data_dir, column=args.text_column)
-    elif args.c4:
-        folder = download_c4(args.num_files, args.deadline)
-        print0(f"to train on it: DATA_DIR={folder}, or --data-dir={folder}")
     elif args.embedded:
         folder = build_embedded_corpus(args.size_mb)
     elif args.ensure:

@@ -104,17 +104,14 @@ def read_rows(path: str | os.PathLike, check: Check | None = None) -> list[dict[
     for where, row in _read_parquet(path) if path.suffix == ".parquet" else read_jsonl(path):
         if not isinstance(row, dict):
             raise UserError(f"{path}, {where}: expected an object with fields, found {type(row).__name__}; correct it")
-        if check is not None and (problem := _checked(check, row)):
+        try:
+            problem = check(row) if check else None
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+            problem = f"unexpected content ({type(e).__name__}: {one_line(e)[:100]})"
+        if problem:
             raise UserError(f"{path}, {where}: {problem}; correct the file, or get it again")
         rows.append(row)
     return rows
-
-
-def _checked(check: Check, row: dict) -> str | None:
-    try:
-        return check(row)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
-        return f"unexpected content ({type(e).__name__}: {one_line(e)[:100]})"
 
 
 def read_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, str]]:

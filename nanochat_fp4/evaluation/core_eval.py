@@ -13,6 +13,7 @@ Prompts are nanochat's at f5425245f, where they are Jinja templates.
 
 import random
 from collections.abc import Sequence
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -51,16 +52,6 @@ def render_prompts_lm(item: dict, delimiter: str, fewshot: Sequence[dict] = ()) 
     return [prompt.strip(), f"{prompt}{item['continuation']}"]
 
 
-def common_length(sequences: Sequence[Sequence[int]], from_end: bool = False) -> int:
-    """How many tokens all sequences have in common at their beginning (or end)."""
-    shortest = min(map(len, sequences))
-    for i in range(shortest):
-        at = -1 - i if from_end else i
-        if any(sequence[at] != sequences[0][at] for sequence in sequences):
-            return i
-    return shortest
-
-
 def render_question(
     item: dict, tokenizer: Any, task_meta: dict[str, Any], fewshot: Sequence[dict]
 ) -> tuple[list[list[int]], list[tuple[int, int]]]:
@@ -69,10 +60,10 @@ def render_question(
     render = dict(zip(TASK_TYPES, (render_prompts_mc, render_prompts_schema, render_prompts_lm)))[kind]
     sequences = tokenizer(render(item, delimiter, fewshot), prepend=tokenizer.get_bos_token_id())
     if kind == "multiple_choice":
-        start = common_length(sequences)
+        start = len(commonprefix(sequences))
         return sequences, [(start, len(s)) for s in sequences]
     if kind == "schema":
-        length = common_length(sequences, from_end=True)
+        length = len(commonprefix([s[::-1] for s in sequences]))
         return sequences, [(len(s) - length, len(s)) for s in sequences]
     without, whole = sequences
     if len(without) >= len(whole) or whole[: len(without)] != without:

@@ -189,9 +189,6 @@ class DummyReport:
     def has(self, section: str) -> bool:
         return True
 
-    def reset(self) -> None:
-        pass
-
 
 def get_report(model_tag: str | None = None) -> Report | DummyReport:
     """The report of this base directory; on ranks other than 0, one that does nothing."""

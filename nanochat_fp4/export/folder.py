@@ -27,6 +27,9 @@ FORMAT = "nanochat_fp4 export, version 1"
 FILES = (
     "model.safetensors", "model.gguf", "config.json", "hf_quant_config.json", "modeling_nanochat_fp4.py",
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md",
+    # of transformers' tokenizers
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt",
+    "tokenizer.model", "spiece.model",
 )  # fmt: skip
 
 

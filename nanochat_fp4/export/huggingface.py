@@ -228,25 +228,38 @@ def write(
         else:
             rows = state[ours][:vocab] if ours in ("transformer.wte", "lm_head") else state[ours]
             tensors[f"{theirs}.weight"] = about.rows(ours, rows).to(dtype)
-    require("safetensors")
-    from safetensors.torch import save_file
-
-    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    save_file(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
-
-    name = str(dtype).removeprefix("torch.")
-    written = {**about.config, "dtype": name, "torch_dtype": name, **config}
+    linears = [ours for ours in about.names if state[ours].ndim == 2 and ours != "transformer.wte"]
+    ignore = [about.names[ours] for ours in linears if ours not in quantized]
+    save_tensors(folder, tensors)
+    written = {**about.config, **dtype_entries(dtype), **config}
     if quantized:
-        linears = [ours for ours in about.names if state[ours].ndim == 2 and ours != "transformer.wte"]
-        ignore = [about.names[ours] for ours in linears if ours not in quantized]
-        weights_only = input_scales is None
-        written["quantization_config"] = _QUANTIZATION_CONFIG[file_format](ignore, weights_only)
-        if file_format == "modelopt":
-            atomic_write(folder / "hf_quant_config.json", _json(_hf_quant_config(ignore, weights_only)))
+        written |= quantization_entries(folder, file_format, ignore, weights_only=input_scales is None)
     atomic_write(folder / "config.json", _json(written))
     if about.remote:
         atomic_write(folder / MODELING_FILE, Path(__file__).with_name(MODELING_FILE).read_bytes())
     return written
+
+
+def save_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes model.safetensors."""
+    require("safetensors")
+    from safetensors.torch import save_file
+
+    on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    save_file(on_cpu, folder / WEIGHTS_FILE, {"format": "pt"})
+
+
+def dtype_entries(dtype: torch.dtype) -> dict[str, str]:
+    """config.json's entries for the dtype of what is not in 4 bits; the second is of transformers before 5."""
+    name = str(dtype).removeprefix("torch.")
+    return {"dtype": name, "torch_dtype": name}
+
+
+def quantization_entries(folder: Path, file_format: str, ignore: list[str], weights_only: bool) -> dict[str, Any]:
+    """config.json's entry for 4-bit weights; writes what else the format has. ignore: names of layers in 16 bits."""
+    if file_format == "modelopt":
+        atomic_write(folder / "hf_quant_config.json", _json(_hf_quant_config(ignore, weights_only)))
+    return {"quantization_config": _QUANTIZATION_CONFIG[file_format](ignore, weights_only)}
 
 
 def _json(value: Any) -> str:

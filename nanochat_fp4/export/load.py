@@ -5,12 +5,14 @@ changes nothing in the model.
 """
 
 import json
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nanochat_fp4.console import progress_iter
 from nanochat_fp4.errors import UserError, one_line, require
@@ -29,17 +31,26 @@ _COMPRESSED = ("weight_packed", "weight_scale", "weight_global_scale", "input_gl
 _MODELOPT = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
 @torch.no_grad()
-def load_quantized(model: nn.Module, folder: str | Path, codes: bool = False) -> nn.Module:
+def load_quantized(model: M, folder: str | Path, codes: bool = False, device: torch.device | str = "cpu") -> M:
     """Loads the weights of an exported folder (safetensors, compressed-tensors, modelopt or GGUF), in place.
 
     model: a GPT or Llama of the folder's shapes, converted or not. Folders that are not GGUF fit any module with the
            file's names, too, as a model of transformers.
     codes: False decodes 4-bit weights into the parameters, for further training or for any inference. With True the
            converted layers compute with the codes of the file from now on, and their parameters are frozen.
+    device: of what is on the meta device. There, codes=True keeps 4.5 bits a weight and no copy in 16: adapters can be
+           trained beside it, for the forward pass and dgrad need the codes alone. Full precision is then refused.
     Returns the model. Raises UserError where safetensors or gguf is not installed, and for a folder of another format
     or model. Each tensor must be known, of its shape, and finite. With codes=True the layers must be converted
     (nf.convert), and layers that are computed as one must have one scale.
+
+    >>> nf.load_quantized(torch.nn.Linear(32, 16), "nowhere")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    nanochat_fp4.errors.UserError: ...nowhere...
     """
     folder, file = Path(folder), None
     about = huggingface.describe(model) if isinstance(model, GPT | Llama) else None
@@ -55,17 +66,36 @@ def load_quantized(model: nn.Module, folder: str | Path, codes: bool = False) ->
         for name, neutral in LAMBDAS.items():
             lambdas[name] = torch.tensor(config.get(name, [neutral] * model.config.n_layer), dtype=torch.float32)
             _check_tensor(folder, name, lambdas[name], getattr(model, name).shape)
-    for name, parameter in model.state_dict(keep_vars=True).items():
+    state = model.state_dict(keep_vars=True)
+    on_meta: dict[int, list[str]] = {}  # id of a parameter -> its names
+    for name, parameter in state.items():
+        if parameter.is_meta:
+            on_meta.setdefault(id(parameter), []).append(name)
+    for name, parameter in state.items():
         layer = name.removesuffix(".weight")
-        if layer in weights.tensors:
-            parameter.copy_(weights.tensors[layer].dequantize())
-        elif name in plain:
-            parameter[: len(plain[name])].copy_(plain[name]) if parameter.ndim else parameter.copy_(plain[name])
-        elif name in lambdas:
-            parameter.copy_(lambdas[name])
+        if layer not in weights.tensors:
+            value = plain.get(name, lambdas.get(name))
+        elif codes and parameter.is_meta:
+            value = torch.zeros(()).expand(parameter.shape)  # has a shape and a device, and no memory
+        else:
+            value = weights.tensors[layer].dequantize()
+        if value is not None and parameter.is_meta:
+            _replace(model, on_meta[id(parameter)], value.to(device, parameter.dtype))
+        elif value is not None:
+            parameter[: len(value)].copy_(value) if parameter.ndim else parameter.copy_(value)
     if codes:
         _compute_with(model, weights)
     return model
+
+
+def _replace(model: nn.Module, names: list[str], value: Tensor) -> None:
+    """Gives the parameter or buffer of these names (a tied one has several) another value."""
+    parameter = nn.Parameter(value, requires_grad=value.is_floating_point())
+    for name in names:
+        owner, _, name = name.rpartition(".")
+        module = model.get_submodule(owner)
+        where = module._parameters if name in module._parameters else module._buffers
+        where[name] = parameter if where is module._parameters else value
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -155,7 +185,12 @@ def _compute_with(model: nn.Module, weights: Weights) -> None:
                 f"codes=True: {names[layers[0]]} is computed as one with {len(layers) - 1} others, which have another "
                 "tensor scale in this folder; load it with codes=False"
             )
-        device = layers[0].weight.device
+        device, recipe = layers[0].weight.device, layers[0].recipe
+        if _codes_alone(layers[0]) and (recipe.grad_input.b.raw or not recipe.fixed_weight):
+            raise UserError(
+                f"codes=True: {recipe.name} rounds a weight anew in each pass, and there are only codes; convert with "
+                'another method, for example "clover"'
+            )
         operand = Codes(
             torch.cat([p.codes for p in parts]).to(device),
             torch.cat([p.scales.view(torch.uint8) for p in parts]).view(torch.float8_e4m3fn).to(device),
@@ -164,6 +199,23 @@ def _compute_with(model: nn.Module, weights: Weights) -> None:
         layers[0].packed = {len(layers): operand}
         for layer in layers:
             layer.weight.requires_grad_(False)
+    alone = [layer.weight for layers in groups for layer in layers if layer.packed and _codes_alone(layer)]
+    packed.update((id(weight), weight) for weight in alone)
+
+
+def _codes_alone(layer: nn.Module) -> bool:
+    return not any(layer.weight.stride())
+
+
+packed: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()  # id -> a weight, codes alone
+
+
+@register_optimizer_step_pre_hook
+def _refuse_packed(optimizer: torch.optim.Optimizer, *_) -> None:
+    if packed and any(packed.get(id(p)) is p for group in optimizer.param_groups for p in group["params"]):
+        raise UserError(
+            "an optimizer holds weights that are 4-bit codes alone; give it the parameters with requires_grad=True"
+        )
 
 
 def load_safetensors(folder: Path) -> dict[str, Tensor]:

@@ -63,13 +63,10 @@ def _count(node: ast.expr) -> int:
     """The value of "text".count("text")."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "count":
         arguments = [node.func.value, *node.args]
-        if len(arguments) == 2 and not node.keywords and all(_is_text(a) for a in arguments):
-            return arguments[0].value.count(arguments[1].value)
+        texts = [a.value for a in arguments if isinstance(a, ast.Constant) and type(a.value) is str]
+        if len(arguments) == len(texts) == 2 and not node.keywords:
+            return texts[0].count(texts[1])
     raise _Refused
-
-
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and type(node.value) is str
 
 
 def use_calculator(expr: str) -> int | float | None:

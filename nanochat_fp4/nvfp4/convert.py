@@ -9,10 +9,12 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
+from nanochat_fp4.nvfp4.experts import LINEARS, ExpertLinear, as_quantized_experts, is_router, stacked_linears
 from nanochat_fp4.nvfp4.linear import QuantLinear, as_quantized, unsupported_reason
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Recipe
@@ -63,8 +65,11 @@ class ConvertReport:
         return "\n".join(lines)
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
 def convert(
-    model: nn.Module,
+    model: M,
     method: str | Recipe = "clover",
     skip: Sequence[str] = (),
     backward: bool = True,
@@ -72,8 +77,10 @@ def convert(
     keep_last_blocks: int = 0,
     verbose: bool = True,
     per_token_in_eval: bool = True,
-) -> nn.Module:
+) -> M:
     """Computes every nn.Linear (and transformers' Conv1D) of the model as the method says, in place; returns the model.
+
+    Experts in stacked parameters count as a linear layer each, where their layout is known (experts.py).
 
     method:    a name of METHODS, or a Recipe; one that changes late in a run (Recipe.late) computes as it begins, and
                plan.MethodPlan changes it
@@ -91,6 +98,11 @@ def convert(
     real tensors, before torch.compile; converting again changes the method. Subclasses of nn.Linear are converted if
     they override forward alone (dtype handling). Raises ValueError for arguments of other types, an unknown method, a
     pattern that matches nothing, or a model in which nothing can be converted.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 5))
+    >>> model = nf.convert(model, "clover", verbose=False)
+    >>> model.nf_report.converted, model.nf_report.left_alone
+    (['0'], [('2', 'out_features is 5, expected a multiple of 16')])
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"convert: got {type(model).__name__} for the model, expected a torch.nn.Module")
@@ -103,6 +115,8 @@ def convert(
     recipe = get_recipe(method)
     if not backward:
         recipe = recipe.forward_only()
+    if recipe.quantizes:
+        as_quantized_experts(model)
     linears = linear_layers(model)
     heads = output_heads(model, linears)
     for pattern in skip:
@@ -115,6 +129,7 @@ def convert(
     report = ConvertReport(recipe)
     for name, linear in linears.items():
         head = "the output head stays in full precision" if name in heads else None
+        head = head or ("a router stays in full precision" if is_router(model, name, linear) else None)
         named = head or _skip_reason(name, skip)
         reason = named or _subclass_reason(linear)
         reason = reason or reason_to_leave(name, linear) or unsupported_reason(linear, recipe)
@@ -252,7 +267,7 @@ def reason_to_leave(name: str, linear: nn.Module) -> str | None:
     """Why a linear layer cannot be replaced by one that only computes differently, or None."""
     if ADAPTER_PARTS.intersection(name.split(".")):
         return "an adapter's low-rank factor"
-    if "weight" not in linear._parameters:
+    if "weight" not in linear._parameters and not isinstance(linear, ExpertLinear):
         return "its weight is computed from other parameters (weight norm and the like)"
     return None
 
@@ -277,6 +292,7 @@ def shares(model: nn.Module, converted: Iterable[str], heads: set[str]) -> tuple
     counted: dict[int, tuple[str, int]] = {}  # id of a parameter -> (kind, elements)
     for name, module in modules.items():
         linear = isinstance(module, nn.Linear) or is_conv1d(module)
+        experts = stacked_linears(module)
         for parameter_name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() < 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 continue
@@ -285,6 +301,9 @@ def shares(model: nn.Module, converted: Iterable[str], heads: set[str]) -> tuple
             kind = _kind(module, parameter_name, parameter.dim())
             if linear:
                 kind = "quantized" if name in converted else "head" if name in heads else "linear layers left alone"
+            elif parameter_name in experts:
+                slices = {f"{name}.{LINEARS}.{parameter_name}.{i}" for i in range(len(experts[parameter_name]))}
+                kind = "quantized" if slices <= converted else "experts left alone"
             counted[id(parameter)] = (kind, parameter.numel())
     sums: dict[str, int] = {}
     for kind, elements in counted.values():
@@ -299,6 +318,8 @@ def _kind(module: nn.Module, name: str, dim: int) -> str:
         return "in_proj_weight of nn.MultiheadAttention, which is no layer of its own: not supported"
     if isinstance(module, nn.modules.conv._ConvNd):
         return "convolutions: not supported"
+    if "router" in type(module).__name__.lower():
+        return "routers, which stay in full precision"
     if dim == 3:
         return f"3-D weights ({type(module).__name__}.{name}), experts for example: not supported"
     return f"{type(module).__name__}.{name}, no linear layer: not supported"

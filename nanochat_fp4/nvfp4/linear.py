@@ -262,8 +262,15 @@ class QuantLinear(torch.nn.Linear):
     """nn.Linear with the same parameters and state-dict keys, computed as `method` says.
 
     method: a name of METHODS or a Recipe. in_features and out_features must be multiples of 16 unless the method
-    quantizes nothing. Input (..., in_features) and weights are in FP32 or BF16, with autocast on or off.
+    quantizes nothing. Input (..., in_features) and weights are in FP32 or BF16, with autocast on or off. The output
+    (..., out_features) has the input's dtype, or autocast's. device and dtype are nn.Linear's.
     Raises ValueError for an unknown method or dimensions that do not divide.
+
+    >>> layer = nf.QuantLinear(64, 32, method="nvidia")
+    >>> x = torch.randn(2, 3, 64, requires_grad=True)
+    >>> layer(x).square().mean().backward()
+    >>> x.grad.shape, layer.weight.grad.shape
+    (torch.Size([2, 3, 64]), torch.Size([32, 64]))
     """
 
     recipe: Recipe
@@ -399,7 +406,7 @@ class QuantLinear(torch.nn.Linear):
         return not (self.quantizes or accumulates or self._gathered(layers) is not None)
 
     def _plain_weight(self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]", dtype: torch.dtype) -> torch.Tensor:
-        if self.weight.is_meta and not x.is_meta:
+        if self.packed and not any(self.weight.stride()) or self.weight.is_meta and not x.is_meta:
             raise ValueError("QuantLinear: of this weight only the codes were kept (prepare); load the model anew")
         # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
         return _stacked([layer.matrix.to(dtype) for layer in layers])

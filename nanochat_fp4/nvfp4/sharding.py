@@ -77,6 +77,10 @@ def gather_codes(model: nn.Module, raw_dtype: torch.dtype | None = None) -> list
     raw_dtype is the dtype of gathered weights that are no codes, by default the MixedPrecisionPolicy's, else the
     weight's own. Gradients have the policy's param_dtype, or else the weight's, and are reduced in the policy's
     reduce_dtype. Raises ValueError for a model that is not sharded, or whose rows do not divide.
+
+    >>> nf.gather_codes(nf.QuantLinear(32, 16))
+    Traceback (most recent call last):
+    ValueError: gather_codes: nothing of the model is sharded; call fully_shard on it first
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -84,6 +84,12 @@ def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> Non
     the phase of its own moment.
 
     Raises ValueError for a model that is no module, and a forward that is not a function or calls none of these layers.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
+    >>> model, x = nf.convert(model, "clover_feedback", verbose=False), torch.randn(64, 32)
+    >>> nf.update_gram_matrices(model, lambda: model(x))
+    >>> sorted(nf.gram_state(model))
+    ['0', '2']
     """
     if not isinstance(model, nn.Module) or not callable(forward):
         got = f"{type(model).__name__} and {type(forward).__name__}"
@@ -180,6 +186,10 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     model:    the converted model, or a module that holds it (DistributedDataParallel, a compiled model, an average)
     progress: steps done over steps of the run, from 0 to 1
     Raises ValueError for a progress outside 0 to 1 and a model that was not converted.
+
+    >>> model = nf.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "clover_late", verbose=False)
+    >>> nf.set_progress(model, 0.5), nf.set_progress(model, 0.9)  # clover_late changes from 70% of the steps on
+    (False, True)
     """
     converted = [m for m in model.modules() if "nf_report" in vars(m)] if isinstance(model, nn.Module) else []
     if not converted:

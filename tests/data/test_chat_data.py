@@ -50,21 +50,16 @@ def one_line_error(error):
 # Tasks
 
 
-@pytest.mark.parametrize(
-    "start, stop, step", [(0, None, 1), (3, 7, 1), (2, None, 3), (1, 8, 4), (0, 100, 1), (50, None, 1)]
-)
+@pytest.mark.parametrize("start, stop, step", [(0, None, 1), (2, None, 3), (1, 8, 4), (0, 100, 1), (50, None, 1)])
 def test_slices_are_those_of_a_list(start, stop, step):
     task = Numbers(0, 10, start=start, stop=stop, step=step)
     assert list(task) == list(range(10))[start:stop:step]
     assert len(task) == len(list(task))
     with pytest.raises(IndexError):
         task[len(task)]
-
-
-@pytest.mark.parametrize("bad", [{"start": -1}, {"start": 5, "stop": 2}, {"step": 0}])
-def test_bad_slices(bad):
-    with pytest.raises(ValueError):
-        Numbers(0, 10, **bad)
+    for bad in ({"start": -1}, {"start": 5, "stop": 2}, {"step": 0}):
+        with pytest.raises(ValueError):
+            Numbers(0, 10, **bad)
 
 
 def test_mixture_is_everything_once_in_nanochats_order():
@@ -284,7 +279,7 @@ def test_counting_conversation_to_the_letter():
 
 
 def test_counting_conversations_are_right():
-    for seed in range(300):
+    for seed in range(60):
         conversation = counting_conversation(LOCAL_WORDS, seed)
         parts = conversation["messages"][1]["content"]
         call, result = parts[2]["text"], parts[3]["text"]

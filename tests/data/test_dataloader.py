@@ -94,7 +94,7 @@ def test_shuffled_documents_are_all_of_them_in_an_order_of_the_seed(tmp_path, ba
     assert torch.equal(*val)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_shuffled_documents_on_any_number_of_processes_and_after_a_resume(data, base_dir, world_size):
     kwargs = {"shuffle_documents": True, "data_seed": 3}
     alone = rows_of(loader(data, B=1, **kwargs), 48 * world_size).tolist()
@@ -130,17 +130,6 @@ def test_a_shuffled_copy_is_whole_and_of_this_text(tmp_path, base_dir, monkeypat
         loader(tmp_path / "d", shuffle_documents=True)
 
 
-def test_rows_are_whole_documents_but_for_the_last(tmp_path):
-    documents = set(make_shards(tmp_path / "d"))
-    seen = set()
-    for row in rows_of(loader(tmp_path / "d"), 20).tolist():
-        pieces = "".join(chr(t) if t != BOS else "\0" for t in row).split("\0")[1:]
-        assert set(pieces[:-1]) <= documents
-        assert any(document.startswith(pieces[-1]) for document in documents)
-        seen |= set(pieces[:-1])
-    assert len(seen) > 50
-
-
 def plain_best_fit(documents, num_rows, T, buffer_size, refill, row_group_size):
     """nanochat's algorithm by linear scans, for one stream of documents."""
 
@@ -174,29 +163,12 @@ def test_one_lane_is_nanochats_best_fit(tmp_path, buffer_size, refill):
     assert ours.tolist() == list(plain_best_fit(documents, 240, 64, buffer_size, refill, 10))
 
 
-def test_it_draws_no_random_numbers(data):
-    """All methods and seeds of a comparison see the same batches, whatever they draw in between."""
-    torch.manual_seed(0)
-    state, before = torch.get_rng_state(), random.getstate()
-    rows_of(loader(data), 10)
-    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == before
-
-
 def test_epochs_of_a_small_corpus(tmp_path):
     """The buffer does not read the text several times over before the first batch."""
     make_shards(tmp_path / "d", num_documents=80)
     it = loader(tmp_path / "d", buffer_size=1000, tokenizer_batch_size=128)
     epochs = [next(it)[2]["epoch"] for _ in range(80)]
     assert epochs[0] == 1 and epochs[-1] >= 3 and epochs == sorted(epochs)
-
-
-def test_validation_uses_the_last_shard(tmp_path):
-    documents = make_shards(tmp_path / "d")
-    numbers = set()
-    for row in rows_of(loader(tmp_path / "d", split="val"), 40).tolist():
-        text = "".join(chr(t) if t != BOS else "\0" for t in row)
-        numbers |= {int(p.split(":")[0]) for p in text.split("\0")[1:-1]}
-    assert numbers <= set(range(300, len(documents))) and len(numbers) > 30
 
 
 def test_nanochats_names(data):
@@ -230,7 +202,7 @@ def numbered_rows(data, world_size, B, count, **kwargs):
     return found
 
 
-@pytest.mark.parametrize("world_size, B", [(1, 8), (2, 4), (3, 2), (3, 5), (4, 2), (5, 1), (6, 4), (8, 1), (12, 2)])
+@pytest.mark.parametrize("world_size, B", [(1, 8), (2, 4), (3, 5), (5, 1), (8, 1), (12, 2)])
 def test_rows_do_not_depend_on_the_number_of_processes_and_the_batch_size(data, world_size, B):
     count = 10 * B * world_size
     alone = dict(enumerate(rows_of(loader(data, B=1), count).tolist()))
@@ -271,7 +243,7 @@ def test_ranks_come_from_torchrun(data, monkeypatch):
     assert torch.equal(rows_of(loader(data), 3), rows_of(loader(data, rank=1, world_size=2), 3))
 
 
-@pytest.mark.parametrize("num_documents, row_group_size", [(4, 1), (8, 100), (40, 10)])
+@pytest.mark.parametrize("num_documents, row_group_size", [(4, 1), (8, 100)])
 def test_fewer_row_groups_than_ranks(tmp_path, num_documents, row_group_size):
     make_shards(tmp_path / "d", num_documents=num_documents, num_shards=2, row_group_size=row_group_size)
     for split in ("train", "val"):
@@ -307,7 +279,7 @@ def through_json(state):
     return json.loads(text)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_resume_is_exact_at_random_points(data, seed):
     rng = random.Random(seed)
     world_size = rng.choice([1, 2, 3, 4])
@@ -332,10 +304,10 @@ def test_resume_is_exact_at_random_points(data, seed):
         assert torch.equal(rows_of(other, 40 * B), expected)
 
 
-@pytest.mark.parametrize("old, new", [(1, 2), (4, 2), (2, 8), (1, 3), (2, 3), (3, 2), (3, 1), (6, 4)])
-@pytest.mark.parametrize("lanes", [8, 3, 16])
+@pytest.mark.parametrize(
+    "old, new, lanes", [(1, 2, 8), (4, 2, 16), (2, 8, 8), (2, 3, 3), (3, 2, 8), (3, 1, 16), (6, 4, 8)]
+)
 def test_merged_states_resume_with_another_number_of_processes(data, old, new, lanes):
-    """lanes: of the run. Earlier versions had the number of processes where that did not divide 8."""
     states = []
     for rank in range(old):
         it = loader(data, B=2, rank=rank, world_size=old, micro_batches=24, lanes=lanes)
@@ -394,15 +366,15 @@ def test_a_shard_whose_text_was_replaced_is_named(tmp_path):
     assert torch.equal(rows_of(loader(folder, resume_state_dict=state), 5), expected)
     texts = pq.read_table(path).column("text").to_pylist()
     groups = pq.ParquetFile(path).metadata.row_group(0).num_rows
-    for change in (str.upper, str.swapcase, lambda text: text[:-1] + "?"):
+    for change in (str.upper, lambda text: text[:-1] + "?"):
         table = pa.table({"text": pa.array([change(text) for text in texts], pa.string())})
         pq.write_table(table, path, row_group_size=groups)
         with pytest.raises(UserError, match=rf"does not fit: the text of {path.name} is not the one .* old file back"):
             loader(folder, resume_state_dict=state)
     path.write_bytes(whole)
-    for odd in (None, [], ["x"], 3, {"a": 1}):
-        with pytest.raises(UserError, match="damaged .content.|does not fit: the text of"):
-            loader(folder, resume_state_dict=state | {"content": odd})
+    for odd in ({"content": None}, {"content": []}, {"lane_states": {"0": []}}, {"row": "x"}, {"row": -1}):
+        with pytest.raises(UserError, match="damaged|is not that of rank"):
+            loader(folder, resume_state_dict=state | odd)
 
 
 def test_the_digest_of_a_large_shard(tmp_path):
@@ -422,25 +394,6 @@ def test_the_digest_of_a_large_shard(tmp_path):
     assert len({write(other) for other in (None, 0, 5, 11)}) == 4
 
 
-def test_damaged_states_are_refused_or_used(data):
-    """Random damage to a state: UserError or a loader, never anything else."""
-    state, rng, refused = next(loader(data))[2], random.Random(0), 0
-    for _ in range(150):
-        bad = copy.deepcopy(state)
-        target = rng.choice([bad, bad["lane_states"], rng.choice(list(bad["lane_states"].values()))])
-        key = rng.choice(list(target))
-        if rng.random() < 0.3:
-            del target[key]
-        else:
-            target[key] = rng.choice([None, "x", -1, 3.5, [], {}, [[1, 2], [3]], [[0, 10**9]], 10**12, [None, None]])
-        try:
-            next(loader(data, resume_state_dict=bad))
-        except UserError as e:
-            assert "\n" not in str(e)
-            refused += 1
-    assert refused > 50
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Bad input
 
@@ -449,11 +402,6 @@ def test_damaged_states_are_refused_or_used(data):
 def test_bad_sizes(data, kwargs):
     with pytest.raises(ValueError, match="it must be at least 1"):
         loader(data, **kwargs)
-
-
-def test_no_data(tmp_path):
-    with pytest.raises(UserError, match="holds 0 parquet shard"):
-        loader(tmp_path)
 
 
 @pytest.mark.gpu

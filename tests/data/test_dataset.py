@@ -12,7 +12,6 @@ import types
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from _damage import cut_or_scratched
 from _server import hub as serve_hub
 
 from nanochat_fp4.data import corpus, dataset, download, rows
@@ -117,25 +116,6 @@ def test_damage_inside_a_shard_is_named_when_it_is_read(shards):
         texts_of(shards, "train")
 
 
-def test_fuzzed_shards_are_read_or_named(tmp_path):
-    """Truncations and random bytes: text or UserError, nothing else."""
-    path = tmp_path / "f.parquet"
-    table = pa.table({"text": pa.array([prose(i, 2) for i in range(30)], pa.string())})
-    pq.write_table(table, path, row_group_size=8, compression="zstd", use_dictionary=False)
-    good, rng, outcomes = path.read_bytes(), random.Random(1), {"read": 0, "refused": 0}
-    for _ in range(300):
-        path.write_bytes(cut_or_scratched(good, rng))
-        try:
-            shard = open_shard(path)
-            for k in range(min(shard.num_row_groups, 50)):
-                assert all(isinstance(text, str) for text in shard.read(k))
-            outcomes["read"] += 1
-        except UserError as e:
-            assert "\n" not in str(e) and "f.parquet" in str(e)
-            outcomes["refused"] += 1
-    assert outcomes["refused"] > 150, outcomes
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # A folder of one's own
 
@@ -177,56 +157,49 @@ def test_cut_text_loses_nothing_and_ends_at_paragraphs():
     assert "".join(cut_text("x" * 20_000, random.Random(0))) == "x" * 20_000  # no place to cut
 
 
-def test_parquet_folders_are_used_as_they_are(shards, base_dir):
+def test_parquet_folders_are_used_as_they_are(shards, base_dir, monkeypatch, capsys):
+    """DATA_DIR, and before it the flag."""
+    monkeypatch.setenv("DATA_DIR", str(shards))
+    assert ensure_data() == str(shards) and "DATA_DIR" in capsys.readouterr().out
+    assert list_parquet_files() == list_parquet_files(shards)  # without an argument: what training would use
+    monkeypatch.setenv("DATA_DIR", "/nowhere")
     assert ensure_data(str(shards)) == str(shards)
     assert not base_dir.exists() or os.listdir(base_dir) == []
 
 
-def test_data_dir_from_the_environment_and_from_the_flag(shards, base_dir, monkeypatch, capsys):
-    monkeypatch.setenv("DATA_DIR", str(shards))
-    assert ensure_data() == str(shards)
-    assert "DATA_DIR" in capsys.readouterr().out
-    assert list_parquet_files() == list_parquet_files(shards)  # without an argument: what training would use
-    monkeypatch.setenv("DATA_DIR", "/nowhere")
-    assert ensure_data(str(shards)) == str(shards)  # the flag wins
-
-
 @pytest.mark.parametrize(
-    "make, text",
+    "name, content, text",
     [
-        (lambda f: None, "is not there; it must be a folder"),
-        (lambda f: f.write_text("x"), "is a file; it must be a folder"),
-        (lambda f: f.mkdir(), "holds no data; expected .parquet"),
-        (lambda f: (f.mkdir(), (f / "notes.docx").write_text("x")), "holds no data; expected .parquet"),
-        (lambda f: (f.mkdir(), (f / "a.txt").write_text("short")), "too little text"),
-        (lambda f: (f.mkdir(), (f / "a.txt").write_text(" \n")), "too little text"),
-        (
-            lambda f: (f.mkdir(), (f / "a.jsonl").write_text('{"text": "a"}\n{"texts": "b"}\n')),
-            'a.jsonl, line 2: .*"text"',
-        ),
-        (lambda f: (f.mkdir(), (f / "a.jsonl").write_text('{"text": "a"}\nnot json\n')), "a.jsonl, line 2"),
-        (lambda f: (f.mkdir(), (f / "a.jsonl").write_text("[" * 100_000)), "a.jsonl, line 1"),
-        (lambda f: (f.mkdir(), (f / "a.jsonl.gz").write_bytes(b"not gzip")), "a.jsonl.gz cannot be read"),
-        (
-            lambda f: (f.mkdir(), (f / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 999)[:40])),
-            "a.jsonl.gz cannot be read past line",
-        ),
+        (None, None, "is not there; it must be a folder"),
+        ("", b"x", "is a file; it must be a folder"),
+        ("notes.docx", b"x", "holds no data; expected .parquet"),
+        ("a.txt", b"short", "too little text"),
+        ("a.txt", b" \n", "too little text"),
+        ("a.jsonl", b'{"text": "a"}\n{"texts": "b"}\n', 'a.jsonl, line 2: .*"text"'),
+        ("a.jsonl", b'{"text": "a"}\nnot json\n', "a.jsonl, line 2"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1"),
+        ("a.jsonl.gz", b"not gzip", "a.jsonl.gz cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:40], "a.jsonl.gz cannot be read past line"),
     ],
 )
-def test_bad_folders_in_one_line(tmp_path, base_dir, make, text):
-    make(tmp_path / "data")
+def test_bad_folders_in_one_line(tmp_path, base_dir, name, content, text):
+    folder = tmp_path / "data"
+    if name:
+        folder.mkdir()
+    if name is not None:
+        (folder / name).write_bytes(content)
     with pytest.raises(UserError, match=text) as e:
-        ensure_data(str(tmp_path / "data"))
+        ensure_data(str(folder))
     assert "\n" not in str(e.value)
     assert not list(base_dir.glob("converted_data/*"))  # nothing half-made
 
 
-def test_text_files_become_shards(tmp_path, base_dir):
+def test_text_files_become_shards(tmp_path, base_dir, monkeypatch):
     folder = tmp_path / "my texts"
     (folder / "sub").mkdir(parents=True)
     (folder / "a.txt").write_text(prose(1, 60))
     (folder / "sub" / "b.md").write_text(prose(2, 60))
-    with gzip.open(folder / "c.jsonl.gz", "wt") as f:
+    with gzip.open(folder / "c.json.gz", "wt") as f:  # as C4 has them
         f.writelines(json.dumps({"text": prose(3, 60)}) + "\n\n" for _ in range(1))
     made = ensure_data(str(folder))
     train, val = texts_of(made, "train"), texts_of(made, "val")
@@ -242,6 +215,10 @@ def test_text_files_become_shards(tmp_path, base_dir):
     assert [os.stat(path).st_mtime_ns for path in list_parquet_files(made)] == times
     (folder / "a.txt").write_text(prose(1, 60).swapcase())
     assert ensure_data(str(folder)) != made  # and again when the text changes, even if its size does not
+    (folder / "a.txt").write_text(prose(1, 60))
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "other"))
+    again = ensure_data(str(folder))  # the same on another machine
+    assert again != made and (texts_of(again, "train"), texts_of(again, "val")) == (train, val)
 
 
 def test_many_documents_are_split_as_wholes(tmp_path, base_dir):
@@ -252,14 +229,6 @@ def test_many_documents_are_split_as_wholes(tmp_path, base_dir):
     made = ensure_data(str(folder))
     found = [set(re.findall(r"\[(\d+)\.", "".join(texts_of(made, split)))) for split in ("train", "val")]
     assert not found[0] & found[1] and len(found[0] | found[1]) == 60 and len(found[1]) == 3
-
-
-def test_conversion_is_deterministic(texts, tmp_path, base_dir, monkeypatch):
-    first = ensure_data(texts)
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "other"))
-    second = ensure_data(texts)
-    assert first != second
-    assert [texts_of(first, s) for s in ("train", "val")] == [texts_of(second, s) for s in ("train", "val")]
 
 
 def test_a_single_parquet_file_is_split(tmp_path, base_dir):
@@ -302,7 +271,7 @@ def test_shards_written_here_notice_every_flipped_byte(texts, base_dir):
 
     whole = all_texts()
     good, rng, refused = open(path, "rb").read(), random.Random(0), 0
-    for _ in range(100):
+    for _ in range(40):
         data = bytearray(good)
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         with open(path, "wb") as f:
@@ -311,7 +280,7 @@ def test_shards_written_here_notice_every_flipped_byte(texts, base_dir):
             assert whole == all_texts()
         except UserError:
             refused += 1
-    assert refused > 60
+    assert refused > 20
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -392,19 +361,6 @@ def test_download_shards(hub, shards, base_dir, capsys):
     assert len(hub.requests) == 3  # only what was missing
     download_shards(3)
     assert len(hub.requests) == 3 and "All 3 shards" in capsys.readouterr().out
-
-
-def test_c4(hub, base_dir):
-    lines = "".join(json.dumps({"text": f"document {i} of C4", "url": "u"}) + "\n" for i in range(40))
-    for i in range(2):
-        path = f"/datasets/allenai/c4/resolve/main/en/c4-train.{i:05d}-of-01024.json.gz"
-        hub.files[path] = gzip.compress(lines.encode())
-    folder = dataset.download_c4(2)
-    assert len(texts_of(folder, "val")) == 4 and len(texts_of(folder, "train")) == 76  # every 20th document
-    count = len(hub.requests)
-    assert dataset.download_c4(2) == folder and len(hub.requests) == count
-    with pytest.raises(UserError, match="-n 0: expected a number of C4's files from 1 to 1024"):
-        dataset.download_c4(0)
 
 
 def test_a_shard_that_is_no_parquet_is_not_kept(hub, base_dir):
@@ -501,11 +457,6 @@ def test_offline_means_the_embedded_corpus(base_dir, capsys):
     assert ensure_data() == folder == ensure_data(make=False)
 
 
-def test_the_hub_comes_before_the_embedded_corpus(hub, base_dir, capsys):
-    assert ensure_data(num_shards=2) == str(base_dir / "base_data")
-    assert "FineWeb-Edu" in capsys.readouterr().out
-
-
 def test_what_was_begun_with_stays(hub, base_dir, monkeypatch, capsys):
     """A run that started on the embedded corpus must not find other data when the network is back."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -515,6 +466,7 @@ def test_what_was_begun_with_stays(hub, base_dir, monkeypatch, capsys):
     assert "python -m nanochat_fp4.data.dataset -n 8" in capsys.readouterr().out  # how to change one's mind
     download_shards(2)
     assert ensure_data() == str(base_dir / "base_data")
+    assert "FineWeb-Edu" in capsys.readouterr().out
 
 
 def test_a_broken_hub_means_the_embedded_corpus(hub, base_dir, capsys):

@@ -1,17 +1,11 @@
 """Prompts to the letter, scoring, and the loops that run a benchmark."""
 
-import gzip
 import hashlib
 import json
 import os
-import random
-from types import SimpleNamespace
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from _damage import cut_or_scratched
 from _samples import ARC_ROW, BENCHMARK_ROWS, GSM8K_ROW, HUMANEVAL_ROW, MMLU_ROW, byte_tokenizer
 
 import nanochat_fp4 as nf
@@ -23,7 +17,7 @@ from eval.local import LocalArithmetic, LocalChoice, LocalCode
 from eval.mmlu import MMLU
 from eval.run import Score, run_task
 from eval.spellingbee import SpellingBee
-from nanochat_fp4.data.chat_data import LOCAL_WORDS, Task
+from nanochat_fp4.data.chat_data import LOCAL_WORDS
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import GPT, GPTConfig
@@ -121,68 +115,39 @@ def test_every_prompt_of_the_released_benchmarks(name):
 # Files with faults
 
 
-def spoil(row, **changes):
-    return {k: v for k, v in {**row, **changes}.items() if v is not ...}
+FILES = {
+    "ARC-Easy": ("allenai/ai2_arc/ARC-Easy/test", ARC_ROW),
+    "MMLU": ("cais/mmlu/all/test", MMLU_ROW),
+    "GSM8K": ("openai/gsm8k/main/test", GSM8K_ROW),
+    "HumanEval": ("openai/openai_humaneval/openai_humaneval/test", HUMANEVAL_ROW),
+}
 
 
 @pytest.mark.parametrize(
-    "name, path, row, expected",
+    "name, changes, expected",
     [
-        ("ARC-Easy", "allenai/ai2_arc/ARC-Easy/test", spoil(ARC_ROW, question=...), "'question' is missing"),
-        ("ARC-Easy", "allenai/ai2_arc/ARC-Easy/test", spoil(ARC_ROW, answerKey="Z"), "'Z' is none of the labels"),
-        (
-            "ARC-Easy",
-            "allenai/ai2_arc/ARC-Easy/test",
-            spoil(ARC_ROW, choices=["a"]),
-            "'choices' is list, expected dict",
-        ),
-        ("ARC-Easy", "allenai/ai2_arc/ARC-Easy/test", spoil(ARC_ROW, choices={"text": []}), "'label' is missing"),
-        ("MMLU", "cais/mmlu/all/test", spoil(MMLU_ROW, answer="B"), "'answer' is str, expected int"),
-        ("MMLU", "cais/mmlu/all/test", spoil(MMLU_ROW, answer=4), "expected 0 to 3"),
-        ("MMLU", "cais/mmlu/all/test", spoil(MMLU_ROW, choices=["1"]), "1 entries, expected 4"),
-        ("MMLU", "cais/mmlu/all/test", spoil(MMLU_ROW, subject=...), "'subject' is missing"),
-        ("GSM8K", "openai/gsm8k/main/test", spoil(GSM8K_ROW, answer="no number"), "does not end in '#### <number>'"),
-        ("GSM8K", "openai/gsm8k/main/test", {"q": 1}, "'question' is missing"),
-        (
-            "HumanEval",
-            "openai/openai_humaneval/openai_humaneval/test",
-            spoil(HUMANEVAL_ROW, test=None),
-            "'test' is NoneType",
-        ),
+        ("ARC-Easy", {"question": ...}, "'question' is missing"),
+        ("ARC-Easy", {"answerKey": "Z"}, "'Z' is none of the labels"),
+        ("ARC-Easy", {"choices": ["a"]}, "'choices' is list, expected dict"),
+        ("ARC-Easy", {"choices": {"text": []}}, "'label' is missing"),
+        ("MMLU", {"answer": "B"}, "'answer' is str, expected int"),
+        ("MMLU", {"answer": 4}, "expected 0 to 3"),
+        ("MMLU", {"choices": ["1"]}, "1 entries, expected 4"),
+        ("MMLU", {"subject": ...}, "'subject' is missing"),
+        ("GSM8K", {"answer": "no number"}, "does not end in '#### <number>'"),
+        ("GSM8K", {"question": ...}, "'question' is missing"),
+        ("HumanEval", {"test": None}, "'test' is NoneType"),
     ],
 )
-def test_a_wrong_field_is_named(eval_dir, name, path, row, expected):
+def test_a_wrong_field_is_named(eval_dir, name, changes, expected):
+    path, row = FILES[name]
     file = eval_dir / f"{path}.jsonl"
-    file.write_text(json.dumps(BENCHMARK_ROWS[path]) + "\n" + json.dumps(row) + "\n")
+    spoilt = {key: value for key, value in (row | changes).items() if value is not ...}
+    file.write_text(json.dumps(row) + "\n" + json.dumps(spoilt) + "\n")
     with pytest.raises(UserError) as e:
         TASKS[name](eval_dir)
     text = str(e.value)
     assert expected in text and f"{file}, line 2" in text and "\n" not in text
-
-
-@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "parquet"])
-def test_damaged_files_never_end_in_a_traceback(eval_dir, form):
-    """200 truncations and bit flips of each form of a benchmark file: rows, or one line that names the file."""
-    place = eval_dir / "allenai/ai2_arc/ARC-Easy"
-    (place / "test.jsonl").unlink()
-    rows = [{**ARC_ROW, "id": f"q{i}"} for i in range(5)]
-    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path = place / f"test.{form}"
-    if form == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-        whole = path.read_bytes()
-    else:
-        whole = gzip.compress(text) if form == "jsonl.gz" else text
-    rng, refused = random.Random(0), 0
-    for _ in range(200):
-        path.write_bytes(cut_or_scratched(whole, rng))
-        try:
-            task = ARC("ARC-Easy", "test", eval_dir=eval_dir)
-            assert all(isinstance(c["messages"][0]["content"], str) for c in task)
-        except UserError as e:
-            assert str(path) in str(e) and "\n" not in str(e), e
-            refused += 1
-    assert refused > 20
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -268,16 +233,6 @@ def test_humaneval_runs_the_tests_in_the_sandbox(eval_dir):
     assert extract_program("  x = 1\n") == "x = 1"
 
 
-@pytest.mark.skipif(not os.path.isdir(RELEASED), reason="the released benchmark files are not here")
-def test_published_solutions_of_humaneval_pass():
-    """A few here; all 164 pass as well."""
-    task = HumanEval(eval_dir=RELEASED, step=20)
-    for conversation in task:
-        assert task.evaluate(conversation, conversation["messages"][1]["content"])
-        signature = conversation["messages"][0]["content"]
-        assert not task.evaluate(conversation, signature + "    return None\n")
-
-
 @pytest.mark.parametrize("kind", [LocalChoice, LocalArithmetic, LocalCode])
 def test_local_tasks_accept_their_own_answers(kind):
     task = kind(size=40, split="test")
@@ -336,10 +291,9 @@ def test_choices_do_not_depend_on_the_batch(method):
         assert outcome == (best == task[i]["messages"][-1]["content"])
 
 
-@pytest.mark.parametrize("method", ["clover", "tetrajet_v2"])
-def test_weights_are_quantized_once_for_a_task(method):
+def test_weights_are_quantized_once_for_a_task():
     model, tokenizer = tiny_model(), byte_tokenizer()
-    nf.convert(model, method, verbose=False)
+    nf.convert(model, "clover", verbose=False)
     ready = []
     block = model.transformer.h[1]
     block.register_forward_pre_hook(
@@ -360,64 +314,7 @@ def test_choices_must_be_one_token():
         run_task(Long(size=1), tiny_model(), byte_tokenizer())
 
 
-class CallsTheCalculator:
-    """After any prompt it writes '=', a call of 6*7, and whatever the calculator said is copied by hand: #### 42."""
-
-    config = SimpleNamespace(n_head=1, n_kv_head=1, n_embd=2, n_layer=1, sequence_len=512)
-    training = False
-
-    def __init__(self, tokenizer):
-        special = {name: tokenizer.encode_special(f"<|{name}|>") for name in
-                   ("assistant_start", "python_start", "python_end", "output_end", "assistant_end")}  # fmt: skip
-        chain = [special["assistant_start"], ord("="), special["python_start"], *b"6*7", special["python_end"]]
-        self.next = dict(zip(chain, chain[1:]))
-        end = [special["output_end"], *b"#:! ", special["assistant_end"]]
-        self.next |= dict(zip(end, end[1:]))
-
-    def get_device(self):
-        return torch.device("cpu")
-
-    def modules(self):
-        return []
-
-    def eval(self):
-        return self
-
-    train = lambda self, mode=True: self  # noqa: E731
-
-    def __call__(self, ids, kv_cache):
-        kv_cache.advance(ids.size(1))
-        logits = torch.zeros(*ids.shape, 265)
-        for row, token in enumerate(ids[:, -1].tolist()):
-            logits[row, -1, self.next.get(token, 0)] = 50.0
-        return logits
-
-
-class Echo(Task):
-    """Prompts of different lengths; an answer is right if it is the expected text."""
-
-    eval_type = "generative"
-
-    def num_examples(self):
-        return 9
-
-    def get_example(self, index):
-        return {"messages": [{"role": "user", "content": "x" * (3 * index)}, {"role": "assistant", "content": "."}]}
-
-    def evaluate(self, conversation, answer):
-        return answer == "=<|python_start|>6*7<|python_end|><|output_start|>42<|output_end|>#:! "
-
-
-def test_answers_call_the_calculator_side_by_side():
-    tokenizer = byte_tokenizer()
-    model = CallsTheCalculator(tokenizer)
-    for batch_size in (1, 4, 9):
-        assert run_task(Echo(), model, tokenizer, batch_size=batch_size).accuracy == 1.0
-    assert run_task(Echo(), model, tokenizer, max_new_tokens=5).accuracy == 0.0  # cut before it is done
-
-
-@pytest.mark.parametrize("method", ["bf16", "clover"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method, temperature", [("bf16", 0.0), ("clover", 1.0)])
 def test_generate_many_is_generate_batch(method, temperature):
     model, tokenizer = tiny_model(), byte_tokenizer()
     nf.convert(model, method, verbose=False)
@@ -432,14 +329,6 @@ def test_generate_many_is_generate_batch(method, temperature):
     for bad in ([], [[bos], []]):
         with pytest.raises(ValueError, match="empty"):
             engine.generate_many(bad)
-
-
-def test_a_model_that_never_stops_is_stopped():
-    model, tokenizer = tiny_model(), byte_tokenizer()
-    with torch.no_grad():
-        model.lm_head.weight[256:] = 0
-    score = run_task(LocalArithmetic(size=3, split="test"), model, tokenizer, max_new_tokens=20)
-    assert score.count == 3 and score.settings["max_new_tokens"] == 20
 
 
 def test_seeded_sampling_is_repeatable():

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import json
 import os
-import random
 import shutil
 import signal
 import socket
@@ -50,6 +49,7 @@ KERNEL = [layers for layers in LAYERS if "audit" not in layers]
 # landlock is never used without seccomp, but from its ABI 6 on it must keep signals and sockets in by itself.
 LANDLOCK_SCOPES = [("landlock",)] if landlock_abi() >= 6 and ("landlock", "seccomp") in LAYERS else []
 every_layer = pytest.mark.parametrize("layers", LAYERS, ids="+".join)
+strongest_and_weakest = pytest.mark.parametrize("layers", sorted({*LAYERS[:1], *LAYERS[-1:]}), ids="+".join)
 every_kernel_layer = pytest.mark.parametrize("layers", KERNEL, ids="+".join)
 
 
@@ -66,18 +66,6 @@ def wait_until(condition, seconds: float = 60) -> None:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert condition()
-
-
-def processes_named(name: str) -> list[int]:
-    """Ids of the living processes whose comm is `name` (Linux)."""
-    found = []
-    for comm in Path("/proc").glob("[0-9]*/comm"):
-        try:
-            if comm.read_text().strip() == name:
-                found.append(int(comm.parent.name))
-        except OSError:
-            pass
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -273,22 +261,6 @@ for number in sorted(set(range(700)) - set({skipped})):
     assert result.success and result.stdout == "", result
 
 
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="another machine's foreign calls")
-@every_kernel_layer
-def test_calls_of_foreign_interfaces_end_the_process(layers):
-    """i386's through int 0x80, and x32's: the same calls as the filter knows, under other numbers."""
-    for machine_code in ("b814000000cd80c3", "b827000040" + "0f05c3"):  # getpid in both
-        code = f"""
-import ctypes, mmap
-page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-page.write(bytes.fromhex({machine_code!r}))
-print('before', flush=True)
-print(ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))())
-"""
-        result = run(code, layers)
-        assert not result.success and result.stdout == "before\n" and "without finishing" in result.error, result
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Hostile programs
 
@@ -340,28 +312,6 @@ finally:
     assert not result.success
     assert "PermissionError" in result.error and result.stdout == "0\n", result
     assert run("print('still here')", layers).success
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@every_layer
-def test_daemonized_grandchild_is_dead(layers):
-    name = f"stray{os.getpid() % 10_000}"
-    code = f"""
-import ctypes, os, time
-libc = ctypes.CDLL(None)
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        libc.prctl(15, b'{name}', 0, 0, 0)
-        for fd in range(3): os.close(fd)
-        time.sleep(60)
-    os._exit(0)
-time.sleep({{}})
-"""
-    for sleep in (0.3, 60):  # the program ends first; the deadline comes first
-        result = run(code.format(sleep), layers, timeout=1)
-        time.sleep(0.05)
-        assert processes_named(name) == [], f"outlived the sandbox: {result}"
 
 
 @pytest.fixture
@@ -586,9 +536,8 @@ def test_closing_stdout_changes_nothing(layers):
 
 
 @every_layer
-def test_printing_a_gigabyte(layers):
-    megabytes = 1024 if layers == LAYERS[0] else 64
-    code = f"import sys\nline = 'x' * (1 << 20)\nfor _ in range({megabytes}): sys.stdout.write(line)\n"
+def test_printing_without_end(layers):
+    code = "import sys\nline = 'x' * (1 << 20)\nfor _ in range(64): sys.stdout.write(line)\n"
     tracemalloc.start()
     result = run(code, layers, timeout=8)
     peak = tracemalloc.get_traced_memory()[1]
@@ -705,7 +654,7 @@ ANSWERS = {
 }
 
 
-@every_layer
+@strongest_and_weakest
 def test_whatever_is_written_as_an_answer_is_a_failed_problem(layers):
     for name, data in ANSWERS.items():
         code = f"""
@@ -810,7 +759,7 @@ def f(x): return E()""",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layers", sorted({LAYERS[0], LAYERS[-1]}) if LAYERS else [], ids="+".join)
+@strongest_and_weakest
 def test_no_fake_passes(layers):
     assert run("def f(x): return x * x", layers, tests=CHECK, function="f").success
     passed = [name for name, code in FAKES.items() if run(code, layers, tests=CHECK, function="f").success]
@@ -953,33 +902,6 @@ def test_the_sandbox_dies_with_the_trainer(layers, signalled, tmp_path):
     finally:
         trainer.kill()
         trainer.wait()
-
-
-@pytest.mark.soak
-@every_layer
-def test_soak(layers, tmp_path, monkeypatch):
-    """500 programs, mixed from attacks and harmless code: none is an error here, none leaves anything behind."""
-    monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
-    rng = random.Random(str(layers))
-    kinds = dict.fromkeys(("passed", "failed", "timeout"), 0)
-    harmless = ["x = [i * i for i in range(10_000)]", "open('f', 'w').write('x' * 100_000)", "print('y' * 100_000)"]
-    forged = [
-        f"import os\nfor fd in range(3, 9):\n  try: os.write(fd, {data})\n  except OSError: 0"
-        for data in ANSWERS.values()
-    ]
-    hostile = [*FAKES.values(), SIGNAL_WITHOUT_KILL.replace("VICTIM", str(os.getpid())), MEMORY_ELSEWHERE, *forged]
-    hostile += ["while True: pass", "x = bytearray(1 << 30)", "import os\nos.abort()", "def f(): f()\nf()"]
-    for _ in range(500):
-        parts = rng.choices(harmless, k=rng.randint(0, 2)) + rng.choices(hostile, k=rng.randint(0, 2))
-        code = "\n".join(rng.sample(parts, len(parts)))
-        result = run(code, layers, timeout=2)
-        kinds["passed" if result.success else "timeout" if result.timeout else "failed"] += 1
-        if all(part in harmless for part in parts):
-            assert result.success, (code, result)
-    assert sum(kinds.values()) == 500 and min(kinds.values()) > 0, kinds
-    print(layers, kinds)
-    wait_until(lambda: list(tmp_path.iterdir()) == [])
-    wait_until(lambda: not children_of(os.getpid()))
 
 
 def test_without_a_sandbox_nothing_runs(monkeypatch):

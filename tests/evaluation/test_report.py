@@ -131,13 +131,8 @@ def test_interrupted_run_shows_what_it_has(base_dir, folder):
             "NVIDIA B200",
             r"PREDICTED for B200, not measured: .* nvidia from width \d+, clover from width \d+$",
         ),
-        ("NVIDIA GeForce RTX 5090", r"PREDICTED for RTX 5090, not measured: .* clover from width \d+$"),
         ("NVIDIA H200", "PREDICTED for H200, not measured: .* nvidia at no width, clover at no width$"),
-        (
-            "NVIDIA GH200 480GB",
-            "not known for NVIDIA GH200 480GB; predicted for H200, B200, RTX 5090, RTX PRO 4000, RTX PRO 6000 only$",
-        ),
-        (None, "not known for a CPU; predicted for"),
+        (None, "not known for a CPU; predicted for H200, B200, RTX 5090, RTX PRO 4000, RTX PRO 6000 only$"),
     ],
 )
 def test_break_even_on_this_gpu_is_a_prediction(gpu, expected, base_dir, folder, monkeypatch):
@@ -148,16 +143,13 @@ def test_break_even_on_this_gpu_is_a_prediction(gpu, expected, base_dir, folder,
     assert len(lines) == 1 and re.search(expected, lines[0]), lines
 
 
-def test_nothing_to_report(folder):
-    with pytest.raises(UserError, match="nothing to report in .*; run bash speedrun_fp4.sh"):
-        Report(folder).generate()
-
-
-def test_section_is_replaced_and_reset_keeps_metrics(base_dir, folder):
+def test_section_is_replaced_and_reset_keeps_metrics(base_dir, folder, capsys):
     make_run(base_dir, "d4_bf16", "bf16", 1.25)
     get_report("d4_bf16").log("Base model loss", [{"val_bpb": 1.0}], {"val_bpb": 1.0})
     assert row_of(generated(folder), "d4_bf16")[4] == "1.0000"
-    Report(folder).reset()
+    report.main(["generate"])
+    assert capsys.readouterr().out.splitlines()[-1] == str(folder / "report.md")
+    report.main(["reset"])
     assert [p for p in folder.rglob("*") if p.is_file()] == []
     assert row_of(generated(folder), "d4_bf16")[4] == "1.2600"  # from the metrics
 
@@ -188,6 +180,8 @@ def test_newest_telemetry_by_kind_of_layer(base_dir, folder):
 
 
 def test_values_of_all_kinds(folder, base_dir):
+    with pytest.raises(UserError, match="nothing to report in .*; run bash speedrun_fp4.sh"):
+        Report(folder).generate()
     odd = {"nan": math.nan, "inf": math.inf, "tensor": torch.tensor(1.5), "path": Path("/x"), "none": None, "n": 10**6}
     path = get_report().log("Some Section!", [odd, {}, "", None, 3])
     assert path.endswith("some-section.json")
@@ -203,14 +197,6 @@ def test_other_ranks_log_nothing(base_dir, monkeypatch):
     assert not (base_dir / "report").exists()
 
 
-def test_command_line(base_dir, folder, capsys):
-    make_run(base_dir, "d4_bf16", "bf16", 1.25)
-    report.main(["generate"])
-    assert capsys.readouterr().out.splitlines()[-1] == str(folder / "report.md")
-    report.main(["reset"])
-    assert not (folder / "report.md").exists()
-
-
 def test_cost_needs_a_gpu(monkeypatch):
     gpu = {"gpu": "NVIDIA H100 80GB HBM3", "gpu_count": 8}
     assert report._cost({}, 3600) is None
@@ -221,22 +207,11 @@ def test_cost_needs_a_gpu(monkeypatch):
     assert report._cost(gpu, 3600) == pytest.approx(24.0)
 
 
-def test_damaged_files_never_break_the_report(base_dir, folder, monkeypatch):
-    """160 damaged sections and metrics files; plots, being slow, are drawn for every fortieth."""
-    get_report().log("Tokenizer training", [{"vocab_size": 4096}])
+def test_damaged_metrics_never_break_the_plots(base_dir, folder):
+    """Without the plots, which are slow, test_reliability_fuzz.py damages sections and metrics."""
     make_run(base_dir, "d4_bf16", "bf16", 1.25)
-    get_report("d4_bf16").log("Chat evaluation sft", [{"a": 1}], {"MMLU": {"accuracy": 0.25, "count": 10}})
-    files = [p for p in base_dir.rglob("*.json*") if p.name != "report.json"]
-    for path in files:  # one line each, so that all of them can be mutated as JSON lines
-        if path.suffix == ".json":
-            path.write_text(json.dumps(json.loads(path.read_text())))
-    whole = {path: path.read_bytes() for path in files}
-    plot, rng, seen = report._plot, random.Random(5), 0
-    for i in range(160):
-        path = rng.choice(files)
-        path.write_bytes(damaged(whole[path], rng))
-        monkeypatch.setattr(report, "_plot", plot if i % 40 == 0 else lambda *args: [])
-        text = generated(folder, print_summary=False)
-        seen += "is not readable as a section" in text
-        path.write_bytes(whole[path])
-    assert seen > 30
+    path, rng = base_dir / "base_checkpoints" / "d4_bf16" / "metrics.jsonl", random.Random(5)
+    whole = path.read_bytes()
+    for _ in range(4):
+        path.write_bytes(damaged(whole, rng))
+        generated(folder, print_summary=False)

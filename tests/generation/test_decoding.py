@@ -1,6 +1,7 @@
 """Decoding by fused kernels, in Triton's interpreter, says what the model says; and what it cannot take it names."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -230,6 +231,9 @@ def test_prepared_weights_are_codes_and_give_the_same_bits():
     ids = torch.randint(0, 64, (1, 5), device=DEVICE)
     with torch.inference_mode(), nf.per_token_scale(model), autocast(DEVICE.type):
         want = model(ids)
+        both = prepare(copy.deepcopy(model), torch.float32, both=True)
+        with nf.full_precision(model), nf.full_precision(both):
+            assert torch.equal(both(ids), model(ids))
         blocks = sum(p.numel() for p in model.transformer.h.parameters())
         others = sum(p.numel() * p.element_size() for p in model.parameters()) - 4 * blocks
         prepare(model, torch.float32)
@@ -238,18 +242,6 @@ def test_prepared_weights_are_codes_and_give_the_same_bits():
         assert weight_bytes(model) == others + blocks * 9 // 16 + 4 * operands
         with nf.full_precision(model), pytest.raises(ValueError, match="only the codes were kept"):
             model(ids)
-
-
-def test_both_keeps_the_weights_for_full_precision():
-    torch.manual_seed(0)
-    model = make_model()
-    ids = torch.randint(0, 64, (1, 5), device=DEVICE)
-    with torch.inference_mode(), nf.per_token_scale(model), autocast(DEVICE.type):
-        with nf.full_precision(model):
-            want = model(ids)
-        prepare(model, torch.float32, both=True)
-        with nf.full_precision(model):
-            assert torch.equal(model(ids), want)
 
 
 @pytest.mark.parametrize(
@@ -269,14 +261,9 @@ def test_what_it_cannot_take_is_named(method, rows, per_token, reason):
             Decoder(model, cache_of(model, rows))
 
 
-def test_caches_longer_than_the_rotary_tables_are_refused():
+def test_a_cache_that_is_full_or_longer_than_the_rotary_tables_is_refused():
     model = make_model("bf16")
-    cache = KVCache(1, 1, model.cos.shape[1] + 1, 16, 2, DEVICE, DTYPE)
-    assert "rotary tables" in unsupported_reason(model, cache)
-
-
-def test_a_full_cache_is_refused():
-    model = make_model("bf16")
+    assert "rotary tables" in unsupported_reason(model, KVCache(1, 1, model.cos.shape[1] + 1, 16, 2, DEVICE, DTYPE))
     cache = cache_of(model, 1)
     cache.advance(24)
     with nf.per_token_scale(model), pytest.raises(ValueError, match="holds 24 positions"):

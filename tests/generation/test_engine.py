@@ -4,31 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from _samples import byte_tokenizer
 
 from nanochat_fp4.generation.engine import AnswerText, Engine, KVCache, sample_next_token
 from nanochat_fp4.models.gpt import GPT, GPTConfig, autocast
 
-SPECIAL = {
-    f"<|{name}|>": 256 + i
-    for i, name in enumerate(["bos", "python_start", "python_end", "output_start", "output_end", "assistant_end"])
-}
-BOS, PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END, ASSISTANT_END = SPECIAL.values()
-
-
-class ByteTokenizer:
-    """Ids 0-255 are bytes, then the special tokens."""
-
-    def encode_special(self, text):
-        return SPECIAL[text]
-
-    def get_bos_token_id(self):
-        return BOS
-
-    def encode(self, text):
-        return list(text.encode())
-
-    def decode(self, ids):
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+TOKENIZER = byte_tokenizer()
+BOS, ASSISTANT_END = (TOKENIZER.encode_special(f"<|{name}|>") for name in ("bos", "assistant_end"))
 
 
 def make_engine(**changes):
@@ -40,7 +22,7 @@ def make_engine(**changes):
             p += 0.2 * torch.randn(p.shape)
         model.lm_head.weight[ASSISTANT_END] = 0  # hardly ever the most likely: rows run to the end
         model.lm_head.weight[BOS] = 0
-    return Engine(model, ByteTokenizer())
+    return Engine(model, TOKENIZER)
 
 
 class ScriptedModel:
@@ -55,7 +37,7 @@ class ScriptedModel:
 
     def __call__(self, ids, kv_cache):
         kv_cache.advance(ids.size(1))
-        logits = torch.zeros(ids.size(0), ids.size(1), 262)
+        logits = torch.zeros(ids.size(0), ids.size(1), 265)
         for row in range(ids.size(0)):
             says = self.script[row if ids.size(0) > 1 else 0]
             logits[row, -1, says[self.calls] if self.calls < len(says) else ASSISTANT_END] = 50.0
@@ -67,7 +49,7 @@ def say(text):
     """Ids of text with [x] for special tokens: 'a[python_start]1+1[python_end]'."""
     out = []
     for part in text.replace("[", "]<").split("]"):
-        out += [SPECIAL[f"<|{part[1:]}|>"]] if part.startswith("<") else list(part.encode())
+        out += [TOKENIZER.encode_special(f"<|{part[1:]}|>")] if part.startswith("<") else list(part.encode())
     return out
 
 
@@ -154,21 +136,41 @@ def test_bf16_models_get_a_bf16_cache():
 
 def run(*script, num_samples=1, **kwargs):
     model = ScriptedModel(*[say(s) for s in script])
-    return Engine(model, ByteTokenizer()).generate_batch([BOS], num_samples, temperature=0.0, **kwargs), model
+    return Engine(model, TOKENIZER).generate_batch([BOS], num_samples, temperature=0.0, **kwargs), model
 
 
-def test_the_calculators_result_is_put_in():
-    # While the result is put in, what the model says is not heard: x stands for that.
-    (results, masks), _ = run("a[python_start]12*3[python_end]xxxxb")
-    assert results[0] == [BOS, *say("a[python_start]12*3[python_end][output_start]36[output_end]b")]
-    assert masks[0] == [0, *[1] * 7, *[0] * 4, 1]
+@pytest.mark.parametrize(
+    "script, text",
+    [  # While the result is put in, what the model says is not heard: x stands for that.
+        ("a[python_start]12*3[python_end]xxxxb", "a[python_start]12*3[python_end][output_start]36[output_end]b"),
+        ("[python_start]9[python_start]'aab'.count('a')[python_end]xxxb",
+         "[python_start]9[python_start]'aab'.count('a')[python_end][output_start]2[output_end]b"),
+        ("12*3[python_end]b", "12*3[python_end]b"),  # an end without a start
+        *((f"[python_start]{call}[python_end]b",) * 2 for call in ("1/0", "import os", "", "9**9**9")),
+        ("ab[assistant_end]cd", "ab"),
+        ("ab[bos]cd", "ab"),
+        ("x" * 1000, "x" * 63),  # to the model's 64 positions
+    ],
+)  # fmt: skip
+def test_calls_of_the_calculator_and_ends(script, text):
+    (results, masks), model = run(script)
+    assert results[0] == [BOS, *say(text)]
+    put_in = say(text.partition("[python_end]")[2].partition("[output_end]")[0] + "[output_end]")
+    assert masks[0].count(0) == 1 + (len(put_in) if "[output_end]" in text else 0)
+    assert model.calls <= len(text) + 1  # nothing is computed after the end
 
 
-@pytest.mark.parametrize("expression", ["1/0", "import os", "", "9**9**9"])
-def test_a_failed_call_puts_nothing_in(expression):
-    text = f"[python_start]{expression}[python_end]b"
-    (results, masks), _ = run(text)
-    assert results[0] == [BOS, *say(text)] and masks[0] == [0, *[1] * (len(results[0]) - 1)]
+def test_many_prompts_call_side_by_side():
+    """While a longer prompt is read, what the model says is not heard: y stands for that."""
+    model = ScriptedModel(say("a[python_start]2+2[python_end]xxxe"), say("yyahi"))
+    got = Engine(model, TOKENIZER).generate_many([[BOS], [BOS, *b"pq"]], temperature=0.0, max_tokens=20)
+    called = say("a[python_start]2+2[python_end][output_start]4[output_end]e")
+    assert got == [[[BOS, *called]], [[BOS, *b"pqahi"]]]
+
+
+def test_a_limit_of_tokens():
+    (results, _), model = run("x" * 1000, max_tokens=9)
+    assert results[0][1:] == say("x" * 9) and model.calls == 9
 
 
 @pytest.mark.parametrize(
@@ -181,26 +183,8 @@ def test_a_failed_call_puts_nothing_in(expression):
     ],
 )
 def test_an_answer_is_text_with_readable_calls(tokens, pieces):
-    names = {number: name for name, number in SPECIAL.items()}
-
-    class Tokenizer:
-        def decode(self, ids):
-            return b"".join(names[i].encode() if i in names else bytes([i]) for i in ids).decode(errors="replace")
-
-    text = AnswerText(Tokenizer())
+    text = AnswerText(TOKENIZER)
     assert "|".join([*map(text.add, say(tokens)), text.rest()]) == pieces
-
-
-def test_an_end_without_a_start_is_no_call():
-    (results, _), _ = run("12*3[python_end]b")
-    assert results[0] == [BOS, *say("12*3[python_end]b")]
-
-
-def test_a_new_start_begins_a_new_expression():
-    (results, _), _ = run("[python_start]9[python_start]'aab'.count('a')[python_end]xxxb")
-    assert results[0][1:] == say(
-        "[python_start]9[python_start]'aab'.count('a')[python_end][output_start]2[output_end]b"
-    )
 
 
 def test_rows_call_and_end_on_their_own():
@@ -209,20 +193,6 @@ def test_rows_call_and_end_on_their_own():
     assert results[0][1:] == say("a[python_start]2+2[python_end][output_start]4[output_end]e")
     assert results[1][1:] == say("ahi")
     assert masks[1] == [0, 1, 1, 1]
-
-
-def test_ends_at_assistant_end_and_at_bos_and_leaves_them_out():
-    for end in ("[assistant_end]", "[bos]"):
-        (results, _), model = run(f"ab{end}cd")
-        assert results[0][1:] == say("ab")
-        assert model.calls == 3  # prompt, a, b: nothing is computed after the end
-
-
-def test_a_model_that_never_stops_is_stopped():
-    (results, _), model = run("x" * 1000, max_tokens=9)
-    assert results[0][1:] == say("x" * 9) and model.calls == 9
-    (results, _), _ = run("x" * 1000)  # without a wish: at the model's 64 positions
-    assert len(results[0]) == 64
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,167 @@
+"""Experts whose weights are slices of parameters with three dimensions, as transformers 5 and torchtitan keep them.
+
+Each slice becomes an ExpertLinear: a QuantLinear without a parameter of its own. Contexts, methods, Gram matrices and
+reports therefore know experts as they know linear layers. The model keeps its Parameters and its state dict.
+
+Tokens are sorted by expert. Each expert that has tokens computes its GEMMs, with codes and tensor scales of its own: to
+the bit what a QuantLinear with its slice computes of these tokens. An expert without tokens computes nothing, and its
+gradient is zero.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.methods import get_recipe
+
+LINEARS = "expert_linears"  # the experts' ExpertLinears: ModuleDict of parameter -> ModuleList
+
+
+class ExpertLinear(QuantLinear):
+    """One expert's slice of a stacked parameter, computed as a QuantLinear.
+
+    experts:    the module that holds the parameter (E, out_features, in_features), or transposed
+                (E, in_features, out_features)
+    parameter:  its name
+    index:      the expert's number
+    """
+
+    def __init__(self, experts: nn.Module, parameter: str, index: int, transposed: bool):
+        nn.Module.__init__(self)
+        self.experts = (experts,)  # in a tuple, so that it is no module of this one
+        self.parameter, self.index, self.transposed = parameter, index, transposed
+        rows, columns = self.weight.shape[1:]
+        self.out_features, self.in_features = (columns, rows) if transposed else (rows, columns)
+        self.register_parameter("bias", None)
+        self.set_recipe(get_recipe("bf16"))
+
+    @property
+    def weight(self) -> Tensor:
+        """The stacked parameter."""
+        return getattr(self.experts[0], self.parameter)
+
+    @property
+    def matrix(self) -> Tensor:
+        return self._matrix_of(self.weight[self.index])
+
+    def _matrix_of(self, part: Tensor) -> Tensor:
+        return part.T.contiguous() if self.transposed else part
+
+    def forward(self, x: Tensor, part: Tensor) -> Tensor:
+        """x (M, in_features) -> (M, out_features). part: this expert's slice, as unbind gives it. (The gradient of a
+        slice that each expert takes for itself is as large as the whole parameter.)"""
+        return self._output(x, (_Matrix(self._matrix_of(part)),), None, False)
+
+
+class _Matrix(NamedTuple):
+    """What QuantLinear wants of a layer that is computed as one with others: here the only one."""
+
+    matrix: Tensor
+
+
+class Layout(NamedTuple):
+    """How an architecture keeps its experts.
+
+    parameters: names of the stacked parameters
+    arguments:  of forward
+    forward:    takes the module and these arguments
+    """
+
+    parameters: tuple[str, ...]
+    arguments: tuple[str, ...]
+    forward: Callable[..., Tensor]
+
+
+def _project(experts: nn.Module, parameter: str, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Each expert's product of its tokens, (M_e, K) -> (M_e, N). Experts without tokens are not called."""
+    stacked = getattr(experts, parameter)
+    linears, bias = getattr(experts, LINEARS)[parameter], getattr(experts, f"{parameter}_bias", None)
+    outputs = []
+    for linear, part, x in zip(linears, stacked.unbind(), inputs):
+        y = linear(x, part) if len(x) else x.new_zeros(0, linear.out_features)
+        outputs.append(y if bias is None else y + bias[linear.index].to(y.dtype))
+    return outputs
+
+
+def _routed(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """transformers' experts: hidden_states (T, K), top_k_index (T, k), top_k_weights (T, k) or (T, E) -> (T, K)."""
+    experts, choices = self.gate_up_proj.shape[0], top_k_index.shape[-1]
+    chosen = top_k_index.flatten()
+    if top_k_weights.shape != top_k_index.shape:
+        top_k_weights = top_k_weights.gather(-1, top_k_index)
+    order = chosen.argsort(stable=True)
+    counts = chosen.bincount(minlength=experts)[:experts].tolist()  # E and above: tokens of other processes
+    order = order[: sum(counts)]
+    token = order // choices
+    gate_up = _project(self, "gate_up_proj", hidden_states[token].split(counts))
+    if hasattr(self, "_apply_gate"):
+        hidden = [self._apply_gate(y) for y in gate_up]
+    else:
+        hidden = [self.act_fn(gate) * up for gate, up in (y.chunk(2, dim=-1) for y in gate_up)]
+    y = torch.cat(_project(self, "down_proj", hidden)) * top_k_weights.flatten()[order, None]
+    return torch.zeros_like(hidden_states).index_add_(0, token, y.to(hidden_states.dtype))
+
+
+def _sorted(self: nn.Module, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    """torchtitan's experts: x (T, K), sorted by expert -> (T, K). Rows beyond the sum of the numbers are padding."""
+    counts = num_tokens_per_expert.tolist()
+    inputs = x[: sum(counts)].split(counts)
+    hidden = [silu(gate) * up for gate, up in zip(_project(self, "w1", inputs), _project(self, "w3", inputs))]
+    y = torch.cat(_project(self, "w2", hidden)).to(x.dtype)
+    return torch.cat([y, x.new_zeros(len(x) - len(y), y.shape[-1])])
+
+
+LAYOUTS = (
+    Layout(("gate_up_proj", "down_proj"), ("hidden_states", "top_k_index", "top_k_weights"), _routed),
+    Layout(("w1", "w2", "w3"), ("x", "num_tokens_per_expert"), _sorted),
+)
+
+
+def layout_of(module: nn.Module) -> Layout | None:
+    """The layout of a module that holds experts, by its parameters and the arguments of its forward, or None."""
+    names = {name: p.dim() for name, p in module.named_parameters(recurse=False)}
+    for layout in LAYOUTS:
+        stacked = {name for name, dim in names.items() if dim == 3}
+        known = {*layout.parameters, *(f"{name}_bias" for name in layout.parameters)}
+        arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        if stacked == set(layout.parameters) and set(names) <= known and arguments == layout.arguments:
+            return layout
+    return None
+
+
+def stacked_linears(module: nn.Module) -> dict[str, list[ExpertLinear]]:
+    """Stacked parameter -> the ExpertLinears that read it, of a module that as_quantized_experts has changed."""
+    return {name: list(linears) for name, linears in getattr(module, LINEARS, {}).items()}
+
+
+def as_quantized_experts(model: nn.Module) -> None:
+    """Gives each module of the model that holds experts of a known layout an ExpertLinear for each slice, in place.
+
+    They compute in full precision until convert gives them a recipe. Nothing else of the module changes but its class,
+    a subclass of the one that it had.
+    """
+    for module in list(model.modules()):
+        layout = None if hasattr(module, LINEARS) else layout_of(module)
+        if layout is None:
+            continue
+        # transformers' name of an attribute in 5.0, then in later releases.
+        transposed = getattr(module, "is_transposed", getattr(module, "experts_are_transposed", False))
+        linears = nn.ModuleDict()
+        for name in layout.parameters:
+            count = getattr(module, name).shape[0]
+            linears[name] = nn.ModuleList(ExpertLinear(module, name, i, transposed) for i in range(count))
+        module.add_module(LINEARS, linears)
+        forward = torch.compiler.disable(layout.forward)  # the number of an expert's tokens is another in each step
+        module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
+
+
+def is_router(model: nn.Module, name: str, linear: nn.Module) -> bool:
+    """Whether this linear layer chooses experts: it stands beside them and has an output for each."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    sizes = {len(parts) for child in parent.children() for parts in stacked_linears(child).values()}
+    return getattr(linear, "out_features", None) in sizes

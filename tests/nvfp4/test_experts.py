@@ -1,0 +1,205 @@
+"""Experts in stacked parameters: every slice is computed as a QuantLinear with it, to the bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear, silu
+
+import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4.experts import stacked_linears
+
+EXPERTS, WIDTH, HIDDEN = 6, 32, 48
+COUNTS = (0, 1, 15, 17, 2, 5)  # tokens of each expert: none, one, a block less and more than one
+
+
+class Experts(nn.Module):
+    """As transformers 5 has them, with its forward in plain PyTorch."""
+
+    def __init__(self, transposed: bool = False, bias: bool = False):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def parameter(*shape):
+            return nn.Parameter(0.2 * torch.randn(*shape, generator=generator))
+
+        up, down = (2 * HIDDEN, WIDTH), (WIDTH, HIDDEN)
+        self.is_transposed = transposed
+        self.gate_up_proj = parameter(EXPERTS, *(up[::-1] if transposed else up))
+        self.down_proj = parameter(EXPERTS, *(down[::-1] if transposed else down))
+        if bias:
+            self.gate_up_proj_bias, self.down_proj_bias = parameter(EXPERTS, up[0]), parameter(EXPERTS, down[0])
+
+    def _apply_gate(self, y: torch.Tensor) -> torch.Tensor:
+        gate, up = (y[..., ::2], y[..., 1::2]) if self.is_transposed else y.chunk(2, dim=-1)  # gpt-oss interleaves
+        return silu(gate) * up
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        result = torch.zeros_like(hidden_states)
+        for e in range(EXPERTS):
+            token, choice = (top_k_index == e).nonzero(as_tuple=True)
+            y = self.product(e, hidden_states[token])
+            result = result.index_add(0, token, y * top_k_weights[token, choice, None])
+        return result
+
+    def product(self, e: int, x: torch.Tensor, compute=linear) -> torch.Tensor:
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(self, name)[e]
+            x = compute(x, weight.T if self.is_transposed else weight)
+            if hasattr(self, f"{name}_bias"):
+                x = x + getattr(self, f"{name}_bias")[e]
+            x = self._apply_gate(x) if name == "gate_up_proj" else x
+        return x
+
+
+class GroupedExperts(nn.Module):
+    """As torchtitan has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3 = (nn.Parameter(0.2 * torch.randn(EXPERTS, HIDDEN, WIDTH)) for _ in range(2))
+        self.w2 = nn.Parameter(0.2 * torch.randn(EXPERTS, WIDTH, HIDDEN))
+
+    def forward(self, x, num_tokens_per_expert):
+        outputs, start = [], 0
+        for e, count in enumerate(num_tokens_per_expert.tolist()):
+            rows = x[start : (start := start + count)]
+            outputs.append(linear(silu(linear(rows, self.w1[e])) * linear(rows, self.w3[e]), self.w2[e]))
+        return torch.cat([*outputs, torch.zeros_like(x[start:])])
+
+
+class Model(nn.Module):
+    def __init__(self, experts: nn.Module):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 16 * EXPERTS)
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = experts
+        self.lm_head = nn.Linear(WIDTH, 16)
+
+
+def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """hidden_states, top_k_index, top_k_weights of two choices a token, so that each expert has its COUNTS."""
+    torch.manual_seed(1)
+    tokens = sum(COUNTS) // 2
+    index = torch.repeat_interleave(torch.arange(EXPERTS), torch.tensor(COUNTS)).view(2, tokens).T.contiguous()
+    return torch.randn(tokens, WIDTH), index, torch.rand(tokens, 2)
+
+
+def quant_linear(weight: torch.Tensor, method: str) -> nf.QuantLinear:
+    layer = nf.QuantLinear(weight.shape[1], weight.shape[0], method=method)
+    layer.weight = nn.Parameter(weight.detach().clone())
+    return layer
+
+
+def converted(experts: nn.Module, method: str) -> nn.Module:
+    return nf.convert(Model(experts), method, verbose=False).experts
+
+
+@pytest.mark.parametrize("method", nf.METHODS)
+def test_an_expert_is_a_quant_linear_of_its_tokens(method):
+    """Outputs and all gradients, to the bit, of 0, 1, 15 and 17 tokens."""
+    experts, (x, index, weights) = converted(Experts(), method), routed()
+    x, grad = x.requires_grad_(), torch.randn_like(x)
+    torch.manual_seed(2)
+    y = experts(x, index, weights)
+    y.backward(grad)
+    got = y.detach(), x.grad, experts.gate_up_proj.grad, experts.down_proj.grad
+
+    plain = Experts()
+    layers = {n: [quant_linear(w, method) for w in getattr(plain, n)] for n in ("gate_up_proj", "down_proj")}
+    x = x.detach().requires_grad_()
+    order = index.flatten().argsort(stable=True)
+    token, chosen = order // 2, index.flatten()[order]
+    torch.manual_seed(2)
+    rows = x[token].split(COUNTS)
+    hidden = [plain._apply_gate(layer(r)) if len(r) else r[:, :0] for layer, r in zip(layers["gate_up_proj"], rows)]
+    parts = [layer(h) for layer, h in zip(layers["down_proj"], hidden) if len(h)]
+    want = torch.zeros_like(x).index_add_(0, token, torch.cat(parts) * weights.flatten()[order, None])
+    want.backward(grad)
+    assert chosen.bincount(minlength=EXPERTS).tolist() == list(COUNTS)
+    zeros = torch.zeros_like(plain.gate_up_proj[0]), torch.zeros_like(plain.down_proj[0])
+    grads = [
+        torch.stack([zero if layer.weight.grad is None else layer.weight.grad for layer in some])
+        for some, zero in zip(layers.values(), zeros)
+    ]
+    for a, b in zip(got, (want.detach(), x.grad, *grads)):
+        assert torch.equal(a, b)
+    assert experts.gate_up_proj.grad[0].count_nonzero() == 0 and experts.gate_up_proj.grad[1].count_nonzero()
+
+
+@pytest.mark.parametrize("transposed, bias", [(False, False), (True, True)])
+def test_in_full_precision_it_is_the_module_as_it_was(transposed, bias):
+    plain, inputs = Experts(transposed, bias), routed()
+    experts = converted(copy.deepcopy(plain), "clover")
+    results = []
+    for module, model in ((plain, nn.Module()), (experts, experts)):
+        with nf.full_precision(model):
+            y = module(*inputs)
+        y.square().sum().backward()
+        results.append([y, *(p.grad for p in module.parameters())])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+    y = experts(*inputs)
+    assert 0.01 < (y - results[0][0]).norm() / results[0][0].norm() < 0.5
+
+
+def test_torchtitans_experts():
+    """With rows of padding at the end."""
+    torch.manual_seed(0)
+    plain = GroupedExperts()
+    x, counts = torch.randn(sum(COUNTS) + 3, WIDTH), torch.tensor(COUNTS)
+    experts = converted(copy.deepcopy(plain), "four_over_six")
+    want = plain(x, counts)
+    with nf.full_precision(experts):
+        torch.testing.assert_close(experts(x, counts), want)
+    y = experts(x, counts)
+    assert 0.01 < (y - want).norm() / want.norm() < 0.5 and y[sum(COUNTS) :].count_nonzero() == 0
+    first = stacked_linears(experts)["w1"][3]
+    start, end = sum(COUNTS[:3]), sum(COUNTS[:4])
+    layer = quant_linear(experts.w1[3], "four_over_six")
+    assert torch.equal(first(x[start:end], experts.w1[3]), layer(x[start:end]))
+
+
+def test_the_model_stays_what_it_was():
+    """Names, state dict, copies; the report counts the slices; routers and unknown experts stay in full precision."""
+    model = Model(Experts())
+    names, state = [n for n, _ in model.named_parameters()], set(model.state_dict())
+    nf.convert(model, "clover", verbose=False)
+    assert [n for n, _ in model.named_parameters()] == names and set(model.state_dict()) == state
+    assert isinstance(model.experts, Experts)
+    report = model.nf_report
+    assert ("gate", "a router stays in full precision") in report.left_alone
+    assert sum("expert_linears" in name for name in report.converted) == 2 * EXPERTS
+    matrices = sum(p.numel() for n, p in model.named_parameters() if "bias" not in n)
+    quantized = sum(p.numel() for p in model.experts.parameters()) + model.router.weight.numel()
+    assert report.quantized == pytest.approx(quantized / matrices)
+    copied = copy.deepcopy(model)
+    linears = stacked_linears(copied.experts)["down_proj"]
+    assert linears[0].weight is copied.experts.down_proj and copied.experts.down_proj is not model.experts.down_proj
+    nf.convert(model, "clover", skip=["experts"], verbose=False)
+    assert not any(layer.quantizes for some in stacked_linears(model.experts).values() for layer in some)
+    model.experts.extra = nn.Parameter(torch.zeros(2, 16, 16))
+    unknown = nf.convert(Model(nn.Bilinear(16, 16, 64)), "clover", verbose=False).nf_report
+    assert any("3-D weights (Bilinear.weight)" in kind for kind in unknown.others)
+
+
+def test_contexts_and_feedback_know_experts():
+    """Codes made once are the same bits; the Gram matrices are of each expert's tokens; training lowers a loss."""
+    experts, inputs = converted(Experts(), "clover_feedback"), routed()
+    nf.update_gram_matrices(experts, lambda: experts(*inputs))
+    linears = stacked_linears(experts)["gate_up_proj"]
+    assert linears[0].gram_matrix is None and all(layer.gram_matrix is not None for layer in linears[1:])
+    with torch.no_grad():
+        want = experts(*inputs)
+        with nf.quantize_weights_once(experts):
+            assert torch.equal(experts(*inputs), want)
+    optimizer = torch.optim.AdamW(experts.parameters(), lr=3e-3)
+    target, losses = torch.randn_like(inputs[0]), []
+    for _ in range(30):
+        loss = (experts(*inputs) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
