@@ -231,6 +231,8 @@ def choose_gemms(
     box: list[Any] = [None]
     try:
         if dispatch.native_gemm(model.get_device().type) is None:
+            if stored:
+                print0(f"note: the run had FP4 GEMMs on {stored['gpu']} and emulates them here: bits change")
             return None
         products = products_of(model, rows, seq_len, dtype)
         if products and not (is_ddp_initialized() and dist.get_rank()):

@@ -209,9 +209,11 @@ def test_what_cannot_be_had_ends_the_run_in_one_line(model, speeds, monkeypatch)
         gemms.choose_gemms(model, 4, 32, None, None)
 
 
-def test_without_fp4_tensor_cores_nothing_is_chosen(monkeypatch):
+def test_without_fp4_tensor_cores_nothing_is_chosen(monkeypatch, capsys):
     monkeypatch.delenv("NVFP4_GEMM", raising=False)
     monkeypatch.setattr(gemms, "products_of", None)
     monkeypatch.setattr(dispatch, "native_gemm", lambda device_type: None)
     model = GPT(GPTConfig(sequence_len=32, vocab_size=64, n_layer=1, n_head=1, n_kv_head=1, n_embd=64))
     assert gemms.choose_gemms(model, 4, 32, None, None) is None
+    assert gemms.choose_gemms(model, 4, 32, None, {"gpu": "RTX", "gemms": []}) is None
+    assert "note: the run had FP4 GEMMs on RTX and emulates them here" in capsys.readouterr().out
