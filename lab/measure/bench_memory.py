@@ -30,13 +30,13 @@ MARKER = "<!-- lab.measure.bench_memory -->"
 # Parts of the lines of gpt.py that keep tensors, and what these are.
 NAMES = {
     "= resid_lambda * x": "residual stream, for the gradient of resid_lambda",
-    "_recomputed(attention": "residual stream into attention, to start again from",
+    "checkpoint(attention": "residual stream into attention, to start again from",
     "self.attn(norm(x)": "residual stream into the norm before attention",
     "fused_linear(x": "input of c_q, c_k, c_v",
     "keep_output=True": "queries and keys",
-    "flash_attn_func": "values, result and log-sum-exp of attention",
+    "flash_attention.attend": "values, result and log-sum-exp of attention",
     "self.c_proj(y": "input of attention's c_proj",
-    "_recomputed(mlp": "residual stream into the MLP, to start again from",
+    "checkpoint(mlp": "residual stream into the MLP, to start again from",
     "self.mlp(norm(x)": "residual stream into the norm before the MLP",
     "self.c_fc(x)": "input of c_fc",
     "_ReluSquared.apply": "for the derivative of ReLU^2",
@@ -44,7 +44,7 @@ NAMES = {
     "relu_squared_linear(x": "input of the MLP's c_proj, and for the derivative of ReLU^2",
 }
 # Functions that keep something for whoever calls them.
-HELPERS = ("norm", "apply_rotary_emb", "_recomputed")
+HELPERS = ("norm", "apply_rotary_emb")
 
 
 def _line() -> str:

@@ -135,7 +135,7 @@ def _launch_decoding() -> None:
         decode_step.codes_matmul(*x, *weight, scalars[0], bf16)
     caches, position = torch.zeros(2, 2, 64, 2, 128, dtype=bf16), torch.zeros(2, dtype=torch.int32)
     tables = torch.zeros(2, 64, 64, dtype=bf16)
-    decode_step.attention(torch.zeros(1, 2, 768), *tables, *caches, position, position, 2, 32, 1e-6)
+    decode_step.attention(torch.zeros(1, 2, 768), *tables, *caches, position, 2, 32, 1e-6)
 
 
 def _inspect(kernel) -> dict:

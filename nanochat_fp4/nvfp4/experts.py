@@ -128,9 +128,9 @@ def layout_of(module: nn.Module) -> Layout | None:
     for layout in LAYOUTS:
         stacked = {name for name, dim in names.items() if dim == 3}
         known = {*layout.parameters, *(f"{name}_bias" for name in layout.parameters)}
-        arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
-        if stacked == set(layout.parameters) and set(names) <= known and arguments == layout.arguments:
-            return layout
+        if stacked == set(layout.parameters) and set(names) <= known:
+            if tuple(inspect.signature(type(module).forward).parameters)[1:] == layout.arguments:
+                return layout
     return None
 
 

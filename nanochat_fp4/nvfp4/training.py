@@ -56,18 +56,14 @@ class QuantizedTraining:
 
     def weights_once(self, passes: int) -> contextlib.AbstractContextManager:
         """A context that makes the weights' codes once for `passes` passes, if that is less work."""
-        often = passes > 1 or rounds_with_feedback(self.model)
+        layers = (m for m in self.model.modules() if isinstance(m, QuantLinear))
+        often = passes > 1 or any(layer.recipe.looks_at_inputs for layer in layers)  # rounding with feedback is long
         return quantize_weights_once(self.model) if often else contextlib.nullcontext()
 
     def after_update(self, step: int, forward: Callable[[], object]) -> None:
         """forward() calls the model on some thousand tokens. All ranks must call this together."""
         if self.plan is not None and step % LOOK_EVERY == 0:
             update_gram_matrices(self.model, forward)
-
-
-def rounds_with_feedback(model: nn.Module) -> bool:
-    """Whether the method of a layer rounds its weight with error feedback."""
-    return any(isinstance(m, QuantLinear) and m.recipe.output.b.feedback for m in model.modules())
 
 
 @torch.no_grad()
@@ -215,7 +211,7 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     return True
 
 
-PATIENCE = 100  # steps without a needed call before the warning
+PATIENCE = LOOK_EVERY + 2  # steps without a needed call before the warning; a run of 40 steps must hear of it
 _reminders: "weakref.WeakKeyDictionary[nn.Module, _Reminder]" = weakref.WeakKeyDictionary()
 
 
