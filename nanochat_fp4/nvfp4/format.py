@@ -122,10 +122,11 @@ def transpose_square(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.T
     """Codes and scales of the transposed tensor. A scale must hold for a block of 16x16 values.
 
     codes uint8 (R, K/2), scales float8_e4m3fn (R, K/16) -> uint8 (K, R/2), float8_e4m3fn (K, R/16). Nothing is rounded.
-    R and K are multiples of 16.
+    R and K are multiples of 16. Scales stay in the layout that they have.
     """
     of_blocks = row_major_scales(codes, scales).view(torch.uint8)[::BLOCK].T.repeat_interleave(BLOCK, dim=0)
-    return pack(unpack(codes).T), of_blocks.view(scales.dtype)
+    to_scales = of_blocks.view(scales.dtype)
+    return pack(unpack(codes).T), swizzle_scales(to_scales) if scales.dim() < codes.dim() else to_scales
 
 
 def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
