@@ -203,12 +203,12 @@ def test_other_ranks_log_nothing(base_dir, monkeypatch):
 
 def test_cost_needs_a_gpu(monkeypatch):
     gpu = {"gpu": "NVIDIA H100 80GB HBM3", "gpu_count": 8}
-    assert report._cost({}, 3600) is None
-    assert report._cost(gpu, 3600) == pytest.approx(24.0)
+    assert report.gpu_dollars({}, 3600) is None
+    assert report.gpu_dollars(gpu, 3600) == pytest.approx(24.0)
     monkeypatch.setenv("GPU_HOURLY_USD", "2.5")
-    assert report._cost(gpu, 7200) == pytest.approx(40.0)
+    assert report.gpu_dollars(gpu, 7200) == pytest.approx(40.0)
     monkeypatch.setenv("GPU_HOURLY_USD", "many")
-    assert report._cost(gpu, 3600) == pytest.approx(24.0)
+    assert report.gpu_dollars(gpu, 3600) == pytest.approx(24.0)
 
 
 def test_damaged_metrics_never_break_the_plots(base_dir, folder):
