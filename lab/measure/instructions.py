@@ -180,13 +180,10 @@ def label(record: dict) -> str:
     """What a kernel of ELEMENTS makes of what."""
     constants = record["constants"]
 
-    def has(text: str) -> bool:
-        return f"'{text}': True" in constants
-
     if record["kernel"] == "quantize_kernel":
-        source = "ReLU^2" if has("SQUARE") else "rows"
-        return f"quantize {source} to codes" + (" and BF16" if has("DECODE") else "")
-    source = "requantize" if has("FROM_CODES") else "rotate grad_output"
+        source = "ReLU^2" if "'SQUARE': True" in constants else "rows"
+        return f"quantize {source} to codes" + (" and BF16" if "'DECODE': True" in constants else "")
+    source = "requantize" if "'FROM_CODES': True" in constants else "rotate grad_output"
     return f"{source} to {'codes' if 'STORE_CODES=True' in constants else 'BF16'}"
 
 

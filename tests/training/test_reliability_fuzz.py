@@ -346,11 +346,10 @@ def test_many_damaged_files(tiny_base, tmp_path, name):
 # Command lines
 
 TINY = "--device-type=cpu"
-# These measure a checkout of another project, or with a tool of NVIDIA's, or all of this one.
+# These measure a checkout of another project, or all of this one.
 ON_A_CHECKOUT = (
     "compare_quartet2.py",
     "compare_upstream.py",
-    "counters.py",
     "determinism.py",
     "instructions.py",
     "golden.py",
