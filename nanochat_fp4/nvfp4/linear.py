@@ -282,8 +282,16 @@ class QuantLinear(torch.nn.Linear):
     feedback_factor: torch.Tensor | None = None  # feedback.factor_for of the Gram matrix
     divided = False  # several processes have a part of the layer each (tensor_parallel.py)
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, method: str | Recipe = "clover", **kw):
-        super().__init__(in_features, out_features, bias=bias, **kw)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        method: str | Recipe = "clover",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.set_recipe(get_recipe(method))
 
     def set_recipe(self, recipe: Recipe) -> None:
