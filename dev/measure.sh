@@ -17,7 +17,7 @@ set -uo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit 2
 source dev/setup.sh
-KNOWN="doctor tests linear turns quantize counters quartet2 train train_32gib train_nanochat"
+KNOWN="doctor tests linear quantize quartet2 train train_32gib train_nanochat"
 PARTS=${PARTS:-$KNOWN}
 for name in $PARTS; do
     [[ " $KNOWN " == *" $name "* ]] || die "PARTS: there is no part '$name'; the parts are: $KNOWN"
@@ -72,14 +72,7 @@ bench_train=(env NANOCHAT_ATTENTION=sdpa "$PY" -m lab.measure.bench_train --wind
 part doctor 600 "$PY" -m nanochat_fp4.doctor
 part tests 1200 "$PY" -m pytest -q -p no:cacheprovider tests/kernels/test_*.py tests/nvfp4/test_native.py tests/nvfp4/test_gemm.py
 part linear 480 "$PY" -m lab.measure.bench_linear --passes forward+backward --json "$OUT/linear.json"
-part turns 200 "$PY" -m lab.measure.bench_linear --models 3B --passes forward+backward --methods clover \
-    --modes graph,eager --turns --json "$OUT/turns.json"
 part quantize 600 "$PY" -m lab.measure.bench_quantize --json "$OUT/quantize.json"
-ncu=there
-if [ "$PLAN_ONLY" = 0 ] && chosen counters; then
-    "$PY" -c 'from lab.measure import counters; counters.find_ncu()' 2>/dev/null || ncu=""
-fi
-optional counters "there is no ncu" "$ncu" 400 "$PY" -m lab.measure.counters --out "$OUT/counters"
 optional quartet2 "QUARTET2 is not set" "${QUARTET2:-}" 400 "$PY" -m lab.measure.compare_quartet2 "${QUARTET2:-}"
 part train 800 "${bench_train[@]}" --json "$OUT/train.json"
 part train_32gib 800 "${bench_train[@]}" --memory-cap 32GiB --recompute none,mlp --no-table7 --json "$OUT/train_32gib.json"

@@ -14,6 +14,13 @@ case "${1:-}" in
 *) die "$(basename "$0") takes no arguments, and got '$*'; what can be set are variables, NAME=value bash $(basename "$0"): see --help" ;;
 esac
 
+# The scripts work in $ROOT. Relative folders are relative to the caller's.
+for name in NANOCHAT_BASE_DIR DATA_DIR; do
+    if [[ -n "${!name:-}" && "${!name}" != /* && "${OLDPWD:-$ROOT}" != "$ROOT" ]]; then
+        printf -v "$name" '%s/%s' "$OLDPWD" "${!name}"
+    fi
+done
+
 # A shell that is not interactive starts background commands with SIGINT ignored, and bash can never trap a signal that
 # was ignored at its start: kill -INT would not reach the stages. So the script starts again, with SIGINT not ignored.
 if [ -n "$(trap -p INT | grep "''")" ] && [ -f "$ROOT/$(basename "$0")" ]; then
@@ -396,8 +403,8 @@ pipeline() {
         done
     done
     if has_stage sft; then
-        echo "talk to it: source .venv/bin/activate, then python -m scripts.chat_web --model-tag ${tags[0]}"
-        echo "            (a page in your browser; python -m scripts.chat_cli in this terminal)"
+        echo "talk to it: $PY -m nanochat_fp4 chat_web --model-tag ${tags[0]}"
+        echo "            (a page in your browser; chat_cli in this terminal)"
     fi
     ! has_stage report || stage_report
 }

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lab.measure.bench_common import table
 from lab.study import sweep, sweep_scheduler
 from lab.study.reproduce_common import Context, Outcome
 from lab.study.reproduce_concentration import fig9
@@ -31,7 +30,7 @@ from lab.study.reproduce_speed import fig6, table7
 from lab.study.reproduce_time import equal_time, extra_steps
 from lab.study.reproduce_training import made
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation import plots

@@ -1,4 +1,36 @@
-"""nanochat trained fully in NVFP4: the public API of the numerics."""
+"""NVFP4 training for any PyTorch model: all three GEMMs of its linear layers in 4 bits.
+
+A model of your own takes one line, before torch.compile and before the optimizer:
+
+    import nanochat_fp4 as nf
+
+    model = nf.convert(model, method="clover")
+
+The model keeps its Parameters, its names and its state dict. `print(model.nf_report)` names the layers that stay in
+high precision. `print(nf.backend())` names the kernels of this machine. A Blackwell multiplies 4-bit numbers. Another
+GPU and a CPU emulate the same arithmetic.
+
+The other names, by task:
+
+    train       convert, and for methods that change in a run set_progress; for clover_feedback update_gram_matrices,
+                gram_state, load_gram_state
+    go faster   quantize_weights_once and accumulate_gradients around the micro-batches of a step
+    evaluate    full_precision for the same weights in BF16; per_token_scale for results that ignore the batch
+    many GPUs   gather_codes with FSDP2; ColwiseParallel and RowwiseParallel with DTensor
+    load, save  load_quantized reads a folder of scripts.export; save_quantized writes one of a transformers model
+    numerics    quantize, rotate and NVFP4Tensor are the format; QuantLinear is one layer
+    methods     METHODS are the names to choose from, ABLATIONS the other ones, ROUNDINGS what they are made of.
+                get_recipe gives the Recipe of a name. A Recipe of your own has a Gemm of two Operands for each product:
+
+    nf.convert(model, nf.Recipe("mine", output=nf.Gemm(nf.Operand("rtn"), nf.Operand("four_over_six"))))
+
+Wrong input raises ValueError, with one line that says what was expected. The examples below begin with
+`import torch, nanochat_fp4 as nf`. `nanochat-fp4 --help` lists the commands, and `nanochat-fp4 doctor` checks that this
+machine computes what the paper says.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from nanochat_fp4 import signals  # noqa: F401  first, for the signals that come while torch is imported
 
@@ -51,19 +83,20 @@ __all__ = [
     "update_gram_matrices",
 ]
 
-
-def __getattr__(name: str):
+if TYPE_CHECKING:
+    from nanochat_fp4.export.load import load_quantized
+    from nanochat_fp4.export.save import save_quantized
+    from nanochat_fp4.nvfp4.tensor_parallel import ColwiseParallel, RowwiseParallel
+else:
     # Few programs need these names, and their modules import more than torch's core, so they are loaded on demand.
-    if name == "load_quantized":
-        from nanochat_fp4.export.load import load_quantized
+    _ON_DEMAND = {
+        "ColwiseParallel": "nvfp4.tensor_parallel",
+        "RowwiseParallel": "nvfp4.tensor_parallel",
+        "load_quantized": "export.load",
+        "save_quantized": "export.save",
+    }
 
-        return load_quantized
-    if name == "save_quantized":
-        from nanochat_fp4.export.save import save_quantized
-
-        return save_quantized
-    if name in ("ColwiseParallel", "RowwiseParallel"):
-        from nanochat_fp4.nvfp4 import tensor_parallel
-
-        return getattr(tensor_parallel, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str):
+        if name not in _ON_DEMAND:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)

@@ -1,22 +1,32 @@
-"""The stages as commands of the installed package: `nanochat-fp4 base_train --depth=4` is what
-`python -m scripts.base_train --depth=4` is in a checkout, and so is `torchrun -m nanochat_fp4 base_train`.
+"""The command of the installed package: `nanochat-fp4 base_train --depth=4` is what `python -m scripts.base_train
+--depth=4` is in a checkout, and so is `torchrun -m nanochat_fp4 base_train`. `nanochat-fp4 speedrun` is
+`bash speedrun_fp4.sh`, from any folder.
 
 A package of the name `scripts` must not lie in anybody's site-packages: a nanochat checkout would import it instead of
-its own. The wheel therefore holds scripts/ and eval/ inside of this package, in `programs`, which goes on sys.path
-here.
+its own. The wheel therefore holds scripts/, eval/ and the shell scripts inside of this package, in `programs`. That
+folder is the root of a checkout for them.
 """
 
+import difflib
+import os
 import runpy
+import shutil
 import sys
 from pathlib import Path
+from typing import NoReturn
 
+from nanochat_fp4 import __version__
 from nanochat_fp4.console import print_safely
-from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.errors import EXTRAS, UserError, require, run_main
 
 PACKAGE = Path(__file__).resolve().parent
-# The help lists these, in the order of a run. The other scripts can be called as well.
+RUNS = {
+    "speedrun": "every stage from text to report: d20 on GPUs, a small model on a CPU",
+    "run1000": "the same for d32",
+}
 STAGES = {
     "tok_train": "train the tokenizer",
+    "tok_eval": "compare the tokenizer with GPT-2's and GPT-4's",
     "base_train": "pre-train",
     "base_loss": "bits per byte on the train and validation text, samples",
     "base_eval": "the CORE metric",
@@ -29,37 +39,64 @@ STAGES = {
     "export": "to Hugging Face, GGUF and others",
     "import_model": "from GGUF files and transformers",
 }
+TOOLS = {
+    "doctor": ("nanochat_fp4.doctor", "does this machine compute what the paper says, and with which kernels?"),
+    "upstream": ("nanochat_fp4.upstream", "run a script of a nanochat checkout, quantized"),
+    "step_time": ("nanochat_fp4.step_time", "predict the time of a training step on a GPU"),
+    "dataset": ("nanochat_fp4.data.dataset", "download text"),
+    "tokenizer": ("nanochat_fp4.data.tokenizer", "show the tokenizer, or convert nanochat's"),
+    "report": ("nanochat_fp4.evaluation.report", "write the report"),
+}
 
 
 def programs() -> Path:
-    """The folder that holds scripts/ and eval/: the checkout's, if this package lies in a checkout."""
+    """The folder that holds scripts/, eval/ and the shell scripts: the checkout, if this package lies in one."""
     installed = PACKAGE / "programs"
     return installed if installed.is_dir() else PACKAGE.parent
 
 
 def usage() -> str:
-    lines = [f"  {name:14}{what}" for name, what in STAGES.items()]
-    return "\n".join(
-        [
-            "nanochat-fp4 STAGE [flags]: python -m scripts.STAGE of a checkout; STAGE --help has the flags",
-            *lines,
-            "  dataset, tokenizer, report, doctor, upstream: modules of the package, python -m nanochat_fp4.NAME",
-        ]
+    groups = (
+        ("whole runs, by variables, e.g. QAT_METHOD=nvidia nanochat-fp4 speedrun", RUNS),
+        ("stages, in the order of a run", STAGES),
+        ("tools", {name: what for name, (_, what) in TOOLS.items()}),
     )
+    lines = ["nanochat-fp4 COMMAND [flags]; COMMAND --help has the flags, --version the version"]
+    for title, commands in groups:
+        lines += ["", f"{title}:", *(f"  {name:14}{what}" for name, what in commands.items())]
+    return "\n".join(lines)
+
+
+def run_shell(name: str, arguments: list[str]) -> NoReturn:
+    """Becomes the shell script of this run, which uses this Python's environment unless VENV names another."""
+    bash = shutil.which("bash")
+    if bash is None:
+        raise UserError(f"bash is not installed, which {name} needs; install it, or run the stages one by one")
+    if not (arguments or os.environ.get("VENV")):
+        require(*EXTRAS["train"])
+    environment = {**os.environ, "VENV": os.environ.get("VENV") or sys.prefix}
+    os.execve(bash, [bash, str(programs() / f"{name}_fp4.sh"), *arguments], environment)
 
 
 def main() -> None:
-    name, *rest = sys.argv[1:] or ["--help"]
-    if name in ("-h", "--help"):
+    name, *rest = sys.argv[1:] or [""]
+    known = (*RUNS, *STAGES, *TOOLS)
+    if name in ("-h", "--help", "help"):
         print_safely(usage())
-        return
-    folder = programs()
-    known = sorted(path.stem for path in (folder / "scripts").glob("*.py") if path.stem != "__init__")
-    if name not in known:
-        raise UserError(f"there is no stage {name!r}; there are: {', '.join(known)}")
-    sys.path.insert(0, str(folder))
-    sys.argv[1:] = rest
-    runpy.run_module(f"scripts.{name}", run_name="__main__", alter_sys=True)
+    elif name in ("-V", "--version"):
+        print_safely(f"nanochat-fp4 {__version__}")
+    elif name in RUNS:
+        run_shell(name, rest)
+    elif name in known:
+        sys.path.insert(0, str(programs()))
+        sys.argv[1:] = rest
+        module = TOOLS[name][0] if name in TOOLS else f"scripts.{name}"
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        print_safely(usage() + "\n", flush=True)
+        alike = difflib.get_close_matches(name, known, n=1)
+        wrong = f"there is no command {name!r}" if name else "a command is missing"
+        raise UserError(f"{wrong}; " + (f"did you mean {alike[0]}?" if alike else "name one of the list above"))
 
 
 def cli() -> None:

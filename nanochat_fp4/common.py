@@ -63,21 +63,16 @@ def announce(lines: dict[str, Any]) -> None:
 # Ranks
 
 
-def is_ddp_requested() -> bool:
-    """True if torchrun's variables are set, even before the process group is initialized."""
-    return all(k in os.environ for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-
-
 def is_ddp_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
 def get_dist_info() -> tuple[bool, int, int, int]:
     """`(ddp, rank, local_rank, world_size)` from torchrun's variables; `(False, 0, 0, 1)` without them."""
-    if not is_ddp_requested():
+    names, values = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), []
+    if not all(name in os.environ for name in names):
         return False, 0, 0, 1
-    values = []
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    for name in names:
         try:
             values.append(int(os.environ[name]))
         except ValueError:
@@ -102,13 +97,13 @@ def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def first_message(message: str | None) -> str | None:
-    """The message of the lowest rank that has one. All ranks must call this together."""
-    if not is_ddp_initialized():
-        return message
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    return next((f"{m} (rank {rank})" for rank, m in enumerate(messages) if m), None)
+def of_all_ranks(value: Any) -> list[Any]:
+    """`value` of every rank, by rank. All ranks must call this together."""
+    values = [value]
+    if is_ddp_initialized():
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -386,6 +381,19 @@ def compute_cleanup() -> None:
     rank_watch.stop()
     if is_ddp_initialized():
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def joined_processes(device_type: str, seed: int = 42, alone: str = "") -> Iterator[tuple[int, int, torch.device]]:
+    """(rank, world size, device) of compute_init inside, compute_cleanup at the end. alone: the name of a program that
+    is one process; UserError under torchrun."""
+    _, rank, _, world_size, device = compute_init(device_type, seed)
+    try:
+        if alone and world_size > 1:
+            raise UserError(f"{alone} is one process; start it without torchrun")
+        yield rank, world_size, device
+    finally:
+        compute_cleanup()
 
 
 def peak_memory(device: torch.device) -> int:

@@ -158,36 +158,21 @@ def print_error(message: str) -> None:
 
 
 class _StderrHandler(logging.StreamHandler):
-    """Writes to the sys.stderr of the moment, so that a later redirection works."""
+    """`HH:MM:SS message`, and the level of a warning, to the sys.stderr of the moment: it may be redirected."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
 
-
-class _LevelFormatter(logging.Formatter):
-    """`HH:MM:SS message`. Levels other than INFO are named, and coloured on a terminal."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
-
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        if record.levelno <= logging.INFO:
-            return text
-        label = record.levelname.lower()
-        if sys.stderr.isatty():
-            label = f"\033[{'31' if record.levelno >= logging.ERROR else '33'}m{label}\033[0m"
-        clock, _, message = text.partition(" ")
-        return f"{clock} {label}: {message}"
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        return f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {level}{record.getMessage()}"
 
 
 def setup_default_logging() -> None:
     """Send this package's log to stderr: information from rank 0, warnings from every rank. Safe to call twice."""
     if not logger.handlers:
-        handler = _StderrHandler()
-        handler.setFormatter(_LevelFormatter())
-        logger.addHandler(handler)
+        logger.addHandler(_StderrHandler())
     logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
 
 
@@ -325,8 +310,8 @@ def progress_iter(iterable: Iterable, total: int | None = None, **kwargs: Any) -
         total = len(iterable)
     with Progress(total=total, **kwargs) as progress:
         for item in iterable:
-            yield item
             progress.update(1)
+            yield item
 
 
 def table(header: list[str], rows: list[list[object]]) -> str:

@@ -24,11 +24,12 @@ class LostRankError(Exception):
     """Another process of the run was lost; the message is one line that names it."""
 
 
-# The user can mend a full or read-only disk. Any other OSError is a bug and keeps its traceback.
-USER_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
+# The user can mend a full or read-only disk, or a limit of sizes (EFBIG). Any other OSError is a bug and keeps its
+# traceback.
+USER_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG}
 _NOT_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")  # torch's RuntimeError
-# The user gave a path that cannot be used.
-_PATH_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+# The user gave a path that cannot be used. EBUSY: a file cannot replace `..`.
+_PATH_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EBUSY}
 
 
 def one_line(error: BaseException | str) -> str:

@@ -27,15 +27,6 @@ from nanochat_fp4.nvfp4.sharding import gather_codes
 MODES = ("ddp", "fsdp")
 
 
-def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--parallel",
-        choices=MODES,
-        default="ddp",
-        help="over several processes: all weights in each (ddp), or shards of them that are gathered in 4 bits (fsdp)",
-    )
-
-
 def check_parallel(args: argparse.Namespace) -> bool:
     """Whether the run is sharded. Raises UserError for flags that a sharded run cannot have."""
     if args.parallel != "fsdp":

@@ -68,8 +68,9 @@ class StopSignals:
         sys.exit(signals.exit_code)
 
     Exit status: 143 after SIGTERM, 130 after Ctrl-C and 129 after SIGHUP, as a shell has it. The status is 0 after
-    SIGUSR1, which a scheduler sends to have the job saved and queued again. A second Ctrl-C, two seconds or more after
-    the first, stops at once without saving (checkpoints are replaced in one piece, so those on disk stay good).
+    SIGUSR1, which a scheduler sends to have the job saved and queued again. A second Ctrl-C stops at once without
+    saving (checkpoints are replaced in one piece, so those on disk stay good). Under torchrun, which repeats signals,
+    the second Ctrl-C counts after two seconds.
     """
 
     NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")  # Windows has the first two
@@ -94,7 +95,11 @@ class StopSignals:
     def _handle(self, number: int, frame: Any) -> None:
         if self.signum is None:
             self.signum, self.since = number, time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - self.since >= 2.0:
+        if number != signal.SIGINT:
+            return
+        if "RANK" not in os.environ:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel acts on the next one, also inside a C function
+        elif time.monotonic() - self.since >= 2.0:
             raise KeyboardInterrupt
 
     def received(self, device: "torch.device | None" = None) -> bool:

@@ -48,21 +48,9 @@ from nanochat_fp4.common import get_dist_info, print0, resolve_method
 from nanochat_fp4.errors import UserError, one_line, run_main
 
 BACKWARD = ("full", "forward", "none")
-# Pre-training quantizes everything; later stages and evaluations keep the forward pass (the paper, Appendix C).
-STAGE_BACKWARD = {
-    "base_train": "full",
-    "mid_train": "forward",
-    "chat_sft": "forward",
-    "chat_rl": "forward",
-    "base_eval": "forward",
-    "base_loss": "forward",
-    "chat_eval": "forward",
-    "chat_cli": "forward",
-    "chat_web": "forward",
-    "infer_bench": "forward",
-    "tok_train": "none",  # no model there
-    "tok_eval": "none",
-}
+# Pre-training quantizes everything; later stages and evaluations keep the forward pass (the paper, Appendix C). The
+# tokenizer's scripts have no model.
+STAGE_BACKWARD = {"base_train": "full", "tok_train": "none", "tok_eval": "none"}
 OWN_ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -105,9 +93,7 @@ class Options:
             *(["forward"] if recipe.output != nf.Gemm() else []),
             *(["backward"] if recipe.forward_only() != recipe else []),
         ]
-        known = self.script.rpartition(".")[2] in STAGE_BACKWARD
-        note = "" if known else " (an unknown script: see --backward)"
-        return f"method {self.method}, quantized: {' and '.join(passes)}{note}"
+        return f"method {self.method}, quantized: {' and '.join(passes)}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -127,29 +113,21 @@ def parse_args(argv: Sequence[str]) -> Options:
     )
     add = parser.add_argument
     add("script", metavar="SCRIPT", help="as after python -m in the checkout: scripts.base_train")
-    add(
-        "--method",
-        help=f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)",
-    )
-    add(
-        "--backward",
-        help="full: quantize forward and backward; forward: the backward pass stays in BF16; none: everything does "
-        "(default: $QAT_BACKWARD, else full for base_train and forward for all other scripts)",
-    )
-    add(
-        "--skip",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="leave layers alone whose name matches, e.g. 'transformer.h.0.*'; can be repeated",
-    )
+    text = f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)"
+    add("--method", help=text)
+    text = "full: quantize forward and backward; forward: the backward pass stays in BF16; none: everything does "
+    text += "(default: $QAT_BACKWARD, else full for base_train and forward for all other scripts)"
+    add("--backward", help=text)
+    text = "leave layers alone whose name matches, e.g. 'transformer.h.0.*'; can be repeated"
+    add("--skip", action="append", default=[], metavar="PATTERN", help=text)
     add("--keep-first-blocks", type=int, default=0, metavar="N", help="leave the first N blocks in BF16")
     add("--keep-last-blocks", type=int, default=0, metavar="N", help="leave the last N blocks in BF16")
     add("--dry-run", action="store_true", help="print what would be converted; stop before the weights are made")
     args, unknown = parser.parse_known_args(argv[:cut])
     if unknown:
         raise UserError(f"unknown arguments: {' '.join(unknown)}; the script's own arguments go after --")
-    backward = args.backward or os.environ.get("QAT_BACKWARD") or default_backward(args.script)
+    default = STAGE_BACKWARD.get(args.script.rpartition(".")[2], "forward")
+    backward = args.backward or os.environ.get("QAT_BACKWARD") or default
     if backward not in BACKWARD:
         where = "--backward" if args.backward else "QAT_BACKWARD"
         raise UserError(f"{where}: unknown value {backward!r}; use one of: {', '.join(BACKWARD)}")
@@ -160,21 +138,8 @@ def parse_args(argv: Sequence[str]) -> Options:
             f"method {method!r} rounds by what the layers' inputs are, which a nanochat checkout does not collect; use "
             "another method"
         )
-    return Options(
-        script=args.script,
-        script_args=tuple(argv[cut + 1 :]),
-        method=method,
-        backward=backward,
-        skip=tuple(args.skip),
-        keep_first_blocks=args.keep_first_blocks,
-        keep_last_blocks=args.keep_last_blocks,
-        dry_run=args.dry_run,
-    )
-
-
-def default_backward(script: str) -> str:
-    """The script's value of --backward if neither a flag nor the environment gives one."""
-    return STAGE_BACKWARD.get(script.rpartition(".")[2], "forward")
+    chosen = {"script_args": tuple(argv[cut + 1 :]), "method": method, "backward": backward, "skip": tuple(args.skip)}
+    return Options(**vars(args) | chosen)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -25,14 +25,7 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import (
-    autodetect_device_type,
-    compute_cleanup,
-    compute_init,
-    get_base_dir,
-    get_dist_info,
-    print0,
-)
+from nanochat_fp4.common import get_base_dir, get_dist_info, joined_processes, print0
 from nanochat_fp4.console import ArgumentParser, Progress, format_bytes
 from nanochat_fp4.data.download import download_file_with_lock
 from nanochat_fp4.data.rows import MissingDataError, read_rows
@@ -42,7 +35,8 @@ from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import load_hf_model
-from nanochat_fp4.training.load_model import checkpoint_method, load_model
+from nanochat_fp4.training.flags import add_model_arguments
+from nanochat_fp4.training.load_model import load_for_inference
 
 EVAL_BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 MAX_FILES, MAX_BYTES = 10_000, 4 << 30  # limits for unpacking; the bundle has some 60 files and 160 MB packed
@@ -55,12 +49,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--hf-path", default=None, help="HuggingFace model path to evaluate")
     add("--max-per-task", type=int, default=-1, help="Max examples per task to evaluate (-1 = disable)")
-    add("--model-tag", default=None, help="model tag for checkpoint directory")
-    add("--step", type=int, default=None, help="model step to load")
-    add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
+    add_model_arguments(parser, "nvfp4", "bf16")
     add("--bundle-dir", default=None, help="folder of the eval bundle (default: <base dir>/eval_bundle, downloaded)")
-    add("--method", default=None, help="QAT method of the forward pass (default: the one the model was trained with)")
-    add("--precision", default="nvfp4", choices=("nvfp4", "bf16"), help="forward pass as the method says, or in BF16")
     return parser.parse_args(argv)
 
 
@@ -193,11 +183,8 @@ def evaluate_model(
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    _, rank, _, _, device = compute_init(args.device_type or autodetect_device_type())
-    try:
+    with joined_processes(args.device_type) as (rank, _, device):
         evaluate(args, device, rank)
-    finally:
-        compute_cleanup()
 
 
 def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
@@ -208,9 +195,8 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int) -> None:
         model, tokenizer = load_hf_model(args.hf_path, device)
         name, slug = args.hf_path, args.hf_path.replace("/", "-")
     else:
-        model, tokenizer, meta = load_model("base", device, "eval", args.model_tag, args.step)
-        method, model_tag = checkpoint_method(meta, args.method), meta["model_tag"]
-        nf.convert(model, method, backward=False, verbose=False)
+        model, tokenizer, meta, method = load_for_inference("base", device, args)
+        model_tag = meta["model_tag"]
         if args.precision == "bf16":
             precision, method = nf.full_precision(model), "bf16"
         name, slug = f"base model {model_tag} (step {meta['step']})", f"base_model_{meta['step']:06d}"

@@ -13,8 +13,8 @@ import argparse
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0, resolve_method
-from nanochat_fp4.console import ArgumentParser, Progress
+from nanochat_fp4.common import joined_processes, print0, resolve_method
+from nanochat_fp4.console import ArgumentParser, progress_iter
 from nanochat_fp4.data.dataloader import evaluation_rows, tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import add_data_arguments, ensure_data
 from nanochat_fp4.data.tokenizer import get_token_bytes
@@ -24,6 +24,7 @@ from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.hf_model import load_hf_model
+from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import checkpoint_method, load_model
 
 
@@ -32,23 +33,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device-batch-size", type=int, default=32, help="per-device batch size")
     add("--split-tokens", type=int, default=40 * 524288, help="number of tokens to evaluate per split")
-    add("--model-tag", default=None, help="model tag for checkpoint directory")
-    add("--model-step", type=int, default=None, help="model step to load")
-    add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
+    add_model_arguments(parser)
     add_data_arguments(parser, "what training used")
     add("--hf-path", default=None, help="HuggingFace model path (e.g. openai-community/gpt2), or a folder")
-    add("--method", default=None, help="QAT method of the forward pass (default: the one the model was trained with)")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    device_type = args.device_type or autodetect_device_type()
-    _, rank, _, world_size, device = compute_init(device_type)
-    try:
+    with joined_processes(args.device_type) as (rank, world_size, device):
         evaluate(args, device, rank, world_size)
-    finally:
-        compute_cleanup()
 
 
 def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_size: int) -> None:
@@ -59,7 +53,7 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         trained, method = "bf16", resolve_method(args.method or "bf16")
         name = args.hf_path
     else:
-        model, tokenizer, meta = load_model("base", device, "eval", args.model_tag, args.model_step)
+        model, tokenizer, meta = load_model("base", device, "eval", args.model_tag, args.step)
         sequence_len, token_bytes = meta["model_config"]["sequence_len"], get_token_bytes(device=device)
         trained = resolve_method(args.method or meta["user_config"].get("method", "bf16"))
         method = checkpoint_method(meta, args.method)  # the forward pass at the end of the run
@@ -86,15 +80,9 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
             text_column=args.text_column,
             num_rows=num_rows,
         )
-        with Progress(total=steps, desc=f"{split} bpb, {what}", unit="batch") as progress, autocast(device.type):
-
-            def batches():
-                for batch in loader:
-                    progress.update(1)
-                    yield batch
-
-            with nf.quantize_weights_once(model):
-                return evaluate_bpb(model, batches(), steps, token_bytes)
+        batches = progress_iter(loader, steps, desc=f"{split} bpb, {what}", unit="batch")
+        with autocast(device.type), nf.quantize_weights_once(model):
+            return evaluate_bpb(model, batches, steps, token_bytes)
 
     results = {}
     for split in ("train", "val"):

@@ -13,10 +13,6 @@ nanochat's flags, and the method: --method, else $QAT_METHOD, else clover. Every
 the checkpoint, so `--resume-from-step latest` ends with the same bits as a run that was never interrupted.
 """
 
-import os
-
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
-
 import argparse
 import functools
 from dataclasses import asdict, fields
@@ -25,8 +21,8 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import announce, print0, resolve_method
-from nanochat_fp4.console import ArgumentParser, format_seconds, parse_finite
+from nanochat_fp4.common import resolve_method
+from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.data.dataloader import (
     evaluation_rows,
     tokenizing_distributed_data_loader_bos_bestfit,
@@ -38,7 +34,6 @@ from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_token_bytes, get_t
 from nanochat_fp4.doctor import probe
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
-from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.gpt import compile_layers
@@ -48,7 +43,6 @@ from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard, unsharded
 from nanochat_fp4.training.checkpoint_manager import check_model_tag
 from nanochat_fp4.training.flags import (
-    add_horizon_arguments,
     add_method_arguments,
     add_run_arguments,
     add_several,
@@ -63,11 +57,13 @@ from nanochat_fp4.training.setup import (
     describe,
     find_start,
     make_model,
+    report_run,
     resolve_horizon,
     run_settings,
     run_stage,
 )
 from nanochat_fp4.training.trainer import Process, RunSpec, Trainer, TrainingStep, due
+from scripts.base_eval import evaluate_model
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -85,11 +81,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "seed of weights, rotations and stochastic rounding (default: 42); after a comma, from 1 to 4294967295, that "
         "of another order of the training text (default: as it is stored)",
     )
-    add(
-        "--data-dir",
-        default="",
-        help="folder of parquet shards or text (default: $DATA_DIR, else FineWeb-Edu, else a small embedded corpus)",
-    )
+    text = "folder of parquet shards or text (default: $DATA_DIR, else FineWeb-Edu, else a small embedded corpus)"
+    add("--data-dir", default="", help=text)
     parser.set_defaults(compile=None, recompute="none", seed=42, data_seed=0, shuffle_documents=False)
     add_method_arguments(parser)
     # Model architecture
@@ -97,34 +90,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--aspect-ratio", type=int, default=64, help="model_dim = depth * aspect_ratio")
     add("--head-dim", type=int, default=128, help="target head dimension for attention")
     add("--max-seq-len", type=int, default=2048, help="max context length")
-    add(
-        "--window-pattern",
-        default="SSSL",
-        help="sliding window pattern tiled across layers: L=full, S=half context (e.g. 'SSL')",
-    )
-    add(
-        "--llama",
-        default="",
-        help=f"instead of nanochat's GPT one of the paper's Llama-like models ({', '.join(llama.SIZES)}), with its "
-        "optimizer, rates and schedule; the paper has --max-seq-len=512 --total-batch-size=262144",
-    )
-    add_horizon_arguments(parser)
+    add("--window-pattern", default="SSSL", help="sliding windows of the layers in turn: L=full, S=half context")
+    text = f"instead of nanochat's GPT one of the paper's Llama-like models ({', '.join(llama.SIZES)}), with its "
+    text += "optimizer, rates and schedule; the paper has --max-seq-len=512 --total-batch-size=262144"
+    add("--llama", default="", help=text)
+    # Training horizon: only one is used, in order of precedence
+    add("--num-iterations", type=int, default=-1, help="explicit number of optimization steps (-1 = disable)")
+    add("--target-flops", type=parse_finite, default=-1.0, help="steps that reach these FLOPs (-1 = disable)")
+    text = "steps that reach these tokens per parameter (Chinchilla=20, -1 = disable)"
+    add("--target-param-data-ratio", type=parse_finite, default=8, help=text)
     # Optimization
-    add(
-        "--device-batch-size",
-        type=parse_device_batch_size,
-        default=32,
-        help="per-device batch size, or 'auto' for the largest that fits; the total batch stays the same",
-    )
+    text = "per-device batch size, or 'auto' for the largest that fits; the total batch stays the same"
+    add("--device-batch-size", type=parse_device_batch_size, default=32, help=text)
     add("--total-batch-size", type=int, default=524288, help="total batch size in tokens")
     add("--embedding-lr", type=parse_finite, default=0.3, help="learning rate for embedding parameters (Adam)")
     add("--unembedding-lr", type=parse_finite, default=0.004, help="learning rate for unembedding parameters (Adam)")
-    add(
-        "--weight-decay",
-        type=parse_finite,
-        default=0.2,
-        help="cautious weight decay for the Muon optimizer (for weights)",
-    )
+    add("--weight-decay", type=parse_finite, default=0.2, help="cautious weight decay of matrix parameters (Muon)")
     add("--matrix-lr", type=parse_finite, default=0.02, help="learning rate for matrix parameters (Muon)")
     add("--scalar-lr", type=parse_finite, default=0.5, help="learning rate for scalars (resid_lambdas, x0_lambdas)")
     add("--adam-beta1", type=parse_finite, default=0.8, help="Adam beta1 for embedding/unembedding")
@@ -138,25 +119,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--core-metric-every", type=int, default=2000, help="evaluate CORE metric every N steps (-1 = disable)")
     add("--core-metric-max-per-task", type=int, default=500, help="examples per task for CORE metric")
     add("--sample-every", type=int, default=2000, help="sample from model every N steps (-1 = disable)")
-    add(
-        "--branch-from",
-        default="",
-        help="begin with this method at a checkpoint of another run, of the same model, data and schedule: "
-        "'<model tag>@<step>'; --save-every and --keep-last=-1 make such checkpoints",
-    )
-    add(
-        "--model-tag",
-        default=None,
-        help="checkpoint directory name (default: d<depth>_<method>, so that methods do not overwrite one another)",
-    )
+    text = "'<model tag>@<step>': begin with this method at a checkpoint of a run of the same model, data and schedule"
+    add("--branch-from", default="", help=text)
+    add("--model-tag", default=None, help="checkpoint directory name (default: d<depth>_<method>)")
     return parser.parse_args(argv)
-
-
-def core_evaluation() -> Any:
-    """evaluate_model of scripts/base_eval.py, a later stage."""
-    from scripts.base_eval import evaluate_model
-
-    return evaluate_model
 
 
 class CoreMetric:
@@ -176,9 +142,7 @@ class CoreMetric:
                 trainer.parts.weights_once(1),
                 trainer.parts.autocast(),
             ):
-                results = core_evaluation()(
-                    trainer.model, self.tokenizer, trainer.device, max_per_task=self.max_per_task
-                )
+                results = evaluate_model(trainer.model, self.tokenizer, trainer.device, max_per_task=self.max_per_task)
         except (UserError, ValueError) as e:
             trainer.progress.write(f"warning: no CORE metric from here on: {one_line(e)}")
             self.every = -1
@@ -343,50 +307,30 @@ def write_report(
     samples: list[str],
 ) -> None:
     """Prints the results and writes them into the report."""
-    spec, numbers, seconds = trainer.spec, trainer.loop["numbers"], trainer.loop["training_seconds"]
-    done_before = trainer.start.resumed_step == spec.num_iterations
-    if done_before:
-        print0(f"Nothing to do: {model_tag} is already trained ({spec.num_iterations} steps)")
-    num_params, total_tokens = trainer.model.num_scaling_params(), args.total_batch_size * spec.num_iterations
-    gpu = trainer.device.type == "cuda"
+    spec, loop, num_params = trainer.spec, trainer.loop, trainer.model.num_scaling_params()
+    total_tokens, numbers = args.total_batch_size * spec.num_iterations, loop["numbers"]
+    about = {
+        "Flags": changed_flags(args, parse_args([])),
+        "Number of parameters": num_params,
+        "Number of FLOPs per token": f"{trainer.flops_per_token:e}",
+        "Number of training tokens": total_tokens,
+        "Tokens : Params ratio": total_tokens / num_params,
+        "Device batch size": spec.device_batch_size,
+        "Backend": backend,
+    }
     outcome = {
-        "Minimum validation bpb": trainer.loop["best"].get("val_bpb"),
+        "Minimum validation bpb": loop["best"].get("val_bpb"),
         "Final validation bpb": numbers.get("val_bpb"),
         "Final validation bpb, BF16 forward": numbers.get("val_bpb_bf16"),
         "CORE metric estimate": core_metric,
         "MFU %": f"{trainer.mfu:.2f}%" if trainer.mfu is not None else None,
         "Total training flops": f"{trainer.flops_per_token * total_tokens:e}",
-        "Total training time": format_seconds(seconds),
-        "Peak memory usage": f"{torch.cuda.max_memory_allocated() / 2**20:.2f}MiB" if gpu else None,
-        "Loss spikes": trainer.monitor.state["spikes"],
-        "Skipped updates": trainer.monitor.state["skipped"],
     }
-    outcome = {k: v for k, v in outcome.items() if v is not None}
-    announce({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in outcome.items()})
-    report = get_report(model_tag)
-    if done_before and report.has("Base model training"):  # else it was killed before this line
-        return
-    lines = {
-        "Layers": " / ".join(str(trainer.model.nf_report).splitlines()),
-        "Flags": changed_flags(args, parse_args([])),
-        "Number of parameters": num_params,
-        "Number of FLOPs per token": f"{trainer.flops_per_token:e}",
-        "Calculated number of iterations": spec.num_iterations,
-        "Number of training tokens": total_tokens,
-        "Tokens : Params ratio": total_tokens / num_params,
-        "DDP world size": trainer.process.world_size,
-        "Device batch size": spec.device_batch_size,
-        "Backend": backend,
-    }
-    results = {
-        "method": spec.method,
-        "val_bpb": numbers.get("val_bpb"),
-        "val_bpb_bf16": numbers.get("val_bpb_bf16"),
-        "tokens_per_second": total_tokens / seconds if seconds else None,
-        "training_seconds": seconds,
+    results = {key: numbers.get(key) for key in ("val_bpb", "val_bpb_bf16")} | {
+        "tokens_per_second": total_tokens / loop["training_seconds"] if loop["training_seconds"] else None,
         "samples": samples,
     }
-    report.log("Base model training", [lines | outcome], results)
+    report_run(trainer, model_tag, "Base model training", about, outcome, results)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ import contextlib
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init
+from nanochat_fp4.common import joined_processes
 from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.generation.decoding import compute_dtype, prepare
 from nanochat_fp4.generation.engine import AnswerText, Engine
 from nanochat_fp4.models.gpt import autocast
-from nanochat_fp4.training.load_model import checkpoint_method, load_model
+from nanochat_fp4.training.flags import add_model_arguments
+from nanochat_fp4.training.load_model import load_for_inference
 
 MAX_TOKENS = 256  # of an answer
 
@@ -28,25 +29,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Chat with the model")
     add = parser.add_argument
     add("-i", "--source", default="sft", choices=("base", "mid", "sft", "rl"), help="Source of the model: sft|mid|rl")
-    add("-g", "--model-tag", default=None, help="Model tag to load")
-    add("-s", "--step", type=int, default=None, help="Step to load")
     add("-p", "--prompt", default=None, help="Prompt the model, get a single response back")
     add("-t", "--temperature", type=parse_finite, default=0.6, help="Temperature for generation")
     add("-k", "--top-k", type=int, default=50, help="Top-k sampling parameter")
-    add(
-        "--device-type",
-        default="",
-        choices=("", "cuda", "cpu", "mps"),
-        help="Device type for evaluation: cuda|cpu|mps. empty => autodetect",
-    )
     add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    add(
-        "--method",
-        default=None,
-        help=f"QAT method of the forward pass (default: the one the model was trained with): {', '.join(nf.METHODS)}; "
-        "or an ablation (nf.ABLATIONS)",
-    )
-    add("--precision", default="nvfp4", choices=("nvfp4", "bf16"), help="forward pass as the method says, or in BF16")
+    add_model_arguments(parser, "nvfp4", "bf16")
     return parser.parse_args(argv)
 
 
@@ -89,18 +76,12 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("the prompt is empty; write one after -p, or leave out -p to chat")
     if args.temperature < 0:
         raise UserError(f"--temperature={args.temperature} is negative; use 0 for the most likely answer")
-    _, _, _, world_size, device = compute_init(args.device_type or autodetect_device_type())
-    try:
-        if world_size > 1:
-            raise UserError("chat_cli is one process; start it without torchrun")
+    with joined_processes(args.device_type, alone="chat_cli") as (_, _, device):
         converse(args, device)
-    finally:
-        compute_cleanup()
 
 
 def converse(args: argparse.Namespace, device: torch.device) -> None:
-    model, tokenizer, meta = load_model(args.source, device, "eval", args.model_tag, args.step)
-    nf.convert(model, checkpoint_method(meta, args.method), backward=False, verbose=False)
+    model, tokenizer, _, _ = load_for_inference(args.source, device, args)
     chat = Chat(Engine(model, tokenizer), args.temperature, args.top_k)
     precision = nf.full_precision(model) if args.precision == "bf16" else contextlib.nullcontext()
     dtype = compute_dtype(device, args.dtype)

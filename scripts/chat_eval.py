@@ -28,7 +28,7 @@ from eval.local import LocalArithmetic, LocalChoice, LocalCode
 from eval.mmlu import MMLU
 from eval.run import Score, run_task
 from eval.spellingbee import SpellingBee
-from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
+from nanochat_fp4.common import joined_processes, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.data.chat_data import Task
 from nanochat_fp4.data.rows import MissingDataError
@@ -36,8 +36,9 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation.execution import SandboxError, describe_sandbox
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.training.flags import changed_flags
-from nanochat_fp4.training.load_model import checkpoint_folder, checkpoint_method, load_model, weights_digest
+from nanochat_fp4.training.checkpoint_manager import weights_digest
+from nanochat_fp4.training.flags import add_benchmark_arguments, add_model_arguments, changed_flags
+from nanochat_fp4.training.load_model import checkpoint_folder, load_for_inference
 
 TASKS: dict[str, Callable[[str | None], Task]] = {
     "ARC-Easy": lambda eval_dir: ARC("ARC-Easy", "test", eval_dir=eval_dir),
@@ -55,52 +56,23 @@ LOCAL_TASKS: dict[str, Callable[[str | None], Task]] = {
 # Accuracy of guessing, 0 for other tasks.
 GUESSING = {"ARC-Easy": 0.25, "ARC-Challenge": 0.25, "MMLU": 0.25}
 RUNS_CODE = ("HumanEval", "Local-Code")
-PRECISIONS = ("nvfp4", "bf16", "both")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Evaluate the chat model")
     add = parser.add_argument
     add("-i", "--source", required=True, choices=("base", "mid", "sft", "rl"), help="Source of the model: sft|mid|rl")
-    add(
-        "-a",
-        "--task-name",
-        default=None,
-        help="Task name. Default = all tasks. Use | to split multiple tasks; 'local' is the tasks that need no files",
-    )
+    text = "Task name. Default = all tasks. Use | to split multiple tasks; 'local' is the tasks that need no files"
+    add("-a", "--task-name", default=None, help=text)
     add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     add("-t", "--temperature", type=parse_finite, default=0.0)
     add("-m", "--max-new-tokens", type=int, default=512)
     add("-n", "--num-samples", type=int, default=1)
     add("-k", "--top-k", type=int, default=50)
     add("-b", "--batch-size", type=int, default=8, help="Problems at a time")
-    add("-g", "--model-tag", default=None, help="Model tag to load")
-    add("-s", "--step", type=int, default=None, help="Step to load")
     add("-x", "--max-problems", type=int, default=None, help="Max problems to evaluate")
-    add(
-        "--device-type",
-        default="",
-        choices=("", "cuda", "cpu", "mps"),
-        help="Device type for evaluation: cuda|cpu|mps. empty => autodetect",
-    )
-    add(
-        "--eval-dir",
-        default=None,
-        help="folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md",
-    )
-    add("--allow-missing", action="store_true", help="leave out a benchmark that is not to be had, instead of stopping")
-    add(
-        "--method",
-        default=None,
-        help=f"QAT method of the forward pass (default: the one the model was trained with): {', '.join(nf.METHODS)}; "
-        "or an ablation (nf.ABLATIONS)",
-    )
-    add(
-        "--precision",
-        default="nvfp4",
-        choices=PRECISIONS,
-        help="forward pass: as the method says, in BF16, or one after the other",
-    )
+    add_model_arguments(parser, "nvfp4", "bf16", "both")
+    add_benchmark_arguments(parser)
     add("--seed", type=int, default=42, help="seed of sampling (temperature > 0)")
     return parser.parse_args(argv)
 
@@ -138,11 +110,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--max-problems={args.max_problems} leaves nothing to evaluate; use at least 1")
     if args.temperature < 0:
         raise UserError(f"--temperature={args.temperature} is negative; use 0 for the most likely answer")
-    _, rank, _, _, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
-    try:
+    with joined_processes(args.device_type, args.seed) as (rank, _, device):
         evaluate(args, names, device, rank)
-    finally:
-        compute_cleanup()
 
 
 def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, rank: int) -> None:
@@ -168,9 +137,7 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
             raise UserError(f"{e}; leave out {', '.join(n for n in tasks if n in RUNS_CODE)} with -a") from e
         print0(sandbox)
 
-    model, tokenizer, meta = load_model(args.source, device, "eval", args.model_tag, args.step)
-    method = checkpoint_method(meta, args.method)
-    nf.convert(model, method, backward=False, verbose=False)
+    model, tokenizer, meta, method = load_for_inference(args.source, device, args)
     precisions = ["nvfp4", "bf16"] if args.precision == "both" else [args.precision]
     if method == "bf16":
         precisions = ["bf16"]

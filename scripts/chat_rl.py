@@ -16,10 +16,6 @@ In 4 bits the two forward passes differ. An answer is drawn with a tensor scale 
 on its neighbours. Training has one tensor scale for the micro-batch, as in SFT.
 """
 
-import os
-
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
-
 import argparse
 import functools
 

@@ -11,10 +11,6 @@ A tiny model on a CPU, without a network:
 nanochat's flags, mixture and loss mask.
 """
 
-import os
-
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
-
 import argparse
 import functools
 

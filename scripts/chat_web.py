@@ -15,22 +15,21 @@ import contextlib
 import torch
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
+from nanochat_fp4.common import joined_processes, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.errors import UserError, require, run_main
 from nanochat_fp4.generation.decoding import compute_dtype, prepare
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.generation.worker import Worker
 from nanochat_fp4.models.gpt import autocast
-from nanochat_fp4.training.load_model import checkpoint_method, load_model
+from nanochat_fp4.training.flags import add_model_arguments
+from nanochat_fp4.training.load_model import load_for_inference
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Serve the model with a chat page")
     add = parser.add_argument
     add("-i", "--source", default="sft", choices=("mid", "sft", "rl"), help="Source of the model: sft|mid|rl")
-    add("-g", "--model-tag", default=None, help="Model tag to load")
-    add("-s", "--step", type=int, default=None, help="Step to load")
     add("-t", "--temperature", type=parse_finite, default=0.8, help="Default temperature for generation")
     add("-k", "--top-k", type=int, default=50, help="Default top-k sampling parameter")
     add("-m", "--max-tokens", type=int, default=512, help="Default max tokens of an answer")
@@ -39,15 +38,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--allow-host", action="append", default=[], help="a further name by which browsers may call this server")
     add("--max-waiting", type=int, default=32, help="requests that may wait while one is answered")
     add("--rate", type=int, default=60, help="requests a minute from one address (0: no limit)")
-    add("--device-type", default="", choices=("", "cuda", "cpu", "mps"), help="cuda|cpu|mps. empty => autodetect")
     add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    add("--method", default=None, help="QAT method of the forward pass (default: the one the model was trained with)")
-    add(
-        "--precision",
-        default="both",
-        choices=("both", "nvfp4", "bf16"),
-        help="what a conversation can choose; nvfp4 alone keeps the weights as 4-bit codes alone",
-    )
+    add_model_arguments(parser, "both", "nvfp4", "bf16")  # nvfp4 alone keeps the weights as 4-bit codes alone
     return parser.parse_args(argv)
 
 
@@ -62,10 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     require("fastapi", "uvicorn")
     from nanochat_fp4.generation.chat_server import Limits, create_app, log_briefly, make_server
 
-    _, _, _, world_size, device = compute_init(args.device_type or autodetect_device_type())
-    try:
-        if world_size > 1:
-            raise UserError("chat_web is one process; start it without torchrun")
+    with joined_processes(args.device_type, alone="chat_web") as (_, _, device):
         worker, info = load(args, device)
         hosts = ["localhost", "127.0.0.1", "[::1]", args.host, *args.allow_host]
         if args.host in ("0.0.0.0", "::") and not args.allow_host:
@@ -91,17 +80,13 @@ def main(argv: list[str] | None = None) -> None:
             ) from None
         finally:
             worker.close()
-    finally:
-        compute_cleanup()
 
 
 def load(args: argparse.Namespace, device: torch.device) -> tuple[Worker, dict]:
     """A Worker with the model in its method's forward or in BF16, and the page's description of the model."""
-    model, tokenizer, meta = load_model(args.source, device, "eval", args.model_tag, args.step)
-    method = checkpoint_method(meta, args.method)
+    model, tokenizer, meta, method = load_for_inference(args.source, device, args)
     if method == "bf16" and args.precision == "nvfp4":
         raise UserError("--precision=nvfp4: the model was trained in bf16; choose how to round it, --method=clover say")
-    nf.convert(model, method, backward=False, verbose=False)
     dtype = compute_dtype(device, args.dtype)
     if method == "bf16":
         args.precision = "bf16"

@@ -23,8 +23,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import autodetect_device_type, compute_cleanup, compute_init, print0
-from nanochat_fp4.console import ArgumentParser, Progress, progress_iter
+from nanochat_fp4.common import joined_processes, print0
+from nanochat_fp4.console import ArgumentParser, progress_iter
 from nanochat_fp4.data import tokenizer_files
 from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import ensure_data
@@ -38,7 +38,8 @@ from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.training.load_model import checkpoint_method, load_model
+from nanochat_fp4.training.flags import add_model_arguments
+from nanochat_fp4.training.load_model import load_for_inference
 from nanochat_fp4.training.resume import held_run
 
 FOUR_BITS = (*huggingface.FORMATS, "gguf")
@@ -60,24 +61,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Export a checkpoint to the formats of other programs")
     add = parser.add_argument
     add("--source", default="sft", choices=("base", "mid", "sft", "rl"), help="stage of the checkpoint")
-    add("--model-tag", default=None, help="model tag of the checkpoint")
-    add("--step", type=int, default=None, help="step of the checkpoint (default: the last one)")
     add("--format", required=True, choices=FORMATS, help="see above")
     add("--out", required=True, help="folder to write; it must not exist, or --overwrite")
     add("--overwrite", action="store_true", help="replace the folder if it is there")
     add("--dtype", default="bfloat16", choices=tuple(DTYPES), help="of the weights that are not in 4 bits")
-    add("--method", default=None, help="forward pass to export (default: the one the model was trained with)")
+    add_model_arguments(parser)
     add("--weights-only", action="store_true", help="4-bit weights, inputs left in 16 bits: no input scales")
-    add(
-        "--share-scales",
-        action="store_true",
-        help="with separate_qkv: round q, k, v, which servers fuse, as one",
-    )
+    add("--share-scales", action="store_true", help="with separate_qkv: round q, k, v, which servers fuse, as one")
     add("--data-dir", default=None, help="text to calibrate and to measure on (default: $DATA_DIR, else as training)")
     add("--calibration-tokens", type=int, default=32768, help="training tokens that input scales are found on")
     add("--eval-tokens", type=int, default=65536, help="validation tokens that bits per byte are measured on; 0: none")
     add("--device-batch-size", type=int, default=4, help="rows of a batch")
-    add("--device-type", default="", choices=("", "cuda", "cpu", "mps"), help="empty: autodetect")
     add("--verify", action="store_true", help="read the result with the packages of others, and compare")
     return parser.parse_args(argv)
 
@@ -98,15 +92,14 @@ def main(argv: list[str] | None = None) -> None:
     if args.calibration_tokens < 1 or args.eval_tokens < 0 or args.device_batch_size < 1:
         raise UserError("--calibration-tokens and --device-batch-size must be at least 1, --eval-tokens at least 0")
     folder.check_replaceable(out, args.overwrite)
-    _, _, _, world_size, device = compute_init(args.device_type or autodetect_device_type())
-    try:
-        if world_size > 1:
-            raise UserError("export is one process; start it without torchrun")
-        with held_run(out, "another export is writing", "--out"), torch.no_grad(), autocast(device.type):
-            folder.prepare(out, args.overwrite)
-            Export(args, device).run(out)
-    finally:
-        compute_cleanup()
+    with (
+        joined_processes(args.device_type, alone="export") as (_, _, device),
+        held_run(out, "another export is writing", "--out"),
+        torch.no_grad(),
+        autocast(device.type),
+    ):
+        folder.prepare(out, args.overwrite)
+        Export(args, device).run(out)
 
 
 def fp32_limit(model: torch.nn.Module, logits: torch.Tensor) -> float:
@@ -119,15 +112,13 @@ def fp32_limit(model: torch.nn.Module, logits: torch.Tensor) -> float:
 class Export:
     def __init__(self, args: argparse.Namespace, device: torch.device):
         self.args, self.device = args, device
-        self.model, self.tokenizer, self.meta = load_model(args.source, device, "eval", args.model_tag, args.step)
-        self.method = checkpoint_method(self.meta, args.method)
+        self.model, self.tokenizer, self.meta, self.method = load_for_inference(args.source, device, args)
         self.four_bits = args.format in FOUR_BITS
         if self.four_bits and not get_recipe(self.method).output.b.rounding:
             raise UserError(
                 f"the method {self.method} has no 4-bit weights in its forward pass; use --format=safetensors, or "
                 "--method=clover (or another) to round its weights now"
             )
-        nf.convert(self.model, self.method, backward=False, verbose=False)
         self.about = huggingface.describe(self.model)
         if args.format.startswith("gguf") and not isinstance(self.model, Llama):
             raise UserError(
@@ -211,15 +202,9 @@ class Export:
         token_bytes = get_token_bytes(device=self.device)
 
         def bpb(model: torch.nn.Module, what: str) -> None:
-            with Progress(total=len(batches), desc=f"bits per byte, {what}", unit="batch") as progress:
-
-                def watched():
-                    for batch in batches:
-                        progress.update(1)
-                        yield batch
-
-                with nf.quantize_weights_once(model):
-                    measured[what] = evaluate_bpb(model, watched(), len(batches), token_bytes)
+            watched = progress_iter(batches, desc=f"bits per byte, {what}", unit="batch")
+            with nf.quantize_weights_once(model):
+                measured[what] = evaluate_bpb(model, watched, len(batches), token_bytes)
             print0(f"bits per byte, {what}: {measured[what]:.4f}")
 
         measured: dict[str, float] = {}

@@ -12,10 +12,6 @@ A tiny model on a CPU, without a network:
 nanochat's flags and mixture. Every token is trained on, those of the user as well.
 """
 
-import os
-
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
-
 import argparse
 import functools
 
@@ -42,7 +38,8 @@ from nanochat_fp4.data.dataloader import evaluation_rows
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
-from nanochat_fp4.models.gpt import compile_layers, muon_momentum
+from nanochat_fp4.models.gpt import compile_layers
+from nanochat_fp4.models.optim import muon_momentum
 from nanochat_fp4.training.flags import add_common_arguments, changed_flags
 from nanochat_fp4.training.micro_batch import plan_accumulation
 from nanochat_fp4.training.setup import PostTraining, run_stage
@@ -61,12 +58,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--num-iterations", type=int, default=-1, help="number of optimization steps (-1 = full epoch)")
     # Batch sizes
     add("--max-seq-len", type=int, default=None, help="max context length (default: that of the base model)")
-    add(
-        "--device-batch-size",
-        type=int,
-        default=None,
-        help="per-device batch size (default: 32, or that of the base training if it is smaller)",
-    )
+    text = "per-device batch size (default: 32, or that of the base training if it is smaller)"
+    add("--device-batch-size", type=int, default=None, help=text)
     add("--total-batch-size", type=int, default=524288, help="total batch size in tokens")
     # Evaluation
     add("--eval-every", type=int, default=150, help="evaluate val bpb every N steps (-1 = disable)")

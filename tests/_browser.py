@@ -1,9 +1,16 @@
-"""A headless Chromium driven through its own protocol over a pipe: no driver, no package."""
+"""A headless Chromium driven through its own protocol over a pipe: no driver, no package.
 
+docs/pictures/ are made with it: python tests/_browser.py URL docs/pictures/report 760 900, and for the chat page
+python tests/_browser.py URL docs/pictures/chat 760 900 "Hello! Who are you?"
+"""
+
+import base64
 import json
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -97,3 +104,27 @@ class Browser:
     def screenshot(self):
         """PNG, base64."""
         return self.send("Page.captureScreenshot")["data"]
+
+
+def pictures(url, name, width, height, question=""):
+    """<name>_light.png and <name>_dark.png of a page; of the chat page after the answer to a question."""
+    for scheme in ("light", "dark"):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            with Browser(folder, int(width), int(height), scheme == "dark") as page:
+                page.open(url)
+                page.wait("document.readyState === 'complete'")
+                time.sleep(1)
+                if question:
+                    page.wait("!document.querySelector('#send').disabled")
+                    page.run("document.querySelector('textarea').focus()")
+                    page.type(question)
+                    page.press("Enter")
+                    time.sleep(2)
+                    page.wait("!document.querySelector('#send').disabled")
+                    page.run("document.activeElement.blur()")
+                with open(f"{name}_{scheme}.png", "wb") as f:
+                    f.write(base64.b64decode(page.screenshot()))
+
+
+if __name__ == "__main__":
+    pictures(*sys.argv[1:])

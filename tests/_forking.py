@@ -77,12 +77,6 @@ class ForkServer:
         answer = self._ask({"module": module, "argv": argv, "log": str(log)} | job)
         return Run(**answer, log=log.read_text(errors="replace"))
 
-    def run_together(self, module: str, argv: list[str], count: int, **job: Any) -> list[Run]:
-        """main(argv) in `count` processes at the same time, which know nothing of one another."""
-        logs = self._logs(count)
-        answers = self._ask({"module": module, "argv": argv, "logs": list(map(str, logs))} | job)
-        return [Run(**a, log=log.read_text(errors="replace")) for a, log in zip(answers, logs)]
-
     def run_ranks(self, code: str, ranks: int = 2, env: dict[str, str] | None = None) -> list[str]:
         """What each rank of a gloo group prints that executes `code`; AssertionError where one does not succeed."""
         logs = self._logs(ranks)
@@ -159,7 +153,7 @@ def serve(path: str) -> None:
         if not line:
             return
         job = json.loads(line)
-        print(json.dumps(_fork_together(job) if "logs" in job else _fork(job)), file=answers, flush=True)
+        print(json.dumps(_fork(job)), file=answers, flush=True)
 
 
 _listener = socket.socket(socket.AF_UNIX)
@@ -293,33 +287,6 @@ def _fork(job: dict[str, Any]) -> dict[str, Any]:
     with os.fdopen(read) as f:
         count = f.read()
     return {"status": status, "seconds": time.monotonic() - start, "operations": int(count) if count else None}
-
-
-def _fork_together(job: dict[str, Any]) -> list[dict[str, Any]]:
-    read, write = os.pipe()
-    start = time.monotonic()
-    pids = {}
-    for log in job["logs"]:
-        pid = os.fork()
-        if pid == 0:
-            os.close(read)
-            _child(job | {"log": log}, False, write)
-        pids[pid] = {"status": None, "seconds": job["deadline"], "operations": None}
-    for fd in (read, write):
-        os.close(fd)
-    running = set(pids)
-    while running:
-        for pid in list(running):
-            done, code = os.waitpid(pid, os.WNOHANG)
-            if done:
-                running.remove(pid)
-                pids[pid] |= {"status": os.waitstatus_to_exitcode(code), "seconds": time.monotonic() - start}
-            elif time.monotonic() > start + job["deadline"]:
-                running.remove(pid)
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        _serve_clients(0.002)
-    return list(pids.values())
 
 
 def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
@@ -471,7 +438,7 @@ def _must_be_intact(folder: str, step: int) -> None:
     """Ends the child with status 71 unless `step` is the newest intact checkpoint and nothing is left half-way."""
     from nanochat_fp4.training.checkpoint_manager import find_last_step
 
-    if find_last_step(folder) != step or list(Path(folder).glob("*.staged")):
+    if find_last_step(folder) != step or list(Path(folder).glob("*.tmp")):
         os._exit(71)
 
 
@@ -502,6 +469,11 @@ def in_step(step: int, how: str) -> None:
     if os.environ.get("RANK", "1") == "1":
         number = {"kill": signal.SIGKILL, "term": signal.SIGTERM}[how]
         at_step(step, lambda: os.kill(os.getpid(), number), step, lambda: None)
+
+
+def interrupts(count: int, step: int) -> None:
+    """So many SIGINT inside this step."""
+    at_step(step, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(count)], step, lambda: None)
 
 
 def rank_stops(rank: int) -> None:

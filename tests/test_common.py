@@ -119,23 +119,6 @@ def test_processes_of_several_starts_agree_on_a_number_each():
         common.agree_on_start(store, 0, 4, 0.2)
 
 
-def test_two_processes_join_over_gloo(run_ranks):
-    code = (
-        "import torch, torch.distributed as dist\n"
-        "from nanochat_fp4.common import *\n"
-        "ddp, rank, local_rank, world_size, device = compute_init('cpu')\n"
-        "same = torch.rand(1)\n"
-        "seed_micro_batch(42, 0, rank)\n"
-        "t = torch.cat([same, torch.rand(1)])\n"
-        "out = [torch.empty(2) for _ in range(2)]\n"
-        "dist.all_gather(out, t)\n"
-        "assert out[0][0] == out[1][0] and out[0][1] != out[1][1]\n"
-        "print0('rank', rank, 'of', world_size, dist.get_backend())\n"
-        "compute_cleanup()\n"
-    )
-    assert run_ranks(code) == ["rank 0 of 2 gloo\n", ""]
-
-
 @pytest.mark.parametrize("integrated, free", [(False, 10), (True, 70)])
 def test_free_memory_of_a_gpu_that_shares_the_systems(integrated, free, monkeypatch):
     """A GB10's driver counts the page cache as used."""

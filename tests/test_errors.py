@@ -41,7 +41,7 @@ def test_user_errors_end_in_one_line(raised, status, text, capsys):
     assert run(raised, capsys) == (status, text)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EFBIG, errno.EBUSY])
 def test_a_full_or_read_only_disk_is_the_users_to_fix(number, capsys):
     status, err = run(OSError(number, os.strerror(number), "/some/file"), capsys)
     assert status == 2 and err.startswith("error: ") and err.count("\n") == 1 and "/some/file" in err

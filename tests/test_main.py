@@ -1,11 +1,13 @@
 """nanochat-fp4 (python -m nanochat_fp4): the stages as commands of the installed package."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+import nanochat_fp4 as nf
 from lab.measure import traffic
 from nanochat_fp4 import __main__ as command
 from nanochat_fp4.errors import UserError
@@ -46,12 +48,47 @@ def test_a_stage_of_the_wheel_is_the_one_that_lies_in_it(run, tmp_path, monkeypa
 
 
 def test_what_there_is(run):
-    status, out, err = run()
-    assert status == 0 and all(f"  {name} " in out for name in command.STAGES)
-    assert all((ROOT / "scripts" / f"{name}.py").is_file() for name in command.STAGES)
-    status, out, err = run("base_trian")
-    assert status == 2 and err.startswith("error: there is no stage 'base_trian'; there are: base_eval, ")
+    """Every script and no helper module; the list and one line for what is missing or misspelt."""
+    scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")}
+    assert set(command.STAGES) == scripts - {"__init__", "reproduce"}  # reproduce has moved to lab
+    names = [*command.RUNS, *command.STAGES, *command.TOOLS]
+    status, listed, err = run("--help")
+    assert status == 0 and err == "" and all(f"\n  {name} " in listed for name in names)
+    assert run("--version") == (0, f"nanochat-fp4 {nf.__version__}\n", "")
+    assert run() == (2, listed + "\n", "error: a command is missing; name one of the list above\n")
+    assert run("base_trian") == (
+        2,
+        listed + "\n",
+        "error: there is no command 'base_trian'; did you mean base_train?\n",
+    )
+    assert run("__init__") == (2, listed + "\n", "error: there is no command '__init__'; name one of the list above\n")
     assert command.programs() == ROOT
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # a module of the package that was imported
+@pytest.mark.parametrize("name", [*command.STAGES, *command.TOOLS])
+def test_every_command_has_help(run, name):
+    status, out, err = run(name, "--help")
+    assert status == 0 and out.startswith("usage: ") and err == "", err
+
+
+def test_a_run_becomes_the_shell_script(run, monkeypatch):
+    """In this Python's environment, or in that of VENV; without the packages of the stages it says how to get them."""
+    monkeypatch.delenv("VENV", raising=False)
+    calls = []
+    monkeypatch.setattr(os, "execve", lambda *call: calls.append(call))
+    missing = []
+    monkeypatch.setattr(command, "require", lambda *modules: missing.extend(modules))
+    assert run("speedrun")[0] == 0 and "datasets" in missing
+    assert run("run1000", "--help")[0] == 0
+    monkeypatch.setenv("VENV", "/mine")
+    assert run("speedrun")[0] == 0
+    assert [call[1][1:] for call in calls] == [
+        [f"{ROOT}/speedrun_fp4.sh"], [f"{ROOT}/run1000_fp4.sh", "--help"], [f"{ROOT}/speedrun_fp4.sh"]
+    ]  # fmt: skip
+    assert [call[2]["VENV"] for call in calls] == [sys.prefix, sys.prefix, "/mine"]
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert run("speedrun")[2].startswith("error: bash is not installed, which speedrun needs; install it")
 
 
 def test_help_of_traffic(capsys):

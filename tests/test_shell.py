@@ -85,6 +85,15 @@ def test_a_name_that_is_nearly_one_of_ours_is_refused(environment, name, meant):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_relative_folders_are_the_callers(environment, tmp_path):
+    """The scripts work in their own folder. A relative DATA_DIR there keeps its text, which is in the run's name."""
+    for cwd, data in ((tmp_path, f"{tmp_path}/text"), (ROOT, "text")):
+        show = ["bash", "-c", f"ROOT={ROOT}; cd $ROOT; source dev/setup.sh; source dev/pipeline.sh; env"]
+        done = subprocess.run(show, cwd=cwd, env=environment | {"DATA_DIR": "text"}, capture_output=True, text=True)
+        assert f"\nDATA_DIR={data}\n" in done.stdout, done.stderr
+        assert f"\nNANOCHAT_BASE_DIR={environment['NANOCHAT_BASE_DIR']}\n" in done.stdout  # absolute, as it was
+
+
 def test_plan_on_a_cpu(environment):
     done = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", NUM_ITERATIONS="77")
     shown = plan(done)

@@ -307,7 +307,6 @@ def codes_matmul(
     scales: torch.Tensor,
     tensor_scale: torch.Tensor,
     out_dtype: torch.dtype,
-    tile: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """The parts (P, M, N) of x . weight^T. Their sum is the product. The weight is read as codes.
 
@@ -316,22 +315,20 @@ def codes_matmul(
     codes:   uint8 (N, K/2)
     scales:  float8_e4m3fn (N, K/16)
     tensor_scale: float32 ()
-    tile:    another ONE_ROW (of 2) or TILE (of 5), to time them
     P is 1, and the part is in out_dtype, where N alone gives enough programs. Otherwise the parts are float32, each
     over a share of K. The products are exact, the sums float32.
     """
     (rows, k), n = x.shape, codes.shape[0]
-    tile = tile or (ONE_ROW if rows == 1 and k <= 2 * ONE_ROW[0] else TILE)
     scales = scales.view(torch.uint8)
-    if len(tile) == 2:
+    if rows == 1 and k <= 2 * ONE_ROW[0]:
         per_row = triton.next_power_of_2(k // 2)
-        bn = max(1, tile[0] // per_row)
+        bn = max(1, ONE_ROW[0] // per_row)
         out = torch.empty(1, 1, n, dtype=out_dtype, device=x.device)
         one_row_kernel[(triton.cdiv(n, bn),)](
-            x, x_scale, codes, scales, tensor_scale, out, n, k, BN=bn, BYTES=per_row, num_warps=tile[1], **NO_FUSION
+            x, x_scale, codes, scales, tensor_scale, out, n, k, BN=bn, BYTES=per_row, num_warps=ONE_ROW[1], **NO_FUSION
         )
         return out
-    bn, bk, enough, warps, stages = tile
+    bn, bk, enough, warps, stages = TILE
     steps, unit = triton.cdiv(k, bk), math.gcd(k // 16, 16)
     per_part = triton.cdiv(steps, max(1, min(16, enough // triton.cdiv(n, bn), steps)))
     parts = triton.cdiv(steps, per_part)
@@ -409,7 +406,6 @@ def attention_kernel(
     k_cache_ptr,
     v_cache_ptr,
     position_ptr,
-    first_ptr,
     out_ptr,
     rows,
     positions,
@@ -419,7 +415,6 @@ def attention_kernel(
     scale,
     eps,
     PARTS: tl.constexpr,
-    FIRST: tl.constexpr,
     NORM: tl.constexpr,
     ROTATED: tl.constexpr,
     HALF: tl.constexpr,
@@ -461,8 +456,6 @@ def attention_kernel(
     total = tl.zeros((BT,), tl.float32)
     result = tl.zeros((BT, width), tl.float32)
     start = position * 0
-    if FIRST:
-        start = tl.maximum(start, tl.load(first_ptr + row))
     if left >= 0:
         start = tl.maximum(start, position - left)
     for t in tl.range(start, position, BT, num_stages=STAGES):
@@ -494,7 +487,6 @@ def attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     position: torch.Tensor,
-    first: torch.Tensor | None,
     heads: int,
     left: int,
     eps: float | None,
@@ -506,7 +498,6 @@ def attention(
     eps:      of the norm after the rotation; None for no norm
     caches:   (B, T, H_kv, D), D twice a power of two and at least 16
     position: int32 (B,), of the new token
-    first:    int32 (B,), where a row begins, or None
     left:     a window of left + 1 positions, negative for none
     Only the device knows positions, so nobody checks that they lie in caches and tables.
     Raises ValueError for a position of another shape or dtype.
@@ -517,9 +508,8 @@ def attention(
     _, positions, kv_heads, width = k_cache.shape
     out = torch.empty(1, rows, heads * width, dtype=k_cache.dtype, device=qkv.device)
     attention_kernel[(rows, heads)](
-        qkv, cos, sin, k_cache, v_cache, position, position if first is None else first, out,
-        rows, positions, heads, kv_heads, left, width**-0.5, eps or 0.0,
-        PARTS=parts, FIRST=first is not None, NORM=eps is not None,
+        qkv, cos, sin, k_cache, v_cache, position, out, rows, positions, heads, kv_heads, left, width**-0.5, eps or 0.0,
+        PARTS=parts, NORM=eps is not None,
         ROTATED=TRITON_TYPES[torch.promote_types(cos.dtype, k_cache.dtype)],
         HALF=width // 2, BT=ATTENTION[0], num_warps=ATTENTION[1], STAGES=ATTENTION[2], **NO_FUSION,
     )  # fmt: skip

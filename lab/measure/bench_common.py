@@ -1,20 +1,22 @@
-"""The harness of the benchmarks: command lines, clocks and power, results and their files."""
+"""The harness of the benchmarks: command lines, timing, clocks and power, results and their files."""
 
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import json
+import math
 import statistics
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from lab.predict.blackwell import LAYER_SETS  # noqa: F401  of the paper's Table 6
 from nanochat_fp4.common import get_base_dir
-from nanochat_fp4.console import ArgumentParser, table  # noqa: F401  the table: of all benchmarks
+from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.files import atomic_write
@@ -22,7 +24,7 @@ from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
 from nanochat_fp4.step_time import MACHINES, Machine
 
 # --------------------------------------------------------------------------------------------------------------------
-# Clocks and power.
+# Timing
 
 # What NVML says holds the clock down (nvml.h, nvmlClocksEventReason...). An idle GPU is none of them.
 LIMITS = {0x04: "power", 0x08: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "power brake", 0x02: "set", 0x100: "set"}
@@ -38,27 +40,17 @@ class Monitor:
     def __init__(self, interval: float = 0.1):
         self.interval = interval
         self.samples: list[tuple[float, float, int]] = []  # MHz, W, bits of LIMITS
-        self._library = self._handle = None
+        self._questions: list[Callable] = []  # each puts one value into a reference; its result is 0, or an error
         if torch.cuda.is_available():
             with contextlib.suppress(OSError, AttributeError):
-                self._library = ctypes.CDLL("libnvidia-ml.so.1")
-                self._limits = self._library.nvmlDeviceGetCurrentClocksThrottleReasons
-                uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-                handle = ctypes.c_void_p()
-                found = self._library.nvmlInit_v2() == 0
-                if found and self._library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)) == 0:
-                    self._handle = handle
-
-    def read(self) -> tuple[float, float, int] | None:
-        """One sample; None where there is nothing to be had."""
-        if self._handle is None:
-            return None
-        mhz, milliwatts, limits = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_ulonglong()
-        library, handle = self._library, self._handle
-        failed = library.nvmlDeviceGetClockInfo(handle, 1, ctypes.byref(mhz))  # 1: the SMs
-        failed = failed or library.nvmlDeviceGetPowerUsage(handle, ctypes.byref(milliwatts))
-        failed = failed or self._limits(handle, ctypes.byref(limits))
-        return None if failed else (float(mhz.value), milliwatts.value / 1000, limits.value)
+                nvml, handle = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
+                uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}".encode()
+                if nvml.nvmlInit_v2() == 0 and nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)) == 0:
+                    self._questions = [
+                        functools.partial(nvml.nvmlDeviceGetClockInfo, handle, 1),  # 1: the SMs
+                        functools.partial(nvml.nvmlDeviceGetPowerUsage, handle),
+                        functools.partial(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
+                    ]
 
     def __enter__(self) -> "Monitor":
         self._stop = threading.Event()
@@ -68,9 +60,10 @@ class Monitor:
 
     def _sample(self) -> None:
         while not self._stop.wait(self.interval):
-            sample = self.read()
-            if sample is not None:
-                self.samples.append(sample)
+            mhz, milliwatts, limits = values = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_ulonglong()
+            failed = [ask(ctypes.byref(value)) for ask, value in zip(self._questions, values)]
+            if failed and not any(failed):
+                self.samples.append((float(mhz.value), milliwatts.value / 1000, limits.value))
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
@@ -81,17 +74,55 @@ class Monitor:
         if not self.samples:
             return {"mhz": None, "watts": None, "limit": None}
         mhz, watts, limits = zip(*self.samples)
-        shares = {}
+        shares = []
         for name in dict.fromkeys(LIMITS.values()):
             count = sum(any(bits & bit for bit, n in LIMITS.items() if n == name) for bits in limits)
             if count:
-                shares[name] = f"{name} {count / len(limits):.0%}"
-        limit = ", ".join(shares.values()) or "none"
-        return {"mhz": statistics.fmean(mhz), "watts": statistics.fmean(watts), "limit": limit}
+                shares.append(f"{name} {count / len(limits):.0%}")
+        return {
+            "mhz": statistics.fmean(mhz), "watts": statistics.fmean(watts), "limit": ", ".join(shares) or "none"
+        }  # fmt: skip
+
+
+def timed(function: Callable[[], object], calls: int) -> list[float]:
+    """Milliseconds of each of so many calls, on a GPU."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    events[0].record()
+    for event in events[1:]:
+        function()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in zip(events, events[1:])]
+
+
+def steady(functions: dict[str, Callable[[], object]], seconds: float, settle: Callable | None = None) -> dict:
+    """{name: {ms, spread, mhz, watts, limit}}: each function's own steady state, visited twice, in opposite orders.
+
+    A visit is `seconds` of calls to warm up and as many that are timed; before it settle(name, function).
+    """
+    visits: dict[str, list[list[float]]] = {name: [] for name in functions}
+    monitors = {name: Monitor() for name in functions}
+    for order in (list(functions), list(reversed(functions))):
+        for name in order:
+            if settle:
+                settle(name, functions[name])
+            start, count = time.perf_counter(), 0
+            while time.perf_counter() - start < seconds:
+                timed(functions[name], 5)
+                count += 5
+            calls = math.ceil(count * seconds / (time.perf_counter() - start))
+            with monitors[name]:
+                visits[name].append(timed(functions[name], max(5, calls)))
+    result = {}
+    for name, (first, second) in visits.items():
+        a, b = statistics.median(first), statistics.median(second)
+        result[name] = {"ms": statistics.median(first + second), "spread": abs(a - b) / min(a, b)}
+        result[name] |= monitors[name].summary()
+    return result
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Command lines, tables, JSON
+# Command lines, results and their files
 
 
 def argument_parser(doc: str, roofline: bool = True) -> ArgumentParser:
@@ -122,8 +153,8 @@ def need_cuda(script: str) -> torch.device:
     """Raises UserError where there is no GPU."""
     if not torch.cuda.is_available():
         raise UserError(
-            f"{script} measures CUDA kernels and there is no CUDA device; on this machine only "
-            f"`--roofline {'|'.join(MACHINES)}` works"
+            f"{script} measures CUDA kernels and there is no CUDA device; run it on a GPU, or see which of the "
+            "benchmarks predict: --roofline"
         )
     return torch.device("cuda")
 
@@ -157,23 +188,17 @@ class Results:
         how = "native NVFP4 GEMM" if self.machine.fp4 else "emulated: decode to BF16, BF16 GEMM"
         return f"PREDICTION for {self.machine.name}, not a measurement: {f'{how}; ' * gemm}{self.machine.source}"
 
-    def write(self, more: Iterable[dict] = ()) -> Path:
+    def write(self) -> Path:
         """The records, the settings and the machine; returns where."""
         target = Path(self.path) if self.path else Path(get_base_dir()) / "bench" / f"{self.name}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
         content = {"benchmark": self.name, "settings": self.settings, "environment": self.environment}
-        content["records"] = [*self.records, *more]
+        content["records"] = self.records
         atomic_write(target, json.dumps(content, indent=1, default=str) + "\n")
         return target
 
-
-def write_json(name: str, path: str, settings: dict, records: list[dict]) -> Path:
-    """Results of a benchmark that writes once."""
-    return Results(name, path, settings, records=records).write()
-
-
-def finish(results: Results, problems: Iterable[str]) -> None:
-    """Writes the file and says where. Raises UserError if a result was wrong."""
-    print(f"written to {results.write()}")
-    if problems := list(problems):
-        raise UserError(f"not timed, because the result is wrong: {'; '.join(problems)}")
+    def finish(self, problems: Iterable[str] = ()) -> None:
+        """Writes the file and says where. Raises UserError if a result was wrong."""
+        print(f"written to {self.write()}")
+        if problems := list(problems):
+            raise UserError(f"not timed, because the result is wrong: {'; '.join(problems)}")

@@ -21,8 +21,8 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
-from nanochat_fp4.console import ArgumentParser
-from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.console import table
+from nanochat_fp4.errors import run_main
 from nanochat_fp4.generation.decoding import Decoder, prepare
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import GPT, autocast, config_from_depth
@@ -30,28 +30,6 @@ from nanochat_fp4.nvfp4.linear import QuantLinear
 
 AGREE_STEPS = 8
 BLOCK = 8  # tokens that are timed together
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = ArgumentParser(description=__doc__.strip().splitlines()[0])
-    parser.add_argument("--depth", type=int, default=26)
-    parser.add_argument("--vocab-size", type=int, default=65536)
-    parser.add_argument("--methods", default="bf16,clover")
-    parser.add_argument("--batch", default="1,32", help="numbers of rows")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens in the cache at the beginning")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens to time")
-    parser.add_argument("--json", default="", help="where to write the numbers")
-    return parser.parse_args(argv)
-
-
-class Tokenizer(SimpleNamespace):
-    """Engine's part of a tokenizer, without a token that ends an answer."""
-
-    def encode_special(self, text: str) -> int:
-        return -1
-
-    def get_bos_token_id(self) -> int:
-        return -1
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
@@ -89,26 +67,26 @@ def seconds(function) -> float:
 @torch.inference_mode()
 def measure(model: GPT, rows: int, args: argparse.Namespace) -> dict:
     device = model.get_device()
-    engine = Engine(model, Tokenizer())
+    tokenizer = SimpleNamespace(encode_special=lambda text: -1, get_bos_token_id=lambda: -1)  # no token ends an answer
+    engine = Engine(model, tokenizer)
     ids = torch.randint(0, args.vocab_size, (rows, args.prompt), device=device)
-    length = args.prompt + args.tokens + 2
-    caches = [engine.new_cache(rows, length) for _ in range(2)]
+    caches = [engine.new_cache(rows, args.prompt + args.tokens + 2) for _ in range(2)]
     for cache in caches:
         model(ids, kv_cache=cache)
-    decoder = Decoder(model, caches[0])
+    decoder, column = Decoder(model, caches[0]), ids[:, -1].clone()
+
+    def eager(column: torch.Tensor) -> torch.Tensor:
+        return model(column.unsqueeze(1), kv_cache=caches[1])[:, -1]
+
     error = total = 0.0
-    column = ids[:, -1].clone()
     for _ in range(AGREE_STEPS):
-        got, want = decoder(column), model(column.unsqueeze(1), kv_cache=caches[1])[:, -1]
+        got, want = decoder(column), eager(column)
         error, total = error + float((got - want).square().sum()), total + float(want.square().sum())
         column = want.argmax(-1)
 
     def steps(function, count: int) -> None:
         for _ in range(count):
             column.copy_(function(column).argmax(-1))
-
-    def eager(column: torch.Tensor) -> torch.Tensor:
-        return model(column.unsqueeze(1), kv_cache=caches[1])[:, -1]
 
     def generate(max_tokens: int) -> None:
         for _ in engine.generate(ids[0].tolist(), rows, max_tokens=max_tokens, temperature=0):
@@ -127,25 +105,29 @@ def measure(model: GPT, rows: int, args: argparse.Namespace) -> dict:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
-    if not torch.cuda.is_available():
-        raise UserError("bench_generate measures CUDA kernels and graphs, and there is no CUDA device")
-    records = []
+    parser = common.argument_parser(__doc__, roofline=False)
+    parser.add_argument("--depth", type=int, default=26)
+    parser.add_argument("--vocab-size", type=int, default=65536)
+    parser.add_argument("--methods", default="bf16,clover")
+    parser.add_argument("--batch", default="1,32", help="numbers of rows")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens in the cache at the beginning")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens to time")
+    args = parser.parse_args(argv)
+    device = common.need_cuda("bench_generate")
+    results = common.Results("bench_generate", args.json, vars(args))
     for method in args.methods.split(","):
-        model = build(args.depth, args.vocab_size, method, torch.device("cuda"))
+        model = build(args.depth, args.vocab_size, method, device)
         with autocast("cuda"), nf.per_token_scale(model):
             for rows in map(int, args.batch.split(",")):
                 record = {"method": method, "rows": rows, "bytes": weight_bytes(model), **measure(model, rows, args)}
-                records.append(record)
+                results.records.append(record)
                 print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in record.items()))
         del model
-    rows = [
-        [r["method"], r["rows"], f"{r['bytes'] / 2**20:,.0f}", *(f"{r[k]:,.0f}" for k in ("graph", "engine", "eager")),
-         f"{r['agrees']:.1e}"]
-        for r in records
-    ]  # fmt: skip
-    print(common.table(["method", "rows", "weights MiB", "graph", "engine", "eager", "agrees"], rows))
-    print(common.write_json("bench_generate", args.json, vars(args), records))
+    header = ["method", "rows", "weights MiB", "graph", "engine", "eager", "agrees"]
+    forms = ("{}", "{}", "{:,.0f}", "{:,.0f}", "{:,.0f}", "{:,.0f}", "{:.1e}")
+    rows = [r | {"bytes": r["bytes"] / 2**20} for r in results.records]
+    print(table(header, [[form.format(value) for form, value in zip(forms, r.values())] for r in rows]))
+    results.finish()
 
 
 if __name__ == "__main__":

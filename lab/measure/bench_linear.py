@@ -1,7 +1,7 @@
 """Time of the linear layers of the paper's Table 6, forward and forward+backward, against BF16 in the same run.
 
     python -m lab.measure.bench_linear                                      # 800M, 3B, 7B; the training methods
-    python -m lab.measure.bench_linear --models 3B --methods clover --passes forward+backward --modes graph --turns
+    python -m lab.measure.bench_linear --models 3B --methods clover --passes forward+backward --eager
     python -m lab.measure.bench_linear --roofline rtx5090                   # a prediction; needs no GPU
 
 The baseline is nn.Linear with FP32 weights under BF16 autocast, as nanochat trains; every method runs under the same
@@ -11,33 +11,29 @@ without the host's), or eagerly.
 A GPU at its power limit lowers its clock, and how far depends on what it computes. So each method is timed in a steady
 state of its own, as in a training run: --seconds of calls to warm up, then as many that are timed, twice, in opposite
 orders of the methods. A number is the median of all timed calls; "spread" is how far the medians of the two visits are
-apart; MHz, W and what limits the clock were sampled by NVML while the calls ran. --turns times the methods a second
-way: in turns of a few calls, in which each of them runs in the clock that the others left.
+apart; MHz, W and what limits the clock were sampled by NVML while the calls ran.
 
 Nothing is timed before its result was compared: with the reference (nanochat_fp4.doctor), and, on the very tensors that
 are timed, with BF16. The JSON is written as the numbers come.
 """
 
-import contextlib
 import functools
 import itertools
-import math
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
+from lab.predict.blackwell import LAYER_SETS
 from lab.predict.measured import layer_set_ms
 from nanochat_fp4 import step_time
+from nanochat_fp4.console import table
 from nanochat_fp4.doctor import layer_problem, relative_square_error
 from nanochat_fp4.errors import UserError, run_main
 
 METHODS = ("fp8", "clover", "clover_search", "nvidia", "tetrajet_v2")
 PASSES = {"forward": "forward", "forward+backward": "forward_backward"}  # and the method of Layer
-MODES = ("graph", "eager")
 # Relative square errors against BF16: rounding of two operands in the forward pass (0.02), of four in a gradient.
 FORWARD_LIMIT, GRADIENT_LIMIT = 0.05, 0.15
 
@@ -80,52 +76,6 @@ def graphed(function: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def timed(function: Callable[[], object], calls: int) -> list[float]:
-    """Milliseconds of each of so many calls."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
-    events[0].record()
-    for event in events[1:]:
-        function()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(events, events[1:])]
-
-
-def steady(functions: dict[str, Callable[[], object]], seconds: float) -> dict[str, dict]:
-    """{name: {ms, spread, mhz, watts, limit}}: each function's own steady state, visited twice."""
-    visits: dict[str, list[list[float]]] = {name: [] for name in functions}
-    monitors = {name: common.Monitor() for name in functions}
-    for order in (list(functions), list(reversed(functions))):
-        for name in order:
-            start, count = time.perf_counter(), 0
-            while time.perf_counter() - start < seconds:
-                timed(functions[name], 5)
-                count += 5
-            calls = math.ceil(count * seconds / (time.perf_counter() - start))
-            with monitors[name]:
-                visits[name].append(timed(functions[name], max(5, calls)))
-    result = {}
-    for name, (first, second) in visits.items():
-        a, b = statistics.median(first), statistics.median(second)
-        result[name] = {"ms": statistics.median(first + second), "spread": abs(a - b) / min(a, b)}
-        result[name] |= monitors[name].summary()
-    return result
-
-
-def in_turns(functions: dict[str, Callable[[], object]], seconds: float, calls: int = 5) -> dict[str, dict]:
-    """{name: {ms, mhz, watts, limit}}: the functions take turns of so many calls. The GPU's state is that of all."""
-    times: dict[str, list[float]] = {}
-    monitor = common.Monitor()
-    for watching in (contextlib.nullcontext(), monitor):  # to warm up, and to time
-        times = {name: [] for name in functions}
-        start = time.perf_counter()
-        with watching:
-            while not all(times.values()) or time.perf_counter() - start < seconds:
-                for name, function in functions.items():
-                    times[name] += timed(function, calls + 1)[1:]  # the first finds the caches of another function
-    return {name: {"ms": statistics.median(values), **monitor.summary()} for name, values in times.items()}
-
-
 def wrong(label: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> str | None:
     """Why the results of a method, next to those of BF16, are no quantized results; or None."""
     for name, g, w in zip(("output", "grad_input", "grad_weight"), got, want):
@@ -139,7 +89,7 @@ def wrong(label: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, .
 def layers_of(model: str, methods: list[str], tokens: int, device, problems: dict[str, str]) -> dict[str, list[Layer]]:
     """The layers of each method, on the same tensors; a method that is wrong goes to `problems` instead."""
     layers: dict[str, list[Layer]] = {m: [] for m in methods if m not in problems}
-    for layer_name, (k, n) in common.LAYER_SETS[model].items():
+    for layer_name, (k, n) in LAYER_SETS[model].items():
         torch.manual_seed(0)
         weight = torch.randn(n, k, device=device) * k**-0.5
         x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16).requires_grad_()
@@ -155,51 +105,47 @@ def layers_of(model: str, methods: list[str], tokens: int, device, problems: dic
     return layers
 
 
+def call(functions: list[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
+
+
+def flops(model: str, tokens: int, which: str) -> float:
+    return sum(2.0 * tokens * k * n for k, n in LAYER_SETS[model].values()) * (1 if which == "forward" else 3)
+
+
 def measure(
-    models: list[str],
-    methods: list[str],
-    tokens: int,
-    modes: list[str],
-    passes: list[str],
-    ways: dict[str, Callable],
-    results: common.Results,
-) -> list[str]:
-    """The problems. The results get a record for each model, mode, pass, way of timing and method that is right, and
-    are written whenever there are more."""
+    models: list[str], methods: list[str], tokens: int, passes: list[str], seconds: float, results: common.Results,
+    mode: str = "graph",
+) -> list[str]:  # fmt: skip
+    """The problems. The results get a record for each model, pass and method that is right, and are written whenever
+    there are more."""
     device = common.need_cuda("bench_linear")
     problems = {m: p for m in methods if (p := layer_problem(device, m))}
     if "bf16" in problems:
         return list(problems.values())
     records = []
     for model in models:
-        flops = sum(2.0 * tokens * k * n for k, n in common.LAYER_SETS[model].values())
         layers = layers_of(model, methods, tokens, device, problems)
-        for mode in modes:
-            for which in passes:
-                run = PASSES[which]
-                functions = {m: functools.partial(call, [getattr(x, run) for x in ls]) for m, ls in layers.items()}
-                if mode == "graph":
-                    functions = {m: graphed(f) for m, f in functions.items()}
-                work = flops * (1 if which == "forward" else 3)
-                for way, measured in ways.items():
-                    found = measured(functions)
-                    for method, numbers in found.items():
-                        record = {"model": model, "mode": mode, "pass": which, "timing": way, "method": method}
-                        ratio = numbers["ms"] / found["bf16"]["ms"]
-                        records.append(record | numbers | {"ratio": ratio, "tflops": work / numbers["ms"] / 1e9})
-                    results.records = [r for r in records if r["method"] not in problems]
-                    results.write()
-                del functions
+        for which in passes:
+            functions = {
+                m: functools.partial(call, [getattr(x, PASSES[which]) for x in ls]) for m, ls in layers.items()
+            }
+            if mode == "graph":
+                functions = {m: graphed(f) for m, f in functions.items()}
+            found = common.steady(functions, seconds)
+            for method, numbers in found.items():
+                record = {"model": model, "mode": mode, "pass": which, "method": method} | numbers
+                record["ratio"] = numbers["ms"] / found["bf16"]["ms"]
+                records.append(record | {"tflops": flops(model, tokens, which) / numbers["ms"] / 1e9})
+            results.records = [r for r in records if r["method"] not in problems]
+            results.write()
+            del functions
         del layers
         if device.type == "cuda":
             torch.cuda.empty_cache()
     results.records = [r for r in records if r["method"] not in problems]
     return list(problems.values())
-
-
-def call(functions: list[Callable[[], object]]) -> None:
-    for function in functions:
-        function()
 
 
 def predict(
@@ -208,42 +154,39 @@ def predict(
     """The same records from byte, instruction and FLOP counts alone."""
     records = []
     for model, which in itertools.product(models, passes):
-        backward = which != "forward"
-        times = {m: layer_set_ms(machine, model, m, tokens, backward) for m in methods}
-        work = sum(2.0 * tokens * k * n for k, n in common.LAYER_SETS[model].values()) * (3 if backward else 1)
+        times = {m: layer_set_ms(machine, model, m, tokens, which != "forward") for m in methods}
         for method, ms in times.items():
-            record = {"model": model, "mode": "predicted", "pass": which, "timing": "-", "method": method, "ms": ms}
-            records.append(record | {"ratio": ms / times["bf16"], "tflops": work / ms / 1e9})
+            record = {"model": model, "mode": "predicted", "pass": which, "method": method, "ms": ms}
+            records.append(record | {"ratio": ms / times["bf16"], "tflops": flops(model, tokens, which) / ms / 1e9})
     return records
 
 
 def show(records: list[dict]) -> str:
-    header = ["model", "mode", "pass", "timing", "method", "ms", "x BF16", "TFLOP/s", "spread", "SM MHz", "W", "limit"]
+    header = ["model", "mode", "pass", "method", "ms", "x BF16", "TFLOP/s", "spread", "SM MHz", "W", "limit"]
     rows = [
         [
-            r["model"], r["mode"], r["pass"], r["timing"], r["method"], r["ms"], r["ratio"], round(r["tflops"]),
+            r["model"], r["mode"], r["pass"], r["method"], r["ms"], r["ratio"], round(r["tflops"]),
             common.cell(r.get("spread"), "{:.1%}"), common.cell(r.get("mhz"), "{:.0f}"),
             common.cell(r.get("watts"), "{:.0f}"), r.get("limit") or "-",
         ]
-        for r in sorted(records, key=lambda r: (r["mode"], r["pass"], r["timing"]))
+        for r in sorted(records, key=lambda r: r["pass"])
     ]  # fmt: skip
-    return common.table(header, rows)
+    return table(header, rows)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.argument_parser(__doc__)
     add = parser.add_argument
-    add("--models", default="800M,3B,7B", help=f"of {', '.join(common.LAYER_SETS)}")
+    add("--models", default="800M,3B,7B", help=f"of {', '.join(LAYER_SETS)}")
     known = "of nf.METHODS or nf.ABLATIONS, or all of both; bf16 is always there"
     add("--methods", default=",".join(METHODS), help=known)
     add("--tokens", type=int, default=step_time.TOKENS, help="rows of the input")
-    add("--modes", default="graph", help=f"of {', '.join(MODES)}, with commas")
+    add("--eager", action="store_true", help="calls from the host (default: replays of a CUDA graph)")
     add("--passes", default=",".join(PASSES), help="with commas")
     add("--seconds", type=float, default=1.0, help="to warm up, and to time, in each visit")
-    add("--turns", action="store_true", help="also time the methods in turns of five calls")
     args = parser.parse_args(argv)
-    models = common.some_of("--models", args.models, common.LAYER_SETS)
-    modes, passes = common.some_of("--modes", args.modes, MODES), common.some_of("--passes", args.passes, PASSES)
+    models = common.some_of("--models", args.models, LAYER_SETS)
+    passes = common.some_of("--passes", args.passes, PASSES)
     if args.tokens < 1 or not 0 < args.seconds < 3600:
         raise UserError("--tokens must be at least 1, --seconds positive and less than an hour")
     methods = common.methods_of(args.methods)
@@ -256,12 +199,10 @@ def main(argv: list[str] | None = None) -> None:
     else:
         common.need_cuda("bench_linear")
         print(f"{torch.cuda.get_device_name()}; {nf.backend()}; {args.tokens} tokens")
-        ways = {"steady": functools.partial(steady, seconds=args.seconds)}
-        if args.turns:
-            ways["turns"] = functools.partial(in_turns, seconds=args.seconds)
-        problems = measure(models, methods, args.tokens, modes, passes, ways, results)
+        mode = "eager" if args.eager else "graph"
+        problems = measure(models, methods, args.tokens, passes, args.seconds, results, mode)
     print(show(results.records))
-    common.finish(results, problems)
+    results.finish(problems)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python -m lab.measure.bench_memory                             # d26, clover; a minute on a laptop, no GPU needed
     python -m lab.measure.bench_memory --depth 20 --methods clover,nvidia
-    python -m lab.measure.bench_memory --write docs/results/activations.md    # puts the table into the document
 
 Counted by autograd's saved-tensor hooks, each storage once, under the line of gpt.py that keeps it first. Left out are
 parameters and what does not grow with the tokens (weight codes, rotary tables). Residual stream and products are BF16,
@@ -10,33 +9,31 @@ as on CUDA. torch.compile decides anew what to keep and what to compute again, s
 is measured by lab.measure.bench_train.
 """
 
+import itertools
 import linecache
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
-from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.files import atomic_write
+from nanochat_fp4.errors import run_main
 from nanochat_fp4.models import gpt
 
 RECOMPUTE = ("none", "mlp", "all")
-MARKER = "<!-- lab.measure.bench_memory -->"
 
 # Parts of the lines of gpt.py that keep tensors, and what these are.
 NAMES = {
     "= resid_lambda * x": "residual stream, for the gradient of resid_lambda",
-    "_recomputed(attention": "residual stream into attention, to start again from",
+    "checkpoint(attention": "residual stream into attention, to start again from",
     "self.attn(norm(x)": "residual stream into the norm before attention",
     "fused_linear(x": "input of c_q, c_k, c_v",
     "keep_output=True": "queries and keys",
-    "flash_attn_func": "values, result and log-sum-exp of attention",
+    "flash_attention.attend": "values, result and log-sum-exp of attention",
     "self.c_proj(y": "input of attention's c_proj",
-    "_recomputed(mlp": "residual stream into the MLP, to start again from",
+    "checkpoint(mlp": "residual stream into the MLP, to start again from",
     "self.mlp(norm(x)": "residual stream into the norm before the MLP",
     "self.c_fc(x)": "input of c_fc",
     "_ReluSquared.apply": "for the derivative of ReLU^2",
@@ -44,7 +41,7 @@ NAMES = {
     "relu_squared_linear(x": "input of the MLP's c_proj, and for the derivative of ReLU^2",
 }
 # Functions that keep something for whoever calls them.
-HELPERS = ("norm", "apply_rotary_emb", "_recomputed")
+HELPERS = ("norm", "apply_rotary_emb")
 
 
 def _line() -> str:
@@ -101,24 +98,20 @@ def per_token_and_layer(
 
 
 def account(config: gpt.GPTConfig, methods: list[str]) -> list[dict]:
-    """A record for each method and what it recomputes: bytes per token of a block by tensor, their sum, the rest."""
+    """A record for each method and what it recomputes: bytes per token of a block by tensor, their sum, the rest.
+
+    methods: "bf16" first, whose block without recomputation is the unit of the ratios.
+    """
     records = []
-    for method in ["bf16", *methods]:
-        for recompute in RECOMPUTE:
-            lines, rest = per_token_and_layer(config, method, recompute)
-            tensors: dict[str, float] = {}
-            for line, n in lines.items():
-                name = next((name for part, name in NAMES.items() if part in line), line)
-                tensors[name] = tensors.get(name, 0.0) + n
-            records.append(
-                {
-                    "method": method, "recompute": recompute, "width": config.n_embd, "tensors": tensors,
-                    "block": sum(tensors.values()), "rest": rest,
-                }
-            )  # fmt: skip
-    for r in records:
-        r["ratio"] = r["block"] / records[0]["block"]
-    return records
+    for method, recompute in itertools.product(methods, RECOMPUTE):
+        lines, rest = per_token_and_layer(config, method, recompute)
+        tensors: dict[str, float] = {}
+        for line, n in lines.items():
+            name = next((name for part, name in NAMES.items() if part in line), line)
+            tensors[name] = tensors.get(name, 0.0) + n
+        record = {"method": method, "recompute": recompute, "width": config.n_embd, "tensors": tensors}
+        records.append(record | {"block": sum(tensors.values()), "rest": rest})
+    return [r | {"ratio": r["block"] / records[0]["block"]} for r in records]
 
 
 def label(record: dict) -> str:
@@ -129,18 +122,16 @@ def label(record: dict) -> str:
 def show(records: list[dict]) -> str:
     """A Markdown table."""
     names = list(dict.fromkeys([*NAMES.values(), *(n for r in records for n in r["tensors"])]))
-    lines = [
-        "| bytes per token and block | " + " | ".join(map(label, records)) + " |",
-        "|---|" + "---:|" * len(records),
+    rows = [(name, [r["tensors"].get(name) for r in records]) for name in names]
+    rows = [(name, ["-" if n is None else f"{n:,.0f}" for n in cells]) for name, cells in rows if any(cells)]
+    rows += [
+        ("**a block**", [f"**{r['block']:,.0f}**" for r in records]),
+        ("in units of the width", [f"{r['block'] / r['width']:.2f}" for r in records]),
+        ("**ratio to BF16**", [f"**{r['ratio']:.2f}**" for r in records]),
+        ("outside of the blocks", [f"{r['rest']:,.0f}" for r in records]),
     ]
-    for name in names:
-        cells = [r["tensors"].get(name) for r in records]
-        if any(cells):
-            lines.append(f"| {name} | " + " | ".join("-" if c is None else f"{c:,.0f}" for c in cells) + " |")
-    lines.append("| **a block** | " + " | ".join(f"**{r['block']:,.0f}**" for r in records) + " |")
-    lines.append("| in units of the width | " + " | ".join(f"{r['block'] / r['width']:.2f}" for r in records) + " |")
-    lines.append("| **ratio to BF16** | " + " | ".join(f"**{r['ratio']:.2f}**" for r in records) + " |")
-    lines.append("| outside of the blocks | " + " | ".join(f"{r['rest']:,.0f}" for r in records) + " |")
+    lines = ["| bytes per token and block | " + " | ".join(map(label, records)) + " |"]
+    lines += ["|---|" + "---:|" * len(records), *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows)]
     return "\n".join(lines)
 
 
@@ -148,27 +139,12 @@ def main(argv: list[str] | None = None) -> None:
     parser, known = common.argument_parser(__doc__, roofline=False), "of nf.METHODS or nf.ABLATIONS, with commas"
     parser.add_argument("--depth", type=int, default=26, help="nanochat's dial; it sets the width")
     parser.add_argument("--methods", default="clover", help=f"{known}; bf16 is always there")
-    parser.add_argument("--write", default="", help=f"a Markdown file whose part between two {MARKER} is replaced")
     args = parser.parse_args(argv)
-    try:
-        _, *methods = common.methods_of(args.methods)
-        config = gpt.config_from_depth(args.depth, vocab_size=512)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    parts = []
-    if args.write:  # before the work
-        path = Path(args.write)
-        parts = path.read_text().split(MARKER) if path.is_file() else []
-        if len(parts) != 3:
-            raise UserError(f"--write: {path} has no two lines {MARKER} around its table; add them where it should be")
+    methods, config = common.methods_of(args.methods), gpt.config_from_depth(args.depth, vocab_size=512)
     records = account(config, methods)
     print(show(records))
-    settings = {"depth": args.depth, "width": config.n_embd, "methods": methods}
-    print(f"written to {common.write_json('bench_memory', args.json, settings, records)}")
-    if args.write:
-        command = f"`python -m lab.measure.bench_memory --depth {args.depth} --methods {args.methods}`"
-        text = f"\n{command}, width {config.n_embd}:\n\n{show(records)}\n"
-        atomic_write(path, MARKER.join([parts[0], text, parts[2]]))
+    settings = {"depth": args.depth, "width": config.n_embd, "methods": methods[1:]}
+    common.Results("bench_memory", args.json, settings, records=records).finish()
 
 
 if __name__ == "__main__":

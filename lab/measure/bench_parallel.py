@@ -75,92 +75,83 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def make_step(args: argparse.Namespace, device: torch.device, sharded: bool, divided: int) -> tuple[TrainingStep, str]:
+def make_step(args: argparse.Namespace, device: torch.device, world_size: int) -> tuple[TrainingStep, str]:
     """(step, what it is called in the rows)"""
+    if args.parallel == "fsdp" and world_size == 1:
+        raise UserError("one process has nobody to share weights with; start several with torchrun, or use ddp")
     with torch.device("meta"):
         config = config_from_depth(args.depth, args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio)
         model = GPT(config)
     model.to_empty(device=device)
     model.init_weights()
     nf.convert(model, args.method, verbose=False)
-    cuda = device.type == "cuda"
-    mode = "ddp"
-    if sharded:
+    cuda, alone = device.type == "cuda", args.parallel == "tp" and args.tensor_parallel == 1
+    mode = "ddp" if alone else args.parallel
+    if mode == "fsdp":
         layers = shard(model, torch.bfloat16 if cuda else None, codes=args.gather == "codes")
         mode = "fsdp_codes" if layers else "fsdp_bf16"  # of bf16 nothing travels as codes
-    if divided > 1:
-        divide(model, divided)
-        mode = "tp"
+    if mode == "tp":
+        divide(model, args.tensor_parallel)
     forward = compile_layers(model) if (cuda if args.compile is None else args.compile) else model
     optimizers, schedule = model.setup_pretraining(PretrainingOptions(), args.total_batch_size, 1000)
     schedule(500, 0.5)
     return TrainingStep(model, optimizers, forward), mode
 
 
-class Bench:
-    def __init__(self, args: argparse.Namespace, device: torch.device, rank: int, world_size: int):
-        self.args, self.device, self.world_size = args, device, world_size
-        sharded = args.parallel == "fsdp"
-        if sharded and world_size == 1:
-            raise UserError("one process has nobody to share weights with; start several with torchrun, or use ddp")
-        self.divided = args.tensor_parallel if args.parallel == "tp" else 1
-        self.step, self.mode = make_step(args, device, sharded, self.divided)
-        groups = world_size // self.divided
-        self.micro_batches = plan_accumulation(
-            args.total_batch_size, args.micro_batch, args.seq_len, groups, flag="--micro-batch"
-        )
-        tokens = torch.randint(args.vocab_size, (args.micro_batch, args.seq_len + 1), device=device)
-        self.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        torch.manual_seed(rank // self.divided)  # noise of its own
+def state_bytes(step: TrainingStep) -> int:
+    """Of this process: weights, their gradients, and what the optimizers keep."""
+    weights = sum(2 * local(p).nbytes for p in step.model.parameters())
+    states = (t for o in step.optimizers for s in o.state.values() for t in s.values())
+    return weights + sum(t.nbytes for t in states if torch.is_tensor(t))
 
-    def run(self, micro_batches: int | None = None) -> tuple[float, int]:
-        """One step: (seconds, bytes held between the last backward pass and the update)."""
-        count = micro_batches or self.micro_batches
-        self.step.synchronize()
+
+def measure(args: argparse.Namespace, device: torch.device, rank: int, world_size: int) -> dict[str, Any]:
+    divided = args.tensor_parallel if args.parallel == "tp" else 1
+    step, mode = make_step(args, device, world_size)
+    micro_batches = plan_accumulation(
+        args.total_batch_size, args.micro_batch, args.seq_len, world_size // divided, flag="--micro-batch"
+    )
+    tokens = torch.randint(args.vocab_size, (args.micro_batch, args.seq_len + 1), device=device)
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    torch.manual_seed(rank // divided)  # noise of its own
+
+    def run(count: int = micro_batches) -> tuple[float, int, Any]:
+        """One step: (seconds, bytes held between the last backward pass and the update, loss)."""
+        step.synchronize()
         began = time.perf_counter()
-        with self.step.micro_batches(count):
+        with step.micro_batches(count):
             for _ in range(count):
-                self.loss = self.step.micro_batch(*self.batch, count=count)
-        self.step.model.clip_gradients()
-        held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        self.step.update()
-        self.step.synchronize()
-        return time.perf_counter() - began, held
+                loss = step.micro_batch(*batch, count=count)
+        step.model.clip_gradients()
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        step.update()
+        step.synchronize()
+        return time.perf_counter() - began, held, loss
 
-    def state_bytes(self) -> int:
-        """Of this process: weights, their gradients, and what the optimizers keep."""
-        weights = sum(2 * local(p).nbytes for p in self.step.model.parameters())
-        states = (t for o in self.step.optimizers for s in o.state.values() for t in s.values())
-        return weights + sum(t.nbytes for t in states if torch.is_tensor(t))
-
-    def row(self) -> dict[str, Any]:
-        args = self.args
-        began = time.perf_counter()
-        self.run(min(2, self.micro_batches))  # compiles
-        warm_up = time.perf_counter() - began
-        with counted() as sent:
-            seconds, held = self.run()
-        steps = torch.tensor(min(50, max(2, args.seconds / seconds)), device=self.device)
-        if is_ddp_initialized():
-            dist.all_reduce(steps, op=dist.ReduceOp.MIN)
-        times = [self.run()[0] for _ in range(int(steps))]
-        median = statistics.median(times)
-        sizes = Sizes.of(self.step.model)
-        if self.mode == "tp":
-            tokens, codes = args.micro_batch * args.seq_len, args.method != "bf16"
-            step = self.micro_batches, tokens, self.divided, codes
-            predicted = sum(predicted_tensor_parallel_bytes(sizes, self.world_size, *step))
-        else:
-            predicted = predicted_bytes(sizes, self.mode, self.world_size, self.micro_batches)
-        return {
-            "depth": args.depth, "method": args.method, "mode": self.mode, "gpus": self.world_size,
-            "micro_batch": args.micro_batch, "micro_batches": self.micro_batches, "tokens": args.total_batch_size,
-            "tokens_per_second": args.total_batch_size / median, "seconds": median, "steps": len(times),
-            "fastest": min(times), "slowest": max(times), "warm_up_seconds": warm_up,
-            "peak_gib": peak_memory(self.device) / GIB, "held_gib": held / GIB,
-            "state_gib": self.state_bytes() / GIB, "sent_bytes": sum(sent.values()), "sent": dict(sent),
-            "predicted_bytes": predicted, "loss": float(self.loss), "compiled": self.step.compiled,
-        }  # fmt: skip
+    began = time.perf_counter()
+    run(min(2, micro_batches))  # compiles
+    warm_up = time.perf_counter() - began
+    with counted() as sent:
+        seconds, held, _ = run()
+    steps = torch.tensor(min(50, max(2, args.seconds / seconds)), device=device)
+    if is_ddp_initialized():
+        dist.all_reduce(steps, op=dist.ReduceOp.MIN)
+    times, _, losses = zip(*[run() for _ in range(int(steps))])
+    median, sizes = statistics.median(times), Sizes.of(step.model)
+    if mode == "tp":
+        of_step = micro_batches, args.micro_batch * args.seq_len, divided, args.method != "bf16"
+        predicted = sum(predicted_tensor_parallel_bytes(sizes, world_size, *of_step))
+    else:
+        predicted = predicted_bytes(sizes, mode, world_size, micro_batches)
+    return {
+        "depth": args.depth, "method": args.method, "mode": mode, "gpus": world_size,
+        "micro_batch": args.micro_batch, "micro_batches": micro_batches, "tokens": args.total_batch_size,
+        "tokens_per_second": args.total_batch_size / median, "seconds": median, "steps": len(times),
+        "fastest": min(times), "slowest": max(times), "warm_up_seconds": warm_up,
+        "peak_gib": peak_memory(device) / GIB, "held_gib": held / GIB,
+        "state_gib": state_bytes(step) / GIB, "sent_bytes": sum(sent.values()), "sent": dict(sent),
+        "predicted_bytes": predicted, "loss": float(losses[-1]), "compiled": step.compiled,
+    }  # fmt: skip
 
 
 # name -> layers, width, rows of a micro-batch
@@ -203,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     _, rank, _, world_size, device = compute_init("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        row = Bench(args, device, rank, world_size).row()
+        row = measure(args, device, rank, world_size)
     finally:
         compute_cleanup()
     if rank == 0 and args.json:

@@ -19,20 +19,37 @@ from nanochat_fp4 import step_time
 from nanochat_fp4.common import median_ms
 from nanochat_fp4.doctor import copy_bandwidth, kernel_problem
 from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.quantizers import get_rounding
-from nanochat_fp4.step_time import (
-    AMAX_INSTRUCTIONS,
-    BF16,
-    CODES,
-    DECODE_INSTRUCTIONS,
-    FINISH_INSTRUCTIONS,
-    PSEUDO,
-    Step,
-)
+from nanochat_fp4.step_time import BF16, CODES, Step
 
 # Multiples of 16, as what is timed: for other sizes (the doctor's) Triton compiles every kernel once more.
 CHECKED_SHAPE = (2048, 2048)
 SECOND_KERNEL = "scales: the second kernel of clover"
+# Rounding of rows, dtype of the input, whether the values are decoded as well.
+ROUNDED = (
+    ("rtn", torch.bfloat16, True),
+    ("four_over_six", torch.bfloat16, True),
+    ("four_over_six", torch.bfloat16, False),
+    ("four_over_six", torch.float32, True),
+    ("scale_search_3", torch.bfloat16, True),
+    ("scale_search_6", torch.bfloat16, True),
+    ("rtn_16x16", torch.bfloat16, True),
+    ("four_over_six_16x16", torch.bfloat16, True),
+    ("sr", torch.bfloat16, True),
+    ("sr_four_over_six", torch.bfloat16, True),
+)
+# Of rotating kernels: (rounding, RHT dimension) of the operand along the rows and along the columns, and whether they
+# read codes.
+ROTATED = {
+    "grad_output clover": (("ms_eden", 128), ("ms_eden", 128), False),
+    "grad_output clover_search": (("ms_eden_search", 128), ("ms_eden_search", 128), False),
+    "grad_output tetrajet_v2": (("sr", 128), ("sr", 128), False),
+    "grad_output nvidia": (("sr", 0), ("sr", 16), False),
+    "requantize clover": (None, ("ms_eden", 128), True),
+    "requantize clover_search": (None, ("ms_eden_search", 128), True),
+    "requantize tetrajet_v2": (None, ("sr", 128), True),
+}
 
 
 @dataclass(frozen=True)
@@ -47,13 +64,9 @@ class Kernel:
 def kernels(rows: int, columns: int) -> dict[str, Kernel]:
     """Every kernel by name, on a tensor (rows, columns)."""
     elements = rows * columns
-    result: dict[str, Kernel] = {}
 
     def random(device, dtype=torch.bfloat16):
         return torch.randn(rows, columns, device=device, dtype=dtype)
-
-    def add(name: str, step: Step | list[Step], checks: list[tuple[str, int]], setup) -> None:
-        result[name] = Kernel(step if isinstance(step, list) else [step], checks, setup)
 
     def amax(device):
         from nvfp4_kernels.quantize import amax
@@ -61,10 +74,7 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         x = random(device)
         return lambda: amax(x)
 
-    amax_step = Step("amax", elements * BF16, elements * AMAX_INSTRUCTIONS)
-    add("amax", amax_step, [("rtn", 0)], amax)
-
-    def rows_setup(rounding: str, dtype: torch.dtype, decode: bool):
+    def rounded(rounding: str, dtype: torch.dtype, decode: bool):
         def setup(device):
             from nvfp4_kernels.quantize import amax, quantize
 
@@ -75,61 +85,25 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
 
         return setup
 
-    for rounding, dtype, decode in (
-        ("rtn", torch.bfloat16, True),
-        ("four_over_six", torch.bfloat16, True),
-        ("four_over_six", torch.bfloat16, False),
-        ("four_over_six", torch.float32, True),
-        ("scale_search_3", torch.bfloat16, True),
-        ("scale_search_6", torch.bfloat16, True),
-        ("rtn_16x16", torch.bfloat16, True),
-        ("four_over_six_16x16", torch.bfloat16, True),
-        ("sr", torch.bfloat16, True),
-        ("sr_four_over_six", torch.bfloat16, True),
-    ):
-        name = f"{rounding} {'fp32' if dtype == torch.float32 else 'bf16'}{' + decode' if decode else ''}"
-        _, step = step_time.quantize_steps(name, elements, dtype.itemsize, get_rounding(rounding), decode)  # no amax
-        add(name, step, [(rounding, 0)], rows_setup(rounding, dtype, decode))
-
-    def decode_setup(device):
+    def decode(device):
         from nvfp4_kernels.decode import decode
 
         t = _codes(random(device))
         return lambda: decode(t.codes, t.scales)
 
-    decode_step = Step("decode", elements * (CODES + BF16), elements * DECODE_INSTRUCTIONS)
-    add("decode", decode_step, [("rtn", 0)], decode_setup)
-
-    def rotate_setup(row, col, emulated: bool, from_codes: bool):
+    def rotated(row, col, emulated: bool, from_codes: bool):
         def setup(device):
             from nvfp4_kernels.rotate import rotate_quantize
 
-            x = random(device)
+            x, seed = random(device), torch.tensor(1, device=device)
             t = _codes(x) if from_codes else None
-            source = (t.codes, t.scales, t.tensor_scale) if from_codes else (x, None, None)
-            seed = torch.tensor(1, device=device)
+            source = (t.codes, t.scales, t.tensor_scale) if t else (x, None, None)
             made = [_operand(*o, stream, emulated) if o else None for o, stream in ((row, 2), (col, 4))]
             return lambda: rotate_quantize(*source, made[0], seed, seed, made[1], seed, seed)
 
         return setup
 
-    for name, row, col, from_codes in (
-        ("grad_output clover", ("ms_eden", 128), ("ms_eden", 128), False),
-        ("grad_output clover_search", ("ms_eden_search", 128), ("ms_eden_search", 128), False),
-        ("grad_output tetrajet_v2", ("sr", 128), ("sr", 128), False),
-        ("grad_output nvidia", ("sr", 0), ("sr", 16), False),
-        ("requantize clover", None, ("ms_eden", 128), True),
-        ("requantize clover_search", None, ("ms_eden_search", 128), True),
-        ("requantize tetrajet_v2", None, ("sr", 128), True),
-    ):
-        roundings = [get_rounding(o[0]) for o in (row, col) if o]
-        for emulated in (True, False):
-            label = f"{name} -> {'bf16' if emulated else 'codes'}"
-            steps = step_time.rotate_steps(label, elements, CODES if from_codes else BF16, roundings, emulated)
-            checks = [o for o in (row, col) if o]
-            add(label, steps, checks, rotate_setup(row, col, emulated, from_codes))
-
-    def scales_setup(device):
+    def scales(device):
         from nvfp4_kernels.scales import finish
 
         pseudo = torch.rand(rows, columns // 16, device=device).bfloat16()
@@ -138,14 +112,26 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         operand, seed = _operand("ms_eden", 128, 2, False), torch.tensor(1, device=device)
         return lambda: finish(pseudo, correction, largest, seed, operand)
 
-    scales_step = Step("scales", elements * (PSEUDO + 1 / 16), elements / 16 * FINISH_INSTRUCTIONS)
-    add(SECOND_KERNEL, scales_step, [("ms_eden", 128)], scales_setup)
+    amax_step = Step("amax", elements * BF16, elements * step_time.AMAX_INSTRUCTIONS)
+    result = {"amax": Kernel([amax_step], [("rtn", 0)], amax)}
+    for rounding, dtype, decoded in ROUNDED:
+        name = f"{rounding} {'fp32' if dtype == torch.float32 else 'bf16'}{' + decode' if decoded else ''}"
+        _, step = step_time.quantize_steps(name, elements, dtype.itemsize, get_rounding(rounding), decoded)  # no amax
+        result[name] = Kernel([step], [(rounding, 0)], rounded(rounding, dtype, decoded))
+    decode_step = Step("decode", elements * (CODES + BF16), elements * step_time.DECODE_INSTRUCTIONS)
+    result["decode"] = Kernel([decode_step], [("rtn", 0)], decode)
+    for name, (row, col, from_codes) in ROTATED.items():
+        checks, source = [o for o in (row, col) if o], CODES if from_codes else BF16
+        for emulated in (True, False):
+            label = f"{name} -> {'bf16' if emulated else 'codes'}"
+            steps = step_time.rotate_steps(label, elements, source, [get_rounding(o[0]) for o in checks], emulated)
+            result[label] = Kernel(steps, checks, rotated(row, col, emulated, from_codes))
+    scales_bytes, instructions = elements * (step_time.PSEUDO + 1 / 16), elements / 16 * step_time.FINISH_INSTRUCTIONS
+    result[SECOND_KERNEL] = Kernel([Step("scales", scales_bytes, instructions)], [("ms_eden", 128)], scales)
     return result
 
 
 def _codes(x: torch.Tensor):
-    from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
-
     return quantize_operand(x, Quantization(get_rounding("four_over_six")), keep_codes=True)
 
 
@@ -216,16 +202,12 @@ def main(argv: list[str] | None = None) -> None:
         settings["second_kernel_share"] = second_kernel_share(results.records)
         results.write()
 
-    if machine:
-        problems = []
-        for name, kernel in chosen.items():
-            report(name, kernel, sum(step_time.predicted_ms(s, machine) for s in kernel.steps))
-    else:
-        problems = measure(chosen, device, report)
-    share = second_kernel_share(results.records)
-    if share is not None:
+    problems = [] if machine else measure(chosen, device, report)
+    for name, kernel in chosen.items() if machine else ():
+        report(name, kernel, sum(step_time.predicted_ms(s, machine) for s in kernel.steps))
+    if (share := settings.get("second_kernel_share")) is not None:
         print(f"second kernel of post hoc alignment: {share:.1%} of the first, for both operands of grad_output")
-    common.finish(results, problems)
+    results.finish(problems)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,19 @@
 import functools
 import gc
 import importlib
+import itertools
 import json
 import re
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -160,7 +163,7 @@ def find_micro_batch(subject: Subject, rows: int, budget: int, peaks: Callable =
     that the next one does. Raises UserError where not even one row fits.
     """
 
-    def measure(size: int, memory: Memory) -> bool:
+    def fits(size: int, memory: Memory) -> bool:
         try:
             peak, memory.update = peaks(subject, size)
         except Exception as error:
@@ -169,30 +172,29 @@ def find_micro_batch(subject: Subject, rows: int, budget: int, peaks: Callable =
             return False
         if peak <= budget:
             memory.passes[size] = peak
-        return size in memory.passes
+        return peak <= budget
 
     memory, trial, sizes = Memory(), Memory(), [n for n in range(1, rows + 1) if rows % n == 0]
-    if not (measure(1, memory) and measure(1, memory)):  # the first step makes the optimizers' states
+    if not (fits(1, memory) and fits(1, memory)):  # the first step makes the optimizers' states
         raise UserError(
             f"not even one row of {subject.sequence_len} tokens fits into {format_bytes(budget)}; lower --depth or "
             "--seq-len, or raise --memory-cap"
         )
     with subject.uncompiled():
         for size in (1, 2):
-            measure(size, trial)
+            fits(size, trial)
     per_row = max(1.0, trial.per_row() or budget)
     predicted = [i for i, n in enumerate(sizes) if memory.passes[1] + per_row * (n - 1) <= budget]
     i = min(max(1, *predicted), len(sizes) - 1)
-    if i and measure(sizes[i], memory):
-        while i + 1 < len(sizes):
-            more = memory.per_row() * (sizes[i + 1] - sizes[i])
-            if memory.passes[sizes[i]] + more > budget or not measure(sizes[i + 1], memory):
-                break
-            i += 1
-    else:
-        i = max(0, i - 1)
-        while i and not measure(sizes[i], memory):
-            i -= 1
+    up = i and fits(sizes[i], memory)
+    while up and i + 1 < len(sizes):
+        more = memory.per_row() * (sizes[i + 1] - sizes[i])
+        up = memory.passes[sizes[i]] + more <= budget and fits(sizes[i + 1], memory)
+        i += up
+    while sizes[i] not in memory.passes:
+        i -= 1
+        if i:
+            fits(sizes[i], memory)
     return sizes[i], memory
 
 
@@ -205,29 +207,26 @@ class Stopwatch:
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
-        self.pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self.times: dict[str, list[float]] = {}
+        self.times: dict[str, list[Callable[[], float]]] = {}
 
-    def time(self, name: str, function: Callable[[], object]) -> object:
+    def time(self, name: str, function: Callable[[], object]) -> None:
+        start = self.now()
+        function()
+        end = self.now()
+        elapsed = (lambda: start.elapsed_time(end)) if self.cuda else (lambda: (end - start) * 1e3)
+        self.times.setdefault(name, []).append(elapsed)
+
+    def now(self) -> Any:
         if not self.cuda:
-            start = time.perf_counter()
-            result = function()
-            self.times.setdefault(name, []).append((time.perf_counter() - start) * 1e3)
-            return result
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = function()
-        end.record()
-        self.pending.append((name, start, end))
-        return result
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def medians(self) -> dict[str, float]:
-        if self.pending:
+        if self.cuda:
             torch.cuda.synchronize()
-        for name, start, end in self.pending:
-            self.times.setdefault(name, []).append(start.elapsed_time(end))
-        self.pending.clear()
-        return {name: statistics.median(values) for name, values in self.times.items()}
+        return {name: statistics.median(ms() for ms in of) for name, of in self.times.items()}
 
 
 def compiled_graphs() -> int:
@@ -273,7 +272,6 @@ KINDS = (
     ("communication and copies", ("memcpy", "memset", "copy_", "::cat", "::clone", "nccl")),
 )  # fmt: skip
 OTHER = "other element-wise"
-PHASES = ("forward", "backward", "update")
 
 
 def kind_of(names: list[str]) -> str:
@@ -313,69 +311,51 @@ def summarize(trace: list[dict]) -> list[dict]:
     it; where there are none, as on a CPU, the operators' own time counts."""
     events = [e for e in trace if e.get("ph") == "X"]
     spans = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("phase: ")]
-    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    launches = {
-        e["args"]["correlation"]: e
-        for e in events
-        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
-    }
-    operators: dict[object, list[dict]] = {}
+    kernels: dict[int, list[dict]] = {}
     for e in events:
-        if e.get("cat") == "cpu_op":
-            operators.setdefault(e["tid"], []).append(e)
+        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kernels.setdefault(e["args"]["correlation"], []).append(e)
+    threads: dict[object, list[dict]] = {}  # operators and launches
+    for e in events:
+        launch = e.get("cat") in ("cuda_runtime", "cuda_driver") and e.get("args", {}).get("correlation") in kernels
+        if launch or e.get("cat") == "cpu_op":
+            threads.setdefault(e["tid"], []).append(e)
+    total: Counter[tuple[str, str]] = Counter()
 
-    def phase_at(moment: float) -> str | None:
-        return next((e["name"][7:] for e in spans if e["ts"] <= moment <= e["ts"] + e["dur"]), None)
-
-    work: list[tuple[float, list[str], float]] = []  # (moment of the launch, names from the inside out, microseconds)
-    if kernels:
-        for ops in operators.values():
-            ops.sort(key=lambda e: (e["ts"], -e["dur"]))
-        open_at: dict[object, tuple[int, list[dict]]] = {}  # thread: (operators seen, those that are open)
-        pairs = ((launches.get(k.get("args", {}).get("correlation")), k) for k in kernels)
-        for launch, kernel in sorted((p for p in pairs if p[0] is not None), key=lambda p: p[0]["ts"]):
-            moment, ops = launch["ts"], operators.get(launch["tid"], [])
-            seen, around = open_at.get(launch["tid"], (0, []))
-            while seen < len(ops) and ops[seen]["ts"] <= moment:
-                around.append(ops[seen])
-                seen += 1
-            around = [e for e in around if moment <= e["ts"] + e["dur"]]
-            open_at[launch["tid"]] = seen, around
-            work.append((moment, [kernel["name"], *(e["name"] for e in reversed(around))], kernel["dur"]))
-    else:
-        for thread in operators.values():
-            open_ones: list[dict] = []
-            own = {id(e): e["dur"] for e in thread}
-            for e in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):
-                while open_ones and open_ones[-1]["ts"] + open_ones[-1]["dur"] <= e["ts"]:
-                    open_ones.pop()
-                if open_ones:
-                    own[id(open_ones[-1])] -= e["dur"]
-                open_ones.append(e)
-                work.append((e["ts"], [o["name"] for o in reversed(open_ones)], e))
-            work = [(ts, names, own[id(e)] if isinstance(e, dict) else e) for ts, names, e in work]
-
-    total: dict[tuple[str, str], float] = {}
-    for moment, names, microseconds in work:
-        phase = phase_at(moment)
+    def add(moment: float, names: list[str], microseconds: float) -> None:
+        """names: from the inside out."""
+        phase = next((e["name"][7:] for e in spans if e["ts"] <= moment <= e["ts"] + e["dur"]), None)
         if phase is not None:
-            key = (phase, kind_of(names))
-            total[key] = total.get(key, 0.0) + microseconds / 1e3
-    return [{"phase": p, "kind": k, "ms": ms} for (p, k), ms in sorted(total.items(), key=lambda item: -item[1])]
+            total[phase, kind_of(names)] += microseconds / 1e3
+
+    for thread in threads.values():
+        around: list[dict] = []  # operators, from the outside in
+        for e in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):
+            while around and around[-1]["ts"] + around[-1]["dur"] <= e["ts"]:
+                around.pop()
+            names = [o["name"] for o in reversed(around)]
+            if e["cat"] != "cpu_op":
+                for kernel in kernels[e["args"]["correlation"]]:
+                    add(e["ts"], [kernel["name"], *names], kernel["dur"])
+                continue
+            if not kernels:
+                add(e["ts"], [e["name"], *names], e["dur"])
+                if around:
+                    add(around[-1]["ts"], names, -e["dur"])
+            around.append(e)
+    return [{"phase": p, "kind": k, "ms": ms} for (p, k), ms in total.most_common() if ms > 0]
 
 
 def show_table_7(title: str, records: list[dict]) -> str:
     """Forward and backward side by side, in percent of both together, as the paper has it; and the update."""
-    sums = {p: sum(r["ms"] for r in records if r["phase"] == p) for p in PHASES}
+    sums = {p: sum(r["ms"] for r in records if r["phase"] == p) for p in ("forward", "backward", "update")}
     whole = (sums["forward"] + sums["backward"]) or 1.0
-    columns = [[r for r in records if r["phase"] == p and r["ms"] > 0.005 * whole] for p in ("forward", "backward")]
-    rows = []
-    for i in range(max(map(len, columns), default=0)):
-        row = []
-        for column in columns:
-            r = column[i] if i < len(column) else None
-            row += [r["kind"], f"{100 * r['ms'] / whole:.0f}%", f"{r['ms']:.2f}"] if r else ["", "", ""]
-        rows.append(row)
+    columns = [
+        [[r["kind"], f"{100 * r['ms'] / whole:.0f}%", f"{r['ms']:.2f}"]
+         for r in records if r["phase"] == p and r["ms"] > 0.005 * whole]
+        for p in ("forward", "backward")
+    ]  # fmt: skip
+    rows = [[*a, *b] for a, b in itertools.zip_longest(*columns, fillvalue=[""] * 3)]
     shown = table(["forward", "share", "ms", "backward", "share", "ms"], rows)
     untouched = sum(r["ms"] for r in records if r["phase"] != "update" and r["kind"] != "GEMM") / whole
     return (

@@ -6,7 +6,6 @@ largest micro-batch, where the time goes (the paper's Table 7), recompilations.
     python -m lab.measure.bench_train --depth 20,26,32 --methods clover,nvidia --micro-batch 8
     python -m lab.measure.bench_train --methods bf16:32,clover:64,clover:32    # each with a micro-batch of its own
     python -m lab.measure.bench_train --depth 20 --methods "" --micro-batch 16 --nanochat ~/nanochat   # BF16, both
-    python -m lab.measure.bench_train --roofline rtx5090                       # from which width 4 bits pay; no GPU
     python -m lab.measure.bench_train --depth 2 --head-dim 64 --seq-len 64 --vocab-size 256 --total-batch-size 256 \\
         --micro-batch 2 --rounds 2                                         # on a CPU: does it work
 
@@ -38,7 +37,6 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -58,43 +56,33 @@ from lab.measure.bench_step import (
     time_by_operation,
 )
 from nanochat_fp4.common import gpu_memory, print0
-from nanochat_fp4.console import format_bytes
+from nanochat_fp4.console import format_bytes, table
 from nanochat_fp4.doctor import layer_problem
-from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, is_out_of_memory, one_line, run_main
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.gpt import config_from_depth
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.training import LOOK_EVERY
-from nanochat_fp4.step_time import MACHINES, TOKENS, predict
 
 RECOMPUTE = ("none", "mlp", "all")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Results
+UNKNOWN = (
+    "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "gram_ms", "tokens_per_second", "ratio",
+    "mfu", "peak_bytes", "bytes_per_token", "memory_ratio", "rounds", "recompiles", "problem",
+)  # fmt: skip
 
 
 class Report(common.Results):
-    """A record for each variant of a depth; and those of time by operation."""
-
-    def __init__(self, settings: dict, path: str):
-        super().__init__("bench_train", path, settings)
-        self.operations: list[dict] = []
+    """A record for each variant of a depth, with None for what is not known yet; and those of time by operation."""
 
     def add(self, depth: int, variant: Variant, **known: object) -> dict:
-        """A new record; what is not known yet is None."""
-        unknown = (
-            "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "gram_ms",
-            "tokens_per_second", "ratio", "mfu", "peak_bytes", "bytes_per_token", "memory_ratio", "rounds",
-            "recompiles", "problem",
-        )  # fmt: skip
         record = {"depth": depth, "variant": str(variant), "method": variant.method, "recompute": variant.recompute}
-        self.records.append(record | dict.fromkeys(unknown) | known)
+        self.records.append(record | dict.fromkeys(UNKNOWN) | known)
         return self.records[-1]
 
-    def write(self) -> Path:
-        return super().write(self.operations)
+    def variants(self) -> list[dict]:
+        return [r for r in self.records if "problem" in r]
 
     @contextmanager
     def attempt(self, record: dict, what: str) -> Iterator[None]:
@@ -122,15 +110,6 @@ def add_ratios(records: list[dict]) -> None:
             r[ratio] = r[key] / base[key] if r[key] and base.get(key) else None
 
 
-def describe_memory(record: dict) -> str:
-    text = f"micro-batch {record['micro_batch']}"
-    if record["peak_bytes"]:
-        text += f", peak {record['peak_bytes'] / 2**30:.2f} GiB"
-    if record["bytes_per_token"]:
-        text += f", {record['bytes_per_token'] / 1e6:.3f} MB/token"
-    return text
-
-
 def show(records: list[dict]) -> str:
     cell = common.cell
     header = ["", "variant", "micro-batch", "tokens/s", "x BF16", "MFU", "peak GiB", "MB/token", "x BF16 "]
@@ -143,17 +122,7 @@ def show(records: list[dict]) -> str:
         ]
         for r in records
     ]  # fmt: skip
-    return common.table(header, rows)
-
-
-def show_prediction(results: common.Results) -> str:
-    records, widths = results.records, list(results.records[0]["ratios"])
-    rows = [[r["method"], *(f"{r['ratios'][w]:.2f}" for w in widths), r["width"] or "none"] for r in records]
-    return (
-        f"{results.header()}. Time of a block's linear layers over BF16's, {records[0]['tokens']} tokens; everything "
-        "outside of them left out\n"
-        + common.table(["method", *(f"width {w}" for w in widths), "faster from width"], rows)
-    )
+    return table(header, rows)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -171,12 +140,12 @@ def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], re
             record = records[variant]
             if record["problem"]:
                 continue
-            device = subject.device
-            watch = Stopwatch(device) if i == 0 else watches.setdefault(variant, Stopwatch(device))
+            if i < 2:
+                watches[variant] = Stopwatch(subject.device)
             graphs = compiled_graphs()
             with results.attempt(record, f"round {i}"):
                 subject.become(variant)
-                run_steps(subject, record["micro_batch"], args.calls, watch)
+                run_steps(subject, record["micro_batch"], args.calls, watches[variant])
                 if i:
                     record["recompiles"] = (record["recompiles"] or 0) + compiled_graphs() - graphs
         if i == 0:
@@ -191,10 +160,9 @@ def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], re
 
 
 def add_times(args: argparse.Namespace, record: dict, ms: dict[str, float], subject: Subject) -> None:
-    size = record["micro_batch"]
-    count = args.total_batch_size // args.seq_len // size
+    count = args.total_batch_size // args.seq_len // record["micro_batch"]
     step_ms = count * ms["micro-batch"] + ms["codes"] + ms["update"] + ms.get("gram", 0.0) / LOOK_EVERY
-    speed = count * size * args.seq_len / step_ms * 1e3
+    speed = count * record["micro_batch"] * args.seq_len / step_ms * 1e3
     cuda = subject.device.type == "cuda"
     peak_flops = get_peak_flops(torch.cuda.get_device_name(subject.device)) if cuda else None
     record |= {
@@ -208,33 +176,31 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
     config = config_from_depth(
         depth, args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
     )
-    rows_per_step = args.total_batch_size // args.seq_len
     ours = Subject(config, device, args.compile)
     print0(f"d{depth}: {ours.num_params:,} parameters, width {config.n_embd}, {config.sequence_len} tokens a row")
     known = {"width": config.n_embd, "flops_per_token": ours.flops_per_token}
     subjects: dict[Variant, Subject] = {}
     records: dict[Variant, dict] = {}
+    nanochat = Variant("nanochat")
     for recompute in args.recompute:
-        added: dict[Variant, Subject] = {Variant(m, recompute, rows): ours for m, rows in args.variants}
-        nanochat = Variant("nanochat")
-        if args.nanochat and not subjects:
-            added[nanochat] = ours
+        added = [Variant(m, recompute, rows) for m, rows in args.variants]
+        added += [nanochat] if args.nanochat and not subjects else []
+        records |= {v: results.add(depth, v, **known, problem=args.problems.get(v.method)) for v in added}
         for variant in added:
-            problem = args.problems.get(variant.method)
-            records[variant] = results.add(depth, variant, **known, problem=problem)
-        for variant, subject in added.items():
             record = records[variant]
             if record["problem"]:
                 continue
             with results.attempt(record, "micro-batch"):
                 if variant == nanochat:
                     subject = NanochatSubject(args.nanochat, config, device, args.compile)
+                else:
+                    subject = ours
                 subjects[variant] = subject
                 subject.become(variant)
-                find_memory(args, record, subject, rows_per_step, variant.rows or args.micro_batch)
+                find_memory(args, record, subject, variant.rows or args.micro_batch)
                 add_ratios(list(records.values()))
                 results.write()
-                print0(f"{variant}: {describe_memory(record)}", flush=True)
+                print0(show([record]), flush=True)
         time_in_turns(args, subjects, records, results)
 
     for variant, subject in subjects.items():
@@ -243,17 +209,17 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
             with results.attempt(record, "time by operation"):
                 subject.become(variant)
                 found = time_by_operation(subject, record["micro_batch"])
-                results.operations += [{"depth": depth, "variant": str(variant), **r} for r in found]
+                results.records += [{"depth": depth, "variant": str(variant), **r} for r in found]
                 results.write()
                 title = f"d{depth}, {variant}, micro-batch {record['micro_batch']}"
                 print0(show_table_7(title, found) + "\n", flush=True)
 
 
-def find_memory(args: argparse.Namespace, record: dict, subject: Subject, rows: int, size: int | str) -> None:
+def find_memory(args: argparse.Namespace, record: dict, subject: Subject, size: int | str) -> None:
     """The micro-batch of a variant, its peak, and what a token takes, as far as they can be had."""
     memory = Memory()
     if size == "auto":
-        record["micro_batch"], memory = find_micro_batch(subject, rows, args.budget)
+        record["micro_batch"], memory = find_micro_batch(subject, args.total_batch_size // args.seq_len, args.budget)
     else:
         record["micro_batch"] = size
         subject.passes(size)
@@ -271,15 +237,10 @@ def find_memory(args: argparse.Namespace, record: dict, subject: Subject, rows: 
 
 def parse_bytes(text: str) -> int:
     """argparse type: 32GiB, 24GB, 512MiB."""
-    match = re.fullmatch(r"([\d.]+)\s*([KMGT])(i?)B?", text, re.IGNORECASE)
-    try:
-        number = float(match.group(1)) if match else 0.0
-    except ValueError:
-        number = 0.0
-    if number <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B?", text, re.IGNORECASE)
+    if not match or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory; write for example 32GiB")
-    power = "KMGT".index(match.group(2).upper()) + 1
-    return int(number * (1024 if match.group(3) else 1000) ** power)
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1))
 
 
 def parse_variant(text: str) -> tuple[str, int | None]:
@@ -294,7 +255,7 @@ def parse_variant(text: str) -> tuple[str, int | None]:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = common.argument_parser(__doc__.partition(":")[0].replace("\n", " "))
+    parser = common.argument_parser(__doc__.partition(":")[0].replace("\n", " "), roofline=False)
     add = parser.add_argument
     add("--depth", default="26", help="depths, with commas")
     add(
@@ -316,7 +277,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help="(default: on a GPU only)")
     add("--table7", action=argparse.BooleanOptionalAction, default=True, help="profile: time by operation")
     add("--nanochat", default="", help="a checkout of nanochat to time as well, in BF16 (f5425245f or later)")
-    add("--tokens", type=int, default=TOKENS, help="tokens of a micro-batch, for --roofline")
     args = parser.parse_args(argv)
 
     args.depth = [int(d) if d.isdigit() else 0 for d in args.depth.split(",") if d]
@@ -326,14 +286,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if "bf16" not in [method for method, _ in args.variants]:
         args.variants.append(("bf16", None))
     args.variants = sorted(dict.fromkeys(args.variants), key=lambda v: v[0] != "bf16")  # what others are compared with
-    args.methods = list(dict.fromkeys(method for method, _ in args.variants))
     args.recompute = common.some_of("--recompute", args.recompute, RECOMPUTE)
     if args.micro_batch != "auto":
         if not args.micro_batch.isdigit() or int(args.micro_batch) < 1:
             raise UserError(f"--micro-batch is {args.micro_batch!r}, expected 'auto' or a positive whole number")
         args.micro_batch = int(args.micro_batch)
-    if min(args.rounds, args.calls, args.seq_len, args.vocab_size, args.total_batch_size, args.tokens) < 1:
-        raise UserError("--rounds, --calls, --seq-len, --vocab-size, --total-batch-size, --tokens must be at least 1")
+    if min(args.rounds, args.calls, args.seq_len, args.vocab_size, args.total_batch_size) < 1:
+        raise UserError("--rounds, --calls, --seq-len, --vocab-size and --total-batch-size must be at least 1")
     if args.nanochat and (args.micro_batch == "auto" or args.memory_cap):
         raise UserError("--nanochat holds two models at once; give --micro-batch a number, and no --memory-cap")
     for rows in (1 if args.micro_batch == "auto" else args.micro_batch, *(rows for _, rows in args.variants if rows)):
@@ -348,65 +307,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def set_up_device(args: argparse.Namespace) -> torch.device:
     """The device, its memory limited to the cap; sets args.budget and the default of args.compile."""
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
     args.compile = cuda if args.compile is None else args.compile
     args.budget = 0
     if not cuda:
         if args.memory_cap or (args.micro_batch == "auto" and not all(rows for _, rows in args.variants)):
             raise UserError(
                 "there is no CUDA device, so there is no memory to measure: give --micro-batch a number, and small "
-                f"sizes (see the top of lab/measure/bench_train.py), or predict: --roofline {'|'.join(MACHINES)}"
+                "sizes (see the top of lab/measure/bench_train.py); python -m nanochat_fp4.step_time predicts"
             )
-        return device
+        return torch.device("cpu")
     free, total = gpu_memory()
-    args.budget = free
+    args.budget = min(args.memory_cap or free, free)
     if args.memory_cap:
         if args.memory_cap > free:
             wanted = format_bytes(args.memory_cap)
             print0(f"of --memory-cap {wanted} only {format_bytes(free)} are free: that is the cap")
-            args.memory_cap = free
+        args.memory_cap = args.budget
         torch.cuda.set_per_process_memory_fraction(args.memory_cap / total)
-        args.budget = args.memory_cap
     torch.set_float32_matmul_precision("high")
-    return device
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
-    settings = {k: v for k, v in vars(args).items() if k not in ("json",)}
-    if args.roofline:
-        results = common.Results("bench_train", args.json, settings, MACHINES[args.roofline])
-        results.records = predict(results.machine, args.methods[1:] or ["clover"], args.tokens)
-        print0(show_prediction(results))
-        print0(f"written to {results.write()}")
-        return
-
-    device = set_up_device(args)
-    settings["memory_cap"] = args.memory_cap
-    info = environment_info()
-    cap = f", at most {format_bytes(args.memory_cap)}" if args.memory_cap else ""
-    hardware = f"{info['gpu'] or info['cpu']}{cap}; torch {info['torch']}; {nf.backend()}"
-    print0(hardware, flush=True)
-    settings["hardware"] = hardware
-    results = Report(settings, args.json)
-    args.problems = {m: p for m in args.methods if m != "bf16" and (p := method_problem(device, m))}
-    for depth in args.depth:
-        try:
-            bench_depth(args, depth, device, results)
-        except (ValueError, torch.OutOfMemoryError) as error:
-            advice = "out of memory; lower --depth" if is_out_of_memory(error) else one_line(error)
-            results.add(depth, Variant("bf16"), problem=advice)
-        gc.collect()
-        if device.type == "cuda":
-            torch._dynamo.reset()
-            torch.cuda.empty_cache()
-    records = results.records
-    print0(show(records))
-    print0(f"recompilations after the warm-up: {sum(r['recompiles'] or 0 for r in records)}")
-    print0(f"written to {results.write()}")
-    failed = [f"d{r['depth']} {r['variant']}: {r['problem']}" for r in records if r["problem"]]
-    if failed:
-        raise UserError(f"{len(failed)} of {len(records)} variants failed: {'; '.join(failed)}")
+    return torch.device("cuda")
 
 
 def method_problem(device: torch.device, method: str) -> str | None:
@@ -419,6 +338,37 @@ def method_problem(device: torch.device, method: str) -> str | None:
     if problem:
         print0(f"FAILED {method}: not timed, because the result is wrong: {problem}", flush=True)
     return problem and f"wrong result: {problem}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    settings = {k: v for k, v in vars(args).items() if k != "json"}
+    device = set_up_device(args)
+    settings["memory_cap"] = args.memory_cap
+    results = Report("bench_train", args.json, settings)
+    info = results.environment
+    cap = f", at most {format_bytes(args.memory_cap)}" if args.memory_cap else ""
+    settings["hardware"] = f"{info['gpu'] or info['cpu']}{cap}; torch {info['torch']}; {nf.backend()}"
+    print0(settings["hardware"], flush=True)
+    methods = dict.fromkeys(method for method, _ in args.variants if method != "bf16")
+    args.problems = {m: p for m in methods if (p := method_problem(device, m))}
+    for depth in args.depth:
+        try:
+            bench_depth(args, depth, device, results)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            advice = "out of memory; lower --depth" if is_out_of_memory(error) else one_line(error)
+            results.add(depth, Variant("bf16"), problem=advice)
+        gc.collect()
+        if device.type == "cuda":
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+    records = results.variants()
+    print0(show(records))
+    print0(f"recompilations after the warm-up: {sum(r['recompiles'] or 0 for r in records)}")
+    results.finish()
+    failed = [f"d{r['depth']} {r['variant']}: {r['problem']}" for r in records if r["problem"]]
+    if failed:
+        raise UserError(f"{len(failed)} of {len(records)} variants failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ resumed in the middle of `weight_fp4.T.reshape(-1, Quartet_II_fn.hadamard_matrix
 of the method `reshape` of that tensor, which dies with the call: it is traced again in every call of every layer, until
 PyTorch's recompile limit (8) is reached. From then on it runs uncompiled. The published training script leaves the
 limit as it is, and so does this one: each visit starts as in a fresh process, and is timed when a few calls in a row
-have traced nothing. With a larger --recompile-limit it is tracing that is timed; the table says how often it happened.
+have traced nothing.
 
 Only its `schemes` are imported: the package around them wants fast_hadamard_transform and transformers. Where scipy is
 missing, the one function that they take from it (`hadamard`) is put in its place.
@@ -24,10 +24,7 @@ import argparse
 import functools
 import importlib
 import importlib.util
-import math
-import statistics
 import sys
-import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +33,9 @@ import torch
 
 from lab.measure import bench_common as common
 from lab.measure import bench_linear
+from lab.predict.blackwell import LAYER_SETS
 from nanochat_fp4 import step_time
+from nanochat_fp4.console import table
 from nanochat_fp4.errors import UserError, one_line, run_main
 
 PACKAGES = ("models", "models.quantization", "models.quantization.quantizers", "models.quantization.schemes")
@@ -61,9 +60,8 @@ def load(checkout: Path) -> types.ModuleType:
     if not path.is_file():
         raise UserError(f"{checkout} is no checkout of IST-DASLab/Quartet-II: there is no {path}")
     for name in PACKAGES:
-        package = types.ModuleType(name)
-        package.__path__ = [str(source.joinpath(*name.split(".")))]
-        sys.modules[name] = package
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [str(source.joinpath(*name.split(".")))]
     if importlib.util.find_spec("scipy") is None:
         sys.modules["scipy"], sys.modules["scipy.linalg"] = types.ModuleType("scipy"), types.ModuleType("scipy.linalg")
         sys.modules["scipy.linalg"].hadamard = hadamard
@@ -94,46 +92,17 @@ class Published(bench_linear.Layer):
         return y.detach().flatten(0, 1), grad_x.flatten(0, 1), grad_w
 
 
-def traced() -> tuple[int, int]:
-    """(functions that Dynamo has traced in this process, recompilations included; those of them that it gave up on)."""
-    frames = torch._dynamo.utils.counters["frames"]
-    return frames["total"], frames["total"] - frames["ok"]
-
-
-def visit(function: Callable[[], object], seconds: float, monitor: common.Monitor) -> dict:
-    """{ms: of each call, recompiled: functions traced in the timed calls, uncompiled: functions that Dynamo gave up on,
-    settled: whether tracing had stopped before}."""
+def settles(function: Callable[[], object]) -> bool:
+    """Calls the function, as a fresh process does, until Dynamo traces nothing any more. False if it never stops."""
     torch._dynamo.reset()
-    given_up = traced()[1]
-    quiet = calls = 0
-    while quiet < SETTLED and calls < PATIENCE:
-        before = traced()
+    frames, quiet = torch._dynamo.utils.counters["frames"], 0
+    for _ in range(PATIENCE):
+        before = frames["total"]
         function()
-        quiet, calls = (0 if traced() != before else quiet + 1), calls + 1
-    start, count = time.perf_counter(), 0
-    while time.perf_counter() - start < seconds:
-        bench_linear.timed(function, 5)
-        count += 5
-    calls = max(5, math.ceil(count * seconds / (time.perf_counter() - start)))
-    before = traced()[0]
-    with monitor:
-        ms = bench_linear.timed(function, calls)
-    total, uncompiled = traced()
-    return {
-        "ms": ms, "recompiled": total - before, "uncompiled": uncompiled - given_up, "settled": quiet >= SETTLED
-    }  # fmt: skip
-
-
-def summarize(visits: list[dict]) -> dict:
-    """A record of two visits; the median is that of all timed calls."""
-    return {
-        "ms": statistics.median([ms for v in visits for ms in v["ms"]]),
-        "visits": [statistics.median(v["ms"]) for v in visits],
-        "calls": sum(len(v["ms"]) for v in visits),
-        "recompiled": sum(v["recompiled"] for v in visits),
-        "uncompiled": max(v["uncompiled"] for v in visits),
-        "settled": all(v["settled"] for v in visits),
-    }
+        quiet = quiet + 1 if frames["total"] == before else 0
+        if quiet == SETTLED:
+            return True
+    return False
 
 
 def compare(checkout: Path, model: str, seconds: float) -> tuple[list[dict], list[str]]:
@@ -153,36 +122,34 @@ def compare(checkout: Path, model: str, seconds: float) -> tuple[list[dict], lis
                 problems[name] = problem
     if problems.keys() & {"bf16", "clover"}:
         return [], list(problems.values())
-    names = [name for name in layers if name not in problems]
-    monitors = {name: common.Monitor() for name in names}
-    visits: dict[str, list[dict]] = {name: [] for name in names}
-    for order in (names, names[::-1]):
-        for name in order:
-            function = functools.partial(bench_linear.call, [x.forward_backward for x in layers[name]])
-            visits[name].append(visit(function, seconds, monitors[name]))
-    found = {name: summarize(visits[name]) | monitors[name].summary() for name in names}
+    functions = {
+        name: functools.partial(bench_linear.call, [x.forward_backward for x in of])
+        for name, of in layers.items()
+        if name not in problems
+    }
+    settled = dict.fromkeys(functions, True)
+
+    def settle(name: str, function: Callable[[], object]) -> None:
+        settled[name] &= settles(function)
+
+    found = common.steady(functions, seconds, settle)
     bf16, clover = found["bf16"]["ms"], found["clover"]["ms"]
-    records = [{"name": n, **r, "ratio": r["ms"] / bf16, "times_clover": r["ms"] / clover} for n, r in found.items()]
-    return records, list(problems.values())
+    return [
+        {"name": name, **r, "ratio": r["ms"] / bf16, "times_clover": r["ms"] / clover, "settled": settled[name]}
+        for name, r in found.items()
+    ], list(problems.values())
 
 
 def show(records: list[dict]) -> str:
     rows = [
         [
-            r["name"], r["ms"], r["ratio"], r["times_clover"], *r["visits"],
-            r["calls"], r["recompiled"], r["uncompiled"],
-            "-" if r["mhz"] is None else round(r["mhz"]), "-" if r["watts"] is None else round(r["watts"]),
+            r["name"], r["ms"], r["ratio"], r["times_clover"], f"{r['spread']:.1%}", common.cell(r["mhz"], "{:.0f}"),
+            common.cell(r["watts"], "{:.0f}"),
         ]
         for r in records
     ]  # fmt: skip
-    header = ["", "ms", "x BF16", "x clover", "visit 1", "visit 2", "calls", "recompiled", "uncompiled", "SM MHz", "W"]
-    notes = [
-        f"{r['name']}: torch.compile never stops tracing functions again, {r['recompiled']} times in {r['calls']} "
-        "timed calls; the time is that of tracing"
-        for r in records
-        if not r["settled"]
-    ]
-    return "\n".join([common.table(header, rows), *notes])
+    never = [f"{r['name']}: torch.compile never stops tracing: tracing is timed" for r in records if not r["settled"]]
+    return "\n".join([table(["", "ms", "x BF16", "x clover", "spread", "SM MHz", "W"], rows), *never])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -190,15 +157,12 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("checkout", type=Path, help="of https://github.com/IST-DASLab/Quartet-II")
-    parser.add_argument("--model", default="3B", choices=common.LAYER_SETS, help="whose layers, of Table 6")
+    parser.add_argument("--model", default="3B", choices=LAYER_SETS, help="whose layers, of Table 6")
     parser.add_argument("--seconds", type=float, default=1.0, help="to warm up, and to time, in each of two visits")
-    parser.add_argument("--recompile-limit", type=int, help="of torch.compile (default: as it is)")
     args = parser.parse_args(argv)
-    if args.recompile_limit:
-        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = args.recompile_limit
     records, problems = compare(args.checkout, args.model, args.seconds)
     what = f"{torch.cuda.get_device_name()}, {args.model}, {step_time.TOKENS} tokens, forward + backward"
-    print(f"{what}; torch {torch.__version__}, recompile limit {torch._dynamo.config.recompile_limit}\n{show(records)}")
+    print(f"{what}; torch {torch.__version__}\n{show(records)}")
     if problems:
         raise UserError(f"not timed, because the result is wrong: {'; '.join(problems)}")
 

@@ -10,9 +10,8 @@ machine without a network to which this repository, the checkouts and `prepared`
 
     python -m lab.measure.compare_upstream run --base prepared ~/nanochat-f5425245f ~/nanochat
 
-trains one after the other. Of runs that were started apart, each on a GPU of its own, the logs are put together by
-
-    python -m lab.measure.compare_upstream table compare_upstream_logs/*.log
+trains one after the other and prints the losses of all logs in --out. So runs may be started apart, each on a GPU of
+its own (--methods): the last to end prints all.
 
 It needs what the checkouts import: torch, tiktoken, pyarrow, requests, filelock, pyyaml, jinja2. wandb, rustbpe, psutil
 and tokenizers are replaced by empty modules where they are missing: pre-training does not call them.
@@ -20,15 +19,20 @@ and tokenizers are replaced by empty modules where they are missing: pre-trainin
 
 import argparse
 import importlib.util
+import itertools
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from nanochat_fp4.console import ArgumentParser, table
+from nanochat_fp4.errors import UserError, run_main
 
 ROOT = Path(__file__).resolve().parents[2]
 STUBS = {"wandb": (), "rustbpe": (), "psutil": (), "tokenizers": ("models", "trainers")}
@@ -59,7 +63,7 @@ def environment(checkout: Path, base: Path, stubs: Path) -> dict[str, str]:
 
 
 def upstream(arguments: Sequence[str], env: dict[str, str], log: Path, nproc: int = 1) -> str:
-    """Runs nanochat_fp4.upstream with its output in `log`; returns that output. Ends the program if it fails."""
+    """Runs nanochat_fp4.upstream with its output in `log`; returns that output. Raises UserError if it fails."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
     command = [sys.executable, *launcher, "-m", "nanochat_fp4.upstream", *arguments]
     print(f"\n$ NANOCHAT_DIR={env['NANOCHAT_DIR']} {' '.join(command[1:])}\n  log: {log}", flush=True)
@@ -71,8 +75,8 @@ def upstream(arguments: Sequence[str], env: dict[str, str], log: Path, nproc: in
         if line.startswith("nanochat_fp4:") or " bpb: " in line or line.startswith("Peak memory"):
             print(f"  {line}")
     if status:
-        tail = "\n".join(text.splitlines()[-25:])
-        sys.exit(f"{tail}\nerror: exit status {status} after {time.monotonic() - started:.0f} s; all of it is in {log}")
+        print("\n".join(text.splitlines()[-25:]))
+        raise UserError(f"exit status {status} after {time.monotonic() - started:.0f} s; all of it is in {log}")
     print(f"  {time.monotonic() - started:.0f} s", flush=True)
     return text
 
@@ -80,9 +84,7 @@ def upstream(arguments: Sequence[str], env: dict[str, str], log: Path, nproc: in
 def prepare(args: argparse.Namespace) -> None:
     shards = sorted(args.corpus.glob("*.parquet"))
     if len(shards) < 2:
-        sys.exit(
-            f"error: {args.corpus} holds {len(shards)} .parquet files; two or more are needed, the last to validate"
-        )
+        raise UserError(f"{args.corpus} holds {len(shards)} .parquet files; two are needed, the last to validate")
     data = args.base / "base_data"
     data.mkdir(parents=True, exist_ok=True)
     for shard in [*shards[:-1][: args.shards], shards[-1]]:
@@ -95,51 +97,12 @@ def prepare(args: argparse.Namespace) -> None:
         make_stubs(Path(temporary))
         options = [f"--max-chars={args.max_chars}", f"--vocab-size={args.vocab_size}"]
         upstream(["--method=bf16", "scripts.tok_train", "--", *options], env, args.base / "tok_train.log")
-    size = sum(p.stat().st_size for p in args.base.rglob("*") if p.is_file() and not p.is_symlink()) / 1e6
-    print(
-        f"\n{args.base} is ready, {size:.0f} MB; carry it whole, links as links, with this repository and the checkouts"
-    )
+    print(f"\n{args.base} is ready; carry it whole, links as links, with this repository and the checkouts")
 
 
 def train(args: argparse.Namespace) -> None:
-    results, args.out = {}, args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as temporary:
-        stubs = Path(temporary) / "stubs"
-        if missing := make_stubs(stubs):
-            print(f"not installed, replaced by empty modules: {', '.join(missing)}")
-        for checkout in args.checkouts:
-            for method in args.methods:
-                base = Path(temporary) / f"{checkout.name}_{method}"  # so that runs share nothing but their data
-                base.mkdir()
-                for entry in ("tokenizer", "base_data", "base_data_climbmix"):
-                    (base / entry).symlink_to((args.base / entry).resolve())
-                env = environment(checkout, base, stubs)
-                flags = script_flags(args)
-                log = args.out / f"{checkout.name}_{method}.log"
-                options = [f"--method={method}", "scripts.base_train", "--", *flags]
-                results[log.stem] = upstream(options, env, log, args.nproc)
-                if args.offline_eval:
-                    for backward in ("forward", "none"):
-                        offline_eval(args, checkout, method, backward, env)
-                shutil.rmtree(base)  # checkpoints: gigabytes
-    print("\n" + table(results, args.every))
-
-
-def show_logs(args: argparse.Namespace) -> None:
-    missing = [str(log) for log in args.logs if not log.is_file()]
-    if missing:
-        sys.exit(f"error: there is no {', '.join(missing)}; name logs that `run` wrote")
-    results = {log.stem: log.read_text(errors="replace") for log in args.logs}
-    empty = [name for name, text in results.items() if not STEP_LINE.search(text)]
-    if empty:
-        print(f"no training step in {', '.join(empty)}")
-    print(table({name: text for name, text in results.items() if name not in empty}, args.every))
-
-
-def script_flags(args: argparse.Namespace) -> list[str]:
-    """Arguments of base_train that both revisions know."""
-    flags = {
+    flags = {  # that both revisions know
         "depth": args.depth,
         "max-seq-len": args.seq_len,
         "window-pattern": "L",  # the only one that does not crawl without FlashAttention-3
@@ -151,47 +114,42 @@ def script_flags(args: argparse.Namespace) -> list[str]:
         "core-metric-every": -1,
         "sample-every": -1,
     }
-    return [f"--{name}={value}" for name, value in flags.items()] + args.more
+    options = ["scripts.base_train", "--", *(f"--{name}={value}" for name, value in flags.items()), *args.more]
+    with tempfile.TemporaryDirectory() as temporary:
+        stubs = Path(temporary) / "stubs"
+        if missing := make_stubs(stubs):
+            print(f"not installed, replaced by empty modules: {', '.join(missing)}")
+        for checkout, method in itertools.product(args.checkouts, args.methods):
+            name = f"{checkout.name}_{method}"
+            base = Path(temporary) / name  # so that runs share nothing but their data
+            base.mkdir()
+            for entry in ("tokenizer", "base_data", "base_data_climbmix"):
+                (base / entry).symlink_to((args.base / entry).resolve())
+            env = environment(checkout, base, stubs)
+            upstream([f"--method={method}", *options], env, args.out.resolve() / f"{name}.log", args.nproc)
+            shutil.rmtree(base)  # checkpoints: gigabytes
+    print("\n" + side_by_side(args.out, args.every))
 
 
-def offline_eval(args: argparse.Namespace, checkout: Path, method: str, backward: str, env: dict[str, str]) -> None:
-    """Bits per byte of the checkpoint, by the checkout's own evaluation script."""
-    options = [f"--split-tokens={args.eval_tokens}", f"--device-batch-size={args.device_batch_size}"]
-    if (checkout / "scripts" / "base_loss.py").exists():
-        script = "scripts.base_loss"
-    else:
-        script, options = "scripts.base_eval", [*options, "--eval=bpb"]
-    log = args.out / f"{checkout.name}_{method}_eval_{backward}.log"
-    upstream([f"--method={method}", f"--backward={backward}", script, "--", *options], env, log, args.nproc)
-
-
-def table(results: dict[str, str], every: int) -> str:
-    """A column for each run (name -> log): loss every so many steps and last, validation BPB, time of a step."""
+def side_by_side(folder: Path, every: int) -> str:
+    """A column for each log in the folder: loss every so many steps and last, validation BPB, time of a step."""
+    results = {log.stem: log.read_text(errors="replace") for log in sorted(folder.glob("*.log"))}
     losses = {run: {int(s): loss for s, loss, _ in STEP_LINE.findall(text)} for run, text in results.items()}
-    last = max((step for column in losses.values() for step in column), default=0)
-    rows: list[tuple[str, list[str]]] = []
-    for step in range(last + 1):
-        if step % every == 0 or step == last:
-            rows.append((f"step {step}", [column.get(step, "-") for column in losses.values()]))
     bpb = {run: {int(s): value for s, value in BPB_LINE.findall(text)} for run, text in results.items()}
+    last = max((step for column in losses.values() for step in column), default=0)
+    shown = [step for step in range(last + 1) if step % every == 0 or step == last]
+    rows = [[f"step {step}", *(column.get(step, "-") for column in losses.values())] for step in shown]
     for step in sorted({s for column in bpb.values() for s in column}):
-        rows.append((f"val bpb {step}", [column.get(step, "-") for column in bpb.values()]))
-    times = []
-    for text in results.values():
-        ms = sorted(float(dt) for _, _, dt in STEP_LINE.findall(text))
-        times.append(f"{ms[len(ms) // 2]:.1f}" if ms else "-")
-    rows.append(("ms (median)", times))
-    header = ["", *results]
-    lines = [header] + [[label, *cells] for label, cells in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+        rows.append([f"val bpb {step}", *(column.get(step, "-") for column in bpb.values())])
+    times = [[float(dt) for _, _, dt in STEP_LINE.findall(text)] for text in results.values()]
+    rows.append(["ms (median)", *(f"{statistics.median(ms):.1f}" if ms else "-" for ms in times)])
+    return table(["", *results], rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    commands = parser.add_subparsers(required=True, metavar="prepare|run|table")
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = ArgumentParser(description=__doc__.strip().split("\n")[0], epilog="After --: arguments of base_train.")
+    commands = parser.add_subparsers(required=True, metavar="prepare|run")
     sub = commands.add_parser("prepare", help="shards and a tokenizer, for `run`")
     sub.set_defaults(function=prepare)
     sub.add_argument("--corpus", type=Path, required=True, help="folder of parquet shards; the last is validation")
@@ -213,19 +171,12 @@ def main() -> None:
     sub.add_argument("--total-batch-size", type=int, default=131072, help="tokens a step")
     sub.add_argument("--eval-tokens", type=int, default=524288)
     sub.add_argument("--nproc", type=int, default=1, help="processes (GPUs), through torchrun")
-    every = {"type": int, "default": 5, "help": "print the loss of every so many steps"}
-    sub.add_argument("--every", **every)
-    sub.add_argument("--offline-eval", action="store_true", help="evaluate the checkpoints too, in NVFP4 and in BF16")
-    sub = commands.add_parser("table", help="the losses in the logs of several `run`s side by side")
-    sub.set_defaults(function=show_logs)
-    sub.add_argument("logs", type=Path, nargs="+")
-    sub.add_argument("--every", **every)
-    argv = sys.argv[1:]
+    sub.add_argument("--every", type=int, default=5, help="print the loss of every so many steps")
     cut = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:cut])
-    args.more = argv[cut + 1 :]  # more arguments for base_train
+    args.more = argv[cut + 1 :]
     args.function(args)
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -134,7 +134,7 @@ def _launch_decoding() -> None:
         decode_step.codes_matmul(*x, *weight, scalars[0], bf16)
     caches, position = torch.zeros(2, 2, 64, 2, 128, dtype=bf16), torch.zeros(2, dtype=torch.int32)
     tables = torch.zeros(2, 64, 64, dtype=bf16)
-    decode_step.attention(torch.zeros(1, 2, 768), *tables, *caches, position, position, 2, 32, 1e-6)
+    decode_step.attention(torch.zeros(1, 2, 768), *tables, *caches, position, 2, 32, 1e-6)
 
 
 def _inspect(kernel) -> dict:
@@ -180,13 +180,10 @@ def label(record: dict) -> str:
     """What a kernel of ELEMENTS makes of what."""
     constants = record["constants"]
 
-    def has(text: str) -> bool:
-        return f"'{text}': True" in constants
-
     if record["kernel"] == "quantize_kernel":
-        source = "ReLU^2" if has("SQUARE") else "rows"
-        return f"quantize {source} to codes" + (" and BF16" if has("DECODE") else "")
-    source = "requantize" if has("FROM_CODES") else "rotate grad_output"
+        source = "ReLU^2" if "'SQUARE': True" in constants else "rows"
+        return f"quantize {source} to codes" + (" and BF16" if "'DECODE': True" in constants else "")
+    source = "requantize" if "'FROM_CODES': True" in constants else "rotate grad_output"
     return f"{source} to {'codes' if 'STORE_CODES=True' in constants else 'BF16'}"
 
 

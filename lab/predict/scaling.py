@@ -54,15 +54,10 @@ class Law:
 
 @dataclass(frozen=True)
 class Share:
-    """The share of N or D that a method keeps.
-
-    rms: residual in points of gap. low, high: the shares that single runs give. runs: their number.
-    """
+    """The share of N or D that a method keeps, its rms residual in points of gap, and the number of runs."""
 
     share: float
     rms: float
-    low: float
-    high: float
     runs: int
 
 
@@ -139,18 +134,15 @@ def effective(law: Law, runs: Sequence[Run], method: str, of: str = "parameters"
     if not found:
         raise UserError(f"{method} has no run with bf16's N and D; give runs of both")
 
-    def points(log_share: np.ndarray, these: list[tuple[Run, float]]) -> np.ndarray:
-        n, d, gap = (np.array(v) for v in zip(*[(r.parameters, r.tokens, g) for r, g in these]))
+    n, d, gap = (np.array(v) for v in zip(*[(r.parameters, r.tokens, g) for r, g in found]))
+
+    def points(log_share: np.ndarray) -> np.ndarray:
         share = math.exp(log_share[0])
         less = law.loss(n * share, d) if of == "parameters" else law.loss(n, d * share)
         return 100 * (less / law.loss(n, d) - 1) - gap
 
-    def solve(these: list[tuple[Run, float]]) -> np.ndarray:
-        return least_squares(lambda x: points(x, these), [-0.3])
-
-    x, alone = solve(found), [math.exp(solve([one])[0]) for one in found]
-    rms = float(np.sqrt(np.mean(points(x, found) ** 2)))
-    return Share(math.exp(x[0]), rms, min(alone), max(alone), len(found))
+    x = least_squares(points, [-0.3])
+    return Share(math.exp(x[0]), float(np.sqrt(np.mean(points(x) ** 2))), len(found))
 
 
 def trend(runs: Sequence[Run], method: str) -> dict[str, tuple[float, float]]:
@@ -238,15 +230,11 @@ def report(runs: Sequence[Run]) -> str:
         rows = []
         for m in methods:
             n, d = effective(law, runs, m), effective(law, runs, m, "tokens")
-            rows.append([m, n.runs, f"{n.share:.3f} ({n.low:.2f} to {n.high:.2f})", f"{n.rms:.2f}"])
-            rows[-1] += [f"{d.share:.3f} ({d.low:.2f} to {d.high:.2f})", f"{d.rms:.2f}"]
-        header = ["method", "runs", "of N (of single runs)", "rms, points", "of D (of single runs)", "rms, points"]
+            rows.append([m, n.runs, f"{n.share:.3f}", f"{n.rms:.2f}", f"{d.share:.3f}", f"{d.rms:.2f}"])
+        header = ["method", "runs", "of N", "rms, points", "of D", "rms, points"]
         lines += [f"Effective parameters and effective tokens, {name}", table(header, rows), ""]
     lines += ["Gap to bf16 in percent", gap_table(runs, methods), ""]
-    rows = []
-    for m in methods:
-        of = trend(runs, m)
-        rows.append([m, *[f"{value:.3f} ± {half:.3f}" for value, half in of.values()]])
+    rows = [[m, *[f"{value:.3f} ± {half:.3f}" for value, half in trend(runs, m).values()]] for m in methods]
     lines += ["ln gap = ln level + size ln(N / 100M) + ratio ln(tokens per parameter / 20); level in percent, 95%"]
     lines += [table(["method", "level", "size", "ratio"], rows), ""]
     if "clover" in methods:
@@ -254,15 +242,11 @@ def report(runs: Sequence[Run]) -> str:
         share = effective(law, runs, "clover").share
         steps = [more_steps(law, share, BASE_PARAMETERS, ratio * BASE_PARAMETERS) for ratio in SHOWN_RATIOS]
         lines += ["What closes clover's gap at N = 100M, by tokens per parameter"]
-        lines += [
-            table(
-                ["", *map(str, SHOWN_RATIOS)],
-                [
-                    ["parameters, times", *[f"{1 / share:.2f}"] * len(SHOWN_RATIOS)],
-                    ["steps, times", *[f"{s:.2f}" for s in steps]],
-                ],
-            )
+        rows = [
+            ["parameters, times", *[f"{1 / share:.2f}"] * len(steps)],
+            ["steps, times", *[f"{s:.2f}" for s in steps]],
         ]
+        lines += [table(["", *map(str, SHOWN_RATIOS)], rows)]
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lab.predict.predicted_time import CARD, DEPTH, over_clover
 from lab.study import sweep_results
-from lab.study.reproduce_common import Context
+from lab.study.reproduce_common import Context, Outcome
 from lab.study.statistics import Estimate, gaps_by_seed, has_gap, pooled_differences, share_of, with_half
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.step_time import MACHINES
@@ -38,8 +38,7 @@ def stored_runs(context: Context) -> tuple[list[dict], dict]:
     paths = [path for path in context.args.results.split(",") if path]
     if not paths:
         raise UserError("this item takes its runs from a sweep: add --results=<folder>/<name>.json of lab.study.sweep")
-    contents = [sweep_results.stored(path) for path in paths]
-    content = contents[0]
+    content, *_ = contents = [sweep_results.stored(path) for path in paths]
     sizes = list(dict.fromkeys(r["size"] for c in contents for r in c["results"]))
     if len(sizes) > 1 and not context.args.sizes:
         raise UserError(f"--results has runs of {', '.join(sizes)}; choose one of them, --sizes={sizes[0]}")
@@ -120,12 +119,8 @@ def along(runs: list[dict], curve: str = "curve", column: int = 1) -> dict[str, 
     for r in runs:
         if r["method"] != "bf16" and r["seed"] in base and r["steps"] == steps_of(runs):
             bf16 = base[r["seed"]]
-            at = {
-                c[0]: 100 * (c[column] / bf16[c[0]] - 1)
-                for c in r.get(curve, ())
-                if c[0] in bf16 and c[0] and c[column:]
-            }
-            gaps.setdefault(r["method"], {})[r["seed"]] = at
+            known = [c for c in r.get(curve, ()) if c[0] in bf16 and c[0] and c[column:]]
+            gaps.setdefault(r["method"], {})[r["seed"]] = {c[0]: 100 * (c[column] / bf16[c[0]] - 1) for c in known}
     return gaps
 
 
@@ -202,6 +197,8 @@ def cost_cells(run: dict, steps: int) -> list[str]:
     return [f"{gemm_work(run, steps):.2f}", "-" if time is None else f"{time:.3f}"]
 
 
-def measured_on(runs: list[dict], content: dict) -> str:
+def outcome(runs: list[dict], content: dict, title: str, header: list[str], *args: Any) -> Outcome:
+    """An outcome with the text, the lengths and the seeds of stored runs, and the machine that trained them."""
     tokens, seeds = sorted({r["tokens"] for r in runs}), sorted({r["seed"] for r in runs})
-    return f"{runs[0]['size']}, data {content['data']}, {'/'.join(f'{t:,}' for t in tokens)} tokens, seeds {seeds}"
+    said = f"{runs[0]['size']}, data {content['data']}, {'/'.join(f'{t:,}' for t in tokens)} tokens, seeds {seeds}"
+    return Outcome(title, header, *args, measured_on=said, environment=content["environment"])

@@ -56,6 +56,11 @@ class Context:
         atomic_write(path, json.dumps({"settings": settings, "value": value}) + "\n")
         return value
 
+    def trained_on(self) -> dict[str, Any]:
+        """Settings of a piece that is of trained_model."""
+        names = ("sizes", "extra", "tokens", "ratio", "data_dir")
+        return {"quick": self.quick} | {name: getattr(self.args, name) for name in names}
+
     def runs(self, methods: Sequence[str], sizes: Sequence[str], ratio: float) -> tuple["sweep_scheduler.Sweep", list]:
         """The sweep and the runs of some methods; sizes and ratio (tokens per parameter) unless the flags say more."""
         args = self.args

@@ -1,7 +1,9 @@
 """Figure 9: does the mean of many quantized backward passes approach the unquantized one."""
 
+import functools
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -74,32 +76,26 @@ def concentration(model, recipe: Recipe, x: torch.Tensor, y: torch.Tensor, draws
     return {"single": single / draws[-1], "errors": errors}
 
 
-def slope(errors: dict[int, float], last: int = 3) -> float:
-    """Of log error over log B, least squares through the `last` largest B: -1 without a bias, 0 on a plateau."""
-    points = [(math.log(b), math.log(e)) for b, e in sorted(errors.items())][-last:]
-    mean_x, mean_y = (sum(v) / len(points) for v in zip(*points))
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+def slope(errors: dict[int, float]) -> float:
+    """Of log error over log B, least squares through the three largest B: -1 without a bias, 0 on a plateau."""
+    points = [(math.log(b), math.log(e)) for b, e in sorted(errors.items())][-3:]
+    return statistics.linear_regression(*zip(*points)).slope
 
 
 def fig9(context: Context) -> Outcome:
     draws = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
     draws = [b for b in draws if b <= (context.args.draws or (32 if context.quick else 1024))]
-    model, tag, data = None, None, None
+    trained = functools.cache(lambda: trained_model(context, "d8"))
     curves: dict[str, dict[str, dict]] = {forward: {} for forward in FORWARDS}
     for forward, method in itertools.product(FORWARDS, FIG9_METHODS):
 
         def compute(forward=forward, method=method):
-            nonlocal model, tag, data
-            if model is None:
-                model, tag, data = trained_model(context, "d8")
-            recipe = FORWARDS[forward](get_recipe(method))
-            value = concentration(model[0], recipe, model[1], model[2], draws)
+            (model, x, y), tag, data = trained()
+            value = concentration(model, FORWARDS[forward](get_recipe(method)), x, y, draws)
             return value | {"measured_on": f"{tag}, data {Path(data).name}, a batch of 4 validation sequences"}
 
-        settings = {"method": method, "draws": draws, "sizes": context.args.sizes, "extra": context.args.extra}
-        settings |= {"tokens": context.args.tokens, "ratio": context.args.ratio, "quick": context.quick}
-        settings |= {"data_dir": context.args.data_dir, "forward": forward}
-        value = context.piece("fig9", settings, compute)
+        settings = {"method": method, "draws": draws, "forward": forward}
+        value = context.piece("fig9", settings | context.trained_on(), compute)
         value["errors"] = {int(b): e for b, e in value["errors"].items()}
         curves[forward][method] = value
     # The paper's Figure 9 and Appendix A.

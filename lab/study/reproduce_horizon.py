@@ -17,8 +17,8 @@ from lab.study.long_runs import (
     along,
     cost_cells,
     lengths,
-    measured_on,
     methods_of,
+    outcome,
     steps_of,
     stored_runs,
     summary,
@@ -98,7 +98,9 @@ def claims(context: Context) -> Outcome:
             continue
         shares = [with_half(of["share"], of["half"], 3), with_half(of["all_seeds"], of["all_seeds_half"], 3)]
         rows.append([*cells, shares[0], *(shown_p(of[k]) for k in ("p", "p_holm")), of["verdict"], shares[1]])
-    return Outcome(
+    return outcome(
+        runs,
+        content,
         "Shares of clover's gap, and the targets",
         ["method", "GEMM work", TIME, "forward", "target", f"share, seeds {seeds}", "p", "p, Holm", "verdict"]
         + ["share, all seeds"],
@@ -116,9 +118,6 @@ def claims(context: Context) -> Outcome:
             *lengths(runs),
         ],
         {"claims": found},
-        None,
-        measured_on(runs, content),
-        content["environment"],
     )
 
 
@@ -236,7 +235,9 @@ def horizon(context: Context) -> Outcome:
         scatter += "and fig4 take branches of --bf16-until"
     numbers = [r | {name: r[name] and asdict(r[name]) for name in VALUES} for r in records]
     ways = [f"{100 * p:.0f}%" for p in PARTS]
-    return Outcome(
+    return outcome(
+        runs,
+        content,
         "Gap to BF16 along the run, with two forwards",
         ["method", "GEMM work", TIME, "seeds", *ways, "end", "training text"]
         + [f"{forward}: {what}" for forward in ("own", "BF16") for what in ("gap", "minus clover", "of clover's")]
@@ -257,8 +258,6 @@ def horizon(context: Context) -> Outcome:
         ],
         {"methods": numbers, "curves": curves},
         plot,
-        measured_on(runs, content),
-        content["environment"],
     )
 
 
@@ -297,7 +296,9 @@ def frontier(context: Context) -> Outcome:
         axes.set_xlabel("GEMM work of the run, all in 4 bits = 1 (8 bits count 2, 16 bits 4)")
         axes.set_ylabel("increase of validation BPB over bf16, %")
 
-    return Outcome(
+    return outcome(
+        runs,
+        content,
         "The frontier of gap against GEMM work, with two forwards",
         ["method", "GEMM work", TIME, "own forward, %", "BF16 forward, %", DEPLOYED_COLUMN, "seeds"],
         rows,
@@ -312,6 +313,4 @@ def frontier(context: Context) -> Outcome:
         ],
         {"methods": [r | {name: asdict(r[name]) for name in VALUES} for r in records], "frontier": on_it},
         plot,
-        measured_on(runs, content),
-        content["environment"],
     )

@@ -1,6 +1,7 @@
 """Tables 1 and 2, and beyond the paper the operands of a trained model: rounding errors and traffic, without sweeps."""
 
 import fnmatch
+from functools import partial
 
 import torch
 
@@ -59,21 +60,13 @@ def table1(context: Context) -> Outcome:
         rows.append([name, mse or "-", round(value["mse"], 2), off, said, round(value["gain"])])
         numbers[name] = value
 
-    def plot(axes) -> None:
-        at = range(len(names))
-        axes.bar([i - 0.2 for i in at], [TABLE_1.get(n, (0,))[0] for n in names], 0.4, label="paper")
-        axes.bar([i + 0.2 for i in at], [numbers[n]["mse"] for n in names], 0.4, label="here")
-        axes.set_xticks(list(at), names, rotation=60, ha="right", fontsize=7)
-        axes.set_ylabel("MSE over N(0, 1), 1e-3")
-
     return Outcome(
         "Table 1: quadratic error over N(0, 1), 1e-3, and unbiasedness",
         ["rounding", "paper", "here", "off", "unbiased (paper)", f"gain of {draws} draws"],
         rows,
         [f"gain: the mean of {draws} products is so many times better than one product; {draws} without a bias"],
         numbers,
-        plot,
-        f"{samples:,} samples, seed 1",
+        measured_on=f"{samples:,} samples, seed 1",
     )
 
 
@@ -86,18 +79,14 @@ def table2(context: Context) -> Outcome:
     rows, totals = [], {}
     for alignment, launches in counted.items():
         kernels = [
-            (traffic.of_operand(launch["read"]), traffic.of_operand(launch["written"]), launch["rotations"])
+            (*(traffic.of_operand(launch[way]) for way in ("read", "written")), launch["rotations"])
             for launch in launches
         ]
-        kernels = [k for k in kernels if k[0] + k[1] > 0]
-        read, written, rotations = zip(*kernels)
-        paper_read, paper_written, paper_rotations = TABLE_2[alignment]
+        read, written, rotations = zip(*[k for k in kernels if k[0] + k[1] > 0])
         totals[alignment] = sum(read) + sum(written)
-        rows += [
-            [alignment, "bits read per element", paper_read, " + ".join(f"{v:g}" for v in read)],
-            [alignment, "bits written per element", paper_written, " + ".join(f"{v:g}" for v in written)],
-            [alignment, "rotations per element", paper_rotations, f"{sum(rotations):g}"],
-        ]
+        here = [" + ".join(f"{v:g}" for v in bits) for bits in (read, written)] + [f"{sum(rotations):g}"]
+        what = ("bits read per element", "bits written per element", "rotations per element")
+        rows += [[alignment, *row] for row in zip(what, TABLE_2[alignment], here)]
     saving = 1 - totals["post hoc"] / totals["naive"]
     rows.append(["saving", "of all traffic", "about 20%", f"{100 * saving:.1f}%"])
     notes = [
@@ -107,20 +96,9 @@ def table2(context: Context) -> Outcome:
         "by the first kernel and read by the second",
     ]
 
-    def plot(axes) -> None:
-        kinds = ("read", "written")
-        for i, alignment in enumerate(counted):
-            bottom = 0.0
-            for j, kind in enumerate(kinds):
-                bits = sum(traffic.of_operand(launch[kind]) for launch in counted[alignment])
-                axes.bar(i, bits, 0.5, bottom=bottom, color=f"C{j}", label=kind if i == 0 else None)
-                bottom += bits
-        axes.set_xticks(range(len(counted)), list(counted))
-        axes.set_ylabel("bits moved per element")
-
     title = "Table 2: memory traffic and rotations of MS-EDEN requantization"
     numbers = {"launches": counted, "bits": totals, "saving": saving}
-    return Outcome(title, ["alignment", "what", "paper", "here"], rows, notes, numbers, plot, "exact counts")
+    return Outcome(title, ["alignment", "what", "paper", "here"], rows, notes, numbers, measured_on="exact counts")
 
 
 def operand_statistics(x: torch.Tensor) -> dict[str, float]:
@@ -148,20 +126,22 @@ def operands(context: Context) -> Outcome:
     def compute() -> dict:
         (model, x, y), tag, data = trained_model(context, "d8")
         seen: dict[str, dict[str, list]] = {kind: {} for kind in sweep_runs.LAYER_KINDS}
-        hooks = []
-        for name, layer in model.named_modules():
-            for kind, pattern in sweep_runs.LAYER_KINDS.items():
-                if fnmatch.fnmatchcase(name, pattern):
 
-                    def keep(layer, inputs, output, seen=seen[kind]):
-                        seen.setdefault("input", []).append(operand_statistics(inputs[0]))
-                        seen.setdefault("weight", []).append(operand_statistics(layer.weight))
-                        if output.requires_grad:
-                            output.register_hook(
-                                lambda e, seen=seen: seen.setdefault("grad_output", []).append(operand_statistics(e))
-                            )
+        def look(kind: str, operand: str, tensor: torch.Tensor) -> None:
+            seen[kind].setdefault(operand, []).append(operand_statistics(tensor))
 
-                    hooks.append(layer.register_forward_hook(keep))
+        def keep(kind: str, layer: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+            look(kind, "input", inputs[0])
+            look(kind, "weight", layer.weight)
+            if output.requires_grad:
+                output.register_hook(partial(look, kind, "grad_output"))
+
+        hooks = [
+            layer.register_forward_hook(partial(keep, kind))
+            for name, layer in model.named_modules()
+            for kind, pattern in sweep_runs.LAYER_KINDS.items()
+            if fnmatch.fnmatchcase(name, pattern)
+        ]
         model(x, y).backward()
         for hook in hooks:
             hook.remove()
@@ -171,22 +151,14 @@ def operands(context: Context) -> Outcome:
         }
         return {"operands": mean, "measured_on": f"{tag}, data {data}, a batch of 4 validation sequences"}
 
-    settings = {"sizes": context.args.sizes, "extra": context.args.extra, "tokens": context.args.tokens}
-    settings |= {"data_dir": context.args.data_dir}
-    value = context.piece("operands", settings | {"ratio": context.args.ratio, "quick": context.quick}, compute)
+    value = context.piece("operands", context.trained_on(), compute)
     names = ["error", "kurtosis", "peak", "top channels", "rank"]
     found = [(kind, o, s) for kind, by_operand in value["operands"].items() for o, s in by_operand.items()]
     rows = [[kind, o, *(f"{s[n]:.3g}" for n in names)] for kind, o, s in found]
-
-    def plot(axes) -> None:
-        axes.bar(range(len(found)), [s["error"] for _, _, s in found])
-        axes.set_xticks(range(len(found)), [f"{k} {o}" for k, o, _ in found], rotation=60, ha="right", fontsize=7)
-        axes.set_ylabel("relative square error of 4/6")
-
     notes = [
         "means over the layers of a kind, of a model trained in bf16",
         "error: of 4/6, relative square; kurtosis: 3 for a Gaussian; peak: largest magnitude over rms; top channels: "
         "share of the energy in the 1% largest columns; rank: exp(entropy of the spectrum) over its length",
     ]
     title = "What the operands look like"
-    return Outcome(title, ["layers", "operand", *names], rows, notes, value, plot, value["measured_on"])
+    return Outcome(title, ["layers", "operand", *names], rows, notes, value, measured_on=value["measured_on"])

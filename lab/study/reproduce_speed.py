@@ -40,42 +40,26 @@ def run_benchmark(context: Context, name: str, flags: list[str]) -> list[dict]:
 
 
 def fig6(context: Context) -> Outcome:
-    measured, environment = benchmark(context.args.results) if context.args.results else (None, None)
-    on_gpu = bool(measured) or (torch.cuda.is_available() and not context.quick)
-    machines = ["rtx5090", "h200"]
+    records, environment, rows, numbers = None, None, [], {}
+    if context.args.results:
+        records, environment = benchmark(context.args.results)
+    on_gpu = bool(records) or (torch.cuda.is_available() and not context.quick)
+    models, passes = context.args.models or ("800M,3B,7B" if on_gpu else "800M,3B,7B,22B"), "forward+backward"
     if on_gpu:
-        machines = [environment["gpu"] if environment else torch.cuda.get_device_name()]
-    models = context.args.models or ("800M,3B,7B" if on_gpu else "800M,3B,7B,22B")
-    rows, numbers = [], {}
-
-    flags = [f"--models={models}", "--passes=forward+backward"]
-
-    for machine in machines:
-        if on_gpu:
-            records = measured or context.piece(
-                "fig6", {"models": models, "machine": machine}, lambda: run_benchmark(context, "bench_linear", flags)
-            )
-        else:
-            methods = ["bf16", *bench_linear.METHODS]
-            passes = ["forward+backward"]
-            records = bench_linear.predict(
-                step_time.MACHINES[machine], models.split(","), methods, step_time.TOKENS, passes
-            )
-        label = machine if on_gpu else f"predicted, {machine}"
-        numbers[label] = records
-        for r in records:
-            if r["pass"] == "forward+backward" and r["method"] != "bf16" and r["ratio"]:
+        gpu = environment["gpu"] if environment else torch.cuda.get_device_name()
+        flags = [f"--models={models}", f"--passes={passes}"]
+        numbers[gpu] = records or context.piece(
+            "fig6", {"models": models, "machine": gpu}, lambda: run_benchmark(context, "bench_linear", flags)
+        )
+    for machine in () if on_gpu else ("rtx5090", "h200"):
+        of = models.split(","), ["bf16", *bench_linear.METHODS], step_time.TOKENS, [passes]
+        numbers[f"predicted, {machine}"] = bench_linear.predict(step_time.MACHINES[machine], *of)
+    for label, found in numbers.items():
+        for r in found:
+            if r["pass"] == passes and r["method"] != "bf16" and r["ratio"]:
                 paper = "up to 4.2 (RTX 5090)" if r["method"] == "clover" else "-"
                 where = label if r["mode"] in ("predicted", "eager") else f"{label}, {r['mode']}"
                 rows.append([where, r["model"], r["method"], paper, round(1 / r["ratio"], 2), round(r["ms"], 2)])
-
-    def plot(axes) -> None:
-        for where in dict.fromkeys(r[0] for r in rows):
-            mine = [r for r in rows if r[0] == where and r[2] == "clover"]
-            axes.plot([r[1] for r in mine], [r[4] for r in mine], marker="o", label=f"clover, {where}")
-        axes.axhline(1.0, color="k", linewidth=0.5)
-        axes.set_ylabel("speedup over BF16, forward + backward")
-
     notes = ["the paper: more than 4x over BF16, and about 70% more than Quartet's kernels, on an RTX 5090"]
     if not on_gpu:
         notes.append(
@@ -84,7 +68,7 @@ def fig6(context: Context) -> Outcome:
     header = ["machine", "model", "method", "paper, x", "here, x BF16", "ms"]
     title = "Figure 6, Table 6: speed of the linear layers of Llama-like models, forward + backward"
     what = "8 x 2048 tokens, the paper's Table 6 shapes"
-    return Outcome(title, header, rows, notes, numbers, plot, what, environment)
+    return Outcome(title, header, rows, notes, numbers, None, what, environment)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -127,13 +111,6 @@ def table7(context: Context) -> Outcome:
         paper = TABLE_7.get(kind, (None, None))
         rows.append([kind, *(v for said, here in zip(paper, shares[kind]) for v in (said or "-", f"{here:.0f}"))])
 
-    def plot(axes) -> None:
-        at = range(len(kinds))
-        for i, phase in enumerate(sums):
-            axes.barh([j + 0.2 * (2 * i - 1) for j in at], [shares[k][i] for k in kinds], 0.4, label=phase)
-        axes.set_yticks(list(at), kinds, fontsize=7)
-        axes.set_xlabel("% of the pass")
-
     what = "d26, micro-batch as large as fits" if on_gpu else "a model of two layers: a check of the command"
     return Outcome(
         "Table 7: time by operation, clover, % of the pass (paper: 1.1B parameters on an RTX 5090)",
@@ -141,7 +118,7 @@ def table7(context: Context) -> Outcome:
         rows,
         [f"forward {sums['forward']:.1f} ms, backward {sums['backward']:.1f} ms a micro-batch"],
         {"records": records},
-        plot,
+        None,
         what,
         environment,
     )

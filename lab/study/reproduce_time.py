@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lab.predict.predicted_time import BATCH, computation, mean_step_ms, phases_of
-from lab.study.long_runs import VALUES, cost_cells, measured_on, methods_of, steps_of, stored_runs
+from lab.study.long_runs import VALUES, cost_cells, methods_of, outcome, steps_of, stored_runs
 from lab.study.reproduce_common import Context, Outcome
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.plots import BASELINE, COLORS
@@ -100,7 +100,10 @@ def equal_time(context: Context) -> Outcome:
             axes.plot([], [], color=colors[m], marker=".", label=m)
         axes.plot([], [], ":", color=BASELINE, label="the same, evaluated with a BF16 forward")
 
-    return Outcome(
+    shorter = [r for r in runs if r["method"].split("_")[-1].isdigit()]
+    return outcome(
+        shorter,
+        content,
         "At equal time: measured BPB of d6 against predicted hours",
         ["GPU", "", "hours", "forward", *METHODS, "ahead"],
         rows,
@@ -114,8 +117,6 @@ def equal_time(context: Context) -> Outcome:
         ],
         {"points": points, "predictions": numbers},
         plot,
-        measured_on([r for r in runs if r["method"].split("_")[-1].isdigit()], content),
-        content["environment"],
     )
 
 
@@ -169,7 +170,9 @@ def extra_steps(context: Context) -> Outcome:
         numbers.append(longer)
     shown = ", ".join(f"{name} {of:.3f}" for name, of in single.items())
     what = ("gap", "same steps", "tokens")
-    return Outcome(
+    return outcome(
+        runs,
+        content,
         "Extra steps, and gaps as tokens",
         ["method", "steps", "GEMM work", "time", *[f"{name}: {w}" for name in VALUES for w in what], "seeds"],
         rows,
@@ -181,7 +184,4 @@ def extra_steps(context: Context) -> Outcome:
             "runs of other lengths end on other text, and read more of it",
         ],
         {"exponent": b, "exponents": single, "methods": numbers},
-        None,
-        measured_on(runs, content),
-        content["environment"],
     )

@@ -7,9 +7,11 @@ beyond the paper.
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lab.study import statistics, sweep, sweep_results, sweep_runs
+from lab.study.long_runs import along
 from lab.study.reproduce_common import Context, Outcome
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import plots
@@ -61,8 +63,7 @@ def training(context: Context, name: str, item: Item) -> Outcome:
     methods = item.methods(context) if callable(item.methods) else item.methods
     if context.quick and name in QUICK:
         methods = [m for m in methods if m.partition(":")[0] in QUICK[name]]
-    paper, models, notes = item.paper, item.models, item.notes
-    environment, data = None, ""
+    environment, numbers = None, {}
     if context.args.results:
         content = sweep_results.stored(context.args.results)
         environment, data = content["environment"], content["data"]
@@ -74,38 +75,34 @@ def training(context: Context, name: str, item: Item) -> Outcome:
     else:
         where, plan = context.runs(methods, [item.size or one_size(context)], item.ratio)
         results, data = sweep.run_sweep(where, f"{name}_runs", plan), sweep_results.data_name(where.data_dir)
+        numbers["results"] = [{k: v for k, v in r.items() if k != "environment"} for r in results]
     names = [m for m in sweep_runs.labels(methods) if any(r["method"] == m for r in results)]
-    found = list(dict.fromkeys(r["size"] for r in results))
-    rows, gaps = [], {}
-    for size in found:
+    sizes = list(dict.fromkeys(r["size"] for r in results))
+    gaps = {(size, m): statistics.gap(results, size, m) for size in sizes for m in names}
+    rows, notes = [], list(item.notes)
+    for size in sizes:
         for method in names:
-            bpb = statistics.by_seed(results, size, method)
-            if not bpb:
-                continue
-            value = statistics.gap(results, size, method)
-            gaps[size, method] = value
-            shown = "-" if method == "bf16" else str(value)
-            mean = sum(bpb.values()) / len(bpb)
-            form = "{:.4f}" if method == "bf16" else "{:+.2f}"
-            said = " / ".join(form.format(v) for v in paper.get(method, ())) or "-"
-            rows.append([size, method, said, f"{mean:.4f}", shown, len(bpb)])
-    for size in found:
+            if bpb := statistics.by_seed(results, size, method):
+                form, gap = ("{:.4f}", "-") if method == "bf16" else ("{:+.2f}", str(gaps[size, method]))
+                said = " / ".join(form.format(v) for v in item.paper.get(method, ())) or "-"
+                rows.append([size, method, said, f"{sum(bpb.values()) / len(bpb):.4f}", gap, len(bpb)])
         run = next(r for r in results if r["size"] == size)
         if differs := sweep_results.difference_from_paper(run, data):
-            notes = [*notes, f"{size} differs from the paper's runs: {differs}"]
+            notes.append(f"{size} differs from the paper's runs: {differs}")
     claims = [c for c in item.claims if {c.better, c.worse} <= set(names)]
-    said = [f"the paper: {c.text}. Here, {size}: {c.verdict(results, size)}" for c in claims for size in found]
+    said = [f"the paper: {c.text}. Here, {size}: {c.verdict(results, size)}" for c in claims for size in sizes]
+    gaps = {key: gap for key, gap in gaps.items() if statistics.by_seed(results, *key)}
+    numbers["gaps"] = {f"{size} {m}": dataclasses.asdict(gap) for (size, m), gap in gaps.items()}
 
     def plot(axes) -> None:
         others = [m for m in names if m != "bf16"]
-        for i, size in enumerate(found):
-            at = [j + 0.8 * (i - (len(found) - 1) / 2) / len(found) for j in range(len(others))]
+        for i, size in enumerate(sizes):
+            at = [j + 0.8 * (i - (len(sizes) - 1) / 2) / len(sizes) for j in range(len(others))]
             values = [gaps.get((size, m)) for m in others]
-            means = [v.mean if v else 0.0 for v in values]
-            errors = [v.half if v and v.n > 1 else 0.0 for v in values]
-            axes.bar(at, means, 0.8 / len(found), yerr=errors, capsize=3, alpha=0.6, label=f"{size}, here")
-        published = {j: paper[m] for j, m in enumerate(others) if m in paper}
-        for marker, model, values in zip("os", models, zip(*published.values())):
+            means, errors = [v.mean if v else 0.0 for v in values], [v.half if v and v.n > 1 else 0.0 for v in values]
+            axes.bar(at, means, 0.8 / len(sizes), yerr=errors, capsize=3, alpha=0.6, label=f"{size}, here")
+        published = {j: item.paper[m] for j, m in enumerate(others) if m in item.paper}
+        for marker, model, values in zip("os", item.models, zip(*published.values())):
             axes.plot(list(published), values, f"k{marker}", mfc="none", label=f"{model}, paper: other text")
         seeds = {m: max(v.n for (_, name), v in gaps.items() if name == m) for m in others}
         shown = [m if len(set(seeds.values())) == 1 else f"{m}, {n} seed{'s' * (n > 1)}" for m, n in seeds.items()]
@@ -113,9 +110,6 @@ def training(context: Context, name: str, item: Item) -> Outcome:
         axes.set_ylabel("increase of validation BPB over bf16, %")
 
     seeds, tokens = sorted({r["seed"] for r in results}), sorted({r["tokens"] for r in results})
-    numbers: dict[str, Any] = {"gaps": {f"{size} {m}": dataclasses.asdict(v) for (size, m), v in gaps.items()}}
-    if not context.args.results:
-        numbers["results"] = [{k: v for k, v in r.items() if k != "environment"} for r in results]
     outcome = Outcome(
         item.title,
         ["size", "method", "paper, %", "val BPB", "gap to bf16, %", "seeds"],
@@ -159,7 +153,7 @@ def full_methods(context: Context) -> Sequence[str]:
     return WITH_OTHERS if context.args.results else FULL_METHODS
 
 
-def compare(outcome: Outcome, results: Sequence[dict], other: str) -> None:
+def compare(context: Context, outcome: Outcome, results: list[dict], other: str = "clover") -> None:
     """Two more columns: the gap with a BF16 forward after training, and the paired difference to another method."""
     outcome.header += ["BF16 forward: gap", f"minus {other}"]
     for row in outcome.rows:
@@ -170,26 +164,20 @@ def compare(outcome: Outcome, results: Sequence[dict], other: str) -> None:
         row.append("-" if method == other or not difference.n else str(difference))
 
 
-def reduction(outcome: Outcome, results: list[dict], said: str) -> None:
+def reduction(context: Context, outcome: Outcome, results: list[dict], said: str) -> None:
     """Adds by how much clover's mean gap is below the best of the other systems, where all gaps are clear of zero."""
     for size in dict.fromkeys(r["size"] for r in results):
         gaps = {m: statistics.gap(results, size, m) for m in (*SYSTEMS, "clover")}
         gaps = {m: g for m, g in gaps.items() if g.n}
         if len(gaps) > 1 and "clover" in gaps and all(g.decided and g.mean > 0 for g in gaps.values()):
-            best = min(v.mean for m, v in gaps.items() if m != "clover")
-            below = 100 * (1 - gaps["clover"].mean / best)
-            outcome.notes.insert(
-                0, f"clover's mean gap is {abs(below):.0f}% {'below' if below >= 0 else 'ABOVE'} the best of "
-                f"{', '.join(m for m in gaps if m != 'clover')} ({size}); the paper: {said}",
-            )  # fmt: skip
-
-
-def finish_fig4(context: Context, outcome: Outcome, results: list[dict]) -> None:
-    reduction(outcome, results, "at least 20%")
+            clover = gaps.pop("clover").mean
+            below = 100 * (1 - clover / min(g.mean for g in gaps.values()))
+            where = f"{abs(below):.0f}% {'below' if below >= 0 else 'ABOVE'} the best of {', '.join(gaps)} ({size})"
+            outcome.notes.insert(0, f"clover's mean gap is {where}; the paper: {said}")
 
 
 def finish_table5(context: Context, outcome: Outcome, results: list[dict]) -> None:
-    reduction(outcome, results, "15% to 25%")
+    reduction(context, outcome, results, "15% to 25%")
     outcome.notes.append(
         "the paper's rows after SFT come from the whole pipeline: COMPARE=1 QAT_METHOD=clover bash speedrun_fp4.sh"
     )
@@ -201,34 +189,22 @@ def finish_fig5(context: Context, outcome: Outcome, results: list[dict]) -> None
     loss = any(len(r["curve"]) < 4 for r in results) and all("loss_curve" in r for r in results)
     what = "training loss" if loss else "validation BPB"
     curves: dict[str, dict[str, list]] = {}
-    runs: dict[str, list[tuple[list, list]]] = {}  # of each line, one for each seed
+    runs: dict[str, list[tuple]] = {}  # of each line, one for each seed
     for size in dict.fromkeys(r["size"] for r in results):
-        of_size = {(r["method"], r["seed"]): r["loss_curve" if loss else "curve"] for r in results if r["size"] == size}
-        base = {seed: {c[0]: c[1] for c in curve} for (method, seed), curve in of_size.items() if method == "bf16"}
+        gaps = along([r for r in results if r["size"] == size], "loss_curve" if loss else "curve")
         for method in full_methods(context)[1:]:
-            points: dict[int, list[float]] = {}
-            for seed in base:
-                gaps = [
-                    (step, 100 * (value / base[seed][step] - 1))
-                    for step, value, *_ in of_size.get((method, seed), ())
-                    if step and step in base[seed]
-                ]
-                for step, value in gaps:
-                    points.setdefault(step, []).append(value)
-                if gaps:
-                    runs.setdefault(f"{method}, {size}", []).append(tuple(zip(*gaps)))
-            if points:
-                curves.setdefault(size, {})[method] = [[s, sum(v) / len(v)] for s, v in sorted(points.items())]
+            if seeds := [of for of in gaps.get(method, {}).values() if of]:
+                at = {step: [of[step] for of in seeds if step in of] for step in sorted(set().union(*seeds))}
+                curves.setdefault(size, {})[method] = [[step, sum(v) / len(v)] for step, v in at.items()]
+                runs[f"{method}, {size}"] = [tuple(zip(*of.items())) for of in seeds]
     outcome.numbers["curves"] = curves
     outcome.title = f"Figure 5: increase of the {what} over BF16 in the course of training"
-    outcome.header, outcome.rows = (
-        ["size", "method", "gap in % at steps"],
-        [
-            [size, method, "  ".join(f"{s}: {g:+.2f}" for s, g in points[:: max(1, len(points) // 6)])]
-            for size, methods in curves.items()
-            for method, points in methods.items()
-        ],
-    )
+    outcome.header = ["size", "method", "gap in % at steps"]
+    outcome.rows = [
+        [size, method, "  ".join(f"{s}: {g:+.2f}" for s, g in points[:: max(1, len(points) // 6)])]
+        for size, methods in curves.items()
+        for method, points in methods.items()
+    ]
 
     def plot(axes) -> None:
         for name, seeds in runs.items():
@@ -239,14 +215,10 @@ def finish_fig5(context: Context, outcome: Outcome, results: list[dict]) -> None
     outcome.plot = plot
 
 
-def finish_systems(context: Context, outcome: Outcome, results: list[dict]) -> None:
-    compare(outcome, results, "clover")
-
-
 def finish_attribution(context: Context, outcome: Outcome, results: list[dict]) -> None:
     outcome.rows = [[row[0], row[1], *row[3:]] for row in outcome.rows]
     outcome.header = ["size", "quantized", *outcome.header[3:]]
-    compare(outcome, results, "all")
+    compare(context, outcome, results, "all")
 
 
 def finish_remedies(context: Context, outcome: Outcome, results: list[dict]) -> None:
@@ -351,28 +323,27 @@ def remedies_methods(context: Context) -> list[str]:
 def clover_apart(depth: int) -> list[str]:
     """The runs that take clover apart, as "label: flags": operand, kind of layer, half of the depth, phase."""
     forward = "fig2_1x16_four_over_six"  # the forward of clover alone
-    methods = {
-        "bf16": sweep_runs.changed("bf16"),
-        "all": sweep_runs.changed("clover"),
-        "forward": sweep_runs.changed(forward),
-        "forward, input": sweep_runs.changed("clover_input"),
-        "forward, weight": sweep_runs.changed("clover_weight"),
-        "backward": sweep_runs.changed("fig1e_ms_eden"),
-        "backward, dgrad": sweep_runs.changed("fig1c_ms_eden"),
-        "backward, wgrad": sweep_runs.changed("fig1a_ms_eden"),
+    methods = {  # label: method, layers, phases
+        "bf16": ("bf16",),
+        "all": ("clover",),
+        "forward": (forward,),
+        "forward-input": ("clover_input",),
+        "forward-weight": ("clover_weight",),
+        "backward": ("fig1e_ms_eden",),
+        "backward-dgrad": ("fig1c_ms_eden",),
+        "backward-wgrad": ("fig1a_ms_eden",),
     }
     for kind, pattern in sweep_runs.LAYER_KINDS.items():
-        methods[f"forward, {kind}"] = sweep_runs.changed("bf16", f"{pattern}={forward}")
-        methods[f"input, {kind}"] = sweep_runs.changed("bf16", f"{pattern}=clover_input")
-        methods[f"weight, {kind}"] = sweep_runs.changed("bf16", f"{pattern}=clover_weight")
-        methods[f"all but {kind}"] = sweep_runs.changed("clover", f"{pattern}=bf16")
+        methods[f"forward-{kind}"] = ("bf16", f"{pattern}={forward}")
+        methods[f"input-{kind}"] = ("bf16", f"{pattern}=clover_input")
+        methods[f"weight-{kind}"] = ("bf16", f"{pattern}=clover_weight")
+        methods[f"all_but_{kind}"] = ("clover", f"{pattern}=bf16")
     for half, blocks in (("first", range(depth // 2)), ("second", range(depth // 2, depth))):
-        patterns = ",".join(f"transformer.h.{i}.*={forward}" for i in blocks)
-        methods[f"forward, {half} half"] = sweep_runs.changed("bf16", patterns)
+        methods[f"forward-{half}_half"] = ("bf16", ",".join(f"transformer.h.{i}.*={forward}" for i in blocks))
     for first, last in ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0)):
         end = f",{last}=bf16" if last < 1 else ""
-        methods[f"steps {100 * first:.0f}-{100 * last:.0f}%"] = sweep_runs.changed("bf16", "", f"{first}=clover{end}")
-    return [f"{label.replace(', ', '-').replace(' ', '_')}: {' '.join(flags)}" for label, flags in methods.items()]
+        methods[f"steps_{100 * first:.0f}-{100 * last:.0f}%"] = ("bf16", "", f"{first}=clover{end}")
+    return [f"{label}: {' '.join(sweep_runs.changed(*how))}" for label, how in methods.items()]
 
 
 def attribution_methods(context: Context) -> list[str]:
@@ -410,8 +381,8 @@ ITEMS = {
         **OF_LLAMAS,
     ),
     "fig4": Item(
-        "Figure 4: fully quantized Llama-like models", full_methods, FULL_CLAIMS, FIGURE_4, finish=finish_fig4,
-        **OF_LLAMAS,
+        "Figure 4: fully quantized Llama-like models", full_methods, FULL_CLAIMS, FIGURE_4,
+        finish=partial(reduction, said="at least 20%"), **OF_LLAMAS,
     ),
     "table5": TABLE_5_ITEM,
     "fig5": dataclasses.replace(TABLE_5_ITEM, title="Figure 5", finish=finish_fig5),
@@ -421,7 +392,7 @@ ITEMS = {
         [
             Claim("NVFP4 has a smaller gap than MXFP4 (NVIDIA: 1.5% and 2.5%)", "nvidia", "mxfp4_nvidia"),
         ],
-        finish=finish_systems,
+        finish=compare,
     ),
     "attribution": Item(
         "Where Clover's gap comes from: only this part is quantized", attribution_methods, finish=finish_attribution

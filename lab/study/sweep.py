@@ -27,13 +27,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.measure.bench_common import table
 from lab.study.statistics import gap
 from lab.study.sweep_results import data_name, difference_from_paper, other_lengths, summary
 from lab.study.sweep_runs import Run, data_key, labels, method_plan, parse_number, plan
 from lab.study.sweep_scheduler import Interrupted, Sweep, base_directory, visible_devices
 from nanochat_fp4.common import get_base_dir, print0
-from nanochat_fp4.console import ArgumentParser, format_seconds
+from nanochat_fp4.console import ArgumentParser, format_seconds, table
 from nanochat_fp4.data.dataset import build_embedded_corpus, ensure_data
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
@@ -81,7 +80,7 @@ def with_one_term(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[s
             output = method_plan(run.flags).at(1.0).output
             found = json.loads((sweep.folder / "forwards" / f"{run.tag}.json").read_text())
             bpb, tokens = found["bpb"]["clover"], found["eval_tokens"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
         if max(output.a.terms, output.b.terms) < 2:
             continue

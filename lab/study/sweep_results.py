@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -80,7 +81,7 @@ COST = {"4": 1.0, "8": 2.0, "16": 4.0}
 # What every table takes of a run.
 NEEDED = {
     "method": str, "size": str, "seed": int, "steps": int, "tokens": int,
-    "val_bpb": float, "val_bpb_bf16": float, "gemm_work": dict,
+    "val_bpb": float, "val_bpb_bf16": float, "gemm_work": dict, "training_seconds": float,
 }  # fmt: skip
 
 
@@ -109,8 +110,13 @@ def stored(path: str | Path) -> dict:
             check_run(run)
         if content["results"] and content["data"]:
             itemgetter("gpu", "gpu_count", "torch")(content["environment"])  # for the line below a table
-            return content
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         problem = f"{path} is not a file of lab.study.sweep ({type(e).__name__}: {one_line(e)[:80]})"
         raise UserError(f"{problem}; give <folder>/<name>.json of a sweep") from None
-    raise UserError(f"{path} holds no results; run its sweep first")
+    if not content["results"] or not content["data"]:
+        raise UserError(f"{path} holds no results; run its sweep first")
+    runs = Counter((r["method"], r["size"], r["seed"]) for r in content["results"])
+    (method, size, seed), count = runs.most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{path} has {method} of size {size} and seed {seed} twice; leave one of them out")
+    return content

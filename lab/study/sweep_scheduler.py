@@ -53,13 +53,14 @@ class Sweep:
         return self.folder / "runs" / f"{run.tag}.json"
 
     def result(self, run: Run) -> dict | None:
-        """What a run that is done has written, or None. A file that is cut short or damaged counts as none."""
+        """What a run that is done has written, or None. A file that is damaged, or another run's, counts as none."""
         try:
             result = json.loads(self.result_path(run).read_text())
             check_run(result)
-            return result
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
+        own = (result["method"], result["size"], result["seed"]) == (run.method, run.size, run.seed)
+        return result if own else None
 
     def results(self, runs: Iterable[Run]) -> list[dict]:
         return [r for r in map(self.result, runs) if r is not None]
@@ -80,10 +81,10 @@ class Sweep:
         values = [r for r in records if r["event"] == "val"]
         if not starts or not values or values[-1]["step"] != starts[-1]["num_iterations"]:
             return None
-        if not math.isfinite(values[-1]["bpb"] + values[-1]["bpb_bf16"]):
-            return None
         start, losses = starts[-1], [r for r in records if r["event"] == "train"]
-        seconds = sum(r["dt"] for r in losses)
+        seconds = sum(r.get("dt", math.nan) for r in losses)
+        if not math.isfinite(values[-1]["bpb"] + values[-1]["bpb_bf16"] + seconds):
+            return None
         result = {
             "method": run.method,
             "size": run.size,

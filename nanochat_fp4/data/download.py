@@ -178,8 +178,9 @@ def _fetch_hub(dataset: str, name: str, file: Path, timeout: float, end: float, 
 
 
 def _fetch_url(url: str, file: Path, timeout: float, end: float, limit: int) -> str:
-    request = urllib.request.Request(url, headers={"User-Agent": "nanochat_fp4", "Accept-Encoding": "identity"})
-    with urllib.request.urlopen(request, timeout=timeout) as response, open(file, "xb") as f:
+    headers = {"User-Agent": "nanochat_fp4", "Accept-Encoding": "identity"}
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310 the caller has looked at the scheme
+    with urllib.request.urlopen(request, timeout=timeout) as response, open(file, "xb") as f:  # noqa: S310
         stated = response.headers.get("Content-Length", "")
         _check_size(file, size := int(stated) if stated.isdigit() else None, limit)
         while chunk := response.read1(1 << 20):

@@ -401,7 +401,7 @@ def _break_even(gpu: str, runs: list[dict]) -> str:
     return f"- break-even with BF16, PREDICTED for {machine.name}, not measured: linear layers are faster with {found}"
 
 
-def _cost(environment: Mapping[str, Any], seconds: float) -> float | None:
+def gpu_dollars(environment: Mapping[str, Any], seconds: float) -> float | None:
     """US dollars for the GPUs of `environment` over `seconds`; None without a GPU."""
     name, count = str(environment.get("gpu") or ""), _number(environment.get("gpu_count"))
     try:
@@ -418,7 +418,7 @@ def _time_table(sections: list[dict]) -> list[str]:
         if seconds is None:
             continue
         total += seconds
-        dollars += _cost(s["environment"], seconds) or 0.0
+        dollars += gpu_dollars(s["environment"], seconds) or 0.0
         rows.append([s["section"], s["model_tag"] or "all runs", format_seconds(seconds), s["timestamp"]])
     if not rows:
         return []

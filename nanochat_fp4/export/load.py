@@ -8,7 +8,7 @@ import json
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,11 @@ _COMPRESSED = ("weight_packed", "weight_scale", "weight_global_scale", "input_gl
 _MODELOPT = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
 @torch.no_grad()
-def load_quantized(
-    model: nn.Module, folder: str | Path, codes: bool = False, device: torch.device | str = "cpu"
-) -> nn.Module:
+def load_quantized(model: M, folder: str | Path, codes: bool = False, device: torch.device | str = "cpu") -> M:
     """Loads the weights of an exported folder (safetensors, compressed-tensors, modelopt or GGUF), in place.
 
     model: a GPT or Llama of the folder's shapes, converted or not. Folders that are not GGUF fit any module with the
@@ -46,6 +47,10 @@ def load_quantized(
     Returns the model. Raises UserError where safetensors or gguf is not installed, and for a folder of another format
     or model. Each tensor must be known, of its shape, and finite. With codes=True the layers must be converted
     (nf.convert), and layers that are computed as one must have one scale.
+
+    >>> nf.load_quantized(torch.nn.Linear(32, 16), "nowhere")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    nanochat_fp4.errors.UserError: ...nowhere...
     """
     folder, file = Path(folder), None
     about = huggingface.describe(model) if isinstance(model, GPT | Llama) else None

@@ -41,6 +41,10 @@ def save_quantized(
     Returns what the format cannot hold, a line each. Raises UserError for another format, a model that is not of
     transformers or not converted, experts in stacked parameters, Conv1D layers, a folder that is not to be replaced,
     and where safetensors is not installed.
+
+    >>> nf.save_quantized(torch.nn.Linear(32, 16), "folder")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    nanochat_fp4.errors.UserError: save_quantized: Linear is no model of transformers; ...
     """
     if format not in huggingface.FORMATS:
         raise UserError(f"save_quantized: the format is {format!r}, expected one of {', '.join(huggingface.FORMATS)}")

@@ -207,7 +207,7 @@ class Decoder:
             weights = (None, None) if is_gpt else (block.ln_1.weight, block.ln_2.weight)
             inputs = row(y, x, mix, dtype=dtype, add=True, norm_eps=eps, norm_weight=weights[0], rounding=qkv.rounding)
             y = attention(
-                qkv(*inputs), cos, sin, *cache.get_layer_cache(i), cache.cache_seqlens, None,
+                qkv(*inputs), cos, sin, *cache.get_layer_cache(i), cache.cache_seqlens,
                 model.config.n_head, model.window_sizes[i][0] if is_gpt else -1, eps if is_gpt else None,
             )  # fmt: skip
             inputs = row(y, dtype=dtype, rounding=attention_out.rounding) if attention_out.rounding else (y[0], None)

@@ -19,6 +19,7 @@ import functools
 import os
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -343,3 +344,20 @@ def flash_attn_with_kvcache(
     k_cache[:, position:end] = k
     v_cache[:, position:end] = v
     return _sdpa(q, k_cache[:, :end], v_cache[:, :end], window_size[0])
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, kv_cache: Any, layer_idx: int, window_size: tuple[int, int] = (-1, 0)
+) -> Tensor:
+    """
+    A layer's attention: flash_attn_func, or flash_attn_with_kvcache where there is a kv_cache (engine.KVCache).
+
+    q is `(B, T, H, D)`, and k and v `(B, T, H_kv, D)`; returns `(B, T, H * D)`. The last layer moves the cache on.
+    """
+    if kv_cache is None:
+        return flash_attn_func(q, k, v, causal=True, window_size=window_size).flatten(2)
+    caches, seqlens, position = kv_cache.get_layer_cache(layer_idx), kv_cache.cache_seqlens, kv_cache.get_pos()
+    y = flash_attn_with_kvcache(q, *caches, k, v, seqlens, position, causal=True, window_size=window_size)
+    if layer_idx == kv_cache.n_layers - 1:
+        kv_cache.advance(q.size(1))
+    return y.flatten(2)

@@ -31,9 +31,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nanochat_fp4.common import print0
-from nanochat_fp4.models import flash_attention
+from nanochat_fp4.models import flash_attention, optim
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
-from nanochat_fp4.models.optim import AdamW, Muon, PretrainingOptions, Schedule, gradient_norm, set_learning_rates
 from nanochat_fp4.nvfp4.linear import fused_linear, relu_squared_linear
 from nanochat_fp4.parallel import is_sharded
 
@@ -171,6 +170,14 @@ class _Rotate(torch.autograd.Function):
         return (pairs * cos + pairs.flip(-2) * (sin * sign)).flatten(-2), None, None
 
 
+def rotary_tables(positions: int, head_dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * base^(-2i / head_dim), each `(1, positions, 1, head_dim / 2)`, FP32."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    position = torch.arange(positions, dtype=torch.float32, device=device)
+    angle = torch.outer(position, 1.0 / base**exponent)[None, :, None, :]
+    return angle.cos(), angle.sin()
+
+
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i + D/2}) of x `(B, T, H, D)` by the angles of cos and sin, both `(1, T, 1, D/2)`."""
     return _Rotate.apply(x, cos, sin)
@@ -207,8 +214,7 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer_idx: int):
         super().__init__()
-        if config.separate_qkv:
-            self.fused_linears = ()
+        self.fused_linears = () if config.separate_qkv else CausalSelfAttention.fused_linears
         self.layer_idx = layer_idx
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         # Checkpoints and the optimizer have three matrices, as in nanochat.
@@ -230,24 +236,8 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], window_size: tuple[int, int], kv_cache: Any) -> Tensor:
         q, k, v = self.qkv(x)
         q, k = (norm(apply_rotary_emb(t, *cos_sin), keep_output=True) for t in (q, k))
-        if kv_cache is None:
-            y = flash_attention.flash_attn_func(q, k, v, causal=True, window_size=window_size)
-        else:
-            k_cache, v_cache = kv_cache.get_layer_cache(self.layer_idx)
-            y = flash_attention.flash_attn_with_kvcache(
-                q,
-                k_cache,
-                v_cache,
-                k=k,
-                v=v,
-                cache_seqlens=kv_cache.cache_seqlens,
-                position=kv_cache.get_pos(),
-                causal=True,
-                window_size=window_size,
-            )
-            if self.layer_idx == kv_cache.n_layers - 1:
-                kv_cache.advance(q.size(1))
-        return self.c_proj(y.flatten(2))
+        y = flash_attention.attend(q, k, v, kv_cache, self.layer_idx, window_size)
+        return self.c_proj(y)
 
 
 class MLP(nn.Module):
@@ -295,13 +285,8 @@ class Block(nn.Module):
 
         x = resid_lambda * x + x0_lambda * x0
         training = torch.is_grad_enabled()
-        x = _recomputed(attention, x) if training and recompute == "all" else attention(x)
-        return _recomputed(mlp, x) if training and recompute != "none" else mlp(x)
-
-
-def _recomputed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x). Only x is kept; the backward pass calls the function again."""
-    return checkpoint(function, x, use_reentrant=False)
+        x = checkpoint(attention, x, use_reentrant=False) if training and recompute == "all" else attention(x)
+        return checkpoint(mlp, x, use_reentrant=False) if training and recompute != "none" else mlp(x)
 
 
 # Inductor's limits, in reads and operations, for recomputing a value at each use instead of materializing it. Its
@@ -374,9 +359,8 @@ class GPT(nn.Module):
         self.resid_lambdas = nn.Parameter(torch.ones(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.zeros(config.n_layer))
         self.rotary_seq_len = config.sequence_len * ROTARY_FACTOR
-        cos, sin = self._precompute_rotary_embeddings(self.rotary_seq_len, config.head_dim)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        for name, table in zip(("cos", "sin"), self._rotary_tables()):
+            self.register_buffer(name, table, persistent=False)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -397,7 +381,7 @@ class GPT(nn.Module):
             nn.init.zeros_(block.mlp.c_proj.weight)
         self.resid_lambdas.fill_(1.0)
         self.x0_lambdas.fill_(0.0)
-        self.cos, self.sin = self._precompute_rotary_embeddings(self.rotary_seq_len, self.config.head_dim)
+        self.cos, self.sin = self._rotary_tables()
         device_type = self.get_device().type
         if device_type == "cuda":
             self.transformer.wte.to(dtype=torch.bfloat16)  # halves the largest table; the optimizer takes BF16
@@ -408,16 +392,10 @@ class GPT(nn.Module):
             shape = longest, attention.n_head, attention.n_kv_head, attention.head_dim, left
             flash_attention.setup(device_type, 0 <= left < longest - 1, shape)
 
-    def _precompute_rotary_embeddings(
-        self, seq_len: int, head_dim: int, base: float = ROTARY_BASE, device: torch.device | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """cos and sin of position * base^(-2i / head_dim), each `(1, seq_len, 1, head_dim / 2)` in BF16."""
-        device = self.get_device() if device is None else device
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-        position = torch.arange(seq_len, dtype=torch.float32, device=device)
-        angle = torch.outer(position, 1.0 / base**exponent)
+    def _rotary_tables(self) -> tuple[Tensor, Tensor]:
         # BF16 on every device, as in nanochat. A checkpoint must mean the same function everywhere.
-        return angle.cos().bfloat16()[None, :, None, :], angle.sin().bfloat16()[None, :, None, :]
+        cos, sin = rotary_tables(self.rotary_seq_len, self.config.head_dim, ROTARY_BASE, self.get_device())
+        return cos.bfloat16(), sin.bfloat16()
 
     @staticmethod
     def _compute_window_sizes(config: GPTConfig) -> list[tuple[int, int]]:
@@ -475,15 +453,15 @@ class GPT(nn.Module):
         ]
         matrices = list(self.transformer.h.parameters())
         assert len(matrices) + len(adam_groups) == len(list(self.parameters())), "a parameter without an optimizer"
-        adamw = AdamW(adam_groups, betas=adam_betas, eps=1e-10, weight_decay=0.0)
-        muon = Muon(matrices, lr=matrix_lr, momentum=0.95, weight_decay=weight_decay)
+        adamw = optim.AdamW(adam_groups, betas=adam_betas, eps=1e-10, weight_decay=0.0)
+        muon = optim.Muon(matrices, lr=matrix_lr, momentum=0.95, weight_decay=weight_decay)
         for group in adamw.param_groups + muon.param_groups:
             group["initial_lr"] = group["lr"]
         return [adamw, muon]
 
     def setup_pretraining(
-        self, options: PretrainingOptions, total_batch_size: int, num_iterations: int
-    ) -> tuple[list[torch.optim.Optimizer], Schedule]:
+        self, options: optim.PretrainingOptions, total_batch_size: int, num_iterations: int
+    ) -> tuple[list[torch.optim.Optimizer], optim.Schedule]:
         """
         nanochat's optimizers and schedule for so many steps of total_batch_size tokens.
 
@@ -503,13 +481,13 @@ class GPT(nn.Module):
         )
 
         def schedule(step: int, progress: float) -> float:
-            lrm = lr_multiplier(
+            lrm = optim.lr_multiplier(
                 step, num_iterations, options.warmup_ratio, options.warmdown_ratio, options.final_lr_frac
             )
-            set_learning_rates([adamw, muon], lrm)
+            optim.set_learning_rates([adamw, muon], lrm)
             for group in muon.param_groups:
-                group["momentum"] = muon_momentum(step)
-                group["weight_decay"] = weight_decay_at(step, num_iterations, weight_decay)
+                group["momentum"] = optim.muon_momentum(step)
+                group["weight_decay"] = optim.weight_decay_at(step, num_iterations, weight_decay)
             return lrm
 
         return [adamw, muon], schedule
@@ -520,7 +498,7 @@ class GPT(nn.Module):
         init_lr_frac: float,
         lr_multiplier: Callable[[float], float],
         momentum: Callable[[int], float] | None = None,
-    ) -> tuple[list[torch.optim.Optimizer], Schedule]:
+    ) -> tuple[list[torch.optim.Optimizer], optim.Schedule]:
         """
         The optimizers and schedule of a stage after pre-training.
 
@@ -529,13 +507,12 @@ class GPT(nn.Module):
         momentum: Muon's, by step. None leaves the momentum constant.
         """
         optimizers = self.setup_optimizers(**rates)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] = group["lr"] * init_lr_frac
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group["initial_lr"] = group["lr"] * init_lr_frac
 
         def schedule(step: int, progress: float) -> float:
             lrm = lr_multiplier(progress)
-            set_learning_rates(optimizers, lrm)
+            optim.set_learning_rates(optimizers, lrm)
             for group in optimizers[-1].param_groups if momentum else ():
                 group["momentum"] = momentum(step)
             return lrm
@@ -544,7 +521,7 @@ class GPT(nn.Module):
 
     def clip_gradients(self) -> Tensor:
         """The 2-norm of all gradients on this rank, (). The gradients do not change, because nanochat does not clip."""
-        return gradient_norm(self)
+        return optim.gradient_norm(self)
 
     def forward(
         self,
@@ -621,30 +598,3 @@ class GPT(nn.Module):
                 next_id = logits.argmax(dim=-1, keepdim=True)
             ids = torch.cat((ids, next_id), dim=1)
             yield next_id.item()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Schedules of pre-training (nanochat's)
-
-
-def lr_multiplier(
-    step: int, num_iterations: int, warmup_ratio: float = 0.0, warmdown_ratio: float = 0.4, final_lr_frac: float = 0.0
-) -> float:
-    """Linear warm-up over the first part, 1, linear warm-down to final_lr_frac over the last part."""
-    warmup, warmdown = round(warmup_ratio * num_iterations), round(warmdown_ratio * num_iterations)
-    if step < warmup:
-        return (step + 1) / warmup
-    if step <= num_iterations - warmdown:
-        return 1.0
-    left = (num_iterations - step) / warmdown
-    return left + (1 - left) * final_lr_frac
-
-
-def muon_momentum(step: int) -> float:
-    """0.85 to 0.95 over the first 300 steps."""
-    return 0.85 + 0.10 * min(step / 300, 1.0)
-
-
-def weight_decay_at(step: int, num_iterations: int, initial: float) -> float:
-    """Linear to zero over the run."""
-    return initial * (1 - step / num_iterations)

@@ -34,7 +34,7 @@ from nanochat_fp4.common import is_ddp_initialized
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
-from nanochat_fp4.models.gpt import ROTARY_BASE, ROTARY_FACTOR, apply_rotary_emb
+from nanochat_fp4.models.gpt import ROTARY_BASE, ROTARY_FACTOR, apply_rotary_emb, rotary_tables
 from nanochat_fp4.models.optim import AdamW, PretrainingOptions, Schedule, gradient_norm, set_learning_rates
 from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.sharding import local
@@ -122,16 +122,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Any) -> Tensor:
         q, k, v = fused_linear(x, *(getattr(self, name) for name in self.fused_linears), head_dim=self.head_dim)
         q, k = (apply_rotary_emb(t.float(), *cos_sin).to(v.dtype) for t in (q, k))
-        if kv_cache is None:
-            y = flash_attention.flash_attn_func(q, k, v, causal=True)
-        else:
-            k_cache, v_cache = kv_cache.get_layer_cache(self.layer_idx)
-            y = flash_attention.flash_attn_with_kvcache(
-                q, k_cache, v_cache, k=k, v=v, cache_seqlens=kv_cache.cache_seqlens, position=kv_cache.get_pos(),
-            )  # fmt: skip
-            if self.layer_idx == kv_cache.n_layers - 1:
-                kv_cache.advance(q.size(1))
-        return self.c_proj(y.flatten(2))
+        return self.c_proj(flash_attention.attend(q, k, v, kv_cache, self.layer_idx))
 
 
 class MLP(nn.Module):
@@ -179,12 +170,7 @@ class Llama(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def _rotary_tables(self) -> tuple[Tensor, Tensor]:
-        """cos and sin of position * base^(-2i / head_dim), each `(1, positions, 1, head_dim / 2)`, FP32."""
-        device = self.get_device()
-        exponent = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device=device) / self.config.head_dim
-        position = torch.arange(self.rotary_seq_len, dtype=torch.float32, device=device)
-        angle = torch.outer(position, 1.0 / self.config.rope_base**exponent)[None, :, None, :]
-        return angle.cos(), angle.sin()
+        return rotary_tables(self.rotary_seq_len, self.config.head_dim, self.config.rope_base, self.get_device())
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -116,6 +116,29 @@ def set_learning_rates(optimizers: Iterable[torch.optim.Optimizer], multiplier: 
             group["lr"] = group["initial_lr"] * multiplier
 
 
+def lr_multiplier(
+    step: int, num_iterations: int, warmup_ratio: float = 0.0, warmdown_ratio: float = 0.4, final_lr_frac: float = 0.0
+) -> float:
+    """nanochat's: linear warm-up over the first part, 1, linear warm-down to final_lr_frac over the last part."""
+    warmup, warmdown = round(warmup_ratio * num_iterations), round(warmdown_ratio * num_iterations)
+    if step < warmup:
+        return (step + 1) / warmup
+    if step <= num_iterations - warmdown:
+        return 1.0
+    left = (num_iterations - step) / warmdown
+    return left + (1 - left) * final_lr_frac
+
+
+def muon_momentum(step: int) -> float:
+    """0.85 to 0.95 over the first 300 steps."""
+    return 0.85 + 0.10 * min(step / 300, 1.0)
+
+
+def weight_decay_at(step: int, num_iterations: int, initial: float) -> float:
+    """Linear to zero over the run."""
+    return initial * (1 - step / num_iterations)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Muon
 

@@ -44,13 +44,30 @@ def _layers(model: nn.Module, context: str) -> list[QuantLinear]:
 
 
 def full_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Inside this context the converted layers compute like nn.Linear: to evaluate a model in BF16."""
+    """Inside this context the converted layers compute like nn.Linear: to evaluate a model in BF16.
+
+    Raises ValueError if model is no module.
+
+    >>> layer = nf.QuantLinear(32, 16)
+    >>> x = torch.randn(4, 32)
+    >>> with nf.full_precision(layer):
+    ...     bool((layer(x) == torch.nn.functional.linear(x, layer.weight)).all())
+    True
+    """
     return _inside({layer: {"full_precision": True} for layer in _layers(model, "full_precision")})
 
 
 def per_token_scale(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Inside this context every token has a tensor_scale of its own. A token's result then does not depend on the other
-    tokens of the batch. Generation needs this: a token is computed alone, in a prompt, or next to strangers."""
+    tokens of the batch. Generation needs this: a token is computed alone, in a prompt, or next to strangers.
+
+    Raises ValueError if model is no module.
+
+    >>> layer, x = nf.QuantLinear(32, 16), torch.randn(4, 32)
+    >>> with torch.no_grad(), nf.per_token_scale(layer):
+    ...     torch.allclose(layer(x)[:1], layer(x[:1]), atol=1e-5)
+    True
+    """
     return _inside({layer: {"per_token": True} for layer in _layers(model, "per_token_scale")})
 
 
@@ -70,7 +87,12 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     Inside another such context it takes over the other one's codes. A layer whose method changes inside makes its codes
     in each pass from then on. Raises RuntimeError where an optimizer is about to change a weight inside, and at the end
     if a weight changed otherwise or was exchanged. A change in place through .data, which PyTorch does not count, is
-    not seen.
+    not seen. Raises ValueError if model is no module.
+
+    >>> layer = nf.QuantLinear(32, 16)
+    >>> with nf.quantize_weights_once(layer):
+    ...     for rows in torch.randn(2, 4, 32):  # two micro-batches of 4 tokens
+    ...         layer(rows).sum().backward()
     """
     _layers(model, "quantize_weights_once")
     groups = [g for g in groups_computed_as_one(model) if not g[0].packed]
@@ -116,6 +138,13 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
 
     Raises ValueError for a model inside DistributedDataParallel, whose reduction waits for gradients that autograd
     accumulates. Raises RuntimeError at the end if a weight's grad was dropped or exchanged inside.
+
+    >>> layer = nf.QuantLinear(32, 16)
+    >>> with nf.accumulate_gradients(layer):
+    ...     for rows in torch.randn(2, 4, 32):  # two micro-batches of 4 tokens
+    ...         layer(rows).sum().backward()
+    >>> layer.weight.grad.shape, layer.weight.grad.dtype
+    (torch.Size([16, 32]), torch.float32)
     """
     layers = _layers(model, "accumulate_gradients")
     if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):

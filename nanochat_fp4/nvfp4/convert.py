@@ -9,6 +9,7 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -64,8 +65,11 @@ class ConvertReport:
         return "\n".join(lines)
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
 def convert(
-    model: nn.Module,
+    model: M,
     method: str | Recipe = "clover",
     skip: Sequence[str] = (),
     backward: bool = True,
@@ -73,7 +77,7 @@ def convert(
     keep_last_blocks: int = 0,
     verbose: bool = True,
     per_token_in_eval: bool = True,
-) -> nn.Module:
+) -> M:
     """Computes every nn.Linear (and transformers' Conv1D) of the model as the method says, in place; returns the model.
 
     Experts in stacked parameters count as a linear layer each, where their layout is known (experts.py).
@@ -94,6 +98,11 @@ def convert(
     real tensors, before torch.compile; converting again changes the method. Subclasses of nn.Linear are converted if
     they override forward alone (dtype handling). Raises ValueError for arguments of other types, an unknown method, a
     pattern that matches nothing, or a model in which nothing can be converted.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 5))
+    >>> model = nf.convert(model, "clover", verbose=False)
+    >>> model.nf_report.converted, model.nf_report.left_alone
+    (['0'], [('2', 'out_features is 5, expected a multiple of 16')])
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"convert: got {type(model).__name__} for the model, expected a torch.nn.Module")

@@ -51,6 +51,9 @@ def backend() -> Backend:
     """Which kernels this machine uses, and why. On a Blackwell this runs the probe of its FP4 GEMMs.
 
     Raises ValueError if NVFP4_KERNELS or NVFP4_GEMM asks for what cannot run here.
+
+    >>> print(nf.backend())  # doctest: +ELLIPSIS
+    quantize: ...; GEMM: ... (...)
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernels = use_kernels(device)

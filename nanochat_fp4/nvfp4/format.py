@@ -49,6 +49,12 @@ class NVFP4Tensor:
                   FP8 has float32 `(..., K/128)`, or `(..., 0)` with tensor_scale alone.
     tensor_scale: float32 (), or `(..., 1)` if quantized per token.
     decoded:      Optional cache of the result of `decode`, for a GEMM that follows at once. Never saved.
+
+    >>> t = nf.quantize(torch.ones(2, 32), "rtn")
+    >>> t.shape, t.codes.shape, t.scales.shape, t.tensor_scale.shape
+    (torch.Size([2, 32]), torch.Size([2, 16]), torch.Size([2, 2]), torch.Size([]))
+    >>> t.nbytes  # 64 values of 4 bits, 4 scales of 8, one of 32
+    40
     """
 
     codes: torch.Tensor

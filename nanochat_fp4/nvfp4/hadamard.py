@@ -36,7 +36,12 @@ def rotation_matrix(seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int
 def rotate(x: torch.Tensor, seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int = 0) -> torch.Tensor:
     """The RHT of x (..., K), K % dim == 0, in FP32; seed is an int or an int64 tensor ().
 
-    `quantize(x, "ms_eden", seed)` quantizes rotate(x, seed). Raises ValueError if K is not a multiple of dim.
+    `quantize(x, "ms_eden", seed)` quantizes rotate(x, seed). Raises ValueError if K is not a multiple of dim. The
+    rotation is orthogonal, so products of two tensors that are rotated with one seed stay what they were.
+
+    >>> a, b = torch.randn(3, 256), torch.randn(5, 256)
+    >>> torch.allclose(nf.rotate(a, 1) @ nf.rotate(b, 1).T, a @ b.T, atol=1e-4)
+    True
     """
     return rotated_sums(x, seed, dim=dim, stream=stream) * dim**-0.5
 

@@ -259,8 +259,15 @@ class QuantLinear(torch.nn.Linear):
     """nn.Linear with the same parameters and state-dict keys, computed as `method` says.
 
     method: a name of METHODS or a Recipe. in_features and out_features must be multiples of 16 unless the method
-    quantizes nothing. Input (..., in_features) and weights are in FP32 or BF16, with autocast on or off.
+    quantizes nothing. Input (..., in_features) and weights are in FP32 or BF16, with autocast on or off. The output
+    (..., out_features) has the input's dtype, or autocast's. device and dtype are nn.Linear's.
     Raises ValueError for an unknown method or dimensions that do not divide.
+
+    >>> layer = nf.QuantLinear(64, 32, method="nvidia")
+    >>> x = torch.randn(2, 3, 64, requires_grad=True)
+    >>> layer(x).square().mean().backward()
+    >>> x.grad.shape, layer.weight.grad.shape
+    (torch.Size([2, 3, 64]), torch.Size([32, 64]))
     """
 
     recipe: Recipe

@@ -302,6 +302,9 @@ def get_recipe(method: str | Recipe) -> Recipe:
     """The Recipe of a name of METHODS, ABLATIONS or ALIASES; a Recipe is returned as it is.
 
     Raises ValueError with the names of METHODS, for another type, or for a method that was removed.
+
+    >>> print(nf.get_recipe("quartet2").output)
+    four_over_six x four_over_six
     """
     if isinstance(method, Recipe):
         return method

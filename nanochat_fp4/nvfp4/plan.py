@@ -60,16 +60,17 @@ class MethodPlan:
             if not 0 <= fraction <= 1 or (steps and fraction <= steps[-1][0]):
                 raise ValueError(f"phases: {key!r} is not a fraction of the steps, from 0 to 1 and rising: 0.85=bf16")
             steps.append((fraction, recipe))
-        others = [*(r for _, r in steps), *(r for _, r in _pairs(layers, "layers", "pattern=method"))]
-        if odd := next((r for r in others if r.kept_blocks and r.kept_blocks != get_recipe(method).kept_blocks), None):
+        of_layers, method = tuple(_pairs(layers, "layers", "pattern=method")), get_recipe(method)
+        others = [recipe for _, recipe in (*steps, *of_layers)]
+        if odd := next((r for r in others if r.kept_blocks not in (0.0, method.kept_blocks)), None):
             raise ValueError(
                 f"{odd.name} keeps the last blocks in BF16 from the first step on; make it the method of the run, or "
                 "use nvidia_fixed_signs"
             )
-        start, last = steps[-1] if steps else (0.0, get_recipe(method))
+        start, last = steps[-1] if steps else (0.0, method)
         if last.late and last.late[0] > start:
             steps.append((last.late[0], last.final))
-        return cls(get_recipe(method), tuple(_pairs(layers, "layers", "pattern=method")), tuple(steps))
+        return cls(method, of_layers, tuple(steps))
 
     def at(self, progress: float) -> Recipe:
         """The method of the phase that `progress` (0 to 1) is in."""

@@ -507,6 +507,10 @@ def quantize(x: torch.Tensor, rounding: str | Rounding, seed: torch.Tensor | int
     Raises ValueError for an unknown rounding, a seed of another type, and an integer, empty or meta tensor. K must be a
     multiple of 16, for ms_eden of 128 and for MX of 32. All values must be finite in FP32, before and after the
     rotation and the rounding.
+
+    >>> t = nf.quantize(torch.tensor([[6.0, 3.2, -1.1] + [0.0] * 13]), "rtn")
+    >>> t.dequantize()[0, :3].round(decimals=3).tolist()
+    [6.0, 3.0, -1.0]
     """
     spec = get_rounding(rounding)
     if not isinstance(seed, int) and not (isinstance(seed, torch.Tensor) and seed.dtype == torch.int64):

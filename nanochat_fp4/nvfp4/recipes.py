@@ -16,6 +16,7 @@ The table of the methods is in methods.py.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
@@ -36,6 +37,11 @@ class Operand:
               forward pass, so that only codes are kept. For input and weight in the backward GEMMs only.
     feedback: Rounded for a small error of the layer's output, given the inputs it has had (feedback.py). For the weight
               in the output GEMM only.
+
+    Raises ValueError for an unknown rounding.
+
+    >>> print(nf.Operand("sr"), nf.Operand("rtn", raw=True), nf.Operand())
+    sr raw rtn -
     """
 
     rounding: Rounding | None = None
@@ -43,6 +49,12 @@ class Operand:
     terms: int = 1
     feedback: bool = False
     make: Maker = field(init=False, repr=False, compare=False)  # the kind of operand (operands.py)
+
+    if TYPE_CHECKING:  # the field is a Rounding, the argument may be its name
+
+        def __init__(
+            self, rounding: Rounding | str | None = None, raw: bool = False, terms: int = 1, feedback: bool = False
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if isinstance(self.rounding, str):
@@ -64,6 +76,9 @@ class Gemm:
 
     rht_dim:     0, or the RHT's group size along the contraction dimension
     fixed_signs: one sign vector for the whole run instead of a new one at every backward (NVIDIA's own recipe)
+
+    >>> print(nf.Gemm(nf.Operand("ms_eden"), nf.Operand("ms_eden"), rht_dim=128))
+    ms_eden x ms_eden, RHT-128
     """
 
     a: Operand = field(default_factory=Operand)
@@ -83,7 +98,15 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A method: one Gemm for each of the three products. Raises ValueError for combinations that cannot be computed."""
+    """A method: one Gemm for each of the three products. Raises ValueError for combinations that cannot be computed.
+
+    >>> weights_only = nf.Recipe("weights_only", output=nf.Gemm(b=nf.Operand("four_over_six")))
+    >>> nf.QuantLinear(32, 16, method=weights_only)(torch.randn(4, 32)).shape
+    torch.Size([4, 16])
+    >>> nf.Recipe("wrong", output=nf.Gemm(nf.Operand("ms_eden"), nf.Operand("ms_eden")))
+    Traceback (most recent call last):
+    ValueError: recipe 'wrong', output: ms_eden works on rotated operands; set rht_dim=128 and quantize both
+    """
 
     name: str
     output: Gemm = field(default_factory=Gemm)

@@ -77,6 +77,10 @@ def gather_codes(model: nn.Module, raw_dtype: torch.dtype | None = None) -> list
     raw_dtype is the dtype of gathered weights that are no codes, by default the MixedPrecisionPolicy's, else the
     weight's own. Gradients have the policy's param_dtype, or else the weight's, and are reduced in the policy's
     reduce_dtype. Raises ValueError for a model that is not sharded, or whose rows do not divide.
+
+    >>> nf.gather_codes(nf.QuantLinear(32, 16))
+    Traceback (most recent call last):
+    ValueError: gather_codes: nothing of the model is sharded; call fully_shard on it first
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -106,7 +110,7 @@ class _Shard:
         self.name, self.layer, self.fsdp_param, self.shards, self.raw_dtype = name, layer, fsdp_param, shards, raw_dtype
         self.group = fsdp_param.shard_mesh.get_group()
         size, rows = fsdp_param.shard_mesh.size(), layer.weight.shape[0]
-        block_rows = _block_rows(layer)
+        block_rows = layer.recipe.output.b.rounding.block_rows if gathers_codes(layer) else 1
         if not layer.by_rows:
             raise ValueError(f"gather_codes: {name} is a Conv1D, whose rows are in_features; shard it without codes")
         if rows % (size * block_rows):
@@ -184,7 +188,8 @@ class _Shards:
     def refresh(self) -> None:
         """Makes the codes of all weights anew. All ranks call this together, because a weight changes on all ranks."""
         shards = [s for s in self.all if s.as_codes()]
-        amaxes = _reduced([_amax(s.local) for s in shards], [s.group for s in shards])
+        # The bits of non-negative numbers have the order of the numbers, and NaN is the largest: no reduction loses it.
+        amaxes = _reduced([largest_magnitude(s.local).view(torch.int32) for s in shards], [s.group for s in shards])
         of_layer = {s.layer: amax for s, amax in zip(shards, amaxes)}
         for group in groups_computed_as_one(self.model):
             if len(group) > 1 and all(layer in of_layer for layer in group):
@@ -217,18 +222,6 @@ def gathers_codes(layer: QuantLinear) -> bool:
     if not recipe.fixed_weight or recipe.grad_input.b.raw:
         return False
     return weight.rounding.has_kernels and weight.terms == 1
-
-
-def _block_rows(layer: QuantLinear) -> int:
-    return layer.recipe.output.b.rounding.block_rows if gathers_codes(layer) else 1
-
-
-def _amax(x: torch.Tensor) -> torch.Tensor:
-    """max |x| as the bits of a float32, int32 ().
-
-    The bits of non-negative numbers have the order of the numbers, and NaN is the largest, so no reduction loses a NaN.
-    """
-    return largest_magnitude(x).view(torch.int32)
 
 
 def _reduced(amaxes: Sequence[torch.Tensor], groups: Sequence[Any]) -> list[torch.Tensor]:

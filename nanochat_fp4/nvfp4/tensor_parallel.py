@@ -318,6 +318,8 @@ class ColwiseParallel(_Style):
     The input is (..., T / W, in_features), or (..., T, in_features) with sequence_parallel=False. The output is
     (..., T, out_features / W). Layers that fused_linear computes as one (q, k, v) are gathered and quantized as one.
     Raises ValueError for a layer that is not converted, a size that does not divide, a method that is refused.
+
+    >>> styles = {name: nf.ColwiseParallel() for name in ("attn.q", "attn.k", "attn.v")}  # for parallelize_module
     """
 
     dim = 0
@@ -328,6 +330,8 @@ class RowwiseParallel(_Style):
 
     The input is (..., T, in_features / W). The output is (..., T / W, out_features), or (..., T, out_features) with
     sequence_parallel=False. Raises ValueError as ColwiseParallel does.
+
+    >>> styles = {"mlp.up": nf.ColwiseParallel(), "mlp.down": nf.RowwiseParallel()}  # for parallelize_module
     """
 
     dim = 1

@@ -56,18 +56,14 @@ class QuantizedTraining:
 
     def weights_once(self, passes: int) -> contextlib.AbstractContextManager:
         """A context that makes the weights' codes once for `passes` passes, if that is less work."""
-        often = passes > 1 or rounds_with_feedback(self.model)
+        layers = (m for m in self.model.modules() if isinstance(m, QuantLinear))
+        often = passes > 1 or any(layer.recipe.looks_at_inputs for layer in layers)  # rounding with feedback is long
         return quantize_weights_once(self.model) if often else contextlib.nullcontext()
 
     def after_update(self, step: int, forward: Callable[[], object]) -> None:
         """forward() calls the model on some thousand tokens. All ranks must call this together."""
         if self.plan is not None and step % LOOK_EVERY == 0:
             update_gram_matrices(self.model, forward)
-
-
-def rounds_with_feedback(model: nn.Module) -> bool:
-    """Whether the method of a layer rounds its weight with error feedback."""
-    return any(isinstance(m, QuantLinear) and m.recipe.output.b.feedback for m in model.modules())
 
 
 @torch.no_grad()
@@ -84,6 +80,12 @@ def update_gram_matrices(model: nn.Module, forward: Callable[[], object]) -> Non
     the phase of its own moment.
 
     Raises ValueError for a model that is no module, and a forward that is not a function or calls none of these layers.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
+    >>> model, x = nf.convert(model, "clover_feedback", verbose=False), torch.randn(64, 32)
+    >>> nf.update_gram_matrices(model, lambda: model(x))
+    >>> sorted(nf.gram_state(model))
+    ['0', '2']
     """
     if not isinstance(model, nn.Module) or not callable(forward):
         got = f"{type(model).__name__} and {type(forward).__name__}"
@@ -180,6 +182,10 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     model:    the converted model, or a module that holds it (DistributedDataParallel, a compiled model, an average)
     progress: steps done over steps of the run, from 0 to 1
     Raises ValueError for a progress outside 0 to 1 and a model that was not converted.
+
+    >>> model = nf.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "clover_late", verbose=False)
+    >>> nf.set_progress(model, 0.5), nf.set_progress(model, 0.9)  # clover_late changes from 70% of the steps on
+    (False, True)
     """
     converted = [m for m in model.modules() if "nf_report" in vars(m)] if isinstance(model, nn.Module) else []
     if not converted:
@@ -205,7 +211,7 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     return True
 
 
-PATIENCE = 100  # steps without a needed call before the warning
+PATIENCE = LOOK_EVERY + 2  # steps without a needed call before the warning; a run of 40 steps must hear of it
 _reminders: "weakref.WeakKeyDictionary[nn.Module, _Reminder]" = weakref.WeakKeyDictionary()
 
 

@@ -7,12 +7,12 @@ Saving, finding, loading and pruning checkpoints: nanochat's files and a manifes
     meta_000100.json        model config, method, settings, losses (rank 0)
     manifest_000100.json    size and SHA-256 of the files above, and how many ranks wrote them
 
-A save writes every file under a temporary name (`model_000100.pt.<random>.staged`) and flushes the file to the disk.
-Then the manifest appears in one rename, with the temporary names. The checkpoint exists from that moment on. The files
-get their own names last. A kill before the manifest leaves an older checkpoint of the same step as it was. A kill after
-the manifest leaves temporary names, under which readers find the files.
+A save first makes the empty file unfinished_000100.json. Then it writes each file under a temporary name, flushes it to
+the disk and renames it. The manifest comes last, and the checkpoint exists from then on. Files of an unfinished step
+without a manifest do not count: a save or a deletion was killed. The next save deletes them.
 
-Files without a manifest are nanochat's own checkpoints. Reading them gives a warning. torch.load has weights_only=True
+Other files without a manifest are nanochat's own checkpoints, or ours whose manifest was lost. Reading them gives a
+warning. torch.load has weights_only=True
 everywhere, so that a checkpoint cannot run code.
 """
 
@@ -21,18 +21,17 @@ import hashlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nanochat_fp4.common import get_dist_info, is_ddp_initialized
+from nanochat_fp4.common import get_dist_info, is_ddp_initialized, of_all_ranks
 from nanochat_fp4.console import logger
 from nanochat_fp4.errors import UserError, one_line
-from nanochat_fp4.files import atomic_write, fsync_dir
+from nanochat_fp4.files import atomic_open
 
 FORMAT = "nanochat_fp4 checkpoint, version 1"
 
@@ -56,9 +55,9 @@ def check_model_tag(model_tag: str | None) -> None:
 
 
 def _name(kind: str, step: int, rank: int = 0) -> str:
-    """The file of a step: kind is model, optim, method, meta or manifest."""
-    ends = {"optim": f"_rank{rank:d}.pt", "meta": ".json", "manifest": ".json"}
-    return f"{kind}_{step:06d}{ends.get(kind, '.pt')}"
+    """The file of a step: kind is model, optim, method, meta, manifest or unfinished."""
+    ends = {"optim": f"_rank{rank:d}.pt", "model": ".pt", "method": ".pt"}
+    return f"{kind}_{step:06d}{ends.get(kind, '.json')}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -86,42 +85,17 @@ class _HashingFile:
 
 
 def _write(folder: Path, name: str, content: Any) -> dict[str, Any]:
-    """Write `content` (bytes, or an object for torch.save) under a temporary name; returns the manifest's entry."""
-    staged = f"{name}.{secrets.token_hex(4)}.staged"
-    try:
-        with open(folder / staged, "xb") as f:
-            hashing = _HashingFile(f)
-            if isinstance(content, bytes):
-                hashing.write(content)
-            else:
-                try:
-                    torch.save(content, hashing)
-                except RuntimeError as e:  # torch.save hides the reason of a failed write
-                    raise hashing.error or e from e
-            f.flush()
-            os.fsync(f.fileno())
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(folder / staged)
-        raise
-    return {"name": name, "staged": staged, "size": hashing.size, "sha256": hashing.sha256.hexdigest()}
-
-
-def _settle(folder: Path, entries: list[dict[str, Any]]) -> None:
-    """Give staged files their own names. Readers find a file that fails here under its temporary name."""
-    for entry in entries:
-        with contextlib.suppress(OSError):
-            os.replace(folder / entry["staged"], folder / entry["name"])
-    fsync_dir(folder)
-
-
-def _exchange(value: Any) -> list[Any]:
-    """`value` of every rank, by rank."""
-    if not is_ddp_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    """Write `content` (bytes, or an object for torch.save); returns the manifest's entry."""
+    with atomic_open(folder / name) as f:
+        hashing = _HashingFile(f)
+        if isinstance(content, bytes):
+            hashing.write(content)
+        else:
+            try:
+                torch.save(content, hashing)
+            except RuntimeError as e:  # torch.save hides the reason of a failed write
+                raise hashing.error or e from e
+    return {"name": name, "size": hashing.size, "sha256": hashing.sha256.hexdigest()}
 
 
 def _plain(value: Any) -> Any:
@@ -143,94 +117,83 @@ def save_checkpoint(
 
     model_data, meta_data, method_data: used on rank 0. An empty method_data gets no file. optimizer_data: of this rank,
     made of tensors, numbers, strings, lists and dicts, as torch.load(weights_only=True) reads them. None gets no file.
-    A full disk or a read-only folder is reported (by a warning) and gives False on every rank; nothing that was there
-    before changes.
+    A full disk or a read-only folder is reported (by a warning) and gives False on every rank; the checkpoints of other
+    steps stay as they are.
     """
     folder = Path(checkpoint_dir)
     entries: list[dict[str, Any]] = []
-    problem = None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+
+    def begin() -> None:
+        """From here on the step is unfinished."""
         if rank == 0:
-            # Other ranks may have begun with this step, but with no other: the rest is a killed save's. Before, because
-            # it may be what fills the disk.
-            _sweep(folder, lambda s: s != step)
+            folder.mkdir(parents=True, exist_ok=True)
+            _delete_remains(folder)
+            _write(folder, _name("unfinished", step), b"")
+            (folder / _name("manifest", step)).unlink(missing_ok=True)
             meta = {**(meta_data or {}), "step": step, "format": FORMAT}
-            entries.append(_write(folder, _name("model", step), model_data))
-            if method_data:
-                entries.append(_write(folder, _name("method", step), method_data))
             entries.append(_write(folder, _name("meta", step), json.dumps(meta, indent=2, default=_plain).encode()))
+
+    def write_files() -> None:
+        if rank == 0:
+            entries.insert(0, _write(folder, _name("model", step), model_data))
+            if method_data:
+                entries.insert(1, _write(folder, _name("method", step), method_data))
         if optimizer_data is not None:
             entries.append(_write(folder, _name("optim", step, rank), optimizer_data))
+
+    def write_manifest() -> None:
+        manifest = {"format": FORMAT, "step": step, "world_size": len(files), "files": sum(files, [])}
+        if rank == 0:
+            _write(folder, _name("manifest", step), f"{json.dumps(manifest, indent=2)}\n".encode())
+            (folder / _name("unfinished", step)).unlink(missing_ok=True)
+
+    problem = _problem_of_any_rank(begin, rank) or _problem_of_any_rank(write_files, rank)
+    files = of_all_ranks(entries)
+    problem = problem or _problem_of_any_rank(write_manifest, rank)
+    if rank == 0 and problem:
+        _delete(folder, step)
+        logger.warning(
+            f"checkpoint of step {step} NOT saved in {folder}: {problem}; older checkpoints are as they were"
+        )
+    elif rank == 0:
+        logger.info(f"Saved checkpoint of step {step} in {folder}")
+    return problem is None
+
+
+def _problem_of_any_rank(work: Callable[[], None], rank: int) -> str | None:
+    """What kept the first rank from this work; None where all ranks have done it."""
+    problem = None
+    try:
+        work()
     except (OSError, RuntimeError) as e:
         problem = f"rank {rank}: {one_line(e)}"
-
-    results = _exchange((problem, entries))
-    problem = next((p for p, _ in results if p), None)
-    if rank == 0 and problem is None:
-        files = [entry for _, rank_entries in results for entry in rank_entries]
-        manifest = {"format": FORMAT, "step": step, "world_size": len(results), "files": files}
-        try:
-            atomic_write(folder / _name("manifest", step), json.dumps(manifest, indent=2) + "\n")
-        except OSError as e:
-            problem = one_line(e)
-    problem = _exchange(problem)[0]
-    if problem is not None:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                os.unlink(folder / entry["staged"])
-        if rank == 0:
-            logger.warning(
-                f"checkpoint of step {step} NOT saved in {folder}: {problem}; older checkpoints are as they were"
-            )
-        return False
-    _settle(folder, entries)
-    if rank == 0:
-        _sweep(folder, lambda s: s == step)
-        logger.info(f"Saved checkpoint of step {step} in {folder}")
-    return True
+    return next(filter(None, of_all_ranks(problem)), None)
 
 
-def _sweep(folder: Path, which: Callable[[int], bool]) -> None:
-    """Finish what killed saves of some steps left: name the files of a manifest, delete the temporary ones of none."""
-    listed: set[str] = set()
-    for step in _manifest_steps(folder):
-        entries = _entries(folder, step).values()
-        listed |= {entry["staged"] for entry in entries}
-        if which(step):
-            _settle(folder, [entry for entry in entries if (folder / entry["staged"]).exists()])
+def _delete_remains(folder: Path) -> None:
+    """Delete what killed saves and deletions left: temporary files, and files of unfinished steps."""
     for path in folder.iterdir():
-        match = re.fullmatch(r"\.?(?:model|method|optim|meta|manifest)_(\d+)[_.].*\.(?:staged|tmp)", path.name)
-        if match and which(int(match.group(1))) and path.name not in listed:
+        if re.fullmatch(r"\.?(model|method|optim|meta|manifest|unfinished)_\d+[_.].*\.(staged|tmp)", path.name):
             with contextlib.suppress(OSError):
                 path.unlink()
-
-
-def finish_killed_saves(checkpoint_dir: str | os.PathLike) -> None:
-    """
-    Tidy up after a kill, as the next save would. For rank 0 of a run that resumes: no save follows the last step.
-
-    Call only when resuming: a reader could race a running save. Files that are newer than every manifest are left to
-    the next save. A process that is still ending may have made them.
-    """
-    folder = Path(checkpoint_dir)
-    if steps := _manifest_steps(folder):
-        _sweep(folder, lambda s: s <= steps[0])
+    for step in _named_steps(folder, "unfinished"):
+        if (folder / _name("manifest", step)).exists():  # all was written, or nothing was touched yet
+            (folder / _name("unfinished", step)).unlink(missing_ok=True)
+        else:
+            _delete(folder, step)
 
 
 def prune_checkpoints(checkpoint_dir: str | os.PathLike, keep_last: int) -> None:
     """
-    Delete all but the newest `keep_last` complete checkpoints; nothing where keep_last < 1. Rank 0 does the work.
+    Delete all but the newest `keep_last` complete checkpoints; nothing where keep_last < 1. For one rank.
 
     Checkpoints that are not complete do not count, and nanochat's own (without a manifest) are never deleted.
     """
-    if keep_last < 1 or get_dist_info()[1] != 0:
+    if keep_last < 1:
         return
     folder = Path(checkpoint_dir)
-    complete = [step for step in _manifest_steps(folder) if _problem(folder, step, hashes=False) is None]
-    # Ours without a manifest: the rest of a deletion that was cut short.
-    rest = [s for s in _named_steps(folder, "meta") if not (folder / _name("manifest", s)).exists()]
-    for step in complete[keep_last:] + [s for s in rest if _is_ours(folder, s)]:
+    complete = [step for step in _named_steps(folder, "manifest") if _problem(folder, step, hashes=False) is None]
+    for step in complete[keep_last:]:
         _delete(folder, step)
 
 
@@ -241,16 +204,17 @@ def forget_later_checkpoints(checkpoint_dir: str | os.PathLike, step: int) -> No
 
 
 def _delete(folder: Path, step: int) -> None:
-    """Without its manifest a checkpoint no longer counts. The metadata, which tells ours from nanochat's, goes last."""
-    for kind in ("manifest", "optim", "model", "method", "meta"):
-        for path in sorted(folder.glob(f"{kind}_{step:06d}[._]*")):
-            try:
-                os.unlink(path)
-            except FileNotFoundError:
-                continue
-            except OSError as e:
-                logger.warning(f"cannot delete {path} ({e.strerror})")
-                return
+    """Deletes the files of a step; killed meanwhile, it leaves an unfinished one."""
+    unfinished = folder / _name("unfinished", step)
+    try:
+        if any(folder.glob(f"*_{step:06d}[._]*")):
+            unfinished.touch()
+            for kind in ("manifest", "optim", "model", "method", "meta"):
+                for path in sorted(folder.glob(f"{kind}_{step:06d}[._]*")):
+                    path.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
+    except OSError as e:
+        logger.warning(f"cannot delete {e.filename} ({e.strerror})")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -265,19 +229,6 @@ def _named_steps(folder: Path, kind: str) -> list[int]:
     return sorted({int(m.group(1)) for m in matches if m}, reverse=True)
 
 
-def _manifest_steps(folder: Path) -> list[int]:
-    return _named_steps(folder, "manifest")
-
-
-def _is_ours(folder: Path, step: int) -> bool:
-    """False for a checkpoint that nanochat wrote."""
-    try:
-        meta = json.loads((folder / _name("meta", step)).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(meta, dict) and meta.get("format") == FORMAT
-
-
 def _read_manifest(folder: Path, step: int) -> dict[str, Any]:
     """The manifest of a step, checked for its form. Raises UserError."""
     path = folder / _name("manifest", step)
@@ -289,8 +240,7 @@ def _read_manifest(folder: Path, step: int) -> dict[str, Any]:
             kind = re.fullmatch(
                 rf"((model|method)_{step:06d}\.pt|meta_{step:06d}\.json|optim_{step:06d}_rank\d+\.pt)", entry["name"]
             )
-            staged = re.fullmatch(re.escape(entry["name"]) + r"\.[0-9a-f]+\.staged", entry["staged"])
-            good &= bool(kind and staged and isinstance(entry["size"], int) and isinstance(entry["sha256"], str))
+            good &= bool(kind and isinstance(entry["size"], int) and isinstance(entry["sha256"], str))
         names = {entry["name"] for entry in manifest["files"]}
         good &= {_name("model", step), _name("meta", step)} <= names
     except OSError as e:
@@ -310,17 +260,9 @@ def _entries(folder: Path, step: int) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def _open(folder: Path, entry: dict[str, Any]) -> BinaryIO:
-    """A listed file, under its temporary name while it has one. The run that saves it may rename it at any time."""
-    try:
-        return open(folder / entry["staged"], "rb")
-    except FileNotFoundError:
-        return open(folder / entry["name"], "rb")
-
-
 def _file_problem(folder: Path, entry: dict[str, Any], hashes: bool) -> str | None:
     try:
-        with _open(folder, entry) as f:
+        with open(folder / entry["name"], "rb") as f:
             size = os.fstat(f.fileno()).st_size
             if size != entry["size"]:
                 return f"{entry['name']} has {size:,} bytes instead of {entry['size']:,}"
@@ -335,10 +277,7 @@ def _file_problem(folder: Path, entry: dict[str, Any], hashes: bool) -> str | No
 
 def _problem(folder: Path, step: int, hashes: bool = True, wanted: Sequence[str] = ()) -> str | None:
     """Why the checkpoint of a step cannot be used, or None. wanted: these files alone. hashes=False: only sizes."""
-    if not (folder / _name("manifest", step)).exists():
-        # nanochat's own need a model and readable metadata; ours without a manifest were being deleted, or lost it.
-        if _is_ours(folder, step):
-            return f"{_name('manifest', step)} is missing"
+    if not (folder / _name("manifest", step)).exists():  # nanochat's own, or it was lost: a model and metadata
         names = (_name("model", step), _name("meta", step))
         return next((f"{name} is missing" for name in names if not (folder / name).is_file()), None)
     try:
@@ -354,9 +293,14 @@ def _problem(folder: Path, step: int, hashes: bool = True, wanted: Sequence[str]
 
 
 def list_steps(checkpoint_dir: str | os.PathLike) -> list[int]:
-    """Steps that have a checkpoint, intact or not, the newest first. Empty where the folder does not exist."""
+    """Steps that have a checkpoint, intact or not, the newest first. Empty where the folder does not exist.
+
+    Files of an unfinished step are no checkpoint.
+    """
     folder = Path(checkpoint_dir)
-    return sorted(set(_manifest_steps(folder)) | set(_named_steps(folder, "model")), reverse=True)
+    steps = set(_named_steps(folder, "manifest"))
+    steps |= set(_named_steps(folder, "model")) - set(_named_steps(folder, "unfinished"))
+    return sorted(steps, reverse=True)
 
 
 def find_last_step(checkpoint_dir: str | os.PathLike) -> int:
@@ -398,16 +342,10 @@ def find_last_step(checkpoint_dir: str | os.PathLike) -> int:
 # Loading
 
 
-def _torch_load(folder: Path, entry: dict[str, Any], device: Any, mmap: bool = False) -> Any:
+def _torch_load(path: Path, device: Any, mmap: bool = False) -> Any:
     """mmap: read the file on demand, for a caller that needs little of the file."""
-    path = folder / entry["name"]
     try:
-        if mmap:
-            staged = folder / entry["staged"]
-            name = str(staged if staged.exists() else path)
-            return torch.load(name, map_location=device, weights_only=True, mmap=True)
-        with _open(folder, entry) as f:
-            return torch.load(f, map_location=device, weights_only=True)
+        return torch.load(str(path), map_location=device, weights_only=True, mmap=mmap)
     except FileNotFoundError as e:
         raise UserError(f"{path} is missing; restore a copy, or use another step") from e
     except torch.cuda.OutOfMemoryError:
@@ -450,22 +388,20 @@ def load_checkpoint(
         raise UserError(f"checkpoint of step {step} in {folder}: {problem}; {_way_out(folder, step)}")
     if not entries:
         logger.warning(f"the checkpoint of step {step} in {folder} has no manifest, so nothing vouches for its files")
-        entries = {name: {"name": name, "staged": name} for name in wanted}
     try:
-        with _open(folder, entries[meta_name]) as f:
-            meta = json.load(f)
+        meta = json.loads((folder / meta_name).read_bytes())
         if not isinstance(meta, dict):
             raise ValueError("not an object")
     except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"{folder / meta_name} is damaged ({one_line(e)[:100]}); {_way_out(folder, step)}") from e
-    model_data = _torch_load(folder, entries[model_name], device)
+    model_data = _torch_load(folder / model_name, device)
     if not isinstance(model_data, dict):
         raise UserError(f"{folder / model_name} holds no state dict; {_way_out(folder, step)}")
     optimizer_data = None
     if ranks and saved == world_size:
-        optimizer_data = _torch_load(folder, entries[_name("optim", step, rank)], device)
+        optimizer_data = _torch_load(folder / _name("optim", step, rank), device)
     elif ranks:
-        parts = [_torch_load(folder, entries[_name("optim", step, r)], "cpu", mmap=True) for r in ranks]
+        parts = [_torch_load(folder / _name("optim", step, r), "cpu", mmap=True) for r in ranks]
         optimizer_data = dict(parts[rank] if rank < len(parts) else parts[0])
         optimizer_data["all_ranks"] = [part["optimizers"] for part in parts]
         optimizer_data["dataloaders"] = [part.get("dataloader") for part in parts]
@@ -481,7 +417,12 @@ def load_method_data(checkpoint_dir: str | os.PathLike, step: int, device: str |
         return {}
     if problem := _file_problem(folder, entry, hashes=True):
         raise UserError(f"checkpoint of step {step} in {folder}: {problem}; {_way_out(folder, step)}")
-    return _torch_load(folder, entry, device)
+    return _torch_load(folder / entry["name"], device)
+
+
+def weights_digest(checkpoint_dir: Path, step: int | None) -> str | None:
+    """SHA-256 of the weights as the manifest has it; None where there is none (nanochat's own checkpoints)."""
+    return None if step is None else _entries(checkpoint_dir, step).get(_name("model", step), {}).get("sha256")
 
 
 def _way_out(folder: Path, step: int) -> str:

@@ -9,13 +9,14 @@ from typing import Any
 import nanochat_fp4 as nf
 from nanochat_fp4.console import parse_finite
 from nanochat_fp4.nvfp4.methods import OSCIRESET_COMMIT, removed
-from nanochat_fp4.parallel import add_parallel_argument
+from nanochat_fp4.parallel import MODES
 from nanochat_fp4.training.load_model import SWITCHES
 
 # Settings that a branch may have of its own. "oscillation" was a flag.
 METHOD_CHANGES = (
     "layer_methods", "method_phases", "oscillation", "branch_from", "separate_qkv", "exact_relu_squared"
 )  # fmt: skip
+METHODS = f"{', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)"
 # word of --runtime -> (attribute, value)
 RUNTIME = {
     "compile": ("compile", True),
@@ -50,13 +51,11 @@ def add_run_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
     besides deterministic, skip-nonfinite and telemetry."""
     add = parser.add_argument
     # Logging
-    add(
-        "--run",
-        default=os.environ.get("WANDB_RUN") or "dummy",
-        help="wandb run name (default: $WANDB_RUN; 'dummy' disables wandb logging; TRACKER=trackio: a local page)",
-    )
+    run = os.environ.get("WANDB_RUN") or "dummy"
+    add("--run", default=run, help="wandb run name ('dummy' disables wandb logging; TRACKER=trackio: a local page)")
     # Runtime
-    add_parallel_argument(parser)
+    text = "over several processes: all weights in each (ddp), or shards of them that are gathered in 4 bits (fsdp)"
+    add("--parallel", choices=MODES, default="ddp", help=text)
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
     words = ("deterministic", "skip-nonfinite", *more)
     add_several(
@@ -85,12 +84,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
     )
     parser.set_defaults(save_every=-1, save_at=[])
     add("--keep-last", type=int, default=2, help="keep so many of the newest checkpoints (-1 = all)")
-    add(
-        "--resume-from-step",
-        type=_step_or_latest,
-        default=-1,
-        help="resume from this step, or from the 'latest' intact checkpoint if there is one (-1 = disable)",
-    )
+    text = "resume from this step, or from the 'latest' intact checkpoint if there is one (-1 = disable)"
+    add("--resume-from-step", type=_step_or_latest, default=-1, help=text)
     add("--overwrite", action="store_true", help="start over although this stage has checkpoints under the model tag")
 
 
@@ -166,12 +161,7 @@ def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """How to quantize."""
-    add = parser.add_argument
-    add(
-        "--method",
-        default=None,
-        help=f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)",
-    )
+    parser.add_argument("--method", default=None, help=f"QAT method (default: $QAT_METHOD, else clover): {METHODS}")
     add_several(
         parser,
         "--method-changes",
@@ -186,68 +176,47 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_horizon_arguments(parser: argparse.ArgumentParser) -> None:
-    """How long a run is: only one is used, in order of precedence."""
+METHOD_OF_THE_MODEL = f"QAT method (default: the one the model was trained with): {METHODS}"
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *precisions: str) -> None:
+    """Of a script that uses a trained model: the model, the device, and the forward pass. precisions: the choices of
+    --precision, the default first."""
     add = parser.add_argument
-    add("--num-iterations", type=int, default=-1, help="explicit number of optimization steps (-1 = disable)")
-    add(
-        "--target-flops",
-        type=parse_finite,
-        default=-1.0,
-        help="calculate num_iterations to reach target_flops (-1 = disable)",
-    )
-    add(
-        "--target-param-data-ratio",
-        type=parse_finite,
-        default=8,
-        help="calculate num_iterations to maintain data:param ratio (Chinchilla=20, -1 = disable)",
-    )
+    add("-g", "--model-tag", default=None, help="model tag to load (default: that of the largest model)")
+    add("-s", "--step", "--model-step", type=int, default=None, help="step to load (default: the last one)")
+    add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
+    add("--method", default=None, help=METHOD_OF_THE_MODEL)
+    if precisions:
+        what = "forward pass: as the method says (nvfp4), in BF16, or both"
+        add("--precision", default=precisions[0], choices=precisions, help=what)
 
 
-QUANTIZATIONS = ("forward", "full", "none")
+def add_benchmark_arguments(parser: argparse.ArgumentParser) -> None:
+    where = "folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md"
+    parser.add_argument("--eval-dir", default=None, help=where)
+    text = "leave out a dataset that is not to be had, instead of stopping"
+    parser.add_argument("--allow-missing", action="store_true", help=text)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float, *runtime: str) -> None:
     """nanochat's flags that these stages have, and ours. runtime: of add_run_arguments."""
     add = parser.add_argument
     add_run_arguments(parser, *runtime)
-    add(
-        "--dtype",
-        default="bfloat16",
-        choices=("float32", "bfloat16"),
-        help="matrix products in float32|bfloat16 on a GPU (a CPU has float32)",
-    )
+    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of matrix products on a GPU")
     add("--seed", type=int, default=42, help="seed of rotations and stochastic rounding (--quantization full)")
     # Quantization
-    add(
-        "--method",
-        default=None,
-        help=f"QAT method (default: the one the model was trained with): {', '.join(nf.METHODS)}; "
-        "or an ablation (nf.ABLATIONS)",
-    )
-    add(
-        "--quantization",
-        default="forward",
-        choices=QUANTIZATIONS,
-        help="quantize the forward pass only, forward and backward, or nothing",
-    )
+    add("--method", default=None, help=METHOD_OF_THE_MODEL)
+    text = "quantize the forward pass only, forward and backward, or nothing"
+    add("--quantization", default="forward", choices=("forward", "full", "none"), help=text)
     # Model loading
     add("--model-tag", default=None, help="model tag to load from, and to save under")
     add("--model-step", type=int, default=None, help="model step to load from")
     # Data
-    add(
-        "--data",
-        default="nanochat",
-        choices=("nanochat", "local"),
-        help="nanochat's mixture, or a small one made on the spot without a network (no benchmark numbers)",
-    )
+    text = "nanochat's mixture, or a small one made on the spot without a network (no benchmark numbers)"
+    add("--data", default="nanochat", choices=("nanochat", "local"), help=text)
     add("--sft-dir", default=None, help="folder with train.jsonl and test.jsonl of conversations, in place of SmolTalk")
-    add(
-        "--eval-dir",
-        default=None,
-        help="folder of benchmark files (default: $NANOCHAT_EVAL_DIR, else the hub); see eval/README.md",
-    )
-    add("--allow-missing", action="store_true", help="leave out a dataset that is not to be had, instead of stopping")
+    add_benchmark_arguments(parser)
     # Optimization
     add("--embedding-lr", type=parse_finite, default=0.2, help="learning rate for embedding parameters (Adam)")
     add("--unembedding-lr", type=parse_finite, default=0.004, help="learning rate for unembedding parameters (Adam)")

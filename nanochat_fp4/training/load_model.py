@@ -4,6 +4,7 @@ Models from checkpoints: build_model from a folder, load_model from a stage of t
 A model comes back as it was trained, neither compiled nor converted. nanochat's own checkpoints load as well.
 """
 
+import argparse
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+import nanochat_fp4 as nf
 from nanochat_fp4.common import get_base_dir, print0, resolve_method, set_cpu_threads
 from nanochat_fp4.console import format_bytes
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
@@ -248,10 +250,11 @@ def load_model(
     return model, tokenizer, {**meta, "model_tag": tag}
 
 
-def weights_digest(checkpoint_dir: Path, step: int | None) -> str | None:
-    """SHA-256 of the weights as the manifest has it; None where there is none (nanochat's own checkpoints)."""
-    try:
-        manifest = json.loads((checkpoint_dir / f"manifest_{step:06d}.json").read_text(encoding="utf-8"))
-        return next(f["sha256"] for f in manifest["files"] if f["name"].startswith("model_"))
-    except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
-        return None
+def load_for_inference(
+    source: str, device: torch.device, args: argparse.Namespace
+) -> tuple[GPT, RustBPETokenizer, dict[str, Any], str]:
+    """load_model of the flags' model, converted to its method or --method's, and the name of the method."""
+    model, tokenizer, meta = load_model(source, device, "eval", args.model_tag, args.step)
+    method = checkpoint_method(meta, args.method)
+    nf.convert(model, method, backward=False, verbose=False)
+    return model, tokenizer, meta, method

@@ -6,9 +6,9 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanochat_fp4.common import get_dist_info, is_ddp_initialized, set_rng_state
+from nanochat_fp4.common import get_dist_info, is_ddp_initialized, of_all_ranks, set_rng_state
 from nanochat_fp4.console import format_bytes, logger
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.training.checkpoint_manager import NoCheckpointError, find_last_step, finish_killed_saves, list_steps
+from nanochat_fp4.training.checkpoint_manager import NoCheckpointError, find_last_step, list_steps
 
 
 @dataclass
@@ -57,7 +57,7 @@ def _started_again() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
 
 
-def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrite: bool, rank: int) -> int | None:
+def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrite: bool) -> int | None:
     """
     The step whose checkpoint to go on from; None to start anew. All ranks must call this together.
 
@@ -66,10 +66,6 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
     """
     wanted = "latest" if resume_from_step == -1 and _started_again() else resume_from_step
     if wanted != -1:
-        if rank == 0:
-            finish_killed_saves(checkpoint_dir)
-        if is_ddp_initialized():
-            dist.barrier()  # nobody reads before files have their names
         if wanted != "latest":
             return wanted
         try:
@@ -278,7 +274,7 @@ def save_bytes(model: nn.Module) -> int:
 
 def check_writable(folder: str | os.PathLike, size: int, overwrite: bool = False) -> None:
     """
-    Raise UserError on every rank unless each can write, flush and rename a file of its `size` bytes in the folder.
+    Raise UserError on every rank unless each can write and flush a file of its `size` bytes in the folder.
 
     To be called before anything is deleted or trained. overwrite: the run that is there will be deleted, so its bytes
     count as free. All ranks call it together, and write at the same time, as in a save.
@@ -286,21 +282,15 @@ def check_writable(folder: str | os.PathLike, size: int, overwrite: bool = False
     folder = Path(folder)
     problem = None
     made = not folder.exists()
-    # As a save names its files: what a kill leaves here is deleted by the next one.
-    names = [folder / f"model_000000.pt.{secrets.token_hex(4)}.staged" for _ in range(2)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         freed = sum(p.stat().st_size for p in folder.iterdir() if p.is_file()) if overwrite else 0
-        with open(names[0], "xb") as f:
+        # As a save names its files: the next save deletes what a kill leaves here.
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".model_000000.pt.", suffix=".tmp") as f:
             _fill(f.fileno(), max(size - freed, 1 << 20))
             os.fsync(f.fileno())
-        os.replace(*names)
     except OSError as e:
         problem = _cannot_write(folder, e, size)
-    finally:
-        for name in names:
-            with contextlib.suppress(OSError):
-                name.unlink()
     try:
         _fail_together(problem)
     except UserError:
@@ -333,9 +323,5 @@ def _cannot_write(folder: Path, error: OSError, size: int | None = None, flag: s
 
 def _fail_together(problem: str | None) -> None:
     """Raise the first problem of any rank on all of them."""
-    problems = [problem]
-    if is_ddp_initialized():
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    if first := next((p for p in problems if p), None):
+    if first := next(filter(None, of_all_ranks(problem)), None):
         raise UserError(first)

@@ -37,13 +37,12 @@ from nanochat_fp4.errors import LostRankError, UserError, is_lost_rank
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.gpt import GPT, config_from_depth
-from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard
 from nanochat_fp4.signals import StopSignals
-from nanochat_fp4.training.checkpoint_manager import check_model_tag, load_checkpoint
+from nanochat_fp4.training.checkpoint_manager import check_model_tag, load_checkpoint, weights_digest
 from nanochat_fp4.training.flags import METHOD_CHANGES
 from nanochat_fp4.training.load_model import (
     SWITCHES,
@@ -54,7 +53,6 @@ from nanochat_fp4.training.load_model import (
     find_model_tag,
     load_model,
     load_weights,
-    weights_digest,
 )
 from nanochat_fp4.training.resume import (
     Start,
@@ -77,6 +75,7 @@ def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> Non
     Exits with the status of the signal that stopped it, if one did.
     """
     phases = Phases()
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
     if args.deterministic:
         use_deterministic_kernels()
     _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(), args.seed)
@@ -158,7 +157,7 @@ def find_start(
     """The beginning of a run of so many steps. The model gets its weights. same: of run_settings. Raises UserError."""
     branch = branch_point(args.branch_from, folder) if args.branch_from else None
     process.held.enter_context(held_run(folder))
-    step = find_resume_step(folder, args.resume_from_step, args.overwrite, process.rank)
+    step = find_resume_step(folder, args.resume_from_step, args.overwrite)
     source = folder
     if step is None and branch:
         source, step = branch
@@ -239,24 +238,11 @@ def describe(
             f"{total_tokens / num_params:.2f} per parameter, {flops_per_token * total_tokens:.2e} FLOPs",
             "batch": f"{device_batch_size} x {args.max_seq_len} tokens, {process.world_size} process(es), "
             f"{grad_accum_steps} micro-batch(es) a step",
-            "GEMM work": ", ".join(f"{100 * s:.1f}% in {bits} bits" for bits, s in plan.work(model).items() if s)
-            + f" ({matmul_shares(model)})",
+            "GEMM work": ", ".join(f"{100 * s:.1f}% in {bits} bits" for bits, s in plan.work(model).items() if s),
             "backend": backend,
             "output": folder,
         }
     )
-
-
-def matmul_shares(model: torch.nn.Module) -> str:
-    """The shares of a step's matrix products: the quantized layers, the head, other layers, attention."""
-    flops = {"the quantized layers": 0, "the output head": 0, "other layers": 0}
-    for layer in (m for m in model.modules() if isinstance(m, torch.nn.Linear)):
-        head, quantized = layer is model.lm_head, isinstance(layer, QuantLinear)
-        kind = "the output head" if head else "the quantized layers" if quantized else "other layers"
-        flops[kind] += 6 * layer.weight.numel()
-    flops["attention"] = model.estimate_flops() - sum(flops.values())
-    parts = [f"{100 * count / model.estimate_flops():.1f}% {kind}" for kind, count in flops.items() if count > 0]
-    return f"of all matrix products: {', '.join(parts)}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -281,7 +267,7 @@ class PostTraining:
         step = None
         if not self.dry_run:
             process.held.enter_context(held_run(folder))
-            step = find_resume_step(folder, args.resume_from_step, args.overwrite, process.rank)
+            step = find_resume_step(folder, args.resume_from_step, args.overwrite)
         self.start = Start(folder)
         if step is None:
             self.begin_anew()
@@ -382,38 +368,45 @@ class PostTraining:
 
     def report(self, trainer: Trainer, section: str, setup: dict[str, Any], sources: dict[str, str]) -> None:
         """Prints the results, and writes them with `setup` into the report under `section`."""
-        step, loop, monitor = trainer.step, trainer.loop, trainer.monitor
-        if self.start.resumed_step == step:
-            print0(f"Nothing to do: {self.model_tag} is through this stage ({step} steps)")
-            if get_report(self.model_tag).has(section):
-                return  # else it was killed after its last save, before it could report
-        gpu = self.process.device.type == "cuda"
-        outcome = {
-            "Number of iterations": step,
-            "DDP world size": self.process.world_size,
-            "Training time": format_seconds(loop["training_seconds"]),
-            "Peak memory usage": f"{torch.cuda.max_memory_allocated() / 2**20:.2f}MiB" if gpu else None,
-            "Training loss (smoothed)": monitor.smoothed,
-            **{f"Best {key}": value for key, value in loop["best"].items()},
-            "Loss spikes": monitor.state["spikes"],
-            "Skipped updates": monitor.state["skipped"],
-            "Quantization error": trainer.telemetry,
-        }
-        outcome = {k: v for k, v in outcome.items() if v is not None}
-        announce({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in outcome.items()})
-        if self.dry_run:
-            return
-        results = {
-            "method": self.method,
-            "quantization": self.args.quantization,
-            "train_loss": monitor.smoothed,
-            "training_seconds": loop["training_seconds"],
-            **loop["numbers"],
-        }
-        lines = {
+        bests = {f"Best {key}": value for key, value in trainer.loop["best"].items()}
+        about = {
             "Model": f"{self.source} model {self.model_tag}, step {self.parent.get('step')}",
-            "Layers": " / ".join(str(self.model.nf_report).splitlines()),
             **setup,
             **{f"Data: {name}": rows for name, rows in sources.items()},
         }
-        get_report(self.model_tag).log(section, [lines | outcome], results)
+        results = {"quantization": self.args.quantization, "train_loss": trainer.monitor.smoothed}
+        report_run(trainer, self.model_tag, section, about, bests, results | trainer.loop["numbers"])
+
+
+def report_run(
+    trainer: Trainer,
+    model_tag: str,
+    section: str,
+    about: dict[str, Any],
+    outcome: dict[str, Any],
+    results: dict[str, Any],
+) -> None:
+    """Prints the outcome of a run, and writes it with `about` and the results into the report under `section`."""
+    step, seconds, monitor = trainer.step, trainer.loop["training_seconds"], trainer.monitor
+    done_before = trainer.start.resumed_step == step
+    if done_before:
+        print0(f"Nothing to do: {model_tag} is through this stage ({step} steps)")
+    gpu = trainer.device.type == "cuda"
+    outcome = outcome | {
+        "Number of iterations": step,
+        "DDP world size": trainer.process.world_size,
+        "Training time": format_seconds(seconds),
+        "Peak memory usage": f"{torch.cuda.max_memory_allocated() / 2**20:.2f}MiB" if gpu else None,
+        "Training loss (smoothed)": monitor.smoothed,
+        "Loss spikes": monitor.state["spikes"],
+        "Skipped updates": monitor.state["skipped"],
+        "Quantization error": trainer.telemetry,
+    }
+    outcome = {k: v for k, v in outcome.items() if v is not None}
+    announce({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in outcome.items()})
+    report = get_report(model_tag)
+    if trainer.dry_run or (done_before and report.has(section)):  # else it was killed before it could report
+        return
+    about = {"Layers": " / ".join(str(trainer.model.nf_report).splitlines())} | about
+    results = {"method": trainer.spec.method, "training_seconds": seconds} | results
+    report.log(section, [about | outcome], results)

@@ -25,9 +25,9 @@ from torch.profiler import record_function
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import (
-    first_message,
     get_rng_state,
     mean_over_ranks,
+    of_all_ranks,
     peak_memory,
     preserved_rng,
     print0,
@@ -196,6 +196,7 @@ class Trainer:
         self.spec, self.parts, self.args, self.process, self.start = spec, parts, args, process, start
         self.model, self.quantized, self.device = parts.model, parts.quantized, process.device
         self.folder, self.step = start.folder, start.step
+        self.saved_step = start.resumed_step  # the newest in the folder
         self.dry_run = getattr(args, "dry_run", False)  # only mid_train has the flag
         self.loop: dict[str, Any] = {
             "numbers": {},  # the last evaluation's
@@ -293,7 +294,8 @@ class Trainer:
                 except StopRequested:
                     stopping = True
             must = last or stopping
-            if self.step != self.start.resumed_step and (must or self.save_due()):
+            due_now = due(self.args.save_every, self.step, False) or self.step in self.args.save_at
+            if must or (self.step > 0 and due_now):
                 saved = self.save(self.step, get_rng_state(self.device), self.loader_state)
                 if must and not saved:
                     raise self.failure(
@@ -375,7 +377,7 @@ class Trainer:
         loss, any_bad, counted, consumed = mean_over_ranks(shared).tolist()
         lrm = None
         if any_bad == 0:
-            lrm = spec.schedule(self.step, self.progress_before())
+            lrm = spec.schedule(self.step, self.loop["progress"] if spec.by_epoch else self.step / spec.num_iterations)
             parts.update()
             with parts.autocast():
                 self.quantized.after_update(self.step, self.forward_of_few)
@@ -388,9 +390,6 @@ class Trainer:
             bad=any_bad > 0,
             bad_here=bool(bad),
         )
-
-    def progress_before(self) -> float:
-        return self.loop["progress"] if self.spec.by_epoch else self.step / self.spec.num_iterations
 
     def forward_of_few(self) -> None:
         x, y, *_ = self.batch
@@ -425,7 +424,8 @@ class Trainer:
         if is_sharded(self.model):  # one process alone cannot compute it again
             place = "a process that shares the weights; --parallel=ddp names the layer"
         else:
-            place = first_message(self.name_the_layer(tried) if outcome.bad_here else None)
+            places = of_all_ranks(self.name_the_layer(tried) if outcome.bad_here else None)
+            place = next(f"{place} (rank {rank})" for rank, place in enumerate(places) if place)
         self.model.zero_grad(set_to_none=True)
         what = f"step {self.step}: loss {outcome.loss:.4g}, first not finite: {place}"
         self.skipped_in_a_row += 1
@@ -565,13 +565,9 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoints
 
-    def save_due(self) -> bool:
-        args = self.args
-        return self.step > 0 and (due(args.save_every, self.step, False) or self.step in args.save_at)
-
     def save(self, step: int, rng: dict[str, Tensor], loader_state: Any) -> bool:
         """True once the checkpoint is on the disk as a whole. All ranks call this together."""
-        if self.dry_run:
+        if self.dry_run or step == self.saved_step:
             return True
         saved = save_checkpoint(
             self.folder,
@@ -588,6 +584,7 @@ class Trainer:
             rank=self.process.rank,
             method_data=nf.gram_state(self.model),
         )
+        self.saved_step = step if saved else self.saved_step
         if saved and self.process.rank == 0:
             if self.args.resume_from_step != "latest":
                 forget_later_checkpoints(self.folder, step)  # an earlier step's resume left them behind

@@ -44,16 +44,17 @@ def setup_tracker(run: str | None, project: str, config: dict[str, Any]) -> Any:
     """
     setup_wandb, or with TRACKER=trackio the same kind of run on trackio: no account, no network, a local page.
 
+    A DummyWandb where `run`, the --run flag, is empty or 'dummy', and on ranks other than 0.
     trackio keeps its runs in $TRACKIO_DIR, by default trackio/ in the base directory; a run of the same name goes on.
     Raises UserError where it is not installed, and for another tracker.
     """
     tracker = os.environ.get("TRACKER") or "wandb"
-    if tracker == "wandb":
-        return setup_wandb(run, project, config)
-    if tracker != "trackio":
+    if tracker not in ("wandb", "trackio"):
         raise UserError(f"TRACKER={tracker} is not known; use wandb or trackio (or unset TRACKER)")
     if not run or run == "dummy" or os.environ.get("RANK", "0") != "0":
         return DummyWandb()
+    if tracker == "wandb":
+        return setup_wandb(run, project, config)
     folder = os.environ.setdefault("TRACKIO_DIR", os.path.join(get_base_dir(), "trackio"))  # read at its import
     try:
         import trackio
@@ -84,16 +85,13 @@ def _has_wandb_account() -> bool:
     return False
 
 
-def setup_wandb(run: str | None, project: str, config: dict[str, Any], timeout: float = 60.0) -> Any:
+def setup_wandb(run: str, project: str, config: dict[str, Any], timeout: float = 60.0) -> Any:
     """
-    A wandb run, or a DummyWandb where `run` is empty or 'dummy', and on ranks other than 0.
+    A wandb run, or a DummyWandb where wandb does not start. Never prompts and never hangs.
 
-    `run` is the --run flag, whose default is $WANDB_RUN. Never prompts and never hangs. The run is kept offline
-    under the base directory without an account, or if the server does not answer within `timeout` seconds. Then the
-    command that uploads the run is printed. WANDB_MODE, when set, is obeyed.
+    The run is kept offline under the base directory without an account, or if the server does not answer within
+    `timeout` seconds. Then the command that uploads the run is printed. WANDB_MODE, when set, is obeyed.
     """
-    if not run or run == "dummy" or os.environ.get("RANK", "0") != "0":
-        return DummyWandb()
     try:
         import wandb
     except ImportError as e:

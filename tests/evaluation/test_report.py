@@ -41,8 +41,12 @@ def make_run(base_dir: Path, tag: str, method: str, bpb: float, steps: int = 6, 
         get_report(tag).log("Base model loss", [{"val_bpb": bpb}], results)
 
 
-def generated(folder: Path, *args, **kwargs) -> str:
-    path = Report(folder).generate(*args, **kwargs)
+def generated(folder: Path, *args, drawn: bool = False) -> str:
+    """report.md; without the plots, which are slow, unless they are to be `drawn`."""
+    with pytest.MonkeyPatch.context() as m:
+        if not drawn:
+            m.setattr(report, "_plot", lambda *_: [])
+        path = Report(folder).generate(*args, print_summary=False)
     assert path == str(folder / "report.md")
     json.loads((folder / "report.json").read_text())  # strict JSON: no NaN
     return Path(path).read_text()
@@ -57,7 +61,7 @@ def test_whole_report(base_dir, folder):
     get_report().log("Tokenizer training", [{"vocab_size": 4096}, None, "free text"])
     make_run(base_dir, "d4_bf16", "bf16", 1.25)
     make_run(base_dir, "d4_clover", "clover", 1.275)
-    text = generated(folder)
+    text = generated(folder, drawn=True)
     assert row_of(text, "d4_clover") == [
         "d4_clover", "clover", "6", "6,000", "1.2750", "1.2760", "+2.00%", "123", "1m15s",
     ]  # fmt: skip
@@ -89,7 +93,7 @@ def test_runs_of_several_seeds_are_a_line_with_a_band(base_dir, folder, monkeypa
         drawn.add((label, len(runs), len(axes.collections) - before))
 
     monkeypatch.setattr(plots, "curve", noted)
-    generated(folder)
+    generated(folder, drawn=True)
     assert {d for d in drawn if "BF16" not in d[0]} == {
         ("d4_clover", 2, 1), ("tiny_clover, 6 steps", 2, 1), ("tiny_clover, 4 steps", 1, 0),
     }  # fmt: skip
@@ -119,7 +123,7 @@ def test_interrupted_run_shows_what_it_has(base_dir, folder):
     make_run(base_dir, "d4_clover", "clover", 1.3, finished=False)
     with open(base_dir / "base_checkpoints" / "d4_clover" / "metrics.jsonl", "a") as f:
         f.write('{"event": "train", "step": 3, "lo')  # killed while it wrote
-    text = generated(folder)
+    text = generated(folder, drawn=True)
     assert row_of(text, "d4_clover")[2:6] == ["3 of 6, unfinished", "3,000", "1.3100", "1.3200"]
     assert "![loss](loss.png)" in text
 
@@ -199,12 +203,12 @@ def test_other_ranks_log_nothing(base_dir, monkeypatch):
 
 def test_cost_needs_a_gpu(monkeypatch):
     gpu = {"gpu": "NVIDIA H100 80GB HBM3", "gpu_count": 8}
-    assert report._cost({}, 3600) is None
-    assert report._cost(gpu, 3600) == pytest.approx(24.0)
+    assert report.gpu_dollars({}, 3600) is None
+    assert report.gpu_dollars(gpu, 3600) == pytest.approx(24.0)
     monkeypatch.setenv("GPU_HOURLY_USD", "2.5")
-    assert report._cost(gpu, 7200) == pytest.approx(40.0)
+    assert report.gpu_dollars(gpu, 7200) == pytest.approx(40.0)
     monkeypatch.setenv("GPU_HOURLY_USD", "many")
-    assert report._cost(gpu, 3600) == pytest.approx(24.0)
+    assert report.gpu_dollars(gpu, 3600) == pytest.approx(24.0)
 
 
 def test_damaged_metrics_never_break_the_plots(base_dir, folder):
@@ -214,4 +218,4 @@ def test_damaged_metrics_never_break_the_plots(base_dir, folder):
     whole = path.read_bytes()
     for _ in range(4):
         path.write_bytes(damaged(whole, rng))
-        generated(folder, print_summary=False)
+        generated(folder, drawn=True)

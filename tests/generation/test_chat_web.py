@@ -427,7 +427,7 @@ def test_flags_out_of_range_are_refused():
 def test_a_model_without_4_bits_has_no_nvfp4_forward(monkeypatch, tokenizer):
     model = GPT(GPTConfig(sequence_len=8, vocab_size=300, n_layer=1, n_head=1, n_kv_head=1, n_embd=16))
     meta = {"step": 1, "user_config": {"method": "bf16"}}
-    monkeypatch.setattr(chat_web, "load_model", lambda *_: (model, tokenizer, meta))
+    monkeypatch.setattr("nanochat_fp4.training.load_model.load_model", lambda *_: (model, tokenizer, meta))
     with pytest.raises(UserError, match="--precision=nvfp4: .* --method=clover"):
         chat_web.main(["--precision=nvfp4", "--device-type=cpu"])
 

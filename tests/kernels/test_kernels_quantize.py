@@ -18,8 +18,6 @@ from nanochat_fp4.nvfp4.format import (  # noqa: E402
     NVFP4Tensor,
     encode_e2m1,
     pack,
-    swizzle_scales,
-    unswizzle_scales,
 )
 from nanochat_fp4.nvfp4.format import transpose_square as transpose_square_reference  # noqa: E402
 from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_operand  # noqa: E402
@@ -28,7 +26,6 @@ from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference, round_e
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
 UNROTATED = [name for name, r in ROUNDINGS.items() if not r.ms_eden and r.has_kernels and name != "scale_search"]
-DTYPES = [torch.float32, torch.bfloat16]
 SEED, STREAM = 5, 3
 
 
@@ -73,24 +70,13 @@ def ties() -> torch.Tensor:
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value)::triton.runtime.interpreter")
 
 
-def test_every_unrotated_rounding_is_covered():
-    assert set(UNROTATED) == {
-        *("rtn", "four_over_six", "rtn_16x16", "four_over_six_16x16", "sr", "sr_four_over_six"),
-        *("scale_search_3", "scale_search_6"),
-    }
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", UNROTATED)
-def test_random_tensors(name, dtype):
-    shapes = [(33, 64), (1, 16)] if dtype == torch.float32 else [(7, 48)]
-    if DEVICE.type == "cuda":
-        shapes += [(1024, 2048), (333, 4112), (4097, 528)]
-    for shape in shapes:
-        got = assert_as_reference(f"{name} {shape}", uneven(*shape).to(dtype), name)
-        if shape == (33, 64):
-            scales = got.scales.float()
-            assert (scales == 0).any() and ((scales > 0) & (scales < 2.0**-6)).any()  # the test reaches both
+def test_random_tensors(name):
+    got = assert_as_reference(name, uneven(33, 64), name)
+    scales = got.scales.float()
+    assert (scales == 0).any() and ((scales > 0) & (scales < 2.0**-6)).any()  # the test reaches both
+    for shape in [(7, 48)] + ([(1024, 2048), (333, 4112), (4097, 528)] if ON_GPU else []):
+        assert_as_reference(f"{name} {shape}", uneven(*shape).bfloat16(), name)
 
 
 @pytest.mark.parametrize("name", UNROTATED)
@@ -100,15 +86,13 @@ def test_ties(name):
     assert_as_reference(name, x.bfloat16(), name)
 
 
-@pytest.mark.parametrize("name", ["rtn", "four_over_six", "scale_search", "sr"])
+@pytest.mark.parametrize("name", ["four_over_six", "sr"])
 def test_a_tensor_scale_per_token(name):
     """As generation wants it: rows of very different magnitudes, of zeros, and one with a NaN, which stays alone."""
-    shapes = [(33, 64), (1, 144)] + ([(4, 4096), (513, 528)] if DEVICE.type == "cuda" else [])
-    for shape in shapes:
+    for shape in [(33, 64)] + ([(4, 4096), (513, 528)] if ON_GPU else []):
         x = uneven(*shape) * torch.logspace(-10, 10, shape[0]).unsqueeze(1)
         got = assert_as_reference(f"{name} {shape}", x, name, per_token=True)
         assert got.tensor_scale.shape == (shape[0], 1)
-        assert_as_reference(f"{name} {shape} BF16", x.bfloat16(), name, per_token=True)
     x = torch.randn(3, 32)
     x[1, 5] = float("nan")
     assert kernel(x, name, per_token=True).tensor_scale.isfinite().flatten().tolist() == [True, False, True]
@@ -119,7 +103,7 @@ def test_a_tensor_scale_per_token_of_square_blocks_is_refused():
         kernel(torch.randn(32, 32), "rtn_16x16", per_token=True)
 
 
-@pytest.mark.parametrize("name", [pytest.param("four_over_six", marks=pytest.mark.slow), "sr", "rtn_16x16"])
+@pytest.mark.parametrize("name", ["rtn_16x16", pytest.param("sr", marks=pytest.mark.slow)])
 def test_every_finite_bf16_value(name):
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = x[torch.isfinite(x.float())].view(-1, 256)
@@ -130,7 +114,7 @@ def test_every_finite_bf16_value(name):
     assert_as_reference(f"{name} shuffled", (x * (x.abs() > 1e-4)).bfloat16(), name)
 
 
-@pytest.mark.parametrize("name", ["rtn", "sr", "four_over_six_16x16"])
+@pytest.mark.parametrize("name", ["sr", "four_over_six_16x16"])
 def test_special_tensors(name):
     zeros = torch.zeros(5, 32)
     outlier = torch.randn(5, 32) * 1e-3
@@ -146,8 +130,9 @@ def test_special_tensors(name):
         assert_as_reference(f"{name} {label}", x, name)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", ["rtn", "sr_four_over_six", "four_over_six_16x16"])
+@pytest.mark.parametrize(
+    "name, value", [("rtn", float("nan")), ("sr_four_over_six", -float("inf")), ("four_over_six_16x16", float("nan"))]
+)
 def test_nan_and_inf_travel_into_everything_that_is_computed(name, value):
     x = torch.randn(5, 32)
     x[2, 20] = value
@@ -169,7 +154,7 @@ def test_amax():
     assert torch.isnan(amax(x.to(DEVICE)))
 
 
-@pytest.mark.parametrize("name", ["rtn", "four_over_six_16x16", "sr"])
+@pytest.mark.parametrize("name", ["rtn", "four_over_six_16x16"])
 def test_a_given_amax_is_used(name):
     x = torch.randn(9, 48)
     known = kernel(x, name, amax_of=amax(x.to(DEVICE)))
@@ -194,13 +179,9 @@ def test_a_transposed_view():
         assert_as_reference("view", t, "rtn")
 
 
-def test_stochastic_rounding_follows_the_seed():
-    x = torch.randn(9, 64)
-    a, b, c = kernel(x, "sr", seed=1), kernel(x, "sr", seed=1), kernel(x, "sr", seed=2)
-    assert_same_bits("codes", a.codes, b.codes)
-    assert (a.codes != c.codes).float().mean() > 0.2
+def test_any_seed():
     for seed in (-1, 2**63 - 1, -(2**63)):
-        assert_as_reference(f"seed {seed}", x, "sr", seed=seed)
+        assert_as_reference(f"seed {seed}", torch.randn(9, 64), "sr", seed=seed)
 
 
 def test_bad_arguments():
@@ -225,19 +206,11 @@ def test_decode_of_every_code_and_scale():
     assert_same_bits("decoded", got[~nan], want[~nan])
 
 
-@pytest.mark.parametrize("name", ["four_over_six", "rtn_16x16"])
-def test_decode_of_what_quantize_made(name):
-    got = kernel(uneven(33, 80), name)
-    decoded = decode(got.codes.to(DEVICE), got.scales.to(DEVICE)).cpu()
-    assert_same_bits("decoded", decoded.float() + 0.0, got.decoded.float() + 0.0)
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # The dispatch.
 
 
-@pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("name", ["four_over_six_16x16", "sr"])
+@pytest.mark.parametrize("name, transpose", [("four_over_six_16x16", False), ("sr", True)])
 def test_dispatch_pads_the_contraction_dimension(name, transpose, monkeypatch):
     x = torch.randn(40, 64) if transpose else torch.randn(9, 40)
     seed = torch.tensor(11, device=DEVICE)
@@ -261,11 +234,6 @@ def test_dispatch_requantizes_codes_that_are_not_rotated(monkeypatch):
         results.append(quantize_operand(codes, Quantization(ROUNDINGS["rtn"]), transpose=True))
     for field in ("codes", "scales", "tensor_scale"):
         assert_same_bits(field, *(getattr(t, field).cpu() for t in results))
-
-
-def test_swizzle_of_kernel_scales_round_trips():
-    scales = kernel(torch.randn(200, 80), "rtn").scales
-    assert_same_bits("scales", unswizzle_scales(swizzle_scales(scales), 200, 5), scales)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -344,12 +312,11 @@ def test_more_than_2_to_the_31_elements(name):
     assert ((decoded[-16:].float() * want[2] - x[-16:].float()).abs() <= step).all()
 
 
-@pytest.mark.parametrize("rows, columns", [(16, 16), (48, 160), (144, 272)])
-def test_square_blocks_are_transposed_as_codes(rows, columns):
+def test_square_blocks_are_transposed_as_codes():
     """To the bit what decoding and transposing gives: random bytes, so signed zeros and scales of every kind."""
-    generator = torch.Generator().manual_seed(rows)
-    codes = torch.randint(0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
-    blocks = torch.randint(0, 127, (rows // 16, columns // 16), generator=generator, dtype=torch.uint8)
+    rows, columns = 80, 144  # a program takes 64 x 128
+    codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+    blocks = torch.randint(0, 127, (rows // 16, columns // 16), dtype=torch.uint8)
     scales = blocks.repeat_interleave(16, dim=0).view(torch.float8_e4m3fn)
     want = transpose_square_reference(codes, scales)
     one = torch.ones(())

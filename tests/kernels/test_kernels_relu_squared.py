@@ -30,9 +30,10 @@ def made(rows, columns, dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-# Less than a group of 16 elements, one and a bit, a tile of 128 groups and a bit, and some tiles.
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (9, 40), (6, 2049), (7, 512), (2, 6656)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# Less than a group of 16 elements, and a tile of 128 groups and a bit.
+@pytest.mark.parametrize(
+    "shape, dtype", [((1, 1), torch.bfloat16), ((6, 2049), torch.float32), ((6, 2049), torch.bfloat16)]
+)
 def test_kernel_is_the_reference(shape, dtype):
     x, seed = made(*shape, dtype), torch.tensor(-(2**40) - 7)
     results = relu_squared(x.to(DEVICE), seed.to(DEVICE))
@@ -44,8 +45,7 @@ def test_kernel_is_the_reference(shape, dtype):
 
 @pytest.mark.parametrize(
     "name, dtype, shape",
-    [("four_over_six", torch.bfloat16, shape) for shape in ((1, 16), (9, 48), (6, 2064), (131, 528))]
-    + [("four_over_six", torch.float32, (9, 48)), ("rtn", torch.bfloat16, (6, 2064)), ("rtn", torch.float32, (9, 48))],
+    [("four_over_six", torch.float32, (9, 48)), ("rtn", torch.bfloat16, (6, 2064))],
 )
 def test_quantized_as_it_is_made_is_quantized_after(name, dtype, shape):
     """To the bit the references of both, one after the other."""
@@ -65,7 +65,7 @@ def test_quantized_as_it_is_made_is_quantized_after(name, dtype, shape):
 
 def test_the_largest_value_is_kept_and_nothing_wraps():
     """A row of its largest value: 255 steps, with all noise; and what is no number, or infinite, shows in its row."""
-    x = torch.exp(torch.randn(16, 1)).expand(16, 4096)  # one draw in 2^16 comes close enough to a half
+    x = torch.exp(torch.randn(4, 1)).expand(4, 4096)  # one draw in 2^16 comes close enough to a half
     for function in (lambda x, s: relu_squared(x.to(DEVICE), s.to(DEVICE)), relu_squared_reference):
         _, kept, step, _ = function(x, torch.tensor(5))
         assert (kept >= 254).all() and (kept == 255).float().mean() > 0.999
@@ -75,7 +75,7 @@ def test_the_largest_value_is_kept_and_nothing_wraps():
             y, _, step, amax = function(broken, torch.tensor(5))
             assert not torch.isfinite(y[3, 7]) and not torch.isfinite(step[3])
             torch.testing.assert_close(amax.cpu(), torch.tensor(bad), equal_nan=True)
-            assert torch.isfinite(step).sum() == 15
+            assert torch.isfinite(step).sum() == 3
 
 
 def test_what_the_rounding_leaves_of_a_bias():
@@ -108,13 +108,14 @@ def test_what_the_kernel_refuses():
             relu_squared(x.to(DEVICE), torch.tensor(1, device=DEVICE))
 
 
-@pytest.mark.parametrize("dtype, compiled", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize("dtype, compiled", [(torch.float32, False), (torch.bfloat16, True)])
 def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, monkeypatch):
     """ReLU^2's kernel does, and under torch.compile whatever else makes one, here a norm: no kernel of ours reads the
     input once more for it. The forward pass's bits are the reference's, which looks for itself; and ReLU^2 quantized as
     it is made has the gradients of the two kernels one after the other, which a layer with a hook gets."""
     torch.manual_seed(0)
-    mlp = nf.convert(MLP(GPTConfig(n_head=1, n_kv_head=1, n_embd=32)), "clover", verbose=False).to(DEVICE, dtype)
+    mlp = MLP(GPTConfig(n_head=1, n_kv_head=1, n_embd=32)).to(DEVICE, dtype)
+    nf.convert(mlp, "fig2_1x16_four_over_six", verbose=False)
     x, read = torch.randn(24, 32).to(DEVICE, dtype), []
     find = quantize_module._amax_bits
     monkeypatch.setattr(quantize_module, "_amax_bits", lambda x: read.append(tuple(x.shape)) or find(x))

@@ -19,26 +19,22 @@ from nvfp4_kernels.rotate import Operand, rotate_quantize  # noqa: E402
 
 import nanochat_fp4 as nf  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, unpack  # noqa: E402
-from nanochat_fp4.nvfp4.gemm import gemm  # noqa: E402
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE  # noqa: E402
-from nanochat_fp4.nvfp4.operands import Codes, Decoded, Quantization, quantize_grad_output, quantize_operand  # noqa: E402
+from nanochat_fp4.nvfp4.operands import Quantization, quantize_grad_output, quantize_operand  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
 ROW_SEED, COL_SEED, ROW_RHT_SEED, COL_RHT_SEED = 77, -5, 2**40 + 1, 3
 ROW_STREAM, COL_STREAM = 2, 4
-# What the methods make of grad_output: (row rounding, its rotation, column rounding, its rotation).
-PAIRS = {
-    "clover": ("ms_eden", 128, "ms_eden", 128),
-    "tetrajet_v2": ("sr", 32, "sr", 32),
-    "tetrajet_v2_rht128": ("sr", 128, "sr", 128),
-    "nvidia": ("sr", 0, "sr", 16),
-    "four_over_six_biased": ("sr_four_over_six", 0, "sr_four_over_six", 16),
-    "clover_search_3": ("ms_eden_search_3", 128, "ms_eden_search_3", 128),
-    "clover_search": ("ms_eden_search_6", 128, "ms_eden_search_6", 128),
-    "mixed": ("rtn", 32, "ms_eden", 128),
-}
+# (row rounding, its rotation, column rounding, its rotation): each rounding once, MS-EDEN and others on either side.
+EDEN_SR = ("ms_eden", 128, "sr", 32)
+PAIRS = [
+    EDEN_SR,
+    ("sr", 0, "ms_eden_search_3", 128),
+    ("ms_eden_search_6", 128, "sr_four_over_six", 16),
+    ("rtn", 32, "sr", 128),
+]
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|All-NaN)::triton.runtime.interpreter")
 
@@ -67,13 +63,12 @@ def collect(tensors, made) -> list:
     return out
 
 
-def kernel(x, pair, emulated, row_seed=ROW_SEED, col_seed=COL_SEED) -> list:
+def kernel(x, pair, emulated) -> list:
     """Both operands of one tensor (R, C): contracted over C and over R."""
     row = operand(pair[0], pair[1], ROW_STREAM, emulated)
     col = operand(pair[2], pair[3], COL_STREAM, emulated)
-    row_seeds, col_seeds = (seed(row_seed), seed(ROW_RHT_SEED)), (seed(col_seed), seed(COL_RHT_SEED))
-    x = x.to(DEVICE)
-    return collect(rotate_quantize(x, None, None, row, *row_seeds, col, *col_seeds), (row, col))
+    seeds = seed(ROW_SEED), seed(ROW_RHT_SEED), col, seed(COL_SEED), seed(COL_RHT_SEED)
+    return collect(rotate_quantize(x.to(DEVICE), None, None, row, *seeds), (row, col))
 
 
 def reference(x, pair) -> list[NVFP4Tensor]:
@@ -131,128 +126,79 @@ def assert_close(label, got: NVFP4Tensor, want: NVFP4Tensor) -> None:
     assert relative_square_error(got.dequantize(), want.dequantize()) < 1e-3
 
 
-# One tile, and one and a bit: a tile takes the interpreter a third of a second.
-SHAPES = [(128, 128), (40, 144)] + ([(1024, 2048), (333, 1040)] if ON_GPU else [])
+# A tile of 128 x 128 takes the interpreter a third of a second. (130, 96) is one in rows and a bit.
+LARGE = [(1024, 512), (333, 1040)] if ON_GPU else []
 DTYPES = (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_exact_rotations_bit_for_bit(pair):
-    for i, shape in enumerate([(130, 96), (40, 32)] + ([(1024, 512), (333, 1040)] if ON_GPU else [])):
+    for shape in [(130, 96), *LARGE]:
         x = exact_input(*shape)
         assert torch.equal(x.bfloat16().float(), x)
-        for dtype in DTYPES if ON_GPU else DTYPES[i : i + 1]:
-            for side, got, want in zip(
-                ("row", "col"), kernel(x.to(dtype), PAIRS[pair], False), reference(x, PAIRS[pair])
-            ):
+        for dtype in DTYPES if ON_GPU else [DTYPES[PAIRS.index(pair) % 2]]:
+            for side, got, want in zip(("row", "col"), kernel(x.to(dtype), pair, False), reference(x, pair)):
                 assert_same(f"{pair} {side} {shape} {dtype}", got, want)
 
 
-@pytest.mark.parametrize("pair", ["clover", "tetrajet_v2", "nvidia", "clover_search_3"])
-def test_any_input(pair):
-    for i, shape in enumerate(SHAPES):
-        for dtype in DTYPES if ON_GPU else DTYPES[i : i + 1]:
-            x = (torch.randn(shape) * torch.exp(2 * torch.randn(shape[0], 1))).to(dtype)
-            x[5] = 0
-            for side, got, want in zip(("row", "col"), kernel(x, PAIRS[pair], False), reference(x, PAIRS[pair])):
-                assert_close(f"{pair} {side} {shape} {dtype}", got, want)
+@pytest.mark.parametrize("pair, dtype, magnitude", [(EDEN_SR, torch.float32, 1e30), (PAIRS[1], torch.bfloat16, 1e-30)])
+def test_any_input(pair, dtype, magnitude):
+    for shape in [(40, 144), *LARGE]:
+        x = (torch.randn(shape) * torch.exp(2 * torch.randn(shape[0], 1)) * magnitude).to(dtype)
+        x[5] = 0
+        for side, got, want in zip(("row", "col"), kernel(x, pair, False), reference(x, pair)):
+            assert_close(f"{pair} {side} {shape} {dtype}", got, want)
 
 
-@pytest.mark.parametrize("pair, emulated", [("clover", True), ("tetrajet_v2", False)])
-def test_how_many_programs_share_the_work_changes_nothing(pair, emulated, monkeypatch):
-    """A GPU of another size: the same bits, whether a program makes one strip or all of them."""
-    x = graded(70, 260)
-    want = kernel(x, PAIRS[pair], emulated)
-    for programs in (2, 1000):
-        monkeypatch.setattr(rotate, "_programs", lambda device, programs=programs: programs)
-        for operands in zip(kernel(x, PAIRS[pair], emulated), want):
-            got, first = (t if isinstance(t, tuple) else (t.codes, t.scales, t.tensor_scale) for t in operands)
-            for name, g, w in zip(("values", "scales", "tensor_scale"), got, first):
-                if w is not None:
-                    assert_same_bits(name, g, w)
+def test_how_many_programs_share_the_work_changes_nothing(monkeypatch):
+    """A GPU of another size: the same bits, whether a program makes one strip or several."""
+    x = graded(70, 140)
+    want = kernel(x, EDEN_SR, True)
+    monkeypatch.setattr(rotate, "_programs", lambda device: 1000)
+    for operands in zip(kernel(x, EDEN_SR, True), want):
+        for name, got, first in zip(("values", "tensor_scale"), *operands):
+            if first is not None:
+                assert_same_bits(name, got, first)
 
 
-@pytest.mark.parametrize("pair", ["clover", "clover_search_3", "tetrajet_v2", "nvidia"])
-def test_an_emulated_operand_is_the_decode_of_the_codes(pair):
+@pytest.mark.parametrize("pair, shape", [(EDEN_SR, (40, 144)), (PAIRS[1], (40, 32))])
+def test_an_emulated_operand_is_the_decode_of_the_codes(pair, shape):
     """MS-EDEN's one pass cannot know tensor_scale: scales that end in E4M3's subnormal range are repaired."""
-    for shape in SHAPES[1:]:
-        x = graded(*shape)
-        for (decoded, tensor_scale), codes in zip(kernel(x, PAIRS[pair], True), kernel(x, PAIRS[pair], False)):
-            assert decoded.dtype == torch.bfloat16
-            want = codes.decode()
-            if tensor_scale is None:
-                want = want * codes.tensor_scale
-            else:
-                assert_same_bits("tensor_scale", tensor_scale, codes.tensor_scale)
-            assert_same_bits(f"{pair} {shape}", decoded.float() + 0.0, want + 0.0)
+    x = graded(*shape)
+    for (decoded, tensor_scale), codes in zip(kernel(x, pair, True), kernel(x, pair, False)):
+        assert decoded.dtype == torch.bfloat16
+        want = codes.decode()
+        if tensor_scale is None:
+            want = want * codes.tensor_scale
+            values = codes.scales.float()  # there is something to repair
+            assert ((values > 0) & (values < 2.0**-6)).float().mean() > 0.02 and (values == 0).any()
+        else:
+            assert_same_bits("tensor_scale", tensor_scale, codes.tensor_scale)
+        assert_same_bits(f"{pair} {shape}", decoded.float() + 0.0, want + 0.0)
 
 
-def test_the_repair_has_work_to_do(monkeypatch):
-    """Were it left out, the test above would fail: many scales of `graded` are subnormal, or round to zero."""
-    x = graded(128, 128)
-    codes = kernel(x, PAIRS["clover"], False)
-    for t in codes:
-        values = t.scales.float()
-        assert ((values > 0) & (values < 2.0**-6)).float().mean() > 0.02
-        assert (values == 0).float().mean() > 0.1
-    monkeypatch.setattr(rotate, "repair", lambda *_: None)
-    for (decoded, _), t in zip(kernel(x, PAIRS["clover"], True), codes):
-        assert (decoded.float() != t.dequantize()).float().mean() > 0.05
-
-
-def test_the_repair_leaves_a_tile_alone_that_has_no_subnormal_scale(monkeypatch):
-    x = torch.randn(128, 256)
-    whole = kernel(x, PAIRS["clover"], True)
-    monkeypatch.setattr(rotate, "repair", lambda *_: None)
-    for (got, _), (want, _) in zip(kernel(x, PAIRS["clover"], True), whole):
-        assert_same_bits("decoded", got, want)
-
-
-@pytest.mark.parametrize("pair", ["clover", "tetrajet_v2"])
-def test_zero_tensor_and_single_outlier(pair):
+def test_zero_tensor_and_single_outlier():
     zeros = torch.zeros(40, 112)
-    for got, want in zip(kernel(zeros, PAIRS[pair], False), reference(zeros, PAIRS[pair])):
-        assert_same_bits("tensor_scale", got.tensor_scale, want.tensor_scale)
-        assert_same_bits("scales", got.scales, want.scales)
+    for got, want in zip(kernel(zeros, EDEN_SR, False), reference(zeros, EDEN_SR)):
+        assert_same("zeros", got, want)
         assert (got.dequantize() == 0).all()
-    for decoded, _ in kernel(zeros, PAIRS[pair], True):
-        assert (decoded == 0).all()
-    outlier = zeros.clone()
-    outlier[17, 100] = -1e4
-    for got, want in zip(kernel(outlier, PAIRS[pair], False), reference(outlier, PAIRS[pair])):
+    assert all((decoded == 0).all() for decoded, _ in kernel(zeros, EDEN_SR, True))
+    zeros[17, 100] = -1e4
+    for got, want in zip(kernel(zeros, EDEN_SR, False), reference(zeros, EDEN_SR)):
         torch.testing.assert_close(got.dequantize(), want.dequantize(), rtol=2**-20, atol=0)
 
 
-@pytest.mark.parametrize("magnitude", [1e30, 1e-30])
-def test_extreme_magnitudes(magnitude):
-    x = torch.randn(40, 112) * magnitude
-    for got, want in zip(kernel(x, PAIRS["clover"], False), reference(x, PAIRS["clover"])):
-        assert_close("clover", got, want)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("pair", ["clover", "tetrajet_v2"])
-def test_nan_and_inf_reach_every_product(pair, value):
+def test_nan_and_inf_reach_every_product(value):
     """A GEMM with the operand gives no finite number where the value takes part (nor, from codes, anywhere)."""
-    x = torch.randn(40, 112)
+    x = torch.randn(40, 32)
     x[7, 20] = value
-    for t in kernel(x, PAIRS[pair], False):
+    for t in kernel(x, EDEN_SR, False):
         assert not torch.isfinite(t.tensor_scale)
         assert not torch.isfinite(t.dequantize()).any()
-    for (decoded, tensor_scale), line in zip(kernel(x, PAIRS[pair], True), (7, 20)):
+    for (decoded, tensor_scale), line in zip(kernel(x, EDEN_SR, True), (7, 20)):
         product = decoded.float().sum(-1) * (1 if tensor_scale is None else tensor_scale)
         assert not torch.isfinite(product[line])
-
-
-def test_the_seed_determines_everything():
-    x = torch.randn(128, 128)
-    first = kernel(x, PAIRS["clover"], True)
-    again = kernel(x, PAIRS["clover"], True)
-    other = kernel(x, PAIRS["clover"], True, row_seed=ROW_SEED + 1)
-    assert_same_bits("row", first[0][0], again[0][0])
-    assert_same_bits("col", first[1][0], again[1][0])
-    assert_same_bits("col, which another seed rules", other[1][0], first[1][0])
-    assert (other[0][0] != first[0][0]).float().mean() > 0.02
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -268,7 +214,7 @@ def col_of_codes(t: NVFP4Tensor, name, emulated):
 
 @pytest.mark.parametrize("name", ["ms_eden", "sr", "ms_eden_search_3"])
 def test_requantization_from_codes(name):
-    for shape in SHAPES:
+    for shape in [(40, 144), *LARGE]:
         # Magnitudes within 2^4 and a tensor_scale that is a power of two: exact sums, so bit for bit.
         x = torch.randn(shape) * 2.0 ** torch.randint(-2, 3, (shape[0], 1))
         x[0, 0] = 6 * 448 / 2**6
@@ -282,18 +228,21 @@ def test_requantization_from_codes(name):
         decoded, tensor_scale = col_of_codes(codes, name, True)
         value = got.decode() * (got.tensor_scale if tensor_scale is None else 1)
         assert_same_bits("emulated", decoded.float() + 0.0, value + 0.0)
-        # And any codes with any tensor_scale.
-        codes = quantize_reference(torch.randn(shape) * torch.logspace(-4, 0, shape[1]), ROUNDINGS["four_over_six"])
-        want = reference(codes.dequantize(), ("rtn", 0, name, 128))[1]
-        assert_close(f"{name} {shape}", col_of_codes(codes, name, False), want)
+
+
+def test_requantization_from_any_codes_with_any_tensor_scale():
+    codes = quantize_reference(torch.randn(40, 144) * torch.logspace(-4, 0, 144), ROUNDINGS["four_over_six"])
+    want = reference(codes.dequantize(), ("rtn", 0, "ms_eden", 128))[1]
+    assert_close("any", col_of_codes(codes, "ms_eden", False), want)
 
 
 def test_only_one_operand():
     """Row alone and column alone are what both together are."""
-    x = torch.randn(40, 144)
-    both = kernel(x, PAIRS["clover"], True)
-    for side, stream, s, rht in ((0, ROW_STREAM, ROW_SEED, ROW_RHT_SEED), (1, COL_STREAM, COL_SEED, COL_RHT_SEED)):
-        o = operand("ms_eden", 128, stream, True)
+    x = torch.randn(40, 32)
+    both = kernel(x, EDEN_SR, True)
+    sides = (("ms_eden", 128, ROW_STREAM, ROW_SEED, ROW_RHT_SEED), ("sr", 32, COL_STREAM, COL_SEED, COL_RHT_SEED))
+    for side, (name, rht_dim, stream, s, rht) in enumerate(sides):
+        o = operand(name, rht_dim, stream, True)
         none, one = (None, None, None), (o, seed(s), seed(rht))
         arguments = (*one, *none) if side == 0 else (*none, *one)
         ((alone, _),) = collect(rotate_quantize(x.to(DEVICE), None, None, *arguments), [o])
@@ -301,25 +250,24 @@ def test_only_one_operand():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("emulated", [False, True])
-@pytest.mark.parametrize("names", [("ms_eden", "sr"), ("sr", "ms_eden"), ("ms_eden", None)])
+@pytest.mark.parametrize("names, emulated", [(("ms_eden", "sr"), True), (("sr", "ms_eden"), False)])
 def test_the_amax_of_a_whole_comes_from_the_caller(names, emulated):
     """With its own amax an operand is the same, to the bit; the caller is asked before SR and after MS-EDEN. Also in
     code that torch.compile captures whole."""
-    x, asked = torch.randn(40, 144, device=DEVICE) * 1e-3, []
-    x[:, :100] *= 1e-3  # blocks that `repair` rounds again
+    x, asked = torch.randn(40, 32, device=DEVICE) * 1e-3, []
+    x[:, :20] *= 1e-3  # blocks that `repair` rounds again
     seeds = seed(ROW_SEED), seed(ROW_RHT_SEED)
-    sides = [(operand(name, 128, ROW_STREAM, emulated), *seeds) if name else (None,) * 3 for name in names]
+    row, col = ((operand(name, 128, ROW_STREAM, emulated), *seeds) for name in names)
 
     def largest(amax):
         asked.append(amax)
         return amax + 0.0
 
     def made(largest):
-        return rotate_quantize(x, None, None, *sides[0], *sides[1], largest)
+        return rotate_quantize(x, None, None, *row, *col, largest)
 
     want, got = made(None), made(largest)
-    assert len(asked) == len(set(names) - {None})
+    assert len(asked) == 2
     captured = torch.compile(lambda: made(lambda amax: amax + 0.0), fullgraph=True, backend="aot_eager")()
     for tensors in (got, captured):
         assert len(tensors) == len(want)
@@ -354,8 +302,7 @@ def test_a_length_that_changes_compiles_once_more_at_most():
     assert len(lengths) == 64 and len(compiled) == 2
 
 
-@pytest.mark.parametrize("keep_codes", [False, True])
-@pytest.mark.parametrize("rounding, rht_dim", [("ms_eden", 128), ("sr", 16), ("rtn", 128)])
+@pytest.mark.parametrize("rounding, rht_dim, keep_codes", [("ms_eden", 128, True), ("sr", 16, False)])
 def test_dispatch_pads_the_contraction_dimension(rounding, rht_dim, keep_codes, monkeypatch):
     """Rows and columns that are no multiples of the rotation: the rest of the tile is zeros and is not stored."""
     x = torch.randint(-8, 9, (40, 144)).float().to(DEVICE)
@@ -373,23 +320,19 @@ def test_dispatch_pads_the_contraction_dimension(rounding, rht_dim, keep_codes, 
         assert_same_bits(f"{rounding} transpose={transpose}", results[0] + 0.0, results[1] + 0.0)
 
 
-@pytest.mark.parametrize("name", ["clover", "nvidia"])
-def test_dispatch_of_grad_output(name, monkeypatch):
-    """Both operands of one pass are those of two passes, and of the reference."""
-    e = torch.randint(-8, 9, (40, 144)).float().to(DEVICE)
-    recipe = METHOD_TABLE[name]
-    arguments = []
-    for gemm_spec, stream in ((recipe.grad_input, 2), (recipe.grad_weight, 4)):
-        arguments.append(Quantization(gemm_spec.a.rounding, seed(9), stream, gemm_spec.rht_dim, seed(8), stream))
+def test_dispatch_of_grad_output(monkeypatch):
+    """Both operands of one pass are those of two passes of the reference."""
+    e = torch.randint(-8, 9, (40, 32)).float().to(DEVICE)
+    how = [
+        Quantization(gemm_spec.a.rounding, seed(9), stream, gemm_spec.rht_dim, seed(8), stream)
+        for gemm_spec, stream in ((METHOD_TABLE["nvidia"].grad_input, 2), (METHOD_TABLE["clover"].grad_weight, 4))
+    ]
     results = []
     for wanted in ("triton", "reference"):
         monkeypatch.setenv("NVFP4_KERNELS", wanted)
-        results.append([dequantized(v) for v in quantize_grad_output(e, *arguments)])
-        results.append([dequantized(quantize_grad_output(e, arguments[0], None)[0])])
-        results[-1].append(dequantized(quantize_grad_output(e, None, arguments[1])[1]))
-    for other in results[1:]:
-        for side, got, want in zip(("row", "col"), other, results[0]):
-            assert_same_bits(side, got + 0.0, want + 0.0)
+        results.append([dequantized(v) for v in quantize_grad_output(e, *how)])
+    for side, got, want in zip(("row", "col"), *results):
+        assert_same_bits(side, got + 0.0, want + 0.0)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -397,7 +340,7 @@ def test_dispatch_of_grad_output(name, monkeypatch):
 
 
 WITH_KERNELS = [m for m in METHOD_TABLE if m != "bf16" and METHOD_TABLE[m].block <= 16]
-FAST_METHODS = ("nvidia", "tetrajet_v2", "clover", "clover_search", "fig2_16x16_rtn")
+FAST_METHODS = ("nvidia", "clover")
 
 
 @pytest.mark.parametrize(
@@ -428,12 +371,3 @@ def test_quant_linear_with_kernels_is_the_reference(method, monkeypatch):
         else:
             # One BF16 ulp, where there is one, and codes that tip: 0.1% of them, by a step.
             assert relative_square_error(got, want) < 1e-4, name
-
-
-def test_a_gemm_of_emulated_operands_is_that_of_their_codes():
-    x = torch.randn(128, 128)
-    fp32 = {"compute_dtype": torch.float32, "out_dtype": torch.float32}
-    for pair in ("clover", "tetrajet_v2"):
-        emulated = [Decoded(*(None if t is None else t.to(DEVICE) for t in v)) for v in kernel(x, PAIRS[pair], True)]
-        row, col = (Codes(v.codes, v.scales, v.tensor_scale) for v in kernel(x, PAIRS[pair], False))
-        assert relative_square_error(gemm(*emulated, **fp32).cpu(), gemm(row, col, **fp32)) < 1e-12

@@ -1,7 +1,6 @@
 """The benchmarks: budgets, predictions, refusal to time what is wrong, tables and JSON. Times themselves need a GPU."""
 
 import dataclasses
-import functools
 import json
 import time
 
@@ -31,9 +30,9 @@ def run(module, capsys, *argv) -> str:
 
 def test_layer_sets_are_the_papers_table_6():
     assert step_time.TOKENS == 16384
-    qkv, out, upgate, down = common.LAYER_SETS["3B"].values()
+    qkv, out, upgate, down = bench_linear.LAYER_SETS["3B"].values()
     assert (qkv, out, upgate, down) == ((3072, 9216), (3072, 3072), (3072, 16384), (8192, 3072))
-    for layers in common.LAYER_SETS.values():
+    for layers in bench_linear.LAYER_SETS.values():
         assert all(size % 128 == 0 for shape in layers.values() for size in shape)
 
 
@@ -79,8 +78,7 @@ def test_the_slowest_resource_decides():
     assert step_time.predicted_ms(step_time.Step("instructions", 1e8, 1e8, 1e8), longer) == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("machine", ["h200", "rtx5090"])
-@pytest.mark.parametrize("module", [bench_linear, bench_quantize])
+@pytest.mark.parametrize("module, machine", [(bench_linear, "h200"), (bench_quantize, "rtx5090")])
 def test_roofline_is_labelled_as_a_prediction(module, machine, capsys, tmp_path):
     target = tmp_path / "out" / "numbers.json"
     out = run(module, capsys, "--roofline", machine, "--json", str(target))
@@ -97,11 +95,6 @@ def test_json_goes_to_the_base_directory_by_default(base_dir, capsys):
     content = json.loads((base_dir / "bench" / "bench_linear_b200_predicted.json").read_text())
     assert {r["method"] for r in content["records"]} == set(METHOD_TABLE)
     assert "torch" in json.dumps(content["environment"])
-
-
-def test_table():
-    text = common.table(["name", "ms"], [["a", 1.5], ["long", 10.25]]).splitlines()
-    assert text == ["name      ms", "----  ------", "a      1.500", "long  10.250"]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -123,7 +116,6 @@ def test_without_cuda_one_line(fork_server, script):
         (bench_linear, ["--tokens", "0"], "at least 1"),
         (bench_linear, ["--seconds", "nan"], "--seconds positive"),
         (bench_linear, ["--passes", "backward"], "--passes is 'backward', expected some of forward, forward"),
-        (bench_linear, ["--modes", ""], "expected some of graph, eager"),
         (bench_linear, ["--methods", "clever"], "unknown method 'clever'"),
         (bench_quantize, ["--rows", "100"], "multiples of 128"),
         (bench_quantize, ["--only", "nothing"], "matches none of: amax"),
@@ -148,95 +140,60 @@ def on_a_cpu(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.delenv("NVFP4_KERNELS", raising=False)
     monkeypatch.setattr(common, "need_cuda", lambda script: cpu)
-    monkeypatch.setattr(common, "LAYER_SETS", TINY)
-    monkeypatch.setattr(bench_linear, "timed", lambda function, calls: [timed(function) for _ in range(calls)])
+    monkeypatch.setattr(bench_linear, "LAYER_SETS", TINY)
+    monkeypatch.setattr(common, "timed", lambda function, calls: [timed(function) for _ in range(calls)])
     monkeypatch.setattr(bench_quantize, "median_ms", timed)
     return cpu
 
 
-STEADY = {"steady": functools.partial(bench_linear.steady, seconds=0.01)}
-BOTH = STEADY | {"turns": functools.partial(bench_linear.in_turns, seconds=0.01)}
+def test_steady_times_each_function_in_the_state_that_it_brings_about(monkeypatch):
+    """On a clock of its own, which slows down while `hot` is called."""
+    now, heat, log = 0.0, 0.0, []
 
-
-class Clock:
-    """Functions that take as long as they say, on a clock of their own: it slows down while `hot` is called."""
-
-    def __init__(self, monkeypatch):
-        self.now, self.heat, self.log = 0.0, 0.0, []
-        monkeypatch.setattr(bench_linear.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(bench_linear, "timed", self.timed)
-
-    def function(self, name: str, heats: bool):
+    def function(name: str, change: float):
         def run() -> float:
-            self.heat = min(1.0, self.heat + 0.02) if heats else max(0.0, self.heat - 0.02)
-            self.log.append(name)
-            seconds = 0.01 * (1 + self.heat)
-            self.now += seconds
-            return seconds * 1e3
+            nonlocal now, heat
+            heat = min(1.0, max(0.0, heat + change))
+            log.append(name)
+            now += 0.01 * (1 + heat)
+            return 10 * (1 + heat)
 
         return run
 
-    def timed(self, function, calls):
-        return [function() for _ in range(calls)]
-
-
-def test_steady_times_each_function_in_the_state_that_it_brings_about(monkeypatch):
-    clock = Clock(monkeypatch)
-    functions = {"hot": clock.function("hot", True), "cool": clock.function("cool", False)}
-    found = bench_linear.steady(functions, 2.0)
+    monkeypatch.setattr(common.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(common, "timed", lambda function, calls: [function() for _ in range(calls)])
+    functions, settled = {"hot": function("hot", 0.02), "cool": function("cool", -0.02)}, []
+    found = common.steady(functions, 2.0, lambda name, function: settled.append(name))
     assert found["hot"]["ms"] == pytest.approx(20) and found["cool"]["ms"] == pytest.approx(10)
     assert found["hot"]["spread"] == pytest.approx(0) and found["hot"]["mhz"] is None
-    order = [a for a, b in zip(clock.log, [*clock.log[1:], None]) if a != b]
+    order = [a for a, b in zip(log, [*log[1:], None]) if a != b]
     assert order == ["hot", "cool", "hot"]  # the second time in the opposite order
-    assert clock.log.count("cool") * 0.01 > 7  # twice to warm up, twice timed
-    turns = bench_linear.in_turns(functions, 2.0)
-    assert turns["hot"]["ms"] / turns["cool"]["ms"] < 1.1  # each in the state that the other left
+    assert settled == ["hot", "cool", "cool", "hot"]
+    assert log.count("cool") * 0.01 > 7  # twice to warm up, twice timed
+    drifting = common.steady({"drifting": function("drifting", -0.001)}, 1.0)
+    assert drifting["drifting"]["spread"] > 0.05
 
 
-def test_spread_shows_a_drift(monkeypatch):
-    clock = Clock(monkeypatch)
-    slower = iter(range(1, 100_000))
-
-    def drifting() -> float:
-        ms = 10 + 0.01 * next(slower)
-        clock.now += ms / 1e3
-        return ms
-
-    assert bench_linear.steady({"drifting": drifting}, 1.0)["drifting"]["spread"] > 0.05
-
-
-class FakeNvml:
-    """The three functions of NVML that are asked; `fails` names one that returns an error."""
-
-    def __init__(self, fails: str = ""):
-        self.fails, self.asked = fails, 0
-
-    def answer(self, name: str, reference, value: int) -> int:
-        self.asked += 1
-        reference._obj.value = value
-        return 999 if name == self.fails else 0
-
-    def nvmlDeviceGetClockInfo(self, handle, clock, reference):
-        return self.answer("clock", reference, 1500 if clock == 1 else 7)
-
-    def nvmlDeviceGetPowerUsage(self, handle, reference):
-        return self.answer("power", reference, 699_500)
-
-    def limits(self, handle, reference):
-        return self.answer("limits", reference, 0x4)
-
-
-@pytest.mark.parametrize("fails", ["", "clock", "power", "limits"])
+@pytest.mark.parametrize("fails", [None, 0, 1, 2])
 def test_monitor_reads_nvml(fails):
+    asked = []
+
+    def question(index: int, answer: int):
+        def ask(reference) -> int:
+            asked.append(index)
+            reference._obj.value = answer
+            return 999 if index == fails else 0
+
+        return ask
+
     monitor = common.Monitor(interval=0.001)
-    monitor._handle, monitor._library = object(), FakeNvml(fails)
-    monitor._limits = monitor._library.limits
+    monitor._questions = [question(i, answer) for i, answer in enumerate((1500, 699_500, 0x4))]
     deadline = time.monotonic() + 60
     with monitor:
-        while monitor._library.asked < 4 and time.monotonic() < deadline:  # a whole sample was taken
+        while len(asked) < 4 and time.monotonic() < deadline:  # a whole sample was taken
             time.sleep(0.001)
     known = {"mhz": 1500.0, "watts": 699.5, "limit": "power 100%"}
-    assert monitor.summary() == ({name: None for name in known} if fails else known)
+    assert monitor.summary() == (known if fails is None else dict.fromkeys(known))
     assert not monitor._thread.is_alive()
 
 
@@ -248,31 +205,35 @@ def test_monitor_says_how_often_what_limited_the_clock():
     assert monitor.summary()["limit"] == "none"
 
 
-def test_measure_layers(on_a_cpu, tmp_path):
-    methods = ["bf16", "nvidia", "clover"]
-    so_far, results = [], common.Results("x", str(tmp_path / "x.json"), {})
+@pytest.fixture
+def results(tmp_path):
+    return common.Results("x", str(tmp_path / "x.json"), {})
+
+
+def measure(methods: list[str], results: common.Results) -> list[str]:
+    return bench_linear.measure(["tiny"], methods, 256, PASSES, 0.01, results, "eager")
+
+
+def test_measure_layers(on_a_cpu, results):
+    methods, so_far = ["bf16", "clover"], []
     results.write = lambda: so_far.append(len(results.records))
-    assert bench_linear.measure(["tiny"], methods, 256, ["eager"], PASSES, BOTH, results) == []
+    assert measure(methods, results) == []
     records = results.records
-    assert so_far == [3, 6, 9, 12]  # whenever a way of timing is through
-    expected = [(p, way, m) for p in PASSES for way in BOTH for m in methods]
-    assert [(r["pass"], r["timing"], r["method"]) for r in records] == expected
-    assert all(("spread" in r) == (r["timing"] == "steady") for r in records)
-    assert all(r["ms"] > 0 and r["tflops"] > 0 for r in records)
+    assert so_far == [2, 4]  # whenever a pass is through
+    assert [(r["pass"], r["method"]) for r in records] == [(p, m) for p in PASSES for m in methods]
+    assert all(r["ms"] > 0 and r["tflops"] > 0 and "spread" in r for r in records)
     assert all(r["ratio"] == 1 for r in records if r["method"] == "bf16")
     assert "x BF16" in bench_linear.show(records)
 
 
-def test_a_wrong_method_is_not_timed(on_a_cpu, monkeypatch, tmp_path):
+def test_a_wrong_method_is_not_timed(on_a_cpu, monkeypatch, results):
     real = linear.gemm
     monkeypatch.setattr(linear, "gemm", lambda a, b, **kw: torch.zeros_like(real(a, b, **kw)))
-    results = common.Results("x", str(tmp_path / "x.json"), {})
-    problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 256, ["eager"], PASSES, STEADY, results)
+    assert measure(["bf16", "clover"], results) == ["clover: output is all zeros"]
     assert {r["method"] for r in results.records} == {"bf16"}
-    assert problems == ["clover: output is all zeros"]
 
 
-def test_a_method_that_is_wrong_only_at_the_benchmarks_shape_is_not_timed(on_a_cpu, monkeypatch, tmp_path):
+def test_a_method_that_is_wrong_only_at_the_benchmarks_shape_is_not_timed(on_a_cpu, monkeypatch, results):
     """As after an overflow of an index: the small layer of the doctor is right."""
     real = linear.gemm
 
@@ -281,50 +242,32 @@ def test_a_method_that_is_wrong_only_at_the_benchmarks_shape_is_not_timed(on_a_c
         return y * (torch.arange(len(y)) < 200).unsqueeze(1) if len(y) == 256 else y
 
     monkeypatch.setattr(linear, "gemm", gemm)
-    results = common.Results("x", str(tmp_path / "x.json"), {})
-    problems = bench_linear.measure(["tiny"], ["bf16", "clover"], 256, ["eager"], PASSES, STEADY, results)
-    assert {r["method"] for r in results.records} == {"bf16"}
-    assert len(problems) == 1 and "tiny up: output is off BF16" in problems[0]
+    (problem,) = measure(["bf16", "clover"], results)
+    assert {r["method"] for r in results.records} == {"bf16"} and "tiny up: output is off BF16" in problem
 
 
-def test_measure_every_kernel(on_a_cpu, monkeypatch, tmp_path):
+def test_measure_every_kernel_whose_check_agrees(on_a_cpu, monkeypatch, tmp_path):
     pytest.importorskip("triton")
+    problem = lambda device, rounding, rht_dim, shape: "codes differ" if rounding.ms_eden else None  # noqa: E731
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
-    monkeypatch.setattr(bench_quantize, "kernel_problem", lambda *args: None)
-    chosen = bench_quantize.kernels(128, 128)
-    monkeypatch.setattr(bench_quantize, "copy_bandwidth", lambda device: 100.0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a made-up GPU")
-    bench_quantize.main(["--rows=128", "--columns=128", f"--json={tmp_path / 'x.json'}"])
-    records = json.loads((tmp_path / "x.json").read_text())["records"]
-    assert [r["kernel"] for r in records] == list(chosen)
-    decode = next(r for r in records if r["kernel"] == "decode")
-    assert decode["bytes"] == 128 * 128 * (0.5 + 1 / 16 + 2)
-    assert decode["share_of_copy"] == pytest.approx(decode["bytes"] / decode["ms"] / 1e6 / 100)
+    monkeypatch.setattr(bench_quantize, "kernel_problem", problem)
+    chosen = {name: k for name, k in bench_quantize.kernels(128, 128).items() if "search" not in name}
+    wrong = [name for name, k in chosen.items() if k.checks[0][0] == "ms_eden"]
+    found = {}
+    problems = bench_quantize.measure(chosen, on_a_cpu, lambda name, kernel, ms: found.update({name: (kernel, ms)}))
+    assert [*found, *wrong] == sorted(chosen, key=lambda name: name in wrong) and len(wrong) == 5
+    assert problems == [f"{name} (codes differ)" for name in wrong]
+    kernel, ms = found["decode"]
+    assert sum(s.num_bytes for s in kernel.steps) == 128 * 128 * (0.5 + 1 / 16 + 2) and ms > 0
 
 
 def test_the_second_kernels_share():
     """One for each operand of grad_output, timed together with the first kernel and alone."""
-    records = [
-        {"kernel": bench_quantize.SECOND_KERNEL, "ms": 0.1},
-        {"kernel": "grad_output clover -> codes", "ms": 1.2},
-    ]
+    ms = {bench_quantize.SECOND_KERNEL: 0.1, "grad_output clover -> codes": 1.2}
+    records = [{"kernel": name, "ms": value} for name, value in ms.items()]
     assert bench_quantize.second_kernel_share(records) == pytest.approx(0.2)
     assert bench_quantize.second_kernel_share(records[:1]) is None
     assert bench_quantize.second_kernel_share(records[1:]) is None
-
-
-def test_a_kernel_that_fails_its_check_is_not_timed(on_a_cpu, monkeypatch):
-    pytest.importorskip("triton")
-    chosen = {
-        k: v for k, v in bench_quantize.kernels(128, 128).items() if k in ("decode", "requantize clover -> codes")
-    }
-    problem = lambda device, rounding, rht_dim, shape: "codes differ" if rounding.ms_eden else None  # noqa: E731
-    monkeypatch.setenv("NVFP4_KERNELS", "triton")
-    monkeypatch.setattr(bench_quantize, "kernel_problem", problem)
-    timed = []
-    problems = bench_quantize.measure(chosen, on_a_cpu, lambda name, kernel, ms: timed.append(name))
-    assert timed == ["decode"]
-    assert problems == ["requantize clover -> codes (codes differ)"]
 
 
 def test_what_was_measured_survives(on_a_cpu, monkeypatch, capsys, tmp_path):
@@ -343,19 +286,20 @@ def test_what_was_measured_survives(on_a_cpu, monkeypatch, capsys, tmp_path):
         bench_quantize.main(["--rows=128", "--columns=128", f"--json={target}"])
     records = json.loads(target.read_text())["records"]
     assert [r["kernel"] for r in records] == ["amax", "rtn bf16 + decode"]
+    assert records[0]["bytes"] == 128 * 128 * 2
+    assert records[0]["share_of_copy"] == pytest.approx(records[0]["bytes"] / records[0]["ms"] / 1e6 / 100)
     row = capsys.readouterr().out.splitlines()[-1]
     assert row.startswith("rtn bf16 + decode ") and f"{records[1]['ms']:.3f}" in row
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(common, "LAYER_SETS", {"tiny": {"up": (512, 1024)}})
-    ways = {"steady": functools.partial(bench_linear.steady, seconds=0.5)}
-    results = common.Results("x", str(tmp_path / "x.json"), {})
-    assert not bench_linear.measure(["tiny"], ["bf16", "clover"], 1024, ["eager", "graph"], PASSES, ways, results)
-    records = results.records
-    assert len(records) == 8 and all(0 < r["ms"] < 100 for r in records)
-    assert all(100 < r["mhz"] < 4000 and 10 < r["watts"] < 2000 for r in records)
+def test_on_a_gpu(monkeypatch, results):
+    monkeypatch.setattr(bench_linear, "LAYER_SETS", {"tiny": {"up": (512, 1024)}})
+    for mode in ("eager", "graph"):
+        assert not bench_linear.measure(["tiny"], ["bf16", "clover"], 1024, PASSES, 0.5, results, mode)
+        records = results.records
+        assert len(records) == 4 and all(0 < r["ms"] < 100 for r in records)
+        assert all(100 < r["mhz"] < 4000 and 10 < r["watts"] < 2000 for r in records)
 
 
 @pytest.mark.gpu

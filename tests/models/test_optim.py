@@ -54,15 +54,6 @@ def test_adamw_is_torchs():
     assert b.state[theirs[0]]["step"] == 10
 
 
-def test_adamw_keeps_bf16_parameters_and_their_state_in_bf16():
-    p = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
-    optimizer = AdamW([p], lr=0.125)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert p.dtype == torch.bfloat16 and optimizer.state[p]["exp_avg"].dtype == torch.bfloat16
-    assert torch.equal(p, torch.full_like(p, 0.875))  # the first step of Adam is lr in size
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Muon
 
@@ -80,8 +71,9 @@ def assert_nearly_semi_orthogonal(x, g):
     assert (values > 0.83).sum() >= kept
 
 
-@pytest.mark.parametrize("shape", [(32, 32), (16, 64), (64, 16), (20, 50)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape, dtype", [((32, 32), torch.bfloat16), ((20, 50), torch.float32), ((64, 16), torch.bfloat16)]
+)
 def test_polar_express_is_nearly_semi_orthogonal(shape, dtype):
     g = torch.randn(shape) * 1e-3  # the scale does not matter
     x = polar_express(g.to(dtype)).float()
@@ -119,15 +111,6 @@ def test_the_size_of_the_stacks_changes_nothing():
     for p, q, r in zip(*params):
         torch.testing.assert_close(p, r, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(q, r, rtol=1e-5, atol=1e-6)
-
-
-def test_first_update_is_nearly_semi_orthogonal():
-    for shape in MATRICES:
-        p = torch.nn.Parameter(torch.zeros(shape))
-        p.grad = torch.randn(shape)
-        Muon([p], lr=0.02, beta2=None).step()
-        scale = 0.02 * math.sqrt(max(1, shape[0] / shape[1]))
-        assert_nearly_semi_orthogonal(p.detach() / -scale, p.grad)
 
 
 def reference_muon(p, grads, lr, momentum, beta2, weight_decay):
@@ -171,20 +154,6 @@ def test_muon_follows_its_formula(monkeypatch):
         torch.testing.assert_close(p.detach().double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_matrices_do_not_influence_each_other():
-    together, alone = parameters(MATRICES), parameters(MATRICES)
-    optimizer = Muon(together)
-    others = [Muon([p]) for p in alone]
-    for step in range(3):
-        set_grads(together, step)
-        set_grads(alone, step)
-        optimizer.step()
-        for o in others:
-            o.step()
-    for p, q in zip(together, alone):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)  # batched products may sum in another order
-
-
 def test_group_values_take_effect_at_the_next_step():
     p = torch.nn.Parameter(torch.ones(4, 8))
     optimizer = Muon([p], lr=0.02, weight_decay=0.1)
@@ -200,26 +169,6 @@ def test_group_values_take_effect_at_the_next_step():
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Both: state and errors
-
-
-def test_a_restored_run_is_bit_equal():
-    params = parameters(MATRICES + OTHERS)
-    optimizers = make(params)
-    for step in range(3):
-        set_grads(params, step)
-        for o in optimizers:
-            o.step()
-    states = copy.deepcopy([o.state_dict() for o in optimizers])
-    other = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    restored = make(other)
-    for o, state in zip(restored, states):
-        o.load_state_dict(state)
-    for step in range(3, 6):
-        for these, optims in ((params, optimizers), (other, restored)):
-            set_grads(these, step)
-            for o in optims:
-                o.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, other))
 
 
 def test_nanochats_own_state_can_be_loaded():

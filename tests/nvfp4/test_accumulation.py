@@ -23,11 +23,11 @@ def model(method="clover", cls=Fused):
     return nf.convert(cls(), method, verbose=False)
 
 
-def backward(m, times=3, scale=1.0, retain=False):
+def backward(m, times=3, retain=False):
     """Gradients by name after so many passes; the same numbers are drawn each time."""
     torch.manual_seed(1)
     for _ in range(times):
-        loss = m(torch.randn(32, 64)).square().mean() * scale
+        loss = m(torch.randn(32, 64)).square().mean()
         loss.backward(retain_graph=retain)
         if retain:
             loss.backward()
@@ -38,7 +38,7 @@ def same(got, want):
     return all(torch.equal(got[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize("method", ["clover", "nvidia", "tetrajet_v2", "clover_late", "clover_refined", "fp8", "bf16"])
+@pytest.mark.parametrize("method", ["clover", "nvidia", "clover_refined", "fp8", "bf16"])
 def test_sums_are_autograds_to_the_bit(method):
     want = backward(model(method))
     m = model(method)
@@ -50,15 +50,6 @@ def test_sums_are_autograds_to_the_bit(method):
     # q's and k's are slices of the one tensor that their GEMM adds to, and nothing of the context is left.
     assert [p.grad.data_ptr() - buffer.data_ptr() for p in (m.q.weight, m.k.weight)] == [0, 64 * 64 * 4]
     assert not any("context" in vars(layer) for layer in (m.q, m.k, m.out))
-
-
-def test_autograd_gets_no_gradient_to_add():
-    """The gradient goes to the buffer, wherever that is: weight.grad itself is not touched by autograd."""
-    m = model()
-    with nf.accumulate_gradients(m):
-        m.out.context.gradients[1] = torch.zeros_like(m.out.weight)
-        got = backward(m)
-        assert not got["out.weight"].any() and m.out.context.gradients[1].any()
 
 
 def test_a_second_context_adds_to_the_gradients_that_are_there():
@@ -74,7 +65,7 @@ def test_a_second_context_adds_to_the_gradients_that_are_there():
         assert same(backward(m), want)
 
 
-@pytest.mark.parametrize("how", ["retain_graph", "checkpoint", "called twice", "scaled", "full_precision"])
+@pytest.mark.parametrize("how", ["retain_graph", "checkpoint", "called twice", "full_precision"])
 def test_what_adds_more_than_once_adds_as_often_as_autograd(how):
     cls = Recomputed if how == "checkpoint" else Fused
 
@@ -86,7 +77,7 @@ def test_what_adds_more_than_once_adds_as_often_as_autograd(how):
         else:
             whole = m
         with context, inside:
-            return backward(whole, scale=2.0**15 if how == "scaled" else 1.0, retain=how == "retain_graph")
+            return backward(whole, retain=how == "retain_graph")
 
     want = run(model(cls=cls), contextlib.nullcontext())
     m = model(cls=cls)
@@ -135,43 +126,6 @@ def test_what_is_left_to_autograd(how):
     assert len(seen) == len(calls) == (2 if "hook" in how else 0)
 
 
-def test_the_weight_of_a_layer_may_be_an_embeddings():
-    """Autograd adds the embedding's part to the tensor that the GEMM adds to."""
-
-    def run(accumulate):
-        m = model()
-        embedding = nn.Embedding(64, 96, _weight=m.out.weight)
-        embedding.weight = m.out.weight
-        with nf.accumulate_gradients(m) if accumulate else contextlib.nullcontext():
-            assert bool(m.out.context.gradients) == accumulate
-            torch.manual_seed(1)
-            for _ in range(3):
-                (m(torch.randn(32, 64)).square().mean() + embedding(torch.arange(32)).sum()).backward()
-            assert not accumulate or m.out.weight.grad.data_ptr() == m.out.context.gradients[1].data_ptr()
-        return m.out.weight.grad
-
-    # Autograd first adds up the two parts of a pass: another order of the same six terms.
-    torch.testing.assert_close(run(True), run(False), rtol=1e-6, atol=1e-7)
-
-
-def test_a_scalers_skipped_step_skips_what_was_added():
-    """An infinite gradient in one micro-batch: the scaler sees it in weight.grad, as if autograd had put it there."""
-    m = model("bf16")
-    m.out.bias.requires_grad_(False)  # autograd would show its gradient
-    before = {name: p.detach().clone() for name, p in m.named_parameters() if p.requires_grad}
-    optimizer, scaler = torch.optim.SGD(m.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
-    for scale, moves in ((float("inf"), False), (1.0, True)):
-        with nf.accumulate_gradients(m):
-            for factor in (1.0, scale):
-                scaler.scale(m(torch.randn(32, 64)).square().mean() * factor).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert all(torch.equal(p, before[name]) != moves for name, p in m.named_parameters() if name in before)
-        assert scaler.get_scale() == 4.0  # halved by the first, left by the second
-
-
 def test_fsdp2_gets_its_gradients_from_autograd():
     from torch.distributed.fsdp import fully_shard
 
@@ -210,13 +164,6 @@ def test_distributed_data_parallel_is_refused():
                 pass
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_a_copy_made_inside_is_not_inside():
-    m = model()
-    with nf.accumulate_gradients(m):
-        other = copy.deepcopy(m)
-    assert not (other.out.context.gradients or other.q.context.gradients)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 """The with-statements of a converted model: any order of leaving them, several threads, a change of method inside."""
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -46,6 +48,8 @@ def test_a_setting_holds_until_the_last_context_is_left(context):
     first.__exit__(None, None, None)
     assert all(vars(layer).get("context") for layer in layers(m) if layer is not m.k or context in CONTEXTS[:2])
     assert equal(step(m), inside)
+    copies = copy.deepcopy(m), pickle.loads(pickle.dumps(m))
+    assert not any("context" in vars(layer) for twin in copies for layer in layers(twin))  # a copy is outside
     second.__exit__(None, None, None)
     assert equal(step(m), before) and not any("context" in vars(layer) for layer in layers(m))
 
@@ -105,9 +109,7 @@ def test_a_method_that_changes_inside_once_takes_effect(how):
         assert m.out.made_weight(1) is not None and equal(step(m), inside)
 
 
-@pytest.mark.parametrize(
-    "context", [nf.full_precision, nf.per_token_scale, nf.quantize_weights_once, nf.accumulate_gradients]
-)
+@pytest.mark.parametrize("context", CONTEXTS)
 def test_what_is_no_model_is_refused_in_one_line(context):
     with pytest.raises(ValueError, match=rf"{context.__name__}: got NoneType, expected a torch.nn.Module"):
         with context(None):

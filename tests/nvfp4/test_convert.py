@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -104,19 +103,15 @@ def test_parameters_are_the_same_objects():
     assert not torch.equal(model.h[1].mlp["c_fc"].weight, old)
 
 
-@pytest.mark.parametrize("skip", [("h.0",), ["h.0.*"], "h.0*", ("h.0.c_attn", "h.0.mlp")])
+@pytest.mark.parametrize("skip", [["h.0.*"], "h.0*", ("h.0.c_attn", "h.0.mlp")])
 def test_skip_patterns_name_layers_or_what_holds_them(skip):
     model = converted(Model(), skip=skip)
     assert kinds(model) == in_block(1, 2)
     assert "skip pattern 'h.0" in dict(model.nf_report.left_alone)["h.0.mlp.c_fc"]
-
-
-def test_skip_patterns_match_whole_names():
-    assert kinds(converted(Model(), skip=("*.c_proj",))) == {n for n in in_block(0, 1, 2) if "c_proj" not in n}
     assert kinds(converted(Model(blocks=11), skip=("h.1",))) == in_block(*range(11)) - in_block(1)  # and not h.10
 
 
-@pytest.mark.parametrize("pattern", ["h.3", "c_proj", "H.0", "wte", ""])
+@pytest.mark.parametrize("pattern", ["h.3", "c_proj", ""])
 def test_a_pattern_that_matches_no_linear_layer_is_an_error(pattern):
     model = Model()
     with pytest.raises(ValueError, match=f"skip pattern '{pattern}' matches no linear layer; there are: h.0") as e:
@@ -154,9 +149,6 @@ def test_blocks_are_those_of_the_largest_stack():
 def test_more_blocks_than_there_are(first, last):
     with pytest.raises(ValueError, match="cannot keep"):
         converted(Model(), keep_first_blocks=first, keep_last_blocks=last)
-
-
-def test_blocks_need_a_stack():
     with pytest.raises(ValueError, match="need a model with an nn.ModuleList"):
         converted(nn.Sequential(nn.Linear(16, 16)), keep_first_blocks=1)
 
@@ -195,10 +187,6 @@ def test_subclasses():
     assert all("changes more of nn.Linear than forward" in reason for reason in reasons.values())
 
 
-def test_a_linear_layer_itself():
-    assert isinstance(converted(nn.Linear(32, 16)), nf.QuantLinear)
-
-
 def test_nothing_to_convert_is_an_error():
     with pytest.raises(ValueError, match="no linear layer could be converted .*the model has none"):
         converted(nn.Embedding(4, 4))
@@ -220,13 +208,6 @@ def test_nothing_to_convert_is_an_error():
 def test_arguments_of_other_types_are_refused_in_one_line(arguments, message):
     with pytest.raises(ValueError, match=f"convert: .*{message}"):
         nf.convert(**{"model": Model()} | arguments)
-
-
-def test_unknown_method_lists_the_known_ones():
-    model = Model()
-    with pytest.raises(ValueError, match="unknown method 'fp4'; use one of: bf16, "):
-        converted(model, "fp4")
-    assert not kinds(model)
 
 
 def test_a_shared_layer_is_converted_once():
@@ -360,23 +341,6 @@ def test_full_precision_is_a_context():
     assert torch.equal(model(TOKENS), quantized)
 
 
-def test_copies_made_inside_a_context_are_outside():
-    model = converted(Model())
-    want = model(TOKENS)
-    with nf.full_precision(model), nf.per_token_scale(model), nf.quantize_weights_once(model):
-        with nf.full_precision(model):
-            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    with nf.quantize_weights_once(model):
-        copies.append(copy.deepcopy(model))
-    for other in copies:
-        assert torch.equal(other(TOKENS), want)
-        with torch.no_grad():
-            for p in other.parameters():
-                p += 1  # its codes are its own
-        assert not torch.equal(other(TOKENS), want)
-    assert torch.equal(model(TOKENS), want)
-
-
 def test_full_precision_with_master_weights():
     """FP32 weights under BF16 activations, without autocast: the weights follow, as in nanochat's newest."""
     model = converted(Model())
@@ -403,11 +367,6 @@ def test_contexts_reach_a_compiled_model():
     model = converted(Model())
     with nf.full_precision(torch.compile(model, backend="eager")):
         assert all(m.context.full_precision for m in model.modules() if isinstance(m, nf.QuantLinear))
-
-
-def test_backend_is_one_line():
-    text = str(nf.backend())
-    assert text and "\n" not in text
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -451,18 +410,7 @@ def test_weights_quantized_once_change_no_bit(method, monkeypatch):
     assert len(calls) == (2 if nf.get_recipe(method).output.b.rounding else 0 if method == "bf16" else 6)
 
 
-@pytest.mark.parametrize("method", ["clover", "clover_refined", "bf16", "fig1a_sr"])
-def test_weights_quantized_once_within_once(method):
-    model = converted(Fused(), method)
-    want = passes(model, model)
-    with nf.quantize_weights_once(model):
-        with nf.quantize_weights_once(model):
-            inner = passes(model, model)
-        outer = passes(model, model)
-    assert all(torch.equal(a, b) for got in (inner, outer, passes(model, model)) for a, b in zip(got, want))
-
-
-@pytest.mark.parametrize("how", ["add", "exchange", "data"])
+@pytest.mark.parametrize("how", ["add", "exchange", "data", "fused step"])
 def test_weights_that_change_within_once_are_told(how):
     model = converted(Fused())
     weight = next(m for m in model.modules() if isinstance(m, nf.QuantLinear)).weight
@@ -472,8 +420,12 @@ def test_weights_that_change_within_once_are_told(how):
                 weight += 1
             elif how == "exchange":
                 torch.utils.swap_tensors(weight, torch.nn.Parameter(weight + 1))
+            elif how == "fused step":  # which counts no version
+                torch.optim.SGD(torch.nn.Linear(8, 8).parameters(), lr=1.0).step()  # of another model
+                torch.optim.AdamW(model.parameters(), fused=True).step()
             else:
                 weight.data = weight + 1
+    assert not model.q.context.weights
 
 
 def test_new_weights_are_quantized_anew_for_the_next_step():
@@ -503,28 +455,6 @@ def test_compiled_code_takes_the_weights_of_each_step_and_is_not_compiled_again(
             want = passes(model, model)
             assert all(torch.equal(a, b) for a, b in zip(got, want))
             torch.optim.SGD(model.parameters(), lr=1.0).step()
-
-
-@pytest.mark.parametrize("fused", [False, True])  # that one counts no version
-def test_weights_that_change_inside_are_an_error(fused):
-    model = converted(Fused())
-    others = torch.nn.Linear(8, 8)
-    with pytest.raises(RuntimeError, match="leave it before optimizer.step"):
-        with nf.quantize_weights_once(model):
-            passes(model, model)
-            torch.optim.SGD(others.parameters(), lr=1.0).step()  # of another model
-            torch.optim.AdamW(model.parameters(), fused=fused).step()
-    assert not model.q.context.weights
-    want = passes(model, model)
-    assert all(torch.equal(a, b) for a, b in zip(passes(model, model), want))
-
-
-def test_after_an_error_inside_nothing_is_kept():
-    model = converted(Fused())
-    with pytest.raises(KeyError):
-        with nf.quantize_weights_once(model):
-            raise KeyError
-    assert not any(m.context.weights for m in (model.q, model.k, model.out))
 
 
 @pytest.mark.parametrize("method, count", [("clover", 1), ("clover_refined", 2)])

@@ -1,8 +1,5 @@
 """Rounding with error feedback: against GPTQ's own formula, where it is plain rounding, and as a layer's weight."""
 
-import copy
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -57,13 +54,12 @@ def test_it_is_gptq(columns):
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("rounding", NAMES)
-def test_the_outputs_error_is_halved_on_inputs_it_has_not_seen(rounding):
+def test_the_outputs_error_is_halved_on_inputs_it_has_not_seen():
     x, new = correlated(4096, 128)[:2048], correlated(4096, 128)[2048:]
     w = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
     factor = feedback_factor(products_of_rows(x) / len(x))
-    with_feedback = round_with_feedback(w[None], factor[None], ROUNDINGS[rounding])[0].dequantize()
-    plain = nf.quantize(w, rounding).dequantize()
+    with_feedback = round_with_feedback(w[None], factor[None], ROUNDINGS["rtn"])[0].dequantize()
+    plain = nf.quantize(w, "rtn").dequantize()
     assert (new @ (with_feedback - w).T).norm() ** 2 < 0.5 * (new @ (plain - w).T).norm() ** 2
     assert (with_feedback - w).norm() ** 2 < 1.6 * (plain - w).norm() ** 2
 
@@ -166,7 +162,7 @@ def test_all_calls_of_a_layer_count_by_their_tokens():
     whole.load_state_dict(model.state_dict())
     nf.update_gram_matrices(model, lambda: [model(x) for x in (*batches, batches[0][:0])])
     nf.update_gram_matrices(whole, lambda: whole(torch.cat(batches)))
-    assert model.q.gram_matrix is model.k.gram_matrix
+    assert model.q.gram_matrix is model.k.gram_matrix and model.q.feedback_factor is model.k.feedback_factor
     for name, gram in nf.gram_state(model).items():
         # in FP16, of products that are added up in another order
         torch.testing.assert_close(gram, nf.gram_state(whole)[name], rtol=2e-3, atol=2e-3)
@@ -246,57 +242,6 @@ def test_the_gram_matrices_are_saved_and_loaded_apart_from_the_model(tmp_path):
     for wrong in ({"nobody": gram["q"]}, {"q": gram["q"][:, :16]}, {"q": gram["q"].long()}):
         with pytest.raises(ValueError, match="load_gram_state: '(q|nobody)' has .*, expected"):
             nf.load_gram_state(other, wrong)
-
-
-def test_copies_and_averages_of_a_model_with_gram_matrices():
-    model = trained_model()
-    average = torch.optim.swa_utils.AveragedModel(Model())  # from before anything was known of the inputs
-    average.update_parameters(model)
-    average.update_parameters(model)
-    plain = Model()
-    plain.load_state_dict(average.module.state_dict())
-    assert torch.equal(plain.q.weight, model.q.weight)
-    twin = copy.deepcopy(model)
-    assert all(torch.equal(a, b) for a, b in zip(passes(twin, twin), passes(model, model)))
-    nf.update_gram_matrices(twin, lambda: twin(correlated(64, 128, 5)))
-    assert not torch.equal(twin.q.gram_matrix, model.q.gram_matrix)
-    assert model.bfloat16().q.gram_matrix.dtype == torch.float16
-
-
-def test_layers_that_read_the_same_tensor_share_its_gram_matrix():
-    class Apart(Model):
-        fused_linears = ()
-
-        def forward(self, x):
-            return self.out(torch.cat([self.q(x), self.k(x)], -1))
-
-    model = nf.convert(Apart(), "clover_feedback", verbose=False)
-    for seed in (0, 1):
-        nf.update_gram_matrices(model, lambda seed=seed: model(correlated(64, 128, seed)))
-        assert model.q.gram_matrix is model.k.gram_matrix and model.q.feedback_factor is model.k.feedback_factor
-    assert model.out.gram_matrix is not model.q.gram_matrix
-    alone = nf.convert(Apart(), "clover_feedback", verbose=False)
-    for seed in (0, 1):
-        nf.update_gram_matrices(alone, lambda seed=seed: alone.k(correlated(64, 128, seed)))
-    assert torch.equal(alone.k.gram_matrix, model.k.gram_matrix)
-
-
-def test_training_on_without_a_look_at_the_inputs_is_said_once(monkeypatch):
-    monkeypatch.setattr("nanochat_fp4.nvfp4.training.PATIENCE", 3)
-    state = nf.gram_state(trained_model())
-
-    def warnings_of(model):
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            optimizer = torch.optim.SGD(model.parameters())
-            for _ in range(8):
-                model(correlated(16, 128)).sum().backward()
-                optimizer.step()
-        return [str(w.message) for w in seen if "update_gram_matrices" in str(w.message)]
-
-    forgotten, loaded = (nf.convert(Model(), "clover_feedback", verbose=False) for _ in range(2))
-    nf.load_gram_state(loaded, state)
-    assert len(warnings_of(forgotten)) == 1 and not warnings_of(loaded)
 
 
 @pytest.mark.parametrize("rounding, dtype", [("rtn", torch.bfloat16), ("scale_search_6", torch.float32)])

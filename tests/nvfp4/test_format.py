@@ -84,7 +84,7 @@ def test_size_is_four_and_a_half_bits_an_element():
     assert t.nbytes == 3 * 64 * 64 * 4.5 / 8 + 4
 
 
-@pytest.mark.parametrize("rows, cols", [(1, 1), (128, 4), (127, 3), (130, 5), (300, 12), (256, 64)])
+@pytest.mark.parametrize("rows, cols", [(1, 1), (128, 4), (300, 13)])
 def test_swizzle_puts_every_scale_where_cublas_looks_for_it(rows, cols):
     """cuBLAS, "1D block scaling factors layout": tiles of 128 x 4, row-major; inside a tile, scale (r, c) is byte
     (r % 32) * 16 + (r // 32) * 4 + c."""

@@ -18,24 +18,11 @@ def explicit(x: torch.Tensor, seed: int, dim: int = 128, stream: int = 0) -> tor
     return (groups @ h.T / dim**0.5).flatten(-2)
 
 
-def test_sylvester_of_order_four():
-    h = rotation_matrix(0, dim=4) * random_signs(0, 4, 0, CPU).unsqueeze(1)  # without its signs
-    assert h.tolist() == [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
-
-
 @pytest.mark.parametrize("dim", [16, 32, 64, 128])
 def test_is_the_formula(dim):
     x = torch.randn(5, 2 * dim)
     # FP32 sums of up to 128 terms: relative error about 1e-7, squared 1e-14.
     assert relative_square_error(rotate(x, 11, dim=dim, stream=4), explicit(x, 11, dim, 4)) < 1e-13
-
-
-def test_every_group_and_row_has_the_same_signs():
-    x = torch.randn(1, 128)
-    y = rotate(x.repeat(3, 2), 5).view(6, 128)
-    assert torch.equal(y, y[:1].repeat(6, 1))
-    # Alone, a group goes through another of the matrix library's routines, which may sum in another order.
-    assert relative_square_error(rotate(x, 5), y[:1]) < 1e-13
 
 
 def test_products_and_norms_are_unchanged():
@@ -55,12 +42,6 @@ def test_seed_and_stream_choose_the_signs():
     assert not torch.equal(rotate(x, 1), rotate(x, 1 + 2**32))
 
 
-def test_spreads_an_outlier_evenly():
-    x = torch.zeros(1, 128)
-    x[0, 37] = 8.0
-    assert torch.allclose(rotate(x, 0).abs(), torch.full((1, 128), 8 / 128**0.5))
-
-
 def test_autocast_does_not_make_it_a_bf16_product():
     x = torch.randn(4, 256)
     want = rotate(x, 1)
@@ -69,9 +50,8 @@ def test_autocast_does_not_make_it_a_bf16_product():
     assert got.dtype == torch.float32 and torch.equal(got, want)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_computes_in_fp32_whatever_comes_in(dtype):
-    x = torch.randn(4, 128).to(dtype)
+def test_computes_in_fp32_whatever_comes_in():
+    x = torch.randn(4, 128).bfloat16()
     assert rotate(x, 1).dtype == torch.float32
     assert torch.equal(rotate(x, 1), rotate(x.float(), 1))
 

@@ -7,19 +7,15 @@ import warnings
 import pytest
 import torch
 from _assertions import assert_unbiased, concentrate, relative_square_error
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import dispatch
-from nanochat_fp4.nvfp4.hadamard import rotation_matrix
 from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
 
-METHODS = [m for m in METHOD_TABLE if METHOD_TABLE[m].block <= 16]  # the others: test_estimators.py
 TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search", "clover_refined"]
 
 
@@ -101,11 +97,10 @@ def requantized(e, x, w, rounding, dim=128):
     )
 
 
-@pytest.mark.parametrize("tokens", [128, 100])
 @pytest.mark.parametrize("method", TRAINING)
-def test_gradients_are_those_of_the_recipe_by_hand(method, tokens):
+def test_gradients_are_those_of_the_recipe_by_hand(method):
     linear = layer(method, 64, 144)  # 144: dgrad's contraction is padded to 256, or not at all
-    x, e = torch.randn(tokens, 64), torch.randn(tokens, 144)
+    x, e = torch.randn(100, 64), torch.randn(100, 144)
     got = backward(linear, x, e, seed=3)
     want = by_hand(method, x, linear.weight.detach(), e, seed=3)
     for name, g, w in zip(("output", "grad_input", "grad_weight"), got, want):
@@ -113,30 +108,6 @@ def test_gradients_are_those_of_the_recipe_by_hand(method, tokens):
         assert relative_square_error(g, w) < 1e-12, name
         if nf.backend().quantize == "PyTorch reference":
             assert torch.equal(g, w), name
-
-
-@pytest.mark.parametrize("method", [m for m in METHODS if m.startswith("fig")])
-def test_ablations_quantize_what_their_names_say(method):
-    """Unquantized GEMMs are exact products of what the forward used; quantized ones are not, and have the rounding's
-    error. 2e-12: FP32 sums of 128 terms."""
-    linear = layer(method)
-    x, e, w = torch.randn(128, 128), torch.randn(128, 128), linear.weight.detach()
-    y, grad_input, grad_weight = backward(linear, x, e)
-    recipe = nf.get_recipe(method)
-    forward = recipe.output.a.rounding is not None
-    xq = quantize(x, recipe.output.a.rounding.name).dequantize() if forward else x
-    wq = quantize(w, recipe.output.b.rounding.name).dequantize() if forward else w
-    assert (relative_square_error(y, x @ w.T) > 1e-3) == forward
-    assert relative_square_error(y, xq @ wq.T) < 2e-12
-    for gemm, got, want in (
-        (recipe.grad_input, grad_input, e @ wq),
-        (recipe.grad_weight, grad_weight, e.T @ xq),
-    ):
-        error = relative_square_error(got, want)
-        if gemm.a.rounding is None:
-            assert error < 2e-12
-        else:  # one or two operands with SR (0.024 each) or MS-EDEN (0.010 each)
-            assert 0.005 < error < 0.06
 
 
 def test_bf16_is_nn_linear():
@@ -205,25 +176,6 @@ def test_nvidia_is_unbiased_but_for_the_rounding_of_its_input(method, draws, lea
     assert least < grad_weight.gain < most, str(grad_weight)
 
 
-def test_nvidias_grad_weight_is_unbiased_for_the_input_it_rounded():
-    """With the forward pass fixed, everything random left is SR, and the mean is E^T times the rounded input."""
-    linear = layer("nvidia", 32, 128)
-    x, e = torch.randn(128, 32, requires_grad=True), torch.randn(128, 128)
-    torch.manual_seed(5)
-    y = linear(x)
-    torch.manual_seed(5)
-    s = draw_seed()
-    rounded = q(x.detach().T, "rtn", seed=s, stream=5, rht=16, rht_seed=s, rht_stream=4).dequantize().double()
-    signs = torch.block_diag(*[rotation_matrix(s, dim=16, stream=4).double() / 4] * 8)
-    want = e.double().T @ (rounded @ signs.T).T
-
-    def draw(b):
-        return torch.autograd.grad(y, linear.weight, e, retain_graph=True)
-
-    assert_unbiased("grad_weight", concentrate(draw, (want,), 256)[0])
-    assert relative_square_error(want, e.double().T @ x.detach().double()) > 3e-3  # and that is not E^T X
-
-
 @pytest.mark.parametrize("draws, least, most", [(256, 100, 230), slow(1024, 200, 750)])
 def test_four_over_six_in_both_passes_reaches_a_plateau(draws, least, most):
     """SR that keeps the luckier of two draws: grad_input stops improving near 7e-4, where 34 draws would be. In
@@ -234,8 +186,7 @@ def test_four_over_six_in_both_passes_reaches_a_plateau(draws, least, most):
     assert least < grad_weight.gain < most, str(grad_weight)
 
 
-@pytest.mark.parametrize("method", ["tetrajet_v2", "clover"])
-@pytest.mark.parametrize("tokens", [1, 7, 100, 129])
+@pytest.mark.parametrize("method, tokens", [("tetrajet_v2", 1), ("clover", 7), ("tetrajet_v2", 100), ("clover", 129)])
 def test_any_number_of_tokens(method, tokens):
     """Padded with zeros to whole groups. MS-EDEN needs groups with many values that are not zero: with 2 to about 16
     tokens in all it has the small bias that linear.py states (0.5% of the gradient's square at most)."""
@@ -249,23 +200,23 @@ def test_any_number_of_tokens(method, tokens):
         assert_unbiased("grad_weight", grad_weight)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("tokens", [1, 7, 129])
-def test_any_method_and_number_of_tokens_is_finite_and_close(method, tokens):
-    linear, x, e = layer(method, 48, 80), torch.randn(tokens, 48), torch.randn(tokens, 80)
-    y, grad_input, grad_weight = backward(linear, x, e)
+@pytest.mark.parametrize("method", METHOD_TABLE)
+def test_any_method_and_number_of_tokens_is_finite_and_close(method):
+    linear = layer(method, 128, 96)
     w = linear.weight.detach()
-    for got, want in ((y, x @ w.T), (grad_input, e @ w), (grad_weight, e.T @ x)):
-        assert got.shape == want.shape
-        assert relative_square_error(got, want) < 0.15  # two forward and two SR roundings, few entries
+    for tokens in (1, 7, 129):
+        x, e = torch.randn(tokens, 128), torch.randn(tokens, 96)
+        y, grad_input, grad_weight = backward(linear, x, e)
+        for got, want in ((y, x @ w.T), (grad_input, e @ w), (grad_weight, e.T @ x)):
+            assert got.shape == want.shape
+            assert relative_square_error(got, want) < 0.15  # two forward and two SR roundings, few entries
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Shapes, dtypes, autocast, what needs a gradient.
 
 
-@pytest.mark.parametrize("shape", [(128,), (6, 128), (2, 3, 128), (1, 2, 3, 128)])
-@pytest.mark.parametrize("method", ["clover", "nvidia"])
+@pytest.mark.parametrize("method, shape", [("clover", (128,)), ("nvidia", (2, 3, 128))])
 def test_leading_dimensions_are_tokens(method, shape):
     linear = layer(method, 128, 64, bias=True)
     x, e = torch.randn(shape), torch.randn(*shape[:-1], 64)
@@ -277,9 +228,8 @@ def test_leading_dimensions_are_tokens(method, shape):
 
 
 @pytest.mark.parametrize("method", ["clover", "nvidia", "bf16"])
-@pytest.mark.parametrize("shape", [(0, 128), (2, 0, 128)])
-def test_no_tokens(method, shape):
-    linear = layer(method, 128, 64)
+def test_no_tokens(method):
+    linear, shape = layer(method, 128, 64), (2, 0, 128)
     y, grad_input, grad_weight = backward(linear, torch.randn(shape), torch.randn(*shape[:-1], 64))
     assert y.shape == (*shape[:-1], 64) and grad_input.shape == shape and (grad_weight == 0).all()
 
@@ -295,10 +245,11 @@ def test_bias():
     assert torch.allclose(grad_bias, e.sum(0), atol=1e-5)
 
 
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("weight, x, autocast", [(FP32, BF16, False), (BF16, FP32, False), (FP32, FP32, True)])
 @pytest.mark.parametrize("method", ["clover", "nvidia", "bf16"])
-@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("x", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("autocast", [False, True])
 def test_dtypes(method, weight, x, autocast):
     """As nn.Linear under autocast; without it, the output has the input's dtype and the weight follows."""
     linear = layer(method, bias=True).to(weight)
@@ -313,7 +264,7 @@ def test_dtypes(method, weight, x, autocast):
         assert relative_square_error(got, want) < 2e-5
 
 
-@pytest.mark.parametrize("method", ["clover", "nvidia", "tetrajet_v2"])
+@pytest.mark.parametrize("method", ["clover", "nvidia"])
 def test_autocast_reaches_neither_the_rotations_nor_the_products(method):
     linear, x, e = layer(method), torch.randn(32, 128, requires_grad=True), torch.randn(32, 128)
 
@@ -401,14 +352,7 @@ def run_with(function, x, weights, e, seed=3):
     return y.detach(), *torch.autograd.grad(y, (x, *weights), e)
 
 
-def saved_storages(function) -> dict:
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        result = function()  # noqa: F841  (alive until the storages are counted)
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
-
-
-@pytest.mark.parametrize("method", ["bf16", *TRAINING])
+@pytest.mark.parametrize("method", ["bf16", "nvidia", "clover", "clover_refined"])
 def test_fused_layers_are_one_layer_to_the_bit(method):
     layers, x, e = qkv(method), torch.randn(32, 64, requires_grad=True), torch.randn(32, 256)
     one = stacked(layers, method)
@@ -426,12 +370,6 @@ def test_fused_plain_layers_are_those_layers():
     for g, w in zip(got, want):
         assert g.dtype == torch.bfloat16 and g.shape == w.shape
         assert relative_square_error(g, w) < 1e-5  # sums in another order, rounded to BF16
-
-
-def test_fused_layers_keep_one_input():
-    layers, x = qkv("clover"), torch.randn(384, 64, requires_grad=True)
-    storages = saved_storages(lambda: fused_linear(x, *layers))
-    assert sum(storages.values()) <= 4.5 / 8 * (x.numel() + 256 * 64) * 1.01
 
 
 @pytest.mark.parametrize(
@@ -454,40 +392,13 @@ def test_layers_that_are_not_alike_are_computed_one_by_one(change):
         assert got.shape[1:] == (linear.out_features // 32, 32) and torch.equal(got.flatten(1), linear(x))
 
 
-def test_compiled_layers_share_the_input_too():
-    """The compiler merges equal operations: of the input of three layers it keeps one tensor of scales, and codes."""
-    x, kept = torch.randn(384, 64, requires_grad=True), []
-
-    def compiler(graph, example_inputs):
-        kept.extend(n.meta["val"] for n in graph.graph.output_node().all_input_nodes)
-        return make_boxed_func(graph.forward)
-
-    layers = qkv("fig2_1x16_rtn")
-    torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
-    torch.compile(lambda x: [m(x) for m in layers], backend=backend, fullgraph=True)(x)
-    assert [tuple(t.shape) for t in kept if t.dtype == torch.float8_e4m3fn and len(t) == 384] == [(384, 4)]
-    assert sum(t.numel() for t in kept if t.dtype == torch.uint8 and len(t) == 384) <= 384 * 64  # one byte a code here
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Randomness.
 
 
 @pytest.mark.parametrize("method", TRAINING)
-def test_the_generator_decides(method):
-    """Same state, same bits; the next backward pass is another draw; layers do not share noise."""
-    linear, x, e = layer(method), torch.randn(32, 128), torch.randn(32, 128)
-    a, b, c = backward(linear, x, e, seed=1), backward(linear, x, e, seed=1), backward(linear, x, e, seed=2)
-    assert all(torch.equal(u, v) for u, v in zip(a, b))
-    assert torch.equal(a[0], c[0])  # the forward pass is deterministic
-    assert not torch.equal(a[1], c[1]) and not torch.equal(a[2], c[2])
-    twice = [torch.autograd.grad(linear(x), linear.weight, e)[0] for _ in range(2)]
-    assert not torch.equal(*twice)
-
-
-@pytest.mark.parametrize("method", TRAINING)
 def test_restoring_the_generator_resumes_to_the_bit(method):
+    """The same state gives the same bits. The next pass draws anew."""
     model = torch.nn.Sequential(layer(method), torch.nn.ReLU(), layer(method))
     x = torch.randn(16, 128)
 
@@ -499,22 +410,21 @@ def test_restoring_the_generator_resumes_to_the_bit(method):
     step()
     state = torch.get_rng_state()
     first = step()
-    step()
+    assert not any(torch.equal(a, b) for a, b in zip(step(), first))
     torch.set_rng_state(state)
     assert all(torch.equal(a, b) for a, b in zip(step(), first))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_evaluation_draws_nothing(method, context):
+@pytest.mark.parametrize("method", METHOD_TABLE)
+def test_evaluation_draws_nothing(method):
     """Or an evaluation between two steps would change the run."""
     linear, x = layer(method), torch.randn(16, 128)
     want = linear(x).detach()
     state = torch.get_rng_state()
-    with context():
-        got = linear(x)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(got, want)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert torch.equal(linear(x), want)
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_fixed_signs_are_one_rotation_for_the_whole_run():
@@ -559,15 +469,14 @@ def test_activation_checkpointing_changes_nothing(method):
 
 
 @pytest.mark.parametrize("method", TRAINING)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_bad_values_reach_the_loss(method, bad):
-    linear, x = layer(method), torch.randn(16, 128)
-    x[3, 5] = bad
-    assert not torch.isfinite(linear(x)).any()
-    e = torch.randn(16, 128)
-    e[0, 0] = bad
-    _, grad_input, grad_weight = backward(linear, torch.randn(16, 128), e)
-    assert not torch.isfinite(grad_input).any() and not torch.isfinite(grad_weight).any()
+def test_bad_values_reach_the_loss(method):
+    linear = layer(method)
+    for bad in (math.nan, math.inf):
+        x, e = torch.randn(16, 128), torch.randn(16, 128)
+        x[3, 5] = e[0, 0] = bad
+        assert not torch.isfinite(linear(x)).any()
+        _, grad_input, grad_weight = backward(linear, torch.randn(16, 128), e)
+        assert not torch.isfinite(grad_input).any() and not torch.isfinite(grad_weight).any()
 
 
 @pytest.mark.parametrize("method", TRAINING)
@@ -588,24 +497,6 @@ def test_dimensions_that_do_not_divide(shape, what):
     with pytest.raises(ValueError, match=f"{what}, expected a multiple of 16; use nn.Linear here, or skip this layer"):
         nf.QuantLinear(*shape, method="clover")
     nf.QuantLinear(*shape, method="bf16")
-
-
-def test_unknown_method():
-    with pytest.raises(ValueError, match="unknown method 'fp3'; use one of: bf16, "):
-        nf.QuantLinear(128, 128, method="fp3")
-
-
-def test_print_shows_the_recipe():
-    text = repr(layer("clover", 128, 64))
-    assert "in_features=128, out_features=64, bias=False" in text
-    assert "output four_over_six x four_over_six; grad_input ms_eden x ms_eden, RHT-128" in text
-
-
-def test_has_the_parameters_and_state_of_nn_linear():
-    ours, plain = nf.QuantLinear(128, 64, bias=True), torch.nn.Linear(128, 64)
-    assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in plain.state_dict().items()}
-    assert not list(ours.buffers()) and isinstance(ours, torch.nn.Linear)
-    assert nf.QuantLinear(128, 64).bias is None  # nanochat's layers have none
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -635,7 +526,6 @@ def compiled_and_eager(method, backend, layers, autocast):
         ("clover", "aot_eager", 1, True),
         ("nvidia", "aot_eager", 2, False),
         slow("clover_refined", "eager", 1, True),
-        slow("tetrajet_v2", "eager", 1, True),
     ],
 )
 def test_compiles_into_one_graph_with_the_same_bits(method, backend, layers, autocast):

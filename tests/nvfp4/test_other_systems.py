@@ -8,8 +8,6 @@ import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE
 from nanochat_fp4.nvfp4.quantizers import quantize
 
-BLOCKS_OF_32 = [m for m in METHOD_TABLE if METHOD_TABLE[m].block > 16]
-
 
 def layer(method, in_features=128, out_features=128):
     torch.manual_seed(1)
@@ -23,22 +21,7 @@ def backward(linear, x, e, seed=7):
     return y.detach(), *torch.autograd.grad(y, (x, linear.weight), e)
 
 
-@pytest.mark.parametrize("method", BLOCKS_OF_32)
-@pytest.mark.parametrize("tokens", [1, 7, 129])
-def test_any_number_of_tokens_is_finite_and_close(method, tokens):
-    linear = layer(method, 128, 96)
-    x, e = torch.randn(tokens, 128), torch.randn(tokens, linear.out_features)
-    y, grad_input, grad_weight = backward(linear, x, e)
-    w = linear.weight.detach()
-    for got, want in ((y, x @ w.T), (grad_input, e @ w), (grad_weight, e.T @ x)):
-        assert got.shape == want.shape
-        assert relative_square_error(got, want) < 0.15  # SR of both operands of a gradient, in a power of two's scales
-
-
-@pytest.mark.parametrize(
-    "method",
-    ["fp8", "fp8_blocks", "nvidia_v2", "mxfp8", "tseng", "mxfp4_nvidia", "clover_fp8_input", "clover_fp8_weight"],
-)
+@pytest.mark.parametrize("method", ["fp8", "nvidia_v2", "tseng", "clover_fp8_input"])
 def test_beside_kernels(method, monkeypatch):
     """Where NVFP4 has kernels, MXFP4 and MXFP8 still take the reference, alone and with an NVFP4 operand beside them;
     the kernels' rotation sums in another order and tips a few codes."""

@@ -3,7 +3,6 @@
 import _scalar_reference as scalar
 import pytest
 import torch
-from _assertions import assert_same_bits
 
 from nanochat_fp4.nvfp4 import philox as px
 
@@ -45,35 +44,6 @@ def test_any_seed_index_purpose_and_stream(seed):
         assert torch.equal(torch.stack(as_tensor, dim=-1), got)
 
 
-def test_triton_computes_the_same():
-    """Runs in Triton's interpreter where there is no GPU (conftest sets TRITON_INTERPRET)."""
-    triton = pytest.importorskip("triton")
-    import triton.language as tl
-
-    def kernel(out, low, high, seed, purpose, stream, COUNT: tl.constexpr):
-        i = tl.arange(0, COUNT)
-        zeros = tl.zeros((COUNT,), tl.int32)
-        a, b, c, d = tl.philox(
-            tl.load(seed), tl.load(low + i), tl.load(high + i), zeros + purpose, zeros + stream, n_rounds=10
-        )
-        tl.store(out + i, a.to(tl.int32, bitcast=True))
-        tl.store(out + COUNT + i, b.to(tl.int32, bitcast=True))
-        tl.store(out + 2 * COUNT + i, c.to(tl.int32, bitcast=True))
-        tl.store(out + 3 * COUNT + i, d.to(tl.int32, bitcast=True))
-
-    kernel.__globals__["tl"] = tl
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    index = torch.arange(32, device=device) * 0x3456789AB + 17
-    halves = index.view(torch.int32).view(32, 2)  # little-endian: low word first
-    for seed in (5, -987654321987654321):
-        out = torch.zeros(4, 32, dtype=torch.int32, device=device)
-        low, high = halves[:, 0].contiguous(), halves[:, 1].contiguous()
-        seed_tensor = torch.tensor(seed, device=device)
-        triton.jit(kernel)[(1,)](out, low, high, seed_tensor, 3, 9, COUNT=32)
-        want = torch.stack(px.philox(seed, index, purpose=3, stream=9))
-        assert_same_bits(f"seed {seed}", out, want.to(torch.int32))
-
-
 def test_elements_take_16_bits_each_low_half_first():
     got = px.uniform_elements(42, 16, 24, stream=3, candidate=1, device=CPU)
     assert got.tolist() == [float(scalar.element_uniform(42, e, 3, 1)) for e in range(16, 40)]
@@ -100,8 +70,8 @@ def test_a_part_of_the_sequence_is_that_part():
 
 
 def test_uniforms_are_uniform_and_unrelated():
-    """1 M draws: mean, variance and correlations within 5 standard errors."""
-    n = 1 << 20
+    """64 K draws: mean, variance and correlations within 5 standard errors."""
+    n = 1 << 16
     base = px.uniform_elements(1, 0, n, 0, 0, CPU).double()
     assert abs(float(base.mean()) - 0.5) < 5 * (1 / 12 / n) ** 0.5
     assert abs(float(base.var()) - 1 / 12) < 5 * (1 / 180 / n) ** 0.5
@@ -117,11 +87,3 @@ def test_uniforms_are_uniform_and_unrelated():
     for what, other in others.items():
         correlation = float(((base - 0.5) * (other.double() - 0.5)).mean() * 12)
         assert abs(correlation) < 5 / n**0.5, f"{what}: correlation {correlation:.1e}"
-
-
-def test_signs_are_balanced():
-    signs = torch.stack([px.random_signs(seed, 128, 0, CPU) for seed in range(512)])
-    assert set(signs.unique().tolist()) == {-1.0, 1.0}
-    # 512 x 128 coins: 5 standard errors for the whole, and for each position over the seeds.
-    assert abs(float(signs.mean())) < 5 / (512 * 128) ** 0.5
-    assert float(signs.mean(dim=0).abs().max()) < 5 / 512**0.5

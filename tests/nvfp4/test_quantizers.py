@@ -152,58 +152,15 @@ def test_four_over_six_by_hand():
     assert relative_square_error(quantize(x, "rtn").dequantize()[:, 16:32], x[:, 16:32]) > 1e-4
 
 
-def test_sr_never_clips_and_hits_grid_points_exactly():
-    """A block at the grid's values times its scale comes back as it is, whatever the noise."""
-    grid = halves(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 0.0).repeat(2)
-    x = torch.stack((grid, -grid)).reshape(1, 32)
-    x[0, 5] = x[0, 21] = 96.0 / 17  # amax that makes the scale exactly representable: s = 6 * 16/17
-    outs = torch.stack([quantize(x, "sr", seed=s).decode() for s in range(8)])
-    assert len({float(v) for v in quantize(x, "sr").scales.float().flatten()}) == 1
-    for i in (0, 1, 2, 3, 4, 6):
-        assert outs[:, 0, i].unique().numel() == 1, f"element {i} moved"
-    # The largest element lies at 6 * 16/17 between 4 and 6, and is drawn.
-    assert outs[:, 0, 5].unique().numel() == 2
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_zero_tensor(name):
-    t = quantize(torch.zeros(3, 128), name)
-    assert (t.dequantize() == 0).all() and (t.scales.float() == 0).all()
-    assert t.tensor_scale == 2.0**-116
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_zero_blocks_and_rows_stay_zero(name):
     x = torch.zeros(4, 256)
+    assert quantize(x, name).tensor_scale == 2.0**-116 and (quantize(x, name).dequantize() == 0).all()
     x[2, 128:] = torch.randn(128)
     t = quantize(x, name, seed=3)
     error = relative_square_error(t.dequantize(), target(x, name, 3))
     assert error < 0.05, error
     assert (t.dequantize()[[0, 1, 3]] == 0).all() and (t.dequantize()[2, :128] == 0).all()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_single_outlier(name):
-    """One value in a tensor of zeros is reproduced to the resolution of its scale, 1/16, and nothing else appears."""
-    x = torch.zeros(32, 256)
-    x[17, 200] = -3.7
-    t = quantize(x, name, seed=5)
-    want = target(x, name, 5)
-    got = t.dequantize()
-    assert torch.isfinite(got).all()
-    assert (got[want == 0] == 0).all()
-    # SR may put it on the lower neighbour, 4 of 5.65; the others are within a rounding of the scale.
-    assert ((got - want).abs() <= want.abs() * (0.3 if "sr" in name else 0.07)).all()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_outlier_does_not_silence_the_rest(name):
-    """A value 10^4 times larger elsewhere: the scales of the other blocks get small, the relative error does not."""
-    x = torch.randn(32, 512)
-    x[0, 0] = 1e4
-    t = quantize(x, name, seed=1)
-    rest = slice(16, None)  # without the rows that share a square block with the outlier
-    assert relative_square_error(t.dequantize()[rest], target(x, name, 1)[rest]) < 0.035
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -223,25 +180,19 @@ def hard_cases(columns: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", ["spread", "ties", "tiny", "sparse", "zeros"])
-def test_equals_the_scalar_implementation(name, case):
+def test_equals_the_scalar_implementation(name):
     seed = -(0x123456789ABCDEF)
-    x = hard_cases(128 if name in EDEN else 48)[case]
-    t = quantize(x, name, seed=seed)
-    rows, norm = (rotated_sums(x, seed), 128**-0.5) if name in EDEN else (x, 1.0)
-    codes, scales, tensor_scale = scalar.quantize(rows.numpy(), name, seed=seed, norm=norm)
-    assert_same_bits("tensor_scale", t.tensor_scale, torch.tensor(tensor_scale))
-    assert_same_bits("scales", t.scales.view(torch.uint8), torch.from_numpy(scales))
-    assert_same_bits("codes", unpack(t.codes), torch.from_numpy(codes))
-
-
-@pytest.mark.parametrize("name", ["sr_four_over_six", "ms_eden"])
-def test_streams_equal_the_scalar_implementation(name):
-    x = torch.randn(3, 128)
-    t = quantize_reference(x, ROUNDINGS[name], seed=6, stream=5)
+    for case, x in hard_cases(128 if name in EDEN else 48).items():
+        t = quantize(x, name, seed=seed)
+        rows, norm = (rotated_sums(x, seed), 128**-0.5) if name in EDEN else (x, 1.0)
+        codes, scales, tensor_scale = scalar.quantize(rows.numpy(), name, seed=seed, norm=norm)
+        assert_same_bits(f"{case}: tensor_scale", t.tensor_scale, torch.tensor(tensor_scale))
+        assert_same_bits(f"{case}: scales", t.scales.view(torch.uint8), torch.from_numpy(scales))
+        assert_same_bits(f"{case}: codes", unpack(t.codes), torch.from_numpy(codes))
+    t = quantize_reference(x := torch.randn(3, 128), ROUNDINGS[name], seed=6, stream=5)
     codes, scales, _ = scalar.quantize(x.numpy(), name, seed=6, stream=5)
-    assert_same_bits("scales", t.scales.view(torch.uint8), torch.from_numpy(scales))
-    assert_same_bits("codes", unpack(t.codes), torch.from_numpy(codes))
+    assert_same_bits("another stream: scales", t.scales.view(torch.uint8), torch.from_numpy(scales))
+    assert_same_bits("another stream: codes", unpack(t.codes), torch.from_numpy(codes))
 
 
 def test_the_table_is_the_scalar_implementations_table():
@@ -296,10 +247,10 @@ CHECKED = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_table_1(name):
-    """Within 1.5%. Two things move a correct quantizer: samples (0.1% with 2 M), and the tensor's amax, which decides
+    """Within 1.5%. Two things move a correct quantizer: samples (0.2% with 0.5 M), and the tensor's amax, which decides
     where the scales fall between E4M3's values (up to 0.5% from seed to seed). The smallest mistake that the constants
     allow, 448 for 256 or 6 for 6 * 16/17, costs more than 1.5%, except where the table says the rows are equal."""
-    error = 1e3 * mean_squared_error(name, samples=1 << 21)
+    error = 1e3 * mean_squared_error(name, samples=1 << 19)
     assert abs(error / CHECKED[name] - 1) < 0.015, f"{name}: {error:.3f}, expected {CHECKED[name]}"
 
 
@@ -323,18 +274,6 @@ def test_post_hoc_alignment_has_the_error_of_the_direct_form(name):
     direct = relative_square_error(qz.ms_eden_direct(x, ROUNDINGS[name], seed=2).dequantize(), y)
     post_hoc = relative_square_error(quantize(x, name, seed=2).dequantize(), y)
     assert abs(post_hoc / direct - 1) < 0.015, (post_hoc, direct)
-
-
-@pytest.mark.parametrize("name", EDEN)
-def test_a_power_of_two_as_tensor_scale_is_worth_it(name, monkeypatch):
-    """The module's docstring: with amax / (s * cap) itself, scales leave E4M3's grid, and the error grows by 5% to 12%;
-    the bounds add what another position of the scales on that grid can do."""
-    x = torch.randn(256, 4096)
-    y = rotate(x, 2)
-    with_power = relative_square_error(quantize(x, name, seed=2).dequantize(), y)
-    monkeypatch.setattr(qz, "power_of_two_ceil", lambda v: v)
-    without = relative_square_error(quantize(x, name, seed=2).dequantize(), y)
-    assert 1.03 < without / with_power < 1.15, without / with_power
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -366,8 +305,7 @@ def test_products_of_biased_roundings_reach_a_plateau(name, ceiling):
     assert products(name, 256 if name.startswith("sr") else 16).gain < ceiling
 
 
-@pytest.mark.parametrize("name", ["sr", "ms_eden", "ms_eden_search"])
-@pytest.mark.parametrize("magnitude", [1.0, 1e30, 1e-30, 1e-34])
+@pytest.mark.parametrize("name, magnitude", [("sr", 1e-34), ("ms_eden", 1e30), ("ms_eden_search", 1e-30)])
 def test_single_operands_are_unbiased_at_any_magnitude(name, magnitude):
     x = torch.randn(8, 128) * torch.tensor(magnitude)
 
@@ -396,48 +334,26 @@ def test_unbiased_where_scales_are_subnormal_or_vanish(name):
     assert_unbiased(name, concentrate(draw, (want,), 512)[0])
 
 
-def test_ms_eden_restores_the_length_along_the_input():
-    """EDEN's S: <y, Q(y)> = <y, y> for each group, up to the rounding of the scales, which averages out."""
-    x = torch.randn(4, 256)
-    y = rotate(x, 0).unflatten(-1, (-1, 128)).double()
-
-    def ratio(rounding):
-        q = torch.stack(
-            [quantize_reference(rotate(x, 0), rounding, seed=s).dequantize().double() for s in range(256)]
-        ).mean(0)
-        return (y * q.unflatten(-1, (-1, 128))).sum(-1) / (y * y).sum(-1)
-
-    assert (ratio(ROUNDINGS["ms_eden"]) - 1).abs().max() < 2e-3
-    assert (ratio(ROUNDINGS["rtn"]) - 1).abs().max() > 3e-3  # without S
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Magnitudes, seeds, chunks, tokens, dtypes.
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("magnitude", [1e36, 1e30, 1e-30, 1e-34])
-def test_magnitude_does_not_matter(name, magnitude):
-    """FP32's range but for the last orders: at 2^-116, about 1e-35, tensor_scale stops shrinking. Twice the error at 1
-    leaves room for another position of the scales between E4M3's values."""
-    x = torch.randn(64, 256)
-    scaled = x.clamp(-3, 3) * magnitude
-    error = relative_square_error(
-        quantize(scaled, name, seed=1).dequantize().double(), target(scaled, name, 1).double()
-    )
-    reference = relative_square_error(
-        quantize(x.clamp(-3, 3), name, seed=1).dequantize(), target(x.clamp(-3, 3), name, 1)
-    )
-    assert error < 1.1 * reference, (error, reference)
+def test_magnitude_does_not_matter(name):
+    """FP32's range but for the last orders: at 2^-116, about 1e-35, tensor_scale stops shrinking. A tenth more than the
+    error at 1 leaves room for another position of the scales between E4M3's values."""
+    x = torch.randn(64, 256).clamp(-3, 3)
 
+    def error(x):
+        return relative_square_error(quantize(x, name, seed=1).dequantize(), target(x, name, 1))
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("magnitude", [1e-38, 1e-42])
-def test_magnitudes_near_the_end_of_fp32_are_finite_and_small(name, magnitude):
-    t = quantize(torch.randn(64, 256) * magnitude, name, seed=1)
-    assert torch.isfinite(t.dequantize()).all() and torch.isfinite(t.scales.float()).all()
-    # At most one unit of the smallest scale, 2^-9, with tensor_scale 2^-116 and a code of 6.
-    assert t.dequantize().abs().max() <= 6 * 2.0**-9 * 2.0**-116 * 2
+    for magnitude in (1e36, 1e-34):
+        assert error(x * magnitude) < 1.1 * error(x), magnitude
+    for magnitude in (1e-38, 1e-42):
+        t = quantize(x * magnitude, name, seed=1)
+        assert torch.isfinite(t.dequantize()).all() and torch.isfinite(t.scales.float()).all()
+        # At most one unit of the smallest scale, 2^-9, with tensor_scale 2^-116 and a code of 6.
+        assert t.dequantize().abs().max() <= 6 * 2.0**-9 * 2.0**-116 * 2
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -450,11 +366,9 @@ def test_powers_of_two_pass_through(name):
     assert a.tensor_scale * 2.0**40 == b.tensor_scale
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if not ROUNDINGS[name].stochastic])
 def test_deterministic_roundings_are_odd(name):
     """Q(-x) = -Q(x), which EDEN needs; SR has it only in distribution."""
-    if ROUNDINGS[name].stochastic:
-        return
     x = torch.randn(32, 256)
     a, b = quantize(x, name, seed=2), quantize(-x, name, seed=2)
     assert_same_bits("scales", a.scales, b.scales)
@@ -462,17 +376,8 @@ def test_deterministic_roundings_are_odd(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_seed_decides(name):
-    x = torch.randn(16, 256)
-    a, b, c = quantize(x, name, seed=7), quantize(x, name, seed=torch.tensor(7)), quantize(x, name, seed=8)
-    assert_same_operand("same seed", a, b)
-    differs = not torch.equal(a.codes, c.codes)
-    assert differs == ROUNDINGS[name].random
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("rows, columns", [(75, 128), (33, 256)])
-def test_the_chunk_size_does_not_matter(name, rows, columns, monkeypatch):
+def test_the_chunk_size_does_not_matter(name, monkeypatch):
+    rows, columns = 75, 128
     x = torch.randn(rows, columns)
     whole = quantize(x, name, seed=7)
     for chunk in (1, 16 * columns, 32 * columns):
@@ -508,14 +413,6 @@ def test_per_token_rows_do_not_see_each_other(name):
 
 def squeezed(t):
     return type(t)(t.codes[0], t.scales[0], t.tensor_scale.view(()))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_square_blocks_share_their_scale_and_others_do_not(name):
-    x = torch.randn(40, 128)  # two and a half blocks of 16 rows
-    scales = quantize(x, name, seed=0).scales.float()
-    per_block = [scales[r : r + 16].unique(dim=0).shape[0] for r in (0, 16, 32)]
-    assert per_block == ([1, 1, 1] if name.endswith("16x16") else [16, 16, 8])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -574,14 +471,13 @@ def test_bad_input_is_one_clear_line(x, name, message):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_inside_training_bad_values_reach_every_result(name, bad):
+def test_inside_training_bad_values_reach_every_result(name):
     """quantize_reference does not check (a check would stall a GPU); whatever meets the operand turns NaN or Inf."""
-    x = torch.randn(32, 256)
-    x[3, 77] = bad
-    t = quantize_reference(x, ROUNDINGS[name], seed=1, rht_dim=128 if name in EDEN else 0)
-    product = (t.decode() @ torch.randn(256, 8)) * t.tensor_scale
-    assert not torch.isfinite(product).any()
+    for bad in (math.nan, math.inf, -math.inf):
+        x = torch.randn(32, 256)
+        x[3, 77] = bad
+        t = quantize_reference(x, ROUNDINGS[name], seed=1, rht_dim=128 if name in EDEN else 0)
+        assert not torch.isfinite((t.decode() @ torch.randn(256, 8)) * t.tensor_scale).any()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -691,12 +587,6 @@ def test_ms_eden_by_16_corrects_each_block_alone():
         assert (ratio[0] / ratio[1] - 1).abs().max() < 0.01
     by_16 = ((x * mean).unflatten(-1, (-1, 16)).sum(-1)) / ((x * x).unflatten(-1, (-1, 16)).sum(-1))
     assert (by_16 - 1).abs().max() > 0.02  # of ms_eden
-
-
-def test_nearest_mx_rounding_is_biased_where_it_clips():
-    x = torch.full((1, 32), 7.9)
-    assert quantize(x, "mxfp4_ocp").dequantize().unique().tolist() == [6.0]
-    assert quantize(x, "mxfp4").dequantize().unique().tolist() == [8.0]
 
 
 @pytest.mark.parametrize("name", MX)

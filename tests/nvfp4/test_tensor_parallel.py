@@ -26,7 +26,7 @@ from nanochat_fp4.nvfp4.tensor_parallel import Part
 from nanochat_fp4.parallel import divide, is_sharded, losses_of
 
 K, N, SEQUENCES, TOKENS = 256, 512, 2, 64
-CODES = ("clover", "clover_search", "tetrajet_v2", "nvidia_fixed_signs", "clover_late")
+CODES = ("clover", "tetrajet_v2", "nvidia_fixed_signs")
 
 
 @contextlib.contextmanager
@@ -147,13 +147,14 @@ def test_parts_of_operands_are_rounded_as_the_whole(monkeypatch, kernels, roundi
 
     monkeypatch.setenv("NVFP4_KERNELS", kernels)
     monkeypatch.setattr(tensor_parallel, "_largest", reduce)
-    x = torch.randn(256, 256)
-    x[:, :150] *= 1e-4  # scales that end in E4M3's subnormal range, by a largest magnitude that is elsewhere
+    value = torch.randn(32, 256)
+    value[:, :150] *= 1e-4  # scales that end in E4M3's subnormal range, by a largest magnitude that is elsewhere
     seed = torch.tensor(5)
     how = Quantization(get_rounding(rounding), seed, 3, rht_dim, seed, 2)
-    for transpose, keep_codes in ((False, True), (True, False)):
-        made = functools.partial(quantize_operand, transpose=transpose, keep_codes=keep_codes)
-        rows, columns = reversed(x.shape) if transpose else x.shape
+    for transpose in (False, True) if kernels == "reference" else (rounding == "sr",):
+        x = value.T.contiguous() if transpose else value
+        made = functools.partial(quantize_operand, transpose=transpose, keep_codes=not transpose)
+        rows, columns = value.shape
         whole = made(x, how._replace(part=Part("whole"))).dequantize()
         for dim, place in ((0, Part("part", row=rows // 2)), (1, Part("part", column=columns // 2, columns=columns))):
             got = made(part_of(x, 1 - dim if transpose else dim, 1), how._replace(part=place)).dequantize()
@@ -211,7 +212,9 @@ def models_of_one_rank(methods):
     compute_cleanup()
 
 
-@pytest.mark.parametrize(("ranks", "methods"), [(2, ["bf16", "clover"]), (4, ["bf16"])])
+@pytest.mark.parametrize(
+    ("ranks", "methods"), [(2, ["bf16", "clover"]), pytest.param(4, ["bf16"], marks=pytest.mark.slow)]
+)
 def test_a_gpt_trains_as_on_one_rank(run_ranks, ranks, methods):
     run_ranks(f"import test_tensor_parallel; test_tensor_parallel.models_of_one_rank({methods!r})", ranks=ranks)
 

@@ -13,8 +13,8 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import get_rng_state, preserved_rng, resolve_method, set_rng_state
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog, read_jsonl
-from nanochat_fp4.models.gpt import GPT, GPTConfig, lr_multiplier, muon_momentum, weight_decay_at
-from nanochat_fp4.models.optim import gradient_norm
+from nanochat_fp4.models.gpt import GPT, GPTConfig
+from nanochat_fp4.models.optim import gradient_norm, lr_multiplier, muon_momentum, weight_decay_at
 from nanochat_fp4.signals import StopRequested, StopSignals
 from nanochat_fp4.training.micro_batch import (
     auto_device_batch_size,
@@ -157,10 +157,12 @@ def test_a_hangup_that_nohup_ignores_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_second_interrupt_stops_at_once():
+def test_torchrun_repeats_an_interrupt_and_a_later_one_stops_at_once(monkeypatch):
+    """Without torchrun: test_a_second_interrupt_ends_a_run_at_once."""
+    monkeypatch.setenv("RANK", "0")
     with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)  # the same key held a little too long
+        os.kill(os.getpid(), signal.SIGINT)
         signals.since -= 3
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)

@@ -1,5 +1,6 @@
 """Checkpoints under kills, full disks, bit flips and tampering; models that come back; resume to the bit."""
 
+import contextlib
 import copy
 import json
 import os
@@ -8,7 +9,7 @@ import re
 import shutil
 import signal
 import time
-from pathlib import Path
+import types
 
 import _forking
 import pytest
@@ -29,7 +30,6 @@ from nanochat_fp4.training.checkpoint_manager import (
     save_checkpoint,
 )
 from nanochat_fp4.training.load_model import build_model, find_largest_model, load_model
-from nanochat_fp4.training.resume import find_resume_step
 
 KINDS = ("model_{:06d}.pt", "optim_{:06d}_rank0.pt", "meta_{:06d}.json")
 
@@ -65,6 +65,15 @@ def test_files_have_nanochats_names(tmp_path):
     assert load_checkpoint(tmp_path / "d4", 7, "cpu")[1] is None  # the optimizer only on request
 
 
+def test_a_lost_manifest_costs_nothing_but_the_check(tmp_path, caplog):
+    """Somebody deleted it: the files are read with a warning, and no later save deletes them."""
+    assert save(tmp_path / "d4", 7)
+    os.unlink(tmp_path / "d4" / "manifest_000007.json")
+    assert find_last_step(tmp_path / "d4") == 7 and value_of(tmp_path / "d4", 7) == 7
+    assert "has no manifest" in caplog.text
+    assert save(tmp_path / "d4", 8) and value_of(tmp_path / "d4", 7) == 7
+
+
 def test_what_goes_in_comes_out(tmp_path):
     generator = torch.Generator().manual_seed(3)
     optimizer = [
@@ -90,30 +99,6 @@ def test_a_step_can_be_saved_again(tmp_path):
     save(tmp_path, 5, 1)
     save(tmp_path, 5, 2)
     assert value_of(tmp_path, 5) == 2 and len(os.listdir(tmp_path)) == 4
-
-
-def test_files_may_get_their_names_while_they_are_read(tmp_path, monkeypatch):
-    """By the run that has just written the manifest: here between a look at the temporary name and opening it."""
-    monkeypatch.setattr(cm, "_settle", lambda *a: None)
-    save(tmp_path, 1)
-    staged = {e["staged"]: e["name"] for e in cm._read_manifest(tmp_path, 1)["files"]}
-    assert all((tmp_path / name).exists() for name in staged)
-    real_stat, real_open = os.stat, open
-
-    def renaming(call):
-        def look(path, *a, **kw):
-            name = staged.pop(os.path.basename(path), None) if isinstance(path, str | Path) else None
-            found = call(path, *a, **kw) if name and call is real_stat else None
-            if name:
-                os.replace(path, tmp_path / name)
-            return found or call(path, *a, **kw)
-
-        return look
-
-    monkeypatch.setattr(os, "stat", renaming(real_stat))
-    monkeypatch.setattr(cm, "open", renaming(real_open), raising=False)
-    assert value_of(tmp_path, 1) == 1
-    assert not staged
 
 
 def test_the_newest_is_found(tmp_path):
@@ -167,18 +152,6 @@ def test_damage_is_named_and_an_older_one_is_used(tmp_path, caplog, kind, damage
     assert f"{name} " in caplog.text and "falling back to step 20" in caplog.text
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_manifest(tmp_path, damage):
-    save(tmp_path, 10)
-    save(tmp_path, 20)
-    DAMAGE[damage][0](tmp_path / "manifest_000020.json")
-    assert find_last_step(tmp_path) == 10
-    with pytest.raises(
-        UserError, match=r"manifest_000020.json is (damaged|missing)|differs from its checksum|is missing"
-    ):
-        load_checkpoint(tmp_path, 20, "cpu")
-
-
 def test_nothing_is_intact(tmp_path):
     for step in (10, 20):
         save(tmp_path, step)
@@ -194,12 +167,10 @@ def test_a_manifest_cannot_lead_out_of_its_step(tmp_path, name):
     path = tmp_path / "manifest_000010.json"
     manifest = json.loads(path.read_text())
     assert manifest["files"][2]["name"] == "optim_000010_rank0.pt"
-    manifest["files"][2] |= {"name": name, "staged": f"{name}.ab.staged"}
+    manifest["files"][2]["name"] = name
     path.write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="manifest_000010.json is damaged"):
         load_checkpoint(tmp_path, 10, "cpu")
-    save(tmp_path, 11)  # settles what older manifests list, but not that
-    assert not os.path.exists(f"{name}.ab.staged")
 
 
 def test_fuzzed_checkpoints_are_refused_or_as_they_were(tmp_path):
@@ -208,7 +179,7 @@ def test_fuzzed_checkpoints_are_refused_or_as_they_were(tmp_path):
     save(good, 10)
     save(good, 20)
     rng, refused, fell_back = random.Random(0), 0, 0
-    for i in range(240):
+    for i in range(120):
         folder = tmp_path / f"f{i}"
         shutil.copytree(good, folder)
         path = folder / rng.choice(["manifest_000020.json", *(kind.format(20) for kind in KINDS)])
@@ -222,7 +193,7 @@ def test_fuzzed_checkpoints_are_refused_or_as_they_were(tmp_path):
         assert value_of(folder, step) == step
         fell_back += step == 10
         shutil.rmtree(folder)
-    assert refused > 200 and fell_back > 200
+    assert refused > 100 and fell_back > 100
 
 
 def test_a_checkpoint_cannot_run_code(tmp_path):
@@ -246,72 +217,39 @@ def killed_at(n, action):
 
 
 def a_kill_at_any_point_of_a_save_loses_nothing(tmp_path):
-    save(tmp_path / "before", 5)
-    save(tmp_path / "before", 10)
-    outcomes, n = [], 0
-    while True:
-        n += 1
-        folder = shutil.copytree(tmp_path / "before", tmp_path / str(n))
-        killed = killed_at(n, lambda folder=folder: save(folder, 10, 11))
-        assert value_of(folder, 5) == 5
-        outcomes.append(value_of(folder, 10))  # all of the old one or all of the new one
-        assert find_last_step(folder) == 10
-        save(folder, 15)  # the next save tidies up
-        assert value_of(folder, 10) == outcomes[-1] and value_of(folder, 15) == 15
-        assert not list(folder.glob("*.staged")) and len(list(folder.glob("[a-z]*"))) == 12
-        if not killed:
-            break
-    assert set(outcomes) == {10.0, 11.0} and outcomes == sorted(outcomes) and n > 25, outcomes
-
-
-def a_kill_at_any_point_of_a_first_save_leaves_all_or_nothing(tmp_path):
-    found, n = [], 0
-    while True:
-        n += 1
-        folder = tmp_path / str(n)
-        killed = killed_at(n, lambda folder=folder: save(folder, 10))
-        try:
-            found.append(value_of(folder, find_last_step(folder)) == 10)
-        except NoCheckpointError:
-            found.append(False)
-        if not killed:
-            break
-    assert found == sorted(found) and found[0] is False and found[-2] is True
-
-
-def a_resume_finishes_what_killed_saves_left(tmp_path):
-    """The second kill comes at any point of the save that the first one stopped; no other save follows."""
-    save(tmp_path / "before", 5)
-    assert killed_at(9, lambda: save(tmp_path / "before", 10))
-    outcomes, n, killed = [], 0, True
-    while killed:
-        n += 1
-        folder = shutil.copytree(tmp_path / "before", tmp_path / str(n))
-        killed = killed_at(n, lambda folder=folder: save(folder, 10))
-        left = sorted(os.listdir(folder))
-        reader = find_last_step(folder)
-        assert value_of(folder, reader) == reader and sorted(os.listdir(folder)) == left  # readers only read
-        outcomes.append(find_resume_step(folder, "latest", False, 0))
-        assert outcomes[-1] == reader == value_of(folder, reader)
-        if reader == 5:
-            save(folder, 10)  # as the resumed run does
-        assert value_of(folder, 10) == 10 and len(os.listdir(folder)) == 8
-    assert outcomes == sorted(outcomes) and outcomes.count(5) > 10 and outcomes.count(10) > 6, outcomes
+    """Neither of the first save of a run, nor of the next one, nor of one that replaces the newest checkpoint."""
+    for steps, order in (((), [None, 11.0]), ((5,), [5.0, 11.0]), ((5, 10), [10.0, 5.0, 11.0])):
+        before = tmp_path / f"before_{len(steps)}"
+        before.mkdir()
+        for step in steps:
+            save(before, step)
+        found, n, killed = [], 0, True
+        while killed:
+            n += 1
+            folder = shutil.copytree(before, tmp_path / f"{len(steps)}_{n}")
+            killed = killed_at(n, lambda folder=folder: save(folder, 10, 11))
+            left = list_steps(folder)
+            found.append(value_of(folder, left[0]) if left else None)  # never a mixture of the old one and the new one
+            assert left == ([find_last_step(folder), *steps[: len(left) - 1]] if left else [])
+            save(folder, 15)  # the next save tidies up
+            prune_checkpoints(folder, 3)
+            assert value_of(folder, 15) == 15 and list_steps(folder) == [15, *left]
+            assert len(os.listdir(folder)) == 4 * len(list_steps(folder))
+        assert [v for i, v in enumerate(found) if i == 0 or v != found[i - 1]] == order and n > 20, found
 
 
 def a_kill_at_any_point_of_pruning_leaves_the_newest(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path / "before", step)
-    n = 0
-    while True:
+    n, killed = 0, True
+    while killed:
         n += 1
         folder = shutil.copytree(tmp_path / "before", tmp_path / str(n))
         killed = killed_at(n, lambda folder=folder: prune_checkpoints(folder, 2))
         assert value_of(folder, 4) == 4 and value_of(folder, 3) == 3 and find_last_step(folder) == 4
+        save(folder, 5)
         prune_checkpoints(folder, 2)
-        assert list_steps(folder) == [4, 3] and len(os.listdir(folder)) == 8
-        if not killed:
-            break
+        assert list_steps(folder) == [5, 4] and len(os.listdir(folder)) == 8
     assert n > 8
 
 
@@ -352,8 +290,6 @@ def random_kills(tmp_path):
 
 FORKING = (
     a_kill_at_any_point_of_a_save_loses_nothing,
-    a_kill_at_any_point_of_a_first_save_leaves_all_or_nothing,
-    a_resume_finishes_what_killed_saves_left,
     a_kill_at_any_point_of_pruning_leaves_the_newest,
     random_kills,
 )
@@ -384,11 +320,12 @@ def test_everything_is_on_the_disk_before_the_manifest_appears(tmp_path, monkeyp
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)
     save(tmp_path / "d4", 7)
-    appears = events.index("replace manifest_000007.json")
-    names = [re.sub(r"\.[0-9a-f]{8}\..*", "", event) for event in events]
-    kinds = [kind.format(7) for kind in KINDS]
-    assert set(names[:appears]) == {f"fsync {kind}" for kind in kinds} | {"fsync .manifest_000007.json"}
-    assert {f"replace {kind}" for kind in kinds} <= set(names[appears:]) and names[-1] == "fsync d4"
+    names = [re.sub(r"^fsync \.(.*)\.[0-9a-f]{8}\.tmp", r"fsync \1", event) for event in events]
+    kinds = ["unfinished_000007.json", *(kind.format(7) for kind in KINDS)]
+    appears = names.index("replace manifest_000007.json")
+    assert {*names[:appears]} == {f"{what} {kind}" for kind in kinds for what in ("fsync", "replace")} | {
+        "fsync manifest_000007.json", "fsync d4"
+    } and names[appears + 1 :] == ["fsync d4"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -413,48 +350,31 @@ def test_a_full_disk_ends_the_save_and_harms_nothing(tmp_path, monkeypatch, capl
     before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
     n, failed = 0, True
 
-    class Disk:
-        """A file whose n-th write, counted over all files, finds the disk full."""
+    open_file = cm.atomic_open
 
-        def __init__(self, path, mode):
-            self.file = open(path, mode)
+    @contextlib.contextmanager
+    def disk(path):
+        """Files whose n-th write, counted over all files, finds the disk full."""
 
-        def write(self, data):
+        def write(data):
             nonlocal count
             count += 1
             if count == n:
                 raise OSError(28, "No space left on device")
-            return self.file.write(data)
+            return file.write(data)
 
-        def __getattr__(self, name):
-            return getattr(self.file, name)
+        with open_file(path) as file:
+            yield types.SimpleNamespace(write=write, flush=file.flush)
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exc):
-            self.file.close()
-
-    monkeypatch.setattr(cm, "open", Disk, raising=False)
+    monkeypatch.setattr(cm, "atomic_open", disk)
     while failed:  # at each write in turn
         n, count = n + 1, 0
         caplog.clear()
-        failed = not save(tmp_path, 10, 11)
+        failed = not save(tmp_path, 15)
         if failed:
             assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
             assert "NOT saved" in caplog.text and "No space left" in caplog.text
-    assert n > 5 and value_of(tmp_path, 10) == 11
-
-
-def test_a_manifest_that_does_not_fit(tmp_path, monkeypatch):
-    save(tmp_path, 5)
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(cm, "atomic_write", full)
-    assert save(tmp_path, 10) is False
-    assert find_last_step(tmp_path) == 5 and not list(tmp_path.glob("*.staged"))
+    assert n > 6 and value_of(tmp_path, 15) == 15
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, caplog):
@@ -480,15 +400,6 @@ def test_prune(tmp_path):
         save(tmp_path, step)
     prune_checkpoints(tmp_path, 1)
     assert list_steps(tmp_path) == [1_000_000, 6] and value_of(tmp_path, 1_000_000) == 1_000_000
-
-
-def test_other_ranks_do_not_prune(tmp_path, monkeypatch):
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    prune_checkpoints(tmp_path, 1)
-    assert list_steps(tmp_path) == [2, 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -553,7 +464,7 @@ compute_cleanup()
 
 def test_two_ranks_save_and_load_together(run_ranks, tmp_path):
     run_ranks(RANKS_CODE, env={"FOLDER": str(tmp_path)})
-    assert not list(tmp_path.glob("*.staged")) and not list(tmp_path.glob("*000003*"))
+    assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob("*000003*"))
     assert json.loads((tmp_path / "manifest_000001.json").read_text())["world_size"] == 2
     state = load_checkpoint(tmp_path, 1, "cpu", load_optimizer=True)[1]  # by one process: what both saved
     assert state["rank"] == 0 and state["all_ranks"] == [[0], [1]] and state["dataloaders"] == [{"row": 0}, {"row": 1}]

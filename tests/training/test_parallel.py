@@ -16,7 +16,6 @@ from torch import nn
 import nanochat_fp4 as nf
 from eval.local import LocalArithmetic, LocalChoice
 from eval.run import run_task
-from lab.measure import bench_parallel
 from nanochat_fp4 import parallel
 from nanochat_fp4.common import compute_cleanup, compute_init
 from nanochat_fp4.data.tokenizer import get_tokenizer
@@ -54,22 +53,6 @@ def test_bytes_are_those_of_the_cost_model(run_ranks, tmp_path):
     assert codes["sent"]["all_gather"] < 0.5 * raw["sent"]["all_gather"]
     # One rounding of a BF16 weight more or less would be 1e-3; here only the order of sums differs.
     assert ddp["loss"] == pytest.approx(codes["loss"], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "flags, text",
-    [
-        ("--gather=bf16", "--gather=bf16 is for shards; add --parallel=fsdp"),
-        ("--seconds=nan", "--seconds"),
-        ("--json=nowhere/rows.jsonl", "--json=nowhere/rows.jsonl: its folder is not there"),
-        ("--parallel=fsdp", "one process has nobody to share weights with; start several with torchrun"),
-        ("--micro-batch=0", "choose a multiple, or another --micro-batch"),
-    ],
-)
-def test_wrong_flags_of_the_benchmark(flags, text, capsys):
-    with pytest.raises((UserError, SystemExit)) as error:
-        bench_parallel.main([*SMALL, "--method=bf16", *flags.split()])
-    assert text in str(error.value) + capsys.readouterr().err
 
 
 def test_what_does_not_go_with_shards(monkeypatch, capsys):

@@ -18,8 +18,8 @@ from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import core_eval
 from nanochat_fp4.evaluation.metrics import read_jsonl
-from nanochat_fp4.training.checkpoint_manager import list_steps, load_checkpoint
-from nanochat_fp4.training.load_model import checkpoint_method, weights_digest
+from nanochat_fp4.training.checkpoint_manager import list_steps, load_checkpoint, weights_digest
+from nanochat_fp4.training.load_model import checkpoint_method
 from scripts import base_eval, chat_cli, chat_eval, chat_sft, mid_train
 
 MID = [*MID, "--eval-every=4"]
@@ -596,8 +596,8 @@ def test_bundles_that_are_bombs(tmp_path, base_dir):
 
     bundle = make_bundle(tmp_path / "bundle")
     for text in (
-        "[" * 100_000,
-        "icl_tasks: " + "[" * 100_000,
+        "[" * 10_000,
+        "icl_tasks: " + "[" * 10_000,
         "a: &a [x]\n" + "b: [*a,*a]\n" * 200_000,
         "icl_tasks: 2001-99-99",
     ):

@@ -70,7 +70,7 @@ class Case:
 
     def assert_as_undisturbed(self) -> None:
         assert_same(final_state(self.folder, self.steps), self.expected)
-        assert not list(self.folder.glob("*.staged"))
+        assert not list(self.folder.glob("*.tmp"))
 
     def start_over(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -197,6 +197,14 @@ def test_a_signal_at_any_moment_saves_within_a_step(fork_server, tiny_base, stag
     assert find_last_step(case.folder) == step and trained == list(range(step))
     assert case.run("--resume-from-step=latest").status == 0
     case.assert_as_undisturbed()
+
+
+def test_a_second_interrupt_ends_a_run_at_once(fork_server, tiny_base):
+    """The first Ctrl-C saves after the step, the second does not wait for the end of the step."""
+    case = Case(fork_server, tiny_base, "base", "bf16")
+    run = case.run(fault=("interrupts", 2, 1))
+    assert run.status == -signal.SIGINT and "stopped at step" not in run.log, run.log
+    assert list_steps(case.folder) == [1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -92,26 +92,6 @@ def write(path: Path, data: bytes | str) -> Path:
 CONVERSATION = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
-def checkpoint_kind(base: Path, tmp: Path) -> Kind:
-    folder = base / "base_checkpoints" / "f"
-    save_base(base, tag="f", n_layer=1, n_embd=64, n_head=1, n_kv_head=1, sequence_len=16)
-    model, _, meta = load_checkpoint(folder, 5, "cpu")
-    save_checkpoint(folder, 6, model, {"optimizers": [], "rng": {}, "dataloader": {"a": [1, 2]}}, meta)
-    whole = {p.name: p.read_bytes() for p in folder.iterdir()}
-
-    def read():
-        step = find_last_step(folder)
-        assert step in (5, 6)
-        build_model(folder, step, "cpu", "eval")
-        load_checkpoint(folder, 6, "cpu", load_optimizer=True)
-
-    def reset():
-        for name, data in whole.items():
-            write(folder / name, data)
-
-    return Kind([p for p in folder.iterdir() if "000006" in p.name], read, reset=reset)
-
-
 def resealed_kind(base: Path, tmp: Path) -> Kind:
     """Metadata that was changed, with a manifest that says it was not."""
     folder = base / "base_checkpoints" / "r"
@@ -308,11 +288,12 @@ def manifest_kind(base: Path, tmp: Path) -> Kind:
     return Kind([path], read)
 
 
+# Checkpoints are damaged in test_checkpoint_manager.py, too.
 KINDS = {
-    "checkpoint": checkpoint_kind, "checkpoint with right checksums": resealed_kind, "resumed checkpoint": resumed_kind,
-    "tokenizer": tokenizer_kind, "nanochat's tokenizer": pickle_kind, "parquet shard": shard_kind, "text": text_kind,
-    "benchmark": benchmark_kind, "conversations": conversation_kind, "eval bundle": bundle_kind,
-    "report and metrics": report_kind, "stored results": results_kind, "corpus manifest": manifest_kind,
+    "checkpoint with right checksums": resealed_kind, "resumed checkpoint": resumed_kind, "tokenizer": tokenizer_kind,
+    "nanochat's tokenizer": pickle_kind, "parquet shard": shard_kind, "text": text_kind, "benchmark": benchmark_kind,
+    "conversations": conversation_kind, "eval bundle": bundle_kind, "report and metrics": report_kind,
+    "stored results": results_kind, "corpus manifest": manifest_kind,
 }  # fmt: skip
 
 
@@ -355,7 +336,7 @@ def test_damaged_files_are_read_or_refused_in_one_line(tiny_base, tmp_path, name
 @pytest.mark.soak
 @pytest.mark.parametrize("name", KINDS)
 def test_many_damaged_files(tiny_base, tmp_path, name):
-    """2,080 in all, as many of each kind of file as of any other."""
+    """1,920 in all, as many of each kind of file as of any other."""
     kind = KINDS[name](tiny_base, tmp_path)
     seed = int.from_bytes(os.urandom(4), "little")
     print("seed", seed, name, try_damage(kind, FILES_OF_A_KIND, random.Random(seed)))
@@ -365,11 +346,10 @@ def test_many_damaged_files(tiny_base, tmp_path, name):
 # Command lines
 
 TINY = "--device-type=cpu"
-# These measure a checkout of another project, or with a tool of NVIDIA's, or all of this one.
+# These measure a checkout of another project, or all of this one.
 ON_A_CHECKOUT = (
     "compare_quartet2.py",
     "compare_upstream.py",
-    "counters.py",
     "determinism.py",
     "instructions.py",
     "golden.py",
@@ -481,7 +461,7 @@ def try_commands(server: ForkServer, base: Path, module: str, count: int, rng: r
         run = server.run(module, argv, env={"NANOCHAT_BASE_DIR": str(mine)}, fault=("bounded", seconds, 8.0))
         said = f"{module} {argv!r}: status {run.status}\n{run.log[-3000:]}"
         assert run.status is not None, f"hangs: {said}"
-        assert run.status in (0, 2, 130) and "Traceback" not in run.log, said
+        assert run.status in (0, 2, 130, -signal.SIGINT) and "Traceback" not in run.log, said
         assert i or run.status == 0 or module in NOT_HERE, said  # what the made-up arguments are added to works
         if run.status == 2:
             last = run.log.strip().splitlines()[-1]
@@ -513,109 +493,43 @@ def test_many_made_up_command_lines(fork_server, base, tmp_path, module):
     print(try_commands(fork_server, base, module, SOAK * COMMANDS, random.Random(seed), tmp_path))
 
 
-def test_overwrite_deletes_a_run_and_nothing_else(tiny_base):
-    """A tag is part of a path, and --overwrite deletes what is there."""
-    keep = write(tiny_base / "base_checkpoints" / "other" / "notes.txt", "x")
-    for tag in ("..", ".", "../..", "../tokenizer", str(tiny_base / "tokenizer"), "a/b", "other/"):
-        with pytest.raises(UserError, match="is not the name of one folder"):
-            base_train.main([*SCRIPTS["scripts.base_train"].split(), f"--model-tag={tag}", "--overwrite"])
-    assert keep.exists() and get_tokenizer()
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Nothing executes what it should not
 
-UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
-# What is allowed, and where: (file, what). Each is used; the test fails when one is no longer needed.
-ALLOWED = {
-    ("nanochat_fp4/__main__.py", "runpy.run_module"),  # a stage of ours, by a name that is one of ours
-    ("nanochat_fp4/evaluation/sandbox/judge.py", "exec"),  # the sandbox's inside
-    ("nanochat_fp4/evaluation/sandbox/judge.py", "compile"),
-    ("nanochat_fp4/data/tokenizer.py", "import pickle"),  # for its restricted Unpickler
-    ("nanochat_fp4/data/tokenizer.py", "pickle.Unpickler"),
-    ("nanochat_fp4/upstream.py", "runpy.run_module"),  # runs the checkout that the user names
-    ("lab/golden.py", "runpy.run_module"),  # our own programs
-    ("nanochat_fp4/data/download.py", "urllib.request.urlopen"),  # size and content are checked
-}
+# The rules S of ruff (pyproject.toml) refuse exec, eval, pickles, shells and YAML that makes objects.
 
 
-def dotted(node: ast.AST) -> str:
-    """'a.b.c' of an attribute or a name; '' of anything else."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}" if dotted(node.value) else f"?.{node.attr}"
-    return ""
-
-
-def is_true(call: ast.Call, name: str, value: bool = True) -> bool:
-    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value is value for k in call.keywords)
-
-
-def forbidden(tree: ast.AST) -> list[str]:
-    """What in this program could run the content of a file or an answer of the network, or trust it unchecked."""
+def trusting(program: str) -> list[str]:
+    """Calls in this program that could run the content of a file, or trust it unchecked."""
     found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [f"import {a.name}" for a in node.names if a.name.split(".")[0] in (*UNPICKLERS, "requests")]
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (*UNPICKLERS, "requests"):
-            found.append(f"from {node.module}")
-        elif isinstance(node, ast.Attribute):
-            name = dotted(node)
-            if name.split(".")[0] in UNPICKLERS and not name.endswith("Error"):
-                found.append(name)
-        elif isinstance(node, ast.Call):
-            name = dotted(node.func)
-            last = name.split(".")[-1]
-            if name in ("eval", "exec", "compile", "__import__", "input_eval"):
-                found.append(name)
-            elif name in ("os.system", "os.popen") or is_true(node, "shell"):
-                found.append(f"{name} of a shell")
-            elif name.startswith(("torch.hub.", "torch.jit.load", "runpy.", "urllib.request.")):
-                if not name.endswith(".Request"):
-                    found.append(name)
-            elif name == "torch.load" and not is_true(node, "weights_only"):
-                found.append("torch.load without weights_only=True")
-            elif name.startswith("yaml.") and last in ("load", "unsafe_load", "full_load"):
-                found.append(name)
-            elif is_true(node, "allow_pickle") and name.startswith(("np.", "numpy.")):
-                found.append(f"{name} with allow_pickle")
-            elif is_true(node, "trust_remote_code"):
-                found.append("trust_remote_code")
-            elif last == "from_pretrained" and "Rust" not in name and not is_true(node, "trust_remote_code", False):
-                found.append("from_pretrained without trust_remote_code=False")  # which asks stdin
-            elif last == "extractall" and name.startswith("tar"):
-                found.append(name)
+    for call in (node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call)):
+        name, given = ast.unparse(call.func), {k.arg: ast.unparse(k.value) for k in call.keywords}
+        if (
+            (name == "torch.load" and given.get("weights_only") != "True")
+            or (name.endswith(".from_pretrained") and "Rust" not in name and given.get("trust_remote_code") != "False")
+            or given.get("trust_remote_code", "False") != "False"
+            or (name.startswith(("np.", "numpy.")) and given.get("allow_pickle", "False") != "False")
+            or name.startswith(("torch.hub.", "torch.jit.load", "requests.get", "urllib.request.urlretrieve"))
+        ):
+            found.append(ast.unparse(call))
     return found
 
 
-def test_forbidden_calls_are_found():
-    bad = [
-        "torch.load(f)", "torch.load(f, weights_only=False)", "torch.load(f, weights_only=x)", "import pickle",
-        "from pickle import loads", "pickle.loads(x)", "eval(x)", "exec(x)", "__import__(x)", "os.system(x)",
-        "subprocess.run(x, shell=True)", "yaml.load(f)", "np.load(f, allow_pickle=True)", "torch.hub.load(x)",
-        "AutoModel.from_pretrained(x)", "load_dataset(x, trust_remote_code=True)", "urllib.request.urlretrieve(x)",
-        "import shelve", "import requests", "tar.extractall()",
-    ]  # fmt: skip
-    for code in bad:
-        assert forbidden(ast.parse(code)), code
-    for code in (
-        "torch.load(f, weights_only=True)",
-        "model.eval()",
-        "re.compile(x)",
-        "yaml.safe_load(f)",
-        "torch.compile(m)",
-    ):
-        assert not forbidden(ast.parse(code)), code
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.load(f)", "torch.load(f, weights_only=x)", "AutoModel.from_pretrained(x)", "requests.get(x)",
+        "load_dataset(x, trust_remote_code=True)", "np.load(f, allow_pickle=True)", "torch.hub.load(x)",
+    ],
+)  # fmt: skip
+def test_trusting_calls_are_found(code):
+    assert trusting(code)
 
 
 def test_nothing_executes_what_it_reads():
-    found = set()
     for folder in ("nanochat_fp4", "scripts", "eval", "kernels", "lab"):
         for path in (ROOT / folder).rglob("*.py"):
-            for what in forbidden(ast.parse(path.read_text(encoding="utf-8"))):
-                found.add((path.relative_to(ROOT).as_posix(), what))
-    assert found - ALLOWED == set() and ALLOWED - found == set()
+            assert not trusting(path.read_text(encoding="utf-8")), path
     for path in [*ROOT.glob("*.sh"), *(ROOT / "dev").glob("*.sh"), *(ROOT / "tests").glob("*.sh")]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             code = line.split("#")[0]

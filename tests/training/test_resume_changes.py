@@ -30,7 +30,6 @@ def rewrite(path: Path, change: Callable[[str], str]) -> None:
 ACTIONS = {
     "train text": lambda text, run: rewrite(text / "shard_00000.parquet", str.upper),
     "one letter": lambda text, run: rewrite(text / "shard_00000.parquet", lambda t: t[:-1] + "!"),
-    "one more shard": lambda text, run: shutil.copy(text / "shard_00000.parquet", text / "shard_000005.parquet"),
     "val text": lambda text, run: rewrite(text / "shard_00001.parquet", str.upper),
     "commit": lambda text, run: edit_meta(run, 1, commit="0" * 40),
 }
@@ -39,62 +38,36 @@ REFUSED = [
     ("base", "--method=nvidia", "method was 'clover'"),
     ("base", "--seed=43", "seed was 42"),
     ("base", "--seed=42,3", "data_seed was None"),
-    ("base", "--runtime=shuffle-documents", "shuffle_documents was None"),
     ("base", "--method-changes=separate_qkv", "separate_qkv was None"),
-    ("base", "--method-changes=exact_relu_squared", "exact_relu_squared was None"),
     ("base", "--depth=2", "n_layer was 1"),
-    ("base", "--aspect-ratio=256", "n_embd was 128"),
-    ("base", "--head-dim=32", "n_head was 2"),
     ("base", "--max-seq-len=16", "sequence_len was 32"),
-    ("base", "--window-pattern=L", "window_pattern was 'SSSL'"),
     ("base", "--total-batch-size=256", "total_batch_size was 128"),
     ("base", "--method-changes=*.c_fc=bf16", "layer_methods was None"),
-    ("base", "--method-changes=0.5=bf16", "method_phases was None"),
     ("base", "train text", "the text of shard_00000.parquet"),
     ("base", "one letter", "the text of shard_00000.parquet"),
-    ("base", "one more shard", "data was"),
-    ("mid", "--seed=43", "seed was 42"),
-    ("mid", "--method=nvidia", "method was 'clover'"),
     ("mid", "--quantization=full", "quantization was 'forward'"),
-    ("mid", "--quantization=none", "quantization was 'forward'"),
     ("mid", "--num-iterations=4", "num_iterations was 3"),
     ("mid", "--total-batch-size=256", "total_batch_size was 512"),
     ("mid", "--device-batch-size=1", "device_batch_size was 2"),
-    ("mid", "--max-seq-len=64", "max_seq_len was 128"),
-    ("sft", "--seed=43", "seed was 42"),
     ("sft", "--method=nvidia", "method was 'clover'"),
-    ("sft", "--quantization=full", "quantization was 'forward'"),
-    ("sft", "--num-iterations=4", "num_iterations was 3"),
     ("sft", "--target-examples-per-step=8", "target_examples_per_step was 4"),
     ("sft", "--device-batch-size=1", "device_batch_size was 2"),
 ]
 NOTED = [
     ("base", "--matrix-lr=0.01", "matrix_lr was 0.02 so far and is 0.01 from here on"),
-    ("base", "--embedding-lr=0.1", "embedding_lr was 0.3"),
-    ("base", "--unembedding-lr=0.001", "unembedding_lr was 0.004"),
-    ("base", "--scalar-lr=0.1", "scalar_lr was 0.5"),
     ("base", "--weight-decay=0.1", "weight_decay was 0.2"),
-    ("base", "--adam-beta1=0.9", "adam_beta1 was 0.8"),
-    ("base", "--adam-beta2=0.9", "adam_beta2 was 0.95"),
     ("base", "--warmup-ratio=0.5", "warmup_ratio was 0.0"),
-    ("base", "--warmdown-ratio=0.1", "warmdown_ratio was 0.4"),
-    ("base", "--final-lr-frac=0.5", "final_lr_frac was 0.0"),
     ("base", "--num-iterations=4", "num_iterations was 3"),
     ("base", "--device-batch-size=1", "device_batch_size was 2"),
-    ("base", "--runtime=recompute-mlp", "recompute was none"),
     ("base", "--eval-tokens=256", "eval_tokens was 128"),
     ("base", "--runtime=skip-nonfinite", "on_nonfinite was stop"),
     ("base", "val text", "val_data was"),
     ("base", "commit", "commit was 0000"),
     ("mid", "--matrix-lr=0.01", "matrix_lr was 0.02"),
     ("mid", "--init-lr-frac=0.5", "init_lr_frac was"),
-    ("mid", "--dtype=float32", "dtype was bfloat16"),
-    ("mid", "commit", "commit was 0000"),
-    ("sft", "--embedding-lr=0.1", "embedding_lr was 0.2"),
     ("sft", "--weight-decay=0.1", "weight_decay was 0.0"),
 ]
 CHANGES = [(*c, 2) for c in REFUSED] + [(*c, 0) for c in NOTED]
-assert len(CHANGES) == 54
 FEW = {"train text", "val text", "commit", "--device-batch-size=1"}  # in a normal run
 
 
@@ -146,27 +119,11 @@ def text(tiny_base, tmp_path):
     return tmp_path / "own"
 
 
-@pytest.mark.parametrize("stage", ["base"])
-def test_one_change_is_refused_or_noted(fork_server, tiny_base, text, stage):
+@pytest.mark.parametrize(
+    "stage, few", [("base", True), *(pytest.param(stage, False, marks=pytest.mark.soak) for stage in STAGES)]
+)
+def test_one_change_is_refused_or_noted(fork_server, tiny_base, text, stage, few):
     run = Finished(fork_server, tiny_base, text, stage)
     for where, change, said, status in CHANGES:
-        if where == stage and change in FEW:
+        if where == stage and (change in FEW or not few):
             run.resume(change, said, status)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("stage", STAGES)
-def test_each_of_fifty_changes_is_refused_or_noted(fork_server, tiny_base, text, stage):
-    run = Finished(fork_server, tiny_base, text, stage)
-    count = {0: 0, 2: 0}
-    failures = []
-    for where, change, said, status in CHANGES:
-        if where == stage:
-            try:
-                run.resume(change, said, status)
-                count[status] += 1
-            except AssertionError as e:
-                failures.append(f"{change}: {str(e)[-400:]}")
-                shutil.rmtree(run.base.with_name("copy"), ignore_errors=True)
-    print(f"{stage}: {count[2]} refused, {count[0]} noted")
-    assert not failures, "\n\n".join(failures)

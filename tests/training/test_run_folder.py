@@ -69,12 +69,14 @@ def test_a_run_that_was_killed_is_in_nobodys_way(folder):
         pass
 
 
-def pair(fork_server, tiny_base: Path, *flags: str) -> None:
+def pair(fork_server, tiny_base: Path) -> None:
     """Two runs begin at the same moment; one trains as if it were alone, the other is refused."""
-    folder = tiny_base / "base_checkpoints" / TAG
-    both = fork_server.run_together("scripts.base_train", [*BASE, *flags], 2, env={"NANOCHAT_BASE_DIR": str(tiny_base)})
-    logs = "\n".join(r.log for r in both)
-    assert sorted(r.status for r in both) == [0, 2], logs
+    folder, environment = tiny_base / "base_checkpoints" / TAG, {**os.environ, "NANOCHAT_BASE_DIR": str(tiny_base)}
+    argv = [fork_server.python, "-m", "scripts.base_train", *BASE]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    both = [subprocess.Popen(argv, env=environment, **pipe) for _ in range(2)]
+    logs = "\n".join(process.communicate()[0] for process in both)
+    assert sorted(process.returncode for process in both) == [0, 2], logs
     # Where the processor had no time for the second one until the first was done, it finds what that one made.
     assert re.search("error: (another run is training in|.* already holds a run)", logs), logs
     assert_same(final_state(folder, 3), final_state(tiny_base.with_name("alone") / "base_checkpoints" / TAG, 3))

@@ -39,18 +39,14 @@ def no_account(monkeypatch, tmp_path, base_dir):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
-@pytest.mark.parametrize("run", ["dummy", "", None])
-def test_no_wandb_unless_asked_for(run, monkeypatch):
+@pytest.mark.parametrize("run, rank", [("dummy", "0"), ("", "0"), (None, "0"), ("run", "1")])
+def test_no_wandb_unless_asked_for(run, rank, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    wandb_run = setup_wandb(run, "nanochat", {})
+    monkeypatch.setenv("RANK", rank)
+    wandb_run = setup_tracker(run, "nanochat", {})
     assert isinstance(wandb_run, DummyWandb)
     wandb_run.log({"loss": 1}, step=1)
     wandb_run.finish()
-
-
-def test_other_ranks_do_not_log(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    assert isinstance(setup_wandb("run", "nanochat", {}), DummyWandb)
 
 
 def test_without_an_account_wandb_is_offline(no_account, monkeypatch, capsys):

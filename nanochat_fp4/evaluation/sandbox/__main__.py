@@ -82,10 +82,8 @@ def work(request: dict, setup_fd: int) -> None:
             os.dup2(devnull, 0)  # input() meets the end of the file
             for fd in (devnull, request["result_fd"], to_program, from_program):
                 os.close(fd)
-            if (
-                "landlock" in request["layers"]
-            ):  # within the judge's domain: the judge's end must be able to signal this
-                layers.restrict_files(os.getcwd())
+            if "landlock" in request["layers"]:
+                layers.restrict_files(os.getcwd())  # within the judge's domain: its end must be able to signal this
             restrict(request)
             with open(to_judge, "wb") as replies, open(from_judge, "rb") as calls:
                 replies.write(b"ready\n")

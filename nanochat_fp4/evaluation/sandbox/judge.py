@@ -95,7 +95,7 @@ def run_program(calls: BinaryIO, replies: BinaryIO) -> NoReturn:
             request = json.loads(line)
             try:
                 if "code" in request:
-                    exec(compile(request["code"], "<sandbox>", "exec"), namespace)
+                    exec(compile(request["code"], "<sandbox>", "exec"), namespace)  # noqa: S102 inside the sandbox
                     reply = ["value", None]
                 elif request["function"] not in namespace:
                     reply = ["error", f"NameError: name {request['function']!r} is not defined"]
@@ -142,7 +142,7 @@ def run_judge(task: dict, calls: BinaryIO, replies: BinaryIO, result_fd: int) ->
 
     try:
         ask(code=task["code"])
-        exec(compile(task["tests"], "<tests>", "exec"), {"candidate": candidate})
+        exec(compile(task["tests"], "<tests>", "exec"), {"candidate": candidate})  # noqa: S102 inside the sandbox
         sys.stdout.flush()
         answer = "passed"
     except MemoryError:

@@ -1,0 +1,73 @@
+"""The pages of the site that are not in docs/: README as the first, the API by module, a list of the tables.
+
+A hook of mkdocs and an extension of griffe, both named in mkdocs.yml.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import griffe
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def public_names() -> dict[str, list[str]]:
+    """Module -> its names in nanochat_fp4's __all__, without importing anything."""
+    tree = ast.parse((ROOT / "nanochat_fp4/__init__.py").read_text(encoding="utf-8"))
+    all_ = next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and "__all__" in ast.dump(n))
+    found: dict[str, list[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for name in node.names:
+                if name.name in all_ and name.name not in found.get(node.module, []):
+                    found.setdefault(node.module, []).append(name.name)
+                if name.name == "tensor_parallel":  # of __getattr__
+                    found[f"{node.module}.{name.name}"] = [n for n in all_ if n.endswith("wiseParallel")]
+    missing = set(all_) - {name for names in found.values() for name in names} - {"METHODS", "ABLATIONS"}
+    assert not missing, f"names of __all__ that are on no page of the API: {missing}"
+    return found
+
+
+def api_pages() -> dict[str, str]:
+    """Path -> Markdown; one page a module, and their list."""
+    pages, rows = {}, []
+    for module, names in public_names().items():
+        short = module.rpartition(".")[2]
+        listed = ", ".join(f"[`nf.{name}`]({short}.md#{module}.{name})" for name in names)
+        rows.append(f"| [{short}]({short}.md) | {listed} |")
+        parts = [f"::: {module}.{name}" for name in names]
+        doc = ast.get_docstring(ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")))
+        pages[f"api/{short}.md"] = "\n\n".join([f"# {short}", f"`{module}`. {doc}", *parts]) + "\n"
+    head = "# API\n\n`import nanochat_fp4 as nf`. `nf.METHODS` and `nf.ABLATIONS` are the names of all methods.\n\n"
+    pages["api/index.md"] = head + "| module | names |\n|---|---|\n" + "\n".join(rows) + "\n"
+    return pages
+
+
+def on_files(files, config):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    # Links and pictures of README lie below docs/, which is the site's root.
+    pages = {"index.md": re.sub(r'(\]\(|srcset="|src=")docs/', r"\1", readme), **api_pages()}
+    tables = sorted(f.src_uri for f in files if re.fullmatch(r"results/.*\.md", f.src_uri))
+    titles = [(ROOT / "docs" / t).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for t in tables]
+    lines = [f"- [{title}]({t}) ({t.split('/')[1].removesuffix('.md')})" for title, t in zip(titles, tables)]
+    pages["tables.md"] = "# All tables\n\nMade by `python -m lab.reproduce` and its neighbours.\n\n" + "\n".join(lines)
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown, **_):
+    """GitHub begins a list after any line; Python-Markdown needs an empty one."""
+    return re.sub(r"^(?!- |\d+\. |\s|$)(.*)\n(?=- |\d+\. )", r"\1\n\n", markdown, flags=re.M)
+
+
+class Arguments(griffe.Extension):
+    """'name:   what it is' at the beginning of a docstring's line, with its indented lines, becomes a list's item."""
+
+    def on_object(self, *, obj, **_) -> None:
+        if obj.docstring:
+            text = re.sub(r"^([a-z_]\w*(?:, \w+)*):\s+(?=\S)", r"- **\1**: ", obj.docstring.value, flags=re.M)
+            text = re.sub(r"^ {9,}(?=\S)", "  ", text, flags=re.M)
+            obj.docstring.value = re.sub(r"^(?!- |\s)(.+)\n(?=- )", r"\1\n\n", text, flags=re.M)

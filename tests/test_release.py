@@ -1,0 +1,143 @@
+"""What an owner of the repository publishes: version, sdist, wheel, workflows, container."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import nanochat_fp4 as nf
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+
+
+def command(name: str) -> str:
+    """The path of a program that pip installs beside this Python, or that is on PATH."""
+    path = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    return path or pytest.skip(f"{name} is not installed (the extra lint)")
+
+
+def test_one_version():
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)[1]
+    assert newest == cited == nf.__version__
+    assert 'dynamic = ["version"]' in PYPROJECT
+
+
+def test_workflows_are_pinned_and_test_what_pyproject_admits():
+    used = re.findall(r"uses: *(.*)", "".join(path.read_text() for path in WORKFLOWS))
+    assert len(used) > 5
+    for action in used:
+        assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action
+    tests = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    pythons = re.findall(r'"(3\.\d+)"', re.search(r"python: (\[.*\])", tests)[1])
+    assert pythons == re.findall(r"Python :: (3\.\d+)", PYPROJECT)
+    assert f'requires-python = ">={pythons[0]},<3.{int(pythons[-1][2:]) + 1}"' in PYPROJECT
+    oldest = re.search(r'"torch>=([\d.]+)"', PYPROJECT)[1]
+    pinned = re.search(r"^torch==(\S+)", (ROOT / "requirements.txt").read_text(), re.M)[1]
+    assert f'torch: ["=={oldest}.0", "=={pinned}", ""]' in tests
+    assert "bash tests/run.sh" in tests
+
+
+def test_actionlint():
+    done = subprocess.run([command("actionlint"), *WORKFLOWS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_hadolint():
+    done = subprocess.run([command("hadolint"), ROOT / "Dockerfile"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# sdist and wheel
+
+NOT_COPIED = (".git", ".venv", "build", "dist", "wandb", "*.egg-info", "__pycache__", ".*_cache")
+HOOKS = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory) -> dict[str, Path]:
+    """The sdist of this tree, and the wheel of the sdist: what `python -m build` makes."""
+    folder = tmp_path_factory.mktemp("dist")
+    shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(*NOT_COPIED))
+    made = {}
+    source = folder / "source"
+    for hook in ("build_sdist", "build_wheel"):
+        before = set(folder.iterdir())
+        done = subprocess.run([sys.executable, "-c", HOOKS, hook, folder], cwd=source, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        (made[hook],) = set(folder.iterdir()) - before
+        if hook == "build_sdist":
+            with tarfile.open(made[hook]) as archive:
+                archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+            source = folder / made[hook].name.removesuffix(".tar.gz")
+    return {"sdist": made["build_sdist"], "wheel": made["build_wheel"]}
+
+
+@pytest.mark.slow
+def test_metadata_is_what_an_index_takes(distributions):
+    if importlib.util.find_spec("twine") is None:
+        pytest.skip("twine is not installed (the extra lint)")
+    check = [sys.executable, "-m", "twine", "check", "--strict", *distributions.values()]
+    done = subprocess.run(check, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("PASSED") == 2, done.stdout + done.stderr
+
+
+def files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_installed_into_an_empty_environment(kind, distributions, tmp_path, capsys):
+    """From another folder: an example, the doctor, the speedrun. torch and what else is needed are those of the Python
+    that runs the tests. The workflow `tests` runs this on the oldest, the pinned and the newest torch."""
+    env, elsewhere = tmp_path / "env", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VENV", "NANOCHAT_BASE_DIR")}
+
+    def run(*arguments: str | Path, **more: str) -> str:
+        done = subprocess.run(
+            arguments, cwd=elsewhere, env=variables | more, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout
+
+    run(sys.executable, "-m", "venv", "--without-pip", env)
+    python = env / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / "torch_of_the_tests.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
+    offline = ("--no-deps", "--no-index", "--no-build-isolation", "--quiet")
+    run(sys.executable, "-m", "pip", "--python", python, "install", *offline, distributions[kind])
+    installed = files(site)
+    assert site in Path(run(python, "-c", "import nanochat_fp4; print(nanochat_fp4.__file__)").strip()).parents
+    with capsys.disabled():
+        print(f"\n{kind} on torch {torch.__version__}, Python {sys.version.split()[0]}")
+
+    shutil.copy(ROOT / "examples" / "plain_loop.py", elsewhere)
+    assert re.search(r"clover_feedback: [\d.]+ -> [\d.]+; BF16", run(python, "plain_loop.py"))
+    program = env / "bin" / "nanochat-fp4"
+    assert run(program, "--version") == f"nanochat-fp4 {nf.__version__}\n"
+    assert run(program, "doctor").endswith("everything agrees\n")
+    plan = run(program, "speedrun", PLAN_ONLY="1", NANOCHAT_BASE_DIR="runs")
+    script = ROOT / "speedrun_fp4.sh"
+    assert plan == run("bash", script, PLAN_ONLY="1", NANOCHAT_BASE_DIR="runs", VENV=str(env))
+    assert f"  folder    {elsewhere / 'runs'} " in plan
+    if kind == "wheel":
+        (elsewhere / "text").mkdir()
+        (elsewhere / "text" / "a.txt").write_text("\n\n".join(f"Line {i} has {i % 7} words." for i in range(4000)))
+        toy = {"DEPTH": "1", "HEAD_DIM": "64", "SEQ_LEN": "32", "VOCAB_SIZE": "300", "TOTAL_BATCH": "128"}
+        toy |= {"NUM_ITERATIONS": "2", "DEVICE_BATCH": "2", "EVAL_EVERY": "2", "EVAL_TOKENS": "64"}
+        toy |= {"STAGES": "tok base report", "DATA_DIR": "text", "NANOCHAT_BASE_DIR": "runs"}
+        run(program, "speedrun", **toy)
+        assert (elsewhere / "runs" / "report").is_dir() and list(elsewhere.glob("runs/base_checkpoints/*/meta_*.json"))
+    assert files(site) == installed, "something was written into site-packages"
