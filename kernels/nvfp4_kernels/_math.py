@@ -79,6 +79,15 @@ def power_of_two_ceil(x):
 
 
 @triton.jit
+def scale_address(row, group, groups, TILES: tl.constexpr):
+    """Where the scale of a row's block `group` of `groups` is: row-major, or in tiles (format.swizzle_scales)."""
+    if TILES:
+        tile = row // 128 * ((groups + 3) // 4) + group // 4
+        return tile * 512 + row % 32 * 16 + row // 32 % 4 * 4 + group % 4
+    return row * groups + group
+
+
+@triton.jit
 def power_of_two_reciprocal(x):
     """1 / x for a power of two, exactly, by its exponent."""
     return from_bits(0x7F000000 - bits(x))

@@ -11,6 +11,15 @@ import torch
 # For every launch: a fused multiply-add rounds once where the reference rounds twice.
 NO_FUSION = {"enable_fp_fusion": False}
 
+
+def empty_scales(rows: int, groups: int, tiles: bool, like: torch.Tensor) -> torch.Tensor:
+    """Memory for E4M3 scales, uint8 (R, G), or flat for tiles of 128x4. Padding is 0: NaN there would be read."""
+    if not tiles:
+        return like.new_empty(rows, groups, dtype=torch.uint8)
+    size = -(-rows // 128) * -(-groups // 4) * 512
+    return (like.new_zeros if rows % 128 or groups % 4 else like.new_empty)(size, dtype=torch.uint8)
+
+
 _library = torch.library.Library("nvfp4", "FRAGMENT")
 
 

@@ -9,14 +9,20 @@ import triton
 import triton.language as tl
 
 from nvfp4_kernels import _math as m
-from nvfp4_kernels._ops import NO_FUSION, operator
+from nvfp4_kernels._ops import NO_FUSION, empty_scales, operator
+
+BC = tl.constexpr(128)  # columns that transpose_square_kernel takes a program
 
 
 @triton.jit
-def decode_kernel(codes_ptr, scales_ptr, values_ptr, blocks, NB: tl.constexpr):
+def decode_kernel(codes_ptr, scales_ptr, values_ptr, blocks, NB: tl.constexpr, COLUMNS: tl.constexpr):
+    """COLUMNS: 0, or the blocks of a row where the scales are in tiles of 128x4."""
     block = tl.program_id(0).to(tl.int64) * NB + tl.arange(0, NB)
     mask = block < blocks
-    scale = m.decode_e4m3(tl.load(scales_ptr + block, mask=mask, other=0))
+    place = block
+    if COLUMNS:
+        place = m.scale_address(block // COLUMNS, block % COLUMNS, COLUMNS, True)
+    scale = m.decode_e4m3(tl.load(scales_ptr + place, mask=mask, other=0))
     byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
     code = tl.load(codes_ptr + byte, mask=mask[:, None], other=0).to(tl.int32)
     value = m.decode_e2m1(tl.reshape(tl.join(code & 0xF, code >> 4), (NB, 16))) * scale[:, None]
@@ -29,12 +35,13 @@ def decode(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """code * scale, BF16 (R, K), without tensor_scale.
 
     codes:  uint8 (R, K/2)
-    scales: float8_e4m3fn (R, K/16)
+    scales: float8_e4m3fn (R, K/16), or flat in tiles of 128x4
     """
     values = torch.empty(codes.shape[0], codes.shape[1] * 2, dtype=torch.bfloat16, device=codes.device)
     nb = 256
-    blocks = scales.numel()
-    decode_kernel[(triton.cdiv(blocks, nb),)](codes, scales.view(torch.uint8), values, blocks, nb, **NO_FUSION)
+    groups = codes.shape[1] // 8
+    blocks, columns = codes.shape[0] * groups, groups if scales.dim() == 1 else 0
+    decode_kernel[(triton.cdiv(blocks, nb),)](codes, scales.view(torch.uint8), values, blocks, nb, columns, **NO_FUSION)
     return values
 
 
@@ -45,9 +52,9 @@ def _(codes, scales):
 
 @triton.jit
 def transpose_square_kernel(
-    codes_ptr, scales_ptr, to_codes_ptr, to_scales_ptr, rows, columns, BR: tl.constexpr, BC: tl.constexpr
+    codes_ptr, scales_ptr, to_codes_ptr, to_scales_ptr, rows, columns, BR: tl.constexpr, TILES: tl.constexpr
 ):
-    """BR x BC values a program."""
+    """BR x BC values a program. TILES: scales are in tiles of 128x4, before and after."""
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     byte = tl.program_id(1) * (BC // 2) + tl.arange(0, BC // 2)
     mask = (r < rows)[:, None] & (byte < columns // 2)[None, :]
@@ -60,8 +67,9 @@ def transpose_square_kernel(
     tl.store(to_codes_ptr + c[:, None] * (rows // 2) + to_byte[None, :], (even | (odd << 4)).to(tl.uint8), mask=mask)
     block = tl.program_id(0).to(tl.int64) * (BR // 16) + tl.arange(0, BR // 16)
     mask = (c < columns)[:, None] & (block < rows // 16)[None, :]
-    scale = tl.load(scales_ptr + block[None, :] * (columns // 16 * 16) + (c // 16)[:, None], mask=mask, other=0)
-    tl.store(to_scales_ptr + c[:, None] * (rows // 16) + block[None, :], scale, mask=mask)
+    at = m.scale_address(block[None, :] * 16, (c // 16)[:, None], columns // 16, TILES)
+    scale = tl.load(scales_ptr + at, mask=mask, other=0)
+    tl.store(to_scales_ptr + m.scale_address(c[:, None], block[None, :], rows // 16, TILES), scale, mask=mask)
 
 
 @operator("transpose_square(Tensor codes, Tensor scales) -> (Tensor, Tensor)")
@@ -69,23 +77,23 @@ def transpose_square(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.T
     """Codes and scales of the transposed tensor, as format.transpose_square makes them.
 
     codes:  uint8 (R, K/2) -> (K, R/2); R and K are multiples of 16
-    scales: float8_e4m3fn (R, K/16) -> (K, R/16), one for a block of 16x16 values
+    scales: float8_e4m3fn (R, K/16), one for a block of 16x16 values -> (K, R/16); or both flat in tiles of 128x4
     """
     rows, columns = codes.shape[0], codes.shape[1] * 2
-    to_codes, to_scales = _transposed(codes, torch.uint8)
-    br, bc = 64, 128
-    grid = (triton.cdiv(rows, br), triton.cdiv(columns, bc))
-    source, target = scales.contiguous().view(torch.uint8), to_scales
-    transpose_square_kernel[grid](codes.contiguous(), source, to_codes, target, rows, columns, br, bc, **NO_FUSION)
-    return to_codes, to_scales.view(scales.dtype)
+    to_codes, to_scales = _transposed(codes, scales)
+    br, tiles = 64, scales.dim() == 1
+    grid = (triton.cdiv(rows, br), triton.cdiv(columns, BC.value))
+    source, target = scales.contiguous().view(torch.uint8), to_scales.view(torch.uint8)
+    transpose_square_kernel[grid](codes.contiguous(), source, to_codes, target, rows, columns, br, tiles, **NO_FUSION)
+    return to_codes, to_scales
 
 
 @transpose_square.register_fake
 def _(codes, scales):
-    to_codes, to_scales = _transposed(codes, scales.dtype)
-    return to_codes, to_scales
+    return _transposed(codes, scales)
 
 
-def _transposed(codes: torch.Tensor, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _transposed(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = codes.shape[0], codes.shape[1] * 2
-    return codes.new_empty(columns, rows // 2), codes.new_empty(columns, rows // 16, dtype=scale_dtype)
+    to_scales = empty_scales(columns, rows // 16, scales.dim() == 1, codes)
+    return codes.new_empty(columns, rows // 2), to_scales.view(scales.dtype)

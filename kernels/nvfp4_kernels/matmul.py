@@ -1,14 +1,24 @@
-"""NVFP4 GEMMs on FP4 tensor cores (sm_100, sm_120): C = A . B^T from codes, row-major scales and tensor scales.
+"""NVFP4 GEMMs on FP4 tensor cores (sm_100 and later): C = A . B^T from codes, block scales and tensor scales.
 
-`scaled_mm` is torch's product by cuBLAS, which takes swizzled scales. `dot_scaled` is Triton's (3.6 and later, for
-sm_121 3.9 and later), for a GPU where `scaled_mm` does not pass the start-up probe. Both apply the tensor scales to the
-FP32 accumulator. Neither has run on a Blackwell yet. The tests compile and interpret `dot_scaled`, and check the
-arguments of `scaled_mm`.
+`scaled_mm` is torch's product by cuBLAS, `dot_scaled` Triton's (3.6 and later; for sm_121 after 3.8.0), `mm_fp4`
+flashinfer's, where that package is installed. All read block scales in tiles of 128x4 (format.swizzle_scales).
+Row-major scales are brought into tiles first. The tensor scales are applied to the FP32 accumulator. None has run on a
+Blackwell yet. The tests compile and interpret `dot_scaled`, and check the arguments of the others.
+
+Threads. torch up to 2.13 keeps the product of the tensor scales in one buffer of the process (ATen's
+get_user_alpha_ptr): a second stream could overwrite it before the GEMM has read it, and it lies on one GPU. `scaled_mm`
+therefore gives it to the first stream alone, one call after the other. On every other stream or GPU the tensor scales
+are multiplied into an FP32 product, to the same bits, with one pass more.
 """
+
+import importlib
+import threading
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from nvfp4_kernels import _math as m
 from nvfp4_kernels._ops import NO_FUSION, operator
@@ -56,7 +66,8 @@ def dot_scaled_kernel(
         a_at, b_at = a_row * (K // 2) + k // 2 + byte[None, :], b_row * (K // 2) + k // 2 + byte[None, :]
         a = tl.load(a_ptr + a_at, mask=(r < M)[:, None] & in_bytes, other=0)
         b = tl.load(b_ptr + b_at, mask=(c < N)[:, None] & in_bytes, other=0)
-        a_at, b_at = a_row * (K // 16) + k // 16 + group16[None, :], b_row * (K // 16) + k // 16 + group16[None, :]
+        a_at = m.scale_address(a_row, (k // 16 + group16)[None, :], K // 16, True)
+        b_at = m.scale_address(b_row, (k // 16 + group16)[None, :], K // 16, True)
         a_scale = tl.load(a_scales_ptr + a_at, mask=(r < M)[:, None] & in_groups, other=0)
         b_scale = tl.load(b_scales_ptr + b_at, mask=(c < N)[:, None] & in_groups, other=0)
         if m.INTERPRETED:  # the interpreter has no dot_scaled
@@ -70,35 +81,34 @@ def dot_scaled_kernel(
     tl.store(out_ptr + a_row * N + c[None, :], out, mask=(r < M)[:, None] & (c < N)[None, :])
 
 
-@operator(
-    "dot_scaled(Tensor a, Tensor a_scales, Tensor a_tensor_scale, Tensor b, Tensor b_scales, Tensor b_tensor_scale, "
-    "ScalarType out_dtype) -> Tensor"
-)
+def _gemm_operator(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Registers a GEMM. factor: the operand's tensor_scale."""
+    operands = ", ".join(f"Tensor {o}, Tensor {o}_scales, Tensor {o}_factor" for o in "ab")
+    call = operator(f"{function.__name__}({operands}, ScalarType out_dtype) -> Tensor")(function)
+    call.register_fake(lambda a, x, y, b, z, w, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype))
+    return call
+
+
+@_gemm_operator
 def dot_scaled(
-    a: torch.Tensor,
-    a_scales: torch.Tensor,
-    a_tensor_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scales: torch.Tensor,
-    b_tensor_scale: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    a: Tensor, a_scales: Tensor, a_factor: Tensor, b: Tensor, b_scales: Tensor, b_factor: Tensor, out_dtype: torch.dtype
+) -> Tensor:
     """a . b^T, (M, N) in out_dtype, which is BF16 or FP32.
 
     a, b:          codes uint8 (M, K/2) and (N, K/2)
-    scales:        float8_e4m3fn (M, K/16) and (N, K/16), row-major
-    tensor scales: float32 ()
+    scales:        float8_e4m3fn, flat in tiles of 128x4, or row-major (M, K/16) and (N, K/16)
+    factors:       the tensor scales, float32 ()
     """
     rows, columns, k = a.shape[0], b.shape[0], a.shape[1] * 2
     out = torch.empty(rows, columns, dtype=out_dtype, device=a.device)
     bm, bn, bk = 128, 128, 128
     dot_scaled_kernel[(triton.cdiv(rows, bm) * triton.cdiv(columns, bn),)](
         a.contiguous(),
-        a_scales.contiguous().view(torch.uint8),
-        a_tensor_scale,
+        in_tiles(a_scales).view(torch.uint8),
+        a_factor,
         b.contiguous(),
-        b_scales.contiguous().view(torch.uint8),
-        b_tensor_scale,
+        in_tiles(b_scales).view(torch.uint8),
+        b_factor,
         out,
         rows,
         columns,
@@ -111,11 +121,6 @@ def dot_scaled(
         **NO_FUSION,
     )
     return out
-
-
-@dot_scaled.register_fake
-def _(a, a_scales, a_tensor_scale, b, b_scales, b_tensor_scale, out_dtype):
-    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
 
 @triton.jit
@@ -141,37 +146,61 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
     return swizzled.view(scales.dtype)
 
 
-@operator(
-    "scaled_mm(Tensor a, Tensor a_scales, Tensor a_tensor_scale, Tensor b, Tensor b_scales, Tensor b_tensor_scale, "
-    "ScalarType out_dtype) -> Tensor"
-)
+def in_tiles(scales: torch.Tensor) -> torch.Tensor:
+    """Scales in tiles, flat, of scales in tiles or row-major (R, G)."""
+    return swizzle(scales) if scales.dim() == 2 else scales
+
+
+_ALPHA = threading.Lock()
+_alphas_place: tuple[int, int] | None = None  # the device and stream that scaled_mm gives its alpha
+
+
+def _may_give_alpha(device: torch.device) -> bool:
+    """Whether torch's one buffer for alpha is this stream's. Called with _ALPHA held."""
+    global _alphas_place
+    if device.type != "cuda":
+        return True
+    stream = torch.cuda.current_stream(device)
+    here = stream.device_index, stream.cuda_stream
+    _alphas_place = _alphas_place or here
+    return _alphas_place == here
+
+
+@_gemm_operator
 def scaled_mm(
-    a: torch.Tensor,
-    a_scales: torch.Tensor,
-    a_tensor_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scales: torch.Tensor,
-    b_tensor_scale: torch.Tensor,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    a: Tensor, a_scales: Tensor, a_factor: Tensor, b: Tensor, b_scales: Tensor, b_factor: Tensor, out_dtype: torch.dtype
+) -> Tensor:
     """As dot_scaled, K a multiple of 32 and N of 16."""
     from torch.nn.functional import ScalingType, SwizzleType
 
-    recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
-    layout = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
-    return torch.nn.functional.scaled_mm(
-        a.contiguous().view(torch.float4_e2m1fn_x2),
-        b.contiguous().view(torch.float4_e2m1fn_x2).T,
-        [swizzle(a_scales), a_tensor_scale],
-        recipe,
-        [swizzle(b_scales), b_tensor_scale],
-        recipe,
-        swizzle_a=layout,
-        swizzle_b=layout,
-        output_dtype=out_dtype,
-    )
+    codes = a.contiguous().view(torch.float4_e2m1fn_x2), b.contiguous().view(torch.float4_e2m1fn_x2).T
+    recipe, layout = [ScalingType.BlockWise1x16], [SwizzleType.SWIZZLE_32_4_4]
+    x, y = [in_tiles(a_scales)], [in_tiles(b_scales)]
+    with _ALPHA:
+        inside = _may_give_alpha(a.device)
+        if inside:
+            recipe, layout = [*recipe, ScalingType.TensorWise], [*layout, SwizzleType.NO_SWIZZLE]
+            x, y = [*x, a_factor], [*y, b_factor]
+        options = {"swizzle_a": layout, "swizzle_b": layout, "output_dtype": out_dtype if inside else torch.float32}
+        product = torch.nn.functional.scaled_mm(*codes, x, recipe, y, recipe, **options)
+    return product if inside else product.mul_(a_factor * b_factor).to(out_dtype)
 
 
-@scaled_mm.register_fake
-def _(a, a_scales, a_tensor_scale, b, b_scales, b_tensor_scale, out_dtype):
-    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+@_gemm_operator
+def mm_fp4(
+    a: Tensor, a_scales: Tensor, a_factor: Tensor, b: Tensor, b_scales: Tensor, b_factor: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """As scaled_mm, by flashinfer, in BF16 alone. alpha is an argument of each call, so streams may be many.
+
+    Source: flashinfer.gemm.mm_fp4: b and its scales are column-major, scales in two dimensions with their padding.
+    """
+    flashinfer = importlib.import_module(
+        "flashinfer"
+    )  # optional: nothing needs it, and dispatch asks whether it is there
+    if out_dtype != torch.bfloat16:
+        raise NotImplementedError(f"flashinfer's mm_fp4 makes BF16, got {out_dtype}")
+    padded = triton.cdiv(a.shape[1], 32) * 4
+    a_scales, b_scales = (in_tiles(scales).view(-1, padded) for scales in (a_scales, b_scales))
+    alpha = (a_factor * b_factor).reshape(1)
+    codes = a.contiguous(), b.contiguous().T
+    return flashinfer.mm_fp4(*codes, a_scales, b_scales.T, alpha, out_dtype, block_size=16, use_8x4_sf_layout=False)

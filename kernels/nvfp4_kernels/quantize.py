@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from nvfp4_kernels import _math as m
-from nvfp4_kernels._ops import NO_FUSION, operator
+from nvfp4_kernels._ops import NO_FUSION, empty_scales, operator
 
 
 @triton.jit
@@ -138,6 +138,7 @@ def quantize_kernel(
     DECODE: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     SQUARE: tl.constexpr,
+    TILES: tl.constexpr,
     NB: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
 ):
@@ -145,6 +146,7 @@ def quantize_kernel(
 
     PER_TOKEN: an amax and a tensor_scale for each row of `columns` elements.
     SQUARE: relu(x)^2 is quantized, and relu(x) kept in units of its row's step (relu_squared.py).
+    TILES: scales are written in tiles of 128x4.
     """
     if not PER_TOKEN:
         tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, False)
@@ -181,7 +183,12 @@ def quantize_kernel(
             GRID_MAX, INVERSE, CANDIDATES, STOCHASTIC, False, HARDWARE, NB, 16,
         )  # fmt: skip
 
-        tl.store(scales_ptr + block, m.encode_e4m3(scale, HARDWARE), mask=mask)
+        place = block
+        if TILES:
+            narrow = block.to(tl.int32)  # division of 64 bits is slow, and 2^31 blocks fit no GPU
+            row = narrow // (columns // 16)
+            place = m.scale_address(row.to(tl.int64), narrow - row * (columns // 16), columns // 16, True)
+        tl.store(scales_ptr + place, m.encode_e4m3(scale, HARDWARE), mask=mask)
         word = block[:, None] * 2 + tl.arange(0, 2)[None, :]
         tl.store(codes_ptr + word, codes, mask=mask[:, None])
         if DECODE:
@@ -240,6 +247,7 @@ def quantize_16x16_kernel(
     DECODE: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     SQUARE: tl.constexpr,
+    TILES: tl.constexpr,
     NB: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
 ):
@@ -272,7 +280,10 @@ def quantize_16x16_kernel(
     block = row * per_row + square % per_row
     tl.store(codes_ptr + block[:, None] * 2 + tl.arange(0, 2)[None, :], codes, mask=line_mask[:, None])
     repeated = tl.reshape(tl.broadcast_to(scale[:, None], (NB, 16)), (NB * 16,))
-    tl.store(scales_ptr + block, m.encode_e4m3(repeated, HARDWARE), mask=line_mask)
+    place = block
+    if TILES:
+        place = m.scale_address(row, square % per_row, per_row, True)
+    tl.store(scales_ptr + place, m.encode_e4m3(repeated, HARDWARE), mask=line_mask)
     if DECODE:
         tl.store(decoded_ptr + element, (q * scale[:, None]).to(tl.bfloat16), mask=mask)
 
@@ -366,7 +377,8 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 @operator(
     "quantize(Tensor x, Tensor? amax, Tensor? seed, int stream, float grid_max, float scale_cap, float[] candidates, "
-    "bool stochastic, int block_rows, bool decode, bool per_token=False) -> (Tensor, Tensor, Tensor, Tensor)"
+    "bool stochastic, int block_rows, bool decode, bool per_token=False, bool tiles=False) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 def quantize(
     x: torch.Tensor,
@@ -380,6 +392,7 @@ def quantize(
     block_rows: int,
     decode: bool,
     per_token: bool = False,
+    tiles: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (codes, scales, tensor_scale, decoded) of x.
 
@@ -388,6 +401,7 @@ def quantize(
     seed:      int64 (), for stochastic rounding
     decode:    whether decoded is wanted
     per_token: a tensor_scale for each row, so that no row depends on another
+    tiles:     scales as format.swizzle_scales has them, flat
     codes:     uint8 (R, K/2)
     scales:    float8_e4m3fn (R, K/16)
     tensor_scale: float32 (), per token (R, 1)
@@ -402,7 +416,7 @@ def quantize(
         amax = x.abs().amax(-1).float().view(torch.int32) if per_token else _amax_bits(x)
     else:
         amax = amax.float().view(torch.int32)
-    constants = (stream, grid_max, scale_cap, candidates, stochastic, block_rows, decode, per_token)
+    constants = (stream, grid_max, scale_cap, candidates, stochastic, block_rows, decode, per_token, tiles)
     return quantize_with(x, amax, seed, *constants)
 
 
@@ -418,13 +432,14 @@ def quantize_with(
     block_rows: int,
     decode: bool,
     per_token: bool,
+    tiles: bool,
     step: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """quantize of a contiguous x, amax as float32's bits. With step and kept, of relu(x)^2: see relu_squared.py."""
     rows, columns = x.shape
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(rows, columns // 16, dtype=torch.uint8, device=x.device)
+    scales = empty_scales(rows, columns // 16, tiles, x)
     tensor_scale = torch.empty((rows, 1) if per_token else (), dtype=torch.float32, device=x.device)
     decoded = torch.empty((rows, columns) if decode else (0,), dtype=torch.bfloat16, device=x.device)
     blocks = rows * columns // 16
@@ -457,6 +472,7 @@ def quantize_with(
         DECODE=decode,
         PER_TOKEN=per_token,
         SQUARE=step is not None,
+        TILES=tiles,
         NB=nb,
         PER_PROGRAM=per_program,
         num_warps=4,
@@ -466,11 +482,13 @@ def quantize_with(
 
 
 @quantize.register_fake
-def _(x, amax, seed, stream, grid_max, scale_cap, candidates, stochastic, block_rows, decode, per_token=False):
+def _(
+    x, amax, seed, stream, grid_max, scale_cap, candidates, stochastic, block_rows, decode, per_token=False, tiles=False
+):
     rows, columns = x.shape
     return (
         x.new_empty(rows, columns // 2, dtype=torch.uint8),
-        x.new_empty(rows, columns // 16, dtype=torch.float8_e4m3fn),
+        empty_scales(rows, columns // 16, tiles, x).view(torch.float8_e4m3fn),
         x.new_empty((rows, 1) if per_token else (), dtype=torch.float32),
         x.new_empty((rows, columns) if decode else (0,), dtype=torch.bfloat16),
     )

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from nvfp4_kernels import _math as m
-from nvfp4_kernels._ops import NO_FUSION, operator
+from nvfp4_kernels._ops import NO_FUSION, empty_scales, operator
 from nvfp4_kernels.quantize import check, quantize_with
 
 STEP_MIN = tl.constexpr(2.0**-126)
@@ -98,11 +98,18 @@ def _(x, seed):
 
 
 @operator(
-    "quantize_relu_squared(Tensor x, Tensor seed, float grid_max, float scale_cap, float[] candidates, bool decode) "
+    "quantize_relu_squared(Tensor x, Tensor seed, float grid_max, float scale_cap, float[] candidates, bool decode, "
+    "bool tiles=False) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def quantize_relu_squared(
-    x: torch.Tensor, seed: torch.Tensor, grid_max: float, scale_cap: float, candidates: list[float], decode: bool
+    x: torch.Tensor,
+    seed: torch.Tensor,
+    grid_max: float,
+    scale_cap: float,
+    candidates: list[float],
+    decode: bool,
+    tiles: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """quantize.quantize of relu(x)^2 in blocks of 1x16, to nearest. relu(x)^2 itself is not written.
 
@@ -116,16 +123,16 @@ def quantize_relu_squared(
     x = x.contiguous()
     step, amax = _launch(x, seed, None, None)
     kept = torch.empty_like(x, dtype=torch.uint8)
-    constants = (0, grid_max, scale_cap, candidates, False, 1, decode, False)
+    constants = (0, grid_max, scale_cap, candidates, False, 1, decode, False, tiles)
     return *quantize_with(x, amax, seed, *constants, step, kept), kept, step
 
 
 @quantize_relu_squared.register_fake
-def _(x, seed, grid_max, scale_cap, candidates, decode):
+def _(x, seed, grid_max, scale_cap, candidates, decode, tiles=False):
     rows, columns = x.shape
     return (
         x.new_empty(rows, columns // 2, dtype=torch.uint8),
-        x.new_empty(rows, columns // 16, dtype=torch.float8_e4m3fn),
+        empty_scales(rows, columns // 16, tiles, x).view(torch.float8_e4m3fn),
         x.new_empty((), dtype=torch.float32),
         x.new_empty((rows, columns) if decode else (0,), dtype=torch.bfloat16),
         x.new_empty(rows, columns, dtype=torch.uint8),

@@ -26,7 +26,7 @@ import torch
 import triton
 
 from nvfp4_kernels import _math as m
-from nvfp4_kernels._ops import NO_FUSION, operator
+from nvfp4_kernels._ops import NO_FUSION, empty_scales, operator
 from nvfp4_kernels.quantize import hardware
 from nvfp4_kernels.rotate_kernel import (
     ALIGNED,
@@ -70,6 +70,7 @@ class Operand(NamedTuple):
 
     emulated: make the BF16 operand for a decoding GEMM instead of codes and scales.
     row, column, columns: the operand's place in the whole that it is a part of, as in tensor_parallel.Part.
+    tiles:    scales in tiles of 128x4, flat (format.swizzle_scales), of an operand that is not emulated.
     """
 
     grid_max: float = 6.0
@@ -84,6 +85,7 @@ class Operand(NamedTuple):
     row: int = 0
     column: int = 0
     columns: int = 0
+    tiles: bool = False
 
     def place(self, blocks: int) -> tuple[int, int, int]:
         """The operand's first row and block in the whole, and the blocks of a row of the whole. blocks: of its own."""
@@ -119,6 +121,7 @@ def _constants(operand: Operand | None, columns: int, amax_only: bool) -> Consta
         STOCHASTIC=o.stochastic,
         STORE_CODES=not o.emulated and not amax_only,
         PADDING=0 if columns % TILE == 0 else o.rht_dim or 16,
+        TILES=o.tiles and not o.emulated,
     )
 
 
@@ -140,14 +143,14 @@ def _empty(operand: Operand, rows: int, contraction: int, x: torch.Tensor) -> li
     tensor_scale = empty((), dtype=torch.float32)
     if operand.emulated:
         return [values, tensor_scale]
-    return [values, empty(rows, k // 16, dtype=torch.float8_e4m3fn), tensor_scale]
+    return [values, empty_scales(rows, k // 16, operand.tiles, x).view(torch.float8_e4m3fn), tensor_scale]
 
 
 class _Launches:
     """The launches that make the operands of one input. sides: of the operators' schema."""
 
     def __init__(self, x: torch.Tensor, x_scales: torch.Tensor | None, x_tensor_scale: torch.Tensor | None, sides):
-        self.from_codes = x_scales is not None
+        self.from_codes, self.from_tiles = x_scales is not None, x_scales is not None and x_scales.dim() == 1
         self.x = x = x.contiguous()
         self.sources = (x, x_scales.view(torch.uint8), x_tensor_scale) if self.from_codes else (x, x, x)
         self.rows, self.columns = x.shape[0], x.shape[1] * (2 if self.from_codes else 1)
@@ -190,6 +193,7 @@ class _Launches:
             self.columns,
             *arguments,
             FROM_CODES=self.from_codes,
+            FROM_TILES=self.from_tiles,
             FP32=self.x.dtype == torch.float32,
             HARDWARE=hardware(),
             ROW=constants[0],
@@ -229,7 +233,8 @@ def rotate_quantize(
 ) -> list[torch.Tensor]:
     """One or both operands that a tensor (R, C) gives: contracted over C ("row") and over R ("col").
 
-    x: BF16 or FP32 (R, C), or codes uint8 (R, C/2) with x_scales float8_e4m3fn (R, C/16) and x_tensor_scale.
+    x: BF16 or FP32 (R, C), or codes uint8 (R, C/2) with x_scales float8_e4m3fn (R, C/16), or flat in tiles of
+       128x4, and x_tensor_scale.
     row, col: None for an operand that is not wanted. Seeds: int64 ().
     largest: takes the amaxes of row and col here, float32 (2,), and returns those of the wholes. None: x is a whole.
     Returns the tensors of row (R, C'), then of col (C, R'). The contraction dimension is padded to a multiple of the
@@ -367,7 +372,8 @@ def _(x, x_scales, x_tensor_scale, *sides):
         if operand.ms_eden and operand.emulated:
             more = []
         elif operand.ms_eden:
-            more = [more[0].new_empty(more[0].shape, dtype=torch.float8_e4m3fn), more[1].new_empty(())]
+            scales = empty_scales(*more[0].shape, operand.tiles, more[0])
+            more = [scales.view(torch.float8_e4m3fn), more[1].new_empty(())]
         result += [values, *more]
     return result
 
@@ -384,7 +390,8 @@ def _(x, x_scales, x_tensor_scale, amax, *sides):
 
 @finish_part.register_fake
 def _(pseudo, correction, amax, seed, *fields):
-    return pseudo.new_empty(pseudo.shape, dtype=torch.float8_e4m3fn), correction.new_empty(())
+    scales = empty_scales(*pseudo.shape, _operand(fields).tiles, pseudo)
+    return scales.view(torch.float8_e4m3fn), correction.new_empty(())
 
 
 @repair_part.register_fake

@@ -49,6 +49,7 @@ class Constants(NamedTuple):
 
     KIND: of AMAX, ALIGNED, EDEN, EDEN_EMULATED. INVERSE: 1 / GRID_MAX in FP32.
     PADDING: the contracted dimension is padded to a multiple of this; 0 if it is a multiple of 128.
+    TILES: scales are stored in tiles of 128x4. Pseudo-scales never are.
     """
 
     KIND: int
@@ -61,6 +62,7 @@ class Constants(NamedTuple):
     STOCHASTIC: bool
     STORE_CODES: bool
     PADDING: int
+    TILES: bool
 
 
 @triton.jit
@@ -144,7 +146,10 @@ def _emit(x, factor, row0, group, rows, groups, contraction, buffers, place, C: 
             GRID_MAX, INVERSE, CANDIDATES, STOCHASTIC, False, CONVERSIONS, 512, 16,
         )  # fmt: skip
         if C.STORE_CODES:
-            tl.store(buffers.scales + block, m.encode_e4m3(scale, HARDWARE), mask=mask)
+            at = block
+            if C.TILES:
+                at = m.scale_address(row.to(tl.int64), group * 8 + block_in_group, blocks_per_row, True)
+            tl.store(buffers.scales + at, m.encode_e4m3(scale, HARDWARE), mask=mask)
         else:
             _store_decoded(q * scale[:, None], buffers.decoded, row0, group, rows, blocks_per_row)
     elif C.KIND != AMAX:
@@ -207,6 +212,7 @@ def _make(
     place,
     COL: tl.constexpr,
     FROM_CODES: tl.constexpr,
+    FROM_TILES: tl.constexpr,
     FP32: tl.constexpr,
     HARDWARE: tl.constexpr,
     C: tl.constexpr,
@@ -245,7 +251,7 @@ def _make(
             byte = byte.to(tl.int32)
             value = m.decode_e2m1(tl.reshape(tl.join(byte & 0xF, byte >> 4), (128, 4, 16)))
             g = tile_column * 8 + strip % 2 * 4 + tl.arange(0, 4)
-            at = r.to(tl.int64)[:, None] * (columns // 16) + g[None, :]
+            at = m.scale_address(r.to(tl.int64)[:, None], g[None, :], columns // 16, FROM_TILES)
             scale = tl.load(x_scales_ptr + at, mask=(r < rows)[:, None] & (g < columns // 16)[None, :], other=0)
             hi = tl.reshape((value * m.decode_e4m3(scale)[:, :, None]).to(tl.bfloat16), (128, 64))
             y = _rotate(hi, hi, hi, matrix, False, True)
@@ -298,6 +304,7 @@ def rotate_quantize_kernel(
     col_place_block,
     col_place_blocks,
     FROM_CODES: tl.constexpr,
+    FROM_TILES: tl.constexpr,
     FP32: tl.constexpr,
     HARDWARE: tl.constexpr,
     ROW: tl.constexpr,
@@ -323,12 +330,12 @@ def rotate_quantize_kernel(
             place = row_place_row, row_place_block, row_place_blocks
             _make(
                 first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, row_buffers, place,
-                False, FROM_CODES, FP32, HARDWARE, ROW,
+                False, FROM_CODES, FROM_TILES, FP32, HARDWARE, ROW,
             )  # fmt: skip
     if COL is not None:
         if side == 1:
             place = col_place_row, col_place_block, col_place_blocks
             _make(
                 first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, col_buffers, place,
-                True, FROM_CODES, FP32, HARDWARE, COL,
+                True, FROM_CODES, FROM_TILES, FP32, HARDWARE, COL,
             )  # fmt: skip

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from nvfp4_kernels import _math as m
-from nvfp4_kernels._ops import NO_FUSION
+from nvfp4_kernels._ops import NO_FUSION, empty_scales
 from nvfp4_kernels.quantize import hardware
 
 GROUPS = 8  # groups of a rotation, with 8 scales each, that a program takes of 16 rows.
@@ -43,9 +43,10 @@ def finish_kernel(
     place_blocks,
     DIVISOR: tl.constexpr,
     HARDWARE: tl.constexpr,
+    TILES: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """16 rows of GROUPS groups of 8 scales a program."""
+    """16 rows of GROUPS groups of 8 scales a program. TILES: scales are written in tiles of 128x4."""
     tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(amax_ptr)), DIVISOR, True)
     row16 = tl.program_id(0)
     first = tl.program_id(1) * GROUPS
@@ -56,6 +57,9 @@ def finish_kernel(
     )
     at16, pair = place_row // 16 + row16, place_block // 2 + first * 4
     words = m.scale_words(tl.load(seed_ptr), at16, pair, place_blocks // 2, stream, 16, 4 * GROUPS)
+    if TILES:
+        row = (row16 * 16 + tl.arange(0, 16)).to(tl.int64)[:, None]
+        at = m.scale_address(row, first * 8 + tl.arange(0, 8 * GROUPS)[None, :], groups * 8, True)
     tl.store(scales_ptr + at, m.encode_e4m3(m.stochastic_round_e4m3(corrected, words), HARDWARE), mask=mask)
 
 
@@ -111,7 +115,7 @@ def _corrected(pseudo_ptr, correction_ptr, shift, row16, group, rows, groups, GR
 
 
 def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, seed: torch.Tensor, operand):
-    """Returns scales float8_e4m3fn (R, K/16), and tensor_scale float32 (), a power of two.
+    """Returns scales float8_e4m3fn (R, K/16), or flat in operand.tiles, and tensor_scale float32 (), a power of two.
 
     pseudo:     BF16 (R, K/16)
     correction: float32 (R, K/128)
@@ -119,7 +123,7 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
     seed:       int64 ()
     operand:    a rotate.Operand
     """
-    scales = torch.empty(pseudo.shape, dtype=torch.uint8, device=pseudo.device)
+    scales = empty_scales(*pseudo.shape, operand.tiles, pseudo)
     tensor_scale = torch.empty((), dtype=torch.float32, device=pseudo.device)
     finish_kernel[_grid(correction)](
         pseudo,
@@ -133,6 +137,7 @@ def finish(pseudo: torch.Tensor, correction: torch.Tensor, amax: torch.Tensor, s
         *operand.place(pseudo.shape[1]),
         DIVISOR=operand.divisor,
         HARDWARE=hardware(),
+        TILES=operand.tiles,
         GROUPS=GROUPS,
         **NO_FUSION,
     )

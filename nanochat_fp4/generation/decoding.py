@@ -162,7 +162,8 @@ class Decoder:
         operand = first.made_weight(len(layers))
         r = first.recipe.output.a.rounding
         rounding = (r.grid_max, r.scale_cap, tuple(r.candidates))
-        return Product(operand or quantized_weights([layers])[0], rounding, self.dtype)
+        operand = operand or quantized_weights([layers])[0]
+        return Product(operand.row_major(), rounding, self.dtype)
 
     @torch.inference_mode()
     def __call__(self, ids: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def quantize_weights_once(model: nn.Module) -> Iterator[None]:
     versions = {layer: _version(layer.weight) for layers in groups for layer in layers}
     codes = [layers[0].context.weights.get(len(layers)) for layers in groups]
     missing = [i for i, operand in enumerate(codes) if operand is None]
-    for i, operand in zip(missing, quantized_weights([groups[i] for i in missing])):
+    for i, operand in zip(missing, quantized_weights([groups[i] for i in missing], tiles=True)):
         codes[i] = operand
     ids = {id(layer.weight) for layer in versions}
 

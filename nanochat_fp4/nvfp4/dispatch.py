@@ -6,8 +6,9 @@ CUDA. NVFP4_KERNELS=reference|triton asks for one of them (on a CPU triton needs
 GEMM: where a Blackwell's tensor cores multiply NVFP4, libraries have returned zeros without an error. So
 each implementation multiplies operands whose product is known before it is used, once a process, in a child process on
 a GPU. An implementation that fails on some shapes is not used for these. One that fails on all is named with the
-reason, and the next one is tried: torch's scaled_mm (cuBLAS), Triton's dot_scaled, and then the emulated
-GEMM (gemm.py), which computes the same. NVFP4_GEMM=scaled_mm|dot_scaled|emulated asks for one of them.
+reason, and the next one is tried: torch's scaled_mm (cuBLAS), Triton's dot_scaled, flashinfer's mm_fp4, and then the
+emulated GEMM (gemm.py), which computes the same. NVFP4_GEMM=scaled_mm|dot_scaled|flashinfer|emulated asks for one of
+them. Training times them on its own shapes and chooses for each (training/gemms.py, `use_choice`).
 
 torch.compile: the kernels are operators of a graph. The reference on a CPU is left out of it (but for
 NVFP4_COMPILE=1).
@@ -15,24 +16,30 @@ NVFP4_COMPILE=1).
 What is asked for and cannot run raises with the reason instead of falling back.
 """
 
+import contextlib
 import functools
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from nanochat_fp4.nvfp4.format import NVFP4Tensor
+from nanochat_fp4.nvfp4.format import NVFP4Tensor, swizzle_scales
 
-IMPLEMENTATIONS = ("scaled_mm", "dot_scaled")  # of the NVFP4 GEMM: torch's (cuBLAS), Triton's
+IMPLEMENTATIONS = ("scaled_mm", "dot_scaled", "flashinfer")  # of the NVFP4 GEMM: torch's (cuBLAS), Triton's
+BF16_ALONE = ("flashinfer",)  # do not make FP32, which weight gradients are in
+OUTPUT_DTYPES = (torch.bfloat16, torch.float32)
+Gemm = Callable[[NVFP4Tensor, NVFP4Tensor, torch.dtype], torch.Tensor]
 # M, N, K to try, under what these are multiples of: several tiles, then padding in N and K, then in every dimension.
 PROBE_SHAPES = {128: (512, 384, 1024), 64: (192, 320, 192), 1: (144, 160, 96)}
 # Relative square error: a rounding to BF16 gives 3e-6, whatever the order of summation. Wrong scales give 1.
 PROBE_ERROR = 1e-4
+SAMPLED_TILE, SAMPLED_LINES = 128, 4  # of a large product, so many rows and columns of each tile are compared
 
 
 @dataclass(frozen=True)
@@ -168,7 +175,7 @@ def native_choice(device_type: str) -> tuple[str | None, str]:
     """
     wanted = os.environ.get("NVFP4_GEMM", "auto")
     if wanted not in ("auto", "emulated", *IMPLEMENTATIONS):
-        raise ValueError(f"NVFP4_GEMM is {wanted!r}, expected auto, emulated, {' or '.join(IMPLEMENTATIONS)}")
+        raise ValueError(f"NVFP4_GEMM is {wanted!r}, expected auto, emulated, {', '.join(IMPLEMENTATIONS)}")
     if wanted == "emulated":
         return None, "NVFP4_GEMM=emulated"
     reason = no_tensor_cores_reason(device_type)
@@ -221,111 +228,213 @@ def relative_square_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).double().square().sum() / want.double().square().sum())
 
 
-def probe(device: torch.device, function: Callable[..., torch.Tensor]) -> tuple[int | None, str]:
+def probe(
+    device: torch.device, function: Gemm, dtypes: Sequence[torch.dtype] = OUTPUT_DTYPES
+) -> tuple[int | None, str]:
     """Compares function(a, b, out_dtype), a GEMM of NVFP4 operands on this device, with known products.
 
     Returns (multiple, problem): function is right where M, N and K are multiples of the number; 1 where it is right on
-    every shape that `takes` knows, None where it is wrong everywhere. problem says what the first failure was, or "".
+    every shape that `implementation` knows, None where it is wrong everywhere. problem: the first failure, or "".
     """
     found: int | None = None
     for multiple, shape in PROBE_SHAPES.items():
-        problem = _problem_of_shape(device, function, shape)
+        problem = problem_of_shape(device, function, shape, dtypes)
         if problem:
             return found, f"{problem} on {' x '.join(map(str, shape))}"
         found = multiple
     return found, ""
 
 
-def _problem_of_shape(device: torch.device, function: Callable, shape: tuple[int, int, int]) -> str | None:
+def random_operand(device: torch.device, rows: int, k: int, lowest: int = 8, highest: int = 127) -> NVFP4Tensor:
+    """Random codes (rows, K), and scales with E4M3 bytes from lowest to highest - 1, row-major.
+
+    Bytes from 8 to 126 are 2^-6 to 448: no two scales of a tile need be the same. Below are zero and subnormal numbers.
+    """
+    codes = torch.randint(0, 256, (rows, k // 2), device=device, dtype=torch.uint8)
+    scales = torch.randint(lowest, highest, (rows, k // 16), device=device, dtype=torch.uint8)
+    return NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), torch.rand((), device=device) + 0.5)
+
+
+def tiled(t: NVFP4Tensor) -> NVFP4Tensor:
+    """The same with scales in tiles, as the GEMMs get them."""
+    return NVFP4Tensor(t.codes, swizzle_scales(t.scales), t.tensor_scale)
+
+
+def _lines(size: int, must: int) -> torch.Tensor:
+    """Rows (or columns) of a product to look at: all of a small one, some of each tile of a large one."""
+    first = torch.arange(0, size, SAMPLED_TILE)
+    if size <= 512:
+        return torch.arange(size)
+    some = first[:, None] + torch.randint(0, SAMPLED_TILE, (len(first), SAMPLED_LINES))
+    return torch.cat((some.flatten().clamp(max=size - 1), torch.tensor([must, size - 1]))).unique()
+
+
+def problem_of_shape(
+    device: torch.device, function: Gemm, shape: tuple[int, int, int], dtypes: Sequence[torch.dtype] = OUTPUT_DTYPES
+) -> str | None:
+    """What is wrong with function(a, b, out_dtype) on operands of this shape (M, N, K), or None.
+
+    Three products: usual block scales, then zero and subnormal ones, then one that is NaN. Leaves torch's generators as
+    they were.
+    """
     m, n, k = shape
-    generator = torch.Generator().manual_seed(4)
-
-    def operand(rows: int, lowest: int, highest: int) -> NVFP4Tensor:
-        codes = torch.randint(0, 256, (rows, k // 2), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(lowest, highest, (rows, k // 16), generator=generator, dtype=torch.uint8)
-        tensor_scale = torch.rand((), generator=generator) + 0.5
-        return NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), tensor_scale)
-
-    # E4M3 bytes of 2^-6 to 448: no two scales of a tile need be the same. Then zeros and subnormal numbers.
-    for what, lowest, highest in (("", 8, 127), (" with subnormal scales", 0, 8), (" with a NaN scale", 8, 127)):
-        a, b = operand(m, lowest, highest), operand(n, 8, 127)
-        if "NaN" in what:
-            a.scales.view(torch.uint8)[m // 2, 1] = 127
-        want = a.dequantize() @ b.dequantize().T
-        there = [NVFP4Tensor(*(t.to(device) for t in (v.codes, v.scales, v.tensor_scale))) for v in (a, b)]
-        for dtype in (torch.bfloat16, torch.float32):
-            try:
-                got = function(*there, dtype).float().cpu()
-            except Exception as error:  # whatever a library or a compiler raises: another implementation is tried
-                lines = str(error).splitlines() or [type(error).__name__]
-                return f"raises {lines[0][:200]}"
-            if not torch.equal(got.isnan(), want.isnan()):
-                return f"has NaN where none belongs, or none where one does,{what}"
-            if not got.any():
-                return f"returns zeros{what}"
-            error = relative_square_error(got.nan_to_num(), want.nan_to_num())
-            if not error < PROBE_ERROR:
-                return f"has a relative square error of {error:.1e}, expected below {PROBE_ERROR:.0e},{what}"
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(4)
+        rows, columns = _lines(m, m // 2), _lines(n, 0)
+        for what, lowest, highest in (("", 8, 127), (" with subnormal scales", 0, 8), (" with a NaN scale", 8, 127)):
+            a, b = random_operand(device, m, k, lowest, highest), random_operand(device, n, k)
+            if "NaN" in what:
+                a.scales.view(torch.uint8)[m // 2, 1] = 127
+            want = _rows_of(a, rows) @ _rows_of(b, columns).T
+            for dtype in dtypes:
+                try:
+                    result = function(tiled(a), tiled(b), dtype)
+                    got = result[rows][:, columns].float().cpu()
+                except Exception as error:  # whatever a library or a compiler raises: another implementation is tried
+                    lines = str(error).splitlines() or [type(error).__name__]
+                    return f"raises {lines[0][:200]}"
+                if tuple(result.shape) != (m, n):
+                    return f"returns the shape {tuple(result.shape)}"
+                if not torch.equal(got.isnan(), want.isnan()):
+                    return f"has NaN where none belongs, or none where one does,{what}"
+                if not got.any():
+                    return f"returns zeros{what}"
+                error = relative_square_error(got.nan_to_num(), want.nan_to_num())
+                if not error < PROBE_ERROR:
+                    return f"has a relative square error of {error:.1e}, expected below {PROBE_ERROR:.0e},{what}"
     return None
+
+
+def _rows_of(t: NVFP4Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Float32 (len(rows), K) on the CPU."""
+    scales = t.scales.view(torch.uint8)[rows].view(t.scales.dtype)
+    return NVFP4Tensor(t.codes[rows], scales, t.tensor_scale).dequantize().cpu()
 
 
 @functools.cache
 def _look(device_type: str, name: str) -> tuple[int | None, str]:
     """`probe` of an implementation. On a GPU a child process does it: an illegal address ends every later CUDA call."""
+    if missing := missing_reason(device_type, name):
+        return None, missing
     if device_type != "cuda":
         return probe_implementation(device_type, name)
     device = f"cuda:{torch.cuda.current_device()}"
-    return in_child(f"probe_implementation({device!r}, {name!r})")
+    found, problem = in_child(__name__, f"[probe_implementation({device!r}, {name!r})]")
+    multiple, problem = found[0] if found else (None, problem)
+    return multiple, f"{problem}{_hint(name)}" if problem else ""
+
+
+def _sm_121() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (12, 1)
+
+
+def missing_reason(device_type: str, name: str) -> str | None:
+    """Why an implementation cannot run here, where that is known without a look."""
+    if name == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
+        return "is not installed (pip install flashinfer-python)"
+    if name == "dot_scaled" and device_type == "cuda" and _sm_121():
+        import triton
+
+        if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8):
+            return f"has no FP4 for sm_121 in Triton {triton.__version__}; install one after 3.8.0"
+    return None
+
+
+def _hint(name: str) -> str:
+    """What may mend a problem of this implementation on this GPU."""
+    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    if name == "scaled_mm" and _sm_121() and version < (13, 4):
+        return f"; cuBLASLt is known to have FP4 for sm_121 from CUDA 13.4 on, and this torch has {torch.version.cuda}"
+    return ""
+
+
+def output_dtypes(name: str) -> tuple[torch.dtype, ...]:
+    """The dtypes that an implementation makes."""
+    return (torch.bfloat16,) if name in BF16_ALONE else OUTPUT_DTYPES
 
 
 def probe_implementation(device: str, name: str) -> tuple[int | None, str]:
     """`probe` of one of IMPLEMENTATIONS on this device, in this process."""
-    return probe(torch.device(device), lambda a, b, dtype: mm(a, b, dtype, name))
+    return probe(torch.device(device), lambda a, b, dtype: mm(a, b, dtype, name), output_dtypes(name))
 
 
-def in_child(call: str, timeout: float = 600) -> tuple[int | None, str]:
-    """What `call`, of a function of this module, returns in a new process; (None, reason) where that process dies."""
-    code = (
-        f"from nanochat_fp4.nvfp4.dispatch import probe_implementation; import json; print('FOUND', json.dumps({call}))"
-    )
+def in_child(module: str, call: str, timeout: float = 600) -> tuple[list, str]:
+    """([each result of `call`], "") from a new process; where that process dies, the results until then, and how.
+
+    call: an iterable of results of the module's functions, as Python code. Results are JSON.
+    """
+    code = f"import json; from {module} import *\nfor result in {call}: print('FOUND', json.dumps(result), flush=True)"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         child = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return None, f"had no result after {timeout:.0f} s"
-    for line in child.stdout.splitlines():
-        if line.startswith("FOUND "):
-            multiple, problem = json.loads(line.removeprefix("FOUND "))
-            return multiple, problem
-    last = (child.stderr.strip().splitlines() or ["no message"])[-1]
-    return None, f"ended its process with status {child.returncode} ({last[:200]})"
+        out, status = child.stdout, child.returncode
+        last = (child.stderr.strip().splitlines() or ["no message"])[-1]
+        problem = f"ended its process with status {status} ({last[:200]})" if status else ""
+    except subprocess.TimeoutExpired as expired:
+        out = expired.stdout or b""
+        out, problem = out if isinstance(out, str) else out.decode(), f"had no result after {timeout:.0f} s"
+    return [json.loads(line.removeprefix("FOUND ")) for line in out.splitlines() if line.startswith("FOUND ")], problem
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Their GEMMs, and the operands that each takes
 
 
-def takes(a: NVFP4Tensor, b: NVFP4Tensor) -> bool:
-    """Whether tensor cores multiply these operands: one tensor_scale each, whole 16-byte rows, N a multiple of 16."""
+_chosen: dict[tuple[int, int, int, torch.dtype], str] = {}
+_record: list[tuple[int, int, int, torch.dtype]] | None = None
+
+
+def use_choice(choice: dict[tuple[int, int, int, torch.dtype], str]) -> None:
+    """From here on, products (M, N, K, output dtype) are made by these: names of IMPLEMENTATIONS, or "emulated"."""
+    global _chosen
+    _chosen = dict(choice)
+
+
+@contextlib.contextmanager
+def recorded_products() -> Iterator[list[tuple[int, int, int, torch.dtype]]]:
+    """Inside, the list gets each product that FP4 tensor cores could make, in order. Not in compiled code."""
+    global _record
+    _record = []
+    try:
+        yield _record
+    finally:
+        _record = None
+
+
+def implementation(a: NVFP4Tensor, b: NVFP4Tensor, out_dtype: torch.dtype) -> str | None:
+    """Of IMPLEMENTATIONS the one that multiplies these operands, or None for the emulated GEMM.
+
+    Tensor cores take one tensor_scale each, whole 16-byte rows, N a multiple of 16. Raises ValueError where NVFP4_GEMM
+    asks for what is wrong on this shape.
+    """
     same_k = a.codes.shape[1] == b.codes.shape[1]
     if not (same_k and a.codes.shape[1] % 16 == 0 and b.codes.shape[0] % 16 == 0 and a.tensor_scale.dim() == 0):
-        return False
-    m, n, k, multiple = a.codes.shape[0], b.codes.shape[0], a.codes.shape[1] * 2, native_multiple(a.codes.device.type)
+        return None
+    product = a.codes.shape[0], b.codes.shape[0], a.codes.shape[1] * 2, out_dtype
+    if _record is not None:
+        _record.append(product)
+    name = _implementation_of(a.codes.device.type, *product)
+    return None if name == "emulated" else name
+
+
+@constant_when_compiled
+def _implementation_of(device_type: str, m: int, n: int, k: int, out_dtype: torch.dtype) -> str:
+    chosen = _chosen.get((m, n, k, out_dtype))
+    if chosen:
+        return chosen
+    name = native_gemm(device_type)
+    if out_dtype not in output_dtypes(name):
+        others = [other for other in IMPLEMENTATIONS if out_dtype in output_dtypes(other)]
+        name = next((other for other in others if _look(device_type, other)[0]), "emulated")
+    multiple = 1 if name == "emulated" else _look(device_type, name)[0]
     if not (m % multiple or n % multiple or k % multiple):
-        return True
+        return name
     if asked_for_native():
         raise ValueError(
             f"NVFP4_GEMM asks for FP4 tensor cores, which do not multiply {m} x {n} x {k} right on this GPU (shapes of "
             f"multiples of {multiple} alone); use such sizes, or unset NVFP4_GEMM"
         )
-    return False
-
-
-@constant_when_compiled
-def native_multiple(device_type: str) -> int:
-    """What M, N and K must be multiples of for native_gemm's implementation."""
-    name = native_gemm(device_type)
-    return (name and _look(device_type, name)[0]) or 1
+    return "emulated"
 
 
 @constant_when_compiled
@@ -337,7 +446,7 @@ def mm(a: NVFP4Tensor, b: NVFP4Tensor, out_dtype: torch.dtype, name: str) -> tor
     """a (M, K) . b (N, K)^T by the implementation `name` -> (M, N) in out_dtype, BF16 or FP32."""
     from nvfp4_kernels import matmul
 
-    function = {"scaled_mm": matmul.scaled_mm, "dot_scaled": matmul.dot_scaled}[name]
+    function = getattr(matmul, "mm_fp4" if name == "flashinfer" else name)
     return function(a.codes, a.scales, a.tensor_scale, b.codes, b.scales, b.tensor_scale, out_dtype)
 
 

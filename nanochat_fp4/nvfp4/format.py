@@ -44,7 +44,8 @@ class NVFP4Tensor:
 
     codes:        uint8 `(..., K/2)`, two E2M1 codes a byte, even index in the low nibble.
                   MXFP8 and FP8 have float8_e4m3fn or float8_e5m2 `(..., K)`.
-    scales:       float8_e4m3fn `(..., K/16)`, row-major (swizzle_scales makes the tensor-core layout).
+    scales:       float8_e4m3fn `(..., K/16)`, row-major. Operands of FP4 tensor cores have them flat, in the layout of
+                  swizzle_scales.
                   MXFP4 and MXFP8 have float8_e8m0fnu `(..., K/32)`.
                   FP8 has float32 `(..., K/128)`, or `(..., 0)` with tensor_scale alone.
     tensor_scale: float32 (), or `(..., 1)` if quantized per token.
@@ -109,6 +110,7 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Codes and scales of an NVFP4Tensor -> code * scale (..., K), exact in BF16 and FP32."""
+    scales = row_major_scales(codes, scales)
     values = decode_e2m1(unpack(codes)) if codes.dtype == torch.uint8 else codes.to(torch.float32)
     if not scales.shape[-1]:
         return values.to(dtype)
@@ -120,10 +122,11 @@ def transpose_square(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.T
     """Codes and scales of the transposed tensor. A scale must hold for a block of 16x16 values.
 
     codes uint8 (R, K/2), scales float8_e4m3fn (R, K/16) -> uint8 (K, R/2), float8_e4m3fn (K, R/16). Nothing is rounded.
-    R and K are multiples of 16.
+    R and K are multiples of 16. Scales stay in the layout that they have.
     """
-    of_blocks = scales.view(torch.uint8)[::BLOCK].T.repeat_interleave(BLOCK, dim=0)
-    return pack(unpack(codes).T), of_blocks.view(scales.dtype)
+    of_blocks = row_major_scales(codes, scales).view(torch.uint8)[::BLOCK].T.repeat_interleave(BLOCK, dim=0)
+    to_scales = of_blocks.view(scales.dtype)
+    return pack(unpack(codes).T), swizzle_scales(to_scales) if scales.dim() < codes.dim() else to_scales
 
 
 def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
@@ -139,6 +142,12 @@ def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
     padded[:rows, :cols] = scales.view(torch.uint8)
     tiles = padded.view(padded_rows // 128, 4, 32, padded_cols // 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(-1).view(scales.dtype)
+
+
+def row_major_scales(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """(R, K/16), of scales in either layout: those of swizzle_scales are flat."""
+    flat = scales.dim() < codes.dim()
+    return unswizzle_scales(scales, codes.shape[0], codes.shape[1] // 8) if flat else scales
 
 
 def unswizzle_scales(swizzled: torch.Tensor, rows: int, cols: int) -> torch.Tensor:

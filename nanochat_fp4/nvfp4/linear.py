@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs, use_kernels
+from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs, native_gemm, use_kernels
 from nanochat_fp4.nvfp4.feedback import set_gram_matrix
 from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm, gemm_add
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -87,8 +87,11 @@ class Gemms(NamedTuple):
         """The operands a and b of a GEMM: rotated with the same signs, rounded with different noise."""
         if spec.fixed_signs:
             rht_seed = torch.zeros((), dtype=torch.int64, device=device)
+        tiles = native_gemm(device.type) is not None
         a, b = (
-            Quantization(o.rounding, seed, stream + i, spec.rht_dim, rht_seed, stream, o.terms, make=o.make)
+            Quantization(
+                o.rounding, seed, stream + i, spec.rht_dim, rht_seed, stream, o.terms, tiles=tiles, make=o.make
+            )
             for i, o in enumerate((spec.a, spec.b))
         )
         return a, b
@@ -279,8 +282,16 @@ class QuantLinear(torch.nn.Linear):
     feedback_factor: torch.Tensor | None = None  # feedback.factor_for of the Gram matrix
     divided = False  # several processes have a part of the layer each (tensor_parallel.py)
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, method: str | Recipe = "clover", **kw):
-        super().__init__(in_features, out_features, bias=bias, **kw)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        method: str | Recipe = "clover",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.set_recipe(get_recipe(method))
 
     def set_recipe(self, recipe: Recipe) -> None:
@@ -317,7 +328,7 @@ class QuantLinear(torch.nn.Linear):
     def weight_quantization(self, device: torch.device) -> Quantization:
         """How the weight operand of the output GEMM is made, where that is the same in each pass."""
         _, how = self._gemms().operands(self.recipe.output, OUTPUT, None, None, device)
-        return how._replace(factor=self.feedback_factor)
+        return how._replace(factor=self.feedback_factor, tiles=False)
 
     def _gemms(self) -> Gemms:
         return Gemms(self.recipe)
@@ -582,9 +593,9 @@ def relu_squared_linear(x: torch.Tensor, linear: QuantLinear) -> torch.Tensor:
     return linear(y, amax)
 
 
-def quantized_weights(groups: Sequence[Sequence[QuantLinear]]) -> list[GemmOperand | None]:
+def quantized_weights(groups: Sequence[Sequence[QuantLinear]], tiles: bool = False) -> list[GemmOperand | None]:
     """The weight operand of the output GEMM of each group of layers that are computed as one; None where it is not the
-    same in each pass."""
+    same in each pass. tiles: with block scales as this machine's GEMM reads them."""
     made: list[GemmOperand | None] = [None] * len(groups)
     weights = {}
     for i, layers in enumerate(groups):
@@ -595,7 +606,8 @@ def quantized_weights(groups: Sequence[Sequence[QuantLinear]]) -> list[GemmOpera
             made[i] = gathered.joined
             continue
         weight = _stacked([layer.matrix.detach() for layer in layers] if gathered is None else gathered.values)
-        weights[i] = weight, layers[0].weight_quantization(weight.device)
+        how = layers[0].weight_quantization(weight.device)
+        weights[i] = weight, how._replace(tiles=tiles and native_gemm(weight.device.type) is not None)
     for i, operand in zip(weights, quantize_weights(list(weights.values()))):
         made[i] = operand
     return made

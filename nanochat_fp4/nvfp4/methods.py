@@ -3,6 +3,7 @@
 A method is a row of one of these tables, nothing else. QAT_METHOD takes the names of both, and the aliases.
 """
 
+import difflib
 from dataclasses import replace
 
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
@@ -315,5 +316,9 @@ def get_recipe(method: str | Recipe) -> Recipe:
         raise ValueError(f"method {name!r} {removed(REMOVED[name])}")
     if name not in METHOD_TABLE:
         known = ", ".join((*METHODS, *ALIASES))
-        raise ValueError(f"unknown method {method!r}; use one of: {known}; or one of the ablations, nf.ABLATIONS")
+        alike = difflib.get_close_matches(name, (*METHOD_TABLE, *ALIASES), n=1)
+        meant = f"; did you mean {alike[0]}?" if alike else ""
+        raise ValueError(
+            f"unknown method {method!r}; use one of: {known}; or one of the ablations, nf.ABLATIONS{meant}"
+        )
     return METHOD_TABLE[name]

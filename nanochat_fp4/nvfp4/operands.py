@@ -38,7 +38,7 @@ from nanochat_fp4.nvfp4.dispatch import (
     use_kernels,
 )
 from nanochat_fp4.nvfp4.feedback import round_with_feedback, with_feedback
-from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, transpose_square
+from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, row_major_scales, swizzle_scales, transpose_square
 from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand, Plain, after
 from nanochat_fp4.nvfp4.philox import Noise
 from nanochat_fp4.nvfp4.quantizers import Rounding, quantize_reference
@@ -67,6 +67,7 @@ class Quantization(NamedTuple):
     factor:      round with this error feedback (feedback.feedback_factor), or None
     amax:        max |value|, (), where it is known already. Or float32 (), of the tensor that these rows are a part
                  of (roundings of NVFP4 without a rotation, one term). Or None.
+    tiles:       block scales in tiles of 128x4, as FP4 tensor cores read them; not of per_token
     part:        several processes, which make it together, have a part each (no feedback)
     make:        the kind of the operand, where recipes.Operand has chosen it. Else maker_of chooses.
     """
@@ -81,6 +82,7 @@ class Quantization(NamedTuple):
     per_token: bool = False
     factor: torch.Tensor | None = None
     amax: torch.Tensor | None = None
+    tiles: bool = False
     part: "PartOfOperand | None" = None
     make: "Maker | None" = None
 
@@ -110,18 +112,22 @@ class Codes(NVFP4Tensor, GemmOperand):
         return self
 
     def tensor_core_product(self, b: GemmOperand, out_dtype: torch.dtype) -> torch.Tensor | None:
-        name = native_gemm(self.codes.device.type)
-        if name is not None and isinstance(b, Stacked):
-            b = b.joined  # 4.5 bits an element are copied, where decoding would write 16
-        if name is None or not (isinstance(b, Codes) and dispatch.takes(self, b)):
+        if native_gemm(self.codes.device.type) is None:
             return None
-        return dispatch.mm(self, b, out_dtype, name)
+        if isinstance(b, Stacked):
+            b = b.joined  # 4.5 bits an element are copied, where decoding would write 16
+        name = isinstance(b, Codes) and dispatch.implementation(self, b, out_dtype)
+        return dispatch.mm(self, b, out_dtype, name) if name else None
 
     def transposed(self) -> Decoded:
         return Decoded(self.matrix(torch.float32).T, self.tensor_scale)
 
     def without_cache(self) -> "Codes":
         return replace(self, decoded=None)  # four times the memory of the codes
+
+    def row_major(self) -> "Codes":
+        """Itself, with row-major scales."""
+        return replace(self, scales=row_major_scales(self.codes, self.scales))
 
     def fp32(self) -> torch.Tensor:
         """FP32 (R, K): exact products of code and scale, times tensor_scale, rounded once."""
@@ -367,7 +373,8 @@ def make_codes(value: torch.Tensor | GemmOperand, how: Quantization, transpose: 
     if not (use_kernels(device) and rounding.has_kernels) or by_rows or (codes and how.rht_dim and not transpose):
         x = _contracted_last(value, transpose, max(how.rht_dim, rounding.block))
         t = quantize_reference(x, rounding, **_draws(how))
-        return codes_of(rounding)(t.codes, t.scales, t.tensor_scale, t.decoded)
+        scales = _in_tiles(t.scales) if how.tiles and not how.per_token else t.scales
+        return codes_of(rounding)(t.codes, scales, t.tensor_scale, t.decoded)
     emulated = not keep_codes and native_gemm(device.type) is None
     if how.rht_dim:
         return _rotate_quantize(value, *((None, how) if transpose else (how, None)), emulated)[1 if transpose else 0]
@@ -383,7 +390,16 @@ def make_with_feedback(
     """NVFP4 with error feedback, where the inputs are known."""
     if how.factor is None:
         return make_codes(value, how, transpose, keep_codes)
-    return Codes(*with_feedback(_source(value), how.factor, how.rounding.name, how.amax))
+    codes, scales, tensor_scale = with_feedback(_source(value), how.factor, how.rounding.name, how.amax)
+    return Codes(codes, _in_tiles(scales) if how.tiles else scales, tensor_scale)
+
+
+def _in_tiles(scales: torch.Tensor) -> torch.Tensor:
+    """Row-major scales in tiles."""
+    swizzle = swizzle_scales
+    if use_kernels(scales.device):
+        from nvfp4_kernels.matmul import swizzle
+    return swizzle(scales)
 
 
 def make_two_terms(
@@ -473,7 +489,7 @@ def quantize_weights(weights: Sequence[tuple[torch.Tensor, Quantization]]) -> li
         for some in (numbers[i : i + at_once] for i in range(0, len(numbers), at_once)):
             factors = [weights[i][1].factor for i in some]
             for i, t in zip(some, round_with_feedback(torch.stack([weights[i][0] for i in some]), factors, rounding)):
-                operands[i] = Codes(t.codes, t.scales, t.tensor_scale)
+                operands[i] = Codes(t.codes, _in_tiles(t.scales) if weights[i][1].tiles else t.scales, t.tensor_scale)
     return operands
 
 
@@ -501,7 +517,8 @@ def _quantize_rows(x: torch.Tensor, how: Quantization) -> Codes:
         if amax is None:
             amax = x.abs().amax(-1) if how.per_token else largest_magnitude(x)
         amax = how.part.largest(amax)
-    codes, scales, tensor_scale, decoded = quantize(x, amax, how.seed, how.stream, *constants, decode, how.per_token)
+    layout = how.per_token, how.tiles and not how.per_token
+    codes, scales, tensor_scale, decoded = quantize(x, amax, how.seed, how.stream, *constants, decode, *layout)
     return codes_of(r)(codes, scales, tensor_scale, decoded if decode else None)
 
 
@@ -513,7 +530,7 @@ def quantize_relu_squared(
     from nvfp4_kernels.relu_squared import quantize_relu_squared as kernel
 
     r, decode = how.rounding, native_gemm(x.device.type) is None
-    *codes, decoded, kept, step = kernel(x, seed, r.grid_max, r.scale_cap, list(r.candidates), decode)
+    *codes, decoded, kept, step = kernel(x, seed, r.grid_max, r.scale_cap, list(r.candidates), decode, how.tiles)
     return Codes(*codes, decoded if decode else None), kept, step
 
 
@@ -550,8 +567,8 @@ def _rotate_quantize(
             return None, None, None
         r = how.rounding
         limits, random = (r.grid_max, r.scale_cap, r.candidates), (how.rht_dim, how.stream, how.rht_stream)
-        place = how.part[1:] if how.part else ()
-        return Operand(*limits, r.stochastic, r.ms_eden, *random, emulated, *place), how.seed, how.rht_seed
+        place = how.part[1:] if how.part else (0, 0, 0)
+        return Operand(*limits, r.stochastic, r.ms_eden, *random, emulated, *place, how.tiles), how.seed, how.rht_seed
 
     parts = [how.part if how else None for how in (row, col)]
 

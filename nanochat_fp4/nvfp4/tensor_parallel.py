@@ -235,6 +235,8 @@ class DividedGemms(NamedTuple):
     ) -> tuple[Quantization, Quantization]:
         whole = Gemms(self.recipe).operands(spec, stream, seed, rht_seed, device)
         a, b = (how._replace(part=part) for how, part in zip(whole, self.shard.parts(DIMENSIONS[stream])))
+        if stream == OUTPUT and self.shard.sequences:
+            a = a._replace(tiles=False)  # processes send rows
         return a, b
 
     def input_of_all(self, x: Codes) -> Codes:

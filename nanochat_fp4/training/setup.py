@@ -408,5 +408,6 @@ def report_run(
     if trainer.dry_run or (done_before and report.has(section)):  # else it was killed before it could report
         return
     about = {"Layers": " / ".join(str(trainer.model.nf_report).splitlines())} | about
+    about |= {"FP4 GEMMs": " / ".join(trainer.gemms.lines())} if trainer.gemms else {}
     results = {"method": trainer.spec.method, "training_seconds": seconds} | results
     report.log(section, [about | outcome], results)

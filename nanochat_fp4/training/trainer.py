@@ -46,6 +46,7 @@ from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import full_state_dict, is_sharded
 from nanochat_fp4.signals import StopRequested, StopSignals
 from nanochat_fp4.training.checkpoint_manager import forget_later_checkpoints, prune_checkpoints, save_checkpoint
+from nanochat_fp4.training.gemms import choose_gemms
 from nanochat_fp4.training.micro_batch import auto_device_batch_size
 from nanochat_fp4.training.resume import Start, changed_settings, restore_dict, restore_state, start_over, starts_over
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
@@ -232,6 +233,10 @@ class Trainer:
         self.process.phases.end("model")
         if start.source is not None:
             self.restore()
+        size, stored = spec.device_batch_size, start.meta.get("gemms")
+        self.gemms = choose_gemms(self.model, size, spec.seq_len, self.parts.dtype, stored)
+        if self.gemms is not None:
+            self.meta["gemms"] = self.gemms.record
         self.loader = spec.make_loader(self.loader_state)
         if starts_over(args.resume_from_step, args.overwrite) and not self.dry_run:
             start_over(self.folder, self.process.rank)

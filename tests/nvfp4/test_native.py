@@ -1,8 +1,16 @@
 """The choice of a native NVFP4 GEMM, and what it is given, on a machine that has none: the hardware is simulated.
 
 torch's scaled_mm is replaced by a function that first asks torch's own shape checks (on meta tensors), then computes
-the product from what it got: swizzled scales, transposed codes. So a layer through it must equal the emulated layer.
+the product from what it got: swizzled scales, transposed codes. flashinfer is a module with such a function, which
+checks what flashinfer's documentation wants. Triton's dot_scaled runs in the interpreter. So a layer through each of
+them must equal the emulated layer.
 """
+
+import contextlib
+import functools
+import importlib.machinery
+import sys
+import types
 
 import pytest
 import torch
@@ -31,7 +39,9 @@ def simulated_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, s
         decode(codes.view(torch.uint8), unswizzle_scales(scales, codes.shape[0], codes.shape[1] // 8))
         for codes, scales in ((a, scale_a[0]), (b.T, scale_b[0]))
     )
-    product = ((x @ y.T) * (scale_a[1] * scale_b[1])).to(output_dtype)
+    assert a.is_contiguous() and b.T.is_contiguous()
+    alpha = scale_a[1] * scale_b[1] if len(scale_a) == 2 else 1.0
+    product = ((x @ y.T) * alpha).to(output_dtype)
     assert (product.shape, product.dtype) == (checked.shape, checked.dtype)
     return product
 
@@ -39,15 +49,41 @@ def simulated_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, s
 REAL_SCALED_MM = getattr(torch.nn.functional, "scaled_mm", None)
 
 
+def simulated_mm_fp4(a, b, a_descale, b_descale, alpha, out_dtype, *, block_size, use_8x4_sf_layout):
+    """flashinfer.gemm.mm_fp4, as its documentation has the arguments: b and b_descale are column-major."""
+    assert block_size == 16 and not use_8x4_sf_layout and out_dtype == torch.bfloat16 and alpha.numel() == 1
+    (m, k), n = a.shape, b.shape[1]
+    groups = -(-k // 32) * 4
+    assert a.dtype == b.dtype == torch.uint8 and a.is_contiguous() and b.T.is_contiguous() and b.shape[0] == k
+    assert a_descale.dtype == b_descale.dtype == torch.float8_e4m3fn
+    assert a_descale.shape == (-(-m // 128) * 128, groups) and b_descale.shape == (groups, -(-n // 128) * 128)
+    assert a_descale.is_contiguous() and b_descale.T.is_contiguous()
+    x, y = (
+        decode(codes, unswizzle_scales(scales.reshape(-1), codes.shape[0], k // 8))
+        for codes, scales in ((a, a_descale), (b.T, b_descale.T))
+    )
+    return ((x @ y.T) * alpha).to(out_dtype)
+
+
+def install_flashinfer(monkeypatch, function):
+    module = types.ModuleType("flashinfer")
+    module.__spec__, module.mm_fp4 = importlib.machinery.ModuleSpec("flashinfer", None), function
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+
+
 def forget():
     dispatch.native_choice.cache_clear()
     dispatch._look.cache_clear()
+    dispatch.use_choice({})
 
 
 @pytest.fixture
 def blackwell(monkeypatch):
     """As if the CPU had FP4 tensor cores, reached through torch's scaled_mm; kernels in Triton's interpreter."""
     monkeypatch.setattr(dispatch, "no_tensor_cores_reason", lambda device_type: None)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)  # not installed, whatever this machine has
+    shapes = {128: (128, 128, 128), 64: (128, 64, 64), 1: (144, 48, 96)}  # small ones: Triton's interpreter is slow
+    monkeypatch.setattr(dispatch, "PROBE_SHAPES", shapes)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", simulated_scaled_mm)
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
     monkeypatch.delenv("NVFP4_GEMM", raising=False)
@@ -137,6 +173,7 @@ def test_nothing_works(blackwell):
     with pytest.warns(UserWarning, match="no FP4 GEMM works on this GPU.*slower than method bf16"):
         name, why = dispatch.native_choice("cpu")
     assert name is None and why.startswith("scaled_mm returns zeros") and "; dot_scaled returns zeros" in why
+    assert why.endswith("; flashinfer is not installed (pip install flashinfer-python)")
     assert all(torch.isfinite(t).all() and t.any() for t in step("clover"))
 
 
@@ -151,7 +188,7 @@ def test_operands_that_tensor_cores_do_not_take(blackwell):
 
 @pytest.mark.parametrize(
     "value, text",
-    [("fast", "NVFP4_GEMM is 'fast', expected auto, emulated, scaled_mm or dot_scaled"),
+    [("fast", "NVFP4_GEMM is 'fast', expected auto, emulated, scaled_mm, dot_scaled, flashinfer"),
      ("scaled_mm", "NVFP4_GEMM=scaled_mm, but no CUDA device")],
 )  # fmt: skip
 def test_a_wish_that_cannot_be_met(monkeypatch, value, text):
@@ -271,35 +308,113 @@ def test_unusual_scales_are_in_the_probe(blackwell, fault, reason):
     assert reason in dispatch.probe_implementation("cpu", "scaled_mm")[1]
 
 
-def test_row_major_scales_give_another_product(blackwell):
+def flat_row_major(scales):
+    rows, columns = scales.shape
+    flat = torch.zeros(-(-rows // 128) * 128 * (-(-columns // 4) * 4), dtype=torch.uint8)
+    flat[: scales.numel()] = scales.view(torch.uint8).flatten()
+    return flat.view(scales.dtype)
+
+
+@pytest.mark.parametrize("name", dispatch.IMPLEMENTATIONS)
+def test_row_major_scales_give_another_product(blackwell, name):
     """The negative control: libraries accept them without an error."""
-    from nvfp4_kernels import matmul
+    install_flashinfer(blackwell, simulated_mm_fp4)
+    assert dispatch.probe_implementation("cpu", name) == (1, "")
+    blackwell.setattr(dispatch, "swizzle_scales", flat_row_major)
+    multiple, problem = dispatch.probe_implementation("cpu", name)
+    assert multiple is None and "relative square error" in problem
 
-    def unswizzled(scales):
-        rows, columns = scales.shape
-        size = -(-rows // 128) * 128 * (-(-columns // 4) * 4)
-        flat = torch.zeros(size, dtype=torch.uint8)
-        flat[: scales.numel()] = scales.view(torch.uint8).flatten()
-        return flat.view(scales.dtype)
 
-    blackwell.setattr(matmul, "swizzle", unswizzled)
+def ignores_layouts(a, b, scale_a, recipe_a, scale_b, *args, **kw):
+    def row_major(scales, codes):
+        rows, columns = codes.shape[0], codes.shape[1] // 8
+        return scales.view(torch.uint8)[: rows * columns].view(rows, columns).view(scales.dtype)
+
+    x, y = (
+        decode(codes.view(torch.uint8), row_major(scales[0], codes)) for codes, scales in ((a, scale_a), (b.T, scale_b))
+    )
+    return ((x @ y.T) * (scale_a[1] * scale_b[1])).to(kw["output_dtype"])
+
+
+def test_a_library_that_ignores_the_layout_is_not_used(blackwell):
+    blackwell.setattr(torch.nn.functional, "scaled_mm", ignores_layouts)
     multiple, problem = dispatch.probe_implementation("cpu", "scaled_mm")
     assert multiple is None and "relative square error" in problem
 
 
+def test_a_large_product_is_sampled_in_every_tile(blackwell):
+    """1024 x 768 in tiles of 128: a fault in one tile alone is found."""
+    mm = dispatch.mm
+    shape, device = (1024, 768, 64), torch.device("cpu")
+    right = lambda a, b, dtype: mm(a, b, dtype, "scaled_mm")  # noqa: E731
+    assert dispatch.problem_of_shape(device, right, shape) is None
+
+    def one_tile_is_wrong(a, b, dtype):
+        y = right(a, b, dtype)
+        y[896:1024, 384:512] *= -1
+        return y
+
+    state = torch.get_rng_state()
+    assert "relative square error" in dispatch.problem_of_shape(device, one_tile_is_wrong, shape)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_crash_ends_a_child_process_alone():
-    multiple, problem = dispatch.in_child("__import__('os').abort()")
-    assert multiple is None and problem.startswith("ended its process with status -6")
-    assert dispatch.in_child("(128, 'raises x')") == (128, "raises x")
-    assert dispatch.in_child("__import__('time').sleep(60)", timeout=0.01) == (None, "had no result after 0 s")
+    found, problem = dispatch.in_child(dispatch.__name__, "[__import__('os').abort()]")
+    assert not found and problem.startswith("ended its process with status -6")
+    assert dispatch.in_child(dispatch.__name__, "[(128, 'raises x')]") == ([[128, "raises x"]], "")
+    found, problem = dispatch.in_child(
+        dispatch.__name__, "(n if n < 2 else __import__('os')._exit(3) for n in range(4))"
+    )
+    assert found == [0, 1] and problem.startswith("ended its process with status 3")
+    assert dispatch.in_child(dispatch.__name__, "[__import__('time').sleep(60)]", timeout=0.01) == (
+        [],
+        "had no result after 0 s",
+    )
 
 
 def test_a_gpu_is_probed_in_a_child_process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(dispatch, "in_child", lambda call: (64, call))
+    monkeypatch.setattr(dispatch, "in_child", lambda module, call: ([(64, call)], ""))
     forget()
-    assert dispatch._look("cuda", "dot_scaled") == (64, "probe_implementation('cuda:3', 'dot_scaled')")
+    assert dispatch._look("cuda", "dot_scaled") == (64, "[probe_implementation('cuda:3', 'dot_scaled')]")
     forget()
+
+
+def test_other_streams_do_not_share_the_buffer_of_alpha(blackwell):
+    """torch copies alpha into one buffer of the process. Elsewhere the FP32 product is scaled, to the same bits."""
+    from nvfp4_kernels import matmul
+
+    recipes = []
+
+    def recorded(a, b, scale_a, recipe_a, *rest, **kw):
+        recipes.append((len(recipe_a), kw["output_dtype"]))
+        return simulated_scaled_mm(a, b, scale_a, recipe_a, *rest, **kw)
+
+    blackwell.setattr(torch.nn.functional, "scaled_mm", recorded)
+    device = torch.device("cpu")
+    a, b = (dispatch.tiled(dispatch.random_operand(device, rows, 96)) for rows in (144, 160))
+    for dtype in dispatch.OUTPUT_DTYPES:
+        first = dispatch.mm(a, b, dtype, "scaled_mm")
+        with blackwell.context() as patch:
+            patch.setattr(matmul, "_may_give_alpha", lambda device: False)
+            assert torch.equal(dispatch.mm(a, b, dtype, "scaled_mm"), first) and first.dtype == dtype
+    assert recipes == [(2, torch.bfloat16), (1, torch.float32), (2, torch.float32), (1, torch.float32)]
+
+
+def test_the_buffer_of_alpha_is_the_first_streams(monkeypatch):
+    from nvfp4_kernels import matmul
+
+    here = types.SimpleNamespace(device_index=0, cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
+    monkeypatch.setattr(matmul, "_alphas_place", None)
+    gpu = torch.device("cuda")
+    assert matmul._may_give_alpha(gpu) and matmul._may_give_alpha(gpu)
+    for other in ((0, 8), (1, 7)):
+        here.device_index, here.cuda_stream = other
+        assert not matmul._may_give_alpha(gpu)
+    here.device_index, here.cuda_stream = 0, 7
+    assert matmul._may_give_alpha(gpu)
 
 
 # Which products of a step (forward and backward) are FP4 products, with every tensor core there. The rest is BF16:
@@ -307,33 +422,84 @@ def test_a_gpu_is_probed_in_a_child_process(monkeypatch):
 PRODUCTS = dict.fromkeys(nf.METHODS, 3) | {"bf16": 0, "fp8": 0}
 
 
-@pytest.mark.parametrize("method", nf.METHODS)
-def test_what_runs_on_tensor_cores(blackwell, method):
-    """The operator that was called, the layouts it was given, and a product computed from these bytes."""
-    from torch.nn.functional import ScalingType, SwizzleType
+def check_operands(a, b):
+    """Codes in rows, scales in tiles: what every implementation is given."""
+    for codes, scales, tensor_scale in (a, b):
+        assert codes.dtype == torch.uint8
+        tiles = -(-codes.shape[0] // 128) * -(-codes.shape[1] // 32)  # of 128 x 4 scales
+        assert scales.dtype == torch.float8_e4m3fn and scales.shape == (512 * tiles,) and tensor_scale.dim() == 0
 
-    assert dispatch.native_choice("cpu")[0] == "scaled_mm"
+
+@pytest.fixture
+def recorded(blackwell):
+    """All three implementations are there; calls has (operator, M, N, K, output dtype) of each product."""
+    from nvfp4_kernels import matmul
+
     calls = []
+    install_flashinfer(blackwell, simulated_mm_fp4)
+    blackwell.setattr(dispatch, "_look", functools.cache(lambda device, name: (1, "")))
+    operators = {name: getattr(matmul, name) for name in ("scaled_mm", "dot_scaled", "mm_fp4")}
+    for operator, real in operators.items():
 
-    def recorded(a, b, scale_a, recipe_a, scale_b, recipe_b, **kw):
-        calls.append((tuple(a.shape), tuple(b.shape)))
-        for codes, scales, recipe in ((a, scale_a, recipe_a), (b.T, scale_b, recipe_b)):
-            assert codes.dtype == torch.float4_e2m1fn_x2 and codes.is_contiguous()
-            tiles = -(-codes.shape[0] // 128) * -(-codes.shape[1] // 32)  # of 128 x 4 scales
-            assert scales[0].dtype == torch.float8_e4m3fn and scales[0].numel() == 512 * tiles
-            assert recipe == [ScalingType.BlockWise1x16, ScalingType.TensorWise] and scales[1].dim() == 0
-        assert kw["swizzle_a"] == kw["swizzle_b"] == [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
-        return simulated_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, **kw)
+        def record(*operands, operator=operator, real=real):
+            check_operands(operands[:3], operands[3:6])
+            a, b = operands[0], operands[3]
+            calls.append((operator, a.shape[0], b.shape[0], a.shape[1] * 2, operands[6]))
+            return real(*operands)
 
-    blackwell.setattr(torch.nn.functional, "scaled_mm", recorded)
-    got = step(method, tokens=128, in_features=64, out_features=128)
-    # Y = X W^T, dX = E W, dW = E^T X: rows of a, then of b, in bytes of codes.
-    shapes = [((128, 32), (32, 128)), ((128, 64), (64, 64)), ((128, 64), (64, 64))]
-    assert calls == shapes[: PRODUCTS[method]]
-    blackwell.setenv("NVFP4_GEMM", "emulated")
-    forget()
-    for g, w in zip(got, step(method, tokens=128, in_features=64, out_features=128)):
-        assert relative_square_error(g.detach(), w.detach()) < 1e-12
+        blackwell.setattr(matmul, operator, record)
+
+    def run(method, gemm, tokens=128):
+        blackwell.setenv("NVFP4_GEMM", gemm)
+        forget()
+        calls.clear()
+        return step(method, tokens=tokens, in_features=64, out_features=128, dtype=torch.bfloat16), list(calls)
+
+    return run
+
+
+@pytest.mark.parametrize("method", nf.METHODS)
+def test_what_runs_on_tensor_cores(recorded, blackwell, method):
+    """The operator that was called for each product, the layouts it was given, the product made of these bytes.
+
+    The reference quantizes here, which is faster than Triton's interpreter.
+    """
+    blackwell.setenv("NVFP4_KERNELS", "reference")
+    want, none = recorded(method, "emulated")
+    assert none == []
+    bf16, fp32 = torch.bfloat16, torch.float32
+    # Y = X W^T, dX = E W, dW = E^T X; gradients of FP32 weights are FP32.
+    products = [(128, 128, 64, bf16), (128, 64, 128, bf16), (128, 64, 128, fp32)][: PRODUCTS[method]]
+    for gemm, operator in (("scaled_mm", "scaled_mm"), ("dot_scaled", "dot_scaled"), ("flashinfer", "mm_fp4")):
+        got, calls = recorded(method, gemm)
+        # flashinfer makes BF16 alone: FP32 is the next one's.
+        operators = ["scaled_mm" if gemm == "flashinfer" and p[3] == fp32 else operator for p in products]
+        assert calls == [(name, *p) for name, p in zip(operators, products)]
+        for g, w in zip(got, want):
+            assert relative_square_error(g.detach(), w.detach()) < 3e-5  # the interpreter truncates to BF16
+
+
+@pytest.mark.parametrize("name", ["scaled_mm", "dot_scaled"])
+def test_a_layer_with_ragged_edges(recorded, name):
+    """150 tokens: tiles that end inside of a matrix, padded groups in wgrad."""
+    want, _ = recorded("clover", "emulated", tokens=150)
+    got, calls = recorded("clover", name, tokens=150)
+    assert [c[0] for c in calls] == [name] * 3 and calls[2][1:4] == (128, 64, 256)
+    for g, w in zip(got, want):
+        assert relative_square_error(g.detach(), w.detach()) < 3e-5
+
+
+def test_weights_made_once_have_their_scales_in_tiles(recorded, blackwell):
+    """No pass of its own brings scales into tiles, in no pass of a step."""
+    from nvfp4_kernels import matmul
+
+    recorded("clover", "scaled_mm")
+    blackwell.setattr(matmul, "swizzle", None)
+    model = torch.nn.Sequential(nf.QuantLinear(64, 128, method="clover"))
+    with nf.quantize_weights_once(model):
+        (weight,) = model[0].context.weights.values()
+        assert weight.scales.dim() == 1
+        model(torch.randn(128, 64)).sum().backward()
 
 
 FOUND = {
@@ -350,20 +516,41 @@ FOUND = {
 @pytest.mark.parametrize("dot_scaled", FOUND)
 def test_the_choice_on_each_gpu(monkeypatch, capability, scaled_mm, dot_scaled):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
-    monkeypatch.setattr(dispatch, "_look", lambda device, name: FOUND[{"scaled_mm": scaled_mm}.get(name, dot_scaled)])
     monkeypatch.delenv("NVFP4_GEMM", raising=False)
     choose = dispatch.native_choice.__wrapped__  # without the cache
-    if capability < (10, 0):
-        assert choose("cuda") == (None, "sm_90 has no FP4 tensor cores")
-        return
-    usable = [name for name, how in (("scaled_mm", scaled_mm), ("dot_scaled", dot_scaled)) if how == "present"]
-    name, why = choose("cuda")
-    assert name == (usable[0] if usable else None)
-    assert (FOUND[scaled_mm][1] in why) and (name or FOUND[dot_scaled][1] in why)
-    for asked, how in (("scaled_mm", scaled_mm), ("dot_scaled", dot_scaled)):
-        monkeypatch.setenv("NVFP4_GEMM", asked)
-        if how == "present":
-            assert choose("cuda")[0] == asked
-        else:
-            with pytest.raises(ValueError, match=f"NVFP4_GEMM={asked}, but .*; unset it, or set NVFP4_GEMM=emulated"):
-                choose("cuda")
+    for flashinfer in FOUND:
+        states = {"scaled_mm": scaled_mm, "dot_scaled": dot_scaled, "flashinfer": flashinfer}
+        monkeypatch.setattr(dispatch, "_look", lambda device, name: FOUND[states[name]])  # noqa: B023
+        if capability < (10, 0):
+            assert choose("cuda") == (None, "sm_90 has no FP4 tensor cores")
+            continue
+        usable = [name for name, how in states.items() if how == "present"]
+        name, why = choose("cuda")
+        assert name == (usable[0] if usable else None)
+        assert all(FOUND[how][1] in why for other, how in states.items() if name is None or other == name)
+        for asked, how in states.items():
+            monkeypatch.setenv("NVFP4_GEMM", asked)
+            refused = pytest.raises(ValueError, match=f"NVFP4_GEMM={asked}, but .*or set NVFP4_GEMM=emulated")
+            with contextlib.nullcontext() if how == "present" else refused:
+                assert choose("cuda")[0] == asked
+        monkeypatch.delenv("NVFP4_GEMM")
+
+
+@pytest.mark.parametrize("triton_version, cuda, missing", [("3.7.1", "13.0", True), ("3.9.0", "13.4", False)])
+def test_what_is_known_of_sm_121(monkeypatch, triton_version, cuda, missing):
+    import triton
+
+    monkeypatch.setattr(dispatch, "_sm_121", lambda: True)
+    monkeypatch.setattr(triton, "__version__", triton_version)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    asked = []
+    monkeypatch.setattr(
+        dispatch, "in_child", lambda module, call: asked.append(call) or ([(None, "returns zeros")], "")
+    )
+    forget()
+    (_, dot), (_, scaled) = (dispatch._look("cuda", name) for name in ("dot_scaled", "scaled_mm"))
+    forget()
+    assert dot == ("has no FP4 for sm_121 in Triton 3.7.1; install one after 3.8.0" if missing else "returns zeros")
+    assert len(asked) == (1 if missing else 2)
+    assert scaled.startswith("returns zeros") and ("CUDA 13.4" in scaled) == missing

@@ -1,0 +1,250 @@
+"""The choice of an implementation for each FP4 GEMM of a run: probed, timed, and the fastest is taken.
+
+Rank 0 chooses for all. The products are those of the model itself: forward, dgrad and wgrad of each layer at its
+micro-batch. Each implementation of dispatch.IMPLEMENTATIONS multiplies operands of that shape in a child process. One
+with a wrong result is refused for the shape. The others are timed beside the emulated GEMM, BF16 and FP8. NVFP4_GEMM
+leaves one implementation. The choice goes into checkpoints: implementations add in different orders, so bits depend on
+it.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nanochat_fp4.common import is_ddp_initialized, median_ms, print0
+from nanochat_fp4.errors import UserError, one_line
+from nanochat_fp4.nvfp4 import dispatch
+from nanochat_fp4.nvfp4.dispatch import IMPLEMENTATIONS
+from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand, Plain, gemm
+from nanochat_fp4.nvfp4.operands import Codes
+from nanochat_fp4.training.micro_batch import try_micro_batch
+
+BASELINES = ("BF16", "FP8", "emulated")
+
+
+class Product(NamedTuple):
+    """(M, K) . (N, K)^T -> (M, N) in dtype, "bfloat16" or "float32"."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.m} x {self.n} x {self.k}{' FP32' if self.dtype == 'float32' else ''}"
+
+
+Measured = tuple[float | None, str]  # milliseconds, or None and the reason
+
+
+def measured(device: torch.device, name: str, product: Product) -> Measured:
+    """The time of an implementation, or of one of BASELINES, on this product; an implementation is probed first."""
+    (m, n, k), dtype = product[:3], product.out_dtype
+    if name in IMPLEMENTATIONS:
+        problem = dispatch.problem_of_shape(device, lambda *pair: dispatch.mm(*pair, name), (m, n, k), (dtype,))
+        if problem:
+            return None, problem
+    made = (dispatch.tiled(dispatch.random_operand(device, rows, k)) for rows in (m, n))
+    x, y = pair = [Codes(t.codes, t.scales, t.tensor_scale) for t in made]
+    bf16 = [v.matrix(torch.bfloat16) for v in pair]
+    fp8 = [v.to(torch.float8_e4m3fn) for v in bf16]
+
+    def multiply(*operands: GemmOperand) -> torch.Tensor:
+        return gemm(*operands, compute_dtype=torch.bfloat16, out_dtype=dtype)
+
+    baselines = {
+        "BF16": lambda: multiply(*map(Plain, bf16)),
+        "FP8": lambda: dispatch.mm_fp8(fp8[0], x.tensor_scale, fp8[1], y.tensor_scale, dtype),
+        "emulated": lambda: multiply(*(Decoded(v.matrix(torch.bfloat16), v.tensor_scale) for v in pair)),
+    }
+    try:
+        return median_ms(baselines.get(name, lambda: dispatch.mm(x, y, dtype, name))), ""
+    except Exception as error:  # a library or a compiler, or no memory beside the model
+        return None, f"raises {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
+
+
+def run_jobs(device: str, jobs: list[tuple[str, int, int, int, str]]) -> Iterator[Measured]:
+    """`measured` for each (name, *product). Ends the process where CUDA does not work any more."""
+    for name, *product in jobs:
+        result = measured(torch.device(device), name, Product(*product))
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:  # an illegal address: all later calls would fail
+            sys.exit(result[1])
+        yield result
+
+
+def measure(jobs: list[tuple[str, Product]]) -> dict[tuple[str, Product], Measured]:
+    """`measured` of each job in a child process, and in another one after that has died.
+
+    The implementation that ended a process is asked no more.
+    """
+    device, results = f"cuda:{torch.cuda.current_device()}", {}
+    for name, product in jobs:
+        if missing := dispatch.missing_reason("cuda", name):
+            results[name, product] = None, missing
+    while jobs := [job for job in jobs if job not in results]:
+        encoded = [(name, *product) for name, product in jobs]
+        found, problem = dispatch.in_child(__name__, f"run_jobs({device!r}, {encoded!r})")
+        results |= {job: (ms, why) for job, (ms, why) in zip(jobs, found)}
+        for job in jobs[len(found) :]:
+            if job[0] == jobs[len(found)][0]:
+                results[job] = None, problem
+    return results
+
+
+@dataclass
+class Choice:
+    """The measurements of each product, and the implementation that is taken for it.
+
+    gpu:   the GPU's name
+    count: product -> how often a micro-batch multiplies it
+    taken: product -> of IMPLEMENTATIONS, or "emulated"
+    notes: warnings for the user, a line each
+    """
+
+    gpu: str
+    count: dict[Product, int]
+    results: dict[tuple[str, Product], Measured]
+    taken: dict[Product, str]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """For a checkpoint's metadata."""
+        return {"gpu": self.gpu, "gemms": [[*product, name] for product, name in self.taken.items()]}
+
+    def ms(self, name: str, product: Product) -> float | None:
+        return self.results.get((name, product), (None, ""))[0]
+
+    def lines(self) -> list[str]:
+        """The table, and what it says in words."""
+        names = [n for n in (*BASELINES, *IMPLEMENTATIONS) if any(self.ms(n, p) for p in self.count)]
+        header = f"{'M x N x K, TFLOP/s':>28s}  times" + "".join(f"{name:>12s}" for name in names) + "  taken"
+        rows = [f"GEMMs of a micro-batch on {self.gpu}", header]
+        for product, count in self.count.items():
+            flops = 2 * product.m * product.n * product.k
+            cells = (f"{flops / ms / 1e9:12.0f}" if (ms := self.ms(n, product)) else f"{'-':>12s}" for n in names)
+            rows.append(f"{product!s:>28s}  {count:5d}{''.join(cells)}  {self.taken.get(product, '-')}")
+        for other in ("BF16", "FP8"):
+            times = {p: (self.ms(self.taken.get(p, ""), p), self.ms(other, p)) for p in self.count}
+            if any(None in pair for pair in times.values()):
+                continue
+            ours, theirs = (sum(self.count[p] * pair[i] for p, pair in times.items()) for i in (0, 1))
+            slower = ", ".join(str(p) for p, (own, their) in times.items() if own >= their)
+            slower = f"; FP4 is not faster than {other} here: {slower}" if slower else ""
+            rows.append(f"all of them: {ours:.2f} ms, {theirs:.2f} ms in {other}{slower}")
+        return rows + self.notes
+
+
+def choose(products: Counter[Product], gpu: str, stored: dict[str, Any] | None = None) -> Choice:
+    """The choice for these products, times in a micro-batch. stored: `record` of the run that goes on.
+
+    A stored choice is kept on the same kind of GPU, so that bits stay, unless an implementation is wrong now. Raises
+    ValueError where NVFP4_GEMM asks for an implementation that is wrong on one of them.
+    """
+    wanted = os.environ.get("NVFP4_GEMM", "auto")
+
+    def able(product: Product) -> list[str]:
+        """An implementation that NVFP4_GEMM names makes all that it can. The others make the rest."""
+        names = [name for name in IMPLEMENTATIONS if product.out_dtype in dispatch.output_dtypes(name)]
+        return [wanted] if wanted in names else names
+
+    jobs = [(name, product) for name in BASELINES for product in products]
+    jobs += [(name, product) for name in IMPLEMENTATIONS for product in products if name in able(product)]
+    choice = Choice(gpu, dict(products), measure(jobs), {})
+    for product in products:
+        times = {name: choice.ms(name, product) for name in able(product)}
+        right = {name: ms for name, ms in times.items() if ms is not None}
+        reasons = "; ".join(f"{name} {choice.results[name, product][1]}" for name in times if name not in right)
+        emulated, bf16 = choice.ms("emulated", product), choice.ms("BF16", product)
+        if right:
+            right |= {"emulated": emulated} if wanted == "auto" and emulated is not None else {}
+            choice.taken[product] = min(right, key=right.__getitem__)
+        elif "out of memory" in reasons:
+            choice.notes.append(f"note: {product} was not measured, no memory is left beside the model")
+        elif wanted != "auto":
+            raise ValueError(f"NVFP4_GEMM={wanted}, but on {product}: {reasons}; unset it, or set NVFP4_GEMM=emulated")
+        else:
+            choice.taken[product] = "emulated"
+            cost = f": {emulated:.2f} ms instead of {bf16:.2f} in BF16" if emulated and bf16 else ""
+            choice.notes.append(f"WARNING: {product} runs emulated, slower than BF16{cost} ({reasons})")
+    if stored and stored["gpu"] != gpu:
+        choice.notes.append(f"note: the run had {stored['gpu']} and has {gpu}: GEMMs are chosen anew, bits change")
+    elif stored:
+        _keep(choice, {Product(*product): name for *product, name in stored["gemms"]}, wanted)
+    return choice
+
+
+def _keep(choice: Choice, before: dict[Product, str], wanted: str) -> None:
+    """Puts what was chosen before in the place of what was chosen now."""
+    for product in choice.count:
+        now = choice.taken.get(product)
+        name = before.get(product, now)
+        problem = choice.results.get((name, product), (None, ""))[1]
+        if name == now:
+            continue
+        if problem and "out of memory" not in problem or wanted not in ("auto", name):
+            why = problem or f"NVFP4_GEMM={wanted}"
+            choice.notes.append(f"WARNING: {product} was made by {name} so far, by {now} from here on ({why})")
+        else:
+            choice.taken[product] = name
+
+
+def products_of(model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | None) -> Counter[Product]:
+    """The products of a micro-batch that FP4 tensor cores could make -> how often.
+
+    Passes of one and of two rows are recorded, which need little memory. A size that differs counts tokens.
+    """
+    passes = []
+    for size in (1, 2):
+        with dispatch.recorded_products() as products, torch.compiler.set_stance("force_eager"):
+            try_micro_batch(model, size, seq_len, dtype)
+        passes.append(products)
+    model.zero_grad(set_to_none=True)
+    if len(passes[0]) != len(passes[1]):  # the tokens decide what is computed
+        return Counter()
+    sizes = [[a + (rows - 1) * (b - a) for a, b in zip(one[:3], two[:3])] for one, two in zip(*passes)]
+    return Counter(Product(*mnk, str(one[3]).removeprefix("torch.")) for mnk, one in zip(sizes, passes[0]))
+
+
+def choose_gemms(
+    model: nn.Module, rows: int, seq_len: int, dtype: torch.dtype | None, stored: dict[str, Any] | None
+) -> Choice | None:
+    """Chooses, prints the table, and has all processes use the choice. None where FP4 tensor cores make nothing.
+
+    stored: Choice.record of the run that goes on. All processes call this together. Raises UserError where NVFP4_GEMM
+    asks for what is wrong here.
+    """
+    dispatch.use_choice({})
+    box: list[Any] = [None]
+    try:
+        if dispatch.native_gemm(model.get_device().type) is None:
+            if stored:
+                print0(f"note: the run had FP4 GEMMs on {stored['gpu']} and emulates them here: bits change")
+            return None
+        products = products_of(model, rows, seq_len, dtype)
+        if products and not (is_ddp_initialized() and dist.get_rank()):
+            box = [choose(products, torch.cuda.get_device_name(), stored)]
+    except ValueError as error:
+        box = [one_line(error)]
+    if is_ddp_initialized():
+        dist.broadcast_object_list(box, src=0)
+    choice = box[0]
+    if isinstance(choice, str):
+        raise UserError(choice)
+    if choice is not None:
+        dispatch.use_choice({(*p[:3], p.out_dtype): name for p, name in choice.taken.items()})
+        print0("\n".join(choice.lines()))
+    return choice

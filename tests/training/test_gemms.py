@@ -1,0 +1,219 @@
+"""Which implementation multiplies each GEMM of a model: the choice, its table, and what a checkpoint keeps of it."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.models.gpt import GPT, GPTConfig
+from nanochat_fp4.nvfp4 import dispatch
+from nanochat_fp4.nvfp4.convert import convert
+from nanochat_fp4.training import gemms
+from nanochat_fp4.training.gemms import Product, choose
+
+FORWARD, WGRAD = Product(4096, 1024, 512, "bfloat16"), Product(1024, 512, 4096, "float32")
+PRODUCTS = Counter({FORWARD: 2, WGRAD: 1})
+SPEEDS = {"BF16": 2.0, "FP8": 1.0, "emulated": 4.0, "scaled_mm": 0.8, "dot_scaled": 0.7, "flashinfer": 0.5}
+
+
+@pytest.fixture
+def speeds(monkeypatch):
+    """What each name takes, milliseconds or a problem; a (name, product) is more special than a name."""
+    times: dict = dict(SPEEDS)
+
+    def measured(device, name, product):
+        found = times.get((name, product), times[name])
+        return (None, found) if isinstance(found, str) else (found, "")
+
+    def in_child(module, call, timeout=600):
+        assert module == "nanochat_fp4.training.gemms" and call.startswith("run_jobs('cuda:0', ")
+        found = []
+        for result in eval(call, {"run_jobs": gemms.run_jobs}):
+            if result[1] == "dies":
+                return found, "ended its process with status -11 (Segmentation fault)"
+            found.append(json.loads(json.dumps(result)))
+        return found, ""
+
+    monkeypatch.setattr(gemms, "measured", measured)
+    monkeypatch.setattr(dispatch, "in_child", in_child)
+    monkeypatch.setattr(dispatch, "missing_reason", lambda device, name: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.delenv("NVFP4_GEMM", raising=False)
+    return times
+
+
+def test_the_fastest_is_taken_for_each_product(speeds):
+    choice = choose(PRODUCTS, "RTX")
+    assert choice.taken == {FORWARD: "flashinfer", WGRAD: "dot_scaled"}  # flashinfer makes no FP32
+    speeds["emulated", WGRAD] = 0.1
+    assert choose(PRODUCTS, "RTX").taken[WGRAD] == "emulated"
+
+
+def test_the_table(speeds):
+    lines = choose(PRODUCTS, "RTX").lines()
+    assert lines[0] == "GEMMs of a micro-batch on RTX" and "BF16         FP8    emulated   scaled_mm" in lines[1]
+    assert lines[2].split() == "4096 x 1024 x 512 2 2 4 1 5 6 9 flashinfer".split()  # TFLOP/s: 4.29 GFLOP in 2 ms ...
+    assert lines[3].split() == "1024 x 512 x 4096 FP32 1 2 4 1 5 6 - dot_scaled".split()
+    assert lines[4:] == ["all of them: 1.70 ms, 6.00 ms in BF16", "all of them: 1.70 ms, 3.00 ms in FP8"]
+
+
+def test_fp4_that_is_not_faster_is_said(speeds):
+    speeds["FP8", FORWARD] = 0.4
+    assert choose(PRODUCTS, "RTX").lines()[5] == (
+        "all of them: 1.70 ms, 1.80 ms in FP8; FP4 is not faster than FP8 here: 4096 x 1024 x 512"
+    )
+
+
+def test_a_refused_product_runs_emulated_and_loudly(speeds):
+    for name in dispatch.IMPLEMENTATIONS:
+        speeds[name, WGRAD] = "returns zeros"
+    choice = choose(PRODUCTS, "RTX")
+    assert choice.taken == {FORWARD: "flashinfer", WGRAD: "emulated"}
+    assert choice.lines()[-1] == (
+        "WARNING: 1024 x 512 x 4096 FP32 runs emulated, slower than BF16: 4.00 ms instead of 2.00 in BF16 "
+        "(scaled_mm returns zeros; dot_scaled returns zeros)"
+    )
+
+
+@pytest.mark.parametrize("name", dispatch.IMPLEMENTATIONS)
+def test_what_is_asked_for_by_name_is_taken_or_refused(speeds, monkeypatch, name):
+    monkeypatch.setenv("NVFP4_GEMM", name)
+    speeds["emulated"] = 0.01
+    taken = choose(PRODUCTS, "RTX").taken
+    assert taken == {FORWARD: name, WGRAD: "dot_scaled" if name == "flashinfer" else name}
+    speeds[name, FORWARD] = "returns zeros with subnormal scales"
+    with pytest.raises(ValueError, match=f"NVFP4_GEMM={name}, but on 4096 x 1024 x 512: {name} returns .*unset"):
+        choose(PRODUCTS, "RTX")
+
+
+def test_what_ends_its_process_is_asked_no_more(speeds):
+    speeds["scaled_mm"] = "dies"
+    choice = choose(PRODUCTS, "RTX")
+    assert choice.taken == {FORWARD: "flashinfer", WGRAD: "dot_scaled"}
+    assert {choice.results["scaled_mm", p][1] for p in PRODUCTS} == {
+        "ended its process with status -11 (Segmentation fault)"
+    }
+
+
+def test_no_memory_to_measure_is_no_fault(speeds):
+    """The product is then made as before the choice."""
+    for name in dispatch.IMPLEMENTATIONS:
+        speeds[name, FORWARD] = "raises CUDA out of memory"
+    choice = choose(PRODUCTS, "RTX")
+    assert FORWARD not in choice.taken and "was not measured" in choice.lines()[-1]
+    stored = {"gpu": "RTX", "gemms": [[*FORWARD, "scaled_mm"]]}
+    assert choose(PRODUCTS, "RTX", stored).taken[FORWARD] == "scaled_mm"
+
+
+def test_a_dead_gpu_ends_the_child(monkeypatch):
+    def synchronize():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+
+    monkeypatch.setattr(gemms, "measured", lambda *a: (None, "raises CUDA error: an illegal memory access"))
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(SystemExit, match="illegal memory access"):
+        list(gemms.run_jobs("cuda:0", [("scaled_mm", *FORWARD)]))
+
+
+def test_a_resume_keeps_its_gemms(speeds):
+    stored = json.loads(json.dumps(choose(PRODUCTS, "RTX").record))
+    speeds["scaled_mm"] = 0.1  # would be taken now
+    choice = choose(PRODUCTS, "RTX", stored)
+    assert choice.taken == {FORWARD: "flashinfer", WGRAD: "dot_scaled"} and not choice.notes
+    assert choice.record == stored
+
+
+def test_another_gpu_chooses_anew_and_says_so(speeds):
+    stored = choose(PRODUCTS, "RTX").record
+    speeds["scaled_mm"] = 0.1
+    choice = choose(PRODUCTS, "B200", stored)
+    assert set(choice.taken.values()) == {"scaled_mm"}
+    assert choice.lines()[-1] == "note: the run had RTX and has B200: GEMMs are chosen anew, bits change"
+
+
+def test_a_stored_gemm_that_is_wrong_now_is_replaced(speeds, monkeypatch):
+    stored = choose(PRODUCTS, "RTX").record
+    speeds["flashinfer"] = "returns zeros"
+    choice = choose(PRODUCTS, "RTX", stored)
+    assert choice.taken == dict.fromkeys(PRODUCTS, "dot_scaled")
+    assert choice.notes == [
+        "WARNING: 4096 x 1024 x 512 was made by flashinfer so far, by dot_scaled from here on (returns zeros)"
+    ]
+    monkeypatch.setenv("NVFP4_GEMM", "scaled_mm")
+    choice = choose(PRODUCTS, "RTX", stored)
+    assert set(choice.taken.values()) == {"scaled_mm"} and "(NVFP4_GEMM=scaled_mm)" in choice.notes[0]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# In a run
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """A small GPT on a machine that seems to have FP4 tensor cores; products are made by the reference."""
+
+    def mm(a, b, out_dtype, name):
+        return (a.dequantize() @ b.dequantize().T).to(out_dtype)
+
+    monkeypatch.setattr(dispatch, "no_tensor_cores_reason", lambda device_type: None)
+    monkeypatch.setattr(dispatch, "mm", mm)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "RTX")
+    monkeypatch.delenv("NVFP4_GEMM", raising=False)
+    dispatch.native_choice.cache_clear()
+    dispatch._look.cache_clear()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(sequence_len=32, vocab_size=64, n_layer=2, n_head=1, n_kv_head=1, n_embd=64))
+    model.init_weights()
+    convert(model, "clover")
+    yield model
+    dispatch.use_choice({})
+    dispatch.native_choice.cache_clear()
+    dispatch._look.cache_clear()
+
+
+def test_the_products_are_the_models_own(model):
+    """Recorded with one row and two; those of four rows follow. Nothing is left behind."""
+    state = torch.get_rng_state()
+    products = gemms.products_of(model, 4, 32, None)
+    assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
+    with dispatch.recorded_products() as recorded:
+        gemms.try_micro_batch(model, 4, 32)
+    model.zero_grad()
+    assert recorded and products == Counter(Product(*p[:3], str(p[3]).removeprefix("torch.")) for p in recorded)
+    tokens = {product for product in products if 128 in product[:3]}
+    assert tokens == set(products)  # of 4 x 32 tokens each
+
+
+def test_a_run_uses_the_choice(model, speeds, capsys, monkeypatch):
+    choice = gemms.choose_gemms(model, 4, 32, None, None)
+    assert "GEMMs of a micro-batch on RTX" in capsys.readouterr().out
+    wgrad = next(p for p in choice.taken if p.k == 128)
+    asked, mm = set(), dispatch.mm
+    monkeypatch.setattr(dispatch, "mm", lambda a, b, dtype, name: asked.add(name) or mm(a, b, dtype, name))
+    gemms.try_micro_batch(model, 4, 32)
+    assert asked == {"dot_scaled"}  # on a CPU all products are FP32
+    stored = choice.record | {"gemms": [[*p, "scaled_mm" if p == wgrad else "emulated"] for p in choice.taken]}
+    asked.clear()
+    gemms.choose_gemms(model, 4, 32, None, stored)
+    gemms.try_micro_batch(model, 4, 32)
+    assert asked == {"scaled_mm"}
+
+
+def test_what_cannot_be_had_ends_the_run_in_one_line(model, speeds, monkeypatch):
+    monkeypatch.setenv("NVFP4_GEMM", "scaled_mm")
+    speeds["scaled_mm"] = "returns zeros"
+    with pytest.raises(UserError, match="NVFP4_GEMM=scaled_mm, but on .*returns zeros; unset it, or set NVFP4_GEMM"):
+        gemms.choose_gemms(model, 4, 32, None, None)
+
+
+def test_without_fp4_tensor_cores_nothing_is_chosen(monkeypatch, capsys):
+    monkeypatch.delenv("NVFP4_GEMM", raising=False)
+    monkeypatch.setattr(gemms, "products_of", None)
+    monkeypatch.setattr(dispatch, "native_gemm", lambda device_type: None)
+    model = GPT(GPTConfig(sequence_len=32, vocab_size=64, n_layer=1, n_head=1, n_kv_head=1, n_embd=64))
+    assert gemms.choose_gemms(model, 4, 32, None, None) is None
+    assert gemms.choose_gemms(model, 4, 32, None, {"gpu": "RTX", "gemms": []}) is None
+    assert "note: the run had FP4 GEMMs on RTX and emulates them here" in capsys.readouterr().out
