@@ -153,13 +153,17 @@ def bert() -> Sample:
     return Sample(model, lambda m: m(input_ids=ids).logits, lambda m: m(input_ids=ids, labels=ids).loss)
 
 
-def mixtral() -> Sample:
-    t = package("transformers")
-    config = t.MixtralConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    return labelled(t.MixtralForCausalLM(config))
+def experts_of_transformers(name: str, **sizes) -> Callable[[], Sample]:
+    """A model whose config and class are named so."""
+
+    def make() -> Sample:
+        t = package("transformers")
+        common = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2, "eos_token_id": None}
+        common |= {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 2}
+        config = getattr(t, f"{name}Config")(**(common | sizes))
+        return labelled(getattr(t, f"{name}ForCausalLM")(config))
+
+    return make
 
 
 def t5() -> Sample:
@@ -271,7 +275,28 @@ MODELS: dict[str, Callable[[], Sample]] = OWN | {
     "Llama (transformers)": llama,
     "GPT-2 (transformers)": gpt2,
     "BERT (transformers)": bert,
-    "Mixtral (transformers)": mixtral,
+    "Mixtral (transformers)": experts_of_transformers(
+        "Mixtral", intermediate_size=2 * WIDTH, num_local_experts=4, num_key_value_heads=2
+    ),
+    "Qwen3-MoE (transformers)": experts_of_transformers(
+        "Qwen3Moe", moe_intermediate_size=48, num_experts=6, head_dim=16
+    ),
+    "gpt-oss (transformers)": experts_of_transformers("GptOss", num_local_experts=4, head_dim=16),
+    "DeepSeek-V3 (transformers)": experts_of_transformers(
+        "DeepseekV3",
+        moe_intermediate_size=48,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_shared_experts=1,
+    ),  # fmt: skip
+    "OLMoE (transformers)": experts_of_transformers("Olmoe", num_experts=4),
     "T5 (transformers)": t5,
     "Whisper's encoder (transformers)": whisper_encoder,
     "ViT (timm)": timm_vit,

@@ -296,6 +296,8 @@ def shares(model: nn.Module, converted: Iterable[str], heads: set[str]) -> tuple
         for parameter_name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() < 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 continue
+            if parameter_name not in experts and parameter_name.removesuffix("_bias") in experts:
+                continue
             if parameter.dim() > 2 and parameter.shape[0] == 1 and not isinstance(module, nn.modules.conv._ConvNd):
                 continue  # added to each row of a batch: a vision transformer's positions
             kind = _kind(module, parameter_name, parameter.dim())

@@ -68,12 +68,12 @@ class Layout(NamedTuple):
     """How an architecture keeps its experts.
 
     parameters: names of the stacked parameters
-    arguments:  of forward
+    arguments:  the names that forward's have, in any release
     forward:    takes the module and these arguments
     """
 
     parameters: tuple[str, ...]
-    arguments: tuple[str, ...]
+    arguments: set[tuple[str, ...]]
     forward: Callable[..., Tensor]
 
 
@@ -117,8 +117,15 @@ def _sorted(self: nn.Module, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor
 
 
 LAYOUTS = (
-    Layout(("gate_up_proj", "down_proj"), ("hidden_states", "top_k_index", "top_k_weights"), _routed),
-    Layout(("w1", "w2", "w3"), ("x", "num_tokens_per_expert"), _sorted),
+    Layout(
+        ("gate_up_proj", "down_proj"),
+        {
+            ("hidden_states", "top_k_index", "top_k_weights"),
+            ("hidden_states", "router_indices", "routing_weights"),  # gpt-oss
+        },
+        _routed,
+    ),
+    Layout(("w1", "w2", "w3"), {("x", "num_tokens_per_expert")}, _sorted),
 )
 
 
@@ -128,9 +135,10 @@ def layout_of(module: nn.Module) -> Layout | None:
     for layout in LAYOUTS:
         stacked = {name for name, dim in names.items() if dim == 3}
         known = {*layout.parameters, *(f"{name}_bias" for name in layout.parameters)}
-        if stacked == set(layout.parameters) and set(names) <= known:
-            if tuple(inspect.signature(type(module).forward).parameters)[1:] == layout.arguments:
-                return layout
+        arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        known_forward = arguments in layout.arguments and not getattr(module, "has_post_expert_norm", False)
+        if stacked == set(layout.parameters) and set(names) <= known and known_forward:
+            return layout
     return None
 
 

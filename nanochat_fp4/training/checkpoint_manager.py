@@ -7,10 +7,12 @@ Saving, finding, loading and pruning checkpoints: nanochat's files and a manifes
     meta_000100.json        model config, method, settings, losses (rank 0)
     manifest_000100.json    size and SHA-256 of the files above, and how many ranks wrote them
 
-A save writes each file under a temporary name, flushes it to the disk and renames it. The manifest comes last, and the
-checkpoint exists from then on. A kill before that leaves files that do not count, and the next save deletes them.
+A save first makes the empty file unfinished_000100.json. Then it writes each file under a temporary name, flushes it to
+the disk and renames it. The manifest comes last, and the checkpoint exists from then on. Files of an unfinished step
+without a manifest do not count: a save or a deletion was killed. The next save deletes them.
 
-Files without a manifest are nanochat's own checkpoints. Reading them gives a warning. torch.load has weights_only=True
+Other files without a manifest are nanochat's own checkpoints, or ours whose manifest was lost. Reading them gives a
+warning. torch.load has weights_only=True
 everywhere, so that a checkpoint cannot run code.
 """
 
@@ -53,9 +55,9 @@ def check_model_tag(model_tag: str | None) -> None:
 
 
 def _name(kind: str, step: int, rank: int = 0) -> str:
-    """The file of a step: kind is model, optim, method, meta or manifest."""
-    ends = {"optim": f"_rank{rank:d}.pt", "meta": ".json", "manifest": ".json"}
-    return f"{kind}_{step:06d}{ends.get(kind, '.pt')}"
+    """The file of a step: kind is model, optim, method, meta, manifest or unfinished."""
+    ends = {"optim": f"_rank{rank:d}.pt", "model": ".pt", "method": ".pt"}
+    return f"{kind}_{step:06d}{ends.get(kind, '.json')}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -122,10 +124,11 @@ def save_checkpoint(
     entries: list[dict[str, Any]] = []
 
     def begin() -> None:
-        """The metadata come first: they tell our files from nanochat's, which are never deleted."""
+        """From here on the step is unfinished."""
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             _delete_remains(folder)
+            _write(folder, _name("unfinished", step), b"")
             (folder / _name("manifest", step)).unlink(missing_ok=True)
             meta = {**(meta_data or {}), "step": step, "format": FORMAT}
             entries.append(_write(folder, _name("meta", step), json.dumps(meta, indent=2, default=_plain).encode()))
@@ -142,6 +145,7 @@ def save_checkpoint(
         manifest = {"format": FORMAT, "step": step, "world_size": len(files), "files": sum(files, [])}
         if rank == 0:
             _write(folder, _name("manifest", step), f"{json.dumps(manifest, indent=2)}\n".encode())
+            (folder / _name("unfinished", step)).unlink(missing_ok=True)
 
     problem = _problem_of_any_rank(begin, rank) or _problem_of_any_rank(write_files, rank)
     files = of_all_ranks(entries)
@@ -167,13 +171,15 @@ def _problem_of_any_rank(work: Callable[[], None], rank: int) -> str | None:
 
 
 def _delete_remains(folder: Path) -> None:
-    """Delete what killed saves and deletions left: temporary files, and files of ours without a manifest."""
+    """Delete what killed saves and deletions left: temporary files, and files of unfinished steps."""
     for path in folder.iterdir():
-        if re.fullmatch(r"\.?(model|method|optim|meta|manifest)_\d+[_.].*\.(staged|tmp)", path.name):
+        if re.fullmatch(r"\.?(model|method|optim|meta|manifest|unfinished)_\d+[_.].*\.(staged|tmp)", path.name):
             with contextlib.suppress(OSError):
                 path.unlink()
-    for step in set(_named_steps(folder, "meta")) - set(_named_steps(folder, "manifest")):
-        if _is_ours(folder, step):
+    for step in _named_steps(folder, "unfinished"):
+        if (folder / _name("manifest", step)).exists():  # all was written, or nothing was touched yet
+            (folder / _name("unfinished", step)).unlink(missing_ok=True)
+        else:
             _delete(folder, step)
 
 
@@ -198,16 +204,17 @@ def forget_later_checkpoints(checkpoint_dir: str | os.PathLike, step: int) -> No
 
 
 def _delete(folder: Path, step: int) -> None:
-    """Without its manifest a checkpoint no longer counts. The metadata, which tells ours from nanochat's, goes last."""
-    for kind in ("manifest", "optim", "model", "method", "meta"):
-        for path in sorted(folder.glob(f"{kind}_{step:06d}[._]*")):
-            try:
-                os.unlink(path)
-            except FileNotFoundError:
-                continue
-            except OSError as e:
-                logger.warning(f"cannot delete {path} ({e.strerror})")
-                return
+    """Deletes the files of a step; killed meanwhile, it leaves an unfinished one."""
+    unfinished = folder / _name("unfinished", step)
+    try:
+        if any(folder.glob(f"*_{step:06d}[._]*")):
+            unfinished.touch()
+            for kind in ("manifest", "optim", "model", "method", "meta"):
+                for path in sorted(folder.glob(f"{kind}_{step:06d}[._]*")):
+                    path.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
+    except OSError as e:
+        logger.warning(f"cannot delete {e.filename} ({e.strerror})")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -220,15 +227,6 @@ def _named_steps(folder: Path, kind: str) -> list[int]:
         return []
     matches = (re.fullmatch(rf"{kind}_(\d{{6,}})\.(?:pt|json)", name) for name in os.listdir(folder))
     return sorted({int(m.group(1)) for m in matches if m}, reverse=True)
-
-
-def _is_ours(folder: Path, step: int) -> bool:
-    """False for a checkpoint that nanochat wrote."""
-    try:
-        meta = json.loads((folder / _name("meta", step)).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(meta, dict) and meta.get("format") == FORMAT
 
 
 def _read_manifest(folder: Path, step: int) -> dict[str, Any]:
@@ -279,7 +277,7 @@ def _file_problem(folder: Path, entry: dict[str, Any], hashes: bool) -> str | No
 
 def _problem(folder: Path, step: int, hashes: bool = True, wanted: Sequence[str] = ()) -> str | None:
     """Why the checkpoint of a step cannot be used, or None. wanted: these files alone. hashes=False: only sizes."""
-    if not (folder / _name("manifest", step)).exists():  # nanochat's own: a model and readable metadata
+    if not (folder / _name("manifest", step)).exists():  # nanochat's own, or it was lost: a model and metadata
         names = (_name("model", step), _name("meta", step))
         return next((f"{name} is missing" for name in names if not (folder / name).is_file()), None)
     try:
@@ -297,11 +295,11 @@ def _problem(folder: Path, step: int, hashes: bool = True, wanted: Sequence[str]
 def list_steps(checkpoint_dir: str | os.PathLike) -> list[int]:
     """Steps that have a checkpoint, intact or not, the newest first. Empty where the folder does not exist.
 
-    Files of ours without a manifest are what a killed save or deletion left, and no checkpoint.
+    Files of an unfinished step are no checkpoint.
     """
     folder = Path(checkpoint_dir)
     steps = set(_named_steps(folder, "manifest"))
-    steps |= {step for step in _named_steps(folder, "model") if step not in steps and not _is_ours(folder, step)}
+    steps |= set(_named_steps(folder, "model")) - set(_named_steps(folder, "unfinished"))
     return sorted(steps, reverse=True)
 
 

@@ -115,7 +115,7 @@ def examine(name: str, methods: tuple[str, ...], steps: int) -> Row:
         with torch.no_grad():
             if method != "bf16":
                 assert called(sample) == set(report.converted)
-                counted = sum(model.get_submodule(n).weight.numel() for n in report.converted) / total
+                counted = sum(model.get_submodule(n).matrix.numel() for n in report.converted) / total
                 assert report.quantized == pytest.approx(counted, abs=1e-9)
                 row = Row(name, len(report.converted), report.quantized, counted, losses)
             evaluated = sample.output(model)

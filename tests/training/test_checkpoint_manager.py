@@ -65,6 +65,15 @@ def test_files_have_nanochats_names(tmp_path):
     assert load_checkpoint(tmp_path / "d4", 7, "cpu")[1] is None  # the optimizer only on request
 
 
+def test_a_lost_manifest_costs_nothing_but_the_check(tmp_path, caplog):
+    """Somebody deleted it: the files are read with a warning, and no later save deletes them."""
+    assert save(tmp_path / "d4", 7)
+    os.unlink(tmp_path / "d4" / "manifest_000007.json")
+    assert find_last_step(tmp_path / "d4") == 7 and value_of(tmp_path / "d4", 7) == 7
+    assert "has no manifest" in caplog.text
+    assert save(tmp_path / "d4", 8) and value_of(tmp_path / "d4", 7) == 7
+
+
 def test_what_goes_in_comes_out(tmp_path):
     generator = torch.Generator().manual_seed(3)
     optimizer = [
@@ -312,7 +321,7 @@ def test_everything_is_on_the_disk_before_the_manifest_appears(tmp_path, monkeyp
     monkeypatch.setattr(os, "replace", note_replace)
     save(tmp_path / "d4", 7)
     names = [re.sub(r"^fsync \.(.*)\.[0-9a-f]{8}\.tmp", r"fsync \1", event) for event in events]
-    kinds = [kind.format(7) for kind in KINDS]
+    kinds = ["unfinished_000007.json", *(kind.format(7) for kind in KINDS)]
     appears = names.index("replace manifest_000007.json")
     assert {*names[:appears]} == {f"{what} {kind}" for kind in kinds for what in ("fsync", "replace")} | {
         "fsync manifest_000007.json", "fsync d4"
