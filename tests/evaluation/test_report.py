@@ -136,7 +136,7 @@ def test_interrupted_run_shows_what_it_has(base_dir, folder):
             r"PREDICTED for B200, not measured: .* nvidia from width \d+, clover from width \d+$",
         ),
         ("NVIDIA H200", "PREDICTED for H200, not measured: .* nvidia at no width, clover at no width$"),
-        (None, "not known for a CPU; predicted for H200, B200, RTX 5090, RTX PRO 4000, RTX PRO 6000 only$"),
+        (None, "not known for a CPU; predicted for H200, B200, GB200, .*, GB10 only$"),
     ],
 )
 def test_break_even_on_this_gpu_is_a_prediction(gpu, expected, base_dir, folder, monkeypatch):
