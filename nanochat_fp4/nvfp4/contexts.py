@@ -6,6 +6,7 @@ Copies and pickles that are made inside a context are outside of it.
 """
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nanochat_fp4.nvfp4.linear import QuantLinear, groups_computed_as_one, groups_of, quantized_weights
 from nanochat_fp4.nvfp4.sharding import local
 
+_MAKING = threading.Lock()
 _CHANGED = (
     "quantize_weights_once: weights changed inside the context, so gradients would be computed for the old ones; leave "
     "it before optimizer.step()"
@@ -152,17 +154,19 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
             "accumulate_gradients: DistributedDataParallel reduces gradients while autograd accumulates them, and "
             "would not see these; average weight.grad over the ranks after the last micro-batch, or leave this out"
         )
-    asked: dict[QuantLinear, dict[int, torch.Tensor]] = {
-        layer: layer.context.gradients for layer in layers if layer.context.gradients
-    }
-    owners = Counter(layer.weight for layer in layers)
-    for group in groups_of(model, lambda m: m not in asked and owners[m.weight] == 1 and _takes_gradients(m)):
-        together = _make_gradients([layer.weight for layer in group]).data
-        for layer in group:
-            asked[layer] = {1: local(layer.weight.grad).data}
-        asked[group[0]] = asked[group[0]] | {len(group): together}
-    made = {layer: layer.weight.grad for layer in asked}
-    with _inside({layer: {"gradients": gradients} for layer, gradients in asked.items()}):
+    with contextlib.ExitStack() as inside:
+        with _MAKING:  # threads that enter side by side must find one another's gradients
+            asked: dict[QuantLinear, dict[int, torch.Tensor]] = {
+                layer: layer.context.gradients for layer in layers if layer.context.gradients
+            }
+            owners = Counter(layer.weight for layer in layers)
+            for group in groups_of(model, lambda m: m not in asked and owners[m.weight] == 1 and _takes_gradients(m)):
+                together = _make_gradients([layer.weight for layer in group]).data
+                for layer in group:
+                    asked[layer] = {1: local(layer.weight.grad).data}
+                asked[group[0]] = asked[group[0]] | {len(group): together}
+            made = {layer: layer.weight.grad for layer in asked}
+            inside.enter_context(_inside({layer: {"gradients": gradients} for layer, gradients in asked.items()}))
         yield
     if any(layer.weight.grad is not grad for layer, grad in made.items()):
         raise RuntimeError(

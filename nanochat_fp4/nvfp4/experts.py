@@ -135,9 +135,10 @@ def layout_of(module: nn.Module) -> Layout | None:
     for layout in LAYOUTS:
         stacked = {name for name, dim in names.items() if dim == 3}
         known = {*layout.parameters, *(f"{name}_bias" for name in layout.parameters)}
+        if stacked != set(layout.parameters) or not set(names) <= known:
+            continue
         arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
-        known_forward = arguments in layout.arguments and not getattr(module, "has_post_expert_norm", False)
-        if stacked == set(layout.parameters) and set(names) <= known and known_forward:
+        if arguments in layout.arguments and not getattr(module, "has_post_expert_norm", False):
             return layout
     return None
 

@@ -159,8 +159,4 @@ def test_layers_of_a_run(tiny_base, capsys):
         [*TINY, "--method=clover", "--method-changes=*.mlp.c_fc=bf16,*.attn.c_q=bf16", "--num-iterations=1"]
     )
     said = capsys.readouterr().out
-    assert "GEMM work  58.3% in 4 bits, 41.7% in 16 bits (of all" in said  # 4 + 1 of 12 squares of the width in 16
-    listed = said.partition("of all matrix products: ")[2].partition(")")[0]
-    shares = {kind: float(share) for share, kind in (part.split("% ") for part in listed.split(", "))}
-    assert set(shares) == {"the quantized layers", "the output head", "attention"}
-    assert sum(shares.values()) == pytest.approx(100, abs=0.2) and min(shares.values()) > 1
+    assert "GEMM work  58.3% in 4 bits, 41.7% in 16 bits" in said  # 4 + 1 of 12 squares of the width in 16

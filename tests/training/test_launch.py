@@ -75,7 +75,7 @@ STARTING = [(signal.SIGINT, -2), (signal.SIGTERM, -15), (signal.SIGHUP, -1), (si
 @pytest.fixture
 def slow_import(tmp_path):
     """An environment where `import torch` says so and takes a minute."""
-    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "torch.py").write_text("import os, time\nos.write(1, b'importing\\n')\ntime.sleep(60)\n")
     path = os.pathsep.join(map(str, [tmp_path, ROOT, ROOT / "kernels"]))
     return {k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONPATH": path}
 
