@@ -76,7 +76,8 @@ def load_quantized(model: M, folder: str | Path, codes: bool = False, device: to
         if layer not in weights.tensors:
             value = plain.get(name, lambdas.get(name))
         elif codes and parameter.is_meta:
-            value = torch.zeros(()).expand(parameter.shape)  # has a shape and a device, and no memory
+            # It has a shape, a dtype and a device, and no memory. A conversion later would give it memory.
+            value = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
         else:
             value = weights.tensors[layer].dequantize()
         if value is not None and parameter.is_meta:
@@ -90,12 +91,14 @@ def load_quantized(model: M, folder: str | Path, codes: bool = False, device: to
 
 def _replace(model: nn.Module, names: list[str], value: Tensor) -> None:
     """Gives the parameter or buffer of these names (a tied one has several) another value."""
-    parameter = nn.Parameter(value, requires_grad=value.is_floating_point())
+    parameter = nn.Parameter(value, requires_grad=False)
     for name in names:
         owner, _, name = name.rpartition(".")
         module = model.get_submodule(owner)
-        where = module._parameters if name in module._parameters else module._buffers
-        where[name] = parameter if where is module._parameters else value
+        if name in module._parameters:
+            module._parameters[name] = parameter.requires_grad_(module._parameters[name].requires_grad)
+        else:
+            module._buffers[name] = value
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -199,7 +202,7 @@ def _compute_with(model: nn.Module, weights: Weights) -> None:
         layers[0].packed = {len(layers): operand}
         for layer in layers:
             layer.weight.requires_grad_(False)
-    alone = [layer.weight for layers in groups for layer in layers if layer.packed and _codes_alone(layer)]
+    alone = [layer.weight for layers in groups if layers[0].packed for layer in layers if _codes_alone(layer)]
     packed.update((id(weight), weight) for weight in alone)
 
 

@@ -62,6 +62,37 @@ def test_codes_of_the_trained_forward_go_out_and_come_back(model, tmp_path, file
         assert torch.equal(got[name].codes, t.codes) and torch.equal(got[name].scales.float(), t.scales.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_alone_compute_and_are_not_trained(model, tmp_path, dtype):
+    """A model on the meta device: no memory for 4-bit weights, forward and input gradients as with them."""
+    nf.save_quantized(model, tmp_path / "out")
+    whole = nf.convert(Foreign().to(dtype), "clover", verbose=False)
+    with torch.device("meta"):
+        alone = nf.convert(Foreign().to(dtype), "clover", verbose=False)
+    for read in (whole, alone):
+        nf.load_quantized(read, tmp_path / "out", codes=True)
+    weights = [layer.weight for layer in alone.layers]
+    assert all(w.untyped_storage().nbytes() == dtype.itemsize and w.dtype == dtype for w in weights)
+    assert alone.lm_head.weight is alone.embed.weight and alone.embed.weight.requires_grad
+    results = []
+    for read in (whole, alone):
+        torch.manual_seed(1)
+        y = read(torch.arange(40).view(2, 20))
+        y.float().square().sum().backward()
+        results.append((y.detach(), read.embed.weight.grad, read.layers[0].bias.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    with pytest.raises(ValueError, match="of this weight only the codes were kept"), nf.full_precision(alone):
+        alone(torch.zeros(1, 4, dtype=torch.long))
+    with pytest.raises(UserError, match="an optimizer holds weights that are 4-bit codes alone"):
+        torch.optim.SGD(alone.parameters(), lr=1.0).step()
+    torch.optim.SGD([p for p in alone.parameters() if p.requires_grad], lr=1.0).step()
+    raw = next(m for m in nf.ABLATIONS if nf.get_recipe(m).grad_input.b.raw)
+    with torch.device("meta"):
+        anew = nf.convert(Foreign(), raw, verbose=False)
+    with pytest.raises(UserError, match="rounds a weight anew in each pass"):
+        nf.load_quantized(anew, tmp_path / "out", codes=True)
+
+
 def test_what_cannot_be_written_is_one_line(model, tmp_path):
     unconverted, out = Foreign(), tmp_path / "out"
     experts = copy.deepcopy(model)
