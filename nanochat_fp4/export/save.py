@@ -56,6 +56,8 @@ def save_quantized(
         if isinstance(layer, ExpertLinear | QuantConv1D) and layer.quantizes:
             kind = "an expert" if isinstance(layer, ExpertLinear) else "transposed (Conv1D)"
             raise UserError(f"save_quantized: {name} is {kind}, which {format} has no name for; skip it in nf.convert")
+    out = Path(folder).resolve()
+    folders.prepare(out, overwrite)  # before what takes minutes
     weights = forward_weights(model)
     batches = list(calibration)
     input_scales = calibrate(model, weights, batches) if batches else None
@@ -70,8 +72,6 @@ def save_quantized(
             tensors |= {f"{layer}.{part}": value for part, value in parts.items()}
         elif name not in tied:
             tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    out = Path(folder).resolve()
-    folders.prepare(out, overwrite)
     with folders.fresh_folder(out) as part:
         huggingface.save_tensors(part, tensors)
         linears = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in weights.tensors]

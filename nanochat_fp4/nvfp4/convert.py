@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from nanochat_fp4.nvfp4.experts import LINEARS, ExpertLinear, as_quantized_experts, is_router, stacked_linears
+from nanochat_fp4.nvfp4.experts import LINEARS, ExpertLinear, as_quantized_experts, routers, stacked_linears
 from nanochat_fp4.nvfp4.linear import QuantLinear, as_quantized, unsupported_reason
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Recipe
@@ -118,7 +118,7 @@ def convert(
     if recipe.quantizes:
         as_quantized_experts(model)
     linears = linear_layers(model)
-    heads = output_heads(model, linears)
+    heads, choosers = output_heads(model, linears), routers(model)
     for pattern in skip:
         if not any(_in_pattern(name, pattern) for name in linears):
             raise ValueError(
@@ -129,7 +129,7 @@ def convert(
     report = ConvertReport(recipe)
     for name, linear in linears.items():
         head = "the output head stays in full precision" if name in heads else None
-        head = head or ("a router stays in full precision" if is_router(model, name, linear) else None)
+        head = head or ("a router stays in full precision" if name in choosers else None)
         named = head or _skip_reason(name, skip)
         reason = named or _subclass_reason(linear)
         reason = reason or reason_to_leave(name, linear) or unsupported_reason(linear, recipe)

@@ -169,8 +169,12 @@ def as_quantized_experts(model: nn.Module) -> None:
         module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
 
 
-def is_router(model: nn.Module, name: str, linear: nn.Module) -> bool:
-    """Whether this linear layer chooses experts: it stands beside them and has an output for each."""
-    parent = model.get_submodule(name.rpartition(".")[0])
-    sizes = {len(parts) for child in parent.children() for parts in stacked_linears(child).values()}
-    return getattr(linear, "out_features", None) in sizes
+def routers(model: nn.Module) -> set[str]:
+    """Names of the linear layers that choose experts: they stand beside them and have an output for each."""
+    names = set()
+    for name, parent in model.named_modules():
+        children = dict(parent.named_children())
+        sizes = {len(parts) for child in children.values() for parts in stacked_linears(child).values()}
+        found = [n for n, child in children.items() if getattr(child, "out_features", None) in sizes]
+        names |= {f"{name}.{n}" if name else n for n in found}
+    return names

@@ -57,8 +57,8 @@ def measured(device: torch.device, name: str, product: Product) -> Measured:
             return None, problem
     made = (dispatch.tiled(dispatch.random_operand(device, rows, k)) for rows in (m, n))
     x, y = pair = [Codes(t.codes, t.scales, t.tensor_scale) for t in made]
-    bf16 = [v.matrix(torch.bfloat16) for v in pair]
-    fp8 = [v.to(torch.float8_e4m3fn) for v in bf16]
+    bf16 = [] if name in IMPLEMENTATIONS else [v.matrix(torch.bfloat16) for v in pair]
+    fp8 = [v.to(torch.float8_e4m3fn) for v in bf16] if name == "FP8" else []
 
     def multiply(*operands: GemmOperand) -> torch.Tensor:
         return gemm(*operands, compute_dtype=torch.bfloat16, out_dtype=dtype)
