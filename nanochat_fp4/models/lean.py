@@ -3,10 +3,9 @@
 
     lean = Lean(model, optimizers, seed)
     for step in ...:
-        lean.begin(step)
-        with lean.gradients(micro_batches):   # forward and backward passes
+        with lean.gradients(micro_batches, step):   # forward and backward passes
             ...
-        ...                                   # the optimizers' steps (optim.py asks `Optimizer.lean`)
+        ...                                         # the optimizers' steps (optim.py asks `Optimizer.lean`)
 
 - Weights. An update is computed in FP32 and rounded to BF16 stochastically, so updates far below half an ulp add up.
 - Gradients. Each micro-batch's gradient is added in FP32 to the sum, which is rounded to BF16 stochastically.
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanochat_fp4.common import get_dist_info, print0
+from nanochat_fp4.common import get_dist_info
 from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.philox import SR_ELEMENT, philox
 from nanochat_fp4.nvfp4.sharding import local
@@ -217,8 +216,9 @@ class Lean:
             round_into(into, new, seed, WEIGHT, first)
 
     @contextlib.contextmanager
-    def gradients(self, micro_batches: int) -> Iterator[None]:
+    def gradients(self, micro_batches: int, step: int) -> Iterator[None]:
         """Around the micro-batches of a step: matrices' gradients add up in BF16, rounded stochastically."""
+        self.begin(step)
         sums: dict[Tensor, Tensor] = {}
         added: dict[Tensor, int] = {}
         _, rank, _, world_size = get_dist_info()
@@ -263,10 +263,20 @@ def load_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     optimizer.state.update({p: state[index] for index, p in zip(indices, params) if index in state})
 
 
+def state_of(meta: dict[str, Any]) -> str:
+    """The --state of a checkpoint with this metadata."""
+    config = meta.get("user_config")
+    return config.get("state", "fp32") if isinstance(config, dict) else "fp32"
+
+
 @torch.no_grad()
-def set_state(model: nn.Module, state: str) -> None:
-    """Gives the model's matrices the dtype of this state, one after the other. "fp32" undoes "lean", but for a GPT's
-    embedding on a GPU, which is BF16 in both."""
+def set_state(model: nn.Module, state: str, before: str = "fp32") -> None:
+    """Gives the model's matrices the dtype of this state, one after the other; they are in the state `before`.
+
+    A GPT's embedding is BF16 on a GPU in both.
+    """
+    if (state, before) == ("fp32", "fp32"):
+        return
     bf16 = {model.transformer.wte.weight} if is_gpt_on_gpu(model) else set()
     for p in model.parameters():
         if p.ndim == 2:
@@ -280,16 +290,6 @@ def is_gpt_on_gpu(model: nn.Module) -> bool:
 def lean_weights(weights: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """A checkpoint's weights on the device, its matrices in BF16."""
     return {n: w.to(device, torch.bfloat16 if w.ndim == 2 else None) for n, w in weights.items()}
-
-
-def note_change(before: str | None, now: str) -> None:
-    """Says what a checkpoint of the other state loses, once. before: None for a run that does not go on."""
-    if before == now or before is None:
-        return
-    if now == "lean":
-        print0("  note: --state=lean rounds FP32 weights to BF16 and moments to 8 bits; their lower bits are lost")
-    else:
-        print0("  note: --state=fp32 goes on in FP32 from weights in BF16 and moments in 8 bits; nothing more is lost")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
