@@ -112,6 +112,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--adam-beta2", type=parse_finite, default=0.95, help="Adam beta2 for embedding/unembedding")
     add("--warmup-ratio", type=parse_finite, default=0.0, help="ratio of iterations for LR warmup")
     add("--warmdown-ratio", type=parse_finite, default=0.4, help="ratio of iterations for LR warmdown")
+    add("--cage", type=parse_finite, default=0.0, help="pull of weights towards the grid in the warm-down")
     add("--final-lr-frac", type=parse_finite, default=0.0, help="final LR as fraction of initial LR")
     # Evaluation
     add("--eval-every", type=int, default=250, help="evaluate val bpb every N steps (-1 = disable)")

@@ -488,6 +488,8 @@ class GPT(nn.Module):
             for group in muon.param_groups:
                 group["momentum"] = optim.muon_momentum(step)
                 group["weight_decay"] = optim.weight_decay_at(step, num_iterations, weight_decay)
+            ramp = max(0.0, 1 - lrm) if step > num_iterations // 2 else 0.0
+            optim.pull_to_grid(self, options.matrix_lr * scale * lrm * options.cage * ramp)
             return lrm
 
         return [adamw, muon], schedule

@@ -107,6 +107,7 @@ class PretrainingOptions:
     warmup_ratio: float = 0.0
     warmdown_ratio: float = 0.4
     final_lr_frac: float = 0.0
+    cage: float = 0.0  # lambda at the end of the warm-down, from 0 at its beginning (arXiv 2510.18784)
 
 
 def set_learning_rates(optimizers: Iterable[torch.optim.Optimizer], multiplier: float) -> None:
@@ -132,6 +133,19 @@ def lr_multiplier(
 def muon_momentum(step: int) -> float:
     """0.85 to 0.95 over the first 300 steps."""
     return 0.85 + 0.10 * min(step / 300, 1.0)
+
+
+@torch.no_grad()
+def pull_to_grid(model: torch.nn.Module, rate: float) -> None:
+    """W <- W - rate (W - Q(W)) for all quantized layers, with the rounding of their forward's weight (CAGE)."""
+    from nanochat_fp4.nvfp4.linear import QuantLinear
+    from nanochat_fp4.nvfp4.quantizers import quantize_reference
+
+    for layer in model.modules():
+        rounding = isinstance(layer, QuantLinear) and layer.recipe.output.b.rounding
+        if rounding and rate:
+            t = quantize_reference(layer.weight, rounding)
+            layer.weight.lerp_((t.decoded * t.tensor_scale).to(layer.weight.dtype), rate)
 
 
 def weight_decay_at(step: int, num_iterations: int, initial: float) -> float:

@@ -266,6 +266,10 @@ ABLATIONS: dict[str, Recipe] = _table(
         grad_weight=eden_search,
     ),
     CLOVER_REFINED,
+    # Candidates for a weight whose rounding is not learned: its rounding has a mean near zero over the steps.
+    _clover("sr_weight", "with SR of the forward's weight", output=Gemm(four_over_six, Operand("sr"))),
+    _clover("dithered_1.2", "with a scale drawn among near best", output=Gemm(four_over_six, Operand("dithered_1.2"))),
+    _clover("dithered_1.5", "with a scale drawn among near best", output=Gemm(four_over_six, Operand("dithered_1.5"))),
     _clover(
         "fp8_input", "with the forward's input in FP8: 1/3 of the work in 8 bits", output=Gemm(mxfp8, four_over_six)
     ),
