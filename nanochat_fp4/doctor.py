@@ -128,7 +128,7 @@ def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
         if not got.any():
             return f"{recipe.name}: {name} is all zeros"
         error = relative_square_error(got, want)
-        if not error < limit:
+        if not error < limit and not recipe.output.random:
             return f"{recipe.name}: {name} has a relative square error of {error:.1e}, expected below {limit:.0e}"
     return None
 
