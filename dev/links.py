@@ -1,7 +1,7 @@
 """Names the repository where its address has to be written out. Run it from the checkout that it changes.
 
-    python dev/links.py https://github.com/me/nanochat_fp4           the notebook's badge and installation: once; commit it
-    python dev/links.py https://github.com/me/nanochat_fp4 v0.2.0    and README and pyproject.toml, for a package index
+    python dev/links.py https://github.com/me/nanochat_fp4           once: the notebook's badge and installation
+    python dev/links.py https://github.com/me/nanochat_fp4 v0.2.0    also README and pyproject.toml
 
 A package index shows README outside of the repository, so that its relative links and pictures lead nowhere there.
 The workflow `release` runs the second form on its own copy; nothing of that is committed.
