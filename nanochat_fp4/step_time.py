@@ -347,8 +347,8 @@ DISK = 1e9  # bytes a second of a checkpoint's writing, an ASSUMPTION
 FEEDBACK_MS = 63.4 - 5.5 + 446.7 / 10
 # A tuned FP8 over an untuned one (sm_89's kernels on sm_120), mdhorton/nanochat_sm120: 1.18 at d16, 1.33 at d12.
 TUNED_FP8 = {"": 1.18, "best": 240_038 / 180_890, "worst": 1.0}
-# --head: bytes of the loss kernel for a logit, tokens of a chunk at VOCABULARY, bytes to add an element of a chunk to the
-# gradient of the weight. "" is the head that LOGIT was fitted to: products in BF16, a compiled loss.
+# --head: bytes of the loss kernel for a logit, tokens of a chunk at VOCABULARY, bytes to add an element of a chunk to
+# the gradient of the weight. "" is the head that LOGIT was fitted to: products in BF16, a compiled loss.
 FUSED_LOGIT, CHUNKS, ADDITION = 6.0, {"bf16": 8192, "fp8": 4096}, 12.0
 CAST, ACCUMULATE = 6.0, 10.0  # bytes a weight: FP32 to BF16, and BF16 added to FP32
 ATTENTION_SHARE = 0.6
