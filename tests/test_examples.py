@@ -11,8 +11,10 @@ import nanochat_fp4 as nf
 from nanochat_fp4.export.weights import forward_weights, served
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+TRAINER = ("transformers", "accelerate")
 NEEDS = {
-    "hf_trainer": ("transformers", "accelerate", "compressed_tensors"),
+    "hf_trainer": (*TRAINER, "compressed_tensors"),
+    "distill_trainer": TRAINER,
     "lightning_module": ("lightning",),
     "lora": ("peft",),
 }
@@ -46,6 +48,11 @@ def test_plain_loop(method, capsys):
     assert abs(float(out.split()[-1]) - losses[-1]) < 0.1
 
 
+def test_distill():
+    losses = load("distill").main("clover", 40)
+    assert len(losses) == 40 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
 def test_fsdp2(tmp_path):
     import torch.distributed as dist
 
@@ -74,6 +81,13 @@ def test_hf_trainer(tmp_path):
             assert (rounded(ids).logits - want).abs().max() > 2 * (got - want).abs().max()
     late, _ = example.main(str(tmp_path), "clover_late", 4)
     assert {m.recipe.name for m in late.model.modules() if isinstance(m, nf.QuantLinear)} == {"clover_refined"}
+
+
+@pytest.mark.slow
+def test_distill_trainer(tmp_path):
+    losses = load("distill_trainer").main(str(tmp_path / "run"), "clover", 20)
+    assert len(losses) == 20 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert (tmp_path / "run" / "nvfp4" / "model.safetensors").stat().st_size > 0
 
 
 @pytest.mark.slow
