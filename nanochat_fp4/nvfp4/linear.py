@@ -99,6 +99,8 @@ class Gemms(NamedTuple):
         """The gradient of this process's tokens, from that of all."""
         return grad_x
 
+    gemm = staticmethod(gemm)
+
 
 class _Pass(NamedTuple):
     """_QuantLinear's arguments besides input and weights.
@@ -163,7 +165,7 @@ class _QuantLinear(torch.autograd.Function):
         ctx.gemms, ctx.dtype, ctx.x_dtype, ctx.weight_dtype = gemms, this.dtype, x.dtype, weights[0].dtype
         ctx.needs_wgrad, ctx.rows = needs_wgrad, [w.shape[0] for w in weights]
         ctx.gradients = this.gradients  # not saved: saved tensors must not change before the backward pass
-        return gemm(xq, _output_needs(seed, wq), compute_dtype=this.dtype, out_dtype=this.dtype)
+        return gemms.gemm(xq, _output_needs(seed, wq), compute_dtype=this.dtype, out_dtype=this.dtype)
 
     @staticmethod
     @once_differentiable
@@ -180,14 +182,14 @@ class _QuantLinear(torch.autograd.Function):
         grad_x, grad_ws = None, [None] * len(ctx.rows)
         if needs_dgrad:
             wt = w if dgrad.b.raw else quantize_operand(w, for_w, transpose=True)
-            grad_x = gemm(e, wt, compute_dtype=dtype, out_dtype=ctx.x_dtype)
+            grad_x = gemms.gemm(e, wt, compute_dtype=dtype, out_dtype=ctx.x_dtype)
             if square:
                 grad_x = relu_squared_gradient(grad_x, *square)
             grad_x = gemms.own_gradient(grad_x)
         if ctx.needs_wgrad:
             xt = x if wgrad.b.raw else quantize_operand(x, for_x, transpose=True)
             if ctx.gradients is None:
-                grad_ws = gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype).split(ctx.rows)
+                grad_ws = gemms.gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype).split(ctx.rows)
             else:
                 gemm_add(et, xt, ctx.gradients, compute_dtype=dtype)
         return None, grad_x, *grad_ws
