@@ -156,7 +156,7 @@ def setup(device_type: str, windowed: bool = False, shape: tuple[int, int, int, 
 @functools.cache
 def time_backends(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[str, float]:
     """Milliseconds of a layer, forward and backward in BF16, by backend; of the candidates that run here, the same on
-    all ranks. left < 0: full context. FlexAttention and cuDNN are timed compiled. torch's generators stay as they were."""
+    all ranks. left < 0: full context. FlexAttention and cuDNN are compiled. torch's generators stay as they were."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, grad = (
         torch.randn(TIMED_ROWS, length, h, dim, device="cuda", generator=generator).bfloat16().requires_grad_()
