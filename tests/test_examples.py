@@ -9,7 +9,8 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-NEEDS = {"hf_trainer": ("transformers", "accelerate"), "lightning_module": ("lightning",), "lora": ("peft",)}
+TRAINER = ("transformers", "accelerate")
+NEEDS = {"hf_trainer": TRAINER, "distill_trainer": TRAINER, "lightning_module": ("lightning",), "lora": ("peft",)}
 
 
 def load(name: str):
@@ -40,6 +41,11 @@ def test_plain_loop(method, capsys):
     assert abs(float(out.split()[-1]) - losses[-1]) < 0.1
 
 
+def test_distill():
+    losses = load("distill").main("clover", 40)
+    assert len(losses) == 40 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
 def test_fsdp2(tmp_path):
     import torch.distributed as dist
 
@@ -63,6 +69,13 @@ def test_hf_trainer(tmp_path):
     model = LlamaForCausalLM.from_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["hidden_size"] == 64
     assert all(torch.equal(model.state_dict()[name], value) for name, value in saved.items())
+
+
+@pytest.mark.slow
+def test_distill_trainer(tmp_path):
+    losses = load("distill_trainer").main(str(tmp_path / "run"), "clover", 20)
+    assert len(losses) == 20 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert (tmp_path / "run" / "nvfp4" / "model.safetensors").stat().st_size > 0
 
 
 @pytest.mark.slow

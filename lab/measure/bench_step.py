@@ -256,7 +256,7 @@ def run_steps(subject: Subject, rows: int, micro_batches: int, watch: Stopwatch)
 
 # Kinds of work, by parts of the names of a kernel or of the operators that launched it; the first that fits counts.
 KINDS = (
-    ("LM head and loss", ("linear_cross_entropy", "_chunk_loss", "chunk_loss")),
+    ("LM head and loss", ("linear_cross_entropy", "_chunk_loss", "chunk_loss", "losses_kernel", "gradient_codes")),
     ("attention", ("flash", "fmha", "attention", "flex", "sdpa")),
     ("GEMM", ("gemm", "nvjet", "cutlass", "splitk", "mm_alpha", "dot_scaled_kernel", "codes_matmul", "one_row")),
     ("ReLU^2", ("relu_squared",)),

@@ -104,6 +104,8 @@ class Gemms(NamedTuple):
         """The gradient of this process's tokens, from that of all."""
         return grad_x
 
+    gemm = staticmethod(gemm)
+
 
 class Then(Protocol):
     """A function of a layer's output that the backward pass computes again: it keeps no tensor that depends on y alone.
@@ -139,6 +141,7 @@ class _Pass(NamedTuple):
     amax:         max |input|, FP32 (), where the caller knows it
     squares:      the input is relu(x)^2 of the x that is given
     then:         what follows the product. The product is then computed again, from the operands, in the backward pass.
+    more:         the number of tensors that `then` takes besides the product
     """
 
     gemms: Gemms
@@ -152,18 +155,20 @@ class _Pass(NamedTuple):
     amax: torch.Tensor | None
     squares: bool
     then: Then | None = None
+    more: int = 0
 
 
 class _QuantLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, this: _Pass, layers: int, x: torch.Tensor, *tensors: torch.Tensor):
+    def forward(ctx, this: _Pass, x: torch.Tensor, *tensors: torch.Tensor):
         """x (M, K), weights (N_i, K), N = sum of N_i -> (M, N) in this.dtype, or the results of this.then.
 
-        tensors: the weights of so many layers, and what this.then takes besides."""
-        gemms, device, weights = this.gemms, x.device, tensors[:layers]
+        tensors: the weights, and what this.then takes besides."""
+        gemms, device, layers = this.gemms, x.device, len(tensors) - this.more
+        weights = tensors[:layers]
         recipe = gemms.recipe
-        needs_dgrad = ctx.needs_input_grad[2] and this.grad_enabled
-        needs_wgrad = any(ctx.needs_input_grad[3 : 3 + layers]) and this.grad_enabled
+        needs_dgrad = ctx.needs_input_grad[1] and this.grad_enabled
+        needs_wgrad = any(ctx.needs_input_grad[2 : 2 + layers]) and this.grad_enabled
         square_seed = new_seed(device) if this.squares else None
         seed = new_seed(device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
         weight = _stacked(this.values or weights) if this.weight is None or recipe.grad_input.b.raw else None
@@ -189,16 +194,16 @@ class _QuantLinear(torch.autograd.Function):
             backward_x = quantize_operand(x, for_x, transpose=True, keep_codes=True)
         again, results, kept = (), (), ()
         if this.then is not None:
-            y = gemm(xq, _output_needs(seed, wq), compute_dtype=this.dtype, out_dtype=this.dtype)
+            y = gemms.gemm(xq, _output_needs(seed, wq), compute_dtype=this.dtype, out_dtype=this.dtype)
             again, (results, kept) = (xq, wq), this.then.forward(y, *tensors[layers:])
         _save(ctx, (backward_w, backward_x, *again), seed, *square, *kept)
-        ctx.then, ctx.more = this.then, len(tensors) - layers
+        ctx.then, ctx.more = this.then, this.more
         ctx.gemms, ctx.dtype, ctx.x_dtype, ctx.weight_dtype = gemms, this.dtype, x.dtype, weights[0].dtype
         ctx.needs_wgrad, ctx.rows = needs_wgrad, [w.shape[0] for w in weights]
         ctx.gradients = this.gradients  # not saved: saved tensors must not change before the backward pass
         if this.then is not None:
             return results
-        return gemm(xq, _output_needs(seed, wq), compute_dtype=this.dtype, out_dtype=this.dtype)
+        return gemms.gemm(xq, _output_needs(seed, wq), compute_dtype=this.dtype, out_dtype=this.dtype)
 
     @staticmethod
     @once_differentiable
@@ -209,29 +214,29 @@ class _QuantLinear(torch.autograd.Function):
         grad_more = [None] * ctx.more
         if ctx.then is not None:
             a, b = (_again(operand, grad_output) for operand in again)
-            y = gemm(a, b, compute_dtype=dtype, out_dtype=dtype)
+            y = gemms.gemm(a, b, compute_dtype=dtype, out_dtype=dtype)
             grad_output, *grad_more = ctx.then.backward(y, square, grad_output, *grads)
             square = ()
         seed = _backward_seed(grad_output) if gemms.recipe.draws_in_backward else None
         # A GEMM whose b was rotated in the forward pass goes on with that pass's signs.
         for_e, for_w = gemms.operands(dgrad, GRAD_INPUT, seed, forward_seed if dgrad.b.raw else seed, device)
         for_et, for_x = gemms.operands(wgrad, GRAD_WEIGHT, seed, forward_seed if wgrad.b.raw else seed, device)
-        needs_dgrad = ctx.needs_input_grad[2]
+        needs_dgrad = ctx.needs_input_grad[1]
         e, et = quantize_grad_output(grad_output, for_e if needs_dgrad else None, for_et if ctx.needs_wgrad else None)
         grad_x, grad_ws = None, [None] * len(ctx.rows)
         if needs_dgrad:
             wt = w if dgrad.b.raw else quantize_operand(w, for_w, transpose=True)
-            grad_x = gemm(e, wt, compute_dtype=dtype, out_dtype=ctx.x_dtype)
+            grad_x = gemms.gemm(e, wt, compute_dtype=dtype, out_dtype=ctx.x_dtype)
             if square:
                 grad_x = relu_squared_gradient(grad_x, *square)
             grad_x = gemms.own_gradient(grad_x)
         if ctx.needs_wgrad:
             xt = x if wgrad.b.raw else quantize_operand(x, for_x, transpose=True)
             if ctx.gradients is None:
-                grad_ws = gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype).split(ctx.rows)
+                grad_ws = gemms.gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype).split(ctx.rows)
             else:
                 gemm_add(et, xt, ctx.gradients, compute_dtype=dtype)
-        return None, None, grad_x, *grad_ws, *grad_more
+        return None, grad_x, *grad_ws, *grad_more
 
 
 # torch.compile chooses anew which operation runs in which pass. A seed may be drawn in both passes, if neither the
@@ -485,9 +490,10 @@ class QuantLinear(torch.nn.Linear):
         operand, values = self._weight_now(layers, quantizes)
         grad_enabled, gradients = torch.is_grad_enabled(), self.context.gradients.get(len(layers))
         per_token, factor = self._per_token_now(grad_enabled), self.feedback_factor
-        this = _Pass(gemms, dtype, grad_enabled, per_token, factor, operand, gradients, values, amax, squares, then)
+        settings = dtype, grad_enabled, per_token, factor, operand, gradients, values, amax, squares, then, len(more)
+        this = _Pass(gemms, *settings)
         rows = rows if quantizes else rows.to(dtype)  # an unquantized input is kept in dtype
-        return _QuantLinear.apply(this, len(layers), rows, *[layer.matrix for layer in layers], *more)
+        return _QuantLinear.apply(this, rows, *[layer.matrix for layer in layers], *more)
 
     def _weight_now(
         self, layers: "tuple[QuantLinear, ...]", quantizes: bool

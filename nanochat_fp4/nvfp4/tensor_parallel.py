@@ -44,6 +44,7 @@ from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from nanochat_fp4.nvfp4.format import BLOCK
+from nanochat_fp4.nvfp4.gemm import gemm
 from nanochat_fp4.nvfp4.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, UNQUANTIZED, Gemms, QuantLinear, _compute_dtype
 from nanochat_fp4.nvfp4.operands import Codes, Quantization
 from nanochat_fp4.nvfp4.philox import uniforms_of_elements, uniforms_of_scales
@@ -244,6 +245,8 @@ class DividedGemms(NamedTuple):
 
     def own_gradient(self, grad_x: torch.Tensor) -> torch.Tensor:
         return self.shard.scattered_gradient(grad_x)
+
+    gemm = staticmethod(gemm)
 
 
 class DividedLinear(QuantLinear):

@@ -8,6 +8,7 @@ from typing import Any
 
 import nanochat_fp4 as nf
 from nanochat_fp4.console import parse_finite
+from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE
 from nanochat_fp4.nvfp4.methods import OSCIRESET_COMMIT, removed
 from nanochat_fp4.parallel import MODES
@@ -173,6 +174,10 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "with a tensor scale, as the paper's nanochat runs did; as one layer they are faster); exact_relu_squared "
         "(keep relu(x) for the derivative of ReLU^2 as it is, not in 8 bits, as in the paper's runs: more memory)",
     )
+    text = (
+        "products of the output head in training: in BF16, or in FP8 with a scale for each tensor, as nanochat's --fp8"
+    )
+    parser.add_argument("--head", choices=HEADS, default="bf16", help=text)
     parser.set_defaults(
         layer_methods="", method_phases="", oscillation="", separate_qkv=False, exact_relu_squared=False
     )

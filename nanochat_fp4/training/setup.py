@@ -36,6 +36,7 @@ from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.errors import LostRankError, UserError, is_lost_rank
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.models import flash_attention, llama
+from nanochat_fp4.models.cross_entropy import head_problem
 from nanochat_fp4.models.gpt import GPT, config_from_depth
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
@@ -125,9 +126,11 @@ def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) 
     set_cpu_threads(device, config.n_embd)
     with torch.device("meta"):
         model = cls(config)
+    if problem := head_problem(args.head, *model.lm_head.weight.shape, device.type):
+        raise UserError(f"--head: {problem}")
     model.to_empty(device=device)
     model.init_weights()
-    model.recompute = args.recompute
+    model.recompute, model.head = args.recompute, args.head
     return model, name
 
 
@@ -145,12 +148,13 @@ def run_settings(
         **({"schedule": "OneCycleLR"} if args.llama else {}),
         "tokenizer": tokenizer.fingerprint(),
         **{k: getattr(args, k) or None for k in METHOD_CHANGES},
+        "head": None if args.head == "bf16" else args.head,
     }
 
 
 def comparison_key(settings: dict[str, Any]) -> str:
     """The same for two runs that differ only in the method, or in how they are spread over devices."""
-    apart = {"method", "world_size", "parallel", *METHOD_CHANGES}
+    apart = {"method", "world_size", "parallel", "head", *METHOD_CHANGES}
     apart |= {key for key in ("data_seed", "shuffle_documents") if not settings[key]}  # the text as it is stored
     comparable = {k: v for k, v in settings.items() if k not in apart}
     return hashlib.sha256(json.dumps(comparable, sort_keys=True).encode()).hexdigest()[:12]
@@ -166,7 +170,7 @@ def find_start(
     source = folder
     if step is None and branch:
         source, step = branch
-        same = {k: v for k, v in same.items() if k not in ("method", *METHOD_CHANGES)}
+        same = {k: v for k, v in same.items() if k not in ("method", "head", *METHOD_CHANGES)}
     start = Start(folder)
     if step is not None:
         weights, rank_state, meta = load_checkpoint(
