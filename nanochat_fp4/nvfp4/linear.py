@@ -77,12 +77,7 @@ class Gemms(NamedTuple):
     recipe: Recipe
 
     def operands(
-        self,
-        spec: Gemm,
-        stream: int,
-        seed: torch.Tensor | None,
-        rht_seed: torch.Tensor | None,
-        device: torch.device,
+        self, spec: Gemm, stream: int, seed: torch.Tensor | None, rht_seed: torch.Tensor | None, device: torch.device
     ) -> tuple[Quantization, Quantization]:
         """The operands a and b of a GEMM: rotated with the same signs, rounded with different noise."""
         if spec.fixed_signs:
@@ -373,7 +368,7 @@ class QuantLinear(torch.nn.Linear):
     def weight_quantization(self, device: torch.device) -> Quantization:
         """How the weight operand of the output GEMM is made, where that is the same in each pass."""
         _, how = self._gemms().operands(self.recipe.output, OUTPUT, None, None, device)
-        return how._replace(factor=self.feedback_factor, tiles=False)
+        return how._replace(factor=self.feedback_factor)
 
     def _gemms(self) -> Gemms:
         return Gemms(self.recipe)
@@ -653,11 +648,11 @@ def quantized_weights(groups: Sequence[Sequence[QuantLinear]], tiles: bool = Fal
             continue
         gathered = layers[0]._gathered(layers)
         if gathered is not None and isinstance(gathered.parts[0], Codes):
-            made[i] = gathered.joined
+            made[i] = gathered.joined if tiles else gathered.joined.row_major()
             continue
         weight = _stacked([layer.matrix.detach() for layer in layers] if gathered is None else gathered.values)
         how = layers[0].weight_quantization(weight.device)
-        weights[i] = weight, how._replace(tiles=tiles and native_gemm(weight.device.type) is not None)
+        weights[i] = weight, how._replace(tiles=tiles and how.tiles)
     for i, operand in zip(weights, quantize_weights(list(weights.values()))):
         made[i] = operand
     return made

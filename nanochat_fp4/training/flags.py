@@ -10,6 +10,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.console import parse_finite
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE
+from nanochat_fp4.models.lean import STATES
 from nanochat_fp4.nvfp4.methods import OSCIRESET_COMMIT, removed
 from nanochat_fp4.parallel import MODES
 from nanochat_fp4.training.load_model import SWITCHES
@@ -58,6 +59,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
     # Runtime
     text = "over several processes: all weights in each (ddp), or shards of them that are gathered in 4 bits (fsdp)"
     add("--parallel", choices=MODES, default="ddp", help=text)
+    text = "weights, gradients, moments in FP32; or in BF16 with stochastic rounding and 8 bits, for half the memory"
+    add("--state", choices=STATES, default="fp32", help=text)
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
     words = ("deterministic", "skip-nonfinite", *more)
     add_several(
