@@ -56,8 +56,21 @@ def _programs(device: torch.device) -> int:
 
 
 @functools.cache
+def _butterflies() -> bool:
+    if m.INTERPRETED:
+        return True
+    return triton.runtime.driver.active.get_current_target().arch // 10 not in (9, 10, 11)
+
+
+@functools.cache
 def _hadamard(dim: int, device: torch.device) -> torch.Tensor:
     """Sylvester's H of order dim along the diagonal up to 128: BF16 (128, 128), columns in the order of `_blocks`."""
+    if _butterflies():
+        k, c = torch.arange(16)[:, None], torch.arange(16)[None, :]
+        k = k // 2 * 16 + k % 2
+        j = c // 2 % 4 * 32 + c // 8 * 16 + c % 2
+        parity = sum(((k & j) >> bit) & 1 for bit in range(dim.bit_length() - 1)) % 2
+        return ((1 - 2 * parity) * (k // dim == j // dim)).to(torch.bfloat16).to(device)
     k, c = torch.arange(TILE)[:, None], torch.arange(TILE)[None, :]
     # Column c of a tensor-core accumulator holds element (c // 8 % 8) * 2 + c % 2 of block c // 2 % 4 * 2 + c // 64.
     j = (c // 2 % 4 * 2 + c // 64) * 16 + c // 8 % 8 * 2 + c % 2
@@ -196,6 +209,7 @@ class _Launches:
             FROM_TILES=self.from_tiles,
             FP32=self.x.dtype == torch.float32,
             HARDWARE=hardware(),
+            BUTTERFLIES=_butterflies(),
             ROW=constants[0],
             COL=constants[1],
             **_launch_options(),
