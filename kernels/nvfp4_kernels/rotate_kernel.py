@@ -265,6 +265,16 @@ def _decoded(byte, scale, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def _of_threads(absolute, TCGEN05: tl.constexpr):
+    """Magnitudes of blocks (512,) -> int32 (128,), the bits of the largest of each thread's four. NaN is the largest."""
+    if TCGEN05:
+        largest = tl.max(tl.reshape(m.bits(absolute), (64, 4, 2)), axis=1)
+    else:
+        largest = tl.max(tl.max(tl.reshape(m.bits(absolute), (4, 2, 8, 4, 2)), axis=4), axis=1)
+    return tl.reshape(largest, (128,))
+
+
+@triton.jit
 def _make(
     first,
     step,
@@ -305,7 +315,7 @@ def _make(
             matrix = tl.load(buffers.hadamard + k[:, None] * 16 + k[None, :]).to(tl.bfloat16, bitcast=True)
         else:
             matrix = _rotation(buffers.hadamard, flips)
-    largest = tl.zeros((512,), tl.float32)
+    largest = tl.zeros((128,), tl.int32)
     for strip in range(first, 2 * row_tiles * column_tiles, step):
         tile_row = strip // 2 // column_tiles
         tile_column = strip // 2 % column_tiles
@@ -352,9 +362,9 @@ def _make(
             HARDWARE,
         )
         if C.KIND != ALIGNED:
-            largest = tl.maximum(largest, absolute, propagate_nan=tl.PropagateNan.ALL)
+            largest = tl.maximum(largest, _of_threads(absolute, HARDWARE >= m.CONVERTS_E2M1 and not BUTTERFLIES))
     if C.KIND != ALIGNED:
-        tl.atomic_max(buffers.amax, tl.max(m.bits(largest), axis=0), sem="relaxed")
+        tl.atomic_max(buffers.amax, tl.max(largest, axis=0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=[f"{side}_{place}" for side in ("row", "col") for place in PLACE])
