@@ -3,8 +3,13 @@
 A program makes strips of one operand, one after another, and so reads H once. A strip is 64 rows by a group of 128. The
 programs of both operands go through the tensor side by side. The second to come finds its tile in the L2 cache.
 
-After the rotation the arithmetic is that of nanochat_fp4.nvfp4.quantizers, bit for bit. The rotation sums 128 BF16
-products in FP32, in the tensor cores' order, so a value may differ from the reference's in its last bits.
+H is one product of 128 x 128 where wgmma or tcgen05 computes it. mma.sync takes 128 columns of H from shared memory for
+each warp. There (BUTTERFLIES) H128 = H16 x H8: bits 6, 5, 4 and 0 of a column by a product of 16 x 16, bits 3, 2 and 1
+by three butterflies in registers. A thread ends with whole blocks in both cases.
+
+After the rotation the arithmetic is that of nanochat_fp4.nvfp4.quantizers, bit for bit. Sums are FP32, in the tensor
+cores' order. Their error is at most 128 ulps of the sum of magnitudes by one product, 19 by products of 16 and
+butterflies. So a value may differ from the reference's in its last bits.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +28,7 @@ AMAX, ALIGNED, EDEN, EDEN_EMULATED = tl.constexpr(0), tl.constexpr(1), tl.conste
 class Buffers(NamedTuple):
     """Tensors of one operand, and its streams of random numbers. A tensor that the kernel does not touch is any.
 
-    hadamard:   BF16 as int16 (128, 128), of rotate._hadamard
+    hadamard:   BF16 as int16 (128, 128) or (16, 16), of rotate._hadamard
     seeds:      int64 ()
     amax:       int32 (), the bits of a float32
     codes:      int32 (R, K/8), eight codes a word
@@ -117,7 +122,7 @@ def _interleaved(x, COL: tl.constexpr):
 
 @triton.jit
 def _butterfly(x, LEFT: tl.constexpr):
-    """Sums and differences of pairs of x (512, 16), halves of each of LEFT parts."""
+    """Of each of LEFT equal parts of x, 8192 elements: the sum of its two halves, then their difference."""
     x = tl.reshape(x, (LEFT, 2, 4096 // LEFT))
     odd = tl.arange(0, 2)[None, :, None]
     sums = tl.sum(x, axis=1)[:, None, :]
@@ -265,16 +270,6 @@ def _decoded(byte, scale, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _of_threads(absolute, TCGEN05: tl.constexpr):
-    """Magnitudes of blocks (512,) -> int32 (128,), the bits of the largest of each thread's four. NaN is the largest."""
-    if TCGEN05:
-        largest = tl.max(tl.reshape(m.bits(absolute), (64, 4, 2)), axis=1)
-    else:
-        largest = tl.max(tl.max(tl.reshape(m.bits(absolute), (4, 2, 8, 4, 2)), axis=4), axis=1)
-    return tl.reshape(largest, (128,))
-
-
-@triton.jit
 def _make(
     first,
     step,
@@ -302,6 +297,7 @@ def _make(
     DIVISOR: tl.constexpr = C.DIVISOR
     column_tiles = tl.cdiv(columns, 128)
     row_tiles = tl.cdiv(rows, 128)
+    TCGEN05: tl.constexpr = HARDWARE >= m.CONVERTS_E2M1 and not BUTTERFLIES
     factor = C.NORM
     if FROM_CODES:
         factor = tl.load(x_tensor_scale_ptr) * C.NORM
@@ -315,7 +311,7 @@ def _make(
             matrix = tl.load(buffers.hadamard + k[:, None] * 16 + k[None, :]).to(tl.bfloat16, bitcast=True)
         else:
             matrix = _rotation(buffers.hadamard, flips)
-    largest = tl.zeros((128,), tl.int32)
+    largest = tl.zeros((512 if TCGEN05 else 128,), tl.float32)
     for strip in range(first, 2 * row_tiles * column_tiles, step):
         tile_row = strip // 2 // column_tiles
         tile_column = strip // 2 % column_tiles
@@ -362,9 +358,12 @@ def _make(
             HARDWARE,
         )
         if C.KIND != ALIGNED:
-            largest = tl.maximum(largest, _of_threads(absolute, HARDWARE >= m.CONVERTS_E2M1 and not BUTTERFLIES))
+            if not TCGEN05:  # A thread keeps the largest of its four blocks. As integers NaN is the largest.
+                four = tl.reshape(m.bits(absolute), (4, 2, 8, 4, 2))
+                absolute = m.from_bits(tl.reshape(tl.max(tl.max(four, axis=4), axis=1), (128,)))
+            largest = tl.maximum(largest, absolute, propagate_nan=tl.PropagateNan.ALL)
     if C.KIND != ALIGNED:
-        tl.atomic_max(buffers.amax, tl.max(largest, axis=0), sem="relaxed")
+        tl.atomic_max(buffers.amax, tl.max(m.bits(largest), axis=0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=[f"{side}_{place}" for side in ("row", "col") for place in PLACE])
