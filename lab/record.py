@@ -131,7 +131,9 @@ def page(records: list[dict[str, Any]]) -> str:
                 dollars = gpu_dollars(environment, r["seconds"]) if r["cards"] else None
                 cells = [f"{r['tokens']:,}", format_seconds(r["seconds"]), f"{dollars:.2f}" if dollars else "-"]
             card = f"{r['cards']} x {r['card']}" if r["cards"] else r["card"]
-            cells = [f"`{r['method']}`", *cells, f"{r['bpb']:.4f}", card, r["commit"][:7] or "unknown"]
+            commit, _, changes = r["commit"].partition("+")
+            commit = (commit[:7] or "unknown") + (changes and " and changes")
+            cells = [f"`{r['method']}`", *cells, f"{r['bpb']:.4f}", card, commit]
             lines += ["| " + " | ".join([*cells, f"[log]({r['log']})", r["note"]]) + " |"]
     return "\n".join(lines) + "\n"
 
@@ -142,6 +144,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--to", type=parse_finite, help="the loss, bits per byte of validation text")
     parser.add_argument("--seed", type=int, default=1, help="of a sweep's runs")
     parser.add_argument("--note", default="", help="why the time is no fair comparison, if it is not")
+    parser.add_argument("--commit", default="", help="of a run whose machine had no git")
     parser.add_argument("--table", action="store_true", help="write the page from all records")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="its folder records/ and its page")
     args = parser.parse_args(argv)
@@ -154,6 +157,7 @@ def main(argv: list[str] | None = None) -> None:
         made = of_sweep(args.run, args.to, args.seed) if sweep else [of_folder(args.run, args.to)]
         for record, log in made:
             record["note"] = args.note or record["note"]
+            record["commit"] = record["commit"] or args.commit
             atomic_write(folder / f"{record['name']}.json", json.dumps(record, indent=1) + "\n")
             if log:
                 atomic_write(args.docs / record["log"], log)

@@ -13,7 +13,7 @@ GPU and a CPU emulate the same arithmetic.
 The other names, by task:
 
     train       convert, and for methods that change in a run set_progress; for clover_feedback update_gram_matrices,
-                gram_state, load_gram_state
+                gram_state, load_gram_state; distillation_loss, to learn from a teacher in full precision
     go faster   quantize_weights_once and accumulate_gradients around the micro-batches of a step
     evaluate    full_precision for the same weights in BF16; per_token_scale for results that ignore the batch
     many GPUs   gather_codes with FSDP2; ColwiseParallel and RowwiseParallel with DTensor
@@ -68,6 +68,7 @@ __all__ = [
     "accumulate_gradients",
     "backend",
     "convert",
+    "distillation_loss",
     "full_precision",
     "gather_codes",
     "get_recipe",
@@ -86,12 +87,14 @@ __all__ = [
 if TYPE_CHECKING:
     from nanochat_fp4.export.load import load_quantized
     from nanochat_fp4.export.save import save_quantized
+    from nanochat_fp4.models.distill import distillation_loss
     from nanochat_fp4.nvfp4.tensor_parallel import ColwiseParallel, RowwiseParallel
 else:
     # Few programs need these names, and their modules import more than torch's core, so they are loaded on demand.
     _ON_DEMAND = {
         "ColwiseParallel": "nvfp4.tensor_parallel",
         "RowwiseParallel": "nvfp4.tensor_parallel",
+        "distillation_loss": "models.distill",
         "load_quantized": "export.load",
         "save_quantized": "export.save",
     }

@@ -37,6 +37,7 @@ from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.gpt import compile_layers
+from nanochat_fp4.models.lean import Lean
 from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
@@ -229,7 +230,8 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
 
     val_data = shard_digest(list_parquet_files(data_dir)[-1])
     optimizers, schedule = model.setup_pretraining(options, args.total_batch_size, num_iterations)
-    parts = TrainingStep(model, optimizers, forward, quantized)
+    lean = Lean(model, optimizers, args.seed) if args.state == "lean" else None
+    parts = TrainingStep(model, optimizers, forward, quantized, lean=lean)
 
     def make_loader(position: Any) -> Any:
         return tokenizing_distributed_data_loader_with_state_bos_bestfit(

@@ -1,6 +1,7 @@
 """What an owner of the repository publishes: version, sdist, wheel, workflows, container."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -55,6 +56,37 @@ def test_actionlint():
 def test_hadolint():
     done = subprocess.run([command("hadolint"), ROOT / "Dockerfile"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_links_of_a_package_index(tmp_path):
+    """The workflow's step, on a copy: README has no relative link or picture left, and each leads to a file."""
+    step = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert 'run: python dev/links.py "$REPOSITORY" "$GITHUB_REF_NAME"' in step
+    notebook = "examples/nvfp4_in_ten_minutes.ipynb"
+    (tmp_path / "examples").mkdir()
+    for name in ("README.md", "pyproject.toml", notebook):
+        shutil.copy(ROOT / name, tmp_path / name)
+    repository = "https://github.com/me/nanochat_fp4"
+
+    def links(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, ROOT / "dev" / "links.py", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    assert links("me/nanochat_fp4").stderr.startswith("error: me/nanochat_fp4 is no repository; expected https://")
+    assert links(repository).returncode == 0
+    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()  # without a tag the notebook alone
+    stored = (tmp_path / notebook).read_text()
+    assert "OWNER" not in stored and stored.count("me/nanochat_fp4") == 2
+    assert json.loads(stored)["cells"][0]["source"][2].count("/github/me/nanochat_fp4/blob/main/" + notebook) == 1
+
+    assert links(repository + ".git", "v9.9").returncode == 0
+    text = re.sub(r"^ {4}.*|`[^`\n]*`", "", (tmp_path / "README.md").read_text(), flags=re.M)
+    targets = re.findall(r'\]\(\s*([^)\s]+)\s*\)|(?:src|srcset|href)="([^"]+)"', text)
+    assert len(targets) > 20 and text.count("<picture>") == 2
+    for target in map("".join, targets):
+        kind, _, path = target.removeprefix(repository + "/").partition("/v9.9/")
+        assert kind == ("raw" if path.endswith((".png", ".svg")) else "blob") and (ROOT / path).is_file(), target
+    assert f'[project.urls]\nSource = "{repository}"\nPaper' in (tmp_path / "pyproject.toml").read_text()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

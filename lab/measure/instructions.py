@@ -93,7 +93,8 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
         swizzle(operand[1])
         for dtype, columns in ((torch.bfloat16, 1536), (torch.float32, 100)):
             relu_squared(torch.zeros(8, columns, dtype=dtype), torch.tensor(1))
-        _launch_feedback()
+        _launch_feedback(tiles=arch in BLACKWELL)
+        _launch_loss()
         quantize_relu_squared(torch.zeros(8, 1536, dtype=torch.bfloat16), torch.tensor(1), 6.0, 256.0, [1.0, 1.5], True)
         amax(torch.empty(1 << 28, dtype=torch.bfloat16))  # memory that nobody touches: the kernel for large tensors
     if arch in BLACKWELL:
@@ -109,13 +110,25 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     return list(launched.values())
 
 
-def _launch_feedback() -> None:
+def _launch_feedback(tiles: bool) -> None:
     """Of FP32 and BF16 weights, with the roundings of methods and of tests."""
     from nanochat_fp4.nvfp4.feedback import round_with_feedback
     from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
 
     for dtype, rounding in ((torch.float32, "scale_search_6"), (torch.bfloat16, "four_over_six")):
-        round_with_feedback(torch.zeros(2, 64, 256, dtype=dtype), [torch.zeros(256, 256)] * 2, ROUNDINGS[rounding])
+        weights, factors = torch.zeros(2, 64, 256, dtype=dtype), [torch.zeros(256, 256)] * 2
+        round_with_feedback(weights, factors, ROUNDINGS[rounding], tiles=tiles)
+
+
+def _launch_loss() -> None:
+    """Of BF16 logits: losses alone, with the gradient in place, and with FP8 codes."""
+    from nvfp4_kernels import cross_entropy
+
+    logits, per_token = torch.zeros(256, 4096, dtype=torch.bfloat16), torch.zeros(256)
+    tokens = logits, torch.zeros(256, dtype=torch.int64)
+    for token_weight in (None, per_token):
+        cross_entropy.losses(*tokens, token_weight, 4096, 15.0)
+    cross_entropy.gradient_codes(*tokens, per_token, per_token, torch.ones(()), 4096, 15.0)
 
 
 def _launch_decoding() -> None:

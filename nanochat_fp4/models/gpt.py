@@ -12,7 +12,6 @@ All matrices are plain nn.Linear, so that nanochat_fp4.convert can put quantized
 
 Little is kept for the backward pass; docs/memory.md has the table. The logits are not kept (cross_entropy.py). ReLU^2
 keeps its output, which the next layer keeps anyway, or 8 bits an element. Queries and keys are kept once.
-`GPT.recompute` trades time for still less memory.
 
 Precision: parameters are FP32 (on CUDA the embedding is BF16, as in nanochat). Run the model inside
 `autocast(device_type)`: BF16 products on CUDA, FP32 elsewhere.
@@ -332,14 +331,15 @@ class GPT(nn.Module):
         model.to_empty(device=device)      # memory
         model.init_weights()               # values, rotary tables, attention backend
 
-    recompute: parts that the backward pass computes a second time instead of keeping them. The result is the same to
-        the bit. Under torch.compile the random numbers are others, of the same distribution.
+    recompute: parts that the backward pass computes a second time instead of keeping them: less memory for more time.
+        The same bits result. Under torch.compile the random numbers are others, of the same distribution.
         "none": nothing.
         "mlp": norm, c_fc, ReLU^2 and the quantization of their results. Costs a ninth of the layers' matrix products.
         "all": the same and queries, keys, values and attention. Costs a fifth of the products and one attention.
     """
 
     recompute: Literal["none", "mlp", "all"] = "none"
+    head: Literal["bf16", "fp8"] = "bf16"  # of training: cross_entropy.HEADS
     sequence_part: tuple[int, int] | None = None  # (index of this process's part, number of parts): parallel.divide
 
     def __init__(self, config: GPTConfig, pad_vocab_size_to: int = 64):
@@ -568,8 +568,8 @@ class GPT(nn.Module):
         x = outer_norm(x)
 
         if targets is not None:
-            weight, vocab_size = self.lm_head.weight, self.config.vocab_size
-            return linear_cross_entropy(x, weight, targets, vocab_size, SOFTCAP, loss_reduction)
+            options = self.config.vocab_size, SOFTCAP, loss_reduction, self.head
+            return linear_cross_entropy(x, self.lm_head.weight, targets, *options)
         logits = self.lm_head(x)[..., : self.config.vocab_size].float()
         return SOFTCAP * torch.tanh(logits / SOFTCAP)
 

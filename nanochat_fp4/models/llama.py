@@ -22,7 +22,7 @@ On disk the fused matrices are separate here.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -153,6 +153,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Built as gpt.GPT is: on the meta device, to_empty, init_weights."""
 
+    head: Literal["bf16", "fp8"] = "bf16"  # of training: cross_entropy.HEADS
+
     def __init__(self, config: LlamaConfig, pad_vocab_size_to: int = 64):
         super().__init__()
         self.config = config
@@ -279,8 +281,8 @@ class Llama(nn.Module):
             x = block(x, cos_sin, kv_cache)
         x = self.transformer.ln_f(x)
         if targets is not None:
-            weight, vocab_size = self.lm_head.weight, self.config.vocab_size
-            return linear_cross_entropy(x, weight, targets, vocab_size, NO_SOFTCAP, loss_reduction)
+            options = self.config.vocab_size, NO_SOFTCAP, loss_reduction, self.head
+            return linear_cross_entropy(x, self.lm_head.weight, targets, *options)
         return self.lm_head(x)[..., : self.config.vocab_size].float()
 
 

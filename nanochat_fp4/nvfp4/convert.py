@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from nanochat_fp4.nvfp4.experts import LINEARS, ExpertLinear, as_quantized_experts, routers, stacked_linears
+from nanochat_fp4.nvfp4.grouped import one_by_one
 from nanochat_fp4.nvfp4.linear import QuantLinear, as_quantized, unsupported_reason
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Recipe
@@ -39,6 +41,7 @@ class ConvertReport:
     quantized_without_heads: float = 1.0
     others: dict[str, float] = field(default_factory=dict)  # what else such weights are: kind -> share
     slow_paths: list[str] = field(default_factory=list)  # layers whose fast path was switched off
+    experts: int = 0  # modules of experts of a known layout
 
     def __str__(self) -> str:
         share = f"{100 * self.quantized:.1f}% of the weights in matrix products"
@@ -50,6 +53,10 @@ class ConvertReport:
                 f"warning: that is less than {100 * ENOUGH:.0f}%; most of this model may stay in high precision"
             )
         lines += [f"not reached, {100 * share:.1f}% of these weights: {kind}" for kind, share in self.others.items()]
+        if self.experts:
+            reason = one_by_one("cuda" if torch.cuda.is_available() else "cpu")
+            how = f"one by one ({reason})" if reason else "by torch's grouped_mm"
+            lines.append(f"experts of {self.experts} layers: their products are made {how}")
         if self.slow_paths:
             lines.append(
                 f"switched off: the fast path in eval mode of {_some(self.slow_paths)}, which does not call its layers"
@@ -153,6 +160,7 @@ def convert(
     report.without_gram_matrices = recipe.looks_at_inputs and not known
     report.quantized, report.quantized_without_heads, report.others = shares(model, report.converted, heads)
     report.slow_paths = call_every_layer(model) if recipe.quantizes else []
+    report.experts = sum(bool(stacked_linears(module)) for module in model.modules())
     for part in model.modules():  # converted before, by itself
         vars(part).pop("nf_report", None)
     model.nf_report = report

@@ -4,8 +4,8 @@ Each slice becomes an ExpertLinear: a QuantLinear without a parameter of its own
 reports therefore know experts as they know linear layers. The model keeps its Parameters and its state dict.
 
 Tokens are sorted by expert. Each expert that has tokens computes its GEMMs, with codes and tensor scales of its own: to
-the bit what a QuantLinear with its slice computes of these tokens. An expert without tokens computes nothing, and its
-gradient is zero.
+the bit what a QuantLinear with its slice computes of these tokens. grouped.py says where the products are made in one
+call, and what that changes. An expert without tokens computes nothing, and its gradient is zero.
 """
 
 import inspect
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from nanochat_fp4.nvfp4.grouped import project
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 
@@ -46,8 +47,14 @@ class ExpertLinear(QuantLinear):
         return getattr(self.experts[0], self.parameter)
 
     @property
+    def part(self) -> Tensor:
+        """The slice, (out_features, in_features), of the parameter's memory."""
+        part = self.weight[self.index]
+        return part.T if self.transposed else part
+
+    @property
     def matrix(self) -> Tensor:
-        return self._matrix_of(self.weight[self.index])
+        return self.part.contiguous()
 
     def _matrix_of(self, part: Tensor) -> Tensor:
         return part.T.contiguous() if self.transposed else part
@@ -77,15 +84,18 @@ class Layout(NamedTuple):
     forward: Callable[..., Tensor]
 
 
-def _project(experts: nn.Module, parameter: str, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Each expert's product of its tokens, (M_e, K) -> (M_e, N). Experts without tokens are not called."""
-    stacked = getattr(experts, parameter)
-    linears, bias = getattr(experts, LINEARS)[parameter], getattr(experts, f"{parameter}_bias", None)
-    outputs = []
-    for linear, part, x in zip(linears, stacked.unbind(), inputs):
-        y = linear(x, part) if len(x) else x.new_zeros(0, linear.out_features)
-        outputs.append(y if bias is None else y + bias[linear.index].to(y.dtype))
-    return outputs
+def _project(experts: nn.Module, parameter: str, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each expert's product of its tokens: x (T, K), sorted by expert -> (T, N)."""
+    stacked, bias = getattr(experts, parameter), getattr(experts, f"{parameter}_bias", None)
+    linears = list(getattr(experts, LINEARS)[parameter])
+    y = project(x, counts, stacked.mT if linears[0].transposed else stacked, linears)
+    if y is None:
+        parts = zip(linears, stacked.unbind(), x.split(counts))
+        outputs = [linear(rows, part) for linear, part, rows in parts if len(rows)]
+        y = torch.cat(outputs) if outputs else x.new_zeros(0, linears[0].out_features)
+    if bias is None:
+        return y
+    return y + bias.to(y.dtype).repeat_interleave(torch.tensor(counts, device=y.device), dim=0, output_size=len(y))
 
 
 def _routed(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -98,21 +108,22 @@ def _routed(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     counts = chosen.bincount(minlength=experts)[:experts].tolist()  # E and above: tokens of other processes
     order = order[: sum(counts)]
     token = order // choices
-    gate_up = _project(self, "gate_up_proj", hidden_states[token].split(counts))
+    y = _project(self, "gate_up_proj", hidden_states[token], counts)
     if hasattr(self, "_apply_gate"):
-        hidden = [self._apply_gate(y) for y in gate_up]
+        y = self._apply_gate(y)
     else:
-        hidden = [self.act_fn(gate) * up for gate, up in (y.chunk(2, dim=-1) for y in gate_up)]
-    y = torch.cat(_project(self, "down_proj", hidden)) * top_k_weights.flatten()[order, None]
+        gate, up = y.chunk(2, dim=-1)
+        y = self.act_fn(gate) * up
+    y = _project(self, "down_proj", y, counts) * top_k_weights.flatten()[order, None]
     return torch.zeros_like(hidden_states).index_add_(0, token, y.to(hidden_states.dtype))
 
 
 def _sorted(self: nn.Module, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
     """torchtitan's experts: x (T, K), sorted by expert -> (T, K). Rows beyond the sum of the numbers are padding."""
     counts = num_tokens_per_expert.tolist()
-    inputs = x[: sum(counts)].split(counts)
-    hidden = [silu(gate) * up for gate, up in zip(_project(self, "w1", inputs), _project(self, "w3", inputs))]
-    y = torch.cat(_project(self, "w2", hidden)).to(x.dtype)
+    rows = x[: sum(counts)]
+    hidden = silu(_project(self, "w1", rows, counts)) * _project(self, "w3", rows, counts)
+    y = _project(self, "w2", hidden, counts).to(x.dtype)
     return torch.cat([y, x.new_zeros(len(x) - len(y), y.shape[-1])])
 
 

@@ -77,12 +77,7 @@ class Gemms(NamedTuple):
     recipe: Recipe
 
     def operands(
-        self,
-        spec: Gemm,
-        stream: int,
-        seed: torch.Tensor | None,
-        rht_seed: torch.Tensor | None,
-        device: torch.device,
+        self, spec: Gemm, stream: int, seed: torch.Tensor | None, rht_seed: torch.Tensor | None, device: torch.device
     ) -> tuple[Quantization, Quantization]:
         """The operands a and b of a GEMM: rotated with the same signs, rounded with different noise."""
         if spec.fixed_signs:
@@ -103,6 +98,8 @@ class Gemms(NamedTuple):
     def own_gradient(self, grad_x: torch.Tensor) -> torch.Tensor:
         """The gradient of this process's tokens, from that of all."""
         return grad_x
+
+    gemm = staticmethod(gemm)
 
 
 class _Pass(NamedTuple):
@@ -168,7 +165,7 @@ class _QuantLinear(torch.autograd.Function):
         ctx.gemms, ctx.dtype, ctx.x_dtype, ctx.weight_dtype = gemms, this.dtype, x.dtype, weights[0].dtype
         ctx.needs_wgrad, ctx.rows = needs_wgrad, [w.shape[0] for w in weights]
         ctx.gradients = this.gradients  # not saved: saved tensors must not change before the backward pass
-        return gemm(xq, _output_needs(seed, wq), compute_dtype=this.dtype, out_dtype=this.dtype)
+        return gemms.gemm(xq, _output_needs(seed, wq), compute_dtype=this.dtype, out_dtype=this.dtype)
 
     @staticmethod
     @once_differentiable
@@ -185,14 +182,14 @@ class _QuantLinear(torch.autograd.Function):
         grad_x, grad_ws = None, [None] * len(ctx.rows)
         if needs_dgrad:
             wt = w if dgrad.b.raw else quantize_operand(w, for_w, transpose=True)
-            grad_x = gemm(e, wt, compute_dtype=dtype, out_dtype=ctx.x_dtype)
+            grad_x = gemms.gemm(e, wt, compute_dtype=dtype, out_dtype=ctx.x_dtype)
             if square:
                 grad_x = relu_squared_gradient(grad_x, *square)
             grad_x = gemms.own_gradient(grad_x)
         if ctx.needs_wgrad:
             xt = x if wgrad.b.raw else quantize_operand(x, for_x, transpose=True)
             if ctx.gradients is None:
-                grad_ws = gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype).split(ctx.rows)
+                grad_ws = gemms.gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype).split(ctx.rows)
             else:
                 gemm_add(et, xt, ctx.gradients, compute_dtype=dtype)
         return None, grad_x, *grad_ws
@@ -328,7 +325,7 @@ class QuantLinear(torch.nn.Linear):
     def weight_quantization(self, device: torch.device) -> Quantization:
         """How the weight operand of the output GEMM is made, where that is the same in each pass."""
         _, how = self._gemms().operands(self.recipe.output, OUTPUT, None, None, device)
-        return how._replace(factor=self.feedback_factor, tiles=False)
+        return how._replace(factor=self.feedback_factor)
 
     def _gemms(self) -> Gemms:
         return Gemms(self.recipe)
@@ -438,19 +435,9 @@ class QuantLinear(torch.nn.Linear):
         # the whole would be traced by torch.compile into the backward, which CUDA's autocast does not survive.
         rows, quantizes = x.reshape(-1, x.shape[-1]), gemms.recipe.quantizes
         operand, values = self._weight_now(layers, quantizes)
-        grad_enabled = torch.is_grad_enabled()
-        this = _Pass(
-            gemms,
-            dtype,
-            grad_enabled,
-            self._per_token_now(grad_enabled),
-            self.feedback_factor,
-            operand,
-            self.context.gradients.get(len(layers)),
-            values,
-            amax,
-            squares,
-        )
+        grad_enabled, gradients = torch.is_grad_enabled(), self.context.gradients.get(len(layers))
+        per_token, factor = self._per_token_now(grad_enabled), self.feedback_factor
+        this = _Pass(gemms, dtype, grad_enabled, per_token, factor, operand, gradients, values, amax, squares)
         # An unquantized input is kept in dtype.
         return _QuantLinear.apply(this, rows if quantizes else rows.to(dtype), *[layer.matrix for layer in layers])
 
@@ -603,11 +590,11 @@ def quantized_weights(groups: Sequence[Sequence[QuantLinear]], tiles: bool = Fal
             continue
         gathered = layers[0]._gathered(layers)
         if gathered is not None and isinstance(gathered.parts[0], Codes):
-            made[i] = gathered.joined
+            made[i] = gathered.joined if tiles else gathered.joined.row_major()
             continue
         weight = _stacked([layer.matrix.detach() for layer in layers] if gathered is None else gathered.values)
         how = layers[0].weight_quantization(weight.device)
-        weights[i] = weight, how._replace(tiles=tiles and native_gemm(weight.device.type) is not None)
+        weights[i] = weight, how._replace(tiles=tiles and how.tiles)
     for i, operand in zip(weights, quantize_weights(list(weights.values()))):
         made[i] = operand
     return made

@@ -8,6 +8,8 @@ from typing import Any
 
 import nanochat_fp4 as nf
 from nanochat_fp4.console import parse_finite
+from nanochat_fp4.models.cross_entropy import HEADS
+from nanochat_fp4.models.lean import STATES
 from nanochat_fp4.nvfp4.methods import OSCIRESET_COMMIT, removed
 from nanochat_fp4.parallel import MODES
 from nanochat_fp4.training.load_model import SWITCHES
@@ -56,6 +58,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
     # Runtime
     text = "over several processes: all weights in each (ddp), or shards of them that are gathered in 4 bits (fsdp)"
     add("--parallel", choices=MODES, default="ddp", help=text)
+    text = "weights, gradients, moments in FP32; or in BF16 with stochastic rounding and 8 bits, for half the memory"
+    add("--state", choices=STATES, default="fp32", help=text)
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
     words = ("deterministic", "skip-nonfinite", *more)
     add_several(
@@ -171,6 +175,10 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "with a tensor scale, as the paper's nanochat runs did; as one layer they are faster); exact_relu_squared "
         "(keep relu(x) for the derivative of ReLU^2 as it is, not in 8 bits, as in the paper's runs: more memory)",
     )
+    text = (
+        "products of the output head in training: in BF16, or in FP8 with a scale for each tensor, as nanochat's --fp8"
+    )
+    parser.add_argument("--head", choices=HEADS, default="bf16", help=text)
     parser.set_defaults(
         layer_methods="", method_phases="", oscillation="", separate_qkv=False, exact_relu_squared=False
     )

@@ -36,7 +36,9 @@ from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.errors import LostRankError, UserError, is_lost_rank
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.models import llama
+from nanochat_fp4.models.cross_entropy import head_problem
 from nanochat_fp4.models.gpt import GPT, config_from_depth
+from nanochat_fp4.models.lean import Lean, set_state, state_of
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
@@ -120,9 +122,12 @@ def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) 
     set_cpu_threads(device, config.n_embd)
     with torch.device("meta"):
         model = cls(config)
+    if problem := head_problem(args.head, *model.lm_head.weight.shape, device.type):
+        raise UserError(f"--head: {problem}")
     model.to_empty(device=device)
     model.init_weights()
-    model.recompute = args.recompute
+    set_state(model, args.state)
+    model.recompute, model.head = args.recompute, args.head
     return model, name
 
 
@@ -140,12 +145,13 @@ def run_settings(
         **({"schedule": "OneCycleLR"} if args.llama else {}),
         "tokenizer": tokenizer.fingerprint(),
         **{k: getattr(args, k) or None for k in METHOD_CHANGES},
+        "head": None if args.head == "bf16" else args.head,
     }
 
 
 def comparison_key(settings: dict[str, Any]) -> str:
     """The same for two runs that differ only in the method, or in how they are spread over devices."""
-    apart = {"method", "world_size", "parallel", *METHOD_CHANGES}
+    apart = {"method", "world_size", "parallel", "head", *METHOD_CHANGES}
     apart |= {key for key in ("data_seed", "shuffle_documents") if not settings[key]}  # the text as it is stored
     comparable = {k: v for k, v in settings.items() if k not in apart}
     return hashlib.sha256(json.dumps(comparable, sort_keys=True).encode()).hexdigest()[:12]
@@ -161,14 +167,15 @@ def find_start(
     source = folder
     if step is None and branch:
         source, step = branch
-        same = {k: v for k, v in same.items() if k not in ("method", *METHOD_CHANGES)}
+        same = {k: v for k, v in same.items() if k not in ("method", "head", *METHOD_CHANGES)}
     start = Start(folder)
     if step is not None:
-        weights, rank_state, meta = load_checkpoint(
-            source, step, process.device, load_optimizer=True, rank=process.rank
-        )
+        where = "cpu" if args.state == "lean" else process.device
+        weights, rank_state, meta = load_checkpoint(source, step, where, load_optimizer=True, rank=process.rank)
         check_same_run(same, meta.get("run_config"), source)
         load_weights(model, weights, source, step)
+        set_state(model, args.state, state_of(meta))
+        model.to(process.device)
         start = Start(folder, source, step, rank_state, meta)
     if start.step > steps:
         raise UserError(
@@ -273,6 +280,7 @@ class PostTraining:
             self.begin_anew()
         else:
             self.go_on(step)
+        set_state(self.model, args.state, state_of(self.start.meta or self.parent_meta))
         if not self.dry_run:
             check_writable(folder, save_bytes(self.model), starts_over(args.resume_from_step, args.overwrite))
         self.config = self.model.config
@@ -305,7 +313,8 @@ class PostTraining:
         """From the run's own checkpoint, unless the model that it began with has been trained anew in the meantime."""
         folder, device, rank = self.start.folder, self.process.device, self.process.rank
         self.model, self.tokenizer, meta = build_model(folder, step, device, "train")
-        _, rank_state, _ = load_checkpoint(folder, step, device, load_optimizer=True, rank=rank)
+        where = "cpu" if self.args.state == "lean" else device
+        _, rank_state, _ = load_checkpoint(folder, step, where, load_optimizer=True, rank=rank)
         self.start = Start(folder, folder, step, rank_state, meta)
         self.parent_meta, self.parent = meta, meta.get("parent") or {}
         before = self.parent.get("weights_sha256")
@@ -364,7 +373,9 @@ class PostTraining:
         return Trainer(made, parts, self.args, self.process, self.start)
 
     def parts(self, optimizers: list[torch.optim.Optimizer], forward: Any, **loss: Any) -> TrainingStep:
-        return TrainingStep(self.model, optimizers, forward, QuantizedTraining(self.model), self.dtype, **loss)
+        lean = Lean(self.model, optimizers, self.args.seed) if self.args.state == "lean" else None
+        quantized = QuantizedTraining(self.model)
+        return TrainingStep(self.model, optimizers, forward, quantized, self.dtype, lean=lean, **loss)
 
     def report(self, trainer: Trainer, section: str, setup: dict[str, Any], sources: dict[str, str]) -> None:
         """Prints the results, and writes them with `setup` into the report under `section`."""

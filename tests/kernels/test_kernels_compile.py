@@ -68,7 +68,7 @@ def test_clovers_kernels_compile(clover, arch):
     # Rotations: E and E^T in one launch, and the requantization of weight and input, which are one kernel.
     assert names["rotate_quantize_kernel"] == 2
     expected = {"amax", "quantize", "rotate_quantize"}
-    everywhere = {"repair", "decode", "swizzle", "relu_squared", "feedback"}
+    everywhere = {"repair", "decode", "swizzle", "relu_squared", "feedback", "losses", "gradient_codes"}
     expected |= {"finish", "transpose_square"} if arch in BLACKWELL else everywhere
     expected |= {"dot_scaled"} if has_dot_scaled(arch) else set()
     assert {f"{name}_kernel" for name in expected} == set(names) - ({"swizzle_kernel"} if arch in BLACKWELL else set())

@@ -8,6 +8,7 @@ import pytest
 from _training import BASE
 
 from lab import record
+from nanochat_fp4.environment import get_commit
 from nanochat_fp4.errors import UserError
 from scripts import base_train
 
@@ -38,8 +39,9 @@ def test_a_run_becomes_a_record_and_a_row(run, tmp_path, capsys):
     values = [r for r in lines(run) if r["event"] == "val"]
     assert [r["step"] for r in values] == [0, 2, 4]
     target = (values[1]["bpb"] + values[2]["bpb"]) / 2
-    record.main([str(run), f"--to={target}", f"--docs={docs}", "--note=a busy machine"])
+    record.main([str(run), f"--to={target}", f"--docs={docs}", "--note=a busy machine", "--commit=1234567"])
     made = json.loads((docs / "records/mine.json").read_text())
+    assert made["commit"] == (get_commit() or "1234567")  # what the run knows itself comes first
     seconds = [r["dt"] for r in lines(run) if r["event"] == "train"]
     # Half way between steps 2 and 4 of 128 tokens: as far as the loss goes, after the third of four steps.
     assert made["tokens"] == 3 * 128 and made["seconds"] == pytest.approx(sum(seconds[:3]))

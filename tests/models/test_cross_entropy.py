@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanochat_fp4.models.cross_entropy as module
-from nanochat_fp4.models.cross_entropy import linear_cross_entropy
+from nanochat_fp4.models.cross_entropy import linear_cross_entropy, linear_kl_divergence
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -68,6 +70,59 @@ def test_bf16_is_as_close_to_the_truth_as_torch_is(reduction):
         assert error <= 1.1 * plain_error + 1e-3
 
 
+def divergence(x, weight, teacher_x, teacher_weight, targets, softcap=15.0, teacher_softcap=15.0):
+    """KL of whole logits by torch's own function."""
+    z, t = (
+        c * torch.tanh(y.float() / c)
+        for y, c in ((x @ weight.T, softcap), (teacher_x @ teacher_weight.T, teacher_softcap))
+    )
+    kl = F.kl_div(z.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    return kl[targets >= 0].mean()
+
+
+@pytest.mark.parametrize("chunk_tokens", [10, 1000])
+@pytest.mark.parametrize("softcaps", [(15.0, 5.0), (1e5, 1e5)])
+def test_divergence_from_a_teacher(softcaps, chunk_tokens, monkeypatch):
+    set_chunk(monkeypatch, chunk_tokens)
+    x, weight, targets = case()
+    teacher_x, teacher_weight, _ = case(width=24, rows=70, seed=1)
+    loss = linear_kl_divergence(x, weight, teacher_x, teacher_weight, targets, 50, *softcaps)
+    expected = divergence(x, weight[:50], teacher_x.detach(), teacher_weight[:50].detach(), targets, *softcaps)
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    for got, want in zip(gradients(loss, x, weight), gradients(expected, x, weight)):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    same = linear_kl_divergence(x, weight, x, weight, targets, 50)
+    assert same.abs() < 1e-6 and all(g.abs().max() < 1e-6 for g in gradients(same, x, weight))
+    linear_kl_divergence(x, weight, teacher_x, teacher_weight, targets, 50).backward()
+    assert x.grad.any() and teacher_x.grad is None and teacher_weight.grad is None
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements of a tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.elements = max(
+            [self.elements, *(t.numel() for t in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(t))]
+        )
+        return result
+
+
+def test_no_logits_of_teacher_or_model_stand_whole(monkeypatch):
+    set_chunk(monkeypatch, 10)
+    x, weight, targets = case(tokens=200)
+    teacher_x, teacher_weight, _ = case(tokens=200, seed=1)
+    with LargestTensor() as naive:
+        divergence(x, weight, teacher_x, teacher_weight, targets).backward()
+    with LargestTensor() as ours:
+        linear_kl_divergence(x, weight, teacher_x, teacher_weight, targets).backward()
+    assert naive.elements == 200 * 64
+    assert ours.elements == 200 * 16  # x's gradient; a chunk of logits has 10 * 64
+
+
 def test_a_batch_without_targets_is_zero_not_nan():
     x, weight, targets = case()
     loss = linear_cross_entropy(x, weight, torch.full_like(targets, -1), 50)
@@ -128,16 +183,67 @@ def test_operator_is_well_formed(reduction):
     """torch's own checks: schema, fake implementation, autograd registration."""
     x, weight, targets = case(tokens=5)
     if reduction == "none":
-        args = (module._per_token, (x, weight, targets, 50, 15.0, torch.float32))
+        args = (module._per_token, (x, weight, targets, 50, 15.0, torch.float32, False))
     else:
-        args = (module._weighted_sum, (x, weight, targets, torch.ones(5), 50, 15.0, torch.float32, True))
+        args = (module._weighted_sum, (x, weight, targets, torch.ones(5), 50, 15.0, torch.float32, False, True))
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(*args, test_utils=checks)
 
 
-def test_bad_input_is_named():
+def test_bad_input_is_named(monkeypatch):
     x, weight, targets = case()
     with pytest.raises(ValueError, match="unknown loss reduction 'max'; use 'mean'"):
         linear_cross_entropy(x, weight, targets, 50, 15.0, "max")
     with pytest.raises(ValueError, match="one target a token"):
         linear_cross_entropy(x, weight, targets[:-1], 50)
+    with pytest.raises(ValueError, match="do not fit x .* and a vocabulary of 50"):
+        linear_kl_divergence(x, weight, x, weight[:49], targets, 50)
+    with pytest.raises(ValueError, match="unknown head 'fp4'; use one of bf16, fp8"):
+        linear_cross_entropy(x, weight, targets, 50, head="fp4")
+    with pytest.raises(ValueError, match="FP8 head of 50 x 16 needs multiples of 16; change the shape"):
+        linear_cross_entropy(x, weight[:50], targets, 50, head="fp8")
+    monkeypatch.setattr(module, "has_fp8_tensor_cores", lambda device_type: False)
+    assert module.head_problem("fp8", 64, 16, "cuda") == (
+        "this cuda device has no FP8 tensor cores (sm_89 and newer have); use head bf16"
+    )
+
+
+def rounded(t, element, amax=None):
+    """To FP8 with one scale, as numbers."""
+    found = quantize_reference(t.detach(), ROUNDINGS[element], amax=amax)
+    return found.codes.float() * found.tensor_scale
+
+
+@pytest.mark.parametrize("reduction, softcap", [("mean", 15.0), ("none", 15.0), ("sum", 1e4)])
+@pytest.mark.parametrize("chunk_tokens", [16, 1000])
+def test_an_fp8_head_is_three_products_of_rounded_operands(reduction, softcap, chunk_tokens, monkeypatch):
+    """Written out on whole tensors: x and weight in E4M3, the logits' gradient in E5M2 by a scale of the weights."""
+    set_chunk(monkeypatch, 2 * chunk_tokens)  # half as many tokens in FP8
+    x, weight, targets = case()
+    weights = torch.linspace(0.5, 2, 37) if reduction == "none" else torch.ones(37)
+    weights = weights / 35 if reduction == "mean" else weights
+    loss = linear_cross_entropy(x, weight, targets, 50, softcap, reduction, head="fp8")
+    got = torch.autograd.grad((loss * weights).sum() if reduction == "none" else loss, (x, weight))
+
+    x8, weight8 = rounded(x, "e4m3"), rounded(weight, "e4m3")
+    logits = (x8 @ weight8.T).requires_grad_()
+    capped = softcap * torch.tanh(logits[:, :50] / softcap)
+    losses = F.cross_entropy(capped, targets, ignore_index=-1, reduction="none")
+    expected = losses if reduction == "none" else (losses * weights).sum()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=2e-5)
+    (grad,) = torch.autograd.grad((losses * weights).sum(), logits)
+    grad8 = rounded(grad, "e5m2", amax=weights.max())
+    assert not torch.equal(grad8, grad)
+    for ours, want in zip(got, (grad8 @ weight8, grad8.T @ x8)):
+        # An element on the edge of two E5M2 numbers may be rounded the other way.
+        assert (ours - want).norm() < 2e-3 * want.norm()
+
+
+def test_an_fp8_head_is_for_training_alone():
+    x, weight, targets = case()
+    with torch.no_grad():
+        fp8, plain = (linear_cross_entropy(x, weight, targets, 50, head=head) for head in ("fp8", "bf16"))
+    assert torch.equal(fp8, plain)
+    assert not torch.equal(linear_cross_entropy(x, weight, targets, 50, head="fp8").detach(), plain)
+    empty = linear_cross_entropy(x[:0], weight, targets[:0], 50, head="fp8")
+    assert empty == 0

@@ -56,7 +56,7 @@ def test_text_that_is_read_again_and_again_is_said():
     "method, flags",
     [
         ("clover_feedback", []),  # other methods are killed and resumed in test_reliability.py
-        ("clover", ["--method-changes=*.c_fc=clover,0.6=fp8"]),
+        ("clover", ["--method-changes=*.c_fc=clover,0.6=fp8", "--head=fp8"]),
     ],
 )
 def test_resume_is_exact(tiny_base, method, flags):
@@ -70,6 +70,22 @@ def test_resume_is_exact(tiny_base, method, flags):
 
     train("--resume-from-step=2", *flags, method=method, steps=4)
     assert_same(final_state(folder, 4), expected)
+
+
+def test_the_head_is_the_runs_own(tiny_base):
+    """FP8 is in its losses, not in its validation; a resume with another head is refused, a branch may have one."""
+    train("--save-every=2", "--keep-last=-1", method="bf16", steps=3)
+    train("--head=fp8", "--model-tag=fp8", method="bf16", steps=3)
+    folder = tiny_base / "base_checkpoints"
+    plain, fp8 = (read_jsonl(folder / tag / "metrics.jsonl") for tag in ("d1_bf16", "fp8"))
+    first = [[r for r in records if r["event"] == "val"][0]["bpb"] for records in (plain, fp8)]
+    assert first[0] == first[1]
+    losses = [[r["loss"] for r in records if r["event"] == "train"] for records in (plain, fp8)]
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert plain[0]["config_key"] == fp8[0]["config_key"]
+    with pytest.raises(UserError, match="belongs to another run: head was None and is now 'fp8'. Resume it with"):
+        train("--head=fp8", "--resume-from-step=2", method="bf16", steps=3)
+    train("--head=fp8", "--branch-from=d1_bf16@2", "--model-tag=branch", method="bf16", steps=3)
 
 
 def test_the_generators_are_where_the_run_left_them(tiny_base, monkeypatch):
@@ -401,6 +417,7 @@ def test_bad_input_is_one_line(tiny_base, flags, message):
         "--seed=1,2,3",
         "--runtime=faster",
         "--method-changes=quicker",
+        "--head=fp4",
         "--nope",
         "--matrix-lr=nan",
         "--target-flops=inf",

@@ -1,6 +1,7 @@
 # pyright: strict
 """Every public name in its documented form. test_public_api.py runs this script, and the type checkers read it."""
 
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -35,6 +36,11 @@ def numerics() -> torch.Tensor:
     return error.square().mean() + y.square().mean()
 
 
+def language_model() -> nn.Sequential:
+    layers = {"embed": nn.Embedding(16, 32), "block": nn.Linear(32, 32), "lm_head": nn.Linear(32, 16, bias=False)}
+    return nf.convert(nn.Sequential(OrderedDict(layers)), verbose=False).requires_grad_(False)
+
+
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -55,6 +61,8 @@ def train(method: str | nf.Recipe, steps: int = 2) -> nn.Sequential:
             nf.update_gram_matrices(model, lambda: model(micro_batches[0]))
     state: dict[str, torch.Tensor] = nf.gram_state(model)
     nf.load_gram_state(model, state)
+    distilled: torch.Tensor = nf.distillation_loss(teacher := language_model(), teacher, torch.zeros(1, 4).long())
+    print(distilled.shape)
     with torch.no_grad(), nf.full_precision(model), nf.per_token_scale(model):
         print(model(micro_batches[0]).shape)
     return model

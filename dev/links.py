@@ -1,0 +1,54 @@
+"""Names the repository where its address has to be written out. Run it from the checkout that it changes.
+
+    python dev/links.py https://github.com/me/nanochat_fp4           once: the notebook's badge and installation
+    python dev/links.py https://github.com/me/nanochat_fp4 v0.2.0    also README and pyproject.toml
+
+A package index shows README outside of the repository, so that its relative links and pictures lead nowhere there.
+The workflow `release` runs the second form on its own copy; nothing of that is committed.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+NOTEBOOK = "examples/nvfp4_in_ten_minutes.ipynb"
+# The relative target of a Markdown link, or of an attribute of HTML.
+TARGET = re.compile(r'(?P<before>\]\(\s*|\b(?:src|srcset|href)=")(?P<path>(?![a-z]+:|#)[^)"\s]+)')
+
+
+def name_in_notebook(text: str, repository: str) -> str:
+    """The notebook's JSON with `repository` (https://HOST/OWNER/NAME) in its badge and its installation."""
+    owner = "/".join(repository.split("/")[-2:])
+    text = re.sub(r"(colab\.research\.google\.com/github/)[^/]+/[^/]+", rf"\g<1>{owner}", text)
+    return re.sub(r'git\+https://[^\\"\s]+', f"git+{repository}", text)
+
+
+def absolute_links(text: str, repository: str, ref: str) -> str:
+    """Markdown whose relative links and pictures lead to `repository` at `ref`. Blocks of code stay as they are."""
+
+    def absolute(found: re.Match) -> str:
+        kind = "raw" if found["path"].endswith((".png", ".svg")) else "blob"
+        return f"{found['before']}{repository}/{kind}/{ref}/{found['path']}"
+
+    return "\n".join(line if line.startswith("    ") else TARGET.sub(absolute, line) for line in text.split("\n"))
+
+
+def main(repository: str, ref: str = "") -> None:
+    repository = repository.removesuffix("/").removesuffix(".git")
+    if not re.fullmatch(r"https://[\w.-]+/[\w.-]+/[\w.-]+", repository):
+        sys.exit(f"error: {repository} is no repository; expected https://HOST/OWNER/NAME")
+    changes = {NOTEBOOK: lambda text: name_in_notebook(text, repository)}
+    if ref:
+        changes["README.md"] = lambda text: absolute_links(text, repository, ref)
+        url = f'[project.urls]\nSource = "{repository}"\n'
+        changes["pyproject.toml"] = lambda text: text.replace("[project.urls]\n", url, 1)
+    for name, change in changes.items():
+        path = Path(name)
+        path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"{name} names {repository}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3):
+        sys.exit(__doc__)
+    main(*sys.argv[1:])
