@@ -38,7 +38,7 @@ from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.models import flash_attention, llama
 from nanochat_fp4.models.cross_entropy import head_problem
 from nanochat_fp4.models.gpt import GPT, config_from_depth
-from nanochat_fp4.models.lean import Lean, lean_weights, set_state, state_of
+from nanochat_fp4.models.lean import Lean, set_state, state_of
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
@@ -178,8 +178,9 @@ def find_start(
         where = "cpu" if args.state == "lean" else process.device
         weights, rank_state, meta = load_checkpoint(source, step, where, load_optimizer=True, rank=process.rank)
         check_same_run(same, meta.get("run_config"), source)
-        load_weights(model, lean_weights(weights, process.device) if args.state == "lean" else weights, source, step)
+        load_weights(model, weights, source, step)
         set_state(model, args.state, state_of(meta))
+        model.to(process.device)
         start = Start(folder, source, step, rank_state, meta)
     if start.step > steps:
         raise UserError(
