@@ -60,9 +60,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rows", default=",".join(ROWS), help=f"some of {','.join(ROWS)}")
     add("--data-dir", default=None, help="text, as DATA_DIR")
     add("--steps", type=int, default=100, help="of each training")
-    add(
-        "--lr", type=parse_finite, default=2e-5, help=f"AdamW's at the first step; it falls to zero. LoRA: {LORA_RATE}x"
-    )
+    add("--lr", type=parse_finite, default=5e-6, help=f"AdamW's largest; it falls to zero. LoRA: {LORA_RATE}x")
     add("--rank", type=int, default=16, help="of LoRA")
     add("--device-batch-size", type=int, default=4, help="rows of a batch")
     add("--seq-len", type=int, default=512, help="tokens of a row")
@@ -144,8 +142,11 @@ class Study:
     def train(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], rate: float = 1.0) -> None:
         model.train()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate * self.args.lr)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.args.steps)
-        for _, (x, y) in zip(range(self.args.steps), self.batches("train")):
+        steps, warm_up = self.args.steps, max(1, self.args.steps // 10)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / warm_up) * (1 - step / steps)
+        )
+        for _, (x, y) in zip(range(steps), self.batches("train")):
             with autocast(self.device.type):
                 value = loss(x, y)
             value.backward()
