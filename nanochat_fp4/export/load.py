@@ -29,7 +29,8 @@ LAMBDAS = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # GPT's scalars in config.j
 # The names of codes, block scales, tensor scale and input scale. An input scale is for servers.
 _COMPRESSED = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
 _MODELOPT = ("weight", "weight_scale", "weight_scale_2", "input_scale")
-
+_CACHE = {"k_scale", "v_scale"}  # of a server's cache of keys and values
+_KNOWN = ("nvfp4-pack-quantized", "NVFP4", "W4A16_NVFP4")  # what config.json may call the format
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -173,8 +174,16 @@ def _check_tensor(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...] 
 
 def _check_codes(path: Path, name: str, t: NVFP4Tensor, shape: tuple[int, ...] | None) -> None:
     if t.codes.dtype != torch.uint8 or t.scales.dtype != torch.float8_e4m3fn:
-        raise UserError(f"{path}: {name} has codes in {t.codes.dtype}, scales in {t.scales.dtype}: not NVFP4")
+        raise UserError(
+            f"{path}: {name} has codes in {t.codes.dtype} and scales in {t.scales.dtype}, which is not NVFP4; expected "
+            "torch.uint8 and torch.float8_e4m3fn"
+        )
     rows, columns = shape if shape and len(shape) == 2 else (0, 0)
+    if rows and len(t.scales.shape) == 2 and t.scales.shape[1] * BLOCK != columns == 2 * t.codes.shape[1]:
+        raise UserError(
+            f"{path}: {name} has {t.scales.shape[1]} scales in {columns} columns, expected {columns // BLOCK}; "
+            f"only groups of {BLOCK} are read"
+        )
     _check_tensor(path, f"{name}, its codes,", t.codes, shape and (rows, columns // 2))
     _check_tensor(path, f"{name}, its scales,", t.scales, (rows, columns // BLOCK))
     _check_tensor(path, f"{name}, its values,", t.scales.float() * (E2M1_MAX * t.tensor_scale), t.scales.shape)
@@ -261,11 +270,34 @@ def load_safetensors(folder: Path) -> dict[str, Tensor]:
         raise UserError(f"{path} is not a whole safetensors file ({one_line(e)[:100]}); export it again") from e
 
 
+def _check_quantization(folder: Path) -> None:
+    """Raises UserError where a config describes another quantization than NVFP4 as it is read here."""
+    described = []
+    if (folder / "config.json").exists():
+        described.append(read_config(folder).get("quantization_config"))
+    if (folder / "hf_quant_config.json").exists():
+        try:
+            described.append(json.loads((folder / "hf_quant_config.json").read_bytes())["quantization"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+            raise UserError(f"{folder}/hf_quant_config.json is damaged ({one_line(e)[:80]}); download it again") from e
+    for about in (d for d in described if isinstance(d, dict)):
+        groups = about.get("config_groups")
+        groups = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+        sizes = {g.get("group_size") for g in (about, *groups) if isinstance(g, dict)} - {None, BLOCK}
+        name = about.get("format") or about.get("quant_algo") or about.get("quant_method")
+        problem = f"is in {str(name)[:60]!r}" if name not in _KNOWN else ""
+        problem = problem or (f"has groups of {str(max(sizes, key=str))[:20]}" if sizes else "")
+        problem = problem or ("has rotated weights (transform_config)" if about.get("transform_config") else "")
+        if problem:
+            raise UserError(f"{folder} {problem}; expected {_KNOWN[0]} or {_KNOWN[1]} with groups of {BLOCK}")
+
+
 def _read_safetensors(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], about: huggingface.Description | None
 ) -> tuple[dict[str, Tensor], Weights]:
     ours = {theirs: name for name, theirs in about.names.items()} if about else {}
     layers: dict[str, dict[str, Tensor]] = {}
+    _check_quantization(folder)
     for key, tensor in load_safetensors(folder).items():
         theirs, _, part = key.rpartition(".")
         layers.setdefault(theirs, {})[part] = tensor
@@ -274,7 +306,13 @@ def _read_safetensors(
     for theirs, parts in layers.items():
         name = ours.get(theirs, "" if about else theirs)
         kind = next((kind for kind in (_COMPRESSED, _MODELOPT) if set(kind[:3]) <= set(parts)), ())
-        for part in sorted(set(parts) - set(kind)):
+        if not kind and ("weight_packed" in parts or getattr(parts.get("weight"), "dtype", None) == torch.uint8):
+            whole = _COMPRESSED[:3] if "weight_packed" in parts else _MODELOPT[:3]
+            raise UserError(
+                f"{folder}: {theirs} has codes without {', '.join(sorted(set(whole) - set(parts)))}; expected NVFP4 of "
+                "compressed-tensors or modelopt; download or export it again"
+            )
+        for part in sorted(set(parts) - set(kind) - _CACHE):
             full = f"{name}.{part}" if name else part
             known = shapes.get(full) if name or not about else None
             _check_tensor(folder, f"{theirs}.{part}", parts[part], known)
