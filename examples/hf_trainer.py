@@ -1,37 +1,38 @@
-"""transformers' Trainer: nf.convert before it, and a callback for methods that change in the course of a run.
+"""transformers' Trainer, then compressed-tensors, then transformers again. nf.convert comes before the Trainer.
 
-Needs transformers and accelerate: pip install 'nanochat_fp4[examples]'
+Needs transformers, accelerate and compressed-tensors: pip install 'nanochat_fp4[examples]' compressed-tensors
 """
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+import transformers
 
 import nanochat_fp4 as nf
 
 
-class Phases(TrainerCallback):
-    """clover_late changes at 70% of the steps, so it needs the run's progress."""
+class TwoCalls(transformers.TrainerCallback):
+    """clover_feedback* needs looks at the layers' inputs, *_late the run's progress. Other methods ignore the calls."""
 
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
+    rows: torch.Tensor  # token ids of training text, some thousand
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
         nf.set_progress(model, state.global_step / state.max_steps)
 
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step % 10 == 1:
+            nf.update_gram_matrices(model, lambda: model(self.rows.to(model.device)))
 
-def main(folder: str = "trained", method: str = "clover_late", steps: int = 20) -> list[float]:
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+
+def main(folder: str = "trained", method: str = "clover_feedback", steps: int = 20):
+    config = transformers.LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    model, rows = nf.convert(transformers.LlamaForCausalLM(config), method), torch.randint(128, (16, 32))  # yours
+    args = transformers.TrainingArguments(
+        folder, max_steps=steps, learning_rate=3e-3, logging_steps=1, save_strategy="no", report_to="none"
     )
-    model = nf.convert(LlamaForCausalLM(config), method)
-    rows = torch.randint(128, (16, 32))  # put your own data set here
-    data = [{"input_ids": row, "labels": row} for row in rows]
-    args = TrainingArguments(
-        folder, max_steps=steps, per_device_train_batch_size=8, learning_rate=3e-3, logging_steps=1, report_to=[],
-        gradient_checkpointing=True, use_cpu=not torch.cuda.is_available(), bf16=torch.cuda.is_available(),
-        save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(model, args, train_dataset=data, callbacks=[Phases()])
+    data, TwoCalls.rows = [{"input_ids": row, "labels": row} for row in rows], rows
+    trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[TwoCalls])
     trainer.train()
-    trainer.save_model()  # the names and tensors of the unconverted model: from_pretrained reads it
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    nf.save_quantized(model, f"{folder}/nvfp4", overwrite=True)  # codes of the trained forward pass
+    return trainer, transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/nvfp4")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def main(folder: str = "packed", steps: int = 20) -> dict[str, float]:
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     # Put a checkpoint in compressed-tensors' or modelopt's NVFP4 here: yours, or one from a hub.
-    nf.save_quantized(nf.convert(LlamaForCausalLM(config), "clover", verbose=False), folder, overwrite=True)
+    nf.save_quantized(nf.convert(LlamaForCausalLM(config)), folder, overwrite=True)
     model = get_peft_model(load(config, folder), LoraConfig(r=8, target_modules="all-linear"))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     rows = torch.randint(128, (8, 32))  # put your own data here
@@ -29,8 +29,7 @@ def main(folder: str = "packed", steps: int = 20) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
     model.eval().save_pretrained(f"{folder}/adapter")  # the adapter alone
-    wanted = model(rows).logits
-    errors = nf.merge_adapter(model)  # not peft's merge_and_unload: there are no weights to add to
+    wanted, errors = model(rows).logits, nf.merge_adapter(model)  # peft's own merge finds no weights to add to
     nf.save_quantized(merged := model.unload(), f"{folder}/merged", overwrite=True)
     off = (merged(rows).logits - wanted).norm() / wanted.norm()
     print(f"loss {loss:.3f}; merging moved a weight by up to {max(errors.values()):.3f}, the logits by {off:.3f}")

@@ -131,7 +131,9 @@ def page(records: list[dict[str, Any]]) -> str:
                 dollars = gpu_dollars(environment, r["seconds"]) if r["cards"] else None
                 cells = [f"{r['tokens']:,}", format_seconds(r["seconds"]), f"{dollars:.2f}" if dollars else "-"]
             card = f"{r['cards']} x {r['card']}" if r["cards"] else r["card"]
-            cells = [f"`{r['method']}`", *cells, f"{r['bpb']:.4f}", card, r["commit"][:7] or "unknown"]
+            commit, _, changes = r["commit"].partition("+")
+            commit = (commit[:7] or "unknown") + (changes and " and changes")
+            cells = [f"`{r['method']}`", *cells, f"{r['bpb']:.4f}", card, commit]
             lines += ["| " + " | ".join([*cells, f"[log]({r['log']})", r["note"]]) + " |"]
     return "\n".join(lines) + "\n"
 

@@ -347,6 +347,9 @@ DISK = 1e9  # bytes a second of a checkpoint's writing, an ASSUMPTION
 FEEDBACK_MS = 63.4 - 5.5 + 446.7 / 10
 # A tuned FP8 over an untuned one (sm_89's kernels on sm_120), mdhorton/nanochat_sm120: 1.18 at d16, 1.33 at d12.
 TUNED_FP8 = {"": 1.18, "best": 240_038 / 180_890, "worst": 1.0}
+# --head: bytes of the loss kernel for a logit, tokens of a chunk at VOCABULARY, bytes to add an element of a chunk to
+# the gradient of the weight. "" is the head that LOGIT was fitted to: products in BF16, a compiled loss.
+FUSED_LOGIT, CHUNKS, ADDITION = 6.0, {"bf16": 8192, "fp8": 4096}, 12.0
 CAST, ACCUMULATE = 6.0, 10.0  # bytes a weight: FP32 to BF16, and BF16 added to FP32
 ATTENTION_SHARE = 0.6
 NEWTON_SCHULZ = 5  # iterations of Muon, of three products each
@@ -398,20 +401,36 @@ def optimizer_step(shape: Shape, processes: int = 1) -> Step:
     return Step("optimizer", 0.0, bf16_flops=flops)
 
 
+def head_steps(shape: Shape, tokens: float, head: str) -> tuple[list[Step], float]:
+    """The products of the output head for a micro-batch, and bytes of the loss for a logit. Raises KeyError."""
+    m, k, n = tokens, shape.width, shape.vocabulary
+    if head == "fp8":  # the loss's kernel makes the codes of grad_output
+        products = [step for step in fp8_steps(m, k, n) if not step.name.startswith("grad_output")]
+    else:
+        products = [gemm_step("head", *dims, False, False, False) for dims in ((m, n, k), (m, k, n), (n, k, m))]
+    return products, FUSED_LOGIT + ADDITION * k / min(CHUNKS[head], m) if head else LOGIT
+
+
 def groups(
-    shape: Shape, method: str | Recipe, machine: Machine, *, micro_batch: int, total_batch: int, windowed: bool = False
+    shape: Shape,
+    method: str | Recipe,
+    machine: Machine,
+    *,
+    micro_batch: int,
+    total_batch: int,
+    windowed: bool = False,
+    head: str = "",
 ) -> dict[str, list[Step]]:
-    """The kernels of an optimizer step, by group. micro_batch, total_batch: in tokens."""
+    """The kernels of an optimizer step, by group. micro_batch, total_batch: in tokens. head: of CHUNKS, or ""."""
     count, weights = total_batch / micro_batch, shape.block_weights + shape.head_weights
-    m, k, n = micro_batch, shape.width, shape.vocabulary
-    blocks = block_steps(method, k, m, machine)
-    head = [gemm_step("head", *dims, False, False, False) for dims in ((m, n, k), (m, k, n), (n, k, m))]
+    blocks = block_steps(method, shape.width, micro_batch, machine)
+    products, logit = head_steps(shape, micro_batch, head)
     return {
         "linear layers": [step for _ in range(shape.depth) for step in blocks] * round(count),
-        "head": head * round(count),
+        "head": products * round(count),
         "attention": [attention_step(shape, total_batch, mean_keys(SEQUENCE, windowed))],
         "glue": [Step("glue", GLUE * shape.width * shape.depth * total_batch)],
-        "loss": [Step("loss", LOGIT * shape.vocabulary * total_batch)],
+        "loss": [Step("loss", logit * shape.vocabulary * total_batch)],
         "weights": [Step("weights", (CAST + ACCUMULATE) * weights * count)],
         "optimizer": [optimizer_step(shape), Step("update", UPDATE * weights)],
     }
@@ -556,6 +575,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--eval-every", type=float, default=0.0, help="tokens between two validations: their hours count")
     add("--eval-tokens", type=float, default=0.0, help="of a validation")
     add("--save-every", type=float, default=0.0, help="tokens between two checkpoints: their hours count")
+    add("--head", choices=("", *CHUNKS), default="", help="with base_train's --head (default: before it was there)")
     add("--windowed", action="store_true", help="a window pattern SSSL, by a kernel that skips what it leaves out")
     args = parser.parse_args(argv)
     if args.depth < 1 or args.micro_batch < 1 or args.tokens < 0 or args.ratio <= 0:
@@ -570,7 +590,7 @@ def main(argv: list[str] | None = None) -> None:
         if method not in ("bf16", "fp8_tuned") and not is_predictable(method):
             print(f"{machine.name}, d{args.depth}, {method}: not predicted (its kernels are not counted)")
             continue
-        batch = {"micro_batch": args.micro_batch, "windowed": args.windowed}
+        batch = {"micro_batch": args.micro_batch, "windowed": args.windowed, "head": args.head}
         print(estimate(machine, args.depth, method, tokens, pauses, **batch))
     if args.shards:
         print(needs(args.depth, args.shards))

@@ -37,12 +37,14 @@ from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.gpt import compile_layers
+from nanochat_fp4.models.lean import Lean
 from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard, unsharded
 from nanochat_fp4.training.checkpoint_manager import check_model_tag
 from nanochat_fp4.training.flags import (
+    RECOMPUTE_WORDS,
     add_method_arguments,
     add_run_arguments,
     add_several,
@@ -73,7 +75,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "then 143, 130, 129 and 0. Bad input and numerical trouble end in one line and exit status 2.",
     )
     add = parser.add_argument
-    add_run_arguments(parser, "compile", "eager", "recompute-mlp", "recompute-all", "shuffle-documents")
+    add_run_arguments(parser, "compile", "eager", *RECOMPUTE_WORDS, "shuffle-documents")
     add_several(
         parser,
         "--seed",
@@ -229,7 +231,8 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
 
     val_data = shard_digest(list_parquet_files(data_dir)[-1])
     optimizers, schedule = model.setup_pretraining(options, args.total_batch_size, num_iterations)
-    parts = TrainingStep(model, optimizers, forward, quantized)
+    lean = Lean(model, optimizers, args.seed) if args.state == "lean" else None
+    parts = TrainingStep(model, optimizers, forward, quantized, lean=lean)
 
     def make_loader(position: Any) -> Any:
         return tokenizing_distributed_data_loader_with_state_bos_bestfit(

@@ -12,6 +12,10 @@ Write a checkpoint as other programs read it. From the root of the repository:
 The 4-bit formats hold the codes and block scales that the trained forward pass multiplies, to the bit. Input scales are
 found on training text; --weights-only leaves inputs in 16 bits. What that costs is measured on validation text and
 written into the model card. --verify reads the result with the packages of pip install 'nanochat_fp4[export]'.
+
+--hf-path takes a model of transformers: a folder, or a name on the hub. --method says how its weights are rounded
+(clover). clover_feedback looks at the layers' inputs on training text first. The formats are compressed-tensors and
+modelopt. In a program that has just trained, nf.save_quantized does the same.
 """
 
 import argparse
@@ -36,6 +40,7 @@ from nanochat_fp4.export import folder, gguf_file, huggingface, verify
 from nanochat_fp4.export.weights import Weights, calibrate, forward_weights, served
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
+from nanochat_fp4.models.hf_model import load_hf_model
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.training.flags import add_model_arguments
@@ -62,6 +67,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--source", default="sft", choices=("base", "mid", "sft", "rl"), help="stage of the checkpoint")
     add("--format", required=True, choices=FORMATS, help="see above")
+    add(
+        "--hf-path",
+        default=None,
+        help="a model of transformers in place of a checkpoint: a folder, or a name on the hub",
+    )
     add("--out", required=True, help="folder to write; it must not exist, or --overwrite")
     add("--overwrite", action="store_true", help="replace the folder if it is there")
     add("--dtype", default="bfloat16", choices=tuple(DTYPES), help="of the weights that are not in 4 bits")
@@ -81,6 +91,10 @@ def main(argv: list[str] | None = None) -> None:
     out = Path(args.out).resolve()  # behind a link, the folder itself is replaced
     if args.format not in FOUR_BITS and (args.weights_only or args.share_scales):
         raise UserError(f"--weights-only and --share-scales are about 4-bit weights; --format={args.format} has none")
+    if args.hf_path and (args.format not in huggingface.FORMATS or args.verify or args.share_scales):
+        raise UserError(
+            f"--hf-path writes {' or '.join(huggingface.FORMATS)}, without --verify and --share-scales; leave these out"
+        )
     if args.format.startswith("gguf"):
         require("gguf")
         if args.dtype != "bfloat16":
@@ -98,8 +112,36 @@ def main(argv: list[str] | None = None) -> None:
         torch.no_grad(),
         autocast(device.type),
     ):
+        if args.hf_path:
+            return export_hf(args, device, out)
         folder.prepare(out, args.overwrite)
         Export(args, device).run(out)
+
+
+def export_hf(args: argparse.Namespace, device: torch.device, out: Path) -> None:
+    """A model of transformers, by nf.save_quantized. Training text gives input scales, and inputs for feedback."""
+    model, tokenizer = load_hf_model(args.hf_path, device)
+    recipe, text = get_recipe(args.method or "clover"), []
+    nf.convert(model.model, recipe)
+    if recipe.looks_at_inputs or not args.weights_only:
+        text = [x for x, _ in batches(args, tokenizer, model.sequence_len, device, "train", args.calibration_tokens)]
+    if recipe.looks_at_inputs:
+        nf.update_gram_matrices(model.model, lambda: [model(x) for x in text])
+    inputs = () if args.weights_only else text
+    form = args.format, tokenizer.tokenizer, inputs, DTYPES[args.dtype], args.overwrite
+    for lost in nf.save_quantized(model.model, out, *form):
+        print0(f"Lost, because the format cannot hold it: {lost}.")
+    print0(f"Exported {args.hf_path} as {args.format} to {out}: {recipe.name}")
+
+
+def batches(
+    args: argparse.Namespace, tokenizer, length: int, device: torch.device, split: str, tokens: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    rows = args.device_batch_size
+    loader = tokenizing_distributed_data_loader_bos_bestfit(
+        tokenizer, rows, length, split, device=device, data_dir=ensure_data(args.data_dir)
+    )
+    return [batch for batch, _ in zip(loader, range(max(1, round(tokens / (rows * length)))))]
 
 
 def fp32_limit(model: torch.nn.Module, logits: torch.Tensor) -> float:
@@ -128,11 +170,7 @@ class Export:
         self.notes: list[str] = []
 
     def batches(self, split: str, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        rows, length = self.args.device_batch_size, self.model.config.sequence_len
-        loader = tokenizing_distributed_data_loader_bos_bestfit(
-            self.tokenizer, rows, length, split, device=self.device, data_dir=ensure_data(self.args.data_dir)
-        )
-        return [batch for batch, _ in zip(loader, range(max(1, round(tokens / (rows * length)))))]
+        return batches(self.args, self.tokenizer, self.model.config.sequence_len, self.device, split, tokens)
 
     def validation_texts(self) -> list[str]:
         """A batch's documents, one by one: what their beginnings are written as is no special token in a text."""

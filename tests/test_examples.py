@@ -1,17 +1,19 @@
 """examples/: what they show runs, and is short."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 import _models
 import pytest
 import torch
 
+import nanochat_fp4 as nf
+from nanochat_fp4.export.weights import forward_weights, served
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TRAINER = ("transformers", "accelerate")
 NEEDS = {
-    "hf_trainer": TRAINER,
+    "hf_trainer": (*TRAINER, "compressed_tensors"),
     "distill_trainer": TRAINER,
     "lightning_module": ("lightning",),
     "lora": ("peft",),
@@ -65,16 +67,21 @@ def test_fsdp2(tmp_path):
 
 @pytest.mark.slow
 def test_hf_trainer(tmp_path):
+    """The model that transformers reads has the weights of the trained forward pass."""
     example = load("hf_trainer")
-    losses = example.main(str(tmp_path), "clover_late", 10)
-    assert len(losses) == 10 and losses[-1] < losses[0]
-    from safetensors.torch import load_file
-    from transformers import LlamaForCausalLM
-
-    saved = load_file(tmp_path / "model.safetensors")
-    model = LlamaForCausalLM.from_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["hidden_size"] == 64
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in saved.items())
+    trainer, read = example.main(str(tmp_path), "clover_feedback", 12)
+    model, losses = trainer.model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 12 and losses[-1] < losses[0] and len(nf.gram_state(model)) == 14
+    ids = torch.arange(32).view(1, 32)
+    model.cpu().eval()
+    with torch.no_grad(), served(model, forward_weights(model), None, torch.bfloat16, torch.bfloat16) as copied:
+        want, got = copied(ids).logits, read.eval()(ids).logits.float()
+        torch.testing.assert_close(got, want, atol=0.03, rtol=0.02)
+        # To nearest, without what training has seen, the codes are others.
+        with served(model, forward_weights(nf.convert(model, "clover", verbose=False))) as rounded:
+            assert (rounded(ids).logits - want).abs().max() > 2 * (got - want).abs().max()
+    late, _ = example.main(str(tmp_path), "clover_late", 4)
+    assert {m.recipe.name for m in late.model.modules() if isinstance(m, nf.QuantLinear)} == {"clover_refined"}
 
 
 @pytest.mark.slow

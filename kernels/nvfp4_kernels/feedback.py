@@ -34,6 +34,7 @@ def feedback_kernel(
     INVERSE: tl.constexpr,
     CANDIDATES: tl.constexpr,
     HARDWARE: tl.constexpr,
+    TILES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Columns start .. start + width of ROWS rows of one layer, which is program_id(1).
@@ -42,6 +43,7 @@ def feedback_kernel(
     before:  (L, N, width)
     factor:  (L, factor_rows, width), of which the last `width` rows are these columns
     missed:  (L, K, N), with a weight's columns as rows, so that a warp reads and writes whole lines
+    TILES:   scales are written in tiles of 128x4, whole ones for each layer
     """
     layer = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -65,7 +67,11 @@ def feedback_kernel(
             wanted, amax, 1.0, 0, 0, 0, GRID_MAX, INVERSE, CANDIDATES, False, False, HARDWARE, ROWS, 16
         )
         block = line * (columns // 16) + (start + done) // 16
-        tl.store(scales_ptr + block, m.encode_e4m3(scale, HARDWARE), mask=mask)
+        place = block
+        if TILES:
+            tiles = layer * ((rows + 127) // 128) * ((columns + 63) // 64)
+            place = tiles * 512 + m.scale_address(row, (start + done) // 16, columns // 16, True)
+        tl.store(scales_ptr + place, m.encode_e4m3(scale, HARDWARE), mask=mask)
         tl.store(codes_ptr + block[:, None] * 2 + tl.arange(0, 2)[None, :], codes, mask=mask[:, None])
         at = (done + column)[None, :] * rows + row[:, None]
         tl.store(missed_ptr + at, u - q * scale[:, None], mask=mask[:, None])
@@ -93,7 +99,7 @@ def round_group(
     factor:  float32 (L, end, C), of round_with_feedback
     missed:  float32 (L, K, N), the rounding errors
     codes:   uint8 (L, N, K/2)
-    scales:  uint8 (L, N, K/16)
+    scales:  uint8 (L, N, K/16), or (L, bytes) for tiles of 128x4
     """
     layers, rows, columns = weights.shape
     feedback_kernel[(triton.cdiv(rows, ROWS), layers)](
@@ -113,6 +119,7 @@ def round_group(
         m.inverse(grid_max),
         tuple(candidates),
         hardware(),
+        scales.dim() == 2,
         ROWS,
         num_warps=ROWS // 32,
         **NO_FUSION,

@@ -23,6 +23,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.console import format_bytes, table
 from nanochat_fp4.errors import UserError, is_out_of_memory, one_line
 from nanochat_fp4.models.gpt import GPT, GPTConfig, compile_layers
+from nanochat_fp4.models.lean import Lean, set_state
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.training.trainer import LOOK_TOKENS, TrainingStep
@@ -44,13 +45,16 @@ class Variant:
 class Subject(TrainingStep):
     """The training step of base_train on made-up tokens, in turns as each of the variants."""
 
-    def __init__(self, config: GPTConfig, device: torch.device, compiled: bool):
+    def __init__(self, config: GPTConfig, device: torch.device, compiled: bool, state: str = "fp32"):
         with torch.device("meta"):
             model = GPT(config)
         model.to_empty(device=device)
         model.init_weights()
+        set_state(model, state)
         nf.convert(model, "bf16", verbose=False)
-        super().__init__(model, model.setup_optimizers(), compile_layers(model) if compiled else None)
+        optimizers = model.setup_optimizers()
+        lean = Lean(model, optimizers, seed=0) if state == "lean" else None
+        super().__init__(model, optimizers, compile_layers(model) if compiled else None, lean=lean)
         self.sequence_len, self.vocab_size = config.sequence_len, config.vocab_size
         self.flops_per_token, self.num_params = model.estimate_flops(), model.num_scaling_params()
 
@@ -266,7 +270,7 @@ KINDS = (
     ("quantize", ("convert_kernel", "feedback_kernel", "quantize", "tensor_scale", "nvfp4::", "swizzle", "row_kernel")),
     ("GEMM", ("_mm", "::mm", "::addmm", "::bmm", "::matmul")),
     ("RMSNorm", ("rms_norm", "_Norm")),
-    ("ReLU^2", ("relu", "_ReluSquared", "uint8")),
+    ("ReLU^2", ("relu", "ReluSquared", "uint8")),
     ("embedding", ("embedding",)),
     ("gradient accumulation", ("AccumulateGrad",)),
     ("communication and copies", ("memcpy", "memset", "copy_", "::cat", "::clone", "nccl")),

@@ -61,12 +61,10 @@ from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.errors import UserError, is_out_of_memory, one_line, run_main
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.cross_entropy import HEADS
-from nanochat_fp4.models.gpt import config_from_depth
+from nanochat_fp4.models.gpt import RECOMPUTE, config_from_depth
+from nanochat_fp4.models.lean import STATES
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.training import LOOK_EVERY
-
-RECOMPUTE = ("none", "mlp", "all")
-
 
 UNKNOWN = (
     "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "gram_ms", "tokens_per_second", "ratio",
@@ -177,7 +175,7 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
     config = config_from_depth(
         depth, args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
     )
-    ours = Subject(config, device, args.compile)
+    ours = Subject(config, device, args.compile, args.state)
     ours.model.head = args.head
     print0(f"d{depth}: {ours.num_params:,} parameters, width {config.n_embd}, {config.sequence_len} tokens a row")
     known = {"width": config.n_embd, "flops_per_token": ours.flops_per_token}
@@ -266,6 +264,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="of nf.METHODS or nf.ABLATIONS, with commas; bf16 is always there. clover:64: in micro-batches of 64 rows",
     )
     add("--recompute", default="none", help=f"of {', '.join(RECOMPUTE)}, with commas: what is computed twice")
+    add("--state", choices=STATES, default="fp32", help="of weights, gradients and moments, as base_train's")
     add("--head", choices=HEADS, default="bf16", help="products of the output head")
     add("--micro-batch", default="auto", help="rows, or auto for the largest that fits (needs a GPU)")
     add("--memory-cap", type=parse_bytes, help="hard limit on the GPU's memory, e.g. 32GiB")

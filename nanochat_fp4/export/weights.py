@@ -135,18 +135,18 @@ def served(
             if name.endswith(".weight"):  # others are kept in FP32
                 parameter.copy_(parameter.to(dtype))
         for name, tensor in weights.tensors.items():
-            layers[name].weight.copy_(tensor.dequantize(decoded))
+            getattr(layers[name], "part", layers[name].weight).copy_(tensor.dequantize(decoded))
 
     def rounded(name: str):
         constant = input_scales[name]
 
-        def hook(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        def hook(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             x = args[0]
             if constant is None:
                 scale = E4M3_MAX * E2M1_MAX / x.float().abs().amax(dim=-1, keepdim=True).clamp(min=2.0**-100)
             else:
                 scale = torch.tensor(constant, dtype=torch.float32, device=x.device)
-            return (static_quantize(x, scale).to(x.dtype),)
+            return (static_quantize(x, scale).to(x.dtype), *args[1:])
 
         return hook
 

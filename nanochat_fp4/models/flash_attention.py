@@ -6,8 +6,9 @@ Causal attention with a sliding window: one signature (FlashAttention-3's) over 
     flex   torch's FlexAttention: sliding windows on other GPUs, inside torch.compile (outside it is not fused)
     sdpa   torch's scaled_dot_product_attention: everywhere; a window needs an explicit mask there
 
-The fastest one that can do a call is chosen for that call. For windows on a GPU without FlashAttention-3 the others are
-timed once, at the model's shape: PyTorch's flash kernel has a third of cuDNN's rate on a B200.
+The fastest one that can do a call is chosen for that call. On a GPU without FlashAttention-3 the others are timed once,
+at the model's shape, for windows and for full context: PyTorch's flash kernel has a third of cuDNN's rate on a B200.
+SDPA's own choice for full context is compared with its flash and cuDNN kernels.
 NANOCHAT_ATTENTION=fa3|flash|flex|sdpa, or `use(...)` in a test, forces one; a forced backend that cannot run raises
 instead of falling back.
 
@@ -17,7 +18,7 @@ A window is FlashAttention's (left, right). Position i sees the left + 1 keys i 
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +32,7 @@ from nanochat_fp4.nvfp4.dispatch import constant_when_compiled
 
 BACKENDS = ("fa3", "flash", "flex", "sdpa")
 MOST_TOKENS = 65535  # at once on sm_12x: from 65,536 on SDPA gave NaN on an RTX PRO 6000 (pytorch#171389)
+CANDIDATES = {True: ("flash", "flex", "sdpa"), False: ("sdpa", "flash", "cudnn")}  # for windows, for full context
 TIMED_ROWS = 4  # of a micro-batch, when backends are timed
 CLEARLY = 1.25  # Another backend takes over from this ratio on. Noise must not change the choice of a resumed run.
 FA3_REPOSITORY = "varunneal/flash-attention-3"  # nanochat's choice on Hopper
@@ -40,7 +42,7 @@ _NOT_TRIED = "it is looked for only when a model is set up on a CUDA device"
 _fa3: ModuleType | None = None
 _fa3_reason: str | None = _NOT_TRIED
 _forced: str | None = None
-_fastest: str | None = None  # of the backends that were timed for windows; None: not timed
+_fastest: dict[bool, str | None] = {}  # of CANDIDATES; empty where they were not timed
 _announced: set[str] = set()
 
 try:
@@ -129,20 +131,21 @@ def setup(device_type: str, windowed: bool = False, shape: tuple[int, int, int, 
     Load FlashAttention-3, read NANOCHAT_ATTENTION, and print one line that names the backend and its cost, once.
 
     The model calls setup in init_weights, because compiled code can neither load nor print. `windowed`: the model has
-    sliding windows. `shape`: (T, H, H_kv, D, left) of these, for which backends are timed. Returns the line. Raises
-    ValueError for a forced backend that cannot run.
+    sliding windows. `shape`: (T, H, H_kv, D, left), for which backends are timed. Returns the line. Raises ValueError
+    for a forced backend that cannot run.
     """
-    global _fa3, _fa3_reason, _fastest
+    global _fa3, _fa3_reason
     wanted = os.environ.get("NANOCHAT_ATTENTION") or None
     if device_type == "cuda" and wanted in (None, "fa3") and _fa3_reason == _NOT_TRIED:
         _fa3, _fa3_reason = _load_fa3()
     if wanted is not None:
         _force(wanted)
-    times: dict[str, float] = {}
-    timed = device_type == "cuda" and windowed and shape is not None and _fa3 is None and _forced is None
+    times: dict[bool, dict[str, float]] = {}
+    timed = device_type == "cuda" and shape is not None and _fa3 is None and _forced is None
     if timed and not torch.are_deterministic_algorithms_enabled():
-        times = time_windows(*shape)
-        _fastest = _clearly_fastest(times)
+        for narrow in (True, False) if windowed else (False,):
+            times[narrow] = time_backends(*shape[:4], shape[4] if narrow else -1)
+            _fastest[narrow] = _clearly_fastest(times[narrow])
     line = _describe(device_type, windowed, times)
     if line not in _announced:
         _announced.add(line)
@@ -151,23 +154,29 @@ def setup(device_type: str, windowed: bool = False, shape: tuple[int, int, int, 
 
 
 @functools.cache
-def time_windows(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[str, float]:
-    """Milliseconds of a windowed layer, forward and backward in BF16, by backend; of those that run here, the same on
-    all ranks. FlexAttention is timed compiled. torch's generators stay as they were."""
+def time_backends(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[str, float]:
+    """Milliseconds of a layer, forward and backward in BF16, by backend; of the candidates that run here, the same on
+    all ranks. left < 0: full context. FlexAttention and cuDNN are compiled. torch's generators stay as they were."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, grad = (
         torch.randn(TIMED_ROWS, length, h, dim, device="cuda", generator=generator).bfloat16().requires_grad_()
         for h in (heads, kv_heads, kv_heads, heads)
     )
     times = {}
-    for name, function in (("flash", _flash), ("flex", torch.compile(_flex, dynamic=False)), ("sdpa", _sdpa)):
+    compiled = functools.partial(torch.compile, dynamic=False)
+    functions = {"flash": _flash, "flex": compiled(_flex), "sdpa": _sdpa, "cudnn": compiled(_cudnn)}
+    results: list[tuple[Tensor, ...]] = []  # of the first candidate, with which the others must agree
+    for name in CANDIDATES[left >= 0]:
+        function = functions[name]
 
         def step(function=function) -> tuple[Tensor, ...]:
             return torch.autograd.grad(function(q, k, v, left), (q, k, v), grad)
 
-        if available(name):
+        if name == "cudnn" or available(name):
             with torch.enable_grad(), contextlib.suppress(Exception):  # a backend that fails is not chosen
-                times[name] = median_ms(step, repeats=10)
+                results.append(step())
+                if all((a - b).float().norm() <= 0.05 * b.float().norm() for a, b in zip(results[-1], results[0])):
+                    times[name] = median_ms(step, repeats=10)
     torch.cuda.empty_cache()
     if is_ddp_initialized():
         first = [times]
@@ -182,7 +191,7 @@ def _clearly_fastest(times: dict[str, float]) -> str | None:
     return best if default and times[default] >= CLEARLY * times[best] else default
 
 
-def _describe(device_type: str, windowed: bool, times: dict[str, float]) -> str:
+def _describe(device_type: str, windowed: bool, times: dict[bool, dict[str, float]]) -> str:
     masked = "SDPA, sliding windows by a T x T mask: a windowed layer costs as much as a full one, and no flash kernel"
     if _forced is not None:
         return f"attention: {_forced}, as asked for"
@@ -190,11 +199,12 @@ def _describe(device_type: str, windowed: bool, times: dict[str, float]) -> str:
         return f"attention: {masked if windowed else 'SDPA'} ({device_type})"
     if _fa3 is not None:
         return "attention: FlashAttention-3"
+    if times:
+        found = {narrow: ", ".join(f"{name} {ms:.2f} ms" for name, ms in of.items()) for narrow, of in times.items()}
+        what = {True: "for sliding windows", False: "for full context"}
+        return "attention: " + ", ".join(f"{_fastest[n]} {what[n]} ({text})" for n, text in found.items())
     if not windowed:
         return f"attention: SDPA (FlashAttention-3: {_fa3_reason})"
-    if times:
-        found = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
-        return f"attention: {_fastest} for sliding windows ({found}), SDPA for full context"
     if _flash_reason() is None:
         line = "attention: PyTorch's flash kernel for sliding windows, SDPA for full context"
         return f"{line} (FlashAttention-3: {_fa3_reason})"
@@ -240,6 +250,12 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     return out
 
 
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
+    """Full context alone: the operator has no window. left is not used."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0].transpose(1, 2)
+
+
 def _flex(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
     def visible(_batch, _head, query, key):
         return (key <= query) & (query - key <= left) if left >= 0 else key <= query
@@ -259,19 +275,83 @@ def _choose(q: Tensor, left: int) -> str:
         half, width = q.dtype in (torch.bfloat16, torch.float16), q.size(-1)
         if _fa3 is not None and half:
             return "fa3"
-        if 0 <= left < q.size(1) - 1:
-            flash = half and width % 8 == 0 and width <= 256 and _has_flash()
+        flash = half and width % 8 == 0 and width <= 256 and _has_flash()
+        narrow = 0 <= left < q.size(1) - 1
+        fastest = _fastest.get(narrow)
+        if narrow:
             flex = _flex_reason is None and torch.compiler.is_compiling()
-            if _fastest == "sdpa" or (flex and _fastest == "flex"):
-                return _fastest
+            if fastest == "sdpa" or (flex and fastest == "flex"):
+                return fastest
             if flash or flex:
                 return "flash" if flash else "flex"
+        elif fastest and half and width <= 256 and (flash or fastest != "flash"):
+            return fastest
     return "sdpa"
 
 
 @constant_when_compiled
 def _limits_tokens(device_type: str) -> bool:
     return device_type == "cuda" and torch.cuda.get_device_capability()[0] == 12
+
+
+def _parts(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Tensors `(B, T, ...)` in parts of as many rows as this GPU's attention takes."""
+    batch, length = tensors[0].shape[:2]
+    if batch * length <= MOST_TOKENS or not _limits_tokens(tensors[0].device.type):
+        return [tensors]
+    if length > MOST_TOKENS:
+        raise ValueError(f"a row has {length} tokens, this GPU's attention takes {MOST_TOKENS}; shorten it")
+    return list(zip(*(t.split(MOST_TOKENS // length) for t in tensors)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Forward and backward apart, for a backward pass that computes q, k and v again.
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, left: int) -> tuple[Tensor, ...]:
+    """(result, what the backward pass needs)."""
+    if q.is_cuda:
+        out, log_sum_exp, *state, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, q.size(1), k.size(1), 0.0, True, False, **_window(q, left)
+        )
+        return out, log_sum_exp, *state
+    q, k, v, mask = _for_cpu(q, k, v, left)
+    out, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, mask is None, attn_mask=mask
+    )
+    return out.transpose(1, 2), log_sum_exp
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor, kept: Sequence[Tensor], left: int
+) -> tuple[Tensor, ...]:
+    if q.is_cuda:
+        log_sum_exp, *state = kept
+        return torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, log_sum_exp, None, None, q.size(1), k.size(1), 0.0, True, *state, **_window(q, left)
+        )
+    groups = k.size(2)
+    q, k, v, mask = _for_cpu(q, k, v, left)
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad.transpose(1, 2), q, k, v, out.transpose(1, 2), *kept, 0.0, mask is None, attn_mask=mask
+    )
+    of_q, *of_kv = (t.transpose(1, 2) for t in grads)
+    return of_q, *(t if t.size(2) == groups else t.unflatten(2, (groups, -1)).sum(3) for t in of_kv)
+
+
+def _window(q: Tensor, left: int) -> dict[str, int]:
+    return {"window_size_left": left, "window_size_right": 0} if 0 <= left < q.size(1) - 1 else {}
+
+
+def _for_cpu(q: Tensor, k: Tensor, v: Tensor, left: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k and v as `(B, H, T, D)`, and the mask of a window in q's dtype."""
+    k, v = (t.repeat_interleave(q.size(2) // t.size(2), dim=2) for t in (k, v))
+    mask = None
+    if 0 <= left < q.size(1) - 1:
+        position = torch.arange(q.size(1), device=q.device)
+        back = position.unsqueeze(1) - position
+        mask = torch.where((back >= 0) & (back <= left), 0.0, -torch.inf).to(q.dtype)
+    return *(t.transpose(1, 2) for t in (q, k, v)), mask
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -289,18 +369,41 @@ def flash_attn_func(
     """
     if not causal:
         raise ValueError("only causal attention is supported; pass causal=True")
-    if q.size(0) * q.size(1) > MOST_TOKENS and _limits_tokens(q.device.type):
-        rows = MOST_TOKENS // q.size(1)
-        if rows == 0:
-            raise ValueError(f"a row has {q.size(1)} tokens, this GPU's attention takes {MOST_TOKENS}; shorten it")
-        parts = zip(q.split(rows), k.split(rows), v.split(rows))
+    parts = _parts(q, k, v)
+    if len(parts) > 1:
         return torch.cat([flash_attn_func(*part, window_size=window_size) for part in parts])
     backend = _choose(q, window_size[0])
     if backend == "fa3":
         return _fa3.flash_attn_func(q, k, v, causal=True, window_size=window_size)
     if backend == "flash":
         return _flash(q, k, v, window_size[0])
-    return _flex(q, k, v, window_size[0]) if backend == "flex" else _sdpa(q, k, v, window_size[0])
+    return {"flex": _flex, "cudnn": _cudnn}.get(backend, _sdpa)(q, k, v, window_size[0])
+
+
+def unkept_reason(device_type: str, head_dim: int) -> str | None:
+    """Why `forward` and `backward` cannot run on this machine, or None."""
+    if device_type == "cuda" and (head_dim % 8 or head_dim > 256):
+        return f"the head dimension is {head_dim}, PyTorch's flash kernel needs a multiple of 8 up to 256"
+    if device_type == "cuda":
+        return _flash_reason()
+    return None if device_type in ("cpu", "meta") else f"PyTorch has no flash kernel for {device_type}"
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, left: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """flash_attn_func by PyTorch's flash kernels: (result, what `backward` needs besides it and q, k, v)."""
+    parts = [_forward(*part, left) for part in _parts(q, k, v)]
+    results = [out for out, *_ in parts]
+    return results[0] if len(parts) == 1 else torch.cat(results), tuple(t for _, *more in parts for t in more)
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, left: int, out: Tensor, kept: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, from the gradient of the result `out` of `forward`, and what that kept."""
+    parts = list(_parts(q, k, v, grad, out))
+    each = len(kept) // len(parts)
+    found = [_backward(*part, kept[each * i : each * (i + 1)], left) for i, part in enumerate(parts)]
+    return tuple(found[0]) if len(found) == 1 else tuple(torch.cat(of_parts) for of_parts in zip(*found))
 
 
 def flash_attn_with_kvcache(

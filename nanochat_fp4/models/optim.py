@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from nanochat_fp4.models.lean import Lean, is_lean, load_state, new_moment
 from nanochat_fp4.nvfp4.sharding import all_gather, local, reduce_scatter
 from nanochat_fp4.parallel import is_sharded, losses_of
 
@@ -233,8 +234,11 @@ class Muon(torch.optim.Optimizer):
         dtype: of the orthogonalization. The default is BF16 on CUDA and the parameters' dtype elsewhere, because BF16
             products can be many times slower there.
         stack_elements: how many elements are updated at a time. The memory of a step is proportional to this number.
+    lean: set by lean.Lean, else None. Weights are then BF16, and the momentum 8 bits.
     Raises ValueError for parameters that are not matrices, and in step() for missing gradients.
     """
+
+    lean: Lean | None = None
 
     def __init__(
         self,
@@ -372,28 +376,37 @@ class Muon(torch.optim.Optimizer):
     def _update_part(self, group: dict[str, Any], stack: Tensor, grads: Tensor, part: slice) -> None:
         """Updates the matrices `part` of those that this rank owns, in place. grads is changed as well."""
         _, rows, columns = stack.shape
-        state = self.state[group["params"][0]]  # as in nanochat, one state for the group, under its first parameter
+        state, chunk = self.state[group["params"][0]], self._chunk_size(group)  # nanochat: under the first parameter
+        lean = self.lean if is_lean(stack[0]) else None
+        dtype = stack.dtype if lean is None else torch.float32
         if "momentum_buffer" not in state:
-            chunk = self._chunk_size(group)
-            state["momentum_buffer"] = stack.new_zeros(chunk, rows, columns)
+            new_moment(state, "momentum_buffer", stack[:1].expand(chunk, -1, -1), lean is not None)
             if group["beta2"] is not None:
                 shape = (chunk, rows, 1) if rows >= columns else (chunk, 1, columns)
-                state["second_momentum_buffer"] = stack.new_zeros(shape)
+                state["second_momentum_buffer"] = stack.new_zeros(shape, dtype=dtype)
         second = state["second_momentum_buffer"][part] if group["beta2"] is not None else None
         update = _compiled_muon_update() if stack.is_cuda else muon_update
-        update(
-            stack,
-            grads,
-            state["momentum_buffer"][part],
-            second,
-            torch.tensor(group["momentum"], dtype=torch.float32),
-            torch.tensor(group["beta2"] or 0.0, dtype=torch.float32),
-            torch.tensor(group["lr"] * max(1.0, rows / columns) ** 0.5, dtype=torch.float32),
-            torch.tensor(group["weight_decay"], dtype=torch.float32),
-            group["orthogonalizer"],
-            group["ns_steps"],
-            self.dtype or (torch.bfloat16 if stack.is_cuda else stack.dtype),
-        )
+
+        def apply(weights: Tensor, grads: Tensor, momentum_buffer: Tensor) -> None:
+            update(
+                weights,
+                grads,
+                momentum_buffer,
+                second,
+                torch.tensor(group["momentum"], dtype=torch.float32),
+                torch.tensor(group["beta2"] or 0.0, dtype=torch.float32),
+                torch.tensor(group["lr"] * max(1.0, rows / columns) ** 0.5, dtype=torch.float32),
+                torch.tensor(group["weight_decay"], dtype=torch.float32),
+                group["orthogonalizer"],
+                group["ns_steps"],
+                self.dtype or (torch.bfloat16 if stack.is_cuda else dtype),
+            )
+
+        if lean is None:
+            apply(stack, grads, state["momentum_buffer"][part])
+        else:
+            own = group["params"][self.rank * chunk :][part]
+            lean.update(apply, state, ["momentum_buffer"], part, own, stack, grads)
 
     def resharded(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """The state dict of this rank, from those of all ranks of a run with another number of ranks, in order."""
@@ -419,7 +432,7 @@ class Muon(torch.optim.Optimizer):
                     f"the saved momentum of Muon is {tuple(buffer.shape)} and {expected} is needed; resume with the "
                     "same model and the same number of processes"
                 )
-        super().load_state_dict(state_dict)
+        load_state(self, state_dict)
         for group in self.param_groups:  # a state saved by nanochat lacks some of these keys
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -450,8 +463,11 @@ class AdamW(torch.optim.Optimizer):
 
     Every rank updates the whole of a parameter whose rows do not divide by the number of ranks, or that has fewer than
     1024 elements. On one process this is torch.optim.AdamW(fused=True), with the same state dict.
+    lean: set by lean.Lean, else None. Matrices are then BF16, and their moments 8 bits.
     Raises ValueError in step() for missing gradients.
     """
+
+    lean: Lean | None = None
 
     def __init__(
         self,
@@ -508,27 +524,39 @@ class AdamW(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], p: Tensor, own: Tensor, grad: Tensor) -> None:
         state = self.state[p]
+        lean = self.lean if is_lean(p) else None
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["exp_avg"] = torch.zeros_like(own)
-            state["exp_avg_sq"] = torch.zeros_like(own)
-        beta1, beta2 = group["betas"]
-        adamw(
-            [own],
-            [grad],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"]],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+            new_moment(state, "exp_avg", own, lean is not None)
+            new_moment(state, "exp_avg_sq", own, lean is not None)
+
+        def apply(weights: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+            beta1, beta2 = group["betas"]
+            adamw(
+                [weights],
+                [grad],
+                [exp_avg],
+                [exp_avg_sq],
+                [],
+                [state["step"]],
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+        if lean is None:
+            apply(own, grad, state["exp_avg"], state["exp_avg_sq"])
+            return
+        first_row = 0 if len(own) == len(p) else self.rank * len(own)
+        before, rows = state["step"].clone(), max(1, lean.stack_elements // own.shape[1])
+        for part in (slice(i, i + rows) for i in range(0, len(own), rows)):
+            state["step"].copy_(before)
+            lean.update(apply, state, ["exp_avg", "exp_avg_sq"], part, [p], own[part], grad[part], first_row)
 
     def resharded(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """The state dict of this rank, from those of all ranks of a run with another number of ranks, in order."""
@@ -555,7 +583,7 @@ class AdamW(torch.optim.Optimizer):
                         f"the saved state of AdamW is {tuple(exp_avg.shape)} and {tuple(self._own_rows(p).shape)} is "
                         "needed; resume with the same model and the same number of processes"
                     )
-        super().load_state_dict(state_dict)
+        load_state(self, state_dict)
         for group in self.param_groups:
             group["fused"] = True
             for key, value in self.defaults.items():

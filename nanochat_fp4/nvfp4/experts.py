@@ -47,8 +47,14 @@ class ExpertLinear(QuantLinear):
         return getattr(self.experts[0], self.parameter)
 
     @property
+    def part(self) -> Tensor:
+        """The slice, (out_features, in_features), of the parameter's memory."""
+        part = self.weight[self.index]
+        return part.T if self.transposed else part
+
+    @property
     def matrix(self) -> Tensor:
-        return self._matrix_of(self.weight[self.index])
+        return self.part.contiguous()
 
     def _matrix_of(self, part: Tensor) -> Tensor:
         return part.T.contiguous() if self.transposed else part

@@ -27,7 +27,18 @@ import torch
 from torch import nn
 
 from nanochat_fp4.nvfp4.dispatch import use_kernels
-from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, TENSOR_SCALE_MIN, NVFP4Tensor, encode_e2m1, pack
+from nanochat_fp4.nvfp4.format import (
+    BLOCK,
+    E2M1_MAX,
+    E4M3_MAX,
+    TENSOR_SCALE_MIN,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    NVFP4Tensor,
+    encode_e2m1,
+    pack,
+    swizzle_scales,
+)
 from nanochat_fp4.nvfp4.quantizers import Rounding, _round_block_scale, _search, divide, get_rounding
 
 STEP = 0.2  # Step of the exponential average of Gram matrices, over about five looks at the inputs.
@@ -133,7 +144,11 @@ def feedback_factor(gram: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def round_with_feedback(
-    weights: torch.Tensor, factors: Sequence[torch.Tensor], spec: Rounding, amaxes: torch.Tensor | None = None
+    weights: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    spec: Rounding,
+    amaxes: torch.Tensor | None = None,
+    tiles: bool = False,
 ) -> list[NVFP4Tensor]:
     """weights `(L, N, K)` FP32 or BF16, and L factors `(K, K)` of feedback_factor -> L NVFP4Tensors `(N, K)`.
 
@@ -142,7 +157,7 @@ def round_with_feedback(
 
     spec has blocks of 1x16 and draws no random numbers. If the weights are some rows of larger tensors, amaxes (L,) are
     the amaxes of the whole tensors. Each weight has quantize's tensor_scale. With factors of zeros the result is
-    quantize's, to the bit.
+    quantize's, to the bit. tiles: scales in the layout of swizzle_scales.
     """
     weights = weights.contiguous()
     layers, rows, columns = weights.shape
@@ -151,9 +166,9 @@ def round_with_feedback(
     inverse = 1.0 / tensor_scale
     missed = weights.new_empty(layers, columns, rows, dtype=torch.float32)  # (W - Q)^T in units of tensor_scale
     codes = weights.new_empty(layers, rows, columns // 2, dtype=torch.uint8)
-    scales = weights.new_empty(layers, rows, columns // BLOCK, dtype=torch.uint8)
-    round_group = _round_group
-    if use_kernels(weights.device):
+    kernels, round_group = use_kernels(weights.device), _round_group
+    scales = _empty_scales(weights, tiles and kernels)
+    if kernels:
         from nvfp4_kernels.feedback import round_group
     with torch.autocast(weights.device.type, enabled=False):
         for start in range(0, columns, COLUMNS):
@@ -162,7 +177,18 @@ def round_with_feedback(
             before = torch.bmm(missed[:, :start].mT, factor[:, :start])  # zeros for the first columns
             round_group(weights, inverse, before, factor, missed, codes, scales, start, spec.grid_max, spec.candidates)
     scales = scales.view(torch.float8_e4m3fn)
+    if tiles and not kernels:
+        scales = torch.stack([swizzle_scales(s) for s in scales])
     return [NVFP4Tensor(codes[i], scales[i], tensor_scale[i].clone()) for i in range(layers)]
+
+
+def _empty_scales(weights: torch.Tensor, tiles: bool) -> torch.Tensor:
+    """Memory for the scales of weights (..., N, K): uint8 (..., N, K/16), or flat in tiles, where padding is 0."""
+    *layers, rows, columns = weights.shape
+    if tiles:
+        count = -(-rows // TILE_ROWS) * -(-columns // (TILE_COLUMNS * BLOCK))
+        return weights.new_zeros(*layers, count * TILE_ROWS * TILE_COLUMNS, dtype=torch.uint8)
+    return weights.new_empty(*layers, rows, columns // BLOCK, dtype=torch.uint8)
 
 
 def _round_group(weights, inverse, before, factor, missed, codes, scales, start, grid_max, candidates) -> None:
@@ -192,21 +218,21 @@ def _round_group(weights, inverse, before, factor, missed, codes, scales, start,
 
 @torch.library.custom_op("nanochat_fp4::with_feedback", mutates_args=())
 def with_feedback(
-    weight: torch.Tensor, factor: torch.Tensor, rounding: str, amax: torch.Tensor | None = None
+    weight: torch.Tensor, factor: torch.Tensor, rounding: str, amax: torch.Tensor | None = None, tiles: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """round_with_feedback of one weight: codes, scales, tensor_scale. torch.compile must not trace the long loop."""
     amaxes = None if amax is None else amax.unsqueeze(0)
-    t = round_with_feedback(weight.unsqueeze(0), [factor], get_rounding(rounding), amaxes)[0]
+    t = round_with_feedback(weight.unsqueeze(0), [factor], get_rounding(rounding), amaxes, tiles)[0]
     return t.codes, t.scales, t.tensor_scale
 
 
 @with_feedback.register_fake
 def _(
-    weight: torch.Tensor, factor: torch.Tensor, rounding: str, amax: torch.Tensor | None = None
+    weight: torch.Tensor, factor: torch.Tensor, rounding: str, amax: torch.Tensor | None = None, tiles: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, columns = weight.shape
     return (
         weight.new_empty(rows, columns // 2, dtype=torch.uint8),
-        weight.new_empty(rows, columns // 16, dtype=torch.float8_e4m3fn),
+        _empty_scales(weight, tiles).view(torch.float8_e4m3fn),
         weight.new_empty((), dtype=torch.float32),
     )

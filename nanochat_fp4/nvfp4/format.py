@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 
 BLOCK = 16  # values that share one E4M3 scale, as in the hardware's 1x16 block scaling
+TILE_ROWS, TILE_COLUMNS = 128, 4  # of the scales that FP4 tensor cores read together (swizzle_scales)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_MIN_EXPONENT = -6  # exponent of the smallest normal; subnormals have a spacing of 2^-9

@@ -134,7 +134,7 @@ class Codes(NVFP4Tensor, GemmOperand):
         return self.matrix(torch.float32).float() * self.tensor_scale
 
     def depending_on(self, seed: torch.Tensor) -> "Codes":
-        return replace(self, tensor_scale=after(self.tensor_scale, seed))
+        return replace(self, scales=after(self.scales, seed))  # a kernel that decodes reads no tensor_scale
 
 
 @dataclass
@@ -270,7 +270,7 @@ class WithResidual(GemmOperand):
         return WithResidual(self.first.without_cache(), self.residual.without_cache())
 
     def depending_on(self, seed: torch.Tensor) -> "WithResidual":
-        return WithResidual(self.first.depending_on(seed), self.residual)
+        return WithResidual(self.first.depending_on(seed), self.residual.depending_on(seed))
 
 
 @dataclass
@@ -373,7 +373,7 @@ def make_codes(value: torch.Tensor | GemmOperand, how: Quantization, transpose: 
     if not (use_kernels(device) and rounding.has_kernels) or by_rows or (codes and how.rht_dim and not transpose):
         x = _contracted_last(value, transpose, max(how.rht_dim, rounding.block))
         t = quantize_reference(x, rounding, **_draws(how))
-        scales = _in_tiles(t.scales) if how.tiles and not how.per_token else t.scales
+        scales = swizzle_scales(t.scales) if how.tiles and not how.per_token else t.scales
         return codes_of(rounding)(t.codes, scales, t.tensor_scale, t.decoded)
     emulated = not keep_codes and native_gemm(device.type) is None
     if how.rht_dim:
@@ -390,16 +390,7 @@ def make_with_feedback(
     """NVFP4 with error feedback, where the inputs are known."""
     if how.factor is None:
         return make_codes(value, how, transpose, keep_codes)
-    codes, scales, tensor_scale = with_feedback(_source(value), how.factor, how.rounding.name, how.amax)
-    return Codes(codes, _in_tiles(scales) if how.tiles else scales, tensor_scale)
-
-
-def _in_tiles(scales: torch.Tensor) -> torch.Tensor:
-    """Row-major scales in tiles."""
-    swizzle = swizzle_scales
-    if use_kernels(scales.device):
-        from nvfp4_kernels.matmul import swizzle
-    return swizzle(scales)
+    return Codes(*with_feedback(_source(value), how.factor, how.rounding.name, how.amax, how.tiles))
 
 
 def make_two_terms(
@@ -483,13 +474,14 @@ def quantize_weights(weights: Sequence[tuple[torch.Tensor, Quantization]]) -> li
         if how.factor is None:
             operands[i] = quantize_operand(weight, how, keep_codes=True).without_cache()
         else:
-            alike.setdefault((weight.shape, weight.dtype, how.rounding), []).append(i)
-    for (_, _, rounding), numbers in alike.items():
+            alike.setdefault((weight.shape, weight.dtype, how.rounding, how.tiles), []).append(i)
+    for (*_, rounding, tiles), numbers in alike.items():
         at_once = max(1, ROUNDED_AT_ONCE // weights[numbers[0]][0].numel())
         for some in (numbers[i : i + at_once] for i in range(0, len(numbers), at_once)):
             factors = [weights[i][1].factor for i in some]
-            for i, t in zip(some, round_with_feedback(torch.stack([weights[i][0] for i in some]), factors, rounding)):
-                operands[i] = Codes(t.codes, _in_tiles(t.scales) if weights[i][1].tiles else t.scales, t.tensor_scale)
+            together = torch.stack([weights[i][0] for i in some])
+            for i, t in zip(some, round_with_feedback(together, factors, rounding, tiles=tiles)):
+                operands[i] = Codes(t.codes, t.scales, t.tensor_scale)
     return operands
 
 

@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from nanochat_fp4.nvfp4.format import TILE_ROWS
 from nanochat_fp4.nvfp4.linear import QuantLinear, groups_computed_as_one
 from nanochat_fp4.nvfp4.operands import Codes, Plain, codes_of, largest_magnitude, quantize_operand
 
@@ -198,6 +199,8 @@ class _Shards:
         for shard in shards:
             amax = of_layer[shard.layer].view(torch.float32)
             how = shard.layer.weight_quantization(shard.local.device)._replace(amax=amax)
+            if shard.local.shape[0] % TILE_ROWS:
+                how = how._replace(tiles=False)  # ranks' scales, one after the other, are the whole weight's
             codes = quantize_operand(shard.local, how, keep_codes=True).without_cache()
             shard.tensor_scale.copy_(codes.tensor_scale)
             shard.codes, shard.version = codes, shard.version_now()

@@ -43,7 +43,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from nanochat_fp4.nvfp4.format import BLOCK
+from nanochat_fp4.nvfp4.format import BLOCK, TILE_ROWS
 from nanochat_fp4.nvfp4.gemm import gemm
 from nanochat_fp4.nvfp4.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, UNQUANTIZED, Gemms, QuantLinear, _compute_dtype
 from nanochat_fp4.nvfp4.operands import Codes, Quantization
@@ -105,6 +105,7 @@ class Shard(NamedTuple):
     sequence:  inputs of column-parallel and outputs of row-parallel layers are divided along the sequence, dimension -2
     extent:    in a pass, this process's size of the divided dimension, of all layers that are computed as one
     sequences: in a pass, the number of sequences whose input is gathered as codes
+    tiles:     in a pass, whether they can be gathered with their scales in tiles: a process has whole ones
     """
 
     group: str
@@ -114,6 +115,7 @@ class Shard(NamedTuple):
     sequence: bool
     extent: int = 0
     sequences: int = 0
+    tiles: bool = False
 
     def problem(self, recipe: Recipe, features: int) -> str | None:
         """Why a layer whose divided dimension is so large cannot be computed with this recipe, or None."""
@@ -133,7 +135,8 @@ class Shard(NamedTuple):
         """recipe: that of this pass. weights: this process's, of all layers that are computed as one."""
         extent = sum(w.shape[0] for w in weights) if self.dim == 0 else weights[0].shape[1]
         as_codes = self.dim == 0 and self.sequence and recipe.input_is_codes
-        return self._replace(extent=extent, sequences=x.shape[:-2].numel() if as_codes else 0)
+        sequences = x.shape[:-2].numel() if as_codes else 0
+        return self._replace(extent=extent, sequences=sequences, tiles=x.shape[-2] % TILE_ROWS == 0)
 
     def parts(self, operands: Sequence[str]) -> list[Part | None]:
         """The parts that the operands of a GEMM are here. None where each process has the whole operand.
@@ -180,9 +183,11 @@ class Shard(NamedTuple):
         """Codes of all tokens, of those of this process, where the input travels as codes."""
         if not self.sequences:
             return x
-        packed = torch.cat((x.codes, x.scales.view(torch.uint8)), dim=1)
+        scales = x.scales.view(torch.uint8).view(x.codes.shape[0], -1)
+        packed = torch.cat((x.codes, scales), dim=1)
         packed = _gather(packed.unflatten(0, (self.sequences, -1)), self.group, self.size).flatten(0, 1)
-        codes, scales = (t.contiguous() for t in packed.split((x.codes.shape[1], x.scales.shape[1]), dim=1))
+        codes, scales = (t.contiguous() for t in packed.split((x.codes.shape[1], scales.shape[1]), dim=1))
+        scales = scales.flatten() if x.scales.dim() == 1 else scales
         return Codes(codes, scales.view(x.scales.dtype), x.tensor_scale)
 
     def scattered_gradient(self, grad_x: torch.Tensor) -> torch.Tensor:
@@ -227,17 +232,12 @@ class DividedGemms(NamedTuple):
     shard: Shard
 
     def operands(
-        self,
-        spec: Gemm,
-        stream: int,
-        seed: torch.Tensor | None,
-        rht_seed: torch.Tensor | None,
-        device: torch.device,
+        self, spec: Gemm, stream: int, seed: torch.Tensor | None, rht_seed: torch.Tensor | None, device: torch.device
     ) -> tuple[Quantization, Quantization]:
         whole = Gemms(self.recipe).operands(spec, stream, seed, rht_seed, device)
         a, b = (how._replace(part=part) for how, part in zip(whole, self.shard.parts(DIMENSIONS[stream])))
         if stream == OUTPUT and self.shard.sequences:
-            a = a._replace(tiles=False)  # processes send rows
+            a = a._replace(tiles=a.tiles and self.shard.tiles)
         return a, b
 
     def input_of_all(self, x: Codes) -> Codes:

@@ -83,6 +83,10 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
     return None
 
 
+_LOSES = {
+    "lean": "; weights are rounded to BF16 and moments to 8 bits, and their lower bits are lost",
+    "fp32": "; lower bits that --state=lean has not kept do not come back",
+}
 _OF_THE_CALL = {"resume_from_step", "overwrite", "run", "model_tag", "model_step", "branch_from", "dry_run"}
 
 
@@ -97,10 +101,12 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     def settings(meta: dict[str, Any]) -> dict[str, Any]:
         parts = [meta.get(key) for key in ("user_config", "tunable")]
         flat = {k: v for part in parts if isinstance(part, dict) for k, v in part.items() if k not in _OF_THE_CALL}
-        return flat | ({"commit": meta["commit"]} if meta.get("commit") else {})
+        return {"state": "fp32"} | flat | ({"commit": meta["commit"]} if meta.get("commit") else {})
 
     old, new = settings(before), settings(now)
-    return [f"{k} was {old[k]} so far and is {new[k]} from here on" for k in old if k in new and old[k] != new[k]]
+    loses = {"state": _LOSES[new["state"]]}
+    different = [k for k in old if k in new and old[k] != new[k]]
+    return [f"{k} was {old[k]} so far and is {new[k]} from here on{loses.get(k, '')}" for k in different]
 
 
 def start_over(checkpoint_dir: Path, rank: int) -> None:

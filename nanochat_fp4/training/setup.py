@@ -35,9 +35,10 @@ from nanochat_fp4.console import Phases, format_seconds, rare_collections
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.errors import LostRankError, UserError, is_lost_rank
 from nanochat_fp4.evaluation.report import get_report
-from nanochat_fp4.models import llama
+from nanochat_fp4.models import flash_attention, llama
 from nanochat_fp4.models.cross_entropy import head_problem
 from nanochat_fp4.models.gpt import GPT, config_from_depth
+from nanochat_fp4.models.lean import Lean, set_state, state_of
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
@@ -117,6 +118,11 @@ def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) 
     unfit |= {f"--method-changes={switch}": getattr(args, switch) for switch in SWITCHES}
     if args.llama and any(unfit.values()):
         raise UserError(f"{next(k for k in unfit if unfit[k])} is not for the --llama models; leave one of them out")
+    if args.recompute.startswith("codes"):
+        reason = args.separate_qkv and "it needs q, k and v as one layer, without --method-changes=separate_qkv"
+        reason = reason or flash_attention.unkept_reason(device.type, config.head_dim)
+        if reason:
+            raise UserError(f"--runtime=recompute-{args.recompute}: {reason}; use recompute-mlp or recompute-all")
     check_model_fits(config, device)
     set_cpu_threads(device, config.n_embd)
     with torch.device("meta"):
@@ -125,6 +131,7 @@ def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) 
         raise UserError(f"--head: {problem}")
     model.to_empty(device=device)
     model.init_weights()
+    set_state(model, args.state)
     model.recompute, model.head = args.recompute, args.head
     return model, name
 
@@ -168,11 +175,12 @@ def find_start(
         same = {k: v for k, v in same.items() if k not in ("method", "head", *METHOD_CHANGES)}
     start = Start(folder)
     if step is not None:
-        weights, rank_state, meta = load_checkpoint(
-            source, step, process.device, load_optimizer=True, rank=process.rank
-        )
+        where = "cpu" if args.state == "lean" else process.device
+        weights, rank_state, meta = load_checkpoint(source, step, where, load_optimizer=True, rank=process.rank)
         check_same_run(same, meta.get("run_config"), source)
         load_weights(model, weights, source, step)
+        set_state(model, args.state, state_of(meta))
+        model.to(process.device)
         start = Start(folder, source, step, rank_state, meta)
     if start.step > steps:
         raise UserError(
@@ -277,6 +285,7 @@ class PostTraining:
             self.begin_anew()
         else:
             self.go_on(step)
+        set_state(self.model, args.state, state_of(self.start.meta or self.parent_meta))
         if not self.dry_run:
             check_writable(folder, save_bytes(self.model), starts_over(args.resume_from_step, args.overwrite))
         self.config = self.model.config
@@ -309,7 +318,8 @@ class PostTraining:
         """From the run's own checkpoint, unless the model that it began with has been trained anew in the meantime."""
         folder, device, rank = self.start.folder, self.process.device, self.process.rank
         self.model, self.tokenizer, meta = build_model(folder, step, device, "train")
-        _, rank_state, _ = load_checkpoint(folder, step, device, load_optimizer=True, rank=rank)
+        where = "cpu" if self.args.state == "lean" else device
+        _, rank_state, _ = load_checkpoint(folder, step, where, load_optimizer=True, rank=rank)
         self.start = Start(folder, folder, step, rank_state, meta)
         self.parent_meta, self.parent = meta, meta.get("parent") or {}
         before = self.parent.get("weights_sha256")
@@ -368,7 +378,9 @@ class PostTraining:
         return Trainer(made, parts, self.args, self.process, self.start)
 
     def parts(self, optimizers: list[torch.optim.Optimizer], forward: Any, **loss: Any) -> TrainingStep:
-        return TrainingStep(self.model, optimizers, forward, QuantizedTraining(self.model), self.dtype, **loss)
+        lean = Lean(self.model, optimizers, self.args.seed) if self.args.state == "lean" else None
+        quantized = QuantizedTraining(self.model)
+        return TrainingStep(self.model, optimizers, forward, quantized, self.dtype, lean=lean, **loss)
 
     def report(self, trainer: Trainer, section: str, setup: dict[str, Any], sources: dict[str, str]) -> None:
         """Prints the results, and writes them with `setup` into the report under `section`."""

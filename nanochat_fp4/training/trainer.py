@@ -1,5 +1,4 @@
-"""
-The only training loop. A step has micro-batches; between steps come evaluations, telemetry and checkpoints.
+"""The only training loop. A step has micro-batches; between steps come evaluations, telemetry and checkpoints.
 
     trainer = Trainer(spec, step, args, process, start)
     if trainer.run():          # False: a signal stopped the run, and the run is saved
@@ -41,6 +40,7 @@ from nanochat_fp4.errors import UserError, is_out_of_memory
 from nanochat_fp4.evaluation.metrics import LossMonitor, MetricsLog
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.gpt import autocast
+from nanochat_fp4.models.lean import Lean
 from nanochat_fp4.models.optim import Schedule
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import full_state_dict, is_sharded
@@ -60,12 +60,11 @@ Batch = tuple[Tensor, ...]  # tokens, targets (negative: none), and whatever els
 
 
 class TrainingStep:
-    """
-    One optimizer step in parts: the weights' codes made once, micro-batches whose gradients add up, the update.
+    """One optimizer step in parts: the weights' codes made once, micro-batches whose gradients add up, the update.
 
     model: not compiled. forward: the compiled model, or the model itself. dtype: of matrix products (gpt.autocast).
     loss: (model or its compiled form, *batch) -> mean loss of a micro-batch, ().
-    accumulates: whether gradients are added where they are made (nf.accumulate_gradients).
+    accumulates: whether gradients are added where they are made (nf.accumulate_gradients). lean: of --state=lean.
     """
 
     accumulates = True
@@ -78,8 +77,9 @@ class TrainingStep:
         quantized: QuantizedTraining | None = None,
         dtype: torch.dtype | None = None,
         loss: Callable[..., Tensor] = lambda forward, x, y: forward(x, y),
+        lean: Lean | None = None,
     ):
-        self.model, self.optimizers, self.dtype, self.loss = model, list(optimizers), dtype, loss
+        self.model, self.optimizers, self.dtype, self.loss, self.lean = model, list(optimizers), dtype, loss, lean
         self.forward = model if forward is None else forward
         self.quantized = quantized or QuantizedTraining(model)
         self.device = model.get_device()
@@ -99,10 +99,13 @@ class TrainingStep:
         return self.quantized.weights_once(passes)
 
     @contextlib.contextmanager
-    def micro_batches(self, count: int) -> Iterator[None]:
+    def micro_batches(self, count: int, step: int = 0) -> Iterator[None]:
         """Around so many micro-batches of one step: what they share is made once."""
-        accumulates = self.accumulates and count > 1
-        with self.weights_once(count), nf.accumulate_gradients(self.model) if accumulates else contextlib.nullcontext():
+        if self.lean is not None:
+            adding = self.lean.gradients(count, step)
+        else:
+            adding = nf.accumulate_gradients(self.model) if self.accumulates and count > 1 else contextlib.nullcontext()
+        with self.weights_once(count), adding:
             yield
 
     def micro_batch(self, *batch: Tensor, count: int = 1) -> Tensor:
@@ -184,8 +187,7 @@ def due(every: int, step: int, last: bool) -> bool:
 
 
 class Trainer:
-    """
-    A run. Its state is step, loop (a dict for JSON), monitor (of the loss) and loader_state.
+    """A run. Its state is step, loop (a dict for JSON), monitor (of the loss) and loader_state.
 
     args: the flags of setup.add_run_arguments.
 
@@ -221,8 +223,8 @@ class Trainer:
         self.meta = {**spec.meta, "user_config": spec.user_config, "commit": commit}
         self.metrics = MetricsLog(self.folder, enabled=process.rank == 0 and not self.dry_run)
         self.flops_per_token = self.model.estimate_flops()
-        on_gpu = self.device.type == "cuda"
-        self.peak_flops = get_peak_flops(torch.cuda.get_device_name(self.device)) if on_gpu else None
+        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+        self.peak_flops = get_peak_flops(gpu) if gpu else None
 
     # ------------------------------------------------------------------------------------------------------------------
     # Beginning
@@ -361,7 +363,7 @@ class Trainer:
         """Micro-batches and, where all numbers are finite, the update. tried: gets (batch, generators before)."""
         spec, parts = self.spec, self.parts
         losses, counted = [], 0
-        with parts.micro_batches(spec.grad_accum_steps):
+        with parts.micro_batches(spec.grad_accum_steps, self.step):
             for i in range(spec.grad_accum_steps):
                 if not spec.prefetch:
                     self.fetch()

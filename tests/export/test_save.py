@@ -10,8 +10,10 @@ from torch import nn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.export import huggingface, save
 from nanochat_fp4.export.load import load_safetensors
 from nanochat_fp4.export.weights import forward_weights
+from nanochat_fp4.models.llama import Llama, LlamaConfig
 
 pytest.importorskip("safetensors")
 
@@ -96,8 +98,9 @@ def test_codes_alone_compute_and_are_not_trained(model, tmp_path, dtype):
 def test_what_cannot_be_written_is_one_line(model, tmp_path):
     unconverted, out = Foreign(), tmp_path / "out"
     experts = copy.deepcopy(model)
-    experts.experts = _experts()
+    experts.experts = Experts()
     nf.convert(experts, "clover", verbose=False)
+    some = nf.convert(copy.deepcopy(experts), "clover", skip=["*.gate_up_proj.1"], verbose=False)
     unseen = copy.deepcopy(model)
     unseen.more = nn.Linear(32, 32)
     nf.convert(unseen, "clover", verbose=False)
@@ -105,7 +108,8 @@ def test_what_cannot_be_written_is_one_line(model, tmp_path):
         ((model, out, "gguf"), "expected one of compressed-tensors, modelopt"),
         ((nn.Linear(16, 16), out), "Linear is no model of transformers"),
         ((unconverted, out), "is not converted"),
-        ((experts, out), "is an expert, which compressed-tensors has no name for"),
+        ((experts, out), "checkpoints of Foreign have one experts.gate_up_proj for all experts, which compressed"),
+        ((some, out), "experts.expert_linears.gate_up_proj.1 is not in 4 bits, and others are"),
         ((unseen, out, "modelopt", None, [torch.zeros(1, 4, dtype=torch.long)]), "more read nothing of the"),
     ):
         with pytest.raises(UserError, match=message):
@@ -118,13 +122,95 @@ def test_what_cannot_be_written_is_one_line(model, tmp_path):
     assert (out / "notes.txt").read_text() == "mine"
 
 
-def _experts() -> nn.Module:
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate_up_proj, self.down_proj = (nn.Parameter(torch.zeros(2, 32, 32)) for _ in range(2))
+class Experts(nn.Module):
+    """As transformers has them, two of them, with the arguments that its forward takes."""
 
-        def forward(self, hidden_states, top_k_index, top_k_weights):
-            return hidden_states
+    def __init__(self, transposed: bool = False):
+        super().__init__()
+        self.is_transposed, self.act_fn = transposed, nn.functional.silu
+        up, down = (2, 96, 32), (2, 32, 48)
+        self.gate_up_proj = nn.Parameter(torch.randn(up).mT.contiguous() if transposed else torch.randn(up))
+        self.down_proj = nn.Parameter(torch.randn(down).mT.contiguous() if transposed else torch.randn(down))
 
-    return Experts()
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        raise NotImplementedError
+
+
+class Mixture(Foreign):
+    def __init__(self, transposed: bool = False):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(32, 2, bias=False), Experts(transposed)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).flatten(0, 1)
+        weights, chosen = self.gate(x).softmax(-1).topk(1)
+        return self.lm_head(self.layers[1](self.layers[0](x + self.experts(x, chosen, weights))))
+
+
+def _as_in_a_checkpoint(model: nn.Module, state: dict) -> dict:
+    """Instead of transformers' revert_weight_conversion, which --slow tests ask: a tensor for each expert and part."""
+    result = {}
+    for name, value in state.items():
+        if name not in ("experts.gate_up_proj", "experts.down_proj"):
+            result[name.replace("gate.", "router.")] = value
+            continue
+        value = value.mT if model.experts.is_transposed else value
+        for e, rows in enumerate(value):
+            parts = zip(("w1", "w3"), rows.chunk(2)) if "gate_up" in name else [("w2", rows)]
+            result |= {f"experts.{e}.{part}.weight": piece for part, piece in parts}
+    return result
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("inputs", [False, True])
+def test_experts_go_out_one_by_one(tmp_path, monkeypatch, transposed, inputs):
+    torch.manual_seed(0)
+    monkeypatch.setattr(save, "as_in_checkpoints", _as_in_a_checkpoint)
+    mixture = nf.convert(Mixture(transposed), "clover", verbose=False)
+    text = [torch.randint(50, (2, 64))] if inputs else ()
+    nf.save_quantized(mixture, tmp_path / "out", calibration=text)
+    tensors, want = load_safetensors(tmp_path / "out"), forward_weights(mixture).tensors
+    for e in range(2):
+        up, down = (want[f"experts.expert_linears.{name}.{e}"] for name in ("gate_up_proj", "down_proj"))
+        for part, t, rows in (("w1", up, slice(48)), ("w3", up, slice(48, 96)), ("w2", down, slice(32))):
+            layer = f"experts.{e}.{part}"
+            assert torch.equal(tensors[f"{layer}.weight_packed"], t.codes[rows])
+            assert torch.equal(tensors[f"{layer}.weight_scale"].float(), t.scales[rows].float())
+            assert tensors[f"{layer}.weight_global_scale"] == 1 / t.tensor_scale
+            assert (f"{layer}.input_global_scale" in tensors) == inputs
+    assert "router.weight" in tensors and not any("proj" in name for name in tensors)
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert ignored == ["lm_head", "router"]
+
+
+def test_bit_for_bit_what_scripts_export_writes(tmp_path):
+    """The project's Llama, and the same weights in a module with the names that transformers has."""
+    torch.manual_seed(0)
+    ours = Llama(LlamaConfig(32, 64, n_layer=1, n_head=1, n_kv_head=1, n_embd=64), pad_vocab_size_to=64)
+    ours.init_weights()
+    (tmp_path / "ours").mkdir()
+    huggingface.write(ours, tmp_path / "ours", "safetensors", torch.float32)
+    theirs = nn.Module()
+    theirs.config = Foreign.config
+    for name, value in load_safetensors(tmp_path / "ours").items():
+        parent = theirs
+        *path, last, _ = name.split(".")
+        for child in path:
+            if not hasattr(parent, child):
+                parent.register_module(child, nn.Module())
+            parent = getattr(parent, child)
+        kind = nn.Embedding(*value.shape) if "embed" in name else nn.LayerNorm(1, bias=False)
+        layer = nn.Linear(*value.shape[::-1], bias=False) if "proj" in name or "head" in name else kind
+        layer.weight = nn.Parameter(value)
+        parent.register_module(last, layer)
+    block = theirs.get_submodule("model.layers.0")
+    block.self_attn.fused_linears = ("q_proj", "k_proj", "v_proj")  # our Llama computes these as one
+    block.mlp.fused_linears = ("gate_proj", "up_proj")
+    for model in (ours, theirs):
+        nf.convert(model, "clover", verbose=False)
+    huggingface.write(ours, tmp_path / "ours", "compressed-tensors", torch.bfloat16, forward_weights(ours))
+    nf.save_quantized(theirs, tmp_path / "theirs")
+    want, got = load_safetensors(tmp_path / "ours"), load_safetensors(tmp_path / "theirs")
+    assert set(want) == set(got) and sum("packed" in name for name in want) == 7
+    for name, tensor in want.items():
+        assert tensor.dtype == got[name].dtype and torch.equal(tensor.view(torch.uint8), got[name].view(torch.uint8))

@@ -1,29 +1,86 @@
-"""nf.convert on a model of transformers, in their Trainer: the example of docs/export.md is what runs here."""
+"""Models of transformers leave as NVFP4: their folders, their experts, as their packages read them. Nothing is loaded
+from a hub."""
 
-import importlib.util
-import re
-from pathlib import Path
+import json
 
+import _models
 import pytest
 import torch
 
 import nanochat_fp4 as nf
+from nanochat_fp4.errors import UserError
+from nanochat_fp4.export.load import load_safetensors
+from nanochat_fp4.export.weights import forward_weights
+from scripts import export
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "export.md"
+pytestmark = pytest.mark.slow
+transformers = pytest.importorskip("transformers")
+WITH_EXPERTS = ["Mixtral", "Qwen3-MoE", "DeepSeek-V3", "OLMoE"]
 
 
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(p) is None for p in ("transformers", "accelerate")),
-    reason="needs transformers, accelerate (pip install '.[export]' accelerate)",
-)
-def test_their_trainer(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    code = re.search(r"```python\n(# A model of transformers.*?)```", EXAMPLE.read_text(), re.S).group(1)
-    assert len(code.splitlines()) <= 20
-    names: dict = {}
-    exec(code, names)
-    assert "converted 14 linear layers" in capsys.readouterr().out
-    model, losses = names["model"], [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry]
-    assert len(losses) == 20 and losses[-1] < 0.8 * losses[0]
-    assert isinstance(model.model.layers[0].mlp.up_proj, nf.QuantLinear) and type(model.lm_head) is torch.nn.Linear
-    assert (tmp_path / "trained" / "model.safetensors").stat().st_size > 0
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts_have_the_names_of_their_checkpoints(tmp_path, name):
+    """Names are those of save_pretrained. compressed-tensors decodes each tensor to the forward pass's weight."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    torch.manual_seed(0)
+    model = nf.convert(_models.MODELS[f"{name} (transformers)"]().model, "clover", verbose=False)
+    weights = forward_weights(model).tensors
+    nf.save_quantized(model, tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():  # what transformers itself writes of these values
+        for layer, t in weights.items():
+            module = model.get_submodule(layer)
+            getattr(module, "part", module.weight).copy_(t.dequantize())
+    model.save_pretrained(tmp_path / "plain")
+    want, got = load_safetensors(tmp_path / "plain"), load_safetensors(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    compressor, packed = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized"), 0
+    for key, value in want.items():
+        layer = key.removesuffix(".weight")
+        if f"{layer}.weight_packed" in got:
+            parts = {p: got.pop(f"{layer}.{p}") for p in ("weight_packed", "weight_scale", "weight_global_scale")}
+            torch.testing.assert_close(compressor.decompress(parts, scheme)["weight"].float(), value, rtol=0.01, atol=0)
+            packed += 1
+        else:
+            assert torch.equal(got.pop(key), value)
+    assert not got and packed > len(weights)  # gate and up are one weight in the model
+
+
+def test_gpt_oss_has_no_names(tmp_path):
+    model = nf.convert(_models.MODELS["gpt-oss (transformers)"]().model, "clover", verbose=False)
+    with pytest.raises(UserError, match="checkpoints of GptOssForCausalLM have one .*gate_up_proj for all experts"):
+        nf.save_quantized(model, tmp_path / "out")
+    nf.convert(model, "clover", skip=["*.experts"], verbose=False)
+    nf.save_quantized(model, tmp_path / "out")
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_safetensors(tmp_path / "out")
+
+
+def test_export_hf_path(tiny_base, tmp_path, capsys):
+    from tokenizers import ByteLevelBPETokenizer
+
+    words = ByteLevelBPETokenizer()
+    words.train_from_iterator(["the capital of gold planets"] * 3, vocab_size=300, special_tokens=["<|bos|>"])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words._tokenizer, bos_token="<|bos|>")
+    tokenizer.save_pretrained(tmp_path / "hf")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(num_hidden_layers=1, max_position_embeddings=32, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    flags = [f"--hf-path={tmp_path / 'hf'}", "--format=compressed-tensors", "--calibration-tokens=256"]
+    found = {}
+    for method in ("clover", "clover_feedback"):
+        export.main([*flags, f"--method={method}", f"--out={tmp_path / method}"])
+        assert f"as compressed-tensors to {tmp_path / method}: {method}" in capsys.readouterr().out
+        found[method] = load_safetensors(tmp_path / method)
+        assert (tmp_path / method / "tokenizer.json").exists()
+    model = nf.convert(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf"), "clover", verbose=False)
+    layer = "model.layers.0.mlp.down_proj"
+    t = forward_weights(model).tensors[layer]
+    assert torch.equal(found["clover"][f"{layer}.weight_packed"], t.codes)
+    assert f"{layer}.input_global_scale" in found["clover"]
+    assert not torch.equal(found["clover_feedback"][f"{layer}.weight_packed"], t.codes)
+    with pytest.raises(UserError, match="--hf-path writes compressed-tensors or modelopt"):
+        export.main([flags[0], "--format=gguf", f"--out={tmp_path / 'other'}"])

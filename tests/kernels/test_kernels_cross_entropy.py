@@ -49,7 +49,7 @@ def test_losses_and_gradient_in_place(logits, softcap, block, monkeypatch):
     assert torch.equal(found, only) and found.dtype == torch.float32
     torch.testing.assert_close(found.double(), losses, rtol=1e-6, atol=softcap * 2e-6)
     ulp = 2**-8 if logits.dtype == torch.bfloat16 else 0
-    torch.testing.assert_close(logits.double(), grad, rtol=ulp + softcap * 1e-6, atol=1e-7)
+    torch.testing.assert_close(logits.double(), grad, rtol=ulp + softcap * 4e-6, atol=1e-7)  # GPUs approximate
     assert not logits[:, 190:].any() and not logits[1].any()
 
 

@@ -108,6 +108,14 @@ def test_the_flash_kernel_is_asked_for_the_window():
     assert calls == [[20, 20, True, 0.0, 7, 0]] * 2
 
 
+def test_cudnns_operator_is_called_for_causal_attention():
+    """On tensors without memory, since it runs on GPUs alone: shapes, and a gradient for each input."""
+    inputs = [torch.empty(2, 20, 4, 16, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3)]
+    y = flash_attention._cudnn(*inputs, -1)
+    grads = torch.autograd.grad(y, inputs, torch.ones_like(y))
+    assert [t.shape for t in (y, *grads)] == [t.shape for t in (inputs[0], *inputs)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fa3", "flash", "flex"])
 @pytest.mark.parametrize("left", [-1, 700])
@@ -136,14 +144,21 @@ TIMES = {"flash": 3.0, "flex": 2.9, "sdpa": 1.0}
 def test_the_clearly_fastest_attention_is_taken_for_windows(times, chosen, monkeypatch):
     """PyTorch's flash kernel has a third of cuDNN's rate on a B200. A small difference does not change the default."""
     asked, cuda_q = [], types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, size=lambda i: (2, 64, 4, 128)[i])
-    monkeypatch.setattr(flash_attention, "time_windows", lambda *shape: asked.append(shape) or times)
-    for name, value in (("_fa3", None), ("_fa3_reason", "none"), ("_forced", None), ("_fastest", None)):
+    full = {"sdpa": 2.0, "cudnn": 1.0} if chosen == "flash" else {"sdpa": 1.0, "flash": 1.1}
+    monkeypatch.setattr(flash_attention, "time_backends", lambda *s: asked.append(s) or (times if s[4] > 0 else full))
+    for name, value in (("_fa3", None), ("_fa3_reason", "none"), ("_forced", None), ("_fastest", {})):
         monkeypatch.setattr(flash_attention, name, value)
     monkeypatch.setattr(flash_attention, "_has_flash", lambda: "flash" in times)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     line = flash_attention.setup("cuda", True, (64, 4, 4, 128, 31))
-    assert asked == [(64, 4, 4, 128, 31)] and line.startswith(f"attention: {chosen} for sliding windows (")
-    assert flash_attention._choose(cuda_q, 31) == chosen and flash_attention._choose(cuda_q, 64) == "sdpa"
+    assert asked == [(64, 4, 4, 128, 31), (64, 4, 4, 128, -1)]
+    whole = "cudnn" if chosen == "flash" else "sdpa"
+    assert (
+        line.startswith(f"attention: {chosen} for sliding windows (") and f", {whole} for full context (sdpa " in line
+    )
+    assert flash_attention._choose(cuda_q, 31) == chosen and flash_attention._choose(cuda_q, 64) == whole
+    cuda_q.dtype = torch.float32
+    assert flash_attention._choose(cuda_q, 64) == "sdpa"
 
 
 def test_a_model_asks_for_the_time_of_its_own_windows(monkeypatch):

@@ -6,6 +6,7 @@ from torch import nn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4.feedback import COLUMNS, DAMPING, feedback_factor, products_of_rows, round_with_feedback
+from nanochat_fp4.nvfp4.format import swizzle_scales
 from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
 
@@ -244,20 +245,28 @@ def test_the_gram_matrices_are_saved_and_loaded_apart_from_the_model(tmp_path):
             nf.load_gram_state(other, wrong)
 
 
-@pytest.mark.parametrize("rounding, dtype", [("rtn", torch.bfloat16), ("scale_search_6", torch.float32)])
-def test_the_kernel_equals_the_reference_to_the_bit(rounding, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    "rounding, dtype, tiles", [("rtn", torch.bfloat16, True), ("scale_search_6", torch.float32, False)]
+)
+def test_the_kernel_equals_the_reference_to_the_bit(rounding, dtype, tiles, monkeypatch):
     """Of two layers, one row more than a program has, and two groups of columns of which the last is not whole (both
     smaller than in use, for the interpreter takes seconds for 128 columns)."""
     pytest.importorskip("triton")
     from nvfp4_kernels.feedback import ROWS
 
     monkeypatch.setattr("nanochat_fp4.nvfp4.feedback.COLUMNS", 48)
-    columns = 80
+    columns, rounding = 80, ROUNDINGS[rounding]
     w = torch.randn(2, ROWS + 1, columns, generator=torch.Generator().manual_seed(4)).to(dtype)
     factors = [feedback_factor(products_of_rows(correlated(500, columns, seed)) / 500).half() for seed in (0, 1)]
     factors[0] *= 300.0  # beyond the largest scale
     results = []
     for wanted in ("triton", "reference"):
         monkeypatch.setenv("NVFP4_KERNELS", wanted)
-        results.append(round_with_feedback(w, factors, ROUNDINGS[rounding]))
+        results.append(round_with_feedback(w, factors, rounding, tiles=tiles))
     assert all(same(got, want) for got, want in zip(*results))
+    if tiles:  # of 33 x 5 scales
+        row_major = round_with_feedback(w, factors, rounding)
+        assert all(
+            torch.equal(r.scales.float(), swizzle_scales(v.scales).float()) for r, v in zip(results[1], row_major)
+        )
+        assert results[0][1].scales.shape == (1024,)

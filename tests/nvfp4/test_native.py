@@ -236,15 +236,19 @@ def test_torchs_shape_checks_take_our_layout(m, n, k):
         assert y.shape == (m, n) and y.dtype == dtype
 
 
-@pytest.mark.parametrize("method", ["clover", "nvidia"])
-def test_weights_that_fsdp_gathered_are_multiplied_as_codes(blackwell, method):
-    """q, k, v of one tensor_scale, each in a buffer of its own, are one product, and the bits of one weight's."""
+@pytest.mark.parametrize("method, kv", [("clover", 32), ("nvidia", 32), ("clover", 128)])
+def test_weights_that_fsdp_gathered_are_multiplied_as_codes(blackwell, method, kv):
+    """q, k, v of one tensor_scale, each in a buffer of its own, are one product, and the bits of one weight's.
+
+    Weights of whole tiles have their scales in them, one weight's tiles after the other's.
+    """
+    blackwell.setenv("NVFP4_KERNELS", "reference")  # faster than Triton's interpreter
     from nanochat_fp4.nvfp4.linear import fused_linear
     from nanochat_fp4.nvfp4.operands import quantize_operand
 
     torch.manual_seed(0)
-    layers = [nf.QuantLinear(64, rows, bias=False, method=method) for rows in (64, 32, 32)]
-    x, e = torch.randn(64, 64), torch.randn(64, 128)
+    layers = [nf.QuantLinear(64, rows, bias=False, method=method) for rows in (2 * kv, kv, kv)]
+    x, e = torch.randn(64, 64), torch.randn(64, 4 * kv)
     amax = max(layer.weight.detach().abs().max() for layer in layers)
 
     def result():
@@ -259,7 +263,7 @@ def test_weights_that_fsdp_gathered_are_multiplied_as_codes(blackwell, method):
     want = result()
     once, calls[:] = list(calls), []
     for layer in layers:
-        how = layer.weight_quantization(torch.device("cpu"))._replace(amax=amax)
+        how = layer.weight_quantization(torch.device("cpu"))._replace(amax=amax, tiles=kv == 128)
         layer.gathered = quantize_operand(layer.weight.detach(), how, keep_codes=True).without_cache()
         layer.weight = torch.nn.Parameter(torch.full((), torch.nan).expand(layer.weight.shape))  # as sharding.py's
     got = result()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from _models import simulate_fp4_tensor_cores
 from torch import nn
 
 import nanochat_fp4 as nf
@@ -86,6 +87,35 @@ def one_rank(methods):
         refusals()
     finally:
         dist.destroy_process_group()
+
+
+def one_rank_in_tiles():
+    """Each rank writes its rows' scales in tiles where they are whole ones, and then no pass of its own does so."""
+    from torch.distributed.fsdp import fully_shard
+
+    products = simulate_fp4_tensor_cores()
+    dist.init_process_group("gloo")
+    try:
+        for method, rows in (("clover", 512), ("nvidia", 256), ("clover_feedback", 256), ("clover", 128)):
+            results = []
+            for shard in (False, True):
+                torch.manual_seed(0)
+                model = nf.convert(nn.Sequential(nn.Linear(WIDTH, rows, bias=False)), method, verbose=False)
+                x = torch.randn(32, WIDTH)
+                nf.update_gram_matrices(model, lambda model=model, x=x: model(x))
+                if shard:
+                    fully_shard(model)
+                    nf.gather_codes(model)
+                products.clear()
+                results.append(model(x).detach())
+                assert products == [(1, 2 if shard and rows < 256 else 1)], (method, rows, products)
+            assert torch.equal(*results), (method, rows)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gathered_scales_are_in_tiles(run_ranks):
+    run_ranks("import test_sharding; test_sharding.one_rank_in_tiles()")
 
 
 def nothing_stays(model, rows):

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from _models import simulate_fp4_tensor_cores
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -131,6 +132,26 @@ def layers_of_one_rank(methods):
 
 def test_two_ranks_make_the_codes_of_one(run_ranks):
     run_ranks(f"import test_tensor_parallel; test_tensor_parallel.layers_of_one_rank({['bf16', *CODES]!r})")
+
+
+def layers_of_one_rank_in_tiles():
+    global TOKENS
+    products = simulate_fp4_tensor_cores()
+    dist.init_process_group("gloo")
+    try:
+        for TOKENS, forward in ((256, 1), (128, 2)):  # of which a process has 128 and 64
+            for style in ("ColwiseParallel", "RowwiseParallel"):
+                products.clear()
+                one_layer(init_device_mesh("cpu", (2,)), "clover", style, True)
+                of_input = forward if style == "ColwiseParallel" else 1
+                assert products == [(1, 1)] * 3 + [(of_input, 1)] + [(1, 1)] * 2, (TOKENS, style, products)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_operands_of_two_ranks_have_their_scales_in_tiles(run_ranks):
+    """Of sequences that are whole tiles in each process; other inputs are brought into tiles by the GEMM."""
+    run_ranks("import test_tensor_parallel; test_tensor_parallel.layers_of_one_rank_in_tiles()")
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])

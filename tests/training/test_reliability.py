@@ -81,6 +81,7 @@ class Case:
 
 KILLS = {("base", method): 3 for method in METHODS}  # (stage, method, flags): how many
 KILLS |= {("base", "bf16", "--runtime=shuffle-documents", "--seed=42,1"): 2}
+KILLS |= {("base", "clover", "--state=lean"): 3, ("mid", "clover", "--state=lean"): 1}
 KILLS |= {("base", "clover", "--method-changes=0.5=bf16"): 2, ("mid", "clover"): 4, ("sft", "clover"): 4}
 assert sum(KILLS.values()) >= 25
 SOAKED = [("base", method) for method in nf.METHODS if nf.get_recipe(method).name == method]

@@ -1,0 +1,317 @@
+"""
+--state=lean: training with half the bytes. Matrices and their gradients are BF16, the optimizers' moments 8 bits.
+
+    lean = Lean(model, optimizers, seed)
+    for step in ...:
+        with lean.gradients(micro_batches, step):   # forward and backward passes
+            ...
+        ...                                         # the optimizers' steps (optim.py asks `Optimizer.lean`)
+
+- Weights. An update is computed in FP32 and rounded to BF16 stochastically, so updates far below half an ulp add up.
+- Gradients. Each micro-batch's gradient is added in FP32 to the sum, which is rounded to BF16 stochastically.
+- Moments. A block is a part of a row with an FP32 scale, its largest value. Codes are equal steps of the square root
+  (with sign), or of the fourth root for AdamW's second moment, which spans more. Rounding is stochastic and right on
+  average: a moment that decays by less than a step still decays.
+
+Parameters of fewer than two dimensions stay FP32. Random numbers are Philox's, a function of the run's seed, the step,
+the parameter's name and the row: the same after a resume, and on any number of processes. FP32 copies exist for one of
+Muon's stacks at a time.
+"""
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanochat_fp4.common import get_dist_info
+from nanochat_fp4.nvfp4.dispatch import use_kernels
+from nanochat_fp4.nvfp4.philox import SR_ELEMENT, philox
+from nanochat_fp4.nvfp4.sharding import local
+
+STATES = ("fp32", "lean")
+BLOCK = 256  # the most elements that share a scale
+WEIGHT, MOMENT, SECOND_MOMENT, GRADIENT = range(4)  # streams of a parameter's random numbers; gradients have the rest
+MOMENTS = {"momentum_buffer": MOMENT, "exp_avg": MOMENT, "exp_avg_sq": SECOND_MOMENT}  # keys of optimizers' states
+SCALES = "_scales"  # a moment's scales have its key with this ending
+STEP_BYTES = 32  # of memory that an update takes for each element of Muon's stack
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Stochastic rounding
+
+
+def _random_halves(seeds: Tensor, first_row: int, rows: int, columns: int, stream: int) -> Tensor:
+    """16 random bits for each element, int64 (K, rows, columns). Each row begins with a Philox call for 8 elements."""
+    calls = -(-columns // 8)
+    index = torch.arange(first_row * calls, (first_row + rows) * calls, device=seeds.device)
+    words = torch.stack(philox(seeds[:, None], index, SR_ELEMENT, stream), dim=-1)
+    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
+    return halves.reshape(len(seeds), rows, 8 * calls)[..., :columns]
+
+
+def _rounded(x: Tensor, halves: Tensor) -> Tensor:
+    """FP32 x to one of the two BF16 numbers around it: up with the probability of the part that is cut off."""
+    bits = (x.view(torch.int32) + halves.to(torch.int32)) & -65536
+    return torch.where(torch.isfinite(x), bits.view(torch.float32), x).bfloat16()
+
+
+def round_into(into: Tensor, x: Tensor, seed: Tensor, stream: int, first_row: int = 0, add: bool = False) -> None:
+    """into <- x, or into + x, rounded stochastically.
+
+    into is BF16 (R, C) and contiguous, x FP32 or BF16 (R, C), seed int64 (). first_row: of into in the parameter.
+    """
+    if use_kernels(into.device):
+        from nvfp4_kernels.accumulate import round_into as kernel
+
+        kernel(into, x.contiguous(), seed, stream, first_row, add)
+        return
+    exact = x.float() + into.float() if add else x.float()
+    into.copy_(_rounded(exact, _random_halves(seed[None], first_row, *into.shape, stream)[0]))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Moments in 8 bits
+
+
+def block_size(columns: int) -> int:
+    """The largest divisor of columns up to BLOCK."""
+    return next(n for n in range(min(BLOCK, columns), 0, -1) if columns % n == 0)
+
+
+def encode(x: Tensor, seeds: Tensor, first_row: int = 0, stream: int = MOMENT) -> tuple[Tensor, Tensor]:
+    """FP32 x (K, R, C) -> codes (K, R, C), scales FP32 (K, R, C / block). seeds: int64 (K,).
+
+    Codes are int8 of the square root; of the fourth root they are uint8, and x >= 0.
+    """
+    signed = stream == MOMENT
+    steps, root, power = (127, torch.sqrt, 2) if signed else (255, lambda y: y.sqrt().sqrt(), 4)
+    blocks = x.unflatten(-1, (-1, block_size(x.shape[-1])))
+    scales = blocks.abs().amax(-1)
+    y = blocks.abs() / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    low = (root(y) * steps).floor().clamp_max(steps - 1)
+    below, above = (low / steps).pow(power), ((low + 1) / steps).pow(power)
+    uniform = (_random_halves(seeds, first_row, *x.shape[1:], stream).float() + 0.5) * 2.0**-16
+    q = low + (uniform.view_as(y) < (y - below) / (above - below))
+    # A second moment must not become 0 beside a first moment that is not: AdamW divides by it.
+    q = torch.where(blocks < 0, -q, q) if signed else torch.where(y > 0, q.clamp_min(1), q)
+    return q.to(torch.int8 if signed else torch.uint8).flatten(-2), scales
+
+
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """What encode's result stands for, FP32 (..., C)."""
+    q = codes.unflatten(-1, (scales.shape[-1], -1)).float()
+    y = q * q.abs() / 127**2 if codes.dtype == torch.int8 else (q / 255).pow(4)
+    return (y * scales.unsqueeze(-1)).flatten(-2)
+
+
+@functools.cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+def _fused(function: Callable, x: Tensor) -> Callable:
+    """Compiled on a GPU, where some twenty passes over FP32 copies become one."""
+    return _compiled(function) if x.is_cuda else function
+
+
+def new_moment(state: dict[str, Any], key: str, like: Tensor, lean: bool) -> None:
+    """A moment of zeros for `like` (..., C), under its keys of an optimizer's state."""
+    if not lean:
+        state[key] = like.new_zeros(like.shape)
+        return
+    blocks = like.shape[-1] // block_size(like.shape[-1])
+    state[key] = like.new_zeros(like.shape, dtype=torch.int8 if MOMENTS[key] == MOMENT else torch.uint8)
+    state[key + SCALES] = like.new_zeros(*like.shape[:-1], blocks, dtype=torch.float32)
+
+
+def _write(state: dict[str, Any], key: str, part: slice, value: Tensor, seeds: Tensor, first_row: int = 0) -> None:
+    """value: FP32 (K, R, C), or (R, C) with one seed."""
+    stacked = value if value.ndim == 3 else value[None]
+    codes, scales = _fused(encode, value)(stacked, seeds, first_row, MOMENTS[key])
+    state[key][part] = codes.view(value.shape)
+    state[key + SCALES][part] = scales.view(*value.shape[:-1], -1)
+
+
+def _recoded(state: dict[str, Any], lean: bool, device: torch.device) -> dict[str, Any]:
+    """A parameter's state of either kind, as this kind has it, on the device."""
+    result = {}
+    for key, value in state.items():
+        if key.endswith(SCALES):
+            if lean:
+                result[key] = value.to(device)
+        elif not lean and key in MOMENTS and value.dtype in (torch.int8, torch.uint8):
+            result[key] = decode(value, state[key + SCALES])
+        elif lean and key in MOMENTS and value.is_floating_point() and value.ndim > 1:
+            new_moment(result, key, torch.empty(value.shape, device=device), True)
+            rows = 1 if value.ndim == 3 else max(1, 2**24 // value.shape[1])  # at a time
+            for i in range(0, len(value), rows):  # no copy of the whole in FP32 on the device
+                part = slice(i, i + rows)
+                _write(result, key, part, value[part].to(device, torch.float32), torch.full((1,), i, device=device))
+        else:
+            result[key] = value.to(device) if isinstance(value, Tensor) else value
+    return result
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A run
+
+
+class Lean:
+    """The state of a run with --state=lean, beside its model (with BF16 matrices: set_state) and its optimizers."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], seed: int):
+        self.seed, self.step = seed, -1
+        self.stack_elements = stack_that_fits(model)
+        self.names = [name for name, _ in model.named_parameters()]
+        self.numbers = {p: i for i, p in enumerate(model.parameters())}
+        self.device = model.get_device()
+        self.begin(0)
+        for optimizer in optimizers:
+            optimizer.lean = self
+            if hasattr(optimizer, "stack_elements"):
+                optimizer.stack_elements = min(optimizer.stack_elements, self.stack_elements)
+
+    def begin(self, step: int) -> None:
+        """The random numbers of this step."""
+        if step != self.step:
+            texts = [f"nanochat_fp4 seed {self.seed} step {step} parameter {name}" for name in self.names]
+            digests = [hashlib.sha256(text.encode()).digest()[:8] for text in texts]
+            self.seeds = torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests], device=self.device)
+            self.step = step
+
+    def update(
+        self,
+        apply: Callable[..., None],
+        state: dict[str, Any],
+        keys: list[str],
+        part: slice,
+        params: Sequence[Tensor],
+        weights: Tensor,
+        grads: Tensor,
+        first_row: int = 0,
+    ) -> None:
+        """Calls apply(weights, grads, *moments) with FP32 copies of a part, and rounds the weights and moments back.
+
+        part: of the state's moments, for these weights: BF16 (K, R, C) of K params, or (R, C), rows `part` of those
+            from first_row on of one.
+        """
+        seeds = self.seeds[[self.numbers[p] for p in params]]
+        exact = weights.float()
+        moments = [_fused(decode, weights)(state[key][part], state[key + SCALES][part]) for key in keys]
+        apply(exact, grads.float(), *moments)
+        first = first_row + (part.start if weights.ndim == 2 else 0)
+        for key, moment in zip(keys, moments):
+            _write(state, key, part, moment, seeds, first)
+        stacks = (t.view(len(seeds), -1, weights.shape[-1]) for t in (weights, exact))
+        for into, new, seed in zip(*stacks, seeds):
+            round_into(into, new, seed, WEIGHT, first)
+
+    @contextlib.contextmanager
+    def gradients(self, micro_batches: int, step: int) -> Iterator[None]:
+        """Around the micro-batches of a step: matrices' gradients add up in BF16, rounded stochastically."""
+        self.begin(step)
+        sums: dict[Tensor, Tensor] = {}
+        added: dict[Tensor, int] = {}
+        _, rank, _, world_size = get_dist_info()
+
+        def add(p: Tensor) -> None:
+            grad, p.grad = p.grad, None
+            if p in sums:
+                stream = GRADIENT + added[p] * world_size + rank
+                into, addend, seed = local(sums[p]), local(grad), self.seeds[self.numbers[p]]
+                round_into(into, addend.view(into.shape), seed, stream, add=True)
+            else:
+                sums[p] = grad.contiguous() if type(grad) is Tensor else grad
+            added[p] = added.get(p, 0) + 1
+
+        hooks = [p.register_post_accumulate_grad_hook(add) for p in self.numbers if micro_batches > 1 and is_lean(p)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for p, total in sums.items():
+            p.grad = total
+
+
+def is_lean(p: Tensor) -> bool:
+    return p.ndim == 2 and p.dtype == torch.bfloat16
+
+
+def load_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Optimizer.load_state_dict of a state of either kind, without torch's conversion to the weights' dtype."""
+    indices = [i for group in state_dict["param_groups"] for i in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    lean = optimizer.lean is not None
+    state = {}
+    for index, p in zip(indices, params, strict=True):
+        if index in state_dict["state"]:
+            state[index] = _recoded(state_dict["state"][index], lean and is_lean(p), p.device)
+    if not lean:
+        torch.optim.Optimizer.load_state_dict(optimizer, {**state_dict, "state": state})
+        return
+    torch.optim.Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
+    optimizer.state.update({p: state[index] for index, p in zip(indices, params) if index in state})
+
+
+def state_of(meta: dict[str, Any]) -> str:
+    """The --state of a checkpoint with this metadata."""
+    config = meta.get("user_config")
+    return config.get("state", "fp32") if isinstance(config, dict) else "fp32"
+
+
+@torch.no_grad()
+def set_state(model: nn.Module, state: str, before: str = "fp32") -> None:
+    """Gives the model's matrices the dtype of this state, one after the other; they are in the state `before`.
+
+    A GPT's embedding is BF16 on a GPU in both.
+    """
+    if (state, before) == ("fp32", "fp32"):
+        return
+    gpt_on_gpu = model.get_device().type == "cuda" and getattr(model.config, "family", "") != "llama"
+    for p in model.parameters():
+        if p.ndim == 2:
+            bf16 = state == "lean" or (gpt_on_gpu and p is model.transformer.wte.weight)
+            p.data = p.data.to(torch.bfloat16 if bf16 else torch.float32)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bytes
+
+
+def state_bytes(params: Iterable[Tensor], adam: Iterable[Tensor], state: str, codes: bool = True) -> dict[str, float]:
+    """Bytes of one process between the passes of a step, by what they are for. Tensors may be on meta.
+
+    adam: those that AdamW updates, with two moments. codes: the other matrices' are kept for the micro-batches.
+    """
+    total = dict.fromkeys(("weights", "gradients", "moments", "codes"), 0.0)
+    two = {id(p) for p in adam}
+    for p in params:
+        small, moments = state == "lean" and p.ndim == 2, 2 if id(p) in two else 1
+        columns = p.shape[-1] if p.ndim else 1
+        total["weights"] += p.numel() * (2 if small else 4)
+        total["gradients"] += p.numel() * (2 if small else 4)
+        total["moments"] += p.numel() * moments * (1 + 4 / block_size(columns) if small else 4)
+        if moments == 1:  # Muon's: the variance reduction has one number for each row or column
+            total["moments"] += 4 * max(p.shape)
+            total["codes"] += 0.5625 * p.numel() * codes
+    return total
+
+
+def stack_that_fits(model: nn.Module) -> int:
+    """Elements of Muon's stack on this device, from its whole memory: what is free at the moment could be something
+    else after a resume, and with it the order of sums."""
+    device = model.get_device()
+    if device.type != "cuda":
+        return 2**24
+    total = torch.cuda.get_device_properties(device).total_memory
+    fraction = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+    matrices = [local(p) for p in model.parameters()]
+    blocks = {id(p) for p in model.transformer.h.parameters()}
+    adam = [local(p) for p in model.parameters() if id(p) not in blocks]
+    at_rest = sum(state_bytes(matrices, adam, "lean", codes=False).values())
+    return max(1, int((0.92 * fraction * total - at_rest) / STEP_BYTES))

@@ -1,0 +1,34 @@
+"""Stochastic rounding to BF16: the kernel against its reference, bit for bit; on a CPU in Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nvfp4_kernels.accumulate import round_into
+
+from nanochat_fp4.models import lean
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("shape, dtype", [((3, 5), torch.float32), ((7, 320), torch.bfloat16)])
+def test_kernel_is_the_reference(shape, dtype, add):
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * torch.exp(4 * torch.randn(shape))).to(dtype)
+    x[0, :3] = torch.tensor([0.0, float("inf"), float("-inf")])
+    seed, before = torch.tensor(-(2**40) - 7), torch.randn(shape).bfloat16()
+    for stream, first_row in ((0, 0), (70000, 3)):
+        want, got = before.clone(), before.to(DEVICE)
+        lean.round_into(want, x, seed, stream, first_row, add)
+        round_into(got, x.to(DEVICE), seed.to(DEVICE), stream, first_row, add)
+        assert torch.equal(got.cpu(), want)
+
+
+def test_what_the_kernel_does_not_take():
+    into, seed = torch.zeros(4, 8, dtype=torch.bfloat16), torch.tensor(1)
+    with pytest.raises(ValueError, match=r"expected BF16 \(R, C\)"):
+        round_into(into.float(), into, seed, 0, 0, False)
+    with pytest.raises(ValueError, match="contiguous"):
+        round_into(into[:, :4], into[:, :4], seed, 0, 0, False)

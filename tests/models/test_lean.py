@@ -1,0 +1,365 @@
+"""--state=lean: what rounds is right on average, and a run is the same after a resume and on two processes."""
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_optim import MATRICES, OTHERS, make, parameters
+from torch import nn
+
+import nanochat_fp4 as nf
+from nanochat_fp4 import parallel
+from nanochat_fp4.common import compute_cleanup, compute_init
+from nanochat_fp4.models import lean
+from nanochat_fp4.models.gpt import GPT, config_from_depth
+from nanochat_fp4.models.llama import Llama, LlamaConfig
+from nanochat_fp4.models.optim import PretrainingOptions
+from nanochat_fp4.training.trainer import TrainingStep
+
+SEED = torch.tensor(12345)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rounding
+
+
+def test_the_mean_of_many_roundings_is_the_number():
+    """Errors fall as 1 / sqrt(draws); to nearest they would stay a quarter of an ulp."""
+    x = torch.randn(8, 64) * torch.exp(3 * torch.randn(8, 1))
+    ulp = torch.exp2(x.abs().log2().floor() - 7)
+    total, draws = torch.zeros(8, 64, dtype=torch.float64), 1024
+    for stream in range(draws):
+        into = torch.empty(8, 64, dtype=torch.bfloat16)
+        lean.round_into(into, x, SEED, stream)
+        assert ((into.float() - x).abs() < ulp).all()
+        total += into
+    error = (total / draws - x).abs() / ulp
+    assert error.mean() < 1 / draws**0.5  # a draw's deviation is at most half an ulp
+    assert error.max() < 3 / draws**0.5
+
+
+def test_updates_below_half_an_ulp_add_up():
+    """The ulp below 1 is 2^-8. To nearest, BF16 would stay at 1 for ever."""
+    weight, nearest = torch.ones(64, 64).bfloat16(), torch.ones(64, 64).bfloat16()
+    update = torch.full((64, 64), -1e-4)
+    for step in range(1000):
+        lean.round_into(weight, update, SEED, step, add=True)
+        nearest += update
+    assert (nearest == 1).all()
+    assert weight.float().mean() == pytest.approx(0.9, abs=5e-4)
+
+
+@pytest.mark.parametrize("stream", [lean.MOMENT, lean.SECOND_MOMENT])
+def test_moments_in_8_bits(stream):
+    x = torch.randn(3, 4, 96) * torch.exp(2 * torch.randn(3, 4, 1))
+    x = x if stream == lean.MOMENT else x.square()
+    x[1, 2] = 0
+    seeds = torch.tensor([5, -7, 2**60])
+    codes, scales = lean.encode(x, seeds, 0, stream)
+    assert codes.element_size() == 1 and scales.shape == (3, 4, 1)
+    once = lean.decode(codes, scales)
+    assert (once - x).norm() < 0.015 * x.norm() and (once[1, 2] == 0).all()
+    mean = sum(lean.decode(*lean.encode(x, seeds + 10 * i, 0, stream)) for i in range(256)) / 256
+    assert (mean - x).norm() < 0.15 * (once - x).norm()  # 1 / 16, and its deviation
+    # A part of the rows has the numbers that it has in the whole.
+    part = lean.encode(x[:, 2:], seeds, 2, stream)
+    assert torch.equal(part[0], codes[:, 2:]) and torch.equal(part[1], scales[:, 2:])
+
+
+def test_a_second_moment_does_not_become_zero():
+    x = torch.tensor([[[1.0, 1e-12, 0.0, 1e-30]]])
+    for i in range(8):
+        value = lean.decode(*lean.encode(x, torch.tensor([i]), 0, lean.SECOND_MOMENT))[0, 0]
+        assert (value[[0, 1, 3]] > 0).all() and value[2] == 0
+
+
+def test_a_moment_that_decays_by_less_than_a_step_decays():
+    """0.95 of a second moment is less than a step below it in all its lower codes; to nearest they would stay."""
+    x = torch.rand(1, 64, 64) ** 4
+    x[..., 0] = 1.0  # the block's largest stays
+    before, value = x[..., 1:].mean(), x
+    for i in range(60):
+        value = lean.decode(*lean.encode(value, torch.tensor([i]), 0, lean.SECOND_MOMENT))
+        value[..., 1:] *= 0.95
+    assert value[..., 1:].mean() / before == pytest.approx(0.95**60, rel=0.1)
+
+
+def test_block_sizes():
+    assert [lean.block_size(n) for n in (1280, 1664, 2048, 2560, 40, 33, 257)] == [256, 208, 256, 256, 40, 33, 1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizers
+
+
+class Holder(nn.Module):
+    """Parameters as a model, for Lean."""
+
+    def __init__(self, params):
+        super().__init__()
+        self.params = nn.ParameterList(params)
+
+    def get_device(self):
+        return torch.device("cpu")
+
+
+def made(seed=0):
+    params = parameters(MATRICES + OTHERS)
+    for p in params:
+        p.data = p.data.bfloat16() if p.ndim == 2 else p.data
+    optimizers = make(params)
+    return params, optimizers, lean.Lean(Holder(params), optimizers, seed)
+
+
+def steps(params, optimizers, state, first, last):
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(1000 + step)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        if state is not None:
+            state.begin(step)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_lean_follows_fp32_and_saves_all_that_it_needs():
+    params, optimizers, state = made()
+    exact = [nn.Parameter(p.detach().float()) for p in params]
+    steps(exact, make(exact), None, 0, 4)
+    steps(params, optimizers, state, 0, 2)
+    saved = copy.deepcopy([o.state_dict() for o in optimizers])
+    again, others, restored = made()
+    for p, q in zip(again, params):
+        p.data = q.data.clone()
+    for optimizer, part in zip(others, saved):
+        optimizer.load_state_dict(part)
+    steps(params, optimizers, state, 2, 4)
+    steps(again, others, restored, 2, 4)
+    assert all(torch.equal(p, q) for p, q in zip(params, again))
+    for p, q in zip(params, exact):
+        # A BF16 ulp is 2^-8 of the number; four roundings, and updates that differ by some percent.
+        assert (p.float() - q).norm() < 0.02 * q.norm()
+    kinds = {k: v.dtype for o in optimizers for s in o.state.values() for k, v in s.items() if v.ndim > 1}
+    assert kinds["momentum_buffer"] == kinds["exp_avg"] == torch.int8 and kinds["exp_avg_sq"] == torch.uint8
+    assert kinds["second_momentum_buffer"] == torch.float32
+    assert optimizers[1].state[params[-1]]["exp_avg"].dtype == torch.float32  # a vector
+
+
+def test_states_of_either_kind_go_on_in_the_other():
+    params, optimizers, state = made()
+    exact = [nn.Parameter(p.detach().float()) for p in params]
+    plain = make(exact)
+    steps(exact, plain, None, 0, 2)
+    for ours, theirs in zip(optimizers, plain):
+        ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    back = make([nn.Parameter(p.detach().clone()) for p in exact])
+    for there, ours in zip(back, optimizers):
+        there.load_state_dict(copy.deepcopy(ours.state_dict()))
+    for before, after in zip(plain, back):
+        was, now = before.state_dict()["state"], after.state_dict()["state"]
+        for index in was:
+            assert was[index].keys() == now[index].keys()
+            for key, value in was[index].items():
+                assert now[index][key].dtype == value.dtype
+                assert (now[index][key] - value).norm() <= 0.02 * value.norm(), key
+    steps(params, optimizers, state, 2, 3)
+
+
+def one_rank(results):
+    dist.init_process_group("gloo")
+    try:
+        params, optimizers, state = made()
+        steps(params, optimizers, state, 0, 3)
+        saved = [[p.detach() for p in params], [o.state_dict() for o in optimizers]]
+        torch.save(saved, f"{results}/{dist.get_rank()}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_processes_do_what_one_does(run_ranks, tmp_path):
+    """The same gradient on both is its own average, so that only batched products could differ by a bit."""
+    run_ranks(f"import test_lean; test_lean.one_rank({str(tmp_path)!r})")
+    ranks = [torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in (0, 1)]
+    params, optimizers, state = made()
+    steps(params, optimizers, state, 0, 3)
+    for p, q, r in zip(params, *(rank[0] for rank in ranks)):
+        assert torch.equal(q, r)
+        assert (p != q).float().mean() < 0.01  # a sum in another order may cross a rounding's threshold
+        torch.testing.assert_close(p.detach(), q, rtol=2**-7, atol=1e-3)
+    for number, optimizer in enumerate(optimizers):
+        optimizer.load_state_dict(optimizer.resharded([rank[1][number] for rank in ranks]))
+    state.begin(3)
+    steps(params, optimizers, state, 3, 4)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+def small(method, state, cls=GPT, layers=1):
+    torch.manual_seed(0)
+    if cls is GPT:
+        model = GPT(config_from_depth(layers, 256, 32, 64, 128, "L"))
+    else:
+        model = Llama(LlamaConfig(sequence_len=32, vocab_size=256, n_layer=layers, n_head=2, n_kv_head=2, n_embd=128))
+    model.init_weights()
+    lean.set_state(model, state)
+    nf.convert(model, method, verbose=False)
+    rates = dict(unembedding_lr=0.004, embedding_lr=0.2, matrix_lr=0.02, weight_decay=0.1)
+    optimizers, schedule = model.setup_finetuning(rates, 1.0, lambda progress: 1.0)
+    schedule(0, 0.0)
+    made = lean.Lean(model, optimizers, seed=1) if state == "lean" else None
+    # On a CPU lean computes in BF16, as a GPU does in either state.
+    return TrainingStep(model, optimizers, dtype=torch.bfloat16, lean=made)
+
+
+def train(step: TrainingStep, count: int, micro_batches: int = 2, period: int = 4) -> list[float]:
+    """Losses of steps on a text of few rows again and again."""
+    losses = []
+    text = torch.randint(256, (period, 33), generator=torch.Generator().manual_seed(1))
+    for i in range(count):
+        torch.manual_seed(i)
+        with step.micro_batches(micro_batches, i):
+            for j in range(micro_batches):
+                rows = text[(2 * (i * micro_batches + j)) % period :][:2]
+                losses.append(float(step.micro_batch(rows[:, :-1], rows[:, 1:], count=micro_batches)))
+        step.update()
+    return losses
+
+
+@pytest.mark.parametrize("method", [m for m in nf.METHODS if nf.get_recipe(m).name == m])
+def test_all_methods_train(method):
+    step = small(method, "lean")
+    before = [p.detach().clone() for p in step.model.parameters()]
+    losses = train(step, 2)
+    assert losses[-1] < losses[0]
+    assert all(p.isfinite().all() and not torch.equal(p, q) for p, q in zip(step.model.parameters(), before))
+    assert all(lean.is_lean(p) == (p.ndim == 2) for p in step.model.parameters())
+
+
+def test_a_llama_trains():
+    losses = train(small("clover", "lean", Llama), 3)
+    assert losses[-1] < losses[0]
+
+
+def test_gradients_add_up_in_bf16():
+    """64 micro-batches whose gradients are 1 / 64 each. To nearest, sums of BF16 stop growing far below 64 of them."""
+    step = small("bf16", "lean")
+    exact = small("bf16", "fp32")
+    for trained in (step, exact):
+        x = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(1))
+        for module in trained.model.modules():  # the gradients of zero weights would be zero
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.05, generator=torch.Generator().manual_seed(2))
+        with trained.micro_batches(64, 0):
+            for _ in range(64):
+                trained.micro_batch(x, x, count=64)
+    for p, q in zip(step.model.parameters(), exact.model.parameters()):
+        assert p.grad.dtype == p.dtype
+        if p.ndim == 2:  # the lengths agree better than single elements
+            assert (p.grad - q.grad).norm() < 0.03 * q.grad.norm()
+            assert p.grad.float().norm() / q.grad.norm() == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["bf16", "clover"])
+def test_a_thousand_steps_of_both_states_side_by_side(method):
+    """256 rows again and again: both states learn them by heart at the same pace."""
+    losses = {state: torch.tensor(train(small(method, state), 1000, period=256)) for state in lean.STATES}
+    windows = {state: of.view(-1, 200).mean(1) for state, of in losses.items()}
+    print(method, {state: of.tolist() for state, of in windows.items()})
+    assert windows["fp32"][-1] < 0.8 * windows["fp32"][0]
+    assert ((windows["lean"] - windows["fp32"]).abs() < 0.05 * windows["fp32"][0]).all()
+
+
+def one_sharded_rank():
+    """Shards, two processes with the same rows: the losses of the whole, and its weights.
+
+    Shards' gradients are averaged before they are rounded, and those of the whole afterwards.
+    """
+    compute_init("cpu")
+    for method in ("clover", "bf16"):
+        whole, weights = {}, {None: copy.deepcopy(small(method, "lean").model.state_dict())}
+        for sharded in (False, True):
+            step = small(method, "lean")
+            if sharded:
+                parallel.shard(step.model)
+                optimizers, schedule = step.model.setup_finetuning(
+                    dict(unembedding_lr=0.004, embedding_lr=0.2, matrix_lr=0.02, weight_decay=0.1), 1.0, lambda _: 1.0
+                )
+                schedule(0, 0.0)
+                made = lean.Lean(step.model, optimizers, seed=1)
+                step = TrainingStep(step.model, optimizers, dtype=torch.bfloat16, lean=made)
+            whole[sharded] = train(step, 3)
+            weights[sharded] = parallel.full_state_dict(step.model, 0)
+        assert whole[True] == pytest.approx(whole[False], rel=2e-3), (method, whole)
+        for name, value in weights[False].items():
+            assert weights[True][name].dtype == value.dtype
+            moved = value.float() - weights[None][name].float()
+            off = (weights[True][name].float() - value.float()).norm() / moved.norm()
+            # Few tokens leave most directions of a gradient to noise, which Muon makes as large as the others.
+            assert off < (0.3 if method == "bf16" else 0.9), (name, off)
+    compute_cleanup()
+
+
+def test_shards_train_alike(run_ranks):
+    run_ranks("import test_lean; test_lean.one_sharded_rank()")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bytes
+
+
+def meta(depth):
+    with torch.device("meta"):
+        return GPT(config_from_depth(depth, 65536))
+
+
+def counted(model, state):
+    matrices = {id(p) for p in model.transformer.h.parameters()}
+    return lean.state_bytes(model.parameters(), [p for p in model.parameters() if id(p) not in matrices], state)
+
+
+WIDTHS = [(20, 1280, 5.71), (26, 1664, 5.67), (32, 2048, 5.64), (40, 2560, 5.62)]
+
+
+@pytest.mark.parametrize("depth, width, small", WIDTHS)
+def test_bytes_a_parameter(depth, width, small):
+    """Weight, gradient, moments (Muon's one, AdamW's two for embedding and head), codes; counted by hand."""
+    model = meta(depth)
+    matrices, others = 12 * depth * width**2, 2 * 65536 * width
+    scale = 4 / lean.block_size(width)
+    fp32 = (4 + 4 + 4 + 0.5625) * matrices + (4 + 4 + 8) * others
+    half = (2 + 2 + 1 + scale + 0.5625) * matrices + (2 + 2 + 2 * (1 + scale)) * others
+    assert sum(counted(model, "fp32").values()) == pytest.approx(fp32, rel=1e-3)
+    assert sum(counted(model, "lean").values()) == pytest.approx(half, rel=1e-3)
+    assert half / (matrices + others) == pytest.approx(small, abs=0.01)
+
+
+@pytest.mark.parametrize("state", lean.STATES)
+def test_a_real_d4_has_the_bytes_of_the_formula(state):
+    torch.manual_seed(0)
+    model = GPT(config_from_depth(4, 2048, 64))
+    model.init_weights()
+    lean.set_state(model, state)
+    nf.convert(model, "clover", verbose=False)
+    optimizers, schedule = model.setup_pretraining(PretrainingOptions(), 2**19, 10)
+    schedule(0, 0.0)
+    made = lean.Lean(model, optimizers, seed=1) if state == "lean" else None
+    step = TrainingStep(model, optimizers, dtype=torch.bfloat16, lean=made)
+    x = torch.randint(2048, (1, 16))
+    with step.micro_batches(2):
+        step.micro_batch(x, x)
+    step.update()
+    gc.collect()
+    with step.micro_batches(2, 1):
+        step.micro_batch(x, x)
+        step.micro_batch(x, x)
+        codes = [o for m in model.modules() for o in getattr(getattr(m, "context", None), "weights", {}).values()]
+        held = sum(t.numel() * t.element_size() for o in codes for t in o.tensors() if t is not None)
+    held += sum(t.numel() * t.element_size() for p in model.parameters() for t in (p, p.grad))
+    moments = [t for o in optimizers for s in o.state.values() for t in s.values()]
+    held += sum(t.numel() * t.element_size() for t in moments)
+    assert held == pytest.approx(sum(counted(model, state).values()), rel=0.03)
