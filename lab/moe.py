@@ -4,8 +4,8 @@
     python -m lab.moe train --tokens tokens.pt --method clover --seed 1 --steps 1000 --out clover_1.json
     python -m lab.moe table *.json
 
-The blocks are those of Llama, but for the MLP. The experts are stacked parameters, as torchtitan has them. Runs of one
-seed begin with the same weights and read the same text. AdamW, the rate as in models/llama.py. Nothing is compiled.
+The blocks are those of Llama, but for the MLP. The experts are stacked parameters, as transformers has them. Runs of
+one seed begin with the same weights and read the same text. AdamW, the rate as in models/llama.py. Nothing is compiled.
 """
 
 import itertools
@@ -32,19 +32,25 @@ LEARNING_RATE = 1e-3
 LOG2E = 1.4426950408889634
 
 
-class GroupedExperts(nn.Module):
-    """Weights and arguments as in torchtitan."""
+class Experts(nn.Module):
+    """Weights and arguments as in transformers 5: gate and up are one weight, (experts, 2 hidden, width)."""
 
     def __init__(self, width: int, hidden: int):
         super().__init__()
-        self.w1, self.w3 = (nn.Parameter(torch.empty(EXPERTS, hidden, width)) for _ in range(2))
-        self.w2 = nn.Parameter(torch.empty(EXPERTS, width, hidden))
+        self.gate_up_proj = nn.Parameter(torch.empty(EXPERTS, 2 * hidden, width))
+        self.down_proj = nn.Parameter(torch.empty(EXPERTS, width, hidden))
 
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """x (T, width), sorted by expert -> (T, width)."""
-        parts = x.split(num_tokens_per_expert.tolist())
-        weights = zip(*(w.to(x.dtype).unbind() for w in (self.w1, self.w2, self.w3)))
-        return torch.cat([(silu(part @ w1.T) * (part @ w3.T)) @ w2.T for part, (w1, w2, w3) in zip(parts, weights)])
+    def act_fn(self, x: Tensor) -> Tensor:
+        return silu(x)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        y = torch.zeros_like(hidden_states)
+        for e in range(EXPERTS):
+            token, choice = (top_k_index == e).nonzero(as_tuple=True)
+            gate, up = (hidden_states[token] @ self.gate_up_proj[e].T).chunk(2, dim=-1)
+            part = (silu(gate) * up) @ self.down_proj[e].T * top_k_weights[token, choice, None]
+            y = y.index_add(0, token, part.to(y.dtype))
+        return y
 
 
 class MoE(nn.Module):
@@ -52,18 +58,15 @@ class MoE(nn.Module):
 
     def __init__(self, width: int, hidden: int):
         super().__init__()
-        self.router, self.experts = nn.Linear(width, EXPERTS, bias=False), GroupedExperts(width, hidden)
+        self.router, self.experts = nn.Linear(width, EXPERTS, bias=False), Experts(width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
         chances = self.router(rows).float().softmax(-1)
         weights, chosen = chances.topk(CHOICES)
-        counts = one_hot(chosen.flatten(), EXPERTS).sum(0)
-        self.balance = EXPERTS * (counts / counts.sum() * chances.mean(0)).sum()
-        order = chosen.flatten().argsort(stable=True)
-        weights = (weights / weights.sum(-1, keepdim=True)).flatten()[order, None]
-        y = self.experts(rows[order // CHOICES], counts) * weights
-        return torch.zeros_like(rows).index_add(0, order // CHOICES, y.to(rows.dtype)).view_as(x)
+        share = one_hot(chosen.flatten(), EXPERTS).float().mean(0)
+        self.balance = EXPERTS * (share * chances.mean(0)).sum()
+        return self.experts(rows, chosen, weights / weights.sum(-1, keepdim=True)).view_as(x)
 
 
 def build(layers: int, width: int, hidden: int, device: torch.device) -> Llama:
@@ -147,8 +150,9 @@ def train(args) -> None:
     own = bits_per_byte(model, data, 4 * args.eval_rows)
     with nf.full_precision(model):
         plain = bits_per_byte(model, data, 4 * args.eval_rows)
+    half = times[-1] - times[len(times) // 2 - 1]
     result = {"method": args.method, "seed": args.seed, "steps": args.steps, "tokens": args.steps * args.rows * LENGTH,
-              "curve": curve, "bpb": own, "bpb_bf16": plain, "seconds": time.perf_counter() - start,
+              "curve": curve, "bpb": own, "bpb_bf16": plain, "seconds": times[-1], "seconds_of_second_half": half,
               "parameters": sum(p.numel() for p in model.parameters()), "torch": torch.__version__}  # fmt: skip
     atomic_write(args.out, json.dumps(result, indent=1) + "\n")
 

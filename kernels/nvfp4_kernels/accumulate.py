@@ -15,15 +15,18 @@ GROUPS = 128  # of 8 elements, in a program
 
 @triton.jit(do_not_specialize=["stream", "first_row"])
 def round_kernel(
-    into_ptr, x_ptr, seed_ptr, stream, first_row, columns, row_groups, groups, ADD: tl.constexpr, NG: tl.constexpr
-):
-    """row_groups: ceil(columns / 8), Philox calls of a row. groups: of all rows."""
+    into_ptr, x_ptr, seed_ptr, stream, first_row, columns, row_groups, groups,
+    ADD: tl.constexpr, FLAT: tl.constexpr, NG: tl.constexpr,
+):  # fmt: skip
+    """row_groups: ceil(columns / 8), Philox calls of a row. groups: of all rows. FLAT: columns is a multiple of 8."""
     group = tl.program_id(0).to(tl.int64) * NG + tl.arange(0, NG)
-    row = group // row_groups
     index = group + first_row.to(tl.int64) * row_groups
-    column = (group % row_groups)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    mask = (column < columns) & (group < groups)[:, None]
-    place = row[:, None] * columns + column
+    lane = tl.arange(0, 8)[None, :]
+    if FLAT:
+        place, mask = group[:, None] * 8 + lane, (group < groups)[:, None]
+    else:
+        column = (group % row_groups)[:, None] * 8 + lane
+        place, mask = (group // row_groups)[:, None] * columns + column, (column < columns) & (group < groups)[:, None]
     x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         x = tl.load(into_ptr + place, mask=mask, other=0.0).to(tl.float32) + x
@@ -54,5 +57,5 @@ def round_into(into: torch.Tensor, x: torch.Tensor, seed: torch.Tensor, stream: 
     groups = rows * row_groups
     if groups:
         grid = (triton.cdiv(groups, GROUPS),)
-        options = dict(ADD=add, NG=GROUPS, num_warps=4, **NO_FUSION)
+        options = dict(ADD=add, FLAT=columns % 8 == 0, NG=GROUPS, num_warps=4, **NO_FUSION)
         round_kernel[grid](into, x, seed, stream, first_row, columns, row_groups, groups, **options)

@@ -137,7 +137,7 @@ def _write(state: dict[str, Any], key: str, part: slice, value: Tensor, seeds: T
 
 
 def _recoded(state: dict[str, Any], lean: bool, device: torch.device) -> dict[str, Any]:
-    """A parameter's state of either kind, as this kind has it, on the device. Without a loss where they are one."""
+    """A parameter's state of either kind, as this kind has it, on the device."""
     result = {}
     for key, value in state.items():
         if key.endswith(SCALES):
@@ -166,9 +166,8 @@ class Lean:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], seed: int):
         self.seed, self.step = seed, -1
         self.stack_elements = stack_that_fits(model)
-        self.names = {p: name for name, p in model.named_parameters()}
-        self.numbers = {p: i for i, p in enumerate(self.names)}
-        self.matrices = [p for p in self.names if is_lean(p)]
+        self.names = [name for name, _ in model.named_parameters()]
+        self.numbers = {p: i for i, p in enumerate(model.parameters())}
         self.device = model.get_device()
         self.begin(0)
         for optimizer in optimizers:
@@ -179,14 +178,10 @@ class Lean:
     def begin(self, step: int) -> None:
         """The random numbers of this step."""
         if step != self.step:
-            texts = [f"nanochat_fp4 seed {self.seed} step {step} parameter {name}" for name in self.names.values()]
+            texts = [f"nanochat_fp4 seed {self.seed} step {step} parameter {name}" for name in self.names]
             digests = [hashlib.sha256(text.encode()).digest()[:8] for text in texts]
             self.seeds = torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests], device=self.device)
             self.step = step
-
-    def seeds_of(self, params: Sequence[Tensor]) -> Tensor:
-        """int64 (len(params),)"""
-        return self.seeds[[self.numbers[p] for p in params]]
 
     def update(
         self,
@@ -204,7 +199,7 @@ class Lean:
         part: of the state's moments, for these weights: BF16 (K, R, C) of K params, or (R, C), rows `part` of those
             from first_row on of one.
         """
-        seeds = self.seeds_of(params)
+        seeds = self.seeds[[self.numbers[p] for p in params]]
         exact = weights.float()
         moments = [_fused(decode, weights)(state[key][part], state[key + SCALES][part]) for key in keys]
         apply(exact, grads.float(), *moments)
@@ -233,7 +228,7 @@ class Lean:
                 sums[p] = grad.contiguous() if type(grad) is Tensor else grad
             added[p] = added.get(p, 0) + 1
 
-        hooks = [p.register_post_accumulate_grad_hook(add) for p in self.matrices if micro_batches > 1]
+        hooks = [p.register_post_accumulate_grad_hook(add) for p in self.numbers if micro_batches > 1 and is_lean(p)]
         try:
             yield
         finally:
@@ -277,19 +272,11 @@ def set_state(model: nn.Module, state: str, before: str = "fp32") -> None:
     """
     if (state, before) == ("fp32", "fp32"):
         return
-    bf16 = {model.transformer.wte.weight} if is_gpt_on_gpu(model) else set()
+    gpt_on_gpu = model.get_device().type == "cuda" and getattr(model.config, "family", "") != "llama"
     for p in model.parameters():
         if p.ndim == 2:
-            p.data = p.data.to(torch.bfloat16 if state == "lean" or p in bf16 else torch.float32)
-
-
-def is_gpt_on_gpu(model: nn.Module) -> bool:
-    return model.get_device().type == "cuda" and getattr(model.config, "family", "") != "llama"
-
-
-def lean_weights(weights: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """A checkpoint's weights on the device, its matrices in BF16."""
-    return {n: w.to(device, torch.bfloat16 if w.ndim == 2 else None) for n, w in weights.items()}
+            bf16 = state == "lean" or (gpt_on_gpu and p is model.transformer.wte.weight)
+            p.data = p.data.to(torch.bfloat16 if bf16 else torch.float32)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -320,7 +307,7 @@ def stack_that_fits(model: nn.Module) -> int:
     else after a resume, and with it the order of sums."""
     device = model.get_device()
     if device.type != "cuda":
-        return 2**62
+        return 2**24
     total = torch.cuda.get_device_properties(device).total_memory
     fraction = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)(device)
     matrices = [local(p) for p in model.parameters()]

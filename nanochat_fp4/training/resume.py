@@ -104,11 +104,9 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         return {"state": "fp32"} | flat | ({"commit": meta["commit"]} if meta.get("commit") else {})
 
     old, new = settings(before), settings(now)
+    loses = {"state": _LOSES[new["state"]]}
     different = [k for k in old if k in new and old[k] != new[k]]
-    return [
-        f"{k} was {old[k]} so far and is {new[k]} from here on" + (_LOSES[new[k]] if k == "state" else "")
-        for k in different
-    ]
+    return [f"{k} was {old[k]} so far and is {new[k]} from here on{loses.get(k, '')}" for k in different]
 
 
 def start_over(checkpoint_dir: Path, rank: int) -> None:
