@@ -279,6 +279,29 @@ def convert_e2m1(y, NB: tl.constexpr):
 
 
 @triton.jit
+def decode_pairs(byte, scale):
+    """The two codes of each byte, uint8, times both halves of scale: pairs of FP16 as int32, all of one shape.
+
+    An instruction of sm_100a and sm_120a converts a byte.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b8 p, q, r, s; .reg .b32 v;
+        mov.b32 {p, q, r, s}, $4;
+        cvt.rn.f16x2.e2m1x2 v, p; mul.rn.f16x2 $0, v, $5;
+        cvt.rn.f16x2.e2m1x2 v, q; mul.rn.f16x2 $1, v, $6;
+        cvt.rn.f16x2.e2m1x2 v, r; mul.rn.f16x2 $2, v, $7;
+        cvt.rn.f16x2.e2m1x2 v, s; mul.rn.f16x2 $3, v, $8;
+        }""",
+        "=r,=r,=r,=r,r,r,r,r,r",
+        [byte, scale],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def row_sum(x, weight):
     """Sums over 8 blocks each of x * weight (512,), float32 in [0, 2^22) -> (64,) float32, in whole numbers."""
     fixed = tl.reshape(bits(fma(x, weight, INTEGER_MAGIC)) - INTEGER_MAGIC_BITS, (64, 8))

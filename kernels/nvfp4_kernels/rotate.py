@@ -44,7 +44,7 @@ from nvfp4_kernels.scales import finish, repair, tensor_scale_kernel
 @functools.cache
 def _launch_options() -> dict:
     """On sm_90, 128 registers let four programs fit a multiprocessor: three compute while one waits for memory. From
-    sm_100 on the compiler would spill there."""
+    sm_100 on the compiler would spill with 128. It takes 131 to 167 registers on sm_120, so three programs fit."""
     arch = 90 if m.INTERPRETED.value else triton.runtime.driver.active.get_current_target().arch
     return {"num_warps": 4, "num_stages": 1, "maxnreg": 128 if arch < 100 else None, **NO_FUSION}
 
@@ -56,11 +56,23 @@ def _programs(device: torch.device) -> int:
 
 
 @functools.cache
+def _butterflies() -> bool:
+    """Whether H is 16 x 16 products and butterflies: on GPUs without wgmma (sm_90) and tcgen05 (sm_100 to sm_110)."""
+    return m.INTERPRETED.value or triton.runtime.driver.active.get_current_target().arch // 10 not in (9, 10, 11)
+
+
+@functools.cache
 def _hadamard(dim: int, device: torch.device) -> torch.Tensor:
-    """Sylvester's H of order dim along the diagonal up to 128: BF16 (128, 128), columns in the order of `_blocks`."""
-    k, c = torch.arange(TILE)[:, None], torch.arange(TILE)[None, :]
+    """Sylvester's H of order dim along the diagonal up to 128: BF16 (128, 128), columns in the order of `_blocks`.
+
+    With butterflies it is (16, 16), H of bits 6, 5, 4 and 0 of the row and the column.
+    """
     # Column c of a tensor-core accumulator holds element (c // 8 % 8) * 2 + c % 2 of block c // 2 % 4 * 2 + c // 64.
+    k, c = torch.arange(TILE)[:, None], torch.arange(TILE)[None, :]
     j = (c // 2 % 4 * 2 + c // 64) * 16 + c // 8 % 8 * 2 + c % 2
+    if _butterflies():
+        k, c = k[:16], c[:, :16]
+        k, j = k // 2 * 16 + k % 2, (c // 2 % 4 * 2 + c // 8) * 16 + c % 2
     parity = sum(((k & j) >> bit) & 1 for bit in range(dim.bit_length() - 1)) % 2
     return ((1 - 2 * parity) * (k // dim == j // dim)).to(torch.bfloat16).to(device)
 
@@ -196,6 +208,7 @@ class _Launches:
             FROM_TILES=self.from_tiles,
             FP32=self.x.dtype == torch.float32,
             HARDWARE=hardware(),
+            BUTTERFLIES=_butterflies(),
             ROW=constants[0],
             COL=constants[1],
             **_launch_options(),

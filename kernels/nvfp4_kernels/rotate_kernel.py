@@ -3,8 +3,13 @@
 A program makes strips of one operand, one after another, and so reads H once. A strip is 64 rows by a group of 128. The
 programs of both operands go through the tensor side by side. The second to come finds its tile in the L2 cache.
 
-After the rotation the arithmetic is that of nanochat_fp4.nvfp4.quantizers, bit for bit. The rotation sums 128 BF16
-products in FP32, in the tensor cores' order, so a value may differ from the reference's in its last bits.
+H is one product of 128 x 128 where wgmma or tcgen05 computes it. mma.sync takes 128 columns of H from shared memory for
+each warp. There (BUTTERFLIES) H128 = H16 x H8: bits 6, 5, 4 and 0 of a column by a product of 16 x 16, bits 3, 2 and 1
+by three butterflies in registers. A thread ends with whole blocks in both cases.
+
+After the rotation the arithmetic is that of nanochat_fp4.nvfp4.quantizers, bit for bit. Sums are FP32, in the tensor
+cores' order. Their error is at most 128 ulps of the sum of magnitudes by one product, 19 by products of 16 and
+butterflies. So a value may differ from the reference's in its last bits.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +28,7 @@ AMAX, ALIGNED, EDEN, EDEN_EMULATED = tl.constexpr(0), tl.constexpr(1), tl.conste
 class Buffers(NamedTuple):
     """Tensors of one operand, and its streams of random numbers. A tensor that the kernel does not touch is any.
 
-    hadamard:   BF16 as int16 (128, 128), of rotate._hadamard
+    hadamard:   BF16 as int16 (128, 128) or (16, 16), of rotate._hadamard
     seeds:      int64 ()
     amax:       int32 (), the bits of a float32
     codes:      int32 (R, K/8), eight codes a word
@@ -66,13 +71,18 @@ class Constants(NamedTuple):
 
 
 @triton.jit
-def _rotation(hadamard_ptr, seed_ptr, stream, DIM: tl.constexpr):
-    """diag(signs) H (128, 128), as hadamard.rotation_matrix. philox.random_signs flips the sign bits of H's rows."""
-    k = tl.arange(0, 128)
-    j = k % DIM
+def _flips(seed_ptr, stream, DIM: tl.constexpr):
+    """Sign bits int16 (128,), those of philox.random_signs."""
+    j = tl.arange(0, 128) % DIM
     a, b, c, d = m.philox4(tl.load(seed_ptr), j.to(tl.int64) * 0, m.SIGN, stream)
     word = tl.where(j < 32, a, tl.where(j < 64, b, tl.where(j < 96, c, d)))
-    flips = ((word >> (j % 32).to(tl.uint32)) & 1).to(tl.int16) << 15
+    return ((word >> (j % 32).to(tl.uint32)) & 1).to(tl.int16) << 15
+
+
+@triton.jit
+def _rotation(hadamard_ptr, flips):
+    """diag(signs) H (128, 128), as hadamard.rotation_matrix. The flips are those of the signs of H's rows."""
+    k = tl.arange(0, 128)
     h = tl.load(hadamard_ptr + k[:, None] * 128 + k[None, :])
     return (h ^ flips[:, None]).to(tl.bfloat16, bitcast=True)
 
@@ -89,6 +99,38 @@ def _blocks(accumulator):
 
 
 @triton.jit
+def _flipped(x, flips, COL: tl.constexpr):
+    """x in BF16 or FP16 with the signs of the rotation, flips int16 (128,)."""
+    dtype = x.dtype
+    flips = tl.broadcast_to(flips[:, None] if COL else flips[None, :], x.shape)
+    x = x.to(tl.int16, bitcast=True)
+    if m.INTERPRETED:
+        x = x ^ flips
+    else:
+        x = tl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [x, flips], dtype=tl.int16, is_pure=True, pack=2)
+    return x.to(dtype, bitcast=True)
+
+
+@triton.jit
+def _interleaved(x, COL: tl.constexpr):
+    """A strip, (64, 128) or (COL) (128, 64) -> (512, 16): the rows are bits 3, 2, 1 of the column and the strip's row,
+    the columns are bits 6, 5, 4, 0 of the column."""
+    if COL:
+        return tl.reshape(tl.permute(tl.reshape(x, (8, 8, 2, 64)), (1, 3, 0, 2)), (512, 16))
+    return tl.reshape(tl.permute(tl.reshape(x, (64, 8, 8, 2)), (2, 0, 1, 3)), (512, 16))
+
+
+@triton.jit
+def _butterfly(x, LEFT: tl.constexpr):
+    """Of each of LEFT equal parts of x, 8192 elements: the sum of its two halves, then their difference."""
+    x = tl.reshape(x, (LEFT, 2, 4096 // LEFT))
+    odd = tl.arange(0, 2)[None, :, None]
+    sums = tl.sum(x, axis=1)[:, None, :]
+    differences = tl.sum(x * (1 - 2 * odd).to(tl.float32), axis=1)[:, None, :]
+    return tl.where(odd == 0, sums, differences)
+
+
+@triton.jit
 def _dot(a, b, accumulator, TRANSPOSE: tl.constexpr):
     if TRANSPOSE:
         a = tl.trans(a)
@@ -98,13 +140,24 @@ def _dot(a, b, accumulator, TRANSPOSE: tl.constexpr):
 
 
 @triton.jit
-def _rotate(hi, mid, lo, matrix, THREE_PARTS: tl.constexpr, TRANSPOSE: tl.constexpr):
+def _rotate(hi, mid, lo, matrix, flips, THREE_PARTS: tl.constexpr, TRANSPOSE: tl.constexpr, BUTTERFLIES: tl.constexpr):
     """THREE_PARTS: an FP32 input is three BF16 numbers that add up to it, and three products keep FP32's precision."""
-    y = _dot(hi, matrix, tl.zeros((64, 128), tl.float32), TRANSPOSE)
-    if THREE_PARTS:
-        y = _dot(mid, matrix, y, TRANSPOSE)
-        y = _dot(lo, matrix, y, TRANSPOSE)
-    return _blocks(y)
+    if BUTTERFLIES:
+        y = tl.zeros((512, 16), tl.float32)
+        y = _dot(_interleaved(_flipped(hi, flips, TRANSPOSE), TRANSPOSE), matrix, y, False)
+        if THREE_PARTS:
+            y = _dot(_interleaved(_flipped(mid, flips, TRANSPOSE), TRANSPOSE), matrix, y, False)
+            y = _dot(_interleaved(_flipped(lo, flips, TRANSPOSE), TRANSPOSE), matrix, y, False)
+        y = _butterfly(_butterfly(_butterfly(y, 1), 2), 4)
+        y = tl.reshape(y, (8, 64, 2, 4, 2))
+        y = tl.reshape(tl.permute(y, (1, 3, 2, 0, 4)), (512, 16))
+    else:
+        y = _dot(hi, matrix, tl.zeros((64, 128), tl.float32), TRANSPOSE)
+        if THREE_PARTS:
+            y = _dot(mid, matrix, y, TRANSPOSE)
+            y = _dot(lo, matrix, y, TRANSPOSE)
+        y = _blocks(y)
+    return y
 
 
 @triton.jit
@@ -200,6 +253,23 @@ def _store_decoded(value, decoded_ptr, row0, group, rows, blocks_per_row):
 
 
 @triton.jit
+def _decoded(byte, scale, HARDWARE: tl.constexpr):
+    """Codes (128, 32), two a byte, times scale (128, 4): (128, 64) in BF16, or FP16 where an instruction converts codes
+    to it. Both are exact: a product has 6 significant bits and is 0 or 2^-10 to 2688."""
+    if HARDWARE >= m.CONVERTS_E2M1:
+        half = scale.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        pair = tl.reshape(tl.broadcast_to((half | half << 16)[:, :, None], (128, 4, 8)), (128, 32))
+        word = m.decode_pairs(byte, pair)
+        value = tl.join((word & 0xFFFF).to(tl.int16), (word >> 16).to(tl.int16))
+        value = tl.reshape(value, (128, 64)).to(tl.float16, bitcast=True)
+    else:
+        byte = byte.to(tl.int32)
+        value = m.decode_e2m1(tl.reshape(tl.join(byte & 0xF, byte >> 4), (128, 4, 16)))
+        value = tl.reshape((value * scale[:, :, None]).to(tl.bfloat16), (128, 64))
+    return value
+
+
+@triton.jit
 def _make(
     first,
     step,
@@ -215,6 +285,7 @@ def _make(
     FROM_TILES: tl.constexpr,
     FP32: tl.constexpr,
     HARDWARE: tl.constexpr,
+    BUTTERFLIES: tl.constexpr,
     C: tl.constexpr,
 ):
     """Strips first, first + step, ... of the operand contracted over the columns, or (COL) over the rows.
@@ -226,6 +297,7 @@ def _make(
     DIVISOR: tl.constexpr = C.DIVISOR
     column_tiles = tl.cdiv(columns, 128)
     row_tiles = tl.cdiv(rows, 128)
+    TCGEN05: tl.constexpr = HARDWARE >= m.CONVERTS_E2M1 and not BUTTERFLIES
     factor = C.NORM
     if FROM_CODES:
         factor = tl.load(x_tensor_scale_ptr) * C.NORM
@@ -233,8 +305,13 @@ def _make(
         tensor_scale = m.tensor_scale_of(m.from_bits(tl.load(buffers.amax)), DIVISOR, False)
         factor = tl.math.div_rn(1.0, tensor_scale) * factor
     if RHT_DIM:
-        matrix = _rotation(buffers.hadamard, buffers.rht_seed, buffers.rht_stream, RHT_DIM)
-    largest = tl.zeros((512,), tl.float32)
+        flips = _flips(buffers.rht_seed, buffers.rht_stream, RHT_DIM)
+        if BUTTERFLIES:
+            k = tl.arange(0, 16)
+            matrix = tl.load(buffers.hadamard + k[:, None] * 16 + k[None, :]).to(tl.bfloat16, bitcast=True)
+        else:
+            matrix = _rotation(buffers.hadamard, flips)
+    largest = tl.zeros((512 if TCGEN05 else 128,), tl.float32)
     for strip in range(first, 2 * row_tiles * column_tiles, step):
         tile_row = strip // 2 // column_tiles
         tile_column = strip // 2 % column_tiles
@@ -248,13 +325,11 @@ def _make(
             half = tile_column * 64 + strip % 2 * 32 + tl.arange(0, 32)
             byte_mask = (r < rows)[:, None] & (half < columns // 2)[None, :]
             byte = tl.load(x_ptr + r.to(tl.int64)[:, None] * (columns // 2) + half[None, :], mask=byte_mask, other=0)
-            byte = byte.to(tl.int32)
-            value = m.decode_e2m1(tl.reshape(tl.join(byte & 0xF, byte >> 4), (128, 4, 16)))
             g = tile_column * 8 + strip % 2 * 4 + tl.arange(0, 4)
             at = m.scale_address(r.to(tl.int64)[:, None], g[None, :], columns // 16, FROM_TILES)
             scale = tl.load(x_scales_ptr + at, mask=(r < rows)[:, None] & (g < columns // 16)[None, :], other=0)
-            hi = tl.reshape((value * m.decode_e4m3(scale)[:, :, None]).to(tl.bfloat16), (128, 64))
-            y = _rotate(hi, hi, hi, matrix, False, True)
+            hi = _decoded(byte, m.decode_e4m3(scale), HARDWARE)
+            y = _rotate(hi, hi, hi, matrix.to(hi.dtype), flips, False, True, BUTTERFLIES)
         else:
             mask = (r < rows)[:, None] & (c < columns)[None, :]
             x = tl.load(x_ptr + r.to(tl.int64)[:, None] * columns + c[None, :], mask=mask, other=0.0)
@@ -266,7 +341,7 @@ def _make(
                     rest = x - hi.to(tl.float32)
                     mid = rest.to(tl.bfloat16)
                     lo = (rest - mid.to(tl.float32)).to(tl.bfloat16)
-                y = _rotate(hi, mid, lo, matrix, FP32, COL)
+                y = _rotate(hi, mid, lo, matrix, flips, FP32, COL, BUTTERFLIES)
             else:
                 y = tl.reshape(x.to(tl.float32), (512, 16))
         absolute = _emit(
@@ -283,6 +358,9 @@ def _make(
             HARDWARE,
         )
         if C.KIND != ALIGNED:
+            if not TCGEN05:  # A thread keeps the largest of its four blocks. As integers NaN is the largest.
+                four = tl.reshape(m.bits(absolute), (4, 2, 8, 4, 2))
+                absolute = m.from_bits(tl.reshape(tl.max(tl.max(four, axis=4), axis=1), (128,)))
             largest = tl.maximum(largest, absolute, propagate_nan=tl.PropagateNan.ALL)
     if C.KIND != ALIGNED:
         tl.atomic_max(buffers.amax, tl.max(m.bits(largest), axis=0), sem="relaxed")
@@ -307,6 +385,7 @@ def rotate_quantize_kernel(
     FROM_TILES: tl.constexpr,
     FP32: tl.constexpr,
     HARDWARE: tl.constexpr,
+    BUTTERFLIES: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
 ):
@@ -330,12 +409,12 @@ def rotate_quantize_kernel(
             place = row_place_row, row_place_block, row_place_blocks
             _make(
                 first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, row_buffers, place,
-                False, FROM_CODES, FROM_TILES, FP32, HARDWARE, ROW,
+                False, FROM_CODES, FROM_TILES, FP32, HARDWARE, BUTTERFLIES, ROW,
             )  # fmt: skip
     if COL is not None:
         if side == 1:
             place = col_place_row, col_place_block, col_place_blocks
             _make(
                 first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, col_buffers, place,
-                True, FROM_CODES, FROM_TILES, FP32, HARDWARE, COL,
+                True, FROM_CODES, FROM_TILES, FP32, HARDWARE, BUTTERFLIES, COL,
             )  # fmt: skip

@@ -21,35 +21,38 @@ import nanochat_fp4 as nf
 from lab.measure import bench_common as common
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.models import gpt
+from nanochat_fp4.models import recompute as from_codes
+from nanochat_fp4.models.gpt import RECOMPUTE
 
-RECOMPUTE = ("none", "mlp", "all")
-
-# Parts of the lines of gpt.py that keep tensors, and what these are.
+# Parts of the lines of gpt.py and recompute.py that keep tensors, and what these are.
 NAMES = {
     "= resid_lambda * x": "residual stream, for the gradient of resid_lambda",
+    "_MixedNorm.apply": "residual stream, for the gradient of resid_lambda",
     "checkpoint(attention": "residual stream into attention, to start again from",
     "self.attn(norm(x)": "residual stream into the norm before attention",
     "fused_linear(x": "input of c_q, c_k, c_v",
     "keep_output=True": "queries and keys",
     "flash_attention.attend": "values, result and log-sum-exp of attention",
+    "linear_then(attention": "input of c_q, c_k, c_v, and result and log-sum-exp of attention",
+    "linear_then(_ResidualNorm": "input of attention's c_proj",
     "self.c_proj(y": "input of attention's c_proj",
     "checkpoint(mlp": "residual stream into the MLP, to start again from",
     "self.mlp(norm(x)": "residual stream into the norm before the MLP",
     "self.c_fc(x)": "input of c_fc",
-    "_ReluSquared.apply": "for the derivative of ReLU^2",
+    "linear_then(_ReluSquared": "input of c_fc",
+    "ReluSquared.apply": "for the derivative of ReLU^2",
     "self.c_proj(x": "input of the MLP's c_proj",
     "relu_squared_linear(x": "input of the MLP's c_proj, and for the derivative of ReLU^2",
+    "block.mlp.c_proj(hidden": "input of the MLP's c_proj",
 }
-# Functions that keep something for whoever calls them.
-HELPERS = ("norm", "apply_rotary_emb")
 
 
 def _line() -> str:
-    """The line of gpt.py that is being executed, helpers left out."""
+    """The line of gpt.py or recompute.py that is being executed."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename == gpt.__file__ and frame.f_code.co_name not in HELPERS:
-            return linecache.getline(gpt.__file__, frame.f_lineno).strip()
+        if frame.f_code.co_filename in (gpt.__file__, from_codes.__file__):
+            return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         frame = frame.f_back
     return "outside of gpt.py"
 
@@ -115,8 +118,7 @@ def account(config: gpt.GPTConfig, methods: list[str]) -> list[dict]:
 
 
 def label(record: dict) -> str:
-    again = {"none": "", "mlp": ", MLP again", "all": ", all again"}[record["recompute"]]
-    return record["method"] + again
+    return record["method"] + ("" if record["recompute"] == "none" else f", {record['recompute']}")
 
 
 def show(records: list[dict]) -> str:

@@ -76,14 +76,9 @@ def test_clovers_kernels_compile(clover, arch):
 
 
 def test_clovers_kernels_do_not_spill(clover, arch):
-    """But for a few bytes in sm_90's rotating kernel, which has 128 registers so that four programs fit."""
-    spilling = [r for r in clover if r["spills"] and r["stack"] > allowed_stack(r, arch)]
+    """But for a few bytes of the rotating kernel, which stay in the L1 cache: other versions of Triton differ."""
+    spilling = [r for r in clover if r["stack"] > (16 if r["kernel"] == "rotate_quantize_kernel" else 0)]
     assert not spilling, table(spilling)
-
-
-def allowed_stack(record, arch) -> int:
-    """Bytes of local memory a thread; they stay in the L1 cache. Of a strip of 64 x 128 a thread reads 128 bytes."""
-    return {90: 48, 100: 16, 120: 128, 121: 128}[arch] if record["kernel"] == "rotate_quantize_kernel" else 0
 
 
 def test_rounding_to_e2m1_is_an_instruction_where_there_is_one(clover, arch):
@@ -113,7 +108,7 @@ def test_the_native_gemm_is_an_fp4_instruction(clover, arch):
 
 def test_how_many_rotating_programs_fit_a_multiprocessor(clover, arch):
     """Of 65536 registers and 227 KiB of shared memory (sm_120: 99 KiB)."""
-    programs, memory = {90: (4, 227), 100: (2, 227), 120: (1, 99), 121: (1, 99)}[arch]
+    programs, memory = {90: (4, 227), 100: (2, 227), 120: (3, 99), 121: (3, 99)}[arch]
     for r in clover:
         if r["kernel"] == "rotate_quantize_kernel":
             assert programs * r["registers"] * r["warps"] * 32 <= 65536

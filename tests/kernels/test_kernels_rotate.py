@@ -126,13 +126,22 @@ def assert_close(label, got: NVFP4Tensor, want: NVFP4Tensor) -> None:
     assert relative_square_error(got.dequantize(), want.dequantize()) < 1e-3
 
 
+@pytest.fixture(params=[True, False], ids=["butterflies", "products"])
+def each_rotation(request, monkeypatch):
+    """Both ways to rotate: 16 x 16 products and butterflies, and one 128 x 128 product."""
+    monkeypatch.setattr(rotate, "_butterflies", lambda: request.param)
+    rotate._hadamard.cache_clear()
+    yield
+    rotate._hadamard.cache_clear()
+
+
 # A tile of 128 x 128 takes the interpreter a third of a second. (130, 96) is one in rows and a bit.
 LARGE = [(1024, 512), (333, 1040)] if ON_GPU else []
 DTYPES = (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_exact_rotations_bit_for_bit(pair):
+def test_exact_rotations_bit_for_bit(pair, each_rotation):
     for shape in [(130, 96), *LARGE]:
         x = exact_input(*shape)
         assert torch.equal(x.bfloat16().float(), x)
@@ -142,7 +151,7 @@ def test_exact_rotations_bit_for_bit(pair):
 
 
 @pytest.mark.parametrize("pair, dtype, magnitude", [(EDEN_SR, torch.float32, 1e30), (PAIRS[1], torch.bfloat16, 1e-30)])
-def test_any_input(pair, dtype, magnitude):
+def test_any_input(pair, dtype, magnitude, each_rotation):
     for shape in [(40, 144), *LARGE]:
         x = (torch.randn(shape) * torch.exp(2 * torch.randn(shape[0], 1)) * magnitude).to(dtype)
         x[5] = 0
@@ -213,7 +222,7 @@ def col_of_codes(t: NVFP4Tensor, name, emulated):
 
 
 @pytest.mark.parametrize("name", ["ms_eden", "sr", "ms_eden_search_3"])
-def test_requantization_from_codes(name):
+def test_requantization_from_codes(name, each_rotation):
     for shape in [(40, 144), *LARGE]:
         # Magnitudes within 2^4 and a tensor_scale that is a power of two: exact sums, so bit for bit.
         x = torch.randn(shape) * 2.0 ** torch.randint(-2, 3, (shape[0], 1))
