@@ -12,6 +12,7 @@ from nanochat_fp4.console import format_bytes
 from nanochat_fp4.errors import UserError, is_out_of_memory
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.models.gpt import GPTConfig, autocast
+from nanochat_fp4.models.lean import STEP_BYTES, is_lean, stack_that_fits, state_bytes
 from nanochat_fp4.models.optim import STACK_ELEMENTS
 from nanochat_fp4.training import fits
 
@@ -83,13 +84,19 @@ def optimizer_bytes(model: nn.Module) -> int:
 
     Muon keeps one moment of each matrix. AdamW keeps two of embedding and head.
     """
+    if any(map(is_lean, model.transformer.h.parameters())):
+        of_lean = state_bytes(model, "lean")
+        return int(of_lean["gradients"] + of_lean["moments"])
     sizes = [p.numel() * p.element_size() for p in model.parameters()]
     return 2 * sum(sizes) + 2 * max(sizes, default=0)
 
 
 def update_bytes(model: nn.Module) -> int:
     """Memory that the update itself takes, when the activations are gone: of Muon, 20 bytes an element of a stack."""
-    return 20 * min(STACK_ELEMENTS, sum(p.numel() for p in model.parameters() if p.ndim == 2))
+    elements = min(STACK_ELEMENTS, sum(p.numel() for p in model.parameters() if p.ndim == 2))
+    if any(map(is_lean, model.transformer.h.parameters())):
+        return STEP_BYTES * min(elements, stack_that_fits(model))
+    return 20 * elements
 
 
 def try_micro_batch(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype | None = None) -> None:
@@ -153,7 +160,7 @@ def memory_lever(model: nn.Module, rows: int, seq_len: int) -> str:
     config = model.config
     if not isinstance(config, GPTConfig) or config.n_embd != 64 * config.n_layer:
         return ""
-    state = "lean" if model.transformer.h[0].mlp.c_fc.weight.dtype == torch.bfloat16 else "fp32"
+    state = "lean" if any(map(is_lean, model.transformer.h.parameters())) else "fp32"
     kind = "codes" if any(getattr(m, "quantizes_input", False) for m in model.modules()) else "bf16"
     flag = fits.next_lever(config.n_layer, state, model.recompute, rows * seq_len / fits.SEQUENCE, kind)
     row = seq_len * fits.activation_bytes(config.n_layer, model.recompute, kind)
