@@ -12,6 +12,7 @@ from nanochat_fp4.console import format_bytes
 from nanochat_fp4.errors import UserError, is_out_of_memory
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.models.gpt import autocast
+from nanochat_fp4.models.lean import STEP_BYTES, is_lean, stack_that_fits, state_bytes
 from nanochat_fp4.models.optim import STACK_ELEMENTS
 
 
@@ -82,13 +83,19 @@ def optimizer_bytes(model: nn.Module) -> int:
 
     Muon keeps one moment of each matrix. AdamW keeps two of embedding and head.
     """
+    if any(map(is_lean, model.transformer.h.parameters())):
+        of_lean = state_bytes(model, "lean")
+        return int(of_lean["gradients"] + of_lean["moments"])
     sizes = [p.numel() * p.element_size() for p in model.parameters()]
     return 2 * sum(sizes) + 2 * max(sizes, default=0)
 
 
 def update_bytes(model: nn.Module) -> int:
     """Memory that the update itself takes, when the activations are gone: of Muon, 20 bytes an element of a stack."""
-    return 20 * min(STACK_ELEMENTS, sum(p.numel() for p in model.parameters() if p.ndim == 2))
+    elements = min(STACK_ELEMENTS, sum(p.numel() for p in model.parameters() if p.ndim == 2))
+    if any(map(is_lean, model.transformer.h.parameters())):
+        return STEP_BYTES * min(elements, stack_that_fits(model))
+    return 20 * elements
 
 
 def try_micro_batch(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype | None = None) -> None:
