@@ -21,7 +21,7 @@ Muon's stacks at a time.
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -238,6 +238,10 @@ class Lean:
             p.grad = total
 
 
+def is_llama(model: nn.Module) -> bool:
+    return getattr(model.config, "family", "") == "llama"
+
+
 def is_lean(p: Tensor) -> bool:
     return p.ndim == 2 and p.dtype == torch.bfloat16
 
@@ -272,7 +276,7 @@ def set_state(model: nn.Module, state: str, before: str = "fp32") -> None:
     """
     if (state, before) == ("fp32", "fp32"):
         return
-    gpt_on_gpu = model.get_device().type == "cuda" and getattr(model.config, "family", "") != "llama"
+    gpt_on_gpu = model.get_device().type == "cuda" and not is_llama(model)
     for p in model.parameters():
         if p.ndim == 2:
             bf16 = state == "lean" or (gpt_on_gpu and p is model.transformer.wte.weight)
@@ -283,35 +287,33 @@ def set_state(model: nn.Module, state: str, before: str = "fp32") -> None:
 # Bytes
 
 
-def state_bytes(params: Iterable[Tensor], adam: Iterable[Tensor], state: str, codes: bool = True) -> dict[str, float]:
-    """Bytes of one process between the passes of a step, by what they are for. Tensors may be on meta.
+def state_bytes(model: nn.Module, state: str) -> dict[str, float]:
+    """Bytes of one process between the passes of a step, by what they are for. The model may be on meta.
 
-    adam: those that AdamW updates, with two moments. codes: the other matrices' are kept for the micro-batches.
+    Muon keeps one moment, of the matrices of a GPT's blocks, and AdamW two of all else. Codes are of the blocks, for a
+    method that keeps 4.5 bits a weight.
     """
     total = dict.fromkeys(("weights", "gradients", "moments", "codes"), 0.0)
-    two = {id(p) for p in adam}
-    for p in params:
-        small, moments = state == "lean" and p.ndim == 2, 2 if id(p) in two else 1
-        columns = p.shape[-1] if p.ndim else 1
-        total["weights"] += p.numel() * (2 if small else 4)
-        total["gradients"] += p.numel() * (2 if small else 4)
-        total["moments"] += p.numel() * moments * (1 + 4 / block_size(columns) if small else 4)
-        if moments == 1:  # Muon's: the variance reduction has one number for each row or column
-            total["moments"] += 4 * max(p.shape)
-            total["codes"] += 0.5625 * p.numel() * codes
+    blocks = set(model.transformer.h.parameters())
+    for p in model.parameters():
+        n, small = local(p).numel(), state == "lean" and p.ndim == 2
+        muon = p in blocks and not is_llama(model)
+        moment = 1 + 4 / block_size(p.shape[-1]) if small else 4
+        total["weights"] += n * (2 if small else 4)
+        total["gradients"] += n * (2 if small else 4)
+        # Muon's variance reduction has one number for each row or column.
+        total["moments"] += n * moment + 4 * max(p.shape) if muon else 2 * n * moment
+        total["codes"] += 0.5625 * n if p in blocks and p.ndim == 2 else 0
     return total
 
 
 def stack_that_fits(model: nn.Module) -> int:
-    """Elements of Muon's stack on this device, from its whole memory: what is free at the moment could be something
-    else after a resume, and with it the order of sums."""
+    """Elements of Muon's stack on this device. The memory of the whole device decides: the memory that is free now may
+    be another after a resume, and so would be the order of sums."""
     device = model.get_device()
     if device.type != "cuda":
         return 2**24
     total = torch.cuda.get_device_properties(device).total_memory
     fraction = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-    matrices = [local(p) for p in model.parameters()]
-    blocks = {id(p) for p in model.transformer.h.parameters()}
-    adam = [local(p) for p in model.parameters() if id(p) not in blocks]
-    at_rest = sum(state_bytes(matrices, adam, "lean", codes=False).values())
-    return max(1, int((0.92 * fraction * total - at_rest) / STEP_BYTES))
+    at_rest = state_bytes(model, "lean")
+    return max(1, int((0.92 * fraction * total - sum(at_rest.values()) + at_rest["codes"]) / STEP_BYTES))
