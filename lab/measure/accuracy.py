@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import autodetect_device_type, peak_memory, print0
-from nanochat_fp4.console import ArgumentParser, parse_finite, table
+from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
 from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.environment import environment_info
@@ -231,8 +231,12 @@ def main(argv: list[str] | None = None) -> None:
                 atomic_write(args.out, json.dumps(record, indent=1) + "\n")
                 print0(record["lines"][-1])
     keys = ("bpb", "kl", "top1", "minutes", "memory_gib", "error")
-    body = [[n["row"], n["inputs"], *(f"{n[k]:.4f}" if k in n else "-" for k in keys)] for n in record["lines"]]
-    print0(table(["row", "inputs", *keys], body))
+    print0(
+        "| row | inputs | bits per byte | KL to BF16, nats | same first token | minutes | memory, GiB | weight error |"
+    )
+    print0("|---|---|---:|---:|---:|---:|---:|---:|")
+    for n in sorted(record["lines"], key=lambda n: ROWS.index(n["row"])):
+        print0(f"| {n['row']} | {n['inputs']} | {' | '.join(f'{n[k]:.4f}' if k in n else '-' for k in keys)} |")
 
 
 if __name__ == "__main__":
