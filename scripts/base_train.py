@@ -44,6 +44,7 @@ from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard, unsharded
 from nanochat_fp4.training.checkpoint_manager import check_model_tag
 from nanochat_fp4.training.flags import (
+    RECOMPUTE_WORDS,
     add_method_arguments,
     add_run_arguments,
     add_several,
@@ -74,7 +75,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "then 143, 130, 129 and 0. Bad input and numerical trouble end in one line and exit status 2.",
     )
     add = parser.add_argument
-    add_run_arguments(parser, "compile", "eager", "recompute-mlp", "recompute-all", "shuffle-documents")
+    add_run_arguments(parser, "compile", "eager", *RECOMPUTE_WORDS, "shuffle-documents")
     add_several(
         parser,
         "--seed",

@@ -11,7 +11,6 @@ therefore gives it to the first stream alone, one call after the other. On every
 are multiplied into an FP32 product, to the same bits, with one pass more.
 """
 
-import importlib
 import threading
 from collections.abc import Callable
 
@@ -194,9 +193,8 @@ def mm_fp4(
 
     Source: flashinfer.gemm.mm_fp4: b and its scales are column-major, scales in two dimensions with their padding.
     """
-    flashinfer = importlib.import_module(
-        "flashinfer"
-    )  # optional: nothing needs it, and dispatch asks whether it is there
+    import flashinfer  # optional: dispatch.py asks whether it is there
+
     if out_dtype != torch.bfloat16:
         raise NotImplementedError(f"flashinfer's mm_fp4 makes BF16, got {out_dtype}")
     padded = triton.cdiv(a.shape[1], 32) * 4

@@ -21,35 +21,52 @@ import nanochat_fp4 as nf
 from lab.measure import bench_common as common
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.models import gpt
+from nanochat_fp4.models import recompute as from_codes
+from nanochat_fp4.models.gpt import RECOMPUTE
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.step_time import (
+    BF16,
+    CODES,
+    DECODE_INSTRUCTIONS,
+    MACHINES,
+    Machine,
+    Shape,
+    Step,
+    gemm_step,
+    is_predictable,
+    predicted_ms,
+    step_ms,
+)  # fmt: skip
 
-RECOMPUTE = ("none", "mlp", "all")
-
-# Parts of the lines of gpt.py that keep tensors, and what these are.
+# Parts of the lines of gpt.py and recompute.py that keep tensors, and what these are.
 NAMES = {
     "= resid_lambda * x": "residual stream, for the gradient of resid_lambda",
+    "_MixedNorm.apply": "residual stream, for the gradient of resid_lambda",
     "checkpoint(attention": "residual stream into attention, to start again from",
     "self.attn(norm(x)": "residual stream into the norm before attention",
     "fused_linear(x": "input of c_q, c_k, c_v",
     "keep_output=True": "queries and keys",
     "flash_attention.attend": "values, result and log-sum-exp of attention",
+    "linear_then(attention": "input of c_q, c_k, c_v, and result and log-sum-exp of attention",
+    "linear_then(_ResidualNorm": "input of attention's c_proj",
     "self.c_proj(y": "input of attention's c_proj",
     "checkpoint(mlp": "residual stream into the MLP, to start again from",
     "self.mlp(norm(x)": "residual stream into the norm before the MLP",
     "self.c_fc(x)": "input of c_fc",
-    "_ReluSquared.apply": "for the derivative of ReLU^2",
+    "linear_then(_ReluSquared": "input of c_fc",
+    "ReluSquared.apply": "for the derivative of ReLU^2",
     "self.c_proj(x": "input of the MLP's c_proj",
     "relu_squared_linear(x": "input of the MLP's c_proj, and for the derivative of ReLU^2",
+    "block.mlp.c_proj(hidden": "input of the MLP's c_proj",
 }
-# Functions that keep something for whoever calls them.
-HELPERS = ("norm", "apply_rotary_emb")
 
 
 def _line() -> str:
-    """The line of gpt.py that is being executed, helpers left out."""
+    """The line of gpt.py or recompute.py that is being executed."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename == gpt.__file__ and frame.f_code.co_name not in HELPERS:
-            return linecache.getline(gpt.__file__, frame.f_lineno).strip()
+        if frame.f_code.co_filename in (gpt.__file__, from_codes.__file__):
+            return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         frame = frame.f_back
     return "outside of gpt.py"
 
@@ -114,9 +131,38 @@ def account(config: gpt.GPTConfig, methods: list[str]) -> list[dict]:
     return [r | {"ratio": r["block"] / records[0]["block"]} for r in records]
 
 
+def added_ms(shape: Shape, method: str, recompute: str, machine: Machine, tokens: int) -> float:
+    """Predicted milliseconds that "codes" or "codes-mlp" adds to a micro-batch: GEMMs, and bytes a token and column."""
+    quantized = get_recipe(method).quantizes
+    native, w = quantized and machine.fp4 is not None, shape.width
+
+    def product(n: int, more: float) -> list[Step]:
+        steps = [gemm_step("again", tokens, n, w, quantized, quantized, native), Step("glue", more * w * tokens)]
+        if quantized and not native:
+            sizes = tokens * w, n * w
+            steps += [Step("decode", size * (CODES + BF16), size * DECODE_INSTRUCTIONS) for size in sizes]
+        return steps
+
+    # q and k are read, rotated, normalized and written; the second stream reads the product and x0, the first x0.
+    steps = [*product(3 * w, 8.0), *product(w, 4.0), Step("stream", 2.0 * w * tokens)]
+    if recompute == "codes-mlp":  # the hidden layer is read in BF16, where 8 bits were written and read
+        steps += product(4 * w, 0.0)
+    return shape.depth * sum(predicted_ms(step, machine) for step in steps)
+
+
+def predictions(depth: int, method: str, tokens: int = 16384, total: int = 524288) -> list[str]:
+    """A line for each machine and recomputation: the time of a step over that without."""
+    shape, lines = Shape(depth), []
+    for name, recompute in itertools.product(("rtx5090", "h200"), ("codes", "codes-mlp")):
+        machine = MACHINES[name]
+        without = step_ms(shape, method, machine, micro_batch=tokens, total_batch=total)
+        ratio = 1 + total / tokens * added_ms(shape, method, recompute, machine, tokens) / without
+        lines.append(f"{machine.name}, {method}, {recompute}: {ratio:.3f} of the time of a step, predicted")
+    return lines
+
+
 def label(record: dict) -> str:
-    again = {"none": "", "mlp": ", MLP again", "all": ", all again"}[record["recompute"]]
-    return record["method"] + again
+    return record["method"] + ("" if record["recompute"] == "none" else f", {record['recompute']}")
 
 
 def show(records: list[dict]) -> str:
@@ -143,6 +189,9 @@ def main(argv: list[str] | None = None) -> None:
     methods, config = common.methods_of(args.methods), gpt.config_from_depth(args.depth, vocab_size=512)
     records = account(config, methods)
     print(show(records))
+    for method in methods:
+        if method == "bf16" or is_predictable(method):
+            print("\n".join(predictions(args.depth, method)))
     settings = {"depth": args.depth, "width": config.n_embd, "methods": methods[1:]}
     common.Results("bench_memory", args.json, settings, records=records).finish()
 

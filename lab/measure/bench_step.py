@@ -270,7 +270,7 @@ KINDS = (
     ("quantize", ("convert_kernel", "feedback_kernel", "quantize", "tensor_scale", "nvfp4::", "swizzle", "row_kernel")),
     ("GEMM", ("_mm", "::mm", "::addmm", "::bmm", "::matmul")),
     ("RMSNorm", ("rms_norm", "_Norm")),
-    ("ReLU^2", ("relu", "_ReluSquared", "uint8")),
+    ("ReLU^2", ("relu", "ReluSquared", "uint8")),
     ("embedding", ("embedding",)),
     ("gradient accumulation", ("AccumulateGrad",)),
     ("communication and copies", ("memcpy", "memset", "copy_", "::cat", "::clone", "nccl")),

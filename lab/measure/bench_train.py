@@ -61,13 +61,10 @@ from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.errors import UserError, is_out_of_memory, one_line, run_main
 from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.cross_entropy import HEADS
-from nanochat_fp4.models.gpt import config_from_depth
+from nanochat_fp4.models.gpt import RECOMPUTE, config_from_depth
 from nanochat_fp4.models.lean import STATES
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.training import LOOK_EVERY
-
-RECOMPUTE = ("none", "mlp", "all")
-
 
 UNKNOWN = (
     "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "gram_ms", "tokens_per_second", "ratio",

@@ -19,7 +19,8 @@ from torch import Tensor
 from nanochat_fp4.errors import UserError, require
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.files import atomic_write
-from nanochat_fp4.models.gpt import GPT, NORM_EPS, ROTARY_BASE, SOFTCAP
+from nanochat_fp4.models.elementwise import NORM_EPS
+from nanochat_fp4.models.gpt import GPT, ROTARY_BASE, SOFTCAP
 from nanochat_fp4.models.llama import NORM_EPS as LLAMA_NORM_EPS
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.format import NVFP4Tensor

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat_fp4.models import gpt, llama
+from nanochat_fp4.models import elementwise, gpt, llama
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.dispatch import kernels_unavailable_reason
@@ -198,7 +198,7 @@ class Decoder:
 
         model, cache, dtype = self.model, self.cache, self.dtype
         is_gpt = isinstance(model, GPT)
-        eps, activation = (gpt.NORM_EPS, "relu2") if is_gpt else (llama.NORM_EPS, "silu")
+        eps, activation = (elementwise.NORM_EPS, "relu2") if is_gpt else (llama.NORM_EPS, "silu")
         cos, sin = (table[0, :, 0] for table in (model.cos, model.sin))
         x0 = model.transformer.wte(self.ids)
         x0 = gpt.norm(x0) if is_gpt else x0

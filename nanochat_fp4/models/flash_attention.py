@@ -18,7 +18,7 @@ A window is FlashAttention's (left, right). Position i sees the left + 1 keys i 
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -156,15 +156,14 @@ def setup(device_type: str, windowed: bool = False, shape: tuple[int, int, int, 
 @functools.cache
 def time_backends(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[str, float]:
     """Milliseconds of a layer, forward and backward in BF16, by backend; of the candidates that run here, the same on
-    all ranks. left < 0: full context. FlexAttention and cuDNN are compiled. torch's generators stay as they were."""
+    all ranks. left < 0: full context. FlexAttention is timed compiled. torch's generators stay as they were."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, grad = (
         torch.randn(TIMED_ROWS, length, h, dim, device="cuda", generator=generator).bfloat16().requires_grad_()
         for h in (heads, kv_heads, kv_heads, heads)
     )
     times = {}
-    compiled = functools.partial(torch.compile, dynamic=False)
-    functions = {"flash": _flash, "flex": compiled(_flex), "sdpa": _sdpa, "cudnn": compiled(_cudnn)}
+    functions = {"flash": _flash, "flex": torch.compile(_flex, dynamic=False), "sdpa": _sdpa, "cudnn": _cudnn}
     results: list[tuple[Tensor, ...]] = []  # of the first candidate, with which the others must agree
     for name in CANDIDATES[left >= 0]:
         function = functions[name]
@@ -294,6 +293,66 @@ def _limits_tokens(device_type: str) -> bool:
     return device_type == "cuda" and torch.cuda.get_device_capability()[0] == 12
 
 
+def _parts(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Tensors `(B, T, ...)` in parts of as many rows as this GPU's attention takes."""
+    batch, length = tensors[0].shape[:2]
+    if batch * length <= MOST_TOKENS or not _limits_tokens(tensors[0].device.type):
+        return [tensors]
+    if length > MOST_TOKENS:
+        raise ValueError(f"a row has {length} tokens, this GPU's attention takes {MOST_TOKENS}; shorten it")
+    return list(zip(*(t.split(MOST_TOKENS // length) for t in tensors)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Forward and backward apart, for a backward pass that computes q, k and v again.
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, left: int) -> tuple[Tensor, ...]:
+    """(result, what the backward pass needs)."""
+    if q.is_cuda:
+        out, log_sum_exp, *state, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, q.size(1), k.size(1), 0.0, True, False, **_window(q, left)
+        )
+        return out, log_sum_exp, *state
+    q, k, v, mask = _for_cpu(q, k, v, left)
+    out, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, mask is None, attn_mask=mask
+    )
+    return out.transpose(1, 2), log_sum_exp
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor, kept: Sequence[Tensor], left: int
+) -> tuple[Tensor, ...]:
+    if q.is_cuda:
+        log_sum_exp, *state = kept
+        return torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, log_sum_exp, None, None, q.size(1), k.size(1), 0.0, True, *state, **_window(q, left)
+        )
+    groups = k.size(2)
+    q, k, v, mask = _for_cpu(q, k, v, left)
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad.transpose(1, 2), q, k, v, out.transpose(1, 2), *kept, 0.0, mask is None, attn_mask=mask
+    )
+    of_q, *of_kv = (t.transpose(1, 2) for t in grads)
+    return of_q, *(t if t.size(2) == groups else t.unflatten(2, (groups, -1)).sum(3) for t in of_kv)
+
+
+def _window(q: Tensor, left: int) -> dict[str, int]:
+    return {"window_size_left": left, "window_size_right": 0} if 0 <= left < q.size(1) - 1 else {}
+
+
+def _for_cpu(q: Tensor, k: Tensor, v: Tensor, left: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k and v as `(B, H, T, D)`, and the mask of a window in q's dtype."""
+    k, v = (t.repeat_interleave(q.size(2) // t.size(2), dim=2) for t in (k, v))
+    mask = None
+    if 0 <= left < q.size(1) - 1:
+        position = torch.arange(q.size(1), device=q.device)
+        back = position.unsqueeze(1) - position
+        mask = torch.where((back >= 0) & (back <= left), 0.0, -torch.inf).to(q.dtype)
+    return *(t.transpose(1, 2) for t in (q, k, v)), mask
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Public functions
 
@@ -309,11 +368,8 @@ def flash_attn_func(
     """
     if not causal:
         raise ValueError("only causal attention is supported; pass causal=True")
-    if q.size(0) * q.size(1) > MOST_TOKENS and _limits_tokens(q.device.type):
-        rows = MOST_TOKENS // q.size(1)
-        if rows == 0:
-            raise ValueError(f"a row has {q.size(1)} tokens, this GPU's attention takes {MOST_TOKENS}; shorten it")
-        parts = zip(q.split(rows), k.split(rows), v.split(rows))
+    parts = _parts(q, k, v)
+    if len(parts) > 1:
         return torch.cat([flash_attn_func(*part, window_size=window_size) for part in parts])
     backend = _choose(q, window_size[0])
     if backend == "fa3":
@@ -321,6 +377,32 @@ def flash_attn_func(
     if backend == "flash":
         return _flash(q, k, v, window_size[0])
     return {"flex": _flex, "cudnn": _cudnn}.get(backend, _sdpa)(q, k, v, window_size[0])
+
+
+def unkept_reason(device_type: str, head_dim: int) -> str | None:
+    """Why `forward` and `backward` cannot run on this machine, or None."""
+    if device_type == "cuda" and (head_dim % 8 or head_dim > 256):
+        return f"the head dimension is {head_dim}, PyTorch's flash kernel needs a multiple of 8 up to 256"
+    if device_type == "cuda":
+        return _flash_reason()
+    return None if device_type in ("cpu", "meta") else f"PyTorch has no flash kernel for {device_type}"
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, left: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """flash_attn_func by PyTorch's flash kernels: (result, what `backward` needs besides it and q, k, v)."""
+    parts = [_forward(*part, left) for part in _parts(q, k, v)]
+    results = [out for out, *_ in parts]
+    return results[0] if len(parts) == 1 else torch.cat(results), tuple(t for _, *more in parts for t in more)
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, left: int, out: Tensor, kept: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, from the gradient of the result `out` of `forward`, and what that kept."""
+    parts = list(_parts(q, k, v, grad, out))
+    each = len(kept) // len(parts)
+    found = [_backward(*part, kept[each * i : each * (i + 1)], left) for i, part in enumerate(parts)]
+    return tuple(found[0]) if len(found) == 1 else tuple(torch.cat(of_parts) for of_parts in zip(*found))
 
 
 def flash_attn_with_kvcache(

@@ -21,7 +21,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn as nn
@@ -32,6 +32,8 @@ from torch.utils.checkpoint import checkpoint
 from nanochat_fp4.common import print0
 from nanochat_fp4.models import flash_attention, optim
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
+from nanochat_fp4.models.elementwise import ReluSquared, apply_rotary_emb, norm, rotary_tables
+from nanochat_fp4.models.recompute import attention_part, can_recompute, mlp_part
 from nanochat_fp4.nvfp4.linear import fused_linear, relu_squared_linear
 from nanochat_fp4.parallel import is_sharded
 
@@ -39,9 +41,9 @@ SOFTCAP = 15.0  # logits lie in (-15, 15)
 ROTARY_BASE = 10000.0
 ROTARY_FACTOR = 10  # length of the rotary tables, in sequence lengths
 REFERENCE_BATCH_SIZE = 2**19  # nanochat's learning rates are tuned for this number of tokens.
+Recompute = Literal["none", "codes", "codes-mlp", "mlp", "all"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 REFERENCE_DEPTH = 12  # nanochat's weight decay is tuned for this depth.
-# F.rms_norm's default for FP32 and BF16 alike, written out because the default is not the same in every release.
-NORM_EPS = torch.finfo(torch.float32).eps
 
 
 @dataclass
@@ -115,99 +117,6 @@ def autocast(device_type: str, dtype: torch.dtype | None = None) -> contextlib.A
     return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device_type, dtype=dtype)
 
 
-class _Norm(torch.autograd.Function):
-    """
-    RMSNorm over the last dimension, y = r x with r = 1 / rms(x), an FP32 number a row.
-
-        grad_x = r (grad_y - y mean(grad_y * y))
-
-    Kept for the gradient are r and one of x and y. The choice is the tensor that another operator keeps anyway: y for
-    queries and keys, which attention keeps, and else x.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, keep_output: bool) -> Tensor:
-        y, r = torch.ops.aten._fused_rms_norm(x, [x.size(-1)], None, NORM_EPS)
-        ctx.save_for_backward(y if keep_output else x, r)
-        ctx.keep_output = keep_output
-        return y
-
-    @staticmethod
-    def backward(ctx, grad_y: Tensor) -> tuple[Tensor, None]:
-        kept, r = ctx.saved_tensors
-        g, y = grad_y.float(), kept.float() if ctx.keep_output else kept.float() * r
-        return (r * (g - y * (g * y).mean(-1, keepdim=True))).to(grad_y.dtype), None
-
-
-def norm(x: Tensor, keep_output: bool = False) -> Tensor:
-    """RMSNorm over the last dimension without weights: statistics in FP32, result in x's dtype."""
-    # autocast of newer releases would give FP32 back, and with it an FP32 residual stream.
-    with torch.autocast(x.device.type, enabled=False):
-        return _Norm.apply(x, keep_output)
-
-
-class _Rotate(torch.autograd.Function):
-    """
-    (a, b) -> (a cos + b sin, b cos - a sin); the gradient is rotated back.
-
-    The backward pass is written as (a, b) cos + (b, a) (-sin, sin). Compiled together with the gradient of a norm, this
-    form reads a row at two places. A concatenation of two halves reads four times under masks, with twice the
-    instructions, and the kernel is no longer bound by memory alone.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
-
-    @staticmethod
-    def backward(ctx, grad_y: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = (t.unsqueeze(-2) for t in ctx.saved_tensors)
-        pairs = grad_y.unflatten(-1, (2, -1))
-        sign = 2 * torch.arange(2, dtype=sin.dtype, device=sin.device).unsqueeze(-1) - 1
-        return (pairs * cos + pairs.flip(-2) * (sin * sign)).flatten(-2), None, None
-
-
-def rotary_tables(positions: int, head_dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * base^(-2i / head_dim), each `(1, positions, 1, head_dim / 2)`, FP32."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    position = torch.arange(positions, dtype=torch.float32, device=device)
-    angle = torch.outer(position, 1.0 / base**exponent)[None, :, None, :]
-    return angle.cos(), angle.sin()
-
-
-def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x_i, x_{i + D/2}) of x `(B, T, H, D)` by the angles of cos and sin, both `(1, T, 1, D/2)`."""
-    return _Rotate.apply(x, cos, sin)
-
-
-class _ReluSquared(torch.autograd.Function):
-    """
-    y = relu(x)^2. The derivative 2 relu(x) is computed as 2 sqrt(y).
-
-    The next linear layer keeps y anyway, so the derivative costs no memory; autograd's own version keeps relu(x) as
-    well. In BF16 the rounding of y adds at most 2^-9 of relative error, no more than the rounding of the gradient.
-
-    A quantized next layer keeps only 4-bit codes of y. The codes are too coarse for the derivative, because rounding to
-    nearest would bias the gradient. In this case relu_squared_linear keeps relu(x) in steps of 1/255 of each token's
-    largest value. Stochastic rounding makes the gradient right on average. The steps take half the memory of y in BF16.
-    The error is 4e-5 of the gradient's square, far below the error of the gradient's quantization (1e-2).
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        positive = F.relu(x)
-        y = positive * positive
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad_y: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grad_y * (2 * y.sqrt())
-
-
 class CausalSelfAttention(nn.Module):
     fused_linears = ("c_q", "c_k", "c_v")  # all three read the same input; they are computed as one layer
 
@@ -253,7 +162,7 @@ class MLP(nn.Module):
         x = self.c_fc(x)
         if eight_bits:
             return relu_squared_linear(x, self.c_proj)
-        x = _ReluSquared.apply(x)
+        x = ReluSquared.apply(x)
         return self.c_proj(x)
 
 
@@ -272,7 +181,7 @@ class Block(nn.Module):
         cos_sin: tuple[Tensor, Tensor],
         window_size: tuple[int, int],
         kv_cache: Any,
-        recompute: Literal["none", "mlp", "all"],
+        recompute: Recompute,
     ) -> Tensor:
         """x is the residual stream and x0 the normalized embedding, both `(B, T, C)`; returns `(B, T, C)`."""
 
@@ -282,10 +191,13 @@ class Block(nn.Module):
         def mlp(x: Tensor) -> Tensor:
             return x + self.mlp(norm(x))
 
-        x = resid_lambda * x + x0_lambda * x0
         training = torch.is_grad_enabled()
+        if training and recompute.startswith("codes") and kv_cache is None and can_recompute(self):
+            x, normed = attention_part(self, x, x0, resid_lambda, x0_lambda, cos_sin, window_size[0])
+            return x + (mlp_part(self, normed) if recompute == "codes-mlp" else self.mlp(normed))
+        x = resid_lambda * x + x0_lambda * x0
         x = checkpoint(attention, x, use_reentrant=False) if training and recompute == "all" else attention(x)
-        return checkpoint(mlp, x, use_reentrant=False) if training and recompute != "none" else mlp(x)
+        return checkpoint(mlp, x, use_reentrant=False) if training and recompute in ("mlp", "all") else mlp(x)
 
 
 # Inductor's limits, in reads and operations, for recomputing a value at each use instead of materializing it. Its
@@ -336,9 +248,11 @@ class GPT(nn.Module):
         "none": nothing.
         "mlp": norm, c_fc, ReLU^2 and the quantization of their results. Costs a ninth of the layers' matrix products.
         "all": the same and queries, keys, values and attention. Costs a fifth of the products and one attention.
+        "codes": what kept codes determine (recompute.py). Costs a ninth of the products, in 4 bits.
+        "codes-mlp": the same and c_fc. Costs two ninths of the products, in 4 bits.
     """
 
-    recompute: Literal["none", "mlp", "all"] = "none"
+    recompute: Recompute = "none"
     head: Literal["bf16", "fp8"] = "bf16"  # of training: cross_entropy.HEADS
     sequence_part: tuple[int, int] | None = None  # (index of this process's part, number of parts): parallel.divide
 

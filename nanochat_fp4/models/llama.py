@@ -34,7 +34,8 @@ from nanochat_fp4.common import is_ddp_initialized
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
-from nanochat_fp4.models.gpt import ROTARY_BASE, ROTARY_FACTOR, apply_rotary_emb, rotary_tables
+from nanochat_fp4.models.elementwise import apply_rotary_emb, rotary_tables
+from nanochat_fp4.models.gpt import ROTARY_BASE, ROTARY_FACTOR
 from nanochat_fp4.models.optim import AdamW, PretrainingOptions, Schedule, gradient_norm, set_learning_rates
 from nanochat_fp4.nvfp4.linear import fused_linear
 from nanochat_fp4.nvfp4.sharding import local

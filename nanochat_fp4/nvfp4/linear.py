@@ -39,7 +39,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -102,6 +102,25 @@ class Gemms(NamedTuple):
     gemm = staticmethod(gemm)
 
 
+class Then(Protocol):
+    """A function of a layer's output that the backward pass computes again: it keeps no tensor that depends on y alone.
+
+    Under torch.compile the gradients given to `backward` must decide all that it computes again (`after`).
+    """
+
+    def forward(
+        self, y: torch.Tensor, *more: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """y (M, N) -> (results, what is kept for the gradient)."""
+        ...
+
+    def backward(
+        self, y: torch.Tensor, kept: Sequence[torch.Tensor], *grads: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of y and of each of `more`."""
+        ...
+
+
 class _Pass(NamedTuple):
     """_QuantLinear's arguments besides input and weights.
 
@@ -116,6 +135,8 @@ class _Pass(NamedTuple):
     values:       the weights where they are not the function's arguments, which only get the gradients (sharding.py)
     amax:         max |input|, FP32 (), where the caller knows it
     squares:      the input is relu(x)^2 of the x that is given
+    then:         what follows the product. The product is then computed again, from the operands, in the backward pass.
+    more:         the number of tensors that `then` takes besides the product
     """
 
     gemms: Gemms
@@ -128,16 +149,21 @@ class _Pass(NamedTuple):
     values: tuple[torch.Tensor, ...] | None
     amax: torch.Tensor | None
     squares: bool
+    then: Then | None = None
+    more: int = 0
 
 
 class _QuantLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, this: _Pass, x: torch.Tensor, *weights: torch.Tensor):
-        """x (M, K), weights (N_i, K), N = sum of N_i -> (M, N) in this.dtype."""
-        gemms, device = this.gemms, x.device
+    def forward(ctx, this: _Pass, x: torch.Tensor, *tensors: torch.Tensor):
+        """x (M, K), weights (N_i, K), N = sum of N_i -> (M, N) in this.dtype, or the results of this.then.
+
+        tensors: the weights, and what this.then takes besides."""
+        gemms, device, layers = this.gemms, x.device, len(tensors) - this.more
+        weights = tensors[:layers]
         recipe = gemms.recipe
         needs_dgrad = ctx.needs_input_grad[1] and this.grad_enabled
-        needs_wgrad = any(ctx.needs_input_grad[2:]) and this.grad_enabled
+        needs_wgrad = any(ctx.needs_input_grad[2 : 2 + layers]) and this.grad_enabled
         square_seed = new_seed(device) if this.squares else None
         seed = new_seed(device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
         weight = _stacked(this.values or weights) if this.weight is None or recipe.grad_input.b.raw else None
@@ -161,18 +187,31 @@ class _QuantLinear(torch.autograd.Function):
         if needs_wgrad and recipe.grad_weight.b.raw:
             _, for_x = gemms.operands(recipe.grad_weight, GRAD_WEIGHT, seed, seed, device)
             backward_x = quantize_operand(x, for_x, transpose=True, keep_codes=True)
-        _save(ctx, backward_w, backward_x, *square, seed)
+        again, results, kept = (), (), ()
+        if this.then is not None:
+            y = gemms.gemm(xq, _output_needs(seed, wq), compute_dtype=this.dtype, out_dtype=this.dtype)
+            again, (results, kept) = (xq, wq), this.then.forward(y, *tensors[layers:])
+        _save(ctx, (backward_w, backward_x, *again), seed, *square, *kept)
+        ctx.then, ctx.more = this.then, this.more
         ctx.gemms, ctx.dtype, ctx.x_dtype, ctx.weight_dtype = gemms, this.dtype, x.dtype, weights[0].dtype
         ctx.needs_wgrad, ctx.rows = needs_wgrad, [w.shape[0] for w in weights]
         ctx.gradients = this.gradients  # not saved: saved tensors must not change before the backward pass
+        if this.then is not None:
+            return results
         return gemms.gemm(xq, _output_needs(seed, wq), compute_dtype=this.dtype, out_dtype=this.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output: torch.Tensor):
+    def backward(ctx, grad_output: torch.Tensor, *grads: torch.Tensor):
         gemms, dtype, device = ctx.gemms, ctx.dtype, grad_output.device
         dgrad, wgrad = gemms.recipe.grad_input, gemms.recipe.grad_weight
-        w, x, *square, forward_seed = _saved(ctx)
+        (w, x, *again), (forward_seed, *square) = _saved(ctx)
+        grad_more = [None] * ctx.more
+        if ctx.then is not None:
+            a, b = (_again(operand, grad_output) for operand in again)
+            y = gemms.gemm(a, b, compute_dtype=dtype, out_dtype=dtype)
+            grad_output, *grad_more = ctx.then.backward(y, square, grad_output, *grads)
+            square = ()
         seed = _backward_seed(grad_output) if gemms.recipe.draws_in_backward else None
         # A GEMM whose b was rotated in the forward pass goes on with that pass's signs.
         for_e, for_w = gemms.operands(dgrad, GRAD_INPUT, seed, forward_seed if dgrad.b.raw else seed, device)
@@ -192,7 +231,7 @@ class _QuantLinear(torch.autograd.Function):
                 grad_ws = gemms.gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype).split(ctx.rows)
             else:
                 gemm_add(et, xt, ctx.gradients, compute_dtype=dtype)
-        return None, grad_x, *grad_ws
+        return None, grad_x, *grad_ws, *grad_more
 
 
 # torch.compile chooses anew which operation runs in which pass. A seed may be drawn in both passes, if neither the
@@ -210,6 +249,10 @@ def _backward_seed(grad_output: torch.Tensor) -> torch.Tensor:
     return after(seed, grad_output) if torch.compiler.is_compiling() else seed
 
 
+def _again(operand: GemmOperand, grad_output: torch.Tensor) -> GemmOperand:
+    return operand.depending_on(grad_output) if torch.compiler.is_compiling() else operand
+
+
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -219,17 +262,17 @@ def _stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
-def _save(ctx, w: GemmOperand | None, x: GemmOperand | None, *more: torch.Tensor | None) -> None:
-    parts = [() if operand is None else operand.tensors() for operand in (w, x)]
-    ctx.kinds = [(type(operand), len(part)) for operand, part in zip((w, x), parts)]
-    ctx.save_for_backward(*parts[0], *parts[1], *more)
+def _save(ctx, operands: tuple[GemmOperand | None, ...], *more: torch.Tensor | None) -> None:
+    parts = [() if operand is None else operand.tensors() for operand in operands]
+    ctx.kinds = [(type(operand), len(part)) for operand, part in zip(operands, parts)]
+    ctx.save_for_backward(*itertools.chain.from_iterable(parts), *more)
 
 
-def _saved(ctx) -> tuple:
-    """w, x, and what more was saved."""
+def _saved(ctx) -> tuple[list[GemmOperand | None], list[torch.Tensor | None]]:
+    """The operands, and what more was saved."""
     tensors = iter(ctx.saved_tensors)  # asked for once: recomputed tensors can be had only once
     parts = [(kind, list(itertools.islice(tensors, count))) for kind, count in ctx.kinds]
-    return *(kind.from_tensors(*part) if part else None for kind, part in parts), *tensors
+    return [kind.from_tensors(*part) if part else None for kind, part in parts], list(tensors)
 
 
 @dataclass
@@ -393,12 +436,15 @@ class QuantLinear(torch.nn.Linear):
         bias = None if self.bias is None else self.bias.to(dtype)
         if not x.numel() or self._is_plain(layers, dtype):
             return torch.nn.functional.linear(x, self._plain_weight(x, layers, dtype), bias)
-        y = self._product(x, layers, Gemms(self._recipe_now()), dtype, amax, squares)
+        y = self._product(x, layers, self._gemms_now(), dtype, amax, squares)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if bias is None else y + bias
 
     def _recipe_now(self) -> Recipe:
         return self.recipe if self.quantizes else UNQUANTIZED
+
+    def _gemms_now(self) -> Gemms:
+        return Gemms(self._recipe_now())
 
     def _is_plain(self, layers: "tuple[QuantLinear, ...]", dtype: torch.dtype) -> bool:
         """Whether nn.Linear computes this pass: nothing is quantized, added to gradients, or gathered by FSDP."""
@@ -422,10 +468,12 @@ class QuantLinear(torch.nn.Linear):
         layers: "tuple[QuantLinear, ...]",
         gemms: Gemms,
         dtype: torch.dtype,
-        amax: torch.Tensor | None,
-        squares: bool,
-    ) -> torch.Tensor:
-        """x (..., K) -> (M, N), without bias."""
+        amax: torch.Tensor | None = None,
+        squares: bool = False,
+        then: Then | None = None,
+        more: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        """x (..., K) -> (M, N), without bias; or the results of then(it, *more)."""
         if dtype not in COMPUTE_DTYPES:
             raise ValueError(
                 f"QuantLinear computes in float32 or bfloat16 and got {str(dtype).removeprefix('torch.')}; use "
@@ -437,9 +485,10 @@ class QuantLinear(torch.nn.Linear):
         operand, values = self._weight_now(layers, quantizes)
         grad_enabled, gradients = torch.is_grad_enabled(), self.context.gradients.get(len(layers))
         per_token, factor = self._per_token_now(grad_enabled), self.feedback_factor
-        this = _Pass(gemms, dtype, grad_enabled, per_token, factor, operand, gradients, values, amax, squares)
-        # An unquantized input is kept in dtype.
-        return _QuantLinear.apply(this, rows if quantizes else rows.to(dtype), *[layer.matrix for layer in layers])
+        settings = dtype, grad_enabled, per_token, factor, operand, gradients, values, amax, squares, then, len(more)
+        this = _Pass(gemms, *settings)
+        rows = rows if quantizes else rows.to(dtype)  # an unquantized input is kept in dtype
+        return _QuantLinear.apply(this, rows, *[layer.matrix for layer in layers], *more)
 
     def _weight_now(
         self, layers: "tuple[QuantLinear, ...]", quantizes: bool
@@ -509,6 +558,7 @@ def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
         type(linear) is type(first)
         and (type(linear) is torch.nn.Linear or getattr(linear, "by_rows", False))
         and linear.bias is None
+        and not (getattr(first, "packed", None) and len(linears) not in first.packed)  # codes of each alone
         and "forward" not in vars(linear)
         and not any(getattr(linear, name) for name in hooks)
         and (type(first) is torch.nn.Linear or _alike(linear, first))
@@ -562,6 +612,15 @@ def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear, head_dim: int | Non
     if head_dim is None:
         return y.split(sizes, dim=-1)
     return y.unflatten(-1, (-1, head_dim)).split([size // head_dim for size in sizes], dim=-2)
+
+
+def linear_then(
+    then: Then, x: torch.Tensor, linears: Sequence[QuantLinear], *more: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """then(the product of x (..., K) and the weights of layers that can_be_fused, *more). The backward pass computes
+    the product again, from the operands that it keeps anyway, and the same bits."""
+    first = linears[0]
+    return first._product(x, tuple(linears), first._gemms_now(), _compute_dtype(x), then=then, more=more)
 
 
 def relu_squared_linear(x: torch.Tensor, linear: QuantLinear) -> torch.Tensor:

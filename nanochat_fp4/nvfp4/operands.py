@@ -134,7 +134,7 @@ class Codes(NVFP4Tensor, GemmOperand):
         return self.matrix(torch.float32).float() * self.tensor_scale
 
     def depending_on(self, seed: torch.Tensor) -> "Codes":
-        return replace(self, tensor_scale=after(self.tensor_scale, seed))
+        return replace(self, scales=after(self.scales, seed))  # a kernel that decodes reads no tensor_scale
 
 
 @dataclass
@@ -270,7 +270,7 @@ class WithResidual(GemmOperand):
         return WithResidual(self.first.without_cache(), self.residual.without_cache())
 
     def depending_on(self, seed: torch.Tensor) -> "WithResidual":
-        return WithResidual(self.first.depending_on(seed), self.residual)
+        return WithResidual(self.first.depending_on(seed), self.residual.depending_on(seed))
 
 
 @dataclass

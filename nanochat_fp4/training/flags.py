@@ -9,6 +9,7 @@ from typing import Any
 import nanochat_fp4 as nf
 from nanochat_fp4.console import parse_finite
 from nanochat_fp4.models.cross_entropy import HEADS
+from nanochat_fp4.models.gpt import RECOMPUTE
 from nanochat_fp4.models.lean import STATES
 from nanochat_fp4.nvfp4.methods import OSCIRESET_COMMIT, removed
 from nanochat_fp4.parallel import MODES
@@ -25,10 +26,10 @@ RUNTIME = {
     "eager": ("compile", False),
     "deterministic": ("deterministic", True),
     "skip-nonfinite": ("on_nonfinite", "skip"),
-    "recompute-mlp": ("recompute", "mlp"),
-    "recompute-all": ("recompute", "all"),
+    **{f"recompute-{name}": ("recompute", name) for name in RECOMPUTE if name != "none"},
     "shuffle-documents": ("shuffle_documents", True),
 }
+RECOMPUTE_WORDS = tuple(word for word in RUNTIME if word.startswith("recompute-"))
 
 
 class SetsSeveral(argparse.Action):
@@ -71,9 +72,10 @@ def add_run_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
         "error every N steps)"
         + (", compile or eager (torch.compile or not; default: on a GPU only)" if "compile" in more else "")
         + (
-            ", recompute-mlp or recompute-all (compute the MLP, or attention as well, again in the backward pass: less "
-            "memory), shuffle-documents (train on all documents in one random order, which the second number of --seed "
-            "chooses; takes a copy of the text on disk)"
+            ", recompute-codes, -codes-mlp, -mlp or -all (compute again in the backward pass what kept 4-bit codes "
+            "determine, the same and the hidden layer, the MLP, or everything: less memory), shuffle-documents (train "
+            "on all documents in one random order, which the second number of --seed chooses; takes a copy of the text "
+            "on disk)"
             if "recompute-mlp" in more
             else ""
         ),

@@ -35,7 +35,7 @@ from nanochat_fp4.console import Phases, format_seconds, rare_collections
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
 from nanochat_fp4.errors import LostRankError, UserError, is_lost_rank
 from nanochat_fp4.evaluation.report import get_report
-from nanochat_fp4.models import llama
+from nanochat_fp4.models import flash_attention, llama
 from nanochat_fp4.models.cross_entropy import head_problem
 from nanochat_fp4.models.gpt import GPT, config_from_depth
 from nanochat_fp4.models.lean import Lean, set_state, state_of
@@ -118,6 +118,11 @@ def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) 
     unfit |= {f"--method-changes={switch}": getattr(args, switch) for switch in SWITCHES}
     if args.llama and any(unfit.values()):
         raise UserError(f"{next(k for k in unfit if unfit[k])} is not for the --llama models; leave one of them out")
+    if args.recompute.startswith("codes"):
+        reason = args.separate_qkv and "it needs q, k and v as one layer, without --method-changes=separate_qkv"
+        reason = reason or flash_attention.unkept_reason(device.type, config.head_dim)
+        if reason:
+            raise UserError(f"--runtime=recompute-{args.recompute}: {reason}; use recompute-mlp or recompute-all")
     check_model_fits(config, device)
     set_cpu_threads(device, config.n_embd)
     with torch.device("meta"):

@@ -41,13 +41,21 @@ def test_bytes_per_token_are_those_of_the_tensors(records):
     # Nothing is kept beside another: attention's result and the hidden layer are c_proj's inputs too.
     assert not {"input of attention's c_proj", "input of the MLP's c_proj"} & plain["tensors"].keys()
     assert plain["block"] == 26 * WIDTH + 5 * number
+    assert list(records["clover", "codes-mlp"]["tensors"].values()) == [
+        bf16 + number,  # residual stream before the lambdas, 1 / rms after them
+        codes + bf16 + number,  # input of q, k, v; result and log-sum-exp of attention
+        codes + number,  # input of c_proj, 1 / rms of the stream into the MLP
+        codes,  # input of c_fc
+        4 * codes,  # input of the MLP's c_proj
+    ]
 
 
 def test_ratios_to_bf16(records):
     assert records["bf16", "none"]["ratio"] == 1
     assert records["clover", "none"]["ratio"] < 0.87
     assert records["clover", "mlp"]["ratio"] < 0.6
-    assert records["clover", "all"]["ratio"] <= 0.40  # the target; BF16 computed twice keeps as little
+    assert records["clover", "codes"]["ratio"] < 0.5 and records["clover", "codes-mlp"]["ratio"] < 0.4  # the targets
+    assert records["clover", "all"]["ratio"] <= 0.40  # BF16 computed twice keeps as little
     for recompute in bench_memory.RECOMPUTE:
         assert records["clover", recompute]["block"] <= records["bf16", recompute]["block"]
 

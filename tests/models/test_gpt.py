@@ -5,6 +5,7 @@ What is nanochat's is pinned here as data (keys, shapes, parameter counts, FLOPs
 one), and the function is compared with a second implementation, written for reading, in double precision.
 """
 
+import functools
 import math
 
 import pytest
@@ -12,16 +13,10 @@ import torch
 import torch.nn.functional as F
 
 import nanochat_fp4 as nf
-from nanochat_fp4.models.gpt import (
-    GPT,
-    NORM_EPS,
-    GPTConfig,
-    apply_rotary_emb,
-    autocast,
-    compile_layers,
-    config_from_depth,
-    norm,
-)
+from nanochat_fp4.models.elementwise import NORM_EPS, apply_rotary_emb, norm
+from nanochat_fp4.models.gpt import GPT, RECOMPUTE, GPTConfig, autocast, compile_layers, config_from_depth
+from nanochat_fp4.models.recompute import mlp_part
+from nanochat_fp4.nvfp4.philox import new_seed
 
 TINY = dict(sequence_len=24, vocab_size=300, n_layer=5, n_head=4, n_kv_head=2, n_embd=64, window_pattern="SSSL")
 
@@ -321,20 +316,42 @@ def test_queries_and_keys_are_kept_once():
     assert all(t.untyped_storage().nbytes() == 4 * t.numel() for t in heads)  # none is a view of something larger
 
 
-@pytest.mark.parametrize("method", ["bf16", "clover"])
+@pytest.mark.parametrize("method", ["bf16", "clover", "nvidia", "clover_late", "fp8"])
 def test_recomputing_changes_no_bit_and_keeps_less(method):
     model, ids = nf.convert(make(n_layer=3), method, verbose=False), tokens(2, 24)
     results, kept = {}, {}
-    for model.recompute in ("none", "mlp", "all"):
+    for model.recompute in ("none", "mlp", "all", "codes", "codes-mlp"):
         model.zero_grad()
         torch.manual_seed(4)
         saved, loss = saved_bytes(model, lambda: model(ids, ids.roll(-1, 1)))
         kept[model.recompute] = sum(t.untyped_storage().nbytes() for t in saved)
         loss.backward()
         results[model.recompute] = [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-    for name in ("mlp", "all"):
+    for name in ("mlp", "all", "codes"):
         assert all(torch.equal(a, b) for a, b in zip(results[name], results["none"])), name
     assert kept["all"] < 0.6 * kept["mlp"] < 0.6 * 0.9 * kept["none"]
+    assert kept["codes-mlp"] <= kept["codes"] < 0.75 * kept["none"]
+    assert torch.equal(results["codes-mlp"][0], results["none"][0])
+
+
+@pytest.mark.parametrize("method", ["clover", "nvidia"])
+def test_a_hidden_layer_from_codes_has_the_gradients_of_relu_squared_itself(method):
+    block = nf.convert(make(n_layer=1), method, verbose=False).transformer.h[0]
+
+    def itself(x):
+        hidden = block.mlp.c_fc(x)
+        new_seed(x.device)  # of 8 bits of relu(x)
+        return block.mlp.c_proj(F.relu(hidden).square())
+
+    results = []
+    for function in (itself, functools.partial(mlp_part, block)):
+        block.zero_grad()
+        torch.manual_seed(4)
+        x = torch.randn(2, 24, 64, requires_grad=True)
+        y = function(x)
+        y.square().sum().backward()
+        results.append([y.detach(), x.grad, *(p.grad.clone() for p in block.mlp.parameters())])
+    assert all(map(torch.equal, *results))
 
 
 def test_separate_qkv_is_three_layers():
@@ -363,7 +380,7 @@ def test_exact_relu_squared_has_the_gradient_of_its_own_input(exact):
     assert error < 1e-6 if exact else 1e-4 < error < 1e-2
 
 
-@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("recompute", ["none", "all", "codes-mlp"])
 def test_layers_compile_once_for_each_window(monkeypatch, recompute):
     """As many graphs whatever the depth and the step, one for each window and one for the norms before and after the
     layers; and the same loss and gradients."""
@@ -377,6 +394,7 @@ def test_layers_compile_once_for_each_window(monkeypatch, recompute):
     monkeypatch.setattr(torch, "compile", lambda function, **kw: real(function, **kw, backend=backend))
     for n_layer in (3, 4):
         model, ids = make(n_layer=n_layer, window_pattern="SSL"), tokens(2, 24)
+        model = nf.convert(model, "bf16", verbose=False)
         model.recompute = recompute
         torch._dynamo.reset()
         graphs.clear()
@@ -397,9 +415,9 @@ def test_layers_compile_once_for_each_window(monkeypatch, recompute):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "mlp", "all"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_compiles_with_aot_autograd(recompute):
-    model, ids = make(n_layer=2), tokens(2, 24)
+    model, ids = nf.convert(make(n_layer=2), "bf16", verbose=False), tokens(2, 24)
     model.recompute = recompute
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")

@@ -47,6 +47,7 @@ def simulated_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, s
 
 
 REAL_SCALED_MM = getattr(torch.nn.functional, "scaled_mm", None)
+NO_TENSOR_CORES_REASON = dispatch.no_tensor_cores_reason
 
 
 def simulated_mm_fp4(a, b, a_descale, b_descale, alpha, out_dtype, *, block_size, use_8x4_sf_layout):
@@ -504,6 +505,95 @@ def test_weights_made_once_have_their_scales_in_tiles(recorded, blackwell):
         (weight,) = model[0].context.weights.values()
         assert weight.scales.dim() == 1
         model(torch.randn(128, 64)).sum().backward()
+
+
+def product_of(a, a_scales, a_factor, b, b_scales, b_factor, out_dtype, scales_of=unswizzle_scales):
+    """Of the bytes that an operator was given."""
+    x, y = (
+        decode(codes, scales_of(s, codes.shape[0], codes.shape[1] // 8)) for codes, s in ((a, a_scales), (b, b_scales))
+    )
+    return ((x @ y.T) * (a_factor * b_factor)).to(out_dtype)
+
+
+def taken_as_rows(scales, rows, columns):
+    return scales[: rows * columns].view(rows, columns)
+
+
+def missing(*operands):
+    raise AttributeError("no such operator")
+
+
+BEHAVIOUR = {"present": product_of, "wrong": functools.partial(product_of, scales_of=taken_as_rows), "absent": missing}
+# scaled_mm, dot_scaled, flashinfer
+STATES = ("present present present", "absent present wrong", "wrong present absent", "crashing present present",
+          "absent wrong present", "wrong crashing present", "crashing absent present",
+          "absent absent absent", "wrong wrong wrong", "crashing crashing crashing")  # fmt: skip
+
+
+@functools.cache
+def emulated_step(method):
+    return step(method, 128, 64, 128, torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0), (12, 1)])
+def test_what_runs_where(blackwell, monkeypatch, capability, states):
+    """Every method's products on each GPU, from the probe to the operator, its operands' layouts and its product.
+
+    A wrong implementation is one that ignores the layout of scales. A crashing one ends the child process.
+    """
+    import triton
+    from nvfp4_kernels import matmul
+
+    state = dict(zip(dispatch.IMPLEMENTATIONS, states.split()))
+    blackwell.setenv("NVFP4_KERNELS", "reference")
+    blackwell.setenv("NVFP4_GEMM", "emulated")
+    forget()
+    want = {method: emulated_step(method) for method in nf.METHODS}
+    calls = []
+
+    def operator(name):
+        def call(*operands):
+            check_operands(operands[:3], operands[3:6])
+            calls.append((name, operands[6]))
+            return BEHAVIOUR[state[name]](*operands)
+
+        return call
+
+    def child(module, call):
+        name = next(name for name in state if repr(name) in call)
+        if state[name] == "crashing":
+            return [], "ended its process with status -11 (Segmentation fault)"
+        return [dispatch.probe_implementation("cpu", name)], ""
+
+    for name in state:
+        monkeypatch.setattr(matmul, "mm_fp4" if name == "flashinfer" else name, operator(name))
+    if state["flashinfer"] != "absent":
+        install_flashinfer(blackwell, None)
+    look = dispatch._look.__wrapped__
+    monkeypatch.setattr(dispatch, "_look", functools.cache(lambda device_type, name: look("cuda", name)))
+    monkeypatch.setattr(dispatch, "in_child", child)
+    monkeypatch.setattr(dispatch, "no_tensor_cores_reason", lambda device_type: NO_TENSOR_CORES_REASON("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton, "__version__", "3.7.1")  # has no dot_scaled for sm_121
+    blackwell.delenv("NVFP4_GEMM")
+    dispatch.native_choice.cache_clear()
+
+    usable = [name for name, how in state.items() if how == "present" and capability >= (10, 0)]
+    usable = [name for name in usable if (name, capability) != ("dot_scaled", (12, 1))]
+    assert dispatch.native_choice("cpu")[0] == (usable[0] if usable else None)
+    for method in nf.METHODS:
+        calls.clear()
+        got = step(method, 128, 64, 128, torch.bfloat16)
+        # flashinfer makes BF16 alone. It is taken where no other one works, and then FP32 is emulated.
+        dtypes = [torch.bfloat16, torch.bfloat16, torch.float32][: PRODUCTS[method] if usable else 0]
+        expected = [(usable[0], d) for d in dtypes if usable[0] != "flashinfer" or d == torch.bfloat16]
+        assert calls == expected, method
+        for g, w in zip(got, want[method]):
+            assert relative_square_error(g.detach(), w.detach()) < 3e-5, method
 
 
 FOUND = {

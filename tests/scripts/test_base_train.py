@@ -313,10 +313,13 @@ def test_weights_are_quantized_once_a_step(tiny_base, monkeypatch):
 
 
 def test_computing_again_trains_the_same_bits(tiny_base):
-    for again, flags in {"none": [], "all": ["--runtime=recompute-all"]}.items():
-        train("--eval-every=-1", *flags, f"--model-tag={again}", steps=2)
-    a, b = (load_checkpoint(tiny_base / "base_checkpoints" / tag, 2, "cpu")[0] for tag in ("none", "all"))
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    flags = {"none": [], "all": ["--runtime=recompute-all"], "codes": ["--runtime=recompute-codes"]}
+    for again, more in flags.items():
+        train("--eval-every=-1", *more, f"--model-tag={again}", steps=2)
+    a, *others = (load_checkpoint(tiny_base / "base_checkpoints" / tag, 2, "cpu")[0] for tag in flags)
+    assert all(torch.equal(a[name], b[name]) for b in others for name in a)
+    with pytest.raises(UserError, match="recompute-codes: it needs q, k and v as one layer"):
+        base_train.main(["--runtime=recompute-codes", "--method-changes=separate_qkv"])
     with pytest.raises(UserError, match="--runtime=recompute-mlp is not for the --llama models"):
         base_train.main(["--llama=30M", "--runtime=recompute-mlp"])
 

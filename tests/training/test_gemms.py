@@ -5,13 +5,17 @@ from collections import Counter
 
 import pytest
 import torch
+from _assertions import assert_same, final_state
+from _training import BASE
 
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.convert import convert
 from nanochat_fp4.training import gemms
+from nanochat_fp4.training.checkpoint_manager import load_checkpoint
 from nanochat_fp4.training.gemms import Product, choose
+from scripts import base_train
 
 FORWARD, WGRAD = Product(4096, 1024, 512, "bfloat16"), Product(1024, 512, 4096, "float32")
 PRODUCTS = Counter({FORWARD: 2, WGRAD: 1})
@@ -152,11 +156,13 @@ def test_a_stored_gemm_that_is_wrong_now_is_replaced(speeds, monkeypatch):
 
 
 @pytest.fixture
-def model(monkeypatch):
-    """A small GPT on a machine that seems to have FP4 tensor cores; products are made by the reference."""
+def tensor_cores(monkeypatch):
+    """A machine that seems to have FP4 tensor cores. The reference makes products, dot_scaled's in two sums."""
 
     def mm(a, b, out_dtype, name):
-        return (a.dequantize() @ b.dequantize().T).to(out_dtype)
+        a, b = a.dequantize(), b.dequantize()
+        half = a.shape[1] // 2 if name == "dot_scaled" else 0
+        return (a[:, :half] @ b[:, :half].T + a[:, half:] @ b[:, half:].T).to(out_dtype)
 
     monkeypatch.setattr(dispatch, "no_tensor_cores_reason", lambda device_type: None)
     monkeypatch.setattr(dispatch, "mm", mm)
@@ -164,14 +170,19 @@ def model(monkeypatch):
     monkeypatch.delenv("NVFP4_GEMM", raising=False)
     dispatch.native_choice.cache_clear()
     dispatch._look.cache_clear()
+    yield
+    dispatch.use_choice({})
+    dispatch.native_choice.cache_clear()
+    dispatch._look.cache_clear()
+
+
+@pytest.fixture
+def model(tensor_cores):
     torch.manual_seed(0)
     model = GPT(GPTConfig(sequence_len=32, vocab_size=64, n_layer=2, n_head=1, n_kv_head=1, n_embd=64))
     model.init_weights()
     convert(model, "clover")
-    yield model
-    dispatch.use_choice({})
-    dispatch.native_choice.cache_clear()
-    dispatch._look.cache_clear()
+    return model
 
 
 def test_the_products_are_the_models_own(model):
@@ -200,6 +211,30 @@ def test_a_run_uses_the_choice(model, speeds, capsys, monkeypatch):
     gemms.choose_gemms(model, 4, 32, None, stored)
     gemms.try_micro_batch(model, 4, 32)
     assert asked == {"scaled_mm"}
+
+
+def test_a_run_saves_its_gemms_and_resumes_with_them(tensor_cores, speeds, tiny_base, capsys):
+    """Another implementation is faster on the second day. The bits are those of a run without a break all the same."""
+
+    def train(*flags):
+        base_train.main([*BASE, "--method=clover", "--num-iterations=4", "--save-every=2", "--keep-last=-1", *flags])
+        return "taken" in capsys.readouterr().out
+
+    speeds["emulated"] = 9.0
+    assert train()
+    folder = tiny_base / "base_checkpoints"
+    expected = final_state(folder / "d1_clover", 4)
+    meta = load_checkpoint(folder / "d1_clover", 2, "cpu")[2]
+    assert meta["gemms"]["gpu"] == "RTX" and {name for *_, name in meta["gemms"]["gemms"]} == {"dot_scaled"}
+    speeds["scaled_mm"] = 0.1
+    assert train("--model-tag=other")
+    other = load_checkpoint(folder / "other", 4, "cpu")[2]["gemms"]["gemms"]
+    assert {name for *_, name in other} == {"scaled_mm"}
+    with pytest.raises(AssertionError):  # bits depend on the choice
+        assert_same(final_state(folder / "other", 4), expected)
+    dispatch.use_choice({})
+    assert train("--resume-from-step=2")
+    assert_same(final_state(folder / "d1_clover", 4), expected)
 
 
 def test_what_cannot_be_had_ends_the_run_in_one_line(model, speeds, monkeypatch):

@@ -1,0 +1,131 @@
+"""A block whose backward pass computes again what the kept 4-bit codes determine (`GPT.recompute`, docs/memory.md).
+
+    residual stream after the lambdas   from the stream before them, which the block before has returned
+    queries, keys, values               from the codes of their input, one GEMM
+    stream into the second norm         from attention's codes, one GEMM, and the first stream
+    relu(x), "codes-mlp" alone          from the codes of c_fc's input, one GEMM
+
+Recomputed tensors have the forward pass's bits, so the gradients have the bits that they have without recomputation.
+Only the derivative of ReLU^2 differs: it is exact, where the 8 bits that are kept otherwise are right on average.
+Attention itself is not computed again: its result and log-sum-exp are kept.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat_fp4.models import flash_attention
+from nanochat_fp4.models.elementwise import norm_gradient, rms_norm, rotate, rotate_back
+from nanochat_fp4.nvfp4.gemm import after
+from nanochat_fp4.nvfp4.linear import QuantLinear, can_be_fused, linear_then
+from nanochat_fp4.nvfp4.philox import new_seed
+
+
+class _MixedNorm(torch.autograd.Function):
+    """(y, norm(y)) of y = a x + b x0, of which x and x0 are kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        y = a * x + b * x0
+        normed, r = rms_norm(y)
+        ctx.save_for_backward(x, x0, a, b, r)
+        return y, normed
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor, grad_normed: Tensor) -> tuple[Tensor, ...]:
+        x, x0, a, b, r = ctx.saved_tensors
+        y = _depending_on(grad_y, a) * x + b * x0
+        g = grad_y + norm_gradient(grad_normed, y.float() * r, r)
+        return a * g, b * g, (g * x).sum().to(a.dtype), (g * x0).sum().to(b.dtype)
+
+
+class _Attention(NamedTuple):
+    """Attention of q, k, v side by side, (M, N). more: the rotary tables."""
+
+    heads: int
+    kv_heads: int
+    left: int  # the window
+
+    def _qkv(self, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """([q, k, v], [1 / rms of q, of k]): q and k rotated and normalized."""
+        heads = [self.heads, self.kv_heads, self.kv_heads]
+        q, k, v = y.view(-1, cos.size(1), sum(heads), 2 * cos.size(-1)).split(heads, dim=-2)
+        (q, q_r), (k, k_r) = (rms_norm(rotate(t, cos, sin)) for t in (q, k))
+        return [q, k, v], [q_r, k_r]
+
+    def forward(self, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
+        qkv, _ = self._qkv(y, cos, sin)
+        out, more = flash_attention.forward(*qkv, self.left)
+        return (out.flatten(2),), (cos, sin, out, *more)
+
+    def backward(self, y: Tensor, kept: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin, out, *more = kept
+        qkv, r = self._qkv(y, cos, sin)
+        *grads, grad_v = flash_attention.backward(grad.view(out.shape), *qkv, self.left, out, more)
+        grads = [rotate_back(norm_gradient(*of_one), cos, sin) for of_one in zip(grads, qkv, r)]
+        return torch.cat((*grads, grad_v), dim=-2).view(y.shape), None, None
+
+
+class _ResidualNorm(NamedTuple):
+    """(x1 + y, norm(x1 + y)). more: x1 = a x + b x0, then x, x0, a, b, which are kept in its place."""
+
+    def forward(self, y: Tensor, x1: Tensor, *parts: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+        x2 = x1 + y.view(x1.shape)
+        normed, r = rms_norm(x2)
+        return (x2, normed), (*parts, r)
+
+    def backward(
+        self, y: Tensor, kept: Sequence[Tensor], grad_x2: Tensor, grad_normed: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, x0, a, b, r = kept
+        x2 = _depending_on(grad_x2, a) * x + b * x0 + y.view(x.shape)
+        g = grad_x2 + norm_gradient(grad_normed, x2.float() * r, r)
+        return g.view(y.shape).to(y.dtype), g, None, None, None, None
+
+
+class _ReluSquared(NamedTuple):
+    """relu(y)^2, nothing kept."""
+
+    def forward(self, y: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
+        positive = F.relu(y)
+        return (positive * positive,), ()
+
+    def backward(self, y: Tensor, kept: Sequence[Tensor], grad: Tensor) -> tuple[Tensor]:
+        return (grad * (2 * F.relu(y)),)
+
+
+def _depending_on(grad: Tensor, scalar: Tensor) -> Tensor:
+    """A compiler must compute again what is computed of this scalar, not keep it."""
+    return after(scalar, grad) if torch.compiler.is_compiling() else scalar
+
+
+def can_recompute(block: Any) -> bool:
+    """Whether a gpt.Block's layers are all QuantLinear, of one process, without hooks, and q, k, v one layer."""
+    attn, mlp = block.attn, block.mlp
+    groups = (attn.c_q, attn.c_k, attn.c_v), (attn.c_proj,), (mlp.c_fc,), (mlp.c_proj,)
+    return bool(attn.fused_linears) and all(
+        isinstance(layers[0], QuantLinear) and not layers[0].divided and can_be_fused(layers) for layers in groups
+    )
+
+
+def attention_part(
+    block: Any, x: Tensor, x0: Tensor, a: Tensor, b: Tensor, cos_sin: tuple[Tensor, Tensor], left: int
+) -> tuple[Tensor, Tensor]:
+    """(stream after attention, its norm) of a gpt.Block. x, x0 `(B, T, C)`; a, b: resid_lambda, x0_lambda."""
+    attn = block.attn
+    x1, normed = _MixedNorm.apply(x, x0, a, b)
+    attention = _Attention(attn.n_head, attn.n_kv_head, left)
+    (y,) = linear_then(attention, normed, (attn.c_q, attn.c_k, attn.c_v), *cos_sin)
+    parts = (t.detach() for t in (x, x0, a, b))
+    return linear_then(_ResidualNorm(), y, (attn.c_proj,), x1, *parts)
+
+
+def mlp_part(block: Any, normed: Tensor) -> Tensor:
+    """The MLP of a gpt.Block, without its residual."""
+    (hidden,) = linear_then(_ReluSquared(), normed, (block.mlp.c_fc,))
+    if block.mlp.c_proj.quantizes_input:
+        new_seed(normed.device)  # that of relu(x)'s 8 bits: all other random numbers stay the same
+    return block.mlp.c_proj(hidden.view(*normed.shape[:-1], -1))
