@@ -2,13 +2,16 @@
 together.
 
 Each expert's operands are made by QuantLinear's own autograd function, which asks for products and is given none yet
-(Product). On a GPU without FP4 tensor cores all products of a pass in BF16 are then one call of torch's grouped_mm.
-Its result is rounded to BF16 before the tensor scales are applied, and again after. QuantLinear rounds once. The two
-differ by at most one BF16 ulp, or two at a tie. Products in FP32 (the gradients of FP32 weights) and products elsewhere
-are made one by one, to the bit QuantLinear's.
+(Product). By default the products are then made one after the other, to the bit QuantLinear's.
+
+On a GPU without FP4 tensor cores NVFP4_EXPERTS=grouped makes all products of a pass in BF16 by one call of torch's
+grouped_mm. On an H200 that was slower (dev/LOG.md, 2026-11-24). grouped_mm rounds to BF16 before the tensor scales are
+applied, and the scaled result is rounded again. QuantLinear rounds once. The two differ by at most one BF16 ulp, or two
+at a tie. Products in FP32 (the gradients of FP32 weights) stay QuantLinear's.
 """
 
 import itertools
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -133,11 +136,19 @@ def project(
 
 
 def one_by_one(device_type: str) -> str | None:
-    """Why the experts' products are made one by one on this kind of device, or None."""
+    """Why the experts' products are made one by one on this kind of device, or None.
+
+    Raises ValueError for an NVFP4_EXPERTS that is not known.
+    """
+    wanted = os.environ.get("NVFP4_EXPERTS", "one_by_one")
+    if wanted not in ("one_by_one", "grouped"):
+        raise ValueError(f"NVFP4_EXPERTS is {wanted!r}, expected one_by_one or grouped")
     if device_type != "cuda":
         return "no CUDA device"
     if native_gemm(device_type) is not None:
         return "FP4 tensor cores take one expert at a time"
+    if wanted != "grouped":
+        return "faster on an H200 where both were timed; NVFP4_EXPERTS=grouped asks for torch's grouped_mm"
     return None if grouped_mm is not None else f"torch {torch.__version__} has no grouped_mm"
 
 

@@ -189,6 +189,7 @@ def test_the_model_stays_what_it_was():
     nf.convert(model, "clover", skip=["experts"], verbose=False)
     assert not any(layer.quantizes for some in stacked_linears(model.experts).values() for layer in some)
     model.experts.extra = nn.Parameter(torch.zeros(2, 16, 16))
+    assert "experts of 1 layers: their products are made one by one (" in str(report)
     unknown = nf.convert(Model(nn.Bilinear(16, 16, 64)), "clover", verbose=False).nf_report
     assert any("3-D weights (Bilinear.weight)" in kind for kind in unknown.others)
 
@@ -259,6 +260,7 @@ def test_grouped_products_are_those_of_each_expert(monkeypatch, scales):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_grouped_or_one_by_one_is_one_result(monkeypatch, device):
     """In BF16, forward and backward of clover, with the same random numbers."""
+    monkeypatch.setenv("NVFP4_EXPERTS", "grouped")
     if device == "cpu":  # decoded to BF16, as on a GPU
         monkeypatch.setattr(grouped, "one_by_one", lambda device_type: None)
         monkeypatch.setattr(Codes, "matrix", lambda self, dtype: self.decode(torch.bfloat16))
@@ -278,6 +280,12 @@ def test_grouped_or_one_by_one_is_one_result(monkeypatch, device):
     for a, b in zip(*results):  # a difference of one ulp can be another code in the next GEMM
         assert a.isfinite().all() and (a - b).float().norm() < 0.1 * b.float().norm()
     assert results[0][2][0].count_nonzero() == 0
+
+
+def test_asking_for_what_is_not_known_is_one_line(monkeypatch):
+    monkeypatch.setenv("NVFP4_EXPERTS", "all")
+    with pytest.raises(ValueError, match="NVFP4_EXPERTS is 'all', expected one_by_one or grouped"):
+        grouped.one_by_one("cpu")
 
 
 def losses_of(model: nn.Module, batches: list[torch.Tensor]) -> list[float]:
