@@ -53,14 +53,8 @@ def _random_halves(seeds: Tensor, first_row: int, rows: int, columns: int, strea
     return halves.reshape(len(seeds), rows, 8 * calls)[..., :columns]
 
 
-def _rounded(x: Tensor, halves: Tensor) -> Tensor:
-    """FP32 x to one of the two BF16 numbers around it: up with the probability of the part that is cut off."""
-    bits = (x.view(torch.int32) + halves.to(torch.int32)) & -65536
-    return torch.where(torch.isfinite(x), bits.view(torch.float32), x).bfloat16()
-
-
 def round_into(into: Tensor, x: Tensor, seed: Tensor, stream: int, first_row: int = 0, add: bool = False) -> None:
-    """into <- x, or into + x, rounded stochastically.
+    """into <- x, or into + x, rounded to one of the two BF16 numbers around it: up with the probability of the rest.
 
     into is BF16 (R, C) and contiguous, x FP32 or BF16 (R, C), seed int64 (). first_row: of into in the parameter.
     """
@@ -70,7 +64,9 @@ def round_into(into: Tensor, x: Tensor, seed: Tensor, stream: int, first_row: in
         kernel(into, x.contiguous(), seed, stream, first_row, add)
         return
     exact = x.float() + into.float() if add else x.float()
-    into.copy_(_rounded(exact, _random_halves(seed[None], first_row, *into.shape, stream)[0]))
+    halves = _random_halves(seed[None], first_row, *into.shape, stream)[0]
+    bits = (exact.view(torch.int32) + halves.to(torch.int32)) & -65536
+    into.copy_(torch.where(torch.isfinite(exact), bits.view(torch.float32), exact))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -109,13 +105,9 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 @functools.cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=False, fullgraph=True)
-
-
-def _fused(function: Callable, x: Tensor) -> Callable:
+def _fused(function: Callable, gpu: bool) -> Callable:
     """Compiled on a GPU, where some twenty passes over FP32 copies become one."""
-    return _compiled(function) if x.is_cuda else function
+    return torch.compile(function, dynamic=False, fullgraph=True) if gpu else function
 
 
 def new_moment(state: dict[str, Any], key: str, like: Tensor, lean: bool) -> None:
@@ -131,7 +123,7 @@ def new_moment(state: dict[str, Any], key: str, like: Tensor, lean: bool) -> Non
 def _write(state: dict[str, Any], key: str, part: slice, value: Tensor, seeds: Tensor, first_row: int = 0) -> None:
     """value: FP32 (K, R, C), or (R, C) with one seed."""
     stacked = value if value.ndim == 3 else value[None]
-    codes, scales = _fused(encode, value)(stacked, seeds, first_row, MOMENTS[key])
+    codes, scales = _fused(encode, value.is_cuda)(stacked, seeds, first_row, MOMENTS[key])
     state[key][part] = codes.view(value.shape)
     state[key + SCALES][part] = scales.view(*value.shape[:-1], -1)
 
@@ -184,16 +176,9 @@ class Lean:
             self.step = step
 
     def update(
-        self,
-        apply: Callable[..., None],
-        state: dict[str, Any],
-        keys: list[str],
-        part: slice,
-        params: Sequence[Tensor],
-        weights: Tensor,
-        grads: Tensor,
-        first_row: int = 0,
-    ) -> None:
+        self, apply: Callable[..., None], state: dict[str, Any], keys: list[str], part: slice,
+        params: Sequence[Tensor], weights: Tensor, grads: Tensor, first_row: int = 0,
+    ) -> None:  # fmt: skip
         """Calls apply(weights, grads, *moments) with FP32 copies of a part, and rounds the weights and moments back.
 
         part: of the state's moments, for these weights: BF16 (K, R, C) of K params, or (R, C), rows `part` of those
@@ -201,7 +186,7 @@ class Lean:
         """
         seeds = self.seeds[[self.numbers[p] for p in params]]
         exact = weights.float()
-        moments = [_fused(decode, weights)(state[key][part], state[key + SCALES][part]) for key in keys]
+        moments = [_fused(decode, weights.is_cuda)(state[key][part], state[key + SCALES][part]) for key in keys]
         apply(exact, grads.float(), *moments)
         first = first_row + (part.start if weights.ndim == 2 else 0)
         for key, moment in zip(keys, moments):
@@ -255,11 +240,9 @@ def load_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     for index, p in zip(indices, params, strict=True):
         if index in state_dict["state"]:
             state[index] = _recoded(state_dict["state"][index], lean and is_lean(p), p.device)
-    if not lean:
-        torch.optim.Optimizer.load_state_dict(optimizer, {**state_dict, "state": state})
-        return
-    torch.optim.Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
-    optimizer.state.update({p: state[index] for index, p in zip(indices, params) if index in state})
+    torch.optim.Optimizer.load_state_dict(optimizer, {**state_dict, "state": {} if lean else state})
+    if lean:
+        optimizer.state.update({p: state[index] for index, p in zip(indices, params) if index in state})
 
 
 def state_of(meta: dict[str, Any]) -> str:
