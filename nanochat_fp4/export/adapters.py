@@ -9,7 +9,8 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.export.load import compute_with, give_codes
 from nanochat_fp4.export.weights import forward_weights
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
-from nanochat_fp4.nvfp4.linear import QuantLinear, groups_computed_as_one
+from nanochat_fp4.nvfp4.fused import groups_computed_as_one
+from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.quantizers import quantize
 
 

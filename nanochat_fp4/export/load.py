@@ -21,7 +21,8 @@ from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, NVFP4Tensor
-from nanochat_fp4.nvfp4.linear import QuantLinear, groups_computed_as_one
+from nanochat_fp4.nvfp4.fused import groups_computed_as_one
+from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.operands import Codes
 
 INDEX_FILE = f"{huggingface.WEIGHTS_FILE}.index.json"  # transformers writes it beside several files of weights

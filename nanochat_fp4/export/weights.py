@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.contexts import full_precision
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, E4M3_MAX, NVFP4Tensor
-from nanochat_fp4.nvfp4.linear import QuantLinear, groups_computed_as_one, quantized_weights
+from nanochat_fp4.nvfp4.fused import groups_computed_as_one, quantized_weights
+from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.quantizers import quantize, round_e2m1, round_e4m3
 
 AGAIN = "rtn"  # the rounding of what is no NVFP4 tensor

@@ -19,7 +19,8 @@ from nanochat_fp4.models import elementwise, gpt, llama
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.dispatch import kernels_unavailable_reason
-from nanochat_fp4.nvfp4.linear import QuantLinear, can_be_fused, groups_computed_as_one, quantized_weights
+from nanochat_fp4.nvfp4.fused import can_be_fused, groups_computed_as_one, quantized_weights
+from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.operands import Codes
 
 MAX_ROWS = 64  # limit of decode_step.codes_matmul

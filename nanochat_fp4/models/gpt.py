@@ -34,7 +34,7 @@ from nanochat_fp4.models import flash_attention, optim
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
 from nanochat_fp4.models.elementwise import ReluSquared, apply_rotary_emb, norm, rotary_tables
 from nanochat_fp4.models.recompute import attention_part, can_recompute, mlp_part
-from nanochat_fp4.nvfp4.linear import fused_linear, relu_squared_linear
+from nanochat_fp4.nvfp4.fused import fused_linear, relu_squared_linear
 from nanochat_fp4.parallel import is_sharded
 
 SOFTCAP = 15.0  # logits lie in (-15, 15)

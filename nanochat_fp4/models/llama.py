@@ -37,7 +37,7 @@ from nanochat_fp4.models.cross_entropy import linear_cross_entropy
 from nanochat_fp4.models.elementwise import apply_rotary_emb, rotary_tables
 from nanochat_fp4.models.gpt import ROTARY_BASE, ROTARY_FACTOR
 from nanochat_fp4.models.optim import AdamW, PretrainingOptions, Schedule, gradient_norm, set_learning_rates
-from nanochat_fp4.nvfp4.linear import fused_linear
+from nanochat_fp4.nvfp4.fused import fused_linear
 from nanochat_fp4.nvfp4.sharding import local
 from nanochat_fp4.parallel import is_sharded
 

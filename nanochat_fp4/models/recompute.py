@@ -19,8 +19,9 @@ from torch import Tensor
 
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.elementwise import norm_gradient, rms_norm, rotate, rotate_back
+from nanochat_fp4.nvfp4.fused import can_be_fused, linear_then
 from nanochat_fp4.nvfp4.gemm import after
-from nanochat_fp4.nvfp4.linear import QuantLinear, can_be_fused, linear_then
+from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.philox import new_seed
 
 

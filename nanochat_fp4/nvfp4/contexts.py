@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nanochat_fp4.nvfp4.linear import QuantLinear, groups_computed_as_one, groups_of, quantized_weights
+from nanochat_fp4.nvfp4.fused import groups_computed_as_one, groups_of, quantized_weights
+from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.sharding import local
 
 _MAKING = threading.Lock()

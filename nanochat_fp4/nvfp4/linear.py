@@ -11,11 +11,6 @@ operand: how each is made, kept and multiplied.
 The backward pass keeps the codes of input and weight, 4.5 bits an element (the paper, Section 5). A tensor that the
 recipe's forward does not quantize is kept itself.
 
-Layers that read the same tensor (q, k, v) share its codes by fused_linear (the paper, Appendix D.2). fused_linear
-computes one layer whose weight is their weights, one below the other. The result is a QuantLinear's with that weight,
-to the bit. The layers one by one differ from it in two things: each weight and grad_output has a tensor scale of its
-own, and random numbers are drawn three times.
-
 The backward GEMMs take the values that the forward used. An operand of two terms, X ~ X1 + X2, is requantized to one
 term. With Y = X1 W1^T + X1 W2^T + X2 W1^T this gives dX = E (W1 + W2) and dW = E^T (X1 + X2), the gradients of this Y.
 Rounding counts as the identity in a gradient: X1 = Q(X) and X2 = Q(X - X1) give dX1/dX = 1 and dX2/dX = 1 - 1 = 0.
@@ -44,7 +39,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs, native_gemm, use_kernels
+from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs, native_gemm
 from nanochat_fp4.nvfp4.feedback import set_gram_matrix
 from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm, gemm_add
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -56,11 +51,10 @@ from nanochat_fp4.nvfp4.operands import (
     quantize_grad_output,
     quantize_operand,
     quantize_relu_squared,
-    quantize_weights,
 )
 from nanochat_fp4.nvfp4.philox import new_seed
 from nanochat_fp4.nvfp4.recipes import Gemm, Recipe
-from nanochat_fp4.nvfp4.relu_squared import ReluSquared, relu_squared_gradient
+from nanochat_fp4.nvfp4.relu_squared import relu_squared_gradient
 
 # One stream of random numbers for each operand, so that no two share noise: a of a GEMM has this one, b the next.
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = 0, 2, 4
@@ -548,112 +542,3 @@ def unsupported_reason(linear: torch.nn.Module, recipe: Recipe) -> str | None:
         if size % recipe.block:
             return f"{name} is {size}, expected a multiple of {recipe.block}"
     return linear.division_problem(recipe) if isinstance(linear, QuantLinear) else None
-
-
-def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
-    """Whether fused_linear computes these layers as one: without bias, hooks, or a forward of their own, and alike."""
-    first = linears[0]
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return all(
-        type(linear) is type(first)
-        and (type(linear) is torch.nn.Linear or getattr(linear, "by_rows", False))
-        and linear.bias is None
-        and not (getattr(first, "packed", None) and len(linears) not in first.packed)  # codes of each alone
-        and "forward" not in vars(linear)
-        and not any(getattr(linear, name) for name in hooks)
-        and (type(first) is torch.nn.Linear or _alike(linear, first))
-        for linear in linears
-    )
-
-
-def _alike(a: QuantLinear, b: QuantLinear) -> bool:
-    same = a.recipe == b.recipe and a.quantizes == b.quantizes and a.context.per_token == b.context.per_token
-    return same and getattr(a, "shard", None) == getattr(b, "shard", None)
-
-
-def groups_computed_as_one(model: torch.nn.Module) -> list[tuple[QuantLinear, ...]]:
-    """The layers that quantize, each with those that fused_linear computes as one with it, or alone."""
-    return groups_of(model, lambda layer: layer.quantizes)
-
-
-def groups_of(model: torch.nn.Module, wanted: Callable[[QuantLinear], bool]) -> list[tuple[QuantLinear, ...]]:
-    """The layers that are wanted, each with those that fused_linear computes as one with it, or alone.
-
-    Layers that are computed as one are found by their parent's attribute `fused_linears`, a tuple of names.
-    """
-    layers = [m for m in model.modules() if isinstance(m, QuantLinear) and wanted(m)]
-    parents = [[getattr(m, name) for name in getattr(m, "fused_linears", ())] for m in model.modules()]
-    groups = [tuple(g) for g in parents if g and set(layers).issuperset(g) and can_be_fused(g)]
-    fused = {layer for group in groups for layer in group}
-    return groups + [(layer,) for layer in layers if layer not in fused]
-
-
-def fused_linear(x: torch.Tensor, *linears: torch.nn.Linear, head_dim: int | None = None) -> tuple[torch.Tensor, ...]:
-    """[linear(x) for each linear], computed as one layer; see the top of this file for what that changes.
-
-    With head_dim the last dimension of each result is split into (heads, head_dim), before the layers are told apart.
-    torch.compile can then write each layer's gradient where it belongs in the backward pass.
-
-    The results are views of one tensor. Layers are called one by one if they are not alike or have a bias. So are
-    layers with hooks or a replaced forward, which want to see each of them.
-    """
-    if not can_be_fused(linears):
-        outputs = tuple(linear(x) for linear in linears)
-        return outputs if head_dim is None else tuple(y.unflatten(-1, (-1, head_dim)) for y in outputs)
-    if isinstance(linears[0], QuantLinear):
-        y = linears[0]._compute(x, linears)
-    else:
-        autocast = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if autocast else linears[0].weight.dtype
-        y = torch.nn.functional.linear(x, _stacked([linear.weight.to(dtype) for linear in linears]))
-    sizes = [linear.out_features for linear in linears]
-    processes = sum(sizes) // y.shape[-1]  # that the layers are divided among
-    sizes = [size // processes for size in sizes]
-    if head_dim is None:
-        return y.split(sizes, dim=-1)
-    return y.unflatten(-1, (-1, head_dim)).split([size // head_dim for size in sizes], dim=-2)
-
-
-def linear_then(
-    then: Then, x: torch.Tensor, linears: Sequence[QuantLinear], *more: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """then(the product of x (..., K) and the weights of layers that can_be_fused, *more). The backward pass computes
-    the product again, from the operands that it keeps anyway, and the same bits."""
-    first = linears[0]
-    return first._product(x, tuple(linears), first._gemms_now(), _compute_dtype(x), then=then, more=more)
-
-
-def relu_squared_linear(x: torch.Tensor, linear: QuantLinear) -> torch.Tensor:
-    """linear(relu(x)^2) of a layer that quantizes its input. 8 bits of relu(x) are kept for the derivative
-    (relu_squared.py). x (..., in_features) is in FP32 or BF16.
-
-    The kernels quantize relu(x)^2 as it is made, and never write it, to the bit the same. A layer with hooks, which
-    want to see relu(x)^2, is called with it.
-    """
-    per_token = linear._per_token_now(torch.is_grad_enabled())
-    alone = can_be_fused([linear]) and not per_token and not linear.divided
-    kernel = linear.recipe.input_is_codes and linear.recipe.output.a.rounding.block_rows == 1 and use_kernels(x.device)
-    if alone and x.numel() and kernel:
-        return linear._compute(x, (linear,), squares=True)
-    y, amax = ReluSquared.apply(x, linear.rank)
-    return linear(y, amax)
-
-
-def quantized_weights(groups: Sequence[Sequence[QuantLinear]], tiles: bool = False) -> list[GemmOperand | None]:
-    """The weight operand of the output GEMM of each group of layers that are computed as one; None where it is not the
-    same in each pass. tiles: with block scales as this machine's GEMM reads them."""
-    made: list[GemmOperand | None] = [None] * len(groups)
-    weights = {}
-    for i, layers in enumerate(groups):
-        if not layers[0].recipe.fixed_weight:
-            continue
-        gathered = layers[0]._gathered(layers)
-        if gathered is not None and isinstance(gathered.parts[0], Codes):
-            made[i] = gathered.joined if tiles else gathered.joined.row_major()
-            continue
-        weight = _stacked([layer.matrix.detach() for layer in layers] if gathered is None else gathered.values)
-        how = layers[0].weight_quantization(weight.device)
-        weights[i] = weight, how._replace(tiles=tiles and how.tiles)
-    for i, operand in zip(weights, quantize_weights(list(weights.values()))):
-        made[i] = operand
-    return made

@@ -40,7 +40,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nanochat_fp4.nvfp4.format import TILE_ROWS
-from nanochat_fp4.nvfp4.linear import QuantLinear, groups_computed_as_one
+from nanochat_fp4.nvfp4.fused import groups_computed_as_one
+from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.operands import Codes, Plain, codes_of, largest_magnitude, quantize_operand
 
 

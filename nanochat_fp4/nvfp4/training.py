@@ -24,7 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nanochat_fp4.nvfp4.contexts import full_precision, quantize_weights_once
 from nanochat_fp4.nvfp4.feedback import factor_for, gram_matrix, gram_state, products_of_rows
-from nanochat_fp4.nvfp4.linear import QuantLinear, groups_computed_as_one
+from nanochat_fp4.nvfp4.fused import groups_computed_as_one
+from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.recipes import Recipe
 

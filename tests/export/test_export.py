@@ -26,7 +26,7 @@ from nanochat_fp4.export.gguf_file import pack_blocks, unpack_blocks
 from nanochat_fp4.export.weights import static_quantize
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4.format import pack
-from nanochat_fp4.nvfp4.linear import groups_computed_as_one
+from nanochat_fp4.nvfp4.fused import groups_computed_as_one
 from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference
 from nanochat_fp4.training.load_model import load_model
 from scripts import base_eval, base_loss, base_train, chat_sft, export, mid_train

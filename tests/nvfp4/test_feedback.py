@@ -7,7 +7,7 @@ from torch import nn
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4.feedback import COLUMNS, DAMPING, feedback_factor, products_of_rows, round_with_feedback
 from nanochat_fp4.nvfp4.format import swizzle_scales
-from nanochat_fp4.nvfp4.linear import fused_linear
+from nanochat_fp4.nvfp4.fused import fused_linear
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
 
 NAMES = ["rtn", "four_over_six", "scale_search_6"]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import dispatch
-from nanochat_fp4.nvfp4.linear import fused_linear
+from nanochat_fp4.nvfp4.fused import fused_linear
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both

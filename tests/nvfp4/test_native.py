@@ -244,7 +244,7 @@ def test_weights_that_fsdp_gathered_are_multiplied_as_codes(blackwell, method, k
     Weights of whole tiles have their scales in them, one weight's tiles after the other's.
     """
     blackwell.setenv("NVFP4_KERNELS", "reference")  # faster than Triton's interpreter
-    from nanochat_fp4.nvfp4.linear import fused_linear
+    from nanochat_fp4.nvfp4.fused import fused_linear
     from nanochat_fp4.nvfp4.operands import quantize_operand
 
     torch.manual_seed(0)

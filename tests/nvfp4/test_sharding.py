@@ -8,7 +8,8 @@ from torch import nn
 
 import nanochat_fp4 as nf
 from lab.predict.communication import counted
-from nanochat_fp4.nvfp4.linear import QuantLinear, fused_linear
+from nanochat_fp4.nvfp4.fused import fused_linear
+from nanochat_fp4.nvfp4.linear import QuantLinear
 
 WIDTH = 64
 
