@@ -165,6 +165,15 @@ print_estimate() {
     fi
     echo "  predicted time of the base training on one GPU, without mid-training, SFT and benchmarks (python -m nanochat_fp4.step_time):"
     while IFS= read -r line; do echo "    $line"; done <<<"$lines"
+    lines=$(fits) && [ -n "$lines" ] || return 0
+    echo "  memory by count, SEQ_LEN=2048 (python -m nanochat_fp4.training.fits); base_train gets the first line's flags:"
+    while IFS= read -r line; do echo "    $line"; done <<<"$lines"
+}
+
+# What fits this GPU, or GPU=rtx5090. FLAG... as nanochat_fp4.training.fits has them.
+fits() {
+    [ "$ASPECT_RATIO$SEQ_LEN$HEAD_DIM" = 642048128 ] || return 0
+    "$PY" -m nanochat_fp4.training.fits --this ${GPU:+--gpu "$GPU"} --depth "$DEPTH" "$@" 2>/dev/null
 }
 
 # Short items side by side, long ones on a line of their own.
@@ -269,7 +278,7 @@ stage_base() { # METHOD TAG
         --matrix-lr="$MATRIX_LR" --embedding-lr="$EMBEDDING_LR" --unembedding-lr="$UNEMBEDDING_LR" \
         --device-batch-size="$DEVICE_BATCH" --eval-every="$EVAL_EVERY" --eval-tokens="$EVAL_TOKENS" \
         --sample-every="$SAMPLE_EVERY" --core-metric-every="$CORE_EVERY" --save-every="$SAVE_EVERY" --seed="$SEED" \
-        --resume-from-step=latest ${BASE_ARGS:-}
+        --resume-from-step=latest $([ "$NUM_GPUS" -eq 0 ] || fits --flags) ${BASE_ARGS:-}
 }
 
 stage_loss() { # METHOD TAG

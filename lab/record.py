@@ -124,6 +124,7 @@ def page(records: list[dict[str, Any]]) -> str:
     for (target, text, seed, parameters), runs in sorted(tracks.items(), key=lambda t: str(t[0])):
         lines += ["", f"## {target:g} bits per byte: {text}, seed {seed}, {parameters / 1e6:.3g}M parameters", ""]
         lines += ["| method | tokens | time | dollars | at the end | card | commit | log | note |", "|---" * 9 + "|"]
+        notes = list(dict.fromkeys(r["note"] for r in runs if r["note"]))
         for r in sorted(runs, key=lambda r: (r["tokens"] is None, r["tokens"], r["seconds"])):
             cells = ["not reached", "-", "-"]
             if r["tokens"] is not None:
@@ -134,7 +135,9 @@ def page(records: list[dict[str, Any]]) -> str:
             commit, _, changes = r["commit"].partition("+")
             commit = (commit[:7] or "unknown") + (changes and " and changes")
             cells = [f"`{r['method']}`", *cells, f"{r['bpb']:.4f}", card, commit]
-            lines += ["| " + " | ".join([*cells, f"[log]({r['log']})", r["note"]]) + " |"]
+            note = str(notes.index(r["note"]) + 1) if r["note"] else ""
+            lines += ["| " + " | ".join([*cells, f"[log]({r['log']})", note]) + " |"]
+        lines += ["", *(f"{i}. {note}" for i, note in enumerate(notes, 1))] if notes else []
     return "\n".join(lines) + "\n"
 
 

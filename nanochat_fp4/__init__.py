@@ -17,7 +17,8 @@ The other names, by task:
     go faster   quantize_weights_once and accumulate_gradients around the micro-batches of a step
     evaluate    full_precision for the same weights in BF16; per_token_scale for results that ignore the batch
     many GPUs   gather_codes with FSDP2; ColwiseParallel and RowwiseParallel with DTensor
-    load, save  load_quantized reads a folder of scripts.export; save_quantized writes one of a transformers model
+    load, save  load_quantized reads a folder of scripts.export; save_quantized writes one of a transformers model;
+                merge_adapter rounds weights with adapters to 4 bits again
     numerics    quantize, rotate and NVFP4Tensor are the format; QuantLinear is one layer
     methods     METHODS are the names to choose from, ABLATIONS the other ones, ROUNDINGS what they are made of.
                 get_recipe gives the Recipe of a name. A Recipe of your own has a Gemm of two Operands for each product:
@@ -75,6 +76,7 @@ __all__ = [
     "gram_state",
     "load_gram_state",
     "load_quantized",
+    "merge_adapter",
     "per_token_scale",
     "quantize",
     "quantize_weights_once",
@@ -85,6 +87,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from nanochat_fp4.export.adapters import merge_adapter
     from nanochat_fp4.export.load import load_quantized
     from nanochat_fp4.export.save import save_quantized
     from nanochat_fp4.models.distill import distillation_loss
@@ -96,6 +99,7 @@ else:
         "RowwiseParallel": "nvfp4.tensor_parallel",
         "distillation_loss": "models.distill",
         "load_quantized": "export.load",
+        "merge_adapter": "export.adapters",
         "save_quantized": "export.save",
     }
 

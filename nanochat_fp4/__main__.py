@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from nanochat_fp4 import __version__
+from nanochat_fp4 import __version__, console
 from nanochat_fp4.console import print_safely
 from nanochat_fp4.errors import EXTRAS, UserError, require, run_main
 
@@ -90,6 +90,7 @@ def main() -> None:
     elif name in known:
         sys.path.insert(0, str(programs()))
         sys.argv[1:] = rest
+        console.PROGRAM = f"nanochat-fp4 {name}"
         module = TOOLS[name][0] if name in TOOLS else f"scripts.{name}"
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:

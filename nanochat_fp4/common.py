@@ -326,6 +326,16 @@ def set_cpu_threads(device: torch.device, width: int) -> None:
         torch.set_num_threads(cpu_threads(width))
 
 
+def keep_compiled(folder: str) -> None:
+    """Let Inductor and Triton keep compiled kernels in `folder`, unless the environment names other folders.
+
+    Inductor's default is under /tmp, which restarts and containers empty: the next first step compiles all again.
+    """
+    if os.access(folder, os.W_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "compiled", "inductor"))
+        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(folder, "compiled", "triton"))
+
+
 def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, int, int, torch.device]:
     """
     Choose the device, seed (the same on all ranks) and join the process group under torchrun.
@@ -340,6 +350,7 @@ def compute_init(device_type: str = "cuda", seed: int = 42) -> tuple[bool, int, 
     if device_type == "cuda":
         # The few FP32 matmuls use TF32. Its 10-bit significand still holds decoded NVFP4 operands exactly.
         torch.set_float32_matmul_precision("high")
+        keep_compiled(get_base_dir())
     device = torch.device(device_type)
     if ddp:
         if device_type == "mps":

@@ -22,11 +22,14 @@ logger = logging.getLogger("nanochat_fp4")
 # Flags
 
 
+PROGRAM: str | None = None  # "nanochat-fp4 base_train", set by __main__.py; else argparse's name of the file
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser, for all commands. Flags are not abbreviated (--dept is not --depth); errors are one line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False} | kwargs)
+        super().__init__(*args, **{"allow_abbrev": False, "prog": PROGRAM} | kwargs)
 
     def error(self, message: str) -> NoReturn:
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]

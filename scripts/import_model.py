@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
 def import_into(folders: list[Path], path: Path, args: argparse.Namespace) -> None:
     """Read the file and save its model, step 0, in each of the folders, whose locks the caller holds."""
     with tempfile.TemporaryDirectory() as folder:
-        config, state, tokenizer, about = read_llama(_unpacked(path, folder), args.max_seq_len)
+        config, state, tokenizer, about = read_llama(unpacked(path, folder), args.max_seq_len)
     if (Path(get_tokenizer_dir()) / FILE_NAME).exists() and get_tokenizer().fingerprint() != tokenizer.fingerprint():
         raise UserError(
             f"{get_base_dir()} has another tokenizer; set NANOCHAT_BASE_DIR to a folder of its own for this model"
@@ -98,7 +98,7 @@ def import_into(folders: list[Path], path: Path, args: argparse.Namespace) -> No
     )
 
 
-def _unpacked(path: Path, folder: str) -> Path:
+def unpacked(path: Path, folder: str) -> Path:
     """The GGUF file itself, or the one in the archive, unpacked into the folder."""
     if not path.is_file() or not zipfile.is_zipfile(path):
         return path

@@ -48,6 +48,22 @@ def test_deterministic_kernels_or_one_line(monkeypatch, capsys):
         torch.utils.deterministic.fill_uninitialized_memory = True
 
 
+def test_compiled_kernels_are_kept_in_the_base_directory(tmp_path, monkeypatch):
+    """Unless the user has named a folder, or the base directory is read-only; the compiler goes there."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    names = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+    for name in names:
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    common.keep_compiled(str(tmp_path / "missing"))
+    assert not any(name in os.environ for name in names)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    common.keep_compiled(str(tmp_path))
+    assert [os.environ[name] for name in names] == [str(tmp_path / "compiled" / "inductor"), "/elsewhere"]
+    assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+
 def test_unknown_device_type():
     with pytest.raises(UserError, match="'tpu'.*cuda, mps or cpu"):
         common.compute_init("tpu")

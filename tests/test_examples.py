@@ -17,6 +17,7 @@ NEEDS = {
     "distill_trainer": TRAINER,
     "lightning_module": ("lightning",),
     "lora": ("peft",),
+    "lora_packed": ("peft", "accelerate"),
 }
 
 
@@ -102,3 +103,19 @@ def test_lora(capsys):
     losses = load("lora").main(10)
     assert len(losses) == 10 and losses[-1] < losses[0]
     assert "left alone (an adapter's low-rank factor)" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_lora_packed(tmp_path):
+    example = load("lora_packed")
+    found = example.main(str(tmp_path / "run"), 20)
+    assert found.pop("loss") < 4.5 and 0 < found.pop("logits") < 0.3
+    assert len(found) == 14 and all(0.02 < error < 0.12 for error in found.values())
+    from peft import PeftModel
+    from transformers import LlamaConfig
+
+    assert [path.name for path in (tmp_path / "run" / "adapter").glob("*.safetensors")] == ["adapter_model.safetensors"]
+    config = LlamaConfig.from_pretrained(tmp_path / "run" / "merged")
+    again = PeftModel.from_pretrained(example.load(config, str(tmp_path / "run")), tmp_path / "run" / "adapter")
+    packed = example.load(config, str(tmp_path / "run" / "merged")).get_submodule("model.layers.0.mlp.up_proj").packed
+    assert again(torch.arange(10)[None]).logits.isfinite().all() and packed[1].codes.dtype == torch.uint8

@@ -10,6 +10,7 @@ import pytest
 import nanochat_fp4 as nf
 from lab.measure import traffic
 from nanochat_fp4 import __main__ as command
+from nanochat_fp4 import console
 from nanochat_fp4.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,6 +21,7 @@ def run(monkeypatch, capsys):
     """run(arguments): exit status and what it printed, in this process."""
     kept = {name: m for name, m in sys.modules.items() if name.split(".")[0] in ("scripts", "eval")}
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(console, "PROGRAM", None)
 
     def runner(*arguments):
         for name in [n for n in sys.modules if n.split(".")[0] in ("scripts", "eval")]:
@@ -43,7 +45,8 @@ def test_a_stage_of_the_wheel_is_the_one_that_lies_in_it(run, tmp_path, monkeypa
         shutil.copytree(ROOT / name, tmp_path / "programs" / name)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p and Path(p).resolve() != ROOT])
     status, out, err = run("tok_train", "--vocab=4")
-    assert status == 2 and "error: unrecognized arguments: --vocab=4; did you mean --vocab-size?" in err, err
+    wrong = "error: unrecognized arguments: --vocab=4; did you mean --vocab-size? (see nanochat-fp4 tok_train --help)\n"
+    assert status == 2 and err == wrong
     assert Path(sys.modules["scripts"].__file__).parent == tmp_path / "programs" / "scripts"
 
 
@@ -70,6 +73,7 @@ def test_what_there_is(run):
 def test_every_command_has_help(run, name):
     status, out, err = run(name, "--help")
     assert status == 0 and out.startswith("usage: ") and err == "", err
+    assert f"nanochat-fp4 {name} " in out or name == "upstream"  # which has a usage of its own
 
 
 def test_a_run_becomes_the_shell_script(run, monkeypatch):

@@ -51,7 +51,7 @@ def round_into(into: torch.Tensor, x: torch.Tensor, seed: torch.Tensor, stream: 
     if into.dtype != torch.bfloat16 or into.dim() != 2 or into.shape != x.shape:
         raise ValueError(f"round_into: got {into.dtype} {tuple(into.shape)} and {tuple(x.shape)}, expected BF16 (R, C)")
     if not (into.is_contiguous() and x.is_contiguous()):
-        raise ValueError("round_into: got a tensor with gaps, expected contiguous rows; call .contiguous()")
+        raise ValueError("round_into: got a tensor with gaps; expected contiguous rows; call .contiguous()")
     rows, columns = into.shape
     row_groups = triton.cdiv(columns, 8)
     groups = rows * row_groups

@@ -23,6 +23,20 @@ from nanochat_fp4.errors import run_main
 from nanochat_fp4.models import gpt
 from nanochat_fp4.models import recompute as from_codes
 from nanochat_fp4.models.gpt import RECOMPUTE
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.step_time import (
+    BF16,
+    CODES,
+    DECODE_INSTRUCTIONS,
+    MACHINES,
+    Machine,
+    Shape,
+    Step,
+    gemm_step,
+    is_predictable,
+    predicted_ms,
+    step_ms,
+)  # fmt: skip
 
 # Parts of the lines of gpt.py and recompute.py that keep tensors, and what these are.
 NAMES = {
@@ -117,6 +131,36 @@ def account(config: gpt.GPTConfig, methods: list[str]) -> list[dict]:
     return [r | {"ratio": r["block"] / records[0]["block"]} for r in records]
 
 
+def added_ms(shape: Shape, method: str, recompute: str, machine: Machine, tokens: int) -> float:
+    """Predicted milliseconds that "codes" or "codes-mlp" adds to a micro-batch: GEMMs, and bytes a token and column."""
+    quantized = get_recipe(method).quantizes
+    native, w = quantized and machine.fp4 is not None, shape.width
+
+    def product(n: int, more: float) -> list[Step]:
+        steps = [gemm_step("again", tokens, n, w, quantized, quantized, native), Step("glue", more * w * tokens)]
+        if quantized and not native:
+            sizes = tokens * w, n * w
+            steps += [Step("decode", size * (CODES + BF16), size * DECODE_INSTRUCTIONS) for size in sizes]
+        return steps
+
+    # q and k are read, rotated, normalized and written; the second stream reads the product and x0, the first x0.
+    steps = [*product(3 * w, 8.0), *product(w, 4.0), Step("stream", 2.0 * w * tokens)]
+    if recompute == "codes-mlp":  # the hidden layer is read in BF16, where 8 bits were written and read
+        steps += product(4 * w, 0.0)
+    return shape.depth * sum(predicted_ms(step, machine) for step in steps)
+
+
+def predictions(depth: int, method: str, tokens: int = 16384, total: int = 524288) -> list[str]:
+    """A line for each machine and recomputation: the time of a step over that without."""
+    shape, lines = Shape(depth), []
+    for name, recompute in itertools.product(("rtx5090", "h200"), ("codes", "codes-mlp")):
+        machine = MACHINES[name]
+        without = step_ms(shape, method, machine, micro_batch=tokens, total_batch=total)
+        ratio = 1 + total / tokens * added_ms(shape, method, recompute, machine, tokens) / without
+        lines.append(f"{machine.name}, {method}, {recompute}: {ratio:.3f} of the time of a step, predicted")
+    return lines
+
+
 def label(record: dict) -> str:
     return record["method"] + ("" if record["recompute"] == "none" else f", {record['recompute']}")
 
@@ -145,6 +189,9 @@ def main(argv: list[str] | None = None) -> None:
     methods, config = common.methods_of(args.methods), gpt.config_from_depth(args.depth, vocab_size=512)
     records = account(config, methods)
     print(show(records))
+    for method in methods:
+        if method == "bf16" or is_predictable(method):
+            print("\n".join(predictions(args.depth, method)))
     settings = {"depth": args.depth, "width": config.n_embd, "methods": methods[1:]}
     common.Results("bench_memory", args.json, settings, records=records).finish()
 

@@ -6,7 +6,7 @@ changes nothing in the model.
 
 import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.format import BLOCK, E2M1_MAX, NVFP4Tensor
-from nanochat_fp4.nvfp4.linear import groups_computed_as_one
+from nanochat_fp4.nvfp4.linear import QuantLinear, groups_computed_as_one
 from nanochat_fp4.nvfp4.operands import Codes
 
 INDEX_FILE = f"{huggingface.WEIGHTS_FILE}.index.json"  # transformers writes it beside several files of weights
@@ -29,7 +29,8 @@ LAMBDAS = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # GPT's scalars in config.j
 # The names of codes, block scales, tensor scale and input scale. An input scale is for servers.
 _COMPRESSED = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
 _MODELOPT = ("weight", "weight_scale", "weight_scale_2", "input_scale")
-
+_CACHE = {"k_scale", "v_scale"}  # of a server's cache of keys and values
+_KNOWN = ("nvfp4-pack-quantized", "NVFP4", "W4A16_NVFP4")  # what config.json may call the format
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -46,7 +47,7 @@ def load_quantized(model: M, folder: str | Path, codes: bool = False, device: to
            trained beside it, for the forward pass and dgrad need the codes alone. Full precision is then refused.
     Returns the model. Raises UserError where safetensors or gguf is not installed, and for a folder of another format
     or model. Each tensor must be known, of its shape, and finite. With codes=True the layers must be converted
-    (nf.convert), and layers that are computed as one must have one scale.
+    (nf.convert).
 
     >>> nf.load_quantized(torch.nn.Linear(32, 16), "nowhere")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -85,7 +86,14 @@ def load_quantized(model: M, folder: str | Path, codes: bool = False, device: to
         elif value is not None:
             parameter[: len(value)].copy_(value) if parameter.ndim else parameter.copy_(value)
     if codes:
-        _compute_with(model, weights)
+        compute_with(model, weights)
+    if about and model.cos.is_meta:
+        model.cos, model.sin = model._rotary_tables()
+    if left := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        raise UserError(
+            f"{left[0]} is on the meta device, and no file has it; build the model inside "
+            "accelerate.init_empty_weights(), which leaves buffers where they are"
+        )
     return model
 
 
@@ -166,44 +174,60 @@ def _check_tensor(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...] 
 
 def _check_codes(path: Path, name: str, t: NVFP4Tensor, shape: tuple[int, ...] | None) -> None:
     if t.codes.dtype != torch.uint8 or t.scales.dtype != torch.float8_e4m3fn:
-        raise UserError(f"{path}: {name} has codes in {t.codes.dtype}, scales in {t.scales.dtype}: not NVFP4")
+        raise UserError(
+            f"{path}: {name} has codes in {t.codes.dtype} and scales in {t.scales.dtype}, which is not NVFP4; expected "
+            "torch.uint8 and torch.float8_e4m3fn"
+        )
     rows, columns = shape if shape and len(shape) == 2 else (0, 0)
+    if rows and len(t.scales.shape) == 2 and t.scales.shape[1] * BLOCK != columns == 2 * t.codes.shape[1]:
+        raise UserError(
+            f"{path}: {name} has {t.scales.shape[1]} scales in {columns} columns, expected {columns // BLOCK}; "
+            f"only groups of {BLOCK} are read"
+        )
     _check_tensor(path, f"{name}, its codes,", t.codes, shape and (rows, columns // 2))
     _check_tensor(path, f"{name}, its scales,", t.scales, (rows, columns // BLOCK))
     _check_tensor(path, f"{name}, its values,", t.scales.float() * (E2M1_MAX * t.tensor_scale), t.scales.shape)
 
 
-def _compute_with(model: nn.Module, weights: Weights) -> None:
-    """The operands of converted layers, from now on."""
+def compute_with(model: nn.Module, weights: Weights) -> None:
+    """Gives converted layers these codes to compute with, and freezes their parameters. Raises UserError."""
     names = {layer: name for name, layer in model.named_modules()}
     groups = groups_computed_as_one(model)
     if unconverted := set(weights.tensors) - {names[layer] for group in groups for layer in group}:
         raise UserError(f"codes=True: {sorted(unconverted)[0]} is not converted; call nf.convert(model, method) first")
     for layers in groups:
         parts = [weights.tensors[names[layer]] for layer in layers if names[layer] in weights.tensors]
-        if not parts:
+        if len(parts) < len(layers):
+            if parts:
+                raise UserError(
+                    f"codes=True: {names[layers[0]]} has codes, and layers computed as one with it have none"
+                )
             continue
-        if len(parts) < len(layers) or any(not torch.equal(p.tensor_scale, parts[0].tensor_scale) for p in parts):
-            raise UserError(
-                f"codes=True: {names[layers[0]]} is computed as one with {len(layers) - 1} others, which have another "
-                "tensor scale in this folder; load it with codes=False"
-            )
-        device, recipe = layers[0].weight.device, layers[0].recipe
+        recipe = layers[0].recipe
         if _codes_alone(layers[0]) and (recipe.grad_input.b.raw or not recipe.fixed_weight):
             raise UserError(
                 f"codes=True: {recipe.name} rounds a weight anew in each pass, and there are only codes; convert with "
                 'another method, for example "clover"'
             )
-        operand = Codes(
-            torch.cat([p.codes for p in parts]).to(device),
-            torch.cat([p.scales.view(torch.uint8) for p in parts]).view(torch.float8_e4m3fn).to(device),
-            parts[0].tensor_scale.to(device),
-        )
-        layers[0].packed = {len(layers): operand}
+        give_codes(layers, parts)
         for layer in layers:
             layer.weight.requires_grad_(False)
-    alone = [layer.weight for layers in groups if layers[0].packed for layer in layers if _codes_alone(layer)]
-    packed.update((id(weight), weight) for weight in alone)
+            if _codes_alone(layer):
+                packed[id(layer.weight)] = layer.weight
+
+
+def give_codes(layers: Sequence[QuantLinear], parts: Sequence[NVFP4Tensor]) -> None:
+    """Each layer's codes, in one tensor where the layers are computed as one. Another tensor scale keeps them apart."""
+    device = layers[0].weight.device
+    codes = torch.cat([p.codes for p in parts]).to(device)
+    scales = torch.cat([p.scales.view(torch.uint8) for p in parts]).to(device)
+    start = 0
+    for layer, part in zip(layers, parts):
+        rows = slice(start, start := start + layer.out_features)
+        scale = part.tensor_scale.float().to(device)
+        layer.packed = {1: Codes(codes[rows], scales[rows].view(torch.float8_e4m3fn), scale)}
+    if len(layers) > 1 and all(torch.equal(p.tensor_scale, parts[0].tensor_scale) for p in parts):
+        layers[0].packed[len(layers)] = Codes(codes, scales.view(torch.float8_e4m3fn), layers[0].packed[1].tensor_scale)
 
 
 def _codes_alone(layer: nn.Module) -> bool:
@@ -246,11 +270,34 @@ def load_safetensors(folder: Path) -> dict[str, Tensor]:
         raise UserError(f"{path} is not a whole safetensors file ({one_line(e)[:100]}); export it again") from e
 
 
+def _check_quantization(folder: Path) -> None:
+    """Raises UserError where a config describes another quantization than NVFP4 as it is read here."""
+    described = []
+    if (folder / "config.json").exists():
+        described.append(read_config(folder).get("quantization_config"))
+    if (folder / "hf_quant_config.json").exists():
+        try:
+            described.append(json.loads((folder / "hf_quant_config.json").read_bytes())["quantization"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+            raise UserError(f"{folder}/hf_quant_config.json is damaged ({one_line(e)[:80]}); download it again") from e
+    for about in (d for d in described if isinstance(d, dict)):
+        groups = about.get("config_groups")
+        groups = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+        sizes = {g.get("group_size") for g in (about, *groups) if isinstance(g, dict)} - {None, BLOCK}
+        name = about.get("format") or about.get("quant_algo") or about.get("quant_method")
+        problem = f"is in {str(name)[:60]!r}" if name not in _KNOWN else ""
+        problem = problem or (f"has groups of {str(max(sizes, key=str))[:20]}" if sizes else "")
+        problem = problem or ("has rotated weights (transform_config)" if about.get("transform_config") else "")
+        if problem:
+            raise UserError(f"{folder} {problem}; expected {_KNOWN[0]} or {_KNOWN[1]} with groups of {BLOCK}")
+
+
 def _read_safetensors(
     folder: Path, shapes: Mapping[str, tuple[int, ...]], about: huggingface.Description | None
 ) -> tuple[dict[str, Tensor], Weights]:
     ours = {theirs: name for name, theirs in about.names.items()} if about else {}
     layers: dict[str, dict[str, Tensor]] = {}
+    _check_quantization(folder)
     for key, tensor in load_safetensors(folder).items():
         theirs, _, part = key.rpartition(".")
         layers.setdefault(theirs, {})[part] = tensor
@@ -259,7 +306,13 @@ def _read_safetensors(
     for theirs, parts in layers.items():
         name = ours.get(theirs, "" if about else theirs)
         kind = next((kind for kind in (_COMPRESSED, _MODELOPT) if set(kind[:3]) <= set(parts)), ())
-        for part in sorted(set(parts) - set(kind)):
+        if not kind and ("weight_packed" in parts or getattr(parts.get("weight"), "dtype", None) == torch.uint8):
+            whole = _COMPRESSED[:3] if "weight_packed" in parts else _MODELOPT[:3]
+            raise UserError(
+                f"{folder}: {theirs} has codes without {', '.join(sorted(set(whole) - set(parts)))}; expected NVFP4 of "
+                "compressed-tensors or modelopt; download or export it again"
+            )
+        for part in sorted(set(parts) - set(kind) - _CACHE):
             full = f"{name}.{part}" if name else part
             known = shapes.get(full) if name or not about else None
             _check_tensor(folder, f"{theirs}.{part}", parts[part], known)

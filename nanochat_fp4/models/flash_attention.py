@@ -156,15 +156,14 @@ def setup(device_type: str, windowed: bool = False, shape: tuple[int, int, int, 
 @functools.cache
 def time_backends(length: int, heads: int, kv_heads: int, dim: int, left: int) -> dict[str, float]:
     """Milliseconds of a layer, forward and backward in BF16, by backend; of the candidates that run here, the same on
-    all ranks. left < 0: full context. FlexAttention and cuDNN are compiled. torch's generators stay as they were."""
+    all ranks. left < 0: full context. FlexAttention is timed compiled. torch's generators stay as they were."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, grad = (
         torch.randn(TIMED_ROWS, length, h, dim, device="cuda", generator=generator).bfloat16().requires_grad_()
         for h in (heads, kv_heads, kv_heads, heads)
     )
     times = {}
-    compiled = functools.partial(torch.compile, dynamic=False)
-    functions = {"flash": _flash, "flex": compiled(_flex), "sdpa": _sdpa, "cudnn": compiled(_cudnn)}
+    functions = {"flash": _flash, "flex": torch.compile(_flex, dynamic=False), "sdpa": _sdpa, "cudnn": _cudnn}
     results: list[tuple[Tensor, ...]] = []  # of the first candidate, with which the others must agree
     for name in CANDIDATES[left >= 0]:
         function = functions[name]

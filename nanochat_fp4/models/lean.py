@@ -21,7 +21,7 @@ Muon's stacks at a time.
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,14 +53,8 @@ def _random_halves(seeds: Tensor, first_row: int, rows: int, columns: int, strea
     return halves.reshape(len(seeds), rows, 8 * calls)[..., :columns]
 
 
-def _rounded(x: Tensor, halves: Tensor) -> Tensor:
-    """FP32 x to one of the two BF16 numbers around it: up with the probability of the part that is cut off."""
-    bits = (x.view(torch.int32) + halves.to(torch.int32)) & -65536
-    return torch.where(torch.isfinite(x), bits.view(torch.float32), x).bfloat16()
-
-
 def round_into(into: Tensor, x: Tensor, seed: Tensor, stream: int, first_row: int = 0, add: bool = False) -> None:
-    """into <- x, or into + x, rounded stochastically.
+    """into <- x, or into + x, rounded to one of the two BF16 numbers around it: up with the probability of the rest.
 
     into is BF16 (R, C) and contiguous, x FP32 or BF16 (R, C), seed int64 (). first_row: of into in the parameter.
     """
@@ -70,7 +64,9 @@ def round_into(into: Tensor, x: Tensor, seed: Tensor, stream: int, first_row: in
         kernel(into, x.contiguous(), seed, stream, first_row, add)
         return
     exact = x.float() + into.float() if add else x.float()
-    into.copy_(_rounded(exact, _random_halves(seed[None], first_row, *into.shape, stream)[0]))
+    halves = _random_halves(seed[None], first_row, *into.shape, stream)[0]
+    bits = (exact.view(torch.int32) + halves.to(torch.int32)) & -65536
+    into.copy_(torch.where(torch.isfinite(exact), bits.view(torch.float32), exact))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -109,13 +105,9 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 @functools.cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=False, fullgraph=True)
-
-
-def _fused(function: Callable, x: Tensor) -> Callable:
+def _fused(function: Callable, gpu: bool) -> Callable:
     """Compiled on a GPU, where some twenty passes over FP32 copies become one."""
-    return _compiled(function) if x.is_cuda else function
+    return torch.compile(function, dynamic=False, fullgraph=True) if gpu else function
 
 
 def new_moment(state: dict[str, Any], key: str, like: Tensor, lean: bool) -> None:
@@ -131,7 +123,7 @@ def new_moment(state: dict[str, Any], key: str, like: Tensor, lean: bool) -> Non
 def _write(state: dict[str, Any], key: str, part: slice, value: Tensor, seeds: Tensor, first_row: int = 0) -> None:
     """value: FP32 (K, R, C), or (R, C) with one seed."""
     stacked = value if value.ndim == 3 else value[None]
-    codes, scales = _fused(encode, value)(stacked, seeds, first_row, MOMENTS[key])
+    codes, scales = _fused(encode, value.is_cuda)(stacked, seeds, first_row, MOMENTS[key])
     state[key][part] = codes.view(value.shape)
     state[key + SCALES][part] = scales.view(*value.shape[:-1], -1)
 
@@ -184,16 +176,9 @@ class Lean:
             self.step = step
 
     def update(
-        self,
-        apply: Callable[..., None],
-        state: dict[str, Any],
-        keys: list[str],
-        part: slice,
-        params: Sequence[Tensor],
-        weights: Tensor,
-        grads: Tensor,
-        first_row: int = 0,
-    ) -> None:
+        self, apply: Callable[..., None], state: dict[str, Any], keys: list[str], part: slice,
+        params: Sequence[Tensor], weights: Tensor, grads: Tensor, first_row: int = 0,
+    ) -> None:  # fmt: skip
         """Calls apply(weights, grads, *moments) with FP32 copies of a part, and rounds the weights and moments back.
 
         part: of the state's moments, for these weights: BF16 (K, R, C) of K params, or (R, C), rows `part` of those
@@ -201,7 +186,7 @@ class Lean:
         """
         seeds = self.seeds[[self.numbers[p] for p in params]]
         exact = weights.float()
-        moments = [_fused(decode, weights)(state[key][part], state[key + SCALES][part]) for key in keys]
+        moments = [_fused(decode, weights.is_cuda)(state[key][part], state[key + SCALES][part]) for key in keys]
         apply(exact, grads.float(), *moments)
         first = first_row + (part.start if weights.ndim == 2 else 0)
         for key, moment in zip(keys, moments):
@@ -238,6 +223,10 @@ class Lean:
             p.grad = total
 
 
+def is_llama(model: nn.Module) -> bool:
+    return getattr(model.config, "family", "") == "llama"
+
+
 def is_lean(p: Tensor) -> bool:
     return p.ndim == 2 and p.dtype == torch.bfloat16
 
@@ -251,11 +240,9 @@ def load_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> 
     for index, p in zip(indices, params, strict=True):
         if index in state_dict["state"]:
             state[index] = _recoded(state_dict["state"][index], lean and is_lean(p), p.device)
-    if not lean:
-        torch.optim.Optimizer.load_state_dict(optimizer, {**state_dict, "state": state})
-        return
-    torch.optim.Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
-    optimizer.state.update({p: state[index] for index, p in zip(indices, params) if index in state})
+    torch.optim.Optimizer.load_state_dict(optimizer, {**state_dict, "state": {} if lean else state})
+    if lean:
+        optimizer.state.update({p: state[index] for index, p in zip(indices, params) if index in state})
 
 
 def state_of(meta: dict[str, Any]) -> str:
@@ -272,7 +259,7 @@ def set_state(model: nn.Module, state: str, before: str = "fp32") -> None:
     """
     if (state, before) == ("fp32", "fp32"):
         return
-    gpt_on_gpu = model.get_device().type == "cuda" and getattr(model.config, "family", "") != "llama"
+    gpt_on_gpu = model.get_device().type == "cuda" and not is_llama(model)
     for p in model.parameters():
         if p.ndim == 2:
             bf16 = state == "lean" or (gpt_on_gpu and p is model.transformer.wte.weight)
@@ -283,35 +270,33 @@ def set_state(model: nn.Module, state: str, before: str = "fp32") -> None:
 # Bytes
 
 
-def state_bytes(params: Iterable[Tensor], adam: Iterable[Tensor], state: str, codes: bool = True) -> dict[str, float]:
-    """Bytes of one process between the passes of a step, by what they are for. Tensors may be on meta.
+def state_bytes(model: nn.Module, state: str) -> dict[str, float]:
+    """Bytes of one process between the passes of a step, by what they are for. The model may be on meta.
 
-    adam: those that AdamW updates, with two moments. codes: the other matrices' are kept for the micro-batches.
+    Muon keeps one moment, of the matrices of a GPT's blocks, and AdamW two of all else. Codes are of the blocks, for a
+    method that keeps 4.5 bits a weight.
     """
     total = dict.fromkeys(("weights", "gradients", "moments", "codes"), 0.0)
-    two = {id(p) for p in adam}
-    for p in params:
-        small, moments = state == "lean" and p.ndim == 2, 2 if id(p) in two else 1
-        columns = p.shape[-1] if p.ndim else 1
-        total["weights"] += p.numel() * (2 if small else 4)
-        total["gradients"] += p.numel() * (2 if small else 4)
-        total["moments"] += p.numel() * moments * (1 + 4 / block_size(columns) if small else 4)
-        if moments == 1:  # Muon's: the variance reduction has one number for each row or column
-            total["moments"] += 4 * max(p.shape)
-            total["codes"] += 0.5625 * p.numel() * codes
+    blocks = set(model.transformer.h.parameters())
+    for p in model.parameters():
+        n, small = local(p).numel(), state == "lean" and p.ndim == 2
+        muon = p in blocks and not is_llama(model)
+        moment = 1 + 4 / block_size(p.shape[-1]) if small else 4
+        total["weights"] += n * (2 if small else 4)
+        total["gradients"] += n * (2 if small else 4)
+        # Muon's variance reduction has one number for each row or column.
+        total["moments"] += n * moment + 4 * max(p.shape) if muon else 2 * n * moment
+        total["codes"] += 0.5625 * n if p in blocks and p.ndim == 2 else 0
     return total
 
 
 def stack_that_fits(model: nn.Module) -> int:
-    """Elements of Muon's stack on this device, from its whole memory: what is free at the moment could be something
-    else after a resume, and with it the order of sums."""
+    """Elements of Muon's stack on this device. The memory of the whole device decides: the memory that is free now may
+    be another after a resume, and so would be the order of sums."""
     device = model.get_device()
     if device.type != "cuda":
         return 2**24
     total = torch.cuda.get_device_properties(device).total_memory
     fraction = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-    matrices = [local(p) for p in model.parameters()]
-    blocks = {id(p) for p in model.transformer.h.parameters()}
-    adam = [local(p) for p in model.parameters() if id(p) not in blocks]
-    at_rest = sum(state_bytes(matrices, adam, "lean", codes=False).values())
-    return max(1, int((0.92 * fraction * total - at_rest) / STEP_BYTES))
+    at_rest = state_bytes(model, "lean")
+    return max(1, int((0.92 * fraction * total - sum(at_rest.values()) + at_rest["codes"]) / STEP_BYTES))

@@ -533,21 +533,10 @@ class AdamW(torch.optim.Optimizer):
         def apply(weights: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
             beta1, beta2 = group["betas"]
             adamw(
-                [weights],
-                [grad],
-                [exp_avg],
-                [exp_avg_sq],
-                [],
-                [state["step"]],
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
+                [weights], [grad], [exp_avg], [exp_avg_sq], [], [state["step"]], fused=True, amsgrad=False,
+                beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
                 maximize=False,
-            )
+            )  # fmt: skip
 
         if lean is None:
             apply(own, grad, state["exp_avg"], state["exp_avg_sq"])

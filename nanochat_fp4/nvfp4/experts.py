@@ -84,18 +84,18 @@ class Layout(NamedTuple):
     forward: Callable[..., Tensor]
 
 
-def _project(experts: nn.Module, parameter: str, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Each expert's product of its tokens: x (T, K), sorted by expert -> (T, N)."""
+def _project(experts: nn.Module, parameter: str, x: Tensor, counts: Sequence[int], sizes: Tensor) -> Tensor:
+    """Each expert's product of its tokens: x (T, K), sorted by expert -> (T, N). sizes: the counts, on x's device."""
     stacked, bias = getattr(experts, parameter), getattr(experts, f"{parameter}_bias", None)
     linears = list(getattr(experts, LINEARS)[parameter])
-    y = project(x, counts, stacked.mT if linears[0].transposed else stacked, linears)
+    y = project(x, counts, sizes, stacked.mT if linears[0].transposed else stacked, linears)
     if y is None:
         parts = zip(linears, stacked.unbind(), x.split(counts))
         outputs = [linear(rows, part) for linear, part, rows in parts if len(rows)]
         y = torch.cat(outputs) if outputs else x.new_zeros(0, linears[0].out_features)
     if bias is None:
         return y
-    return y + bias.to(y.dtype).repeat_interleave(torch.tensor(counts, device=y.device), dim=0, output_size=len(y))
+    return y + bias.to(y.dtype).repeat_interleave(sizes, dim=0, output_size=len(y))
 
 
 def _routed(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -105,25 +105,27 @@ def _routed(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     if top_k_weights.shape != top_k_index.shape:
         top_k_weights = top_k_weights.gather(-1, top_k_index)
     order = chosen.argsort(stable=True)
-    counts = chosen.bincount(minlength=experts)[:experts].tolist()  # E and above: tokens of other processes
+    sizes = chosen.bincount(minlength=experts)[:experts]  # E and above: tokens of other processes
+    counts = sizes.tolist()
     order = order[: sum(counts)]
     token = order // choices
-    y = _project(self, "gate_up_proj", hidden_states[token], counts)
+    y = _project(self, "gate_up_proj", hidden_states[token], counts, sizes)
     if hasattr(self, "_apply_gate"):
         y = self._apply_gate(y)
     else:
         gate, up = y.chunk(2, dim=-1)
         y = self.act_fn(gate) * up
-    y = _project(self, "down_proj", y, counts) * top_k_weights.flatten()[order, None]
+    y = _project(self, "down_proj", y, counts, sizes) * top_k_weights.flatten()[order, None]
     return torch.zeros_like(hidden_states).index_add_(0, token, y.to(hidden_states.dtype))
 
 
 def _sorted(self: nn.Module, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
     """torchtitan's experts: x (T, K), sorted by expert -> (T, K). Rows beyond the sum of the numbers are padding."""
-    counts = num_tokens_per_expert.tolist()
+    sizes = num_tokens_per_expert.to(x.device, torch.int64)
+    counts = sizes.tolist()
     rows = x[: sum(counts)]
-    hidden = silu(_project(self, "w1", rows, counts)) * _project(self, "w3", rows, counts)
-    y = _project(self, "w2", hidden, counts).to(x.dtype)
+    hidden = silu(_project(self, "w1", rows, counts, sizes)) * _project(self, "w3", rows, counts, sizes)
+    y = _project(self, "w2", hidden, counts, sizes).to(x.dtype)
     return torch.cat([y, x.new_zeros(len(x) - len(y), y.shape[-1])])
 
 

@@ -2,13 +2,16 @@
 together.
 
 Each expert's operands are made by QuantLinear's own autograd function, which asks for products and is given none yet
-(Product). On a GPU without FP4 tensor cores all products of a pass in BF16 are then one call of torch's grouped_mm.
-Its result is rounded to BF16 before the tensor scales are applied, and again after. QuantLinear rounds once. The two
-differ by at most one BF16 ulp, or two at a tie. Products in FP32 (the gradients of FP32 weights) and products elsewhere
-are made one by one, to the bit QuantLinear's.
+(Product). By default the products are then made one after the other, to the bit QuantLinear's.
+
+On a GPU without FP4 tensor cores NVFP4_EXPERTS=grouped makes all products of a pass in BF16 by one call of torch's
+grouped_mm. On an H200 that was slower (dev/LOG.md, 2026-11-24). grouped_mm rounds to BF16 before the tensor scales are
+applied, and the scaled result is rounded again. QuantLinear rounds once. The two differ by at most one BF16 ulp, or two
+at a tie. Products in FP32 (the gradients of FP32 weights) stay QuantLinear's.
 """
 
 import itertools
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -63,18 +66,21 @@ class _Part:
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, passes: Sequence[_Pass], counts: Sequence[int], x: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        ctx, passes: Sequence[_Pass], counts: Sequence[int], sizes: Tensor, x: Tensor, weights: Tensor
+    ) -> Tensor:
         """x (T, K), sorted by expert, weights (E, N, K) -> (T, N). Some expert has tokens."""
         ctx.counts, ctx.weights, ctx.parts, products, saved = counts, weights.shape, {}, [], []
+        ctx.of_parts = sizes if all(counts) else sizes[sizes > 0]
         for e, rows in enumerate(x.split(counts)):
             if len(rows):
-                part = ctx.parts[e] = _Part((False, *ctx.needs_input_grad[2:]))
+                part = ctx.parts[e] = _Part((False, *ctx.needs_input_grad[3:]))
                 products.append(_QuantLinear.forward(part, passes[e], rows, weights[e].contiguous()))
                 saved.append(part.saved_tensors)
                 part.saved_tensors = ()
         ctx.sizes = [len(tensors) for tensors in saved]
         ctx.save_for_backward(*itertools.chain(*saved))
-        together = grouped(products, [count for count in counts if count], x.device)
+        together = grouped(products, ctx.of_parts)
         return torch.cat([p.made() for p in products]) if together is None else together
 
     @staticmethod
@@ -83,27 +89,31 @@ class _Experts(torch.autograd.Function):
         tensors, products = iter(ctx.saved_tensors), {}
         for part, size in zip(ctx.parts.values(), ctx.sizes):
             part.saved_tensors = list(itertools.islice(tensors, size))
-        grads, counts = grad_y.split(ctx.counts), [count for count in ctx.counts if count]
+        grads = grad_y.split(ctx.counts)
         for e, part in reversed(ctx.parts.items()):  # the order in which autograd would call them
             products[e] = _QuantLinear.backward(part, grads[e])
             part.saved_tensors = ()
         of_x, of_w = ([products[e][i] for e in ctx.parts] for i in (1, 2))
         grad_x = grad_w = None
         if of_x[0] is not None:
-            grad_x = grouped(of_x, counts, grad_y.device)
+            grad_x = grouped(of_x, ctx.of_parts)
             grad_x = torch.cat([p.made() for p in of_x]) if grad_x is None else grad_x
         if of_w[0] is not None:
             grad_w = grad_y.new_zeros(ctx.weights, dtype=of_w[0].out_dtype)
             together = grouped_over_tokens(of_w, grad_y.device)
             for i, e in enumerate(ctx.parts):
                 grad_w[e] = of_w[i].made() if together is None else together[i]
-        return None, None, grad_x, grad_w
+        return None, None, None, grad_x, grad_w
 
 
-def project(x: Tensor, counts: Sequence[int], weights: Tensor, linears: Sequence[QuantLinear]) -> Tensor | None:
+def project(
+    x: Tensor, counts: Sequence[int], sizes: Tensor, weights: Tensor, linears: Sequence[QuantLinear]
+) -> Tensor | None:
     """Each expert's product of its tokens: x (T, K), sorted by expert, weights (E, N, K) -> (T, N) in the dtype of x or
-    autocast. None where the linears want to be called one by one: without quantization, unlike one another, or with
-    hooks."""
+    autocast. sizes: the counts, (E,) on the device of x, where they are read without a wait.
+
+    None where the linears want to be called one by one: without quantization, unlike one another, or with hooks.
+    """
     first = linears[0]
     if not x.numel() or not all(
         layer.quantizes and layer.recipe == first.recipe and not layer._forward_pre_hooks and not layer._forward_hooks
@@ -118,7 +128,7 @@ def project(x: Tensor, counts: Sequence[int], weights: Tensor, linears: Sequence
         )
         for layer in linears
     ]  # fmt: skip
-    return _Experts.apply(passes, counts, x, weights)
+    return _Experts.apply(passes, counts, sizes, x, weights)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -126,11 +136,19 @@ def project(x: Tensor, counts: Sequence[int], weights: Tensor, linears: Sequence
 
 
 def one_by_one(device_type: str) -> str | None:
-    """Why the experts' products are made one by one on this kind of device, or None."""
+    """Why the experts' products are made one by one on this kind of device, or None.
+
+    Raises ValueError for an NVFP4_EXPERTS that is not known.
+    """
+    wanted = os.environ.get("NVFP4_EXPERTS", "one_by_one")
+    if wanted not in ("one_by_one", "grouped"):
+        raise ValueError(f"NVFP4_EXPERTS is {wanted!r}, expected one_by_one or grouped")
     if device_type != "cuda":
         return "no CUDA device"
     if native_gemm(device_type) is not None:
         return "FP4 tensor cores take one expert at a time"
+    if wanted != "grouped":
+        return "faster on an H200 where both were timed; NVFP4_EXPERTS=grouped asks for torch's grouped_mm"
     return None if grouped_mm is not None else f"torch {torch.__version__} has no grouped_mm"
 
 
@@ -140,16 +158,15 @@ def _can_be_grouped(products: Sequence[Product], device: torch.device) -> bool:
     return single and bf16 and one_by_one(device.type) is None
 
 
-def grouped(products: Sequence[Product], counts: Sequence[int], device: torch.device) -> Tensor | None:
-    """The results one below the other, (T, N) in BF16: of products of some tokens each with a weight. None where they
-    are to be made one by one."""
-    if not _can_be_grouped(products, device):
+def grouped(products: Sequence[Product], counts: Tensor) -> Tensor | None:
+    """The results one below the other, (T, N) in BF16: of products of some tokens each with a weight. counts (E,): the
+    tokens of each. None where they are to be made one by one."""
+    if not _can_be_grouped(products, counts.device):
         return None
     x, y = _matrices([p.a for p in products]), _matrices([p.b for p in products])
     if x.dtype != torch.bfloat16 or y.dtype != torch.bfloat16:
         return None
     k = min(x.shape[1], y.shape[1])  # one of the two may be padded
-    counts = torch.tensor(counts, device=device)
     weights = y[:, :k].unflatten(0, (len(products), -1))
     result = grouped_mm(x[:, :k], weights.mT, offs=counts.cumsum(0).to(torch.int32))
     alpha = _alpha(products, counts, len(x))

@@ -95,11 +95,14 @@ def gather_codes(model: nn.Module, raw_dtype: torch.dtype | None = None) -> list
         raise ValueError("gather_codes: nothing of the model is sharded; call fully_shard on it first")
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantLinear) and id(m.weight) in params}
     shards = _Shards(model)
+    stacked = [name for name, layer in layers.items() if layer.weight.dim() > 2]  # FSDP divides them by experts
     for name, layer in layers.items():
+        if name in stacked:
+            continue
         fsdp_param = params[id(layer.weight)]
         if fsdp_param.shard_mesh.size() > 1:
             shards.all.append(_Shard(name, layer, fsdp_param, shards, raw_dtype))
-    return [shard.name for shard in shards.all if not shard.as_codes()]
+    return [shard.name for shard in shards.all if not shard.as_codes()] + stacked
 
 
 class _Shard:

@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanochat_fp4.common import gpu_memory, is_ddp_initialized, preserved_rng
+from nanochat_fp4.common import gpu_memory, is_ddp_initialized, preserved_rng, print0
 from nanochat_fp4.console import format_bytes
 from nanochat_fp4.errors import UserError, is_out_of_memory
 from nanochat_fp4.hardware import physical_memory
-from nanochat_fp4.models.gpt import autocast
+from nanochat_fp4.models.gpt import GPTConfig, autocast
+from nanochat_fp4.models.lean import STEP_BYTES, is_lean, stack_that_fits, state_bytes
 from nanochat_fp4.models.optim import STACK_ELEMENTS
+from nanochat_fp4.training import fits
 
 
 def plan_accumulation(
@@ -82,13 +84,19 @@ def optimizer_bytes(model: nn.Module) -> int:
 
     Muon keeps one moment of each matrix. AdamW keeps two of embedding and head.
     """
+    if any(map(is_lean, model.transformer.h.parameters())):
+        of_lean = state_bytes(model, "lean")
+        return int(of_lean["gradients"] + of_lean["moments"])
     sizes = [p.numel() * p.element_size() for p in model.parameters()]
     return 2 * sum(sizes) + 2 * max(sizes, default=0)
 
 
 def update_bytes(model: nn.Module) -> int:
     """Memory that the update itself takes, when the activations are gone: of Muon, 20 bytes an element of a stack."""
-    return 20 * min(STACK_ELEMENTS, sum(p.numel() for p in model.parameters() if p.ndim == 2))
+    elements = min(STACK_ELEMENTS, sum(p.numel() for p in model.parameters() if p.ndim == 2))
+    if any(map(is_lean, model.transformer.h.parameters())):
+        return STEP_BYTES * min(elements, stack_that_fits(model))
+    return 20 * elements
 
 
 def try_micro_batch(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype | None = None) -> None:
@@ -136,9 +144,24 @@ def auto_device_batch_size(
         smallest = torch.tensor(size, device=device)
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         size = int(smallest)
+    lever = memory_lever(model, max(size, 1), seq_len)
     if size == 0:
         raise UserError(
             f"not even one row fits into the {format_bytes(budget)} that are left for it; "
-            "lower --max-seq-len or --depth, or use a device with more memory"
+            f"{lever or 'lower --max-seq-len or --depth, or use a device with more memory'}"
         )
+    if device.type == "cuda" and lever:
+        print0(f"micro-batch: {size} rows of {seq_len} tokens; by count, {lever}")
     return size
+
+
+def memory_lever(model: nn.Module, rows: int, seq_len: int) -> str:
+    """What one more row takes by count, and the next flag that lowers the peak; "" for models that are not counted."""
+    config = model.config
+    if not isinstance(config, GPTConfig) or config.n_embd != 64 * config.n_layer:
+        return ""
+    state = "lean" if any(map(is_lean, model.transformer.h.parameters())) else "fp32"
+    kind = "codes" if any(getattr(m, "quantizes_input", False) for m in model.modules()) else "bf16"
+    flag = fits.next_lever(config.n_layer, state, model.recompute, rows * seq_len / fits.SEQUENCE, kind)
+    row = seq_len * fits.activation_bytes(config.n_layer, model.recompute, kind)
+    return f"one more row takes {row / 2**30:.2f} GiB" + (f", and {flag}" if flag else "")

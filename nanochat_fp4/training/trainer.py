@@ -47,7 +47,7 @@ from nanochat_fp4.parallel import full_state_dict, is_sharded
 from nanochat_fp4.signals import StopRequested, StopSignals
 from nanochat_fp4.training.checkpoint_manager import forget_later_checkpoints, prune_checkpoints, save_checkpoint
 from nanochat_fp4.training.gemms import choose_gemms
-from nanochat_fp4.training.micro_batch import auto_device_batch_size
+from nanochat_fp4.training.micro_batch import auto_device_batch_size, memory_lever
 from nanochat_fp4.training.resume import Start, changed_settings, restore_dict, restore_state, start_over, starts_over
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
 from nanochat_fp4.training.wandb_run import setup_tracker
@@ -423,6 +423,8 @@ class Trainer:
             advice = f"--device-batch-size={fits} fits (the batch of a step stays the same)"
         except UserError:
             advice = "no smaller batch fits either"
+        lever = memory_lever(self.model, size, self.spec.seq_len)
+        advice += f"; by count, {lever}" if lever else ""
         go_on = "; go on with it and --resume-from-step latest" if saved else ""
         return self.failure(f"out of memory at step {self.step} with --device-batch-size={size}; {advice}{go_on}")
 

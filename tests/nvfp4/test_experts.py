@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear, silu
 
@@ -79,6 +80,11 @@ class Model(nn.Module):
         self.gate = nn.Linear(WIDTH, EXPERTS)
         self.experts = experts
         self.lm_head = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        y = x + self.experts(x, chosen, weights)
+        return self.lm_head(y + self.router(y)[:, :WIDTH])
 
 
 def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -183,6 +189,7 @@ def test_the_model_stays_what_it_was():
     nf.convert(model, "clover", skip=["experts"], verbose=False)
     assert not any(layer.quantizes for some in stacked_linears(model.experts).values() for layer in some)
     model.experts.extra = nn.Parameter(torch.zeros(2, 16, 16))
+    assert "experts of 1 layers: their products are made one by one (" in str(report)
     unknown = nf.convert(Model(nn.Bilinear(16, 16, 64)), "clover", verbose=False).nf_report
     assert any("3-D weights (Bilinear.weight)" in kind for kind in unknown.others)
 
@@ -235,7 +242,7 @@ def test_grouped_products_are_those_of_each_expert(monkeypatch, scales):
         for c in counts
     ]
     want = torch.cat([p.made() for p in products])
-    got = grouped.grouped(products, counts, cpu)
+    got = grouped.grouped(products, torch.tensor(counts))
     assert got.shape == (65, 48) and ulps_apart(got, want) <= 2
     over = [
         grouped.Product(operands_of(48, k, k, scales[0]), operands_of(64, k, 99 + k, scales[1]), bf16, bf16)
@@ -245,12 +252,15 @@ def test_grouped_products_are_those_of_each_expert(monkeypatch, scales):
     assert ulps_apart(got, torch.stack([p.made() for p in over])) <= 2
     unaligned = [p._replace(a=Plain(p.a.values[:, :9]), b=Plain(p.b.values[:, :9])) for p in over]
     fp32 = [p._replace(out_dtype=torch.float32) for p in over]
-    assert grouped.grouped_over_tokens(unaligned, cpu) is None and grouped.grouped(fp32, counts[:3], cpu) is None
+    assert (
+        grouped.grouped_over_tokens(unaligned, cpu) is None and grouped.grouped(fp32, torch.tensor(counts[:3])) is None
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_grouped_or_one_by_one_is_one_result(monkeypatch, device):
     """In BF16, forward and backward of clover, with the same random numbers."""
+    monkeypatch.setenv("NVFP4_EXPERTS", "grouped")
     if device == "cpu":  # decoded to BF16, as on a GPU
         monkeypatch.setattr(grouped, "one_by_one", lambda device_type: None)
         monkeypatch.setattr(Codes, "matrix", lambda self, dtype: self.decode(torch.bfloat16))
@@ -270,3 +280,67 @@ def test_grouped_or_one_by_one_is_one_result(monkeypatch, device):
     for a, b in zip(*results):  # a difference of one ulp can be another code in the next GEMM
         assert a.isfinite().all() and (a - b).float().norm() < 0.1 * b.float().norm()
     assert results[0][2][0].count_nonzero() == 0
+
+
+def test_asking_for_what_is_not_known_is_one_line(monkeypatch):
+    monkeypatch.setenv("NVFP4_EXPERTS", "all")
+    with pytest.raises(ValueError, match="NVFP4_EXPERTS is 'all', expected one_by_one or grouped"):
+        grouped.one_by_one("cpu")
+
+
+def losses_of(model: nn.Module, batches: list[torch.Tensor]) -> list[float]:
+    """Of a step on each batch."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step, x in enumerate(batches):
+        torch.manual_seed(step)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def seeded(method: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nf.convert(Model(Experts()), method, verbose=False)
+
+
+def test_compiled_and_not_compiled_again():
+    """The code around the experts is compiled, and other numbers of tokens of an expert compile nothing anew."""
+    batches = [torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    want, model = losses_of(seeded("clover"), batches), seeded("clover")
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert losses_of(compiled, batches) == pytest.approx(want, rel=1e-3)
+    torch._dynamo.reset()
+
+
+def one_rank():
+    """Two processes with the same tokens: FSDP2's mean of two equal gradients is exact, so every bit is the same."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    try:
+        batches = [torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+        for method in ("clover", "nvidia"):
+            alone, sharded = seeded(method), seeded(method)
+            fully_shard(sharded.experts)
+            fully_shard(sharded)
+            gathered = nf.gather_codes(sharded)
+            assert sum("experts" in name for name in gathered) == 2 * EXPERTS, gathered
+            assert sharded.experts.gate_up_proj.to_local().shape[0] == EXPERTS // 2
+            assert losses_of(sharded, batches) == losses_of(alone, batches), method
+            state = {name: t.full_tensor() for name, t in sharded.state_dict().items()}
+            assert list(state) == list(alone.state_dict())
+            alone.load_state_dict(state)  # and back
+            for name, t in Model(Experts()).state_dict().items():
+                assert state[name].shape == t.shape
+            with torch.no_grad():
+                assert torch.equal(sharded(batches[0]), alone(batches[0]))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_processes_train_as_one(run_ranks):
+    run_ranks("import test_experts; test_experts.one_rank()")

@@ -86,6 +86,7 @@ def one_rank():
             model.head = "fp8" if cls is GPT else "bf16"
             nf.convert(model, "clover", verbose=False)
             if sharded:
+                model.recompute = "codes"
                 parallel.shard(model)
             optimizers, schedule = model.setup_finetuning(rates, 1.0, lambda progress: 1.0)
             x = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(1))

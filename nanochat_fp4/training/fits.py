@@ -1,0 +1,150 @@
+"""What fits a card: memory of a nanochat's training by count, for each state of the optimizer and each recomputation.
+
+    python -m nanochat_fp4.training.fits                    # cards of 8 to 32 GB: the table of docs/memory.md
+    python -m nanochat_fp4.training.fits --gpu rtx5060      # d20 on one card; --memory 16 for another, in GiB
+
+The counts are docs/memory.md's. A card gives SHARE of its memory to the tensors, as --device-batch-size=auto does.
+"""
+
+import argparse
+from typing import NamedTuple
+
+import torch
+
+from nanochat_fp4.console import ArgumentParser, table
+from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.step_time import SEQUENCE, VOCABULARY, Shape
+
+SHARE = 0.94
+CARDS = (8, 12, 16, 24, 32)  # GiB
+MEMORY = {"rtx5060": 8, "rtx5070ti": 16, "rtx5080": 16, "rtxpro4000": 24, "rtx5090": 32, "rtxpro6000": 96, "gb10": 119,
+          "h200": 139, "b200": 178, "gb200": 184, "b300": 268}  # fmt: skip
+DEPTHS = (40, 36, 32, 28, 26, 24, 20, 16, 12)
+ROWS = 4  # of a micro-batch: with fewer a GEMM is too small for a large GPU
+# Bytes a token and block: of each unit of the width, of each head, and besides (bench_memory counts the same).
+BLOCK_BYTES = {
+    "bf16": {"none": (26.0, 12, 8), "codes": (16.0, 4, 8), "codes-mlp": (16.0, 4, 8), "mlp": (16.0, 12, 4),
+             "all": (6.0, 0, 0)},
+    "codes": {"none": (21.9375, 12, 12), "codes": (11.9375, 4, 12), "codes-mlp": (7.9375, 4, 8),
+              "mlp": (15.125, 12, 4), "all": (6.0, 0, 0)},
+}  # fmt: skip
+# Bytes a parameter of blocks, head and embedding: weight, gradient, moments. On a GPU an embedding is BF16.
+STATE_BYTES = {"fp32": (12.0, 16.0, 8.0), "lean": (2 + 2 + 1.016, 2 + 2 + 2.031, 2 + 2 + 2.031)}
+CODES = 0.5625  # bytes of a weight's codes
+LOGITS = 2**29  # elements of a chunk (cross_entropy.py), BF16
+HEAD = 2 + 2 * 4  # bytes a weight of the head: in BF16, its gradient twice
+STACK, STACK_BYTES, LEAN_STACK_BYTES = 2**28, 20, 32  # elements of Muon's stack, bytes of each while it is updated
+# Cheapest first: (state, recompute). The first one with ROWS rows is taken, else the one with most rows.
+LEVELS = [(state, again) for state in STATE_BYTES for again in ("none", "codes", "codes-mlp")]
+
+
+def activation_bytes(depth: int, recompute: str = "none", kind: str = "codes") -> float:
+    """Bytes a token that a d`depth`'s forward pass keeps. kind: "codes" of methods like clover, or "bf16"."""
+    shape = Shape(depth)
+    per_width, per_head, rest = BLOCK_BYTES[kind][recompute]
+    return depth * (per_width * shape.width + per_head * shape.width // 128 + rest) + 6 * shape.width + 16
+
+
+class Plan(NamedTuple):
+    """A training of a d`depth` on one card."""
+
+    depth: int
+    state: str
+    recompute: str
+    rows: float
+    kind: str = "codes"
+
+    @property
+    def at_rest(self) -> float:
+        """Bytes between the passes of a step."""
+        shape = Shape(self.depth)
+        blocks, head, embedding = STATE_BYTES[self.state]
+        codes = CODES * shape.block_weights if self.kind == "codes" else 2.0 * shape.block_weights  # a cast
+        return blocks * shape.block_weights + (head + embedding) * shape.head_weights + codes
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the peak of a step: a micro-batch's or the update's."""
+        shape, tokens = Shape(self.depth), self.rows * SEQUENCE
+        loss = HEAD * shape.head_weights + 2.0 * min(LOGITS, tokens * VOCABULARY)
+        stack = min(STACK, shape.block_weights) * STACK_BYTES
+        if self.state == "lean":  # the stack takes what is free, one matrix at least
+            stack = 4 * shape.width**2 * LEAN_STACK_BYTES
+        return self.at_rest + max(tokens * activation_bytes(self.depth, self.recompute, self.kind) + loss, stack)
+
+    def most_rows(self, memory: float) -> "Plan":
+        """With the largest power of two of rows, up to 32, that fits so many bytes; 0 rows where none fits."""
+        fitting = (n for n in (32, 16, 8, 4, 2, 1) if self._replace(rows=n).peak <= SHARE * memory)
+        return self._replace(rows=next(fitting, 0))
+
+    @property
+    def flags(self) -> str:
+        """base_train's."""
+        state = "" if self.state == "fp32" else f"--state={self.state} "
+        return (state + ("" if self.recompute == "none" else f"--runtime=recompute-{self.recompute}")).strip()
+
+
+def best(depth: int, memory: float) -> Plan:
+    """The cheapest plan with ROWS rows, or the one with most rows (0: none fits)."""
+    plans = [Plan(depth, *level, 0).most_rows(memory) for level in LEVELS]
+    return next((plan for plan in plans if plan.rows >= ROWS), max(plans, key=lambda plan: plan.rows))
+
+
+def next_lever(depth: int, state: str, recompute: str, rows: float, kind: str = "codes") -> str:
+    """The next flag of base_train that lowers the peak of a micro-batch, with the GiB it saves by count; or ""."""
+    now = Plan(depth, state, recompute, rows, kind)
+    for level in [(state, "codes"), (state, "codes-mlp"), ("lean", recompute), (state, "all")]:
+        saved = now.peak - now._replace(state=level[0], recompute=level[1]).peak
+        if saved > 0.01 * now.peak:
+            flag = f"--state={level[0]}" if level[0] != state else f"--runtime=recompute-{level[1]}"
+            return f"{flag} saves {saved / 2**30:.1f} GiB"
+    return ""
+
+
+def cards() -> str:
+    """The table of docs/memory.md."""
+    rows = []
+    for card in CARDS:
+        plan = best(20, card * 2**30)
+        deepest = next((p for depth in DEPTHS if (p := best(depth, card * 2**30)).rows), plan)
+        rows.append([f"{card} GB", describe(plan), f"d{deepest.depth}: {describe(deepest)}"])
+    lines = [["card", "d20, the paper's depth", "deepest that trains"], ["---"] * 3, *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def describe(plan: Plan) -> str:
+    if not plan.rows:
+        return f"needs {plan._replace(rows=1).peak / SHARE / 2**30:.1f} GiB"
+    return f"{plan.rows} rows, {plan.peak / 2**30:.1f} GiB" + (f", `{plan.flags}`" if plan.flags else "")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", default="", help=f"one card: {', '.join(MEMORY)}")
+    parser.add_argument("--memory", type=float, default=0.0, help="one card, by its GiB")
+    parser.add_argument("--depth", type=int, default=20, help="of a nanochat, for one card")
+    parser.add_argument("--this", action="store_true", help="this machine's GPU; nothing is printed without one")
+    parser.add_argument("--flags", action="store_true", help="print base_train's flags alone")
+    args = parser.parse_args(argv)
+    if args.depth < 1 or args.memory < 0:
+        raise UserError("--depth must be at least 1 and --memory positive")
+    if args.gpu and args.gpu not in MEMORY:
+        raise UserError(f"--gpu: the memory of {args.gpu} is not known; use one of {', '.join(MEMORY)}, or --memory")
+    memory = args.memory or MEMORY.get(args.gpu, 0)
+    if args.this and not memory and torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    if not memory:
+        print("" if args.this else cards())
+        return
+    plan = best(args.depth, memory * 2**30)
+    if args.flags:
+        print(plan.flags)
+        return
+    plans = [Plan(args.depth, *level, 0).most_rows(memory * 2**30) for level in LEVELS]
+    print(f"d{args.depth} on {memory:.0f} GiB: {describe(plan)}")
+    lines = [[p.state, p.recompute, p.rows, f"{p._replace(rows=max(1, p.rows)).peak / 2**30:.1f}"] for p in plans]
+    print(table(["state", "recompute", "rows", "GiB at the peak, of 1 row at least"], lines))
+
+
+if __name__ == "__main__":
+    run_main(main)
