@@ -210,6 +210,10 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     quantized = QuantizedTraining(model, plan, num_iterations)
     quantized.set_progress(start.step)
 
+    backend = str(nf.backend())
+    if method != "bf16":
+        backend += f"; {probe(device, method)}"  # a silent fault of kernels or GEMMs ends the run here
+
     device_batch_size = args.device_batch_size
     if device_batch_size == "auto":
         # The same one after a resume: it decides what shares a tensor scale, hence the bits of the result.
@@ -222,9 +226,6 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         shard(model, torch.bfloat16 if device.type == "cuda" else None)
     compiled = args.compile if args.compile is not None else device.type == "cuda"
     forward = compile_layers(model) if compiled else model
-    backend = str(nf.backend())
-    if method != "bf16":
-        backend += f"; {probe(device, method)}"  # a silent fault of kernels or GEMMs ends the run here
     describe(
         args, model_tag, model, num_iterations, device_batch_size, grad_accum_steps, plan, backend, folder, process
     )

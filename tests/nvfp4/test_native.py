@@ -267,9 +267,14 @@ def test_weights_that_fsdp_gathered_are_multiplied_as_codes(blackwell, method, k
         how = layer.weight_quantization(torch.device("cpu"))._replace(amax=amax, tiles=kv == 128)
         layer.gathered = quantize_operand(layer.weight.detach(), how, keep_codes=True).without_cache()
         layer.weight = torch.nn.Parameter(torch.full((), torch.nan).expand(layer.weight.shape))  # as sharding.py's
-    got = result()
-    assert len(once) == 3 and calls == once
-    assert all(torch.equal(g, w) for g, w in zip(got, want))
+    attention = torch.nn.ModuleDict(dict(zip("qkv", layers)))
+    attention.fused_linears = ("q", "k", "v")
+    for inside in (contextlib.nullcontext(), nf.quantize_weights_once(attention)):
+        calls.clear()
+        with inside:
+            got = result()
+        assert len(once) == 3 and calls == once
+        assert all(torch.equal(g, w) for g, w in zip(got, want))
 
 
 def refuses_odd_sizes(a, b, *args, **kw):
