@@ -19,8 +19,10 @@ from nanochat_fp4.generation.engine import KVCache  # noqa: E402
 from nanochat_fp4.models.gpt import GPT, GPTConfig, autocast, norm  # noqa: E402
 from nanochat_fp4.models.llama import Llama, LlamaConfig  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor  # noqa: E402
-from nanochat_fp4.nvfp4.fused import groups_computed_as_one
-from nanochat_fp4.nvfp4.fused import quantized_weights  # noqa: E402
+from nanochat_fp4.nvfp4.fused import (
+    groups_computed_as_one,
+    quantized_weights,  # noqa: E402
+)
 from nanochat_fp4.nvfp4.linear import QuantLinear  # noqa: E402
 from nanochat_fp4.nvfp4.operands import Codes, Plain  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference  # noqa: E402
