@@ -121,7 +121,7 @@ def bits_per_byte(model: Llama, data: dict, rows: int) -> float:
 def train(args) -> None:
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = torch.load(args.tokens)
+    data = torch.load(args.tokens, weights_only=True)
     model = build(args.layers, args.width, 2 * args.width, device)
     nf.convert(model, args.method, verbose=False)
     decayed, others = ([p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False))

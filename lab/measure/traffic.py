@@ -35,7 +35,7 @@ class Launch:
     kernel: str
     read: Counter = field(default_factory=Counter)
     written: Counter = field(default_factory=Counter)
-    multiply_adds: int = 0
+    rotated: int = 0
 
 
 def count_launches(function) -> list[Launch]:
@@ -64,7 +64,7 @@ def count_launches(function) -> list[Launch]:
         return originals["create_masked_store"](self, pointers, value, mask, *rest)
 
     def dot(self, a, b, *rest):
-        launches[-1].multiply_adds += a.data.shape[-2] * a.data.shape[-1] * b.data.shape[-1]
+        launches[-1].rotated += a.data.shape[-2] * b.data.shape[-1]  # by a matrix of 128, or of 16 with butterflies
         return originals["create_dot"](self, a, b, *rest)
 
     def tensors(named):
@@ -128,7 +128,7 @@ def requantization() -> dict[str, list[dict]]:
                 "kernel": launch.kernel,
                 "read": {k: 8 * v / elements for k, v in launch.read.items()},
                 "written": {k: 8 * v / elements for k, v in launch.written.items()},
-                "rotations": launch.multiply_adds / (elements * 128),
+                "rotations": launch.rotated / elements,
             }
             for launch in count_launches(requantize)
         ]

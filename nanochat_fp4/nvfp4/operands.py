@@ -134,7 +134,8 @@ class Codes(NVFP4Tensor, GemmOperand):
         return self.matrix(torch.float32).float() * self.tensor_scale
 
     def depending_on(self, seed: torch.Tensor) -> "Codes":
-        return replace(self, scales=after(self.scales, seed))  # a kernel that decodes reads no tensor_scale
+        # A kernel that decodes reads no tensor_scale, and a matrix that is decoded already no scales.
+        return replace(self, scales=after(self.scales, seed), tensor_scale=after(self.tensor_scale, seed))
 
 
 @dataclass

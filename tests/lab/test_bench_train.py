@@ -331,7 +331,7 @@ def test_every_kernel_of_ours_has_a_kind():
         (["--methods", "clover:0"], "'clover:0', expected a method"),
         (["--methods", "clever:64"], "--methods: unknown method 'clever'"),
         (["--methods", "clover:3"], "not a multiple of a micro-batch of 3 rows of 2048 tokens"),
-        (["--recompute", "some"], "--recompute is 'some', expected some of none, mlp, all"),
+        (["--recompute", "some"], "--recompute is 'some', expected some of none, codes, codes-mlp, mlp, all"),
         (["--micro-batch", "0"], "expected 'auto' or a positive whole number"),
         (["--rounds", "0"], "must be at least 1"),
         (["--micro-batch", "3"], "not a multiple of a micro-batch of 3 rows of 2048 tokens"),

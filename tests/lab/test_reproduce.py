@@ -565,4 +565,4 @@ def test_counting_sees_masks_and_products():
     x, y = torch.randn(128), torch.zeros(128)
     (launch,) = traffic.count_launches(lambda: kernel[(1,)](x, y, 100))
     assert launch.read == {"x": 4 * (100 + 16)} and launch.written == {"y": 4 * (100 + 16)}
-    assert launch.multiply_adds == 16**3 and launch.kernel == "kernel"
+    assert launch.rotated == 16**2 and launch.kernel == "kernel"
