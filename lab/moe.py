@@ -10,6 +10,7 @@ one seed begin with the same weights and read the same text. AdamW, the rate as 
 
 import itertools
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -29,7 +30,6 @@ from nanochat_fp4.models.llama import Llama, LlamaConfig, lr_multiplier
 EXPERTS, CHOICES, BALANCE = 8, 2, 0.01  # BALANCE: weight of the loss that spreads tokens over the experts
 VOCABULARY, LENGTH, ROWS = 4096, 512, 16
 LEARNING_RATE = 1e-3
-LOG2E = 1.4426950408889634
 
 
 class Experts(nn.Module):
@@ -48,7 +48,7 @@ class Experts(nn.Module):
         for e in range(EXPERTS):
             token, choice = (top_k_index == e).nonzero(as_tuple=True)
             gate, up = (hidden_states[token] @ self.gate_up_proj[e].T).chunk(2, dim=-1)
-            part = (silu(gate) * up) @ self.down_proj[e].T * top_k_weights[token, choice, None]
+            part = (self.act_fn(gate) * up) @ self.down_proj[e].T * top_k_weights[token, choice, None]
             y = y.index_add(0, token, part.to(y.dtype))
         return y
 
@@ -115,7 +115,7 @@ def bits_per_byte(model: Llama, data: dict, rows: int) -> float:
             total += float(model(x, y, loss_reduction="sum"))
     model.train()
     count = (len(ids) - 1) // LENGTH * LENGTH
-    return total * LOG2E / count * len(data["val"]) / data["val_bytes"]
+    return total / math.log(2) / count * len(data["val"]) / data["val_bytes"]
 
 
 def train(args) -> None:

@@ -33,7 +33,7 @@ from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.hardware import usable_cpus
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.nvfp4.dispatch import relative_square_error, use_kernels
-from nanochat_fp4.nvfp4.format import BLOCK
+from nanochat_fp4.nvfp4.format import BLOCK, BYTES
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, METHODS, get_recipe
 from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_grad_output, quantize_operand
@@ -283,7 +283,7 @@ def quantize_bandwidth(device: torch.device, rows: int = 16384, columns: int = 8
     x = torch.randn(rows, columns, dtype=torch.bfloat16, device=device)
     how = Quantization(ROUNDINGS["four_over_six"])
     decoded = quantize_operand(x, how, keep_codes=True).decoded  # None on FP4 tensor cores
-    num_bytes = x.numel() * (2 + 2 + 0.5625 + (0 if decoded is None else decoded.element_size()))
+    num_bytes = x.numel() * (2 + 2 + BYTES + (0 if decoded is None else decoded.element_size()))
     return num_bytes / median_ms(lambda: quantize_operand(x, how, keep_codes=True)) / 1e6
 
 

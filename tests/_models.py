@@ -9,6 +9,7 @@ import functools
 import importlib
 import os
 import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -322,3 +323,23 @@ def simulate_fp4_tensor_cores() -> list[tuple[int, int]]:
     dispatch._look, dispatch.mm = lambda device_type, name: (1, ""), mm
     dispatch.native_choice.cache_clear()
     return products
+
+
+class Foreign(nn.Module):
+    """What save_quantized asks of a PreTrainedModel: a config that becomes JSON, and a tied head."""
+
+    config = types.SimpleNamespace(to_json_string=lambda: '{"model_type": "foreign", "dtype": null}')
+    all_tied_weights_keys = {"lm_head.weight": "embed.weight"}
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.lm_head = nn.Linear(32, 50, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return self.lm_head(x)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanochat_fp4.models.gpt import GPT
+from nanochat_fp4.models.optim import AdamW, Muon
 from nanochat_fp4.training.trainer import Trainer
 
 # One layer of width 128 (the smallest whose every GEMM can be rotated in groups of 128), two micro-batches a step.
@@ -62,3 +63,20 @@ def after_steps(do: Callable[[Trainer], Any]) -> Iterator[None]:
 
 def out_of_memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+# 5 square ones and 3 wide ones for 2 processes: neither divides; (6, 40) makes a group smaller than the processes.
+MATRICES = [(24, 24)] * 5 + [(16, 48)] * 3 + [(48, 16)] * 2 + [(6, 40)]
+OTHERS = [(64, 32), (33, 32), (7,)]  # split by rows over 2 processes, not divisible, too small
+
+
+def parameters(shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+
+
+def make(params):
+    """The two optimizers on parameters of MATRICES + OTHERS."""
+    matrices, others = params[: len(MATRICES)], params[len(MATRICES) :]
+    groups = [dict(params=others[:1], lr=0.1), dict(params=others[1:])]
+    return [Muon(matrices, weight_decay=0.1), AdamW(groups, lr=0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1)]

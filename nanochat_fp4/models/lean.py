@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from nanochat_fp4.common import get_dist_info
 from nanochat_fp4.nvfp4.dispatch import use_kernels
+from nanochat_fp4.nvfp4.format import BYTES
 from nanochat_fp4.nvfp4.philox import SR_ELEMENT, philox
 from nanochat_fp4.nvfp4.sharding import local
 
@@ -286,7 +287,7 @@ def state_bytes(model: nn.Module, state: str) -> dict[str, float]:
         total["gradients"] += n * (2 if small else 4)
         # Muon's variance reduction has one number for each row or column.
         total["moments"] += n * moment + 4 * max(p.shape) if muon else 2 * n * moment
-        total["codes"] += 0.5625 * n if p in blocks and p.ndim == 2 else 0
+        total["codes"] += BYTES * n if p in blocks and p.ndim == 2 else 0
     return total
 
 

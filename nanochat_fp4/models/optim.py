@@ -53,6 +53,7 @@ POLAR_EXPRESS = (
 # Elements that Muon works on at a time: a stack of whole matrices of one shape. An update takes some 20 bytes of memory
 # for each, for stacked FP32 weights and gradients and the orthogonalization: 5 GiB at every depth.
 STACK_ELEMENTS = 2**28
+STACK_BYTES = 20  # of memory that an update takes for each of them
 
 
 def _rank_and_world_size() -> tuple[int, int]:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 
 BLOCK = 16  # values that share one E4M3 scale, as in the hardware's 1x16 block scaling
+BYTES = 1 / 2 + 1 / BLOCK  # of an element: its code, and its part of a block scale
 TILE_ROWS, TILE_COLUMNS = 128, 4  # of the scales that FP4 tensor cores read together (swizzle_scales)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0

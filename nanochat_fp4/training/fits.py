@@ -13,9 +13,13 @@ import torch
 
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.models.cross_entropy import CHUNK_ELEMENTS
+from nanochat_fp4.models.lean import BLOCK, STEP_BYTES
+from nanochat_fp4.models.optim import STACK_BYTES, STACK_ELEMENTS
+from nanochat_fp4.nvfp4.format import BYTES
 from nanochat_fp4.step_time import SEQUENCE, VOCABULARY, Shape
 
-SHARE = 0.94
+SHARE = 0.94  # 6% for fragmentation and libraries
 CARDS = (8, 12, 16, 24, 32)  # GiB
 MEMORY = {"rtx5060": 8, "rtx5070ti": 16, "rtx5080": 16, "rtxpro4000": 24, "rtx5090": 32, "rtxpro6000": 96, "gb10": 119,
           "h200": 139, "b200": 178, "gb200": 184, "b300": 268}  # fmt: skip
@@ -29,11 +33,9 @@ BLOCK_BYTES = {
               "mlp": (15.125, 12, 4), "all": (6.0, 0, 0)},
 }  # fmt: skip
 # Bytes a parameter of blocks, head and embedding: weight, gradient, moments. On a GPU an embedding is BF16.
-STATE_BYTES = {"fp32": (12.0, 16.0, 8.0), "lean": (2 + 2 + 1.016, 2 + 2 + 2.031, 2 + 2 + 2.031)}
-CODES = 0.5625  # bytes of a weight's codes
-LOGITS = 2**29  # elements of a chunk (cross_entropy.py), BF16
+MOMENT = 1 + 4 / BLOCK  # in 8 bits
+STATE_BYTES = {"fp32": (12.0, 16.0, 8.0), "lean": (4 + MOMENT, 4 + 2 * MOMENT, 4 + 2 * MOMENT)}
 HEAD = 2 + 2 * 4  # bytes a weight of the head: in BF16, its gradient twice
-STACK, STACK_BYTES, LEAN_STACK_BYTES = 2**28, 20, 32  # elements of Muon's stack, bytes of each while it is updated
 # Cheapest first: (state, recompute). The first one with ROWS rows is taken, else the one with most rows.
 LEVELS = [(state, again) for state in STATE_BYTES for again in ("none", "codes", "codes-mlp")]
 
@@ -59,17 +61,17 @@ class Plan(NamedTuple):
         """Bytes between the passes of a step."""
         shape = Shape(self.depth)
         blocks, head, embedding = STATE_BYTES[self.state]
-        codes = CODES * shape.block_weights if self.kind == "codes" else 2.0 * shape.block_weights  # a cast
+        codes = BYTES * shape.block_weights if self.kind == "codes" else 2.0 * shape.block_weights  # a cast
         return blocks * shape.block_weights + (head + embedding) * shape.head_weights + codes
 
     @property
     def peak(self) -> float:
         """Bytes at the peak of a step: a micro-batch's or the update's."""
         shape, tokens = Shape(self.depth), self.rows * SEQUENCE
-        loss = HEAD * shape.head_weights + 2.0 * min(LOGITS, tokens * VOCABULARY)
-        stack = min(STACK, shape.block_weights) * STACK_BYTES
+        loss = HEAD * shape.head_weights + 2.0 * min(CHUNK_ELEMENTS["cuda"], tokens * VOCABULARY)
+        stack = min(STACK_ELEMENTS, shape.block_weights) * STACK_BYTES
         if self.state == "lean":  # the stack takes what is free, one matrix at least
-            stack = 4 * shape.width**2 * LEAN_STACK_BYTES
+            stack = 4 * shape.width**2 * STEP_BYTES
         return self.at_rest + max(tokens * activation_bytes(self.depth, self.recompute, self.kind) + loss, stack)
 
     def most_rows(self, memory: float) -> "Plan":

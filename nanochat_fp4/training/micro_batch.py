@@ -13,7 +13,7 @@ from nanochat_fp4.errors import UserError, is_out_of_memory
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.models.gpt import GPTConfig, autocast
 from nanochat_fp4.models.lean import STEP_BYTES, is_lean, stack_that_fits, state_bytes
-from nanochat_fp4.models.optim import STACK_ELEMENTS
+from nanochat_fp4.models.optim import STACK_BYTES, STACK_ELEMENTS
 from nanochat_fp4.training import fits
 
 
@@ -96,7 +96,7 @@ def update_bytes(model: nn.Module) -> int:
     elements = min(STACK_ELEMENTS, sum(p.numel() for p in model.parameters() if p.ndim == 2))
     if any(map(is_lean, model.transformer.h.parameters())):
         return STEP_BYTES * min(elements, stack_that_fits(model))
-    return 20 * elements
+    return STACK_BYTES * elements
 
 
 def try_micro_batch(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype | None = None) -> None:
@@ -123,7 +123,7 @@ def auto_device_batch_size(
     if device.type == "cuda":
         free, total = gpu_memory(device)
         taken_by_others = total - free - torch.cuda.memory_reserved(device)
-        budget = int(0.94 * (total - taken_by_others)) - optimizer_bytes(model)  # 6% for fragmentation and libraries
+        budget = int(fits.SHARE * (total - taken_by_others)) - optimizer_bytes(model)
 
         def peak_bytes(size: int) -> int:
             torch.cuda.reset_peak_memory_stats(device)

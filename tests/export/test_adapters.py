@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
+from _models import Foreign
 from safetensors.torch import load_file, save_file
-from test_save import Foreign
 from torch import nn
 
 import nanochat_fp4 as nf

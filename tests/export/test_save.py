@@ -2,10 +2,10 @@
 
 import copy
 import json
-import types
 
 import pytest
 import torch
+from _models import Foreign
 from torch import nn
 
 import nanochat_fp4 as nf
@@ -16,26 +16,6 @@ from nanochat_fp4.export.weights import forward_weights
 from nanochat_fp4.models.llama import Llama, LlamaConfig
 
 pytest.importorskip("safetensors")
-
-
-class Foreign(nn.Module):
-    """What save_quantized asks of a PreTrainedModel: a config that becomes JSON, and a tied head."""
-
-    config = types.SimpleNamespace(to_json_string=lambda: '{"model_type": "foreign", "dtype": null}')
-    all_tied_weights_keys = {"lm_head.weight": "embed.weight"}
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(50, 32)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
-        self.lm_head = nn.Linear(32, 50, bias=False)
-        self.lm_head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = x + layer(x).relu()
-        return self.lm_head(x)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from test_optim import MATRICES, OTHERS, make, parameters
+from _training import MATRICES, OTHERS, make, parameters
 from torch import nn
 
 import nanochat_fp4 as nf

@@ -8,30 +8,15 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from _training import MATRICES, OTHERS, make, parameters
 
 from nanochat_fp4.models.optim import AdamW, Muon, newton_schulz, polar_express
-
-# 5 square ones and 3 wide ones for 2 processes: neither divides; (6, 40) makes a group smaller than the processes.
-MATRICES = [(24, 24)] * 5 + [(16, 48)] * 3 + [(48, 16)] * 2 + [(6, 40)]
-OTHERS = [(64, 32), (33, 32), (7,)]  # split by rows over 2 processes, not divisible, too small
-
-
-def parameters(shapes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
 
 
 def set_grads(params, seed):
     generator = torch.Generator().manual_seed(1000 + seed)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator)
-
-
-def make(params):
-    """The two optimizers on parameters of MATRICES + OTHERS."""
-    matrices, others = params[: len(MATRICES)], params[len(MATRICES) :]
-    groups = [dict(params=others[:1], lr=0.1), dict(params=others[1:])]
-    return [Muon(matrices, weight_decay=0.1), AdamW(groups, lr=0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
