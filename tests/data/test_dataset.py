@@ -370,8 +370,9 @@ def test_a_shard_that_is_no_parquet_is_not_kept(hub, base_dir):
     assert os.listdir(base_dir / "base_data") == ["shard_00000.parquet"]
 
 
-def test_one_failure_stops_the_others(hub, base_dir):
+def test_one_failure_stops_the_others(hub, base_dir, monkeypatch):
     """Shard 3 is not there; shard 4 would never end, and whoever loads it stops when shard 3 has failed."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10**12))
     hub.files[endless := hub.prefix + "shard_00004.parquet"] = b"x"
     hub.bad[endless] = ["endless"]
     with pytest.raises(UserError, match="shard_00003.parquet: the server answered 404"):
