@@ -44,7 +44,6 @@ from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard, unsharded
 from nanochat_fp4.training.checkpoint_manager import check_model_tag
 from nanochat_fp4.training.flags import (
-    RECOMPUTE_WORDS,
     add_method_arguments,
     add_run_arguments,
     add_several,
@@ -75,7 +74,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "then 143, 130, 129 and 0. Bad input and numerical trouble end in one line and exit status 2.",
     )
     add = parser.add_argument
-    add_run_arguments(parser, "compile", "eager", *RECOMPUTE_WORDS, "shuffle-documents")
+    add_run_arguments(parser, "compile", "eager", "shuffle-documents")
     add_several(
         parser,
         "--seed",
@@ -85,7 +84,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     text = "folder of parquet shards or text (default: $DATA_DIR, else FineWeb-Edu, else a small embedded corpus)"
     add("--data-dir", default="", help=text)
-    parser.set_defaults(compile=None, recompute="none", seed=42, data_seed=0, shuffle_documents=False)
+    parser.set_defaults(compile=None, seed=42, data_seed=0, shuffle_documents=False)
     add_method_arguments(parser)
     # Model architecture
     add("--depth", type=int, default=20, help="depth of the Transformer model")

@@ -66,7 +66,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--num-epochs", type=int, default=1, help="number of epochs")
     add("--num-iterations", type=int, default=-1, help="override number of iterations (-1 = use num_epochs)")
     # Batch sizes
-    add("--device-batch-size", type=int, default=4, help="per-device batch size")
+    text = "per-device batch size (default: 4, or that of the model's training if it is smaller)"
+    add("--device-batch-size", type=int, default=None, help=text)
     add("--target-examples-per-step", type=int, default=32, help="target examples per optimization step")
     # Evaluation
     add("--eval-every", type=int, default=100, help="evaluate val loss every N steps")
@@ -123,8 +124,8 @@ def main(argv: list[str] | None = None) -> None:
 class Evaluation:
     """Validation loss, and accuracies of the metric sources, each as often as its flag says."""
 
-    def __init__(self, args: argparse.Namespace, run: PostTraining, parts: TrainingStep, val_dataset: Task):
-        self.args, self.run, self.parts, self.val_dataset = args, run, parts, val_dataset
+    def __init__(self, args: argparse.Namespace, run: PostTraining, parts: TrainingStep, val_dataset: Task, rows: int):
+        self.args, self.run, self.parts, self.val_dataset, self.rows = args, run, parts, val_dataset, rows
         self.metrics = []
         if args.eval_metrics_every > 0:
             self.metrics = metric_sources(args)
@@ -151,7 +152,7 @@ class Evaluation:
         args, process, losses = self.args, self.run.process, []
         rank, world_size = process.rank, process.world_size
         batches = ConversationBatches(
-            self.val_dataset, self.run.tokenizer, args.device_batch_size, process.device, rank, world_size,
+            self.val_dataset, self.run.tokenizer, self.rows, process.device, rank, world_size,
             self.run.config.sequence_len,
         )  # fmt: skip
         with torch.no_grad(), self.parts.autocast():
@@ -168,7 +169,7 @@ class Evaluation:
                 self.run.model,
                 self.run.tokenizer,
                 source.name,
-                batch_size=2 * self.args.device_batch_size,  # without gradients there is room for more
+                batch_size=2 * self.rows,  # without gradients there is room for more
                 max_problems=self.args.eval_metrics_max_problems,
                 interrupted=lambda: signals.signum is not None,
             )
@@ -192,7 +193,9 @@ def load_teacher(args: argparse.Namespace, run: PostTraining) -> tuple[torch.nn.
 
 
 def train(args: argparse.Namespace, process: Process) -> None:
-    B, examples, world_size = args.device_batch_size, args.target_examples_per_step, process.world_size
+    examples, world_size = args.target_examples_per_step, process.world_size
+    run = PostTraining("sft", args.source, args, process)
+    B = min(4, run.trained_rows or 4) if args.device_batch_size is None else args.device_batch_size
     if B < 1 or examples < 1 or examples % (B * world_size):
         raise UserError(
             f"--target-examples-per-step={examples} is not a multiple of {B * world_size} (--device-batch-size {B} on "
@@ -200,7 +203,6 @@ def train(args: argparse.Namespace, process: Process) -> None:
         )
     if args.eval_steps < 1:
         raise UserError(f"--eval-steps={args.eval_steps} measures nothing; use at least 1")
-    run = PostTraining("sft", args.source, args, process)
     tokenizer, max_tokens = run.tokenizer, run.config.sequence_len
 
     train_parts = train_sources(args)
@@ -219,7 +221,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
     teacher, digest = load_teacher(args, run) if args.distill else (None, None)
     loss = {"loss": lambda forward, x, y: distillation_loss(forward, teacher, x, y)} if teacher else {}
     parts = run.parts(optimizers, run.model, **loss)
-    evaluation = Evaluation(args, run, parts, val_dataset)
+    evaluation = Evaluation(args, run, parts, val_dataset, B)
     trainer = run.trainer(
         parts,
         sources,

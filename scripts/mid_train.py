@@ -123,7 +123,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
     run = PostTraining("mid", "base", args, process)
     model, tokenizer, T = run.model, run.tokenizer, args.max_seq_len or run.config.sequence_len
     device, rank, world_size = process.device, process.rank, process.world_size
-    pretrained_with, B = run.parent_meta.get("device_batch_size"), args.device_batch_size
+    pretrained_with, B = run.trained_rows, args.device_batch_size
     if B is None:
         B = min(32, pretrained_with or 32)
     elif pretrained_with and B > pretrained_with:
@@ -152,7 +152,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
     trainer = run.trainer(
         parts,
         sources,
-        {"total_batch_size": args.total_batch_size, "device_batch_size": B, "max_seq_len": T},
+        {"total_batch_size": args.total_batch_size, "max_seq_len": T},
         make_loader=lambda position: PackedConversations(
             dataset,
             tokenizer,

@@ -33,6 +33,7 @@ from nanochat_fp4.common import print0
 from nanochat_fp4.models import flash_attention, optim
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
 from nanochat_fp4.models.elementwise import ReluSquared, apply_rotary_emb, norm, rotary_tables
+from nanochat_fp4.models.lean import drawn
 from nanochat_fp4.models.recompute import attention_part, can_recompute, mlp_part
 from nanochat_fp4.nvfp4.fused import fused_linear, relu_squared_linear
 from nanochat_fp4.parallel import is_sharded
@@ -285,20 +286,24 @@ class GPT(nn.Module):
         with std 1/sqrt(n_embd); a uniform distribution has no outliers. Both c_proj and x0_lambdas are 0, and
         resid_lambdas 1.
         """
-        nn.init.normal_(self.transformer.wte.weight, mean=0.0, std=1.0)
-        nn.init.normal_(self.lm_head.weight, mean=0.0, std=0.001)
+        drawn(self.transformer.wte.weight, nn.init.normal_)
+        drawn(self.lm_head.weight, nn.init.normal_, 0.0, 0.001)
         bound = 3**0.5 * self.config.n_embd**-0.5  # a uniform distribution on (-b, b) has std b / sqrt(3)
         for block in self.transformer.h:
             for linear in (block.attn.c_q, block.attn.c_k, block.attn.c_v, block.mlp.c_fc):
-                nn.init.uniform_(linear.weight, -bound, bound)
+                drawn(linear.weight, nn.init.uniform_, -bound, bound)
             nn.init.zeros_(block.attn.c_proj.weight)
             nn.init.zeros_(block.mlp.c_proj.weight)
         self.resid_lambdas.fill_(1.0)
         self.x0_lambdas.fill_(0.0)
+        if self.get_device().type == "cuda":
+            self.transformer.wte.to(dtype=torch.bfloat16)  # halves the largest table; the optimizer takes BF16
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Makes what the weights' device needs besides the weights: rotary tables, the attention backend."""
         self.cos, self.sin = self._rotary_tables()
         device_type = self.get_device().type
-        if device_type == "cuda":
-            self.transformer.wte.to(dtype=torch.bfloat16)  # halves the largest table; the optimizer takes BF16
         if device_type != "meta":
             longest = self.config.sequence_len
             attention = self.transformer.h[0].attn

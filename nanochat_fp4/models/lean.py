@@ -70,6 +70,14 @@ def round_into(into: Tensor, x: Tensor, seed: Tensor, stream: int, first_row: in
     into.copy_(torch.where(torch.isfinite(exact), bits.view(torch.float32), exact))
 
 
+def drawn(weight: Tensor, fill: Callable[..., Tensor], *args: float) -> None:
+    """fill(weight, *args), as nn.init.normal_ does it in FP32: a BF16 weight is the FP32 one rounded to nearest."""
+    if weight.dtype == torch.float32:
+        fill(weight, *args)
+    else:
+        weight.copy_(fill(torch.empty_like(weight, dtype=torch.float32), *args))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Moments in 8 bits
 

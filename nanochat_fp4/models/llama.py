@@ -36,6 +36,7 @@ from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.cross_entropy import linear_cross_entropy
 from nanochat_fp4.models.elementwise import apply_rotary_emb, rotary_tables
 from nanochat_fp4.models.gpt import ROTARY_BASE, ROTARY_FACTOR
+from nanochat_fp4.models.lean import drawn
 from nanochat_fp4.models.optim import AdamW, PretrainingOptions, Schedule, gradient_norm, set_learning_rates
 from nanochat_fp4.nvfp4.fused import fused_linear
 from nanochat_fp4.nvfp4.sharding import local
@@ -183,7 +184,11 @@ class Llama(nn.Module):
                 nn.init.ones_(p)
                 continue
             depth_scale = (2 * self.config.n_layer) ** -0.5 if name.endswith("c_proj.weight") else 1.0
-            nn.init.normal_(p, std=INIT_STD * depth_scale)
+            drawn(p, nn.init.normal_, 0.0, INIT_STD * depth_scale)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Rotary tables and the attention backend, for the weights' device."""
         self.cos, self.sin = self._rotary_tables()
         if self.get_device().type != "meta":
             flash_attention.setup(self.get_device().type)

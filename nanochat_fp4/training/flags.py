@@ -26,7 +26,7 @@ RUNTIME = {
     "eager": ("compile", False),
     "deterministic": ("deterministic", True),
     "skip-nonfinite": ("on_nonfinite", "skip"),
-    **{f"recompute-{name}": ("recompute", name) for name in RECOMPUTE if name != "none"},
+    **{f"recompute-{name}": ("recompute", name) for name in RECOMPUTE},
     "shuffle-documents": ("shuffle_documents", True),
 }
 RECOMPUTE_WORDS = tuple(word for word in RUNTIME if word.startswith("recompute-"))
@@ -50,8 +50,8 @@ def add_several(parser: argparse.ArgumentParser, flag: str, parse: Callable[[str
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
-    """The flags that every training stage has, with the same meaning and default. more: this stage's words of --runtime
-    besides deterministic, skip-nonfinite and telemetry."""
+    """The flags that every training stage has, with the same meaning. more: this stage's words of --runtime besides
+    deterministic, skip-nonfinite, telemetry and recompute-*."""
     add = parser.add_argument
     # Logging
     run = os.environ.get("WANDB_RUN") or "dummy"
@@ -59,28 +59,28 @@ def add_run_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
     # Runtime
     text = "over several processes: all weights in each (ddp), or shards of them that are gathered in 4 bits (fsdp)"
     add("--parallel", choices=MODES, default="ddp", help=text)
-    text = "weights, gradients, moments in FP32; or in BF16 with stochastic rounding and 8 bits, for half the memory"
+    text = "weights, gradients, moments in FP32; or in BF16 with stochastic rounding and 8 bits, for half the memory "
+    text += "(default: fp32; in later stages that of the model)"
     add("--state", choices=STATES, default="fp32", help=text)
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
-    words = ("deterministic", "skip-nonfinite", *more)
+    words = ("deterministic", "skip-nonfinite", *RECOMPUTE_WORDS, *more)
     add_several(
         parser,
         "--runtime",
         lambda text: parse_runtime(text, words),
         "with commas: deterministic (the same bits each time on a GPU, too; slower there), skip-nonfinite (skip an "
         "update with NaN or infinity, where a run saves and stops), telemetry=N (measure each layer's quantization "
-        "error every N steps)"
+        "error every N steps), recompute-codes, -codes-mlp, -mlp, -all or -none (compute again in the backward pass "
+        "what kept 4-bit codes determine, the same and the hidden layer, the MLP, everything, or nothing: less memory)"
         + (", compile or eager (torch.compile or not; default: on a GPU only)" if "compile" in more else "")
         + (
-            ", recompute-codes, -codes-mlp, -mlp or -all (compute again in the backward pass what kept 4-bit codes "
-            "determine, the same and the hidden layer, the MLP, or everything: less memory), shuffle-documents (train "
-            "on all documents in one random order, which the second number of --seed chooses; takes a copy of the text "
-            "on disk)"
-            if "recompute-mlp" in more
+            ", shuffle-documents (train on all documents in one random order, which the second number of --seed "
+            "chooses; takes a copy of the text on disk)"
+            if "shuffle-documents" in more
             else ""
         ),
     )
-    parser.set_defaults(deterministic=False, on_nonfinite="stop", telemetry_every=-1)
+    parser.set_defaults(deterministic=False, on_nonfinite="stop", telemetry_every=-1, recompute="none")
     # Checkpoints
     add_several(
         parser,
@@ -210,9 +210,13 @@ def add_benchmark_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float, *runtime: str) -> None:
-    """nanochat's flags that these stages have, and ours. runtime: of add_run_arguments."""
+    """nanochat's flags that these stages have, and ours. runtime: of add_run_arguments.
+
+    --state and recompute-* are those of the model that the stage begins with, unless they are given.
+    """
     add = parser.add_argument
     add_run_arguments(parser, *runtime)
+    parser.set_defaults(state=None, recompute=None)
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of matrix products on a GPU")
     add("--seed", type=int, default=42, help="seed of rotations and stochastic rounding (--quantization full)")
     # Quantization

@@ -21,6 +21,7 @@ from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.hardware import physical_memory
 from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
+from nanochat_fp4.models.lean import state_of
 from nanochat_fp4.models.llama import Llama, LlamaConfig
 from nanochat_fp4.nvfp4.feedback import load_gram_state
 from nanochat_fp4.nvfp4.plan import MethodPlan
@@ -75,7 +76,8 @@ def build_model(
     (model, tokenizer, meta) of a checkpoint; the model is neither compiled nor converted, whatever it was trained with.
 
     phase: 'train' or 'eval'. The method that it was trained with is in the meta data, where the script that trained it
-    put it. BF16 weights become FP32 on a CPU (and on mps), as in nanochat. Raises UserError (damaged checkpoint, config
+    put it. BF16 weights become FP32 on a CPU (and on mps), as in nanochat, but not those of a --state=lean that will be
+    trained. Raises UserError (damaged checkpoint, config
     that does not fit, another tokenizer than the one in the base directory).
     """
     if phase not in ("train", "eval"):
@@ -84,7 +86,7 @@ def build_model(
     model_data, _, meta = load_checkpoint(checkpoint_dir, step, device)
     where = f"checkpoint of step {meta.get('step', step)} in {checkpoint_dir}"
     model_data = {name.removeprefix("_orig_mod."): tensor for name, tensor in model_data.items()}
-    if device.type in ("cpu", "mps"):
+    if device.type in ("cpu", "mps") and not (phase == "train" and state_of(meta) == "lean"):
         model_data = {
             name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in model_data.items()
         }
@@ -109,9 +111,8 @@ def build_model(
             model = Llama(config) if is_llama else GPT(config)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as e:
         raise UserError(f"{where}: its model config is not one of this GPT ({one_line(e)[:150]})") from e
-    model.to_empty(device=device)
-    model.init_weights()  # for what is not in the state dict: the rotary tables
     load_weights(model, model_data, checkpoint_dir, meta.get("step", step))
+    model.prepare()
     model.train(phase == "train")
     tokenizer = get_tokenizer()
     check_tokenizer(meta, tokenizer, where)
@@ -140,13 +141,12 @@ def load_weights(model: GPT, model_data: dict[str, torch.Tensor], checkpoint_dir
 
     Raises UserError where they do not fit.
     """
-    learned = load_method_data(checkpoint_dir, step, model.get_device())
     try:
         shapes = {name: p.shape for name, p in model.state_dict().items()}
         model.load_state_dict(model_data, strict=True, assign=True)
         if any(p.shape != shapes[name] or not p.is_floating_point() for name, p in model.state_dict().items()):
             raise TypeError("a weight that is no floating-point tensor")
-        load_gram_state(model, learned)
+        load_gram_state(model, load_method_data(checkpoint_dir, step, model.get_device()))
     except (RuntimeError, AttributeError, TypeError, ValueError) as e:
         raise UserError(
             f"checkpoint of step {step} in {checkpoint_dir}: its weights do not fit its model config "

@@ -37,7 +37,7 @@ from nanochat_fp4.errors import LostRankError, UserError, is_lost_rank
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.models import flash_attention, llama
 from nanochat_fp4.models.cross_entropy import head_problem
-from nanochat_fp4.models.gpt import GPT, config_from_depth
+from nanochat_fp4.models.gpt import GPT, RECOMPUTE, config_from_depth
 from nanochat_fp4.models.lean import Lean, set_state, state_of
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
@@ -114,26 +114,32 @@ def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) 
             args.depth, vocab_size, args.max_seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
         )
         config = replace(config, separate_qkv=args.separate_qkv, exact_relu_squared=args.exact_relu_squared)
-    unfit = {f"--runtime=recompute-{args.recompute}": args.recompute != "none"}
-    unfit |= {f"--method-changes={switch}": getattr(args, switch) for switch in SWITCHES}
-    if args.llama and any(unfit.values()):
-        raise UserError(f"{next(k for k in unfit if unfit[k])} is not for the --llama models; leave one of them out")
-    if args.recompute.startswith("codes"):
-        reason = args.separate_qkv and "it needs q, k and v as one layer, without --method-changes=separate_qkv"
-        reason = reason or flash_attention.unkept_reason(device.type, config.head_dim)
-        if reason:
-            raise UserError(f"--runtime=recompute-{args.recompute}: {reason}; use recompute-mlp or recompute-all")
+    if args.llama and (unfit := next((switch for switch in SWITCHES if getattr(args, switch)), None)):
+        raise UserError(f"--method-changes={unfit} is not for the --llama models; leave one of them out")
+    if reason := recompute_problem(args.recompute, config, device):
+        raise UserError(f"--runtime=recompute-{args.recompute}: {reason}")
     check_model_fits(config, device)
     set_cpu_threads(device, config.n_embd)
     with torch.device("meta"):
         model = cls(config)
     if problem := head_problem(args.head, *model.lm_head.weight.shape, device.type):
         raise UserError(f"--head: {problem}")
+    set_state(model, args.state)
     model.to_empty(device=device)
     model.init_weights()
-    set_state(model, args.state)
     model.recompute, model.head = args.recompute, args.head
     return model, name
+
+
+def recompute_problem(recompute: str, config: Any, device: torch.device) -> str | None:
+    """Why a model of this config cannot recompute so on the device, and what can be done; or None."""
+    reason = None
+    if isinstance(config, llama.LlamaConfig) and recompute != "none":
+        return "it is not for the --llama models; leave it out"
+    if recompute.startswith("codes"):
+        reason = config.separate_qkv and "it needs q, k and v as one layer, without --method-changes=separate_qkv"
+        reason = reason or flash_attention.unkept_reason(device.type, config.head_dim)
+    return reason and f"{reason}; use recompute-mlp or recompute-all"
 
 
 def run_settings(
@@ -285,7 +291,8 @@ class PostTraining:
             self.begin_anew()
         else:
             self.go_on(step)
-        set_state(self.model, args.state, state_of(self.start.meta or self.parent_meta))
+        set_state(self.model, self.state, state_of(self.parent_meta))
+        self.set_recompute(args.recompute)
         if not self.dry_run:
             check_writable(folder, save_bytes(self.model), starts_over(args.resume_from_step, args.overwrite))
         self.config = self.model.config
@@ -304,6 +311,31 @@ class PostTraining:
         if sharded:
             shard(self.model, torch.bfloat16 if process.device.type == "cuda" and self.dtype is None else None)
 
+    @property
+    def state(self) -> str:
+        """--state, or that of the model's checkpoint."""
+        return self.args.state or state_of(self.parent_meta)
+
+    def set_recompute(self, wished: str | None) -> None:
+        """As the flag says, or as the model was trained, where that is possible on this machine."""
+        recompute = wished or (self.parent_meta.get("user_config") or {}).get("recompute")
+        recompute = recompute if recompute in RECOMPUTE else "none"
+        if reason := recompute_problem(recompute, self.model.config, self.process.device):
+            if wished:
+                raise UserError(f"--runtime=recompute-{wished}: {reason}")
+            print0(
+                f"note: the model was trained with --runtime=recompute-{recompute}, which is not used here: {reason}"
+            )
+            recompute = "none"
+        self.model.recompute = recompute
+
+    @property
+    def trained_rows(self) -> int | None:
+        """Rows of a micro-batch that the checkpoint was trained with, if it says so."""
+        rows = (self.parent_meta.get("user_config") or {}).get("device_batch_size")
+        rows = self.parent_meta.get("device_batch_size") or rows
+        return rows if isinstance(rows, int) and rows > 0 else None
+
     def begin_anew(self) -> None:
         """With the model of the stage before."""
         self.model, self.tokenizer, self.parent_meta = load_model(
@@ -318,10 +350,10 @@ class PostTraining:
         """From the run's own checkpoint, unless the model that it began with has been trained anew in the meantime."""
         folder, device, rank = self.start.folder, self.process.device, self.process.rank
         self.model, self.tokenizer, meta = build_model(folder, step, device, "train")
-        where = "cpu" if self.args.state == "lean" else device
+        self.parent_meta, self.parent = meta, meta.get("parent") or {}
+        where = "cpu" if self.state == "lean" else device
         _, rank_state, _ = load_checkpoint(folder, step, where, load_optimizer=True, rank=rank)
         self.start = Start(folder, folder, step, rank_state, meta)
-        self.parent_meta, self.parent = meta, meta.get("parent") or {}
         before = self.parent.get("weights_sha256")
         now = weights_digest(checkpoint_folder(self.source, self.model_tag), self.parent.get("step"))
         if before is not None and now is not None and before != now:
@@ -363,7 +395,13 @@ class PostTraining:
         made = RunSpec(
             stage=self.stage,
             method=self.method,
-            user_config={**vars(args), "method": self.method, "device_batch_size": spec["device_batch_size"]},
+            user_config={
+                **vars(args),
+                "method": self.method,
+                "state": self.state,
+                "recompute": self.model.recompute,
+                "device_batch_size": spec["device_batch_size"],
+            },
             meta={
                 "model_config": config_record(self.config),
                 "run_config": run_config,
@@ -378,7 +416,7 @@ class PostTraining:
         return Trainer(made, parts, self.args, self.process, self.start)
 
     def parts(self, optimizers: list[torch.optim.Optimizer], forward: Any, **loss: Any) -> TrainingStep:
-        lean = Lean(self.model, optimizers, self.args.seed) if self.args.state == "lean" else None
+        lean = Lean(self.model, optimizers, self.args.seed) if self.state == "lean" else None
         quantized = QuantizedTraining(self.model)
         return TrainingStep(self.model, optimizers, forward, quantized, self.dtype, lean=lean, **loss)
 

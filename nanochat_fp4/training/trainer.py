@@ -426,6 +426,8 @@ class Trainer:
         lever = memory_lever(self.model, size, self.spec.seq_len)
         advice += f"; by count, {lever}" if lever else ""
         go_on = "; go on with it and --resume-from-step latest" if saved else ""
+        if self.spec.stage in ("sft", "rl"):  # a micro-batch's rows are padded to one length, which decides the bits
+            go_on = "; start over with it and --overwrite"
         return self.failure(f"out of memory at step {self.step} with --device-batch-size={size}; {advice}{go_on}")
 
     def skip(self, outcome: Outcome, tried: list, before: tuple[dict, Any]) -> None:

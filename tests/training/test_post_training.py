@@ -1,15 +1,18 @@
 """Mid-training, SFT, evaluation and chat on a tiny model: end to end, resumed to the bit, and given bad input."""
 
 import builtins
+import functools
 import json
+import os
 import re
+import signal
 import zipfile
 
 import pytest
 import torch
 from _assertions import assert_same, final_state
 from _samples import CORE_TASKS, byte_tokenizer, make_bundle, save_base
-from _training import MID, SFT, after_steps
+from _training import BASE, MID, SFT, after_steps, in_step
 
 from eval.local import LocalArithmetic, LocalChoice
 from nanochat_fp4.data.chat_data import LOCAL_IDENTITY, CustomJSON, Source, Task
@@ -20,7 +23,7 @@ from nanochat_fp4.evaluation import core_eval
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.training.checkpoint_manager import list_steps, load_checkpoint, weights_digest
 from nanochat_fp4.training.load_model import checkpoint_method
-from scripts import base_eval, chat_cli, chat_eval, chat_sft, mid_train
+from scripts import base_eval, base_train, chat_cli, chat_eval, chat_sft, mid_train
 
 MID = [*MID, "--eval-every=4"]
 SFT = [*SFT, "--eval-every=4", "--eval-metrics-every=4", "--eval-metrics-max-problems=6"]
@@ -257,6 +260,29 @@ def test_base_to_mid_to_sft_to_evaluation_and_chat(base, capsys, monkeypatch):
     _, first_answer, second_answer = capsys.readouterr().out.split("Assistant: ")
     assert first_answer.strip() == f"{alone}\nConversation cleared."
     assert second_answer.strip() == f"{alone}\nGoodbye!"
+
+
+def test_stages_go_on_as_the_base_was_trained(tiny_base):
+    """--state, recomputation and micro-batch are the model's, of new runs and of resumed ones: a card that has trained
+    the base trains them all."""
+
+    def run(stage, *flags):
+        stage.main([*flags, "--model-tag=d1", "--num-iterations=2", "--resume-from-step=latest"])
+
+    sizes = "--max-seq-len=128 --total-batch-size=512 --eval-tokens=512".split()
+    as_planned = ["--method=clover", "--state=lean", "--runtime=recompute-codes"]
+    run(base_train, *BASE, *sizes, *as_planned)
+    for stage, flags, place in (mid_train, MID, "mid_checkpoints"), (chat_sft, SFT, "chatsft_checkpoints"):
+        flags = [f for f in flags if not f.startswith("--device-batch-size")]
+        with in_step(0, functools.partial(os.kill, os.getpid(), signal.SIGUSR1)):
+            run(stage, *flags)
+        run(stage, *flags)
+        weights, _, meta = load_checkpoint(tiny_base / place / "d1", 2, "cpu")
+        config = {k: meta["user_config"][k] for k in ("state", "recompute", "device_batch_size")}
+        assert config == {"state": "lean", "recompute": "codes", "device_batch_size": 2}
+        assert {t.dtype for t in weights.values() if t.ndim == 2} == {torch.bfloat16}
+        events = read_jsonl(tiny_base / place / "d1" / "metrics.jsonl")
+        assert [r["step"] for r in events if r["event"] == "start"] == [0, 1]
 
 
 def test_resume_is_exact_with_quantized_gradients(base):

@@ -48,7 +48,6 @@ REFUSED = [
     ("mid", "--quantization=full", "quantization was 'forward'"),
     ("mid", "--num-iterations=4", "num_iterations was 3"),
     ("mid", "--total-batch-size=256", "total_batch_size was 512"),
-    ("mid", "--device-batch-size=1", "device_batch_size was 2"),
     ("sft", "--method=nvidia", "method was 'clover'"),
     ("sft", "--target-examples-per-step=8", "target_examples_per_step was 4"),
     ("sft", "--device-batch-size=1", "device_batch_size was 2"),
@@ -67,6 +66,7 @@ NOTED = [
     ("base", "commit", "commit was 0000"),
     ("mid", "--matrix-lr=0.01", "matrix_lr was 0.02"),
     ("mid", "--init-lr-frac=0.5", "init_lr_frac was"),
+    ("mid", "--device-batch-size=1", "device_batch_size was 2"),
     ("sft", "--weight-decay=0.1", "weight_decay was 0.0"),
 ]
 CHANGES = [(*c, 2) for c in REFUSED] + [(*c, 0) for c in NOTED]
