@@ -1,6 +1,6 @@
 """What fits a card: memory of a nanochat's training by count, for each state of the optimizer and each recomputation.
 
-    python -m nanochat_fp4.training.fits                    # cards of 8 to 32 GB: the table of docs/memory.md
+    python -m nanochat_fp4.training.fits                    # cards of 8 to 32 GB: the table of README
     python -m nanochat_fp4.training.fits --gpu rtx5060      # d20 on one card; --memory 16 for another, in GiB
 
 The counts are docs/memory.md's. A card gives SHARE of its memory to the tensors, as --device-batch-size=auto does.
@@ -104,20 +104,24 @@ def next_lever(depth: int, state: str, recompute: str, rows: float, kind: str = 
 
 
 def cards() -> str:
-    """The table of docs/memory.md."""
-    rows = []
+    """The table of README and docs/memory.md."""
+    lines = ["| card | d20 | deepest |", "|---|---|---|"]
     for card in CARDS:
         plan = best(20, card * 2**30)
         deepest = next((p for depth in DEPTHS if (p := best(depth, card * 2**30)).rows), plan)
-        rows.append([f"{card} GB", describe(plan), f"d{deepest.depth}: {describe(deepest)}"])
-    lines = [["card", "d20, the paper's depth", "deepest that trains"], ["---"] * 3, *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        d20, other = (", ".join([rows_of(p), p.state, *{p.recompute} - {"none"}]) for p in (plan, deepest))
+        lines.append(f"| {card} GB | {d20} | d{deepest.depth}: {other} |")
+    return "\n".join(lines)
+
+
+def rows_of(plan: Plan) -> str:
+    return f"{plan.rows} row{'s' * (plan.rows > 1)}"
 
 
 def describe(plan: Plan) -> str:
     if not plan.rows:
         return f"needs {plan._replace(rows=1).peak / SHARE / 2**30:.1f} GiB"
-    return f"{plan.rows} rows, {plan.peak / 2**30:.1f} GiB" + (f", `{plan.flags}`" if plan.flags else "")
+    return f"{rows_of(plan)}, {plan.peak / 2**30:.1f} GiB" + (f", `{plan.flags}`" if plan.flags else "")
 
 
 def main(argv: list[str] | None = None) -> None:

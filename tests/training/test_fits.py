@@ -1,9 +1,11 @@
 """What fits a card, by count: against the count of the model's own tensors, and the tables that say it."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lab.measure import bench_memory
 from nanochat_fp4.errors import UserError
@@ -21,6 +23,16 @@ def test_activations_are_those_of_a_real_d4(method, recompute):
     sum_of_layers = sum(block.values()) * 4 + rest
     expected = fits.activation_bytes(4, recompute, "bf16" if method == "bf16" else "codes")
     assert sum_of_layers == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("depth", [40, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (20, 26, 32))])
+def test_activations_of_large_models_are_the_formula(depth):
+    """Saved tensors of fake forward passes: the very numbers."""
+    for method, recompute in itertools.product(("bf16", "clover"), ("none", "codes", "codes-mlp")):
+        with FakeTensorMode():
+            block, rest = bench_memory.per_token_and_layer(config_from_depth(depth, vocab_size=64), method, recompute)
+        expected = fits.activation_bytes(depth, recompute, "bf16" if method == "bf16" else "codes")
+        assert depth * sum(block.values()) + rest == expected, (method, recompute)
 
 
 @pytest.mark.parametrize("depth", [20, 26, 32, 40])
@@ -44,8 +56,10 @@ def test_cards_train_what_they_should():
     assert fits.best(40, 8 * 2**30).rows == 0
 
 
-def test_the_document_has_the_table():
-    assert fits.cards() in (ROOT / "docs/memory.md").read_text()
+@pytest.mark.parametrize("page", ["README.md", "docs/memory.md"])
+def test_pages_have_the_table(page, capsys):
+    fits.main([])
+    assert capsys.readouterr().out in (ROOT / page).read_text()
 
 
 def test_one_card(capsys):
