@@ -6,6 +6,7 @@ f5425245f and as the newest one are; and, where NANOCHAT_TEST_CHECKOUTS names re
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -615,36 +616,31 @@ def test_finder_leaves_other_packages_alone(old):
 REAL = [Path(p) for p in os.environ.get("NANOCHAT_TEST_CHECKOUTS", "").split(os.pathsep) if p]
 
 
-def prepare_real(tmp_path) -> tuple[Path, dict[str, str]]:
-    """A NANOCHAT_BASE_DIR with a tokenizer and text of Python's own sources; and an environment."""
+@pytest.mark.skipif(not REAL, reason="NANOCHAT_TEST_CHECKOUTS names no checkouts")
+@pytest.mark.parametrize("checkout", REAL, ids=lambda path: path.name)
+def test_a_real_checkout_trains_in_bf16_and_clover(checkout, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    (tmp_path / "corpus").mkdir()
     texts = [p.read_text(errors="replace")[:4000] for p in sorted(Path(os.__file__).parent.glob("*.py"))]
-    for i in range(2):
-        pq.write_table(pa.table({"text": texts * 8}), tmp_path / f"corpus/shard_{i}.parquet", row_group_size=200)
-    flags = ("--corpus", tmp_path / "corpus", "--checkout", REAL[0], "--base", tmp_path / "base")
-    small = ("--vocab-size=1024", "--max-chars=500000")
-    command = ("-m", "lab.measure.compare_upstream", "prepare", *map(str, flags), *small)
-    done = outside(None, *command)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return tmp_path / "base", {"TORCHDYNAMO_DISABLE": "1", "NANOCHAT_BASE_DIR": str(tmp_path / "base")}
+    for name in ("base_data", "base_data_climbmix"):
+        (tmp_path / name).mkdir()
+        for i in range(2):
+            pq.write_table(pa.table({"text": texts * 8}), tmp_path / name / f"shard_{i}.parquet", row_group_size=200)
+    env = {"TORCHDYNAMO_DISABLE": "1", "NANOCHAT_BASE_DIR": str(tmp_path), "WANDB_RUN": "dummy"}
+    flags = "--depth=2 --max-seq-len=256 --window-pattern=L --device-batch-size=1 --total-batch-size=512 --eval-every=6"
+    flags += " --num-iterations=6 --eval-tokens=1024 --core-metric-every=-1 --sample-every=-1 --device-type=cpu"
+    flags += " --matrix-lr=0.5 --embedding-lr=6 --unembedding-lr=0.1"
 
+    def run(method: str, script: str, *flags: str) -> str:
+        done = outside(checkout, "-m", "nanochat_fp4.upstream", f"--method={method}", script, "--", *flags, **env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
-@pytest.mark.skipif(not REAL, reason="NANOCHAT_TEST_CHECKOUTS names no checkouts")
-def test_real_checkouts_train_in_bf16_and_clover(tmp_path):
-    base, env = prepare_real(tmp_path)
-    small = "--depth=2 --seq-len=256 --device-batch-size=1 --total-batch-size=512 --eval-tokens=1024".split()
-    command = ["-m", "lab.measure.compare_upstream", "run", "--base", str(base), "--steps=6", "--every=1", *small]
-    learn = "--device-type=cpu --matrix-lr=0.5 --embedding-lr=6 --unembedding-lr=0.1".split()
-    done = outside(None, *command, "--out", str(tmp_path / "logs"), *map(str, REAL), "--", *learn, **env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line.lstrip().startswith("step ")]
-    assert len(rows) == 6
-    first, last = [float(v) for v in rows[0][2:]], [float(v) for v in rows[-1][2:]]
-    assert len(first) == 2 * len(REAL)
-    for i in range(0, len(first), 2):
-        assert first[i] == first[i + 1]  # the blocks' projections are zero at the start: nothing to quantize yet
-        assert last[i] < first[i] and last[i] != last[i + 1]
-        assert last[i] == pytest.approx(last[i + 1], rel=0.01)
+    run("bf16", "scripts.tok_train", "--vocab-size=1024", "--max-chars=500000")
+    texts = [run(method, "scripts.base_train", *flags.split()) for method in ("bf16", "clover")]
+    bf16, clover = ([float(v) for v in re.findall(r"^step .*? loss: ([\d.]+)", text, re.M)] for text in texts)
+    assert len(bf16) == len(clover) == 6
+    assert bf16[0] == clover[0]  # the blocks' projections are zero at the start: nothing to quantize yet
+    assert bf16[-1] < bf16[0] and clover[-1] < clover[0] and bf16[-1] != clover[-1]
+    assert clover[-1] == pytest.approx(bf16[-1], rel=0.01)

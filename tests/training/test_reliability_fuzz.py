@@ -349,8 +349,6 @@ TINY = "--device-type=cpu"
 # These measure a checkout of another project, or all of this one.
 ON_A_CHECKOUT = (
     "compare_quartet2.py",
-    "compare_upstream.py",
-    "determinism.py",
     "instructions.py",
     "golden.py",
 )
@@ -445,7 +443,7 @@ def content(base: Path) -> dict[str, bytes]:
 NOT_HERE = {f"lab.measure.bench_{what}" for what in ("generate", "linear", "quantize", "train")}  # want a GPU
 NOT_HERE |= {"nanochat_fp4.upstream"}  # wants a checkout of nanochat
 NOT_HERE |= {"lab.predict.measured", "lab.study.forwards", "lab.record"}  # want files of a benchmark, a sweep, a run
-NOT_HERE |= {"lab.measure.accuracy", "lab.moe"}  # want a model, a command
+NOT_HERE |= {"lab.measure.accuracy"}  # wants a model
 NOT_HERE |= {"scripts.export", "scripts.import_model", "scripts.chat_rl"}  # want a format, a file, GSM8K
 
 
