@@ -346,17 +346,12 @@ def test_many_damaged_files(tiny_base, tmp_path, name):
 # Command lines
 
 TINY = "--device-type=cpu"
-# These measure a checkout of another project, or all of this one.
-ON_A_CHECKOUT = (
-    "compare_quartet2.py",
-    "instructions.py",
-    "golden.py",
-)
+MEASURE_ALL = ("instructions.py", "golden.py")  # of this project
 FOUND = [
     ".".join(p.relative_to(ROOT).with_suffix("").parts)
     for folder in ("scripts", "lab")
     for p in sorted((ROOT / folder).rglob("*.py"))
-    if "def main(" in p.read_text() and p.name not in ON_A_CHECKOUT
+    if "def main(" in p.read_text() and p.name not in MEASURE_ALL
 ]
 FOUND.remove("scripts.reproduce")  # only names the new command
 FOUND.remove("lab.predict.blackwell")  # takes no arguments
