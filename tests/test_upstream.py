@@ -373,7 +373,7 @@ def test_bf16_is_the_checkout_as_it_is_and_clover_keeps_its_bookkeeping(checkout
     assert clover["keys"] == plain["keys"] and clover["seed"] == plain["seed"]
 
 
-def test_a_method_with_phases_is_told_where_the_run_is(tmp_path, run):
+def test_a_method_with_phases_is_told_where_the_run_is(tmp_path, run, run_ranks):
     """clover_late is clover for 70% of the steps, and not from there on; later stages go on with what it ended with."""
     checkout, more = make_checkout(tmp_path, "new"), ("scripts.base_train", "--", "--num-iterations=5", "--depth=1")
     status, out, err = run(checkout, "--method=clover_late", *more)
@@ -384,8 +384,10 @@ def test_a_method_with_phases_is_told_where_the_run_is(tmp_path, run):
     assert late["recipe"].startswith("clover_refined")
     assert "four_over_six + rest" in record(run(checkout, "--method=clover_late", "scripts.chat_sft")[1])["recipe"]
     # As a user starts it, this module is __main__ as well.
-    done = outside(checkout, "-m", "nanochat_fp4.upstream", "--method=clover_late", *more)
-    assert done.returncode == 0 and "step 4 of 5: from here on clover_refined" in done.stderr, done.stderr
+    program = f"sys.stderr, sys.argv = sys.stdout, ['', '--method=clover_late', *{more}]\n"
+    program += "runpy.run_module('nanochat_fp4.upstream', run_name='__main__', alter_sys=True)"
+    (out,) = run_ranks(IN_A_FORK.format(program), 1, env={"NANOCHAT_DIR": str(checkout)})
+    assert "step 4 of 5: from here on clover_refined" in out
     (checkout / "scripts/base_train.py").write_text(
         (checkout / "scripts/base_train.py")
         .read_text()
