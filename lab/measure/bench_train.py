@@ -18,8 +18,8 @@ AdamW. The times of a micro-batch, of making the codes and of the update are med
 The look (Gram matrices and their factors, for methods with feedback) is every tenth step's, as in training.
 
 Peak memory is that of a whole step, gradients and optimizer states included. The largest micro-batch is found by steps
-that are run: what 1 and 2 rows take without torch.compile predicts it, then one row and the prediction are tried out,
-compiled. The difference of these two peaks is what a token keeps in memory. --memory-cap is a hard limit on PyTorch's
+that are run: 1 and 2 rows predict it, and the prediction is tried out. The difference of the first and the last peak is
+what a token keeps in memory. --memory-cap is a hard limit on PyTorch's
 allocator.
 
 Nothing that was measured is lost: rows are printed, and the JSON is written, after each search and each round of turns

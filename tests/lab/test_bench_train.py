@@ -1,8 +1,8 @@
 """The benchmark of whole models, on a CPU and tiny: what it runs, counts and writes. A GPU's figures are made up."""
 
-import contextlib
 import json
 import re
+import types
 import weakref
 from pathlib import Path
 
@@ -103,74 +103,36 @@ def test_recompilations_are_counted(monkeypatch):
 # Memory
 
 
-class FakeTrainer:
-    sequence_len = 10
-    compiled = True
-
-    @contextlib.contextmanager
-    def uncompiled(self):
-        self.compiled = False
-        yield
-        self.compiled = True
+FAKE = types.SimpleNamespace(sequence_len=10)
 
 
-def fake_peaks(constant, per_row, memory, update=0, uncompiled=None):
-    """Memory of `constant` and `per_row` bytes, or `uncompiled` a row; the sizes that are compiled."""
+def fake_peaks(constant, per_row, memory, update=0):
+    """Memory of `constant` and `per_row` bytes; the sizes that are tried."""
     tried = []
 
-    def peaks(trainer, rows):
-        if trainer.compiled and rows not in tried:
-            tried.append(rows)
-        peak = constant + (per_row if trainer.compiled else uncompiled or per_row) * rows
-        if peak > memory:
+    def peaks(subject, rows):
+        tried.append(rows)
+        if constant + per_row * rows > memory:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return peak, update
+        return constant + per_row * rows, update
 
     return peaks, tried
 
 
-def test_two_sizes_are_compiled():
-    peaks, tried = fake_peaks(1000, 100, memory=2700, update=1500, uncompiled=106)
-    size, memory = bench_step.find_micro_batch(FakeTrainer(), 64, 2700, peaks)
-    assert size == 16 and tried == [1, 16]
+def test_the_largest_micro_batch_is_tried_out():
+    peaks, tried = fake_peaks(1000, 100, memory=2700, update=1500)
+    size, memory = bench_step.find_micro_batch(FAKE, 64, 2700, peaks)
+    assert size == 16 and tried == [1, 1, 2, 16]  # the first step makes the optimizers' states
     assert memory.per_row() == 100 and memory.peak(16) == 2600 and memory.peak(1) == 1500  # the update needs more
-
-
-@pytest.mark.parametrize(
-    "memory, uncompiled, size, expected",
-    [
-        (2000, 100, 8, [1, 16, 8]),  # less than the budget promises: fragments
-        (2700, 120, 16, [1, 8, 16]),  # compiled rows take less than was predicted
-        (2700, 40, 16, [1, 32, 16]),  # or more
-        (2700, 5000, 16, [1, 2, 4, 8, 16]),  # nothing could be predicted
-        (1150, 100, 1, [1, 2]),
-    ],
-)
-def test_the_largest_micro_batch_is_tried_out(memory, uncompiled, size, expected):
-    peaks, tried = fake_peaks(1000, 100, memory, uncompiled=uncompiled)
-    found, known = bench_step.find_micro_batch(FakeTrainer(), 64, 2700, peaks)
-    assert found == size and tried == expected and (known.per_row() is None) == (size == 1)
-    assert all(known.peak(n) is None for n in expected if n > size)
-
-
-def test_all_rows_of_a_step_fit():
-    peaks, tried = fake_peaks(1000, 100, memory=10**6)
-    assert bench_step.find_micro_batch(FakeTrainer(), 64, 10**6, peaks)[0] == 64 and tried == [1, 64]
-    peaks, tried = fake_peaks(1000, 100, memory=10**6)
-    assert bench_step.find_micro_batch(FakeTrainer(), 1, 10**6, peaks)[0] == 1 and tried == [1]
-
-
-def test_not_even_one_row():
+    peaks, tried = fake_peaks(1000, 100, memory=2000)  # less than the budget promises: fragments
+    size, memory = bench_step.find_micro_batch(FAKE, 64, 2700, peaks)
+    assert size == 8 and tried[-2:] == [16, 8] and memory.peak(16) is None
+    size, memory = bench_step.find_micro_batch(FAKE, 64, 2700, fake_peaks(1000, 100, memory=1150)[0])
+    assert size == 1 and memory.per_row() is None
+    for rows in (64, 1):
+        assert bench_step.find_micro_batch(FAKE, rows, 10**6, fake_peaks(1000, 100, memory=10**6)[0])[0] == rows
     with pytest.raises(UserError, match="not even one row of 10 tokens fits into"):
-        bench_step.find_micro_batch(FakeTrainer(), 64, 1000, fake_peaks(1000, 100, memory=1000)[0])
-
-
-def test_other_errors_are_not_taken_for_memory():
-    def peaks(trainer, rows):
-        raise RuntimeError("a bug")
-
-    with pytest.raises(RuntimeError, match="a bug"):
-        bench_step.find_micro_batch(FakeTrainer(), 64, 1000, peaks)
+        bench_step.find_micro_batch(FAKE, 64, 1000, fake_peaks(1000, 100, memory=1000)[0])
 
 
 def test_amounts_of_memory():
