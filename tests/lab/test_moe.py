@@ -10,25 +10,16 @@ from lab import moe
 from nanochat_fp4.errors import UserError
 
 
-@pytest.fixture
-def small(monkeypatch):
+def test_runs_and_their_table(tiny_base, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(moe, "LENGTH", 16)
-    monkeypatch.setattr(moe, "VOCABULARY", 64)
     monkeypatch.setattr(moe, "LEARNING_RATE", 0.01)
-
-
-def test_runs_and_their_table(small, tmp_path, capsys):
-    torch.manual_seed(0)
-    text = torch.arange(40).repeat(20).to(torch.uint16)  # the next token is the last one plus 1
-    torch.save({"train": text, "val": text[:200], "val_bytes": 400}, tmp_path / "tokens.pt")
-    size = "--steps=20 --layers=1 --width=64 --rows=4 --eval-rows=2"
+    size = "--steps=20 --layers=1 --width=64 --rows=4 --eval-batches=2"
     for method in ("bf16", "clover"):
-        out = tmp_path / f"{method}.json"
-        moe.main(["train", f"--tokens={tmp_path / 'tokens.pt'}", f"--method={method}", f"--out={out}", *size.split()])
+        moe.main(["train", f"--method={method}", f"--out={tmp_path / method}.json", *size.split()])
     runs = {m: json.loads((tmp_path / f"{m}.json").read_text()) for m in ("bf16", "clover")}
     for run in runs.values():
         assert list(run["curve"]) == [str(step) for step in range(2, 21, 2)] and run["tokens"] == 20 * 4 * 16
-        assert run["bpb"] < 0.7 * run["curve"]["2"]
+        assert run["bpb"] < 0.9 * run["curve"]["2"]
     assert runs["bf16"]["bpb"] == runs["bf16"]["bpb_bf16"] and runs["clover"]["bpb"] != runs["clover"]["bpb_bf16"]
     capsys.readouterr()
     moe.main(["table", *(str(tmp_path / f"{m}.json") for m in runs)])
@@ -40,11 +31,11 @@ def test_runs_and_their_table(small, tmp_path, capsys):
         moe.report([tmp_path / f"{m}.json" for m in runs])
 
 
-def test_the_experts_are_converted_and_choose_as_before(small):
+def test_the_experts_are_converted_and_choose_as_before():
     torch.manual_seed(0)
-    model = moe.build(1, 64, 128, torch.device("cpu"))
+    model = moe.build(1, 64, 128, 64, torch.device("cpu"))
     torch.manual_seed(0)
-    converted = nf.convert(moe.build(1, 64, 128, torch.device("cpu")), "clover", verbose=False)
+    converted = nf.convert(moe.build(1, 64, 128, 64, torch.device("cpu")), "clover", verbose=False)
     report = converted.nf_report
     assert sum("expert_linears" in name for name in report.converted) == 2 * moe.EXPERTS
     assert any("router" in name for name, _ in report.left_alone)
