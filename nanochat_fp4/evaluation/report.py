@@ -251,8 +251,7 @@ def _summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
     for section in sections:
         if section["slug"].startswith("chat-evaluation-") or section["slug"] == "base-model-evaluation":
             stage = section["slug"].removeprefix("chat-evaluation-").removesuffix("-model-evaluation")
-            scores = section["results"] or _known_tasks(section["data"])
-            scored = {_text(task): _score(value) for task, value in scores.items()}
+            scored = {_text(task): _score(value) for task, value in section["results"].items()}
             run["benchmarks"][stage] = {task: score for task, score in scored.items() if score}
         elif section["slug"] in ("base-model-training", "base-model-loss"):
             # The loss stage comes after training and measures on more tokens. Its BPB replaces the training loop's.
@@ -261,11 +260,6 @@ def _summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
         run["tokens"] = int(run["total_batch_size"] * run["step"])
     run["finished"] = run["step"] is not None and run["step"] == run["num_iterations"]
     return run
-
-
-def _known_tasks(data: list) -> dict:
-    """The dict of task: accuracy among the data, nanochat's own way of logging an evaluation."""
-    return {k: v for item in data if isinstance(item, dict) for k, v in item.items() if k in TASKS}
 
 
 def _score(value: Any) -> dict[str, float | None] | None:
