@@ -36,6 +36,7 @@ CPU_MINUTES="" # how long the whole run may take on a CPU; empty where NUM_ITERA
 CHOSEN=()     # names, in the order they are printed
 CONFIG=""     # what makes two runs different runs
 DEFAULTS=""   # the same, had nothing been overridden
+A_NUMBER='^-?[0-9]*\.?[0-9]+([eE]-?[0-9]+)?$'
 
 # choose NAME=default...: set each variable that is not set.
 choose() {
@@ -44,6 +45,8 @@ choose() {
         name=${pair%%=*}
         CHOSEN+=("$name")
         [ -n "${!name:-}" ] || printf -v "$name" '%s' "${pair#*=}"
+        [[ ! "${pair#*=}" =~ $A_NUMBER || "${!name}" =~ $A_NUMBER || "$name=${!name}" = DEVICE_BATCH=auto ]] ||
+            die "$name=${!name}: expected a number, such as the default ${pair#*=}; set another one or leave $name out"
         case $name in
         # How often something is measured or saved does not make another run.
         # Nor do the later stages make another base model.

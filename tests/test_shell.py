@@ -197,6 +197,7 @@ def test_only_visible_gpus_count(environment, visible, machine):
     "script, variables, message",
     [
         ("speedrun_fp4.sh", {"QAT_METHOD": "fp3"}, "error: QAT_METHOD: unknown method 'fp3'; use one of: bf16"),
+        ("speedrun_fp4.sh", {"DEPTH": "abc"}, "error: DEPTH=abc: expected a number, such as the default 2"),
         ("speedrun_fp4.sh", {"STAGES": "tok fly"}, "error: STAGES: there is no stage 'fly'"),
         ("speedrun_fp4.sh", {"NPROC": "2x"}, "error: NPROC='2x' is not a number of processes"),
         ("run1000_fp4.sh", {"NPROC": "0"}, "error: NPROC='0' is not a number of processes"),
