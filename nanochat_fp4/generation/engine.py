@@ -56,11 +56,6 @@ class KVCache:
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self._position = 0
 
-    def reset(self) -> None:
-        """Empty the cache (without clearing the memory)."""
-        self.cache_seqlens.zero_()
-        self._position = 0
-
     def get_pos(self) -> int:
         """Positions filled so far, the same in every row."""
         return self._position
@@ -75,15 +70,8 @@ class KVCache:
         self._position += num_tokens
 
     def prefill(self, other: "KVCache") -> None:
-        """Copy `other`, a cache of one row or of as many rows as this one. Raises ValueError."""
+        """Copy `other`, a cache of one row or of as many rows as this one, into this empty and no shorter one."""
         position = other.get_pos()
-        mine, theirs = self.k_cache.shape, other.k_cache.shape
-        if self._position != 0:
-            raise ValueError(f"prefill needs an empty cache and this one is at position {self._position}; reset() it")
-        if (mine[0], mine[3:]) != (theirs[0], theirs[3:]) or other.batch_size not in (1, self.batch_size):
-            raise ValueError(f"a cache of shape {tuple(theirs)} does not fit into one of shape {tuple(mine)}")
-        if position > self.max_seq_len:
-            raise ValueError(f"{position} positions do not fit into a cache of {self.max_seq_len}; make it longer")
         self.k_cache[:, :, :position] = other.k_cache[:, :, :position]
         self.v_cache[:, :, :position] = other.v_cache[:, :, :position]
         self.advance(position)

@@ -144,7 +144,7 @@ def tokenizer_kind(base: Path, tmp: Path) -> Kind:
         get_token_bytes()
         assert tokenizer.decode(tokenizer.encode("some text")) == "some text"
 
-    return Kind([base / "tokenizer" / "tokenizer.json", base / "tokenizer" / "token_bytes.pt"], read, share=2)
+    return Kind([base / "tokenizer" / "tokenizer.json"], read)
 
 
 def pickle_kind(base: Path, tmp: Path) -> Kind:
