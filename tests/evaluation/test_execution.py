@@ -49,9 +49,9 @@ KERNEL = [layers for layers in LAYERS if "audit" not in layers]
 # landlock is never used without seccomp, but from its ABI 6 on it must keep signals and sockets in by itself.
 LANDLOCK_SCOPES = [("landlock",)] if landlock_abi() >= 6 and ("landlock", "seccomp") in LAYERS else []
 # A layer is the same in every set: where stronger sets work, most tests leave out the one whose two layers others have.
-every_layer = pytest.mark.parametrize(
-    "layers", [layers for layers in LAYERS if layers != ("seccomp", "audit") or not KERNEL], ids="+".join
-)
+EACH = [layers for layers in LAYERS if layers != ("seccomp", "audit") or not KERNEL]
+every_layer = pytest.mark.parametrize("layers", EACH, ids="+".join)
+# What the supervisor keeps, and the limits that each process sets for itself, are the same whatever the layers.
 strongest_and_weakest = pytest.mark.parametrize("layers", sorted({*LAYERS[:1], *LAYERS[-1:]}), ids="+".join)
 every_kernel_layer = pytest.mark.parametrize("layers", KERNEL, ids="+".join)
 
@@ -258,7 +258,7 @@ for number in sorted(set(range(700)) - set({skipped})):
 # Hostile programs
 
 
-@every_layer
+@strongest_and_weakest
 def test_endless_programs(layers):
     stubborn = """
 import signal, time
@@ -274,7 +274,7 @@ while True:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
-@every_layer
+@strongest_and_weakest
 def test_gigabyte_allocation(layers):
     large = "b = bytearray(100 << 20)"
     result = run(large, layers, maximum_memory_bytes=64 << 20)
@@ -422,7 +422,7 @@ for attack in (tcp, udp, raw, listen):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets")
-@pytest.mark.parametrize("layers", [*LAYERS, *LANDLOCK_SCOPES], ids="+".join)
+@pytest.mark.parametrize("layers", [*EACH, *LANDLOCK_SCOPES], ids="+".join)
 def test_no_socket_of_others_is_reached(layers, open_folder):
     """Not even from a pair of sockets, which send to an address as well as to each other, open files included."""
     path, abstract = str(open_folder / "socket"), f"\0nanochat-{os.getpid()}"
@@ -503,7 +503,7 @@ for opened in (pipe, pair):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux' signals by descriptor")
-@pytest.mark.parametrize("layers", [*LAYERS, *LANDLOCK_SCOPES], ids="+".join)
+@pytest.mark.parametrize("layers", [*EACH, *LANDLOCK_SCOPES], ids="+".join)
 def test_no_descriptor_signals_others(layers):
     """A descriptor that becomes readable can have the kernel send its owner, any process of the user, a SIGKILL."""
     victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
@@ -519,14 +519,14 @@ def test_no_descriptor_signals_others(layers):
         victim.wait()
 
 
-@every_layer
+@strongest_and_weakest
 def test_closing_stdout_changes_nothing(layers):
     assert run("import os, sys\nsys.stdout.close(); os.close(1); os.close(2); sys.stderr = None", layers).success
     result = run("import os\nfor fd in range(100):\n    try: os.close(fd)\n    except OSError: pass", layers)
     assert not result.success and not result.timeout  # it closed the way back as well
 
 
-@every_layer
+@strongest_and_weakest
 def test_printing_without_end(layers):
     code = "import sys\nline = 'x' * (1 << 20)\nfor _ in range(16): sys.stdout.write(line)\n"
     tracemalloc.start()
@@ -538,7 +538,7 @@ def test_printing_without_end(layers):
     assert len(result.stdout) < execution.MAX_OUTPUT_BYTES + 100 and result.stdout.endswith("[output cut here]")
 
 
-@every_layer
+@strongest_and_weakest
 def test_writing_a_gigabyte(layers):
     result = run("f = open('big', 'wb')\nfor _ in range(1024): f.write(b'x' * (1 << 20))", layers)
     assert not result.success
@@ -608,7 +608,7 @@ def test_many_files_or_bytes_are_the_end(layers, code, says, tmp_path, monkeypat
     wait_until(lambda: list(tmp_path.iterdir()) == [])
 
 
-@every_layer
+@strongest_and_weakest
 def test_folders_without_rights_and_nested_deeply_go(layers, tmp_path, monkeypatch):
     monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
     code = """
@@ -843,7 +843,7 @@ def children_of(pid: int) -> dict[int, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(  # hooks do not keep the supervisor's end from being ignored
     "layers, signalled",
-    [(x, "trainer") for x in LAYERS] + [(x, "supervisor") for x in LAYERS if "seccomp" in x],
+    [(x, "trainer") for x in EACH] + [(x, "supervisor") for x in EACH if "seccomp" in x],
     ids=str,
 )
 def test_the_sandbox_dies_with_the_trainer(layers, signalled, tmp_path):
