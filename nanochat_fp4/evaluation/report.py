@@ -48,7 +48,7 @@ SECTIONS = [
 # Columns of the benchmark table, in the order of the paper's Table 5. Other tasks follow.
 TASKS = ["ARC-Easy", "ARC-Challenge", "GSM8K", "HumanEval", "MMLU", "SpellingBee", "CORE", "ChatCORE"]
 
-# US dollars per hour and GPU, rough list prices of GPU clouds. GPU_HOURLY_USD overrides them.
+# US dollars per hour and GPU, rough list prices of GPU clouds.
 _GPU_HOURLY_USD = {"B200": 6.0, "H200": 3.8, "H100": 3.0, "A100": 1.8, "5090": 0.9, "4090": 0.5}
 
 CHECK_TOKENS = 1e9  # a run of fewer tokens only checks the stages
@@ -398,10 +398,7 @@ def _break_even(gpu: str, runs: list[dict]) -> str:
 def gpu_dollars(environment: Mapping[str, Any], seconds: float) -> float | None:
     """US dollars for the GPUs of `environment` over `seconds`; None without a GPU."""
     name, count = str(environment.get("gpu") or ""), _number(environment.get("gpu_count"))
-    try:
-        rate = float(os.environ.get("GPU_HOURLY_USD") or "unset")
-    except ValueError:
-        rate = next((usd for gpu, usd in _GPU_HOURLY_USD.items() if gpu in name), None)
+    rate = next((usd for gpu, usd in _GPU_HOURLY_USD.items() if gpu in name), None)
     return None if not count or rate is None else rate * count * seconds / 3600
 
 

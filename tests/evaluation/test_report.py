@@ -202,13 +202,9 @@ def test_other_ranks_log_nothing(base_dir, monkeypatch):
     assert not (base_dir / "report").exists()
 
 
-def test_cost_needs_a_gpu(monkeypatch):
+def test_cost_needs_a_gpu():
     gpu = {"gpu": "NVIDIA H100 80GB HBM3", "gpu_count": 8}
     assert report.gpu_dollars({}, 3600) is None
-    assert report.gpu_dollars(gpu, 3600) == pytest.approx(24.0)
-    monkeypatch.setenv("GPU_HOURLY_USD", "2.5")
-    assert report.gpu_dollars(gpu, 7200) == pytest.approx(40.0)
-    monkeypatch.setenv("GPU_HOURLY_USD", "many")
     assert report.gpu_dollars(gpu, 3600) == pytest.approx(24.0)
 
 
