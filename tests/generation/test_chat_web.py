@@ -1,6 +1,7 @@
 """The web chat: what it answers, what it refuses, and the page in a real browser where there is one."""
 
 import base64
+import contextlib
 import http.client
 import json
 import logging
@@ -307,9 +308,10 @@ def test_heads_and_bodies_have_a_deadline(serve):
     assert answer.startswith(b"HTTP/1.1 408") and b"incomplete after 1 seconds; send" in answer
     again = served.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert again.recv(10_000)
-    again.sendall(HEAD)  # a second request of the same connection
-    while again.recv(1000):
-        pass
+    with contextlib.suppress(ConnectionError):  # closed before, where this process had to wait for a second
+        again.sendall(HEAD)  # a second request of the same connection
+        while again.recv(1000):
+            pass
 
 
 def test_a_client_that_leaves_mid_body_is_no_traceback(serve, caplog):
