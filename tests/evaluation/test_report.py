@@ -42,12 +42,12 @@ def make_run(base_dir: Path, tag: str, method: str, bpb: float, steps: int = 6, 
         get_report(tag).log("Base model loss", [{"val_bpb": bpb}], results)
 
 
-def generated(folder: Path, *args, drawn: bool = False) -> str:
+def generated(folder: Path, drawn: bool = False) -> str:
     """report.md; without the plots, which are slow, unless they are to be `drawn`."""
     with pytest.MonkeyPatch.context() as m:
         if not drawn:
             m.setattr(report, "_plot", lambda *_: [])
-        path = Report(folder).generate(*args, print_summary=False)
+        path = Report(folder).generate()
     assert path == str(folder / "report.md")
     json.loads((folder / "report.json").read_text())  # strict JSON: no NaN
     return Path(path).read_text()
@@ -99,17 +99,6 @@ def test_runs_of_several_seeds_are_a_line_with_a_band(base_dir, folder, monkeypa
     assert {d for d in drawn if "BF16" not in d[0]} == {
         ("d4_clover", 2, 1), ("tiny_clover, 6 steps", 2, 1), ("tiny_clover, 4 steps", 1, 0),
     }  # fmt: skip
-
-
-def test_runs_can_be_chosen_and_ordered(base_dir, folder):
-    make_run(base_dir, "d4_bf16", "bf16", 1.25)
-    make_run(base_dir, "d4_clover", "clover", 1.275)
-    text = generated(folder, ["d4_clover"])
-    assert "d4_bf16" not in text and row_of(text, "d4_clover")[6] == "-"
-    text = generated(folder, ["d4_clover", "d4_bf16"])
-    assert text.index("| d4_clover |") < text.index("| d4_bf16 |")
-    with pytest.raises(UserError, match="no run called 'd9'; there is|no run called 'd9' to report; there is: d4"):
-        Report(folder).generate(["d9"])
 
 
 def test_gap_only_between_finished_runs_of_one_configuration(base_dir, folder):

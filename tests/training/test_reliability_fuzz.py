@@ -255,7 +255,7 @@ def report_kind(base: Path, tmp: Path) -> Kind:
     def read():
         with pytest.MonkeyPatch.context() as m:
             m.setattr(report, "_plot", lambda *args: [])  # slow; damaged numbers reach it in test_report.py
-            report.get_report().generate(print_summary=False)
+            report.get_report().generate()
         log.rewind(2)
 
     paths = [log.path, *(base / "report" / "d2_x").glob("*.json")]
