@@ -202,7 +202,7 @@ class Llama(nn.Module):
 
     def setup_optimizers(self, lr: float) -> list[torch.optim.Optimizer]:
         """[AdamW], with weight decay for the matrices of blocks and head; groups remember their rate as initial_lr."""
-        decayed = [p for n, p in self.named_parameters() if p.ndim > 1 and "wte" not in n]
+        decayed = [p for n, p in self.named_parameters() if p.ndim == 2 and "wte" not in n]
         others = [p for n, p in self.named_parameters() if p.ndim < 2 or "wte" in n]
         groups = [dict(params=decayed, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
         adamw = AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)

@@ -162,13 +162,11 @@ def test_steady_times_each_function_in_the_state_that_it_brings_about(monkeypatc
 
     monkeypatch.setattr(common.time, "perf_counter", lambda: now)
     monkeypatch.setattr(common, "timed", lambda function, calls: [function() for _ in range(calls)])
-    functions, settled = {"hot": function("hot", 0.02), "cool": function("cool", -0.02)}, []
-    found = common.steady(functions, 2.0, lambda name, function: settled.append(name))
+    found = common.steady({"hot": function("hot", 0.02), "cool": function("cool", -0.02)}, 2.0)
     assert found["hot"]["ms"] == pytest.approx(20) and found["cool"]["ms"] == pytest.approx(10)
     assert found["hot"]["spread"] == pytest.approx(0) and found["hot"]["mhz"] is None
     order = [a for a, b in zip(log, [*log[1:], None]) if a != b]
     assert order == ["hot", "cool", "hot"]  # the second time in the opposite order
-    assert settled == ["hot", "cool", "cool", "hot"]
     assert log.count("cool") * 0.01 > 7  # twice to warm up, twice timed
     drifting = common.steady({"drifting": function("drifting", -0.001)}, 1.0)
     assert drifting["drifting"]["spread"] > 0.05
