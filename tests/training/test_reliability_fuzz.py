@@ -144,7 +144,7 @@ def tokenizer_kind(base: Path, tmp: Path) -> Kind:
         get_token_bytes()
         assert tokenizer.decode(tokenizer.encode("some text")) == "some text"
 
-    return Kind([base / "tokenizer" / "tokenizer.json", base / "tokenizer" / "token_bytes.pt"], read, share=2)
+    return Kind([base / "tokenizer" / "tokenizer.json"], read)
 
 
 def pickle_kind(base: Path, tmp: Path) -> Kind:
@@ -255,7 +255,7 @@ def report_kind(base: Path, tmp: Path) -> Kind:
     def read():
         with pytest.MonkeyPatch.context() as m:
             m.setattr(report, "_plot", lambda *args: [])  # slow; damaged numbers reach it in test_report.py
-            report.get_report().generate(print_summary=False)
+            report.get_report().generate()
         log.rewind(2)
 
     paths = [log.path, *(base / "report" / "d2_x").glob("*.json")]
