@@ -42,7 +42,7 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models import flash_attention, gpt
 from nanochat_fp4.nvfp4 import contexts, dispatch, linear, operands
-from nanochat_fp4.nvfp4.gemm import GemmOperand
+from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand
 from nanochat_fp4.nvfp4.operands import Codes
 from nanochat_fp4.step_time import Shape
 
@@ -83,16 +83,17 @@ _attention.register_autograd(
 )
 
 
-def _rows(operand: Any) -> int:
-    return operand.tensors()[0].shape[0]
+def _tensors(operand: GemmOperand) -> list[Tensor]:
+    return [operand.values] if isinstance(operand, Decoded) else [*operand.tensors()]
 
 
 def _gemm(a, b, *, compute_dtype, out_dtype, into=None) -> Tensor:
-    return _product([*a.tensors()], [*b.tensors()], _rows(a), _rows(b), out_dtype)
+    x, y = _tensors(a), _tensors(b)
+    return _product(x, y, x[0].shape[0], y[0].shape[0], out_dtype)
 
 
 def _gemm_add(a, b, into, *, compute_dtype) -> None:
-    _product_add([*a.tensors()], [*b.tensors()], into)
+    _product_add(_tensors(a), _tensors(b), into)
 
 
 def _made_weights(groups, tiles: bool = False) -> list[GemmOperand]:
@@ -100,13 +101,11 @@ def _made_weights(groups, tiles: bool = False) -> list[GemmOperand]:
     made = []
     for layers in groups:
         n, k = sum(layer.out_features for layer in layers), layers[0].in_features
-        codes = torch.zeros(n, k, dtype=FP8[0]), torch.ones(())
-        fp8 = layers[0].recipe.output.b.rounding.fp8
-        made.append(
-            operands.FP8(*codes)
-            if fp8
-            else Codes(codes[0][:, ::2].contiguous().view(torch.uint8), codes[0][:, ::16].contiguous(), codes[1])
-        )
+        scale = torch.ones(())
+        if layers[0].recipe.output.b.rounding.fp8:
+            made.append(operands.FP8(torch.zeros(n, k, dtype=FP8[0]), scale))
+        else:
+            made.append(Codes(torch.zeros(n, k // 2, dtype=torch.uint8), torch.zeros(n, k // 16, dtype=FP8[0]), scale))
     return made
 
 

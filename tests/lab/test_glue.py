@@ -35,10 +35,13 @@ def test_an_element_counts_once_however_often_it_is_read():
 def test_the_model_of_a_step_has_the_counted_bytes(name):
     found = json.loads((RESULTS / f"{name}.json").read_text())["kernels"]
     of_glue = {m: sum(k["bytes"] for k in kernels if k["kind"] == "glue") for m, kernels in found.items()}
+    # Inductor writes FP8 in kernels of glue. step_time counts FP8_ELEMENT for 7 widths of inputs and 9 of gradients.
+    quantizers = sum(k["bytes"] for k in found["fp8"] if k["kind"] == "quantizer")
+    assert of_glue.pop("fp8") + quantizers - 16 * step_time.FP8_ELEMENT == pytest.approx(step_time.GLUE["fp8"], abs=6)
     # ReLU^2's kernel reads its input a first time for the largest value, and keeps 8 bits of it.
     (square,) = (k for k in found["clover"] if "quantize_relu_squared" in k["of"])
     of_glue["codes"] = of_glue.pop("clover") + max(square["read"].values()) + max(square["written"].values())
-    assert of_glue == pytest.approx(step_time.GLUE, abs=1)
+    assert of_glue == pytest.approx({m: step_time.GLUE[m] for m in ("bf16", "codes")}, abs=1)
 
 
 @pytest.mark.slow
