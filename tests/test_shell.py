@@ -238,7 +238,9 @@ def test_a_driver_that_is_too_old(environment, gpu, message):
     smi = Path(environment["PATH"].split(":")[0]) / "nvidia-smi"
     smi.write_text(f'#!/bin/sh\ncase "$1" in -L) echo "GPU 0: X";; *) echo "{gpu}";; esac\n')
     script = "set -euo pipefail; ROOT=$PWD; source dev/setup.sh; check_driver"
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == (2 if message else 0) and done.stdout == ""
     assert done.stderr.startswith(f"error: {message}" if message else "") and done.stderr.count("\n") == bool(message)
 
