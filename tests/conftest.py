@@ -21,7 +21,7 @@ for _name in ("QAT_METHOD", "DATA_DIR", "WANDB_RUN", "RANK", "LOCAL_RANK", "WORL
     os.environ.pop(_name, None)
 os.environ.update(NANOCHAT_BASE_DIR=_BASE_DIR, WANDB_MODE="disabled", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ["NVFP4_COMPILE"] = "1"  # graphs of the reference, which are those of a GPU but for the kernels
-os.environ["MPLCONFIGDIR"] = os.path.join(_BASE_DIR, "matplotlib")
+os.environ.setdefault("MPLCONFIGDIR", os.path.join(_BASE_DIR, "matplotlib"))  # one list of fonts for all workers
 
 import torch  # noqa: E402
 

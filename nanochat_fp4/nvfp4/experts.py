@@ -150,6 +150,12 @@ def layout_of(module: nn.Module) -> Layout | None:
     return None
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the experts of a known layout have weights (E, in_features, out_features)."""
+    # transformers' name of an attribute in 5.0, then in later releases.
+    return getattr(module, "is_transposed", getattr(module, "experts_are_transposed", False))
+
+
 def stacked_linears(module: nn.Module) -> dict[str, list[ExpertLinear]]:
     """Stacked parameter -> the ExpertLinears that read it, of a module that as_quantized_experts has changed."""
     return {name: list(linears) for name, linears in getattr(module, LINEARS, {}).items()}
@@ -165,8 +171,7 @@ def as_quantized_experts(model: nn.Module) -> None:
         layout = None if hasattr(module, LINEARS) else layout_of(module)
         if layout is None:
             continue
-        # transformers' name of an attribute in 5.0, then in later releases.
-        transposed = getattr(module, "is_transposed", getattr(module, "experts_are_transposed", False))
+        transposed = is_transposed(module)
         linears = nn.ModuleDict()
         for name in layout.parameters:
             count = getattr(module, name).shape[0]

@@ -425,7 +425,7 @@ def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch,
         for name, value in measured.items():
             assert recorder.logged[f"telemetry/{layer}/{name}"][-1] == value
     if stage == "base":
-        text = Path(report.get_report().generate(print_summary=False)).read_text()
+        text = Path(report.get_report().generate()).read_text()
         assert "Quantization error" in text and "| mlp.c_fc |" in text
     else:
         name = {"mid": "midtraining", "sft": "chat-sft"}[stage]
