@@ -454,12 +454,11 @@ def step_ms(shape: Shape, method: str | Recipe, machine: Machine, *, band: str =
         parts = replace(recipe, kept_blocks=0.0), "bf16"
         rest, bf16 = (step_ms(shape, part, machine, band=band, **batch) for part in parts)
         return (1 - kept) * rest + kept * bf16
-    times: dict[Step, float] = {}
+    steps = [*itertools.chain.from_iterable(groups(shape, _plain(recipe), machine, **batch).values())]
+    times = {i: predicted_ms(s, machine, band) for i, s in {id(s): s for s in steps}.items()}  # few differ
     total = 0.0
-    for step in itertools.chain.from_iterable(groups(shape, _plain(recipe), machine, **batch).values()):
-        if step not in times:
-            times[step] = predicted_ms(step, machine, band)
-        total += times[step]
+    for step in steps:
+        total += times[id(step)]
     extra = _second_terms(recipe.output.a, recipe.output.b, shape, batch["micro_batch"])
     total += batch["total_batch"] / batch["micro_batch"] * sum(predicted_ms(step, machine, band) for step in extra)
     if recipe.output.b.feedback:

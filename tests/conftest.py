@@ -5,8 +5,13 @@ What every test runs under: no GPU code without a GPU, no home directory, no net
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections import Counter
+
+# A shell starts its background jobs with SIGINT ignored, and programs inherit that. Tests send SIGINT.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before anything imports torch or triton: without a GPU, Triton kernels run in the interpreter.
 # One thread: tensors this small are faster without a second one, and much faster on a busy machine.
