@@ -12,14 +12,14 @@
 #     LIMIT=60                 seconds for each part, in the place of its own limit
 #     PLAN_ONLY=1              print the commands and stop
 #     OUT=...                  where logs and numbers go (default: measurements/ in the base directory)
-#     QUARTET2=..., NANOCHAT=...   checkouts of IST-DASLab/Quartet-II and of karpathy/nanochat (revision f5425245f) to be
-#                              timed as well; without them these two parts are skipped
+#     NANOCHAT=...             a checkout of karpathy/nanochat (revision f5425245f) to be timed as well; without it that
+#                              part is skipped
 #     PY=python3               the python to use as it is (default: VENV, or .venv, which is made; see dev/setup.sh)
 set -uo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit 2
 source dev/setup.sh
-KNOWN="doctor tests linear quantize quartet2 train train_32gib train_nanochat"
+KNOWN="doctor tests linear quantize train train_32gib train_nanochat"
 PARTS=${PARTS:-doctor linear quantize train}
 [ "$PARTS" != all ] || PARTS=$KNOWN
 for name in $PARTS; do
@@ -83,7 +83,6 @@ part doctor 300 "${doctor[@]}"
 part tests 1200 "$PY" -m pytest -q -p no:cacheprovider tests/kernels/test_*.py tests/nvfp4/test_native.py tests/nvfp4/test_gemm.py
 optional linear "DRY_RUN is set" "$needs_gpu" 240 "$PY" -m lab.measure.bench_linear --passes forward+backward --json "$OUT/linear.json"
 optional quantize "DRY_RUN is set" "$needs_gpu" 180 "$PY" -m lab.measure.bench_quantize --json "$OUT/quantize.json"
-optional quartet2 "QUARTET2 is not set" "${QUARTET2:-}" 400 "$PY" -m lab.measure.compare_quartet2 "${QUARTET2:-}"
 part train 480 "${train[@]}" --json "$OUT/train.json"
 part train_32gib 800 "${bench_train[@]}" --memory-cap 32GiB --recompute none,mlp --no-table7 --json "$OUT/train_32gib.json"
 optional train_nanochat "NANOCHAT is not set" "${NANOCHAT:-}" 400 \

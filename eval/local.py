@@ -12,7 +12,7 @@ from typing import Any
 
 from eval.common import render_mc, same_final_number
 from eval.humaneval import extract_program
-from nanochat_fp4.data.chat_data import LOCAL_WORDS, Task, spelling_seed
+from nanochat_fp4.data.chat_data import LOCAL_WORDS, DrawnTask
 from nanochat_fp4.evaluation.execution import execute_code
 
 LETTERS = ("A", "B", "C", "D")
@@ -20,27 +20,7 @@ NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo", "Ida", "Jan
 THINGS = ("apples", "books", "coins", "stamps", "shells", "cards", "pencils", "marbles")
 
 
-class _Local(Task):
-    """`size` conversations, each drawn with a seed of its own; test has other seeds than train."""
-
-    VERSION = 1
-
-    def __init__(self, size: int = 1000, split: str = "train", **kwargs: Any):
-        super().__init__(**kwargs)
-        spelling_seed(0, split)  # an unknown split is reported here
-        self.size, self.split = size, split
-
-    def num_examples(self) -> int:
-        return self.size
-
-    def get_example(self, index: int) -> dict[str, Any]:
-        return self.make(random.Random(spelling_seed(index, self.split)))
-
-    def make(self, rng: random.Random) -> dict[str, Any]:
-        raise NotImplementedError
-
-
-class LocalChoice(_Local):
+class LocalChoice(DrawnTask):
     eval_type = "categorical"
 
     def make(self, rng: random.Random) -> dict[str, Any]:
@@ -60,7 +40,7 @@ class LocalChoice(_Local):
         return answer == conversation["messages"][-1]["content"]
 
 
-class LocalArithmetic(_Local):
+class LocalArithmetic(DrawnTask):
     eval_type = "generative"
 
     def make(self, rng: random.Random) -> dict[str, Any]:
@@ -89,7 +69,7 @@ class LocalArithmetic(_Local):
         return same_final_number(conversation, answer)
 
 
-class LocalCode(_Local):
+class LocalCode(DrawnTask):
     eval_type = "generative"
 
     def make(self, rng: random.Random) -> dict[str, Any]:

@@ -5,14 +5,15 @@ Made on the spot from a list of English words (chat_data.py); the last line of t
 """
 
 import os
+import random
 from collections.abc import Sequence
 from typing import Any
 
 from eval.common import resolve_eval_dir, same_final_number
-from nanochat_fp4.data.chat_data import Task, counting_conversation, load_words, spelling_seed
+from nanochat_fp4.data.chat_data import DrawnTask, counting_conversation, load_words
 
 
-class SpellingBee(Task):
+class SpellingBee(DrawnTask):
     """`size` conversations. The splits draw different words. words is the list to draw from, by default load_words'."""
 
     VERSION = 1
@@ -26,16 +27,11 @@ class SpellingBee(Task):
         eval_dir: str | os.PathLike | None = None,
         **kwargs: Any,
     ):
-        super().__init__(**kwargs)
-        spelling_seed(0, split)  # an unknown split is reported here
-        self.size, self.split = size, split
+        super().__init__(size, split, **kwargs)
         self.words = words if words is not None else load_words(resolve_eval_dir(eval_dir))
 
-    def num_examples(self) -> int:
-        return self.size
-
-    def get_example(self, index: int) -> dict[str, Any]:
-        return counting_conversation(self.words, spelling_seed(index, self.split))
+    def make(self, rng: random.Random) -> dict[str, Any]:
+        return counting_conversation(self.words, rng)
 
     def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
         return same_final_number(conversation, answer)

@@ -30,17 +30,15 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import joined_processes, print0
 from nanochat_fp4.console import ArgumentParser, progress_iter
 from nanochat_fp4.data import tokenizer_files
-from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
-from nanochat_fp4.data.dataset import ensure_data
 from nanochat_fp4.data.tokenizer import get_token_bytes
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, require, run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.export import folder, gguf_file, huggingface, verify
+from nanochat_fp4.export.hf_path import DTYPES, batches, export_hf
 from nanochat_fp4.export.weights import Weights, calibrate, forward_weights, served
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import autocast
-from nanochat_fp4.models.hf_model import load_hf_model
 from nanochat_fp4.models.llama import Llama
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.training.flags import add_model_arguments
@@ -55,7 +53,6 @@ VERIFIED_BY = {
     "compressed-tensors": ("compressed-tensors", "safetensors", *TRANSFORMERS),
     "modelopt": ("nvidia-modelopt", "safetensors", *TRANSFORMERS),
 }
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # The class of transformers rotates by angles in FP32, nanochat in BF16; in BF16 both are the same.
 NANOCHAT_LOGITS = 0.05
 # Of their standard deviation: its BF16 weights meet BF16 inputs, its NVFP4 weights inputs in 8 bits (on a CPU).
@@ -116,39 +113,6 @@ def main(argv: list[str] | None = None) -> None:
             return export_hf(args, device, out)
         folder.prepare(out, args.overwrite)
         Export(args, device).run(out)
-
-
-def export_hf(args: argparse.Namespace, device: torch.device, out: Path) -> None:
-    """A model of transformers, by nf.save_quantized. Training text gives input scales, and inputs for feedback."""
-    model, tokenizer = load_hf_model(args.hf_path, device)
-    recipe, text = get_recipe(args.method or "clover"), []
-    nf.convert(model.model, recipe)
-    if recipe.looks_at_inputs or not args.weights_only:
-        text = [x for x, _ in batches(args, tokenizer, model.sequence_len, device, "train", args.calibration_tokens)]
-    if recipe.looks_at_inputs:
-        nf.update_gram_matrices(model.model, lambda: [model(x) for x in text])
-    inputs = () if args.weights_only else text
-    form = args.format, tokenizer.tokenizer, inputs, DTYPES[args.dtype], args.overwrite
-    for lost in nf.save_quantized(model.model, out, *form):
-        print0(f"Lost, because the format cannot hold it: {lost}.")
-    print0(f"Exported {args.hf_path} as {args.format} to {out}: {recipe.name}")
-
-
-def batches(
-    args: argparse.Namespace, tokenizer, length: int, device: torch.device, split: str, tokens: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    rows = args.device_batch_size
-    loader = tokenizing_distributed_data_loader_bos_bestfit(
-        tokenizer, rows, length, split, device=device, data_dir=ensure_data(args.data_dir)
-    )
-    return [batch for batch, _ in zip(loader, range(max(1, round(tokens / (rows * length)))))]
-
-
-def fp32_limit(model: torch.nn.Module, logits: torch.Tensor) -> float:
-    """How far FP32 logits of the same weights may lie apart, where nothing but the order of summation differs."""
-    additions = sum(layer.in_features for layer in model.modules() if isinstance(layer, torch.nn.Linear))
-    # Each addition on the way to a logit rounds by at most 2^-24 of it. Independent roundings add in quadrature.
-    return 2.0**-24 * additions**0.5 * float(logits.abs().max())
 
 
 class Export:
@@ -352,7 +316,7 @@ class Export:
             reader, logits = verify.transformers_logits(out, ids)
             want = copied(ids)
             difference = float((logits - want).abs().max())
-        limit = NANOCHAT_LOGITS if "NanoChatForCausalLM" in reader else fp32_limit(self.model, want)
+        limit = NANOCHAT_LOGITS if "NanoChatForCausalLM" in reader else verify.fp32_limit(self.model, want)
         if not difference <= limit:
             raise UserError(
                 f"{reader}: logits differ by up to {difference:.2g}, expected at most {limit:.1g}; this is a bug, "

@@ -107,7 +107,8 @@ _CLIENT = """
 import json, os, signal, socket, sys
 
 option, what = (sys.argv[1:3] + ["", ""])[:2]
-if not (option == "-m" and what.startswith(("scripts.", "nanochat_fp4.")) or option == "-c" and "nanochat_fp4" in what):
+ours = what.startswith(("scripts.", "nanochat_fp4.", "lab."))
+if not (option == "-m" and ours or option == "-c" and "nanochat_fp4" in what):
     os.execv({1!r}, [{1!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     job = json.dumps(dict(option=option, what=what, argv=sys.argv[3:], env=dict(os.environ), cwd=os.getcwd()))

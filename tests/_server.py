@@ -4,8 +4,10 @@ import contextlib
 import hashlib
 import http.server
 import re
+import shutil
 import threading
 import time
+import types
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -91,7 +93,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def hub(monkeypatch, files):
-    """A hub with `files` (path in a dataset's repository -> content) of the training text, reachable in the block."""
+    """A hub with `files` (path in a dataset's repository -> content) of the training text, reachable in the block.
+    The disk has room, whatever the real one has."""
     from huggingface_hub import constants
 
     from nanochat_fp4.data import dataset, download
@@ -103,6 +106,7 @@ def hub(monkeypatch, files):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # conftest set it before the import
     monkeypatch.setattr(download, "BACKOFF_SECONDS", 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10**12))
     with contextlib.closing(server):
         yield server
         server.shutdown()

@@ -5,8 +5,13 @@ What every test runs under: no GPU code without a GPU, no home directory, no net
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections import Counter
+
+# A shell starts its background jobs with SIGINT ignored, and programs inherit that. Tests send SIGINT.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before anything imports torch or triton: without a GPU, Triton kernels run in the interpreter.
 # One thread: tensors this small are faster without a second one, and much faster on a busy machine.
@@ -16,7 +21,7 @@ for _name in ("QAT_METHOD", "DATA_DIR", "WANDB_RUN", "RANK", "LOCAL_RANK", "WORL
     os.environ.pop(_name, None)
 os.environ.update(NANOCHAT_BASE_DIR=_BASE_DIR, WANDB_MODE="disabled", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ["NVFP4_COMPILE"] = "1"  # graphs of the reference, which are those of a GPU but for the kernels
-os.environ["MPLCONFIGDIR"] = os.path.join(_BASE_DIR, "matplotlib")
+os.environ.setdefault("MPLCONFIGDIR", os.path.join(_BASE_DIR, "matplotlib"))  # one list of fonts for all workers
 
 import torch  # noqa: E402
 

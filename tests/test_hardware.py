@@ -120,5 +120,5 @@ def test_threads_of_a_model(monkeypatch):
 
 def test_shell_scripts_ask_without_torch():
     command = [sys.executable, "-X", "importtime", hardware.__file__]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert int(done.stdout) == usable_cpus() and "torch" not in done.stderr

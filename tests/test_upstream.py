@@ -3,9 +3,11 @@ The runner for real nanochat checkouts, against two small make-believe checkouts
 f5425245f and as the newest one are; and, where NANOCHAT_TEST_CHECKOUTS names real ones (separated by :), against those.
 """
 
+import importlib.util
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -371,7 +373,7 @@ def test_bf16_is_the_checkout_as_it_is_and_clover_keeps_its_bookkeeping(checkout
     assert clover["keys"] == plain["keys"] and clover["seed"] == plain["seed"]
 
 
-def test_a_method_with_phases_is_told_where_the_run_is(tmp_path, run):
+def test_a_method_with_phases_is_told_where_the_run_is(tmp_path, run, run_ranks):
     """clover_late is clover for 70% of the steps, and not from there on; later stages go on with what it ended with."""
     checkout, more = make_checkout(tmp_path, "new"), ("scripts.base_train", "--", "--num-iterations=5", "--depth=1")
     status, out, err = run(checkout, "--method=clover_late", *more)
@@ -382,8 +384,10 @@ def test_a_method_with_phases_is_told_where_the_run_is(tmp_path, run):
     assert late["recipe"].startswith("clover_refined")
     assert "four_over_six + rest" in record(run(checkout, "--method=clover_late", "scripts.chat_sft")[1])["recipe"]
     # As a user starts it, this module is __main__ as well.
-    done = outside(checkout, "-m", "nanochat_fp4.upstream", "--method=clover_late", *more)
-    assert done.returncode == 0 and "step 4 of 5: from here on clover_refined" in done.stderr, done.stderr
+    program = f"sys.stderr, sys.argv = sys.stdout, ['', '--method=clover_late', *{more}]\n"
+    program += "runpy.run_module('nanochat_fp4.upstream', run_name='__main__', alter_sys=True)"
+    (out,) = run_ranks(IN_A_FORK.format(program), 1, env={"NANOCHAT_DIR": str(checkout)})
+    assert "step 4 of 5: from here on clover_refined" in out
     (checkout / "scripts/base_train.py").write_text(
         (checkout / "scripts/base_train.py")
         .read_text()
@@ -615,36 +619,35 @@ def test_finder_leaves_other_packages_alone(old):
 REAL = [Path(p) for p in os.environ.get("NANOCHAT_TEST_CHECKOUTS", "").split(os.pathsep) if p]
 
 
-def prepare_real(tmp_path) -> tuple[Path, dict[str, str]]:
-    """A NANOCHAT_BASE_DIR with a tokenizer and text of Python's own sources; and an environment."""
+@pytest.mark.skipif(not REAL, reason="NANOCHAT_TEST_CHECKOUTS names no checkouts")
+@pytest.mark.parametrize("checkout", REAL, ids=lambda path: path.name)
+def test_a_real_checkout_trains_in_bf16_and_clover(checkout, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    (tmp_path / "corpus").mkdir()
     texts = [p.read_text(errors="replace")[:4000] for p in sorted(Path(os.__file__).parent.glob("*.py"))]
-    for i in range(2):
-        pq.write_table(pa.table({"text": texts * 8}), tmp_path / f"corpus/shard_{i}.parquet", row_group_size=200)
-    flags = ("--corpus", tmp_path / "corpus", "--checkout", REAL[0], "--base", tmp_path / "base")
-    small = ("--vocab-size=1024", "--max-chars=500000")
-    command = ("-m", "lab.measure.compare_upstream", "prepare", *map(str, flags), *small)
-    done = outside(None, *command)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return tmp_path / "base", {"TORCHDYNAMO_DISABLE": "1", "NANOCHAT_BASE_DIR": str(tmp_path / "base")}
+    for name in ("base_data", "base_data_climbmix"):
+        (tmp_path / name).mkdir()
+        for i in range(2):
+            pq.write_table(pa.table({"text": texts * 8}), tmp_path / name / f"shard_{i}.parquet", row_group_size=200)
+    for name in ("wandb", "psutil", "tokenizers"):  # which it imports and does not call
+        for module in ("__init__", "models", "trainers") if importlib.util.find_spec(name) is None else ():
+            write(tmp_path / "stubs", {f"{name}/{module}.py": "def __getattr__(name):\n    return object\n"})
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", tmp_path / "stubs")))
+    env = {"TORCHDYNAMO_DISABLE": "1", "NANOCHAT_BASE_DIR": str(tmp_path), "WANDB_RUN": "dummy", "PYTHONPATH": paths}
+    flags = "--depth=2 --max-seq-len=256 --window-pattern=L --device-batch-size=1 --total-batch-size=512 --eval-every=6"
+    flags += " --num-iterations=6 --eval-tokens=1024 --core-metric-every=-1 --sample-every=-1 --device-type=cpu"
+    flags += " --matrix-lr=0.5 --embedding-lr=6 --unembedding-lr=0.1"
 
+    def run(method: str, script: str, *flags: str) -> str:
+        done = outside(checkout, "-m", "nanochat_fp4.upstream", f"--method={method}", script, "--", *flags, **env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
-@pytest.mark.skipif(not REAL, reason="NANOCHAT_TEST_CHECKOUTS names no checkouts")
-def test_real_checkouts_train_in_bf16_and_clover(tmp_path):
-    base, env = prepare_real(tmp_path)
-    small = "--depth=2 --seq-len=256 --device-batch-size=1 --total-batch-size=512 --eval-tokens=1024".split()
-    command = ["-m", "lab.measure.compare_upstream", "run", "--base", str(base), "--steps=6", "--every=1", *small]
-    learn = "--device-type=cpu --matrix-lr=0.5 --embedding-lr=6 --unembedding-lr=0.1".split()
-    done = outside(None, *command, "--out", str(tmp_path / "logs"), *map(str, REAL), "--", *learn, **env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line.lstrip().startswith("step ")]
-    assert len(rows) == 6
-    first, last = [float(v) for v in rows[0][2:]], [float(v) for v in rows[-1][2:]]
-    assert len(first) == 2 * len(REAL)
-    for i in range(0, len(first), 2):
-        assert first[i] == first[i + 1]  # the blocks' projections are zero at the start: nothing to quantize yet
-        assert last[i] < first[i] and last[i] != last[i + 1]
-        assert last[i] == pytest.approx(last[i + 1], rel=0.01)
+    run("bf16", "scripts.tok_train", "--vocab-size=1024", "--max-chars=500000")
+    texts = [run(method, "scripts.base_train", *flags.split()) for method in ("bf16", "clover")]
+    bf16, clover = ([float(v) for v in re.findall(r"^step .*? loss: ([\d.]+)", text, re.M)] for text in texts)
+    assert len(bf16) == len(clover) == 6
+    assert bf16[0] == clover[0]  # the blocks' projections are zero at the start: nothing to quantize yet
+    assert bf16[-1] < bf16[0] and clover[-1] < clover[0] and bf16[-1] != clover[-1]
+    assert clover[-1] == pytest.approx(bf16[-1], rel=0.01)

@@ -95,17 +95,15 @@ def timed(function: Callable[[], object], calls: int) -> list[float]:
     return [a.elapsed_time(b) for a, b in zip(events, events[1:])]
 
 
-def steady(functions: dict[str, Callable[[], object]], seconds: float, settle: Callable | None = None) -> dict:
+def steady(functions: dict[str, Callable[[], object]], seconds: float) -> dict:
     """{name: {ms, spread, mhz, watts, limit}}: each function's own steady state, visited twice, in opposite orders.
 
-    A visit is `seconds` of calls to warm up and as many that are timed; before it settle(name, function).
+    A visit is `seconds` of calls to warm up and as many that are timed.
     """
     visits: dict[str, list[list[float]]] = {name: [] for name in functions}
     monitors = {name: Monitor() for name in functions}
     for order in (list(functions), list(reversed(functions))):
         for name in order:
-            if settle:
-                settle(name, functions[name])
             start, count = time.perf_counter(), 0
             while time.perf_counter() - start < seconds:
                 timed(functions[name], 5)

@@ -11,8 +11,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.console import format_bytes, table
-from nanochat_fp4.errors import UserError, is_out_of_memory, one_line
+from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.models.gpt import GPT, GPTConfig, compile_layers
 from nanochat_fp4.models.lean import Lean, set_state
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.training.micro_batch import largest_micro_batch
 from nanochat_fp4.training.trainer import LOOK_TOKENS, TrainingStep
 
 
@@ -65,14 +66,6 @@ class Subject(TrainingStep):
                 module.set_recipe(recipe)
         self.model.recompute = variant.recompute
         self.model.zero_grad(set_to_none=True)  # of one that failed in the middle of a step
-
-    @contextmanager
-    def uncompiled(self) -> Iterator[None]:
-        compiled, self.forward = self.forward, self.model
-        try:
-            yield
-        finally:
-            self.forward = compiled
 
     def tokens(self, rows: int) -> torch.Tensor:
         return torch.randint(self.vocab_size, (rows, self.sequence_len), device=self.device)
@@ -162,44 +155,27 @@ def peaks_of_a_step(subject: Subject, rows: int) -> tuple[int, int]:
 def find_micro_batch(subject: Subject, rows: int, budget: int, peaks: Callable = peaks_of_a_step) -> tuple[int, Memory]:
     """(the largest micro-batch whose step fits, the peaks of those that were tried), for `rows` rows a step.
 
-    Sizes are the divisors of `rows`. Every size has to be compiled, so few are tried: one row, and what 1 and 2 rows
-    without torch.compile predict. From there it goes down while a size does not fit, or up while the compiled peaks say
-    that the next one does. Raises UserError where not even one row fits.
+    Sizes are the divisors of `rows`; few are tried, as every size has to be compiled. Raises UserError where not even
+    one row fits.
     """
+    memory = Memory()
 
-    def fits(size: int, memory: Memory) -> bool:
-        try:
-            peak, memory.update = peaks(subject, size)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
-        if peak <= budget:
-            memory.passes[size] = peak
-        return peak <= budget
+    def peak(size: int) -> int:
+        found, memory.update = peaks(subject, size)
+        if found <= budget:
+            memory.passes[size] = found
+        return found
 
-    memory, trial, sizes = Memory(), Memory(), [n for n in range(1, rows + 1) if rows % n == 0]
-    if not (fits(1, memory) and fits(1, memory)):  # the first step makes the optimizers' states
+    def steps(size: int) -> int:
+        return (peak(size), peak(size))[1] if size == 1 else peak(size)  # the first step makes the optimizers' states
+
+    size = largest_micro_batch(rows, steps, budget, limit=rows)
+    if size is None:
         raise UserError(
             f"not even one row of {subject.sequence_len} tokens fits into {format_bytes(budget)}; lower --depth or "
             "--seq-len, or raise --memory-cap"
         )
-    with subject.uncompiled():
-        for size in (1, 2):
-            fits(size, trial)
-    per_row = max(1.0, trial.per_row() or budget)
-    predicted = [i for i, n in enumerate(sizes) if memory.passes[1] + per_row * (n - 1) <= budget]
-    i = min(max(1, *predicted), len(sizes) - 1)
-    up = i and fits(sizes[i], memory)
-    while up and i + 1 < len(sizes):
-        more = memory.per_row() * (sizes[i + 1] - sizes[i])
-        up = memory.passes[sizes[i]] + more <= budget and fits(sizes[i + 1], memory)
-        i += up
-    while sizes[i] not in memory.passes:
-        i -= 1
-        if i:
-            fits(sizes[i], memory)
-    return sizes[i], memory
+    return size, memory
 
 
 # ----------------------------------------------------------------------------------------------------------------------

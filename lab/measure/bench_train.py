@@ -18,8 +18,8 @@ AdamW. The times of a micro-batch, of making the codes and of the update are med
 The look (Gram matrices and their factors, for methods with feedback) is every tenth step's, as in training.
 
 Peak memory is that of a whole step, gradients and optimizer states included. The largest micro-batch is found by steps
-that are run: what 1 and 2 rows take without torch.compile predicts it, then one row and the prediction are tried out,
-compiled. The difference of these two peaks is what a token keeps in memory. --memory-cap is a hard limit on PyTorch's
+that are run: 1 and 2 rows predict it, and the prediction is tried out. The difference of the first and the last peak is
+what a token keeps in memory. --memory-cap is a hard limit on PyTorch's
 allocator.
 
 Nothing that was measured is lost: rows are printed, and the JSON is written, after each search and each round of turns
@@ -65,6 +65,7 @@ from nanochat_fp4.models.gpt import RECOMPUTE, config_from_depth
 from nanochat_fp4.models.lean import STATES
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.training import LOOK_EVERY
+from nanochat_fp4.training.micro_batch import plan_accumulation
 
 UNKNOWN = (
     "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "gram_ms", "tokens_per_second", "ratio",
@@ -298,11 +299,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.nanochat and (args.micro_batch == "auto" or args.memory_cap):
         raise UserError("--nanochat holds two models at once; give --micro-batch a number, and no --memory-cap")
     for rows in (1 if args.micro_batch == "auto" else args.micro_batch, *(rows for _, rows in args.variants if rows)):
-        if args.total_batch_size % (rows * args.seq_len):
-            raise UserError(
-                f"--total-batch-size {args.total_batch_size} is not a multiple of a micro-batch of {rows} rows of "
-                f"{args.seq_len} tokens; choose a multiple"
-            )
+        plan_accumulation(args.total_batch_size, rows, args.seq_len, 1, "--micro-batch")
     return args
 
 

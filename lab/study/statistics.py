@@ -85,22 +85,20 @@ def by_seed(results: Iterable[dict], size: str, method: str, value: str = "val_b
     return {r["seed"]: r[value] for r in results if r["size"] == size and r["method"] == method}
 
 
-def gaps_by_seed(
-    results: Sequence[dict], size: str, method: str, value: str = "val_bpb", baseline: str = "bf16"
-) -> dict[int, float]:
-    """seed -> increase over the baseline of that seed in percent."""
-    a, b = by_seed(results, size, method, value), by_seed(results, size, baseline)
+def gaps_by_seed(results: Sequence[dict], size: str, method: str, value: str = "val_bpb") -> dict[int, float]:
+    """seed -> increase over bf16 of that seed in percent."""
+    a, b = by_seed(results, size, method, value), by_seed(results, size, "bf16")
     return {s: 100 * (a[s] / b[s] - 1) for s in sorted(a.keys() & b.keys())}
 
 
-def gap(results: Sequence[dict], size: str, method: str, baseline: str = "bf16", value: str = "val_bpb") -> Estimate:
-    """Increase of validation bits per byte over the baseline, percent of the baseline, paired by seed."""
-    return estimate([*gaps_by_seed(results, size, method, value, baseline).values()])
+def gap(results: Sequence[dict], size: str, method: str, value: str = "val_bpb") -> Estimate:
+    """Increase of validation bits per byte over bf16, percent of bf16's, paired by seed."""
+    return estimate([*gaps_by_seed(results, size, method, value).values()])
 
 
-def difference(results: Sequence[dict], size: str, method: str, other: str, baseline: str = "bf16") -> Estimate:
+def difference(results: Sequence[dict], size: str, method: str, other: str) -> Estimate:
     """Gap of method minus gap of other in percentage points, paired by seed."""
-    a, b, base = (by_seed(results, size, m) for m in (method, other, baseline))
+    a, b, base = (by_seed(results, size, m) for m in (method, other, "bf16"))
     return estimate([100 * (a[s] - b[s]) / base[s] for s in sorted(a.keys() & b.keys() & base.keys())])
 
 

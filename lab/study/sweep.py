@@ -95,15 +95,15 @@ def with_one_term(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[s
     return results, notes
 
 
-def report(sweep: Sweep, name: str, runs: Sequence[Run], baseline: str, other: str) -> str:
+def report(sweep: Sweep, name: str, runs: Sequence[Run]) -> str:
     """Writes <folder>/<name>.json and .md from what is done; returns the table."""
     results, notes = with_one_term(sweep, runs)
     methods, sizes = (list(dict.fromkeys(getattr(r, f) for r in runs)) for f in ("method", "size"))
-    header, rows = summary(results, methods, sizes, baseline, other)
+    header, rows = summary(results, methods, sizes)
     first = {r["size"]: r for r in reversed(results)}
     differs = {size: difference_from_paper(r, data_name(sweep.data_dir)) for size, r in sorted(first.items())}
     said = [f"{size} differs from the paper's runs: {what}" for size, what in differs.items() if what]
-    said += [f"{size}: {note}" for size in sizes if (note := other_lengths(results, size, baseline))]
+    said += [f"{size}: {note}" for size in sizes if (note := other_lengths(results, size))]
     said += notes
     text = "\n".join([table(header, rows), *said])
     content = {
@@ -114,7 +114,7 @@ def report(sweep: Sweep, name: str, runs: Sequence[Run], baseline: str, other: s
         "environment": environment_info(),
         "table": [header, *rows],
         "differs": differs,
-        "gaps": {f"{size} {m}": dataclasses.asdict(gap(results, size, m, baseline)) for size in sizes for m in methods},
+        "gaps": {f"{size} {m}": dataclasses.asdict(gap(results, size, m)) for size in sizes for m in methods},
         "results": [{k: v for k, v in r.items() if k != "environment"} for r in results],
     }
     runs_text = ",\n".join(json.dumps(r) for r in content["results"])  # a line for each
@@ -125,9 +125,7 @@ def report(sweep: Sweep, name: str, runs: Sequence[Run], baseline: str, other: s
     return text
 
 
-def run_sweep(
-    sweep: Sweep, name: str, runs: Sequence[Run], baseline: str = "bf16", other: str = "clover"
-) -> list[dict]:
+def run_sweep(sweep: Sweep, name: str, runs: Sequence[Run]) -> list[dict]:
     """Trains all, printing the table after every run; returns the results. Raises Interrupted, UserError."""
     start, before = time.monotonic(), len(sweep.results(runs))
 
@@ -138,7 +136,7 @@ def run_sweep(
         print0(
             f"\n{name}: {done} of {len(runs)} runs done, {format_seconds(elapsed)}, about {format_seconds(left)} left"
         )
-        print0(report(sweep, name, runs, baseline, other), flush=True)
+        print0(report(sweep, name, runs), flush=True)
 
     if before < len(runs):
         print0(
@@ -147,7 +145,7 @@ def run_sweep(
     try:
         sweep.train(runs, progress)
     finally:
-        report(sweep, name, runs, baseline, other)
+        report(sweep, name, runs)
     return sweep.results(runs)
 
 
@@ -196,8 +194,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--name", default="sweep", help="of the table and its files")
     parser.add_argument("--methods", default="bf16,nvidia,four_over_six,tetrajet_v2,clover,clover_search")
     parser.add_argument("--variant", action="append", default=[], help='"label: flags of base_train"; may be repeated')
-    parser.add_argument("--baseline", default="bf16")
-    parser.add_argument("--other", default="clover", help="the method that the others are compared with")
     parser.add_argument("--keep", default="", help="methods whose checkpoints stay, with commas")
     parser.add_argument("--plan", action="store_true", help="list the runs and stop")
     add_sweep_arguments(parser)
@@ -209,11 +205,8 @@ def main(argv: list[str] | None = None) -> None:
     if not args.name or "/" in args.name:
         raise UserError(f"--name={args.name}: expected the name of a file without /; --folder says where it goes")
     keep, names = [m for m in args.keep.split(",") if m], labels(methods)
-    asked = {"baseline": [args.baseline], "other": [args.other], "keep": keep}
-    for flag, values in asked.items():
-        for value in values:
-            if value not in names and value != parser.get_default(flag):
-                raise UserError(f"--{flag}: {value!r} is none of this sweep's methods; use one of {', '.join(names)}")
+    if unknown := [m for m in keep if m not in names]:
+        raise UserError(f"--keep: {unknown[0]!r} is none of this sweep's methods; use one of {', '.join(names)}")
     length = {"tokens": parse_number(args.tokens) if args.tokens else 0, "ratio": args.ratio}
     options = {"extra": args.extra.split(), "bf16_until": args.bf16_until, "share_until": args.share_until, **length}
     options["vary_data"] = args.vary_data
@@ -229,11 +222,11 @@ def main(argv: list[str] | None = None) -> None:
         return
     sweep = Sweep(folder, data, visible_devices(args.jobs), keep)
     try:
-        results = run_sweep(sweep, args.name, runs, args.baseline, args.other)
+        results = run_sweep(sweep, args.name, runs)
     except Interrupted as e:
         stopped(e)
     if len(results) == len(runs):
-        print0(f"\n{report(sweep, args.name, runs, args.baseline, args.other)}\nwritten to {folder / args.name}.json")
+        print0(f"\n{report(sweep, args.name, runs)}\nwritten to {folder / args.name}.json")
 
 
 if __name__ == "__main__":

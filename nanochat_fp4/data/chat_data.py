@@ -71,6 +71,32 @@ class Task:
         return self.get_example(self._range()[index])
 
 
+TEST_SEED_OFFSET = 10_000_000
+
+
+class DrawnTask(Task):
+    """
+    `size` conversations that make(rng) draws. Conversation i has the seed i in train, and offset + i in test.
+
+    Raises ValueError for another split.
+    """
+
+    def __init__(self, size: int = 1000, split: str = "train", **kwargs: Any):
+        super().__init__(**kwargs)
+        if split not in ("train", "test"):
+            raise ValueError(f"{type(self).__name__} has the splits train and test, not {split!r}")
+        self.size, self.first_seed = size, 0 if split == "train" else TEST_SEED_OFFSET
+
+    def num_examples(self) -> int:
+        return self.size
+
+    def get_example(self, index: int) -> dict[str, Any]:
+        return self.make(random.Random(self.first_seed + index))
+
+    def make(self, rng: random.Random) -> dict[str, Any]:
+        raise NotImplementedError
+
+
 class TaskMixture(Task):
     """All conversations of several tasks in one fixed random order. A task given twice counts twice."""
 
@@ -184,7 +210,6 @@ WORD_LIST_COMMIT, WORD_LIST_BLOB = (
 )
 WORD_LIST_URL = f"https://raw.githubusercontent.com/dwyl/english-words/{WORD_LIST_COMMIT}/words_alpha.txt"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-TEST_SEED_OFFSET = 10_000_000  # conversation i is drawn with seed i in train and with offset + i in test
 
 # The wordings are nanochat's (MIT licence), kept to the letter and in their order: a benchmark is its prompts.
 SPELLING_QUESTIONS = Path(__file__).with_name("spelling_questions.txt").read_text(encoding="utf-8").splitlines()
@@ -217,16 +242,9 @@ def _check_words(path: str) -> None:
         raise UserError("it is not the list of words that it should be")
 
 
-def spelling_seed(index: int, split: str) -> int:
-    if split not in ("train", "test"):
-        raise ValueError(f"spelling tasks have the splits train and test, not {split!r}")
-    return index if split == "train" else TEST_SEED_OFFSET + index
-
-
-def counting_conversation(words: Sequence[str], seed: int) -> dict[str, Any]:
-    """'How many r are in strawberry?': spelled out, counted by hand, then checked with Python. Drawn by `seed`."""
-    rng = random.Random(seed)  # the order of the draws is part of the format
-    word = rng.choice(words)
+def counting_conversation(words: Sequence[str], rng: random.Random) -> dict[str, Any]:
+    """'How many r are in strawberry?': spelled out, counted by hand, then checked with Python. Drawn by `rng`."""
+    word = rng.choice(words)  # the order of the draws is part of the format
     letter = rng.choice(word) if rng.random() < 0.9 else rng.choice(LETTERS)
     question = rng.choice(SPELLING_QUESTIONS)
     if rng.random() < 0.3:
@@ -257,7 +275,7 @@ def counting_conversation(words: Sequence[str], seed: int) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-class SimpleSpelling(Task):
+class SimpleSpelling(DrawnTask):
     """'Spell the word: apple' is answered by 'apple:a,p,p,l,e'. Teaches the letters of tokens. For training only."""
 
     def __init__(
@@ -268,17 +286,12 @@ class SimpleSpelling(Task):
         eval_dir: str | os.PathLike | None = None,
         **kwargs: Any,
     ):
-        super().__init__(**kwargs)
-        self.size, self.split = size, split
-        spelling_seed(0, split)
+        super().__init__(size, split, **kwargs)
         self.words = list(words) if words is not None else load_words(eval_dir)
         random.Random(42).shuffle(self.words)  # another order than SpellingBee's, so that seed i is another word
 
-    def num_examples(self) -> int:
-        return self.size
-
-    def get_example(self, index: int) -> dict[str, Any]:
-        word = random.Random(spelling_seed(index, self.split)).choice(self.words)
+    def make(self, rng: random.Random) -> dict[str, Any]:
+        word = rng.choice(self.words)
         return {
             "messages": [
                 {"role": "user", "content": f"Spell the word: {word}"},

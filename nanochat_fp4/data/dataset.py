@@ -21,7 +21,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from nanochat_fp4.common import get_base_dir, print0
@@ -146,24 +146,17 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
 
     def fetch(name: str) -> None:
         if not (stop.is_set() or (folder / name).exists()):
-            try:
-                download_file(
-                    name, folder / name, dataset=DATASET, deadline=deadline, hint=NO_NETWORK_HINT, validate=open_shard,
-                    stop=stop,
-                )  # fmt: skip
-            except BaseException as e:  # the first one is the cause, the others were told to stop
-                failures.append(e)
-                stop.set()
+            download_file(
+                name, folder / name, dataset=DATASET, deadline=deadline, hint=NO_NETWORK_HINT, validate=open_shard,
+                stop=stop,
+            )  # fmt: skip
 
-    failures: list[BaseException] = []
     with data_lock(), ThreadPoolExecutor(num_workers) as pool:
-        jobs = [pool.submit(fetch, name) for name in missing]
         try:
-            wait(jobs)
+            for job in as_completed([pool.submit(fetch, name) for name in missing]):
+                job.result()
         finally:
-            stop.set()  # Ctrl-C: the threads end within a second
-    if failures:
-        raise failures[0]
+            stop.set()  # after a failure or Ctrl-C the other threads end within a second
     print0(f"Done: {num} shards in {folder}")
     return str(folder)
 

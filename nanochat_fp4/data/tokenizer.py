@@ -410,23 +410,12 @@ def get_tokenizer(allow_pickle: bool = False) -> RustBPETokenizer:
 
 
 def get_token_bytes(device: str | torch.device = "cpu") -> torch.Tensor:
-    """token_bytes() of the tokenizer in the base directory, as tok_train stored it: int32 (vocab_size,) on `device`."""
-    path = os.path.join(get_tokenizer_dir(), "token_bytes.pt")
-    if not os.path.exists(path):
-        raise UserError(f"{path} is not there; run python -m nanochat_fp4.data.tokenizer, which makes it anew")
-    try:
-        token_bytes = torch.load(path, map_location=device, weights_only=True)
-        if not isinstance(token_bytes, torch.Tensor) or token_bytes.dim() != 1 or token_bytes.is_floating_point():
-            raise ValueError("it holds no vector of integers")
-    except Exception as e:  # torch.load raises nearly anything on damaged files
-        raise UserError(
-            f"{path} is damaged ({one_line(e)[:100]}); run python -m nanochat_fp4.data.tokenizer, which makes it anew"
-        ) from e
-    return token_bytes
+    """token_bytes() of the tokenizer in the base directory, on `device`."""
+    return get_tokenizer().token_bytes().to(device)
 
 
 def save_token_bytes(tokenizer: RustBPETokenizer, tokenizer_dir: str | os.PathLike) -> torch.Tensor:
-    """Write token_bytes.pt beside the tokenizer; returns the tensor."""
+    """Write token_bytes.pt beside the tokenizer, for nanochat's own scripts; returns the tensor."""
     import io
 
     token_bytes = tokenizer.token_bytes()

@@ -48,7 +48,7 @@ SECTIONS = [
 # Columns of the benchmark table, in the order of the paper's Table 5. Other tasks follow.
 TASKS = ["ARC-Easy", "ARC-Challenge", "GSM8K", "HumanEval", "MMLU", "SpellingBee", "CORE", "ChatCORE"]
 
-# US dollars per hour and GPU, rough list prices of GPU clouds. GPU_HOURLY_USD overrides them.
+# US dollars per hour and GPU, rough list prices of GPU clouds.
 _GPU_HOURLY_USD = {"B200": 6.0, "H200": 3.8, "H100": 3.0, "A100": 1.8, "5090": 0.9, "4090": 0.5}
 
 CHECK_TOKENS = 1e9  # a run of fewer tokens only checks the stages
@@ -121,12 +121,8 @@ class Report:
         files = [*self.report_dir.glob("*.json"), *self.report_dir.glob("*/*.json")]
         return sorted(p for p in files if p != self.report_dir / "report.json")
 
-    def generate(self, model_tags: Iterable[str] | None = None, print_summary: bool = True) -> str:
-        """
-        Write report.md, report.json and the plots; returns the path of report.md.
-
-        model_tags are the runs to show, in this order; by default all runs.
-        """
+    def generate(self) -> str:
+        """Write report.md, report.json and the plots, and print the table of runs; returns the path of report.md."""
         notes: list[str] = []
         sections = list(self._read_sections(notes))
         metrics = _read_metrics(self.report_dir.parent / "base_checkpoints", notes)
@@ -134,16 +130,11 @@ class Report:
             raise UserError(
                 f"nothing to report in {self.report_dir}; run bash speedrun_fp4.sh (or a stage of it) first"
             )
-        known = list(dict.fromkeys([s["model_tag"] for s in sections if s["model_tag"]] + list(metrics)))
-        tags = known if model_tags is None else list(dict.fromkeys(model_tags))
-        for tag in tags:
-            if tag not in known:
-                raise UserError(f"no run called {tag!r} to report; there is: {', '.join(known) or 'none'}")
+        tags = dict.fromkeys([s["model_tag"] for s in sections if s["model_tag"]] + list(metrics))
         runs = [
             _summarize_run(tag, [s for s in sections if s["model_tag"] == tag], metrics.get(tag, [])) for tag in tags
         ]
         _add_gaps(runs)
-        shown = [s for s in sections if s["model_tag"] is None or s["model_tag"] in tags]
         metrics = {tag: metrics[tag] for tag in tags if tag in metrics}
         stages = {"base": metrics}
         for stage, folder in (("mid", "mid_checkpoints"), ("sft", "chatsft_checkpoints"), ("rl", "chatrl_checkpoints")):
@@ -151,14 +142,13 @@ class Report:
             stages[stage] = {tag: found[tag] for tag in tags if tag in found}
         plots = _plot(self.report_dir, stages, runs, notes)
 
-        markdown = _render(runs, shown, metrics, plots, notes)
+        markdown = _render(runs, sections, metrics, plots, notes)
         self.report_dir.mkdir(parents=True, exist_ok=True)
-        document = {"runs": runs, "sections": shown, "notes": notes, "plots": plots}
+        document = {"runs": runs, "sections": sections, "notes": notes, "plots": plots}
         atomic_write(self.report_dir / "report.json", json.dumps(_plain(document), indent=2))
         path = self.report_dir / "report.md"
         atomic_write(path, markdown.encode("utf-8", "replace"))
-        if print_summary:
-            print("\n".join(_runs_table(runs)))
+        print("\n".join(_runs_table(runs)))
         return str(path)
 
     def _read_sections(self, notes: list[str]) -> Iterable[dict]:
@@ -251,8 +241,7 @@ def _summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
     for section in sections:
         if section["slug"].startswith("chat-evaluation-") or section["slug"] == "base-model-evaluation":
             stage = section["slug"].removeprefix("chat-evaluation-").removesuffix("-model-evaluation")
-            scores = section["results"] or _known_tasks(section["data"])
-            scored = {_text(task): _score(value) for task, value in scores.items()}
+            scored = {_text(task): _score(value) for task, value in section["results"].items()}
             run["benchmarks"][stage] = {task: score for task, score in scored.items() if score}
         elif section["slug"] in ("base-model-training", "base-model-loss"):
             # The loss stage comes after training and measures on more tokens. Its BPB replaces the training loop's.
@@ -261,11 +250,6 @@ def _summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
         run["tokens"] = int(run["total_batch_size"] * run["step"])
     run["finished"] = run["step"] is not None and run["step"] == run["num_iterations"]
     return run
-
-
-def _known_tasks(data: list) -> dict:
-    """The dict of task: accuracy among the data, nanochat's own way of logging an evaluation."""
-    return {k: v for item in data if isinstance(item, dict) for k, v in item.items() if k in TASKS}
 
 
 def _score(value: Any) -> dict[str, float | None] | None:
@@ -404,10 +388,7 @@ def _break_even(gpu: str, runs: list[dict]) -> str:
 def gpu_dollars(environment: Mapping[str, Any], seconds: float) -> float | None:
     """US dollars for the GPUs of `environment` over `seconds`; None without a GPU."""
     name, count = str(environment.get("gpu") or ""), _number(environment.get("gpu_count"))
-    try:
-        rate = float(os.environ.get("GPU_HOURLY_USD") or "unset")
-    except ValueError:
-        rate = next((usd for gpu, usd in _GPU_HOURLY_USD.items() if gpu in name), None)
+    rate = next((usd for gpu, usd in _GPU_HOURLY_USD.items() if gpu in name), None)
     return None if not count or rate is None else rate * count * seconds / 3600
 
 
@@ -569,7 +550,6 @@ def _draw(axes: Any, groups: dict[tuple[str, str], list], axis: str, methods: di
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description="Put the report together from what the stages logged, or forget it.")
     parser.add_argument("command", nargs="?", default="generate", choices=["generate", "reset"])
-    parser.add_argument("--model-tag", action="append", help="a run to show (repeat for several; default: all)")
     args = parser.parse_args(argv)
     report = get_report()
     if isinstance(report, DummyReport):
@@ -578,7 +558,7 @@ def main(argv: list[str] | None = None) -> None:
         report.reset()
         print(f"report: sections in {report.report_dir} removed")
     else:
-        print(report.generate(args.model_tag))
+        print(report.generate())
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nanochat_fp4.console import progress_iter
 from nanochat_fp4.errors import UserError, one_line, require
 from nanochat_fp4.export import gguf_file, huggingface
+from nanochat_fp4.export.stacked import into_model, places, stacked, stacked_parameters
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.models.llama import Llama
@@ -41,7 +42,7 @@ def load_quantized(model: M, folder: str | Path, codes: bool = False, device: to
     """Loads the weights of an exported folder (safetensors, compressed-tensors, modelopt or GGUF), in place.
 
     model: a GPT or Llama of the folder's shapes, converted or not. Folders that are not GGUF fit any module with the
-           file's names, too, as a model of transformers.
+           file's names, too, as a model of transformers. Its experts are read one by one, as checkpoints have them.
     codes: False decodes 4-bit weights into the parameters, for further training or for any inference. With True the
            converted layers compute with the codes of the file from now on, and their parameters are frozen.
     device: of what is on the meta device. There, codes=True keeps 4.5 bits a weight and no copy in 16: adapters can be
@@ -69,17 +70,20 @@ def load_quantized(model: M, folder: str | Path, codes: bool = False, device: to
             lambdas[name] = torch.tensor(config.get(name, [neutral] * model.config.n_layer), dtype=torch.float32)
             _check_tensor(folder, name, lambdas[name], getattr(model, name).shape)
     state = model.state_dict(keep_vars=True)
+    experts = {name: rest for name, *rest in stacked_parameters(model) if rest[0][0] in weights.tensors}
     on_meta: dict[int, list[str]] = {}  # id of a parameter -> its names
     for name, parameter in state.items():
         if parameter.is_meta:
             on_meta.setdefault(id(parameter), []).append(name)
     for name, parameter in state.items():
         layer = name.removesuffix(".weight")
-        if layer not in weights.tensors:
+        if layer not in weights.tensors and name not in experts:
             value = plain.get(name, lambdas.get(name))
         elif codes and parameter.is_meta:
             # It has a shape, a dtype and a device, and no memory. A conversion later would give it memory.
             value = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+        elif name in experts:
+            value = stacked(weights.tensors, *experts[name])
         else:
             value = weights.tensors[layer].dequantize()
         if value is not None and parameter.is_meta:
@@ -154,11 +158,15 @@ def read_weights(
     if isinstance(source, gguf_file.File):
         path, (plain, weights) = source.path, _read_gguf(source, shapes, about)
     else:
+        found = {} if about else places(model, shapes)
         path, (plain, weights) = source, _read_safetensors(source, shapes, about)
+        into_model(path, model, found, plain, weights.tensors)
     if tied and about and "transformer.wte.weight" in plain:
         plain.setdefault("lm_head.weight", plain["transformer.wte.weight"])
-    found = {id(t) for name, t in targets.items() if name in plain or name.removesuffix(".weight") in weights.tensors}
-    if missing := sorted(name for name, t in targets.items() if id(t) not in found):
+    read = {*plain, *(f"{layer}.weight" for layer in weights.tensors)}
+    read |= {name for name, layers, _ in stacked_parameters(model) if layers[0] in weights.tensors}
+    there = {id(t) for name, t in targets.items() if name in read}
+    if missing := sorted(name for name, t in targets.items() if id(t) not in there):
         raise UserError(f"{path} has no {', '.join(missing[:4])}; load it into the model it was made from")
     return plain, weights
 
@@ -196,6 +204,12 @@ def compute_with(model: nn.Module, weights: Weights) -> None:
     groups = groups_computed_as_one(model)
     if unconverted := set(weights.tensors) - {names[layer] for group in groups for layer in group}:
         raise UserError(f"codes=True: {sorted(unconverted)[0]} is not converted; call nf.convert(model, method) first")
+    for name, tensor in weights.tensors.items():
+        if tensor.tensor_scale.numel() > 1:
+            raise UserError(
+                f"codes=True: the parts of {name} have several tensor scales in the file, expected one; decode it with "
+                "codes=False"
+            )
     for layers in groups:
         parts = [weights.tensors[names[layer]] for layer in layers if names[layer] in weights.tensors]
         if len(parts) < len(layers):

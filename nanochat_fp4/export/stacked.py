@@ -2,28 +2,32 @@
 
 The experts of a layer are one parameter there, where a checkpoint has a tensor for each expert and projection. Its
 revert_weight_conversion knows the names and rows of checkpoints. Here it gets numbers of rows in place of weights in 4
-bits, and the codes follow their rows out (save.py).
+bits, and the codes follow their rows out (save.py) and back in (load.py).
 """
 
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.nvfp4.experts import LINEARS, stacked_linears
+from nanochat_fp4.nvfp4.experts import LINEARS, is_transposed, layout_of
+from nanochat_fp4.nvfp4.format import NVFP4Tensor
 
 ROWS = 2**40  # row r of the layer with number i is i * ROWS + r, i from 1 on
 
 
 def stacked_parameters(model: nn.Module) -> Iterator[tuple[str, list[str], bool]]:
-    """Of each parameter of experts: its name, the names of its ExpertLinears, and whether it is transposed."""
+    """Of each parameter of experts: its name, the names of its ExpertLinears (once converted), and whether it is
+    transposed."""
     for name, module in model.named_modules():
-        for parameter, linears in stacked_linears(module).items():
-            before = f"{name}." if name else ""
-            layers = [f"{before}{LINEARS}.{parameter}.{i}" for i in range(len(linears))]
-            yield before + parameter, layers, linears[0].transposed
+        layout, before = layout_of(module), f"{name}." if name else ""
+        for parameter in layout.parameters if layout else ():
+            count = getattr(module, parameter).shape[0]
+            layers = [f"{before}{LINEARS}.{parameter}.{i}" for i in range(count)]
+            yield before + parameter, layers, is_transposed(module)
 
 
 def numbered_rows(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, Tensor]:
@@ -38,8 +42,8 @@ def numbered_rows(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, Tenso
             continue
         if missing := [layer for layer in layers if layer not in rows]:
             raise UserError(f"save_quantized: {missing[0]} is not in 4 bits, and others are; skip all of them or none")
-        stacked = torch.stack([rows.pop(layer) for layer in layers])
-        numbered[path] = stacked.mT if transposed else stacked
+        whole = torch.stack([rows.pop(layer) for layer in layers])
+        numbered[path] = whole.mT if transposed else whole
     return numbered | {f"{name}.weight": value for name, value in rows.items()}
 
 
@@ -62,3 +66,80 @@ def source_of(name: str, value: Tensor, sizes: Mapping[str, int]) -> tuple[str, 
     if value.shape[1:] != (1,) or len(numbers) > 1 or not name.endswith(".weight"):
         return None
     return list(sizes)[int(numbers) - 1], value.flatten() % ROWS
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Back in
+
+
+def places(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[str, Tensor | None]]:
+    """Name of a checkpoint's tensor -> (name in the model, None), or (an expert's layer, its rows there, (N,)).
+
+    shapes: of the model's tensors by their names; gets those of the checkpoint's.
+    """
+    columns, sizes, names = {}, {}, list(shapes)
+    for path, layers, transposed in stacked_parameters(model):
+        rows, width = shapes[path][:0:-1] if transposed else shapes[path][1:]
+        sizes |= dict.fromkeys(layers, rows)
+        columns |= dict.fromkeys(layers, width)
+    numbered = numbered_rows(model, sizes)
+    state = {name: torch.full((1,), -1 - i) for i, name in enumerate(names) if name not in numbered} | numbered
+    found: dict[str, tuple[str, Tensor | None]] = {}
+    own = dict(shapes)
+    for theirs, value in as_in_checkpoints(model, state).items():
+        place = source_of(theirs, value, sizes) if are_rows(value) else (names[-1 - int(value[0])], None)
+        if place is not None:
+            layer, rows = found[theirs] = place
+            shapes[theirs] = own[layer] if rows is None else (len(rows), columns[layer])
+    return found
+
+
+def into_model(
+    path: Path, model: nn.Module, found: Mapping[str, tuple[str, Tensor | None]], plain: dict[str, Tensor],
+    codes: dict[str, NVFP4Tensor],
+) -> None:  # fmt: skip
+    """Gives tensors that were read the model's names, and puts experts together, in place.
+
+    found: of `places`. codes: by names of layers. An expert whose parts have several tensor scales gets one for each
+    row, (N, 1). Raises UserError where an expert is missing.
+    """
+    pieces: dict[str, list[tuple[Tensor, NVFP4Tensor | Tensor]]] = {}
+    read = plain | {f"{layer}.weight": t for layer, t in codes.items()}
+    plain.clear(), codes.clear()
+    for theirs, value in read.items():
+        ours, rows = found.get(theirs, (theirs, None))
+        if rows is not None:
+            pieces.setdefault(ours, []).append((rows, value))
+        elif isinstance(value, NVFP4Tensor):
+            codes[ours.removesuffix(".weight")] = value
+        else:
+            plain[ours] = value
+    missing = {layer: theirs for theirs, (layer, _) in found.items() if theirs not in read}
+    for name, layers, transposed in stacked_parameters(model):
+        if not pieces.keys() & set(layers):
+            continue
+        if lost := [missing[layer] for layer in layers if layer in missing]:
+            raise UserError(f"{path} has no {lost[0]}, and other experts of {name}; download or export it again")
+        whole = {layer: _joined(pieces[layer]) for layer in layers}
+        if all(isinstance(value, NVFP4Tensor) for value in whole.values()):
+            codes |= whole
+        else:
+            plain[name] = stacked(whole, layers, transposed)
+
+
+def stacked(values: Mapping[str, NVFP4Tensor | Tensor], layers: list[str], transposed: bool) -> Tensor:
+    """The parameter whose experts these are, decoded, FP32."""
+    parts = (values[layer] for layer in layers)
+    whole = torch.stack([t.dequantize() if isinstance(t, NVFP4Tensor) else t.float() for t in parts])
+    return whole.mT if transposed else whole
+
+
+def _joined(pieces: list[tuple[Tensor, NVFP4Tensor | Tensor]]) -> NVFP4Tensor | Tensor:
+    """An expert's weight from rows of it."""
+    order, values = torch.cat([rows for rows, _ in pieces]).argsort(), [value for _, value in pieces]
+    if not all(isinstance(value, NVFP4Tensor) for value in values):
+        return torch.cat([t.dequantize() if isinstance(t, NVFP4Tensor) else t.float() for t in values])[order]
+    scale = torch.cat([t.tensor_scale.expand(len(t.codes)) for t in values])[order]
+    scale = scale[0] if bool((scale == scale[0]).all()) else scale.unsqueeze(1)
+    scales = torch.cat([t.scales.view(torch.uint8) for t in values])[order].view(torch.float8_e4m3fn)
+    return NVFP4Tensor(torch.cat([t.codes for t in values])[order], scales, scale)

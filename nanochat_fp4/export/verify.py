@@ -25,6 +25,13 @@ def needs(*packages: str) -> list[str]:
     return [f"{p} {importlib.metadata.version(p)}" for p in packages]
 
 
+def fp32_limit(model: torch.nn.Module, logits: torch.Tensor) -> float:
+    """How far FP32 logits of the same weights may lie apart, where nothing but the order of summation differs."""
+    additions = sum(layer.in_features for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    # Each addition on the way to a logit rounds by at most 2^-24 of it. Independent roundings add in quadrature.
+    return 2.0**-24 * additions**0.5 * float(logits.abs().max())
+
+
 def ulps(got: Tensor, want: Tensor) -> Tensor:
     """How many FP32 numbers lie between the two, elementwise, int64."""
 

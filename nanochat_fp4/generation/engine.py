@@ -56,11 +56,6 @@ class KVCache:
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self._position = 0
 
-    def reset(self) -> None:
-        """Empty the cache (without clearing the memory)."""
-        self.cache_seqlens.zero_()
-        self._position = 0
-
     def get_pos(self) -> int:
         """Positions filled so far, the same in every row."""
         return self._position
@@ -75,15 +70,8 @@ class KVCache:
         self._position += num_tokens
 
     def prefill(self, other: "KVCache") -> None:
-        """Copy `other`, a cache of one row or of as many rows as this one. Raises ValueError."""
+        """Copy `other`, a cache of one row or of as many rows as this one, into this empty and no shorter one."""
         position = other.get_pos()
-        mine, theirs = self.k_cache.shape, other.k_cache.shape
-        if self._position != 0:
-            raise ValueError(f"prefill needs an empty cache and this one is at position {self._position}; reset() it")
-        if (mine[0], mine[3:]) != (theirs[0], theirs[3:]) or other.batch_size not in (1, self.batch_size):
-            raise ValueError(f"a cache of shape {tuple(theirs)} does not fit into one of shape {tuple(mine)}")
-        if position > self.max_seq_len:
-            raise ValueError(f"{position} positions do not fit into a cache of {self.max_seq_len}; make it longer")
         self.k_cache[:, :, :position] = other.k_cache[:, :, :position]
         self.v_cache[:, :, :position] = other.v_cache[:, :, :position]
         self.advance(position)
@@ -220,7 +208,6 @@ class Engine:
             dtype=dtype,
         )
 
-    @torch.inference_mode()
     def generate(
         self,
         tokens: list[int],
@@ -234,37 +221,64 @@ class Engine:
         Continue the prompt `tokens` in num_samples independent rows; yield (token of each row, mask of each row).
 
         A mask is 1 for a token of the model's choice and 0 for a token of a calculator's result. Generation ends after
-        max_tokens, and when every row has produced <|assistant_end|> or <|bos|>. The end token is yielded; ignore the
-        row's later tokens. max_tokens None: up to the model's sequence length. Raises ValueError for an empty prompt,
-        for fewer than one sample, and for more positions than the model has.
+        max_tokens, and when every row has produced <|assistant_end|> or <|bos|>. The end token is yielded, and again
+        until the other rows end. max_tokens None: up to the model's sequence length. Raises ValueError for an empty
+        prompt, for fewer than one sample, and for more positions than the model has.
         """
-        if not tokens:
-            raise ValueError("the prompt is empty; give at least one token (usually <|bos|>)")
+        column, masks = [0] * num_samples, [1] * num_samples
+        for new in self._steps([tokens], num_samples, max_tokens, temperature, top_k, seed):
+            for i, (token, mask) in new.items():
+                column[i], masks[i] = token, mask
+            yield list(column), list(masks)
+
+    @torch.inference_mode()
+    def _steps(
+        self,
+        prompts: list[list[int]],
+        num_samples: int,
+        max_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 42,
+    ) -> Iterator[dict[int, tuple[int, int]]]:
+        """For each position: row -> (its new token, mask), of the rows that go on. A prompt has num_samples rows."""
+        if not prompts or not all(prompts):
+            raise ValueError("there is no prompt, or the prompt is empty; give at least one token (usually <|bos|>)")
         if num_samples < 1:
             raise ValueError(f"num_samples is {num_samples}; ask for at least 1")
-        max_tokens = self._max_tokens(len(tokens), max_tokens)
         device = torch.device(self.model.get_device())
-        rngs = [torch.Generator(device=device).manual_seed(seed + row) for row in range(num_samples)]
+        shortest, only = min(map(len, prompts)), len(prompts) == 1
+        prompts = [prompt for prompt in prompts for _ in range(num_samples)]
+        ends = [len(prompt) + self._max_tokens(len(prompt), max_tokens) for prompt in prompts]
+        rngs = [torch.Generator(device=device).manual_seed(seed + row % num_samples) for row in range(len(prompts))]
+        rows = [RowState() for _ in prompts]
 
-        # The prompt is read once; its keys and values are then copied to all rows.
-        prompt_cache = self.new_cache(1, len(tokens))
-        ids = torch.tensor([tokens], dtype=torch.long, device=device)
-        logits = self.model(ids, kv_cache=prompt_cache)[:, -1].expand(num_samples, -1)
-        cache = self.new_cache(num_samples, len(tokens) + max_tokens)
-        cache.prefill(prompt_cache)
-        del prompt_cache
-
+        # A prompt alone is read once; its keys and values are then copied to all rows.
+        cache = self.new_cache(1, shortest) if only else self.new_cache(len(rows), max(ends))
+        ids = torch.tensor([p[:shortest] for p in prompts[: cache.batch_size]], dtype=torch.long, device=device)
+        logits = self.model(ids, kv_cache=cache)[:, -1].expand(len(rows), -1)
+        if only:
+            prompt_cache, cache = cache, self.new_cache(len(rows), max(ends))
+            cache.prefill(prompt_cache)
+            del prompt_cache
         decoder = self.decoder(cache)
-        rows = [RowState() for _ in range(num_samples)]
-        for i in range(max_tokens):
-            sampled = sample_next_token(logits, rngs, temperature, top_k)[:, 0].tolist()
-            masks = [0 if row.forced else 1 for row in rows]
-            column = [row.forced.popleft() if row.forced else token for row, token in zip(rows, sampled)]
-            for row, token in zip(rows, column):
-                self.follow(row, token)
-            yield column, masks
-            if i == max_tokens - 1 or all(row.completed for row in rows):
+        column = [prompt[-1] for prompt in prompts]
+        for position in range(shortest, max(ends)):
+            # A row draws from its generator for its own tokens only, so the other prompts' lengths do not matter.
+            going = [i for i, row in enumerate(rows) if not row.completed and len(prompts[i]) <= position < ends[i]]
+            if going:
+                chosen = logits if len(going) == len(rows) else logits[going]
+                sampled = sample_next_token(chosen, [rngs[i] for i in going], temperature, top_k)[:, 0].tolist()
+                new = {}
+                for i, token in zip(going, sampled):
+                    new[i] = (rows[i].forced.popleft(), 0) if rows[i].forced else (token, 1)
+                    column[i] = new[i][0]
+                    self.follow(rows[i], column[i])
+                yield new
+            if all(row.completed or position + 1 >= end for row, end in zip(rows, ends)):
                 return
+            # A row that ended repeats its last token, and its logits are not used.
+            column = [p[position] if position < len(p) else token for p, token in zip(prompts, column)]
             logits = decoder(torch.tensor(column, dtype=torch.long, device=device))
 
     def follow(self, row: RowState, token: int) -> None:
@@ -294,67 +308,26 @@ class Engine:
         """
         results = [list(tokens) for _ in range(num_samples)]
         masks = [[0] * len(tokens) for _ in range(num_samples)]
-        completed = [False] * num_samples
-        for column, column_masks in self.generate(tokens, num_samples, **kwargs):
-            for i, token in enumerate(column):
-                completed[i] = completed[i] or token in self.terminal
-                if not completed[i]:
+        for new in self._steps([tokens], num_samples, **kwargs):
+            for i, (token, mask) in new.items():
+                if token not in self.terminal:
                     results[i].append(token)
-                    masks[i].append(column_masks[i])
+                    masks[i].append(mask)
         return results, masks
 
-    @torch.inference_mode()
-    def generate_many(
-        self,
-        prompts: list[list[int]],
-        num_samples: int = 1,
-        max_tokens: int | None = None,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        seed: int = 42,
-    ) -> list[list[list[int]]]:
+    def generate_many(self, prompts: list[list[int]], num_samples: int = 1, **kwargs: Any) -> list[list[list[int]]]:
         """
-        The sequences of generate_batch for several prompts side by side, num_samples a prompt.
+        The sequences of generate_batch for several prompts side by side, num_samples a prompt, with its arguments.
 
         All rows stay at the same position. The first tokens, up to the shortest prompt's length, are read at once. From
         there on a row with a longer prompt takes its next token from the prompt instead of sampling. Prompts of similar
         length waste least. max_tokens counts from each prompt's own end. Raises ValueError as generate does.
         """
-        if not prompts or not all(prompts):
-            raise ValueError("there is no prompt, or one of them is empty; give each at least one token")
-        if num_samples < 1:
-            raise ValueError(f"num_samples is {num_samples}; ask for at least 1")
-        device = torch.device(self.model.get_device())
         sequences = [list(prompt) for prompt in prompts for _ in range(num_samples)]
-        ends = [
-            len(prompt) + self._max_tokens(len(prompt), max_tokens) for prompt in prompts for _ in range(num_samples)
-        ]
-        rngs = [
-            torch.Generator(device=device).manual_seed(seed + sample) for _ in prompts for sample in range(num_samples)
-        ]
-        rows = [RowState() for _ in sequences]
-        shortest = min(map(len, prompts))
-        cache = self.new_cache(len(rows), max(ends))
-        ids = torch.tensor([sequence[:shortest] for sequence in sequences], dtype=torch.long, device=device)
-        logits = self.model(ids, kv_cache=cache)[:, -1]
-        decoder = self.decoder(cache)
-        for position in range(shortest, max(ends)):
-            # A row draws from its generator for its own tokens only, so the other prompts' lengths do not matter.
-            going = [i for i, row in enumerate(rows) if not row.completed and len(sequences[i]) == position < ends[i]]
-            if going:
-                chosen = logits if len(going) == len(rows) else logits[going]
-                sampled = sample_next_token(chosen, [rngs[i] for i in going], temperature, top_k)[:, 0].tolist()
-                for i, token in zip(going, sampled):
-                    token = rows[i].forced.popleft() if rows[i].forced else token
-                    self.follow(rows[i], token)
-                    if not rows[i].completed:
-                        sequences[i].append(token)
-            if all(row.completed or len(sequences[i]) >= ends[i] for i, row in enumerate(rows)):
-                break
-            # A row that ended repeats its last token, and its logits are not used.
-            column = [sequence[min(position, len(sequence) - 1)] for sequence in sequences]
-            if position + 1 < max(ends):
-                logits = decoder(torch.tensor(column, dtype=torch.long, device=device))
+        for new in self._steps(prompts, num_samples, **kwargs):
+            for i, (token, _) in new.items():
+                if token not in self.terminal:
+                    sequences[i].append(token)
         return [sequences[i : i + num_samples] for i in range(0, len(sequences), num_samples)]
 
 

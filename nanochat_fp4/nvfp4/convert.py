@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from nanochat_fp4.nvfp4.experts import LINEARS, ExpertLinear, as_quantized_experts, routers, stacked_linears
-from nanochat_fp4.nvfp4.grouped import one_by_one
 from nanochat_fp4.nvfp4.linear import QuantLinear, as_quantized, unsupported_reason
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Recipe
@@ -54,9 +52,7 @@ class ConvertReport:
             )
         lines += [f"not reached, {100 * share:.1f}% of these weights: {kind}" for kind, share in self.others.items()]
         if self.experts:
-            reason = one_by_one("cuda" if torch.cuda.is_available() else "cpu")
-            how = f"one by one ({reason})" if reason else "by torch's grouped_mm"
-            lines.append(f"experts of {self.experts} layers: their products are made {how}")
+            lines.append(f"experts of {self.experts} layers: each computes its own GEMMs, one after the other")
         if self.slow_paths:
             lines.append(
                 f"switched off: the fast path in eval mode of {_some(self.slow_paths)}, which does not call its layers"

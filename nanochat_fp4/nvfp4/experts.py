@@ -4,8 +4,8 @@ Each slice becomes an ExpertLinear: a QuantLinear without a parameter of its own
 reports therefore know experts as they know linear layers. The model keeps its Parameters and its state dict.
 
 Tokens are sorted by expert. Each expert that has tokens computes its GEMMs, with codes and tensor scales of its own: to
-the bit what a QuantLinear with its slice computes of these tokens. grouped.py says where the products are made in one
-call, and what that changes. An expert without tokens computes nothing, and its gradient is zero.
+the bit what a QuantLinear with its slice computes of these tokens. An expert without tokens computes nothing, and its
+gradient is zero. One call of torch's grouped_mm for all products was slower on an H200 (dev/LOG.md, 2026-11-24).
 """
 
 import inspect
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from nanochat_fp4.nvfp4.grouped import project
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
 
@@ -84,18 +83,15 @@ class Layout(NamedTuple):
     forward: Callable[..., Tensor]
 
 
-def _project(experts: nn.Module, parameter: str, x: Tensor, counts: Sequence[int], sizes: Tensor) -> Tensor:
-    """Each expert's product of its tokens: x (T, K), sorted by expert -> (T, N). sizes: the counts, on x's device."""
-    stacked, bias = getattr(experts, parameter), getattr(experts, f"{parameter}_bias", None)
-    linears = list(getattr(experts, LINEARS)[parameter])
-    y = project(x, counts, sizes, stacked.mT if linears[0].transposed else stacked, linears)
-    if y is None:
-        parts = zip(linears, stacked.unbind(), x.split(counts))
-        outputs = [linear(rows, part) for linear, part, rows in parts if len(rows)]
-        y = torch.cat(outputs) if outputs else x.new_zeros(0, linears[0].out_features)
-    if bias is None:
-        return y
-    return y + bias.to(y.dtype).repeat_interleave(sizes, dim=0, output_size=len(y))
+def _project(experts: nn.Module, parameter: str, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each expert's product of its tokens: x (T, K), sorted by expert -> (T, N)."""
+    linears, bias = getattr(experts, LINEARS)[parameter], getattr(experts, f"{parameter}_bias", None)
+    parts = [(e, rows) for e, rows in enumerate(x.split(counts)) if len(rows)]
+    weights = getattr(experts, parameter).unbind()
+    outputs = [linears[e](rows, weights[e]) for e, rows in parts]
+    if bias is not None:
+        outputs = [y + bias[e].to(y.dtype) for y, (e, _) in zip(outputs, parts)]
+    return torch.cat(outputs) if outputs else x.new_zeros(0, linears[0].out_features)
 
 
 def _routed(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -105,27 +101,25 @@ def _routed(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     if top_k_weights.shape != top_k_index.shape:
         top_k_weights = top_k_weights.gather(-1, top_k_index)
     order = chosen.argsort(stable=True)
-    sizes = chosen.bincount(minlength=experts)[:experts]  # E and above: tokens of other processes
-    counts = sizes.tolist()
+    counts = chosen.bincount(minlength=experts)[:experts].tolist()  # E and above: tokens of other processes
     order = order[: sum(counts)]
     token = order // choices
-    y = _project(self, "gate_up_proj", hidden_states[token], counts, sizes)
+    y = _project(self, "gate_up_proj", hidden_states[token], counts)
     if hasattr(self, "_apply_gate"):
         y = self._apply_gate(y)
     else:
         gate, up = y.chunk(2, dim=-1)
         y = self.act_fn(gate) * up
-    y = _project(self, "down_proj", y, counts, sizes) * top_k_weights.flatten()[order, None]
+    y = _project(self, "down_proj", y, counts) * top_k_weights.flatten()[order, None]
     return torch.zeros_like(hidden_states).index_add_(0, token, y.to(hidden_states.dtype))
 
 
 def _sorted(self: nn.Module, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
     """torchtitan's experts: x (T, K), sorted by expert -> (T, K). Rows beyond the sum of the numbers are padding."""
-    sizes = num_tokens_per_expert.to(x.device, torch.int64)
-    counts = sizes.tolist()
+    counts = num_tokens_per_expert.tolist()
     rows = x[: sum(counts)]
-    hidden = silu(_project(self, "w1", rows, counts, sizes)) * _project(self, "w3", rows, counts, sizes)
-    y = _project(self, "w2", hidden, counts, sizes).to(x.dtype)
+    hidden = silu(_project(self, "w1", rows, counts)) * _project(self, "w3", rows, counts)
+    y = _project(self, "w2", hidden, counts).to(x.dtype)
     return torch.cat([y, x.new_zeros(len(x) - len(y), y.shape[-1])])
 
 
@@ -156,6 +150,12 @@ def layout_of(module: nn.Module) -> Layout | None:
     return None
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the experts of a known layout have weights (E, in_features, out_features)."""
+    # transformers' name of an attribute in 5.0, then in later releases.
+    return getattr(module, "is_transposed", getattr(module, "experts_are_transposed", False))
+
+
 def stacked_linears(module: nn.Module) -> dict[str, list[ExpertLinear]]:
     """Stacked parameter -> the ExpertLinears that read it, of a module that as_quantized_experts has changed."""
     return {name: list(linears) for name, linears in getattr(module, LINEARS, {}).items()}
@@ -171,8 +171,7 @@ def as_quantized_experts(model: nn.Module) -> None:
         layout = None if hasattr(module, LINEARS) else layout_of(module)
         if layout is None:
             continue
-        # transformers' name of an attribute in 5.0, then in later releases.
-        transposed = getattr(module, "is_transposed", getattr(module, "experts_are_transposed", False))
+        transposed = is_transposed(module)
         linears = nn.ModuleDict()
         for name in layout.parameters:
             count = getattr(module, name).shape[0]

@@ -265,7 +265,7 @@ def test_simple_spelling():
 
 def test_counting_conversation_to_the_letter():
     """The conversation that nanochat draws for seed 0 from the words below."""
-    conversation = counting_conversation(["strawberry", "banana"], 0)
+    conversation = counting_conversation(["strawberry", "banana"], random.Random(0))
     question, answer = (m["content"] for m in conversation["messages"])
     assert question == "count the number of \"a\" in 'banana'?"
     assert [p["type"] for p in answer] == ["text", "text", "python", "python_output", "text"]
@@ -280,7 +280,7 @@ def test_counting_conversation_to_the_letter():
 
 def test_counting_conversations_are_right():
     for seed in range(60):
-        conversation = counting_conversation(LOCAL_WORDS, seed)
+        conversation = counting_conversation(LOCAL_WORDS, random.Random(seed))
         parts = conversation["messages"][1]["content"]
         call, result = parts[2]["text"], parts[3]["text"]
         word, letter = call.split("'")[1], call.split("'")[3]

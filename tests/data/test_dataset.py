@@ -71,9 +71,6 @@ def test_the_last_shard_is_validation(shards):
     assert texts_of(shards, "val") == [f"document 2.{i}" for i in range(10)]
     assert [os.path.basename(p) for p in list_parquet_files(shards)] == [index_to_filename(i) for i in range(3)]
     assert [s.rows for s in open_shards("train", shards)] == [(4, 4, 2)] * 2
-
-
-def test_row_groups_are_dealt_by_start_and_step(shards):
     batches = [list(parquets_iter_batched("train", start, 2, data_dir=shards)) for start in (0, 1)]
     assert [len(b) for b in batches] == [4, 2]
     dealt = sorted(text for b in batches for batch in b for text in batch)
@@ -140,11 +137,16 @@ def test_cut_text_takes_time_in_proportion_to_the_text():
         text = "".join(rng.choices(["a", "bc", " ", "\n", "\n\n", "\n" * 9], [9, 9, 5, 1, 1, 1], k=rng.randrange(400)))
         limits = sorted(rng.sample(range(1, 60), 2))
         assert cut_text(text, random.Random(7), *limits) == cut_text_slowly(text, random.Random(7), *limits)
-    text = "word " * 6_000_000
-    start = time.process_time()
-    pieces = cut_text(text, random.Random(0))
-    assert time.process_time() - start < 5.0  # 0.05 s; copying the rest at each cut takes half a minute
-    assert sum(map(len, pieces)) > 29_900_000
+    copied = []
+
+    class Noted(str):
+        def __getitem__(self, place):
+            copied.append(len(part := super().__getitem__(place)))
+            return part
+
+    text = Noted("word " * 100_000)
+    assert sum(map(len, cut_text(text, random.Random(0)))) > 0.99 * len(text)
+    assert max(copied) <= 5200  # the rest of the text is not copied at each cut
 
 
 def test_cut_text_loses_nothing_and_ends_at_paragraphs():
@@ -370,9 +372,8 @@ def test_a_shard_that_is_no_parquet_is_not_kept(hub, base_dir):
     assert os.listdir(base_dir / "base_data") == ["shard_00000.parquet"]
 
 
-def test_one_failure_stops_the_others(hub, base_dir, monkeypatch):
+def test_one_failure_stops_the_others(hub, base_dir):
     """Shard 3 is not there; shard 4 would never end, and whoever loads it stops when shard 3 has failed."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10**12))
     hub.files[endless := hub.prefix + "shard_00004.parquet"] = b"x"
     hub.bad[endless] = ["endless"]
     with pytest.raises(UserError, match="shard_00003.parquet: the server answered 404"):

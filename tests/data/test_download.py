@@ -73,21 +73,6 @@ def test_only_http(tmp_path, url):
         download_file(url, tmp_path / "f")
 
 
-def test_content_is_looked_at_before_the_file_gets_its_name(server, tmp_path):
-    def validate(path):
-        raise UserError("not parquet")
-
-    with pytest.raises(UserError, match="not parquet .2 attempts.; set DATA_DIR"):
-        download_file(server.url("/f"), tmp_path / "f", validate=validate, attempts=2, hint="set DATA_DIR")
-    assert os.listdir(tmp_path) == []
-
-
-def test_nobody_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(download, "BACKOFF_SECONDS", 0)
-    with pytest.raises(UserError, match="could not download http://127.0.0.1:9/f: .*refused.*3 attempts"):
-        download_file("http://127.0.0.1:9/f", tmp_path / "f")
-
-
 def test_work_that_hangs_is_left_alone():
     """A look-up of a host's name ignores every timeout."""
     with pytest.raises(TimeoutError):

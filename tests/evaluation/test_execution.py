@@ -48,16 +48,16 @@ LAYERS = working_layers() if os.name == "posix" else []
 KERNEL = [layers for layers in LAYERS if "audit" not in layers]
 # landlock is never used without seccomp, but from its ABI 6 on it must keep signals and sockets in by itself.
 LANDLOCK_SCOPES = [("landlock",)] if landlock_abi() >= 6 and ("landlock", "seccomp") in LAYERS else []
-every_layer = pytest.mark.parametrize("layers", LAYERS, ids="+".join)
+# A layer is the same in every set: where stronger sets work, most tests leave out the one whose two layers others have.
+EACH = [layers for layers in LAYERS if layers != ("seccomp", "audit") or not KERNEL]
+every_layer = pytest.mark.parametrize("layers", EACH, ids="+".join)
+# What the supervisor keeps, and the limits that each process sets for itself, are the same whatever the layers.
 strongest_and_weakest = pytest.mark.parametrize("layers", sorted({*LAYERS[:1], *LAYERS[-1:]}), ids="+".join)
 every_kernel_layer = pytest.mark.parametrize("layers", KERNEL, ids="+".join)
 
 
 def run(code: str, layers: tuple[str, ...], timeout: float = 30.0, **kwargs) -> execution.ExecutionResult:
-    start = time.monotonic()
-    result = execute_code(code, timeout=timeout, layers=layers, **kwargs)
-    assert time.monotonic() - start < timeout + 10, "the deadline was not kept"
-    return result
+    return execute_code(code, timeout=timeout, layers=layers, **kwargs)
 
 
 def wait_until(condition, seconds: float = 60) -> None:
@@ -113,28 +113,33 @@ def test_every_layer_that_the_kernel_offers_is_used():
         assert ("landlock", "seccomp") in LAYERS
 
 
-@every_layer
+@pytest.mark.parametrize("layers", LAYERS, ids="+".join)
 def test_ordinary_programs(layers):
     result = run("import math, sys\nprint('out', math.sqrt(16))\nprint('err', file=sys.stderr)", layers)
     assert result.success and result.error is None
     assert result.stdout == "out 4.0\n" and result.stderr == "err\n"
 
-    for code, error in [
-        ("1 / 0", "ZeroDivisionError: division by zero"),
+
+@pytest.mark.parametrize(
+    "code, error",
+    [
         ("assert False, 'candidate'", "AssertionError: candidate"),
         ("def f(:\n", "SyntaxError"),
         ("import sys; sys.exit(0)", "SystemExit: 0"),  # what follows a completion must have run
         ("import os; os._exit(0)", "without finishing"),
         ("input()", "EOFError"),
         ("raise ValueError('two\\nlines')", "ValueError: two lines"),
-    ]:
-        result = run(code, layers)
-        assert not result.success and not result.timeout and error in result.error, (code, result)
-        assert "\n" not in result.error
+    ],
+)
+def test_a_program_that_fails_says_why_in_one_line(code, error):
+    result = run(code, LAYERS[0])
+    assert not result.success and not result.timeout and error in result.error and "\n" not in result.error, result
 
 
 @every_layer
-def test_the_working_folder_is_empty_writable_and_removed(layers):
+def test_the_working_folder_is_empty_and_nothing_is_inherited(layers, monkeypatch, tmp_path):
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    monkeypatch.setenv("PYTHONSTARTUP", "/nonexistent")
     code = """
 import os, tempfile
 assert os.listdir('.') == [], os.listdir('.')
@@ -142,33 +147,21 @@ assert os.environ['HOME'] == os.environ['TMPDIR'] == os.getcwd()
 open('a.txt', 'w').write('x')
 os.mkdir('d'); os.rename('a.txt', 'd/b.txt'); assert open('d/b.txt').read() == 'x'; os.remove('d/b.txt')
 with tempfile.NamedTemporaryFile() as f: print(f.name)
-print(os.getcwd())
-"""
-    result = run(code, layers)
-    assert result.success, result
-    if "namespaces" not in layers:  # there it is a name in another world
-        assert not os.path.exists(result.stdout.splitlines()[-1])
-
-
-@every_layer
-def test_nothing_is_inherited(layers, monkeypatch, tmp_path):
-    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    monkeypatch.setenv("PYTHONSTARTUP", "/nonexistent")
-    with open(tmp_path / "secret", "w+") as secret:
-        os.set_inheritable(secret.fileno(), True)
-        code = """
-import os
 fds = []
 for fd in range(3, 200):
     try: os.fstat(fd); fds.append(fd)
     except OSError: pass
-print(sorted(os.environ), len(fds))
+print(len(fds), sorted(os.environ))
+print(os.getcwd())
 """
+    with open(tmp_path / "secret", "w+") as secret:
+        os.set_inheritable(secret.fileno(), True)
         result = run(code, layers)
     assert result.success, result
-    names, count = result.stdout.rsplit(" ", 1)
-    assert "SECRET_TOKEN" not in names and "PYTHONSTARTUP" not in names
-    assert int(count) <= 2, f"open files beside the standard ones: {count}"  # to the judge and back
+    *_, inherited, folder = result.stdout.splitlines()
+    assert "SECRET_TOKEN" not in inherited and "PYTHONSTARTUP" not in inherited
+    assert int(inherited.split()[0]) <= 2, "open files beside the standard ones"  # to the judge and back
+    assert "namespaces" in layers or not os.path.exists(folder)  # in namespaces it is a name in another world
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -265,10 +258,8 @@ for number in sorted(set(range(700)) - set({skipped})):
 # Hostile programs
 
 
-@every_layer
+@strongest_and_weakest
 def test_endless_programs(layers):
-    result = run("while True: pass", layers, timeout=0.5)
-    assert result.timeout and not result.success and "timed out after 0.5 s" in result.error
     stubborn = """
 import signal, time
 for s in range(1, 32):
@@ -278,19 +269,19 @@ while True:
     try: time.sleep(60)
     except BaseException: pass
 """
-    assert run(stubborn, layers, timeout=0.5).timeout
+    result = run(stubborn, layers, timeout=0.5)
+    assert result.timeout and not result.success and "timed out after 0.5 s" in result.error
 
 
-@every_layer
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
+@strongest_and_weakest
 def test_gigabyte_allocation(layers):
-    if sys.platform != "linux":
-        pytest.skip("only Linux limits the address space")
-    result = run("b = bytearray(1 << 30)", layers)
+    large = "b = bytearray(100 << 20)"
+    result = run(large, layers, maximum_memory_bytes=64 << 20)
     assert result.memory_exceeded and not result.success
-    result = run("x = []\nwhile True: x.append('y' * 4096 + str(len(x)))", layers)
+    result = run("x = []\nwhile True: x.append('y' * 4096 + str(len(x)))", layers, maximum_memory_bytes=64 << 20)
     assert not result.success and (result.memory_exceeded or "without finishing" in result.error), result
-    assert run("b = bytearray(100 << 20)", layers).success
-    assert run("b = bytearray(400 << 20)", layers, maximum_memory_bytes=1 << 30).success
+    assert run(large, layers).success
 
 
 @every_layer
@@ -308,7 +299,7 @@ try:
 finally:
     print(forked)
 """
-    result = run(code, layers, timeout=1)
+    result = run(code, layers)
     assert not result.success
     assert "PermissionError" in result.error and result.stdout == "0\n", result
     assert run("print('still here')", layers).success
@@ -431,7 +422,7 @@ for attack in (tcp, udp, raw, listen):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets")
-@pytest.mark.parametrize("layers", [*LAYERS, *LANDLOCK_SCOPES], ids="+".join)
+@pytest.mark.parametrize("layers", [*EACH, *LANDLOCK_SCOPES], ids="+".join)
 def test_no_socket_of_others_is_reached(layers, open_folder):
     """Not even from a pair of sockets, which send to an address as well as to each other, open files included."""
     path, abstract = str(open_folder / "socket"), f"\0nanochat-{os.getpid()}"
@@ -512,7 +503,7 @@ for opened in (pipe, pair):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux' signals by descriptor")
-@pytest.mark.parametrize("layers", [*LAYERS, *LANDLOCK_SCOPES], ids="+".join)
+@pytest.mark.parametrize("layers", [*EACH, *LANDLOCK_SCOPES], ids="+".join)
 def test_no_descriptor_signals_others(layers):
     """A descriptor that becomes readable can have the kernel send its owner, any process of the user, a SIGKILL."""
     victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
@@ -528,16 +519,16 @@ def test_no_descriptor_signals_others(layers):
         victim.wait()
 
 
-@every_layer
+@strongest_and_weakest
 def test_closing_stdout_changes_nothing(layers):
     assert run("import os, sys\nsys.stdout.close(); os.close(1); os.close(2); sys.stderr = None", layers).success
     result = run("import os\nfor fd in range(100):\n    try: os.close(fd)\n    except OSError: pass", layers)
     assert not result.success and not result.timeout  # it closed the way back as well
 
 
-@every_layer
+@strongest_and_weakest
 def test_printing_without_end(layers):
-    code = "import sys\nline = 'x' * (1 << 20)\nfor _ in range(64): sys.stdout.write(line)\n"
+    code = "import sys\nline = 'x' * (1 << 20)\nfor _ in range(16): sys.stdout.write(line)\n"
     tracemalloc.start()
     result = run(code, layers, timeout=8)
     peak = tracemalloc.get_traced_memory()[1]
@@ -547,7 +538,7 @@ def test_printing_without_end(layers):
     assert len(result.stdout) < execution.MAX_OUTPUT_BYTES + 100 and result.stdout.endswith("[output cut here]")
 
 
-@every_layer
+@strongest_and_weakest
 def test_writing_a_gigabyte(layers):
     result = run("f = open('big', 'wb')\nfor _ in range(1024): f.write(b'x' * (1 << 20))", layers)
     assert not result.success
@@ -617,7 +608,7 @@ def test_many_files_or_bytes_are_the_end(layers, code, says, tmp_path, monkeypat
     wait_until(lambda: list(tmp_path.iterdir()) == [])
 
 
-@every_layer
+@strongest_and_weakest
 def test_folders_without_rights_and_nested_deeply_go(layers, tmp_path, monkeypatch):
     monkeypatch.setattr(execution.tempfile, "tempdir", str(tmp_path))
     code = """
@@ -638,36 +629,30 @@ for i in range(1100):  # deeper than Python recurses
 # What a program may write where its answer goes, and all that a secret of the caller's could be read from.
 ANSWERS = {
     "brackets": "b'[' * 60_000 + b'\\n'",
-    "objects": "b'{\"a\":' * 20_000 + b'\\n'",
     "set-up error": 'b\'{"setup_error": "forged"}\\n\'',
     "report": 'b\'{"ready": true, "outcome": "ended"}\\n\'',
-    "NaN": 'b\'{"success": NaN, "error": 1e999}\\n\'',
-    "numbers": "b'9' * 50_000 + b'\\n'",
     "not text": "bytes(range(256)) * 4",
-    "error of bytes": "b'error ' + bytes(range(256)) + b'\\n\\n'",
     "memory": "b'memory'",
     "a megabyte": "b'x' * (1 << 20)",
     "empty lines": "b'\\n' * 60_000",
     "a value": 'b\'["value", ["int", "zz"]]\\n\'',
     "unknown types": 'b\'["value", ["list", [["code", "x"]]]]\\n\'',
-    "a loop of sets": 'b\'["value", ["set", [["list", []]]]]\\n\'',
 }
 
 
-@strongest_and_weakest
-def test_whatever_is_written_as_an_answer_is_a_failed_problem(layers):
-    for name, data in ANSWERS.items():
-        code = f"""
+@pytest.mark.parametrize("name", ANSWERS)
+def test_whatever_is_written_as_an_answer_is_a_failed_problem(name):
+    code = f"""
 import os
 def f(x):
     for fd in range(3, 100):
-        try: os.write(fd, {data})
+        try: os.write(fd, {ANSWERS[name]})
         except OSError: pass
     os._exit(0)
 """
-        result = run(code, layers, tests="assert candidate(1) == 2", function="f")
-        assert not result.success and not result.timeout, (name, result)
-        assert "\n" not in (result.error or "") and len(result.error or "") <= 1010, name
+    result = run(code, LAYERS[0], tests="assert candidate(1) == 2", function="f")
+    assert not result.success and not result.timeout, result
+    assert "\n" not in (result.error or "") and len(result.error or "") <= 1010
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -694,26 +679,16 @@ def tracer(frame, event, arg):
 """
 FAKES = {
     "exit status": "import os; os._exit(0)",
-    "sys.exit": "import sys; sys.exit(0)",
-    "SystemExit in the function": "def f(x): raise SystemExit(0)",
-    "exit handlers": "import atexit, os\natexit.register(os._exit, 0)" + WRONG,
     "signal handler": "import os, signal\nsignal.signal(14, lambda *a: os._exit(0)); signal.setitimer(0, 1e-4)" + WRONG,
     "a verdict": "import os\nfor i in range(3, 99):\n  try: os.write(i, b'passed')\n  except OSError: 0" + WRONG,
-    "frames": "import sys\nframe = sys._getframe()\nwhile frame: frame.f_globals.clear(); frame = frame.f_back" + WRONG,
     "objects of the collector": """
 import gc, os
 for value in gc.get_objects():
     if isinstance(value, dict) and 'tests' in value or isinstance(value, str) and 'assert candidate' in value: solve()
 """ + WRONG,
     "settrace": TRACER + "sys.settrace(tracer)\ndef f(x): return 1",
-    "setprofile": "import os, sys\nsys.setprofile(lambda *a: os._exit(0))" + WRONG,
-    "code of check": "import sys\ndef f(x): sys._getframe(1).f_globals['check'].__code__ = (lambda c: 0).__code__",
     "check defined before": "def check(candidate): pass" + WRONG,
-    "builtin AssertionError": "import builtins\nbuiltins.AssertionError = SystemExit" + WRONG,
     "stdout that raises": "import sys\nclass S:\n  def flush(self): raise SystemExit(0)\nsys.stdout = S()" + WRONG,
-    "another program": "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'pass'])",
-    "a fork": "import os\nif os.fork(): os._exit(0)" + WRONG,
-    "an open string": WRONG + 's = """',
     "ctypes on constants": """
 import ctypes, sys
 def f(x):
@@ -721,23 +696,6 @@ def f(x):
     for i, c in enumerate(consts):
         if isinstance(c, int): ctypes.py_object.from_address(id(consts) + 24 + 8 * i).value = 0
     return 0""",
-    # _ctypes past hooks that ask for names; reads what the caller's evaluation stack holds (Python 3.11, 3.12)
-    "_ctypes under another name": """
-import importlib.machinery, importlib.util, os, struct, sys
-loader = importlib.machinery.ExtensionFileLoader("harmless._ctypes", importlib.util.find_spec("_ctypes").origin)
-module = loader.create_module(importlib.util.spec_from_file_location(loader.name, loader.path, loader=loader))
-def memory(address, size):
-    fake = struct.pack("7Q", 9, id(bytearray), size, size + 1, address, address, 0)
-    return bytes(module.PyObj_FromPtr(id(fake) + 32))
-frame = sys._getframe().f_back.f_back or sys._getframe().f_back
-for word in struct.unpack("64Q", memory(struct.unpack("Q", memory(id(frame) + 24, 8))[0], 512)):
-    if word % 8 == 0 and word >> 40 in (0x55, 0x56, 0x7E, 0x7F):
-        if memory(word + 8, 16) == struct.pack("2Q", id(bytes), 32):
-            for fd in range(3, 99):
-                try: os.write(fd, memory(word + 32, 32))
-                except OSError: pass
-            os._exit(0)
-""" + WRONG,
     "equal to everything": "class E:\n  __eq__ = lambda s, o: True\n  __sub__ = lambda s, o: 0\ndef f(x): return E()",
     "numbers with an opinion": """
 class N(int):
@@ -812,18 +770,26 @@ for value in (lambda x: x, object(), iter([])):
     echo = "def f(x): return x"
     result = execute_code(echo, timeout=30, tests=tests, function="f")
     assert result.success, result
-    for code, test in [
-        ("import collections\ndef f(): return collections.Counter('aab')", "assert candidate() == {'a': 2, 'b': 1}"),
-        ("import fractions\ndef f(): return fractions.Fraction(5, 2)", "assert candidate() == 2.5"),
-        ("import decimal\ndef f(): return decimal.Decimal('2.5')", "assert abs(candidate() - 2.5) < 1e-9"),
-        ("def f(): return {1: 2}.keys()", "assert candidate() == {1}"),
-        ("def f():\n    yield 1\n    yield [2]", "assert tuple(candidate()) == (1, [2])"),
-        ("def f(): return range(2)", "assert candidate() != [0, 1] and list(candidate()) == [0, 1]"),
-        ("def f(): return [f]", "assert candidate() != [None]"),
-        ("n = 0\ndef f():\n    global n\n    n += 1\n    return n", "assert [candidate(), candidate()] == [1, 2]"),
-    ]:
-        result = execute_code(code, timeout=30, tests=test, function="f")
-        assert result.success, (code, result)
+    code = """
+import collections, decimal, fractions
+n = 0
+def generator():
+    yield 1
+    yield [2]
+def f(what):
+    global n
+    n += 1
+    return {"counter": collections.Counter("aab"), "fraction": fractions.Fraction(5, 2), "range": range(2), "call": n,
+            "decimal": decimal.Decimal("2.5"), "keys": {1: 2}.keys(), "generator": generator(), "function": [f]}[what]
+"""
+    tests = """
+assert candidate("counter") == {"a": 2, "b": 1} and candidate("fraction") == 2.5 and candidate("keys") == {1}
+assert abs(candidate("decimal") - 2.5) < 1e-9 and tuple(candidate("generator")) == (1, [2])
+assert candidate("range") != [0, 1] and list(candidate("range")) == [0, 1] and candidate("function") != [None]
+assert [candidate("call"), candidate("call")] == [9, 10]
+"""
+    result = execute_code(code, timeout=30, tests=tests, function="f")
+    assert result.success, result
     for code, error in [
         ("def g(x): return x", "NameError: name 'f' is not defined"),
         ("def f(x): return 1 / 0", "ZeroDivisionError: division by zero"),
@@ -877,7 +843,7 @@ def children_of(pid: int) -> dict[int, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(  # hooks do not keep the supervisor's end from being ignored
     "layers, signalled",
-    [(x, "trainer") for x in LAYERS] + [(x, "supervisor") for x in LAYERS if "seccomp" in x],
+    [(x, "trainer") for x in EACH] + [(x, "supervisor") for x in EACH if "seccomp" in x],
     ids=str,
 )
 def test_the_sandbox_dies_with_the_trainer(layers, signalled, tmp_path):
@@ -891,7 +857,7 @@ def test_the_sandbox_dies_with_the_trainer(layers, signalled, tmp_path):
     trainer = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).resolve().parents[2], env=env)
     try:
         processes = 4 if "namespaces" in layers else 3
-        wait_until(lambda: len(c := children_of(trainer.pid)) == processes and max(c.values()) > 30)  # it computes
+        wait_until(lambda: len(c := children_of(trainer.pid)) == processes and max(c.values()) > 9)  # it computes
         children = children_of(trainer.pid)
         if signalled == "trainer":
             trainer.send_signal(signal.SIGKILL)

@@ -30,11 +30,6 @@ def test_counts_bytes_of_text_only():
     assert evaluate_bpb(TableModel(), batches, 1, TOKEN_BYTES) == pytest.approx(7 / (math.log(2) * 6), rel=1e-12)
 
 
-def test_a_uniform_byte_model_has_eight_bits():
-    x, y = torch.full((4, 32), math.log(256), dtype=torch.float64), torch.randint(0, 256, (4, 32))
-    assert evaluate_bpb(TableModel(), [(x, y)], 1, torch.ones(256, dtype=torch.int32)) == pytest.approx(8, rel=1e-6)
-
-
 def test_nothing_to_count_is_infinite():
     assert evaluate_bpb(TableModel(), [batch([1.0], [3])], 1, TOKEN_BYTES) == math.inf
 

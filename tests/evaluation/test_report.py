@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from _damage import damaged
+from matplotlib.figure import Figure
 
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import plots, report
@@ -41,12 +42,12 @@ def make_run(base_dir: Path, tag: str, method: str, bpb: float, steps: int = 6, 
         get_report(tag).log("Base model loss", [{"val_bpb": bpb}], results)
 
 
-def generated(folder: Path, *args, drawn: bool = False) -> str:
+def generated(folder: Path, drawn: bool = False) -> str:
     """report.md; without the plots, which are slow, unless they are to be `drawn`."""
     with pytest.MonkeyPatch.context() as m:
         if not drawn:
             m.setattr(report, "_plot", lambda *_: [])
-        path = Report(folder).generate(*args, print_summary=False)
+        path = Report(folder).generate()
     assert path == str(folder / "report.md")
     json.loads((folder / "report.json").read_text())  # strict JSON: no NaN
     return Path(path).read_text()
@@ -93,21 +94,11 @@ def test_runs_of_several_seeds_are_a_line_with_a_band(base_dir, folder, monkeypa
         drawn.add((label, len(runs), len(axes.collections) - before))
 
     monkeypatch.setattr(plots, "curve", noted)
+    monkeypatch.setattr(plots, "draw", lambda path, title, plot: plot(Figure().subplots()))
     generated(folder, drawn=True)
     assert {d for d in drawn if "BF16" not in d[0]} == {
         ("d4_clover", 2, 1), ("tiny_clover, 6 steps", 2, 1), ("tiny_clover, 4 steps", 1, 0),
     }  # fmt: skip
-
-
-def test_runs_can_be_chosen_and_ordered(base_dir, folder):
-    make_run(base_dir, "d4_bf16", "bf16", 1.25)
-    make_run(base_dir, "d4_clover", "clover", 1.275)
-    text = generated(folder, ["d4_clover"])
-    assert "d4_bf16" not in text and row_of(text, "d4_clover")[6] == "-"
-    text = generated(folder, ["d4_clover", "d4_bf16"])
-    assert text.index("| d4_clover |") < text.index("| d4_bf16 |")
-    with pytest.raises(UserError, match="no run called 'd9'; there is|no run called 'd9' to report; there is: d4"):
-        Report(folder).generate(["d9"])
 
 
 def test_gap_only_between_finished_runs_of_one_configuration(base_dir, folder):
@@ -123,9 +114,8 @@ def test_interrupted_run_shows_what_it_has(base_dir, folder):
     make_run(base_dir, "d4_clover", "clover", 1.3, finished=False)
     with open(base_dir / "base_checkpoints" / "d4_clover" / "metrics.jsonl", "a") as f:
         f.write('{"event": "train", "step": 3, "lo')  # killed while it wrote
-    text = generated(folder, drawn=True)
+    text = generated(folder)
     assert row_of(text, "d4_clover")[2:6] == ["3 of 6, unfinished", "3,000", "1.3100", "1.3200"]
-    assert "![loss](loss.png)" in text
 
 
 @pytest.mark.parametrize(
@@ -147,7 +137,8 @@ def test_break_even_on_this_gpu_is_a_prediction(gpu, expected, base_dir, folder,
     assert len(lines) == 1 and re.search(expected, lines[0]), lines
 
 
-def test_section_is_replaced_and_reset_keeps_metrics(base_dir, folder, capsys):
+def test_section_is_replaced_and_reset_keeps_metrics(base_dir, folder, capsys, monkeypatch):
+    monkeypatch.setattr(report, "_plot", lambda *_: [])
     make_run(base_dir, "d4_bf16", "bf16", 1.25)
     get_report("d4_bf16").log("Base model loss", [{"val_bpb": 1.0}], {"val_bpb": 1.0})
     assert row_of(generated(folder), "d4_bf16")[4] == "1.0000"
@@ -162,8 +153,7 @@ def test_benchmarks_as_in_table_5(base_dir, folder):
     make_run(base_dir, "d4_bf16", "bf16", 1.25)
     sft = {"ARC-Easy": {"accuracy": 0.5, "count": 400}, "MMLU": {"accuracy": 0.25, "interval": 0.01}, "Own": 0.75}
     get_report("d4_bf16").log("Chat evaluation sft", [{"temperature": 0.0}], sft)
-    # nanochat's way: numbers among the data, next to settings that are no benchmarks.
-    get_report("d4_bf16").log("Chat evaluation mid", [{"temperature": 0.0, "top_k": 50}, {"ARC-Easy": 0.4}])
+    get_report("d4_bf16").log("Chat evaluation mid", [{"temperature": 0.0}], {"ARC-Easy": 0.4})
     text = generated(folder)
     header = next(line for line in text.splitlines() if line.startswith("| run | method | after |"))
     assert header == "| run | method | after | val BPB | ARC-Easy | MMLU | Own |"
@@ -201,21 +191,19 @@ def test_other_ranks_log_nothing(base_dir, monkeypatch):
     assert not (base_dir / "report").exists()
 
 
-def test_cost_needs_a_gpu(monkeypatch):
+def test_cost_needs_a_gpu():
     gpu = {"gpu": "NVIDIA H100 80GB HBM3", "gpu_count": 8}
     assert report.gpu_dollars({}, 3600) is None
-    assert report.gpu_dollars(gpu, 3600) == pytest.approx(24.0)
-    monkeypatch.setenv("GPU_HOURLY_USD", "2.5")
-    assert report.gpu_dollars(gpu, 7200) == pytest.approx(40.0)
-    monkeypatch.setenv("GPU_HOURLY_USD", "many")
     assert report.gpu_dollars(gpu, 3600) == pytest.approx(24.0)
 
 
 def test_damaged_metrics_never_break_the_plots(base_dir, folder):
     """Without the plots, which are slow, test_reliability_fuzz.py damages sections and metrics."""
-    make_run(base_dir, "d4_bf16", "bf16", 1.25)
-    path, rng = base_dir / "base_checkpoints" / "d4_bf16" / "metrics.jsonl", random.Random(5)
-    whole = path.read_bytes()
-    for _ in range(4):
-        path.write_bytes(damaged(whole, rng))
+    log, rng = MetricsLog(base_dir / "base_checkpoints" / "d4_bf16"), random.Random(5)
+    for step in range(6):
+        log.append("train", step, smoothed_loss=5.0 - step)
+        log.append("val", step, bpb=1.0)
+    whole = log.path.read_bytes()
+    for how in ("cut", "odd value in a line"):
+        log.path.write_bytes(damaged(whole, rng, how))
         generated(folder, drawn=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.export import huggingface, save
+from nanochat_fp4.export import huggingface, save, stacked
 from nanochat_fp4.export.load import load_safetensors
 from nanochat_fp4.export.weights import forward_weights
 from nanochat_fp4.models.llama import Llama, LlamaConfig
@@ -161,6 +161,74 @@ def test_experts_go_out_one_by_one(tmp_path, monkeypatch, transposed, inputs):
     assert "router.weight" in tensors and not any("proj" in name for name in tensors)
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     assert ignored == ["lm_head", "router"]
+
+
+@pytest.fixture(params=[False, True], ids=["", "transposed"])
+def mixture(tmp_path, monkeypatch, request) -> nn.Module:
+    """A model with experts, and its folder tmp_path / "out"."""
+    torch.manual_seed(0)
+    for module in (save, stacked):
+        monkeypatch.setattr(module, "as_in_checkpoints", _as_in_a_checkpoint)
+    model = nf.convert(Mixture(request.param), "clover", verbose=False).eval()
+    nf.save_quantized(model, tmp_path / "out", "modelopt", dtype=torch.float32)  # no reciprocal of a tensor scale
+    return model
+
+
+def test_experts_come_back(mixture, tmp_path):
+    """Decoded, into a model that nobody converted, and as codes alone on the meta device."""
+    transposed, want = mixture.experts.is_transposed, forward_weights(mixture).tensors
+    read = nf.load_quantized(Mixture(transposed), tmp_path / "out")
+    for name in ("gate_up_proj", "down_proj"):
+        for e, part in enumerate(getattr(read.experts, name)):
+            assert torch.equal(part.T if transposed else part, want[f"experts.expert_linears.{name}.{e}"].dequantize())
+    assert torch.equal(read.gate.weight, mixture.gate.weight)
+    with torch.device("meta"):
+        alone = nf.convert(Mixture(transposed), "clover", verbose=False).eval()
+    nf.load_quantized(alone, tmp_path / "out", codes=True)
+    assert all(p.untyped_storage().nbytes() == 4 and not p.requires_grad for p in alone.experts.parameters())
+    for name, t in forward_weights(alone).tensors.items():
+        assert torch.equal(t.codes, want[name].codes) and torch.equal(t.tensor_scale, want[name].tensor_scale)
+        assert torch.equal(t.scales.float(), want[name].scales.float())
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        assert torch.equal(alone(ids), mixture(ids))
+    alone.train()(ids).square().sum().backward()
+    assert alone.embed.weight.grad.any() and alone.gate.weight.grad.any()  # dgrad of the experts, from codes
+
+
+def test_experts_in_full_precision_come_back(mixture, tmp_path):
+    nf.convert(mixture, "clover", skip=["experts"], verbose=False)
+    nf.save_quantized(mixture, tmp_path / "out", dtype=torch.float32, overwrite=True)
+    read = nf.load_quantized(nf.convert(Mixture(mixture.experts.is_transposed), verbose=False), tmp_path / "out")
+    assert all(torch.equal(a, b) for a, b in zip(read.experts.parameters(), mixture.experts.parameters()))
+
+
+def test_bad_files_of_experts_are_one_line(mixture, tmp_path):
+    nf.save_quantized(mixture, tmp_path / "out", dtype=torch.float32, overwrite=True)
+    good = load_safetensors(tmp_path / "out")
+    part = "experts.1.w3.weight"
+    without = {name: [n for n in good if name in n] for name in (part, "experts.", "w3.weight_scale")}
+
+    def load(changes: dict, codes: bool = False) -> nn.Module:
+        huggingface.save_tensors(tmp_path / "out", {n: t for n, t in (good | changes).items() if t is not None})
+        model = nf.convert(Mixture(mixture.experts.is_transposed), "clover", verbose=False)
+        return nf.load_quantized(model, tmp_path / "out", codes)
+
+    scales = {f"{part}_global_scale": good[f"{part}_global_scale"] / 2}  # values are divided by it
+    for changes, codes, message in (
+        (dict.fromkeys(without[part]), False, f"has no {part}, and other experts of experts.gate_up_proj"),
+        (dict.fromkeys(without["experts."]), False, "has no experts.down_proj, experts.gate_up_proj"),
+        (dict.fromkeys(without["w3.weight_scale"]), True, "experts.0.w3 has codes without weight_scale"),
+        ({f"{part}_packed": good[f"{part}_packed"][:16]}, True, r"w3, its codes, is \(16, 16\), expected \(48, 16\)"),
+        ({"experts.2.w2.weight": torch.ones(32, 48)}, False, "experts.2.w2.weight is not of this model"),
+        (scales, True, "the parts of experts.expert_linears.gate_up_proj.1 have several tensor scales"),
+    ):
+        with pytest.raises(UserError, match=message) as e:
+            load(changes, codes)
+        assert "\n" not in str(e.value)
+    whole, other = (load(changes).experts.gate_up_proj[1] for changes in ({}, scales))
+    whole, other = (t.T if mixture.experts.is_transposed else t for t in (whole, other))
+    assert torch.equal(other[:48], whole[:48]) and torch.equal(other[48:], 2 * whole[48:])
 
 
 def test_bit_for_bit_what_scripts_export_writes(tmp_path):

@@ -1,6 +1,7 @@
 """Models of transformers leave as NVFP4: their folders, their experts, as their packages read them. Nothing is loaded
 from a hub."""
 
+import copy
 import json
 
 import _models
@@ -27,7 +28,7 @@ def test_experts_have_the_names_of_their_checkpoints(tmp_path, name):
 
     torch.manual_seed(0)
     model = nf.convert(_models.MODELS[f"{name} (transformers)"]().model, "clover", verbose=False)
-    weights = forward_weights(model).tensors
+    weights, trained = forward_weights(model).tensors, copy.deepcopy(model)
     nf.save_quantized(model, tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():  # what transformers itself writes of these values
         for layer, t in weights.items():
@@ -47,6 +48,14 @@ def test_experts_have_the_names_of_their_checkpoints(tmp_path, name):
         else:
             assert torch.equal(got.pop(key), value)
     assert not got and packed > len(weights)  # gate and up are one weight in the model
+    read, alone = (_models.MODELS[f"{name} (transformers)"]().model for _ in range(2))
+    nf.save_quantized(trained, tmp_path / "out", "modelopt", dtype=torch.float32, overwrite=True)
+    nf.load_quantized(read, tmp_path / "out")  # decoded, into a model that nobody converted
+    for key, value in model.state_dict().items():
+        assert torch.equal(read.state_dict()[key], value), key
+    nf.load_quantized(nf.convert(alone, "clover", verbose=False), tmp_path / "out", codes=True)
+    for layer, t in forward_weights(alone).tensors.items():
+        assert torch.equal(t.codes, weights[layer].codes) and torch.equal(t.tensor_scale, weights[layer].tensor_scale)
 
 
 def test_gpt_oss_has_no_names(tmp_path):

@@ -1,6 +1,7 @@
 """The web chat: what it answers, what it refuses, and the page in a real browser where there is one."""
 
 import base64
+import contextlib
 import http.client
 import json
 import logging
@@ -307,9 +308,10 @@ def test_heads_and_bodies_have_a_deadline(serve):
     assert answer.startswith(b"HTTP/1.1 408") and b"incomplete after 1 seconds; send" in answer
     again = served.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert again.recv(10_000)
-    again.sendall(HEAD)  # a second request of the same connection
-    while again.recv(1000):
-        pass
+    with contextlib.suppress(ConnectionError):  # closed before, where this process had to wait for a second
+        again.sendall(HEAD)  # a second request of the same connection
+        while again.recv(1000):
+            pass
 
 
 def test_a_client_that_leaves_mid_body_is_no_traceback(serve, caplog):
@@ -406,10 +408,7 @@ def test_what_anybody_writes_is_text(page):
     assert browser.run("document.documentElement.scrollWidth <= innerWidth")  # nothing sticks out of a phone
     assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
     keep(browser, "chat_web_phone")
-
-
-def test_a_script_that_got_into_the_page_would_not_run(page):
-    _, browser = page("x")
+    # A script that got into the page would not run.
     browser.run("document.body.insertAdjacentHTML('beforeend', `<img src=x onerror=\"document.title='owned'\">`)")
     browser.run(
         "var s = document.createElement('script'); s.textContent = \"document.title='owned'\"; document.body.append(s)"

@@ -102,10 +102,11 @@ def test_json_goes_to_the_base_directory_by_default(base_dir, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("script", ["bench_linear", "bench_quantize"])
-def test_without_cuda_one_line(fork_server, script):
-    run = fork_server.run(f"lab.measure.{script}", [], as_main=True)
-    assert run.status == 2 and run.log.count("\n") == 1 and "no CUDA device" in run.log and "--roofline" in run.log
+@pytest.mark.parametrize("module", [bench_linear, bench_quantize])
+def test_without_cuda_one_line(module):
+    with pytest.raises(UserError, match="there is no CUDA device; .* --roofline") as e:
+        module.main([])
+    assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -162,13 +163,11 @@ def test_steady_times_each_function_in_the_state_that_it_brings_about(monkeypatc
 
     monkeypatch.setattr(common.time, "perf_counter", lambda: now)
     monkeypatch.setattr(common, "timed", lambda function, calls: [function() for _ in range(calls)])
-    functions, settled = {"hot": function("hot", 0.02), "cool": function("cool", -0.02)}, []
-    found = common.steady(functions, 2.0, lambda name, function: settled.append(name))
+    found = common.steady({"hot": function("hot", 0.02), "cool": function("cool", -0.02)}, 2.0)
     assert found["hot"]["ms"] == pytest.approx(20) and found["cool"]["ms"] == pytest.approx(10)
     assert found["hot"]["spread"] == pytest.approx(0) and found["hot"]["mhz"] is None
     order = [a for a, b in zip(log, [*log[1:], None]) if a != b]
     assert order == ["hot", "cool", "hot"]  # the second time in the opposite order
-    assert settled == ["hot", "cool", "cool", "hot"]
     assert log.count("cool") * 0.01 > 7  # twice to warm up, twice timed
     drifting = common.steady({"drifting": function("drifting", -0.001)}, 1.0)
     assert drifting["drifting"]["spread"] > 0.05
@@ -251,11 +250,12 @@ def test_measure_every_kernel_whose_check_agrees(on_a_cpu, monkeypatch, tmp_path
     problem = lambda device, rounding, rht_dim, shape: "codes differ" if rounding.ms_eden else None  # noqa: E731
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
     monkeypatch.setattr(bench_quantize, "kernel_problem", problem)
-    chosen = {name: k for name, k in bench_quantize.kernels(128, 128).items() if "search" not in name}
+    every = bench_quantize.kernels(128, 128).items()
+    chosen = {name: k for name, k in every if "search" not in name and not name.endswith("-> bf16")}
     wrong = [name for name, k in chosen.items() if k.checks[0][0] == "ms_eden"]
     found = {}
     problems = bench_quantize.measure(chosen, on_a_cpu, lambda name, kernel, ms: found.update({name: (kernel, ms)}))
-    assert [*found, *wrong] == sorted(chosen, key=lambda name: name in wrong) and len(wrong) == 5
+    assert [*found, *wrong] == sorted(chosen, key=lambda name: name in wrong) and len(wrong) == 3
     assert problems == [f"{name} (codes differ)" for name in wrong]
     kernel, ms = found["decode"]
     assert sum(s.num_bytes for s in kernel.steps) == 128 * 128 * (0.5 + 1 / 16 + 2) and ms > 0

@@ -10,18 +10,22 @@ from nanochat_fp4.errors import UserError
 
 def test_the_same_weights_in_several_forwards(tiny_base, tmp_path, capsys):
     folder = tmp_path / "sweep"
-    small = "--sizes=tiny --seeds=1 --tokens=2048 --vocab-size=300 --keep=bf16,clover --extra=--eval-tokens=512"
-    sweep.main([*small.split(), "--methods=bf16,clover", f"--folder={folder}"])
+    small = "--sizes=tiny --seeds=1 --tokens=2048 --vocab-size=300 --keep=bf16,mine --extra=--eval-tokens=512"
+    mine = "--variant=mine: --method=bf16 --method-changes=0.5=clover"
+    sweep.main([*small.split(), "--methods=bf16", mine, f"--folder={folder}"])
+    content = json.loads((folder / "sweep.json").read_text())
+    assert content["done"] == 2 and content["results"][1]["gemm_work"] == {"4": 0.5, "8": 0.0, "16": 0.5}
+    assert "written to" in capsys.readouterr().out
     run = [f"--folder={folder}", "--device-batch-size=4", "--eval-tokens=512", "--device-type=cpu"]
     forwards.main(run)
     records = [json.loads(path.read_text()) for path in sorted((folder / "forwards").glob("*.json"))]
-    assert [r["tag"].split("_")[1] for r in records] == ["bf16", "clover"]
+    assert [r["tag"].split("_")[1] for r in records] == ["bf16", "mine"]
     for record in records:
         bpb = record["bpb"]
         assert list(bpb) == ["clover", "clover_feedback", "clover_refined", "bf16"] and len(set(bpb.values())) == 4
         # Two terms leave a small part of one term's error.
         assert abs(bpb["clover_refined"] - bpb["bf16"]) < abs(bpb["clover"] - bpb["bf16"])
-    trained = json.loads((next((folder / "runs").glob("tiny_clover_*.json"))).read_text())
+    trained = json.loads((next((folder / "runs").glob("tiny_mine_*.json"))).read_text())
     # The run measured the same weights on the same tokens, in other batches: FP32 sums in another order.
     assert records[1]["bpb"]["clover"] == pytest.approx(trained["val_bpb"], rel=1e-4)
     assert records[1]["bpb"]["bf16"] == pytest.approx(trained["val_bpb_bf16"], rel=1e-4)

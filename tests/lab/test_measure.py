@@ -19,7 +19,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA d
 
 
 def measure(out: Path, python: Path | str = sys.executable, **variables: str) -> subprocess.CompletedProcess:
-    known = ("PARTS", "PLAN_ONLY", "LIMIT", "QUARTET2", "NANOCHAT", "DRY_RUN")
+    known = ("PARTS", "PLAN_ONLY", "LIMIT", "NANOCHAT", "DRY_RUN")
     environment = {k: v for k, v in os.environ.items() if k not in known} | {"PY": str(python), "OUT": str(out)}
     environment["NVFP4_KERNELS"] = "reference"
     command = ["bash", str(ROOT / "dev" / "measure.sh")]
@@ -27,11 +27,11 @@ def measure(out: Path, python: Path | str = sys.executable, **variables: str) ->
 
 
 def test_a_plan_runs_nothing(tmp_path):
-    done = measure(tmp_path / "out", PLAN_ONLY="1", PARTS="all", QUARTET2="/a checkout", LIMIT="")
+    done = measure(tmp_path / "out", PLAN_ONLY="1", PARTS="all", LIMIT="")
     assert done.returncode == 0 and not (tmp_path / "out").exists()
     names = [line.split(",")[0] for line in done.stdout.splitlines() if ", at most " in line]
-    assert names == ["doctor", "tests", "linear", "quantize", "quartet2", "train", "train_32gib"]
-    assert "quartet2, at most 400 s: " in done.stdout and "train_nanochat  skipped: NANOCHAT is not set" in done.stdout
+    assert names == ["doctor", "tests", "linear", "quantize", "train", "train_32gib"]
+    assert "linear, at most 240 s: " in done.stdout and "train_nanochat  skipped: NANOCHAT is not set" in done.stdout
 
 
 def test_what_a_stranger_runs_ends_within_20_minutes(tmp_path):
@@ -78,7 +78,7 @@ def test_nothing_to_send_yet(tmp_path, monkeypatch):
 def test_every_file_and_flag_of_the_plan_is_there(tmp_path):
     """A GPU is too dear to find out there that a flag was renamed."""
     flags: dict[str, set[str]] = {}
-    for line in measure(tmp_path, PLAN_ONLY="1", PARTS="all", QUARTET2="x", NANOCHAT="x").stdout.splitlines():
+    for line in measure(tmp_path, PLAN_ONLY="1", PARTS="all", NANOCHAT="x").stdout.splitlines():
         words = line.split(f"{sys.executable} ", 1)[1].split()
         if "pytest" in words:
             assert all((ROOT / w).is_file() for w in words if w.endswith(".py"))
@@ -87,18 +87,18 @@ def test_every_file_and_flag_of_the_plan_is_there(tmp_path):
         if program not in flags:
             flags[program] = {flag for action in options(program) for flag in action.option_strings}
         assert {w for w in words if w.startswith("--")} <= flags[program], words
-    assert len(flags) == 5
+    assert len(flags) == 4
 
 
 @no_gpu
 def test_what_fails_leaves_the_others(fork_server, tmp_path):
-    done = measure(tmp_path, fork_server.python, PARTS="linear quartet2")
+    done = measure(tmp_path, fork_server.python, PARTS="linear train_nanochat")
     assert done.returncode == 1
-    *_, title, linear, quartet2 = done.stdout.splitlines()
+    *_, title, linear, nanochat = done.stdout.splitlines()
     assert title == f"== summary, in {tmp_path}"
     assert linear.split()[:5] == ["linear", "FAILED,", "exit", "status", "2:"]
     assert "no CUDA device" in linear and "no CUDA device" in (tmp_path / "linear.log").read_text()
-    assert quartet2.split(maxsplit=1) == ["quartet2", "skipped: QUARTET2 is not set"]
+    assert nanochat.split(maxsplit=1) == ["train_nanochat", "skipped: NANOCHAT is not set"]
 
 
 def test_what_takes_too_long_is_cut_off(tmp_path):

@@ -24,8 +24,7 @@ def test_the_place_is_interpolated():
 
 
 @pytest.fixture
-def run(tiny_base, monkeypatch) -> Path:
-    monkeypatch.delenv("GPU_HOURLY_USD", raising=False)
+def run(tiny_base) -> Path:
     base_train.main([*BASE, "--method=bf16", "--num-iterations=4", "--eval-every=2", "--model-tag=mine"])
     return tiny_base / "base_checkpoints" / "mine"
 
@@ -91,8 +90,7 @@ def test_of_a_sweep_only_whole_runs_count(tmp_path):
         record.main([str(ROOT / "docs/results/d6_fresh.json")])
 
 
-def test_the_page_is_what_the_records_say(monkeypatch):
-    monkeypatch.delenv("GPU_HOURLY_USD", raising=False)
+def test_the_page_is_what_the_records_say():
     records = [json.loads(p.read_text()) for p in sorted((ROOT / "docs/records").glob("*.json"))]
     text = (ROOT / "docs/leaderboard.md").read_text()
     assert text == record.page(records)

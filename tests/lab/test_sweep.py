@@ -1,6 +1,6 @@
 """Sweeps: what is run and with which flags, error bars against numbers by hand, resuming, failures, signals, devices.
 
-Training is replaced by something that writes the metrics of a run, but for one real run at the end.
+Training is replaced by something that writes the metrics of a run. Real runs are in test_forwards.py.
 """
 
 import json
@@ -164,10 +164,6 @@ def test_numbers_of_tokens(text, value):
         (lambda: sweep_runs.plan(["bf16", "bf16"], ["tiny"], [1], tokens=4096), "have bf16 twice; give each a label"),
         (lambda: sweep_runs.plan(["a: --method=bf16", "a:"], ["tiny"], [1], tokens=4096), "have a twice"),
         (
-            lambda: sweep_runs.plan(["a/b: --method=bf16"], ["tiny"], [1], tokens=4096),
-            "'a/b: .*expected a label",
-        ),
-        (
             lambda: sweep_runs.plan([": --method=bf16"], ["tiny"], [1], tokens=4096),
             "expected a label without /, a",
         ),
@@ -189,7 +185,6 @@ def test_numbers_of_tokens(text, value):
             lambda: sweep.main("--sizes=tiny --tokens=1M --keep=bf61".split()),
             "--keep: 'bf61' is none of .*use one of b",
         ),
-        (lambda: sweep.main("--sizes=tiny --tokens=1M --baseline=b".split()), "--baseline: 'b' is none of this sweep"),
         (lambda: sweep.make_folder(Path("/dev/null/x")), "cannot create --folder=/dev/null/x .*; choose a writable"),
         (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1]), "either --tokens=100M or --ratio=20"),
         (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], ratio=-1.0), "either --tokens=100M or --ratio=20"),
@@ -268,7 +263,7 @@ def test_gaps_and_differences_are_paired():
     assert d.mean == pytest.approx(-1.0) and d.decided
     # A seed that one of them lacks does not count.
     assert statistics.gap(results[:-3] + results[-3:-2], "tiny", "nvidia").n == 2
-    header, rows = sweep_results.summary(results, ["bf16", "nvidia", "clover"], ["tiny"], "bf16", "clover")
+    header, rows = sweep_results.summary(results, ["bf16", "nvidia", "clover"], ["tiny"])
     assert rows[1][4] == "+2.00 ± 0.00" and rows[2][4] == "+1.00 ± 0.00" and rows[0][4] == "-"
     assert rows[1][header.index("minus clover")] == "+1.00 ± 0.00"
 
@@ -316,12 +311,12 @@ def test_pooled_intervals_cover_the_truth_95_times_of_100(other, share):
     generator = random.Random(0)
     seeds = {"bf16": 3, "clover": 3, "a": 3, "b": 3, "c": 3, "d": 2}
     covered = 0
-    for _ in range(2000):
+    for _ in range(1000):
         common = [generator.gauss(0, 1) for _ in range(3)]
         gaps = {m: {s: 0.01 * (common[s] + generator.gauss(0, 1)) for s in range(n)} for m, n in seeds.items()}
         d = statistics.pooled_differences(of_seeds(gaps), "tiny", other, share)["a"]
         covered += abs(d.mean) <= d.half
-    assert 0.94 < covered / 2000 < 0.96  # 2000 experiments: 0.5% of standard error
+    assert 0.936 < covered / 1000 < 0.964  # two standard errors of 0.7%; the generator's seed is fixed
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -377,12 +372,11 @@ def test_what_is_done_is_skipped_and_checkpoints_go(trained, capsys):
     for run in runs[1], runs[3]:  # as with a variant's --num-iterations
         s.result_path(run).write_text(json.dumps(s.result(run) | {"steps": 3000}))
     note = "tiny: of other lengths than bf16's 2 steps, compared with it at their ends: clover 3,000"
-    assert note in sweep.report(s, "name", runs, "bf16", "clover").splitlines()
+    assert note in sweep.report(s, "name", runs).splitlines()
     whole = s.result(runs[2])
     for damaged in (
         '{"cut sho',  # as a full disk would leave it
-        *("null", "[1]", "{}", json.dumps(whole | {"val_bpb": None}), json.dumps(whole | {"gemm_work": {"5": 1.0}})),
-        "[" * 10**5,
+        *("null", json.dumps(whole | {"val_bpb": None}), "[" * 10**5),
         json.dumps({name: value for name, value in whole.items() if name != "training_seconds"}),
         json.dumps(whole | {"method": "clover"}),  # would be clover's row
     ):
@@ -406,7 +400,7 @@ def test_the_table_takes_plain_nvfp4_from_the_forwards_file(trained):
     for run, tokens in zip(runs, (64, 64, 64, 32)):
         record = {"tag": run.tag, "eval_tokens": tokens, "bpb": {"clover": 1.7, "bf16": 1.4}}
         (s.folder / "forwards" / f"{run.tag}.json").write_text(json.dumps(record))
-    text = sweep.report(s, "name", runs, "bf16", "clover")
+    text = sweep.report(s, "name", runs)
     results = json.loads((s.folder / "name.json").read_text())["results"]
     assert {r["method"]: r.get("val_bpb_one_term") for r in results} == {
         "bf16": None, "clover": None, "clover_late": 1.7, "clover_refined": None
@@ -435,44 +429,22 @@ def test_files_that_are_no_results_are_refused(tmp_path, text):
         sweep_results.stored(tmp_path / "nothing.json")
 
 
-@pytest.mark.parametrize(
-    "change, problem",
-    [
-        ({"val_bpb": math.nan}, "val_bpb is nan, expected a positive number"),
-        ({"val_bpb": "1.2"}, "val_bpb is '1.2', expected float"),
-        ({"steps": 0}, "steps is 0, expected a positive"),
-        ({"seed": [1]}, "seed is .1., expected int"),
-        ({"gemm_work": {"6": 1.0}}, "gemm_work is .*, expected shares of 4, 8, 16 bits"),
-        ({"curve": [["a", 1]]}, "curves are not pairs of numbers"),
-        ({"curve": 3}, "TypeError"),
-        ({"flags": [3]}, "flags are not text"),
-        ({"training_seconds": None}, "training_seconds is None, expected float"),
-    ],
-)
-def test_damaged_runs_are_refused_by_what_is_wrong_with_them(tmp_path, change, problem):
+def test_damaged_runs_are_refused_by_what_is_wrong_with_them(tmp_path):
     run = result("clover", 1, 1.0) | {"steps": 8, "tokens": 4096, "gemm_work": {"4": 1.0}}
-    environment = {"gpu": None, "gpu_count": 0, "torch": "2"}
-    for content in (
-        {"results": [run], "environment": environment, "data": "x"},
-        {"results": [run | change], "environment": environment, "data": "x"},
-        {"results": [run], "environment": {"gpu": None}, "data": "x"},
+    whole = {"results": [run], "environment": {"gpu": None, "gpu_count": 0, "torch": "2"}, "data": "x"}
+    path, no_file = tmp_path / "d6.json", "d6.json is not a file of lab.study.sweep .*"
+    path.write_text(json.dumps(whole))
+    assert sweep_results.stored(path) == whole
+    for change, problem in (
+        ({"results": [run | {"val_bpb": math.nan}]}, f"{no_file}val_bpb is nan, expected a positive number"),
+        ({"results": [run | {"steps": 0}]}, f"{no_file}steps is 0, expected a positive"),
+        ({"results": [run | {"training_seconds": None}]}, f"{no_file}training_seconds is None, expected float"),
+        ({"environment": {"gpu": None}}, f"{no_file}KeyError: 'gpu_count'.*; give <folder>/<name>.json"),
+        ({"results": [run, run | {"val_bpb": 2.0}]}, "d6.json has clover of size tiny and seed 1 twice"),
     ):
-        (tmp_path / "d6.json").write_text(json.dumps(content))
-        if content["results"][0] is run and content["environment"] is environment:
-            assert sweep_results.stored(tmp_path / "d6.json") == content
-            continue
-        wrong = problem if content["environment"] is environment else "KeyError: 'gpu_count'"
-        with pytest.raises(UserError, match=f"is not a file of lab.study.sweep .*{wrong}.*; give <folder>/<name>.json"):
-            sweep_results.stored(tmp_path / "d6.json")
-
-
-def test_a_method_that_a_file_has_twice_is_refused(tmp_path):
-    run = result("clover", 1, 1.0) | {"steps": 8, "tokens": 4096, "gemm_work": {"4": 1.0}}
-    content = {"results": [run, run | {"val_bpb": 2.0}], "data": "x"}
-    content["environment"] = {"gpu": None, "gpu_count": 0, "torch": "2"}
-    (tmp_path / "d6.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="d6.json has clover of size tiny and seed 1 twice"):
-        sweep_results.stored(tmp_path / "d6.json")
+        path.write_text(json.dumps(whole | change))
+        with pytest.raises(UserError, match=problem):
+            sweep_results.stored(path)
 
 
 def test_failures_are_named_and_do_not_stop_the_others(trained):
@@ -624,14 +596,3 @@ def test_a_second_signal_kills_what_does_not_stop(processes):
     with pytest.raises(sweep_scheduler.Interrupted):
         s.train(runs)
     assert {x[0] for x in order()} == {"start", "stopped"}  # not "end": its 100 seconds were not waited for
-
-
-def test_a_real_run(tiny_base, capsys):
-    sweep.main(
-        "--methods=bf16 --sizes=tiny --seeds=1 --tokens=1024 --name=real --extra=--eval-tokens=512".split()
-        + ["--variant=mine: --method=clover --method-changes=0.5=bf16"]
-    )
-    content = json.loads((tiny_base / "sweeps" / "real.json").read_text())
-    assert content["done"] == 2 and [r["method"] for r in content["results"]] == ["bf16", "mine"]
-    assert content["results"][1]["gemm_work"] == {"4": 0.5, "8": 0.0, "16": 0.5}
-    assert "written to" in capsys.readouterr().out

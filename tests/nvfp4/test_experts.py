@@ -9,10 +9,7 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 import nanochat_fp4 as nf
-from nanochat_fp4.nvfp4 import grouped
 from nanochat_fp4.nvfp4.experts import stacked_linears
-from nanochat_fp4.nvfp4.gemm import Decoded, Plain
-from nanochat_fp4.nvfp4.operands import Codes
 
 EXPERTS, WIDTH, HIDDEN = 6, 32, 48
 COUNTS = (0, 1, 15, 17, 2, 5)  # tokens of each expert: none, one, a block less and more than one
@@ -189,7 +186,7 @@ def test_the_model_stays_what_it_was():
     nf.convert(model, "clover", skip=["experts"], verbose=False)
     assert not any(layer.quantizes for some in stacked_linears(model.experts).values() for layer in some)
     model.experts.extra = nn.Parameter(torch.zeros(2, 16, 16))
-    assert "experts of 1 layers: their products are made one by one (" in str(report)
+    assert "experts of 1 layers: each computes its own GEMMs" in str(report)
     unknown = nf.convert(Model(nn.Bilinear(16, 16, 64)), "clover", verbose=False).nf_report
     assert any("3-D weights (Bilinear.weight)" in kind for kind in unknown.others)
 
@@ -213,79 +210,6 @@ def test_contexts_and_feedback_know_experts():
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
-
-
-def operands_of(rows: int, columns: int, seed: int, scale: bool) -> Decoded:
-    """In BF16, as a GPU makes them."""
-    t = nf.quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)), "rtn")
-    return Decoded(t.decode(torch.bfloat16), t.tensor_scale if scale else None)
-
-
-def ulps_apart(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Of BF16 tensors."""
-    assert a.dtype == b.dtype == torch.bfloat16
-
-    def ordered(t):
-        bits = t.contiguous().view(torch.int16).int()
-        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
-
-    return int((ordered(a) - ordered(b)).abs().max())
-
-
-@pytest.mark.parametrize("scales", [(True, True), (True, False), (False, False)])
-def test_grouped_products_are_those_of_each_expert(monkeypatch, scales):
-    """torch's grouped_mm against a product for each expert: one BF16 ulp, and one for another order of summation."""
-    monkeypatch.setattr(grouped, "one_by_one", lambda device_type: None)
-    counts, bf16, cpu = [1, 15, 17, 32], torch.bfloat16, torch.device("cpu")
-    products = [
-        grouped.Product(operands_of(c, 64, c, scales[0]), operands_of(48, 64, 99 + c, scales[1]), bf16, bf16)
-        for c in counts
-    ]
-    want = torch.cat([p.made() for p in products])
-    got = grouped.grouped(products, torch.tensor(counts))
-    assert got.shape == (65, 48) and ulps_apart(got, want) <= 2
-    over = [
-        grouped.Product(operands_of(48, k, k, scales[0]), operands_of(64, k, 99 + k, scales[1]), bf16, bf16)
-        for k in (16, 32, 128)
-    ]
-    got = grouped.grouped_over_tokens(over, cpu)
-    assert ulps_apart(got, torch.stack([p.made() for p in over])) <= 2
-    unaligned = [p._replace(a=Plain(p.a.values[:, :9]), b=Plain(p.b.values[:, :9])) for p in over]
-    fp32 = [p._replace(out_dtype=torch.float32) for p in over]
-    assert (
-        grouped.grouped_over_tokens(unaligned, cpu) is None and grouped.grouped(fp32, torch.tensor(counts[:3])) is None
-    )
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_grouped_or_one_by_one_is_one_result(monkeypatch, device):
-    """In BF16, forward and backward of clover, with the same random numbers."""
-    monkeypatch.setenv("NVFP4_EXPERTS", "grouped")
-    if device == "cpu":  # decoded to BF16, as on a GPU
-        monkeypatch.setattr(grouped, "one_by_one", lambda device_type: None)
-        monkeypatch.setattr(Codes, "matrix", lambda self, dtype: self.decode(torch.bfloat16))
-    x, index, weights = (t.to(device) for t in routed())
-    results, calls, function = [], [], grouped.grouped_mm
-    monkeypatch.setattr(grouped, "grouped_mm", lambda *a, **k: calls.append(1) or function(*a, **k))
-    for together in (True, False):
-        if not together:
-            monkeypatch.setattr(grouped, "one_by_one", lambda device_type: "asked for")
-        experts = converted(Experts().bfloat16().to(device), "clover")
-        rows = x.bfloat16().requires_grad_()
-        torch.manual_seed(2)
-        y = experts(rows, index, weights.bfloat16())
-        y.float().square().sum().backward()
-        results.append([y, rows.grad, experts.gate_up_proj.grad, experts.down_proj.grad])
-    assert len(calls) == 6
-    for a, b in zip(*results):  # a difference of one ulp can be another code in the next GEMM
-        assert a.isfinite().all() and (a - b).float().norm() < 0.1 * b.float().norm()
-    assert results[0][2][0].count_nonzero() == 0
-
-
-def test_asking_for_what_is_not_known_is_one_line(monkeypatch):
-    monkeypatch.setenv("NVFP4_EXPERTS", "all")
-    with pytest.raises(ValueError, match="NVFP4_EXPERTS is 'all', expected one_by_one or grouped"):
-        grouped.one_by_one("cpu")
 
 
 def losses_of(model: nn.Module, batches: list[torch.Tensor]) -> list[float]:

@@ -128,8 +128,9 @@ def test_eval_without_a_tokenizer(data):
         tok_eval.main([f"--data-dir={data}"])
 
 
-def test_errors_at_the_command_line_are_one_line(data, base_dir, fork_server):
-    env = {"DATA_DIR": str(data / "0.parquet"), "NANOCHAT_BASE_DIR": str(base_dir)}
-    run = fork_server.run("scripts.tok_train", [], as_main=True, env=env)
+def test_a_file_is_no_folder_of_text(data, monkeypatch):
+    monkeypatch.setenv("DATA_DIR", str(data / "0.parquet"))
     expected = f"DATA_DIR (--data-dir) {data / '0.parquet'} is a file; it must be a folder of text or parquet files"
-    assert run.status == 2 and run.log.splitlines()[-1] == f"error: {expected}" and "Traceback" not in run.log
+    with pytest.raises(UserError) as error:
+        tok_train.main([])
+    assert str(error.value) == expected
