@@ -276,16 +276,12 @@ def test_gradients_add_up_in_bf16():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["bf16", "clover"])
-def test_a_thousand_steps_of_both_states_side_by_side(method):
+def test_a_thousand_steps_of_both_states_side_by_side():
     """256 rows again and again: both states learn them by heart. They leave the first plateau at different steps."""
-    windows = {}
-    for state in lean.STATES:
-        step = small(method, state)
-        step.model.transformer.wte.to(torch.bfloat16)  # as on a GPU in either state: the residual stream is BF16
-        windows[state] = torch.tensor(train(step, 1000, period=256)).view(-1, 200).mean(1)
-        print(method, state, [round(loss, 3) for loss in windows[state].tolist()])
-    assert windows["fp32"][-1] < 0.3 * windows["fp32"][0]
+    losses = {state: torch.tensor(train(small("bf16", state), 1000, period=256)) for state in lean.STATES}
+    windows = {state: of.view(-1, 200).mean(1) for state, of in losses.items()}
+    print({state: of.tolist() for state, of in windows.items()})
+    assert windows["fp32"][-1] < 0.2 * windows["fp32"][0]
     assert (windows["lean"][-1] - windows["fp32"][-1]).abs() < 0.05 * windows["fp32"][0]
 
 
@@ -391,7 +387,7 @@ def test_no_fp32_copy_of_more_than_a_stack(tiny_base, monkeypatch):
     states = {"optimizers": [optimizer.state_dict() for optimizer in optimizers]}
     saved, _ = peak_of(lambda: save_checkpoint(folder, 1, parallel.full_state_dict(model, 0), states, meta))
     loaded, (again, _, _) = peak_of(lambda: build_model(folder, None, "cpu", "train"))
-    assert max(saved, loaded) < 0.1 * stack
+    assert saved < 0.1 * stack and loaded < 0.3 * stack  # rotary tables
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
 
     exact = make_model(base_train.parse_args(flags), tokenizer.get_vocab_size(), torch.device("cpu"))[0]
