@@ -398,7 +398,7 @@ def test_no_fp32_copy_of_more_than_a_stack(tiny_base, monkeypatch):
         restored, _ = optimizers_of(again, "lean")
         assert peak_of(lambda: [o.load_state_dict(s) for o, s in zip(restored, states)])[0] < most * stack  # noqa: B023
         resharded = peak_of(lambda: [o.resharded([s]) for o, s in zip(restored, states)])[0]  # noqa: B023
-        assert before is others or resharded < 0.1 * stack
+        assert before is others or resharded < 0.3 * stack  # scales
 
 
 def test_the_automatic_micro_batch_counts_the_state():
