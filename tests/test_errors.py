@@ -1,6 +1,7 @@
 """Errors in one line."""
 
 import errno
+import json
 import os
 import re
 import subprocess
@@ -105,6 +106,40 @@ layer = torch.nn.Linear(2, 1)
 save_file({"weight": torch.ones(1, 2), "bias": torch.ones(1)}, sys.argv[1] + "/model.safetensors")
 assert float(load_quantized(layer, sys.argv[1]).weight.sum()) == 2
 """
+FORKS = """
+# A Python that has torch runs each program as `python -m` or `-c` would, excepthook and all, in a fork.
+import json, os, runpy, tempfile
+import torch
+answers = []
+for option, what, *rest in json.loads(sys.argv[1]):
+    with tempfile.TemporaryFile("w+") as log:
+        if pid := os.fork():
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            log.seek(0)
+            answers.append((status, log.read()))
+            continue
+        os.dup2(log.fileno(), 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        argv = [*rest, sys.argv[2]]
+        sys.orig_argv, sys.argv = [sys.executable, option, what, *argv], [option, *argv]
+        status = 0
+        try:
+            if option == "-c":
+                exec(what, {"__name__": "__main__"})
+            else:
+                runpy.run_module(what, run_name="__main__", alter_sys=True)
+        except SystemExit as e:
+            status = e.code
+        except BaseException as e:
+            status = 1
+            try:
+                sys.excepthook(type(e), e, e.__traceback__)
+            except SystemExit as e:
+                status = e.code
+        sys.stderr.flush()
+        os._exit(status or 0)
+print(json.dumps(answers))
+"""
 PROGRAMS = {  # the end of stderr without a single package of the extras
     ("-m", "nanochat_fp4", "base_train"): "which this needs; pip install 'nanochat_fp4[train]'",
     ("-m", "scripts.export", "--format=safetensors"): "which this needs; pip install 'nanochat_fp4[train]'",
@@ -113,21 +148,22 @@ PROGRAMS = {  # the end of stderr without a single package of the extras
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["command", "script", "upstream", "library"])
-def test_without_the_packages_of_the_extras(program, tmp_path):
-    """Nothing but torch: one line with the `pip install`, or the answer where no package is needed."""
-    hidden = f"import sys\nfor name in {PACKAGES}:\n    sys.modules[name] = None\n"
-    (tmp_path / "sitecustomize.py").write_text(hidden)
+def test_without_the_packages_of_the_extras(tmp_path):
+    """Nothing but torch, imported once for all: one line with the `pip install`, or the answer where none is needed."""
+    hidden = f"for name in {PACKAGES}:\n    sys.modules[name] = None\n"
     root = Path(__file__).resolve().parent.parent
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, root, root / "kernels")))}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root, root / "kernels")))}
     env.pop("NANOCHAT_DIR", None)
-    done = subprocess.run([sys.executable, *program, tmp_path], cwd=root, env=env, capture_output=True, text=True)
-    lines, expected = done.stderr.splitlines(), PROGRAMS[program]
-    if expected is None:
-        assert done.returncode == 0, done.stderr
-    else:
-        assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("error: "), done.stderr
-        assert lines[0].endswith(expected) and "ModuleNotFound" not in lines[0]
+    command = [sys.executable, "-c", f"import sys\n{hidden}{FORKS}", json.dumps(list(PROGRAMS)), tmp_path]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    answers = json.loads(done.stdout)
+    for (program, expected), (status, err) in zip(PROGRAMS.items(), answers, strict=True):
+        lines = err.splitlines()
+        if expected is None:
+            assert status == 0, err
+        else:
+            assert status == 2 and len(lines) == 1 and lines[0].startswith("error: "), err
+            assert lines[0].endswith(expected) and "ModuleNotFound" not in lines[0], program
 
 
 def test_each_missing_package_has_its_extra():

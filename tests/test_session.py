@@ -20,11 +20,11 @@ def commands(text: str) -> list[tuple[str, str]]:
     return [(c, out) for block in blocks for c, out in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.M)]
 
 
-def run(command: str, folder: Path) -> str:
+def run(command: str, folder: Path, executable: str | Path = sys.executable) -> str:
     """stdout and stderr of a command in the repository, by this Python and without a GPU."""
     (folder / "bin").mkdir(exist_ok=True)
     python = folder / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec "{executable}" "$@"\n')
     python.chmod(0o755)
     keep = {k: v for k, v in os.environ.items() if not k.startswith("NANOCHAT_")}
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
@@ -41,11 +41,11 @@ def fits(masked: str, output: str) -> bool:
     return re.fullmatch(pattern, output) is not None
 
 
-def test_the_commands_print_what_the_page_says(tmp_path):
+def test_the_commands_print_what_the_page_says(tmp_path, fork_server):
     found = commands(PAGE.read_text(encoding="utf-8"))
     assert len(found) >= 6
     for command, expected in found:
-        shown = run(command, tmp_path)
+        shown = run(command, tmp_path, fork_server.python)
         assert expected and fits(expected, shown), f"$ {command}\n{shown}\nthe page has\n{expected}"
 
 

@@ -11,7 +11,6 @@ from nanochat_fp4.console import parse_finite
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE
 from nanochat_fp4.models.lean import STATES
-from nanochat_fp4.nvfp4.methods import OSCIRESET_COMMIT, removed
 from nanochat_fp4.parallel import MODES
 from nanochat_fp4.training.load_model import SWITCHES
 
@@ -137,8 +136,6 @@ def parse_method_changes(text: str) -> dict[str, Any]:
             (phases if re.fullmatch(r"[-+.\deE]+", key.strip()) else layers).append(item)
         elif item in SWITCHES:
             found[item] = True
-        elif item.startswith("reset"):
-            raise ValueError(f"OsciReset {removed(OSCIRESET_COMMIT)}; leave it out")
         else:
             raise ValueError(f"{item!r} is not pattern=method, fraction=method, {' or '.join(SWITCHES)}")
     return found | {"layer_methods": ",".join(layers), "method_phases": ",".join(phases)}

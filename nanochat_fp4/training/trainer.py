@@ -64,10 +64,8 @@ class TrainingStep:
 
     model: not compiled. forward: the compiled model, or the model itself. dtype: of matrix products (gpt.autocast).
     loss: (model or its compiled form, *batch) -> mean loss of a micro-batch, ().
-    accumulates: whether gradients are added where they are made (nf.accumulate_gradients). lean: of --state=lean.
+    lean: of --state=lean. Else gradients are added where they are made (nf.accumulate_gradients).
     """
-
-    accumulates = True
 
     def __init__(
         self,
@@ -104,7 +102,7 @@ class TrainingStep:
         if self.lean is not None:
             adding = self.lean.gradients(count, step)
         else:
-            adding = nf.accumulate_gradients(self.model) if self.accumulates and count > 1 else contextlib.nullcontext()
+            adding = nf.accumulate_gradients(self.model) if count > 1 else contextlib.nullcontext()
         with self.weights_once(count), adding:
             yield
 

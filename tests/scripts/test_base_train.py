@@ -429,12 +429,6 @@ def test_bad_flags_are_refused_by_the_parser(tiny_base, flag, capsys):
     assert stopped.value.code == 2 and flag.split("=")[0] in capsys.readouterr().err
 
 
-def test_a_removed_flag_names_the_last_commit_that_has_it(tiny_base, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        train("--method-changes=reset")
-    assert stopped.value.code == 2 and "last commit that trains with it is c116c2a" in capsys.readouterr().err
-
-
 def test_the_reports_flags_can_be_typed_again():
     argv = "--seed=7,3 --runtime=eager,recompute-all,skip-nonfinite,telemetry=5 --save-every=@3,4 --depth=3".split()
     args = base_train.parse_args([*argv, "--method-changes=*.c_fc=fp8,0.85=bf16,separate_qkv"])

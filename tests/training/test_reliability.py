@@ -36,7 +36,6 @@ from scripts import base_loss, base_train, chat_cli, chat_eval, chat_sft, mid_tr
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")
 
-METHODS = ("bf16", "nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search")
 STEPS = 3
 TAG = "run"
 
@@ -77,13 +76,15 @@ class Case:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# SIGKILL, at least 25 times in every run of the tests
+# SIGKILL. The soak kills every method. Every file operation of a save: test_checkpoint_manager.py.
 
-KILLS = {("base", method): 3 for method in METHODS}  # (stage, method, flags): how many
-KILLS |= {("base", "bf16", "--runtime=shuffle-documents", "--seed=42,1"): 2}
-KILLS |= {("base", "clover", "--state=lean"): 3, ("mid", "clover", "--state=lean"): 1}
-KILLS |= {("base", "clover", "--method-changes=0.5=bf16"): 2, ("mid", "clover"): 4, ("sft", "clover"): 4}
-assert sum(KILLS.values()) >= 25
+KILLS = {  # (stage, method, flags): how many
+    ("base", "clover", "--method-changes=0.5=bf16"): 3,
+    ("base", "bf16", "--runtime=shuffle-documents", "--seed=42,1"): 2,
+    ("base", "clover", "--state=lean"): 2,
+    ("mid", "clover"): 2,
+    ("sft", "clover"): 2,
+}
 SOAKED = [("base", method) for method in nf.METHODS if nf.get_recipe(method).name == method]
 SOAKED += [("base", "clover", "--method-changes=0.5=bf16"), ("mid", "clover"), ("mid", "clover", "--quantization=full")]
 SOAKED += [("sft", "clover"), ("sft", "clover", "--quantization=full")]
@@ -144,7 +145,7 @@ def test_runs_killed_many_times_end_with_the_same_bits(fork_server, tiny_base, w
 # Disks
 
 
-@pytest.mark.parametrize("stage, fault", [("base", "disk_full"), ("base", "read_only"), ("sft", "disk_full")])
+@pytest.mark.parametrize("stage, fault", [("base", "read_only"), ("sft", "disk_full")])
 def test_a_disk_that_fails_for_a_while_costs_checkpoints_and_nothing_else(fork_server, tiny_base, stage, fault):
     """The kernel refuses to write from step 1 to 3: two saves fail with a warning, the run ends as it would have."""
     case = Case(fork_server, tiny_base, stage, "bf16", steps=4)
@@ -176,9 +177,14 @@ def test_a_log_that_nobody_takes_does_not_stop_the_run(fork_server, tiny_base, h
 # Signals from outside, at any moment
 
 
-@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    "number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 0)]
+    "stage, number, status",
+    [
+        ("base", signal.SIGTERM, 143),
+        ("base", signal.SIGINT, 130),
+        ("mid", signal.SIGHUP, 129),
+        ("sft", signal.SIGUSR1, 0),
+    ],
 )
 def test_a_signal_at_any_moment_saves_within_a_step(fork_server, tiny_base, stage, number, status):
     case = Case(fork_server, tiny_base, stage, "bf16")
@@ -303,33 +309,22 @@ def test_a_rank_that_is_lost_is_named_in_one_line(fork_server, tiny_base):
     assert "--resume-from-step latest" in last
 
 
-@pytest.mark.parametrize(
-    "stage, method, tolerance, parallel",
-    [
-        ("base", "bf16", 1e-4, "ddp"),
-        ("base", "clover", 1e-3, "ddp"),
-        ("base", "clover", 1e-3, "fsdp"),
-        ("base", "nvidia", 1e-3, "fsdp"),
-        ("mid", "bf16", 1e-3, "ddp"),
-        ("sft", "bf16", 1e-3, "ddp"),
-    ],
-)
-def test_one_process_and_two_agree(fork_server, tiny_base, stage, method, tolerance, parallel):
+@pytest.mark.parametrize("method, tolerance, parallel", [("bf16", 1e-4, "ddp"), ("clover", 1e-3, "fsdp")])
+def test_one_process_and_two_agree(fork_server, tiny_base, method, tolerance, parallel):
     """
     The same rows in each step. Without quantization only the order of sums differs (FP32, 1e-7, of which Muon makes
-    1e-4 where a gradient has small singular values; the larger rates of post-training 1e-3). So with it: one process
-    and two draw the same noise for the same micro-batch. Then a weight may round to another code.
+    1e-4 where a gradient has small singular values). So with it: one process and two draw the same noise for the same
+    micro-batch. Then a weight may round to another code. The stages after it: the test of any number of processes.
     """
-    case = Case(fork_server, tiny_base, stage, method)
+    case = Case(fork_server, tiny_base, "base", method)
     two = case.run(f"--parallel={parallel}", ranks=2)
     assert two.status == 0, two.log
     state = final_state(case.folder, STEPS)
     records = state["records"]
     assert len(records) == len(case.expected["records"])
-    if stage == "base":  # noise of a process's own, in place of the micro-batch's, is 9e-4 of the weights
-        pairs = [(a.double(), case.expected["model"][name].double()) for name, a in state["model"].items()]
-        distance = sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)
-        assert distance.sqrt() < 1e-4, distance
+    pairs = [(a.double(), case.expected["model"][name].double()) for name, a in state["model"].items()]
+    distance = sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)
+    assert distance.sqrt() < 1e-4, distance  # noise of a process's own, in place of the micro-batch's, is 9e-4
     for a, b in zip(records, case.expected["records"]):
         keys = {"loss", "bpb"} & a.keys()
         assert a["event"] == b["event"] and keys
@@ -352,7 +347,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(fork_server, tin
     assert all(a != b for a, b in zip(*losses))
 
 
-@pytest.mark.parametrize("method", ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search"])
+@pytest.mark.parametrize("method", ["nvidia", "clover"])
 def test_quantized_weights_do_not_depend_on_the_micro_batch(tiny_base, monkeypatch, method):
     """One step in 4, 2 and 1 micro-batches: the forward passes use the same codes and scales of every weight."""
     from nanochat_fp4.nvfp4 import linear, operands
@@ -401,12 +396,12 @@ def run_stage(stage: str, base: Path, *flags: str, steps: int = 4) -> Path:
     _, arguments, place, parent = STAGES[stage]
     if parent and not (base / parent / TAG).exists():
         save_base(base, tag=TAG, source=parent, n_layer=1)
-    main = {"base": base_train, "mid": mid_train, "sft": chat_sft}[stage].main
+    main = {"base": base_train, "mid": mid_train}[stage].main
     main([*arguments, f"--model-tag={TAG}", f"--num-iterations={steps}", *flags])
     return base / place / TAG
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["base", "mid"])
 def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch, stage):
     recorder = Recorder()
     monkeypatch.setattr(trainer, "setup_tracker", lambda *args: recorder)
@@ -428,8 +423,7 @@ def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch,
         text = Path(report.get_report().generate()).read_text()
         assert "Quantization error" in text and "| mlp.c_fc |" in text
     else:
-        name = {"mid": "midtraining", "sft": "chat-sft"}[stage]
-        assert "Quantization error" in (tiny_base / "report" / TAG / f"{name}.json").read_text()
+        assert "Quantization error" in (tiny_base / "report" / TAG / "midtraining.json").read_text()
     observed = losses(folder)
     run_stage(stage, tiny_base, "--eval-every=-1", "--overwrite")
     assert losses(folder) == observed  # looking does not change the run
@@ -455,7 +449,7 @@ class Damage:
         return out
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["base", "mid"])
 def test_after_bad_numbers_a_run_goes_on_as_it_would_have(tiny_base, monkeypatch, stage):
     """NaN in one step: the run stops before it; resumed where the fault does not come again, it is as undisturbed."""
     flags = ["--eval-every=-1"]
@@ -481,19 +475,18 @@ def test_after_bad_numbers_a_run_goes_on_as_it_would_have(tiny_base, monkeypatch
     assert_same(resumed, expected)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_bad_numbers_can_be_skipped_and_spikes_are_seen(tiny_base, monkeypatch, capsys, stage):
+def test_bad_numbers_can_be_skipped_and_spikes_are_seen(tiny_base, monkeypatch, capsys):
     monkeypatch.setattr(metrics.LossMonitor, "SPIKE_AFTER", 3)
     with monkeypatch.context() as m:
         Damage(m, 2, float("nan"))
-        folder = run_stage(stage, tiny_base, "--runtime=skip-nonfinite", "--eval-every=-1", steps=4)
+        folder = run_stage("base", tiny_base, "--runtime=skip-nonfinite", "--eval-every=-1", steps=4)
     events = [(r["event"], r["step"]) for r in read_jsonl(folder / "metrics.jsonl") if r["event"] != "val"]
     assert events == [("start", 0), ("train", 0), ("train", 1), ("skip", 2), ("train", 3)]
     captured = capsys.readouterr()
     assert "warning: step 2: loss nan" in captured.err and re.search(r"Skipped updates +1\n", captured.out)
     with monkeypatch.context() as m:
         Damage(m, 4, 30.0)
-        run_stage(stage, tiny_base, "--overwrite", "--eval-every=-1", steps=6)
+        run_stage("base", tiny_base, "--overwrite", "--eval-every=-1", steps=6)
     spikes = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "spike"]
     assert [r["step"] for r in spikes] == [4] and spikes[0]["loss"] > 2 * spikes[0]["average"]
     captured = capsys.readouterr()

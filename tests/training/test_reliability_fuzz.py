@@ -42,8 +42,8 @@ from nanochat_fp4.training.load_model import build_model
 from scripts import base_eval, base_train, chat_eval
 
 INPUTS = 40  # damaged versions of each kind of file, in a normal run
-COMMANDS = 10  # command lines of each script
-SOAK = 40  # times as many command lines
+COMMANDS = 3  # command lines of each script
+SOAKED = 400  # the same, with --soak
 FILES_OF_A_KIND = 160  # in the soak: a multiple of the kinds of damage
 
 
@@ -484,7 +484,7 @@ def test_made_up_command_lines_end_in_a_result_or_one_line(fork_server, base, tm
 def test_many_made_up_command_lines(fork_server, base, tmp_path, module):
     seed = int.from_bytes(os.urandom(4), "little")
     print("seed", seed)
-    print(try_commands(fork_server, base, module, SOAK * COMMANDS, random.Random(seed), tmp_path))
+    print(try_commands(fork_server, base, module, SOAKED, random.Random(seed), tmp_path))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
