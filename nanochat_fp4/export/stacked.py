@@ -42,8 +42,8 @@ def numbered_rows(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, Tenso
             continue
         if missing := [layer for layer in layers if layer not in rows]:
             raise UserError(f"save_quantized: {missing[0]} is not in 4 bits, and others are; skip all of them or none")
-        stacked = torch.stack([rows.pop(layer) for layer in layers])
-        numbered[path] = stacked.mT if transposed else stacked
+        whole = torch.stack([rows.pop(layer) for layer in layers])
+        numbered[path] = whole.mT if transposed else whole
     return numbered | {f"{name}.weight": value for name, value in rows.items()}
 
 
@@ -104,7 +104,6 @@ def into_model(
     row, (N, 1). Raises UserError where an expert is missing.
     """
     pieces: dict[str, list[tuple[Tensor, NVFP4Tensor | Tensor]]] = {}
-    missing: dict[str, str] = {}
     read = plain | {f"{layer}.weight": t for layer, t in codes.items()}
     plain.clear(), codes.clear()
     for theirs, value in read.items():
@@ -115,9 +114,7 @@ def into_model(
             codes[ours.removesuffix(".weight")] = value
         else:
             plain[ours] = value
-    for theirs, (layer, _) in found.items():
-        if theirs not in read:
-            missing.setdefault(layer, theirs)
+    missing = {layer: theirs for theirs, (layer, _) in found.items() if theirs not in read}
     for name, layers, transposed in stacked_parameters(model):
         if not pieces.keys() & set(layers):
             continue
