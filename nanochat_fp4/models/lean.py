@@ -147,7 +147,7 @@ def _recoded(state: dict[str, Any], lean: bool, device: torch.device) -> dict[st
         elif not lean and key in MOMENTS and value.dtype in (torch.int8, torch.uint8):
             result[key] = decode(value, state[key + SCALES])
         elif lean and key in MOMENTS and value.is_floating_point() and value.ndim > 1:
-            new_moment(result, key, torch.empty(value.shape, device=device), True)
+            new_moment(result, key, torch.empty((), device=device).expand(value.shape), True)
             rows = 1 if value.ndim == 3 else max(1, 2**24 // value.shape[1])  # at a time
             for i in range(0, len(value), rows):  # no copy of the whole in FP32 on the device
                 part = slice(i, i + rows)
