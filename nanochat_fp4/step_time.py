@@ -6,14 +6,15 @@ A kernel must move each of its tensors once. Our own kernels are bound by instru
 the issue rate that such kernels reach on an H200, with a BAND around it. For the rest of a step:
 
     attention    7 products of 2 * keys * width for each token and layer, at ATTENTION_SHARE of the BF16 rate
-    glue         GLUE bytes for each token, layer and unit of width: norms, residuals, rotary, ReLU^2, both passes
+    glue         GLUE bytes for each token, layer and unit of width, at GLUE_SHARE of a copy's bandwidth: norms,
+                 residuals, rotary, ReLU^2, both passes, and the largest values that the quantization of inputs needs
     loss         LOGIT bytes for each token and entry of the vocabulary, and the head's three products in BF16
     weights      for each micro-batch: the cast of the FP32 weights to BF16, and the gradients' accumulation in FP32
     optimizer    Muon's Newton-Schulz steps, then UPDATE bytes a parameter, once a step
 
-GLUE and UPDATE are measured, from the profile of our BF16 step of d26 on an H200 (docs/results/bench_train.json, 32
-rows): 89 ms of norms, ReLU^2 and other element-wise kernels, 30 ms of the update outside of its products. lab.predict
-compares the predictions with measured and published times.
+GLUE is counted (`python -m lab.predict.glue`). GLUE_SHARE and UPDATE are measured, from the profile of our BF16 step of
+d26 on an H200 (docs/results/bench_train.json, 32 rows): 89 ms of norms, ReLU^2 and other element-wise kernels, 30 ms of
+the update outside of its products. lab.predict compares the predictions with measured and published times.
 """
 
 import argparse
@@ -335,7 +336,9 @@ def predict(machine: Machine, methods: list[str], tokens: int = TOKENS) -> list[
 
 SEQUENCE, VOCABULARY = 2048, 65536
 SHARD_BYTES = 100e6  # of FineWeb-Edu as nanochat packs it
-GLUE, LOGIT, UPDATE = 134.0, 20.0, 132.0  # bytes
+LOGIT, UPDATE = 20.0, 132.0  # bytes
+# "codes" has 92 of the schedule, and 12 of ReLU^2's kernel besides codes: its input for the largest value, 8 bits kept.
+GLUE, GLUE_SHARE = {"bf16": 110.0, "fp8": 110.0, "codes": 104.0}, 110 / 134
 # Bytes of the glue of a forward pass that is not compiled, counted in gpt.py: residual scalars 14, norms 16, rotary 36,
 # v 4, sums 12, ReLU^2 32. The second validation, in BF16, is one.
 UNCOMPILED = 114.0
@@ -423,13 +426,16 @@ def groups(
 ) -> dict[str, list[Step]]:
     """The kernels of an optimizer step, by group. micro_batch, total_batch: in tokens. head: of CHUNKS, or ""."""
     count, weights = total_batch / micro_batch, shape.block_weights + shape.head_weights
-    blocks = block_steps(method, shape.width, micro_batch, machine)
+    # In a whole model the kernels that make inputs find their largest values.
+    blocks = [s for s in block_steps(method, shape.width, micro_batch, machine) if s.name != "input: amax"]
+    recipe = get_recipe(method)
+    glue = GLUE[("fp8" if recipe.name == "fp8" else "codes") if recipe.quantizes else "bf16"] / GLUE_SHARE
     products, logit = head_steps(shape, micro_batch, head)
     return {
         "linear layers": [step for _ in range(shape.depth) for step in blocks] * round(count),
         "head": products * round(count),
         "attention": [attention_step(shape, total_batch, mean_keys(SEQUENCE, windowed))],
-        "glue": [Step("glue", GLUE * shape.width * shape.depth * total_batch)],
+        "glue": [Step("glue", glue * shape.width * shape.depth * total_batch)],
         "loss": [Step("loss", logit * shape.vocabulary * total_batch)],
         "weights": [Step("weights", (CAST + ACCUMULATE) * weights * count)],
         "optimizer": [optimizer_step(shape), Step("update", UPDATE * weights)],

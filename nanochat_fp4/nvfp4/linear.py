@@ -162,7 +162,7 @@ class _QuantLinear(torch.autograd.Function):
         seed = new_seed(device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
         weight = _stacked(this.values or weights) if this.weight is None or recipe.grad_input.b.raw else None
         for_x, for_w = gemms.operands(recipe.output, OUTPUT, seed, seed, device)
-        knows_amax = for_x.rounding and for_x.rounding.has_kernels and not (for_x.rht_dim or this.per_token)
+        knows_amax = for_x.rounding and for_x.rounding.takes_amax and not (for_x.rht_dim or this.per_token)
         for_x = for_x._replace(per_token=this.per_token, amax=this.amax if knows_amax else None)
         square = ()
         if this.squares:

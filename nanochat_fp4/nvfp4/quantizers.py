@@ -127,6 +127,11 @@ class Rounding:
         return not (self.mx or self.fp8 or self.eden_group != RHT_DIM)
 
     @property
+    def takes_amax(self) -> bool:
+        """Whether the largest value of an input that is not rotated may come from the kernel that makes the input."""
+        return self.has_kernels or self.fp8 == "tensor"
+
+    @property
     def random(self) -> bool:
         """Whether the result depends on the seed."""
         return self.stochastic or self.ms_eden

@@ -582,3 +582,12 @@ def test_compiled_layers_follow_full_precision_and_a_new_recipe():
     assert torch.equal(compiled(x), quantized) and not torch.equal(plain, quantized)
     model[0].set_recipe(nf.get_recipe("fig2_1x16_four_over_six"))
     assert torch.equal(compiled(x), model(x)) and not torch.equal(compiled(x), quantized)
+
+
+@pytest.mark.parametrize("method", ["fp8", "clover"])
+def test_the_largest_value_of_an_input_may_come_from_its_maker(method):
+    """The right one changes no bit, and a wrong one shows that it is taken."""
+    torch.manual_seed(0)
+    linear, x = nf.QuantLinear(64, 32, method=method), torch.randn(16, 64)
+    want, amax = linear(x), x.abs().amax()
+    assert torch.equal(linear(x, amax), want) and not torch.equal(linear(x, 3 * amax), want)
