@@ -39,9 +39,8 @@ def test_each_is_short_and_tested(file):
     assert f"def test_{file.stem}(" in Path(__file__).read_text()
 
 
-@pytest.mark.parametrize("method", ["clover_feedback", "clover_late"])
-def test_plain_loop(method, capsys):
-    losses = load("plain_loop").main(method, 20)
+def test_plain_loop(capsys):
+    losses = load("plain_loop").main("clover_feedback", 20)
     assert len(losses) == 20 and losses[-1] < losses[0]
     out = capsys.readouterr().out
     assert "converted 4 linear layers" in out

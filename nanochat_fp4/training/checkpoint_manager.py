@@ -31,7 +31,7 @@ import torch.distributed as dist
 from nanochat_fp4.common import get_dist_info, is_ddp_initialized, of_all_ranks
 from nanochat_fp4.console import logger
 from nanochat_fp4.errors import UserError, one_line
-from nanochat_fp4.files import atomic_open
+from nanochat_fp4.files import atomic_open, sha256_file
 
 FORMAT = "nanochat_fp4 checkpoint, version 1"
 
@@ -261,13 +261,14 @@ def _entries(folder: Path, step: int) -> dict[str, dict[str, Any]]:
 
 
 def _file_problem(folder: Path, entry: dict[str, Any], hashes: bool) -> str | None:
+    path = folder / entry["name"]
     try:
-        with open(folder / entry["name"], "rb") as f:
+        with open(path, "rb") as f:
             size = os.fstat(f.fileno()).st_size
-            if size != entry["size"]:
-                return f"{entry['name']} has {size:,} bytes instead of {entry['size']:,}"
-            if hashes and hashlib.file_digest(f, "sha256").hexdigest() != entry["sha256"]:
-                return f"{entry['name']} differs from its checksum"
+        if size != entry["size"]:
+            return f"{entry['name']} has {size:,} bytes instead of {entry['size']:,}"
+        if hashes and sha256_file(path) != entry["sha256"]:
+            return f"{entry['name']} differs from its checksum"
     except FileNotFoundError:
         return f"{entry['name']} is missing"
     except OSError as e:

@@ -230,8 +230,8 @@ def train(step: TrainingStep, count: int, micro_batches: int = 2, period: int = 
     return losses
 
 
-@pytest.mark.parametrize("method", [m for m in nf.METHODS if nf.get_recipe(m).name == m])
-def test_all_methods_train(method):
+@pytest.mark.parametrize("method", ["bf16", "nvidia", "clover_feedback_late"])
+def test_methods_train(method):
     step = small(method, "lean")
     before = [p.detach().clone() for p in step.model.parameters()]
     losses = train(step, 2)

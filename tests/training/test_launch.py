@@ -19,8 +19,8 @@ BAD = f"import runpy, sys; runpy.run_path({str(CONSOLE)!r})['print_error']('no d
 def launch(fork_server):
     """Starts two processes of a command."""
 
-    def start(*command: str, module: str = "nanochat_fp4.training.launch") -> subprocess.Popen:
-        argv = [str(fork_server.python), "-m", module, "--standalone", "--nproc_per_node=2", "--no-python", *command]
+    def start(*command: str, program: tuple[str, str] = ("-m", "nanochat_fp4.training.launch")) -> subprocess.Popen:
+        argv = [str(fork_server.python), *program, "--standalone", "--nproc_per_node=2", "--no-python", *command]
         return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     return start
@@ -33,7 +33,8 @@ def test_what_the_user_did_wrong_is_said_once(launch):
 
 
 def test_torchrun_repeats_it_last(launch):
-    process = launch(sys.executable, "-c", BAD, module="torch.distributed.run")
+    torchrun = "import nanochat_fp4, torch.distributed.run as run; run.main()"
+    process = launch(sys.executable, "-c", BAD, program=("-c", torchrun))
     err = process.communicate(timeout=120)[1]
     assert "error: no data" in err.splitlines()[-2] and "error (rank 1)" not in err and process.returncode == 1
 
