@@ -487,7 +487,7 @@ def test_at_equal_time_faster_methods_have_trained_for_longer(tmp_path, item):
         item.refused(problem, *files, names=("equal_time",))
     predictions = item("equal_time", "long", "short", flags=("--quick",))["numbers"]["predictions"]
     found = {(p["machine"], p["depth"]): p for p in predictions}
-    at = found["RTX 5090", 20]
+    at = found["RTX PRO 4000", 20]
     hours = at["hours"][""]
     assert hours["clover"] < hours["clover_feedback_late"] < hours["fp8"] < hours["bf16"]
     assert at["budget"] == hours["fp8_tuned"] and at["bpb"]["fp8_tuned"] == pytest.approx(1.01)

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from _models import MODELS, OWN, Missing, Sample
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanochat_fp4 as nf
 
 METHODS = ("bf16", "clover", "clover_feedback", "clover_late")
+SHARDED = [*OWN, *(f"{name} (transformers)" for name in ("Llama", "Mixtral", "gpt-oss", "DeepSeek-V3"))]
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 PRODUCTS = re.compile(r"(linear|addmm|mm|bmm|baddbmm|convolution|_grouped_mm|_scaled_mm)")
 
@@ -157,6 +159,38 @@ def table():
 @pytest.mark.parametrize("name", MODELS)
 def test_thirty_steps(name, table):
     table.append(examine(name, METHODS, 30))
+
+
+def sharded(name: str) -> None:
+    """Two processes with the same rows train as one does: the mean of two equal gradients is exact."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    try:
+        alone, other = make(name), make(name)
+        for sample in (alone, other):
+            nf.convert(sample.model, "clover", verbose=False)
+        fully_shard(other.model)
+        nf.gather_codes(other.model)
+        found = []
+        for sample in (alone, other):
+            torch.manual_seed(3)
+            found.append(train(sample, 2))
+        assert found[0] == found[1]
+        whole = {key: t.full_tensor() for key, t in other.model.state_dict().items() if hasattr(t, "full_tensor")}
+        state = alone.model.state_dict()
+        assert whole and all(torch.equal(t, state[key]) for key, t in whole.items())
+        print("trained")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDED)
+def test_two_processes_train_as_one(name, run_ranks):
+    make(name)
+    printed = run_ranks(f"import test_models; test_models.sharded({name!r})")
+    assert all("trained" in text for text in printed)
 
 
 def test_the_table_is_of_these_models():
