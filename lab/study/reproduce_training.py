@@ -79,13 +79,15 @@ def training(context: Context, name: str, item: Item) -> Outcome:
     names = [m for m in sweep_runs.labels(methods) if any(r["method"] == m for r in results)]
     sizes = list(dict.fromkeys(r["size"] for r in results))
     gaps = {(size, m): statistics.gap(results, size, m) for size in sizes for m in names}
+    in_bf16 = {(size, m): statistics.gap(results, size, m, "val_bpb_bf16") for size in sizes for m in names}
     rows, notes = [], list(item.notes)
     for size in sizes:
         for method in names:
             if bpb := statistics.by_seed(results, size, method):
-                form, gap = ("{:.4f}", "-") if method == "bf16" else ("{:+.2f}", str(gaps[size, method]))
+                form = "{:.4f}" if method == "bf16" else "{:+.2f}"
+                both = ["-", "-"] if method == "bf16" else [str(of[size, method]) for of in (gaps, in_bf16)]
                 said = " / ".join(form.format(v) for v in item.paper.get(method, ())) or "-"
-                rows.append([size, method, said, f"{sum(bpb.values()) / len(bpb):.4f}", gap, len(bpb)])
+                rows.append([size, method, said, f"{sum(bpb.values()) / len(bpb):.4f}", *both, len(bpb)])
         run = next(r for r in results if r["size"] == size)
         if differs := sweep_results.difference_from_paper(run, data):
             notes.append(f"{size} differs from the paper's runs: {differs}")
@@ -100,7 +102,9 @@ def training(context: Context, name: str, item: Item) -> Outcome:
             at = [j + 0.8 * (i - (len(sizes) - 1) / 2) / len(sizes) for j in range(len(others))]
             values = [gaps.get((size, m)) for m in others]
             means, errors = [v.mean if v else 0.0 for v in values], [v.half if v and v.n > 1 else 0.0 for v in values]
-            axes.bar(at, means, 0.8 / len(sizes), yerr=errors, capsize=3, alpha=0.6, label=f"{size}, here")
+            axes.bar(at, means, 0.8 / len(sizes), yerr=errors, capsize=3, alpha=0.6, label=f"{size}, own forward")
+            alike = [in_bf16[size, m].mean for m in others]  # NaN, and so not drawn, where a size has no such run
+            axes.plot(at, alike, "_", color=plots.COLORS[1], markersize=12, label=f"{size}, BF16 forward")
         published = {j: item.paper[m] for j, m in enumerate(others) if m in item.paper}
         for marker, model, values in zip("os", item.models, zip(*published.values())):
             axes.plot(list(published), values, f"k{marker}", mfc="none", label=f"{model}, paper: other text")
@@ -110,8 +114,8 @@ def training(context: Context, name: str, item: Item) -> Outcome:
         axes.set_ylabel("increase of validation BPB over bf16, %")
 
     seeds, tokens = sorted({r["seed"] for r in results}), sorted({r["tokens"] for r in results})
-    header = ["size", "method", "paper, %", "val BPB", "gap to bf16, %", "seeds"]
-    notes = [*said, "intervals are 95%, paired by seed: the same initialization and data for all methods", *notes]
+    header = ["size", "method", "paper, %", "val BPB", "own forward: gap, %", "BF16 forward: gap, %", "seeds"]
+    notes = [*said, "intervals are 95%, paired by seed: the same initialization and data for all", FORWARDS, *notes]
     measured_on = f"data {data}, {'/'.join(f'{t:,}' for t in tokens)} training tokens, seeds {seeds}"
     outcome = Outcome(item.title, header, rows, notes, numbers, plot, measured_on, environment)
     if item.finish:
@@ -144,14 +148,11 @@ def ends_in_bf16(method: str, size: str) -> str:
 
 
 def compare(context: Context, outcome: Outcome, results: list[dict], other: str = "clover") -> None:
-    """Two more columns: the gap with a BF16 forward after training, and the paired difference to another method."""
-    outcome.header += ["BF16 forward: gap", f"minus {other}"]
+    """One more column: the paired difference to another method, own forwards."""
+    outcome.header += [f"own forward: minus {other}"]
     for row in outcome.rows:
-        size, method = row[:2]
-        forward = statistics.gap(results, size, method, value="val_bpb_bf16")
-        difference = statistics.difference(results, size, method, other)
-        row.append("-" if method == "bf16" else str(forward))
-        row.append("-" if method == other or not difference.n else str(difference))
+        difference = statistics.difference(results, *row[:2], other)
+        row.append("-" if row[1] == other or not difference.n else str(difference))
 
 
 def reduction(context: Context, outcome: Outcome, results: list[dict], said: str, more: Sequence[str] = ()) -> None:
@@ -185,7 +186,7 @@ def finish_fig5(context: Context, outcome: Outcome, results: list[dict]) -> None
                 few = points[:: max(1, len(points) // 6)]
                 outcome.rows.append([size, method, "  ".join(f"{s}: {g:+.2f}" for s, g in few)])
     outcome.numbers["curves"] = curves
-    outcome.title = f"Figure 5: increase of the {what} over BF16 in the course of training"
+    outcome.title = f"Figure 5: increase of the {what} over BF16 in the course of training, own forward"
 
     def plot(axes) -> None:
         for name, seeds in runs.items():
@@ -203,22 +204,20 @@ def finish_attribution(context: Context, outcome: Outcome, results: list[dict]) 
 
 
 def finish_remedies(context: Context, outcome: Outcome, results: list[dict]) -> None:
-    """Columns of what each run costs, of its gap with a BF16 forward, and of both beside clover's."""
+    """Columns of what each run costs, and of its gaps beside clover's with the same forward."""
     outcome.header = ["size", "method", "work in 4 / 8 / 16 bits, %", *outcome.header[3:]]
-    outcome.header += ["minus clover", "of clover's", "BF16 forward: gap", "of clover's"]
+    compare(context, outcome, results)
+    outcome.header += [f"{forward} forward: of clover's" for forward in ("own", "BF16")]
     for row in outcome.rows:
         size, method = row[:2]
         work = next(r["gemm_work"] for r in results if (r["size"], r["method"]) == (size, method))
         row[2] = " / ".join(f"{100 * work[bits]:.1f}" for bits in ("4", "8", "16"))
-        row.append("-" if method == "clover" else str(statistics.difference(results, size, method, "clover")))
         for value in ("val_bpb", "val_bpb_bf16"):
             gap, clover = (statistics.gap(results, size, m, value=value) for m in (method, "clover"))
-            own = [str(gap)] if value != "val_bpb" else []
-            row += ["-"] * (1 + len(own)) if method == "bf16" else [*own, f"{gap.mean / clover.mean:.2f}x"]
+            row.append("-" if method == "bf16" else f"{gap.mean / clover.mean:.2f}x")
     outcome.notes += [
         "work: the linear layers' multiply-adds over all steps, by a GEMM's wider operand; more than 100% where "
         "operands have two terms",
-        "a run is evaluated with the forward pass that it ends with; BF16 forward: the same weights, evaluated alike",
     ]
 
 
@@ -263,6 +262,7 @@ FIGURE_2 = {
 FIGURE_4 = {
     "nvidia": (1.60, 3.42), "four_over_six": (1.65, 3.27), "tetrajet_v2": (1.58, 2.86), "clover": (1.26, 2.45)
 }  # fmt: skip
+FORWARDS = "own forward: that which a run ends with; BF16 forward: the same weights, evaluated without quantization"
 NOT_COMPARABLE = (
     f"the paper, %: {' / '.join(LLAMA_MODELS)}; of another text and length, so not to be compared in magnitude"
 )
