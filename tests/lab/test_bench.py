@@ -222,7 +222,7 @@ def test_measure_layers(on_a_cpu, results):
     assert [(r["pass"], r["method"]) for r in records] == [(p, m) for p in PASSES for m in methods]
     assert all(r["ms"] > 0 and r["tflops"] > 0 and "spread" in r for r in records)
     assert all(r["ratio"] == 1 for r in records if r["method"] == "bf16")
-    assert "x BF16" in bench_linear.show(records)
+    assert "x BF16" in common.show(records, bench_linear.COLUMNS)
 
 
 def test_a_wrong_method_is_not_timed(on_a_cpu, monkeypatch, results):
@@ -253,12 +253,12 @@ def test_measure_every_kernel_whose_check_agrees(on_a_cpu, monkeypatch, tmp_path
     every = bench_quantize.kernels(128, 128).items()
     chosen = {name: k for name, k in every if "search" not in name and not name.endswith("-> bf16")}
     wrong = [name for name, k in chosen.items() if k.checks[0][0] == "ms_eden"]
-    found = {}
-    problems = bench_quantize.measure(chosen, on_a_cpu, lambda name, kernel, ms: found.update({name: (kernel, ms)}))
+    problems = []
+    found = dict(bench_quantize.measure(chosen, on_a_cpu, problems))
     assert [*found, *wrong] == sorted(chosen, key=lambda name: name in wrong) and len(wrong) == 3
     assert problems == [f"{name} (codes differ)" for name in wrong]
-    kernel, ms = found["decode"]
-    assert sum(s.num_bytes for s in kernel.steps) == 128 * 128 * (0.5 + 1 / 16 + 2) and ms > 0
+    num_bytes = sum(s.num_bytes for s in chosen["decode"].steps)
+    assert num_bytes == 128 * 128 * (0.5 + 1 / 16 + 2) and found["decode"] > 0
 
 
 def test_the_second_kernels_share():

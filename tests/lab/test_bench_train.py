@@ -321,7 +321,7 @@ def written(base_dir) -> dict[str, dict]:
 
 def test_what_was_measured_is_written_before_the_next_thing_begins(base_dir, monkeypatch, capsys):
     """Sizes before anything is timed, times after each round; what computes nothing twice comes first."""
-    real, seen = bench_train.run_steps, []
+    real, seen = bench_step.run_steps, []
 
     def run_steps(*args):
         seen.append(written(base_dir))
@@ -329,7 +329,7 @@ def test_what_was_measured_is_written_before_the_next_thing_begins(base_dir, mon
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(bench_train, "run_steps", run_steps)
+    monkeypatch.setattr(bench_step, "run_steps", run_steps)
     with pytest.raises(KeyboardInterrupt):
         bench_train.main([*TINY, "--methods", "clover", "--recompute", "none,all", "--rounds", "9"])
     first, last = seen[0], seen[-1]
@@ -342,7 +342,7 @@ def test_what_was_measured_is_written_before_the_next_thing_begins(base_dir, mon
 
 @pytest.mark.parametrize("part", ["passes", "run_steps", "time_by_operation"])
 def test_one_variant_that_fails_leaves_the_others(part, base_dir, monkeypatch, capsys):
-    where = Subject if part == "passes" else bench_train
+    where = Subject if part == "passes" else bench_step
     real = getattr(where, part)
     errors = iter([torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("a bug")])
 
