@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.study import sweep, sweep_scheduler
+from lab.study.reproduce_candidates import candidates, inputs
 from lab.study.reproduce_common import Context, Outcome
 from lab.study.reproduce_concentration import fig9
 from lab.study.reproduce_horizon import claims, frontier, horizon
@@ -42,6 +43,8 @@ ITEMS: dict[str, Callable[[Context], Outcome]] = {
     **{item.__name__: item for item in (fig6, table7, fig9)},
     **{name: partial(made, name) for name in ("systems", "attribution")},
     "operands": operands,
+    "candidates": candidates,
+    "inputs": inputs,
     "remedies": partial(made, "remedies"),
 }
 OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # of --results alone
