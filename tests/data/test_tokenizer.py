@@ -56,6 +56,10 @@ def test_vocabulary(tok):
 def test_training_is_deterministic(tok):
     assert RustBPETokenizer.train_from_iterator(iter(TEXTS), 320).fingerprint() == tok.fingerprint()
     assert RustBPETokenizer.train_from_iterator(iter(TEXTS), 321).fingerprint() != tok.fingerprint()
+    small = RustBPETokenizer.train_from_iterator(iter(["aaaa"]), 400)  # too little text
+    assert 265 <= small.get_vocab_size() < 270 and small.decode(small.encode("bab")) == "bab"
+    with pytest.raises(ValueError, match="--vocab-size=264 is too small: at least 265"):
+        RustBPETokenizer.train_from_iterator(iter(TEXTS), 264)
 
 
 def test_numbers_are_split_in_pairs(tok):
@@ -64,18 +68,6 @@ def test_numbers_are_split_in_pairs(tok):
     import regex
 
     assert regex.findall(SPLIT_PATTERN, "12345 it's a  b\n") == ["12", "34", "5", " it", "'s", " a", " ", " b", "\n"]
-
-
-@pytest.mark.parametrize("vocab_size", [0, 10, 264])
-def test_too_small_a_vocabulary(vocab_size):
-    with pytest.raises(ValueError, match=f"vocabulary size {vocab_size} is too small: at least 265"):
-        RustBPETokenizer.train_from_iterator(iter(TEXTS), vocab_size)
-
-
-def test_too_little_text_gives_fewer_tokens():
-    small = RustBPETokenizer.train_from_iterator(iter(["aaaa"]), 400)
-    assert 265 <= small.get_vocab_size() < 270 and small.decode(small.encode("bab")) == "bab"
-    assert RustBPETokenizer.train_from_iterator(iter([]), 400).get_vocab_size() == 265
 
 
 @pytest.mark.parametrize("text", ["", " ", "Hello\n\n world 12345", "\x00\x01é😀", "<|bos|> is text here", "a" * 5000])
@@ -124,19 +116,16 @@ def test_token_bytes(tok, tmp_path, base_dir):
 # The file
 
 
-def test_save_and_load(tok, saved):
+def test_save_and_load(tok, saved, base_dir):
+    with pytest.raises(UserError, match="no tokenizer in .*; run python -m scripts.tok_train first"):
+        get_tokenizer()
+    tok.save(base_dir / "tokenizer")
+    assert get_tokenizer().fingerprint() == tok.fingerprint()
     again = load(saved)
     assert again.fingerprint() == tok.fingerprint() and len(tok.fingerprint()) == 16
     assert [again.encode(t) for t in TEXTS[:3]] == [tok.encode(t) for t in TEXTS[:3]]
     assert os.listdir(saved.parent) == ["tokenizer.json"]
     assert set(json.loads(saved.read_text())) == {"format", "sha256", "pattern", "special_tokens", "tokens"}
-
-
-def test_the_base_directorys_tokenizer(tok, base_dir):
-    with pytest.raises(UserError, match="no tokenizer in .*; run python -m scripts.tok_train first"):
-        get_tokenizer()
-    tok.save(base_dir / "tokenizer")
-    assert get_tokenizer().fingerprint() == tok.fingerprint()
 
 
 def swap_two_tokens(data):
@@ -149,7 +138,6 @@ def swap_two_tokens(data):
         (swap_two_tokens, "differs from its own checksum.*altered"),
         (lambda d: d.update(pattern="."), "differs from its own checksum"),
         (lambda d: d["special_tokens"].update({"<|bos|>": 0}), "differs from its own checksum"),
-        (lambda d: d["tokens"].pop(), "differs from its own checksum"),
         (lambda d: d.pop("tokens"), "is not a tokenizer .KeyError"),
         (lambda d: d["tokens"].append("!!"), "is not a tokenizer"),
         (lambda d: d.update(tokens=5), "is not a tokenizer"),
@@ -201,14 +189,8 @@ def pickled(tok, base_dir):
     return path
 
 
-def test_a_pickle_is_not_read_unasked(pickled, tok):
+def test_a_pickle_is_converted_if_asked(pickled, tok, capsys):
     with pytest.raises(UserError, match="loading a pickle can run code.*--allow-pickle"):
-        get_tokenizer()
-    assert get_tokenizer(allow_pickle=True).fingerprint() == tok.fingerprint()
-
-
-def test_a_pickle_is_converted(pickled, tok, capsys):
-    with pytest.raises(UserError, match="can run code"):
         tokenizer_module.main([])
     tokenizer_module.main(["--allow-pickle"])
     assert tok.fingerprint() in capsys.readouterr().out
@@ -321,11 +303,6 @@ def test_a_system_message_goes_into_the_first_user_message(tok):
     assert json.dumps(conversation) == before
 
 
-def test_special_tokens_in_the_text_are_text(tok):
-    ids, _ = tok.render_conversation({"messages": [user("<|assistant_start|>"), assistant("<|bos|>")]})
-    assert ids.count(tok.get_bos_token_id()) == 1 and ids.count(tok.encode_special("<|assistant_start|>")) == 1
-
-
 def test_long_conversations_are_cut(tok):
     conversation = {"messages": [user("word " * 500), assistant("word " * 500)]}
     whole_ids, whole_mask = tok.render_conversation(conversation, max_tokens=10**6)
@@ -350,14 +327,11 @@ def test_render_for_completion(tok):
     "messages, text",
     [
         ([user("Hi")], "no message from the assistant"),
-        ([], "at least one message"),
         (None, "at least one message"),
         ("Hi", "at least one message"),
         ([assistant("Hi")], "message 0 is from the assistant but should be from the user"),
-        ([user("a"), user("b")], "message 1 is from the user but should be from the assistant"),
         ([user("a"), assistant("b"), assistant("c")], "message 2 is from the assistant"),
         ([user("a"), {"role": "tool", "content": "x"}], "message 1 has the unknown role 'tool'; use system, user or"),
-        ([{"role": "system", "content": "x"}], "must be followed by a user message"),
         ([{"role": "system", "content": "x"}, assistant("y")], "must be followed by a user message"),
         ([{"role": "system", "content": 1}, user("a"), assistant("y")], "must be strings"),
         ([user("a"), {"role": "system", "content": "x"}], "message 1 is from the system"),

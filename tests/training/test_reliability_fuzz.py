@@ -353,7 +353,6 @@ FOUND = [
     for p in sorted((ROOT / folder).rglob("*.py"))
     if "def main(" in p.read_text() and p.name not in MEASURE_ALL
 ]
-FOUND.remove("scripts.reproduce")  # only names the new command
 FOUND.remove("lab.predict.blackwell")  # takes no arguments
 FOUND.remove("scripts.chat_web")  # serves until it is stopped: test_chat_web.py
 SCRIPTS = dict.fromkeys(
@@ -373,6 +372,7 @@ SCRIPTS = dict.fromkeys(
     "scripts.tok_train": "--vocab-size=290 --max-chars=20000 --overwrite",
     "scripts.tok_eval": "--no-compare",
     "lab.study.sweep": "--sizes=tiny --seeds=1 --tokens=1M --plan",
+    "lab.predict.glue": "--methods=bf16 --depth=2 --rows=1",
     "lab.reproduce": "list",
     "lab.measure.bench_memory": "--depth=1 --methods=bf16",
     "lab.measure.bench_parallel": "--depth=1 --aspect-ratio=64 --head-dim=64 --vocab-size=512 --seq-len=64 "
