@@ -127,7 +127,7 @@ class Recipe:
         """in_features and out_features must be multiples of this number."""
         operands = (o.rounding for g in (self.output, self.grad_input, self.grad_weight) for o in (g.a, g.b))
         blocks = (BLOCK if r.fp8 else r.block for r in operands if r)
-        return max(*blocks, self.output.rht_dim, 0)
+        return max(blocks, default=0)
 
     @property
     def output_products(self) -> int:
