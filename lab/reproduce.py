@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from lab.study import sweep, sweep_scheduler
-from lab.study.reproduce_candidates import candidates, inputs
 from lab.study.reproduce_common import Context, Outcome
 from lab.study.reproduce_concentration import fig9
 from lab.study.reproduce_horizon import claims, frontier, horizon
-from lab.study.reproduce_numerics import operands, table1, table2
+from lab.study.reproduce_numerics import candidates, inputs, operands, table1, table2
 from lab.study.reproduce_speed import fig6, table7
 from lab.study.reproduce_time import equal_time, extra_steps
 from lab.study.reproduce_training import made

@@ -7,7 +7,7 @@ import tarfile
 import pyarrow.parquet as pq
 import pytest
 
-from lab.study import debian
+from lab import debian
 from nanochat_fp4.errors import UserError
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lab.study import visits
+from lab import visits
 from nanochat_fp4.errors import UserError
 
 

@@ -1,6 +1,6 @@
 """Deduplicated text of Debian packages, in parquet shards of at most 50 MiB: <out>/prose and <out>/code.
 
-    python -m lab.study.debian --out text linux-source-6.1 golang-1.19-src sqlite3-doc postgresql-doc-15
+    python -m lab.debian --out text linux-source-6.1 golang-1.19-src sqlite3-doc postgresql-doc-15
 
 Needs Debian's apt-get and dpkg-deb. Packages are fetched by `apt-get download`, one at a time, and read without being
 installed; archives inside of them, such as the kernel's, are read as well. A document goes where more than half of its

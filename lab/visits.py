@@ -1,7 +1,7 @@
 """The runs that are still open, in their order, and one command that does them for as long as a GPU is lent.
 
-    python -m lab.study.visits                                       # the list, with minutes and visits of half an hour
-    timeout --signal=TERM 28m python -m lab.study.visits '*' --folder results --data-dir folder      # again: goes on
+    python -m lab.visits                                       # the list, with minutes and visits of half an hour
+    timeout --signal=TERM 28m python -m lab.visits '*' --folder results --data-dir folder      # again: goes on
 
 A study is a command line of lab.study.sweep. Where the list says "forwards", its checkpoints are evaluated in other
 forwards as soon as its runs are done. Each run resumes, also on another machine if --folder comes along. Minutes are
@@ -76,23 +76,22 @@ def evaluation(size: str, tokens: str, seed: int) -> Study:
     return Study(f"{size}_forwards_s{seed}", "the forward that the gain is of; what plain NVFP4 loses", flags, True)
 
 
-# Not where the input has exact zeros: MLP down stays as it is.
 NEW = {
+    # Not where the input has exact zeros: MLP down stays as it is.
     "fresh_rotation": changed("clover_fresh_rotation", "*.mlp.c_proj=clover"),
     "dithered": changed("clover_dithered_weight"),
     "sr": changed("clover_sr_weight"),
-}
-WITH_LATE = {
-    "fresh_rotation_late": changed("clover_fresh_rotation", "*.mlp.c_proj=clover", "0.97=clover_refined"),
-    "dithered_late": changed("clover_dithered_weight", phases="0.97=clover_refined"),
-    "dithered_from_60%": changed("clover", phases="0.6=clover_dithered_weight"),
-    "fresh_rotation_from_60%": changed("clover", phases="0.6=clover_fresh_rotation"),
+    # A layer's own method lasts for the whole run, so with phases MLP down is rotated, too.
+    "fresh_rotation_late": changed("clover_fresh_rotation", "0.97=clover_refined"),
+    "dithered_late": changed("clover_dithered_weight", "0.97=clover_refined"),
+    "fresh_rotation_from_60%": changed("clover", "0.6=clover_fresh_rotation"),
+    "dithered_from_60%": changed("clover", "0.6=clover_dithered_weight"),
 }
 
 
 def candidates(size: str, labels: list[str], extra: str = "") -> Study:
     """A second half: all runs of a seed branch from its BF16 run's middle."""
-    labelled = [variant(label, (NEW | WITH_LATE)[label]) for label in labels]
+    labelled = [variant(label, NEW[label]) for label in labels]
     flags = sizes(size, "32M", 3, "bf16,clover,clover_feedback", *labelled, "--bf16-until=0.5", jobs=4, extra=extra)
     return Study(f"{size}_{labels[0]}", "the gate: is a rounding whose mean error is near zero learned?", flags)
 
@@ -122,7 +121,7 @@ def width() -> Study:
 
 def ladder() -> list[Study]:
     """12 to 100 tokens for each parameter without the embedding, three sizes of a vocabulary of 1,024: a law needs
-    three. No text may be read twice: lab.study.debian has more."""
+    three. No text may be read twice: lab.debian has more."""
     found = []
     for heads in (2, 3, 4):
         parameters = 2 * 12 * (64 * heads) ** 2 + 1024 * 64 * heads
@@ -144,7 +143,7 @@ def studies() -> list[Study]:
         *(evaluation("d6", "160M", seed) for seed in (2, 3)),
         candidates("d8", ["fresh_rotation", "dithered"]),
         candidates("llama-30M", ["fresh_rotation", "dithered"], llama),
-        candidates("d8", ["sr", *WITH_LATE]),
+        candidates("d8", list(NEW)[2:]),
         rates(),
         width(),
         longer("d4", "64M", 5, 976),
@@ -189,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     chosen = [s for s in studies() if fnmatch.fnmatch(s.name, args.studies)]
     if not chosen:
-        raise UserError(f"no study is named {args.studies}; run lab.study.visits without a name for the list")
+        raise UserError(f"no study is named {args.studies}; run lab.visits without a name for the list")
     for study in chosen:
         do(study, args.folder, args.data_dir)
 
