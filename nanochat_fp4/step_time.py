@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanochat_fp4.console import ArgumentParser
-from nanochat_fp4.data.dataset import SHARD_BYTES
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.hardware import MACHINES, Machine, machine_of
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -201,7 +200,7 @@ def break_even(machine: Machine, method: str) -> int | None:
     return next((w for w in widths if w > slower), None)
 
 
-SEQUENCE, VOCABULARY = 2048, 65536
+SEQUENCE, VOCABULARY, SHARD_BYTES = 2048, 65536, 100e6  # a shard of FineWeb-Edu as nanochat packs it
 LOGIT, UPDATE = 20.0, 132.0  # bytes a logit, and a weight
 CAST, ACCUMULATE = 6.0, 10.0  # bytes a weight: FP32 to BF16, and BF16 added to FP32
 # Counted by `python -m lab.predict.glue`. The share, and UPDATE, are of the profile of BF16's d26 on an H200
