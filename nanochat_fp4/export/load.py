@@ -226,9 +226,7 @@ def compute_with(model: nn.Module, weights: Weights) -> None:
             )
         give_codes(layers, parts)
         for layer in layers:
-            layer.weight.requires_grad_(False)
-            if _codes_alone(layer):
-                packed[id(layer.weight)] = layer.weight
+            packed[id(layer.weight)] = layer.weight.requires_grad_(False)
 
 
 def give_codes(layers: Sequence[QuantLinear], parts: Sequence[NVFP4Tensor]) -> None:
@@ -249,14 +247,14 @@ def _codes_alone(layer: nn.Module) -> bool:
     return not any(layer.weight.stride())
 
 
-packed: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()  # id -> a weight, codes alone
+packed: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()  # id -> a weight that codes replace
 
 
 @register_optimizer_step_pre_hook
 def _refuse_packed(optimizer: torch.optim.Optimizer, *_) -> None:
     if packed and any(packed.get(id(p)) is p for group in optimizer.param_groups for p in group["params"]):
         raise UserError(
-            "an optimizer holds weights that are 4-bit codes alone; give it the parameters with requires_grad=True"
+            "an optimizer holds weights that 4-bit codes replace; give it the parameters with requires_grad=True"
         )
 
 
