@@ -11,6 +11,7 @@ a server that does before you open it to others.
 
 import argparse
 import contextlib
+from typing import Any
 
 import torch
 
@@ -20,7 +21,6 @@ from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.errors import UserError, require, run_main
 from nanochat_fp4.generation.decoding import compute_dtype, prepare
 from nanochat_fp4.generation.engine import Engine
-from nanochat_fp4.generation.worker import Worker
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import load_for_inference
@@ -79,11 +79,13 @@ def main(argv: list[str] | None = None) -> None:
                 f"cannot listen at {args.host}:{args.port}; choose another --port, or a --host of this machine"
             ) from None
         finally:
-            worker.close()
+            worker.thread.shutdown(cancel_futures=True)
 
 
-def load(args: argparse.Namespace, device: torch.device) -> tuple[Worker, dict]:
+def load(args: argparse.Namespace, device: torch.device) -> tuple[Any, dict]:
     """A Worker with the model in its method's forward or in BF16, and the page's description of the model."""
+    from nanochat_fp4.generation.chat_server import Worker
+
     model, tokenizer, meta, method = load_for_inference(args.source, device, args)
     if method == "bf16" and args.precision == "nvfp4":
         raise UserError("--precision=nvfp4: the model was trained in bf16; choose how to round it, --method=clover say")

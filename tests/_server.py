@@ -14,7 +14,7 @@ class Server(http.server.ThreadingHTTPServer):
     """
     Serves `files` (path -> content) at url(path). `bad` (path -> list) says what to do wrong, one a request:
     500; flip (every byte); cut (half of it); stall (ten bytes, then nothing for a while); no length (in the header);
-    endless (more and more, until the client hangs up or 20 requests came).
+    endless (more and more, until the client hangs up, 20 requests came or the server is closed).
     """
 
     daemon_threads = True
@@ -23,10 +23,12 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = files
         self.requests = []  # (path, Range header)
+        self.closed = False
         self.bad = {}  # path -> list of things to do wrong, one a request
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def close(self):
+        self.closed = True
         self.server_close()
 
     def url(self, path):
@@ -79,7 +81,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             body = body[: len(body) // 2]
         if wrong == "endless":
             with contextlib.suppress(OSError):
-                while len(server.requests) < 20:
+                while len(server.requests) < 20 and not server.closed:
                     self.wfile.write(bytes(1 << 20))
                     time.sleep(0.01)
             return

@@ -3,8 +3,13 @@ The web chat's server, on FastAPI: one page, and an answer streamed token by tok
 
     GET  /                  the page (chat_page.html)
     POST /chat/completions  {"messages": [{"role", "content"}, ...], "temperature", "top_k", "max_tokens", "precision"}
-                            -> server-sent events: those of worker.py
-    GET  /health            the model, the length of the line, and whether the worker lives (status 503 if not)
+                            -> server-sent events, below
+    GET  /health            the model, the length of the line, and why the last answer failed
+
+    {"waiting": 2}          answers before this one; again whenever the number changes
+    {"token": text}         the next piece of the answer
+    {"done": true, "finish", "tokens", "tokens_per_second"}
+                            the last event; finish: "end" (the model's own), "length", or "failed: " and the reason
 
 Requests and events have nanochat's form. Beyond the Limits below, the answer is 400, 408, 413, 429 or 503 with one line
 of JSON. The page talks to its own origin only. A request must be JSON, because a foreign page cannot send JSON unasked.
@@ -18,7 +23,8 @@ import logging
 import secrets
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -32,7 +38,9 @@ from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanochat_fp4.errors import one_line
-from nanochat_fp4.generation.worker import Busy, Question, Worker
+from nanochat_fp4.generation.engine import AnswerText, Engine
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -134,54 +142,101 @@ async def read_json(request: Request, limits: Limits) -> Any:
         raise Refused(400, "the body is not JSON") from None
 
 
-def encode(
-    worker: Worker, messages: list[dict[str, str]], options: dict[str, float], precision: str, limits: Limits
-) -> Question:
-    """The question with the conversation's tokens. Raises Refused if the model's context is too short."""
-    conversation = {"messages": [*messages, {"role": "assistant", "content": "-"}]}
-    tokens = worker.engine.tokenizer.render_for_completion(conversation, max_tokens=10 * limits.conversation)
-    room = worker.context_len - len(tokens)
-    if room < 1:
-        raise Refused(
-            413, f"the conversation has {len(tokens)} tokens and the model's context is {worker.context_len}; "
-            "start a new one"
-        )  # fmt: skip
-    return Question(
-        tokens,
-        max_tokens=min(int(options["max_tokens"]), room),
-        temperature=float(options["temperature"]),
-        top_k=int(options["top_k"]),
-        seed=secrets.randbits(31),
-        precision=precision,
-    )
+class Worker:
+    """
+    Answers in a thread of its own, one at a time, first come, first served; up to `waiting` may wait.
+
+    contexts: for each precision a function that returns the context manager in which the model computes.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        waiting: int = 32,
+        contexts: Mapping[str, Callable[[], contextlib.AbstractContextManager]] | None = None,
+    ):
+        self.engine, self.max_waiting = engine, waiting
+        self.contexts = dict(contexts or {"": contextlib.nullcontext})
+        self.trouble = ""  # why the last answer failed; empty if the last answer did not fail
+        self.line: list[Answer] = []  # the first one is being answered
+        self.thread = ThreadPoolExecutor(1, "worker")
+
+    def encode(self, messages: list[dict[str, str]], limits: Limits) -> list[int]:
+        """The conversation's tokens. Raises Refused if the model's context is too short."""
+        conversation = {"messages": [*messages, {"role": "assistant", "content": "-"}]}
+        tokens = self.engine.tokenizer.render_for_completion(conversation, max_tokens=10 * limits.conversation)
+        if len(tokens) >= (context := self.engine.model.config.sequence_len):
+            raise Refused(413, f"{len(tokens)} tokens, and the model's context is {context}; start a new conversation")
+        return tokens
+
+    def answer(self, reply: "Answer", tokens: list[int], precision: str, numbers: dict[str, float]) -> None:
+        """In the thread: tells the reply its events."""
+        text, finish, count, started, now, trouble = AnswerText(self.engine.tokenizer), "length", 0, 0.0, 0.0, ""
+        most = min(int(numbers["max_tokens"]), self.engine.model.config.sequence_len - len(tokens))
+        try:
+            with self.contexts[precision]():
+                for column, _ in self.engine.generate(
+                    tokens, max_tokens=most, temperature=float(numbers["temperature"]), top_k=int(numbers["top_k"]),
+                    seed=secrets.randbits(31),
+                ):  # fmt: skip
+                    if reply.left:
+                        return
+                    if column[0] in self.engine.terminal:
+                        finish = "end"
+                        break
+                    count, now = count + 1, time.monotonic()
+                    started = started or now
+                    reply.tell({"token": text.add(column[0])})
+                reply.tell({"token": text.rest()})
+        except BaseException as e:  # one answer's failure is told, and the next answer comes
+            finish = trouble = f"failed: {type(e).__name__}: {one_line(e)}"
+            log.error("an answer %s", finish)
+        self.trouble = trouble
+        speed = (count - 1) / (now - started) if now > started else None
+        reply.tell({"done": True, "finish": finish, "tokens": count, "tokens_per_second": speed})
+
+    def leave(self, reply: "Answer") -> None:
+        """Takes a reply out of the line and tells those behind it their new place."""
+        place = self.line.index(reply)
+        self.line.remove(reply)
+        for i in range(place, len(self.line)):
+            self.line[i].news.put_nowait({"waiting": i})
 
 
 class Answer(StreamingResponse):
-    """The events of a reply. However the response ends, the reply ends with it; the client may have left."""
+    """The events of a reply, at the end of the worker's line. The client may leave before its end. Raises Refused."""
 
-    def __init__(self, worker: Worker, question: Question):
-        self.worker, self.news = worker, asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def tell(event: dict[str, Any]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-                loop.call_soon_threadsafe(self.news.put_nowait, event)
-
-        self.reply = worker.submit(question, tell)
+    def __init__(self, worker: Worker, *question: Any):
+        if len(worker.line) > worker.max_waiting:
+            raise Refused(503, f"{worker.max_waiting} requests are waiting already; try again in a moment")
+        self.news, self.loop, self.left = asyncio.Queue(), asyncio.get_running_loop(), False
+        if worker.line:
+            self.news.put_nowait({"waiting": len(worker.line)})
+        worker.line.append(self)
+        self.job = worker.thread.submit(worker.answer, self, *question)
+        self.job.add_done_callback(lambda _: self.call(worker.leave, self))
         super().__init__(self.events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
+    def call(self, function: Callable[..., None], *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            self.loop.call_soon_threadsafe(function, *args)
+
+    def tell(self, event: dict[str, Any]) -> None:
+        if event.get("token") != "":
+            self.call(self.news.put_nowait, event)
+
     async def events(self) -> AsyncIterator[str]:
-        done = False
-        while not done:
+        event: dict[str, Any] = {}
+        while not event.get("done"):
             event = await self.news.get()
-            done = event.get("done", False)
             yield f"data: {json.dumps(event)}\n\n"  # JSON has no line breaks
 
     async def __call__(self, *args: Any) -> None:
         try:
             await super().__call__(*args)
         finally:
-            self.worker.cancel(self.reply)
+            self.left = True  # the answer ends after its next token
+            self.job.cancel()
 
 
 def create_app(
@@ -213,20 +268,15 @@ def create_app(
         body = await read_json(request, limits)
         messages, numbers = checked(body, limits)
         precision = str(body.get("precision") or next(iter(worker.contexts)))
-        try:
-            question = await asyncio.to_thread(encode, worker, messages, defaults | numbers, precision, limits)
-            return Answer(worker, question)
-        except Busy as e:
-            raise Refused(503, str(e)) from None
-        except ValueError as e:
-            raise Refused(400, str(e)) from None
+        if precision not in worker.contexts:
+            raise Refused(400, f"precision {precision!r} is unknown here; use one of: {', '.join(worker.contexts)}")
+        tokens = await asyncio.to_thread(worker.encode, messages, limits)
+        return Answer(worker, tokens, precision, defaults | numbers)
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        answering, waiting = worker.load
-        status = (worker.trouble or "ok") if worker.alive else "the worker has ended"
-        state = {"status": status, "answering": answering, "waiting": waiting}
-        return JSONResponse(info | state, status_code=200 if worker.alive else 503)
+        places = {"answering": min(len(worker.line), 1), "waiting": max(len(worker.line) - 1, 0)}
+        return JSONResponse(info | places | {"status": worker.trouble or "ok"})
 
     @app.get("/", response_class=HTMLResponse)
     async def page() -> HTMLResponse:
@@ -309,6 +359,6 @@ def log_briefly() -> None:
     """Sends errors of the server, asyncio and the worker to stderr, one line each."""
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine())
-    for name in ("uvicorn.error", "asyncio", "nanochat_fp4.generation.worker"):
+    for name in ("uvicorn.error", "asyncio", __name__):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

@@ -104,7 +104,7 @@ def next_lever(depth: int, state: str, recompute: str, rows: float, kind: str = 
 
 
 def cards() -> str:
-    """The table of README and docs/memory.md."""
+    """The table of README."""
     lines = ["| card | d20 | deepest |", "|---|---|---|"]
     for card in CARDS:
         plan = best(20, card * 2**30)

@@ -111,9 +111,9 @@ def test_slope_by_hand():
 
 
 def test_gain_of_averaging_products():
-    assert unbiasedness_gain("sr", 64) > 0.7 * 64
-    assert unbiasedness_gain("rtn", 64) == pytest.approx(1)
-    assert unbiasedness_gain("sr_four_over_six", 256) < 0.6 * 256
+    assert unbiasedness_gain("sr", 32) > 0.7 * 32
+    assert unbiasedness_gain("rtn", 8) == pytest.approx(1)
+    assert unbiasedness_gain("sr_four_over_six", 64) < 0.5 * 64
 
 
 def results(**bpb):
@@ -207,11 +207,16 @@ def item(tmp_path, monkeypatch):
 
 
 def stored_runs(path):
-    """Runs of three seeds that only an earlier machine can have made: gaps of 2%, 1% and, in the end, 0.5%."""
+    """Runs of three seeds that only an earlier machine can have made: gaps of 2%, 1% and, in the end, 0.5%.
+
+    With a BF16 forward the first two are 1% and 0.5%.
+    """
     runs = []
     two, one = [1.02, 1.122, 1.224], [1.01, 1.111, 1.212]
     for r in results(bf16=[1.0, 1.1, 1.2], nvidia=two, four_over_six=two, tetrajet_v2=two, clover=one):
         runs.append(r | {"tokens": 4096, "steps": 8, "gemm_work": {"4": 1.0, "8": 0.0, "16": 0.0}})
+    for r in runs:
+        r["val_bpb_bf16"] = (r["val_bpb"] + 1 + 0.1 * r["seed"]) / 2
     for r in results(clover_late_bf16=[1.005, 1.1055, 1.206]):
         runs.append(r | {"tokens": 4096, "steps": 8, "gemm_work": {"4": 1.1, "8": 0.0, "16": 0.0}})
     for r in runs:
@@ -229,19 +234,17 @@ def test_tables_are_made_from_the_runs_of_an_earlier_sweep(tmp_path, item, monke
         assert found["measured_on"].startswith("2 x an old GPU; data text (123), 4,096 training tokens, seeds")
         assert "results" not in found["numbers"]
     tables = {name: {row[1]: row for row in found["table"]} for name, found in content.items()}
-    assert tables["table5"]["nvidia"][2:] == ["+1.57 / +1.92", "1.1220", "+2.00 ± 0.00", 3]
+    assert tables["table5"]["nvidia"][2:] == ["+1.57 / +1.92", "1.1220", "+2.00 ± 0.00", "+1.00 ± 0.00", 3]
     assert tables["table5"]["bf16"][2:4] == ["0.7693 / 0.6925", "1.1000"]
     assert "clover_late_bf16" not in tables["table5"]
     assert "clover's mean gap is 50% below the best" in content["table5"]["notes"][0]
     late = tables["remedies"]["clover_late_bf16"]
-    assert late[2] == "110.0 / 0.0 / 0.0" and late[-4:] == ["-0.50 ± 0.00", "0.50x", "+0.50 ± 0.00", "0.50x"]
+    assert late[2] == "110.0 / 0.0 / 0.0" and late[-3:] == ["-0.50 ± 0.00", "0.50x", "1.00x"]
     curves = content["fig5"]["numbers"]["curves"]["tiny"]
     assert curves["clover"] == [[4, pytest.approx(1)], [8, pytest.approx(1)]]
     assert "training loss" in content["fig5"]["title"]
     assert tables["fig4"]["clover"][2] == "+1.26 / +2.45" and tables["fig4"]["bf16"][2] == "-"
-    assert (
-        tables["systems"]["nvidia"][-2:] == ["+2.00 ± 0.00", "+1.00 ± 0.00"] and tables["systems"]["clover"][-1] == "-"
-    )
+    assert tables["systems"]["nvidia"][-1] == "+1.00 ± 0.00" and tables["systems"]["clover"][-1] == "-"
     with pytest.raises(UserError, match="has no run of systems's methods"):
         item("systems", "d6.json", flags=("--sizes=d8",))
 
@@ -249,15 +252,15 @@ def test_tables_are_made_from_the_runs_of_an_earlier_sweep(tmp_path, item, monke
 def test_long_runs_are_put_beside_their_gemm_work(tmp_path, item):
     stored_runs(tmp_path / "d6.json")
     notes, horizon = item("horizon", "d6.json")["notes"], item.table("horizon", "d6.json")
-    cells = ["+0.50 ± 0.00", "-0.50 ± 0.00", "0.50 ± 0.00"]  # of each forward: they are alike in these runs
-    assert horizon["clover_late_bf16"][-7:] == [*cells, *cells, "not measured"]
+    own, bf16 = ["+0.50 ± 0.00", "-0.50 ± 0.00", "0.50 ± 0.00"], ["+0.50 ± 0.00", "+0.00 ± 0.00", "1.00 ± 0.00"]
+    assert horizon["clover_late_bf16"][-7:] == [*own, *bf16, "not measured"]
     assert "the paper: Clover beats NVIDIA. Here: agrees (-1.00 ± 0.00 points)" in notes
     assert "the paper: 4/6 beats NVIDIA. Here: undecided (+0.00 ± 0.00 points)" in notes
     assert any(n.endswith("below the best other. Here: 50 ± 0%, nvidia") for n in notes)
     frontier = item.table("frontier", "d6.json")  # clover is better than nvidia for the same work
-    assert frontier["nvidia"][1] == "1.000" and frontier["nvidia"][3:] == ["2.00", "2.00", "-", 3]
-    assert frontier["clover"][3:5] == ["1.00*", "1.00*"]
-    assert frontier["clover_late_bf16"][3:6] == ["0.50*", "0.50*", "not measured"]
+    assert frontier["nvidia"][1] == "1.000" and frontier["nvidia"][3:] == ["2.00", "1.00", "-", 3]
+    assert frontier["clover"][3:5] == ["1.00*", "0.50*"]
+    assert frontier["clover_late_bf16"][3:6] == ["0.50*", "0.50", "not measured"]
     with pytest.raises(UserError, match="takes its runs from a sweep: add --results"):
         item("horizon")
 
@@ -347,7 +350,8 @@ def test_claims_are_made_on_fresh_seeds(tmp_path, item):
     written = item("claims", "a", "b")
     _, late, other, at_85, *_ = written["table"]
     assert written["environment"]["commit"] == "a, b"
-    assert late[:6] == ["clover_feedback_late", "1.00", "1.021", "own forward", "0.50x", "0.450 ± 0.209"]
+    assert late[:2] == ["clover_feedback_late", "1.00"] and 1 < float(late[2]) < 1.1  # its feedback takes time
+    assert late[3:6] == ["own forward", "0.50x", "0.450 ± 0.209"]
     assert (other[5], at_85[4:6]) == ("0.600 ± 0.209", ["0.33x", "0.600 ± 0.212"])
     # Missed by itself, but not among five targets.
     assert at_85[6:9] == ["0.017", "0.085", "not decided"] and late[-1] == "0.310 ± 0.162"
@@ -413,7 +417,7 @@ def test_extra_steps_are_given_to_bf16_as_well(tmp_path, item):
 
 def test_p_values_and_their_correction():
     """Against tables of Student's t, and Holm's procedure by hand."""
-    for freedom in (1, 2, 5, 30):
+    for freedom in (1, 2, 5, 30, 31, 60, 120):
         assert two_sided_p(t95(freedom), freedom) == pytest.approx(0.05, abs=5e-5)
     assert two_sided_p(-1.0, 1) == pytest.approx(0.5) and two_sided_p(0.0, 7) == pytest.approx(1.0)
     assert two_sided_p(math.inf, 3) == 0 and math.isnan(two_sided_p(1.0, 0))
