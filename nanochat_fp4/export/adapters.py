@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.export.load import compute_with, give_codes
+from nanochat_fp4.export.load import compute_with, give_codes, without_memory
 from nanochat_fp4.export.weights import forward_weights
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.fused import groups_computed_as_one
@@ -20,7 +20,7 @@ def keep_codes_alone(model: nn.Module) -> None:
     weights = forward_weights(model)
     for name in weights.tensors:
         layer = model.get_submodule(name)
-        layer.weight = nn.Parameter(layer.weight.new_zeros(()).expand(layer.weight.shape), requires_grad=False)
+        layer.weight = nn.Parameter(without_memory(layer.weight, layer.weight.device), requires_grad=False)
     compute_with(model, weights)
 
 

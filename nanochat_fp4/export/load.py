@@ -64,6 +64,8 @@ def load_quantized(model: M, folder: str | Path, codes: bool = False, device: to
     config = file.config if file else read_config(folder) if about else {}
     check_config(folder, config, about)
     plain, weights = read_weights(file or folder, model, about, tied=bool(config.get("tie_word_embeddings")))
+    if codes and not weights.tensors:
+        raise UserError(f"{file.path if file else folder} has no weights in NVFP4 codes; load it with codes=False")
     lambdas = {}
     if isinstance(model, GPT):
         for name, neutral in LAMBDAS.items():
@@ -80,8 +82,7 @@ def load_quantized(model: M, folder: str | Path, codes: bool = False, device: to
         if layer not in weights.tensors and name not in experts:
             value = plain.get(name, lambdas.get(name))
         elif codes and parameter.is_meta:
-            # It has a shape, a dtype and a device, and no memory. A conversion later would give it memory.
-            value = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+            value = without_memory(parameter, device)
         elif name in experts:
             value = stacked(weights.tensors, *experts[name])
         else:
@@ -195,7 +196,10 @@ def _check_codes(path: Path, name: str, t: NVFP4Tensor, shape: tuple[int, ...] |
         )
     _check_tensor(path, f"{name}, its codes,", t.codes, shape and (rows, columns // 2))
     _check_tensor(path, f"{name}, its scales,", t.scales, (rows, columns // BLOCK))
-    _check_tensor(path, f"{name}, its values,", t.scales.float() * (E2M1_MAX * t.tensor_scale), t.scales.shape)
+    largest = t.scales.float() * (E2M1_MAX * t.tensor_scale)
+    _check_tensor(path, f"{name}, its values,", largest, t.scales.shape)
+    if bool((largest < 0).any()):
+        raise UserError(f"{path}: {name} has negative scales, which is not NVFP4; export or download it again")
 
 
 def compute_with(model: nn.Module, weights: Weights) -> None:
@@ -241,6 +245,12 @@ def give_codes(layers: Sequence[QuantLinear], parts: Sequence[NVFP4Tensor]) -> N
         layer.packed = {1: Codes(codes[rows], scales[rows].view(torch.float8_e4m3fn), scale)}
     if len(layers) > 1 and all(torch.equal(p.tensor_scale, parts[0].tensor_scale) for p in parts):
         layers[0].packed[len(layers)] = Codes(codes, scales.view(torch.float8_e4m3fn), layers[0].packed[1].tensor_scale)
+
+
+def without_memory(weight: Tensor, device: torch.device | str) -> Tensor:
+    """For the weight of a layer that keeps its codes alone. NaN shows in whatever takes it for a weight: save_pretrained
+    would save it, and peft would merge adapters into it."""
+    return torch.full((), torch.nan, dtype=weight.dtype, device=device).expand(weight.shape)
 
 
 def _codes_alone(layer: nn.Module) -> bool:
