@@ -248,8 +248,8 @@ def give_codes(layers: Sequence[QuantLinear], parts: Sequence[NVFP4Tensor]) -> N
 
 
 def without_memory(weight: Tensor, device: torch.device | str) -> Tensor:
-    """For the weight of a layer that keeps its codes alone. NaN shows in whatever takes it for a weight: save_pretrained
-    would save it, and peft would merge adapters into it."""
+    """For a weight that codes replace. NaN shows where it is taken for a weight: save_pretrained saves it, and peft's
+    merge adds to it."""
     return torch.full((), torch.nan, dtype=weight.dtype, device=device).expand(weight.shape)
 
 

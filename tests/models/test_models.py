@@ -209,7 +209,7 @@ def test_two_processes_train_as_one(run_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if "nanochat" not in name])  # Dynamo would import nanochat
 def test_compiled(name, monkeypatch):
     """Compiled, it trains as it does without. Of large models the quantized layers stand outside the graphs, as on any
     CPU."""
