@@ -383,7 +383,7 @@ def what_to_send() -> str:
     folder = Path(os.environ.get("OUT") or Path(get_base_dir()) / "measurements")
     file = folder / "my_card.json"
     if not file.is_file():
-        raise UserError(f"there is no {file}; run `bash dev/measure.sh` first, 20 minutes at most")
+        raise UserError(f"there is no {file}; run `bash dev/measure.sh` first in a checkout, 20 minutes at most")
     what = "numbers, versions and the names of GPU and methods; no path, no host name, no text of yours"
     where = "to the project's issues, with the form 'My card' (.github/ISSUE_TEMPLATE/my_card.yml)"
     return f"send {file} ({what})\nand the table in {folder / 'my_card.txt'}\n{where}"

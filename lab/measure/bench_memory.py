@@ -20,6 +20,7 @@ import torch
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
 from nanochat_fp4.errors import run_main
+from nanochat_fp4.hardware import MACHINES, Machine
 from nanochat_fp4.models import gpt
 from nanochat_fp4.models import recompute as from_codes
 from nanochat_fp4.models.gpt import RECOMPUTE
@@ -28,8 +29,6 @@ from nanochat_fp4.step_time import (
     BF16,
     CODES,
     DECODE_INSTRUCTIONS,
-    MACHINES,
-    Machine,
     Shape,
     Step,
     gemm_step,
@@ -142,7 +141,7 @@ def added_ms(shape: Shape, method: str, recompute: str, machine: Machine, tokens
     native, w = quantized and machine.fp4 is not None, shape.width
 
     def product(n: int, more: float) -> list[Step]:
-        steps = [gemm_step("again", tokens, n, w, quantized, quantized, native), Step("glue", more * w * tokens)]
+        steps = [gemm_step("again", tokens, n, w, "fp4" if native else "bf16"), Step("glue", more * w * tokens)]
         if quantized and not native:
             sizes = tokens * w, n * w
             steps += [Step("decode", size * (CODES + BF16), size * DECODE_INSTRUCTIONS) for size in sizes]

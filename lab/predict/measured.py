@@ -12,14 +12,13 @@ from lab.predict.blackwell import LAYER_SETS
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.hardware import Machine, machine_of
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
 from nanochat_fp4.step_time import (
-    Machine,
     Shape,
     is_counted,
     is_predictable,
     layer_steps,
-    machine_of,
     predicted_ms,
     tokens_per_second,
 )
@@ -99,8 +98,8 @@ def page(cards: list[Path]) -> str:
     lines = [
         "# Measured: what cards really did",
         "",
-        "How far are predictions from measurements? On the only card so far within 5%, but for `clover_search`",
-        "(6 to 10%) and d20 in BF16 (6%): the model's BF16 rate is that of long GEMMs at the power limit. Made by",
+        "How far are predictions from measurements? On the only card so far within 5%, but for d20 in BF16 (6%): the",
+        "model's BF16 rate is that of long GEMMs at the power limit. Made by",
         "`python -m lab.predict.measured --page docs/measured.md`. `bash dev/measure.sh` measures yours in 20 minutes,",
         "`python -m nanochat_fp4.doctor --send` says where to send it.",
         "",
