@@ -10,7 +10,7 @@ import torch
 
 from lab import reproduce
 from lab.measure import traffic
-from lab.study import sweep, sweep_runs
+from lab.study import reproduce_numerics, sweep, sweep_runs
 from lab.study.reproduce_common import Context
 from lab.study.reproduce_concentration import concentration, slope
 from lab.study.reproduce_numerics import operand_statistics, unbiasedness_gain
@@ -152,6 +152,25 @@ def test_what_was_interrupted_goes_on_and_what_changed_is_done_again(tmp_path):
     for path in (tmp_path / "pieces").iterdir():
         path.write_text('{"settings"')  # cut short
     assert context.piece("a", {"x": 1}, compute) == {"n": 3}
+
+
+def test_what_a_weight_could_learn_of_a_rounding():
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    found = {name: reproduce_numerics.errors(rounding, x) for name, rounding in reproduce_numerics.roundings().items()}
+    assert found["four_over_six"]["mse"] == found["four_over_six"]["of_mean"]
+    for name in ("sr", "ms_eden_search"):  # without a bias, in the tensor's own space
+        assert abs(found[name]["of_mean"]) < 0.02 * found[name]["mse"]
+    drawn = found["drawn among 8, tau 1.5"]
+    assert 0.2 * drawn["mse"] < drawn["of_mean"] < found["drawn among 8, tau 1.1"]["of_mean"] < drawn["mse"]
+
+
+def test_what_the_inputs_of_a_layer_would_give():
+    generator = torch.Generator().manual_seed(0)
+    few, weight = torch.randn(4, 64, generator=generator), torch.randn(32, 64, generator=generator)
+    found = reproduce_numerics.of_inputs(few.repeat(256, 1), weight)
+    assert found["input_aware"] < 0.5 * found["feedback"]  # the errors of four different rows are known exactly
+    found = reproduce_numerics.of_inputs(3 + torch.randn(4096, 64, generator=generator), weight)
+    assert found["mean"] == pytest.approx(0.9, abs=0.01) and found["feedback"] < found["four_over_six"]
 
 
 def test_operand_statistics_by_hand():
