@@ -37,32 +37,25 @@ from nanochat_fp4.evaluation import plots
 from nanochat_fp4.files import atomic_write
 
 ITEMS: dict[str, Callable[[Context], Outcome]] = {
-    "table1": table1,
-    "table2": table2,
+    **{item.__name__: item for item in (table1, table2)},
     **{name: partial(made, name) for name in ("fig1", "fig2", "fig4", "fig5", "table5")},
-    "fig6": fig6,
-    "table7": table7,
-    "fig9": fig9,
-    "systems": partial(made, "systems"),
-    "attribution": partial(made, "attribution"),
+    **{item.__name__: item for item in (fig6, table7, fig9)},
+    **{name: partial(made, name) for name in ("systems", "attribution")},
     "operands": operands,
     "remedies": partial(made, "remedies"),
 }
-OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {
-    "horizon": horizon,
-    "frontier": frontier,
-    "claims": claims,
-    "equal_time": equal_time,
-    "extra_steps": extra_steps,
-}  # of --results alone
+OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # of --results alone
+    item.__name__: item for item in (horizon, frontier, claims, equal_time, extra_steps)
+}
 SAME = {"table6": "fig6"}
 
 
 def footer(context: Context, measured_on: str, info: dict[str, Any]) -> str:
     """Hardware, data, commit: what a number needs beside it."""
     hardware = f"{info['gpu_count']} x {info['gpu']}" if info["gpu"] else f"{info['cpu']}, {info['cpu_count']} cores"
-    parts = ["QUICK: small sizes, a check of the command" if context.quick else "", hardware, measured_on]
-    return "; ".join(p for p in [*parts, f"torch {info['torch']}", f"commit {info['commit'] or 'unknown'}"] if p)
+    quick = "QUICK: small sizes, a check of the command" if context.quick else ""
+    parts = quick, hardware, measured_on, f"torch {info['torch']}", f"commit {info['commit'] or 'unknown'}"
+    return "; ".join(filter(None, parts))
 
 
 def save(context: Context, name: str, outcome: Outcome) -> None:
@@ -71,16 +64,8 @@ def save(context: Context, name: str, outcome: Outcome) -> None:
     last = footer(context, outcome.measured_on, info)
     lines = [f"\n{outcome.title}", table(outcome.header, outcome.rows), *[f"- {note}" for note in outcome.notes], last]
     print0("\n".join(lines))
-    content = {
-        "name": name,
-        "quick": context.quick,
-        "title": outcome.title,
-        "table": [outcome.header, *outcome.rows],
-        "notes": outcome.notes,
-        "measured_on": last,
-        "environment": info,
-        "numbers": outcome.numbers,
-    }
+    content = {"name": name, "quick": context.quick, "title": outcome.title, "table": [outcome.header, *outcome.rows]}
+    content |= {"notes": outcome.notes, "measured_on": last, "environment": info, "numbers": outcome.numbers}
     path = context.folder / f"{name}.json"
     atomic_write(path, json.dumps(content, indent=1) + "\n")
     atomic_write(path.with_suffix(".md"), page(content))
@@ -106,19 +91,15 @@ def page(content: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("name", help=f"all, list, or one of {', '.join([*ITEMS, *OF_RESULTS, *SAME])}")
-    parser.add_argument("--quick", action="store_true", help="small sizes, on a CPU: a check of the command")
-    parser.add_argument("--samples", type=int, default=0, help="table1: numbers that are rounded")
-    parser.add_argument(
-        "--draws", type=int, default=0, help="table1: products; fig9: backward passes that are averaged"
-    )
-    parser.add_argument("--models", default="", help="fig6: of 800M,3B,7B,22B")
-    parser.add_argument(
-        "--results",
-        default="",
-        help="train and time nothing: take the runs from this file of lab.study.sweep (fig6: of bench_linear, "
-        f"table7: of bench_train); {', '.join(OF_RESULTS)}: from several, with commas",
-    )
+    add, known = parser.add_argument, ", ".join([*ITEMS, *OF_RESULTS, *SAME])
+    add("name", help=f"all, list, or one of {known}")
+    add("--quick", action="store_true", help="small sizes, on a CPU: a check of the command")
+    add("--samples", type=int, default=0, help="table1: numbers that are rounded")
+    add("--draws", type=int, default=0, help="table1: products; fig9: backward passes that are averaged")
+    add("--models", default="", help="fig6: of 800M,3B,7B,22B")
+    text = "train and time nothing: take the runs from this file of lab.study.sweep (fig6: of bench_linear, table7: of "
+    text += f"bench_train); {', '.join(OF_RESULTS)}: from several, with commas"
+    add("--results", default="", help=text)
     sweep.add_sweep_arguments(parser)
     parser.set_defaults(seeds=0)
     args = parser.parse_args(argv)
@@ -127,9 +108,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     names = list(ITEMS) if args.name == "all" else [SAME.get(args.name, args.name)]
     if names[0] not in ITEMS | OF_RESULTS:
-        raise UserError(
-            f"{args.name!r} is no table or figure; use all, list, or one of {', '.join([*ITEMS, *OF_RESULTS, *SAME])}"
-        )
+        raise UserError(f"{args.name!r} is no table or figure; use all, list, or one of {known}")
     if min(args.seeds, args.samples) < 0 or args.jobs < 1 or (args.draws and args.draws < 4):
         raise UserError("--seeds and --samples cannot be negative, --jobs is at least 1 and --draws at least 4")
     default = Path(get_base_dir()) / ("reproduce_quick" if args.quick else "reproduce")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nanochat_fp4 import upstream
-from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.errors import run_main
 
 ROOT = Path(upstream.__file__).resolve().parent.parent
 LAYOUTS = ("old", "new")
@@ -43,7 +43,6 @@ def compute_cleanup():
 """
 
 GPT = """
-from dataclasses import dataclass
 import torch
 from torch import nn
 import torch.distributed as dist
@@ -58,17 +57,10 @@ class OwnLinear(nn.Linear):
 
 Linear = OwnLinear if NEW else nn.Linear
 
-@dataclass
-class GPTConfig:
-    depth: int = 2
-    width: int = 32
-    vocab_size: int = 64
-
 class Block(nn.Module):
-    def __init__(self, config):
+    def __init__(self):
         super().__init__()
-        self.up = Linear(config.width, 2 * config.width, bias=False)
-        self.down = Linear(2 * config.width, config.width, bias=False)
+        self.up, self.down = Linear(32, 64, bias=False), Linear(64, 32, bias=False)
         if NEW:
             self.gate = Linear(12, 1, bias=False)
 
@@ -78,26 +70,24 @@ class Block(nn.Module):
 
 class Optimizer:
     '''Plain SGD that knows its parameters by identity and averages gradients over ranks.'''
-    def __init__(self, params):
-        self.params = list(params)
+    def __init__(self, *modules):
+        self.params = [p for m in modules for p in m.parameters()]
+
+    @torch.no_grad()
     def step(self):
-        with torch.no_grad():
-            for p in self.params:
-                if dist.is_initialized():
-                    dist.all_reduce(p.grad)
-                    p.grad /= dist.get_world_size()
-                p -= 0.1 * p.grad
-                p.grad = None
+        for p in self.params:
+            if dist.is_initialized():
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+            p -= 0.1 * p.grad
+            p.grad = None
 
 class GPT(nn.Module):
-    def __init__(self, config):
+    def __init__(self, depth=2):
         super().__init__()
-        self.config = config
-        self.transformer = nn.ModuleDict({{
-            "wte": nn.Embedding(config.vocab_size, config.width),
-            "h": nn.ModuleList([Block(config) for _ in range(config.depth)]),
-        }})
-        self.lm_head = Linear(config.width, config.vocab_size, bias=False)
+        blocks = nn.ModuleList([Block() for _ in range(depth)])
+        self.transformer = nn.ModuleDict(dict(wte=nn.Embedding(64, 32), h=blocks))
+        self.lm_head = Linear(32, 64, bias=False)
 
     def init_weights(self):
         for p in self.parameters():
@@ -107,8 +97,7 @@ class GPT(nn.Module):
         return sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
 
     def setup_{optimizer}(self):
-        rest = [*self.transformer.wte.parameters(), *self.lm_head.parameters()]
-        return [Optimizer(self.transformer.h.parameters()), Optimizer(rest)]
+        return [Optimizer(self.transformer.h), Optimizer(self.transformer.wte, self.lm_head)]
 
     def forward(self, idx, targets=None, kv_cache=None, loss_reduction="mean"):
         x = self.transformer.wte(idx)
@@ -122,11 +111,11 @@ class GPT(nn.Module):
 
 CHECKPOINTS = """
 import torch
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
 
 def load_model():
     with torch.device("meta"):
-        model = GPT(GPTConfig())
+        model = GPT()
     model.to_empty(device="cpu")
     model.init_weights()
     torch.manual_seed(7)
@@ -140,7 +129,7 @@ import argparse, json, os, sys
 import torch
 from torch import nn
 from nanochat.common import compute_cleanup, compute_init
-from nanochat.gpt import GPT, GPTConfig, Linear, NEW
+from nanochat.gpt import GPT, NEW
 from scripts.base_eval import NAME
 from tasks.arc import TASK
 
@@ -150,19 +139,13 @@ parser.add_argument("--fp8", action="store_true")
 parser.add_argument("--num-iterations", type=int, default=3)
 args = parser.parse_args()
 compute_init()
-
-def build(depth):
-    with torch.device("meta"):
-        return GPT(GPTConfig(depth=depth))
-
-def kinds(model):
-    return {name: type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-
-model = build(args.depth)
+with torch.device("meta"):
+    model = GPT(args.depth)
 model.to_empty(device="cpu")
 before = {name: id(p) for name, p in model.named_parameters()}
 model.init_weights()
-record = {"main": __name__, "argv": sys.argv, "scripts": NAME, "tasks": TASK, "after_init": kinds(model)}
+record = {"main": __name__, "argv": sys.argv, "scripts": NAME, "tasks": TASK}
+record["after_init"] = {name: type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 record["same_parameters"] = before == {name: id(p) for name, p in model.named_parameters()}
 if args.fp8:
     class Float8Linear(nn.Linear):
@@ -171,27 +154,21 @@ if args.fp8:
         block.up = Float8Linear(32, 64, bias=False)
 compiled = torch.compile(model, dynamic=False, backend="eager")  # no C++ compiler in a test
 if NEW:
-    build(12)  # a reference on the meta device, for scaling laws
-    optimizers = compiled.setup_optimizer()
-else:
-    optimizers = compiled.setup_optimizers()
-ids = {id(p) for o in optimizers for p in o.params}
-record["optimizer_knows_all"] = ids == {id(p) for p in model.parameters()}
-record["flops"] = compiled.flops()
-record["seed"] = torch.initial_seed()
+    with torch.device("meta"):
+        GPT(12)  # a reference, for scaling laws
+optimizers = compiled.setup_optimizer() if NEW else compiled.setup_optimizers()
+record["optimizer_knows_all"] = {id(p) for o in optimizers for p in o.params} == {id(p) for p in model.parameters()}
 rank = int(os.environ.get("RANK", 0))
-data = torch.Generator().manual_seed(rank)
-losses = []
-x = torch.randint(64, (4, 33), generator=data)
+x = torch.randint(64, (4, 33), generator=torch.Generator().manual_seed(rank))
+record |= {"flops": compiled.flops(), "seed": torch.initial_seed(), "losses": []}
 step, num_iterations = 0, args.num_iterations
 while step < num_iterations:
     loss = compiled(x[:, :-1], x[:, 1:].contiguous())
     loss.backward()
     for o in optimizers:
         o.step()
-    losses.append(loss.item())
+    record["losses"].append(loss.item())
     step += 1
-record["losses"] = losses
 record["keys"] = list(model.state_dict())
 record["checksum"] = sum(p.double().sum().item() for p in model.parameters())
 record["recipe"] = str(getattr(model.transformer.h[0].up, "recipe", None))
@@ -236,28 +213,24 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 def make_checkout(root: Path, layout: str) -> Path:
-    new = layout == "new"
-    write(
-        root,
-        {
-            "nanochat/__init__.py": "",
-            "nanochat/common.py": COMMON,
-            "nanochat/gpt.py": GPT.format(new=new, optimizer="optimizer" if new else "optimizers"),
-            "nanochat/checkpoint_manager.py": CHECKPOINTS,
-            "tasks/arc.py": "TASK = __file__\n",  # neither tasks nor scripts is a package with an __init__.py
-            "scripts/base_eval.py": "NAME = __file__\n",
-            "scripts/base_train.py": BASE_TRAIN,
-            "scripts/chat_sft.py": POST,
-            "scripts/chat_eval.py": POST,
-            "scripts/logits.py": LOGITS,
-            "scripts/twice.py": "from nanochat.checkpoint_manager import load_model\nload_model()[0].init_weights()\n",
-            "scripts/never.py": "print('done')\n",
-            "scripts/bare.py": "from nanochat.gpt import GPT, GPTConfig\nGPT(GPTConfig())\n",
-            "scripts/bare_train.py": "from nanochat.gpt import *\nGPT(GPTConfig()).setup_optimizer()\n",
-            "scripts/breaks.py": "raise ValueError('the script is wrong')\n",
-            "scripts/leaves.py": "import sys; sys.exit(7)\n",
-        },
-    )
+    new, scripts = layout == "new", {"base_train": BASE_TRAIN, "chat_sft": POST, "chat_eval": POST, "logits": LOGITS}
+    scripts |= {
+        "base_eval": "NAME = __file__\n",
+        "twice": "from nanochat.checkpoint_manager import load_model\nload_model()[0].init_weights()\n",
+        "never": "print('done')\n",
+        "bare": "from nanochat.gpt import GPT\nGPT()\n",
+        "bare_train": "from nanochat.gpt import GPT\nGPT().setup_optimizer()\n",
+        "breaks": "raise ValueError('the script is wrong')\n",
+        "leaves": "import sys; sys.exit(7)\n",
+    }
+    files = {
+        "nanochat/__init__.py": "",
+        "nanochat/common.py": COMMON,
+        "nanochat/gpt.py": GPT.format(new=new, optimizer="optimizer" if new else "optimizers"),
+        "nanochat/checkpoint_manager.py": CHECKPOINTS,
+        "tasks/arc.py": "TASK = __file__\n",  # neither tasks nor scripts is a package with an __init__.py
+    }
+    write(root, files | {f"scripts/{name}.py": text for name, text in scripts.items()})
     return root
 
 
@@ -330,6 +303,8 @@ def test_converts_after_the_weights_and_before_compile_and_optimizers(checkout, 
     blocks = {f"transformer.h.{i}.{name}" for i in range(3) for name in ("up", "down")}
     assert {name for name, kind in r["after_init"].items() if kind == "QuantLinear"} == blocks
     assert r["same_parameters"] and r["optimizer_knows_all"]
+    assert r["main"] == "__main__" and r["argv"] == [str(checkout / "scripts/base_train.py"), "--depth=3"]
+    assert r["scripts"] == str(checkout / "scripts/base_eval.py") and r["tasks"] == str(checkout / "tasks/arc.py")
     assert "four_over_six" in r["recipe"] and "ms_eden" in r["recipe"]
     assert all(torch.tensor(r["losses"]).isfinite()) and r["losses"][-1] < r["losses"][0]
     assert "converted 6 linear layers, 12,288 weights: transformer.h.*.up (3), transformer.h.*.down (3)" in err
@@ -339,13 +314,6 @@ def test_converts_after_the_weights_and_before_compile_and_optimizers(checkout, 
     assert "validation bits per byte): NVFP4 forward" in err and "disable_fp8" in err
     assert "scripts.base_train ended; models converted: 1; method clover, quantized: forward and backward" in err
     assert "nanochat_fp4" not in out  # stdout is the script's own
-
-
-def test_the_script_sees_itself_as_main_with_its_own_arguments(checkout, run):
-    status, out, err = run(checkout, "scripts.base_train", "--method=bf16", "--", "--depth=1")
-    r = record(out)
-    assert r["main"] == "__main__" and r["argv"] == [str(checkout / "scripts/base_train.py"), "--depth=1"]
-    assert r["scripts"] == str(checkout / "scripts/base_eval.py") and r["tasks"] == str(checkout / "tasks/arc.py")
 
 
 # In a fork of a process that has imported our own scripts, what a new one would do in a checkout. {} is the program.
@@ -388,12 +356,8 @@ def test_a_method_with_phases_is_told_where_the_run_is(tmp_path, run, run_ranks)
     program += "runpy.run_module('nanochat_fp4.upstream', run_name='__main__', alter_sys=True)"
     (out,) = run_ranks(IN_A_FORK.format(program), 1, env={"NANOCHAT_DIR": str(checkout)})
     assert "step 4 of 5: from here on clover_refined" in out
-    (checkout / "scripts/base_train.py").write_text(
-        (checkout / "scripts/base_train.py")
-        .read_text()
-        .replace("num_iterations = 0, args", "steps = 0, args")
-        .replace("step < num_iterations", "step < steps")
-    )
+    script = checkout / "scripts/base_train.py"
+    script.write_text(re.sub("num_iterations(?= =|:)", "steps", script.read_text()))  # another name for it
     check_error(run(checkout, "--method=clover_late", *more), "where the run is (step is 0, num_iterations None)")
 
 
@@ -472,22 +436,18 @@ def test_two_processes_share_weights_and_not_their_random_numbers(tmp_path, run_
 # What it reports at the end
 
 
-def test_reports_a_script_that_never_builds_a_model(old, run):
-    status, out, err = run(old, "--method=clover", "scripts.never")
-    assert status == 0 and out == "done\n"
-    assert "warning: scripts.never ended without building a GPT: nothing was quantized" in err
-    assert "warning" not in run(old, "--method=bf16", "scripts.never")[2]
-
-
-def test_reports_a_model_whose_weights_were_never_made(old, run):
-    err = run(old, "--method=clover", "scripts.bare")[2]
-    assert "warning: scripts.bare built a GPT but never called init_weights: nothing was quantized" in err
-
-
-def test_reports_a_model_that_was_initialized_twice(old, run):
-    err = run(old, "--method=clover", "scripts.twice")[2]
-    assert err.count("converted 4 linear layers") == 1
-    assert "warning: init_weights ran more than once on one model" in err
+@pytest.mark.parametrize(
+    "script, warning",
+    [
+        ("never", "warning: scripts.never ended without building a GPT: nothing was quantized"),
+        ("bare", "warning: scripts.bare built a GPT but never called init_weights: nothing was quantized"),
+        ("twice", "warning: init_weights ran more than once on one model"),
+    ],
+)
+def test_reports_what_was_not_quantized(old, run, script, warning):
+    status, _, err = run(old, "--method=clover", f"scripts.{script}")
+    assert status == 0 and warning in err and err.count("converted 4 linear layers") == (script == "twice")
+    assert script == "twice" or "warning" not in run(old, "--method=bf16", f"scripts.{script}")[2]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -516,7 +476,7 @@ def test_nanochat_dir(tmp_path, run, monkeypatch):
     check_error(run(ROOT, "scripts.base_train"), "not a nanochat checkout")
 
 
-@pytest.mark.parametrize("script", ["scripts.mid_train", "base_train", "scripts/base_train.py", "scripts.base_train.x"])
+@pytest.mark.parametrize("script", ["scripts.mid_train", "base_train", "scripts/base_train.py", "scripts..base_train"])
 def test_script_that_is_not_there(old, run, script):
     check_error(run(old, script), f"there is no script {script!r}", "scripts.base_eval, scripts.base_train")
 
@@ -561,14 +521,11 @@ def test_missing_package_and_half_precision(old, run, monkeypatch):
     check_error(run(old, "scripts.base_train"), "needs the package no_such_package_anywhere", "install")
 
 
-def test_layers_that_the_script_replaces_again(checkout, run):
-    result = run(checkout, "--method=clover", "scripts.base_train", "--", "--fp8")
-    check_error(result, "replaced 2 of 4 converted layers by Float8Linear", "--fp8 exclude each other")
-    assert run(checkout, "--method=bf16", "scripts.base_train", "--", "--fp8")[0] == 0
-
-
-def test_optimizer_of_a_model_that_was_not_initialized(tmp_path, run):
+def test_a_model_whose_layers_are_not_the_converted_ones(tmp_path, run):
     new = make_checkout(tmp_path / "nanochat", "new")
+    result = run(new, "--method=clover", "scripts.base_train", "--", "--fp8")
+    check_error(result, "replaced 2 of 4 converted layers by Float8Linear", "--fp8 exclude each other")
+    assert run(new, "--method=bf16", "scripts.base_train", "--", "--fp8")[0] == 0
     check_error(run(new, "--method=clover", "scripts.bare_train"), "init_weights was never called on")
 
 
@@ -578,39 +535,16 @@ def test_optimizer_of_a_model_that_was_not_initialized(tmp_path, run):
 
 def test_defaults_by_stage(monkeypatch):
     monkeypatch.delenv("QAT_BACKWARD", raising=False)
-    for script, backward in {
-        "scripts.base_train": "full",
-        "scripts.mid_train": "forward",
-        "scripts.chat_sft": "forward",
-        "scripts.chat_rl": "forward",
-        "scripts.base_loss": "forward",
-        "scripts.base_eval": "forward",
-        "scripts.of_mine": "forward",
-        "scripts.tok_train": "none",
-    }.items():
-        assert upstream.parse_args([script]).backward == backward
+    stages = {"base_train": "full", "mid_train": "forward", "of_mine": "forward", "tok_train": "none"}
+    for script, backward in stages.items():
+        assert upstream.parse_args([f"scripts.{script}"]).backward == backward
     options = upstream.parse_args(["--method", "quartet2", "scripts.base_train", "--", "--", "--method=x"])
     assert options.method == "clover" and options.script_args == ("--", "--method=x")
     assert upstream.parse_args(["--backward=none", "scripts.base_train"]).recipe is None
     assert upstream.parse_args(["--method=fig1a_sr", "scripts.chat_sft"]).recipe is None  # quantizes no forward
-    assert upstream.parse_args(["--method=fig1a_sr", "scripts.base_train"]).what().endswith("quantized: backward")
-
-
-def test_summarize():
-    names = ["h.0.q", "h.1.q", "h.0.mlp.fc", "gate", "h.10.q"]
-    assert upstream.summarize(names) == "h.*.q (3), h.*.mlp.fc (1), gate"
-
-
-def test_precision_is_stated_for_methods_without_a_quantized_forward():
-    recipe = upstream.parse_args(["--method=fig1a_sr", "scripts.base_train"]).recipe
-    assert "BF16 forward" in upstream.precision_lines(recipe)[0]
-
-
-def test_finder_leaves_other_packages_alone(old):
-    finder = upstream.CheckoutFinder(old)
-    assert finder.find_spec("json") is None and finder.find_spec("nanochat.gpt") is None
-    with pytest.raises(UserError, match="there is no script"):
-        upstream.find_script(old, "scripts..base_train")
+    backward = upstream.parse_args(["--method=fig1a_sr", "scripts.base_train"])
+    assert backward.what().endswith("quantized: backward")
+    assert "BF16 forward" in upstream.precision_lines(backward.recipe)[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -625,28 +559,28 @@ def test_a_real_checkout_trains_in_bf16_and_clover(checkout, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    texts = [p.read_text(errors="replace")[:4000] for p in sorted(Path(os.__file__).parent.glob("*.py"))]
+    text = pa.table({"text": [p.read_text(errors="replace")[:4000] for p in Path(os.__file__).parent.glob("*.py")] * 8})
     for name in ("base_data", "base_data_climbmix"):
         (tmp_path / name).mkdir()
         for i in range(2):
-            pq.write_table(pa.table({"text": texts * 8}), tmp_path / name / f"shard_{i}.parquet", row_group_size=200)
-    for name in ("wandb", "psutil", "tokenizers"):  # which it imports and does not call
-        for module in ("__init__", "models", "trainers") if importlib.util.find_spec(name) is None else ():
-            write(tmp_path / "stubs", {f"{name}/{module}.py": "def __getattr__(name):\n    return object\n"})
+            pq.write_table(text, tmp_path / name / f"shard_{i}.parquet", row_group_size=200)
+    missing = [name for name in ("wandb", "psutil", "tokenizers") if importlib.util.find_spec(name) is None]
+    files = [f"{name}/{module}.py" for name in missing for module in ("__init__", "models", "trainers")]
+    write(tmp_path / "stubs", dict.fromkeys(files, "def __getattr__(name):\n    return object\n"))  # never called
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", tmp_path / "stubs")))
     env = {"TORCHDYNAMO_DISABLE": "1", "NANOCHAT_BASE_DIR": str(tmp_path), "WANDB_RUN": "dummy", "PYTHONPATH": paths}
     flags = "--depth=2 --max-seq-len=256 --window-pattern=L --device-batch-size=1 --total-batch-size=512 --eval-every=6"
     flags += " --num-iterations=6 --eval-tokens=1024 --core-metric-every=-1 --sample-every=-1 --device-type=cpu"
     flags += " --matrix-lr=0.5 --embedding-lr=6 --unembedding-lr=0.1"
 
-    def run(method: str, script: str, *flags: str) -> str:
-        done = outside(checkout, "-m", "nanochat_fp4.upstream", f"--method={method}", script, "--", *flags, **env)
+    def losses(method: str, script: str, flags: str) -> list[float]:
+        command = "-m", "nanochat_fp4.upstream", f"--method={method}", script, "--"
+        done = outside(checkout, *command, *flags.split(), **env)
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return [float(v) for v in re.findall(r"^step .*? loss: ([\d.]+)", done.stdout, re.M)]
 
-    run("bf16", "scripts.tok_train", "--vocab-size=1024", "--max-chars=500000")
-    texts = [run(method, "scripts.base_train", *flags.split()) for method in ("bf16", "clover")]
-    bf16, clover = ([float(v) for v in re.findall(r"^step .*? loss: ([\d.]+)", text, re.M)] for text in texts)
+    losses("bf16", "scripts.tok_train", "--vocab-size=1024 --max-chars=500000")
+    bf16, clover = (losses(method, "scripts.base_train", flags) for method in ("bf16", "clover"))
     assert len(bf16) == len(clover) == 6
     assert bf16[0] == clover[0]  # the blocks' projections are zero at the start: nothing to quantize yet
     assert bf16[-1] < bf16[0] and clover[-1] < clover[0] and bf16[-1] != clover[-1]

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nanochat_fp4.common import get_base_dir
-from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.files import atomic_write
@@ -33,8 +34,8 @@ LIMITS = {0x04: "power", 0x08: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "po
 class Monitor:
     """Samples a GPU's SM clock, power and what limits the clock ten times a second, inside each `with` of it.
 
-    Read from NVML, which comes with the driver; nothing is set. Power is what NVML gives, on a Hopper the mean of the
-    last second. Without NVML (or CUDA) there are no samples.
+    Read from NVML, which comes with the driver. Power is what NVML gives, on a Hopper the mean of the last second.
+    Without NVML (or CUDA) there are no samples.
     """
 
     def __init__(self, interval: float = 0.1):
@@ -74,14 +75,11 @@ class Monitor:
         if not self.samples:
             return {"mhz": None, "watts": None, "limit": None}
         mhz, watts, limits = zip(*self.samples)
-        shares = []
-        for name in dict.fromkeys(LIMITS.values()):
-            count = sum(any(bits & bit for bit, n in LIMITS.items() if n == name) for bits in limits)
-            if count:
-                shares.append(f"{name} {count / len(limits):.0%}")
-        return {
-            "mhz": statistics.fmean(mhz), "watts": statistics.fmean(watts), "limit": ", ".join(shares) or "none"
-        }  # fmt: skip
+        named = [{LIMITS[bit] for bit in LIMITS if bits & bit} for bits in limits]
+        counts = {name: sum(name in names for names in named) for name in LIMITS.values()}
+        shares = [f"{name} {count / len(limits):.0%}" for name, count in counts.items() if count]
+        means = {"mhz": statistics.fmean(mhz), "watts": statistics.fmean(watts)}
+        return means | {"limit": ", ".join(shares) or "none"}
 
 
 def timed(function: Callable[[], object], calls: int) -> list[float]:
@@ -150,29 +148,28 @@ def methods_of(text: str) -> list[str]:
 def need_cuda(script: str) -> torch.device:
     """Raises UserError where there is no GPU."""
     if not torch.cuda.is_available():
-        raise UserError(
-            f"{script} measures CUDA kernels and there is no CUDA device; run it on a GPU, or see which of the "
-            "benchmarks predict: --roofline"
-        )
+        problem = f"{script} measures CUDA kernels and there is no CUDA device"
+        raise UserError(f"{problem}; run it on a GPU, or see which of the benchmarks predict: --roofline")
     return torch.device("cuda")
 
 
-def cell(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+def show(records: Iterable[dict], columns: dict[str, tuple[str, str]]) -> str:
+    """A table of records. columns: title -> (key of a record, format); "-" where a record has no such number."""
+
+    def cell(value: Any, form: str) -> Any:
+        return "-" if value is None else form.format(value) if form else value
+
+    return table(list(columns), [[cell(r.get(key), form) for key, form in columns.values()] for r in records])
 
 
 @dataclass
 class Results:
-    """What a benchmark has measured so far, and its file.
-
-    path: "" for bench/<name>.json in the base directory
-    machine: of a prediction (--roofline); the name and the settings say so
-    """
+    """What a benchmark has measured so far, and its file."""
 
     name: str
-    path: str
+    path: str  # "" for bench/<name>.json in the base directory
     settings: dict
-    machine: Machine | None = None
+    machine: Machine | None = None  # of a prediction (--roofline); the name and the settings say so
     records: list[dict] = field(default_factory=list)
     environment: dict = field(default_factory=environment_info)
 
@@ -188,7 +185,7 @@ class Results:
 
     def write(self) -> Path:
         """The records, the settings and the machine; returns where."""
-        target = Path(self.path) if self.path else Path(get_base_dir()) / "bench" / f"{self.name}.json"
+        target = Path(self.path or Path(get_base_dir()) / "bench" / f"{self.name}.json")
         target.parent.mkdir(parents=True, exist_ok=True)
         content = {"benchmark": self.name, "settings": self.settings, "environment": self.environment}
         content["records"] = self.records

@@ -4,7 +4,7 @@ Generation in BF16 and with weights kept as codes: memory of the weights, tokens
     python -m lab.measure.bench_generate                          # d26, BF16 and clover, 1 and 32 rows; needs a GPU
     python -m lab.measure.bench_generate --depth 20 --methods bf16,nvidia --batch 8
 
-The model has random weights. The table has these columns for each method and each number of rows:
+The model has random weights, and 128 tokens are in the cache. For each method and each number of rows:
 
     graph      tokens/s of decoding.Decoder, one graph replay a token; median of blocks of 8 tokens
     engine     tokens/s of Engine.generate, which samples as well
@@ -12,7 +12,6 @@ The model has random weights. The table has these columns for each method and ea
     agrees     |difference|^2 / |logits|^2 between the first and the last way
 """
 
-import argparse
 import statistics
 import time
 from types import SimpleNamespace
@@ -21,15 +20,16 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
-from nanochat_fp4.console import table
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.generation.decoding import Decoder, prepare
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import GPT, autocast, config_from_depth
 from nanochat_fp4.nvfp4.linear import QuantLinear
 
-AGREE_STEPS = 8
+VOCAB_SIZE, PROMPT, AGREE_STEPS, EAGER_STEPS = 65536, 128, 8, 24
 BLOCK = 8  # tokens that are timed together
+COLUMNS = {"method": ("method", ""), "rows": ("rows", "{}"), "weights MiB": ("mib", "{:,.0f}")}
+COLUMNS |= {way: (way, "{:,.0f}") for way in ("graph", "engine", "eager")} | {"agrees": ("agrees", "{:.1e}")}
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
@@ -40,11 +40,11 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return parameters + sum(t.numel() * t.element_size() for o in operands.values() for t in o.tensors())
 
 
-def build(depth: int, vocab_size: int, method: str, device: torch.device) -> GPT:
+def build(depth: int, method: str, device: torch.device) -> GPT:
     """The model, ready to generate."""
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = GPT(config_from_depth(depth, vocab_size))
+        model = GPT(config_from_depth(depth, VOCAB_SIZE))
     model.to_empty(device=device)
     model.init_weights()
     with torch.no_grad():
@@ -65,12 +65,11 @@ def seconds(function) -> float:
 
 
 @torch.inference_mode()
-def measure(model: GPT, rows: int, args: argparse.Namespace) -> dict:
-    device = model.get_device()
+def measure(model: GPT, rows: int, tokens: int) -> dict:
     tokenizer = SimpleNamespace(encode_special=lambda text: -1, get_bos_token_id=lambda: -1)  # no token ends an answer
     engine = Engine(model, tokenizer)
-    ids = torch.randint(0, args.vocab_size, (rows, args.prompt), device=device)
-    caches = [engine.new_cache(rows, args.prompt + args.tokens + 2) for _ in range(2)]
+    ids = torch.randint(0, VOCAB_SIZE, (rows, PROMPT), device=model.get_device())
+    caches = [engine.new_cache(rows, PROMPT + tokens + 2) for _ in range(2)]
     for cache in caches:
         model(ids, kv_cache=cache)
     decoder, column = Decoder(model, caches[0]), ids[:, -1].clone()
@@ -92,13 +91,13 @@ def measure(model: GPT, rows: int, args: argparse.Namespace) -> dict:
         for _ in engine.generate(ids[0].tolist(), rows, max_tokens=max_tokens, temperature=0):
             pass
 
-    count = args.tokens - AGREE_STEPS
+    count = tokens - AGREE_STEPS
     blocks = [seconds(lambda: steps(decoder, BLOCK)) / BLOCK for _ in range(count // BLOCK)]
-    few = min(count, 24)
+    few = min(count, EAGER_STEPS)
     generate(4)  # compiles the kernels of another shape
     return {
         "graph": rows / statistics.median(blocks),
-        "engine": rows * args.tokens / seconds(lambda: generate(args.tokens)),
+        "engine": rows * tokens / seconds(lambda: generate(tokens)),
         "eager": rows * few / seconds(lambda: steps(eager, few)),
         "agrees": error / total,
     }
@@ -107,26 +106,21 @@ def measure(model: GPT, rows: int, args: argparse.Namespace) -> dict:
 def main(argv: list[str] | None = None) -> None:
     parser = common.argument_parser(__doc__, roofline=False)
     parser.add_argument("--depth", type=int, default=26)
-    parser.add_argument("--vocab-size", type=int, default=65536)
     parser.add_argument("--methods", default="bf16,clover")
     parser.add_argument("--batch", default="1,32", help="numbers of rows")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens in the cache at the beginning")
     parser.add_argument("--tokens", type=int, default=256, help="tokens to time")
     args = parser.parse_args(argv)
     device = common.need_cuda("bench_generate")
     results = common.Results("bench_generate", args.json, vars(args))
     for method in args.methods.split(","):
-        model = build(args.depth, args.vocab_size, method, device)
+        model = build(args.depth, method, device)
         with autocast("cuda"), nf.per_token_scale(model):
             for rows in map(int, args.batch.split(",")):
-                record = {"method": method, "rows": rows, "bytes": weight_bytes(model), **measure(model, rows, args)}
-                results.records.append(record)
-                print(", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in record.items()))
+                record = {"method": method, "rows": rows, "mib": weight_bytes(model) / 2**20}
+                results.records.append(record | measure(model, rows, args.tokens))
+                print(common.show(results.records[-1:], COLUMNS), flush=True)
         del model
-    header = ["method", "rows", "weights MiB", "graph", "engine", "eager", "agrees"]
-    forms = ("{}", "{}", "{:,.0f}", "{:,.0f}", "{:,.0f}", "{:,.0f}", "{:.1e}")
-    rows = [r | {"bytes": r["bytes"] / 2**20} for r in results.records]
-    print(table(header, [[form.format(value) for form, value in zip(forms, r.values())] for r in rows]))
+    print(common.show(results.records, COLUMNS))
     results.finish()
 
 

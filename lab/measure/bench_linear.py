@@ -28,14 +28,18 @@ from lab.measure import bench_common as common
 from lab.predict.blackwell import LAYER_SETS
 from lab.predict.measured import layer_set_ms
 from nanochat_fp4 import step_time
-from nanochat_fp4.console import table
 from nanochat_fp4.doctor import layer_problem, relative_square_error
 from nanochat_fp4.errors import UserError, run_main
 
 METHODS = ("fp8", "clover", "clover_search", "nvidia", "tetrajet_v2")
 PASSES = {"forward": "forward", "forward+backward": "forward_backward"}  # and the method of Layer
 # Relative square errors against BF16: rounding of two operands in the forward pass (0.02), of four in a gradient.
-FORWARD_LIMIT, GRADIENT_LIMIT = 0.05, 0.15
+LIMITS = {"output": 0.05, "grad_input": 0.15, "grad_weight": 0.15}
+COLUMNS = {
+    "model": ("model", ""), "mode": ("mode", ""), "pass": ("pass", ""), "method": ("method", ""), "ms": ("ms", ""),
+    "x BF16": ("ratio", ""), "TFLOP/s": ("tflops", "{:7.0f}"), "spread": ("spread", "{:.1%}"),
+    "SM MHz": ("mhz", "{:.0f}"), "W": ("watts", "{:.0f}"), "limit": ("limit", ""),
+}  # fmt: skip
 
 
 class Layer:
@@ -78,9 +82,8 @@ def graphed(function: Callable[[], object]) -> Callable[[], None]:
 
 def wrong(label: str, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> str | None:
     """Why the results of a method, next to those of BF16, are no quantized results; or None."""
-    for name, g, w in zip(("output", "grad_input", "grad_weight"), got, want):
+    for (name, limit), g, w in zip(LIMITS.items(), got, want):
         error = relative_square_error(g, w)
-        limit = FORWARD_LIMIT if name == "output" else GRADIENT_LIMIT
         if not error < limit:  # NaN included
             return f"{label}: {name} is off BF16 by a relative square error of {error:.1e}, expected below {limit}"
     return None
@@ -98,20 +101,21 @@ def layers_of(model: str, methods: list[str], tokens: int, device, problems: dic
             layers[method].append(Layer(method, k, n, weight, x, e))
         want = layers["bf16"][-1].forward_backward()
         for method in list(layers):
-            problem = wrong(f"{method}, {model} {layer_name}", layers[method][-1].forward_backward(), want)
-            if problem:
+            if problem := wrong(f"{method}, {model} {layer_name}", layers[method][-1].forward_backward(), want):
                 problems[method] = problem
                 del layers[method]
     return layers
 
 
-def call(functions: list[Callable[[], object]]) -> None:
-    for function in functions:
-        function()
+def call(layers: list[Layer], which: str) -> None:
+    for layer in layers:
+        getattr(layer, PASSES[which])()
 
 
-def flops(model: str, tokens: int, which: str) -> float:
-    return sum(2.0 * tokens * k * n for k, n in LAYER_SETS[model].values()) * (1 if which == "forward" else 3)
+def record_of(model: str, mode: str, which: str, method: str, numbers: dict, bf16_ms: float, tokens: int) -> dict:
+    flops = sum(2.0 * tokens * k * n for k, n in LAYER_SETS[model].values()) * (1 if which == "forward" else 3)
+    record = {"model": model, "mode": mode, "pass": which, "method": method} | numbers
+    return record | {"ratio": numbers["ms"] / bf16_ms, "tflops": flops / numbers["ms"] / 1e9}
 
 
 def measure(
@@ -124,20 +128,16 @@ def measure(
     problems = {m: p for m in methods if (p := layer_problem(device, m))}
     if "bf16" in problems:
         return list(problems.values())
-    records = []
+    records: list[dict] = []
     for model in models:
         layers = layers_of(model, methods, tokens, device, problems)
         for which in passes:
-            functions = {
-                m: functools.partial(call, [getattr(x, PASSES[which]) for x in ls]) for m, ls in layers.items()
-            }
+            functions = {m: functools.partial(call, of, which) for m, of in layers.items()}
             if mode == "graph":
                 functions = {m: graphed(f) for m, f in functions.items()}
             found = common.steady(functions, seconds)
             for method, numbers in found.items():
-                record = {"model": model, "mode": mode, "pass": which, "method": method} | numbers
-                record["ratio"] = numbers["ms"] / found["bf16"]["ms"]
-                records.append(record | {"tflops": flops(model, tokens, which) / numbers["ms"] / 1e9})
+                records.append(record_of(model, mode, which, method, numbers, found["bf16"]["ms"], tokens))
             results.records = [r for r in records if r["method"] not in problems]
             results.write()
             del functions
@@ -154,24 +154,9 @@ def predict(
     """The same records from byte, instruction and FLOP counts alone."""
     records = []
     for model, which in itertools.product(models, passes):
-        times = {m: layer_set_ms(machine, model, m, tokens, which != "forward") for m in methods}
-        for method, ms in times.items():
-            record = {"model": model, "mode": "predicted", "pass": which, "method": method, "ms": ms}
-            records.append(record | {"ratio": ms / times["bf16"], "tflops": flops(model, tokens, which) / ms / 1e9})
+        ms = {m: layer_set_ms(machine, model, m, tokens, which != "forward") for m in methods}
+        records += [record_of(model, "predicted", which, m, {"ms": ms[m]}, ms["bf16"], tokens) for m in methods]
     return records
-
-
-def show(records: list[dict]) -> str:
-    header = ["model", "mode", "pass", "method", "ms", "x BF16", "TFLOP/s", "spread", "SM MHz", "W", "limit"]
-    rows = [
-        [
-            r["model"], r["mode"], r["pass"], r["method"], r["ms"], r["ratio"], round(r["tflops"]),
-            common.cell(r.get("spread"), "{:.1%}"), common.cell(r.get("mhz"), "{:.0f}"),
-            common.cell(r.get("watts"), "{:.0f}"), r.get("limit") or "-",
-        ]
-        for r in sorted(records, key=lambda r: r["pass"])
-    ]  # fmt: skip
-    return table(header, rows)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -201,7 +186,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{torch.cuda.get_device_name()}; {nf.backend()}; {args.tokens} tokens")
         mode = "eager" if args.eager else "graph"
         problems = measure(models, methods, args.tokens, passes, args.seconds, results, mode)
-    print(show(results.records))
+    print(common.show(sorted(results.records, key=lambda r: r["pass"]), COLUMNS))
     results.finish(problems)
 
 

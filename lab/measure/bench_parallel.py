@@ -26,15 +26,7 @@ import torch
 import torch.distributed as dist
 
 import nanochat_fp4 as nf
-from lab.predict.communication import MODES as PREDICTED
-from lab.predict.communication import (
-    Sizes,
-    counted,
-    predicted_bytes,
-    predicted_tensor_parallel_bytes,
-    prediction,
-    tensor_parallel_prediction,
-)
+from lab.predict import communication
 from nanochat_fp4.common import compute_cleanup, compute_init, is_ddp_initialized, peak_memory, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite, table
 from nanochat_fp4.environment import environment_info
@@ -108,9 +100,8 @@ def state_bytes(step: TrainingStep) -> int:
 def measure(args: argparse.Namespace, device: torch.device, rank: int, world_size: int) -> dict[str, Any]:
     divided = args.tensor_parallel if args.parallel == "tp" else 1
     step, mode = make_step(args, device, world_size)
-    micro_batches = plan_accumulation(
-        args.total_batch_size, args.micro_batch, args.seq_len, world_size // divided, flag="--micro-batch"
-    )
+    of_batch = args.total_batch_size, args.micro_batch, args.seq_len, world_size // divided
+    micro_batches = plan_accumulation(*of_batch, flag="--micro-batch")
     tokens = torch.randint(args.vocab_size, (args.micro_batch, args.seq_len + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     torch.manual_seed(rank // divided)  # noise of its own
@@ -131,18 +122,18 @@ def measure(args: argparse.Namespace, device: torch.device, rank: int, world_siz
     began = time.perf_counter()
     run(min(2, micro_batches))  # compiles
     warm_up = time.perf_counter() - began
-    with counted() as sent:
+    with communication.counted() as sent:
         seconds, held, _ = run()
     steps = torch.tensor(min(50, max(2, args.seconds / seconds)), device=device)
     if is_ddp_initialized():
         dist.all_reduce(steps, op=dist.ReduceOp.MIN)
     times, _, losses = zip(*[run() for _ in range(int(steps))])
-    median, sizes = statistics.median(times), Sizes.of(step.model)
+    median, sizes = statistics.median(times), communication.Sizes.of(step.model)
     if mode == "tp":
         of_step = micro_batches, args.micro_batch * args.seq_len, divided, args.method != "bf16"
-        predicted = sum(predicted_tensor_parallel_bytes(sizes, world_size, *of_step))
+        predicted = sum(communication.predicted_tensor_parallel_bytes(sizes, world_size, *of_step))
     else:
-        predicted = predicted_bytes(sizes, mode, world_size, micro_batches)
+        predicted = communication.predicted_bytes(sizes, mode, world_size, micro_batches)
     return {
         "depth": args.depth, "method": args.method, "mode": mode, "gpus": world_size,
         "micro_batch": args.micro_batch, "micro_batches": micro_batches, "tokens": args.total_batch_size,
@@ -164,25 +155,18 @@ def predictions() -> str:
     rows = []
     for name, (layers, width, micro_batch) in MODELS.items():
         for gpus in (2, 4, 8, 64, 1024):
-            by_mode = prediction(layers, width, gpus, micro_batch)
+            by_mode = communication.prediction(layers, width, gpus, micro_batch)
             numbers = [f"{m['GB']:.2f}, {m['sending'] / m['computing']:.2f}" for m in by_mode.values()]
             states = [f"{by_mode[mode]['GiB']:.1f}" for mode in ("ddp", "fsdp_codes")]
             rows.append([name, str(gpus), f"{by_mode['ddp']['computing']:.2f}", *numbers, *states])
     divided = []
     for method, gpus, micro_batch in (("clover", 2, 8), ("clover", 2, 32), ("bf16", 2, 8), ("clover", 4, 8)):
-        p = tensor_parallel_prediction(32, 2048, gpus, micro_batch, method == "clover")
-        seconds = [f"{p[key]:.2f}" for key in ("GB", "sending", "small", "computing")]
-        divided.append(
-            [f"d32 {method}", str(gpus), str(micro_batch), *seconds, f"{p['tokens/s']:,.0f}", f"{p['GiB']:.1f}"]
-        )
-    head = [
-        "model",
-        "GPUs",
-        "computing, s",
-        *(f"{m}: GB, sending / computing" for m in PREDICTED),
-        "ddp GiB",
-        "fsdp GiB",
-    ]
+        p = communication.tensor_parallel_prediction(32, 2048, gpus, micro_batch, method == "clover")
+        numbers = [f"{p[key]:.2f}" for key in ("GB", "sending", "small", "computing")]
+        numbers += [f"{p['tokens/s']:,.0f}", f"{p['GiB']:.1f}"]
+        divided.append([f"d32 {method}", str(gpus), str(micro_batch), *numbers])
+    modes = [f"{m}: GB, sending / computing" for m in communication.MODES]
+    head = ["model", "GPUs", "computing, s", *modes, "ddp GiB", "fsdp GiB"]
     head_divided = ["tp 2", "GPUs", "micro-batch", "GB", "sending, s", "small reductions, s", "computing, s"]
     return table(head, rows) + "\n\n" + table([*head_divided, "tokens/s", "GiB"], divided)
 

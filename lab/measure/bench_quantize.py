@@ -8,7 +8,8 @@ A kernel whose results differ from the reference's is not timed. Tensors are lar
 time goes into compiling, minutes if Triton's cache is empty; each row is printed and written as soon as it is there.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -143,21 +144,17 @@ def _operand(rounding: str, rht_dim: int, stream: int, emulated: bool):
     return Operand(*limits, spec.stochastic, spec.ms_eden, rht_dim, stream, stream, emulated)
 
 
-def measure(chosen: dict[str, Kernel], device: torch.device, report: Callable[[str, Kernel, float], None]) -> list[str]:
-    """Reports the milliseconds of each kernel; returns the problems of those whose checks fail."""
-    verdicts: dict[tuple[str, int], str | None] = {}
-    problems = []
+def measure(chosen: dict[str, Kernel], device: torch.device, problems: list[str]) -> Iterator[tuple[str, float]]:
+    """(name, milliseconds) of each kernel whose checks agree; the others go to `problems`."""
+    verdict = functools.cache(
+        lambda rounding, rht_dim: kernel_problem(device, get_rounding(rounding), rht_dim, CHECKED_SHAPE)
+    )
     for name, kernel in chosen.items():
-        for check in kernel.checks:
-            if check not in verdicts:
-                verdicts[check] = kernel_problem(device, get_rounding(check[0]), check[1], CHECKED_SHAPE)
-        problem = next((verdicts[c] for c in kernel.checks if verdicts[c]), None)
-        if problem:
-            problems.append(f"{name} ({problem})")
+        if wrong := next(filter(None, (verdict(*check) for check in kernel.checks)), None):
+            problems.append(f"{name} ({wrong})")
             continue
-        report(name, kernel, median_ms(kernel.setup(device)))
+        yield name, median_ms(kernel.setup(device))
         torch.cuda.empty_cache()
-    return problems
 
 
 def second_kernel_share(records: list[dict]) -> float | None:
@@ -183,28 +180,25 @@ def main(argv: list[str] | None = None) -> None:
 
     settings, width = {"rows": args.rows, "columns": args.columns}, max(map(len, chosen))
     results = common.Results("bench_quantize", args.json, settings, step_time.MACHINES.get(args.roofline))
-    machine = results.machine
-    if machine:
+    problems: list[str] = []
+    if machine := results.machine:
         print(results.header(gemm=False))
         copy = machine.bandwidth
+        times = ((name, sum(step_time.predicted_ms(s, machine) for s in k.steps)) for name, k in chosen.items())
     else:
         device = common.need_cuda("bench_quantize")
         copy = settings["copy_gb_per_s"] = copy_bandwidth(device)
         print(f"{torch.cuda.get_device_name()}; {nf.backend()}; copy {copy:.0f} GB/s")
+        times = measure(chosen, device, problems)
     print(f"{f'{args.rows} x {args.columns}':{width}}  {'MB':>9}  {'ms':>7}  {'GB/s':>6}  {'of copy':>7}", flush=True)
-
-    def report(name: str, kernel: Kernel, ms: float) -> None:
-        num_bytes = sum(s.num_bytes for s in kernel.steps)
+    for name, ms in times:
+        num_bytes = sum(s.num_bytes for s in chosen[name].steps)
         rate = num_bytes / ms / 1e6
         print(f"{name:{width}}  {num_bytes / 1e6:9.3f}  {ms:7.3f}  {rate:6.0f}  {rate / copy:7.0%}", flush=True)
         record = {"kernel": name, "bytes": num_bytes, "ms": ms, "gb_per_s": rate, "share_of_copy": rate / copy}
         results.records.append(record)
         settings["second_kernel_share"] = second_kernel_share(results.records)
         results.write()
-
-    problems = [] if machine else measure(chosen, device, report)
-    for name, kernel in chosen.items() if machine else ():
-        report(name, kernel, sum(step_time.predicted_ms(s, machine) for s in kernel.steps))
     if (share := settings.get("second_kernel_share")) is not None:
         print(f"second kernel of post hoc alignment: {share:.1%} of the first, for both operands of grad_output")
     results.finish(problems)

@@ -171,10 +171,8 @@ def find_micro_batch(subject: Subject, rows: int, budget: int, peaks: Callable =
 
     size = largest_micro_batch(rows, steps, budget, limit=rows)
     if size is None:
-        raise UserError(
-            f"not even one row of {subject.sequence_len} tokens fits into {format_bytes(budget)}; lower --depth or "
-            "--seq-len, or raise --memory-cap"
-        )
+        problem = f"not even one row of {subject.sequence_len} tokens fits into {format_bytes(budget)}"
+        raise UserError(f"{problem}; lower --depth or --seq-len, or raise --memory-cap")
     return size, memory
 
 
@@ -330,15 +328,13 @@ def show_table_7(title: str, records: list[dict]) -> str:
     """Forward and backward side by side, in percent of both together, as the paper has it; and the update."""
     sums = {p: sum(r["ms"] for r in records if r["phase"] == p) for p in ("forward", "backward", "update")}
     whole = (sums["forward"] + sums["backward"]) or 1.0
-    columns = [
-        [[r["kind"], f"{100 * r['ms'] / whole:.0f}%", f"{r['ms']:.2f}"]
-         for r in records if r["phase"] == p and r["ms"] > 0.005 * whole]
-        for p in ("forward", "backward")
-    ]  # fmt: skip
-    rows = [[*a, *b] for a, b in itertools.zip_longest(*columns, fillvalue=[""] * 3)]
+    columns: dict[str, list[list[str]]] = {"forward": [], "backward": []}
+    for r in records:
+        if r["phase"] in columns and r["ms"] > 0.005 * whole:
+            columns[r["phase"]].append([r["kind"], f"{100 * r['ms'] / whole:.0f}%", f"{r['ms']:.2f}"])
+    rows = [[*a, *b] for a, b in itertools.zip_longest(*columns.values(), fillvalue=[""] * 3)]
     shown = table(["forward", "share", "ms", "backward", "share", "ms"], rows)
     untouched = sum(r["ms"] for r in records if r["phase"] != "update" and r["kind"] != "GEMM") / whole
-    return (
-        f"Time by operation, {title}: forward {sums['forward']:.1f} ms, backward {sums['backward']:.1f} ms, update "
-        f"{sums['update']:.1f} ms; {100 * untouched:.0f}% of forward and backward is not in the layers' GEMMs\n{shown}"
-    )
+    said = ", ".join(f"{phase} {ms:.1f} ms" for phase, ms in sums.items())
+    rest = f"{100 * untouched:.0f}% of forward and backward is not in the layers' GEMMs"
+    return f"Time by operation, {title}: {said}; {rest}\n{shown}"

@@ -19,12 +19,10 @@ The look (Gram matrices and their factors, for methods with feedback) is every t
 
 Peak memory is that of a whole step, gradients and optimizer states included. The largest micro-batch is found by steps
 that are run: 1 and 2 rows predict it, and the prediction is tried out. The difference of the first and the last peak is
-what a token keeps in memory. --memory-cap is a hard limit on PyTorch's
-allocator.
+what a token keeps in memory. --memory-cap is a hard limit on PyTorch's allocator.
 
-Nothing that was measured is lost: rows are printed, and the JSON is written, after each search and each round of turns
-(by --recompute: first all methods with the first of its values, then again with those of the next). A variant that
-fails is a row that says why, the others go on, and the exit status is 2.
+Rows are printed, and the JSON is written, after each search and each round of turns (first all methods with the first
+value of --recompute). A variant that fails is a row that says why, the others go on, and the exit status is 2.
 """
 
 import os
@@ -35,28 +33,17 @@ import argparse
 import gc
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
-from lab.measure.bench_step import (
-    Memory,
-    NanochatSubject,
-    Stopwatch,
-    Subject,
-    Variant,
-    compiled_graphs,
-    find_micro_batch,
-    peaks_of_a_step,
-    run_steps,
-    show_table_7,
-    time_by_operation,
-)
+from lab.measure import bench_step
+from lab.measure.bench_step import Stopwatch, Subject, Variant
 from nanochat_fp4.common import gpu_memory, print0
-from nanochat_fp4.console import format_bytes, table
+from nanochat_fp4.console import format_bytes
 from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.errors import UserError, is_out_of_memory, one_line, run_main
 from nanochat_fp4.hardware import get_peak_flops
@@ -71,6 +58,11 @@ UNKNOWN = (
     "micro_batch", "micro_batches", "micro_batch_ms", "codes_ms", "update_ms", "gram_ms", "tokens_per_second", "ratio",
     "mfu", "peak_bytes", "bytes_per_token", "memory_ratio", "rounds", "recompiles", "problem",
 )  # fmt: skip
+COLUMNS = {
+    "": ("depth", "d{}"), "variant": ("variant", ""), "micro-batch": ("micro_batch", "{}"),
+    "tokens/s": ("tokens_per_second", "{:.0f}"), "x BF16": ("ratio", "{:.2f}"), "MFU": ("mfu", "{:.1f}%"),
+    "peak GiB": ("peak", "{:.2f}"), "MB/token": ("mb", "{:.3f}"), "x BF16 ": ("memory_ratio", "{:.2f}"),
+}  # fmt: skip
 
 
 class Report(common.Results):
@@ -80,9 +72,6 @@ class Report(common.Results):
         record = {"depth": depth, "variant": str(variant), "method": variant.method, "recompute": variant.recompute}
         self.records.append(record | dict.fromkeys(UNKNOWN) | known)
         return self.records[-1]
-
-    def variants(self) -> list[dict]:
-        return [r for r in self.records if "problem" in r]
 
     @contextmanager
     def attempt(self, record: dict, what: str) -> Iterator[None]:
@@ -110,19 +99,12 @@ def add_ratios(records: list[dict]) -> None:
             r[ratio] = r[key] / base[key] if r[key] and base.get(key) else None
 
 
-def show(records: list[dict]) -> str:
-    cell = common.cell
-    header = ["", "variant", "micro-batch", "tokens/s", "x BF16", "MFU", "peak GiB", "MB/token", "x BF16 "]
-    rows = [
-        [
-            f"d{r['depth']}", r["variant"] + (" FAILED" if r["problem"] else ""), cell(r["micro_batch"], "{}"),
-            cell(r["tokens_per_second"], "{:.0f}"), cell(r["ratio"], "{:.2f}"), cell(r["mfu"], "{:.1f}%"),
-            cell(r["peak_bytes"] and r["peak_bytes"] / 2**30, "{:.2f}"),
-            cell(r["bytes_per_token"] and r["bytes_per_token"] / 1e6, "{:.3f}"), cell(r["memory_ratio"], "{:.2f}"),
-        ]
-        for r in records
-    ]  # fmt: skip
-    return table(header, rows)
+def show(records: Iterable[dict]) -> str:
+    scaled = []
+    for r in records:
+        peak, kept, failed = r["peak_bytes"], r["bytes_per_token"], " FAILED" if r["problem"] else ""
+        scaled.append(r | {"variant": r["variant"] + failed, "peak": peak and peak / 2**30, "mb": kept and kept / 1e6})
+    return common.show(scaled, COLUMNS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -142,12 +124,12 @@ def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], re
                 continue
             if i < 2:
                 watches[variant] = Stopwatch(subject.device)
-            graphs = compiled_graphs()
+            graphs = bench_step.compiled_graphs()
             with results.attempt(record, f"round {i}"):
                 subject.become(variant)
-                run_steps(subject, record["micro_batch"], args.calls, watches[variant])
+                bench_step.run_steps(subject, record["micro_batch"], args.calls, watches[variant])
                 if i:
-                    record["recompiles"] = (record["recompiles"] or 0) + compiled_graphs() - graphs
+                    record["recompiles"] = (record["recompiles"] or 0) + bench_step.compiled_graphs() - graphs
         if i == 0:
             continue
         for variant, subject in subjects.items():
@@ -156,7 +138,7 @@ def time_in_turns(args: argparse.Namespace, subjects: dict[Variant, Subject], re
                 records[variant]["rounds"] = i
         add_ratios(list(records.values()))
         results.write()
-        print0(f"after round {i} of {args.rounds}:\n{show(list(records.values()))}", flush=True)
+        print0(f"after round {i} of {args.rounds}:\n{show(records.values())}", flush=True)
 
 
 def add_times(args: argparse.Namespace, record: dict, ms: dict[str, float], subject: Subject) -> None:
@@ -173,9 +155,8 @@ def add_times(args: argparse.Namespace, record: dict, ms: dict[str, float], subj
 
 
 def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, results: Report) -> None:
-    config = config_from_depth(
-        depth, args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
-    )
+    sizes = args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
+    config = config_from_depth(depth, *sizes)
     ours = Subject(config, device, args.compile, args.state)
     ours.model.head = args.head
     print0(f"d{depth}: {ours.num_params:,} parameters, width {config.n_embd}, {config.sequence_len} tokens a row")
@@ -192,10 +173,9 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
             if record["problem"]:
                 continue
             with results.attempt(record, "micro-batch"):
+                subject = ours
                 if variant == nanochat:
-                    subject = NanochatSubject(args.nanochat, config, device, args.compile)
-                else:
-                    subject = ours
+                    subject = bench_step.NanochatSubject(args.nanochat, config, device, args.compile)
                 subjects[variant] = subject
                 subject.become(variant)
                 find_memory(args, record, subject, variant.rows or args.micro_batch)
@@ -209,24 +189,25 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
         if args.table7 and record["problem"] is None:
             with results.attempt(record, "time by operation"):
                 subject.become(variant)
-                found = time_by_operation(subject, record["micro_batch"])
+                found = bench_step.time_by_operation(subject, record["micro_batch"])
                 results.records += [{"depth": depth, "variant": str(variant), **r} for r in found]
                 results.write()
                 title = f"d{depth}, {variant}, micro-batch {record['micro_batch']}"
-                print0(show_table_7(title, found) + "\n", flush=True)
+                print0(bench_step.show_table_7(title, found) + "\n", flush=True)
 
 
 def find_memory(args: argparse.Namespace, record: dict, subject: Subject, size: int | str) -> None:
     """The micro-batch of a variant, its peak, and what a token takes, as far as they can be had."""
-    memory = Memory()
+    memory = bench_step.Memory()
     if size == "auto":
-        record["micro_batch"], memory = find_micro_batch(subject, args.total_batch_size // args.seq_len, args.budget)
+        rows = args.total_batch_size // args.seq_len
+        record["micro_batch"], memory = bench_step.find_micro_batch(subject, rows, args.budget)
     else:
         record["micro_batch"] = size
         subject.passes(size)
         subject.update()  # makes the optimizers' states
         if subject.device.type == "cuda" and not args.nanochat:  # two models at once: their memory would mean nothing
-            memory.passes[size], memory.update = peaks_of_a_step(subject, size)
+            memory.passes[size], memory.update = bench_step.peaks_of_a_step(subject, size)
     per_row = memory.per_row()
     record["peak_bytes"] = memory.peak(record["micro_batch"])
     record["bytes_per_token"] = per_row and per_row / args.seq_len
@@ -259,11 +240,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.argument_parser(__doc__.partition(":")[0].replace("\n", " "), roofline=False)
     add = parser.add_argument
     add("--depth", default="26", help="depths, with commas")
-    add(
-        "--methods",
-        default="fp8,clover",
-        help="of nf.METHODS or nf.ABLATIONS, with commas; bf16 is always there. clover:64: in micro-batches of 64 rows",
-    )
+    text = "of nf.METHODS or nf.ABLATIONS, with commas; bf16 is always there. clover:64: in micro-batches of 64 rows"
+    add("--methods", default="fp8,clover", help=text)
     add("--recompute", default="none", help=f"of {', '.join(RECOMPUTE)}, with commas: what is computed twice")
     add("--state", choices=STATES, default="fp32", help="of weights, gradients and moments, as base_train's")
     add("--head", choices=HEADS, default="bf16", help="products of the output head")
@@ -310,17 +288,17 @@ def set_up_device(args: argparse.Namespace) -> torch.device:
     args.budget = 0
     if not cuda:
         if args.memory_cap or (args.micro_batch == "auto" and not all(rows for _, rows in args.variants)):
-            raise UserError(
-                "there is no CUDA device, so there is no memory to measure: give --micro-batch a number, and small "
-                "sizes (see the top of lab/measure/bench_train.py); python -m nanochat_fp4.step_time predicts"
-            )
+            todo = "give --micro-batch a number, and small sizes (see the top of lab/measure/bench_train.py)"
+            problem = f"there is no CUDA device, so there is no memory to measure: {todo}"
+            raise UserError(f"{problem}; python -m nanochat_fp4.step_time predicts")
         return torch.device("cpu")
     free, total = gpu_memory()
     args.budget = min(args.memory_cap or free, free)
     if args.memory_cap:
         if args.memory_cap > free:
-            wanted = format_bytes(args.memory_cap)
-            print0(f"of --memory-cap {wanted} only {format_bytes(free)} are free: that is the cap")
+            print0(
+                f"of --memory-cap {format_bytes(args.memory_cap)} only {format_bytes(free)} are free: that is the cap"
+            )
         args.memory_cap = args.budget
         torch.cuda.set_per_process_memory_fraction(args.memory_cap / total)
     torch.set_float32_matmul_precision("high")
@@ -361,12 +339,11 @@ def main(argv: list[str] | None = None) -> None:
         if device.type == "cuda":
             torch._dynamo.reset()
             torch.cuda.empty_cache()
-    records = results.variants()
+    records = [r for r in results.records if "problem" in r]
     print0(show(records))
     print0(f"recompilations after the warm-up: {sum(r['recompiles'] or 0 for r in records)}")
     results.finish()
-    failed = [f"d{r['depth']} {r['variant']}: {r['problem']}" for r in records if r["problem"]]
-    if failed:
+    if failed := [f"d{r['depth']} {r['variant']}: {r['problem']}" for r in records if r["problem"]]:
         raise UserError(f"{len(failed)} of {len(records)} variants failed: {'; '.join(failed)}")
 
 

@@ -9,7 +9,6 @@ term), the one with error feedback, the one of two terms, and BF16. The results 
 """
 
 import argparse
-import fnmatch
 import json
 from pathlib import Path
 
@@ -35,13 +34,14 @@ GRAM_BATCHES = 8  # of training text, for the Gram matrices that error feedback 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Evaluates checkpoints of a sweep with several forward passes")
-    parser.add_argument("--folder", type=Path, required=True, help="of the sweep (lab.study.sweep --folder)")
-    parser.add_argument("--tags", default="*", help="glob pattern of the runs' tags")
-    parser.add_argument("--forwards", default=FORWARDS, help="methods whose forward pass is taken")
-    parser.add_argument("--data-dir", default=None, help="the text that the sweep trained on")
-    parser.add_argument("--device-batch-size", type=int, default=32, help="rows of a batch")
-    parser.add_argument("--eval-tokens", type=int, default=2**20, help="tokens of the validation text")
-    parser.add_argument("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="of the sweep (lab.study.sweep --folder)")
+    add("--tags", default="*", help="glob pattern of the runs' tags")
+    add("--forwards", default=FORWARDS, help="methods whose forward pass is taken")
+    add("--data-dir", default=None, help="the text that the sweep trained on")
+    add("--device-batch-size", type=int, default=32, help="rows of a batch")
+    add("--eval-tokens", type=int, default=2**20, help="tokens of the validation text")
+    add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
     return parser.parse_args(argv)
 
 
@@ -54,9 +54,8 @@ def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir:
         raise UserError(f"--eval-tokens={args.eval_tokens} is less than a batch of {rows * length}; raise it")
 
     def batches(split: str):
-        return tokenizing_distributed_data_loader_bos_bestfit(
-            tokenizer, rows, length, split, device=device, data_dir=data_dir
-        )
+        make = tokenizing_distributed_data_loader_bos_bestfit
+        return make(tokenizer, rows, length, split, device=device, data_dir=data_dir)
 
     def look() -> None:
         for _, (x, _) in zip(range(GRAM_BATCHES), batches("train")):
@@ -75,17 +74,15 @@ def evaluate(tag: str, args: argparse.Namespace, device: torch.device, data_dir:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    for name in args.forwards.split(","):
+    names = args.forwards.split(",")
+    for name in names:
         nf.get_recipe(name)
     device = torch.device(args.device_type or autodetect_device_type())
     checkpoints = args.folder / "base_checkpoints"
-    tags = sorted(
-        p.name for p in checkpoints.glob("*") if list(p.glob("model_*")) and fnmatch.fnmatch(p.name, args.tags)
-    )
+    tags = sorted({path.parent.name for path in checkpoints.glob(f"{args.tags}/model_*")})
     if not tags:
-        raise UserError(
-            f"no checkpoint in {checkpoints} is named {args.tags}; train with lab.study.sweep --keep METHOD"
-        )
+        problem = f"no checkpoint in {checkpoints} is named {args.tags}"
+        raise UserError(f"{problem}; train with lab.study.sweep --keep METHOD")
     rows = []
     with base_directory(args.folder):
         data_dir = ensure_data(args.data_dir)
@@ -97,9 +94,9 @@ def main(argv: list[str] | None = None) -> None:
                 record = {"tag": tag, "eval_tokens": args.eval_tokens, "bpb": bpb, "environment": environment_info()}
                 atomic_write(path, json.dumps(record, indent=1) + "\n")
             bpb = json.loads(path.read_text())["bpb"]
-            rows.append([tag, *(f"{bpb[name]:.5f}" if name in bpb else "-" for name in args.forwards.split(","))])
+            rows.append([tag, *(f"{bpb[name]:.5f}" if name in bpb else "-" for name in names)])
             print0(" ".join(rows[-1]))
-    print0(table(["run", *args.forwards.split(",")], rows))
+    print0(table(["run", *names], rows))
 
 
 if __name__ == "__main__":

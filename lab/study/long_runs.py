@@ -46,9 +46,8 @@ def stored_runs(context: Context) -> tuple[list[dict], dict]:
     runs = [r | {"file": i} for i, c in enumerate(contents) for r in c["results"] if r["size"] == size]
     for path, other in zip(paths, contents):
         if other["data"] != content["data"]:
-            raise UserError(
-                f"{path} is of {other['data']}, {paths[0]} of {content['data']}: give sweeps of the same text"
-            )
+            both = f"{path} is of {other['data']}, {paths[0]} of {content['data']}"
+            raise UserError(f"{both}: give sweeps of the same text")
     keys = [(r["method"], r["seed"]) for r in runs]
     if twice := sorted({k for k in keys if keys.count(k) > 1}):
         raise UserError(f"--results has {twice[0][0]} of seed {twice[0][1]} twice; give files of different runs")
@@ -56,9 +55,9 @@ def stored_runs(context: Context) -> tuple[list[dict], dict]:
     if not seeds:
         raise UserError(f"{context.args.results} has no bf16 run of size {size!r}; gaps are to bf16")
     runs = [r for r in runs if r["seed"] in seeds]  # of an interrupted sweep the last seed may have none
-    for i, path in enumerate(paths):
-        if i not in {r["file"] for r in runs}:
-            raise UserError(f"no run of {path} has size {size!r} and a bf16 run of its seed in --results; add its file")
+    if unused := [path for i, path in enumerate(paths) if i not in {r["file"] for r in runs}]:
+        problem = f"no run of {unused[0]} has size {size!r} and a bf16 run of its seed in --results"
+        raise UserError(f"{problem}; add its file")
     if {r["method"] for r in runs} == {"bf16"}:
         raise UserError(f"{context.args.results} has bf16 runs of size {size!r} alone; gaps are those of other methods")
     refuse_unlike(runs)
@@ -126,20 +125,13 @@ def along(runs: list[dict], curve: str = "curve", column: int = 1) -> dict[str, 
 
 @dataclass(frozen=True)
 class Beside:
-    """A method's gaps in percent with one forward, beside clover's with the same forward.
+    """A method's gaps in percent with one forward, beside clover's with the same forward."""
 
-    by_seed: seed -> gap
-    gap: their mean with its interval
-    level: the share times clover's mean of all seeds, to compare methods of different seeds
-    minus_clover: in points, paired by seed; None without a common seed
-    share: of clover's gap, and half of its 95% interval; None where clover has no gap above zero
-    """
-
-    by_seed: dict[int, float]
-    gap: Estimate
-    level: float
-    minus_clover: Estimate | None
-    share: tuple[float, float] | None
+    by_seed: dict[int, float]  # seed -> gap
+    gap: Estimate  # their mean
+    level: float  # the share times clover's mean of all seeds, to compare methods of different seeds
+    minus_clover: Estimate | None  # in points, paired by seed; None without a common seed
+    share: tuple[float, float] | None  # of clover's gap, and half of its 95% interval; None where clover has none
 
     def cells(self, is_clover: bool) -> list[str]:
         """Gap, minus clover, and share, for a table."""
@@ -191,8 +183,9 @@ def summary(runs: list[dict]) -> list[dict[str, Any]]:
     return sorted(records, key=lambda r: -r["own"].level)
 
 
-def cost_cells(run: dict, steps: int) -> list[str]:
-    """GEMM work and predicted time of a run, for a table."""
+def cost_cells(runs: list[dict], method: str, steps: int) -> list[str]:
+    """GEMM work and predicted time of a method's run, for a table."""
+    run = next(r for r in runs if r["method"] == method)
     time = over_clover(run, steps)
     return [f"{gemm_work(run, steps):.2f}", "-" if time is None else f"{time:.3f}"]
 

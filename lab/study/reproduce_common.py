@@ -4,7 +4,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,16 @@ from nanochat_fp4.training.load_model import build_model
 
 @dataclass
 class Outcome:
-    """What an item of the paper gave: a table (with the paper's numbers in it), notes, all numbers, and a plot.
-
-    plot: draws into a matplotlib Axes. measured_on: data, tokens and seeds, for the last line. environment: of the
-    machine that measured, where that is not this one.
-    """
+    """What an item of the paper gave: a table (with the paper's numbers in it), notes, all numbers, and a plot."""
 
     title: str
     header: list[str]
     rows: list[list[Any]]
-    notes: list[str] = field(default_factory=list)
-    numbers: dict[str, Any] = field(default_factory=dict)
-    plot: Callable[[Any], None] | None = None
-    measured_on: str = ""
-    environment: dict[str, Any] | None = None
+    notes: list[str]
+    numbers: dict[str, Any]
+    plot: Callable[[Any], None] | None = None  # draws into a matplotlib Axes
+    measured_on: str = ""  # data, tokens and seeds, for the last line
+    environment: dict[str, Any] | None = None  # of the machine that measured, where that is not this one
 
 
 @dataclass
@@ -63,27 +59,22 @@ class Context:
 
     def runs(self, methods: Sequence[str], sizes: Sequence[str], ratio: float) -> tuple["sweep_scheduler.Sweep", list]:
         """The sweep and the runs of some methods; sizes and ratio (tokens per parameter) unless the flags say more."""
-        args = self.args
-        chosen = ["tiny"] if self.quick and not args.sizes else args.sizes.split(",") if args.sizes else sizes
-        length = {"tokens": sweep_runs.parse_number(args.tokens) if args.tokens else 0, "ratio": args.ratio}
-        extra = args.extra.split()
-        if self.quick:
-            length = {"tokens": length["tokens"] or 10 * 512, "ratio": 0.0}
-            extra = ["--eval-every=5", *extra]
-        elif not any(length.values()):
-            length["ratio"] = ratio
-        seeds = range(args.first_seed, args.first_seed + (args.seeds or (2 if self.quick else 3)))
-        vocab_size = args.vocab_size or (512 if self.quick else 0)
-        where = sweep.prepare(self.folder, args.data_dir, vocab_size, 1.0 if self.quick else None)
-        until = args.bf16_until
+        args, quick, until = self.args, self.quick, self.args.bf16_until
+        chosen = args.sizes.split(",") if args.sizes else ["tiny"] if quick else sizes
+        options = sweep.plan_options(args)
+        if quick:
+            options |= {"tokens": options["tokens"] or 10 * 512, "ratio": 0.0}
+            options["extra"] = ["--eval-every=5", *options["extra"]]
+        elif not options["tokens"]:
+            options["ratio"] = options["ratio"] or ratio
+        seeds = range(args.first_seed, args.first_seed + (args.seeds or (2 if quick else 3)))
+        where = sweep.prepare(self.folder, args.data_dir, args.vocab_size or 512 * quick, 1.0 if quick else None)
         early = [m for m in methods if not sweep_runs.begins_late(sweep_runs.method_flags(m), until)]
         if early:
             print0(f"left out, for they change before {until:g} of the steps: {', '.join(sweep_runs.labels(early))}")
         methods = [m for m in methods if m not in early]
-        options = {"extra": extra, "data": sweep_runs.data_key(where), "bf16_until": until}
-        options |= {"share_until": args.share_until, "vary_data": args.vary_data}
-        plan = sweep_runs.plan(methods, chosen, seeds, **length, **options)
-        devices = ["cpu"] if self.quick and not args.sizes else sweep_scheduler.visible_devices(args.jobs)
+        plan = sweep_runs.plan(methods, chosen, seeds, data=sweep_runs.data_key(where), **options)
+        devices = ["cpu"] if quick and not args.sizes else sweep_scheduler.visible_devices(args.jobs)
         return sweep_scheduler.Sweep(self.folder, where, devices), plan
 
 

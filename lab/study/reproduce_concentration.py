@@ -29,21 +29,17 @@ PUBLISHED = {
 def backward_left_alone(recipe: Recipe) -> Recipe:
     """The recipe's forward pass, and the backward that its quantized one estimates: each operand from the tensor that
     the recipe takes it from (the forward's values, or the unquantized ones), not rounded."""
-
-    def exact(gemm: Gemm) -> Gemm:
-        return Gemm(Operand(), Operand(raw=gemm.b.raw))
-
-    grads = {"grad_input": exact(recipe.grad_input), "grad_weight": exact(recipe.grad_weight)}
-    return replace(recipe, name=f"{recipe.name}, exact backward", **grads)
+    gemms = {name: getattr(recipe, name) for name in ("grad_input", "grad_weight")}
+    exact = {name: Gemm(Operand(), Operand(raw=gemm.b.raw)) for name, gemm in gemms.items()}
+    return replace(recipe, name=f"{recipe.name}, exact backward", **exact)
 
 
-def forward_left_alone(recipe: Recipe) -> Recipe:
-    """The recipe's backward pass behind an unquantized forward, whose tensors it takes instead of codes: the published
-    classes with disable_forward_quant."""
-    return replace(recipe, name=f"{recipe.name}, exact forward", output=Gemm(Operand(), Operand()))
-
-
-FORWARDS = {"quantized": lambda recipe: recipe, "exact": forward_left_alone}
+# Exact: the recipe's backward pass behind an unquantized forward, whose tensors it takes instead of codes, as the
+# published classes with disable_forward_quant.
+FORWARDS = {
+    "quantized": lambda recipe: recipe,
+    "exact": lambda recipe: replace(recipe, name=f"{recipe.name}, exact forward", output=Gemm(Operand(), Operand())),
+}
 
 
 def block_gradients(model, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
@@ -102,19 +98,18 @@ def fig9(context: Context) -> Outcome:
     paper = dict.fromkeys(FIG9_METHODS, "1/B")
     paper |= {"four_over_six_biased": "plateau", "four_over_six": "-", "clover_search": "-"}
     rows = []
-    for forward, of_methods in curves.items():
-        for method, curve in of_methods.items():
-            last, one = curve["errors"][draws[-1]], curve["single"]
-            numbers = [round(slope(curve["errors"]), 2), round(one / last, 1), f"{one:.3g}", f"{last:.2g}"]
-            rows.append([forward, method, paper[method], *numbers])
+    for forward, method in itertools.product(FORWARDS, FIG9_METHODS):
+        curve = curves[forward][method]
+        last, one = curve["errors"][draws[-1]], curve["single"]
+        numbers = [round(slope(curve["errors"]), 2), round(one / last, 1), f"{one:.3g}", f"{last:.2g}"]
+        rows.append([forward, method, paper[method], *numbers])
 
     def plot(axes) -> None:
         for method in FIG9_METHODS:
-            errors = curves["exact"][method]["errors"]
-            (line,) = axes.loglog(list(errors), list(errors.values()), marker="o", markersize=3, label=method)
+            exact, quantized = (curves[forward][method]["errors"] for forward in ("exact", "quantized"))
+            (line,) = axes.loglog(list(exact), list(exact.values()), marker="o", markersize=3, label=method)
             color = {"color": line.get_color()}
-            errors = curves["quantized"][method]["errors"]
-            axes.loglog(list(errors), list(errors.values()), linewidth=0.8, alpha=0.6, **color)
+            axes.loglog(list(quantized), list(quantized.values()), linewidth=0.8, alpha=0.6, **color)
             if method in PUBLISHED:
                 axes.loglog([4**i for i in range(6)], PUBLISHED[method], "x--", markersize=4, **color)
         first = max(c["single"] for c in curves["exact"].values())
@@ -122,19 +117,15 @@ def fig9(context: Context) -> Outcome:
         axes.set_xlabel("backward passes averaged, B")
         axes.set_ylabel("relative square error, q, k, v of block 0")
 
-    return Outcome(
-        "Figure 9: concentration of the mean of B quantized backward passes",
-        ["forward", "method", "paper", "slope", f"gain of {draws[-1]}", "error of one pass", f"of {draws[-1]}"],
-        rows,
-        [
-            f"slope of log error over log B through the last points: -1 unbiased, towards 0 a plateau; gain: the mean "
-            f"of {draws[-1]} passes against one",
-            "the model is trained in bf16 and then converted, as in the paper; forward exact, circles: unquantized, as "
-            "in the authors' notebook; quantized, thin lines: the method's own, and the target is its exact backward",
-            "crosses: the authors' curves, an unquantized forward of Llama-3.2-1B and one sentence, another model and "
-            "text, which do not compare in magnitude",
-        ],
-        {"curves": curves},
-        plot,
-        curves["exact"][FIG9_METHODS[0]]["measured_on"],
-    )
+    title = "Figure 9: concentration of the mean of B quantized backward passes"
+    header = ["forward", "method", "paper", "slope", f"gain of {draws[-1]}", "error of one pass", f"of {draws[-1]}"]
+    notes = [
+        f"slope of log error over log B through the last points: -1 unbiased, towards 0 a plateau; gain: the mean of "
+        f"{draws[-1]} passes against one",
+        "the model is trained in bf16 and then converted, as in the paper; forward exact, circles: unquantized, as in "
+        "the authors' notebook; quantized, thin lines: the method's own, and the target is its exact backward",
+        "crosses: the authors' curves, an unquantized forward of Llama-3.2-1B and one sentence, another model and "
+        "text, which do not compare in magnitude",
+    ]
+    measured_on = curves["exact"][FIG9_METHODS[0]]["measured_on"]
+    return Outcome(title, header, rows, notes, {"curves": curves}, plot, measured_on)

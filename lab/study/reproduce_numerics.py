@@ -45,29 +45,22 @@ def table1(context: Context) -> Outcome:
     rows, numbers = [], {}
     names = [n for n in nf.ROUNDINGS if n not in ("scale_search", "ms_eden_search")]  # names for one of the others
     for name in names:
-        settings = {"rounding": name, "samples": samples, "draws": draws, "seed": 1}
-        value = context.piece(
-            "table1",
-            settings,
-            lambda name=name: {
-                "mse": 1e3 * mean_squared_error(name, samples=samples, seed=1),
-                "gain": unbiasedness_gain(name, draws),
-            },
-        )
+
+        def compute(name=name) -> dict[str, float]:
+            mse = 1e3 * mean_squared_error(name, samples=samples, seed=1)
+            return {"mse": mse, "gain": unbiasedness_gain(name, draws)}
+
+        value = context.piece("table1", {"rounding": name, "samples": samples, "draws": draws, "seed": 1}, compute)
         mse, unbiased = TABLE_1.get(name, (None, None))
         off = f"{100 * (value['mse'] / mse - 1):+.1f}%" if mse else "-"
         said = "-" if unbiased is None else "yes" if unbiased else "no"
         rows.append([name, mse or "-", round(value["mse"], 2), off, said, round(value["gain"])])
         numbers[name] = value
 
-    return Outcome(
-        "Table 1: quadratic error over N(0, 1), 1e-3, and unbiasedness",
-        ["rounding", "paper", "here", "off", "unbiased (paper)", f"gain of {draws} draws"],
-        rows,
-        [f"gain: the mean of {draws} products is so many times better than one product; {draws} without a bias"],
-        numbers,
-        measured_on=f"{samples:,} samples, seed 1",
-    )
+    title = "Table 1: quadratic error over N(0, 1), 1e-3, and unbiasedness"
+    header = ["rounding", "paper", "here", "off", "unbiased (paper)", f"gain of {draws} draws"]
+    notes = [f"gain: the mean of {draws} products is so many times better than one product; {draws} without a bias"]
+    return Outcome(title, header, rows, notes, numbers, measured_on=f"{samples:,} samples, seed 1")
 
 
 # (bits read, bits written, mma.m16n8k16 per group) of each kernel; the paper's Table 2.
@@ -78,10 +71,8 @@ def table2(context: Context) -> Outcome:
     counted = context.piece("table2", {"rows": traffic.ROWS, "columns": traffic.COLUMNS}, traffic.measure)
     rows, totals = [], {}
     for alignment, launches in counted.items():
-        kernels = [
-            (*(traffic.of_operand(launch[way]) for way in ("read", "written")), launch["rotations"])
-            for launch in launches
-        ]
+        of_operand = traffic.of_operand
+        kernels = [(of_operand(k["read"]), of_operand(k["written"]), k["rotations"]) for k in launches]
         read, written, rotations = zip(*[k for k in kernels if k[0] + k[1] > 0])
         totals[alignment] = sum(read) + sum(written)
         here = [" + ".join(f"{v:g}" for v in bits) for bits in (read, written)] + [f"{sum(rotations):g}"]

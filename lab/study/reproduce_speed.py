@@ -61,10 +61,8 @@ def fig6(context: Context) -> Outcome:
                 where = label if r["mode"] in ("predicted", "eager") else f"{label}, {r['mode']}"
                 rows.append([where, r["model"], r["method"], paper, round(1 / r["ratio"], 2), round(r["ms"], 2)])
     notes = ["the paper: more than 4x over BF16, and about 70% more than Quartet's kernels, on an RTX 5090"]
-    if not on_gpu:
-        notes.append(
-            "PREDICTIONS from byte, instruction and FLOP counts (lab.measure.bench_linear --roofline), no measurement"
-        )
+    counts = "PREDICTIONS from byte, instruction and FLOP counts (lab.measure.bench_linear --roofline), no measurement"
+    notes += [] if on_gpu else [counts]
     header = ["machine", "model", "method", "paper, x", "here, x BF16", "ms"]
     title = "Figure 6, Table 6: speed of the linear layers of Llama-like models, forward + backward"
     what = "8 x 2048 tokens, the paper's Table 6 shapes"
@@ -94,31 +92,20 @@ def table7(context: Context) -> Outcome:
     on_gpu = bool(measured) or (torch.cuda.is_available() and not context.quick)
     flags = ["--depth=26", "--methods=clover", "--total-batch-size=524288"]
     if not on_gpu:
-        flags = (
-            "--depth=2 --methods=clover --head-dim=64 --seq-len=64 --vocab-size=256 --total-batch-size=128 "
-            "--micro-batch=2 --rounds=1 --calls=1"
-        ).split()
-
+        small = "--seq-len=64 --vocab-size=256 --total-batch-size=128 --micro-batch=2 --rounds=1 --calls=1"
+        flags = ["--depth=2", "--methods=clover", "--head-dim=64", *small.split()]
     settings = {"flags": flags, "gpu": environment_info()["gpu"]}
     records = measured or context.piece("table7", settings, lambda: run_benchmark(context, "bench_train", flags))
     timed = [r for r in records if "phase" in r and r["variant"].split(",")[0] == "clover"]  # maybe in several sizes
     ms = {(r["phase"], r["kind"]): r["ms"] for r in timed if r["variant"] == timed[0]["variant"]}
     sums = {phase: sum(v for (p, _), v in ms.items() if p == phase) for phase in ("forward", "backward")}
-    kinds = [*TABLE_7, *sorted({k for p, k in ms if p in sums} - set(TABLE_7))]
-    shares = {k: [100 * ms.get((p, k), 0.0) / sums[p] for p in sums] for k in kinds}
     rows = []
-    for kind in kinds:
-        paper = TABLE_7.get(kind, (None, None))
-        rows.append([kind, *(v for said, here in zip(paper, shares[kind]) for v in (said or "-", f"{here:.0f}"))])
-
+    for kind in (*TABLE_7, *sorted({k for p, k in ms if p in sums} - set(TABLE_7))):
+        shares = [f"{100 * ms.get((p, kind), 0.0) / sums[p]:.0f}" for p in sums]
+        forward, backward = TABLE_7.get(kind, (None, None))
+        rows.append([kind, forward or "-", shares[0], backward or "-", shares[1]])
+    title = "Table 7: time by operation, clover, % of the pass (paper: 1.1B parameters on an RTX 5090)"
+    header = ["operation", "forward, paper", "here", "backward, paper", "here"]
+    notes = [f"forward {sums['forward']:.1f} ms, backward {sums['backward']:.1f} ms a micro-batch"]
     what = "d26, micro-batch as large as fits" if on_gpu else "a model of two layers: a check of the command"
-    return Outcome(
-        "Table 7: time by operation, clover, % of the pass (paper: 1.1B parameters on an RTX 5090)",
-        ["operation", "forward, paper", "here", "backward, paper", "here"],
-        rows,
-        [f"forward {sums['forward']:.1f} ms, backward {sums['backward']:.1f} ms a micro-batch"],
-        {"records": records},
-        None,
-        what,
-        environment,
-    )
+    return Outcome(title, header, rows, notes, {"records": records}, None, what, environment)

@@ -4,6 +4,7 @@ Losses are those of small runs, each method at two lengths with its schedule str
 predictions for models of widths where 4 bits pay, trained for as many tokens a parameter. Nothing here was timed.
 """
 
+import itertools
 import math
 import statistics
 from typing import Any
@@ -49,9 +50,8 @@ def first_of(bpb: dict[str, float]) -> str:
     return f"{first} by {100 * (bpb[second] / bpb[first] - 1):.2f}% of {second}"
 
 
-def equal_time(context: Context) -> Outcome:
-    runs, content = stored_runs(context)
-    full = steps_of([r for r in runs if r["method"] == "bf16"])
+def two_lengths(runs: list[dict]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """forward -> method -> (steps, BPB) of its run of the usual length and of a shorter one. Raises UserError."""
     points: dict[str, dict[str, list[tuple[int, float]]]] = {forward: {} for forward in VALUES}
     for m in METHODS:
         shorter = [r for r in runs if r["method"].startswith(f"{m}_") and r["method"].removeprefix(f"{m}_").isdigit()]
@@ -67,31 +67,34 @@ def equal_time(context: Context) -> Outcome:
             points[forward][m] = [(r["steps"], r[value]) for r in same]
     for of in points.values():
         of["fp8_tuned"] = of["fp8"]
+    return points
+
+
+def equal_time(context: Context) -> Outcome:
+    runs, content = stored_runs(context)
+    full, points = steps_of([r for r in runs if r["method"] == "bf16"]), two_lengths(runs)
     rows, numbers, panels = [], [], []
     depths = DEPTHS[:1] if context.quick else DEPTHS
-    for card in CARDS:
-        for depth in depths:
-            machine, shape = MACHINES[card], Shape(depth)
-            steps = RATIO * (shape.block_weights + shape.head_weights) / BATCH
-            hours = {
-                band: {m: steps * method_ms(m, depth, machine, band if m in SHOWN[2:] else "") / 3.6e6 for m in SHOWN}
-                for band in ("", "best", "worst")
-            }
-            panels.append((f"{machine.name}, d{depth}", hours[""]))
-            budget = min(hours[""].values())
-            record = {"machine": machine.name, "depth": depth, "hours": hours, "budget": budget}
-            for forward, of in points.items():
-                cells, bpb, worst = [], {}, {}
-                for m in SHOWN:
-                    bpb[m], bound = at_steps(of[m], full * budget / hours[""][m])
-                    worst[m], _ = at_steps(of[m], full * budget / hours["worst"][m])
-                    ends = sorted(at_steps(of[m], full * budget / hours[b][m])[0] for b in ("best", "worst"))
-                    band = f" ({ends[0]:.4f} to {ends[1]:.4f})" if ends[1] - ends[0] > 5e-5 else ""
-                    cells.append(f"{bound}{bpb[m]:.4f}{band}")
-                ahead = [first_of(found) for found in (bpb, worst)]
-                rows.append([machine.name, f"d{depth}", f"{budget:.3g}", forward, *cells, *ahead])
-                record["bpb" if forward == "own" else "bpb_bf16"] = bpb
-            numbers.append(record)
+    for card, depth in itertools.product(CARDS, depths):
+        machine, shape = MACHINES[card], Shape(depth)
+        steps = RATIO * (shape.block_weights + shape.head_weights) / BATCH
+        hours: dict[str, dict[str, float]] = {}
+        for band in ("", "best", "worst"):
+            ms = {m: method_ms(m, depth, machine, band if m in SHOWN[2:] else "") for m in SHOWN}
+            hours[band] = {m: steps * ms[m] / 3.6e6 for m in SHOWN}
+        panels.append((f"{machine.name}, d{depth}", hours[""]))
+        budget = min(hours[""].values())
+        record = {"machine": machine.name, "depth": depth, "hours": hours, "budget": budget}
+        for forward, of in points.items():
+            cells, bpb, worst = [], {}, {}
+            for m in SHOWN:
+                found = {band: at_steps(of[m], full * budget / hours[band][m]) for band in hours}
+                (bpb[m], bound), (worst[m], _) = found[""], found["worst"]
+                low, high = sorted(found[band][0] for band in ("best", "worst"))
+                cells.append(f"{bound}{bpb[m]:.4f}" + (f" ({low:.4f} to {high:.4f})" if high - low > 5e-5 else ""))
+            rows.append([machine.name, f"d{depth}", f"{budget:.3g}", forward, *cells, first_of(bpb), first_of(worst)])
+            record["bpb" if forward == "own" else "bpb_bf16"] = bpb
+        numbers.append(record)
 
     def plot(axes: Any) -> None:
         axes.set_axis_off()
@@ -112,24 +115,18 @@ def equal_time(context: Context) -> Outcome:
         axes.plot([], [], ":", color=BASELINE, label="the same, evaluated with a BF16 forward")
 
     shorter = [r for r in runs if r["method"].split("_")[-1].isdigit()]
-    return outcome(
-        shorter,
-        content,
-        "At equal time: measured BPB of d6 against predicted hours",
-        ["GPU", "", "hours", "forward", *SHOWN, "ahead", "ahead, worst case of 4 bits"],
-        rows,
-        [
-            "forward: each method's own, or the same weights evaluated in BF16; deployed in plain NVFP4 (one term) "
-            "clover_feedback_late is not measured",
-            "ASSUMPTION: losses of d6, hours of larger models on GPUs that have not run it; gaps may differ with size",
-            f"hours: of the fastest method for {RATIO} tokens a parameter; the others get as many steps as fit into it",
-            "between its two measured lengths a method's BPB is linear in log steps; >: shorter than the shorter one, "
-            "so worse than this; brackets: the band of its own instructions and GEMMs, of feedback and of FP8's tuning",
-            "worst case of 4 bits: their worst band against the fastest tuned FP8",
-        ],
-        {"points": points, "predictions": numbers},
-        plot,
-    )
+    title = "At equal time: measured BPB of d6 against predicted hours"
+    header = ["GPU", "", "hours", "forward", *SHOWN, "ahead", "ahead, worst case of 4 bits"]
+    notes = [
+        "forward: each method's own, or the same weights evaluated in BF16; deployed in plain NVFP4 (one term) "
+        "clover_feedback_late is not measured",
+        "ASSUMPTION: losses of d6, hours of larger models on GPUs that have not run it; gaps may differ with size",
+        f"hours: of the fastest method for {RATIO} tokens a parameter; the others get as many steps as fit into it",
+        "between its two measured lengths a method's BPB is linear in log steps; >: shorter than the shorter one, "
+        "so worse than this; brackets: the band of its own instructions and GEMMs, of feedback and of FP8's tuning",
+        "worst case of 4 bits: their worst band against the fastest tuned FP8",
+    ]
+    return outcome(shorter, content, title, header, rows, notes, {"points": points, "predictions": numbers}, plot)
 
 
 def exponent(runs: list[dict], value: str = "val_bpb") -> tuple[float, dict[str, float]]:
@@ -145,10 +142,8 @@ def exponent(runs: list[dict], value: str = "val_bpb") -> tuple[float, dict[str,
         raise UserError("--results has no method of two lengths with one seed; add a sweep with --num-iterations")
 
     def fit(of: list[list[dict]]) -> float:
-        x, y = (
-            np.concatenate([v - v.mean() for v in (np.log([r[name] for r in runs]) for runs in of)])
-            for name in ("steps", value)
-        )
+        logs = [np.log([[r["steps"], r[value]] for r in runs]) for runs in of]
+        x, y = np.concatenate([log - log.mean(0) for log in logs]).T
         return -float(x @ y / (x @ x))
 
     single: dict[str, list[list[dict]]] = {}
@@ -172,7 +167,7 @@ def extra_steps(context: Context) -> Outcome:
         mine = [r for r in runs if r["method"] == method and r["seed"] in base]
         steps = mine[0]["steps"]
         longer: dict[str, Any] = {"method": method, "steps": steps / usual}
-        cells = [method, f"{100 * (steps / usual - 1):+.1f}%", *cost_cells(mine[0], usual)]
+        cells = [method, f"{100 * (steps / usual - 1):+.1f}%", *cost_cells(mine, method, usual)]
         for name, value in VALUES.items():
             gap = statistics.fmean(100 * (r[value] / base[r["seed"]][value] - 1) for r in mine)
             alike = 100 * ((1 + gap / 100) * (steps / usual) ** b - 1)
@@ -181,19 +176,14 @@ def extra_steps(context: Context) -> Outcome:
         rows.append([*cells, len(mine)])
         numbers.append(longer)
     shown = ", ".join(f"{name} {of:.3f}" for name, of in single.items())
-    what = ("gap", "same steps", "tokens")
-    return outcome(
-        runs,
-        content,
-        "Extra steps, and gaps as tokens",
-        ["method", "steps", "GEMM work", "time", *[f"{name}: {w}" for name in VALUES for w in what], "seeds"],
-        rows,
-        [
-            "gap: over bf16 of its usual length, percent; same steps: over a bf16 with as many steps as the method, "
-            "whose loss is bf16's times (steps / usual)^-b, not measured",
-            "tokens: by how much longer the method must train than bf16 to be level, by the same b",
-            f"b = {b:.3f}, of all methods with several lengths: {shown}",
-            "runs of other lengths end on other text, and read more of it",
-        ],
-        {"exponent": b, "exponents": single, "methods": numbers},
-    )
+    what = [f"{name}: {w}" for name in VALUES for w in ("gap", "same steps", "tokens")]
+    header = ["method", "steps", "GEMM work", "time", *what, "seeds"]
+    notes = [
+        "gap: over bf16 of its usual length, percent; same steps: over a bf16 with as many steps as the method, whose "
+        "loss is bf16's times (steps / usual)^-b, not measured",
+        "tokens: by how much longer the method must train than bf16 to be level, by the same b",
+        f"b = {b:.3f}, of all methods with several lengths: {shown}",
+        "runs of other lengths end on other text, and read more of it",
+    ]
+    numbers_of = {"exponent": b, "exponents": single, "methods": numbers}
+    return outcome(runs, content, "Extra steps, and gaps as tokens", header, rows, notes, numbers_of)

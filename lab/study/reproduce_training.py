@@ -114,16 +114,10 @@ def training(context: Context, name: str, item: Item) -> Outcome:
         axes.set_ylabel("increase of validation BPB over bf16, %")
 
     seeds, tokens = sorted({r["seed"] for r in results}), sorted({r["tokens"] for r in results})
-    outcome = Outcome(
-        item.title,
-        ["size", "method", "paper, %", "val BPB", "own forward: gap, %", "BF16 forward: gap, %", "seeds"],
-        rows,
-        [*said, "intervals are 95%, paired by seed: the same initialization and data for all", FORWARDS, *notes],
-        numbers,
-        plot,
-        f"data {data}, {'/'.join(f'{t:,}' for t in tokens)} training tokens, seeds {seeds}",
-        environment,
-    )
+    header = ["size", "method", "paper, %", "val BPB", "own forward: gap, %", "BF16 forward: gap, %", "seeds"]
+    notes = [*said, "intervals are 95%, paired by seed: the same initialization and data for all", FORWARDS, *notes]
+    measured_on = f"data {data}, {'/'.join(f'{t:,}' for t in tokens)} training tokens, seeds {seeds}"
+    outcome = Outcome(item.title, header, rows, notes, numbers, plot, measured_on, environment)
     if item.finish:
         item.finish(context, outcome, results)
     return outcome
@@ -153,10 +147,6 @@ def ends_in_bf16(method: str, size: str) -> str:
 # What items add to the table
 
 
-def full_methods(context: Context) -> Sequence[str]:
-    return WITH_OTHERS if context.args.results else FULL_METHODS
-
-
 def compare(context: Context, outcome: Outcome, results: list[dict], other: str = "clover") -> None:
     """One more column: the paired difference to another method, own forwards."""
     outcome.header += [f"own forward: minus {other}"]
@@ -165,7 +155,7 @@ def compare(context: Context, outcome: Outcome, results: list[dict], other: str 
         row.append("-" if row[1] == other or not difference.n else str(difference))
 
 
-def reduction(context: Context, outcome: Outcome, results: list[dict], said: str) -> None:
+def reduction(context: Context, outcome: Outcome, results: list[dict], said: str, more: Sequence[str] = ()) -> None:
     """Adds by how much clover's mean gap is below the best of the other systems, where all gaps are clear of zero."""
     for size in dict.fromkeys(r["size"] for r in results):
         gaps = {m: statistics.gap(results, size, m) for m in (*SYSTEMS, "clover")}
@@ -175,13 +165,7 @@ def reduction(context: Context, outcome: Outcome, results: list[dict], said: str
             below = 100 * (1 - clover / min(g.mean for g in gaps.values()))
             where = f"{abs(below):.0f}% {'below' if below >= 0 else 'ABOVE'} the best of {', '.join(gaps)} ({size})"
             outcome.notes.insert(0, f"clover's mean gap is {where}; the paper: {said}")
-
-
-def finish_table5(context: Context, outcome: Outcome, results: list[dict]) -> None:
-    reduction(context, outcome, results, "15% to 25%")
-    outcome.notes.append(
-        "the paper's rows after SFT come from the whole pipeline: COMPARE=1 QAT_METHOD=clover bash speedrun_fp4.sh"
-    )
+    outcome.notes += more
 
 
 def finish_fig5(context: Context, outcome: Outcome, results: list[dict]) -> None:
@@ -191,21 +175,18 @@ def finish_fig5(context: Context, outcome: Outcome, results: list[dict]) -> None
     what = "training loss" if loss else "validation BPB"
     curves: dict[str, dict[str, list]] = {}
     runs: dict[str, list[tuple]] = {}  # of each line, one for each seed
+    outcome.header, outcome.rows = ["size", "method", "gap in % at steps"], []
     for size in dict.fromkeys(r["size"] for r in results):
         gaps = along([r for r in results if r["size"] == size], "loss_curve" if loss else "curve")
         for method in full_methods(context)[1:]:
             if seeds := [of for of in gaps.get(method, {}).values() if of]:
                 at = {step: [of[step] for of in seeds if step in of] for step in sorted(set().union(*seeds))}
-                curves.setdefault(size, {})[method] = [[step, sum(v) / len(v)] for step, v in at.items()]
+                points = curves.setdefault(size, {})[method] = [[step, sum(v) / len(v)] for step, v in at.items()]
                 runs[f"{method}, {size}"] = [tuple(zip(*of.items())) for of in seeds]
+                few = points[:: max(1, len(points) // 6)]
+                outcome.rows.append([size, method, "  ".join(f"{s}: {g:+.2f}" for s, g in few)])
     outcome.numbers["curves"] = curves
     outcome.title = f"Figure 5: increase of the {what} over BF16 in the course of training, own forward"
-    outcome.header = ["size", "method", "gap in % at steps"]
-    outcome.rows = [
-        [size, method, "  ".join(f"{s}: {g:+.2f}" for s, g in points[:: max(1, len(points) // 6)])]
-        for size, methods in curves.items()
-        for method, points in methods.items()
-    ]
 
     def plot(axes) -> None:
         for name, seeds in runs.items():
@@ -257,7 +238,6 @@ SYSTEMS = {
 }
 FULL_CLAIMS = [Claim(f"Clover beats {name}", "clover", method) for method, name in SYSTEMS.items()]
 
-
 # Validation BPB of bf16, and its increase over that in percent; the paper's Table 5.
 PAPER_MODELS = ("d20 (560M, 11B tokens)", "d32 (1.9B, 38B tokens)")
 TABLE_5 = {
@@ -267,7 +247,6 @@ TABLE_5 = {
     "tetrajet_v2": (1.56, 1.72),
     "clover": (1.22, 1.44),
 }
-
 
 # Increase of the validation loss over BF16 in percent, 30M parameters, C4 (Quartet-II, for_plots/runs.json); other
 # sizes and lengths are in docs/results/paper_runs.json.
@@ -291,15 +270,13 @@ OF_LLAMAS: dict[str, Any] = {"notes": [NOT_COMPARABLE], "models": LLAMA_MODELS, 
 
 OTHER_SYSTEMS = (
     "bf16", "fp8", "clover", "nvidia", "nvidia_fixed_signs", "nvidia_1d", "nvidia_no_rht", "nvidia_no_sr",
-    "nvidia_full", "chmiel", "tetrajet_v2", "tetrajet_v2_rht128", "tseng", "mxfp4_nvidia",
-    "mxfp8",
+    "nvidia_full", "chmiel", "tetrajet_v2", "tetrajet_v2_rht128", "tseng", "mxfp4_nvidia", "mxfp8",
 )  # fmt: skip
 REMEDIES = (
     "clover_search", "clover_search_forward", "clover_search_backward", "clover_weight_search", "clover_warmup",
-    "clover_late_bf16", "clover_late_forward", "clover_late_backward", "clover_refined",
-    "clover_late", "clover_late_fp8", "clover_up_fp8", "clover_fp8_input",
-    "clover_fp8_weight", "clover_fp8_forward", "clover_less_decay",
-    "clover_feedback", "clover_search_feedback", "clover_late_refined_bf16",
+    "clover_late_bf16", "clover_late_forward", "clover_late_backward", "clover_refined", "clover_late",
+    "clover_late_fp8", "clover_up_fp8", "clover_fp8_input", "clover_fp8_weight", "clover_fp8_forward",
+    "clover_less_decay", "clover_feedback", "clover_search_feedback", "clover_late_refined_bf16",
     "clover_feedback_late_bf16",
 )  # fmt: skip
 QUICK = {  # with --quick one of each sort
@@ -311,8 +288,8 @@ QUICK = {  # with --quick one of each sort
 }
 
 
-def systems_methods(context: Context) -> list[str]:
-    return [*OTHER_SYSTEMS, ends_in_bf16("nvidia", one_size(context))]
+def full_methods(context: Context) -> Sequence[str]:
+    return WITH_OTHERS if context.args.results else FULL_METHODS
 
 
 def remedies_methods(context: Context) -> list[str]:
@@ -346,13 +323,10 @@ def clover_apart(depth: int) -> list[str]:
     return [f"{label}: {' '.join(sweep_runs.changed(*how))}" for label, how in methods.items()]
 
 
-def attribution_methods(context: Context) -> list[str]:
-    return clover_apart(depth_of(one_size(context)))
-
-
+AFTER_SFT = "the paper's rows after SFT come from the whole pipeline: COMPARE=1 QAT_METHOD=clover bash speedrun_fp4.sh"
 TABLE_5_ITEM = Item(
     "Table 5: nanochat's validation BPB, increase over BF16 (paper: d20 / d32)", full_methods, FULL_CLAIMS, TABLE_5,
-    PAPER_MODELS, size="d8", finish=finish_table5,
+    PAPER_MODELS, size="d8", finish=partial(reduction, said="15% to 25%", more=[AFTER_SFT]),
 )  # fmt: skip
 ITEMS = {
     "fig1": Item(
@@ -388,14 +362,14 @@ ITEMS = {
     "fig5": dataclasses.replace(TABLE_5_ITEM, title="Figure 5", finish=finish_fig5),
     "systems": Item(
         "Other systems: FP8, NVIDIA's recipe piece by piece, Chmiel, Tseng, MXFP4",
-        systems_methods,
-        [
-            Claim("NVFP4 has a smaller gap than MXFP4 (NVIDIA: 1.5% and 2.5%)", "nvidia", "mxfp4_nvidia"),
-        ],
+        lambda context: [*OTHER_SYSTEMS, ends_in_bf16("nvidia", one_size(context))],
+        [Claim("NVFP4 has a smaller gap than MXFP4 (NVIDIA: 1.5% and 2.5%)", "nvidia", "mxfp4_nvidia")],
         finish=compare,
     ),
     "attribution": Item(
-        "Where Clover's gap comes from: only this part is quantized", attribution_methods, finish=finish_attribution
+        "Where Clover's gap comes from: only this part is quantized",
+        lambda context: clover_apart(depth_of(one_size(context))),
+        finish=finish_attribution,
     ),
     "remedies": Item("Remedies on top of Clover", remedies_methods, finish=finish_remedies),
 }  # fmt: skip

@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lab.study.statistics import gap
 from lab.study.sweep_results import data_name, difference_from_paper, other_lengths, summary
@@ -84,14 +85,11 @@ def with_one_term(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[s
             continue
         if max(output.a.terms, output.b.terms) < 2:
             continue
-        if tokens == result.get("eval_tokens"):
+        if tokens == (own := result.get("eval_tokens")):
             result["val_bpb_one_term"] = bpb
-        else:
-            own = result.get("eval_tokens")
-            notes.append(
-                f"{run.tag}: evaluated on {own} tokens, by lab.study.forwards on {tokens}; remove its file in "
-                f"forwards/ and run lab.study.forwards --eval-tokens={own}"
-            )
+            continue
+        mend = f"remove its file in forwards/ and run lab.study.forwards --eval-tokens={own}"
+        notes.append(f"{run.tag}: evaluated on {own} tokens, by lab.study.forwards on {tokens}; {mend}")
     return results, notes
 
 
@@ -130,18 +128,14 @@ def run_sweep(sweep: Sweep, name: str, runs: Sequence[Run]) -> list[dict]:
     start, before = time.monotonic(), len(sweep.results(runs))
 
     def progress() -> None:
-        done = len(sweep.results(runs))
-        elapsed = time.monotonic() - start
-        left = elapsed / max(1, done - before) * (len(runs) - done)
-        print0(
-            f"\n{name}: {done} of {len(runs)} runs done, {format_seconds(elapsed)}, about {format_seconds(left)} left"
-        )
+        done, elapsed = len(sweep.results(runs)), time.monotonic() - start
+        left = format_seconds(elapsed / max(1, done - before) * (len(runs) - done))
+        print0(f"\n{name}: {done} of {len(runs)} runs done, {format_seconds(elapsed)}, about {left} left")
         print0(report(sweep, name, runs), flush=True)
 
     if before < len(runs):
-        print0(
-            f"{name}: {len(runs)} runs, {before} of them done before; on {', '.join(sweep.devices)}; in {sweep.folder}"
-        )
+        where = f"on {', '.join(sweep.devices)}; in {sweep.folder}"
+        print0(f"{name}: {len(runs)} runs, {before} of them done before; {where}")
     try:
         sweep.train(runs, progress)
     finally:
@@ -166,22 +160,13 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add("--first-seed", type=int, default=1, help="the first of them: fresh seeds for what others were chosen on")
     add("--tokens", default="", help="training tokens of a run, for example 100M")
     add("--ratio", type=float, default=0.0, help="instead of --tokens: training tokens per parameter")
-    add(
-        "--bf16-until", type=float, default=0.0,
-        help="branch all runs of a seed from its BF16 run at this fraction of the steps: smaller differences can be "
-        "told apart (default: 0, no branches)",
-    )  # fmt: skip
-    add(
-        "--share-until", type=fractions, default=[],
-        help="fractions of the steps, with commas: train the part up to the last of them up to which methods compute "
-        "the same once for all of these (default: every method from its own beginning)",
-    )  # fmt: skip
-    add(
-        "--vary-data",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="a seed changes the order of the data as well, not only weights and noise (default: yes)",
-    )
+    text = "branch all runs of a seed from its BF16 run at this fraction of the steps: smaller differences can be told "
+    add("--bf16-until", type=float, default=0.0, help=text + "apart (default: 0, no branches)")
+    text = "fractions of the steps, with commas: train the part up to the last of them up to which methods compute the "
+    text += "same once for all of these (default: every method from its own beginning)"
+    add("--share-until", type=fractions, default=[], help=text)
+    text = "a seed changes the order of the data as well, not only weights and noise (default: yes)"
+    add("--vary-data", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--data-dir", default=None, help="folder of text or parquet files (default: as for base_train)")
     add("--vocab-size", type=int, default=0, help="of a new tokenizer, where the base directory has none (32768)")
     add("--folder", default="", help="where runs and results go (default: sweeps/ in the base directory)")
@@ -189,13 +174,20 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add("--extra", default="", help="further flags of base_train for all runs, in one string")
 
 
+def plan_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say of a plan (sweep_runs.plan). Raises UserError."""
+    options = {name: getattr(args, name) for name in ("ratio", "bf16_until", "share_until", "vary_data")}
+    return options | {"tokens": parse_number(args.tokens) if args.tokens else 0, "extra": args.extra.split()}
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--name", default="sweep", help="of the table and its files")
-    parser.add_argument("--methods", default="bf16,nvidia,four_over_six,tetrajet_v2,clover,clover_search")
-    parser.add_argument("--variant", action="append", default=[], help='"label: flags of base_train"; may be repeated')
-    parser.add_argument("--keep", default="", help="methods whose checkpoints stay, with commas")
-    parser.add_argument("--plan", action="store_true", help="list the runs and stop")
+    add = parser.add_argument
+    add("--name", default="sweep", help="of the table and its files")
+    add("--methods", default="bf16,nvidia,four_over_six,tetrajet_v2,clover,clover_search")
+    add("--variant", action="append", default=[], help='"label: flags of base_train"; may be repeated')
+    add("--keep", default="", help="methods whose checkpoints stay, with commas")
+    add("--plan", action="store_true", help="list the runs and stop")
     add_sweep_arguments(parser)
     args = parser.parse_args(argv)
     methods = [*filter(None, args.methods.split(",")), *args.variant]
@@ -207,10 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     keep, names = [m for m in args.keep.split(",") if m], labels(methods)
     if unknown := [m for m in keep if m not in names]:
         raise UserError(f"--keep: {unknown[0]!r} is none of this sweep's methods; use one of {', '.join(names)}")
-    length = {"tokens": parse_number(args.tokens) if args.tokens else 0, "ratio": args.ratio}
-    options = {"extra": args.extra.split(), "bf16_until": args.bf16_until, "share_until": args.share_until, **length}
-    options["vary_data"] = args.vary_data
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    options, seeds = plan_options(args), range(args.first_seed, args.first_seed + args.seeds)
     for run in plan(methods, sizes, seeds, **options):  # bad flags are refused before the data is made
         base_train.parse_args(list(run.flags))
     folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"
@@ -222,11 +211,10 @@ def main(argv: list[str] | None = None) -> None:
         return
     sweep = Sweep(folder, data, visible_devices(args.jobs), keep)
     try:
-        results = run_sweep(sweep, args.name, runs)
+        run_sweep(sweep, args.name, runs)
     except Interrupted as e:
         stopped(e)
-    if len(results) == len(runs):
-        print0(f"\n{report(sweep, args.name, runs)}\nwritten to {folder / args.name}.json")
+    print0(f"\n{report(sweep, args.name, runs)}\nwritten to {folder / args.name}.json")
 
 
 if __name__ == "__main__":

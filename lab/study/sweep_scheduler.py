@@ -82,30 +82,20 @@ class Sweep:
         if not starts or not values or values[-1]["step"] != starts[-1]["num_iterations"]:
             return None
         start, losses = starts[-1], [r for r in records if r["event"] == "train"]
-        seconds = sum(r.get("dt", math.nan) for r in losses)
-        if not math.isfinite(values[-1]["bpb"] + values[-1]["bpb_bf16"] + seconds):
+        last, steps, seconds = values[-1], start["num_iterations"], sum(r.get("dt", math.nan) for r in losses)
+        if not math.isfinite(last["bpb"] + last["bpb_bf16"] + seconds):
             return None
         result = {
-            "method": run.method,
-            "size": run.size,
-            "seed": run.seed,
-            "flags": list(run.flags),
-            "val_bpb": values[-1]["bpb"],
-            "val_bpb_bf16": values[-1]["bpb_bf16"],
+            "method": run.method, "size": run.size, "seed": run.seed, "flags": list(run.flags),
+            "val_bpb": last["bpb"], "val_bpb_bf16": last["bpb_bf16"],
             "curve": [[r["step"], r["bpb"], r["bpb_bf16"]] for r in values],
-            "loss_curve": thinned(losses, start["num_iterations"]),
+            "loss_curve": thinned(losses, steps),
             "train_loss": statistics.fmean(r["loss"] for r in losses[-max(1, len(losses) // 20) :]),
-            "steps": start["num_iterations"],
-            "tokens": start["num_iterations"] * start["total_batch_size"],
-            "num_params": start["num_params"],
-            "vocab_size": start.get("vocab_size"),
-            "eval_tokens": values[-1]["tokens"],
-            "training_seconds": seconds,
-            "wall_seconds": time.monotonic() - started,
-            "gemm_work": start["gemm_work"],
-            "backend": start["backend"],
-            "environment": start["environment"],
-        }
+            "steps": steps, "tokens": steps * start["total_batch_size"], "num_params": start["num_params"],
+            "vocab_size": start.get("vocab_size"), "eval_tokens": last["tokens"],
+            "training_seconds": seconds, "wall_seconds": time.monotonic() - started,
+        }  # fmt: skip
+        result |= {name: start[name] for name in ("gemm_work", "backend", "environment")}
         self.result_path(run).parent.mkdir(parents=True, exist_ok=True)
         atomic_write(self.result_path(run), json.dumps(result, indent=1) + "\n")
         if run.method not in self.keep and run.tag not in self.needed:

@@ -40,9 +40,7 @@ class Task:
 
     def __init__(self, start: int = 0, stop: int | None = None, step: int = 1):
         if start < 0 or step < 1 or (stop is not None and stop < start):
-            raise ValueError(
-                f"start {start}, stop {stop} and step {step} select nothing; use 0 <= start <= stop, step >= 1"
-            )
+            raise ValueError(f"[{start}:{stop}:{step}] selects nothing; use 0 <= start <= stop and step >= 1")
         self.start, self.stop, self.step = start, stop, step
 
     @property
@@ -193,9 +191,7 @@ def identity_conversations() -> str:
 def _downloaded(url: str, name: str, check: Callable[[str], Any], what: str, remedy: str) -> str:
     """The path of a small file in the base directory, downloaded if absent. Raises MissingDataError."""
     try:
-        return download_file_with_lock(
-            url, name, deadline=120, timeout=10, attempts=2, limit=64 << 20, postprocess_fn=check
-        )
+        return download_file_with_lock(url, name, check, deadline=120, timeout=10, attempts=2, limit=64 << 20)
     except UserError as e:
         raise MissingDataError(f"{what} cannot be downloaded ({one_line(e)[:150]}); {remedy}") from e
 
@@ -204,10 +200,8 @@ def _downloaded(url: str, name: str, check: Callable[[str], Any], what: str, rem
 # Spelling
 
 # At the last commit of its repository; git names a file by the SHA-1 of its content.
-WORD_LIST_COMMIT, WORD_LIST_BLOB = (
-    "20f5cc9b3f0ccc8ce45d814c532b7c2031bba31c",
-    "d3a119e7ce57d068c3f3c9cbd694fc2ff14571ab",
-)
+WORD_LIST_COMMIT = "20f5cc9b3f0ccc8ce45d814c532b7c2031bba31c"
+WORD_LIST_BLOB = "d3a119e7ce57d068c3f3c9cbd694fc2ff14571ab"
 WORD_LIST_URL = f"https://raw.githubusercontent.com/dwyl/english-words/{WORD_LIST_COMMIT}/words_alpha.txt"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -321,9 +315,8 @@ def load_sources(sources: list[Source], allow_missing: bool, what: str) -> TaskM
             source.task = source.make()
         except MissingDataError as e:
             if not allow_missing:
-                raise UserError(
-                    f"{source.name}: {e}. To train without it add --allow-missing; without any network, --data local"
-                ) from e
+                hint = "To train without it add --allow-missing; without any network, --data local"
+                raise UserError(f"{source.name}: {e}. {hint}") from e
             source.missing = str(e)
     print0(f"{what} mixture:")
     announce(describe_sources(sources))

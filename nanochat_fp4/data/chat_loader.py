@@ -100,13 +100,8 @@ class PackedConversations(PackedRows):
             self.consumed = int(state["consumed"])
 
     def _config(self) -> dict[str, Any]:
-        return {
-            "conversations": len(self.dataset),
-            "content": self.content,
-            "T": self.T,
-            "lanes": self.lanes,
-            "lane_buffer": self.lane_buffer,
-        }
+        config = {"conversations": len(self.dataset), "content": self.content}
+        return config | {"T": self.T, "lanes": self.lanes, "lane_buffer": self.lane_buffer}
 
     def state_dict(self) -> dict[str, Any]:
         """As PackedRows', with the conversations in this rank's rows so far."""
@@ -181,9 +176,7 @@ class ConversationBatches(_Dealt):
             ids, mask = _tokens(self.tokenizer, self.dataset, i % len(self.dataset), self.max_tokens)
             if any(mask[1:]):
                 return ids, mask
-        raise UserError(
-            f"no conversation has anything to learn within {self.max_tokens} tokens; train with a longer context"
-        )
+        raise UserError(f"no conversation has anything to learn in {self.max_tokens} tokens; train with more of them")
 
     def __next__(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         first = self.number * self.B

@@ -8,6 +8,7 @@ sources. The corpus needs no network. Every machine with the same Python has the
 import ast
 import contextlib
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -79,27 +80,18 @@ def convert(folder: Path, files: list[Path], column: str) -> Path:
             return target
         print0(f"Writing the text of {folder} ({len(files)} files, {format_bytes(size)}) as shards into {target}")
         check_space(target.parent, 2 * size, f"the shards of {folder}")
-        num_documents = num_chars = 0
-        with Progress(desc="count", unit="char") as progress:
-            for text in (text for path in files for text in _documents(path, column)):
-                num_documents += 1
-                num_chars += len(text)
-                progress.update(len(text))
-        with new_folder(target) as tmp, Progress(total=num_chars, desc="convert", unit="char") as progress:
+        documents = itertools.chain.from_iterable(_documents(path, column) for path in files)
+        first = list(itertools.islice(documents, 20))
+        with new_folder(target) as tmp, Progress(desc="convert", unit="char") as progress:
             writer = ShardWriter(tmp)
-            index = 0
-            for path in files:
-                for text in _documents(path, column):
-                    pieces = cut_text(text, random.Random(index))
-                    # Validation: every 20th document as a whole. Fewer than 20 documents give the last tenth of each
-                    # longer one instead, which is adjacent to training text.
-                    tail = max(1, len(pieces) // 10) if len(pieces) >= 4 else 0
-                    for i, piece in enumerate(pieces):
-                        val = index % 20 == 7 if num_documents >= 20 else i >= len(pieces) - tail
-                        writer.add(piece, val)
-                        progress.update(len(piece))
-                    progress.update(len(text) - sum(map(len, pieces)))  # the white space at the cuts
-                    index += 1
+            for index, text in enumerate(itertools.chain(first, documents)):
+                pieces = cut_text(text, random.Random(index))
+                # Validation: every 20th document as a whole. Fewer than 20 documents give the last tenth of each
+                # longer one instead, which is adjacent to training text.
+                tail = max(1, len(pieces) // 10) if len(pieces) >= 4 else 0
+                for i, piece in enumerate(pieces):
+                    writer.add(piece, index % 20 == 7 if len(first) == 20 else i >= len(pieces) - tail)
+                progress.update(len(text))
             writer.finish({"source": str(folder), "files": len(files)})
     return target
 
@@ -127,9 +119,7 @@ def _docstrings_and_code(source: str, module: str) -> tuple[str, str]:
     def visit(node: ast.AST, name: str) -> None:
         doc = ast.get_docstring(node)
         if doc:
-            signature = (
-                f"({ast.unparse(node.args)})" if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
-            )
+            signature = f"({ast.unparse(node.args)})" if hasattr(node, "args") else ""
             prose.append(f"{name}{signature}\n\n{doc}")
             dropped.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
         for child in ast.iter_child_nodes(node):
@@ -185,23 +175,17 @@ def build_embedded_corpus(size_mb: float | None = None) -> str:
     if not 0.2 <= wanted <= 100:
         raise UserError(f"--size-mb {wanted:g}: the embedded corpus can have 0.2 to 100 MB")
     target = Path(get_base_dir()) / "embedded_data"
-    info = {
-        "source": "the standard library of Python",
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "size_mb": wanted,
-        "version": 1,
-    }
+    python = ".".join(map(str, sys.version_info[:3]))
+    info = {"source": "the standard library of Python", "python": python, "size_mb": wanted, "version": 1}
     with data_lock():
-        if target.is_dir():
-            with contextlib.suppress(OSError, ValueError):
-                manifest = json.loads((target / "manifest.json").read_text(encoding="utf-8"))
-                same = {k: manifest.get(k) for k in info} == info
-                if same or size_mb is None:
-                    return str(target)
+        with contextlib.suppress(OSError, ValueError):
+            manifest = json.loads((target / "manifest.json").read_text(encoding="utf-8"))
+            if size_mb is None or manifest == manifest | info:
+                return str(target)
         print0(f"Building the embedded corpus from Python's standard library in {target}")
         check_space(target.parent, int(wanted * 1e6), "the embedded corpus")
         with new_folder(target) as tmp, Progress(total=int(wanted * 1e6), desc="embedded", unit="char") as progress:
-            pieces: list[tuple[str, bool]] = []
+            pieces: list[tuple[str, bool]] = []  # and whether each is validation text
             total = 0
             for key, text in _embedded_documents():
                 val = _spread("split " + key) % 12 == 0
@@ -213,10 +197,8 @@ def build_embedded_corpus(size_mb: float | None = None) -> str:
                 if total >= wanted * 1e6:
                     break
             if total < 200_000:
-                raise UserError(
-                    f"this Python has no library sources in {sysconfig.get_paths()['stdlib']}; set DATA_DIR to a "
-                    "folder of text"
-                )
+                place = sysconfig.get_paths()["stdlib"]
+                raise UserError(f"this Python has no library sources in {place}; set DATA_DIR to a folder of text")
             random.Random(0).shuffle(pieces)  # prose and code must not come one after the other
             train_chars = sum(len(piece) for piece, val in pieces if not val)
             writer = ShardWriter(tmp, shard_chars=train_chars // 4 + 4000)  # four training shards

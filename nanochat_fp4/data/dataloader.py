@@ -41,6 +41,7 @@ DEFAULT_LANES = 8  # 1, 2, 4 or 8 processes share no lane
 MAX_LANES = 1 << 16  # of a state that is believed
 
 REMEDIES = {  # for an entry of a data position that differs
+    "version": "start a new run, or load only the weights",
     "split": "resume the same split",
     "data": "resume with the shards that the run began with (DATA_DIR, number of downloaded shards)",
     "T": "resume with the same --max-seq-len",
@@ -79,9 +80,7 @@ class RowOrder:
     def __init__(self, B: int, lanes: int, rank: int, world_size: int, micro_batches: int | None = None):
         micro_batches = world_size if micro_batches is None else micro_batches
         if micro_batches < 1 or micro_batches % world_size:
-            raise ValueError(
-                f"micro_batches={micro_batches} must be a multiple of the number of processes, {world_size}"
-            )
+            raise ValueError(f"{micro_batches} micro-batches are no multiple of the number of processes, {world_size}")
         self.B, self.lanes, self.rank, self.world_size = B, lanes, rank, world_size
         self.classes = math.gcd(micro_batches, lanes)
         self.period = self.classes // math.gcd(self.classes, world_size)  # micro-batches of a rank in a round
@@ -248,19 +247,16 @@ class PackedRows:
         """Go on after the batch that the state came with. The state has passed check_position. Raises UserError."""
         try:
             lane_states = state["lane_states"]
-            missing = [str(lane) for lane in self.my_lanes if str(lane) not in lane_states]
-            if not missing and self.order.restore(state):
+            if self.order.restore(state) and all(str(lane) in lane_states for lane in self.my_lanes):
                 for lane, packer in self.my_lanes.items():
                     packer.restore(lane_states[str(lane)])
                 return
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as e:
-            raise UserError(
-                f"the data position is damaged ({type(e).__name__}: {one_line(e)[:80]}); resume from an older one"
-            ) from e
+            what = f"{type(e).__name__}: {one_line(e)[:80]}"
+            raise UserError(f"the data position is damaged ({what}); resume from an older one") from e
         raise UserError(
-            f"the data position is not that of rank {self.order.rank} of {self.order.world_size} (lanes missing: "
-            f"{', '.join(missing) or 'none'}); resume with the same number of processes, or from the merged states of "
-            "all ranks"
+            f"the data position is not that of rank {self.order.rank} of {self.order.world_size}; resume with the same "
+            "number of processes, or from the merged states of all ranks"
         )
 
 
@@ -350,7 +346,16 @@ class BestFitLoader(PackedRows):
         super().__init__(Lane, B, T, device, order, num_rows, min(-(-buffer_size // lanes), share // 4))
         self.refill = min(tokenizer_batch_size, self.lane_buffer)
         if resume_state_dict is not None:
-            self._resume(resume_state_dict)
+            check_position(resume_state_dict, self._config())
+            content = resume_state_dict.get("content")
+            if content != self.content:
+                known = str(content)
+                changed = [os.path.basename(s.path) for s, d in zip(self.shards, self.content) if d not in known]
+                raise UserError(
+                    f"the data position does not fit: the text of {', '.join(changed[:3])} is not the one that the run "
+                    "has been trained on; put the old file back, or start a new run"
+                )
+            self.restore(resume_state_dict)
 
     def read(self, g: int) -> list[str]:
         """The documents of row group g of the endless sequence."""
@@ -387,25 +392,6 @@ class BestFitLoader(PackedRows):
         epoch, position = divmod(min(begun), len(self.row_groups))
         place = dict(zip(("pq_idx", "rg_idx"), self.row_groups[position]))
         return super().state_dict() | {"content": self.content, "epoch": 1 + epoch, **place}
-
-    def _resume(self, state: dict[str, Any]) -> None:
-        if not isinstance(state, dict) or state.get("version") != STATE_VERSION or "lane_states" not in state:
-            raise UserError(
-                "the data position in the checkpoint was not written by this loader; start a new run, or load only the "
-                "weights"
-            )
-        check_position(state, self._config())
-        content = state.get("content")
-        if not isinstance(content, list) or len(content) != len(self.content):
-            raise UserError("the data position is damaged (content); resume from an older one")
-        if content != self.content:
-            changed = [s.path for s, was, now in zip(self.shards, content, self.content) if was != now]
-            raise UserError(
-                f"the data position does not fit: the text of {os.path.basename(changed[0])} "
-                f"{f'and {len(changed) - 1} more shard(s) ' * (len(changed) > 1)}is not the one that the run has been "
-                "trained on; put the old file back, or start a new run"
-            )
-        self.restore(state)
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:

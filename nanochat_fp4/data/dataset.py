@@ -60,11 +60,8 @@ def open_shards(split: str, data_dir: str | os.PathLike | None = None, column: s
         raise ValueError(f"split must be 'train' or 'val', not {split!r}")
     paths = list_parquet_files(data_dir)
     if len(paths) < 2:
-        where = data_dir if data_dir is not None else "the data folder"
-        raise UserError(
-            f"{where} holds {len(paths)} parquet shard(s), but at least 2 are needed (the last is the validation "
-            f"split); {NO_NETWORK_HINT}"
-        )
+        where = data_dir or "the folder"
+        raise UserError(f"{where} has {len(paths)} shards; expected 2, the last for validation; {NO_NETWORK_HINT}")
     shards = [open_shard(path, column) for path in (paths[:-1] if split == "train" else paths[-1:])]
     if sum(shard.num_rows for shard in shards) == 0:
         raise UserError(f"the {split} shards in {Path(paths[0]).parent} hold no rows; put text into them")
@@ -107,10 +104,8 @@ def _own_data(data_dir: str, column: str = "") -> str:
             print0(f"{folder}: using its {len(shards)} parquet shards, not its {len(texts)} text files")
         return str(folder)
     if not shards and not texts:
-        raise UserError(
-            f"DATA_DIR (--data-dir) {data_dir} holds no data; expected .parquet files with a text column, or "
-            f"{', '.join(TEXT_SUFFIXES)} files"
-        )
+        known = f".parquet files with a text column, or {', '.join(TEXT_SUFFIXES)} files"
+        raise UserError(f"DATA_DIR (--data-dir) {data_dir} holds no data; expected {known}")
     return str(convert(folder, [Path(p) for p in shards] + texts, column))
 
 
@@ -125,10 +120,8 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
     Shards that are there are kept. The space on the disk is stated and checked first. `deadline` is for one shard, in
     seconds. Returns the folder. Raises UserError; shards that are complete stay.
     """
-    if num_files < -1 or num_files == 0:
-        raise UserError(f"-n {num_files}: expected a number of shards from 1 to {MAX_SHARD + 1}, or -1 for all")
-    if num_workers < 1:
-        raise UserError(f"-w {num_workers}: expected at least one worker")
+    if num_files < -1 or num_files == 0 or num_workers < 1:
+        raise UserError(f"-n {num_files} -w {num_workers}: expected 1 to {MAX_SHARD + 1} files, or -1; 1 worker")
     num = MAX_SHARD + 1 if num_files == -1 else min(num_files, MAX_SHARD + 1)
     folder = Path(get_base_dir()) / "base_data"
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,8 +129,7 @@ def download_shards(num_files: int = -1, num_workers: int = 4, deadline: float =
     if not missing:
         print0(f"All {num} shards are in {folder}")
         return str(folder)
-    needed = len(missing) * SHARD_BYTES
-    free = format_bytes(shutil.disk_usage(folder).free)
+    needed, free = len(missing) * SHARD_BYTES, format_bytes(shutil.disk_usage(folder).free)
     print0(f"Downloading {len(missing)} of {num} shards (about {format_bytes(needed)}; {free} free) into {folder}")
     check_space(folder, needed, f"{len(missing)} shards")
     if problem := hub_problem(DATASET, index_to_filename(0)):
@@ -186,9 +178,7 @@ def ensure_data(
     """
     data_dir = data_dir or os.environ.get("DATA_DIR")
     if not data_dir and text_column(column) != "text":
-        raise UserError(
-            "--text-column (TEXT_COLUMN) is for text of your own; add --data-dir (DATA_DIR), or leave it out"
-        )
+        raise UserError("--text-column (TEXT_COLUMN) is for text of your own; add --data-dir (DATA_DIR)")
     say = print0 if make else (lambda line: None)
     if data_dir:
         folder = _own_data(data_dir, column)
@@ -201,15 +191,11 @@ def ensure_data(
         return str(downloaded)
     if (embedded / "manifest.json").is_file():
         folder = build_embedded_corpus(embedded_mb) if make else str(embedded)  # rebuilt where another size is wanted
-        say(
-            f"Data: the embedded corpus in {folder} (for FineWeb-Edu instead: python -m nanochat_fp4.data.dataset -n 8)"
-        )
+        say(f"Data: the embedded corpus in {folder} (for FineWeb-Edu: python -m nanochat_fp4.data.dataset -n 8)")
         return folder
     if not make:
-        raise UserError(
-            f"there is no training text in {base} yet; run python -m nanochat_fp4.data.dataset --ensure, or set "
-            "DATA_DIR to a folder of text or parquet files"
-        )
+        hint = "run python -m nanochat_fp4.data.dataset --ensure, or set DATA_DIR to a folder of text"
+        raise UserError(f"there is no training text in {base} yet; {hint}")
     problem = hub_problem(DATASET, index_to_filename(0))
     if problem is None:
         try:
@@ -252,9 +238,8 @@ def main(argv: list[str] | None = None) -> None:
     elif args.embedded:
         folder = build_embedded_corpus(args.size_mb)
     elif args.ensure:
-        folder = ensure_data(
-            num_shards=MAX_SHARD + 1 if args.num_files == -1 else args.num_files, embedded_mb=args.size_mb
-        )
+        count = MAX_SHARD + 1 if args.num_files == -1 else args.num_files
+        folder = ensure_data(num_shards=count, embedded_mb=args.size_mb)
     else:
         folder = download_shards(args.num_files, args.num_workers, args.deadline)
         if len(list_parquet_files(folder)) < 2:

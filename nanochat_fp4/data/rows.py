@@ -63,10 +63,7 @@ def load_rows(
         return [rows[i] for i in order]
     rows = _from_hub(dataset, config, split, flag)
     if check is not None and len(rows) and (problem := check(rows[0])):
-        raise UserError(
-            f"{dataset} ({config or 'default'}, {split}) from the hub has other fields than expected: {problem}; use "
-            f"{flag} with files in the known format"
-        )
+        raise UserError(f"{dataset} ({split}) on the hub: {problem}; use {flag} with files in the known format")
     return rows
 
 
@@ -85,12 +82,9 @@ def read_folder(
     paths = [place / f"{split}{suffix}" for suffix in SUFFIXES if (place / f"{split}{suffix}").is_file()][:1]
     paths = paths or sorted(place.glob(f"{split}-*-of-*.parquet"))
     if not paths:
-        there = sorted(p.name for p in place.iterdir())[:8] if place.is_dir() else []
-        raise MissingDataError(
-            f"{place / split}.jsonl (or .jsonl.gz, .parquet) is missing ({place} "
-            f"{'has ' + ', '.join(there) if there else 'is not there'}); put it there, or leave out {flag} to load it "
-            "from the hub"
-        )
+        there = ", ".join(sorted(p.name for p in place.iterdir())[:8]) if place.is_dir() else ""
+        what = f"{place / split}.jsonl (or .jsonl.gz, .parquet) is missing ({place} has {there or 'nothing'})"
+        raise MissingDataError(f"{what}; put it there, or leave out {flag} to load it from the hub")
     rows = [row for path in paths for row in read_rows(path, check)]
     if not rows:
         raise UserError(f"{paths[0]} has no rows; copy it again")
@@ -182,10 +176,8 @@ def _from_hub(dataset: str, config: str | None, split: str, flag: str) -> Sequen
         return within(LOAD_SECONDS, load).shuffle(seed=SHUFFLE_SEED)
     except Exception as e:  # several libraries' errors: not found, gated, cut connection, not in the cache
         why = problem or f"{type(e).__name__}: {one_line(e)[:150]}"
-        raise MissingDataError(
-            f"{name} cannot be loaded from the hub ({why}); give a folder that holds it with {flag}, or check the "
-            "network"
-        ) from e
+        hint = f"give a folder that holds it with {flag}, or check the network"
+        raise MissingDataError(f"{name} cannot be loaded from the hub ({why}); {hint}") from e
 
 
 @functools.cache

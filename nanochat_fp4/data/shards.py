@@ -49,10 +49,8 @@ class Shard:
             with pq.ParquetFile(self.path, page_checksum_verification=True) as f:
                 texts = f.read_row_group(index, columns=[self.column]).column(self.column).to_pylist()
         except (pa.ArrowException, OSError, ValueError, KeyError) as e:
-            raise UserError(
-                f"{self.path}: row group {index} cannot be read ({one_line(e)[:150]}); the shard is damaged: delete it "
-                "and download or copy it again"
-            ) from e
+            what = f"row group {index} cannot be read ({one_line(e)[:150]})"
+            raise UserError(f"{self.path}: {what}; delete it and download or copy it again") from e
         if len(texts) != self.rows[index]:
             raise UserError(f"{self.path} changed while it was being read; start again")
         return [text if text is not None else "" for text in texts]
@@ -70,16 +68,12 @@ def open_shard(path: str | os.PathLike, column: str = "") -> Shard:
             schema = f.schema_arrow
             rows = tuple(f.metadata.row_group(i).num_rows for i in range(f.metadata.num_row_groups))
     except (pa.ArrowException, OSError, ValueError) as e:
-        raise UserError(
-            f"{path} is not a readable parquet file ({one_line(e)[:150]}); it may be cut short: delete it and download "
-            "or copy it again"
-        ) from e
+        what = f"is not a readable parquet file ({one_line(e)[:150]})"
+        raise UserError(f"{path} {what}; delete it and download or copy it again") from e
     name = column if column in schema.names else "text"
     if name not in schema.names:
-        raise UserError(
-            f"{path} has no column named {column} (it has: {', '.join(schema.names[:10]) or 'none'}); name the "
-            "one that holds the text with --text-column (TEXT_COLUMN)"
-        )
+        has = ", ".join(schema.names[:10]) or "none"
+        raise UserError(f"{path} has no column named {column} (it has: {has}); correct --text-column (TEXT_COLUMN)")
     text_type = schema.field(name).type
     if not (pa.types.is_string(text_type) or pa.types.is_large_string(text_type)):
         raise UserError(f"{path}: the column {name} holds {text_type}, not strings; convert it")
@@ -106,9 +100,8 @@ def shard_digest(path: str | os.PathLike) -> str:
             else:
                 f.seek(size - 8)
                 footer = min(int.from_bytes(f.read(4), "little") + 8, size)
-                for start, length in [(size - footer, footer)] + [
-                    (size * i // DIGEST_BLOCKS, DIGEST_BLOCK) for i in range(DIGEST_BLOCKS)
-                ]:
+                blocks = [(size * i // DIGEST_BLOCKS, DIGEST_BLOCK) for i in range(DIGEST_BLOCKS)]
+                for start, length in [(size - footer, footer), *blocks]:
                     f.seek(start)
                     digest.update(f.read(length))
     except OSError as e:
@@ -193,10 +186,8 @@ class ShardWriter:
         if self.train:
             self._write(self.train)
         if not self.val or self.num_shards == 0:
-            raise UserError(
-                f"{info['source']} holds too little text ({self.total_chars:,} characters) for a training and a "
-                "validation split; add more"
-            )
+            found = f"too little text ({self.total_chars:,} characters)"
+            raise UserError(f"{info['source']} holds {found} for a training and a validation split; add more")
         self._write(self.val)
         info |= {"characters": self.total_chars, "documents": self.num_pieces, "shards": self.num_shards}
         (self.folder / "manifest.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")

@@ -106,9 +106,7 @@ class RustBPETokenizer:
         """
         smallest = 256 + len(SPECIAL_TOKENS)
         if vocab_size < smallest:
-            raise ValueError(
-                f"vocabulary size {vocab_size} is too small: at least {smallest} are needed (--vocab-size)"
-            )
+            raise ValueError(f"--vocab-size={vocab_size} is too small: at least {smallest} are needed")
         import rustbpe  # training alone needs it
 
         tokenizer = rustbpe.Tokenizer()

@@ -67,9 +67,7 @@ def render_question(
         return sequences, [(len(s) - length, len(s)) for s in sequences]
     without, whole = sequences
     if len(without) >= len(whole) or whole[: len(without)] != without:
-        raise ValueError(
-            f"the context is not a beginning of context and continuation in tokens: {item['context'][-60:]!r}"
-        )
+        raise ValueError(f"in tokens, the whole text does not begin with the context: {item['context'][-60:]!r}")
     return [whole], [(len(without), len(whole))]
 
 
@@ -96,9 +94,7 @@ def evaluate_example(
         raise ValueError(f"unknown task type {task_meta['task_type']!r}; known are {', '.join(TASK_TYPES)}")
     others = [i for i in range(len(data)) if i != index]
     if task_meta["num_fewshot"] > len(others):
-        raise ValueError(
-            f"{task_meta['num_fewshot']} examples are asked for and there are {len(others)} other questions"
-        )
+        raise ValueError(f"{task_meta['num_fewshot']} examples are wanted, and there are {len(others)} other questions")
     chosen = random.Random(FEWSHOT_SEED + index).sample(others, task_meta["num_fewshot"])
     sequences, spans = render_question(item, tokenizer, task_meta, [data[i] for i in chosen])
     longest = getattr(model, "max_seq_len", None)

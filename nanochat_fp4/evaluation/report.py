@@ -127,19 +127,16 @@ class Report:
         sections = list(self._read_sections(notes))
         metrics = _read_metrics(self.report_dir.parent / "base_checkpoints", notes)
         if not sections and not metrics:
-            raise UserError(
-                f"nothing to report in {self.report_dir}; run bash speedrun_fp4.sh (or a stage of it) first"
-            )
+            raise UserError(f"nothing to report in {self.report_dir}; run bash speedrun_fp4.sh first, or a stage of it")
         tags = dict.fromkeys([s["model_tag"] for s in sections if s["model_tag"]] + list(metrics))
-        runs = [
-            _summarize_run(tag, [s for s in sections if s["model_tag"] == tag], metrics.get(tag, [])) for tag in tags
-        ]
+        own = {tag: [s for s in sections if s["model_tag"] == tag] for tag in tags}
+        runs = [_summarize_run(tag, own[tag], metrics.get(tag, [])) for tag in tags]
         _add_gaps(runs)
-        metrics = {tag: metrics[tag] for tag in tags if tag in metrics}
         stages = {"base": metrics}
         for stage, folder in (("mid", "mid_checkpoints"), ("sft", "chatsft_checkpoints"), ("rl", "chatrl_checkpoints")):
-            found = _read_metrics(self.report_dir.parent / folder, notes)
-            stages[stage] = {tag: found[tag] for tag in tags if tag in found}
+            stages[stage] = _read_metrics(self.report_dir.parent / folder, notes)
+        stages = {stage: {tag: found[tag] for tag in tags if tag in found} for stage, found in stages.items()}
+        metrics = stages["base"]
         plots = _plot(self.report_dir, stages, runs, notes)
 
         markdown = _render(runs, sections, metrics, plots, notes)
@@ -284,11 +281,8 @@ def _cell(value: Any, form: str = "{:.4f}") -> str:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    return [
-        "| " + " | ".join(header) + " |",
-        "|" + "---|" * len(header),
-        *("| " + " | ".join(row) + " |" for row in rows),
-    ]
+    head, *body = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
+    return [head, "|" + "---|" * len(header), *body]
 
 
 def _runs_table(runs: list[dict]) -> list[str]:
@@ -301,19 +295,9 @@ def _runs_table(runs: list[dict]) -> list[str]:
             steps += f" of {r['num_iterations']:,.0f}, unfinished"
         gap = "baseline" if r["method"] == "bf16" else _cell(r.get("gap_percent"), "{:+.2f}%")
         seconds = r["training_seconds"]
-        rows.append(
-            [
-                r["model_tag"],
-                r["method"] or "-",
-                steps,
-                _cell(r.get("tokens"), "{:,}"),
-                _cell(r["val_bpb"]),
-                _cell(r["val_bpb_bf16"]),
-                gap,
-                _cell(r["tokens_per_second"], "{:,.0f}"),
-                "-" if seconds is None else format_seconds(seconds),
-            ]
-        )
+        row = [r["model_tag"], r["method"] or "-", steps, _cell(r.get("tokens"), "{:,}"), _cell(r["val_bpb"])]
+        row += [_cell(r["val_bpb_bf16"]), gap, _cell(r["tokens_per_second"], "{:,.0f}")]
+        rows.append([*row, "-" if seconds is None else format_seconds(seconds)])
     return _table(header, rows)
 
 
@@ -431,16 +415,13 @@ def _telemetry_lines(metrics: dict[str, list[dict]]) -> list[str]:
 def _sample_lines(sections: list[dict], runs: list[dict]) -> list[str]:
     """The samples that the loss stage drew, one list for each run."""
     small = {run["model_tag"]: run["tokens"] for run in runs if run.get("tokens", CHECK_TOKENS) < CHECK_TOKENS}
+    stages = ("base-model-training", "base-model-loss")  # the second one's samples replace the first one's
+    sampled = {s["model_tag"]: s["results"].get("samples") for s in sections if s["slug"] in stages}
     lines = []
-    for s in sections:
-        samples = s["results"].get("samples") if s["slug"] in ("base-model-loss", "base-model-training") else None
-        if s["slug"] == "base-model-training" and any(
-            t["slug"] == "base-model-loss" and t["model_tag"] == s["model_tag"] for t in sections
-        ):
-            continue
+    for tag, samples in sampled.items():
         if isinstance(samples, list) and samples:
-            lines += [f"**{s['model_tag']}**", ""]
-            if tokens := small.get(s["model_tag"]):
+            lines += [f"**{tag}**", ""]
+            if tokens := small.get(tag):
                 lines += [f"This model read {tokens / 1e6:,.2f}M tokens. Its samples show that the stages work."]
                 lines += ["They do not show what 4-bit training can do.", ""]
             lines += [f"- `{_format_value(sample).replace('`', chr(39))}`" for sample in samples] + [""]
@@ -452,12 +433,7 @@ def _render(
 ) -> str:
     lines = ["# nanochat_fp4 report", "", f"Written {time.strftime('%Y-%m-%d %H:%M:%S')}.", ""]
     if runs:
-        lines += _runs_table(runs)
-        lines += [
-            "",
-            *_explanations(runs),
-            "",
-        ]
+        lines += [*_runs_table(runs), "", *_explanations(runs), ""]
     lines += [f"![{Path(plot).stem}]({plot})" for plot in plots] + [""] * bool(plots)
     for title, body in (
         ("Benchmarks (accuracy in percent, 2-sigma interval)", _benchmark_table(runs)),
@@ -481,18 +457,20 @@ def _render(
     return "\n".join(lines).rstrip() + "\n"
 
 
-_PLOTS = {  # file name -> (title, title of the y axis)
-    "loss": ("Pre-training", "training loss, nats per token (smoothed)"),
-    "bpb": ("Pre-training: validation text", "bits per byte"),
-    "loss_mid": ("Mid-training", "training loss, nats per token (smoothed)"),
-    "loss_sft": ("Supervised fine-tuning", "training loss, nats per token (smoothed)"),
+_LOSS = "training loss, nats per token (smoothed)"
+_PLOTS = {  # file name -> title, title of the y axis, stage, event, and keys of its lines: the second one is dashed
+    "loss": ("Pre-training", _LOSS, "base", "train", ("smoothed_loss",)),
+    "bpb": ("Pre-training: validation text", "bits per byte", "base", "val", ("bpb", "bpb_bf16")),
+    "loss_mid": ("Mid-training", _LOSS, "mid", "train", ("smoothed_loss",)),
+    "loss_sft": ("Supervised fine-tuning", _LOSS, "sft", "train", ("smoothed_loss",)),
+    "reward_rl": ("Reinforcement learning", "mean reward of the answers", "rl", "train", ("reward",)),
 }
 
 
 def _plot(report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list[dict], notes: list[str]) -> list[str]:
     """Draws the files of _PLOTS, with a line for every run. Returns the names of the written files.
 
-    stages maps base, mid and sft to dicts of tag -> records of metrics.jsonl.
+    stages: base, mid, sft and rl, each with tag -> records of metrics.jsonl.
     """
     methods = {r["model_tag"]: r["method"] for r in runs}
     steps = {r["model_tag"]: r["num_iterations"] for r in runs}
@@ -505,26 +483,15 @@ def _plot(report_dir: Path, stages: dict[str, dict[str, list[dict]]], runs: list
         name = plots.SEED.sub("", tag)
         return name if len(lengths.get(name, ())) < 2 else f"{name}, {steps.get(tag) or 0:,.0f} steps"
 
-    def points(records: list[dict], event: str, key: str) -> tuple[list[float], list[float]]:
-        pairs = [(_number(r.get("step")), _number(r.get(key))) for r in records if r.get("event") == event]
-        pairs = [pair for pair in pairs if None not in pair]
-        return [x for x, _ in pairs], [y for _, y in pairs]
-
-    curves: dict[str, list[tuple[str, str, list, list]]] = {name: [] for name in _PLOTS}
-    for stage, metrics in stages.items():
-        name = "loss" if stage == "base" else f"loss_{stage}"
-        for tag, records in metrics.items():
-            curves[name].append((tag, "-", *points(records, "train", "smoothed_loss")))
-    for tag, records in stages["base"].items():
-        curves["bpb"].append((tag, "-", *points(records, "val", "bpb")))
-        if methods.get(tag) != "bf16":  # for bf16 both lines are the same
-            curves["bpb"].append((tag, "--", *points(records, "val", "bpb_bf16")))
     written = []
-    for name, (title, axis) in _PLOTS.items():
+    for name, (title, axis, stage, event, keys) in _PLOTS.items():
         groups: dict[tuple[str, str], list] = {}
-        for tag, style, x, y in curves[name]:
-            if x:
-                groups.setdefault((line(tag), style), []).append((tag, x, y))
+        for tag, records in stages[stage].items():
+            for style, key in zip(("-", "--"), keys if methods.get(tag) != "bf16" else keys[:1]):  # bf16: both the same
+                pairs = [(_number(r.get("step")), _number(r.get(key))) for r in records if r.get("event") == event]
+                pairs = [pair for pair in pairs if None not in pair]
+                if pairs:
+                    groups.setdefault((line(tag), style), []).append((tag, *zip(*pairs)))
         if not groups:
             continue
         try:

@@ -35,13 +35,10 @@ FILES = (
 
 def own_files(folder: Path) -> set[str] | None:
     """The names on an export's list, the list's own among them; None where there is no such list."""
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         about = json.loads((folder / LIST).read_bytes())
-        names = about["files"]
-        if about["format"] == FORMAT and set(names) <= set(FILES):
-            return {LIST, *names}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
+        if about["format"] == FORMAT and set(about["files"]) <= set(FILES):
+            return {LIST, *about["files"]}
     return None
 
 
@@ -71,11 +68,8 @@ def check_replaceable(out: Path, overwrite: bool) -> None:
     own = own_files(out)
     if found is None or found and own is None:
         raise UserError(f"{out} is not an export, so --overwrite leaves it alone; choose another --out, or remove it")
-    if strangers := sorted(found - (own or set())):
-        raise UserError(
-            f"{out} holds {', '.join(strangers[:4])}, not of the export, so --overwrite leaves it alone; move the file "
-            "elsewhere, or choose another --out"
-        )
+    if strangers := ", ".join(sorted(found - (own or set()))[:4]):
+        raise UserError(f"{out} holds {strangers}, not of the export, so --overwrite leaves it alone; move the file")
 
 
 @contextlib.contextmanager

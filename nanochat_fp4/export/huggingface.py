@@ -153,40 +153,26 @@ def _compressed_tensors_config(ignore: list[str], weights_only: bool) -> dict[st
         "output_activations": None,
         "format": "nvfp4-pack-quantized",
     }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ignore,
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-    }
+    return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": ignore, "kv_cache_scheme": None,
+            "global_compression_ratio": None}  # fmt: skip
+
+
+_PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # whose layout this is
 
 
 def _modelopt_config(ignore: list[str], weights_only: bool) -> dict[str, Any]:
     operand = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     group = {"weights": operand, "targets": ["Linear"]} | ({} if weights_only else {"input_activations": operand})
-    return {
-        "quant_method": "modelopt",
-        "quant_algo": "W4A16_NVFP4" if weights_only else "NVFP4",
-        "producer": {"name": "modelopt", "version": "0.47.0"},  # whose layout this is
-        "config_groups": {"group_0": group},
-        "ignore": ignore,
-        "kv_cache_scheme": None,
-    }
+    algorithm = "W4A16_NVFP4" if weights_only else "NVFP4"
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "producer": _PRODUCER,
+            "config_groups": {"group_0": group}, "ignore": ignore, "kv_cache_scheme": None}  # fmt: skip
 
 
-def _hf_quant_config(ignore: list[str], weights_only: bool) -> dict[str, Any]:
-    return {
-        "producer": {"name": "modelopt", "version": "0.47.0"},
-        "quantization": {
-            "quant_algo": "W4A16_NVFP4" if weights_only else "NVFP4",
-            "kv_cache_quant_algo": None,
-            "group_size": 16,
-            "exclude_modules": ignore,
-        },
-    }
+def _hf_quant_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The same as modelopt's own file says it."""
+    return {"producer": _PRODUCER, "quantization": {"quant_algo": config["quant_algo"], "kv_cache_quant_algo": None,
+            "group_size": 16, "exclude_modules": config["ignore"]}}  # fmt: skip
 
 
 FORMATS: dict[str, Callable[[NVFP4Tensor, float | None], dict[str, Tensor]]] = {
@@ -258,9 +244,10 @@ def dtype_entries(dtype: torch.dtype) -> dict[str, str]:
 
 def quantization_entries(folder: Path, file_format: str, ignore: list[str], weights_only: bool) -> dict[str, Any]:
     """config.json's entry for 4-bit weights; writes what else the format has. ignore: names of layers in 16 bits."""
+    config = _QUANTIZATION_CONFIG[file_format](ignore, weights_only)
     if file_format == "modelopt":
-        atomic_write(folder / "hf_quant_config.json", _json(_hf_quant_config(ignore, weights_only)))
-    return {"quantization_config": _QUANTIZATION_CONFIG[file_format](ignore, weights_only)}
+        atomic_write(folder / "hf_quant_config.json", _json(_hf_quant_config(config)))
+    return {"quantization_config": config}
 
 
 def _json(value: Any) -> str:

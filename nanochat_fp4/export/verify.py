@@ -42,6 +42,10 @@ def ulps(got: Tensor, want: Tensor) -> Tensor:
     return (ordered(got) - ordered(want)).abs()
 
 
+def _bug(what: str) -> UserError:
+    return UserError(f"{what}; this is a bug, please report it")
+
+
 def _compare(found: Iterable[tuple], weights: Weights) -> str:
     """found: (our name of a layer, packed codes, code values in FP32, block scales, values in FP32, values in BF16), as
     their package has them."""
@@ -50,18 +54,16 @@ def _compare(found: Iterable[tuple], weights: Weights) -> str:
         t = weights.tensors[name]
         want_codes, want = decode_e2m1(unpack(t.codes)), t.dequantize()
         if not torch.equal(packed, t.codes) or not torch.equal(got_codes, want_codes):  # -0 may be read as 0
-            raise UserError(f"{name}: the codes differ from those of the forward pass; this is a bug, please report it")
+            raise _bug(f"{name}: the codes differ from those of the forward pass")
         if not torch.equal(got_scales.view(torch.uint8), t.scales.view(torch.uint8)):
-            raise UserError(f"{name}: the block scales differ from the forward pass's; this is a bug, please report it")
+            raise _bug(f"{name}: the block scales differ from the forward pass's")
         layers, codes, scales = layers + 1, codes + want.numel(), scales + t.scales.numel()
         furthest = max(furthest, int(ulps(got, want).max()))
         if furthest > MAX_ULPS:
-            raise UserError(f"{name}: decoded values are {furthest} FP32 ulp apart; this is a bug, please report it")
+            raise _bug(f"{name}: decoded values are {furthest} FP32 ulp apart")
         differ += int((got_bf16 != want.bfloat16()).sum())
     if layers != len(weights.tensors):
-        raise UserError(
-            f"{layers} of {len(weights.tensors)} quantized layers were found; this is a bug, please report it"
-        )
+        raise _bug(f"{layers} of {len(weights.tensors)} quantized layers were found")
     return (
         f"{layers} layers: {codes:,} codes and {scales:,} block scales equal to the bit; decoded values differ by at "
         f"most {furthest} FP32 ulp, and {differ:,} of {codes:,} after rounding to BF16"
@@ -117,14 +119,9 @@ def modelopt(folder: Path, about: Description, weights: Weights) -> str:
     def found():
         for ours in weights.tensors:
             parts = _layer(tensors, about.names[ours])
-            codes = values(parts, torch.float32, torch.ones_like(parts["weight_scale"].float()))
-            each = (
-                parts["weight"],
-                codes,
-                parts["weight_scale"],
-                values(parts, torch.float32),
-                values(parts, torch.bfloat16),
-            )
+            packed, scale = parts["weight"], parts["weight_scale"]
+            codes = values(parts, torch.float32, torch.ones_like(scale.float()))
+            each = (packed, codes, scale, values(parts, torch.float32), values(parts, torch.bfloat16))
             yield ours, *(about.rows(ours, t) for t in each)
 
     return f"{', '.join(versions)}: {_compare(found(), weights)}"
@@ -223,6 +220,6 @@ def tokenizer(folder: Path, ours: RustBPETokenizer, texts: Iterable[str]) -> str
     for text in texts:
         want = ours.encode(text)
         if theirs(text, add_special_tokens=False)["input_ids"] != want or theirs.decode(want) != text:
-            raise UserError(f"tokenizer.json gives other ids for {text[:60]!r}; this is a bug, please report it")
+            raise _bug(f"tokenizer.json gives other ids for {text[:60]!r}")
         count, tokens = count + 1, tokens + len(want)
     return f"{', '.join(versions)}: the same {tokens:,} ids of {count} texts"

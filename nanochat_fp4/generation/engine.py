@@ -163,26 +163,22 @@ class Engine:
 
     def __init__(self, model: Any, tokenizer: Any, fused: bool | None = None):
         self.model, self.tokenizer, self.fused = model, tokenizer, fused
-        special = {name: tokenizer.encode_special(f"<|{name}|>") for name in
-                   ("python_start", "python_end", "output_start", "output_end", "assistant_end")}  # fmt: skip
-        self.special = special
-        self.terminal = {special["assistant_end"], tokenizer.get_bos_token_id()}
+        names = ("python_start", "python_end", "output_start", "output_end", "assistant_end")
+        self.special = {name: tokenizer.encode_special(f"<|{name}|>") for name in names}
+        self.terminal = {self.special["assistant_end"], tokenizer.get_bos_token_id()}
 
     def _max_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
         """max_tokens, checked against the model's positions. None: the rest of the model's sequence length."""
         sequence_len = self.model.config.sequence_len
         if max_tokens is None:
             if prompt_len >= sequence_len:
-                raise ValueError(
-                    f"the prompt has {prompt_len} tokens and the model's context {sequence_len}; shorten it, or give "
-                    "max_tokens"
-                )
+                what = f"the prompt has {prompt_len} tokens and the model's context {sequence_len}"
+                raise ValueError(f"{what}; shorten it, or give max_tokens")
             return sequence_len - prompt_len
         limit = getattr(self.model, "rotary_seq_len", None)
         if limit is not None and prompt_len + max_tokens > limit:
-            raise ValueError(
-                f"prompt {prompt_len} + max_tokens {max_tokens} exceeds the model's {limit} positions; lower max_tokens"
-            )
+            what = f"prompt {prompt_len} + max_tokens {max_tokens} exceeds the model's {limit} positions"
+            raise ValueError(f"{what}; lower max_tokens")
         return max_tokens
 
     def decoder(self, cache: KVCache) -> Callable[[Tensor], Tensor]:
@@ -198,15 +194,8 @@ class Engine:
             dtype = torch.get_autocast_dtype(device.type)
         else:
             dtype = self.model.lm_head.weight.dtype if hasattr(self.model, "lm_head") else torch.float32
-        return KVCache(
-            batch_size=batch_size,
-            num_heads=config.n_kv_head,
-            seq_len=seq_len,
-            head_dim=config.n_embd // config.n_head,
-            num_layers=config.n_layer,
-            device=device,
-            dtype=dtype,
-        )
+        head_dim = config.n_embd // config.n_head
+        return KVCache(batch_size, config.n_kv_head, seq_len, head_dim, config.n_layer, device, dtype)
 
     def generate(
         self,

@@ -420,9 +420,8 @@ class QuantLinear(torch.nn.Linear):
         """The outputs of layers like this one (itself the first), side by side."""
         device = x.device.type
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and left_out_of_graphs(device):
-            from nanochat_fp4.nvfp4.uncompiled import compute
-
-            return compute(self, x, layers)
+            # A C++ compiler takes minutes for the many small operations of two layers (NVFP4_COMPILE=1 waits for it).
+            return torch.compiler.disable(QuantLinear._compute)(self, x, layers)
         return self._output(x, layers, amax, squares)
 
     def _output(

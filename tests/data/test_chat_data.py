@@ -188,7 +188,7 @@ def test_custom_json(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text(json.dumps(GOOD) + "\n\n" + json.dumps({"messages": GOOD * 2}) + "\n")
     task = CustomJSON(path)
-    assert list(task) == [{"messages": GOOD}, {"messages": GOOD * 2}]
+    assert list(task) == [{"messages": GOOD}, {"messages": GOOD * 2}] and len(CustomJSON(LOCAL_IDENTITY)) >= 30
     for bad, expected in BAD:
         path.write_text(json.dumps(GOOD) + "\n" + json.dumps(bad) + "\n")
         with pytest.raises(UserError) as e:
@@ -219,24 +219,15 @@ def test_smoltalk_from_a_folder(tmp_path):
         SmolTalk("validation", sft_dir=tmp_path)
 
 
-def test_identity_conversations_we_ship():
-    task = CustomJSON(LOCAL_IDENTITY)
-    assert len(task) >= 30
-    assert any("nanochat_fp4" in m["content"] for c in task for m in c["messages"])
-
-
 def test_identity_and_words_without_a_network(base_dir, monkeypatch):
     def no_network(*args, **kwargs):
         raise UserError("download of https://... failed (test)")
 
     monkeypatch.setattr(chat_data, "download_file_with_lock", no_network)
-    for function, remedy in (
-        (chat_data.identity_conversations, "put a JSONL file"),
-        (chat_data.load_words, "--eval-dir"),
-    ):
-        with pytest.raises(MissingDataError) as e:
-            function()
-        assert remedy in one_line_error(e)
+    with pytest.raises(MissingDataError, match="put a JSONL file"):
+        chat_data.identity_conversations()
+    with pytest.raises(MissingDataError, match="--eval-dir"):
+        chat_data.load_words()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -276,12 +267,3 @@ def test_counting_conversation_to_the_letter():
         "\n\nLet me double check this using Python:\n\n'banana'.count('a')3"
         "\n\nPython gives us 3.\n\nMy final answer is:\n\n#### 3"
     )
-
-
-def test_counting_conversations_are_right():
-    for seed in range(60):
-        conversation = counting_conversation(LOCAL_WORDS, random.Random(seed))
-        parts = conversation["messages"][1]["content"]
-        call, result = parts[2]["text"], parts[3]["text"]
-        word, letter = call.split("'")[1], call.split("'")[3]
-        assert result == str(word.count(letter)) and parts[-1]["text"].endswith(f"#### {result}")

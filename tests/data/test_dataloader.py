@@ -55,9 +55,9 @@ def test_inputs_and_targets(data):
 
 
 def test_a_data_seed_is_another_order_of_the_same_text(data):
-    orders = [rows_of(loader(data, data_seed=seed), 30) for seed in (0, 0, 1, 2)]
-    assert torch.equal(orders[0], rows_of(loader(data), 30)) and torch.equal(orders[0], orders[1])
-    assert not torch.equal(orders[1], orders[2]) and not torch.equal(orders[2], orders[3])
+    orders = [rows_of(loader(data, data_seed=seed), 30) for seed in (0, 1, 2)]
+    assert torch.equal(orders[0], rows_of(loader(data), 30))
+    assert not torch.equal(orders[0], orders[1]) and not torch.equal(orders[1], orders[2])
     whole = [loader(data, data_seed=seed) for seed in (0, 7)]
     texts = [[sorted(it.read(g)) for g in range(len(it.row_groups))] for it in whole]
     assert sorted(texts[0]) == sorted(texts[1]) and texts[0] != texts[1]
@@ -221,7 +221,7 @@ def test_a_micro_batch_has_the_same_rows_on_any_number_of_processes(data):
     steps = torch.cat(alone).view(3, 24, -1).tolist()
     expected = rows_of(loader(data, B=1), 72).view(3, 24, -1).tolist()
     assert [sorted(step) for step in steps] == [sorted(step) for step in expected]
-    with pytest.raises(ValueError, match="multiple of the number of processes, 2"):
+    with pytest.raises(ValueError, match="3 micro-batches are no multiple of the number of processes, 2"):
         loader(data, rank=0, world_size=2, micro_batches=3)
 
 
@@ -261,12 +261,9 @@ def test_empty_row_groups_and_shards_do_not_hang(tmp_path):
                 writer.write_table(pa.table({"text": pa.array([] if i in (0, 3, 7) else ["text", None], pa.string())}))
     assert loader(folder).shards[0].rows == (0, 2, 2, 0, 2, 2, 2, 0)
     assert rows_of(loader(folder), 20).shape == (80, 65)
-
-
-def test_all_documents_empty(tmp_path):
     for name in ("a", "b"):
-        pq.write_table(pa.table({"text": pa.array([""] * 8, pa.string())}), tmp_path / f"{name}.parquet")
-    assert (rows_of(loader(tmp_path), 2) == BOS).all()
+        pq.write_table(pa.table({"text": pa.array([""] * 8, pa.string())}), folder / f"{name}.parquet")
+    assert (rows_of(loader(folder), 2) == BOS).all()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -343,13 +340,13 @@ def test_a_state_that_does_not_fit(data, tmp_path):
         (dict(data_dir=tmp_path / "other"), "data was .* resume with the shards that the run began with"),
         (dict(lanes=2), "lanes was 8, is 2; resume with the data and arguments"),
         (dict(buffer_size=16), "lane_buffer was .* arguments"),
-        (dict(rank=1), "not that of rank 1 of 2 .lanes missing: 1, 3, 5, 7.*same number of processes"),
+        (dict(rank=1), "not that of rank 1 of 2; resume with the same number of processes"),
         (dict(world_size=1), "not that of rank 0 of 1"),
     ]:
         with pytest.raises(UserError, match=text) as e:
             loader(data, resume_state_dict=copy.deepcopy(state), **(dict(rank=0, world_size=2) | kwargs))
         assert "\n" not in str(e.value)
-    with pytest.raises(UserError, match="not written by this loader"):
+    with pytest.raises(UserError, match="version was None, is 1; start a new run, or load only the weights"):
         loader(data, resume_state_dict={"pq_idx": 1, "rg_idx": 2, "epoch": 1})  # nanochat's
 
 
@@ -373,7 +370,7 @@ def test_a_shard_whose_text_was_replaced_is_named(tmp_path):
             loader(folder, resume_state_dict=state)
     path.write_bytes(whole)
     for odd in ({"content": None}, {"content": []}, {"lane_states": {"0": []}}, {"row": "x"}, {"row": -1}):
-        with pytest.raises(UserError, match="damaged|is not that of rank"):
+        with pytest.raises(UserError, match="damaged|is not that of rank|the text of"):
             loader(folder, resume_state_dict=state | odd)
 
 
@@ -398,10 +395,10 @@ def test_the_digest_of_a_large_shard(tmp_path):
 # Bad input
 
 
-@pytest.mark.parametrize("kwargs", [{name: 0} for name in ("B", "T", "buffer_size", "tokenizer_batch_size", "lanes")])
-def test_bad_sizes(data, kwargs):
-    with pytest.raises(ValueError, match="it must be at least 1"):
-        loader(data, **kwargs)
+def test_bad_sizes(data):
+    for name in ("B", "T", "buffer_size", "tokenizer_batch_size", "lanes"):
+        with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
+            loader(data, **{name: 0})
 
 
 @pytest.mark.gpu

@@ -88,10 +88,7 @@ def test_nulls_are_empty_documents(tmp_path):
         (lambda p: p.write_bytes(b""), "not a readable parquet file.*delete it"),
         (lambda p: p.write_text("this is no parquet file at all, but text"), "not a readable parquet file.*delete it"),
         (lambda p: p.write_bytes(p.read_bytes()[:-9]), "not a readable parquet file.*delete it"),
-        (
-            lambda p: pq.write_table(pa.table({"content": ["a"]}), p),
-            "no column named text .it has: content.*-column",
-        ),
+        (lambda p: pq.write_table(pa.table({"content": ["a"]}), p), "no column named text .it has: content.*-column"),
         (lambda p: pq.write_table(pa.table({"text": [1, 2]}), p), "holds int64, not strings"),
     ],
 )
@@ -117,26 +114,14 @@ def test_damage_inside_a_shard_is_named_when_it_is_read(shards):
 # A folder of one's own
 
 
-def cut_text_slowly(text, rng, shortest, longest):
-    """What cut_text does, as it is said most simply: the rest of the text is a new text."""
-    pieces = []
-    while text:
-        limit = rng.randint(shortest, longest)
-        cut = len(text)
-        if cut > limit:
-            cut = next((i for i in (text.rfind(sep, limit // 2, limit) for sep in ("\n\n", "\n", " ")) if i > 0), limit)
-        piece, text = text[:cut].strip("\n"), text[cut:].lstrip("\n")
-        if piece.strip():
-            pieces.append(piece)
-    return pieces
-
-
-def test_cut_text_takes_time_in_proportion_to_the_text():
-    rng = random.Random(0)
-    for _ in range(300):
-        text = "".join(rng.choices(["a", "bc", " ", "\n", "\n\n", "\n" * 9], [9, 9, 5, 1, 1, 1], k=rng.randrange(400)))
-        limits = sorted(rng.sample(range(1, 60), 2))
-        assert cut_text(text, random.Random(7), *limits) == cut_text_slowly(text, random.Random(7), *limits)
+def test_cut_text_loses_nothing_and_ends_at_paragraphs():
+    text = prose(0, 120)
+    pieces = cut_text(text, random.Random(0))
+    assert re.sub(r"\s", "", "".join(pieces)) == re.sub(r"\s", "", text)
+    assert all(800 <= len(p) <= 5200 for p in pieces[:-1]) and len({len(p) for p in pieces}) > 5
+    assert all(p.startswith("[0.") and p.endswith(".") for p in pieces)
+    assert cut_text(" \n\n ", random.Random(0)) == []
+    assert "".join(cut_text("x" * 20_000, random.Random(0))) == "x" * 20_000  # no place to cut
     copied = []
 
     class Noted(str):
@@ -147,16 +132,6 @@ def test_cut_text_takes_time_in_proportion_to_the_text():
     text = Noted("word " * 100_000)
     assert sum(map(len, cut_text(text, random.Random(0)))) > 0.99 * len(text)
     assert max(copied) <= 5200  # the rest of the text is not copied at each cut
-
-
-def test_cut_text_loses_nothing_and_ends_at_paragraphs():
-    text = prose(0, 120)
-    pieces = cut_text(text, random.Random(0))
-    assert re.sub(r"\s", "", "".join(pieces)) == re.sub(r"\s", "", text)
-    assert all(800 <= len(p) <= 5200 for p in pieces[:-1]) and len({len(p) for p in pieces}) > 5
-    assert all(p.startswith("[0.") and p.endswith(".") for p in pieces)
-    assert cut_text(" \n\n ", random.Random(0)) == []
-    assert "".join(cut_text("x" * 20_000, random.Random(0))) == "x" * 20_000  # no place to cut
 
 
 def test_parquet_folders_are_used_as_they_are(shards, base_dir, monkeypatch, capsys):
@@ -324,12 +299,6 @@ def test_embedded_modules_are_on_one_side_of_the_split(base_dir, monkeypatch):
     assert not train & val and len(train | val) == 80 and 2 <= len(val) <= 16
 
 
-@pytest.mark.parametrize("size", [0, -3, 0.1, 1e9, float("nan")])
-def test_embedded_size_has_bounds(base_dir, size):
-    with pytest.raises(UserError, match="0.2 to 100"):
-        build_embedded_corpus(size)
-
-
 def test_a_python_without_sources(base_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "_embedded_documents", lambda: iter([("a", "b")]))
     with pytest.raises(UserError, match="no library sources.*DATA_DIR"):
@@ -381,10 +350,13 @@ def test_one_failure_stops_the_others(hub, base_dir):
     assert set(served(hub)) <= {index_to_filename(i) for i in range(5)} and len(hub.requests) <= 5
 
 
-@pytest.mark.parametrize("num_files, num_workers", [(0, 4), (-2, 4), (3, 0)])
-def test_bad_numbers(base_dir, num_files, num_workers):
-    with pytest.raises(UserError, match="expected"):
-        download_shards(num_files, num_workers)
+def test_bad_numbers(base_dir):
+    for num_files, num_workers in ((0, 4), (-2, 4), (3, 0)):
+        with pytest.raises(UserError, match="expected 1 to 1823 files"):
+            download_shards(num_files, num_workers)
+    for size in (0, -3, 0.1, 1e9, float("nan")):
+        with pytest.raises(UserError, match="0.2 to 100"):
+            build_embedded_corpus(size)
 
 
 def test_disk_space_is_checked_before(hub, monkeypatch):

@@ -56,6 +56,10 @@ def test_vocabulary(tok):
 def test_training_is_deterministic(tok):
     assert RustBPETokenizer.train_from_iterator(iter(TEXTS), 320).fingerprint() == tok.fingerprint()
     assert RustBPETokenizer.train_from_iterator(iter(TEXTS), 321).fingerprint() != tok.fingerprint()
+    small = RustBPETokenizer.train_from_iterator(iter(["aaaa"]), 400)  # too little text
+    assert 265 <= small.get_vocab_size() < 270 and small.decode(small.encode("bab")) == "bab"
+    with pytest.raises(ValueError, match="--vocab-size=264 is too small: at least 265"):
+        RustBPETokenizer.train_from_iterator(iter(TEXTS), 264)
 
 
 def test_numbers_are_split_in_pairs(tok):
@@ -64,18 +68,6 @@ def test_numbers_are_split_in_pairs(tok):
     import regex
 
     assert regex.findall(SPLIT_PATTERN, "12345 it's a  b\n") == ["12", "34", "5", " it", "'s", " a", " ", " b", "\n"]
-
-
-@pytest.mark.parametrize("vocab_size", [0, 10, 264])
-def test_too_small_a_vocabulary(vocab_size):
-    with pytest.raises(ValueError, match=f"vocabulary size {vocab_size} is too small: at least 265"):
-        RustBPETokenizer.train_from_iterator(iter(TEXTS), vocab_size)
-
-
-def test_too_little_text_gives_fewer_tokens():
-    small = RustBPETokenizer.train_from_iterator(iter(["aaaa"]), 400)
-    assert 265 <= small.get_vocab_size() < 270 and small.decode(small.encode("bab")) == "bab"
-    assert RustBPETokenizer.train_from_iterator(iter([]), 400).get_vocab_size() == 265
 
 
 @pytest.mark.parametrize("text", ["", " ", "Hello\n\n world 12345", "\x00\x01é😀", "<|bos|> is text here", "a" * 5000])
@@ -201,14 +193,8 @@ def pickled(tok, base_dir):
     return path
 
 
-def test_a_pickle_is_not_read_unasked(pickled, tok):
+def test_a_pickle_is_converted_if_asked(pickled, tok, capsys):
     with pytest.raises(UserError, match="loading a pickle can run code.*--allow-pickle"):
-        get_tokenizer()
-    assert get_tokenizer(allow_pickle=True).fingerprint() == tok.fingerprint()
-
-
-def test_a_pickle_is_converted(pickled, tok, capsys):
-    with pytest.raises(UserError, match="can run code"):
         tokenizer_module.main([])
     tokenizer_module.main(["--allow-pickle"])
     assert tok.fingerprint() in capsys.readouterr().out
@@ -350,14 +336,11 @@ def test_render_for_completion(tok):
     "messages, text",
     [
         ([user("Hi")], "no message from the assistant"),
-        ([], "at least one message"),
         (None, "at least one message"),
         ("Hi", "at least one message"),
         ([assistant("Hi")], "message 0 is from the assistant but should be from the user"),
-        ([user("a"), user("b")], "message 1 is from the user but should be from the assistant"),
         ([user("a"), assistant("b"), assistant("c")], "message 2 is from the assistant"),
         ([user("a"), {"role": "tool", "content": "x"}], "message 1 has the unknown role 'tool'; use system, user or"),
-        ([{"role": "system", "content": "x"}], "must be followed by a user message"),
         ([{"role": "system", "content": "x"}, assistant("y")], "must be followed by a user message"),
         ([{"role": "system", "content": 1}, user("a"), assistant("y")], "must be strings"),
         ([user("a"), {"role": "system", "content": "x"}], "message 1 is from the system"),

@@ -32,9 +32,9 @@ def make_run(base_dir: Path, tag: str, method: str, bpb: float, steps: int = 6, 
         log.append("train", step, loss=5 - step / 10, smoothed_loss=5 - step / 10, tok_per_sec=100.0)
     log.append("val", step + 1, bpb=bpb + 0.01, bpb_bf16=bpb + 0.02, tokens=500)
     log.append("telemetry", 0, layers={"transformer.h.0.mlp.c_fc": {"output_error": 0.7}})
-    for folder in ("mid_checkpoints", "chatsft_checkpoints"):
+    for folder in ("mid_checkpoints", "chatsft_checkpoints", "chatrl_checkpoints"):
         for step in range(2):
-            MetricsLog(base_dir / folder / tag).append("train", step, smoothed_loss=2.0 - step)
+            MetricsLog(base_dir / folder / tag).append("train", step, smoothed_loss=2.0 - step, reward=step / 2)
     if finished:
         results = {"method": method, "tokens_per_second": 123.0, "training_seconds": 75.0}
         get_report(tag).log("Base model training", [{"Number of parameters": 12345}], results)
@@ -73,7 +73,7 @@ def test_whole_report(base_dir, folder):
         "| **total** |",
     ):  # fmt: skip
         assert expected in text
-    for plot in ("loss.png", "bpb.png", "loss_mid.png", "loss_sft.png"):
+    for plot in ("loss.png", "bpb.png", "loss_mid.png", "loss_sft.png", "reward_rl.png"):
         assert f"({plot})" in text
         assert (folder / plot).read_bytes().startswith(b"\x89PNG") and (folder / plot).stat().st_size > 5000
     # The tokenizer comes before training, and training before the loss.

@@ -19,11 +19,6 @@ PASSES = list(bench_linear.PASSES)
 TINY = {"tiny": {"up": (128, 256), "down": (256, 128)}}
 
 
-def run(module, capsys, *argv) -> str:
-    module.main(argv)
-    return capsys.readouterr().out
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Budgets and predictions.
 
@@ -59,16 +54,6 @@ def test_every_method_does_the_flops_of_its_gemms(native, backward):
         assert all(s.num_bytes > 0 for s in steps), method
 
 
-def test_prediction_agrees_with_the_measured_baseline():
-    """BF16 on an H200 took 7.7, 17.0 and 30.3 ms for forward and backward; overheads are not predicted."""
-    records = bench_linear.predict(
-        step_time.MACHINES["h200"], ["800M", "3B", "7B"], ["bf16", "clover"], step_time.TOKENS, PASSES
-    )
-    ms = [r["ms"] for r in records if r["method"] == "bf16" and r["pass"] == "forward+backward"]
-    assert all(0.9 * measured < predicted < measured for predicted, measured in zip(ms, (7.7, 17.0, 30.3)))
-    assert all(1 < r["ratio"] < 1.5 for r in records if r["method"] == "clover")
-
-
 def test_the_slowest_resource_decides():
     machine = step_time.Machine("m", bandwidth=1000, bf16=1, fp4=None, instructions=1, source="")
     assert step_time.predicted_ms(step_time.Step("bytes", 1e9, 1e8, 1e8), machine) == pytest.approx(1.0)
@@ -79,22 +64,30 @@ def test_the_slowest_resource_decides():
 
 
 @pytest.mark.parametrize("module, machine", [(bench_linear, "h200"), (bench_quantize, "rtx5090")])
-def test_roofline_is_labelled_as_a_prediction(module, machine, capsys, tmp_path):
-    target = tmp_path / "out" / "numbers.json"
-    out = run(module, capsys, "--roofline", machine, "--json", str(target))
+def test_roofline_is_labelled_as_a_prediction(module, machine, base_dir, capsys):
+    module.main(["--roofline", machine, *["--methods=all", "--models=800M"] * (module is bench_linear)])
+    out, target = capsys.readouterr().out, base_dir / "bench" / f"{module.__name__[12:]}_{machine}_predicted.json"
     assert out.startswith(f"PREDICTION for {step_time.MACHINES[machine].name}, not a measurement")
     content = json.loads(target.read_text())
     assert content["settings"]["prediction_for"]["name"] == step_time.MACHINES[machine].name
-    assert len(content["records"]) >= 20 and str(target) in out
+    assert len(content["records"]) >= 20 and str(target) in out and "torch" in json.dumps(content["environment"])
     if module is bench_linear:
         assert {r["mode"] for r in content["records"]} == {"predicted"}
+        assert {r["method"] for r in content["records"]} == set(METHOD_TABLE)
 
 
-def test_json_goes_to_the_base_directory_by_default(base_dir, capsys):
-    run(bench_linear, capsys, "--roofline", "b200", "--models", "800M", "--methods", "all")
-    content = json.loads((base_dir / "bench" / "bench_linear_b200_predicted.json").read_text())
-    assert {r["method"] for r in content["records"]} == set(METHOD_TABLE)
-    assert "torch" in json.dumps(content["environment"])
+NAMES = {
+    "RTX 5090": "RTX 5090", "RTX 5090 Laptop GPU": None, "RTX 5090 D v2": None, "GB200": "GB200", "B200": "B200",
+    "B300 SXM6 AC": "B300", "GB10": "GB10", "GB300": None, "H200 MIG 1g.18gb": None, "GeForce RTX 5080": "RTX 5080",
+    "GeForce RTX 5070 Ti": "RTX 5070 Ti", "GeForce RTX 5070": None, "GeForce RTX 5060": "RTX 5060",
+    "GeForce RTX 5060 Ti": None, "RTX PRO 6000 Blackwell Server Edition": "RTX PRO 6000",
+    "RTX PRO 6000 Blackwell Max-Q Workstation Edition": None,
+}  # fmt: skip
+
+
+def test_a_machine_is_known_by_its_whole_name():
+    found = {gpu: step_time.machine_of(f"NVIDIA {gpu}") for gpu in NAMES}
+    assert {gpu: machine and machine.name for gpu, machine in found.items()} == NAMES
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -112,11 +105,8 @@ def test_without_cuda_one_line(module):
 @pytest.mark.parametrize(
     "module, argv, message",
     [
-        (bench_linear, ["--models", "3B,4B"], "--models is '3B,4B'"),
-        (bench_linear, ["--models", ""], "expected some of 800M, 3B"),
-        (bench_linear, ["--tokens", "0"], "at least 1"),
+        (bench_linear, ["--models", "3B,4B"], "--models is '3B,4B', expected some of 800M, 3B"),
         (bench_linear, ["--seconds", "nan"], "--seconds positive"),
-        (bench_linear, ["--passes", "backward"], "--passes is 'backward', expected some of forward, forward"),
         (bench_linear, ["--methods", "clever"], "unknown method 'clever'"),
         (bench_quantize, ["--rows", "100"], "multiples of 128"),
         (bench_quantize, ["--only", "nothing"], "matches none of: amax"),
@@ -173,7 +163,7 @@ def test_steady_times_each_function_in_the_state_that_it_brings_about(monkeypatc
     assert drifting["drifting"]["spread"] > 0.05
 
 
-@pytest.mark.parametrize("fails", [None, 0, 1, 2])
+@pytest.mark.parametrize("fails", [None, 1])
 def test_monitor_reads_nvml(fails):
     asked = []
 
@@ -194,14 +184,8 @@ def test_monitor_reads_nvml(fails):
     known = {"mhz": 1500.0, "watts": 699.5, "limit": "power 100%"}
     assert monitor.summary() == (known if fails is None else dict.fromkeys(known))
     assert not monitor._thread.is_alive()
-
-
-def test_monitor_says_how_often_what_limited_the_clock():
-    monitor = common.Monitor()
     monitor.samples = [(1000.0, 500.0, 0x0), (1200.0, 700.0, 0x4), (1400.0, 600.0, 0x4 | 0x40), (1200.0, 600.0, 0x1)]
     assert monitor.summary() == {"mhz": 1200.0, "watts": 600.0, "limit": "power 50%, heat 25%"}
-    monitor.samples = [(1980.0, 300.0, 0x1)]  # idle: nothing holds it down
-    assert monitor.summary()["limit"] == "none"
 
 
 @pytest.fixture
@@ -222,7 +206,7 @@ def test_measure_layers(on_a_cpu, results):
     assert [(r["pass"], r["method"]) for r in records] == [(p, m) for p in PASSES for m in methods]
     assert all(r["ms"] > 0 and r["tflops"] > 0 and "spread" in r for r in records)
     assert all(r["ratio"] == 1 for r in records if r["method"] == "bf16")
-    assert "x BF16" in bench_linear.show(records)
+    assert "x BF16" in common.show(records, bench_linear.COLUMNS)
 
 
 def test_a_wrong_method_is_not_timed(on_a_cpu, monkeypatch, results):
@@ -253,12 +237,12 @@ def test_measure_every_kernel_whose_check_agrees(on_a_cpu, monkeypatch, tmp_path
     every = bench_quantize.kernels(128, 128).items()
     chosen = {name: k for name, k in every if "search" not in name and not name.endswith("-> bf16")}
     wrong = [name for name, k in chosen.items() if k.checks[0][0] == "ms_eden"]
-    found = {}
-    problems = bench_quantize.measure(chosen, on_a_cpu, lambda name, kernel, ms: found.update({name: (kernel, ms)}))
+    problems = []
+    found = dict(bench_quantize.measure(chosen, on_a_cpu, problems))
     assert [*found, *wrong] == sorted(chosen, key=lambda name: name in wrong) and len(wrong) == 3
     assert problems == [f"{name} (codes differ)" for name in wrong]
-    kernel, ms = found["decode"]
-    assert sum(s.num_bytes for s in kernel.steps) == 128 * 128 * (0.5 + 1 / 16 + 2) and ms > 0
+    num_bytes = sum(s.num_bytes for s in chosen["decode"].steps)
+    assert num_bytes == 128 * 128 * (0.5 + 1 / 16 + 2) and found["decode"] > 0
 
 
 def test_the_second_kernels_share():
@@ -288,8 +272,7 @@ def test_what_was_measured_survives(on_a_cpu, monkeypatch, capsys, tmp_path):
     assert [r["kernel"] for r in records] == ["amax", "rtn bf16 + decode"]
     assert records[0]["bytes"] == 128 * 128 * 2
     assert records[0]["share_of_copy"] == pytest.approx(records[0]["bytes"] / records[0]["ms"] / 1e6 / 100)
-    row = capsys.readouterr().out.splitlines()[-1]
-    assert row.startswith("rtn bf16 + decode ") and f"{records[1]['ms']:.3f}" in row
+    assert capsys.readouterr().out.splitlines()[-1].startswith("rtn bf16 + decode ")
 
 
 @pytest.mark.gpu
@@ -315,31 +298,3 @@ def test_a_graph_draws_fresh_randomness_at_each_replay():
     replay()
     assert torch.equal(results[-1][0], first[0])  # the forward pass draws nothing
     assert not torch.equal(results[-1][1], first[1]) and not torch.equal(results[-1][2], first[2])
-
-
-@pytest.mark.parametrize(
-    "gpu, name",
-    [
-        ("RTX 5090", "RTX 5090"),
-        ("RTX 5090 Laptop GPU", None),
-        ("RTX 5090 D v2", None),
-        ("RTX 5090", "RTX 5090"),
-        ("GB200", "GB200"),
-        ("B200", "B200"),
-        ("B300 SXM6 AC", "B300"),
-        ("GB10", "GB10"),
-        ("GB300", None),
-        ("H200 MIG 1g.18gb", None),
-        ("GeForce RTX 5080", "RTX 5080"),
-        ("GeForce RTX 5070 Ti", "RTX 5070 Ti"),
-        ("GeForce RTX 5070", None),
-        ("GeForce RTX 5060", "RTX 5060"),
-        ("GeForce RTX 5060 Ti", None),
-        ("GeForce RTX 5060 Laptop GPU", None),
-        ("RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
-        ("RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
-    ],
-)
-def test_a_machine_is_known_by_its_whole_name(gpu, name):
-    machine = step_time.machine_of(f"NVIDIA {gpu}")
-    assert (machine and machine.name) == name

@@ -111,9 +111,9 @@ def test_slope_by_hand():
 
 
 def test_gain_of_averaging_products():
-    assert unbiasedness_gain("sr", 64) > 0.7 * 64
-    assert unbiasedness_gain("rtn", 64) == pytest.approx(1)
-    assert unbiasedness_gain("sr_four_over_six", 256) < 0.6 * 256
+    assert unbiasedness_gain("sr", 32) > 0.7 * 32
+    assert unbiasedness_gain("rtn", 8) == pytest.approx(1)
+    assert unbiasedness_gain("sr_four_over_six", 64) < 0.5 * 64
 
 
 def results(**bpb):
@@ -417,7 +417,7 @@ def test_extra_steps_are_given_to_bf16_as_well(tmp_path, item):
 
 def test_p_values_and_their_correction():
     """Against tables of Student's t, and Holm's procedure by hand."""
-    for freedom in (1, 2, 5, 30):
+    for freedom in (1, 2, 5, 30, 31, 60, 120):
         assert two_sided_p(t95(freedom), freedom) == pytest.approx(0.05, abs=5e-5)
     assert two_sided_p(-1.0, 1) == pytest.approx(0.5) and two_sided_p(0.0, 7) == pytest.approx(1.0)
     assert two_sided_p(math.inf, 3) == 0 and math.isnan(two_sided_p(1.0, 0))

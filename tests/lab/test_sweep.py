@@ -7,12 +7,12 @@ import json
 import math
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -32,26 +32,20 @@ def result(method: str, seed: int, bpb: float, size: str = "tiny") -> dict:
 
 
 def test_a_plan_is_whole_seeds_with_equal_flags_but_for_method_and_seed():
-    runs = sweep_runs.plan(["bf16", "clover"], ["d6", "llama-30M"], [1, 2], tokens=10_000_000)
+    sizes = ["d6", "llama-30M"]
+    runs = sweep_runs.plan(["bf16", "clover"], sizes, [1, 2], tokens=10_000_000, vary_data=True)
     assert [(r.seed, r.size, r.method) for r in runs] == [
         (s, size, m) for s in (1, 2) for size in ("d6", "llama-30M") for m in ("bf16", "clover")
     ]
     by_size = {}
     for r in runs:
-        own = {f"--method={r.method}", f"--seed={r.seed}"}
-        assert own <= set(r.flags)
+        own = {f"--method={r.method}", f"--seed={r.seed},{r.seed}"}
+        assert own <= set(r.flags) and base_train.parse_args(list(r.flags)).data_seed == r.seed
         by_size.setdefault(r.size, set()).add(tuple(f for f in r.flags if f not in own))
     assert all(len(flags) == 1 for flags in by_size.values())
     # Tokens are turned into whole steps of each size's own batch.
     assert "--num-iterations=152" in runs[0].flags and "--num-iterations=38" in runs[2].flags
     assert len({r.tag for r in runs}) == len(runs)
-
-
-def test_a_seed_may_be_one_of_the_data_as_well():
-    options = {"tokens": 10 * 512, "bf16_until": 0.5, "vary_data": True}
-    runs = sweep_runs.plan(["clover", "clover_separate_qkv"], ["tiny"], [3, 4], **options)
-    assert all(f"--seed={r.seed},{r.seed}" in r.flags for r in runs) and len(runs) == 6
-    assert {base_train.parse_args(list(r.flags)).data_seed for r in runs} == {3, 4}
 
 
 def test_how_a_run_differs_from_the_papers():
@@ -93,23 +87,16 @@ def test_methods_that_compute_the_same_for_a_while_share_that_part():
     assert trunk.branch is None and {"--save-every=@6", "--keep-last=-1"} <= set(trunk.flags)
     for name in ("clover_late", "clover_late_fp8", "late_up"):  # clover's until 0.7, 0.7 and 0.6
         assert runs[name].branch == (trunk.tag, 6), name
-    for name in (
-        "bf16",
-        "clover_up_fp8",
-        "nvidia",
-        "clover_less_decay",
-    ):  # another method or layer from the start
+    for name in ("bf16", "clover_up_fp8", "nvidia", "clover_less_decay"):  # another method or layer from the start
         assert runs[name].branch is None and "--save-every=@6" not in runs[name].flags, name
     several = [mixed.replace("late_up", "other").replace("0.6=", "0.8="), *names]  # parts at 0.8 from clover itself
     runs = {r.method: r for r in sweep_runs.plan(several, ["tiny"], [1], tokens=10 * 512, share_until=[0.55, 0.75])}
     assert "--save-every=@6,8" in runs["other"].flags and runs["clover"].branch == (runs["other"].tag, 8)
     assert runs["clover_late"].branch == (runs["other"].tag, 6)
-    ends = sweep_runs.plan(
-        ["clover_feedback", "clover_feedback_late"], ["tiny"], [1], tokens=10 * 512, share_until=[0.97]
-    )
-    assert [r.branch for r in ends] == [None, None]  # 0.97 of ten steps are ten: nothing would be left to train
-    late = sweep_runs.plan(["clover", "clover_late"], ["tiny"], [1], tokens=10 * 512, share_until=[0.8])
-    assert [r.branch for r in late] == [None, None]  # they part before that
+    # 0.97 of ten steps are ten: nothing would be left to train; and the others part before 0.8.
+    for pair, until in ((["clover_feedback", "clover_feedback_late"], 0.97), (["clover", "clover_late"], 0.8)):
+        ends = sweep_runs.plan(pair, ["tiny"], [1], tokens=10 * 512, share_until=[until])
+        assert [r.branch for r in ends] == [None, None]
     for wrong in ({"share_until": [1.5], "tokens": 1000}, {"share_until": [0.5], "ratio": 8.0}):
         with pytest.raises(UserError, match="--share-until=.* between 0 and 1, and --tokens"):
             sweep_runs.plan(["clover"], ["tiny"], [1], **wrong)
@@ -118,6 +105,8 @@ def test_methods_that_compute_the_same_for_a_while_share_that_part():
 
 
 def test_the_tag_changes_with_any_flag():
+    assert [sweep_runs.parse_number(text) for text in ("100M", "1.5k", "2B", "7")] == [10**8, 1500, 2 * 10**9, 7]
+
     def tag(**kw):
         return sweep_runs.plan(["clover"], ["tiny"], [1], **{"tokens": 1000, **kw})[0].tag
 
@@ -148,57 +137,39 @@ def test_the_data_key_is_of_the_text_and_not_of_its_place(tmp_path):
     assert a == b != c
 
 
-@pytest.mark.parametrize("text, value", [("100M", 10**8), ("1.5k", 1500), ("2B", 2 * 10**9), ("7", 7)])
-def test_numbers_of_tokens(text, value):
-    assert sweep_runs.parse_number(text) == value
-
-
 @pytest.mark.parametrize(
-    "call, message",
+    "argv, message",
     [
-        (lambda: sweep_runs.parse_number("many"), "'many' is not a number of tokens; write for example 100M"),
-        (lambda: sweep_runs.size_flags("huge"), "unknown size 'huge'; use d<depth>, llama-30M"),
-        (lambda: sweep_runs.size_flags("d0"), "unknown size 'd0'; use d<depth>"),
-        (lambda: sweep_runs.size_flags("llama-7B"), "--llama='7B' is not a size of the family; use one of 30M"),
-        (lambda: sweep_runs.method_flags("cloover"), "unknown method 'cloover'; use one of: bf16, .*clover_late_bf16"),
-        (lambda: sweep_runs.plan(["bf16", "bf16"], ["tiny"], [1], tokens=4096), "have bf16 twice; give each a label"),
-        (lambda: sweep_runs.plan(["a: --method=bf16", "a:"], ["tiny"], [1], tokens=4096), "have a twice"),
+        ("--tokens=many", "'many' is not a number of tokens; write for example 100M"),
+        ("--tokens=1M --sizes=d0", "unknown size 'd0'; use d<depth>, llama-30M"),
+        ("--tokens=1M --sizes=llama-7B", "--llama='7B' is not a size of the family; use one of 30M"),
+        ("--tokens=1M --methods=cloover", "unknown method 'cloover'; use one of: bf16, .*clover_late_bf16"),
+        ("--tokens=1M --methods=bf16,bf16", "have bf16 twice; give each a label"),
+        ("--tokens=1M --variant=': --method=bf16'", "expected a label without /, a"),
+        ("--tokens=1M --variant='x: --method=foo'", "--variant 'x': .*unknown method 'foo'"),
         (
-            lambda: sweep_runs.plan([": --method=bf16"], ["tiny"], [1], tokens=4096),
-            "expected a label without /, a",
+            "--tokens=1M --variant='x: --method-changes=foo'",
+            "--variant 'x': 'foo' is not pattern=method, fraction=method",
         ),
-        (lambda: sweep_runs.method_flags("x: --method=foo"), "--variant 'x': .*unknown method 'foo'"),
+        # What --bf16-until would not have seen, and a number of steps of another batch.
         (
-            lambda: sweep_runs.plan(["x: --method-changes=foo"], ["tiny"], [1], tokens=4096, bf16_until=0.5),
-            "--variant 'x': 'foo' is not pattern=method, fraction=method, separate_qkv",
+            "--tokens=1M --variant='x: --method-changes 0.5=bf16'",
+            "--variant 'x': '0.5=bf16' stands apart; write flags of",
         ),
-        (  # what --bf16-until would not have seen
-            lambda: sweep_runs.method_flags("x: --method=clover --method-changes 0.5=bf16"),
-            "--variant 'x': '0.5=bf16' stands apart; write flags of base_train as --name=value",
-        ),
-        (  # the number of steps is of the batch
-            lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], tokens=4096, extra=["--total-batch-size", "1024"]),
-            "--extra: '1024' stands apart",
-        ),
-        (lambda: sweep.main("--sizes=tiny --tokens=1M --name=a/b".split()), "--name=a/b: .* a file without /"),
-        (
-            lambda: sweep.main("--sizes=tiny --tokens=1M --keep=bf61".split()),
-            "--keep: 'bf61' is none of .*use one of b",
-        ),
-        (lambda: sweep.make_folder(Path("/dev/null/x")), "cannot create --folder=/dev/null/x .*; choose a writable"),
-        (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1]), "either --tokens=100M or --ratio=20"),
-        (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], ratio=-1.0), "either --tokens=100M or --ratio=20"),
-        (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], tokens=1, ratio=1.0), "either --tokens=100M or --ratio=20"),
-        (lambda: sweep_runs.plan(["bf16"], ["tiny"], [1], tokens=4096, bf16_until=0.9), "=0.9 leaves none of 8 steps"),
-        (
-            lambda: sweep.main(["--sizes=", "--tokens=1M"]),
-            "--sizes, --methods, --seeds and --jobs must be at least one",
-        ),
+        ("--tokens=1M --extra='--total-batch-size 1024'", "--extra: '1024' stands apart"),
+        ("--tokens=1M --name=a/b", "--name=a/b: .* a file without /"),
+        ("--tokens=1M --keep=bf61", "--keep: 'bf61' is none of .*use one of b"),
+        ("--tokens=1M --folder=/dev/null/x", "cannot create --folder=/dev/null/x .*; choose a writable"),
+        ("", "either --tokens=100M or --ratio=20"),
+        ("--ratio=-1", "either --tokens=100M or --ratio=20"),
+        ("--tokens=1 --ratio=1", "either --tokens=100M or --ratio=20"),
+        ("--tokens=4096 --bf16-until=0.9", "=0.9 leaves none of 8 steps"),
+        ("--tokens=1M --sizes=", "--sizes, --methods, --seeds and --jobs must be at least one"),
     ],
 )
-def test_bad_input_is_one_line(call, message):
+def test_bad_input_is_one_line(tiny_base, argv, message):
     with pytest.raises(UserError, match=message) as e:
-        call()
+        sweep.main(["--sizes=tiny", "--methods=bf16", *shlex.split(argv)])
     assert "\n" not in str(e.value)
 
 
@@ -243,20 +214,10 @@ def test_estimate_by_hand():
     assert [str(statistics.Estimate(1.26, half, n)) for half, n in ((0.14, 1), (math.nan, 2))] == ["+1.26"] * 2
 
 
-@pytest.mark.parametrize("freedom, t", [(1, 12.706), (30, 2.042), (31, 2.040), (40, 2.021), (60, 2.000), (120, 1.980)])
-def test_quantiles_of_students_t(freedom, t):
-    assert statistics.t95(freedom) == pytest.approx(t, abs=6e-4)
-
-
 def test_gaps_and_differences_are_paired():
     """Seeds differ by far more than methods: only pairs of a seed see the gap of exactly 2%, and 1 point less."""
-    results = []
-    for seed, base in ((1, 1.0), (2, 1.7), (3, 0.4)):
-        results += [
-            result("bf16", seed, base),
-            result("nvidia", seed, base * 1.02),
-            result("clover", seed, base * 1.01),
-        ]
+    gaps = {"bf16": 1, "nvidia": 1.02, "clover": 1.01}
+    results = [result(m, s, base * gap) for s, base in ((1, 1.0), (2, 1.7), (3, 0.4)) for m, gap in gaps.items()]
     gap = statistics.gap(results, "tiny", "nvidia")
     assert gap.mean == pytest.approx(2.0) and gap.half == pytest.approx(0.0, abs=1e-9) and gap.n == 3
     d = statistics.difference(results, "tiny", "clover", "nvidia")
@@ -416,19 +377,6 @@ def test_the_loss_curve_is_means_of_parts():
     assert sweep_scheduler.thinned([], 10) == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "[" * 10**5, '{"results": []}', '{"results": [], "environment": {}, "data": "x"}', '{"results": 3}']
-    + ['{"results": [{"method": "bf16"}], "environment": {"a": 1}, "data": "x"}'],  # of a run without its length
-)
-def test_files_that_are_no_results_are_refused(tmp_path, text):
-    (tmp_path / "d6.json").write_text(text)
-    with pytest.raises(UserError, match="d6.json (is not a file of lab.study.sweep|holds no results)"):
-        sweep_results.stored(tmp_path / "d6.json")
-    with pytest.raises(UserError, match="nothing.json is not a file of lab.study.sweep"):
-        sweep_results.stored(tmp_path / "nothing.json")
-
-
 def test_damaged_runs_are_refused_by_what_is_wrong_with_them(tmp_path):
     run = result("clover", 1, 1.0) | {"steps": 8, "tokens": 4096, "gemm_work": {"4": 1.0}}
     whole = {"results": [run], "environment": {"gpu": None, "gpu_count": 0, "torch": "2"}, "data": "x"}
@@ -441,18 +389,25 @@ def test_damaged_runs_are_refused_by_what_is_wrong_with_them(tmp_path):
         ({"results": [run | {"training_seconds": None}]}, f"{no_file}training_seconds is None, expected float"),
         ({"environment": {"gpu": None}}, f"{no_file}KeyError: 'gpu_count'.*; give <folder>/<name>.json"),
         ({"results": [run, run | {"val_bpb": 2.0}]}, "d6.json has clover of size tiny and seed 1 twice"),
+        ({"results": []}, "holds no results"),
+        ({"results": 3}, no_file),
     ):
         path.write_text(json.dumps(whole | change))
         with pytest.raises(UserError, match=problem):
             sweep_results.stored(path)
+    for text in ("", "[]", "[" * 10**5):
+        path.write_text(text)
+        with pytest.raises(UserError, match=no_file):
+            sweep_results.stored(path)
+    with pytest.raises(UserError, match="nothing.json is not a file of lab.study.sweep"):
+        sweep_results.stored(tmp_path / "nothing.json")
 
 
 def test_failures_are_named_and_do_not_stop_the_others(trained):
     s, order = trained
     runs = sweep_runs.plan(["nvidia", "four_over_six", "bf16"], ["tiny"], [1], tokens=1024)
-    with pytest.raises(
-        UserError, match=r"2 of 3 runs failed: tiny_nvidia.*out of luck.*four_over_six.*ended early"
-    ) as e:
+    problem = r"2 of 3 runs failed: tiny_nvidia.*out of luck.*four_over_six.*ended early"
+    with pytest.raises(UserError, match=problem) as e:
         sweep.run_sweep(s, "name", runs)
     assert "\n" not in str(e.value) and len(order) == 3
     assert s.result(runs[2]) and not s.result(runs[0])

@@ -317,7 +317,7 @@ def test_computing_again_trains_the_same_bits(tiny_base):
     assert all(torch.equal(a[name], b[name]) for b in others for name in a)
     with pytest.raises(UserError, match="recompute-codes: it needs q, k and v as one layer"):
         base_train.main(["--runtime=recompute-codes", "--method-changes=separate_qkv"])
-    with pytest.raises(UserError, match="--runtime=recompute-mlp is not for the --llama models"):
+    with pytest.raises(UserError, match="--runtime=recompute-mlp: it is not for the --llama models"):
         base_train.main(["--llama=30M", "--runtime=recompute-mlp"])
 
 

@@ -112,7 +112,7 @@ def test_a_tokenizer_that_checkpoints_need_is_kept(tiny_base):
 @pytest.mark.parametrize(
     "argv, text",
     [
-        (["--vocab-size=100"], "at least 265 are needed .--vocab-size"),
+        (["--vocab-size=100"], "vocab-size=.* is too small: at least 265"),
         (["--doc-cap=0"], "must be at least 1"),
         (["--max-chars=-5"], "must be at least 1"),
         (["--data-dir=/nowhere"], "/nowhere is not there"),

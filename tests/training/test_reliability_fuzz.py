@@ -373,6 +373,7 @@ SCRIPTS = dict.fromkeys(
     "scripts.tok_train": "--vocab-size=290 --max-chars=20000 --overwrite",
     "scripts.tok_eval": "--no-compare",
     "lab.study.sweep": "--sizes=tiny --seeds=1 --tokens=1M --plan",
+    "lab.predict.glue": "--methods=bf16 --depth=2 --rows=1",
     "lab.reproduce": "list",
     "lab.measure.bench_memory": "--depth=1 --methods=bf16",
     "lab.measure.bench_parallel": "--depth=1 --aspect-ratio=64 --head-dim=64 --vocab-size=512 --seq-len=64 "
