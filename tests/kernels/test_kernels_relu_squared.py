@@ -12,6 +12,7 @@ from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 import nanochat_fp4 as nf
 from nanochat_fp4.models.gpt import MLP, GPTConfig, norm
 from nanochat_fp4.nvfp4 import relu_squared as dispatch
+from nanochat_fp4.nvfp4.fused import relu_squared_linear
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference
 from nanochat_fp4.nvfp4.relu_squared import relu_squared_reference
 
@@ -140,4 +141,21 @@ def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, monkeypatch
             if not compiled:
                 got.float().square().sum().backward()
                 results.append([p.grad.clone() for p in mlp.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*results))
+
+
+def test_a_derivative_that_is_elsewhere_keeps_nothing(monkeypatch):
+    """Quantized as it is made, or relu(x)^2 for a layer with a hook: the same bits, gradients and random numbers."""
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    layer = nf.convert(torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)), "clover", verbose=False).to(DEVICE)[0]
+    x, results = made(32, 64, torch.float32).to(DEVICE).clamp(-4, 4).requires_grad_(), []
+    for hooked in (False, True):
+        if hooked:
+            layer.register_forward_pre_hook(lambda _, args: None)
+        torch.manual_seed(2)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = relu_squared_linear(x, layer, straight=True)
+        assert hooked or not any(t.shape == x.shape and t.dtype == torch.uint8 for t in kept)
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), (x, layer.weight)), torch.rand(3)])
     assert all(torch.equal(*pair) for pair in zip(*results))
