@@ -35,7 +35,7 @@ def reached(curve: Sequence[Sequence[float]], target: float) -> float | None:
     return None
 
 
-def check(records: list[dict[str, Any]], meta: dict[str, Any], folder: Path) -> dict[str, Any]:
+def check(records: list[dict[str, Any]], meta: dict[str, Any], parameters: int, folder: Path) -> dict[str, Any]:
     """The log's start record. Raises UserError where the log and the checkpoint are of different runs or incomplete."""
     starts = [r for r in records if r.get("event") == "start"]
     config, loop = meta.get("user_config"), meta.get("loop_state", {})
@@ -49,6 +49,8 @@ def check(records: list[dict[str, Any]], meta: dict[str, Any], folder: Path) -> 
         "method": (config["method"], starts[-1]["method"]),
         "number of steps": (steps, starts[-1]["num_iterations"]),
         "seed": (config["seed"], starts[-1]["config"]["seed"]),
+        "tokens of a step": (meta["run_config"]["total_batch_size"], starts[-1]["total_batch_size"]),
+        "number of parameters": (parameters, starts[-1]["num_params"]),
         "step of the newest checkpoint": (meta["step"], steps),
         "trained steps": (list(range(steps)), [r["step"] for r in train]),
         "training seconds": (round(loop.get("training_seconds", 0.0), 3), round(sum(r["dt"] for r in train), 3)),
@@ -68,8 +70,8 @@ def of_folder(folder: Path, target: float) -> tuple[dict[str, Any], str]:
     if not (folder / "metrics.jsonl").is_file():
         raise UserError(f"{folder} has no metrics.jsonl; give the folder of a run, or a sweep's JSON file")
     records = [r for r in read_jsonl(folder / "metrics.jsonl") if isinstance(r.get("event"), str)]
-    _, _, meta = load_checkpoint(folder, None, "cpu")
-    start = check(records, meta, folder)
+    weights, _, meta = load_checkpoint(folder, None, "cpu")
+    start = check(records, meta, sum(w.numel() for w in weights.values()), folder)
     config, seconds = meta["user_config"], [r["dt"] for r in records if r["event"] == "train"]
     text = f"{Path(meta['tunable']['data_dir']).name} ({meta['tunable']['val_data'][:12]})"
     step = reached([(r["step"], r["bpb"]) for r in records if r["event"] == "val"], target)

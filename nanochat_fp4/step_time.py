@@ -2,43 +2,31 @@
 
     python -m nanochat_fp4.step_time --gpu rtx5090 --depth 20 --methods clover,fp8      # tokens/s, hours, a day
 
-A kernel must move each of its tensors once. Our own kernels are bound by instructions: their number at the share of
-the issue rate that such kernels reach on an H200, with a BAND around it. For the rest of a step:
-
-    attention    7 products of 2 * keys * width for each token and layer, at ATTENTION_SHARE of the BF16 rate
-    glue         GLUE bytes for each token, layer and unit of width, at GLUE_SHARE of a copy's bandwidth: norms,
-                 residuals, rotary, ReLU^2, both passes, and the largest values that the quantization of inputs needs
-    loss         LOGIT bytes for each token and entry of the vocabulary, and the head's three products in BF16
-    weights      for each micro-batch: the cast of the FP32 weights to BF16, and the gradients' accumulation in FP32
-    optimizer    Muon's Newton-Schulz steps, then UPDATE bytes a parameter, once a step
-
-GLUE is counted (`python -m lab.predict.glue`). GLUE_SHARE and UPDATE are measured, from the profile of our BF16 step of
-d26 on an H200 (docs/results/bench_train.json, 32 rows): 89 ms of norms, ReLU^2 and other element-wise kernels, 30 ms of
-the update outside of its products. lab.predict compares the predictions with measured and published times.
+A kernel moves each of its tensors once. Our own kernels are bound by instructions: their number at the share of the
+issue rate that they reach on an H200, with a BAND around it. The rest of a step are bytes and FLOPs (`groups`).
+lab.predict compares with measured and published times.
 """
 
 import argparse
-import itertools
 import math
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.hardware import MACHINES, Machine, machine_of
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import get_rounding
-from nanochat_fp4.nvfp4.recipes import Operand, Recipe
+from nanochat_fp4.nvfp4.recipes import Recipe
 
 TOKENS = 8 * 2048  # the paper, Appendix D.1: batch 8, sequence 2048
 BF16, CODES = 2.0, 0.5 + 1 / 16  # Bytes of an element in BF16, and as a code. 16 codes share an E4M3 scale.
+ELEMENT = {"bf16": BF16, "fp8": 1.0, "fp4": CODES}
 PSEUDO = 2 / 16 + 4 / 128  # MS-EDEN has a BF16 pseudo-scale for 16 elements and S for 128.
 
-# Instructions per element and output of a kernel, as `python -m lab.measure.instructions 90` counts them in SASS for
-# sm_90. Compiled with Triton 3.6.
-# The counts are for one candidate. After a rotation, codes take PACK more than BF16.
+# Instructions per element, output and candidate of a kernel: `python -m lab.measure.instructions 90`, with Triton 3.6.
+# After a rotation, codes take PACK more than BF16.
 ROWS_INSTRUCTIONS, SQUARE_INSTRUCTIONS, ROTATED_INSTRUCTIONS, PACK_INSTRUCTIONS = 19.5, 49.0, 15.0, 4.0
 EDEN_INSTRUCTIONS, STOCHASTIC_INSTRUCTIONS = 7.0, 18.0
 CANDIDATE_INSTRUCTIONS, STOCHASTIC_CANDIDATE_INSTRUCTIONS = 14.0, 32.0  # of each further candidate
@@ -54,8 +42,7 @@ FP8_ELEMENT = 5.0  # bytes to make an FP8 operand (2 read, 1 written) and its tr
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel: bytes to move, instructions, FLOPs on the tensor cores. Its issue is the expected share of the issue
-    rate. Its tiles are those of a GEMM's output, or 0 where they do not count."""
+    """One kernel. issue: the expected share of the issue rate. tiles: of a GEMM's output, 0 where they do not count."""
 
     name: str
     num_bytes: float
@@ -67,95 +54,9 @@ class Step:
     tiles: int = 0
 
 
-@dataclass(frozen=True)
-class Machine:
-    """GB/s and TFLOP/s (fp8: None is twice BF16's) as programs reach them, 10^12 instructions a second of all lanes.
-    longer is the ratio of instructions to sm_90's, for clover's codes. launch is the microseconds of an empty kernel.
-    multiprocessors: 0 where idle ones cost nothing (at 145 W power is the limit, and the others run faster).
-    cublaslt is (expected, worst) of fp4 in the library that torch calls, where fp4 is another one's, and the best case.
-    doubt is a sentence: what would make the prediction wrong."""
-
-    name: str
-    bandwidth: float
-    bf16: float
-    fp4: float | None
-    instructions: float
-    source: str = field(repr=False)
-    longer: float = 1.0
-    fp8: float | None = None
-    launch: float = 0.0
-    multiprocessors: int = 132
-    cublaslt: tuple[float, float] | None = None
-    doubt: str = field(default="", repr=False)
-
-
-# Achieved on an H200: 4250 of 4800 GB/s, 700 of 989 TFLOP/s. The same shares are assumed of a B200.
-COPY_SHARE, GEMM_SHARE = 4250 / 4800, 700 / 989
-# `python -m lab.predict.blackwell` fits these (GB/s, BF16 and FP4 TFLOP/s, microseconds) and compares.
-RTX5090_FIT, PRO4000_FIT = (1262, 238, 1510, 5.1), (609, 85, 340, 14.3)
-# Of the RTX 5090: data sheet (GB/s, dense BF16 and FP4 TFLOP/s); FP4 of cuBLASLt (xinyang-zhou/sm120_nvfp4_ops) and of
-# Triton's dot_scaled (vllm#38338). The fit's FP4 is cuDNN's, as Quartet II calls it.
-RTX5090_SHEET, RTX5090_LIBRARIES = (1792, 209.5, 1676), (1154, 874)
-B300_RATIO = 3.48  # FP4 over BF16 GEMMs of a 5B model on a B300 (TransformerEngine#2863)
-FITTED = "fitted to published times (lab/predict/blackwell.py)"
-
-
-def _geforce(name: str, bandwidth: float, fp4: float, multiprocessors: int, ghz: float, **known) -> Machine:
-    """A card of sm_12x by its data sheet (GB/s, dense FP4 TFLOP/s; BF16 has an eighth), at the RTX 5090's shares."""
-    of_5090, share = fp4 / RTX5090_SHEET[2], [fit / sheet for fit, sheet in zip(RTX5090_FIT, RTX5090_SHEET)]
-    rates = {"bandwidth": bandwidth * share[0], "bf16": fp4 / 8 * share[1], "fp4": fp4 * share[2]}
-    rates |= {"cublaslt": tuple(v * of_5090 for v in RTX5090_LIBRARIES), "multiprocessors": multiprocessors}
-    rest = {"source": "data sheet, at the RTX 5090's shares", "longer": 1.7, "launch": RTX5090_FIT[3]}
-    return Machine(name, **{**rest, **rates, "instructions": multiprocessors * 128 * ghz / 1e3, **known})
-
-
-def _datacenter(name: str, bf16: float, fp4: float, cublaslt: tuple[float, float], multiprocessors: int) -> Machine:
-    """A card of sm_100 by its data sheet (dense TFLOP/s), at the shares of it that an H200 reaches."""
-    rates = bf16 * GEMM_SHARE, fp4 * GEMM_SHARE, multiprocessors * 128 * 1.85e9 / 1e12
-    source = f"data sheet (8000 GB/s, {bf16} and {fp4} TFLOP/s dense) times an H200's achieved shares"
-    doubt = f"Wrong wherever an H200's shares of a data sheet do not carry over: no time of a {name} was fitted."
-    more = {"multiprocessors": multiprocessors, "cublaslt": tuple(v * GEMM_SHARE for v in cublaslt), "doubt": doubt}
-    return Machine(name, 8000 * COPY_SHARE, *rates, source, 0.75, None, 5.0, **more)
-
-
-MACHINES = {
-    "h200": Machine("H200", 4250, 700, None, 132 * 128 * 1.755e9 / 1e12, "measured copy and GEMM"),
-    "b200": _datacenter("B200", 2250, 9000, (9000, B300_RATIO * 2250), 148),
-    "gb200": _datacenter("GB200", 2500, 10000, (10000, B300_RATIO * 2500), 148),
-    "b300": _datacenter("B300", 2250, 13500, (B300_RATIO * 2250,) * 2, 148),
-    "rtx5090": Machine(
-        "RTX 5090", *RTX5090_FIT[:3], 170 * 128 * 2.41e9 / 1e12, FITTED, 1.7, None, RTX5090_FIT[3], 170,
-        cublaslt=RTX5090_LIBRARIES,
-        doubt="Wrong if cuBLASLt's FP4 is slower than Triton's 874 TFLOP/s here, or if our rotating kernels issue less "
-        "than 0.7 of an H200's share: neither was timed at these shapes.",
-    ),
-    "rtx5080": _geforce("RTX 5080", 960, 900.5, 84, 2.617),
-    "rtx5070ti": _geforce("RTX 5070 Ti", 896, 703, 70, 2.452),
-    "rtx5060": _geforce("RTX 5060", 448, 307, 30, 2.497, bf16=32, cublaslt=(237, 160),
-        source="data sheet at the RTX 5090's shares; BF16 and cuBLAS FP4 as Not4right/nvfp4-training measured them"),
-    "rtxpro4000": Machine(
-        "RTX PRO 4000", *PRO4000_FIT[:3], 70 * 128 * 2.41e9 / 1e12, FITTED, 1.7, None, PRO4000_FIT[3], 0,
-    ),
-    # The same chip as the RTX 5090 with 188 of its multiprocessors and the same memory. cuBLASLt: 1,010 to 1,137
-    # TFLOP/s, where CUTLASS has 1,420 to 1,595 (Infatoshi/nvfp4-pretrain).
-    "rtxpro6000": Machine(
-        "RTX PRO 6000", RTX5090_FIT[0], *(188 / 170 * v for v in RTX5090_FIT[1:3]), 188 * 128 * 2.41e9 / 1e12,
-        "the RTX 5090's, times 188 / 170 multiprocessors where they count", 1.7, None, RTX5090_FIT[3], 188,
-        cublaslt=(1073.5, 1010),
-        doubt="Wrong if its power limit slows its multiprocessors below the RTX 5090's: the model has no power.",
-    ),
-    # BF16 (87 to 98 TFLOP/s) and TransformerEngine's FP4 GEMM (117 to 133) as apstenku123/nanochat measured them.
-    "gb10": _geforce("GB10", 273, 500, 48, 2.418, bf16=92.5, cublaslt=(125, 117),
-        source="data sheet at the RTX 5090's shares; BF16 and FP4 GEMMs as apstenku123/nanochat measured them",
-        doubt="Wrong if its memory gives less than 0.7 of 273 GB/s, or if a cuBLASLt from CUDA 13.4 on multiplies FP4 "
-        "faster than 133 TFLOP/s; others' d20 made 14,400 to 17,000 tokens/s in BF16 and NVFP4."),
-}  # fmt: skip
-
-
 def predicted_ms(step: Step, machine: Machine, band: str = "") -> float:
-    """A kernel takes as long as the slowest of memory, instructions and tensor cores. The band is "" for the expected
-    time, "best" for a full issue rate and the fastest FP4 GEMM, or "worst" for BAND of the expected issue rate and the
-    slowest FP4 GEMM."""
+    """A kernel takes as long as the slowest of memory, instructions and tensor cores. band: "" is the expected time,
+    "best" a full issue rate and the fastest FP4 GEMM, "worst" BAND of the expected issue rate and the slowest GEMM."""
     gemm = step.bf16_flops / machine.bf16 + step.fp8_flops / (machine.fp8 or 2 * machine.bf16)
     if machine.fp4:
         best = band == "best" or machine.cublaslt is None
@@ -170,48 +71,41 @@ def predicted_ms(step: Step, machine: Machine, band: str = "") -> float:
 def _instructions(rounding: str, base: float) -> float:
     spec = get_rounding(rounding)
     candidate = STOCHASTIC_CANDIDATE_INSTRUCTIONS if spec.stochastic else CANDIDATE_INSTRUCTIONS
-    extra = (EDEN_INSTRUCTIONS if spec.ms_eden else 0.0) + (STOCHASTIC_INSTRUCTIONS if spec.stochastic else 0.0)
-    return base + extra + candidate * (len(spec.candidates) - 1)
+    base += EDEN_INSTRUCTIONS * spec.ms_eden + STOCHASTIC_INSTRUCTIONS * spec.stochastic
+    return base + candidate * (len(spec.candidates) - 1)
 
 
 def quantize_steps(name: str, elements: float, source: float, rounding: str, decode: bool) -> list[Step]:
     """Along the rows as they lie in memory, from `source` bytes an element: amax, then codes (and the decode)."""
-    written = CODES + (BF16 if decode else 0.0)
-    base = SQUARE_INSTRUCTIONS if get_rounding(rounding).block_rows > 1 else ROWS_INSTRUCTIONS
-    what, work = f"{name}: {get_rounding(rounding).name}", elements * _instructions(rounding, base)
-    return [
-        Step(f"{name}: amax", elements * source, elements * AMAX_INSTRUCTIONS, issue=ROWS_ISSUE),
-        Step(what, elements * (source + written), work, issue=ROWS_ISSUE),
-    ]
+    spec, num_bytes = get_rounding(rounding), elements * (source + CODES + (BF16 if decode else 0.0))
+    work = elements * _instructions(rounding, SQUARE_INSTRUCTIONS if spec.block_rows > 1 else ROWS_INSTRUCTIONS)
+    amax = Step(f"{name}: amax", elements * source, elements * AMAX_INSTRUCTIONS, issue=ROWS_ISSUE)
+    return [amax, Step(f"{name}: {spec.name}", num_bytes, work, issue=ROWS_ISSUE)]
 
 
 def rotate_steps(name: str, elements: float, source: float, roundings: list[str], emulated: bool) -> list[Step]:
     """One pass that makes len(roundings) operands of a tensor; before it one for amax where a rounding needs that."""
-    steps = []
-    decode, written, instructions = (ROTATED_DECODE_INSTRUCTIONS if source == CODES else 0.0), 0.0, 0.0
+    decode = ROTATED_DECODE_INSTRUCTIONS if source == CODES else 0.0
+    written, instructions, aligned = 0.0, 0.0, 0
     for rounding in roundings:
         ms_eden = get_rounding(rounding).ms_eden
         written += (BF16 if emulated else CODES) + (PSEUDO if ms_eden else 0.0)
         pack = 0.0 if emulated or ms_eden else PACK_INSTRUCTIONS
         instructions += _instructions(rounding, ROTATED_INSTRUCTIONS + decode + pack)
-    aligned = [r for r in roundings if not get_rounding(r).ms_eden]
-    if aligned:
-        work = elements * (AMAX_INSTRUCTIONS + decode) * len(aligned)
-        steps.append(Step(f"{name}: amax", elements * source, work, issue=ROTATED_ISSUE))
+        aligned += not ms_eden
+    work = elements * (AMAX_INSTRUCTIONS + decode) * aligned
+    steps = [Step(f"{name}: amax", elements * source, work, issue=ROTATED_ISSUE)] if aligned else []
     what = f"{name}: {' and '.join(get_rounding(r).name for r in roundings)}"
     steps.append(Step(what, elements * (source + written), elements * instructions, issue=ROTATED_ISSUE))
-    if not emulated and len(aligned) < len(roundings):
-        blocks = elements / 16 * (len(roundings) - len(aligned))
+    if not emulated and aligned < len(roundings):
+        blocks = elements / 16 * (len(roundings) - aligned)
         steps.append(Step(f"{name}: scales", 16 * blocks * (PSEUDO + 1 / 16), blocks * FINISH_INSTRUCTIONS))
     return steps
 
 
-def gemm_step(name: str, m: int, n: int, k: int, a: bool, b: bool, native: bool) -> Step:
-    """a, b: whether the operand is quantized."""
-    fp4 = native and a and b
-    operand, flops = CODES if fp4 else BF16, 2.0 * m * n * k
-    num_bytes = operand * (m * k + n * k) + BF16 * m * n
-    return Step(name, num_bytes, 0.0, 0.0 if fp4 else flops, flops if fp4 else 0.0, tiles=output_tiles(m, n))
+def gemm_step(name: str, m: int, n: int, k: int, kind: str = "bf16") -> Step:
+    num_bytes = ELEMENT[kind] * (m * k + n * k) + BF16 * m * n
+    return Step(name, num_bytes, tiles=output_tiles(m, n), **{f"{kind}_flops": 2.0 * m * n * k})
 
 
 def output_tiles(m: int, n: int) -> int:
@@ -221,11 +115,9 @@ def output_tiles(m: int, n: int) -> int:
 def fp8_steps(m: int, k: int, n: int) -> list[Step]:
     """Of method fp8: both GEMM operands of every product in FP8, transposed copies of those of the forward."""
     made = {"input": m * k * FP8_ELEMENT, "weight": n * k * (FP8_ELEMENT + 2), "grad_output": m * n * FP8_ELEMENT}
+    steps = [Step(f"{name}: to FP8", num_bytes) for name, num_bytes in made.items()]
     shapes = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}
-    return [Step(f"{name}: to FP8", num_bytes) for name, num_bytes in made.items()] + [
-        Step(name, a * c + b * c + BF16 * a * b, fp8_flops=2.0 * a * b * c, tiles=output_tiles(a, b))
-        for name, (a, b, c) in shapes.items()
-    ]
+    return steps + [gemm_step(name, *dims, "fp8") for name, dims in shapes.items()]
 
 
 def layer_steps(recipe: Recipe, m: int, k: int, n: int, *, backward: bool, native: bool) -> list[Step]:
@@ -234,40 +126,33 @@ def layer_steps(recipe: Recipe, m: int, k: int, n: int, *, backward: bool, nativ
     if recipe.name == "fp8" and backward:
         return fp8_steps(m, k, n)
     forward, dgrad, wgrad = recipe.output, recipe.grad_input, recipe.grad_weight
+    fp4 = "fp4" if native else "bf16"  # of a product of two quantized operands
     steps: list[Step] = []
-
-    def operand(name: str, elements: int, source: float, o: Operand) -> None:
+    for name, elements, source, o in (("input", m * k, BF16, forward.a), ("weight", n * k, 4.0, forward.b)):
         if o.rounding:
-            steps.extend(quantize_steps(name, elements, source, o.rounding, decode=not native))
+            steps += quantize_steps(name, elements, source, o.rounding, decode=not native)
         elif source > BF16:
             steps.append(Step(f"{name}: to BF16", elements * (source + BF16)))
-
-    operand("input", m * k, BF16, forward.a)
-    operand("weight", n * k, 4.0, forward.b)
     if backward and wgrad.b.raw:
         steps += rotate_steps("input^T", m * k, BF16, [wgrad.b.rounding], emulated=False)
-    steps.append(gemm_step("output", m, n, k, bool(forward.a.rounding), bool(forward.b.rounding), native))
+    steps.append(gemm_step("output", m, n, k, fp4 if forward.a.rounding and forward.b.rounding else "bf16"))
     if not backward:
         return steps
-    e = [g.a.rounding for g in (dgrad, wgrad) if g.a.rounding]
-    if e:
+    if e := [g.a.rounding for g in (dgrad, wgrad) if g.a.rounding]:
         steps += rotate_steps("grad_output", m * n, BF16, e, emulated=not native)
-    for name, elements, gemm, kept in (
-        ("weight^T", n * k, dgrad, forward.b.rounding),
-        ("input^T", m * k, wgrad, forward.a.rounding),
+    products = []
+    for name, elements, unquantized, gemm, kept, product in (
+        ("weight^T", n * k, 4.0, dgrad, forward.b.rounding, ("grad_input", m, k, n)),
+        ("input^T", m * k, BF16, wgrad, forward.a.rounding, ("grad_weight", n, k, m)),
     ):
-        source = CODES if kept else (4.0 if name == "weight^T" else BF16)
         if gemm.b.raw or (gemm.b.rounding is None and kept):
             if not native:  # the codes are decoded for the GEMM
                 steps.append(Step(f"{name}: decode", elements * (CODES + BF16), elements * DECODE_INSTRUCTIONS))
         elif gemm.b.rounding:
+            source = CODES if kept else unquantized
             steps += rotate_steps(name, elements, source, [gemm.b.rounding], emulated=not native)
-    for name, gemm, (r, c, d), kept in (
-        ("grad_input", dgrad, (m, k, n), forward.b.rounding),
-        ("grad_weight", wgrad, (n, k, m), forward.a.rounding),
-    ):
-        steps.append(gemm_step(name, r, c, d, bool(gemm.a.rounding), bool(gemm.b.rounding or kept), native))
-    return steps
+        products.append(gemm_step(*product, fp4 if gemm.a.rounding and (gemm.b.rounding or kept) else "bf16"))
+    return steps + products
 
 
 def block_layers(w: int, fused: bool = True) -> tuple[tuple[int, int], ...]:
@@ -278,12 +163,8 @@ def block_layers(w: int, fused: bool = True) -> tuple[tuple[int, int], ...]:
 def block_steps(method: str | Recipe, width: int, tokens: int, machine: Machine) -> list[Step]:
     """The kernels of the linear layers of a block, forward and backward."""
     recipe = get_recipe(method)
-    native, layers = machine.fp4 is not None and recipe.quantizes, block_layers(width)
-    return [s for k, n in layers for s in layer_steps(recipe, tokens, k, n, backward=True, native=native)]
-
-
-def block_ms(method: str, width: int, tokens: int, machine: Machine) -> float:
-    return sum(predicted_ms(step, machine) for step in block_steps(method, width, tokens, machine))
+    native = machine.fp4 is not None and recipe.quantizes
+    return [s for k, n in block_layers(width) for s in layer_steps(recipe, tokens, k, n, backward=True, native=native)]
 
 
 def is_counted(method: str | Recipe) -> bool:
@@ -292,9 +173,9 @@ def is_counted(method: str | Recipe) -> bool:
     if recipe.name == "fp8":
         return True
     operands = [o for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (gemm.a, gemm.b)]
-    if not recipe.quantizes or recipe.late or any(o.terms > 1 or o.feedback for o in operands):
-        return False
-    return all(get_rounding(o.rounding).has_kernels for o in operands if o.rounding)
+    changes = recipe.late or any(o.terms > 1 or o.feedback for o in operands)
+    kernels = all(get_rounding(o.rounding).has_kernels for o in operands if o.rounding)
+    return recipe.quantizes and not changes and kernels
 
 
 def _plain(recipe: Recipe) -> Recipe:
@@ -307,42 +188,28 @@ def _plain(recipe: Recipe) -> Recipe:
 def is_predictable(method: str | Recipe) -> bool:
     """Whether step_ms knows a method: second terms, feedback, phases and blocks in BF16 included."""
     recipe = get_recipe(method)
-    phases = [_plain(r) for r in (recipe, recipe.final)]
-    return recipe.quantizes and all(is_counted(r) for r in phases if r.quantizes)
+    return recipe.quantizes and all(is_counted(_plain(r)) for r in (recipe, recipe.final) if r.quantizes)
 
 
-def machine_of(gpu: str) -> Machine | None:
-    """The machine that a GPU's name (torch.cuda.get_device_name) is; None where there are no numbers for it."""
-    # "RTX 5090 Laptop GPU" and "RTX 5090 D" are other chips, or the same with less power; "MIG" is a part of one.
-    other = r"(?!.*\b(Laptop|Max-Q|MIG|Ti|SUPER|D)\b)"
-    return next((m for m in MACHINES.values() if re.search(rf"\b{m.name}\b{other}", gpu)), None)
-
-
-def predict(machine: Machine, methods: list[str], tokens: int = TOKENS) -> list[dict]:
-    """For each method its ratio to BF16 by width, and the first width (a multiple of 128) from where it is faster.
-    Raises ValueError for an unknown method."""
+def break_even(machine: Machine, method: str) -> int | None:
+    """The first width, a multiple of 128, from where on a block's linear layers are faster than in BF16."""
     widths = list(range(128, 16384 + 1, 128))
-    records = []
-    for method in methods:
-        ratios = {w: block_ms(method, w, tokens, machine) / block_ms("bf16", w, tokens, machine) for w in widths}
-        slower = [w for w, ratio in ratios.items() if ratio >= 1]
-        first = next((w for w in widths if w > max(slower, default=0)), None)
-        shown = {w: ratios[w] for w in (768, 1280, 1664, 2048, 4096, 8192)}
-        records.append({"machine": machine.name, "method": method, "tokens": tokens, "ratios": shown, "width": first})
-    return records
+    ms = [[sum(predicted_ms(s, machine) for s in block_steps(of, w, TOKENS, machine)) for w in widths]
+          for of in (method, "bf16")]  # fmt: skip
+    slower = max((w for w, mine, bf16 in zip(widths, *ms) if mine >= bf16), default=0)
+    return next((w for w in widths if w > slower), None)
 
 
-# A whole step
-
-SEQUENCE, VOCABULARY = 2048, 65536
-SHARD_BYTES = 100e6  # of FineWeb-Edu as nanochat packs it
-LOGIT, UPDATE = 20.0, 132.0  # bytes
+SEQUENCE, VOCABULARY, SHARD_BYTES = 2048, 65536, 100e6  # a shard of FineWeb-Edu as nanochat packs it
+LOGIT, UPDATE = 20.0, 132.0  # bytes a logit, and a weight
+CAST, ACCUMULATE = 6.0, 10.0  # bytes a weight: FP32 to BF16, and BF16 added to FP32
+# Counted by `python -m lab.predict.glue`. The share, and UPDATE, are of the profile of BF16's d26 on an H200
+# (docs/results/bench_train.json, 32 rows): 89 ms of element-wise kernels, 30 ms of the update outside of its products.
 # "codes" has 92 of the schedule, and 12 of ReLU^2's kernel besides codes: its input for the largest value, 8 bits kept.
 GLUE, GLUE_SHARE = {"bf16": 110.0, "fp8": 110.0, "codes": 104.0}, 110 / 134
 # Bytes of the glue of a forward pass that is not compiled, counted in gpt.py: residual scalars 14, norms 16, rotary 36,
 # v 4, sums 12, ReLU^2 32. The second validation, in BF16, is one.
-UNCOMPILED = 114.0
-DISK = 1e9  # bytes a second of a checkpoint's writing, an ASSUMPTION
+UNCOMPILED, DISK = 114.0, 1e9  # DISK: bytes a second of a checkpoint's writing, an ASSUMPTION
 # What feedback adds to a d26 step of 524,288 tokens on an H200: codes take 63.4 ms where clover's take 5.5, the Gram
 # matrices every tenth step 446.7 (docs/results/bench_train_feedback.json). Feedback reads the errors of all columns
 # before a block of 16, so its time grows as weights times width and with the memory's time a byte. Best: no slower on
@@ -350,12 +217,7 @@ DISK = 1e9  # bytes a second of a checkpoint's writing, an ASSUMPTION
 FEEDBACK_MS = 63.4 - 5.5 + 446.7 / 10
 # A tuned FP8 over an untuned one (sm_89's kernels on sm_120), mdhorton/nanochat_sm120: 1.18 at d16, 1.33 at d12.
 TUNED_FP8 = {"": 1.18, "best": 240_038 / 180_890, "worst": 1.0}
-# --head: bytes of the loss kernel for a logit, tokens of a chunk at VOCABULARY, bytes to add an element of a chunk to
-# the gradient of the weight. "" is the head that LOGIT was fitted to: products in BF16, a compiled loss.
-FUSED_LOGIT, CHUNKS, ADDITION = 6.0, {"bf16": 8192, "fp8": 4096}, 12.0
-CAST, ACCUMULATE = 6.0, 10.0  # bytes a weight: FP32 to BF16, and BF16 added to FP32
-ATTENTION_SHARE = 0.6
-NEWTON_SCHULZ = 5  # iterations of Muon, of three products each
+ATTENTION_SHARE, NEWTON_SCHULZ = 0.6, 5  # of the BF16 rate; iterations of Muon, of three products each
 
 
 @dataclass(frozen=True)
@@ -381,8 +243,10 @@ class Shape:
     def parameters(self) -> int:
         return self.block_weights + 2 * self.head_weights
 
-
-MEASURED = Shape(26)  # of FEEDBACK_MS
+    @property
+    def checkpoint_bytes(self) -> int:
+        """FP32 weights and Muon's momentum; AdamW has two moments of embedding and output head."""
+        return 8 * self.block_weights + 12 * 2 * self.head_weights
 
 
 def mean_keys(sequence: int, windowed: bool, share: int = 2) -> float:
@@ -397,173 +261,101 @@ def attention_step(shape: Shape, tokens: float, keys: float) -> Step:
 
 
 def optimizer_step(shape: Shape, processes: int = 1) -> Step:
-    """Muon is sharded over the processes."""
-    w = shape.width
-    small, large = 3 * 2 * w**3, 2 * (2 * w * w * 4 * w) + 2 * w**3
-    flops = NEWTON_SCHULZ * (4 * small + 2 * large) * shape.depth / processes
-    return Step("optimizer", 0.0, bf16_flops=flops)
-
-
-def head_steps(shape: Shape, tokens: float, head: str) -> tuple[list[Step], float]:
-    """The products of the output head for a micro-batch, and bytes of the loss for a logit. Raises KeyError."""
-    m, k, n = tokens, shape.width, shape.vocabulary
-    if head == "fp8":  # the loss's kernel makes the codes of grad_output
-        products = [step for step in fp8_steps(m, k, n) if not step.name.startswith("grad_output")]
-    else:
-        products = [gemm_step("head", *dims, False, False, False) for dims in ((m, n, k), (m, k, n), (n, k, m))]
-    return products, FUSED_LOGIT + ADDITION * k / min(CHUNKS[head], m) if head else LOGIT
+    """Muon, sharded. In its iterations a weight of attention has 3 products of 2 w^3 FLOPs, one of the MLP has 9."""
+    return Step("optimizer", 0.0, bf16_flops=NEWTON_SCHULZ * 60 * shape.width**3 * shape.depth / processes)
 
 
 def groups(
-    shape: Shape,
-    method: str | Recipe,
-    machine: Machine,
-    *,
-    micro_batch: int,
-    total_batch: int,
-    windowed: bool = False,
-    head: str = "",
-) -> dict[str, list[Step]]:
-    """The kernels of an optimizer step, by group. micro_batch, total_batch: in tokens. head: of CHUNKS, or ""."""
+    shape: Shape, recipe: Recipe, machine: Machine, *, micro_batch: int, total_batch: int, windowed: bool = False
+) -> dict[str, tuple[float, list[Step]]]:
+    """The kernels of an optimizer step, by group, and how often they run. micro_batch, total_batch: in tokens."""
     count, weights = total_batch / micro_batch, shape.block_weights + shape.head_weights
     # In a whole model the kernels that make inputs find their largest values.
-    blocks = [s for s in block_steps(method, shape.width, micro_batch, machine) if s.name != "input: amax"]
-    recipe = get_recipe(method)
+    blocks = block_steps(_plain(recipe), shape.width, micro_batch, machine)
+    second: list[Step] = []  # what a first term's rounding left is rounded, and one more product of 4-bit operands
+    for k, n in block_layers(shape.width):
+        for o, elements, source in ((recipe.output.a, micro_batch * k, BF16), (recipe.output.b, n * k, 4.0)):
+            if o.terms == 2:
+                second += quantize_steps("second", elements, source + CODES, o.rounding, decode=False)
+                second.append(gemm_step("output", micro_batch, n, k, "fp4"))
     glue = GLUE[("fp8" if recipe.name == "fp8" else "codes") if recipe.quantizes else "bf16"] / GLUE_SHARE
-    products, logit = head_steps(shape, micro_batch, head)
+    m, k, n = micro_batch, shape.width, shape.vocabulary
     return {
-        "linear layers": [step for _ in range(shape.depth) for step in blocks] * round(count),
-        "head": products * round(count),
-        "attention": [attention_step(shape, total_batch, mean_keys(SEQUENCE, windowed))],
-        "glue": [Step("glue", glue * shape.width * shape.depth * total_batch)],
-        "loss": [Step("loss", logit * shape.vocabulary * total_batch)],
-        "weights": [Step("weights", (CAST + ACCUMULATE) * weights * count)],
-        "optimizer": [optimizer_step(shape), Step("update", UPDATE * weights)],
+        "linear layers": (shape.depth * round(count), [s for s in blocks if s.name != "input: amax"]),
+        "second terms": (shape.depth * count, second),
+        "head": (round(count), [gemm_step("head", *dims) for dims in ((m, n, k), (m, k, n), (n, k, m))]),
+        "attention": (1, [attention_step(shape, total_batch, mean_keys(SEQUENCE, windowed))]),
+        "glue": (1, [Step("glue", glue * shape.width * shape.depth * total_batch)]),
+        "loss": (1, [Step("loss", LOGIT * shape.vocabulary * total_batch)]),
+        "weights": (1, [Step("weights", (CAST + ACCUMULATE) * weights * count)]),
+        "optimizer": (1, [optimizer_step(shape), Step("update", UPDATE * weights)]),
     }
 
 
 def step_ms(shape: Shape, method: str | Recipe, machine: Machine, *, band: str = "", **batch) -> float:
     """Milliseconds of a mean optimizer step of a run. Takes the arguments of `groups`, and predicted_ms's band."""
     recipe = get_recipe(method)
-    if recipe.late:
-        start, last = recipe.late
-        before, after = (step_ms(shape, r, machine, band=band, **batch) for r in (replace(recipe, late=None), last))
-        return start * before + (1 - start) * after
-    if recipe.kept_blocks:
-        kept = max(1, round(recipe.kept_blocks * shape.depth)) / shape.depth
-        parts = replace(recipe, kept_blocks=0.0), "bf16"
-        rest, bf16 = (step_ms(shape, part, machine, band=band, **batch) for part in parts)
-        return (1 - kept) * rest + kept * bf16
-    steps = [*itertools.chain.from_iterable(groups(shape, _plain(recipe), machine, **batch).values())]
-    times = {i: predicted_ms(s, machine, band) for i, s in {id(s): s for s in steps}.items()}  # few differ
-    total = 0.0
-    for step in steps:
-        total += times[id(step)]
-    extra = _second_terms(recipe.output.a, recipe.output.b, shape, batch["micro_batch"])
-    total += batch["total_batch"] / batch["micro_batch"] * sum(predicted_ms(step, machine, band) for step in extra)
+    if recipe.late or recipe.kept_blocks:
+        if recipe.late:
+            (start, other), rest = recipe.late, replace(recipe, late=None)
+        else:
+            start, other = 1 - max(1, round(recipe.kept_blocks * shape.depth)) / shape.depth, "bf16"
+            rest = replace(recipe, kept_blocks=0.0)
+        first, then = (step_ms(shape, r, machine, band=band, **batch) for r in (rest, other))
+        return start * first + (1 - start) * then
+    kernels = groups(shape, recipe, machine, **batch).values()
+    total = sum(times * sum(predicted_ms(step, machine, band) for step in steps) for times, steps in kernels)
     if recipe.output.b.feedback:
-        slower, wider = MACHINES["h200"].bandwidth / machine.bandwidth, shape.width / MEASURED.width
-        slower, wider = min(slower, 1.0) if band == "best" else slower, max(wider, 1.0) if band == "worst" else wider
-        total += FEEDBACK_MS * shape.block_weights / MEASURED.block_weights * wider * slower
+        d26, slower = Shape(26), MACHINES["h200"].bandwidth / machine.bandwidth
+        slower = min(slower, 1.0) if band == "best" else slower
+        wider = max(shape.width / d26.width, 1.0) if band == "worst" else shape.width / d26.width
+        total += FEEDBACK_MS * shape.block_weights / d26.block_weights * wider * slower
     return total
 
 
-def _second_terms(a: Operand, b: Operand, shape: Shape, micro_batch: int) -> Iterator[Step]:
-    """Of each operand with two terms: what its rounding left is rounded, and one more product of 4-bit operands."""
-    for k, n in block_layers(shape.width) * shape.depth:
-        for operand, name, elements, source in ((a, "input", micro_batch * k, BF16), (b, "weight", n * k, 4.0)):
-            if operand.terms == 2:
-                yield from quantize_steps(name, elements, source + CODES, operand.rounding, decode=False)
-                yield gemm_step("output", micro_batch, n, k, True, True, True)
-
-
-def tokens_per_second(shape: Shape, method: str, machine: Machine, *, micro_batch: int, **kwargs) -> dict[str, float]:
+def tokens_per_second(
+    shape: Shape, method: str, machine: Machine, *, total_batch: int = 524288, **batch
+) -> dict[str, float]:
     """Expected ("") speed, and its band: "best", "worst". Takes the arguments of `groups`, and fp8_tuned."""
-    total = kwargs.setdefault("total_batch", 524288)
     sm_120 = machine.longer > 1  # elsewhere no FP8 ran on another GPU's kernels
     tuned = TUNED_FP8 if method == "fp8_tuned" and sm_120 else dict.fromkeys(TUNED_FP8, 1.0)
-    method = method.removesuffix("_tuned")
-    return {
-        band: total * 1e3 * ratio / step_ms(shape, method, machine, micro_batch=micro_batch, band=band, **kwargs)
-        for band, ratio in tuned.items()
-    }
-
-
-@dataclass(frozen=True)
-class Pauses:
-    """Of a run: tokens between two validations, of a validation, and between two checkpoints; 0: none."""
-
-    eval_every: float = 0.0
-    eval_tokens: float = 0.0
-    save_every: float = 0.0
-
-    def hours(self, shape: Shape, machine: Machine, tokens: float, speed: float) -> tuple[float, float]:
-        """Of validations and of checkpoints. A validation's first forward takes a third of training's time, the second
-        is in BF16 and not compiled."""
-        validations = tokens // self.eval_every + 1 if self.eval_every > 0 else 0.0
-        second = sum(predicted_ms(step, machine) for step in uncompiled_forward(shape, 8192)) / 8192 / 1e3
-        saves = tokens // self.save_every + 1 if self.save_every > 0 else 0.0
-        saving = saves * checkpoint_bytes(shape) / DISK
-        return validations * self.eval_tokens * (1 / (3 * speed) + second) / 3600, saving / 3600
-
-
-SPEEDRUN = Pauses(250 * 524288, 20 * 524288, 1000 * 524288)  # of speedrun_fp4.sh
-
-
-def uncompiled_forward(shape: Shape, tokens: int) -> list[Step]:
-    """The kernels of a forward pass in BF16 that is not compiled."""
-    layers = [*(block_layers(shape.width, fused=False) * shape.depth), (shape.width, shape.vocabulary)]
-    glue = UNCOMPILED * shape.width * shape.depth + LOGIT * shape.vocabulary
-    attention = attention_step(shape, tokens * 2 / 7, mean_keys(SEQUENCE, False))  # two of seven products
-    rest = Step("glue, loss, weights", glue * tokens + CAST * (shape.block_weights + shape.head_weights))
-    return [*(gemm_step("output", tokens, n, k, False, False, False) for k, n in layers), attention, rest]
-
-
-def checkpoint_bytes(shape: Shape) -> float:
-    """FP32 weights and Muon's momentum; AdamW has two moments of embedding and output head."""
-    return 8 * shape.block_weights + 12 * 2 * shape.head_weights
+    of, batch = method.removesuffix("_tuned"), {**batch, "total_batch": total_batch}
+    return {b: total_batch * 1e3 * ratio / step_ms(shape, of, machine, band=b, **batch) for b, ratio in tuned.items()}
 
 
 def run_hours(
-    shape: Shape, method: str, machine: Machine, tokens: float, pauses: Pauses, **batch
-) -> dict[str, tuple[float, float, float]]:
-    """(all, validation, checkpoints) in hours of a run, by band. Takes the arguments of tokens_per_second."""
-    speeds = tokens_per_second(shape, method, machine, **batch)
-    parts = {band: pauses.hours(shape, machine, tokens, speed) for band, speed in speeds.items()}
-    return {band: (tokens / speeds[band] / 3600 + sum(two), *two) for band, two in parts.items()}
+    shape: Shape, method: str, machine: Machine, tokens: float, *,
+    eval_every: float = 0.0, eval_tokens: float = 0.0, save_every: float = 0.0, **batch,
+) -> dict[str, tuple[float, float, float]]:  # fmt: skip
+    """(all, validation, checkpoints) in hours, by band. Takes the arguments of tokens_per_second too. Every 0: none. A
+    validation's first forward takes a third of training's time, the second is in BF16 and not compiled."""
+    validations, saves = (tokens // every + 1 if every > 0 else 0.0 for every in (eval_every, save_every))
+    layers = [*(block_layers(shape.width, fused=False) * shape.depth), (shape.width, shape.vocabulary)]
+    num_bytes = (UNCOMPILED * shape.width * shape.depth + LOGIT * shape.vocabulary) * 8192
+    second = [gemm_step("output", 8192, n, k) for k, n in layers]
+    second.append(attention_step(shape, 8192 * 2 / 7, mean_keys(SEQUENCE, False)))  # two of seven products
+    second.append(Step("glue, loss, weights", num_bytes + CAST * (shape.block_weights + shape.head_weights)))
+    uncompiled = sum(predicted_ms(step, machine) for step in second) / 8192 / 1e3
+    found = {}
+    for band, speed in tokens_per_second(shape, method, machine, **batch).items():
+        parts = validations * eval_tokens * (1 / (3 * speed) + uncompiled), saves * shape.checkpoint_bytes / DISK
+        found[band] = (tokens / speed + sum(parts)) / 3600, parts[0] / 3600, parts[1] / 3600
+    return found
 
 
-def estimate(
-    machine: Machine,
-    depth: int,
-    method: str,
-    tokens: float,
-    pauses: Pauses = Pauses(),
-    **batch,  # noqa: B008
-) -> str:
+def estimate(machine: Machine, depth: int, method: str, tokens: float, **run) -> str:
     """One line: how fast a run would be, how long it takes, and what fits in a day. A prediction, and labelled so.
-    Takes the arguments of tokens_per_second."""
+    Takes the arguments of run_hours."""
     shape = Shape(depth)
-    speed = tokens_per_second(shape, method, machine, **batch)[""]
-    hours = run_hours(shape, method, machine, tokens, pauses, **batch)
+    hours = run_hours(shape, method, machine, tokens, **run)
     low, high = sorted((hours["best"][0], hours["worst"][0]))
     all_of_it, validation, saving = hours[""]
     band = f" ({low:.3g} to {high:.3g})" if high > 1.01 * low else ""
     parts = f", {validation:.2g} of them validation and {saving:.1g} checkpoints" if validation + saving else ""
-    day = 86400 * tokens / (3600 * all_of_it)
+    speed, day = tokens / (all_of_it - validation - saving) / 3600, 24 * tokens / all_of_it
     return (
         f"{machine.name}, d{depth}, {method}: {speed:,.0f} tokens/s predicted, {all_of_it:.3g} hours{band} "
         f"for {tokens / 1e9:.3g}B tokens{parts}; a day has {day / 1e9:.3g}B, {day / shape.parameters:.1f} per parameter"
-    )
-
-
-def needs(depth: int, shards: int) -> str:
-    """One line: memory and disk of a run. FP32 weights, gradients and Muon's momentum; AdamW has two moments."""
-    shape = Shape(depth)
-    state = 12 * shape.block_weights + 16 * 2 * shape.head_weights
-    return (
-        f"memory: {state / 2**30:.1f} GiB for weights, gradients and optimizer, activations besides; disk: "
-        f"{shards * SHARD_BYTES / 1e9:.0f} GB of text, {checkpoint_bytes(shape) / 1e9:.1f} GB for each checkpoint"
     )
 
 
@@ -580,7 +372,6 @@ def main(argv: list[str] | None = None) -> None:
     add("--eval-every", type=float, default=0.0, help="tokens between two validations: their hours count")
     add("--eval-tokens", type=float, default=0.0, help="of a validation")
     add("--save-every", type=float, default=0.0, help="tokens between two checkpoints: their hours count")
-    add("--head", choices=("", *CHUNKS), default="", help="with base_train's --head (default: before it was there)")
     add("--windowed", action="store_true", help="a window pattern SSSL, by a kernel that skips what it leaves out")
     args = parser.parse_args(argv)
     if args.depth < 1 or args.micro_batch < 1 or args.tokens < 0 or args.ratio <= 0:
@@ -589,16 +380,19 @@ def main(argv: list[str] | None = None) -> None:
     machine = MACHINES.get(gpu) or machine_of(gpu)
     if machine is None:
         raise UserError(f"--gpu: nothing is predicted for {gpu or 'a CPU'}; use one of: {', '.join(MACHINES)}")
-    tokens = args.tokens or args.ratio * Shape(args.depth).parameters
-    pauses = Pauses(args.eval_every, args.eval_tokens, args.save_every)
+    shape = Shape(args.depth)
+    tokens = args.tokens or args.ratio * shape.parameters
+    run = {name: vars(args)[name] for name in ("micro_batch", "windowed", "eval_every", "eval_tokens", "save_every")}
     for method in args.methods.split(","):
-        if method not in ("bf16", "fp8_tuned") and not is_predictable(method):
+        if method in ("bf16", "fp8_tuned") or is_predictable(method):
+            print(estimate(machine, args.depth, method, tokens, **run))
+        else:
             print(f"{machine.name}, d{args.depth}, {method}: not predicted (its kernels are not counted)")
-            continue
-        batch = {"micro_batch": args.micro_batch, "windowed": args.windowed, "head": args.head}
-        print(estimate(machine, args.depth, method, tokens, pauses, **batch))
     if args.shards:
-        print(needs(args.depth, args.shards))
+        state = (shape.checkpoint_bytes + 4 * shape.parameters) / 2**30
+        text, saved = args.shards * SHARD_BYTES / 1e9, shape.checkpoint_bytes / 1e9
+        print(f"memory: {state:.1f} GiB for weights, gradients and optimizer, activations besides; ", end="")
+        print(f"disk: {text:.0f} GB of text, {saved:.1f} GB for each checkpoint")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def test_a_stage_of_the_wheel_is_the_one_that_lies_in_it(run, tmp_path, monkeypa
 def test_what_there_is(run):
     """Every script and no helper module; the list and one line for what is missing or misspelt."""
     scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")}
-    assert set(command.STAGES) == scripts - {"__init__", "reproduce"}  # reproduce has moved to lab
+    assert set(command.STAGES) == scripts - {"__init__"}
     names = [*command.RUNS, *command.STAGES, *command.TOOLS]
     status, listed, err = run("--help")
     assert status == 0 and err == "" and all(f"\n  {name} " in listed for name in names)

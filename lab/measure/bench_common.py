@@ -21,8 +21,8 @@ from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.hardware import MACHINES, Machine
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
-from nanochat_fp4.step_time import MACHINES, Machine
 
 # --------------------------------------------------------------------------------------------------------------------
 # Timing

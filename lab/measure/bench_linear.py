@@ -30,6 +30,7 @@ from lab.predict.measured import layer_set_ms
 from nanochat_fp4 import step_time
 from nanochat_fp4.doctor import layer_problem, relative_square_error
 from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.hardware import MACHINES, Machine
 
 METHODS = ("fp8", "clover", "clover_search", "nvidia", "tetrajet_v2")
 PASSES = {"forward": "forward", "forward+backward": "forward_backward"}  # and the method of Layer
@@ -148,9 +149,7 @@ def measure(
     return list(problems.values())
 
 
-def predict(
-    machine: step_time.Machine, models: list[str], methods: list[str], tokens: int, passes: list[str]
-) -> list[dict]:
+def predict(machine: Machine, models: list[str], methods: list[str], tokens: int, passes: list[str]) -> list[dict]:
     """The same records from byte, instruction and FLOP counts alone."""
     records = []
     for model, which in itertools.product(models, passes):
@@ -176,7 +175,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--tokens must be at least 1, --seconds positive and less than an hour")
     methods = common.methods_of(args.methods)
     settings = {"models": models, "methods": methods, "tokens": args.tokens, "seconds": args.seconds}
-    results = common.Results("bench_linear", args.json, settings, step_time.MACHINES.get(args.roofline))
+    results = common.Results("bench_linear", args.json, settings, MACHINES.get(args.roofline))
     problems: list[str] = []
     if results.machine:
         print(results.header())

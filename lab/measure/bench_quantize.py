@@ -20,6 +20,7 @@ from nanochat_fp4 import step_time
 from nanochat_fp4.common import median_ms
 from nanochat_fp4.doctor import copy_bandwidth, kernel_problem
 from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.hardware import MACHINES
 from nanochat_fp4.nvfp4.operands import Quantization, quantize_operand
 from nanochat_fp4.nvfp4.quantizers import get_rounding
 from nanochat_fp4.step_time import BF16, CODES, Step
@@ -179,7 +180,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--only {args.only!r} matches none of: {', '.join(kernels(128, 128))}")
 
     settings, width = {"rows": args.rows, "columns": args.columns}, max(map(len, chosen))
-    results = common.Results("bench_quantize", args.json, settings, step_time.MACHINES.get(args.roofline))
+    results = common.Results("bench_quantize", args.json, settings, MACHINES.get(args.roofline))
     problems: list[str] = []
     if machine := results.machine:
         print(results.header(gemm=False))

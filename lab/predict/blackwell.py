@@ -30,15 +30,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanochat_fp4.errors import run_main
+from nanochat_fp4.hardware import MACHINES, Machine
 from nanochat_fp4.step_time import (
     ACCUMULATE,
     CAST,
     CODES,
     FP8_ELEMENT,
     LOGIT,
-    MACHINES,
     TOKENS,
-    Machine,
     Shape,
     attention_step,
     block_layers,
@@ -285,7 +284,7 @@ def predicted(point: Point, constants: torch.Tensor) -> float:
 
 
 def rates(constants: torch.Tensor) -> tuple[float, float, float, float]:
-    """GB/s, BF16 and FP4 TFLOP/s, microseconds a kernel: the order of step_time.Machine's."""
+    """GB/s, BF16 and FP4 TFLOP/s, microseconds a kernel: the order of hardware.Machine's."""
     a, b, c, d = constants.tolist()
     return 1 / a, 1 / b, 1 / c, d
 

@@ -12,14 +12,13 @@ from lab.predict.blackwell import LAYER_SETS
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.hardware import Machine, machine_of
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
 from nanochat_fp4.step_time import (
-    Machine,
     Shape,
     is_counted,
     is_predictable,
     layer_steps,
-    machine_of,
     predicted_ms,
     tokens_per_second,
 )

@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import cache
 
 from lab.study.sweep_runs import method_plan
+from nanochat_fp4.hardware import MACHINES, Machine
 from nanochat_fp4.nvfp4.recipes import Recipe
-from nanochat_fp4.step_time import MACHINES, Machine, Shape, is_predictable, step_ms
+from nanochat_fp4.step_time import Shape, is_predictable, step_ms
 
 BATCH = 524288  # tokens of a step
 CARD, DEPTH = "rtx5090", 20  # that tables name

@@ -13,7 +13,7 @@ from lab.study import sweep_results
 from lab.study.reproduce_common import Context, Outcome
 from lab.study.statistics import Estimate, gaps_by_seed, has_gap, pooled_differences, share_of, with_half
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.step_time import MACHINES
+from nanochat_fp4.hardware import MACHINES
 
 # The forward that is evaluated, and what a run calls its bits per byte with it.
 VALUES = {"own": "val_bpb", "BF16": "val_bpb_bf16"}

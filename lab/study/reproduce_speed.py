@@ -12,6 +12,7 @@ from lab.study.reproduce_common import Context, Outcome
 from nanochat_fp4 import step_time
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.hardware import MACHINES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,7 +54,7 @@ def fig6(context: Context) -> Outcome:
         )
     for machine in () if on_gpu else ("rtx5090", "h200"):
         of = models.split(","), ["bf16", *bench_linear.METHODS], step_time.TOKENS, [passes]
-        numbers[f"predicted, {machine}"] = bench_linear.predict(step_time.MACHINES[machine], *of)
+        numbers[f"predicted, {machine}"] = bench_linear.predict(MACHINES[machine], *of)
     for label, found in numbers.items():
         for r in found:
             if r["pass"] == passes and r["method"] != "bf16" and r["ratio"]:

@@ -16,7 +16,8 @@ from lab.study.long_runs import VALUES, cost_cells, methods_of, outcome, steps_o
 from lab.study.reproduce_common import Context, Outcome
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.plots import BASELINE, COLORS
-from nanochat_fp4.step_time import MACHINES, Machine, Shape, tokens_per_second
+from nanochat_fp4.hardware import MACHINES, Machine
+from nanochat_fp4.step_time import Shape, tokens_per_second
 
 CARDS, DEPTHS = ("rtxpro4000", "rtx5090", "b200"), (20, 26, 32)
 RATIO = 11.6  # tokens of a run for each parameter of blocks and head, as in d6's runs

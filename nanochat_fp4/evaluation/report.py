@@ -28,8 +28,9 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.files import atomic_write
+from nanochat_fp4.hardware import MACHINES, machine_of
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE
-from nanochat_fp4.step_time import MACHINES, is_counted, machine_of, predict
+from nanochat_fp4.step_time import break_even, is_counted
 
 # Order of the stages in the report; sections with other names follow in the order of their time.
 SECTIONS = [
@@ -364,7 +365,7 @@ def _break_even(gpu: str, runs: list[dict]) -> str:
         return f"- break-even with BF16: not known for {gpu or 'a CPU'}; predicted for {known} only"
     trained = {r["method"] for r in runs}
     methods = [m for m in METHOD_TABLE if m in trained and is_counted(m)] or ["clover"]
-    widths = [(r["method"], r["width"]) for r in predict(machine, methods)]
+    widths = [(method, break_even(machine, method)) for method in methods]
     found = ", ".join(f"{method} {f'from width {width}' if width else 'at no width'}" for method, width in widths)
     return f"- break-even with BF16, PREDICTED for {machine.name}, not measured: linear layers are faster with {found}"
 

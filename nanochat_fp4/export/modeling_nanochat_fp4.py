@@ -10,6 +10,9 @@ from torch import nn
 from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+# transformers 5.24 has another name for it, in arguments and in results.
+CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
+
 
 class NanoChatFP4Config(PretrainedConfig):
     model_type = "nanochat_fp4"
@@ -113,9 +116,9 @@ class NanoChatFP4Model(NanoChatFP4PreTrainedModel):
         self.layers = nn.ModuleList([NanoChatFP4Layer(config, i) for i in range(config.num_hidden_layers)])
         self.post_init()
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, cache=None):
         config, device = self.config, input_ids.device
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        seen = 0 if cache is None else cache.get_seq_length()
         query = torch.arange(seen, seen + input_ids.size(1), device=device)
         key = torch.arange(seen + input_ids.size(1), device=device)
         if position_ids is None:
@@ -133,7 +136,7 @@ class NanoChatFP4Model(NanoChatFP4PreTrainedModel):
             if padding is not None:  # a padded row still sees itself, so that nothing becomes NaN
                 mask = (mask & padding[..., : key.numel()]) | (behind == 0)
             x = config.resid_lambdas[i] * x + config.x0_lambdas[i] * x0
-            x = layer(x, cos, sin, mask, past_key_values)
+            x = layer(x, cos, sin, mask, cache)
         return norm(x, config.rms_norm_eps)
 
 
@@ -153,11 +156,13 @@ class NanoChatFP4ForCausalLM(NanoChatFP4PreTrainedModel, GenerationMixin):
         labels=None,
         use_cache=None,
         logits_to_keep=0,
+        cache=None,
         **kwargs,
     ):
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
-        x = self.model(input_ids, attention_mask, position_ids, past_key_values)
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = DynamicCache()
+        x = self.model(input_ids, attention_mask, position_ids, cache)
         if logits_to_keep:
             x = x[:, -logits_to_keep:]
         cap = self.config.final_logit_softcapping
@@ -165,4 +170,4 @@ class NanoChatFP4ForCausalLM(NanoChatFP4PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})

@@ -13,6 +13,7 @@ import torch
 
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.hardware import MACHINES, Machine
 from nanochat_fp4.models.cross_entropy import CHUNK_ELEMENTS
 from nanochat_fp4.models.lean import BLOCK, STEP_BYTES
 from nanochat_fp4.models.optim import STACK_BYTES, STACK_ELEMENTS
@@ -22,10 +23,8 @@ from nanochat_fp4.step_time import (
     BF16,
     CODES,
     DECODE_INSTRUCTIONS,
-    MACHINES,
     SEQUENCE,
     VOCABULARY,
-    Machine,
     Shape,
     Step,
     gemm_step,
@@ -78,7 +77,7 @@ def again_ms(shape: Shape, method: str, tensor: str, machine: Machine, tokens: f
     native, n = quantized and machine.fp4 is not None, columns * shape.width
     steps = [Step("glue", glue * w * tokens)] if glue else []
     if n:
-        steps.append(gemm_step("again", tokens, n, w, quantized, quantized, native))
+        steps.append(gemm_step("again", tokens, n, w, "fp4" if native else "bf16"))
     if n and quantized and not native:
         sizes = tokens * w, n * w
         steps += [Step("decode", size * (CODES + BF16), size * DECODE_INSTRUCTIONS) for size in sizes]
@@ -141,7 +140,10 @@ class Plan(NamedTuple):
 def best(depth: int, memory: float) -> Plan:
     """The cheapest plan with ROWS rows, or the one with most rows (0: none fits)."""
     plans = [Plan(depth, *level, 0).most_rows(memory) for level in LEVELS]
-    return next((plan for plan in plans if plan.rows >= ROWS), max(plans, key=lambda plan: (plan.rows, not plan.rows and -plan.at_one)))
+    most = max(plans, key=lambda plan: plan.rows)
+    if not most.rows:
+        return min(plans, key=lambda plan: plan.at_one)._replace(rows=0)
+    return next((plan for plan in plans if plan.rows >= ROWS), most)
 
 
 def next_lever(depth: int, state: str, recompute: str, rows: float, kind: str = "codes") -> str:

@@ -116,19 +116,16 @@ def test_token_bytes(tok, tmp_path, base_dir):
 # The file
 
 
-def test_save_and_load(tok, saved):
+def test_save_and_load(tok, saved, base_dir):
+    with pytest.raises(UserError, match="no tokenizer in .*; run python -m scripts.tok_train first"):
+        get_tokenizer()
+    tok.save(base_dir / "tokenizer")
+    assert get_tokenizer().fingerprint() == tok.fingerprint()
     again = load(saved)
     assert again.fingerprint() == tok.fingerprint() and len(tok.fingerprint()) == 16
     assert [again.encode(t) for t in TEXTS[:3]] == [tok.encode(t) for t in TEXTS[:3]]
     assert os.listdir(saved.parent) == ["tokenizer.json"]
     assert set(json.loads(saved.read_text())) == {"format", "sha256", "pattern", "special_tokens", "tokens"}
-
-
-def test_the_base_directorys_tokenizer(tok, base_dir):
-    with pytest.raises(UserError, match="no tokenizer in .*; run python -m scripts.tok_train first"):
-        get_tokenizer()
-    tok.save(base_dir / "tokenizer")
-    assert get_tokenizer().fingerprint() == tok.fingerprint()
 
 
 def swap_two_tokens(data):
@@ -141,7 +138,6 @@ def swap_two_tokens(data):
         (swap_two_tokens, "differs from its own checksum.*altered"),
         (lambda d: d.update(pattern="."), "differs from its own checksum"),
         (lambda d: d["special_tokens"].update({"<|bos|>": 0}), "differs from its own checksum"),
-        (lambda d: d["tokens"].pop(), "differs from its own checksum"),
         (lambda d: d.pop("tokens"), "is not a tokenizer .KeyError"),
         (lambda d: d["tokens"].append("!!"), "is not a tokenizer"),
         (lambda d: d.update(tokens=5), "is not a tokenizer"),
@@ -305,11 +301,6 @@ def test_a_system_message_goes_into_the_first_user_message(tok):
     plain = {"messages": [user("Be brief.\n\nHi"), assistant("Yo")]}
     assert tok.render_conversation(conversation) == tok.render_conversation(plain)
     assert json.dumps(conversation) == before
-
-
-def test_special_tokens_in_the_text_are_text(tok):
-    ids, _ = tok.render_conversation({"messages": [user("<|assistant_start|>"), assistant("<|bos|>")]})
-    assert ids.count(tok.get_bos_token_id()) == 1 and ids.count(tok.encode_special("<|assistant_start|>")) == 1
 
 
 def test_long_conversations_are_cut(tok):

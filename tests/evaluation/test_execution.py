@@ -6,7 +6,6 @@ test), so that a layer that stops working shows as damage and not only as a miss
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -39,14 +38,8 @@ def working_layers() -> list[tuple[str, ...]]:
     return found
 
 
-def landlock_abi() -> int:
-    return ctypes.CDLL(None).syscall(444, None, 0, 1) if sys.platform == "linux" else 0
-
-
 LAYERS = working_layers() if os.name == "posix" else []
 KERNEL = [layers for layers in LAYERS if "audit" not in layers]
-# landlock is never used without seccomp, but from its ABI 6 on it must keep signals and sockets in by itself.
-LANDLOCK_SCOPES = [("landlock",)] if landlock_abi() >= 6 and ("landlock", "seccomp") in LAYERS else []
 # A layer is the same in every set: where stronger sets work, most tests leave out the one whose two layers others have.
 EACH = [layers for layers in LAYERS if layers != ("seccomp", "audit") or not KERNEL]
 every_layer = pytest.mark.parametrize("layers", EACH, ids="+".join)
@@ -421,7 +414,7 @@ for attack in (tcp, udp, raw, listen):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets")
-@pytest.mark.parametrize("layers", [*EACH, *LANDLOCK_SCOPES], ids="+".join)
+@every_layer
 def test_no_socket_of_others_is_reached(layers, open_folder):
     """Not even from a pair of sockets, which send to an address as well as to each other, open files included."""
     path, abstract = str(open_folder / "socket"), f"\0nanochat-{os.getpid()}"
@@ -446,17 +439,22 @@ for opened in (new, pair):
 """
         result = run(code, layers)
         assert result.success, result
-        # Landlock by itself knows abstract sockets only; files' names are seccomp's to keep.
-        for server in servers if layers != ("landlock",) else servers[1:]:
+        for server in servers:
             with pytest.raises(TimeoutError):
                 server.recv(1)
 
 
+@pytest.fixture
+def victim():
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
 @every_layer
-def test_others_cannot_be_signalled(layers):
-    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        code = f"""
+def test_others_cannot_be_signalled(layers, victim):
+    code = f"""
 import os, signal
 for attack in (lambda: os.kill({victim.pid}, 9), lambda: os.kill(os.getppid(), 9), lambda: os.kill({os.getpid()}, 2),
                lambda: os.killpg(os.getpgid(os.getppid()), 9), lambda: os.killpg({os.getpgid(os.getpid())}, 2),
@@ -465,12 +463,9 @@ for attack in (lambda: os.kill({victim.pid}, 9), lambda: os.kill(os.getppid(), 9
     except OSError: pass
 print('done')
 """
-        result = run(code, layers)
-        assert result.success and result.stdout == "done\n", result
-        assert victim.poll() is None
-    finally:
-        victim.kill()
-        victim.wait()
+    result = run(code, layers)
+    assert result.success and result.stdout == "done\n", result
+    assert victim.poll() is None
 
 
 SIGNAL_WITHOUT_KILL = """
@@ -502,20 +497,13 @@ for opened in (pipe, pair):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux' signals by descriptor")
-@pytest.mark.parametrize("layers", [*EACH, *LANDLOCK_SCOPES], ids="+".join)
-def test_no_descriptor_signals_others(layers):
+@every_layer
+def test_no_descriptor_signals_others(layers, victim):
     """A descriptor that becomes readable can have the kernel send its owner, any process of the user, a SIGKILL."""
-    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-    try:
-        result = run(SIGNAL_WITHOUT_KILL.replace("VICTIM", str(victim.pid)), layers)
-        assert result.success, result
-        if layers not in LANDLOCK_SCOPES:
-            assert result.stdout == ""
-        with pytest.raises(subprocess.TimeoutExpired):
-            victim.wait(0.2)
-    finally:
-        victim.kill()
-        victim.wait()
+    result = run(SIGNAL_WITHOUT_KILL.replace("VICTIM", str(victim.pid)), layers)
+    assert result.success and result.stdout == "", result
+    with pytest.raises(subprocess.TimeoutExpired):
+        victim.wait(0.2)
 
 
 @strongest_and_weakest

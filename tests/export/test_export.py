@@ -154,16 +154,10 @@ def test_what_is_lost_and_what_was_measured(tiny_base, tmp_path, capsys):
         assert "Lost, because the format cannot hold it: the second term of 4 bits of each weight." in text
     rows = {c[1].strip(): c[2].strip() for c in (r.split("|") for r in card.splitlines()) if len(c) == 4}
     assert rows["forward pass exported"] == "clover_refined" and rows["steps"] == "7"
-    trained, exact, weights, by_token, inputs = (
-        float(rows[name])
-        for name in (
-            "trained: clover_refined",
-            "FP32 weights and inputs",
-            "exported: 4-bit weights, FP32 inputs",
-            "exported: 4-bit weights, 4-bit inputs with a scale for each token",
-            "exported: 4-bit weights, 4-bit inputs with static scales",
-        )
-    )
+    names = ["trained: clover_refined", "FP32 weights and inputs"]
+    inputs = ("FP32 inputs", "4-bit inputs with a scale for each token", "4-bit inputs with static scales")
+    names += [f"exported: 4-bit weights, {what}" for what in inputs]
+    trained, exact, weights, by_token, inputs = (float(rows[name]) for name in names)
     assert card.count("of their standard deviation") == 2
     # Random weights: the order of the four is chance, but one term must be much further from FP32 than two.
     assert abs(trained - exact) < abs(weights - exact) and len({weights, by_token, inputs}) == 3
@@ -181,14 +175,9 @@ def test_evaluations_make_weights_once(tiny_base, tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr(GPT, "forward", watched)
     bundle = make_bundle(tmp_path / "bundle")
+    measured = ["--eval-tokens=256", "--calibration-tokens=256"]
     flags = {
-        export: [
-            "--source=base",
-            "--format=compressed-tensors",
-            f"--out={tmp_path / 'out'}",
-            "--eval-tokens=256",
-            "--calibration-tokens=256",
-        ],
+        export: ["--source=base", "--format=compressed-tensors", f"--out={tmp_path / 'out'}", *measured],
         base_loss: ["--device-batch-size=2", "--split-tokens=128"],
         base_eval: [f"--bundle-dir={bundle}", "--max-per-task=3"],
     }
@@ -478,14 +467,12 @@ def test_blocks_of_gguf():
 
 def test_gguf_is_for_llama(tiny_base, tmp_path):
     save_small(tiny_base, "gpt", "clover")
-    with pytest.raises(UserError, match="Llama-like models|gguf"):  # the second where the package is not installed
-        run(tmp_path, "--format=gguf")
-
-
-@has("gguf")
-def test_gguf_has_no_other_dtype(tmp_path):
-    with pytest.raises(UserError, match="--dtype=float32 is not for GGUF"):
-        run(tmp_path, "--format=gguf-bf16", "--dtype=float32")
+    for flags, says in (
+        (["--format=gguf"], "Llama-like models"),
+        (["--format=gguf", "--dtype=float32"], "not for GGUF"),
+    ):
+        with pytest.raises(UserError, match=f"{says}|pip install"):  # the second where the package is not installed
+            run(tmp_path, "--format=gguf", *flags)
 
 
 @has("gguf")

@@ -47,7 +47,7 @@ class Says:
         self.calls += 1
         logits = torch.zeros(*ids.shape, self.tokenizer.get_vocab_size())
         if ids.size(1) > 1:
-            self.prompt_end = kv_cache.get_pos() + ids.size(1)
+            self.prompt, self.prompt_end = ids[0].tolist(), ids.size(1)
         said = kv_cache.get_pos() + ids.size(1) - self.prompt_end
         logits[0, -1, self.script[min(said, len(self.script) - 1)]] = 50.0
         kv_cache.advance(ids.size(1))
@@ -148,24 +148,14 @@ def test_an_answer_is_streamed_and_counted(serve):
 
 
 def test_the_prompt_is_the_conversation_as_it_was_trained_on(serve, tokenizer):
-    config = GPTConfig(
-        sequence_len=64, vocab_size=tokenizer.get_vocab_size(), n_layer=1, n_head=2, n_kv_head=2, n_embd=64
-    )
-    torch.manual_seed(0)
-    model = GPT(config)
-    model.init_weights()
-    torch.nn.init.normal_(model.lm_head.weight)
-    served = serve(model.float())
+    served = serve()
     contents = ("ask", "answered", "and <|user_end|> another")
-    events = events_of(served.post(said(*contents, max_tokens=8)))
-    text = "".join(event.get("token", "") for event in events)
+    served.post(said(*contents)).read()
     special = tokenizer.encode_special
     tokens = [tokenizer.get_bos_token_id()]
     for role, content in zip(("user", "assistant", "user"), contents):
         tokens += [special(f"<|{role}_start|>"), *tokenizer.encode(content), special(f"<|{role}_end|>")]
-    tokens.append(special("<|assistant_start|>"))
-    expected = served.worker.engine.generate_batch(tokens, max_tokens=8, temperature=0)[0][0][len(tokens) :]
-    assert text and text == tokenizer.decode(expected)
+    assert served.model.prompt == [*tokens, special("<|assistant_start|>")]
 
 
 def said(*contents, **options):
@@ -304,14 +294,6 @@ def test_heads_and_bodies_have_a_deadline(serve):
         again.sendall(HEAD)  # a second request of the same connection
         while again.recv(1000):
             pass
-
-
-def test_a_client_that_leaves_mid_body_is_no_traceback(serve, caplog):
-    served = serve()
-    served.send(HALF_BODY).close()
-    for _ in range(3):
-        assert served.get("/health")[0] == 200
-    assert caplog.text == ""
 
 
 def test_a_trouble_is_one_line():

@@ -11,6 +11,7 @@ from lab.measure import bench_common as common
 from lab.measure import bench_linear, bench_quantize
 from nanochat_fp4 import step_time
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.hardware import MACHINES, Machine, machine_of
 from nanochat_fp4.nvfp4 import linear
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
 from nanochat_fp4.nvfp4.quantizers import get_rounding
@@ -55,7 +56,7 @@ def test_every_method_does_the_flops_of_its_gemms(native, backward):
 
 
 def test_the_slowest_resource_decides():
-    machine = step_time.Machine("m", bandwidth=1000, bf16=1, fp4=None, instructions=1, source="")
+    machine = Machine("m", bandwidth=1000, bf16=1, fp4=None, instructions=1, source="")
     assert step_time.predicted_ms(step_time.Step("bytes", 1e9, 1e8, 1e8), machine) == pytest.approx(1.0)
     assert step_time.predicted_ms(step_time.Step("instructions", 1e8, 1e9, 1e8), machine) == pytest.approx(1.0)
     assert step_time.predicted_ms(step_time.Step("flops", 1e8, 1e8, 1e9), machine) == pytest.approx(1.0)
@@ -67,9 +68,9 @@ def test_the_slowest_resource_decides():
 def test_roofline_is_labelled_as_a_prediction(module, machine, base_dir, capsys):
     module.main(["--roofline", machine, *["--methods=all", "--models=800M"] * (module is bench_linear)])
     out, target = capsys.readouterr().out, base_dir / "bench" / f"{module.__name__[12:]}_{machine}_predicted.json"
-    assert out.startswith(f"PREDICTION for {step_time.MACHINES[machine].name}, not a measurement")
+    assert out.startswith(f"PREDICTION for {MACHINES[machine].name}, not a measurement")
     content = json.loads(target.read_text())
-    assert content["settings"]["prediction_for"]["name"] == step_time.MACHINES[machine].name
+    assert content["settings"]["prediction_for"]["name"] == MACHINES[machine].name
     assert len(content["records"]) >= 20 and str(target) in out and "torch" in json.dumps(content["environment"])
     if module is bench_linear:
         assert {r["mode"] for r in content["records"]} == {"predicted"}
@@ -86,7 +87,7 @@ NAMES = {
 
 
 def test_a_machine_is_known_by_its_whole_name():
-    found = {gpu: step_time.machine_of(f"NVIDIA {gpu}") for gpu in NAMES}
+    found = {gpu: machine_of(f"NVIDIA {gpu}") for gpu in NAMES}
     assert {gpu: machine and machine.name for gpu, machine in found.items()} == NAMES
 
 

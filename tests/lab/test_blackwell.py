@@ -9,7 +9,9 @@ from _commands import options
 from lab.predict import blackwell, cards, measured
 from nanochat_fp4 import step_time
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.hardware import MACHINES
 from nanochat_fp4.models.gpt import GPT, GPTConfig
+from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.step_time import Shape
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -30,7 +32,7 @@ def test_each_point_is_predicted_by_the_others(machine, count):
 @pytest.mark.parametrize("machine", ["rtx5090", "rtxpro4000"])
 def test_the_machines_have_the_constants_that_fit(machine):
     fitted = blackwell.rates(blackwell.fit([p for p in blackwell.points() if p.machine == machine]))
-    m = step_time.MACHINES[machine]
+    m = MACHINES[machine]
     assert (m.bandwidth, m.bf16, m.fp4, m.launch) == pytest.approx(fitted, rel=0.01)
 
 
@@ -53,7 +55,7 @@ def test_our_own_kernels_on_an_h200_are_predicted():
 
 
 def test_a_band_and_what_fits_in_a_day():
-    machine = step_time.MACHINES["rtx5090"]
+    machine = MACHINES["rtx5090"]
     speed = step_time.tokens_per_second(Shape(20), "clover", machine, micro_batch=8192)
     assert speed["worst"] < speed[""] < speed["best"] < 1.2 * speed[""]
     plain = step_time.tokens_per_second(Shape(20), "bf16", machine, micro_batch=8192)
@@ -66,7 +68,7 @@ def test_a_band_and_what_fits_in_a_day():
 
 def test_what_feedback_and_a_late_phase_take_is_in_a_plan():
     """A step of a method that changes on the way is a mean; FP8 tuned is a ratio with a source."""
-    machine, batch = step_time.MACHINES["rtx5090"], {"micro_batch": 8192, "total_batch": 524288}
+    machine, batch = MACHINES["rtx5090"], {"micro_batch": 8192, "total_batch": 524288}
     ms = {m: step_time.step_ms(Shape(20), m, machine, **batch) for m in ("clover", "clover_feedback", "clover_refined")}
     late = step_time.step_ms(Shape(20), "clover_feedback_late", machine, **batch)
     assert ms["clover"] < ms["clover_feedback"] < ms["clover_refined"]
@@ -79,15 +81,15 @@ def test_what_feedback_and_a_late_phase_take_is_in_a_plan():
 
 def test_validation_and_checkpoints_are_in_a_runs_hours():
     """The second forward, in BF16 and not compiled, takes longer than a third of a BF16 step."""
-    machine, shape, tokens = step_time.MACHINES["rtx5090"], Shape(20), 20 * Shape(20).parameters
+    machine, shape, tokens = MACHINES["rtx5090"], Shape(20), 20 * Shape(20).parameters
     total, validation, saving = step_time.run_hours(
-        shape, "clover", machine, tokens, step_time.SPEEDRUN, micro_batch=8192
+        shape, "clover", machine, tokens, micro_batch=8192, **cards.SPEEDRUN
     )[""]
     speed, plain = (step_time.tokens_per_second(shape, m, machine, micro_batch=8192)[""] for m in ("clover", "bf16"))
     evaluated = 86 * 20 * 524288
     assert total == pytest.approx(tokens / speed / 3600 + validation + saving)
     assert validation * 3600 > evaluated / 3 * (1 / speed + 1 / plain) and saving == pytest.approx(0.032, rel=0.05)
-    line = step_time.estimate(machine, 20, "clover", tokens, step_time.SPEEDRUN, micro_batch=8192)
+    line = step_time.estimate(machine, 20, "clover", tokens, micro_batch=8192, **cards.SPEEDRUN)
     assert f"{total:.3g} hours" in line and f"{validation:.2g} of them validation" in line
 
 
@@ -99,7 +101,7 @@ def test_windows_are_half_the_context_as_in_the_model():
 
 def test_a_gb10_is_predicted_as_others_measured_it():
     """apstenku123/nanochat: 14,400 to 17,000 tokens/s of d20, in BF16 and NVFP4."""
-    machine = step_time.MACHINES["gb10"]
+    machine = MACHINES["gb10"]
     for method in ("bf16", "clover"):
         speed = step_time.tokens_per_second(Shape(20), method, machine, micro_batch=8192)[""]
         assert 0.85 * 14_400 < speed < 1.15 * 17_000
@@ -129,10 +131,12 @@ def test_work_is_counted_once():
     """FLOPs of a step: six for each weight and token, and those of attention and Muon."""
     shape = Shape(12)
     for method, names in (("bf16", ("bf16_flops",)), ("clover", ("fp4_flops",)), ("fp8", ("fp8_flops",))):
-        groups = step_time.groups(shape, method, step_time.MACHINES["b200"], micro_batch=8192, total_batch=65536)
-        flops = sum(getattr(s, n) for s in groups["linear layers"] for n in names)
-        assert flops == pytest.approx(6 * shape.block_weights * 65536)
-        assert sum(s.bf16_flops for s in groups["head"]) == pytest.approx(6 * shape.head_weights * 65536)
+        groups = step_time.groups(shape, get_recipe(method), MACHINES["b200"], micro_batch=8192, total_batch=65536)
+        (times, layers), (count, head) = groups["linear layers"], groups["head"]
+        assert times * sum(getattr(s, n) for s in layers for n in names) == pytest.approx(
+            6 * shape.block_weights * 65536
+        )
+        assert count * sum(s.bf16_flops for s in head) == pytest.approx(6 * shape.head_weights * 65536)
 
 
 def test_command_lines(capsys, tmp_path):

@@ -5,8 +5,8 @@ import pytest
 from lab.predict import predicted_time
 from lab.predict.predicted_time import mean_step_ms, over_clover, phases_of, recipe_ms
 from nanochat_fp4 import step_time
+from nanochat_fp4.hardware import MACHINES
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.step_time import MACHINES
 
 CARD = MACHINES["rtx5090"]
 

@@ -65,6 +65,8 @@ def test_a_log_that_disagrees_with_its_checkpoint_is_refused(run, tmp_path):
         "last validation": lambda r: r | {"bpb": 1.0} if r["event"] == "val" else r,
         "method": lambda r: r | {"method": "clover"} if r["event"] == "start" else r,
         "seed": lambda r: r | {"config": r["config"] | {"seed": 43}} if r["event"] == "start" else r,
+        "tokens of a step": lambda r: r | {"total_batch_size": 64} if r["event"] == "start" else r,
+        "number of parameters": lambda r: r | {"num_params": 1} if r["event"] == "start" else r,
     }
     for what, change in changes.items():
         changed = [c for r in good if (c := change(r))]

@@ -1,4 +1,4 @@
-"""Models from elsewhere, converted: the table of docs/models.md.
+"""Models from elsewhere, converted: the table of docs/results/models.md.
 
     pip install '.[examples]' timm torchvision
     NANOCHAT_TEST_CHECKOUTS=nanochat-f5425245f:nanochat NANOGPT_TEST_CHECKOUT=nanoGPT \\
@@ -21,7 +21,7 @@ import nanochat_fp4 as nf
 
 METHODS = ("bf16", "clover", "clover_feedback", "clover_late")
 SHARDED = [*OWN, *(f"{name} (transformers)" for name in ("Llama", "Mixtral", "gpt-oss", "DeepSeek-V3"))]
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "results" / "models.md"
 PRODUCTS = re.compile(r"(linear|addmm|mm|bmm|baddbmm|convolution|_grouped_mm|_scaled_mm)")
 
 
@@ -194,7 +194,7 @@ def test_two_processes_train_as_one(name, run_ranks):
 
 
 def test_the_table_is_of_these_models():
-    """docs/models.md has a row for each, with the shares that convert reports of those that are here."""
+    """docs/results/models.md has a row for each, with the shares that convert reports of those that are here."""
     rows = dict(re.findall(r"^\| ([^|]+?) \| (.*?) \|$", TABLE.read_text(), re.M))
     assert list(MODELS) == [name for name in rows if name in MODELS]
     for name in OWN:

@@ -353,7 +353,6 @@ FOUND = [
     for p in sorted((ROOT / folder).rglob("*.py"))
     if "def main(" in p.read_text() and p.name not in MEASURE_ALL
 ]
-FOUND.remove("scripts.reproduce")  # only names the new command
 FOUND.remove("lab.predict.blackwell")  # takes no arguments
 FOUND.remove("scripts.chat_web")  # serves until it is stopped: test_chat_web.py
 SCRIPTS = dict.fromkeys(
