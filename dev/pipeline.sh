@@ -129,10 +129,7 @@ for name in sorted(set(sys.stdin.read().split()) - set(ours)):
         BASE_ARGS MID_ARGS SFT_ARGS EVAL_ARGS CORE_ARGS VENV PYTHON PYTHONPATH PIP_TORCH_ARGS || exit 2
 }
 
-say() {
-    echo
-    echo "== $*"
-}
+say() { printf '\n== %s\n' "$*"; }
 
 print_plan() { # TITLE TAG...
     local name default
@@ -336,13 +333,7 @@ stage_report() { # of every run in the folder, also of earlier ones
     run "$PY" -m nanochat_fp4.evaluation.report generate
 }
 
-default_stages() {
-    local stages="tok base loss"
-    [ "$NUM_GPUS" -eq 0 ] || [ ! -f scripts/base_eval.py ] || stages+=" core"
-    [ ! -f scripts/mid_train.py ] || stages+=" mid"
-    [ ! -f scripts/chat_sft.py ] || stages+=" sft"
-    echo "$stages report"
-}
+default_stages() { [ "$NUM_GPUS" -eq 0 ] && echo "tok base loss mid sft report" || echo "tok base loss core mid sft report"; }
 
 has_stage() { [[ " $STAGES " == *" $1 "* ]]; }
 
@@ -376,15 +367,7 @@ differences() {
 
 # The name of the run with this method, after CONFIG and DEFAULTS are complete.
 tag_of() { # METHOD
-    local name=d${DEPTH}_$1 old
-    old=${name}_$(printf '%s' "$CONFIG" | cksum | cut -d ' ' -f 1)
-    if [ "$CONFIG" = "$DEFAULTS" ]; then
-        echo "$name"
-    elif [ -d "$NANOCHAT_BASE_DIR/base_checkpoints/$old" ]; then
-        echo "$old" # begun when names told runs apart by a number alone
-    else
-        echo "$name$(differences)"
-    fi
+    [ "$CONFIG" = "$DEFAULTS" ] && echo "d${DEPTH}_$1" || echo "d${DEPTH}_$1$(differences)"
 }
 
 # pipeline TITLE: everything, after `choose`.
@@ -431,10 +414,8 @@ if [ "$NUM_GPUS" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then # only th
 fi
 NPROC=${NPROC:-$((NUM_GPUS > 1 ? NUM_GPUS : 1))}
 [[ $NPROC =~ ^[1-9][0-9]{0,3}$ ]] || die "NPROC='$NPROC' is not a number of processes; use 1, 2, ... or leave it out"
-if [ -n "${GPU:-}" ] && [ "${PLAN_ONLY:-0}" = 0 ]; then
-    die "GPU=$GPU is for plans of a machine that is not here; set PLAN_ONLY=1 as well"
-fi
 if [ -n "${GPU:-}" ]; then
+    [ "${PLAN_ONLY:-0}" != 0 ] || die "GPU=$GPU is for plans of a machine that is not here; set PLAN_ONLY=1 as well"
     NUM_GPUS=1 NPROC=1
     MACHINE="1 x $GPU, 1 process(es); not this machine, a plan alone"
 elif [ "$NUM_GPUS" -gt 0 ]; then

@@ -6,7 +6,7 @@ https://huggingface.co/datasets/allenai/ai2_arc. Rows: question, choices {text, 
 
 from typing import Any
 
-from eval.common import RowTask, one_of, render_mc, wrong_field
+from eval.common import RowTask, message_pair, one_of, render_mc, same_letter, wrong_field
 
 
 def row_problem(row: dict) -> str | None:
@@ -33,13 +33,8 @@ class ARC(RowTask):
     def get_example(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
         letters = row["choices"]["label"]  # A to D mostly, sometimes 1 to 4
-        return {
-            "messages": [
-                {"role": "user", "content": render_mc(row["question"], letters, row["choices"]["text"])},
-                {"role": "assistant", "content": row["answerKey"]},
-            ],
-            "letters": letters,
-        }
+        question = render_mc(row["question"], letters, row["choices"]["text"])
+        return message_pair(question, row["answerKey"]) | {"letters": letters}
 
     def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
-        return answer == conversation["messages"][-1]["content"]
+        return same_letter(conversation, answer)

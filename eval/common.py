@@ -50,6 +50,18 @@ def wrong_field(row: dict, **types: type) -> str | None:
     return None
 
 
+LETTERS = ("A", "B", "C", "D")
+
+
+def message_pair(question: str, answer: Any) -> dict[str, Any]:
+    """A conversation of one question and its answer."""
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def same_letter(conversation: dict[str, Any], answer: str) -> bool:
+    return answer == conversation["messages"][-1]["content"]
+
+
 def render_mc(question: str, letters: Sequence[str], choices: Sequence[str]) -> str:
     """
     A multiple-choice question, in nanochat's wording.

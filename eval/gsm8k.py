@@ -8,7 +8,7 @@ calculator and its result, and "#### 72" the final number. During generation the
 import re
 from typing import Any
 
-from eval.common import RowTask, extract_answer, one_of, same_final_number, wrong_field
+from eval.common import RowTask, extract_answer, message_pair, one_of, same_final_number, wrong_field
 
 CALL = re.compile(r"(<<[^>]+>>)")
 
@@ -47,12 +47,7 @@ class GSM8K(RowTask):
 
     def get_example(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
-        return {
-            "messages": [
-                {"role": "user", "content": row["question"]},
-                {"role": "assistant", "content": answer_parts(row["answer"])},
-            ]
-        }
+        return message_pair(row["question"], answer_parts(row["answer"]))
 
     def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
         return same_final_number(conversation, answer)

@@ -8,7 +8,7 @@ has imports, signature and description. A test defines check(candidate).
 import re
 from typing import Any
 
-from eval.common import RowTask, wrong_field
+from eval.common import RowTask, message_pair, wrong_field
 from nanochat_fp4.evaluation.execution import execute_code
 
 CODE_BLOCK = re.compile(r"```(?:python)?\s*\n(.*?)\n```", re.DOTALL)
@@ -44,14 +44,8 @@ class HumanEval(RowTask):
 
     def get_example(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
-        return {
-            "messages": [
-                {"role": "user", "content": row["prompt"]},
-                {"role": "assistant", "content": f"{row['prompt']}\n{row['canonical_solution']}"},
-            ],
-            "entry_point": row["entry_point"],
-            "test": row["test"],
-        }
+        conversation = message_pair(row["prompt"], f"{row['prompt']}\n{row['canonical_solution']}")
+        return conversation | {"entry_point": row["entry_point"], "test": row["test"]}
 
     def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
         """Run the prompt's imports (an answer often leaves them out) and the answer; test the answer's function."""

@@ -10,12 +10,12 @@ Local-Code        a one-line Python function, asked and judged as HumanEval is
 import random
 from typing import Any
 
-from eval.common import render_mc, same_final_number
+from eval.common import LETTERS, message_pair, render_mc, same_final_number, same_letter
 from eval.humaneval import extract_program
-from nanochat_fp4.data.chat_data import LOCAL_WORDS, DrawnTask
+from eval.spellingbee import SpellingBee
+from nanochat_fp4.data.chat_data import LOCAL_IDENTITY, LOCAL_WORDS, CustomJSON, DrawnTask, SimpleSpelling, Source
 from nanochat_fp4.evaluation.execution import execute_code
 
-LETTERS = ("A", "B", "C", "D")
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo", "Ida", "Jan")
 THINGS = ("apples", "books", "coins", "stamps", "shells", "cards", "pencils", "marbles")
 
@@ -28,16 +28,10 @@ class LocalChoice(DrawnTask):
         choices = [rng.choice([word for word in LOCAL_WORDS if word[0] == initial]) for initial in initials]
         right = rng.randrange(len(LETTERS))
         question = f"Which word begins with the letter {initials[right]}?"
-        return {
-            "messages": [
-                {"role": "user", "content": render_mc(question, LETTERS, choices)},
-                {"role": "assistant", "content": LETTERS[right]},
-            ],
-            "letters": LETTERS,
-        }
+        return message_pair(render_mc(question, LETTERS, choices), LETTERS[right]) | {"letters": LETTERS}
 
     def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
-        return answer == conversation["messages"][-1]["content"]
+        return same_letter(conversation, answer)
 
 
 class LocalArithmetic(DrawnTask):
@@ -63,7 +57,7 @@ class LocalArithmetic(DrawnTask):
             {"type": "python_output", "text": str(result)},
             {"type": "text", "text": f"{result} {thing}.\n#### {result}"},
         ]
-        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        return message_pair(question, answer)
 
     def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
         return same_final_number(conversation, answer)
@@ -77,15 +71,10 @@ class LocalCode(DrawnTask):
         operator = {"add": "+", "subtract": "-", "multiply": "*"}[word]
         name = f"{word}_{n}"
         prompt = f'def {name}(x):\n    """ {word} {n} """\n'
-        cases = [(x, eval_case(x, operator, n)) for x in rng.sample(range(-50, 50), 3)]
-        return {
-            "messages": [
-                {"role": "user", "content": prompt},
-                {"role": "assistant", "content": f"{prompt}    return x {operator} {n}"},
-            ],
-            "entry_point": name,
-            "test": "".join(f"assert {name}({x}) == {y}\n" for x, y in cases),
-        }
+        results = {"add": lambda x: x + n, "subtract": lambda x: x - n, "multiply": lambda x: x * n}
+        test = "".join(f"assert {name}({x}) == {results[word](x)}\n" for x in rng.sample(range(-50, 50), 3))
+        answer = f"{prompt}    return x {operator} {n}"
+        return message_pair(prompt, answer) | {"entry_point": name, "test": test}
 
     def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
         name = conversation["entry_point"]
@@ -93,5 +82,13 @@ class LocalCode(DrawnTask):
         return execute_code(extract_program(answer), tests=tests, function=name).success
 
 
-def eval_case(x: int, operator: str, n: int) -> int:
-    return {"+": x + n, "-": x - n, "*": x * n}[operator]
+def training_sources(choice: int, arithmetic: int, code: int, spelling: int, bee: int) -> list[Source]:
+    """What a stage trains on with --data=local: so many conversations of each kind."""
+    return [
+        Source("identity conversations (local)", lambda: CustomJSON(LOCAL_IDENTITY)),
+        Source("Local-Choice", lambda: LocalChoice(size=choice)),
+        Source("Local-Arithmetic", lambda: LocalArithmetic(size=arithmetic)),
+        Source("Local-Code", lambda: LocalCode(size=code)),
+        Source("SimpleSpelling (local words)", lambda: SimpleSpelling(size=spelling, words=LOCAL_WORDS)),
+        Source("SpellingBee (local words)", lambda: SpellingBee(size=bee, words=LOCAL_WORDS)),
+    ]

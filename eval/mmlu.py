@@ -7,9 +7,7 @@ auxiliary_train (questions of ARC, MC_TEST, OBQA and RACE) is for training.
 
 from typing import Any
 
-from eval.common import RowTask, one_of, render_mc, wrong_field
-
-LETTERS = ("A", "B", "C", "D")
+from eval.common import LETTERS, RowTask, message_pair, one_of, render_mc, same_letter, wrong_field
 
 
 def unwrap(row: dict) -> dict:
@@ -39,14 +37,8 @@ class MMLU(RowTask):
 
     def get_example(self, index: int) -> dict[str, Any]:
         row = unwrap(self.rows[index])
-        return {
-            "messages": [
-                {"role": "user", "content": render_mc(row["question"], LETTERS, row["choices"])},
-                {"role": "assistant", "content": LETTERS[row["answer"]]},
-            ],
-            "subject": row["subject"],
-            "letters": LETTERS,
-        }
+        question = render_mc(row["question"], LETTERS, row["choices"])
+        return message_pair(question, LETTERS[row["answer"]]) | {"subject": row["subject"], "letters": LETTERS}
 
     def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
-        return answer == conversation["messages"][-1]["content"]
+        return same_letter(conversation, answer)

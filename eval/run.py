@@ -85,11 +85,9 @@ def run_task(
         raise ValueError(
             f"{name or type(task).__name__} has no problem to evaluate; check --max-problems and the files"
         )
-    if batch_size < 1 or num_samples < 1 or max_new_tokens < 1:
-        raise ValueError(
-            f"--batch-size {batch_size}, --num-samples {num_samples} and --max-new-tokens {max_new_tokens} must be at "
-            "least 1"
-        )
+    if min(batch_size, num_samples, max_new_tokens) < 1:
+        flags = f"--batch-size {batch_size}, --num-samples {num_samples} and --max-new-tokens {max_new_tokens}"
+        raise ValueError(f"{flags} must be at least 1")
     _, rank, _, world_size = get_dist_info()
     device = model.get_device()
     outcomes = torch.zeros(count, dtype=torch.int32, device=device)

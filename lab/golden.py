@@ -10,11 +10,9 @@ Both must leave the same contents. A part of a case is one hash: the weights, on
 Parts named "bytes of" are those of whole .pt files. A case that differs in such parts alone has a new layout of files.
 Left out: times, the commit, the folder of the run, and the environment that a model card names.
 
-compare ends with status 1 where a part differs, or where a name is gone or new. --gone NAME is for what was removed on
-purpose. Hashes are of one processor, one release of torch and one set of optional packages: BLAS sums in another order
-elsewhere. FILE.json is made on the machine that compares, therefore, and is not committed. Runs are forks of one
-process, which has imported everything and computes nothing. --jobs does not change the hashes. The tool names nothing
-but public entries.
+compare ends with status 1 where a part differs, or where a name is gone or new. Hashes are of one processor, one
+release of torch and one set of optional packages: BLAS sums in another order elsewhere. FILE.json is made on the
+machine that compares, therefore. Runs are forks of one process, which has imported everything and computes nothing.
 """
 
 import argparse
@@ -103,10 +101,6 @@ def digest(value: Any) -> str:
     return sha.hexdigest()[:24]
 
 
-def of_file(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:24]
-
-
 def read_json(text: str, folder: Path) -> Any:
     """JSON without what differs from one run to the next."""
     hook = lambda d: {k: v for k, v in d.items() if k not in LEFT_OUT}  # noqa: E731
@@ -124,7 +118,7 @@ def of_checkpoints(tree: Path, work: Path) -> Parts:
             entries = content.items() if kind == "optim" and isinstance(content, dict) else [("", content)]
             name = f"{step} {path.stem.replace(f'_{step}', '')}"
             parts |= {f"{name} {key}".strip(): digest(value) for key, value in entries}
-            parts[f"bytes of {path.name}"] = of_file(path.read_bytes())
+            parts[f"bytes of {path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:24]
         elif path.name == "metrics.jsonl":
             records = [read_json(line, work) for line in path.read_text().splitlines()]
             parts["metrics: start"] = digest([r for r in records if r["event"] == "start"][:1])
@@ -144,7 +138,7 @@ def of_export(folder: Path, work: Path) -> Parts:
     files = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     card = files["README.md"].replace(str(work).encode(), b"FOLDER")
     files["README.md"] = re.sub(rb" validation tokens, on .*", b"", card)
-    return {name: of_file(files[name]) for name in sorted(files)}
+    return {name: hashlib.sha256(files[name]).hexdigest()[:24] for name in sorted(files)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -257,8 +251,7 @@ class Cases:
 
     def folder(self, name: str) -> Path:
         """A base directory with the tokenizer, beside the text."""
-        shutil.copytree(self.work / "made/tokenizer", self.work / name / "tokenizer")
-        return self.work / name
+        return shutil.copytree(self.work / "made/tokenizer", self.work / name / "tokenizer").parent
 
     def tok(self) -> dict[str, Parts]:
         folder = self.work / "made/tokenizer"
@@ -325,9 +318,7 @@ class Cases:
         for script in ("scripts.tok_train -- --vocab-size=300 --max-chars=100000", f"scripts.base_train -- {UPSTREAM}"):
             text = run(base, "nanochat_fp4.upstream", f"--method={name} {script}", checkout=self.nanochat)
         parts = of_checkpoints(base / "base_checkpoints", self.work)
-        lines = [
-            re.sub(r"\| dt:.*", "", line) for line in text.splitlines() if re.match(r"step \d+/|Step \d+ \|", line)
-        ]
+        lines = [line.partition("| dt:")[0] for line in text.splitlines() if re.match(r"step \d+/|Step \d+ \|", line)]
         return {f"upstream/{name}": parts | {"losses that it prints": digest(lines)}}
 
     def jobs(self) -> list[tuple[list[str], Callable[..., dict[str, Parts]], tuple[str, ...]]]:
@@ -402,16 +393,15 @@ def compare(recorded: dict[str, Any], made: dict[str, Any], gone: list[str]) -> 
 
 
 def main() -> int:
-    began = time.monotonic()
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description="Golden hashes of short runs: see the top of lab/golden.py"
-    )
-    parser.add_argument("what", choices=("record", "compare"))
-    parser.add_argument("file", type=Path, help="JSON; record adds to the cases that it has")
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="names of cases: 'method/clover*'")
-    parser.add_argument("--gone", nargs="+", default=[], metavar="NAME", help="removed on purpose: a method, or a case")
-    parser.add_argument("--nanochat", default="", metavar="CHECKOUT")
-    parser.add_argument("--jobs", type=int, default=1, help="cases at the same time")
+    began, about = time.monotonic(), "Golden hashes of short runs: see the top of lab/golden.py"
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=about)
+    add = parser.add_argument
+    add("what", choices=("record", "compare"))
+    add("file", type=Path, help="JSON; record adds to the cases that it has")
+    add("--only", nargs="+", default=["*"], metavar="PATTERN", help="names of cases: 'method/clover*'")
+    add("--gone", nargs="+", default=[], metavar="NAME", help="removed on purpose: a method, or a case")
+    add("--nanochat", default="", metavar="CHECKOUT")
+    add("--jobs", type=int, default=1, help="cases at the same time")
     args = parser.parse_args()
     if Path(nf.__file__).resolve().parent.parent != ROOT:
         sys.exit(f"nanochat_fp4 is that of {Path(nf.__file__).parent}, not of {ROOT}; set PYTHONPATH={ROOT}")

@@ -58,10 +58,8 @@ def check(records: list[dict[str, Any]], meta: dict[str, Any], parameters: int, 
     }
     for what, (saved, logged) in ours.items():
         if saved != logged:
-            raise UserError(
-                f"{folder}: the checkpoint's {what} is {str(saved)[-60:]}, the log's {str(logged)[-60:]}; "
-                "record a run that ended, with its own metrics.jsonl"
-            )
+            both = f"the checkpoint's {what} is {str(saved)[-60:]}, the log's {str(logged)[-60:]}"
+            raise UserError(f"{folder}: {both}; record a run that ended, with its own metrics.jsonl")
     return starts[-1]
 
 
@@ -145,32 +143,32 @@ def page(records: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("run", nargs="?", type=Path, help="folder of a finished base_train, or a sweep's JSON file")
-    parser.add_argument("--to", type=parse_finite, help="the loss, bits per byte of validation text")
-    parser.add_argument("--seed", type=int, default=1, help="of a sweep's runs")
-    parser.add_argument("--note", default="", help="why the time is no fair comparison, if it is not")
-    parser.add_argument("--commit", default="", help="of a run whose machine had no git")
-    parser.add_argument("--table", action="store_true", help="write the page from all records")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="its folder records/ and its page")
+    add = parser.add_argument
+    add("run", nargs="?", type=Path, help="folder of a finished base_train, or a sweep's JSON file")
+    add("--to", type=parse_finite, help="the loss, bits per byte of validation text")
+    add("--seed", type=int, default=1, help="of a sweep's runs")
+    add("--note", default="", help="why the time is no fair comparison, if it is not")
+    add("--commit", default="", help="of a run whose machine had no git")
+    add("--table", action="store_true", help="write the page from all records")
+    add("--docs", type=Path, default=ROOT / "docs", help="its folder records/ and its page")
     args = parser.parse_args(argv)
     folder = args.docs / "records"
     if bool(args.run) == args.table or (args.run and args.to is None):
         raise UserError("give either a run with --to=LOSS, or --table")
-    if args.run:
-        folder.mkdir(parents=True, exist_ok=True)
-        sweep = args.run.suffix == ".json"
-        made = of_sweep(args.run, args.to, args.seed) if sweep else [of_folder(args.run, args.to)]
-        for record, log in made:
-            record["note"] = args.note or record["note"]
-            record["commit"] = record["commit"] or args.commit
-            atomic_write(folder / f"{record['name']}.json", json.dumps(record, indent=1) + "\n")
-            if log:
-                atomic_write(args.docs / record["log"], log)
-            print(f"written to {folder / record['name']}.json: {record['tokens']} tokens to {args.to:g}")
-    else:
+    if args.table:
         paths = sorted(folder.glob("*.json"))
         atomic_write(args.docs / "leaderboard.md", page([json.loads(p.read_text()) for p in paths]))
         print(f"written to {args.docs / 'leaderboard.md'}: {len(paths)} records")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep = args.run.suffix == ".json"
+    for record, log in of_sweep(args.run, args.to, args.seed) if sweep else [of_folder(args.run, args.to)]:
+        record |= {"note": args.note or record["note"], "commit": record["commit"] or args.commit}
+        path = folder / f"{record['name']}.json"
+        atomic_write(path, json.dumps(record, indent=1) + "\n")
+        if log:
+            atomic_write(args.docs / record["log"], log)
+        print(f"written to {path}: {record['tokens']} tokens to {args.to:g}")
 
 
 if __name__ == "__main__":

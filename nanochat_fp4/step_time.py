@@ -34,7 +34,7 @@ DECODE_INSTRUCTIONS, ROTATED_DECODE_INSTRUCTIONS = 12.0, 8.0  # to memory, and b
 AMAX_INSTRUCTIONS, FINISH_INSTRUCTIONS = 5.0, 60.0  # of an element, and of a scale
 
 # Shares of the issue rate that kernels reach on an H200 (dev/LOG.md, 2026-11-22): along rows 0.75, those that rotate
-# 0.42 to 0.44. On other machines the truth lies between a full issue rate and BAND of these shares.
+# 0.42 to 0.44, but 0.76 for their search (2026-11-25). Elsewhere the truth lies between a full rate and BAND of these.
 ROWS_ISSUE, ROTATED_ISSUE, BAND = 0.76, 0.43, 0.7
 GEMM_TILE = 128  # rows and columns of a tensor-core kernel's tile. The last wave is whole, however few tiles it has.
 FP8_ELEMENT = 5.0  # bytes to make an FP8 operand (2 read, 1 written) and its transpose (1 read, 1 written)
@@ -68,11 +68,16 @@ def predicted_ms(step: Step, machine: Machine, band: str = "") -> float:
     return max(step.num_bytes / machine.bandwidth / 1e6, instructions / 1e9, gemm / 1e9) + machine.launch / 1e3
 
 
+def _search(rounding: str) -> float:
+    spec = get_rounding(rounding)
+    more = STOCHASTIC_CANDIDATE_INSTRUCTIONS if spec.stochastic else CANDIDATE_INSTRUCTIONS
+    return more * (len(spec.candidates) - 1)
+
+
 def _instructions(rounding: str, base: float) -> float:
     spec = get_rounding(rounding)
-    candidate = STOCHASTIC_CANDIDATE_INSTRUCTIONS if spec.stochastic else CANDIDATE_INSTRUCTIONS
     base += EDEN_INSTRUCTIONS * spec.ms_eden + STOCHASTIC_INSTRUCTIONS * spec.stochastic
-    return base + candidate * (len(spec.candidates) - 1)
+    return base + _search(rounding)
 
 
 def quantize_steps(name: str, elements: float, source: float, rounding: str, decode: bool) -> list[Step]:
@@ -95,8 +100,10 @@ def rotate_steps(name: str, elements: float, source: float, roundings: list[str]
         aligned += not ms_eden
     work = elements * (AMAX_INSTRUCTIONS + decode) * aligned
     steps = [Step(f"{name}: amax", elements * source, work, issue=ROTATED_ISSUE)] if aligned else []
+    others = instructions - (search := sum(map(_search, roundings)))
+    issue = instructions / (others / ROTATED_ISSUE + search / ROWS_ISSUE)
     what = f"{name}: {' and '.join(get_rounding(r).name for r in roundings)}"
-    steps.append(Step(what, elements * (source + written), elements * instructions, issue=ROTATED_ISSUE))
+    steps.append(Step(what, elements * (source + written), elements * instructions, issue=issue))
     if not emulated and aligned < len(roundings):
         blocks = elements / 16 * (len(roundings) - aligned)
         steps.append(Step(f"{name}: scales", 16 * blocks * (PSEUDO + 1 / 16), blocks * FINISH_INSTRUCTIONS))
@@ -170,12 +177,10 @@ def block_steps(method: str | Recipe, width: int, tokens: int, machine: Machine)
 def is_counted(method: str | Recipe) -> bool:
     """Whether a method quantizes, by kernels alone and alike all the time: block_steps has all of its kernels."""
     recipe = get_recipe(method)
-    if recipe.name == "fp8":
-        return True
     operands = [o for gemm in (recipe.output, recipe.grad_input, recipe.grad_weight) for o in (gemm.a, gemm.b)]
     changes = recipe.late or any(o.terms > 1 or o.feedback for o in operands)
     kernels = all(get_rounding(o.rounding).has_kernels for o in operands if o.rounding)
-    return recipe.quantizes and not changes and kernels
+    return recipe.name == "fp8" or (recipe.quantizes and not changes and kernels)
 
 
 def _plain(recipe: Recipe) -> Recipe:
@@ -197,12 +202,11 @@ def break_even(machine: Machine, method: str) -> int | None:
     ms = [[sum(predicted_ms(s, machine) for s in block_steps(of, w, TOKENS, machine)) for w in widths]
           for of in (method, "bf16")]  # fmt: skip
     slower = max((w for w, mine, bf16 in zip(widths, *ms) if mine >= bf16), default=0)
-    return next((w for w in widths if w > slower), None)
+    return slower + 128 if slower < widths[-1] else None
 
 
 SEQUENCE, VOCABULARY, SHARD_BYTES = 2048, 65536, 100e6  # a shard of FineWeb-Edu as nanochat packs it
-LOGIT, UPDATE = 20.0, 132.0  # bytes a logit, and a weight
-CAST, ACCUMULATE = 6.0, 10.0  # bytes a weight: FP32 to BF16, and BF16 added to FP32
+LOGIT, UPDATE, CAST, ACCUMULATE = 20.0, 132.0, 6.0, 10.0  # bytes a logit, and a weight (FP32 to BF16, BF16 to FP32)
 # Counted by `python -m lab.predict.glue`. The share, and UPDATE, are of the profile of BF16's d26 on an H200
 # (docs/results/bench_train.json, 32 rows): 89 ms of element-wise kernels, 30 ms of the update outside of its products.
 # "codes" has 92 of the schedule, and 12 of ReLU^2's kernel besides codes: its input for the largest value, 8 bits kept.
@@ -307,8 +311,8 @@ def step_ms(shape: Shape, method: str | Recipe, machine: Machine, *, band: str =
     total = sum(times * sum(predicted_ms(step, machine, band) for step in steps) for times, steps in kernels)
     if recipe.output.b.feedback:
         d26, slower = Shape(26), MACHINES["h200"].bandwidth / machine.bandwidth
-        slower = min(slower, 1.0) if band == "best" else slower
-        wider = max(shape.width / d26.width, 1.0) if band == "worst" else shape.width / d26.width
+        slower, wider = min(slower, 1.0) if band == "best" else slower, shape.width / d26.width
+        wider = max(wider, 1.0) if band == "worst" else wider
         total += FEEDBACK_MS * shape.block_weights / d26.block_weights * wider * slower
     return total
 
@@ -344,12 +348,10 @@ def run_hours(
 
 
 def estimate(machine: Machine, depth: int, method: str, tokens: float, **run) -> str:
-    """One line: how fast a run would be, how long it takes, and what fits in a day. A prediction, and labelled so.
-    Takes the arguments of run_hours."""
+    """One line: how fast a run would be, how long it takes, and what fits in a day. Takes run_hours's arguments."""
     shape = Shape(depth)
     hours = run_hours(shape, method, machine, tokens, **run)
-    low, high = sorted((hours["best"][0], hours["worst"][0]))
-    all_of_it, validation, saving = hours[""]
+    low, high, (all_of_it, validation, saving) = *sorted((hours["best"][0], hours["worst"][0])), hours[""]
     band = f" ({low:.3g} to {high:.3g})" if high > 1.01 * low else ""
     parts = f", {validation:.2g} of them validation and {saving:.1g} checkpoints" if validation + saving else ""
     speed, day = tokens / (all_of_it - validation - saving) / 3600, 24 * tokens / all_of_it
@@ -389,10 +391,9 @@ def main(argv: list[str] | None = None) -> None:
         else:
             print(f"{machine.name}, d{args.depth}, {method}: not predicted (its kernels are not counted)")
     if args.shards:
-        state = (shape.checkpoint_bytes + 4 * shape.parameters) / 2**30
-        text, saved = args.shards * SHARD_BYTES / 1e9, shape.checkpoint_bytes / 1e9
-        print(f"memory: {state:.1f} GiB for weights, gradients and optimizer, activations besides; ", end="")
-        print(f"disk: {text:.0f} GB of text, {saved:.1f} GB for each checkpoint")
+        state, saved = (shape.checkpoint_bytes + 4 * shape.parameters) / 2**30, shape.checkpoint_bytes / 1e9
+        print(f"memory: {state:.1f} GiB for weights, gradients and optimizer, activations besides; disk: "
+              f"{args.shards * SHARD_BYTES / 1e9:.0f} GB of text, {saved:.1f} GB for each checkpoint")  # fmt: skip
 
 
 if __name__ == "__main__":

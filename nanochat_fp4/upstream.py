@@ -89,11 +89,8 @@ class Options:
         recipe = self.recipe
         if recipe is None:
             return f"nothing is quantized (method {self.method}, --backward {self.backward})"
-        passes = [
-            *(["forward"] if recipe.output != nf.Gemm() else []),
-            *(["backward"] if recipe.forward_only() != recipe else []),
-        ]
-        return f"method {self.method}, quantized: {' and '.join(passes)}"
+        quantized = {"forward": recipe.output != nf.Gemm(), "backward": recipe.forward_only() != recipe}
+        return f"method {self.method}, quantized: {' and '.join(name for name, is_so in quantized.items() if is_so)}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -134,10 +131,8 @@ def parse_args(argv: Sequence[str]) -> Options:
     method = resolve_method(args.method)
     recipe = nf.get_recipe(method)
     if recipe.looks_at_inputs:
-        raise UserError(
-            f"method {method!r} rounds by what the layers' inputs are, which a nanochat checkout does not collect; use "
-            "another method"
-        )
+        problem = f"method {method!r} rounds by what the layers' inputs are, which a nanochat checkout does not collect"
+        raise UserError(f"{problem}; use another method")
     chosen = {"script_args": tuple(argv[cut + 1 :]), "method": method, "backward": backward, "skip": tuple(args.skip)}
     return Options(**vars(args) | chosen)
 
@@ -186,8 +181,7 @@ class CheckoutFinder(importlib.abc.MetaPathFinder):
         folder = self.packages.get(fullname)
         if folder is None:
             return None
-        init = folder / "__init__.py"
-        if init.exists():
+        if (init := folder / "__init__.py").exists():
             return importlib.util.spec_from_file_location(fullname, init, submodule_search_locations=[str(folder)])
         spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
         spec.submodule_search_locations = [str(folder)]
@@ -217,10 +211,8 @@ def import_gpt(root: Path) -> ModuleType:
     except ModuleNotFoundError as e:
         if (e.name or "").split(".")[0] == "nanochat":
             raise _changed(root, f"it has no module {e.name}") from e
-        raise UserError(
-            f"the checkout {root} needs the package {e.name}, which is not installed; install its requirements "
-            f"(pip install {e.name})"
-        ) from e
+        problem = f"the checkout {root} needs the package {e.name}, which is not installed"
+        raise UserError(f"{problem}; install its requirements (pip install {e.name})") from e
     except ImportError as e:
         raise _changed(root, one_line(e)) from e
 
@@ -242,8 +234,8 @@ class Patch:
     def __init__(self, options: Options, root: Path):
         self.options, self.root = options, root
         self.recipe = options.recipe
-        self.built = 0  # Constructed models, also on the meta device.
-        self.initialized: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # Calls by model.
+        self.built = False  # Whether a model was constructed, also on the meta device.
+        self.initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.converted = 0  # Converted models, still alive or not.
         self.step: int | None = None  # The run's step, for a method that changes in the course of a run.
         self.twice = False
@@ -263,65 +255,54 @@ class Patch:
             raise _changed(self.root, f"GPT.forward has no argument targets (it has {', '.join(parameters)})")
         dtype = getattr(sys.modules.get("nanochat.common"), "COMPUTE_DTYPE", None)
         if self.recipe and dtype is torch.float16:
-            raise UserError(
-                f"the checkout computes in float16, and method {self.options.method} needs bfloat16 or float32; set "
-                "NANOCHAT_DTYPE=bfloat16 (or float32), or use --backward none"
-            )
-        _wrap(model_class, "__init__", self._after_init)
-        _wrap(model_class, "init_weights", self._after_init_weights)
+            problem = f"the checkout computes in float16, and method {self.options.method} needs bfloat16 or float32"
+            raise UserError(f"{problem}; set NANOCHAT_DTYPE=bfloat16 (or float32), or use --backward none")
+        _wrap(model_class, "__init__", after=self._after_init)
+        _wrap(model_class, "init_weights", after=self._after_init_weights)
         _wrap(model_class, optimizer, before=self._before_optimizer)
         if self.recipe:
             model_class.forward = _per_token_logits(model_class.forward, parameters.index("targets") - 1)
 
     def _after_init(self, model: nn.Module) -> None:
-        self.built += 1
+        self.built = True
         if self.options.dry_run:
             self._convert(model)
             say("dry run: the script ends here, before any weights are made")
             raise SystemExit(0)
 
     def _after_init_weights(self, model: nn.Module) -> None:
-        self.initialized[model] = self.initialized.get(model, 0) + 1
-        if self.initialized[model] > 1:
+        if model in self.initialized:
             self.twice = True
         else:
+            self.initialized.add(model)
             self._convert(model)
 
     def _convert(self, model: nn.Module) -> None:
-        options = self.options
         self.converted += 1
         if self.recipe is None:
             say("converted no layer: the model computes exactly as the checkout has it")
             return
         classes = {name: type(m) for name, m in model.named_modules()}
+        names = ("skip", "keep_first_blocks", "keep_last_blocks")
+        chosen = {name: getattr(self.options, name) for name in names}
+        chosen |= {"per_token_in_eval": False}  # the checkout's own validation has the method's scales
         try:
-            nf.convert(
-                model,
-                self.recipe,
-                skip=options.skip,
-                keep_first_blocks=options.keep_first_blocks,
-                keep_last_blocks=options.keep_last_blocks,
-                verbose=False,
-                per_token_in_eval=False,  # the checkout's own validation has the method's scales
-            )
+            nf.convert(model, self.recipe, verbose=False, **chosen)
         except ValueError as e:
             raise UserError(one_line(e)) from e
         report = model.nf_report
-        for name in report.converted:
-            layer = model.get_submodule(name)
+        layers = {name: model.get_submodule(name) for name in report.converted}
+        for name, layer in layers.items():
             layer.__class__ = _quantized_subclass(type(layer), classes[name])
-        weights = sum(model.get_submodule(name).weight.numel() for name in report.converted)
+        weights = sum(layer.weight.numel() for layer in layers.values())
         say(f"{report.recipe}")
         say(f"{nf.backend()}")
-        say(f"converted {len(report.converted)} linear layers, {weights:,} weights: {summarize(report.converted)}")
-        reasons: dict[str, list[str]] = {}
-        for name, reason in report.left_alone:
-            reasons.setdefault(reason, []).append(name)
-        for reason, names in reasons.items():
-            say(f"left alone: {summarize(names)} ({reason})")
+        say(f"converted {len(layers)} linear layers, {weights:,} weights: {summarize(layers)}")
+        for reason in dict.fromkeys(reason for _, reason in report.left_alone):
+            say(f"left alone: {summarize(name for name, why in report.left_alone if why == reason)} ({reason})")
         for line in precision_lines(self.recipe):
             say(line)
-        if model.get_submodule(report.converted[0]).weight.device.type == "cpu":
+        if next(iter(layers.values())).weight.device.type == "cpu":
             # Without a GPU the layers run the reference, which is many small operations. A C++ compiler takes ten
             # minutes to compile two blocks. Compiling only the code around the layers would recompile in every step.
             model.forward = torch.compiler.disable(model.forward)
@@ -332,25 +313,17 @@ class Patch:
             raise _changed(self.root, "the optimizer is set up for a GPT that init_weights was never called on")
         if self.recipe is None:
             return
-        lost = []
-        for name in model.nf_report.converted:
-            try:
-                layer = model.get_submodule(name)
-            except AttributeError:
-                layer = None
-            if not isinstance(layer, nf.QuantLinear):
-                lost.append(type(layer).__name__)
+        now, converted = dict(model.named_modules()), model.nf_report.converted
+        lost = [type(now.get(name)).__name__ for name in converted if not isinstance(now.get(name), nf.QuantLinear)]
         if lost:
-            raise UserError(
-                f"the script replaced {len(lost)} of {len(model.nf_report.converted)} converted layers by {lost[0]} "
-                f"after init_weights; method {self.options.method} and --fp8 exclude each other: drop one of them"
-            )
+            problem = f"the script replaced {len(lost)} of {len(converted)} converted layers by {lost[0]}"
+            both = f"method {self.options.method} and --fp8 exclude each other"
+            raise UserError(f"{problem} after init_weights; {both}: drop one of them")
         _, rank, _, world_size = get_dist_info()
         if world_size > 1:
             # nanochat gives every rank the same seed, as the initial weights need. The weights exist by now. Errors of
             # rotations and stochastic rounding average out over ranks only if the ranks draw independently.
             torch.manual_seed(torch.initial_seed() + rank)
-
         if self.recipe.late:
             self._follow(model)
 
@@ -371,8 +344,8 @@ class Patch:
             return
         step, steps = variables.get("step"), variables.get("num_iterations")
         if not (isinstance(step, int) and isinstance(steps, int) and 0 <= step <= steps):
-            where = f"step is {step}, num_iterations {steps}"
-            raise _changed(self.root, f"its script does not say where the run is ({where})")
+            where = f"where the run is (step is {step}, num_iterations {steps})"
+            raise _changed(self.root, f"its script does not say {where}")
         if step != self.step and nf.set_progress(model, step / max(1, steps)):
             say(f"step {step} of {steps}: from here on {self.recipe.final if step else self.recipe}")
         self.step = step
@@ -380,10 +353,9 @@ class Patch:
     def report_end(self) -> None:
         """At the script's end, tells the user how many models were converted, and warns of a second init_weights."""
         script = self.options.script
-        if self.recipe and not self.built:
-            say(f"warning: {script} ended without building a GPT: nothing was quantized")
-        elif self.recipe and not self.converted:
-            say(f"warning: {script} built a GPT but never called init_weights: nothing was quantized")
+        if self.recipe and not self.converted:
+            what = "built a GPT but never called init_weights" if self.built else "ended without building a GPT"
+            say(f"warning: {script} {what}: nothing was quantized")
         elif self.recipe:
             say(f"{script} ended; models converted: {self.converted}; {self.options.what()}")
         if self.twice:

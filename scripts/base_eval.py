@@ -87,15 +87,13 @@ def find_bundle(bundle_dir: str | os.PathLike | None = None) -> Path:
             if not folder.is_dir():  # the archive is there, but its unpacked folder is gone
                 _unpack(path)
         except UserError as e:
-            raise MissingDataError(
-                f"CORE needs the eval bundle, which is not in {folder} and cannot be downloaded "
-                f"({one_line(e)[:150]}); unpack {EVAL_BUNDLE_URL} somewhere and name the folder with --bundle-dir"
-            ) from e
+            problem = f"CORE needs the eval bundle, which is not in {folder} and cannot be downloaded"
+            mend = f"unpack {EVAL_BUNDLE_URL} somewhere and name the folder with --bundle-dir"
+            raise MissingDataError(f"{problem} ({one_line(e)[:150]}); {mend}") from e
     for name in ("core.yaml", "eval_meta_data.csv", "eval_data"):
         if not (folder / name).exists():
-            raise MissingDataError(
-                f"{folder / name} is missing, so {folder} is no eval bundle; unpack {EVAL_BUNDLE_URL} there"
-            )
+            problem = f"{folder / name} is missing, so {folder} is no eval bundle"
+            raise MissingDataError(f"{problem}; unpack {EVAL_BUNDLE_URL} there")
     return folder
 
 
@@ -117,9 +115,8 @@ def read_bundle(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
         with open(folder / "eval_meta_data.csv", encoding="utf-8", newline="") as f:
             guessing = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(f)}
     except (OSError, KeyError, TypeError, ValueError, csv.Error) as e:
-        raise UserError(
-            f"{folder / 'eval_meta_data.csv'} is damaged ({one_line(e)[:100]}); unpack the bundle again"
-        ) from e
+        damaged = f"{folder / 'eval_meta_data.csv'} is damaged ({one_line(e)[:100]})"
+        raise UserError(f"{damaged}; unpack the bundle again") from e
     return tasks, guessing
 
 
@@ -159,26 +156,18 @@ def evaluate_model(
             inside.enter_context(nf.quantize_weights_once(model))
         progress = inside.enter_context(Progress(total=mine, desc="CORE", unit="question"))
         for task in tasks:
-            start = time.monotonic()
-            label = task["label"]
-            data = questions[label]
-            meta = {
-                "task_type": task["icl_task_type"],
-                "num_fewshot": task["num_fewshot"][0],
-                "continuation_delimiter": task.get("continuation_delimiter", " "),
-            }
+            start, label = time.monotonic(), task["label"]
+            meta = {"task_type": task["icl_task_type"], "num_fewshot": task["num_fewshot"][0]}
+            meta["continuation_delimiter"] = task.get("continuation_delimiter", " ")
             try:
-                accuracy = evaluate_task(model, tokenizer, data, device, meta, progress.update)
+                accuracy = evaluate_task(model, tokenizer, questions[label], device, meta, progress.update)
             except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
                 raise UserError(f"{task['dataset_uri']} of the eval bundle: {one_line(e)[:200]}") from e
             chance = guessing[label] / 100
             results[label], centered[label] = accuracy, (accuracy - chance) / (1 - chance)
             progress.info[label] = f"{accuracy:.3f} ({time.monotonic() - start:.0f}s)"  # the next line shows it
-    return {
-        "results": results,
-        "centered_results": centered,
-        "core_metric": sum(centered.values()) / len(centered) if centered else 0.0,
-    }
+    core = sum(centered.values()) / len(centered) if centered else 0.0
+    return {"results": results, "centered_results": centered, "core_metric": core}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -60,10 +60,8 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
         model_tag = meta.get("model_tag") or args.model_tag
         name = f"base model {model_tag} (step {meta['step']})"
     if args.split_tokens <= 0 or args.split_tokens % sequence_len:
-        raise UserError(
-            f"--split-tokens={args.split_tokens} is not a multiple of {sequence_len}, the tokens of a row; choose a "
-            "multiple"
-        )
+        problem = f"--split-tokens={args.split_tokens} is not a multiple of {sequence_len}, the tokens of a row"
+        raise UserError(f"{problem}; choose a multiple")
     nf.convert(model, method, per_token_in_eval=False)
     print0(f"Evaluating {name} on {data_dir}")
 
@@ -71,15 +69,9 @@ def evaluate(args: argparse.Namespace, device: torch.device, rank: int, world_si
 
     def bpb(split: str, what: str) -> float:
         loader = tokenizing_distributed_data_loader_bos_bestfit(
-            tokenizer,
-            args.device_batch_size,
-            sequence_len,
-            split,
-            device=device,
-            data_dir=data_dir,
-            text_column=args.text_column,
-            num_rows=num_rows,
-        )
+            tokenizer, args.device_batch_size, sequence_len, split, device=device, data_dir=data_dir,
+            text_column=args.text_column, num_rows=num_rows,
+        )  # fmt: skip
         batches = progress_iter(loader, steps, desc=f"{split} bpb, {what}", unit="batch")
         with autocast(device.type), nf.quantize_weights_once(model):
             return evaluate_bpb(model, batches, steps, token_bytes)

@@ -42,27 +42,11 @@ from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard, unsharded
+from nanochat_fp4.training import setup
 from nanochat_fp4.training.checkpoint_manager import check_model_tag
-from nanochat_fp4.training.flags import (
-    add_method_arguments,
-    add_run_arguments,
-    add_several,
-    changed_flags,
-    parse_seeds,
-)
+from nanochat_fp4.training.flags import add_method_arguments, add_run_arguments, add_several, changed_flags, parse_seeds
 from nanochat_fp4.training.load_model import checkpoint_folder, config_record
 from nanochat_fp4.training.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
-from nanochat_fp4.training.setup import (
-    check_machine,
-    comparison_key,
-    describe,
-    find_start,
-    make_model,
-    report_run,
-    resolve_horizon,
-    run_settings,
-    run_stage,
-)
 from nanochat_fp4.training.trainer import Process, RunSpec, Trainer, TrainingStep, due
 from scripts.base_eval import evaluate_model
 
@@ -75,12 +59,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add_run_arguments(parser, "compile", "eager", "shuffle-documents")
-    add_several(
-        parser,
-        "--seed",
-        parse_seeds,
+    text = (
         "seed of weights, rotations and stochastic rounding (default: 42); after a comma, from 1 to 4294967295, that "
-        "of another order of the training text (default: as it is stored)",
+    )
+    add_several(
+        parser, "--seed", parse_seeds, text + "of another order of the training text (default: as it is stored)"
     )
     text = "folder of parquet shards or text (default: $DATA_DIR, else FineWeb-Edu, else a small embedded corpus)"
     add("--data-dir", default="", help=text)
@@ -137,12 +120,8 @@ class CoreMetric:
         if not (due(self.every, trainer.step, last) and trainer.step > 0):
             return
         try:
-            with (
-                trainer.evaluating(),
-                unsharded(trainer.model),
-                trainer.parts.weights_once(1),
-                trainer.parts.autocast(),
-            ):
+            parts = trainer.parts
+            with trainer.evaluating(), unsharded(trainer.model), parts.weights_once(1), parts.autocast():
                 results = evaluate_model(trainer.model, self.tokenizer, trainer.device, max_per_task=self.max_per_task)
         except (UserError, ValueError) as e:
             trainer.progress.write(f"warning: no CORE metric from here on: {one_line(e)}")
@@ -177,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     method = resolve_method(args.method)
     check_model_tag(args.model_tag)
-    run_stage(args, functools.partial(train, args, method))
+    setup.run_stage(args, functools.partial(train, args, method))
 
 
 def train(args: argparse.Namespace, method: str, process: Process) -> None:
@@ -187,12 +166,12 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     tokenizer = get_tokenizer()
     token_bytes = get_token_bytes(device=device)
     process.phases.end("data, tokenizer")
-    model, name = make_model(args, tokenizer.get_vocab_size(), device)
+    model, name = setup.make_model(args, tokenizer.get_vocab_size(), device)
     flops, num_params = model.estimate_flops(), model.num_scaling_params()
-    num_iterations = resolve_horizon(args, flops, num_params)
-    check_machine(args, device, flops * args.total_batch_size * num_iterations)
+    num_iterations = setup.resolve_horizon(args, flops, num_params)
+    setup.check_machine(args, device, flops * args.total_batch_size * num_iterations)
     options = PretrainingOptions(**{f.name: getattr(args, f.name) for f in fields(PretrainingOptions)})
-    run_config = run_settings(args, method, model, tokenizer)
+    run_config = setup.run_settings(args, method, model, tokenizer)
     # A resume notes a change of these.
     tunable = {**asdict(options), "num_iterations": num_iterations, "data_dir": str(data_dir)}
     tunable |= {"world_size": world_size, "parallel": args.parallel}
@@ -202,7 +181,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     # Each method has a tag of its own, so that none overwrites another's run.
     model_tag = f"{name}_{method}" if args.model_tag is None else args.model_tag
     folder = checkpoint_folder("base", model_tag)
-    start = find_start(args, run_config, num_iterations, folder, model, process)
+    start = setup.find_start(args, run_config, num_iterations, folder, model, process)
 
     nf.convert(model, method, per_token_in_eval=False)
     plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
@@ -225,9 +204,8 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         shard(model, torch.bfloat16 if device.type == "cuda" else None)
     compiled = args.compile if args.compile is not None else device.type == "cuda"
     forward = compile_layers(model) if compiled else model
-    describe(
-        args, model_tag, model, num_iterations, device_batch_size, grad_accum_steps, plan, backend, folder, process
-    )
+    batches = num_iterations, device_batch_size, grad_accum_steps
+    setup.describe(args, model_tag, model, *batches, plan, backend, folder, process)
 
     val_data = shard_digest(list_parquet_files(data_dir)[-1])
     optimizers, schedule = model.setup_pretraining(options, args.total_batch_size, num_iterations)
@@ -291,23 +269,18 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
             "num_params": num_params,
             "vocab_size": model.config.vocab_size,
             "gemm_work": plan.work(model),
-            "config_key": comparison_key(run_config | tunable),
+            "config_key": setup.comparison_key(run_config | tunable),
             **batch,
         },
         lower="the learning rates (--matrix-lr, --embedding-lr)",
     )
     trainer = Trainer(spec, parts, args, process, start)
     if trainer.run():
-        write_report(args, model_tag, trainer, backend, core.value, samples.newest)
+        write_report(args, model_tag, trainer, backend, core, samples)
 
 
 def write_report(
-    args: argparse.Namespace,
-    model_tag: str,
-    trainer: Trainer,
-    backend: str,
-    core_metric: float | None,
-    samples: list[str],
+    args: argparse.Namespace, model_tag: str, trainer: Trainer, backend: str, core: CoreMetric, samples: Samples
 ) -> None:
     """Prints the results and writes them into the report."""
     spec, loop, num_params = trainer.spec, trainer.loop, trainer.model.num_scaling_params()
@@ -325,15 +298,15 @@ def write_report(
         "Minimum validation bpb": loop["best"].get("val_bpb"),
         "Final validation bpb": numbers.get("val_bpb"),
         "Final validation bpb, BF16 forward": numbers.get("val_bpb_bf16"),
-        "CORE metric estimate": core_metric,
+        "CORE metric estimate": core.value,
         "MFU %": f"{trainer.mfu:.2f}%" if trainer.mfu is not None else None,
         "Total training flops": f"{trainer.flops_per_token * total_tokens:e}",
     }
     results = {key: numbers.get(key) for key in ("val_bpb", "val_bpb_bf16")} | {
         "tokens_per_second": total_tokens / loop["training_seconds"] if loop["training_seconds"] else None,
-        "samples": samples,
+        "samples": samples.newest,
     }
-    report_run(trainer, model_tag, "Base model training", about, outcome, results)
+    setup.report_run(trainer, model_tag, "Base model training", about, outcome, results)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,15 @@ LOCAL_TASKS: dict[str, Callable[[str | None], Task]] = {
 # Accuracy of guessing, 0 for other tasks.
 GUESSING = {"ARC-Easy": 0.25, "ARC-Challenge": 0.25, "MMLU": 0.25}
 RUNS_CODE = ("HumanEval", "Local-Code")
+SETTINGS = (
+    "batch_size",
+    "num_samples",
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "max_problems",
+    "seed",
+)  # of run_task
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -78,21 +87,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def chosen_tasks(names: str | None) -> list[str]:
-    """Names of the tasks, in order. Raises UserError."""
-    known = {**TASKS, **LOCAL_TASKS}
+    """Names of the tasks, in order, each once. Raises UserError."""
     if names is None:
         return list(TASKS)
-    chosen = []
+    known, chosen = {**TASKS, **LOCAL_TASKS}, []
     for name in filter(None, (n.strip() for n in names.split("|"))):
-        if name == "local":
-            chosen += [t for t in LOCAL_TASKS if t not in chosen]
-        elif name not in known:
-            raise UserError(f"unknown task {name!r}; use one or several (with |) of {', '.join(known)}, local")
-        elif name not in chosen:
-            chosen.append(name)
-    if not chosen:
-        raise UserError(f"no task in -a {names!r}; use one or several (with |) of {', '.join(known)}, local")
-    return chosen
+        chosen += LOCAL_TASKS if name == "local" else [name]
+    problems = [f"unknown task {name!r}" for name in chosen if name not in known]
+    if problems or not chosen:
+        problem = problems[0] if problems else f"no task in -a {names!r}"
+        raise UserError(f"{problem}; use one or several (with |) of {', '.join(known)}, local")
+    return list(dict.fromkeys(chosen))
 
 
 def chatcore(scores: dict[str, Score]) -> float | None:
@@ -123,9 +128,8 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
             tasks[name] = {**TASKS, **LOCAL_TASKS}[name](eval_dir)
         except MissingDataError as e:
             if not args.allow_missing:
-                raise UserError(
-                    f"{name}: {e}. To evaluate the others add --allow-missing; without any network, -a local"
-                ) from e
+                others = "To evaluate the others add --allow-missing; without any network, -a local"
+                raise UserError(f"{name}: {e}. {others}") from e
             print0(f"{name} is left out: {e}")
     if not tasks:
         raise UserError("none of the tasks is to be had; use --eval-dir, or -a local without a network")
@@ -157,19 +161,7 @@ def evaluate(args: argparse.Namespace, names: list[str], device: torch.device, r
         for name, task in tasks.items():
             try:
                 with nf.full_precision(model) if precision == "bf16" else contextlib.nullcontext():
-                    score = run_task(
-                        task,
-                        model,
-                        tokenizer,
-                        name,
-                        batch_size=args.batch_size,
-                        num_samples=args.num_samples,
-                        max_new_tokens=args.max_new_tokens,
-                        temperature=args.temperature,
-                        top_k=args.top_k,
-                        max_problems=args.max_problems,
-                        seed=args.seed,
-                    )
+                    score = run_task(task, model, tokenizer, name, **{flag: getattr(args, flag) for flag in SETTINGS})
             except SandboxError as e:
                 kept = f"; what was evaluated before is kept in {path}" if scores[precision] else ""
                 raise UserError(f"{name}: the sandbox worked before and fails now: {e}; start again{kept}") from e

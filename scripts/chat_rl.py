@@ -33,7 +33,7 @@ from nanochat_fp4.data.chat_loader import Rollouts
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.nvfp4.contexts import per_token_scale
-from nanochat_fp4.training.flags import add_common_arguments, changed_flags
+from nanochat_fp4.training.flags import add_common_arguments, changed_flags, steps_of_epochs
 from nanochat_fp4.training.setup import PostTraining, run_stage
 from nanochat_fp4.training.trainer import Process, TrainingStep, due
 
@@ -127,39 +127,25 @@ def train(args: argparse.Namespace, process: Process) -> None:
         args.device_batch_size, args.num_samples, args.examples_per_step, process.world_size
     )  # fmt: skip
     if min(B, samples, examples) < 1 or samples % B or examples % world_size:
-        raise UserError(
-            f"--num-samples={samples} must be a multiple of --device-batch-size={B}, and "
-            f"--examples-per-step={examples} of the number of processes, {world_size}"
-        )
+        of_processes = f"--examples-per-step={examples} of the number of processes, {world_size}"
+        raise UserError(f"--num-samples={samples} must be a multiple of --device-batch-size={B}, and {of_processes}")
     if min(args.eval_examples, args.max_new_tokens) < 1 or args.temperature <= 0 or args.top_k < 0:
-        raise UserError(
-            f"--eval-examples={args.eval_examples} and --max-new-tokens={args.max_new_tokens} must be at least 1, "
-            f"--temperature={args.temperature:g} above 0, and --top-k={args.top_k} not negative"
-        )
+        sizes = f"--eval-examples={args.eval_examples} and --max-new-tokens={args.max_new_tokens} must be at least 1"
+        raise UserError(f"{sizes}, --temperature={args.temperature:g} above 0, and --top-k={args.top_k} not negative")
     run = PostTraining("rl", args.source, args, process)
     train_part, val_part = source(args, "train"), source(args, "test")
     task = load_sources([train_part], False, "training").tasks[0]
     val_task = load_sources([val_part], False, "validation").tasks[0]
     sources = describe_sources([train_part])
-    num_iterations = args.num_iterations
-    if num_iterations < 1:
-        num_iterations = (len(task) // examples) * args.num_epochs
-    if num_iterations < 1:
-        raise UserError(
-            f"{len(task)} problems, --examples-per-step={examples} and --num-epochs={args.num_epochs} make no step; "
-            "lower the one or raise the other"
-        )
+    num_iterations = steps_of_epochs(args, len(task), "problems", "--examples-per-step", examples)
     optimizers, schedule = run.model.setup_finetuning(run.rates, args.init_lr_frac, lambda progress: 1.0 - progress)
     parts = run.parts(optimizers, run.model, loss=policy_loss)
     answers = Answers(args, run, parts)
     rollouts: list[Rollouts] = []
 
     def make_loader(position: dict | None) -> Rollouts:
-        rollouts[:] = [
-            Rollouts(
-                task, run.tokenizer, answers, B, samples, process.device, process.rank, world_size, args.seed, position
-            )
-        ]
+        where = process.device, process.rank, world_size
+        rollouts[:] = [Rollouts(task, run.tokenizer, answers, B, samples, *where, args.seed, position)]
         return rollouts[0]
 
     trainer = run.trainer(
@@ -181,12 +167,8 @@ def train(args: argparse.Namespace, process: Process) -> None:
         numbers=lambda: rollouts[0].numbers(),
     )  # fmt: skip
     if trainer.run():
-        setup = {
-            "Flags": changed_flags(args, parse_args([])),
-            "Training problems": len(task),
-            "Problems per step": examples,
-            "Answers to a problem": samples,
-        }
+        setup = {"Flags": changed_flags(args, parse_args([])), "Training problems": len(task)}
+        setup |= {"Problems per step": examples, "Answers to a problem": samples}
         run.report(trainer, "Chat RL", setup, sources)
 
 

@@ -22,31 +22,21 @@ import torch
 from eval.arc import ARC
 from eval.common import resolve_eval_dir
 from eval.gsm8k import GSM8K
-from eval.local import LocalArithmetic, LocalChoice, LocalCode
+from eval.local import LocalArithmetic, LocalChoice, training_sources
 from eval.mmlu import MMLU
 from eval.run import run_task
 from eval.spellingbee import SpellingBee
 from nanochat_fp4.common import mean_over_ranks
 from nanochat_fp4.console import ArgumentParser
-from nanochat_fp4.data.chat_data import (
-    LOCAL_IDENTITY,
-    LOCAL_WORDS,
-    CustomJSON,
-    SimpleSpelling,
-    SmolTalk,
-    Source,
-    Task,
-    describe_sources,
-    identity_conversations,
-    load_sources,
-)
+from nanochat_fp4.data import chat_data
+from nanochat_fp4.data.chat_data import CustomJSON, SimpleSpelling, SmolTalk, Source, Task
 from nanochat_fp4.data.chat_loader import ConversationBatches
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.models.distill import distillation_loss
 from nanochat_fp4.parallel import unsharded
 from nanochat_fp4.signals import StopRequested
 from nanochat_fp4.training.checkpoint_manager import NoCheckpointError, weights_digest
-from nanochat_fp4.training.flags import add_common_arguments, changed_flags
+from nanochat_fp4.training.flags import add_common_arguments, changed_flags, steps_of_epochs
 from nanochat_fp4.training.load_model import build_model, checkpoint_folder
 from nanochat_fp4.training.setup import PostTraining, run_stage
 from nanochat_fp4.training.trainer import Process, TrainingStep, due
@@ -79,21 +69,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def train_sources(args: argparse.Namespace) -> list[Source]:
     if args.data == "local":
-        return [
-            Source("identity conversations (local)", lambda: CustomJSON(LOCAL_IDENTITY)),
-            Source("Local-Choice", lambda: LocalChoice(size=500)),
-            Source("Local-Arithmetic", lambda: LocalArithmetic(size=500)),
-            Source("Local-Code", lambda: LocalCode(size=200)),
-            Source("SimpleSpelling (local words)", lambda: SimpleSpelling(size=300, words=LOCAL_WORDS)),
-            Source("SpellingBee (local words)", lambda: SpellingBee(size=300, words=LOCAL_WORDS)),
-        ]
+        return training_sources(choice=500, arithmetic=500, code=200, spelling=300, bee=300)
     smoltalk = "SmolTalk" if not args.sft_dir else f"conversations of {args.sft_dir} in place of SmolTalk"
     return [
         Source("ARC-Easy", lambda: ARC("ARC-Easy", "train", eval_dir=args.eval_dir)),
         Source("ARC-Challenge", lambda: ARC("ARC-Challenge", "train", eval_dir=args.eval_dir)),
         Source("GSM8K", lambda: GSM8K("main", "train", eval_dir=args.eval_dir)),
         Source(smoltalk, lambda: SmolTalk("train", sft_dir=args.sft_dir, stop=10_000)),
-        Source("identity conversations", lambda: CustomJSON(identity_conversations())),
+        Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations())),
         Source("SimpleSpelling", lambda: SimpleSpelling(size=300, eval_dir=args.eval_dir)),
         Source("SpellingBee", lambda: SpellingBee(size=300, eval_dir=args.eval_dir)),
     ]
@@ -129,7 +112,7 @@ class Evaluation:
         self.metrics = []
         if args.eval_metrics_every > 0:
             self.metrics = metric_sources(args)
-            load_sources(self.metrics, args.allow_missing, "metrics")
+            chat_data.load_sources(self.metrics, args.allow_missing, "metrics")
 
     def metrics_due(self, step: int, last: bool) -> bool:
         every = self.args.eval_metrics_every
@@ -197,26 +180,18 @@ def train(args: argparse.Namespace, process: Process) -> None:
     run = PostTraining("sft", args.source, args, process)
     B = min(4, run.trained_rows or 4) if args.device_batch_size is None else args.device_batch_size
     if B < 1 or examples < 1 or examples % (B * world_size):
-        raise UserError(
-            f"--target-examples-per-step={examples} is not a multiple of {B * world_size} (--device-batch-size {B} on "
-            f"{world_size} device(s)); choose a multiple, or another --device-batch-size"
-        )
+        batch = f"{B * world_size} (--device-batch-size {B} on {world_size} device(s))"
+        problem = f"--target-examples-per-step={examples} is not a multiple of {batch}"
+        raise UserError(f"{problem}; choose a multiple, or another --device-batch-size")
     if args.eval_steps < 1:
         raise UserError(f"--eval-steps={args.eval_steps} measures nothing; use at least 1")
     tokenizer, max_tokens = run.tokenizer, run.config.sequence_len
 
     train_parts = train_sources(args)
-    dataset = load_sources(train_parts, args.allow_missing, "training")
-    val_dataset = load_sources(val_sources(args), args.allow_missing, "validation")
-    sources = describe_sources(train_parts)
-    num_iterations = args.num_iterations
-    if num_iterations < 1:
-        num_iterations = (len(dataset) // examples) * args.num_epochs
-        if num_iterations < 1:
-            raise UserError(
-                f"{len(dataset)} conversations, --target-examples-per-step={examples} and --num-epochs="
-                f"{args.num_epochs} make no step; lower the one or raise the other"
-            )
+    dataset = chat_data.load_sources(train_parts, args.allow_missing, "training")
+    val_dataset = chat_data.load_sources(val_sources(args), args.allow_missing, "validation")
+    sources = chat_data.describe_sources(train_parts)
+    num_iterations = steps_of_epochs(args, len(dataset), "conversations", "--target-examples-per-step", examples)
     optimizers, schedule = run.model.setup_finetuning(run.rates, args.init_lr_frac, lambda progress: 1.0 - progress)
     teacher, digest = load_teacher(args, run) if args.distill else (None, None)
     loss = {"loss": lambda forward, x, y: distillation_loss(forward, teacher, x, y)} if teacher else {}
@@ -239,12 +214,8 @@ def train(args: argparse.Namespace, process: Process) -> None:
         conversations=len(dataset),
     )
     if trainer.run():
-        setup = {
-            "Flags": changed_flags(args, parse_args([])),
-            "Training rows": len(dataset),
-            "Examples per step": examples,
-        }
-        run.report(trainer, "Chat SFT", setup, sources)
+        setup = {"Flags": changed_flags(args, parse_args([])), "Training rows": len(dataset)}
+        run.report(trainer, "Chat SFT", setup | {"Examples per step": examples}, sources)
 
 
 if __name__ == "__main__":

@@ -64,11 +64,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--source", default="sft", choices=("base", "mid", "sft", "rl"), help="stage of the checkpoint")
     add("--format", required=True, choices=FORMATS, help="see above")
-    add(
-        "--hf-path",
-        default=None,
-        help="a model of transformers in place of a checkpoint: a folder, or a name on the hub",
-    )
+    text = "a model of transformers in place of a checkpoint: a folder, or a name on the hub"
+    add("--hf-path", default=None, help=text)
     add("--out", required=True, help="folder to write; it must not exist, or --overwrite")
     add("--overwrite", action="store_true", help="replace the folder if it is there")
     add("--dtype", default="bfloat16", choices=tuple(DTYPES), help="of the weights that are not in 4 bits")
@@ -89,9 +86,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.format not in FOUR_BITS and (args.weights_only or args.share_scales):
         raise UserError(f"--weights-only and --share-scales are about 4-bit weights; --format={args.format} has none")
     if args.hf_path and (args.format not in huggingface.FORMATS or args.verify or args.share_scales):
-        raise UserError(
-            f"--hf-path writes {' or '.join(huggingface.FORMATS)}, without --verify and --share-scales; leave these out"
-        )
+        written = f"{' or '.join(huggingface.FORMATS)}, without --verify and --share-scales"
+        raise UserError(f"--hf-path writes {written}; leave these out")
     if args.format.startswith("gguf"):
         require("gguf")
         if args.dtype != "bfloat16":
@@ -119,18 +115,14 @@ class Export:
     def __init__(self, args: argparse.Namespace, device: torch.device):
         self.args, self.device = args, device
         self.model, self.tokenizer, self.meta, self.method = load_for_inference(args.source, device, args)
-        self.four_bits = args.format in FOUR_BITS
+        self.four_bits, self.gguf = args.format in FOUR_BITS, args.format.startswith("gguf")
         if self.four_bits and not get_recipe(self.method).output.b.rounding:
-            raise UserError(
-                f"the method {self.method} has no 4-bit weights in its forward pass; use --format=safetensors, or "
-                "--method=clover (or another) to round its weights now"
-            )
+            mend = "use --format=safetensors, or --method=clover (or another) to round its weights now"
+            raise UserError(f"the method {self.method} has no 4-bit weights in its forward pass; {mend}")
         self.about = huggingface.describe(self.model)
-        if args.format.startswith("gguf") and not isinstance(self.model, Llama):
-            raise UserError(
-                f"--format={args.format} is for Llama-like models (base_train --llama), not nanochat's GPT; use "
-                "--format=compressed-tensors or safetensors"
-            )
+        if self.gguf and not isinstance(self.model, Llama):
+            problem = f"--format={args.format} is for Llama-like models (base_train --llama), not nanochat's GPT"
+            raise UserError(f"{problem}; use --format=compressed-tensors or safetensors")
         self.notes: list[str] = []
 
     def batches(self, split: str, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -155,7 +147,7 @@ class Export:
                 text = self.batches("train", self.args.calibration_tokens)
                 rows = progress_iter((x for x, _ in text), len(text), desc="calibration", unit="batch")
                 input_scales = calibrate(self.model, weights, rows)
-        if self.args.format.startswith("gguf"):
+        if self.gguf:
             self.say_what_llama_cpp_does()
         for note in self.notes:
             print0(note)
@@ -183,9 +175,8 @@ class Export:
                 "something else: use --share-scales for it."
             )
         left = [name for name, _ in self.model.nf_report.left_alone]
-        self.notes.append(
-            f"Not in 4 bits: embedding, norms and {', '.join(left[:4])}{' ...' if len(left) > 4 else ''}."
-        )
+        more = " ..." if len(left) > 4 else ""
+        self.notes.append(f"Not in 4 bits: embedding, norms and {', '.join(left[:4])}{more}.")
 
     def say_what_llama_cpp_does(self) -> None:
         if self.four_bits:
@@ -236,25 +227,21 @@ class Export:
         args, chat = self.args, self.args.source != "base"
         ends = [self.tokenizer.encode_special(name) for name in tokenizer_files.end_tokens(self.tokenizer, chat)]
         ids = {"bos_token_id": self.tokenizer.get_bos_token_id(), "eos_token_id": ends, "pad_token_id": ends[0]}
-        if args.format.startswith("gguf"):
-            self.notes += gguf_file.write(
-                self.model, self.tokenizer, target, weights, input_scales, chat, self.meta["model_tag"]
-            )
+        if self.gguf:
+            made_of = weights, input_scales, chat, self.meta["model_tag"]
+            self.notes += gguf_file.write(self.model, self.tokenizer, target, *made_of)
         else:
             dtype, first = DTYPES[args.dtype], {**ids, "eos_token_id": ends[0]}
             huggingface.write(self.model, target, args.format, dtype, weights, input_scales, first)
             self.write_tokenizer(target, ids, chat)
         remote = ", trust_remote_code=True" if self.about.remote else ""
-        use = (
-            [f"llama-cli -m {gguf_file.FILE_NAME}"]
-            if args.format.startswith("gguf")
-            else [
-                "from transformers import AutoModelForCausalLM, AutoTokenizer",
-                "",
-                f"model = AutoModelForCausalLM.from_pretrained(FOLDER{remote})",
-                f"tokenizer = AutoTokenizer.from_pretrained(FOLDER{remote})",
-            ]
-        )
+        use = [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            f"model = AutoModelForCausalLM.from_pretrained(FOLDER{remote})",
+            f"tokenizer = AutoTokenizer.from_pretrained(FOLDER{remote})",
+        ]
+        use = [f"llama-cli -m {gguf_file.FILE_NAME}"] if self.gguf else use
         atomic_write(target / "README.md", self.card(measured, measured_on, use))
 
     def card(self, measured: dict[str, float], measured_on: str, use: list[str]) -> str:
@@ -304,7 +291,7 @@ class Export:
             check = check[self.args.format]
             print0(f"verified with {check(out, self.about, weights)}")
         rows, _ = self.batches("val", 1)[0]
-        if self.args.format.startswith("gguf"):
+        if self.gguf:
             self.ask_llama_cpp(out, rows[0].tolist(), weights)
             return
         print0(f"verified with {verify.tokenizer(out, self.tokenizer, self.validation_texts())}")
@@ -318,14 +305,10 @@ class Export:
             difference = float((logits - want).abs().max())
         limit = NANOCHAT_LOGITS if "NanoChatForCausalLM" in reader else verify.fp32_limit(self.model, want)
         if not difference <= limit:
-            raise UserError(
-                f"{reader}: logits differ by up to {difference:.2g}, expected at most {limit:.1g}; this is a bug, "
-                "please report it"
-            )
-        print0(
-            f"verified with {reader}: FP32 logits of {ids.numel()} tokens differ by at most {difference:.1e} "
-            f"(limit {limit:.1e})"
-        )
+            problem = f"{reader}: logits differ by up to {difference:.2g}, expected at most {limit:.1g}"
+            raise UserError(f"{problem}; this is a bug, please report it")
+        found = f"FP32 logits of {ids.numel()} tokens differ by at most {difference:.1e} (limit {limit:.1e})"
+        print0(f"verified with {reader}: {found}")
         if input_scales is not None:
             with served(self.model, weights, input_scales, torch.bfloat16, torch.bfloat16) as copied:
                 reader, logits = verify.transformers_logits(out, ids, quantized_inputs=True)

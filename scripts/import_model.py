@@ -59,10 +59,8 @@ def main(argv: list[str] | None = None) -> None:
         for folder in folders:
             held.enter_context(held_run(folder))
             if (steps := list_steps(folder)) and not args.overwrite:
-                raise UserError(
-                    f"{folder} already holds a run (checkpoint of step {steps[0]}); replace it with --overwrite, or "
-                    "choose another --model-tag"
-                )
+                problem = f"{folder} already holds a run (checkpoint of step {steps[0]})"
+                raise UserError(f"{problem}; replace it with --overwrite, or choose another --model-tag")
         import_into(folders, path, args)
 
 
@@ -71,9 +69,8 @@ def import_into(folders: list[Path], path: Path, args: argparse.Namespace) -> No
     with tempfile.TemporaryDirectory() as folder:
         config, state, tokenizer, about = read_llama(unpacked(path, folder), args.max_seq_len)
     if (Path(get_tokenizer_dir()) / FILE_NAME).exists() and get_tokenizer().fingerprint() != tokenizer.fingerprint():
-        raise UserError(
-            f"{get_base_dir()} has another tokenizer; set NANOCHAT_BASE_DIR to a folder of its own for this model"
-        )
+        own = "set NANOCHAT_BASE_DIR to a folder of its own for this model"
+        raise UserError(f"{get_base_dir()} has another tokenizer; {own}")
     for folder in folders:
         check_writable(folder, sum(t.numel() * t.element_size() for t in state.values()), args.overwrite)
     tokenizer.save(get_tokenizer_dir())
@@ -91,11 +88,8 @@ def import_into(folders: list[Path], path: Path, args: argparse.Namespace) -> No
         if not save_checkpoint(folder, 0, state, None, meta):
             raise UserError(f"the checkpoint could not be written to {folder}; free some space and run again")
     types = ", ".join(f"{count} tensors {name}" for name, count in about["types"].items())
-    parameters = sum(t.numel() for t in state.values())
-    print0(
-        f"{about['name']} ({about['license']}), {parameters:,} parameters from {types}: "
-        f"{args.stages.replace(',', ', ')} checkpoints"
-    )
+    parameters, stages = sum(t.numel() for t in state.values()), args.stages.replace(",", ", ")
+    print0(f"{about['name']} ({about['license']}), {parameters:,} parameters from {types}: {stages} checkpoints")
 
 
 def unpacked(path: Path, folder: str) -> Path:

@@ -17,22 +17,13 @@ import functools
 
 from eval.common import resolve_eval_dir
 from eval.gsm8k import GSM8K
-from eval.local import LocalArithmetic, LocalChoice, LocalCode
+from eval.local import LocalArithmetic, LocalChoice, training_sources
 from eval.mmlu import MMLU
 from eval.spellingbee import SpellingBee
 from nanochat_fp4.common import print0
 from nanochat_fp4.console import ArgumentParser
-from nanochat_fp4.data.chat_data import (
-    LOCAL_IDENTITY,
-    LOCAL_WORDS,
-    CustomJSON,
-    SimpleSpelling,
-    SmolTalk,
-    Source,
-    describe_sources,
-    identity_conversations,
-    load_sources,
-)
+from nanochat_fp4.data import chat_data
+from nanochat_fp4.data.chat_data import LOCAL_WORDS, CustomJSON, SimpleSpelling, SmolTalk, Source
 from nanochat_fp4.data.chat_loader import PackedConversations
 from nanochat_fp4.data.dataloader import evaluation_rows
 from nanochat_fp4.data.tokenizer import get_token_bytes
@@ -71,23 +62,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def train_sources(args: argparse.Namespace) -> list[Source]:
     if args.data == "local":
-        return [
-            Source("identity conversations (local)", lambda: CustomJSON(LOCAL_IDENTITY)),
-            Source("Local-Choice", lambda: LocalChoice(size=2000)),
-            Source("Local-Arithmetic", lambda: LocalArithmetic(size=2000)),
-            Source("Local-Code", lambda: LocalCode(size=500)),
-            Source("SimpleSpelling (local words)", lambda: SimpleSpelling(size=2000, words=LOCAL_WORDS)),
-            Source("SpellingBee (local words)", lambda: SpellingBee(size=1000, words=LOCAL_WORDS)),
-        ]
-    identity = Source("identity conversations", lambda: CustomJSON(identity_conversations()))
-    again = Source("identity conversations", lambda: CustomJSON(identity_conversations()))  # two epochs of them
+        return training_sources(choice=2000, arithmetic=2000, code=500, spelling=2000, bee=1000)
     smoltalk = "SmolTalk" if not args.sft_dir else f"conversations of {args.sft_dir} in place of SmolTalk"
     return [
         Source(smoltalk, lambda: SmolTalk("train", sft_dir=args.sft_dir)),
         Source("MMLU auxiliary_train", lambda: MMLU("auxiliary_train", "train", eval_dir=args.eval_dir)),
         Source("GSM8K", lambda: GSM8K("main", "train", eval_dir=args.eval_dir)),
-        identity,
-        again,
+        Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations())),
+        Source("identity conversations", lambda: CustomJSON(chat_data.identity_conversations())),  # two epochs of them
         Source("SimpleSpelling", lambda: SimpleSpelling(size=200_000, eval_dir=args.eval_dir)),
         Source("SpellingBee", lambda: SpellingBee(size=80_000, eval_dir=args.eval_dir)),
     ]
@@ -133,18 +115,18 @@ def train(args: argparse.Namespace, process: Process) -> None:
     token_bytes = get_token_bytes(device=device)
 
     train_parts = train_sources(args)
-    dataset = load_sources(train_parts, args.allow_missing, "training")
-    val_dataset = load_sources(val_sources(args), args.allow_missing, "validation")
-    sources = describe_sources(train_parts)
+    dataset = chat_data.load_sources(train_parts, args.allow_missing, "training")
+    val_dataset = chat_data.load_sources(val_sources(args), args.allow_missing, "validation")
+    sources = chat_data.describe_sources(train_parts)
     compiled = args.compile if args.compile is not None else device.type == "cuda"
     forward = compile_layers(model) if compiled else model
     optimizers, schedule = model.setup_finetuning(run.rates, args.init_lr_frac, lr_multiplier, muon_momentum)
     parts = run.parts(optimizers, forward)
 
+    where, lanes = (tokenizer, B, T, device, rank, world_size), grad_accum_steps * world_size
+
     def evaluate(step: int, last: bool) -> dict[str, float]:
-        batches = PackedConversations(
-            val_dataset, tokenizer, B, T, device, rank, world_size, lanes=trainer.loader.lanes, num_rows=num_rows
-        )
+        batches = PackedConversations(val_dataset, *where, lanes=trainer.loader.lanes, num_rows=num_rows)
         with parts.autocast():
             pairs = ((x, y) for x, y, _ in batches)
             return {"val_bpb": evaluate_bpb(forward, process.signals.watch(pairs, device), eval_steps, token_bytes)}
@@ -153,17 +135,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
         parts,
         sources,
         {"total_batch_size": args.total_batch_size, "max_seq_len": T},
-        make_loader=lambda position: PackedConversations(
-            dataset,
-            tokenizer,
-            B,
-            T,
-            device,
-            rank,
-            world_size,
-            state=position,
-            micro_batches=grad_accum_steps * world_size,
-        ),  # fmt: skip
+        make_loader=lambda position: PackedConversations(dataset, *where, state=position, micro_batches=lanes),
         schedule=schedule,
         device_batch_size=B,
         seq_len=T,
@@ -176,12 +148,8 @@ def train(args: argparse.Namespace, process: Process) -> None:
         val_tokens=num_rows * T,
     )
     if trainer.run():
-        setup = {
-            "Flags": changed_flags(args, parse_args([])),
-            "Training conversations": len(dataset),
-            "Tokens per step": args.total_batch_size,
-        }
-        run.report(trainer, "Midtraining", setup, sources)
+        setup = {"Flags": changed_flags(args, parse_args([])), "Training conversations": len(dataset)}
+        run.report(trainer, "Midtraining", setup | {"Tokens per step": args.total_batch_size}, sources)
 
 
 if __name__ == "__main__":

@@ -61,19 +61,17 @@ BASELINES = {"GPT-2": "gpt2", "GPT-4": "cl100k_base"}
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Evaluate the compression of the tokenizer")
     add_data_arguments(parser, "as for training")
-    parser.add_argument("--no-compare", action="store_true", help="without GPT-2's and GPT-4's tokenizers (no network)")
-    parser.add_argument(
-        "--deadline", type=parse_finite, default=30, help="seconds to wait for each of those (default: 30)"
-    )
+    add = parser.add_argument
+    add("--no-compare", action="store_true", help="without GPT-2's and GPT-4's tokenizers (no network)")
+    add("--deadline", type=parse_finite, default=30, help="seconds to wait for each of those (default: 30)")
     return parser.parse_args(argv)
 
 
 def num_tokens(tokenizer: RustBPETokenizer, text: str, name: str) -> int:
     ids = tokenizer.encode(text)
     if tokenizer.decode(ids) != text:
-        raise UserError(
-            f"the tokenizer does not give the text {name!r} back as it was; train it again (scripts.tok_train)"
-        )
+        problem = f"the tokenizer does not give the text {name!r} back as it was"
+        raise UserError(f"{problem}; train it again (scripts.tok_train)")
     return len(ids)
 
 
@@ -83,9 +81,8 @@ def main(argv: list[str] | None = None) -> None:
     ours = get_tokenizer()
     texts = {name: text.strip() for name, text in SAMPLES.items()}
     for split in ("train", "val"):  # the tokenizer has seen the first of the two
-        texts[f"data-{split}"] = "\n".join(
-            next(parquets_iter_batched(split, data_dir=data_dir, column=args.text_column))
-        )
+        batches = parquets_iter_batched(split, data_dir=data_dir, column=args.text_column)
+        texts[f"data-{split}"] = "\n".join(next(batches))
     counts = {name: num_tokens(ours, text, name) for name, text in texts.items()}
     sizes = {name: len(text.encode("utf-8")) for name, text in texts.items()}
 
@@ -99,16 +96,11 @@ def main(argv: list[str] | None = None) -> None:
             logger.warning(f"no comparison with {title}: {one_line(e)} (--no-compare leaves it out)")
             continue
         lines += ["", f"### Comparison with {title} ({baseline.get_vocab_size():,} tokens)", ""]
-        lines += [
-            f"| Text | Bytes | {title} tokens | Ratio | Our tokens | Ratio | Fewer tokens |",
-            "|---|---|---|---|---|---|---|",
-        ]
+        lines += [f"| Text | Bytes | {title} tokens | Ratio | Our tokens | Ratio | Fewer tokens |", "|---" * 7 + "|"]
         for name, text in texts.items():
-            theirs = num_tokens(baseline, text, name)
-            lines.append(
-                f"| {name} | {sizes[name]:,} | {theirs:,} | {sizes[name] / theirs:.2f} | {counts[name]:,} | "
-                f"{sizes[name] / counts[name]:.2f} | {(theirs - counts[name]) / theirs:+.1%} |"
-            )
+            size, ours_, theirs = sizes[name], counts[name], num_tokens(baseline, text, name)
+            cells = f"{size:,} | {theirs:,} | {size / theirs:.2f} | {ours_:,} | {size / ours_:.2f}"
+            lines.append(f"| {name} | {cells} | {(theirs - ours_) / theirs:+.1%} |")
     report = "\n".join(lines)
     print0(report)
     get_report().log(section="Tokenizer evaluation", data=[report])

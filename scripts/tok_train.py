@@ -21,20 +21,17 @@ from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.training.load_model import checkpoints_made_with
 
 ROUND_TRIP_TEXT = "Hello world! It's a test: 123, 4567, 89.\n\tTabs,  spaces\r\n@#$%^&*() naïve 你好世界 🌍 <|bos|>"
-
-
 MAX_VOCAB_SIZE = 2**24  # ids are 32-bit numbers, and no text yields more
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Train a BPE tokenizer")
-    parser.add_argument("--max-chars", type=int, default=10_000_000_000, help="characters to train on (default: 10B)")
-    parser.add_argument("--doc-cap", type=int, default=10_000, help="characters per document (default: 10,000)")
-    parser.add_argument("--vocab-size", type=int, default=32768, help="vocabulary size (default: 32768 = 2^15)")
+    add = parser.add_argument
+    add("--max-chars", type=int, default=10_000_000_000, help="characters to train on (default: 10B)")
+    add("--doc-cap", type=int, default=10_000, help="characters per document (default: 10,000)")
+    add("--vocab-size", type=int, default=32768, help="vocabulary size (default: 32768 = 2^15)")
     add_data_arguments(parser, "as for training")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace the tokenizer although checkpoints were made with it"
-    )
+    add("--overwrite", action="store_true", help="replace the tokenizer although checkpoints were made with it")
     args = parser.parse_args(argv)
     if args.max_chars < 1 or args.doc_cap < 1:
         raise UserError("--max-chars and --doc-cap must be at least 1")

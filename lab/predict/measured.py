@@ -98,8 +98,8 @@ def page(cards: list[Path]) -> str:
     lines = [
         "# Measured: what cards really did",
         "",
-        "How far are predictions from measurements? On the only card so far within 5%, but for `clover_search`",
-        "(6 to 10%) and d20 in BF16 (6%): the model's BF16 rate is that of long GEMMs at the power limit. Made by",
+        "How far are predictions from measurements? On the only card so far within 5%, but for d20 in BF16 (6%): the",
+        "model's BF16 rate is that of long GEMMs at the power limit. Made by",
         "`python -m lab.predict.measured --page docs/measured.md`. `bash dev/measure.sh` measures yours in 20 minutes,",
         "`python -m nanochat_fp4.doctor --send` says where to send it.",
         "",

@@ -300,7 +300,7 @@ def remedies_methods(context: Context) -> list[str]:
 def clover_apart(depth: int) -> list[str]:
     """The runs that take clover apart, as "label: flags": operand, kind of layer, half of the depth, phase."""
     forward = "fig2_1x16_four_over_six"  # the forward of clover alone
-    methods = {  # label: method, layers, phases
+    methods = {  # label: method, changes
         "bf16": ("bf16",),
         "all": ("clover",),
         "forward": (forward,),
@@ -319,7 +319,7 @@ def clover_apart(depth: int) -> list[str]:
         methods[f"forward-{half}_half"] = ("bf16", ",".join(f"transformer.h.{i}.*={forward}" for i in blocks))
     for first, last in ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0)):
         end = f",{last}=bf16" if last < 1 else ""
-        methods[f"steps_{100 * first:.0f}-{100 * last:.0f}%"] = ("bf16", "", f"{first}=clover{end}")
+        methods[f"steps_{100 * first:.0f}-{100 * last:.0f}%"] = ("bf16", f"{first}=clover{end}")
     return [f"{label}: {' '.join(sweep_runs.changed(*how))}" for label, how in methods.items()]
 
 

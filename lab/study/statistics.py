@@ -122,13 +122,9 @@ def scatter(results: Sequence[dict], size: str, value: str = "val_bpb") -> tuple
 
 
 def pooled_differences(
-    results: Sequence[dict],
-    size: str,
-    other: str,
-    share: float = 1.0,
-    value: str = "val_bpb",
+    results: Sequence[dict], size: str, other: str, share: float = 1.0, value: str = "val_bpb",
     scatter_of: Sequence[dict] | None = None,
-) -> dict[str, Estimate]:
+) -> dict[str, Estimate]:  # fmt: skip
     """method -> gap of the method minus `share` times that of the other, in percentage points, paired by seed.
 
     Intervals are of the scatter of a run, pooled over all methods of the results, or of `scatter_of`. value: of the

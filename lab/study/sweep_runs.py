@@ -20,32 +20,29 @@ from nanochat_fp4.training.flags import parse_method_changes
 LAYER_KINDS = {"qkv": "*.attn.c_[qkv]", "out": "*.attn.c_proj", "up": "*.mlp.c_[fg]*", "down": "*.mlp.c_proj"}
 
 
-def changed(method: str, layers: str = "", phases: str = "", *more: str) -> tuple[str, ...]:
-    """Flags of base_train for a method with changes between layers and in time (nanochat_fp4/nvfp4/plan.py).
-
-    more: flags, or other words of --method-changes.
-    """
-    words = [word for word in (layers, phases, *more) if word and not word.startswith("--")]
-    changes = [f"--method-changes={','.join(words)}"] if words else []
-    return (f"--method={method}", *changes, *(flag for flag in more if flag.startswith("--")))
+def changed(method: str, *changes: str) -> tuple[str, ...]:
+    """Flags of base_train for a method; changes: flags, or words of --method-changes (nanochat_fp4/nvfp4/plan.py)."""
+    words = ",".join(word for word in changes if word and not word.startswith("--"))
+    flags = [f"--method-changes={words}"] if words else []
+    return (f"--method={method}", *flags, *(flag for flag in changes if flag.startswith("--")))
 
 
 # What can be trained besides the rows of the method table: label -> flags of base_train. What a remedy costs is the
 # share of the GEMM work that is not in 4 bits, or that is done on top of it; base_train prints it, and the results have
 # it.
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "clover_late_bf16": changed("clover", phases="0.85=bf16"),
-    "clover_late_forward": changed("clover", phases="0.85=fig1e_ms_eden"),  # that row quantizes the backward alone
-    "clover_late_backward": changed("clover", phases="0.85=fig2_1x16_four_over_six"),  # and that one the forward
-    "clover_late_fp8": changed("clover", phases="0.7=clover_fp8_forward"),  # a tenth of the GEMM work in 8 bits
-    "clover_late_refined_bf16": changed("clover", phases="0.7=clover_refined,0.85=bf16"),  # clover_late, ending in BF16
-    "clover_feedback_late_bf16": changed("clover_feedback", phases="0.85=bf16"),
-    "clover_warmup": changed("bf16", phases="0.1=clover"),
+    "clover_late_bf16": changed("clover", "0.85=bf16"),
+    "clover_late_forward": changed("clover", "0.85=fig1e_ms_eden"),  # that row quantizes the backward alone
+    "clover_late_backward": changed("clover", "0.85=fig2_1x16_four_over_six"),  # and that one the forward
+    "clover_late_fp8": changed("clover", "0.7=clover_fp8_forward"),  # a tenth of the GEMM work in 8 bits
+    "clover_late_refined_bf16": changed("clover", "0.7=clover_refined,0.85=bf16"),  # clover_late, ending in BF16
+    "clover_feedback_late_bf16": changed("clover_feedback", "0.85=bf16"),
+    "clover_warmup": changed("bf16", "0.1=clover"),
     "clover_up_fp8": changed("clover", f"{LAYER_KINDS['up']}=clover_fp8_forward"),
-    "clover_less_decay": changed("clover", "", "", "--weight-decay=0.1"),  # nanochat's is 0.2
+    "clover_less_decay": changed("clover", "--weight-decay=0.1"),  # nanochat's is 0.2
     # As in the paper's nanochat runs, where these differ from ours (docs/published.md).
-    "clover_separate_qkv": changed("clover", "", "", "separate_qkv"),
-    "clover_exact_relu_squared": changed("clover", "", "", "exact_relu_squared"),
+    "clover_separate_qkv": changed("clover", "separate_qkv"),
+    "clover_exact_relu_squared": changed("clover", "exact_relu_squared"),
 }
 
 
@@ -79,12 +76,12 @@ def method_flags(method: str) -> tuple[str, ...]:
     """Flags of base_train for a method, a variant or "label: flags". Raises UserError."""
     if ":" in method:
         label, _, text = method.partition(":")
-        own = tuple(text.split())
-        refuse_apart(own, f"--variant {label.strip()!r}")
+        where, own = f"--variant {label.strip()!r}", tuple(text.split())
+        refuse_apart(own, where)
         try:
             method_plan(own)
         except ValueError as e:
-            raise UserError(f"--variant {label.strip()!r}: {e}") from None
+            raise UserError(f"{where}: {e}") from None
         return own
     if method in VARIANTS:
         return VARIANTS[method]
@@ -160,18 +157,10 @@ class Run:
 
 
 def plan(
-    methods: Iterable[str],
-    sizes: Iterable[str],
-    seeds: Iterable[int],
-    *,
-    tokens: int = 0,
-    ratio: float = 0.0,
-    extra: Sequence[str] = (),
-    data: str = "",
-    bf16_until: float = 0.0,
-    share_until: Sequence[float] = (),
-    vary_data: bool = False,
-) -> list[Run]:
+    methods: Iterable[str], sizes: Iterable[str],
+    seeds: Iterable[int], *, tokens: int = 0, ratio: float = 0.0, extra: Sequence[str] = (), data: str = "",
+    bf16_until: float = 0.0, share_until: Sequence[float] = (), vary_data: bool = False,
+) -> list[Run]:  # fmt: skip
     """All runs, seed after seed, so that an interrupted sweep has whole seeds.
 
     tokens, ratio: how long a run is, in tokens or in tokens per parameter, exactly one of them; extra: flags of
@@ -197,8 +186,13 @@ def plan(
     runs = []
     for seed in seeds:
         for size in sizes:
-            shape = (*size_flags(size), "--core-metric-every=-1", "--sample-every=-1", *extra)
-            shape += ("--runtime=shuffle-documents",)
+            shape = (
+                *size_flags(size),
+                "--core-metric-every=-1",
+                "--sample-every=-1",
+                *extra,
+                "--runtime=shuffle-documents",
+            )
             seeds_flag = f"--seed={seed},{seed}" if vary_data else f"--seed={seed}"
             batch = int([f for f in shape if f.startswith("--total-batch-size=")][-1].partition("=")[2])
             steps = max(1, tokens // batch)

@@ -139,29 +139,21 @@ def _embedded_documents() -> Iterator[tuple[str, str]]:
         for name in sorted(topics, key=_spread):
             yield f"topic {name}", topics[name]
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [p for p in root.rglob("*.py") if not _EMBEDDED_SKIP & set(p.relative_to(root).parts)]
-    files.sort(key=lambda p: _spread(p.relative_to(root).as_posix()))
-    tests = [p for p in files if {"test", "tests", "idle_test"} & set(p.relative_to(root).parts)]
-    files = [p for p in files if p not in set(tests)]
-    parsed: dict[Path, tuple[str, str]] = {}
-
-    def read(path: Path) -> tuple[str, str]:
-        try:
-            return path.relative_to(root).with_suffix("").as_posix().replace("/", "."), path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            return "", ""
-
-    for path in files:
-        key, source = read(path)
-        try:
-            parsed[path] = _docstrings_and_code(source, key)
-        except (SyntaxError, ValueError, RecursionError):  # Python ships a few that are broken on purpose
-            continue
-        yield key, parsed[path][0]
-    for path in parsed:
-        yield read(path)[0], parsed[path][1]
-    for path in tests:
-        yield read(path)
+    places = [p.relative_to(root) for p in root.rglob("*.py")]
+    places = sorted((p for p in places if not _EMBEDDED_SKIP & set(p.parts)), key=lambda p: _spread(p.as_posix()))
+    tests = dict.fromkeys(p for p in places if {"test", "tests", "idle_test"} & set(p.parts))
+    codes = []
+    for place in (p for p in places if p not in tests):
+        key = place.with_suffix("").as_posix().replace("/", ".")
+        with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):  # a few are broken on purpose
+            prose, code = _docstrings_and_code((root / place).read_text(encoding="utf-8"), key)
+            codes.append((key, code))
+            yield key, prose
+    yield from codes
+    for place in tests:
+        with contextlib.suppress(OSError, ValueError):
+            key = place.with_suffix("").as_posix().replace("/", ".")
+            yield key, (root / place).read_text(encoding="utf-8")
 
 
 def build_embedded_corpus(size_mb: float | None = None) -> str:

@@ -160,13 +160,6 @@ class RustBPETokenizer:
         retrain = "train it again (python -m scripts.tok_train) or copy it again"
         try:
             data = json.loads(path.read_bytes())
-        except FileNotFoundError as e:
-            raise UserError(f"there is no tokenizer in {path.parent}; run python -m scripts.tok_train first") from e
-        except OSError as e:
-            raise UserError(f"{path} cannot be read ({e.strerror}); check its permissions") from e
-        except (ValueError, RecursionError) as e:
-            raise UserError(f"{path} is not valid JSON ({one_line(e)[:100]}), it may be cut short; {retrain}") from e
-        try:
             if data["format"] != FORMAT:
                 raise UserError(f"{path} has the format {str(data['format'])[:60]!r}, not {FORMAT!r}; {retrain}")
             tokens = [base64.b64decode(token, validate=True) for token in data["tokens"]]
@@ -182,7 +175,9 @@ class RustBPETokenizer:
             return cls._from_parts(pattern, ranks, special_tokens, markers)
         except UserError:
             raise
-        except Exception as e:  # missing keys, wrong types, a pattern that does not compile
+        except FileNotFoundError as e:
+            raise UserError(f"there is no tokenizer in {path.parent}; run python -m scripts.tok_train first") from e
+        except Exception as e:  # no rights, no JSON, missing keys, wrong types, a pattern that does not compile
             raise UserError(f"{path} is not a tokenizer ({type(e).__name__}: {one_line(e)[:100]}); {retrain}") from e
 
     def save(self, tokenizer_dir: str | os.PathLike) -> None:

@@ -22,7 +22,7 @@ import json
 import logging
 import secrets
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -105,18 +105,15 @@ class PerMinute:
 
     def __init__(self, limit: int):
         self.limit = limit
-        self.recent: dict[str, deque[float]] = defaultdict(deque)
+        self.recent: deque[tuple[float, str]] = deque()  # times and addresses
 
     def count(self, address: str) -> None:
         now = time.monotonic()
-        for known in [a for a, times in self.recent.items() if not times or now - times[-1] > 60]:
-            del self.recent[known]
-        times = self.recent[address]
-        while times and now - times[0] > 60:
-            times.popleft()
-        if self.limit and len(times) >= self.limit:
+        while self.recent and now - self.recent[0][0] > 60:
+            self.recent.popleft()
+        if self.limit and sum(known == address for _, known in self.recent) >= self.limit:
             raise Refused(429, f"more than {self.limit} requests in a minute; wait a little")
-        times.append(now)
+        self.recent.append((now, address))
 
 
 async def _read(request: Request, limits: Limits) -> bytes:

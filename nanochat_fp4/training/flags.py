@@ -8,6 +8,7 @@ from typing import Any
 
 import nanochat_fp4 as nf
 from nanochat_fp4.console import parse_finite
+from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE
 from nanochat_fp4.models.lean import STATES
@@ -143,6 +144,15 @@ def parse_method_changes(text: str) -> dict[str, Any]:
 
 def _step_or_latest(text: str) -> int | str:
     return text if text == "latest" else int(text)
+
+
+def steps_of_epochs(args: argparse.Namespace, count: int, what: str, flag: str, per_step: int) -> int:
+    """--num-iterations, or the steps of --num-epochs over so many conversations. Raises UserError where it is none."""
+    steps = args.num_iterations if args.num_iterations >= 1 else count // per_step * args.num_epochs
+    if steps < 1:
+        counts = f"{count} {what}, {flag}={per_step} and --num-epochs={args.num_epochs}"
+        raise UserError(f"{counts} make no step; lower the one or raise the other")
+    return steps
 
 
 def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str:

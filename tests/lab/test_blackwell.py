@@ -47,11 +47,20 @@ def test_our_own_kernels_on_an_h200_are_predicted():
     rows = [row for name in measured.H200 for row in measured.comparison([str(RESULTS / f"{name}.json")])]
     off = {(i, row[0]): abs(int(row[3].rstrip("%"))) for i, row in enumerate(rows)}
     assert len(off) == 25
-    outside = {name for (_, name), percent in off.items() if percent > 5}
-    assert outside == {
-        *(f"{model}, forward+backward, clover_search" for model in ("800M", "3B", "7B")),
-        "d26, micro-batch 64, clover_search", "d20, micro-batch 16, bf16",
-    } and max(off.values()) <= 11  # fmt: skip
+    assert {name for (_, name), percent in off.items() if percent > 5} == {"d20, micro-batch 16, bf16"}
+    assert max(off.values()) <= 6
+
+
+def test_a_search_issues_as_fast_as_rows_do():
+    """E and E^T of clover and clover_search, and their codes again, as bench_quantize timed them on an H200."""
+    measured_ms = {r["kernel"]: r["ms"] for r in json.loads((RESULTS / "bench_quantize.json").read_text())["records"]}
+    elements, h200 = 16384 * 9216, MACHINES["h200"]
+    for method, eden in (("clover", "ms_eden"), ("clover_search", "ms_eden_search")):
+        for name, source, outputs in (("grad_output", 2.0, 2), ("requantize", step_time.CODES, 1)):
+            *_, step = step_time.rotate_steps(name, elements, source, [eden] * outputs, emulated=True)
+            assert step_time.predicted_ms(step, h200) == pytest.approx(
+                measured_ms[f"{name} {method} -> bf16"], rel=0.12
+            )
 
 
 def test_a_band_and_what_fits_in_a_day():
