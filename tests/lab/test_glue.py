@@ -1,14 +1,13 @@
 """The count of glue: distinct elements of a kernel's indices, the stored counts, and a block's schedule."""
 
+import importlib
 import json
 from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
 import pytest
-import sympy
 
-from lab.predict import glue
 from nanochat_fp4 import step_time
 from nanochat_fp4.errors import UserError
 
@@ -16,7 +15,14 @@ RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 Dep = namedtuple("Dep", "index var_names size")
 
 
-def test_an_element_counts_once_however_often_it_is_read():
+@pytest.fixture(scope="module")
+def glue():
+    return importlib.import_module("lab.predict.glue")  # with Inductor, which takes seconds
+
+
+def test_an_element_counts_once_however_often_it_is_read(glue):
+    import sympy
+
     token, column = sympy.symbols("d0 d1", integer=True)
     whole = Dep(64 * token + column, (token, column), (256, 64))
     half = Dep(64 * token + column % 32 + 32, (token, column), (256, 64))
@@ -47,7 +53,7 @@ def test_the_model_of_a_step_has_the_counted_bytes(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method, expected", [("bf16", 110), ("clover", 92)])
-def test_a_blocks_schedule(method, expected):
+def test_a_blocks_schedule(glue, method, expected):
     kernels = [k for k in glue.count(method, 8, 1, 90) if k["kind"] == "glue"]
     assert sum(k["bytes"] for k in kernels) == pytest.approx(expected, abs=2)
     amax = [k for k in kernels if "amax" in k["of"] and k["bytes"] > 1]
@@ -55,7 +61,7 @@ def test_a_blocks_schedule(method, expected):
     assert sorted(round(k["bytes"]) for k in amax) == ([2, 6, 10] if amax else [])
 
 
-def test_bad_input():
+def test_bad_input(glue):
     for arguments in (["--depth", "3"], ["--rows", "0"]):
         with pytest.raises(UserError, match="--depth must be even, --rows at least 1"):
             glue.main(arguments)
