@@ -5,7 +5,8 @@ reports therefore know experts as they know linear layers. The model keeps its P
 
 Tokens are sorted by expert. Each expert computes GEMMs of its own tokens, with codes and tensor scales of its own. A
 QuantLinear with the expert's slice computes the same of these tokens, to the bit. An expert without tokens computes
-nothing, and its gradient is zero. One call of torch's grouped_mm for all products was slower on an H200 (dev/LOG.md, 2026-11-24).
+nothing, and its gradient is zero. One call of torch's grouped_mm for all products was slower on an H200 (dev/LOG.md,
+2026-11-24).
 """
 
 import inspect
