@@ -10,6 +10,7 @@ import pytest
 
 from nanochat_fp4 import step_time
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.training import fits
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 Dep = namedtuple("Dep", "index var_names size")
@@ -49,6 +50,14 @@ def test_the_model_of_a_step_has_the_counted_bytes(name):
     assert max(square["read"].values()) == 8 and 4 in square["written"].values()
     of_glue["codes"] = of_glue.pop("clover") + 8 + 4
     assert of_glue == pytest.approx({m: step_time.GLUE[m] for m in ("bf16", "codes")}, abs=1)
+
+
+def test_what_recomputation_moves_is_counted():
+    found = json.loads((RESULTS / "glue_codes_d26_sm120.json").read_text())["kernels"]
+    moved = {method: sum(k["bytes"] for k in kernels) for method, kernels in found.items()}
+    for recompute in "codes", "codes-mlp":
+        expected = sum(fits.AGAIN[tensor][2] for tensor in fits.OF_RECOMPUTE[recompute])
+        assert moved[f"clover:{recompute}"] - moved["clover"] == pytest.approx(expected, abs=0.3)
 
 
 @pytest.mark.slow
