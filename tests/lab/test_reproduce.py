@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from lab import reproduce
 from lab.measure import traffic
@@ -194,6 +193,8 @@ class Items:
         self.folder, self.axes = folder, None
 
     def draw(self, path, title, plot):
+        from matplotlib.figure import Figure
+
         self.axes = Figure().subplots()
         plot(self.axes)
 
@@ -325,6 +326,8 @@ def test_the_end_of_a_run_is_seen_where_its_beginning_is_chaos(tmp_path, item):
 
 
 def test_names_of_points_are_not_written_over_one_another():
+    from matplotlib.figure import Figure
+
     axes = Figure().subplots()
     axes.set(xlim=(0, 1), ylim=(0, 1))
     plots.names(axes, [(0.1, 0.5, "b"), (0.1, 0.5, "a"), (0.1, 0.51, "c"), (0.9, 0.5, "far")])
