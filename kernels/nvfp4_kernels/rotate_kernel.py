@@ -283,6 +283,7 @@ def _make(
     COL: tl.constexpr,
     FROM_CODES: tl.constexpr,
     FROM_TILES: tl.constexpr,
+    SQUARE: tl.constexpr,
     FP32: tl.constexpr,
     HARDWARE: tl.constexpr,
     BUTTERFLIES: tl.constexpr,
@@ -332,7 +333,13 @@ def _make(
             y = _rotate(hi, hi, hi, matrix.to(hi.dtype), flips, False, True, BUTTERFLIES)
         else:
             mask = (r < rows)[:, None] & (c < columns)[None, :]
-            x = tl.load(x_ptr + r.to(tl.int64)[:, None] * columns + c[None, :], mask=mask, other=0.0)
+            at = r.to(tl.int64)[:, None] * columns + c[None, :]
+            x = tl.load(x_ptr + at, mask=mask, other=0.0)
+            if SQUARE:
+                kept = tl.load(x_scales_ptr + at, mask=mask, other=0).to(tl.int32)
+                kept = m.from_bits(0x4B000000 | kept) - 8388608.0  # of 2^23 + kept
+                twice = 2 * tl.load(x_tensor_scale_ptr + r, mask=r < rows, other=0.0)
+                x = m.rounded_to(x.to(tl.float32) * (twice[:, None] * kept), x.dtype)
             if RHT_DIM:
                 hi = x.to(tl.bfloat16)
                 mid = hi
@@ -383,13 +390,17 @@ def rotate_quantize_kernel(
     col_place_blocks,
     FROM_CODES: tl.constexpr,
     FROM_TILES: tl.constexpr,
+    SQUARE: tl.constexpr,
     FP32: tl.constexpr,
     HARDWARE: tl.constexpr,
     BUTTERFLIES: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
 ):
-    """ROW and COL are Constants, or None for an operand that is not made. A tuple's numbers are always specialized, so
+    """SQUARE: x is the gradient of relu(y)^2, and becomes y's. x_scales and x_tensor_scale are kept and step of y
+    (relu_squared.py). The arithmetic is relu_squared_gradient's.
+
+    ROW and COL are Constants, or None for an operand that is not made. A tuple's numbers are always specialized, so
     place's three, which are not to be, are arguments of their own.
 
     With both operands, two programs make row's strips, the next two col's, and so on. Alternating single programs is 9%
@@ -409,12 +420,12 @@ def rotate_quantize_kernel(
             place = row_place_row, row_place_block, row_place_blocks
             _make(
                 first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, row_buffers, place,
-                False, FROM_CODES, FROM_TILES, FP32, HARDWARE, BUTTERFLIES, ROW,
+                False, FROM_CODES, FROM_TILES, SQUARE, FP32, HARDWARE, BUTTERFLIES, ROW,
             )  # fmt: skip
     if COL is not None:
         if side == 1:
             place = col_place_row, col_place_block, col_place_blocks
             _make(
                 first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, col_buffers, place,
-                True, FROM_CODES, FROM_TILES, FP32, HARDWARE, BUTTERFLIES, COL,
+                True, FROM_CODES, FROM_TILES, SQUARE, FP32, HARDWARE, BUTTERFLIES, COL,
             )  # fmt: skip

@@ -50,8 +50,10 @@ from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE, config_from_depth
 from nanochat_fp4.models.lean import STATES
+from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.training import LOOK_EVERY
+from nanochat_fp4.training import gemms
 from nanochat_fp4.training.micro_batch import plan_accumulation
 
 UNKNOWN = (
@@ -163,7 +165,7 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
     known = {"width": config.n_embd, "flops_per_token": ours.flops_per_token}
     subjects: dict[Variant, Subject] = {}
     records: dict[Variant, dict] = {}
-    nanochat = Variant("nanochat")
+    nanochat, gemms_taken = Variant("nanochat"), {}
     for recompute in args.recompute:
         added = [Variant(m, recompute, rows) for m, rows in args.variants]
         added += [nanochat] if args.nanochat and not subjects else []
@@ -179,6 +181,8 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
                 subjects[variant] = subject
                 subject.become(variant)
                 find_memory(args, record, subject, variant.rows or args.micro_batch)
+                if subject is ours:
+                    results.records += choose_gemms(ours, variant, record, gemms_taken)
                 add_ratios(list(records.values()))
                 results.write()
                 print0(show([record]), flush=True)
@@ -194,6 +198,24 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
                 results.write()
                 title = f"d{depth}, {variant}, micro-batch {record['micro_batch']}"
                 print0(bench_step.show_table_7(title, found) + "\n", flush=True)
+
+
+def choose_gemms(subject: Subject, variant: Variant, record: dict, taken: dict) -> list[dict]:
+    """Of the FP4 GEMMs of a variant the fastest are taken, as in training. taken: those of all variants, which grow.
+
+    Returns a record for each product and implementation. What was compiled with others is forgotten.
+    """
+    rows, dtype = record["micro_batch"], subject.dtype
+    choice = gemms.choose_gemms(subject.model, rows, subject.sequence_len, dtype, None)
+    if choice is not None:
+        taken |= {(*p[:3], p.out_dtype): name for p, name in choice.taken.items()}
+        torch._dynamo.reset()
+    dispatch.use_choice(taken)
+    return [
+        {"depth": record["depth"], "variant": str(variant), "name": name, "m": p.m, "n": p.n, "k": p.k, "ms": ms,
+         "fp32": p.dtype == "float32", "taken": choice.taken.get(p) == name, "refused": ms is None}
+        for (name, p), (ms, _) in (choice.results.items() if choice else ())
+    ]  # fmt: skip
 
 
 def find_memory(args: argparse.Namespace, record: dict, subject: Subject, size: int | str) -> None:

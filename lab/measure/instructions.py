@@ -69,6 +69,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
 
     import nanochat_fp4 as nf
     from nanochat_fp4.nvfp4 import dispatch, linear, operands
+    from nanochat_fp4.nvfp4.methods import get_recipe
 
     dispatch._no_kernels_reason = lambda device_type: None
     quantize.conversion_problem = lambda: None  # it needs a GPU
@@ -107,6 +108,10 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
         dispatch.implementation = lambda a, b, out_dtype: "dot_scaled"
         dispatch.mm = lambda a, b, out_dtype, name: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype)
         train(methods[0], *cases[0])
+        if arch >= 120 and get_recipe(methods[0]).input_is_codes:  # dispatch.multiplies_squares
+            first, second = (nf.QuantLinear(*sizes, method=methods[0]) for sizes in ((256, 384), (384, 256)))
+            x = torch.zeros(256, 256, dtype=torch.bfloat16, requires_grad=True)
+            first.around_square(x, second).backward(torch.zeros(256, 256, dtype=torch.bfloat16))
     return list(launched.values())
 
 
@@ -198,6 +203,7 @@ def label(record: dict) -> str:
         source = "ReLU^2" if "'SQUARE': True" in constants else "rows"
         return f"quantize {source} to codes" + (" and BF16" if "'DECODE': True" in constants else "")
     source = "requantize" if "'FROM_CODES': True" in constants else "rotate grad_output"
+    source += " through ReLU^2" if "'SQUARE': True" in constants else ""
     return f"{source} to {'codes' if 'STORE_CODES=True' in constants else 'BF16'}"
 
 

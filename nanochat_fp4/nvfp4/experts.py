@@ -116,13 +116,15 @@ def _routed(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
 def _sorted(self: nn.Module, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
     """torchtitan's experts: x (T, K), sorted by expert -> (T, K). Rows beyond the sum of the numbers are padding."""
+    gate, down, up = getattr(self, LINEARS)
     counts = num_tokens_per_expert.tolist()
     rows = x[: sum(counts)]
-    hidden = silu(_project(self, "w1", rows, counts)) * _project(self, "w3", rows, counts)
-    y = _project(self, "w2", hidden, counts).to(x.dtype)
+    hidden = silu(_project(self, gate, rows, counts)) * _project(self, up, rows, counts)
+    y = _project(self, down, hidden, counts).to(x.dtype)
     return torch.cat([y, x.new_zeros(len(x) - len(y), y.shape[-1])])
 
 
+_SORTED = {("x", "num_tokens_per_expert"), ("x_RD", "num_tokens_per_expert_E")}
 LAYOUTS = (
     Layout(
         ("gate_up_proj", "down_proj"),
@@ -132,20 +134,25 @@ LAYOUTS = (
         },
         _routed,
     ),
-    Layout(("w1", "w2", "w3"), {("x", "num_tokens_per_expert")}, _sorted),
+    Layout(("w1", "w2", "w3"), _SORTED, _sorted),
+    Layout(("w1_EFD", "w2_EDF", "w3_EFD"), _SORTED, _sorted),  # torchtitan 0.3
 )
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """The layout of a module that holds experts, by its parameters and the arguments of its forward, or None."""
+    """The layout of a module that holds experts, by its parameters and the arguments of its forward, or None.
+
+    A further child is something that the layout's forward would not call: a norm, or an expert that is the identity.
+    """
     names = {name: p.dim() for name, p in module.named_parameters(recurse=False)}
+    if not {name for name, _ in module.named_children()} <= {"act_fn", LINEARS}:
+        return None
     for layout in LAYOUTS:
         stacked = {name for name, dim in names.items() if dim == 3}
         known = {*layout.parameters, *(f"{name}_bias" for name in layout.parameters)}
         if stacked != set(layout.parameters) or not set(names) <= known:
             continue
-        arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
-        if arguments in layout.arguments and not getattr(module, "has_post_expert_norm", False):
+        if tuple(inspect.signature(type(module).forward).parameters)[1:] in layout.arguments:
             return layout
     return None
 

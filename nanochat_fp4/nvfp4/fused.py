@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from nanochat_fp4.nvfp4.dispatch import use_kernels
+from nanochat_fp4.nvfp4.dispatch import multiplies_squares, use_kernels
 from nanochat_fp4.nvfp4.gemm import GemmOperand
-from nanochat_fp4.nvfp4.linear import QuantLinear, Then, _compute_dtype, _stacked
+from nanochat_fp4.nvfp4.linear import QuantLinear, Then, _stacked
 from nanochat_fp4.nvfp4.operands import Codes, quantize_weights
-from nanochat_fp4.nvfp4.relu_squared import ReluSquared
+from nanochat_fp4.nvfp4.philox import new_seed
+from nanochat_fp4.nvfp4.relu_squared import ReluSquared, StraightReluSquared
 
 
 def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
@@ -87,23 +88,41 @@ def linear_then(
     """then(the product of x (..., K) and the weights of layers that can_be_fused, *more). The backward pass computes
     the product again, from the operands that it keeps anyway, and the same bits."""
     first = linears[0]
-    return first._product(x, tuple(linears), first._gemms_now(), _compute_dtype(x), then=then, more=more)
+    return first._product(x, tuple(linears), then, more)
 
 
-def relu_squared_linear(x: torch.Tensor, linear: QuantLinear) -> torch.Tensor:
+def relu_squared_linear(x: torch.Tensor, linear: QuantLinear, straight: bool = False) -> torch.Tensor:
     """linear(relu(x)^2) of a layer that quantizes its input. 8 bits of relu(x) are kept for the derivative
     (relu_squared.py). x (..., in_features) is in FP32 or BF16.
+
+    straight: nothing is kept, and the gradient is that of relu(x)^2. The caller has the derivative.
 
     The kernels quantize relu(x)^2 as it is made, and never write it, to the bit the same. A layer with hooks, which
     want to see relu(x)^2, is called with it.
     """
-    per_token = linear._per_token_now(torch.is_grad_enabled())
-    alone = can_be_fused([linear]) and not per_token and not linear.divided
-    kernel = linear.recipe.input_is_codes and linear.recipe.output.a.rounding.block_rows == 1 and use_kernels(x.device)
-    if alone and x.numel() and kernel:
-        return linear._compute(x, (linear,), squares=True)
+    if _takes_squares(linear, x):
+        return linear._compute(x, (linear,), squares="straight" if straight else "derivative")
+    if straight:
+        if linear.quantizes_input:
+            new_seed(x.device)  # that of relu(x)'s 8 bits: all other random numbers stay the same
+        return linear(StraightReluSquared.apply(x))
     y, amax = ReluSquared.apply(x, linear.rank)
     return linear(y, amax)
+
+
+def _takes_squares(linear: QuantLinear, x: torch.Tensor) -> bool:
+    """Whether kernels quantize relu(x)^2 as it is made."""
+    recipe = linear.recipe
+    alone = can_be_fused([linear]) and not linear._per_token_now(torch.is_grad_enabled()) and not linear.divided
+    kernel = recipe.input_is_codes and recipe.output.a.rounding.block_rows == 1 and use_kernels(x.device)
+    return bool(alone and x.numel() and kernel)
+
+
+def can_be_around_square(first: torch.nn.Linear, second: QuantLinear, x: torch.Tensor) -> bool:
+    """Whether first.around_square(x, second) is better than relu_squared_linear(first(x), second) here. Both have the
+    same bits."""
+    plain = not (isinstance(first, QuantLinear) and first.quantizes) or first.divided
+    return not plain and multiplies_squares(x.device.type) and can_be_fused([first]) and _takes_squares(second, x)
 
 
 def quantized_weights(groups: Sequence[Sequence[QuantLinear]], tiles: bool = False) -> list[GemmOperand | None]:

@@ -125,10 +125,11 @@ class _Pass(NamedTuple):
     factor:       of the weight's error feedback, FP16 (K, K), or None
     weight:       the weight operand of the output GEMM where it was made already (quantize_weights_once)
     gradients:    float32 (N, K), to which the gradient of all weights is added (accumulate_gradients). Autograd then
-                  gets none.
+                  gets none. Not saved by it: it takes no tensor that changes.
     values:       the weights where they are not the function's arguments, which only get the gradients (sharding.py)
     amax:         max |input|, FP32 (), where the caller knows it
-    squares:      the input is relu(x)^2 of the x that is given
+    squares:      the input is relu(x)^2 of the x that is given, if not "". The gradient is that of x with "derivative",
+                  from 8 bits of relu(x), and that of relu(x)^2 with "straight".
     then:         what follows the product. The product is then computed again, from the operands, in the backward pass.
     more:         the number of tensors that `then` takes besides the product
     """
@@ -142,90 +143,137 @@ class _Pass(NamedTuple):
     gradients: torch.Tensor | None
     values: tuple[torch.Tensor, ...] | None
     amax: torch.Tensor | None
-    squares: bool
+    squares: str
     then: Then | None = None
     more: int = 0
+
+
+class _State(NamedTuple):
+    """What the backward pass of a layer knows besides tensors. kinds: of the kept operands, and each one's tensors."""
+
+    this: _Pass
+    kinds: list[tuple[type[GemmOperand] | None, int]]
+    rows: list[int]
+    x_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    needs: tuple[bool, bool]
+
+
+def _forward(this: _Pass, needs: tuple[bool, bool], x: torch.Tensor, *tensors: torch.Tensor):
+    """x (M, K), weights (N_i, K), N = sum of N_i -> (M, N) in this.dtype, or the results of this.then; then what
+    _backward takes. tensors: the weights, and what this.then takes besides. needs: gradients of x, of weights."""
+    gemms, device, layers = this.gemms, x.device, len(tensors) - this.more
+    weights = tensors[:layers]
+    recipe = gemms.recipe
+    needs_dgrad, needs_wgrad = needs
+    square_seed = new_seed(device) if this.squares else None
+    seed = new_seed(device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
+    weight = _stacked(this.values or weights) if this.weight is None or recipe.grad_input.b.raw else None
+    for_x, for_w = gemms.operands(recipe.output, OUTPUT, seed, seed, device)
+    knows_amax = for_x.rounding and for_x.rounding.takes_amax and not (for_x.rht_dim or this.per_token)
+    for_x = for_x._replace(per_token=this.per_token, amax=this.amax if knows_amax else None)
+    square = ()
+    if this.squares:
+        xq, *square = quantize_relu_squared(x, for_x, square_seed)
+        square = square if this.squares == "derivative" else ()
+    else:
+        xq = quantize_operand(x, for_x, keep_codes=True)
+    xq, wq = gemms.input_of_all(xq), this.weight
+    if wq is None:
+        wq = quantize_operand(weight, for_w._replace(factor=this.factor), keep_codes=True)
+
+    # The backward GEMMs take the values used here, or ("raw") codes made now of the unquantized tensor.
+    backward_w, backward_x = wq if needs_dgrad else None, xq if needs_wgrad else None
+    if needs_dgrad and recipe.grad_input.b.raw:
+        _, for_w = gemms.operands(recipe.grad_input, GRAD_INPUT, seed, seed, device)
+        backward_w = quantize_operand(weight, for_w, transpose=True, keep_codes=True)
+    if needs_wgrad and recipe.grad_weight.b.raw:
+        _, for_x = gemms.operands(recipe.grad_weight, GRAD_WEIGHT, seed, seed, device)
+        backward_x = quantize_operand(x, for_x, transpose=True, keep_codes=True)
+    again, kept = (), ()
+    results = gemms.gemm(xq, _output_needs(seed, wq), compute_dtype=this.dtype, out_dtype=this.dtype)
+    if this.then is not None:
+        again, (results, kept) = (xq, wq), this.then.forward(results, *tensors[layers:])
+    operands = backward_w, backward_x, *again
+    parts = [() if operand is None else operand.tensors() for operand in operands]
+    kinds = [(type(operand), len(part)) for operand, part in zip(operands, parts)]
+    state = _State(this, kinds, [w.shape[0] for w in weights], x.dtype, weights[0].dtype, needs)
+    return results, state, [*itertools.chain.from_iterable(parts), seed, *square, *kept]
+
+
+def _backward(
+    state: _State, tensors: Sequence[torch.Tensor | None], grad_output: torch.Tensor, *grads: torch.Tensor, square=()
+):
+    """(gradient of x, those of the weights and of what this.then took besides, square of x).
+
+    A square is kept and step of relu_squared, where the gradient is that of relu(y)^2 of the output, or of x."""
+    this, device = state.this, grad_output.device
+    gemms, dtype = this.gemms, this.dtype
+    dgrad, wgrad = gemms.recipe.grad_input, gemms.recipe.grad_weight
+    (w, x, *again), (forward_seed, *kept) = _operands(state.kinds, tensors)
+    grad_more = [None] * this.more
+    if this.then is not None:
+        a, b = (_again(operand, grad_output) for operand in again)
+        y = gemms.gemm(a, b, compute_dtype=dtype, out_dtype=dtype)
+        grad_output, *grad_more = this.then.backward(y, kept, grad_output, *grads)
+        kept = ()
+    seed = _backward_seed(grad_output) if gemms.recipe.draws_in_backward else None
+    # A GEMM whose b was rotated in the forward pass goes on with that pass's signs.
+    for_e, for_w = gemms.operands(dgrad, GRAD_INPUT, seed, forward_seed if dgrad.b.raw else seed, device)
+    for_et, for_x = gemms.operands(wgrad, GRAD_WEIGHT, seed, forward_seed if wgrad.b.raw else seed, device)
+    needs_dgrad, needs_wgrad = state.needs
+    e, et = quantize_grad_output(grad_output, for_e if needs_dgrad else None, for_et if needs_wgrad else None, square)
+    grad_x, grad_ws = None, [None] * len(state.rows)
+    if needs_dgrad:
+        wt = w if dgrad.b.raw else quantize_operand(w, for_w, transpose=True)
+        grad_x = gemms.gemm(e, wt, compute_dtype=dtype, out_dtype=state.x_dtype)
+    if needs_wgrad:
+        xt = x if wgrad.b.raw else quantize_operand(x, for_x, transpose=True)
+        if this.gradients is None:
+            grad_ws = gemms.gemm(et, xt, compute_dtype=dtype, out_dtype=state.weight_dtype).split(state.rows)
+        else:
+            gemm_add(et, xt, this.gradients, compute_dtype=dtype)
+    return grad_x, [*grad_ws, *grad_more], kept
 
 
 class _QuantLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, this: _Pass, x: torch.Tensor, *tensors: torch.Tensor):
-        """x (M, K), weights (N_i, K), N = sum of N_i -> (M, N) in this.dtype, or the results of this.then.
-
-        tensors: the weights, and what this.then takes besides."""
-        gemms, device, layers = this.gemms, x.device, len(tensors) - this.more
-        weights = tensors[:layers]
-        recipe = gemms.recipe
-        needs_dgrad = ctx.needs_input_grad[1] and this.grad_enabled
-        needs_wgrad = any(ctx.needs_input_grad[2 : 2 + layers]) and this.grad_enabled
-        square_seed = new_seed(device) if this.squares else None
-        seed = new_seed(device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
-        weight = _stacked(this.values or weights) if this.weight is None or recipe.grad_input.b.raw else None
-        for_x, for_w = gemms.operands(recipe.output, OUTPUT, seed, seed, device)
-        knows_amax = for_x.rounding and for_x.rounding.takes_amax and not (for_x.rht_dim or this.per_token)
-        for_x = for_x._replace(per_token=this.per_token, amax=this.amax if knows_amax else None)
-        square = ()
-        if this.squares:
-            xq, *square = quantize_relu_squared(x, for_x, square_seed)
-        else:
-            xq = quantize_operand(x, for_x, keep_codes=True)
-        xq, wq = gemms.input_of_all(xq), this.weight
-        if wq is None:
-            wq = quantize_operand(weight, for_w._replace(factor=this.factor), keep_codes=True)
-
-        # The backward GEMMs take the values used here, or ("raw") codes made now of the unquantized tensor.
-        backward_w, backward_x = wq if needs_dgrad else None, xq if needs_wgrad else None
-        if needs_dgrad and recipe.grad_input.b.raw:
-            _, for_w = gemms.operands(recipe.grad_input, GRAD_INPUT, seed, seed, device)
-            backward_w = quantize_operand(weight, for_w, transpose=True, keep_codes=True)
-        if needs_wgrad and recipe.grad_weight.b.raw:
-            _, for_x = gemms.operands(recipe.grad_weight, GRAD_WEIGHT, seed, seed, device)
-            backward_x = quantize_operand(x, for_x, transpose=True, keep_codes=True)
-        again, results, kept = (), (), ()
-        if this.then is not None:
-            y = gemms.gemm(xq, _output_needs(seed, wq), compute_dtype=this.dtype, out_dtype=this.dtype)
-            again, (results, kept) = (xq, wq), this.then.forward(y, *tensors[layers:])
-        _save(ctx, (backward_w, backward_x, *again), seed, *square, *kept)
-        ctx.then, ctx.more = this.then, this.more
-        ctx.gemms, ctx.dtype, ctx.x_dtype, ctx.weight_dtype = gemms, this.dtype, x.dtype, weights[0].dtype
-        ctx.needs_wgrad, ctx.rows = needs_wgrad, [w.shape[0] for w in weights]
-        ctx.gradients = this.gradients  # not saved: saved tensors must not change before the backward pass
-        if this.then is not None:
-            return results
-        return gemms.gemm(xq, _output_needs(seed, wq), compute_dtype=this.dtype, out_dtype=this.dtype)
+        needs = [wanted and this.grad_enabled for wanted in ctx.needs_input_grad[1:]]
+        results, ctx.state, saved = _forward(this, (needs[0], any(needs[1 : len(needs) - this.more])), x, *tensors)
+        ctx.save_for_backward(*saved)
+        return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output: torch.Tensor, *grads: torch.Tensor):
-        gemms, dtype, device = ctx.gemms, ctx.dtype, grad_output.device
-        dgrad, wgrad = gemms.recipe.grad_input, gemms.recipe.grad_weight
-        (w, x, *again), (forward_seed, *square) = _saved(ctx)
-        grad_more = [None] * ctx.more
-        if ctx.then is not None:
-            a, b = (_again(operand, grad_output) for operand in again)
-            y = gemms.gemm(a, b, compute_dtype=dtype, out_dtype=dtype)
-            grad_output, *grad_more = ctx.then.backward(y, square, grad_output, *grads)
-            square = ()
-        seed = _backward_seed(grad_output) if gemms.recipe.draws_in_backward else None
-        # A GEMM whose b was rotated in the forward pass goes on with that pass's signs.
-        for_e, for_w = gemms.operands(dgrad, GRAD_INPUT, seed, forward_seed if dgrad.b.raw else seed, device)
-        for_et, for_x = gemms.operands(wgrad, GRAD_WEIGHT, seed, forward_seed if wgrad.b.raw else seed, device)
-        needs_dgrad = ctx.needs_input_grad[1]
-        e, et = quantize_grad_output(grad_output, for_e if needs_dgrad else None, for_et if ctx.needs_wgrad else None)
-        grad_x, grad_ws = None, [None] * len(ctx.rows)
-        if needs_dgrad:
-            wt = w if dgrad.b.raw else quantize_operand(w, for_w, transpose=True)
-            grad_x = gemms.gemm(e, wt, compute_dtype=dtype, out_dtype=ctx.x_dtype)
-            if square:
-                grad_x = relu_squared_gradient(grad_x, *square)
-            grad_x = gemms.own_gradient(grad_x)
-        if ctx.needs_wgrad:
-            xt = x if wgrad.b.raw else quantize_operand(x, for_x, transpose=True)
-            if ctx.gradients is None:
-                grad_ws = gemms.gemm(et, xt, compute_dtype=dtype, out_dtype=ctx.weight_dtype).split(ctx.rows)
-            else:
-                gemm_add(et, xt, ctx.gradients, compute_dtype=dtype)
-        return None, grad_x, *grad_ws, *grad_more
+    def backward(ctx, *grads: torch.Tensor):
+        grad_x, more, square = _backward(ctx.state, ctx.saved_tensors, *grads)
+        if grad_x is not None:
+            grad_x = relu_squared_gradient(grad_x, *square) if square else grad_x
+            grad_x = ctx.state.this.gemms.own_gradient(grad_x)
+        return None, grad_x, *more
+
+
+class _AroundSquare(torch.autograd.Function):
+    """second(relu(first(x))^2). The kernel that rotates the gradient of first's output reads that of the square."""
+
+    @staticmethod
+    def forward(ctx, first: _Pass, second: _Pass, x: torch.Tensor, *weights: torch.Tensor):
+        needs_x, *needs = [wanted and first.grad_enabled for wanted in ctx.needs_input_grad[2:]]
+        hidden, ctx.first, saved = _forward(first, (needs_x, needs[0]), x, weights[0])
+        y, ctx.second, more = _forward(second, (needs_x or needs[0], needs[1]), hidden, weights[1])
+        ctx.save_for_backward(*saved, *more)
+        ctx.of_first = len(saved)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y: torch.Tensor):
+        saved, grad_x, of_first = ctx.saved_tensors, None, [None]
+        grad, of_second, square = _backward(ctx.second, saved[ctx.of_first :], grad_y)
+        if grad is not None:
+            grad_x, of_first, _ = _backward(ctx.first, saved[: ctx.of_first], grad, square=square)
+        return None, None, grad_x, *of_first, *of_second
 
 
 # torch.compile chooses anew which operation runs in which pass. A seed may be drawn in both passes, if neither the
@@ -256,16 +304,12 @@ def _stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
-def _save(ctx, operands: tuple[GemmOperand | None, ...], *more: torch.Tensor | None) -> None:
-    parts = [() if operand is None else operand.tensors() for operand in operands]
-    ctx.kinds = [(type(operand), len(part)) for operand, part in zip(operands, parts)]
-    ctx.save_for_backward(*itertools.chain.from_iterable(parts), *more)
-
-
-def _saved(ctx) -> tuple[list[GemmOperand | None], list[torch.Tensor | None]]:
+def _operands(
+    kinds: Sequence[tuple[type, int]], saved: Sequence[torch.Tensor | None]
+) -> tuple[list[GemmOperand | None], list[torch.Tensor | None]]:
     """The operands, and what more was saved."""
-    tensors = iter(ctx.saved_tensors)  # asked for once: recomputed tensors can be had only once
-    parts = [(kind, list(itertools.islice(tensors, count))) for kind, count in ctx.kinds]
+    tensors = iter(saved)
+    parts = [(kind, list(itertools.islice(tensors, count))) for kind, count in kinds]
     return [kind.from_tensors(*part) if part else None for kind, part in parts], list(tensors)
 
 
@@ -413,7 +457,7 @@ class QuantLinear(torch.nn.Linear):
         x: torch.Tensor,
         layers: "tuple[QuantLinear, ...]",
         amax: torch.Tensor | None = None,
-        squares: bool = False,
+        squares: str = "",
     ) -> torch.Tensor:
         """The outputs of layers like this one (itself the first), side by side."""
         device = x.device.type
@@ -423,13 +467,13 @@ class QuantLinear(torch.nn.Linear):
         return self._output(x, layers, amax, squares)
 
     def _output(
-        self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]", amax: torch.Tensor | None, squares: bool
+        self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]", amax: torch.Tensor | None, squares: str
     ) -> torch.Tensor:
         dtype = _compute_dtype(x)
         bias = None if self.bias is None else self.bias.to(dtype)
         if not x.numel() or self._is_plain(layers, dtype):
             return torch.nn.functional.linear(x, self._plain_weight(x, layers, dtype), bias)
-        y = self._product(x, layers, self._gemms_now(), dtype, amax, squares)
+        y = self._product(x, layers, amax=amax, squares=squares)
         y = y.view(*x.shape[:-1], y.shape[-1])
         return y if bias is None else y + bias
 
@@ -459,14 +503,31 @@ class QuantLinear(torch.nn.Linear):
         self,
         x: torch.Tensor,
         layers: "tuple[QuantLinear, ...]",
-        gemms: Gemms,
-        dtype: torch.dtype,
-        amax: torch.Tensor | None = None,
-        squares: bool = False,
         then: Then | None = None,
         more: Sequence[torch.Tensor] = (),
+        **known: Any,
     ) -> Any:
-        """x (..., K) -> (M, N), without bias; or the results of then(it, *more)."""
+        """x (..., K) -> (M, N), without bias; or the results of then(it, *more). known: for _pass."""
+        this, rows = self._pass(x, layers, then=then, more=len(more), **known)
+        return _QuantLinear.apply(this, rows, *[layer.matrix for layer in layers], *more)
+
+    def around_square(self, x: torch.Tensor, second: "QuantLinear") -> torch.Tensor:
+        """second(relu(self(x))^2), where fused.can_be_around_square."""
+        (first, rows), (after, _) = self._pass(x, (self,)), second._pass(x, (second,), squares="derivative")
+        return _AroundSquare.apply(first, after, rows, self.matrix, second.matrix).view(*x.shape[:-1], -1)
+
+    def _pass(
+        self,
+        x: torch.Tensor,
+        layers: "tuple[QuantLinear, ...]",
+        amax: torch.Tensor | None = None,
+        squares: str = "",
+        then: Then | None = None,
+        more: int = 0,
+        gemms: Gemms | None = None,
+    ) -> tuple[_Pass, torch.Tensor]:
+        """_QuantLinear's settings, and x (M, K)."""
+        gemms, dtype = gemms or self._gemms_now(), _compute_dtype(x)
         if dtype not in COMPUTE_DTYPES:
             raise ValueError(
                 f"QuantLinear computes in float32 or bfloat16 and got {str(dtype).removeprefix('torch.')}; use "
@@ -478,10 +539,8 @@ class QuantLinear(torch.nn.Linear):
         operand, values = self._weight_now(layers, quantizes)
         grad_enabled, gradients = torch.is_grad_enabled(), self.context.gradients.get(len(layers))
         per_token, factor = self._per_token_now(grad_enabled), self.feedback_factor
-        settings = dtype, grad_enabled, per_token, factor, operand, gradients, values, amax, squares, then, len(more)
-        this = _Pass(gemms, *settings)
-        rows = rows if quantizes else rows.to(dtype)  # an unquantized input is kept in dtype
-        return _QuantLinear.apply(this, rows, *[layer.matrix for layer in layers], *more)
+        settings = dtype, grad_enabled, per_token, factor, operand, gradients, values, amax, squares, then, more
+        return _Pass(gemms, *settings), (rows if quantizes else rows.to(dtype))  # kept, where it is not quantized
 
     def _weight_now(
         self, layers: "tuple[QuantLinear, ...]", quantizes: bool

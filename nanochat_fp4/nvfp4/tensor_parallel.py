@@ -274,7 +274,7 @@ class DividedLinear(QuantLinear):
         return DividedGemms(self.recipe, self.shard._replace(extent=self.matrix.shape[self.shard.dim]))
 
     def _output(
-        self, x: torch.Tensor, layers: tuple[QuantLinear, ...], amax: torch.Tensor | None, squares: bool
+        self, x: torch.Tensor, layers: tuple[QuantLinear, ...], amax: torch.Tensor | None, squares: str
     ) -> torch.Tensor:
         dtype, recipe = _compute_dtype(x), self._recipe_now()
         per_token = self._per_token_now(torch.is_grad_enabled())
@@ -282,7 +282,7 @@ class DividedLinear(QuantLinear):
         x, amax = shard.enter(x, amax)
         if not x.numel() or self._is_plain(layers, dtype):
             return shard.leave(nn.functional.linear(x, self._plain_weight(x, layers, dtype)), self.bias)
-        y = self._product(x, layers, DividedGemms(recipe, shard), dtype, amax, squares)
+        y = self._product(x, layers, gemms=DividedGemms(recipe, shard), amax=amax, squares=squares)
         return shard.leave(y.view(*shard.leading(x.shape), y.shape[-1]), self.bias)
 
 

@@ -1,5 +1,7 @@
 """The kernel of ReLU^2 against its reference, bit for bit; on a CPU in Triton's interpreter."""
 
+import functools
+
 import pytest
 import torch
 from _assertions import assert_same_bits
@@ -11,9 +13,12 @@ from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
 import nanochat_fp4 as nf
 from nanochat_fp4.models.gpt import MLP, GPTConfig, norm
+from nanochat_fp4.nvfp4 import fused, operands
+from nanochat_fp4.nvfp4 import linear as linear_module
 from nanochat_fp4.nvfp4 import relu_squared as dispatch
+from nanochat_fp4.nvfp4.fused import relu_squared_linear
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference
-from nanochat_fp4.nvfp4.relu_squared import relu_squared_reference
+from nanochat_fp4.nvfp4.relu_squared import relu_squared_gradient, relu_squared_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -141,3 +146,56 @@ def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, monkeypatch
                 got.float().square().sum().backward()
                 results.append([p.grad.clone() for p in mlp.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*results))
+
+
+def test_a_derivative_that_is_elsewhere_keeps_nothing(monkeypatch):
+    """Quantized as it is made, or relu(x)^2 for a layer with a hook: the same bits, gradients and random numbers."""
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    layer = nf.convert(torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)), "clover", verbose=False).to(DEVICE)[0]
+    x, results = made(32, 64, torch.float32).to(DEVICE).clamp(-4, 4).requires_grad_(), []
+    kept: list[torch.Tensor] = []
+    for hooked in (False, True):
+        if hooked:
+            layer.register_forward_pre_hook(lambda _, args: None)
+        torch.manual_seed(2)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = relu_squared_linear(x, layer, straight=True)
+        assert not any(t.shape == x.shape for t in kept)
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), (x, layer.weight)), torch.rand(3)])
+    assert all(torch.equal(*pair) for pair in zip(*results))
+
+
+@pytest.mark.parametrize(
+    "method, dtype, compiled, frozen",
+    [
+        ("clover", torch.bfloat16, True, None),
+        ("tetrajet_v2", torch.float32, False, None),
+        ("clover", torch.float32, False, "x"),
+        ("clover_search", torch.bfloat16, False, "c_fc"),
+        ("nvidia", torch.bfloat16, False, None),
+    ],
+)
+def test_the_derivative_in_the_kernel_that_rotates(method, dtype, compiled, frozen, monkeypatch):
+    """All gradients have the bits of the two kernels one after the other, of which sm_120 alone makes one. Where one
+    operand of the two is wanted, the derivative is multiplied before. nvidia takes the exact ReLU^2's path."""
+    torch.manual_seed(0)
+    mlp = MLP(GPTConfig(n_head=1, n_kv_head=1, n_embd=32)).to(DEVICE, dtype)
+    nf.convert(mlp, method, verbose=False)
+    x = torch.randn(3, 20, 32).to(DEVICE, dtype).requires_grad_(frozen != "x")
+    mlp.c_fc.weight.requires_grad_(frozen != "c_fc")
+    wanted = [t for t in (x, *mlp.parameters()) if t.requires_grad]
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    multiplied = []
+    if not compiled:
+        for name, module in (("linear", linear_module), ("operands", operands)):
+            own = functools.partial(lambda name, *of: multiplied.append(name) or relu_squared_gradient(*of), name)
+            monkeypatch.setattr(module, "relu_squared_gradient", own)
+    results = []
+    for around in (False, True):
+        monkeypatch.setattr(fused, "multiplies_squares", lambda device_type, around=around: around)
+        torch.compiler.reset()
+        torch.manual_seed(2)
+        y = (torch.compile(mlp, backend="aot_eager", fullgraph=True) if compiled else mlp)(x)
+        results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), wanted)])
+    assert multiplied == ([] if compiled or method == "nvidia" else ["linear", *(["operands"] if frozen else [])])
+    assert results[0][1].any() and all(torch.equal(*pair) for pair in zip(*results))

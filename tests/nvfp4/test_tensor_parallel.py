@@ -39,8 +39,8 @@ def recorded():
         made[how.stream] = make(value, how, **kw)
         return made[how.stream]
 
-    def both(e, for_dgrad, for_wgrad):
-        made[GRAD_INPUT], made[GRAD_WEIGHT] = make_both(e, for_dgrad, for_wgrad)
+    def both(*args):
+        made[GRAD_INPUT], made[GRAD_WEIGHT] = make_both(*args)
         return made[GRAD_INPUT], made[GRAD_WEIGHT]
 
     linear_module.quantize_operand, linear_module.quantize_grad_output = operand, both
