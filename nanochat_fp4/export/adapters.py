@@ -31,7 +31,7 @@ def merge_adapter(model: nn.Module, deltas: Mapping[str, Tensor] | None = None) 
     """Adds adapters to weights that are 4-bit codes alone and rounds the sums to codes again, in place.
 
     model:  of load_quantized(codes=True), with adapters of peft. Take them off afterwards: model.unload()
-    deltas: without peft: name of a layer -> what is to be added to its weight, (out_features, in_features)
+    deltas: without peft, name of a layer -> the change of its weight, (out_features, in_features)
     Layers are decoded one after the other. peft's own merge_and_unload would add to weights that are not there.
     Returns the error of each changed weight, |Q(W + D) - (W + D)| / |W + D|. Raises UserError for a model that holds
     no such layer.

@@ -3,9 +3,10 @@
 Each slice becomes an ExpertLinear: a QuantLinear without a parameter of its own. Contexts, methods, Gram matrices and
 reports therefore know experts as they know linear layers. The model keeps its Parameters and its state dict.
 
-Tokens are sorted by expert. Each expert that has tokens computes its GEMMs, with codes and tensor scales of its own: to
-the bit what a QuantLinear with its slice computes of these tokens. An expert without tokens computes nothing, and its
-gradient is zero. One call of torch's grouped_mm for all products was slower on an H200 (dev/LOG.md, 2026-11-24).
+Tokens are sorted by expert. Each expert computes GEMMs of its own tokens, with codes and tensor scales of its own. A
+QuantLinear with the expert's slice computes the same of these tokens, to the bit. An expert without tokens computes
+nothing, and its gradient is zero. One call of torch's grouped_mm for all products was slower on an H200 (dev/LOG.md,
+2026-11-24).
 """
 
 import inspect
@@ -65,7 +66,7 @@ class ExpertLinear(QuantLinear):
 
 
 class _Matrix(NamedTuple):
-    """What QuantLinear wants of a layer that is computed as one with others: here the only one."""
+    """A QuantLinear's weight where several layers are computed as one. Here there is only one layer."""
 
     matrix: Tensor
 
