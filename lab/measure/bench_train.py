@@ -220,19 +220,19 @@ def choose_gemms(subject: Subject, variant: Variant, record: dict, taken: dict) 
 
 def find_memory(args: argparse.Namespace, record: dict, subject: Subject, size: int | str) -> None:
     """The micro-batch of a variant, its peak, and what a token takes, as far as they can be had."""
-    memory = bench_step.Memory()
+    passes, update = {}, 0
     if size == "auto":
-        rows = args.total_batch_size // args.seq_len
-        record["micro_batch"], memory = bench_step.find_micro_batch(subject, rows, args.budget)
+        size, passes, update = bench_step.find_micro_batch(subject, args.total_batch_size // args.seq_len, args.budget)
     else:
-        record["micro_batch"] = size
         subject.passes(size)
         subject.update()  # makes the optimizers' states
         if subject.device.type == "cuda" and not args.nanochat:  # two models at once: their memory would mean nothing
-            memory.passes[size], memory.update = bench_step.peaks_of_a_step(subject, size)
-    per_row = memory.per_row()
-    record["peak_bytes"] = memory.peak(record["micro_batch"])
-    record["bytes_per_token"] = per_row and per_row / args.seq_len
+            passes[size], update = bench_step.peaks_of_a_step(subject, size)
+    record["micro_batch"] = size
+    record["peak_bytes"] = max(passes[size], update) if size in passes else None
+    if len(passes) > 1:
+        a, b = min(passes), max(passes)
+        record["bytes_per_token"] = (passes[b] - passes[a]) / (b - a) / args.seq_len
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -318,9 +318,8 @@ def set_up_device(args: argparse.Namespace) -> torch.device:
     args.budget = min(args.memory_cap or free, free)
     if args.memory_cap:
         if args.memory_cap > free:
-            print0(
-                f"of --memory-cap {format_bytes(args.memory_cap)} only {format_bytes(free)} are free: that is the cap"
-            )
+            wanted = format_bytes(args.memory_cap)
+            print0(f"of --memory-cap {wanted} only {format_bytes(free)} are free: that is the cap")
         args.memory_cap = args.budget
         torch.cuda.set_per_process_memory_fraction(args.memory_cap / total)
     torch.set_float32_matmul_precision("high")

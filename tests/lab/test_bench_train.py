@@ -114,14 +114,12 @@ def fake_peaks(constant, per_row, memory, update=0):
 
 def test_the_largest_micro_batch_is_tried_out():
     peaks, tried = fake_peaks(1000, 100, memory=2700, update=1500)
-    size, memory = bench_step.find_micro_batch(FAKE, 64, 2700, peaks)
-    assert size == 16 and tried == [1, 1, 2, 16]  # the first step makes the optimizers' states
-    assert memory.per_row() == 100 and memory.peak(16) == 2600 and memory.peak(1) == 1500  # the update needs more
+    assert bench_step.find_micro_batch(FAKE, 64, 2700, peaks) == (16, {1: 1100, 2: 1200, 16: 2600}, 1500)
+    assert tried == [1, 1, 2, 16]  # the first step makes the optimizers' states
     peaks, tried = fake_peaks(1000, 100, memory=2000)  # less than the budget promises: fragments
-    size, memory = bench_step.find_micro_batch(FAKE, 64, 2700, peaks)
-    assert size == 8 and tried[-2:] == [16, 8] and memory.peak(16) is None
-    size, memory = bench_step.find_micro_batch(FAKE, 64, 2700, fake_peaks(1000, 100, memory=1150)[0])
-    assert size == 1 and memory.per_row() is None
+    size, passes, _ = bench_step.find_micro_batch(FAKE, 64, 2700, peaks)
+    assert size == 8 and tried[-2:] == [16, 8] and 16 not in passes
+    assert bench_step.find_micro_batch(FAKE, 64, 2700, fake_peaks(1000, 100, memory=1150)[0]) == (1, {1: 1100}, 0)
     for rows in (64, 1):
         assert bench_step.find_micro_batch(FAKE, rows, 10**6, fake_peaks(1000, 100, memory=10**6)[0])[0] == rows
     with pytest.raises(UserError, match="not even one row of 10 tokens fits into"):
@@ -256,6 +254,19 @@ def test_bad_arguments_are_one_line(argv, message):
     with pytest.raises(UserError, match=message) as e:
         bench_train.main(argv)
     assert "\n" not in str(e.value)
+
+
+def test_peak_and_bytes_of_a_token_are_those_of_the_sizes_that_fit(monkeypatch):
+    args, record = bench_train.parse_args(["--seq-len", "10", "--total-batch-size", "640"]), {}
+    args.budget = 2700
+    for passes, update, peak, of_a_token in (
+        ({1: 1100, 2: 1200, 16: 2600}, 1500, 2600, 10),
+        ({16: 900}, 1500, 1500, None),
+    ):
+        monkeypatch.setattr(bench_step, "find_micro_batch", lambda *of, found=(16, passes, update): found)
+        record |= {"bytes_per_token": None}
+        bench_train.find_memory(args, record, FAKE, "auto")
+        assert record == {"micro_batch": 16, "peak_bytes": peak, "bytes_per_token": of_a_token}
 
 
 @pytest.mark.parametrize("free, cap", [(31.4, 31.4), (80, 32)])
