@@ -10,7 +10,7 @@ import nanochat_fp4 as nf
 from lab.measure import traffic
 from lab.study import sweep_runs
 from lab.study.reproduce_common import Context, Outcome, trained_model
-from nanochat_fp4.nvfp4.feedback import feedback_factor, products_of_rows, round_with_feedback
+from nanochat_fp4.nvfp4.feedback import DAMPING, feedback_factor, products_of_rows, round_with_feedback
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotation_matrix
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import (
@@ -171,7 +171,6 @@ def operands(context: Context) -> Outcome:
 
 DRAWS = 32
 SEARCH_16 = (*SEARCH_8, 19 / 16, 21 / 16, 23 / 16, 25 / 16, 29 / 32, 31 / 32, 33 / 32, 27 / 16)
-RIDGE = 0.01  # in units of the mean square of the inputs
 
 
 def roundings() -> dict[str, Rounding]:
@@ -225,28 +224,30 @@ def of_inputs(x: torch.Tensor, weight: torch.Tensor) -> dict[str, float]:
     """Shares of x's energy, and errors of the output on rows of x that no rounding has seen, over the output's energy.
 
     x (T, K) of a layer, whose first three quarters are looked at. Errors are those of 4/6 of both operands; with the
-    weight rounded for the inputs (feedback); and with the weight first made the best one for rounded inputs.
+    input's channel means in a product of their own; with the weight rounded for the inputs (feedback); and with the
+    weight first made the best one for rounded inputs.
     """
     x, weight = x.detach().float().reshape(-1, x.shape[-1]), weight.detach().float()
     seen, unseen = x.split([len(x) * 3 // 4, len(x) - len(x) * 3 // 4])
-    search = get_rounding("scale_search_6")
+    search, mean = get_rounding("scale_search_6"), seen.mean(0)
 
     def rounded(rows: torch.Tensor) -> torch.Tensor:
         return nf.quantize(rows, "four_over_six").dequantize()
 
-    def error(q: torch.Tensor) -> float:
+    def error(q: torch.Tensor, apart: torch.Tensor | float = 0.0) -> float:
         wanted = unseen @ weight.T
-        return float((rounded(unseen) @ q.T - wanted).square().sum() / wanted.square().sum())
+        return float(((rounded(unseen - apart) + apart) @ q.T - wanted).square().sum() / wanted.square().sum())
 
     def feedback(w: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return round_with_feedback(w[None], [feedback_factor(products_of_rows(rows))], search)[0].dequantize()
 
     codes = rounded(seen)
-    ridge = RIDGE * seen.square().mean() * len(seen) * torch.eye(x.shape[1])
+    ridge = DAMPING * seen.square().mean() * len(seen) * torch.eye(x.shape[1])
     best = torch.linalg.solve(products_of_rows(codes) + ridge, (codes.T @ seen + ridge) @ weight.T).T
     return {
-        "mean": float(seen.mean(0).square().sum() / seen.square().sum() * len(seen)),
+        "mean": float(mean.square().sum() / seen.square().sum() * len(seen)),
         "four_over_six": error(rounded(weight)),
+        "means_apart": error(rounded(weight), mean),
         "feedback": error(feedback(weight, seen)),
         "input_aware": error(feedback(best, codes)),
     }
@@ -274,7 +275,7 @@ def inputs(context: Context) -> Outcome:
         [
             name,
             f"{100 * of['mean']:.1f}%",
-            *(f"{1e3 * of[k]:.2f}" for k in ("four_over_six", "feedback", "input_aware")),
+            *(f"{1e3 * of[k]:.2f}" for k in ("four_over_six", "means_apart", "feedback", "input_aware")),
         ]
         + [f"{100 * (of['input_aware'] / of['feedback'] - 1):+.1f}%"]
         for name, of in value["layers"].items()
@@ -284,5 +285,5 @@ def inputs(context: Context) -> Outcome:
         "errors of the output in 1e-3 of its energy, on a quarter of the rows that no rounding has seen",
         "input-aware: feedback of the weight that is best for the rounded input; go if it takes 10% off",
     ]
-    header = ["layer", "channel means", "4/6", "feedback", "input-aware", "over feedback"]
+    header = ["layer", "channel means", "4/6", "means apart", "feedback", "input-aware", "over feedback"]
     return Outcome("What a layer's inputs would give", header, rows, notes, value, measured_on=value["measured_on"])

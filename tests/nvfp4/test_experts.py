@@ -261,6 +261,7 @@ def seeded(method: str) -> nn.Module:
     return nf.convert(Model(Experts()), method, verbose=False)
 
 
+@pytest.mark.slow
 def test_compiled_and_not_compiled_again():
     """The code around the experts is compiled, and other numbers of tokens of an expert compile nothing anew."""
     batches = [torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(4)]

@@ -152,7 +152,7 @@ def slow(*values):
 @pytest.mark.parametrize(
     "method, draws",
     [
-        *(("tetrajet_v2", 256), ("clover", 512), ("clover_search", 256), ("clover_refined", 256)),
+        ("clover", 512),
         *(slow(method, 1024) for method in ("tetrajet_v2", "clover", "clover_search", "clover_refined")),
     ],
 )
@@ -526,7 +526,7 @@ def compiled_and_eager(method, backend, layers, autocast):
     "method, backend, layers, autocast",
     [
         ("clover", "aot_eager", 1, True),
-        ("nvidia", "aot_eager", 2, False),
+        slow("nvidia", "aot_eager", 2, False),
         slow("clover_refined", "eager", 1, True),
     ],
 )
