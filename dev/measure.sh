@@ -91,7 +91,7 @@ optional train_nanochat "NANOCHAT is not set" "${NANOCHAT:-}" 400 \
 if [ "$PLAN_ONLY" = 0 ]; then echo "== summary, in $OUT"; fi
 printf '%s' "$SUMMARY"
 measured=()
-for name in linear train train_32gib; do
+for name in linear quantize train train_32gib; do
     ! { chosen "$name" && [ "$PLAN_ONLY" = 0 ] && [ -s "$OUT/$name.json" ]; } || measured+=("$OUT/$name.json")
 done
 if [ ${#measured[@]} -gt 0 ]; then

@@ -165,6 +165,7 @@ setup_environment() {
     local venv flavour=cpu want stamp missing python
     [ "$(count_gpus)" -gt 0 ] && flavour=gpu
     export PYTHONPATH="$ROOT:$ROOT/kernels${PYTHONPATH:+:$PYTHONPATH}"
+    unset PYTHONDONTWRITEBYTECODE # images set it; each process would compile all sources anew
 
     if [ -n "${VENV:-}" ]; then
         PY=$VENV/bin/python

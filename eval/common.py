@@ -18,14 +18,9 @@ class RowTask(Task):
     """A task whose conversations are made from the rows of one published split."""
 
     def __init__(
-        self,
-        dataset: str,
-        config: str,
-        split: str,
-        check: Check,
-        eval_dir: str | os.PathLike | None = None,
+        self, dataset: str, config: str, split: str, check: Check, eval_dir: str | os.PathLike | None = None,
         **kwargs: Any,
-    ):
+    ):  # fmt: skip
         super().__init__(**kwargs)
         self.rows = load_rows(dataset, config, split, folder=resolve_eval_dir(eval_dir), check=check)
 

@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,30 +49,15 @@ class Score:
         return f"{100 * self.accuracy:.2f} ± {100 * self.interval:.2f}% ({sum(self.outcomes)}/{self.count})"
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "accuracy": self.accuracy,
-            "interval": self.interval,
-            "count": self.count,
-            "version": self.version,
-            "outcomes": "".join("01"[bool(o)] for o in self.outcomes),
-            **self.settings,
-        }
+        numbers = {name: getattr(self, name) for name in ("accuracy", "interval", "count", "version")}
+        return numbers | {"outcomes": "".join("01"[bool(o)] for o in self.outcomes), **self.settings}
 
 
 def run_task(
-    task: Task,
-    model: torch.nn.Module,
-    tokenizer: Any,
-    name: str = "",
-    batch_size: int = 8,
-    num_samples: int = 1,
-    max_new_tokens: int = 512,
-    temperature: float = 0.0,
-    top_k: int | None = 50,
-    max_problems: int | None = None,
-    seed: int = 42,
-    interrupted: Callable[[], bool] = lambda: False,
-) -> Score:
+    task: Task, model: torch.nn.Module, tokenizer: Any, name: str = "", batch_size: int = 8, num_samples: int = 1,
+    max_new_tokens: int = 512, temperature: float = 0.0, top_k: int | None = 50, max_problems: int | None = None,
+    seed: int = 42, interrupted: Callable[[], bool] = lambda: False,
+) -> Score:  # fmt: skip
     """
     Evaluate `model` as it is (quantized, or inside full_precision) on a task; all ranks call this together.
 
@@ -80,11 +65,9 @@ def run_task(
     right answer is enough; answers differ only for temperature > 0. Before each batch interrupted() is called. True
     ends the evaluation early and counts the remaining problems as wrong. Raises ValueError.
     """
-    count = len(task) if max_problems is None else min(len(task), max_problems)
+    count, what = len(task) if max_problems is None else min(len(task), max_problems), name or type(task).__name__
     if count < 1:
-        raise ValueError(
-            f"{name or type(task).__name__} has no problem to evaluate; check --max-problems and the files"
-        )
+        raise ValueError(f"{what} has no problem to evaluate; check --max-problems and the files")
     if min(batch_size, num_samples, max_new_tokens) < 1:
         flags = f"--batch-size {batch_size}, --num-samples {num_samples} and --max-new-tokens {max_new_tokens}"
         raise ValueError(f"{flags} must be at least 1")
@@ -106,7 +89,7 @@ def run_task(
     model.eval()
     mine = range(rank, count, world_size)
     done = right = 0
-    desc = (name or type(task).__name__) + (f", process 1 of {world_size}" if world_size > 1 else "")
+    desc = what + (f", process 1 of {world_size}" if world_size > 1 else "")
     try:
         with (
             Progress(total=len(mine), desc=desc, unit="problem") as progress,
@@ -130,8 +113,7 @@ def run_task(
     return Score([bool(o) for o in outcomes.tolist()], task.VERSION, settings)
 
 
-@dataclass
-class _Problem:
+class _Problem(NamedTuple):
     index: int
     conversation: dict[str, Any]
     prompt: list[int]
@@ -140,10 +122,8 @@ class _Problem:
 def _batches(task: Task, indices: range, tokenizer: Any, batch_size: int, pool: int = 64) -> Iterator[list[_Problem]]:
     """Batches of problems of similar length: sorted within pools of `pool` batches."""
     for start in range(0, len(indices), pool * batch_size):
-        problems = []
-        for i in indices[start : start + pool * batch_size]:
-            conversation = task[i]
-            problems.append(_Problem(i, conversation, tokenizer.render_for_completion(conversation)))
+        conversations = [(i, task[i]) for i in indices[start : start + pool * batch_size]]
+        problems = [_Problem(i, c, tokenizer.render_for_completion(c)) for i, c in conversations]
         problems.sort(key=lambda p: len(p.prompt))
         for j in range(0, len(problems), batch_size):
             yield problems[j : j + batch_size]
@@ -167,9 +147,8 @@ def _head_only_at(model: torch.nn.Module, positions: torch.Tensor) -> Iterator[N
 def _letter_id(letter: str, tokenizer: Any) -> int:
     ids = tokenizer.encode(letter)
     if len(ids) != 1:
-        raise ValueError(
-            f"the answer {letter!r} is {len(ids)} tokens in this tokenizer; choices must be one token each"
-        )
+        problem = f"the answer {letter!r} is {len(ids)} tokens in this tokenizer"
+        raise ValueError(f"{problem}; choices must be one token each")
     return ids[0]
 
 
@@ -185,8 +164,8 @@ def _choose(batch: list[_Problem], model: torch.nn.Module, tokenizer: Any) -> li
     answers = []
     for row, problem in zip(logits, batch):
         letters = problem.conversation["letters"]
-        scores = row[[_letter_id(letter, tokenizer) for letter in letters]]
-        answers.append([letters[int(scores.argmax())]])
+        best = int(row[[_letter_id(letter, tokenizer) for letter in letters]].argmax())
+        answers.append([letters[best]])
     return answers
 
 

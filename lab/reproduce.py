@@ -25,7 +25,7 @@ from lab.study import sweep, sweep_scheduler
 from lab.study.reproduce_common import Context, Outcome
 from lab.study.reproduce_concentration import fig9
 from lab.study.reproduce_horizon import claims, frontier, horizon
-from lab.study.reproduce_numerics import operands, table1, table2
+from lab.study.reproduce_numerics import candidates, inputs, operands, table1, table2
 from lab.study.reproduce_speed import fig6, table7
 from lab.study.reproduce_time import equal_time, extra_steps
 from lab.study.reproduce_training import made
@@ -42,6 +42,8 @@ ITEMS: dict[str, Callable[[Context], Outcome]] = {
     **{item.__name__: item for item in (fig6, table7, fig9)},
     **{name: partial(made, name) for name in ("systems", "attribution")},
     "operands": operands,
+    "candidates": candidates,
+    "inputs": inputs,
     "remedies": partial(made, "remedies"),
 }
 OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # of --results alone

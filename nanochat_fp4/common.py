@@ -232,6 +232,14 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
 # Joining and leaving the process group
 
 
+_restarts: int | None = None  # as several nodes agreed
+
+
+def restarts() -> int:
+    """How often torchrun has started all processes again because one died. The same number on all ranks."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if _restarts is None else _restarts
+
+
 def _agent_store(seconds: float) -> dist.Store | None:
     """
     torchrun's own store, under a prefix for this start of all processes; None where there is no such store.
@@ -244,12 +252,13 @@ def _agent_store(seconds: float) -> dist.Store | None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    start = str(restarts())
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         number = agree_on_start(store, rank, world_size, seconds)
         start = f"agreed_{number}"
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number - 1)  # the same for all: see resume.py
+        global _restarts
+        _restarts = number - 1
     return dist.PrefixStore(f"nanochat_fp4/start_{start}", store)
 
 

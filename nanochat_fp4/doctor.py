@@ -107,7 +107,9 @@ def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
         return f"{recipe.name}: {one_line(error)[:200]}"
 
     def used(t: torch.Tensor, operand: Operand) -> list[torch.Tensor]:
-        """The terms that stand for t in the output GEMM."""
+        """The terms that stand for t in the output GEMM; t itself where they are drawn."""
+        if recipe.output.random:
+            return [t]
         how = Quantization(operand.rounding, terms=operand.terms)
         return [term.dequantize() for term in quantize_operand(t, how).terms]
 
@@ -116,7 +118,7 @@ def layer_problem(device: torch.device, method: str | Recipe) -> str | None:
     grad_input = e @ (w if recipe.grad_input.b.raw else sum(w_terms))
     grad_weight = e.T @ (x if recipe.grad_weight.b.raw else sum(x_terms))
     for name, got, want, gemm in (
-        ("output", output.detach(), output_of_terms, None),
+        ("output", output.detach(), output_of_terms, recipe.output if recipe.output.random else None),
         ("grad_input", gradients[0], grad_input, recipe.grad_input),
         ("grad_weight", gradients[1], grad_weight, recipe.grad_weight),
     ):

@@ -395,7 +395,7 @@ def test_dry_run_stops_before_weights_are_made(checkout, run):
     assert "converted 10 linear layers" in err and "dry run" in err
 
 
-def test_the_checkout_wins_over_folders_of_the_same_name(old, tmp_path):
+def test_the_checkout_wins_over_folders_of_the_same_name(old, tmp_path, run_ranks):
     """From this project's folder, which has a package `scripts` and a folder `kernels`; it is on PYTHONPATH too, and so
     is a folder of installed packages, one of which calls itself `scripts`."""
     (tmp_path / "site/scripts").mkdir(parents=True)
@@ -407,10 +407,12 @@ def test_the_checkout_wins_over_folders_of_the_same_name(old, tmp_path):
         "where = list(kernels.submodule_search_locations) if kernels else []\n"
         "print('RECORD 0', json.dumps([list(scripts.__path__), nanochat.__file__, where, own is None, sys.path]))\n"
     )
-    paths = os.pathsep.join(map(str, [ROOT, ROOT / "kernels", tmp_path / "site"]))
-    done = outside(old, "-m", "nanochat_fp4.upstream", "--method=bf16", "scripts.where", PYTHONPATH=paths)
-    assert done.returncode == 0, done.stderr
-    scripts, nanochat, kernels, ours_hidden, path = record(done.stdout)
+    program = f"import os; os.chdir({str(ROOT)!r}); root = {str(ROOT)!r}\n"
+    program += f"sys.path[:0] = [root, root, root + '/kernels', {str(tmp_path / 'site')!r}]\n"
+    program += "sys.argv = ['', '--method=bf16', 'scripts.where']\n"
+    program += "runpy.run_module('nanochat_fp4.upstream', run_name='__main__', alter_sys=True)"
+    (out,) = run_ranks(IN_A_FORK.format(program), 1, env={"NANOCHAT_DIR": str(old)})
+    scripts, nanochat, kernels, ours_hidden, path = record(out)
     assert scripts == [str(old / "scripts")] and nanochat == str(old / "nanochat/__init__.py")
     assert str(ROOT / "kernels") not in kernels
     assert ours_hidden

@@ -19,23 +19,15 @@ import torch
 
 import nanochat_fp4 as nf
 from lab.measure import bench_common as common
+from nanochat_fp4.console import table
 from nanochat_fp4.errors import run_main
-from nanochat_fp4.hardware import MACHINES, Machine
+from nanochat_fp4.hardware import MACHINES
 from nanochat_fp4.models import gpt
 from nanochat_fp4.models import recompute as from_codes
 from nanochat_fp4.models.gpt import RECOMPUTE
 from nanochat_fp4.nvfp4.methods import get_recipe
-from nanochat_fp4.step_time import (
-    BF16,
-    CODES,
-    DECODE_INSTRUCTIONS,
-    Shape,
-    Step,
-    gemm_step,
-    is_predictable,
-    predicted_ms,
-    step_ms,
-)  # fmt: skip
+from nanochat_fp4.step_time import Shape, is_predictable, step_ms
+from nanochat_fp4.training import fits
 
 # Parts of the lines of gpt.py and recompute.py that keep tensors, and what these are.
 NAMES = {
@@ -52,11 +44,11 @@ NAMES = {
     "checkpoint(mlp": "residual stream into the MLP, to start again from",
     "self.mlp(norm(x)": "residual stream into the norm before the MLP",
     "self.c_fc(x)": "input of c_fc",
-    "linear_then(_ReluSquared": "input of c_fc",
+    "linear_then(_Relu2Slope": "input of c_fc",
     "ReluSquared.apply": "for the derivative of ReLU^2",
     "self.c_proj(x": "input of the MLP's c_proj",
     "relu_squared_linear(x": "input of the MLP's c_proj, and for the derivative of ReLU^2",
-    "block.mlp.c_proj(hidden": "input of the MLP's c_proj",
+    "relu_squared_linear(y": "input of the MLP's c_proj",
 }
 
 
@@ -135,34 +127,23 @@ def account(config: gpt.GPTConfig, methods: list[str]) -> list[dict]:
     return [r | {"ratio": r["block"] / records[0]["block"]} for r in records]
 
 
-def added_ms(shape: Shape, method: str, recompute: str, machine: Machine, tokens: int) -> float:
-    """Predicted milliseconds that "codes" or "codes-mlp" adds to a micro-batch: GEMMs, and bytes a token and column."""
+def parts(depth: int, method: str, tokens: int = 16384, total: int = 524288) -> str:
+    """The subsets of what codes determine that no other beats on an RTX 5090, by bytes and by time of a step."""
+    shape, machines = Shape(depth), [MACHINES["rtx5090"], MACHINES["h200"]]
     quantized = get_recipe(method).quantizes
-    native, w = quantized and machine.fp4 is not None, shape.width
-
-    def product(n: int, more: float) -> list[Step]:
-        steps = [gemm_step("again", tokens, n, w, "fp4" if native else "bf16"), Step("glue", more * w * tokens)]
-        if quantized and not native:
-            sizes = tokens * w, n * w
-            steps += [Step("decode", size * (CODES + BF16), size * DECODE_INSTRUCTIONS) for size in sizes]
-        return steps
-
-    # q and k are read, rotated, normalized and written; the second stream reads the product and x0, the first x0.
-    steps = [*product(3 * w, 8.0), *product(w, 4.0), Step("stream", 2.0 * w * tokens)]
-    if recompute == "codes-mlp":  # the hidden layer is read in BF16, where 8 bits were written and read
-        steps += product(4 * w, 0.0)
-    return shape.depth * sum(predicted_ms(step, machine) for step in steps)
-
-
-def predictions(depth: int, method: str, tokens: int = 16384, total: int = 524288) -> list[str]:
-    """A line for each machine and recomputation: the time of a step over that without."""
-    shape, lines = Shape(depth), []
-    for name, recompute in itertools.product(("rtx5090", "h200"), ("codes", "codes-mlp")):
-        machine = MACHINES[name]
-        without = step_ms(shape, method, machine, micro_batch=tokens, total_batch=total)
-        ratio = 1 + total / tokens * added_ms(shape, method, recompute, machine, tokens) / without
-        lines.append(f"{machine.name}, {method}, {recompute}: {ratio:.3f} of the time of a step, predicted")
-    return lines
+    tensors = [t for t in fits.AGAIN if quantized or t != "relu(x)"]  # BF16 keeps relu(x)^2, c_proj's input
+    whole, kept = (fits.BLOCK_BYTES[kind]["none"][0] for kind in ("bf16", "codes" if quantized else "bf16"))
+    batch = {"micro_batch": tokens, "total_batch": total}
+    shares = {t: [fits.again_ms(shape, method, t, m, tokens) for m in machines] for t in tensors}
+    steps = [step_ms(shape, method, m, **batch) * tokens / total for m in machines]
+    found = {}
+    for subset in itertools.chain.from_iterable(itertools.combinations(tensors, n + 1) for n in range(len(tensors))):
+        units = sum(fits.AGAIN[t][0] for t in subset)
+        times = [sum(shares[t][i] for t in subset) / ms for i, ms in enumerate(steps)]
+        found[subset] = (kept - units) / whole, *times
+    best = {s: v for s, v in found.items() if not any(o != v and o[0] <= v[0] and o[1] <= v[1] for o in found.values())}
+    rows = [[", ".join(s), f"{v[0]:.2f}", *(f"{1 + t:.3f}" for t in v[1:])] for s, v in best.items()]
+    return table([f"{method}, computed again", "of BF16", *(f"{m.name}, time predicted" for m in machines)], rows)
 
 
 def label(record: dict) -> str:
@@ -195,7 +176,7 @@ def main(argv: list[str] | None = None) -> None:
     print(show(records))
     for method in methods:
         if method == "bf16" or is_predictable(method):
-            print("\n".join(predictions(args.depth, method)))
+            print(parts(args.depth, method))
     settings = {"depth": args.depth, "width": config.n_embd, "methods": methods[1:]}
     common.Results("bench_memory", args.json, settings, records=records).finish()
 

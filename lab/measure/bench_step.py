@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,25 +116,6 @@ class NanochatSubject(Subject):
 # Memory
 
 
-@dataclass
-class Memory:
-    """Peaks of the steps that fit, in bytes: of the passes by rows of a micro-batch, and of the update, which does not
-    depend on them."""
-
-    passes: dict[int, int] = field(default_factory=dict)
-    update: int = 0
-
-    def peak(self, rows: int) -> int | None:
-        return max(self.passes[rows], self.update) if rows in self.passes else None
-
-    def per_row(self) -> float | None:
-        """Bytes that a row more of a micro-batch takes, from the smallest and the largest size that fit."""
-        if len(self.passes) < 2:
-            return None
-        a, b = min(self.passes), max(self.passes)
-        return (self.passes[b] - self.passes[a]) / (b - a)
-
-
 def peaks_of_a_step(subject: Subject, rows: int) -> tuple[int, int]:
     """Bytes at the peak of two micro-batches and of the update. torch.OutOfMemoryError where they do not fit."""
 
@@ -152,18 +133,22 @@ def peaks_of_a_step(subject: Subject, rows: int) -> tuple[int, int]:
         torch.cuda.empty_cache()
 
 
-def find_micro_batch(subject: Subject, rows: int, budget: int, peaks: Callable = peaks_of_a_step) -> tuple[int, Memory]:
-    """(the largest micro-batch whose step fits, the peaks of those that were tried), for `rows` rows a step.
+def find_micro_batch(
+    subject: Subject, rows: int, budget: int, peaks: Callable = peaks_of_a_step
+) -> tuple[int, dict[int, int], int]:
+    """(the largest micro-batch whose step fits, peaks of the passes of those that fit, peak of the update, which does
+    not depend on them), for `rows` rows a step.
 
     Sizes are the divisors of `rows`; few are tried, as every size has to be compiled. Raises UserError where not even
     one row fits.
     """
-    memory = Memory()
+    passes, update = {}, 0
 
     def peak(size: int) -> int:
-        found, memory.update = peaks(subject, size)
+        nonlocal update
+        found, update = peaks(subject, size)
         if found <= budget:
-            memory.passes[size] = found
+            passes[size] = found
         return found
 
     def steps(size: int) -> int:
@@ -173,7 +158,7 @@ def find_micro_batch(subject: Subject, rows: int, budget: int, peaks: Callable =
     if size is None:
         problem = f"not even one row of {subject.sequence_len} tokens fits into {format_bytes(budget)}"
         raise UserError(f"{problem}; lower --depth or --seq-len, or raise --memory-cap")
-    return size, memory
+    return size, passes, update
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -50,8 +50,10 @@ from nanochat_fp4.hardware import get_peak_flops
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE, config_from_depth
 from nanochat_fp4.models.lean import STATES
+from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.training import LOOK_EVERY
+from nanochat_fp4.training import gemms
 from nanochat_fp4.training.micro_batch import plan_accumulation
 
 UNKNOWN = (
@@ -163,7 +165,7 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
     known = {"width": config.n_embd, "flops_per_token": ours.flops_per_token}
     subjects: dict[Variant, Subject] = {}
     records: dict[Variant, dict] = {}
-    nanochat = Variant("nanochat")
+    nanochat, gemms_taken = Variant("nanochat"), {}
     for recompute in args.recompute:
         added = [Variant(m, recompute, rows) for m, rows in args.variants]
         added += [nanochat] if args.nanochat and not subjects else []
@@ -179,6 +181,8 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
                 subjects[variant] = subject
                 subject.become(variant)
                 find_memory(args, record, subject, variant.rows or args.micro_batch)
+                if subject is ours:
+                    results.records += choose_gemms(ours, variant, record, gemms_taken)
                 add_ratios(list(records.values()))
                 results.write()
                 print0(show([record]), flush=True)
@@ -196,21 +200,39 @@ def bench_depth(args: argparse.Namespace, depth: int, device: torch.device, resu
                 print0(bench_step.show_table_7(title, found) + "\n", flush=True)
 
 
+def choose_gemms(subject: Subject, variant: Variant, record: dict, taken: dict) -> list[dict]:
+    """Of the FP4 GEMMs of a variant the fastest are taken, as in training. taken: those of all variants, which grow.
+
+    Returns a record for each product and implementation. What was compiled with others is forgotten.
+    """
+    rows, dtype = record["micro_batch"], subject.dtype
+    choice = gemms.choose_gemms(subject.model, rows, subject.sequence_len, dtype, None)
+    if choice is not None:
+        taken |= {(*p[:3], p.out_dtype): name for p, name in choice.taken.items()}
+        torch._dynamo.reset()
+    dispatch.use_choice(taken)
+    return [
+        {"depth": record["depth"], "variant": str(variant), "name": name, "m": p.m, "n": p.n, "k": p.k, "ms": ms,
+         "fp32": p.dtype == "float32", "taken": choice.taken.get(p) == name, "refused": ms is None}
+        for (name, p), (ms, _) in (choice.results.items() if choice else ())
+    ]  # fmt: skip
+
+
 def find_memory(args: argparse.Namespace, record: dict, subject: Subject, size: int | str) -> None:
     """The micro-batch of a variant, its peak, and what a token takes, as far as they can be had."""
-    memory = bench_step.Memory()
+    passes, update = {}, 0
     if size == "auto":
-        rows = args.total_batch_size // args.seq_len
-        record["micro_batch"], memory = bench_step.find_micro_batch(subject, rows, args.budget)
+        size, passes, update = bench_step.find_micro_batch(subject, args.total_batch_size // args.seq_len, args.budget)
     else:
-        record["micro_batch"] = size
         subject.passes(size)
         subject.update()  # makes the optimizers' states
         if subject.device.type == "cuda" and not args.nanochat:  # two models at once: their memory would mean nothing
-            memory.passes[size], memory.update = bench_step.peaks_of_a_step(subject, size)
-    per_row = memory.per_row()
-    record["peak_bytes"] = memory.peak(record["micro_batch"])
-    record["bytes_per_token"] = per_row and per_row / args.seq_len
+            passes[size], update = bench_step.peaks_of_a_step(subject, size)
+    record["micro_batch"] = size
+    record["peak_bytes"] = max(passes[size], update) if size in passes else None
+    if len(passes) > 1:
+        a, b = min(passes), max(passes)
+        record["bytes_per_token"] = (passes[b] - passes[a]) / (b - a) / args.seq_len
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -296,9 +318,8 @@ def set_up_device(args: argparse.Namespace) -> torch.device:
     args.budget = min(args.memory_cap or free, free)
     if args.memory_cap:
         if args.memory_cap > free:
-            print0(
-                f"of --memory-cap {format_bytes(args.memory_cap)} only {format_bytes(free)} are free: that is the cap"
-            )
+            wanted = format_bytes(args.memory_cap)
+            print0(f"of --memory-cap {wanted} only {format_bytes(free)} are free: that is the cap")
         args.memory_cap = args.budget
         torch.cuda.set_per_process_memory_fraction(args.memory_cap / total)
     torch.set_float32_matmul_precision("high")

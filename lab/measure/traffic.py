@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -83,15 +84,8 @@ def count_launches(function) -> list[Launch]:
         return call(self, *arguments, **keywords)
 
     patched = {"create_masked_load": load, "create_masked_store": store, "create_dot": dot}
-    try:
-        for name, replacement in patched.items():
-            setattr(builder, name, replacement)
-        executor.__call__ = launch
+    with mock.patch.multiple(builder, **patched), mock.patch.object(executor, "__call__", launch):
         function()
-    finally:
-        for name, original in originals.items():
-            setattr(builder, name, original)
-        executor.__call__ = call
     return launches
 
 
@@ -107,7 +101,6 @@ def requantization() -> dict[str, list[dict]]:
     from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_operand
     from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference
 
-    before = os.environ.get("NVFP4_KERNELS", "auto")
     torch.manual_seed(0)
     t = quantize_reference(torch.randn(ROWS, COLUMNS), get_rounding("four_over_six"))
     codes = Codes(t.codes, t.scales, t.tensor_scale)
@@ -116,22 +109,15 @@ def requantization() -> dict[str, list[dict]]:
     for alignment, rounding in (("naive", "rtn"), ("post hoc", "ms_eden")):
 
         def requantize(rounding=rounding):
-            os.environ["NVFP4_KERNELS"] = "triton"
-            try:
-                how = Quantization(get_rounding(rounding), seed=seed, rht_dim=128, rht_seed=seed)
+            how = Quantization(get_rounding(rounding), seed=seed, rht_dim=128, rht_seed=seed)
+            with mock.patch.dict(os.environ, NVFP4_KERNELS="triton"):
                 quantize_operand(codes, how, transpose=True, keep_codes=True)
-            finally:
-                os.environ["NVFP4_KERNELS"] = before
 
-        result[alignment] = [
-            {
-                "kernel": launch.kernel,
-                "read": {k: 8 * v / elements for k, v in launch.read.items()},
-                "written": {k: 8 * v / elements for k, v in launch.written.items()},
-                "rotations": launch.rotated / elements,
-            }
-            for launch in count_launches(requantize)
-        ]
+        result[alignment] = []
+        for launch in count_launches(requantize):
+            ways = {"read": launch.read, "written": launch.written}
+            bits = {way: {k: 8 * v / elements for k, v in counter.items()} for way, counter in ways.items()}
+            result[alignment].append({"kernel": launch.kernel, **bits, "rotations": launch.rotated / elements})
     return result
 
 

@@ -113,7 +113,9 @@ class _Captured(Exception):
     pass
 
 
-def capture(method: str, config: gpt.GPTConfig, rows: int) -> list[tuple[torch.fx.GraphModule, bool]]:
+def capture(
+    method: str, config: gpt.GPTConfig, rows: int, recompute: gpt.Recompute
+) -> list[tuple[torch.fx.GraphModule, bool]]:
     """[(graph, whether it is the backward pass's)] of a block's forward and backward pass."""
     graphs: list[tuple[torch.fx.GraphModule, bool]] = []
 
@@ -143,7 +145,7 @@ def capture(method: str, config: gpt.GPTConfig, rows: int) -> list[tuple[torch.f
         nf.accumulate_gradients(model),
     ):
         with _kernels(), torch.autocast("cpu", dtype=torch.bfloat16), contextlib.suppress(_Captured):
-            block(model[0], x, x0, *scalars, cos_sin, (LENGTH, 0), None, "none")
+            block(model[0], x, x0, *scalars, cos_sin, (LENGTH, 0), None, recompute)
     return graphs
 
 
@@ -154,7 +156,12 @@ def _kernels() -> Iterator[None]:
         mock.patch.multiple(dispatch, _no_kernels_reason=lambda _: None),
         mock.patch.multiple(linear, gemm_add=_gemm_add),
         mock.patch.object(linear.Gemms, "gemm", staticmethod(_gemm)),
-        mock.patch.object(flash_attention, "attend", lambda q, k, v, *_: _attention(q, k, v).flatten(-2)),
+        mock.patch.multiple(
+            flash_attention,
+            attend=lambda q, k, v, *_: _attention(q, k, v).flatten(-2),
+            forward=lambda q, k, v, left: (_attention(q, k, v), ()),
+            backward=lambda grad, q, k, v, left, out, more: _attention_backward(grad, q, k, v, out),
+        ),
         mock.patch.dict(os.environ, NVFP4_KERNELS="triton"),
         functorch_config.patch(force_non_lazy_backward_lowering=True),
     ):
@@ -275,7 +282,7 @@ def _addresses(dep) -> tuple[np.ndarray, int]:
     return np.unique(index(*np.ogrid[tuple(slice(size) for size in sizes)]) if sizes else index()), SHARE // left
 
 
-def count(method: str, depth: int, rows: int, sm: int) -> list[dict[str, Any]]:
+def count(method: str, depth: int, rows: int, sm: int, recompute: str = "none") -> list[dict[str, Any]]:
     """The kernels of a block, with bytes for each token and unit of width."""
     shape = Shape(depth)
     heads = shape.width // HEAD
@@ -286,7 +293,7 @@ def count(method: str, depth: int, rows: int, sm: int) -> list[dict[str, Any]]:
             for module in (operands, linear):
                 inside.enter_context(native(module, native_gemm=lambda _: "scaled_mm"))
         inside.enter_context(native(fused, multiplies_squares=lambda _: sm >= 120))
-        graphs = capture(method, config_of_block, rows)
+        graphs = capture(method, config_of_block, rows, recompute)
         with _gpu(sm):
             found = [kernel for gm, backward in graphs for kernel in kernels(gm, backward)]
     unit = rows * LENGTH * shape.width
@@ -299,7 +306,7 @@ def count(method: str, depth: int, rows: int, sm: int) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="bf16,fp8,clover")
+    parser.add_argument("--methods", default="bf16,fp8,clover", help="clover:codes with --runtime=recompute-codes")
     parser.add_argument("--depth", type=int, default=20, help="of the nanochat whose block is counted")
     parser.add_argument("--rows", type=int, default=16, help="of 2,048 tokens")
     parser.add_argument("--sm", type=int, choices=sorted(PROCESSORS), default=90, help="of the GPU")
@@ -309,7 +316,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--depth must be even, --rows at least 1")
     result = {}
     for method in args.methods.split(","):
-        result[method] = found = count(method, args.depth, args.rows, args.sm)
+        name, _, recompute = method.partition(":")
+        result[method] = found = count(name, args.depth, args.rows, args.sm, recompute or "none")
         rows = [[k["pass"], k["kind"], k["bytes"], str(k["read"]), str(k["written"]), k["of"][:60]] for k in found]
         print(table([method, "kind", "bytes", "read", "written", "of"], rows))
         for kind in ("glue", "quantizer"):

@@ -80,10 +80,9 @@ def refuse_unlike(runs: list[dict]) -> None:
     base = {r["seed"]: text(r) for r in runs if r["method"] == "bf16"}
     for r in runs:
         if text(r) != base[r["seed"]]:
-            raise UserError(
-                f"{r['method']} and bf16 of seed {r['seed']} in --results read the text in different orders or are "
-                "evaluated on different parts of it; give files of sweeps with the same --vary-data and --eval-tokens"
-            )
+            both = f"{r['method']} and bf16 of seed {r['seed']} in --results read the text in different orders"
+            mend = "give files of sweeps with the same --vary-data and --eval-tokens"
+            raise UserError(f"{both} or are evaluated on different parts of it; {mend}")
 
 
 def steps_of(runs: list[dict]) -> int:

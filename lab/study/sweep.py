@@ -180,7 +180,8 @@ def plan_options(args: argparse.Namespace) -> dict[str, Any]:
     return options | {"tokens": parse_number(args.tokens) if args.tokens else 0, "extra": args.extra.split()}
 
 
-def main(argv: list[str] | None = None) -> None:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Raises UserError."""
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--name", default="sweep", help="of the table and its files")
@@ -190,26 +191,38 @@ def main(argv: list[str] | None = None) -> None:
     add("--plan", action="store_true", help="list the runs and stop")
     add_sweep_arguments(parser)
     args = parser.parse_args(argv)
-    methods = [*filter(None, args.methods.split(",")), *args.variant]
-    sizes = [s for s in args.sizes.split(",") if s]
-    if not sizes or not methods or min(args.seeds, args.jobs) < 1:
+    args.methods = [*filter(None, args.methods.split(",")), *args.variant]
+    args.sizes = [s for s in args.sizes.split(",") if s]
+    if not args.sizes or not args.methods or min(args.seeds, args.jobs) < 1:
         raise UserError("--sizes, --methods, --seeds and --jobs must be at least one each")
     if not args.name or "/" in args.name:
         raise UserError(f"--name={args.name}: expected the name of a file without /; --folder says where it goes")
-    keep, names = [m for m in args.keep.split(",") if m], labels(methods)
-    if unknown := [m for m in keep if m not in names]:
+    args.keep, names = [m for m in args.keep.split(",") if m], labels(args.methods)
+    if unknown := [m for m in args.keep if m not in names]:
         raise UserError(f"--keep: {unknown[0]!r} is none of this sweep's methods; use one of {', '.join(names)}")
-    options, seeds = plan_options(args), range(args.first_seed, args.first_seed + args.seeds)
-    for run in plan(methods, sizes, seeds, **options):  # bad flags are refused before the data is made
+    return args
+
+
+def planned(args: argparse.Namespace, data: str = "") -> list[Run]:
+    """The runs of a command line; data: data_key of the text. Raises UserError for bad flags of base_train, too."""
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    runs = plan(args.methods, args.sizes, seeds, **plan_options(args), data=data)
+    for run in runs:
         base_train.parse_args(list(run.flags))
+    return runs
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    planned(args)  # bad flags are refused before the data is made
     folder = Path(args.folder) if args.folder else Path(get_base_dir()) / "sweeps"
     data = ensure_data(args.data_dir) if args.plan else prepare(folder, args.data_dir, args.vocab_size)
-    runs = plan(methods, sizes, seeds, **options, data=data_key(data))
+    runs = planned(args, data_key(data))
     if args.plan:
         for run in runs:
             print0(run.tag, *run.flags)
         return
-    sweep = Sweep(folder, data, visible_devices(args.jobs), keep)
+    sweep = Sweep(folder, data, visible_devices(args.jobs), args.keep)
     try:
         run_sweep(sweep, args.name, runs)
     except Interrupted as e:

@@ -126,30 +126,26 @@ class Sweep:
             raise UserError(f"{len(failed)} of {len(runs)} runs failed: {'; '.join(failed)}; run again to repeat them")
 
     def _here(self, waiting: Sequence[Run], progress) -> list[str]:
+        from scripts import base_train
+
         failed, threads = [], torch.get_num_threads()
         torch.set_num_threads(1)  # what fits a CPU is too small for more
         try:
             for run in waiting:
-                failed += self._one_here(run)
+                started, log, problem = time.monotonic(), self.log_path(run), "it ended early, or diverged"
+                with open(log, "a") as f, base_directory(self.folder):
+                    try:
+                        with contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
+                            base_train.main(self.arguments(run))
+                    except (UserError, ValueError) as e:
+                        problem = one_line(e)
+                    except SystemExit as e:  # a signal: the run has saved itself
+                        raise Interrupted(e.code) from None
+                failed += [] if self.finish(run, started) else [f"{run.tag} ({problem}; see {log})"]
                 progress()
         finally:
             torch.set_num_threads(threads)
         return failed
-
-    def _one_here(self, run: Run) -> list[str]:
-        from scripts import base_train
-
-        started, log, problem = time.monotonic(), self.log_path(run), ""
-        with open(log, "a") as f, base_directory(self.folder):
-            try:
-                with contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
-                    base_train.main(self.arguments(run))
-            except (UserError, ValueError) as e:
-                problem = one_line(e)
-            except SystemExit as e:  # a signal: the run has saved itself
-                raise Interrupted(e.code) from None
-        done = self.finish(run, started)
-        return [] if done else [f"{run.tag} ({problem or 'it ended early, or diverged'}; see {log})"]
 
     def _on_gpus(self, waiting: Sequence[Run], progress) -> list[str]:
         waiting, failed = list(waiting), []

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.export.load import compute_with, give_codes
+from nanochat_fp4.export.load import compute_with, give_codes, without_memory
 from nanochat_fp4.export.weights import forward_weights
+from nanochat_fp4.nvfp4.experts import ExpertLinear
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.fused import groups_computed_as_one
 from nanochat_fp4.nvfp4.linear import QuantLinear
@@ -20,7 +21,8 @@ def keep_codes_alone(model: nn.Module) -> None:
     weights = forward_weights(model)
     for name in weights.tensors:
         layer = model.get_submodule(name)
-        layer.weight = nn.Parameter(layer.weight.new_zeros(()).expand(layer.weight.shape), requires_grad=False)
+        empty = nn.Parameter(without_memory(layer.weight, layer.weight.device), requires_grad=False)
+        setattr(*((layer.experts[0], layer.parameter) if isinstance(layer, ExpertLinear) else (layer, "weight")), empty)
     compute_with(model, weights)
 
 
@@ -29,7 +31,7 @@ def merge_adapter(model: nn.Module, deltas: Mapping[str, Tensor] | None = None) 
     """Adds adapters to weights that are 4-bit codes alone and rounds the sums to codes again, in place.
 
     model:  of load_quantized(codes=True), with adapters of peft. Take them off afterwards: model.unload()
-    deltas: without peft: name of a layer -> what is to be added to its weight, (out_features, in_features)
+    deltas: without peft, name of a layer -> the change of its weight, (out_features, in_features)
     Layers are decoded one after the other. peft's own merge_and_unload would add to weights that are not there.
     Returns the error of each changed weight, |Q(W + D) - (W + D)| / |W + D|. Raises UserError for a model that holds
     no such layer.

@@ -64,6 +64,8 @@ def load_quantized(model: M, folder: str | Path, codes: bool = False, device: to
     config = file.config if file else read_config(folder) if about else {}
     check_config(folder, config, about)
     plain, weights = read_weights(file or folder, model, about, tied=bool(config.get("tie_word_embeddings")))
+    if codes and not weights.tensors:
+        raise UserError(f"{file.path if file else folder} has no weights in NVFP4 codes; load it with codes=False")
     lambdas = {}
     if isinstance(model, GPT):
         for name, neutral in LAMBDAS.items():
@@ -80,8 +82,7 @@ def load_quantized(model: M, folder: str | Path, codes: bool = False, device: to
         if layer not in weights.tensors and name not in experts:
             value = plain.get(name, lambdas.get(name))
         elif codes and parameter.is_meta:
-            # It has a shape, a dtype and a device, and no memory. A conversion later would give it memory.
-            value = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+            value = without_memory(parameter, device)
         elif name in experts:
             value = stacked(weights.tensors, *experts[name])
         else:
@@ -195,7 +196,10 @@ def _check_codes(path: Path, name: str, t: NVFP4Tensor, shape: tuple[int, ...] |
         )
     _check_tensor(path, f"{name}, its codes,", t.codes, shape and (rows, columns // 2))
     _check_tensor(path, f"{name}, its scales,", t.scales, (rows, columns // BLOCK))
-    _check_tensor(path, f"{name}, its values,", t.scales.float() * (E2M1_MAX * t.tensor_scale), t.scales.shape)
+    largest = t.scales.float() * (E2M1_MAX * t.tensor_scale)
+    _check_tensor(path, f"{name}, its values,", largest, t.scales.shape)
+    if bool((largest < 0).any()):
+        raise UserError(f"{path}: {name} has negative scales, which is not NVFP4; export or download it again")
 
 
 def compute_with(model: nn.Module, weights: Weights) -> None:
@@ -226,9 +230,7 @@ def compute_with(model: nn.Module, weights: Weights) -> None:
             )
         give_codes(layers, parts)
         for layer in layers:
-            layer.weight.requires_grad_(False)
-            if _codes_alone(layer):
-                packed[id(layer.weight)] = layer.weight
+            packed[id(layer.weight)] = layer.weight.requires_grad_(False)
 
 
 def give_codes(layers: Sequence[QuantLinear], parts: Sequence[NVFP4Tensor]) -> None:
@@ -245,18 +247,24 @@ def give_codes(layers: Sequence[QuantLinear], parts: Sequence[NVFP4Tensor]) -> N
         layers[0].packed[len(layers)] = Codes(codes, scales.view(torch.float8_e4m3fn), layers[0].packed[1].tensor_scale)
 
 
+def without_memory(weight: Tensor, device: torch.device | str) -> Tensor:
+    """For a weight that codes replace. NaN shows where it is taken for a weight: save_pretrained saves it, and peft's
+    merge adds to it."""
+    return torch.full((), torch.nan, dtype=weight.dtype, device=device).expand(weight.shape)
+
+
 def _codes_alone(layer: nn.Module) -> bool:
     return not any(layer.weight.stride())
 
 
-packed: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()  # id -> a weight, codes alone
+packed: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()  # id -> a weight that codes replace
 
 
 @register_optimizer_step_pre_hook
 def _refuse_packed(optimizer: torch.optim.Optimizer, *_) -> None:
     if packed and any(packed.get(id(p)) is p for group in optimizer.param_groups for p in group["params"]):
         raise UserError(
-            "an optimizer holds weights that are 4-bit codes alone; give it the parameters with requires_grad=True"
+            "an optimizer holds weights that 4-bit codes replace; give it the parameters with requires_grad=True"
         )
 
 

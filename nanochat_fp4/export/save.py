@@ -30,18 +30,18 @@ def save_quantized(
 ) -> list[str]:
     """Writes a model of transformers that nf.convert has changed as NVFP4, with its config and tokenizer.
 
-    The codes and block scales are those that the trained forward pass multiplies, to the bit, as scripts.export writes
-    them for the project's own models. transformers and vLLM read compressed-tensors; TensorRT-LLM and vLLM modelopt.
+    Codes and block scales are the trained forward pass's, to the bit. scripts.export writes the same for the project's
+    own models. transformers and vLLM read compressed-tensors. TensorRT-LLM and vLLM read modelopt.
 
     model:       a converted PreTrainedModel, with nn.Linear layers and experts in 4 bits
-    folder:      a new one, or one that an export wrote, with overwrite; it is replaced whole
+    folder:      a new folder. With overwrite, an earlier export is replaced whole
     format:      "compressed-tensors" or "modelopt"
-    tokenizer:   of transformers; saved beside the weights
+    tokenizer:   transformers' tokenizer, saved beside the weights
     calibration: token ids (B, T) on which input scales are found. None: weights in 4 bits, inputs in 16
     dtype:       of what is not in 4 bits
-    Returns what the format cannot hold, a line each. Raises UserError for another format, a model that is not of
-    transformers or not converted, Conv1D layers, experts that its checkpoints do not have one by one (gpt-oss), a
-    folder that is not to be replaced, and where safetensors is not installed.
+    Returns a line for each thing that the format cannot hold. Raises UserError for another format, and for a model that
+    is not of transformers or not converted. Conv1D layers and gpt-oss's experts are refused, too. So is a folder that
+    no export wrote. safetensors must be installed.
 
     >>> nf.save_quantized(torch.nn.Linear(32, 16), "folder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):

@@ -20,8 +20,7 @@ ROWS = 2**40  # row r of the layer with number i is i * ROWS + r, i from 1 on
 
 
 def stacked_parameters(model: nn.Module) -> Iterator[tuple[str, list[str], bool]]:
-    """Of each parameter of experts: its name, the names of its ExpertLinears (once converted), and whether it is
-    transposed."""
+    """(name, names of its ExpertLinears once converted, whether it is transposed) of each parameter of experts."""
     for name, module in model.named_modules():
         layout, before = layout_of(module), f"{name}." if name else ""
         for parameter in layout.parameters if layout else ():
@@ -31,7 +30,7 @@ def stacked_parameters(model: nn.Module) -> Iterator[tuple[str, list[str], bool]
 
 
 def numbered_rows(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Name of each parameter of these layers -> its rows' numbers, int64 (N, 1), of experts (E, N, 1) or (E, 1, N).
+    """Name of each parameter of these layers -> numbers of its rows, int64 (N, 1). Experts have (E, N, 1) or (E, 1, N).
 
     sizes: layer -> its number of rows. Raises UserError for some experts of a layer without the others.
     """
@@ -75,7 +74,7 @@ def source_of(name: str, value: Tensor, sizes: Mapping[str, int]) -> tuple[str, 
 def places(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[str, Tensor | None]]:
     """Name of a checkpoint's tensor -> (name in the model, None), or (an expert's layer, its rows there, (N,)).
 
-    shapes: of the model's tensors by their names; gets those of the checkpoint's.
+    shapes: name -> shape of the model's tensors. The checkpoint's shapes are added.
     """
     columns, sizes, names = {}, {}, list(shapes)
     for path, layers, transposed in stacked_parameters(model):
@@ -100,8 +99,10 @@ def into_model(
 ) -> None:  # fmt: skip
     """Gives tensors that were read the model's names, and puts experts together, in place.
 
-    found: of `places`. codes: by names of layers. An expert whose parts have several tensor scales gets one for each
-    row, (N, 1). Raises UserError where an expert is missing.
+    found: the result of `places`
+    codes: name of a layer -> its codes
+    An expert whose parts have several tensor scales gets one for each row, (N, 1).
+    Raises UserError where an expert is missing.
     """
     pieces: dict[str, list[tuple[Tensor, NVFP4Tensor | Tensor]]] = {}
     read = plain | {f"{layer}.weight": t for layer, t in codes.items()}

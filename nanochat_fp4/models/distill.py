@@ -45,7 +45,7 @@ def _head(model: nn.Module) -> _Head:
 
 
 def _input_of(head: nn.Module, model: nn.Module, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
-    """What the head reads, (B, T, D), in the model's forward pass."""
+    """The head's input (B, T, D) in the model's forward pass."""
     seen = []
 
     def look(_: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
@@ -70,7 +70,7 @@ def distillation_loss(
                     If all but adapters is frozen, the teacher may be the model itself. It then computes in full
                     precision, without peft's adapters.
     ids:            (B, T) int64
-    targets:        (B, T) int64; tokens with a negative one do not count. None: all count
+    targets:        (B, T) int64. A token with a negative target does not count. None: all tokens count
     inputs:         further arguments of both, as attention_mask
 
     Logits are made and dropped some tokens at a time. Raises UserError for a model whose logits are scaled or biased,

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.elementwise import norm_gradient, rms_norm, rotate, rotate_back
-from nanochat_fp4.nvfp4.fused import can_be_fused, linear_then
+from nanochat_fp4.nvfp4.fused import can_be_fused, linear_then, relu_squared_linear
 from nanochat_fp4.nvfp4.gemm import after
 from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.philox import new_seed
 
 
 class _MixedNorm(torch.autograd.Function):
@@ -87,12 +86,11 @@ class _ResidualNorm(NamedTuple):
         return g.view(y.shape).to(y.dtype), g, None, None, None, None
 
 
-class _ReluSquared(NamedTuple):
-    """relu(y)^2, nothing kept."""
+class _Relu2Slope(NamedTuple):
+    """y, whose gradient is 2 relu(y) times the gradient of relu(y)^2 that is given. Nothing is kept."""
 
     def forward(self, y: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
-        positive = F.relu(y)
-        return (positive * positive,), ()
+        return (y,), ()
 
     def backward(self, y: Tensor, kept: Sequence[Tensor], grad: Tensor) -> tuple[Tensor]:
         return (grad * (2 * F.relu(y)),)
@@ -126,7 +124,5 @@ def attention_part(
 
 def mlp_part(block: Any, normed: Tensor) -> Tensor:
     """The MLP of a gpt.Block, without its residual."""
-    (hidden,) = linear_then(_ReluSquared(), normed, (block.mlp.c_fc,))
-    if block.mlp.c_proj.quantizes_input:
-        new_seed(normed.device)  # that of relu(x)'s 8 bits: all other random numbers stay the same
-    return block.mlp.c_proj(hidden.view(*normed.shape[:-1], -1))
+    (y,) = linear_then(_Relu2Slope(), normed, (block.mlp.c_fc,))
+    return relu_squared_linear(y.view(*normed.shape[:-1], -1), block.mlp.c_proj, straight=True)

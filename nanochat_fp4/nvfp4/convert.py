@@ -150,8 +150,10 @@ def convert(
         linear.set_recipe(recipe)
         report.converted.append(name)
     if not report.converted:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in report.left_alone[:4])
-        raise ValueError(f"convert: no linear layer could be converted ({reasons or 'the model has none'})")
+        reasons = [f"{name}: {reason}" for name, reason in report.left_alone[:4]]
+        reasons += [kind for kind in shares(model, (), heads)[2] if "left alone" not in kind]
+        reason = "; ".join(reasons) or "the model has none"
+        raise ValueError(f"convert: no linear layer could be converted ({reason})")
     known = any(linears[name].gram_matrix is not None for name in report.converted)
     report.without_gram_matrices = recipe.looks_at_inputs and not known
     report.quantized, report.quantized_without_heads, report.others = shares(model, report.converted, heads)
@@ -300,8 +302,8 @@ def shares(model: nn.Module, converted: Iterable[str], heads: set[str]) -> tuple
         for parameter_name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() < 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 continue
-            if parameter_name not in experts and parameter_name.removesuffix("_bias") in experts:
-                continue
+            if "bias" in parameter_name:
+                continue  # of experts: one for each
             if parameter.dim() > 2 and parameter.shape[0] == 1 and not isinstance(module, nn.modules.conv._ConvNd):
                 continue  # added to each row of a batch: a vision transformer's positions
             kind = _kind(module, parameter_name, parameter.dim())

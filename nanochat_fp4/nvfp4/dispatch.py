@@ -222,7 +222,8 @@ def no_tensor_cores_reason(device_type: str) -> str | None:
 def multiplies_squares(device_type: str) -> bool:
     """Whether the derivative of ReLU^2 is best computed in the kernel that rotates: where that one waits for memory, on
     sm_120. By count (dev/LOG.md, 2026-11-25) its instructions cost sm_100 what the bytes save. sm_90 would spill."""
-    return native_gemm(device_type) is not None and torch.cuda.get_device_capability() >= (12, 0)
+    native = device_type == "cuda" and native_gemm(device_type) is not None
+    return native and torch.cuda.get_device_capability() >= (12, 0)
 
 
 @constant_when_compiled

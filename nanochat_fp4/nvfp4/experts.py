@@ -3,9 +3,10 @@
 Each slice becomes an ExpertLinear: a QuantLinear without a parameter of its own. Contexts, methods, Gram matrices and
 reports therefore know experts as they know linear layers. The model keeps its Parameters and its state dict.
 
-Tokens are sorted by expert. Each expert that has tokens computes its GEMMs, with codes and tensor scales of its own: to
-the bit what a QuantLinear with its slice computes of these tokens. An expert without tokens computes nothing, and its
-gradient is zero. One call of torch's grouped_mm for all products was slower on an H200 (dev/LOG.md, 2026-11-24).
+Tokens are sorted by expert. Each expert computes GEMMs of its own tokens, with codes and tensor scales of its own. A
+QuantLinear with the expert's slice computes the same of these tokens, to the bit. An expert without tokens computes
+nothing, and its gradient is zero. One call of torch's grouped_mm for all products was slower on an H200 (dev/LOG.md,
+2026-11-24).
 """
 
 import inspect
@@ -65,7 +66,7 @@ class ExpertLinear(QuantLinear):
 
 
 class _Matrix(NamedTuple):
-    """What QuantLinear wants of a layer that is computed as one with others: here the only one."""
+    """A QuantLinear's weight where several layers are computed as one. Here there is only one layer."""
 
     matrix: Tensor
 
@@ -116,13 +117,15 @@ def _routed(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
 def _sorted(self: nn.Module, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
     """torchtitan's experts: x (T, K), sorted by expert -> (T, K). Rows beyond the sum of the numbers are padding."""
+    gate, down, up = getattr(self, LINEARS)
     counts = num_tokens_per_expert.tolist()
     rows = x[: sum(counts)]
-    hidden = silu(_project(self, "w1", rows, counts)) * _project(self, "w3", rows, counts)
-    y = _project(self, "w2", hidden, counts).to(x.dtype)
+    hidden = silu(_project(self, gate, rows, counts)) * _project(self, up, rows, counts)
+    y = _project(self, down, hidden, counts).to(x.dtype)
     return torch.cat([y, x.new_zeros(len(x) - len(y), y.shape[-1])])
 
 
+_SORTED = {("x", "num_tokens_per_expert"), ("x_RD", "num_tokens_per_expert_E")}
 LAYOUTS = (
     Layout(
         ("gate_up_proj", "down_proj"),
@@ -132,20 +135,25 @@ LAYOUTS = (
         },
         _routed,
     ),
-    Layout(("w1", "w2", "w3"), {("x", "num_tokens_per_expert")}, _sorted),
+    Layout(("w1", "w2", "w3"), _SORTED, _sorted),
+    Layout(("w1_EFD", "w2_EDF", "w3_EFD"), _SORTED, _sorted),  # torchtitan 0.3
 )
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """The layout of a module that holds experts, by its parameters and the arguments of its forward, or None."""
+    """The layout of a module that holds experts, by its parameters and the arguments of its forward, or None.
+
+    A further child is something that the layout's forward would not call: a norm, or an expert that is the identity.
+    """
     names = {name: p.dim() for name, p in module.named_parameters(recurse=False)}
+    if not {name for name, _ in module.named_children()} <= {"act_fn", LINEARS}:
+        return None
     for layout in LAYOUTS:
         stacked = {name for name, dim in names.items() if dim == 3}
         known = {*layout.parameters, *(f"{name}_bias" for name in layout.parameters)}
         if stacked != set(layout.parameters) or not set(names) <= known:
             continue
-        arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
-        if arguments in layout.arguments and not getattr(module, "has_post_expert_norm", False):
+        if tuple(inspect.signature(type(module).forward).parameters)[1:] in layout.arguments:
             return layout
     return None
 

@@ -14,7 +14,8 @@ from nanochat_fp4.nvfp4.dispatch import multiplies_squares, use_kernels
 from nanochat_fp4.nvfp4.gemm import GemmOperand
 from nanochat_fp4.nvfp4.linear import QuantLinear, Then, _stacked
 from nanochat_fp4.nvfp4.operands import Codes, quantize_weights
-from nanochat_fp4.nvfp4.relu_squared import ReluSquared
+from nanochat_fp4.nvfp4.philox import new_seed
+from nanochat_fp4.nvfp4.relu_squared import ReluSquared, StraightReluSquared
 
 
 def can_be_fused(linears: Sequence[torch.nn.Module]) -> bool:
@@ -90,15 +91,21 @@ def linear_then(
     return first._product(x, tuple(linears), then, more)
 
 
-def relu_squared_linear(x: torch.Tensor, linear: QuantLinear) -> torch.Tensor:
+def relu_squared_linear(x: torch.Tensor, linear: QuantLinear, straight: bool = False) -> torch.Tensor:
     """linear(relu(x)^2) of a layer that quantizes its input. 8 bits of relu(x) are kept for the derivative
     (relu_squared.py). x (..., in_features) is in FP32 or BF16.
+
+    straight: nothing is kept, and the gradient is that of relu(x)^2. The caller has the derivative.
 
     The kernels quantize relu(x)^2 as it is made, and never write it, to the bit the same. A layer with hooks, which
     want to see relu(x)^2, is called with it.
     """
     if _takes_squares(linear, x):
-        return linear._compute(x, (linear,), squares=True)
+        return linear._compute(x, (linear,), squares="straight" if straight else "derivative")
+    if straight:
+        if linear.quantizes_input:
+            new_seed(x.device)  # that of relu(x)'s 8 bits: all other random numbers stay the same
+        return linear(StraightReluSquared.apply(x))
     y, amax = ReluSquared.apply(x, linear.rank)
     return linear(y, amax)
 

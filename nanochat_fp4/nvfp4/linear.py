@@ -128,7 +128,8 @@ class _Pass(NamedTuple):
                   gets none. Not saved by it: it takes no tensor that changes.
     values:       the weights where they are not the function's arguments, which only get the gradients (sharding.py)
     amax:         max |input|, FP32 (), where the caller knows it
-    squares:      the input is relu(x)^2 of the x that is given
+    squares:      the input is relu(x)^2 of the x that is given, if not "". The gradient is that of x with "derivative",
+                  from 8 bits of relu(x), and that of relu(x)^2 with "straight".
     then:         what follows the product. The product is then computed again, from the operands, in the backward pass.
     more:         the number of tensors that `then` takes besides the product
     """
@@ -142,7 +143,7 @@ class _Pass(NamedTuple):
     gradients: torch.Tensor | None
     values: tuple[torch.Tensor, ...] | None
     amax: torch.Tensor | None
-    squares: bool
+    squares: str
     then: Then | None = None
     more: int = 0
 
@@ -174,6 +175,7 @@ def _forward(this: _Pass, needs: tuple[bool, bool], x: torch.Tensor, *tensors: t
     square = ()
     if this.squares:
         xq, *square = quantize_relu_squared(x, for_x, square_seed)
+        square = square if this.squares == "derivative" else ()
     else:
         xq = quantize_operand(x, for_x, keep_codes=True)
     xq, wq = gemms.input_of_all(xq), this.weight
@@ -455,7 +457,7 @@ class QuantLinear(torch.nn.Linear):
         x: torch.Tensor,
         layers: "tuple[QuantLinear, ...]",
         amax: torch.Tensor | None = None,
-        squares: bool = False,
+        squares: str = "",
     ) -> torch.Tensor:
         """The outputs of layers like this one (itself the first), side by side."""
         device = x.device.type
@@ -465,7 +467,7 @@ class QuantLinear(torch.nn.Linear):
         return self._output(x, layers, amax, squares)
 
     def _output(
-        self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]", amax: torch.Tensor | None, squares: bool
+        self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]", amax: torch.Tensor | None, squares: str
     ) -> torch.Tensor:
         dtype = _compute_dtype(x)
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -511,7 +513,7 @@ class QuantLinear(torch.nn.Linear):
 
     def around_square(self, x: torch.Tensor, second: "QuantLinear") -> torch.Tensor:
         """second(relu(self(x))^2), where fused.can_be_around_square."""
-        (first, rows), (after, _) = self._pass(x, (self,)), second._pass(x, (second,), squares=True)
+        (first, rows), (after, _) = self._pass(x, (self,)), second._pass(x, (second,), squares="derivative")
         return _AroundSquare.apply(first, after, rows, self.matrix, second.matrix).view(*x.shape[:-1], -1)
 
     def _pass(
@@ -519,7 +521,7 @@ class QuantLinear(torch.nn.Linear):
         x: torch.Tensor,
         layers: "tuple[QuantLinear, ...]",
         amax: torch.Tensor | None = None,
-        squares: bool = False,
+        squares: str = "",
         then: Then | None = None,
         more: int = 0,
         gemms: Gemms | None = None,

@@ -180,7 +180,8 @@ class Recipe:
         A grad_weight of the raw input takes the raw input here as well, as in Quartet II's code.
         """
         late = self.late and (self.late[0], self.late[1].forward_only())
-        return replace(self, grad_input=Gemm(), grad_weight=Gemm(b=Operand(raw=self.grad_weight.b.raw)), late=late)
+        weight, x = (Operand(raw=raw) for raw in (self.output.rht_dim > 0, self.grad_weight.b.raw))
+        return replace(self, grad_input=Gemm(b=weight), grad_weight=Gemm(b=x), late=late)
 
     def __str__(self) -> str:
         text = f"{self.name}: output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
@@ -199,6 +200,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield f": kept_blocks is a share of the blocks, from 0 to less than 1; got {recipe.kept_blocks}"
     if recipe.output.b.feedback and recipe.output.rht_dim:
         yield ", output: feedback does not go with a rotation"
+    if recipe.output.rht_dim and not (recipe.grad_input.b.raw and recipe.grad_weight.b.raw):
+        yield ", output: a rotated forward keeps no values for the backward; set raw=True for its weight and input"
 
 
 def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:

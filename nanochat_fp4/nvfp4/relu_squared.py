@@ -28,6 +28,18 @@ class ReluSquared(torch.autograd.Function):
         return relu_squared_gradient(grad_y, *ctx.saved_tensors), None
 
 
+class StraightReluSquared(torch.autograd.Function):
+    """relu(x)^2 with the gradient of relu(x)^2, which passes as it is."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x).square()
+
+    @staticmethod
+    def backward(ctx, grad_y: torch.Tensor) -> torch.Tensor:
+        return grad_y
+
+
 def relu_squared_gradient(grad_y: torch.Tensor, kept: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
     """grad_y * 2 relu(x), in grad_y's dtype."""
     return (grad_y * (2 * step * kept)).to(grad_y.dtype)

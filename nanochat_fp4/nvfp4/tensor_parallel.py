@@ -274,7 +274,7 @@ class DividedLinear(QuantLinear):
         return DividedGemms(self.recipe, self.shard._replace(extent=self.matrix.shape[self.shard.dim]))
 
     def _output(
-        self, x: torch.Tensor, layers: tuple[QuantLinear, ...], amax: torch.Tensor | None, squares: bool
+        self, x: torch.Tensor, layers: tuple[QuantLinear, ...], amax: torch.Tensor | None, squares: str
     ) -> torch.Tensor:
         dtype, recipe = _compute_dtype(x), self._recipe_now()
         per_token = self._per_token_now(torch.is_grad_enabled())

@@ -13,11 +13,24 @@ import torch
 
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.hardware import MACHINES, Machine
 from nanochat_fp4.models.cross_entropy import CHUNK_ELEMENTS
 from nanochat_fp4.models.lean import BLOCK, STEP_BYTES
 from nanochat_fp4.models.optim import STACK_BYTES, STACK_ELEMENTS
 from nanochat_fp4.nvfp4.format import BYTES
-from nanochat_fp4.step_time import SEQUENCE, VOCABULARY, Shape
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.step_time import (
+    BF16,
+    CODES,
+    DECODE_INSTRUCTIONS,
+    SEQUENCE,
+    VOCABULARY,
+    Shape,
+    Step,
+    gemm_step,
+    predicted_ms,
+    step_ms,
+)  # fmt: skip
 
 SHARE = 0.94  # 6% for fragmentation and libraries
 CARDS = (8, 12, 16, 24, 32)  # GiB
@@ -36,6 +49,18 @@ BLOCK_BYTES = {
 MOMENT = 1 + 4 / BLOCK  # in 8 bits
 STATE_BYTES = {"fp32": (12.0, 16.0, 8.0), "lean": (4 + MOMENT, 4 + 2 * MOMENT, 4 + 2 * MOMENT)}
 HEAD = 2 + 2 * 4  # bytes a weight of the head: in BF16, its gradient twice
+# What codes determine and a backward pass computes again (models/recompute.py): units of the width that are not kept,
+# columns of the product in widths, and more bytes of glue for each token and unit of width, by lab.predict.glue on
+# sm_120. torch.compile computes the first one again anyway.
+AGAIN = {
+    "stream after the lambdas": (2, 0, 0.0),
+    "queries, keys, values": (6, 3, 4.2),
+    "stream into the second norm": (2, 1, 6.0),
+    "relu(x)": (4, 4, 4.0),
+}
+SQUARE = 16.0  # bytes less where ReLU^2's derivative is in the kernel that rotates (dispatch.multiplies_squares)
+OF_RECOMPUTE = {"none": (), "codes": tuple(AGAIN)[:3], "codes-mlp": tuple(AGAIN)}
+LEAN_UPDATE = 100.0  # bytes a parameter that an update in lean takes more: 22.8 ms of d26 on an H200 (dev/LOG.md)
 # Cheapest first: (state, recompute). The first one with ROWS rows is taken, else the one with most rows.
 LEVELS = [(state, again) for state in STATE_BYTES for again in ("none", "codes", "codes-mlp")]
 
@@ -45,6 +70,21 @@ def activation_bytes(depth: int, recompute: str = "none", kind: str = "codes") -
     shape = Shape(depth)
     per_width, per_head, rest = BLOCK_BYTES[kind][recompute]
     return depth * (per_width * shape.width + per_head * shape.width // 128 + rest) + 6 * shape.width + 16
+
+
+def again_ms(shape: Shape, method: str, tensor: str, machine: Machine, tokens: float) -> float:
+    """Predicted milliseconds for a tensor of AGAIN in one micro-batch: a product, glue, and decoding without FP4."""
+    quantized, w, (_, columns, glue) = get_recipe(method).quantizes, shape.width, AGAIN[tensor]
+    native, n = quantized and machine.fp4 is not None, columns * shape.width
+    if quantized and tensor == "relu(x)" and machine.longer > 1:
+        glue += SQUARE  # sm_120
+    steps = [Step("glue", glue * w * tokens)] if glue else []
+    if n:
+        steps.append(gemm_step("again", tokens, n, w, "fp4" if native else "bf16"))
+    if n and quantized and not native:
+        sizes = tokens * w, n * w
+        steps += [Step("decode", size * (CODES + BF16), size * DECODE_INSTRUCTIONS) for size in sizes]
+    return shape.depth * sum(predicted_ms(step, machine) for step in steps)
 
 
 class Plan(NamedTuple):
@@ -74,10 +114,24 @@ class Plan(NamedTuple):
             stack = 4 * shape.width**2 * STEP_BYTES
         return self.at_rest + max(tokens * activation_bytes(self.depth, self.recompute, self.kind) + loss, stack)
 
+    @property
+    def at_one(self) -> float:
+        """The peak of one row."""
+        return self._replace(rows=1).peak
+
     def most_rows(self, memory: float) -> "Plan":
         """With the largest power of two of rows, up to 32, that fits so many bytes; 0 rows where none fits."""
         fitting = (n for n in (32, 16, 8, 4, 2, 1) if self._replace(rows=n).peak <= SHARE * memory)
         return self._replace(rows=next(fitting, 0))
+
+    def tokens_per_second(self, method: str, machine: Machine, total: int = 524288) -> float:
+        """Predicted, of a step of so many tokens; recompute as in OF_RECOMPUTE."""
+        shape, tokens = Shape(self.depth), int(self.rows * SEQUENCE)
+        again = sum(again_ms(shape, method, tensor, machine, tokens) for tensor in OF_RECOMPUTE[self.recompute])
+        ms = step_ms(shape, method, machine, micro_batch=tokens, total_batch=total) + total / tokens * again
+        if self.state == "lean":
+            ms += predicted_ms(Step("update", LEAN_UPDATE * (shape.block_weights + shape.head_weights)), machine)
+        return 1e3 * total / ms
 
     @property
     def flags(self) -> str:
@@ -89,7 +143,10 @@ class Plan(NamedTuple):
 def best(depth: int, memory: float) -> Plan:
     """The cheapest plan with ROWS rows, or the one with most rows (0: none fits)."""
     plans = [Plan(depth, *level, 0).most_rows(memory) for level in LEVELS]
-    return next((plan for plan in plans if plan.rows >= ROWS), max(plans, key=lambda plan: plan.rows))
+    most = max(plans, key=lambda plan: plan.rows)
+    if not most.rows:
+        return min(plans, key=lambda plan: plan.at_one)._replace(rows=0)
+    return next((plan for plan in plans if plan.rows >= ROWS), most)
 
 
 def next_lever(depth: int, state: str, recompute: str, rows: float, kind: str = "codes") -> str:
@@ -148,8 +205,18 @@ def main(argv: list[str] | None = None) -> None:
         return
     plans = [Plan(args.depth, *level, 0).most_rows(memory * 2**30) for level in LEVELS]
     print(f"d{args.depth} on {memory:.0f} GiB: {describe(plan)}")
+    machine = MACHINES.get(args.gpu)
     lines = [[p.state, p.recompute, p.rows, f"{p._replace(rows=max(1, p.rows)).peak / 2**30:.1f}"] for p in plans]
-    print(table(["state", "recompute", "rows", "GiB at the peak, of 1 row at least"], lines))
+    names = ["state", "recompute", "rows", "GiB at the peak, of 1 row at least"]
+    if machine is not None:
+        names.append("tokens/s, predicted")
+        for line, p in zip(lines, plans):
+            line.append(f"{p.tokens_per_second('clover', machine):,.0f}" if p.rows else "-")
+    print(table(names, lines))
+    paper = min((Plan(20, *level, 1) for level in LEVELS), key=lambda p: p.peak)
+    print(
+        f"the paper's d20 needs {paper.peak / SHARE / 2**30:.1f} GiB at least, for {rows_of(paper)} with {paper.flags}"
+    )
 
 
 if __name__ == "__main__":

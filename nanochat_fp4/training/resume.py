@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanochat_fp4.common import get_dist_info, is_ddp_initialized, of_all_ranks, set_rng_state
+from nanochat_fp4.common import get_dist_info, is_ddp_initialized, of_all_ranks, restarts, set_rng_state
 from nanochat_fp4.console import format_bytes, logger
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.files import atomic_write
@@ -50,11 +50,7 @@ class Start:
 
 def starts_over(resume_from_step: int | str, overwrite: bool) -> bool:
     """Whether what is in the folder is to be deleted: not when torchrun starts all ranks again after one died."""
-    return overwrite and resume_from_step == -1 and not _started_again()
-
-
-def _started_again() -> bool:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+    return overwrite and resume_from_step == -1 and not restarts()
 
 
 def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrite: bool) -> int | None:
@@ -64,7 +60,7 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
     resume_from_step: -1, a step, or 'latest'. Deletes nothing: see start_over. Raises UserError where a new run would
     mix with one that is there.
     """
-    wanted = "latest" if resume_from_step == -1 and _started_again() else resume_from_step
+    wanted = "latest" if resume_from_step == -1 and restarts() else resume_from_step
     if wanted != -1:
         if wanted != "latest":
             return wanted

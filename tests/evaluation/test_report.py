@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import plots, report
@@ -91,6 +90,8 @@ def test_runs_of_several_seeds_are_a_line_with_a_band(base_dir, folder, monkeypa
         drawn.add((label, len(runs), len(axes.collections) - before))
 
     monkeypatch.setattr(plots, "curve", noted)
+    from matplotlib.figure import Figure
+
     monkeypatch.setattr(plots, "draw", lambda path, title, plot: plot(Figure().subplots()))
     generated(folder, drawn=True)
     assert {d for d in drawn if "BF16" not in d[0]} == {

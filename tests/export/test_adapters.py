@@ -71,6 +71,7 @@ def test_a_step_keeps_codes_adapters_and_nothing_of_16_bits(folder):
         kept_bytes = sum(t.untyped_storage().nbytes() for t in operand.tensors())
         assert kept_bytes == 32 * 32 // 2 + 32 * 2 + 4  # 0.5625 bytes a weight and one tensor scale
         assert base.weight.untyped_storage().nbytes() == 4 and base.weight.grad is None
+        assert base.weight.isnan().all()  # nobody takes it for a weight
     weights = [t for t in kept if t.shape == (32, 32) and t.is_floating_point() and t.untyped_storage().nbytes() > 4]
     assert not [t for t in weights if t.dtype not in (torch.uint8, torch.float8_e4m3fn)], "a decoded weight is kept"
 
@@ -142,12 +143,22 @@ BAD_FILES = {
     "another shape": (change, {"layers__0__weight_packed": torch.zeros(16, 16).byte()}, "expected .32, 16."),
     "MXFP4": (change, {"layers__0__weight_scale": torch.ones(32, 2).byte()}, "scales in torch.uint8, which is not"),
     "INT4": (change, {"layers__0__weight_packed": torch.zeros(32, 4).int()}, "codes in torch.int32"),
+    "negative scales": (change, {"layers__0__weight_global_scale": -torch.ones(1)}, "layers.0 has negative scales"),
     "a zero point": (change, {"layers__0__weight_zero_point": torch.zeros(1)}, "weight_zero_point is not of this"),
     "said to be MXFP4": (described, {"format": "mxfp4-pack-quantized"}, "is in 'mxfp4-pack-quantized'; expected nvfp4"),
     "said to be GPTQ": (described, {"format": None, "quant_method": "gptq"}, "is in 'gptq'"),
     "said to have groups of 32": (described, {"group_size": 32}, "has groups of 32; expected"),
     "rotated": (described, {"transform_config": {"config_groups": {"R1": {}}}}, "has rotated weights"),
 }  # fmt: skip
+
+
+def test_a_file_without_codes_is_refused(folder):
+    nf.save_quantized(nf.convert(Foreign(), skip=["layers.0"], verbose=False), folder, overwrite=True)
+    assert [bool(layer.packed) for layer in codes_alone(folder).layers] == [False, True]
+    change(folder, **{f"layers__1__weight_{part}": None for part in ("packed", "scale", "global_scale")})
+    change(folder, layers__1__weight=torch.ones(32, 32))
+    with pytest.raises(UserError, match="out has no weights in NVFP4 codes; load it with codes=False"):
+        codes_alone(folder)
 
 
 @pytest.mark.parametrize("how", BAD_FILES)

@@ -16,6 +16,7 @@ from nanochat_fp4.models.gpt import MLP, GPTConfig, norm
 from nanochat_fp4.nvfp4 import fused, operands
 from nanochat_fp4.nvfp4 import linear as linear_module
 from nanochat_fp4.nvfp4 import relu_squared as dispatch
+from nanochat_fp4.nvfp4.fused import relu_squared_linear
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference
 from nanochat_fp4.nvfp4.relu_squared import relu_squared_gradient, relu_squared_reference
 
@@ -144,6 +145,23 @@ def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, monkeypatch
             if not compiled:
                 got.float().square().sum().backward()
                 results.append([p.grad.clone() for p in mlp.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*results))
+
+
+def test_a_derivative_that_is_elsewhere_keeps_nothing(monkeypatch):
+    """Quantized as it is made, or relu(x)^2 for a layer with a hook: the same bits, gradients and random numbers."""
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    layer = nf.convert(torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)), "clover", verbose=False).to(DEVICE)[0]
+    x, results = made(32, 64, torch.float32).to(DEVICE).clamp(-4, 4).requires_grad_(), []
+    kept: list[torch.Tensor] = []
+    for hooked in (False, True):
+        if hooked:
+            layer.register_forward_pre_hook(lambda _, args: None)
+        torch.manual_seed(2)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = relu_squared_linear(x, layer, straight=True)
+        assert not any(t.shape == x.shape for t in kept)
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), (x, layer.weight)), torch.rand(3)])
     assert all(torch.equal(*pair) for pair in zip(*results))
 
 

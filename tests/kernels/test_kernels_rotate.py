@@ -375,7 +375,7 @@ def test_quant_linear_with_kernels_is_the_reference(method, monkeypatch):
         results.append((y.detach(), *torch.autograd.grad(y, (leaf, linear.weight), e)))
     for name, got, want in zip(("output", "grad_input", "grad_weight"), *results):
         assert got.dtype == want.dtype and got.shape == want.shape
-        if name == "output" and not ON_GPU:
+        if name == "output" and not (ON_GPU or linear.recipe.output.rht_dim):
             assert_same_bits(name, got, want)
         else:
             # One BF16 ulp, where there is one, and codes that tip: 0.1% of them, by a step.

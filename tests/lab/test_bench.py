@@ -18,6 +18,7 @@ from nanochat_fp4.nvfp4.quantizers import get_rounding
 
 PASSES = list(bench_linear.PASSES)
 TINY = {"tiny": {"up": (128, 256), "down": (256, 128)}}
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -95,14 +96,6 @@ def test_a_machine_is_known_by_its_whole_name():
 # Bad input.
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("module", [bench_linear, bench_quantize])
-def test_without_cuda_one_line(module):
-    with pytest.raises(UserError, match="there is no CUDA device; .* --roofline") as e:
-        module.main([])
-    assert "\n" not in str(e.value)
-
-
 @pytest.mark.parametrize(
     "module, argv, message",
     [
@@ -111,11 +104,13 @@ def test_without_cuda_one_line(module):
         (bench_linear, ["--methods", "clever"], "unknown method 'clever'"),
         (bench_quantize, ["--rows", "100"], "multiples of 128"),
         (bench_quantize, ["--only", "nothing"], "matches none of: amax"),
+        *(pytest.param(m, [], "no CUDA device; .* --roofline", marks=no_gpu) for m in (bench_linear, bench_quantize)),
     ],
 )
-def test_bad_arguments(module, argv, message):
-    with pytest.raises((UserError, ValueError), match=message):
+def test_bad_arguments_are_one_line(module, argv, message):
+    with pytest.raises((UserError, ValueError), match=message) as e:
         module.main(argv)
+    assert "\n" not in str(e.value)
 
 
 # --------------------------------------------------------------------------------------------------------------------

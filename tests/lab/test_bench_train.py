@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZES = ["--depth", "1", "--aspect-ratio", "32", "--head-dim", "32", "--seq-len", "32", "--vocab-size", "64"]
 SIZES += ["--total-batch-size", "128", "--rounds", "1", "--calls", "1"]
 TINY = [*SIZES, "--micro-batch", "2"]
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
 def tiny_trainer(compiled=False) -> Subject:
@@ -32,35 +33,27 @@ def tiny_trainer(compiled=False) -> Subject:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU micro-batches are measured")
 def test_one_command_measures_everything(base_dir, capsys):
-    bench_train.main([*TINY, "--methods", "clover", "--recompute", "none,all"])
+    """Also with a micro-batch of its own for a method."""
+    bench_train.main([*TINY, "--methods", "clover:4", "--recompute", "none,all"])
     out = capsys.readouterr().out
     content = json.loads((base_dir / "bench" / "bench_train.json").read_text())
     assert content["settings"]["hardware"] == out.splitlines()[0] and "PyTorch reference" in out.splitlines()[0]
     assert content["settings"]["micro_batch"] == 2 and "torch" in content["environment"]
     records = [r for r in content["records"] if "tokens_per_second" in r]
-    assert [r["variant"] for r in records] == ["bf16", "clover", "bf16, all again", "clover, all again"]
-    for r in records:
-        assert (r["depth"], r["micro_batch"], r["micro_batches"], r["recompiles"]) == (1, 2, 2, 0)
-        step = 2 * r["micro_batch_ms"] + r["codes_ms"] + r["update_ms"]
+    names = ["bf16", "clover, 4 rows", "bf16, all again", "clover, 4 rows, all again"]
+    assert [r["variant"] for r in records] == names
+    for r, rows in zip(records, (2, 4, 2, 4)):
+        assert (r["depth"], r["micro_batch"], r["micro_batches"], r["recompiles"]) == (1, rows, 4 // rows, 0)
+        step = r["micro_batches"] * r["micro_batch_ms"] + r["codes_ms"] + r["update_ms"]
         assert r["tokens_per_second"] == pytest.approx(128 / step * 1e3)
         assert r["ratio"] == pytest.approx(r["tokens_per_second"] / records[0]["tokens_per_second"])
         assert r["mfu"] is None and r["peak_bytes"] is None and f"{round(r['tokens_per_second'])}" in out
     operations = {(r["variant"], r["phase"], r["kind"]) for r in content["records"] if "kind" in r}
-    for variant in ("bf16", "clover, all again"):
+    for variant in names[0], names[3]:
         for work in (("forward", "GEMM"), ("forward", "LM head and loss"), ("backward", "GEMM"), ("update", "GEMM")):
             assert (variant, *work) in operations
-    assert "recompilations after the warm-up: 0" in out and "Time by operation, d1, clover, micro-batch 2" in out
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU memory is measured, too")
-def test_each_method_may_have_a_micro_batch_of_its_own(base_dir, capsys):
-    bench_train.main([*SIZES, "--methods", "clover:4,clover:1,nvidia,bf16:2", "--micro-batch", "4", "--no-table7"])
-    records = written(base_dir)
-    assert {name: (r["micro_batch"], r["micro_batches"]) for name, r in records.items()} == {
-        "bf16, 2 rows": (2, 2), "clover, 4 rows": (4, 1), "clover, 1 rows": (1, 4), "nvidia": (4, 1),
-    }  # fmt: skip
-    base = records["bf16, 2 rows"]["tokens_per_second"]
-    assert all(r["ratio"] == pytest.approx(r["tokens_per_second"] / base) for r in records.values())
+    assert "recompilations after the warm-up: 0" in out
+    assert "Time by operation, d1, clover, 4 rows, micro-batch 4" in out
 
 
 def test_variants_are_what_they_say():
@@ -121,14 +114,12 @@ def fake_peaks(constant, per_row, memory, update=0):
 
 def test_the_largest_micro_batch_is_tried_out():
     peaks, tried = fake_peaks(1000, 100, memory=2700, update=1500)
-    size, memory = bench_step.find_micro_batch(FAKE, 64, 2700, peaks)
-    assert size == 16 and tried == [1, 1, 2, 16]  # the first step makes the optimizers' states
-    assert memory.per_row() == 100 and memory.peak(16) == 2600 and memory.peak(1) == 1500  # the update needs more
+    assert bench_step.find_micro_batch(FAKE, 64, 2700, peaks) == (16, {1: 1100, 2: 1200, 16: 2600}, 1500)
+    assert tried == [1, 1, 2, 16]  # the first step makes the optimizers' states
     peaks, tried = fake_peaks(1000, 100, memory=2000)  # less than the budget promises: fragments
-    size, memory = bench_step.find_micro_batch(FAKE, 64, 2700, peaks)
-    assert size == 8 and tried[-2:] == [16, 8] and memory.peak(16) is None
-    size, memory = bench_step.find_micro_batch(FAKE, 64, 2700, fake_peaks(1000, 100, memory=1150)[0])
-    assert size == 1 and memory.per_row() is None
+    size, passes, _ = bench_step.find_micro_batch(FAKE, 64, 2700, peaks)
+    assert size == 8 and tried[-2:] == [16, 8] and 16 not in passes
+    assert bench_step.find_micro_batch(FAKE, 64, 2700, fake_peaks(1000, 100, memory=1150)[0]) == (1, {1: 1100}, 0)
     for rows in (64, 1):
         assert bench_step.find_micro_batch(FAKE, rows, 10**6, fake_peaks(1000, 100, memory=10**6)[0])[0] == rows
     with pytest.raises(UserError, match="not even one row of 10 tokens fits into"):
@@ -255,11 +246,27 @@ def test_every_kernel_of_ours_has_a_kind():
         (["--rounds", "0"], "must be at least 1"),
         (["--nanochat", "x"], "give --micro-batch a number"),
         ([*TINY, "--methods=bf16", "--nanochat", "/nowhere"], "no nanochat.gpt can be imported from /nowhere"),
+        pytest.param([], "there is no CUDA device.*nanochat_fp4.step_time predicts", marks=no_gpu),
+        pytest.param([*TINY, "--memory-cap", "32GiB"], "there is no CUDA device", marks=no_gpu),
     ],
 )
-def test_bad_arguments(argv, message):
-    with pytest.raises(UserError, match=message):
+def test_bad_arguments_are_one_line(argv, message):
+    with pytest.raises(UserError, match=message) as e:
         bench_train.main(argv)
+    assert "\n" not in str(e.value)
+
+
+def test_peak_and_bytes_of_a_token_are_those_of_the_sizes_that_fit(monkeypatch):
+    args, record = bench_train.parse_args(["--seq-len", "10", "--total-batch-size", "640"]), {}
+    args.budget = 2700
+    for passes, update, peak, of_a_token in (
+        ({1: 1100, 2: 1200, 16: 2600}, 1500, 2600, 10),
+        ({16: 900}, 1500, 1500, None),
+    ):
+        monkeypatch.setattr(bench_step, "find_micro_batch", lambda *of, found=(16, passes, update): found)
+        record |= {"bytes_per_token": None}
+        bench_train.find_memory(args, record, FAKE, "auto")
+        assert record == {"micro_batch": 16, "peak_bytes": peak, "bytes_per_token": of_a_token}
 
 
 @pytest.mark.parametrize("free, cap", [(31.4, 31.4), (80, 32)])
@@ -274,14 +281,6 @@ def test_the_cap_is_at_most_what_is_free(free, cap, monkeypatch, capsys):
     assert args.budget == args.memory_cap == int(cap * 2**30)
     assert fractions.__self__ == [args.budget / (100 * 2**30)]
     assert ("only 31.4 GB are free" in capsys.readouterr().out) == (free < 32)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_cuda_one_line():
-    for argv in ([], ["--micro-batch", "2", "--memory-cap", "32GiB"]):
-        with pytest.raises(UserError, match="there is no CUDA device.*nanochat_fp4.step_time predicts") as e:
-            bench_train.main(argv)
-        assert "\n" not in str(e.value)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -369,28 +368,21 @@ def test_a_variant_that_fails_leaves_nothing_in_memory(base_dir, monkeypatch):
     assert len(held) == 1 and written(base_dir)["nvidia"]["tokens_per_second"] > 0
 
 
-def test_a_wrong_method_is_not_timed(base_dir, monkeypatch):
-    monkeypatch.setattr(
-        bench_train, "layer_problem", lambda device, method: "all zeros" if method == "nvidia" else None
-    )
-    with pytest.raises(UserError, match="1 of 2 variants failed: d1 nvidia: wrong result: all zeros"):
-        bench_train.main([*TINY, "--methods", "nvidia", "--no-table7"])
-    records = written(base_dir)
-    assert records["nvidia"]["micro_batch"] is None and records["bf16"]["ratio"] == 1
-
-
-def test_a_depth_that_cannot_be_built_leaves_the_others(base_dir, monkeypatch):
+def test_a_wrong_method_and_a_depth_that_cannot_be_built_leave_the_others(base_dir, monkeypatch):
     def build(config, *args):
         if config.n_layer == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return Subject(config, *args)
 
+    problem = lambda device, method: "all zeros" if method == "nvidia" else None  # noqa: E731
+    monkeypatch.setattr(bench_train, "layer_problem", problem)
     monkeypatch.setattr(bench_train, "Subject", build)
-    with pytest.raises(UserError, match="1 of 2 variants failed: d2 bf16: out of memory; lower --depth"):
-        bench_train.main([*TINY, "--methods", "", "--depth", "2,1", "--no-table7"])
+    failed = "2 of 3 variants failed: d2 bf16: out of memory; lower --depth; d1 nvidia: wrong result: all zeros"
+    with pytest.raises(UserError, match=failed):
+        bench_train.main([*TINY, "--methods", "nvidia", "--depth", "2,1", "--no-table7"])
     content = json.loads((base_dir / "bench" / "bench_train.json").read_text())
     timed = [(r["depth"], r["variant"]) for r in content["records"] if r.get("tokens_per_second")]
-    assert timed == [(1, "bf16")]
+    assert timed == [(1, "bf16")] and written(base_dir)["nvidia"]["micro_batch"] is None
 
 
 @pytest.mark.gpu

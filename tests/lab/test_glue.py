@@ -1,22 +1,29 @@
 """The count of glue: distinct elements of a kernel's indices, the stored counts, and a block's schedule."""
 
+import importlib
 import json
 from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
 import pytest
-import sympy
 
-from lab.predict import glue
 from nanochat_fp4 import step_time
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.training import fits
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 Dep = namedtuple("Dep", "index var_names size")
 
 
-def test_an_element_counts_once_however_often_it_is_read():
+@pytest.fixture(scope="module")
+def glue():
+    return importlib.import_module("lab.predict.glue")  # with Inductor, which takes seconds
+
+
+def test_an_element_counts_once_however_often_it_is_read(glue):
+    import sympy
+
     token, column = sympy.symbols("d0 d1", integer=True)
     whole = Dep(64 * token + column, (token, column), (256, 64))
     half = Dep(64 * token + column % 32 + 32, (token, column), (256, 64))
@@ -46,9 +53,17 @@ def test_the_model_of_a_step_has_the_counted_bytes(name):
     assert of_glue == pytest.approx({m: step_time.GLUE[m] for m in ("bf16", kind)}, abs=1)
 
 
+def test_what_recomputation_moves_is_counted():
+    found = json.loads((RESULTS / "glue_codes_d26_sm120.json").read_text())["kernels"]
+    moved = {method: sum(k["bytes"] for k in kernels) for method, kernels in found.items()}
+    for recompute in "codes", "codes-mlp":
+        expected = sum(fits.AGAIN[tensor][2] for tensor in fits.OF_RECOMPUTE[recompute])
+        assert moved[f"clover:{recompute}"] - moved["clover"] == pytest.approx(expected, abs=0.3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method, expected", [("bf16", 110), ("clover", 92)])
-def test_a_blocks_schedule(method, expected):
+def test_a_blocks_schedule(glue, method, expected):
     kernels = [k for k in glue.count(method, 8, 1, 90) if k["kind"] == "glue"]
     assert sum(k["bytes"] for k in kernels) == pytest.approx(expected, abs=2)
     amax = [k for k in kernels if "amax" in k["of"] and k["bytes"] > 1]
@@ -56,7 +71,7 @@ def test_a_blocks_schedule(method, expected):
     assert sorted(round(k["bytes"]) for k in amax) == ([2, 6, 10] if amax else [])
 
 
-def test_bad_input():
+def test_bad_input(glue):
     for arguments in (["--depth", "3"], ["--rows", "0"]):
         with pytest.raises(UserError, match="--depth must be even, --rows at least 1"):
             glue.main(arguments)

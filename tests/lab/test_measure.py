@@ -26,17 +26,19 @@ def measure(out: Path, python: Path | str = sys.executable, **variables: str) ->
     return subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=300)
 
 
-def test_a_plan_runs_nothing(tmp_path):
-    done = measure(tmp_path / "out", PLAN_ONLY="1", PARTS="all", LIMIT="")
-    assert done.returncode == 0 and not (tmp_path / "out").exists()
-    names = [line.split(",")[0] for line in done.stdout.splitlines() if ", at most " in line]
-    assert names == ["doctor", "tests", "linear", "quantize", "train", "train_32gib"]
-    assert "linear, at most 240 s: " in done.stdout and "train_nanochat  skipped: NANOCHAT is not set" in done.stdout
+def plan(out: Path, **variables: str) -> tuple[str, dict[str, int]]:
+    """(what PLAN_ONLY prints, the seconds of each part)."""
+    done = measure(out, PLAN_ONLY="1", LIMIT="", **variables)
+    assert done.returncode == 0 and not out.exists()
+    lines = [line for line in done.stdout.splitlines() if ", at most " in line]
+    return done.stdout, {line.split(",")[0]: int(line.split()[3]) for line in lines}
 
 
-def test_what_a_stranger_runs_ends_within_20_minutes(tmp_path):
-    done = measure(tmp_path, PLAN_ONLY="1", LIMIT="")
-    limits = {line.split(",")[0]: int(line.split()[3]) for line in done.stdout.splitlines() if ", at most " in line}
+def test_a_plan_runs_nothing_and_what_a_stranger_runs_ends_within_20_minutes(tmp_path):
+    said, limits = plan(tmp_path / "out", PARTS="all")
+    assert list(limits) == ["doctor", "tests", "linear", "quantize", "train", "train_32gib"] and limits["linear"] == 240
+    assert "train_nanochat  skipped: NANOCHAT is not set" in said
+    _, limits = plan(tmp_path / "out")
     assert list(limits) == ["doctor", "linear", "quantize", "train"] and sum(limits.values()) <= 1200
 
 
@@ -63,7 +65,10 @@ def test_a_cards_file_has_nothing_that_its_owner_named(tmp_path):
     content = {"benchmark": "bench_train", "environment": {"gpu": "NVIDIA X", "platform": secret, "cpu": secret}}
     content["settings"] = {"seq_len": 64, "nanochat": secret, "hardware": secret, "window_pattern": "L"}
     content["records"] = [{"method": "clover", "depth": 2, "problem": f"OSError: {secret}", "path": secret}]
-    card = measured.card([content], {"doctor": 0})
+    kernels = measured.read(ROOT / "docs/results/bench_quantize.json")
+    assert measured.comparison([ROOT / "docs/results/bench_quantize.json"]) == []
+    card = measured.card([content, *kernels], {"doctor": 0})
+    assert {r["kernel"] for r in card["parts"][1]["records"]} >= {"amax", "grad_output clover -> codes"}
     assert secret not in json.dumps(card) and card["parts"][0]["records"][0] == {
         "method": "clover", "depth": 2, "problem": True,
     }  # fmt: skip
@@ -78,7 +83,7 @@ def test_nothing_to_send_yet(tmp_path, monkeypatch):
 def test_every_file_and_flag_of_the_plan_is_there(tmp_path):
     """A GPU is too dear to find out there that a flag was renamed."""
     flags: dict[str, set[str]] = {}
-    for line in measure(tmp_path, PLAN_ONLY="1", PARTS="all", NANOCHAT="x").stdout.splitlines():
+    for line in plan(tmp_path / "out", PARTS="all", NANOCHAT="x")[0].splitlines():
         words = line.split(f"{sys.executable} ", 1)[1].split()
         if "pytest" in words:
             assert all((ROOT / w).is_file() for w in words if w.endswith(".py"))

@@ -7,11 +7,10 @@ import sys
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from lab import reproduce
 from lab.measure import traffic
-from lab.study import sweep, sweep_runs
+from lab.study import reproduce_numerics, sweep, sweep_runs
 from lab.study.reproduce_common import Context
 from lab.study.reproduce_concentration import concentration, slope
 from lab.study.reproduce_numerics import operand_statistics, unbiasedness_gain
@@ -155,6 +154,26 @@ def test_what_was_interrupted_goes_on_and_what_changed_is_done_again(tmp_path):
     assert context.piece("a", {"x": 1}, compute) == {"n": 3}
 
 
+def test_what_a_weight_could_learn_of_a_rounding():
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    found = {name: reproduce_numerics.errors(rounding, x) for name, rounding in reproduce_numerics.roundings().items()}
+    assert found["four_over_six"]["mse"] == found["four_over_six"]["of_mean"]
+    for name in ("sr", "ms_eden_search"):  # without a bias, in the tensor's own space
+        assert abs(found[name]["of_mean"]) < 0.02 * found[name]["mse"]
+    drawn = found["drawn among 8, tau 1.5"]
+    assert 0.2 * drawn["mse"] < drawn["of_mean"] < found["drawn among 8, tau 1.1"]["of_mean"] < drawn["mse"]
+
+
+def test_what_the_inputs_of_a_layer_would_give():
+    generator = torch.Generator().manual_seed(0)
+    few, weight = torch.randn(4, 64, generator=generator), torch.randn(32, 64, generator=generator)
+    found = reproduce_numerics.of_inputs(few.repeat(256, 1), weight)
+    assert found["input_aware"] < 0.5 * found["feedback"]  # the errors of four different rows are known exactly
+    found = reproduce_numerics.of_inputs(3 + torch.randn(4096, 64, generator=generator), weight)
+    assert found["mean"] == pytest.approx(0.9, abs=0.01)
+    assert max(found["feedback"], found["means_apart"]) < 0.9 * found["four_over_six"]
+
+
 def test_operand_statistics_by_hand():
     generator = torch.Generator().manual_seed(0)
     s = operand_statistics(torch.randn(512, 128, generator=generator))
@@ -174,6 +193,8 @@ class Items:
         self.folder, self.axes = folder, None
 
     def draw(self, path, title, plot):
+        from matplotlib.figure import Figure
+
         self.axes = Figure().subplots()
         plot(self.axes)
 
@@ -305,6 +326,8 @@ def test_the_end_of_a_run_is_seen_where_its_beginning_is_chaos(tmp_path, item):
 
 
 def test_names_of_points_are_not_written_over_one_another():
+    from matplotlib.figure import Figure
+
     axes = Figure().subplots()
     axes.set(xlim=(0, 1), ylim=(0, 1))
     plots.names(axes, [(0.1, 0.5, "b"), (0.1, 0.5, "a"), (0.1, 0.51, "c"), (0.9, 0.5, "far")])

@@ -55,19 +55,31 @@ class Experts(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """As torchtitan has them."""
+    """As torchtitan had them before release 0.3."""
+
+    names = ("w1", "w2", "w3")
 
     def __init__(self):
         super().__init__()
-        self.w1, self.w3 = (nn.Parameter(0.2 * torch.randn(EXPERTS, HIDDEN, WIDTH)) for _ in range(2))
-        self.w2 = nn.Parameter(0.2 * torch.randn(EXPERTS, WIDTH, HIDDEN))
+        for name, shape in zip(self.names, ((HIDDEN, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH))):
+            setattr(self, name, nn.Parameter(0.2 * torch.randn(EXPERTS, *shape)))
 
     def forward(self, x, num_tokens_per_expert):
         outputs, start = [], 0
+        gate, down, up = (getattr(self, name) for name in self.names)
         for e, count in enumerate(num_tokens_per_expert.tolist()):
             rows = x[start : (start := start + count)]
-            outputs.append(linear(silu(linear(rows, self.w1[e])) * linear(rows, self.w3[e]), self.w2[e]))
+            outputs.append(linear(silu(linear(rows, gate[e])) * linear(rows, up[e]), down[e]))
         return torch.cat([*outputs, torch.zeros_like(x[start:])])
+
+
+class NamedByShape(GroupedExperts):
+    """As torchtitan 0.3 has them."""
+
+    names = ("w1_EFD", "w2_EDF", "w3_EFD")
+
+    def forward(self, x_RD, num_tokens_per_expert_E):
+        return super().forward(x_RD, num_tokens_per_expert_E)
 
 
 class Model(nn.Module):
@@ -150,10 +162,11 @@ def test_in_full_precision_it_is_the_module_as_it_was(transposed, bias):
     assert 0.01 < (y - results[0][0]).norm() / results[0][0].norm() < 0.5
 
 
-def test_torchtitans_experts():
+@pytest.mark.parametrize("kind", [GroupedExperts, NamedByShape])
+def test_torchtitans_experts(kind):
     """With rows of padding at the end."""
     torch.manual_seed(0)
-    plain = GroupedExperts()
+    plain = kind()
     x, counts = torch.randn(sum(COUNTS) + 3, WIDTH), torch.tensor(COUNTS)
     experts = converted(copy.deepcopy(plain), "four_over_six")
     want = plain(x, counts)
@@ -161,10 +174,11 @@ def test_torchtitans_experts():
         torch.testing.assert_close(experts(x, counts), want)
     y = experts(x, counts)
     assert 0.01 < (y - want).norm() / want.norm() < 0.5 and y[sum(COUNTS) :].count_nonzero() == 0
-    first = stacked_linears(experts)["w1"][3]
+    gate = getattr(experts, kind.names[0])
+    first = stacked_linears(experts)[kind.names[0]][3]
     start, end = sum(COUNTS[:3]), sum(COUNTS[:4])
-    layer = quant_linear(experts.w1[3], "four_over_six")
-    assert torch.equal(first(x[start:end], experts.w1[3]), layer(x[start:end]))
+    layer = quant_linear(gate[3], "four_over_six")
+    assert torch.equal(first(x[start:end], gate[3]), layer(x[start:end]))
 
 
 def test_the_model_stays_what_it_was():
@@ -187,8 +201,25 @@ def test_the_model_stays_what_it_was():
     assert not any(layer.quantizes for some in stacked_linears(model.experts).values() for layer in some)
     model.experts.extra = nn.Parameter(torch.zeros(2, 16, 16))
     assert "experts of 1 layers: each computes its own GEMMs" in str(report)
-    unknown = nf.convert(Model(nn.Bilinear(16, 16, 64)), "clover", verbose=False).nf_report
-    assert any("3-D weights (Bilinear.weight)" in kind for kind in unknown.others)
+
+
+class WithIdentity(Experts):
+    """As LongCat-Flash has them: numbers from EXPERTS on are experts that return their tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.identity_expert = nn.Identity()
+
+
+def test_experts_of_an_unknown_layout_are_named_with_their_share():
+    """Never computed by a forward that leaves out what they do."""
+    for experts, name in ((nn.Bilinear(16, 16, 64), "Bilinear.weight"), (WithIdentity(), "WithIdentity.gate_up_proj")):
+        report = nf.convert(Model(experts), "clover", verbose=False).nf_report
+        (share,) = (share for kind, share in report.others.items() if f"3-D weights ({name})" in kind)
+        assert share > 0.1 and f"not reached, {100 * share:.1f}% of these weights: 3-D weights ({name})" in str(report)
+        assert "less than 90%" in str(report) and type(experts) in (nn.Bilinear, WithIdentity)
+    with pytest.raises(ValueError, match=r"no linear layer could be converted \(3-D weights \(Bilinear.weight\), expe"):
+        nf.convert(nn.ModuleList([nn.Bilinear(16, 16, 64)]))
 
 
 def test_contexts_and_feedback_know_experts():
@@ -230,6 +261,7 @@ def seeded(method: str) -> nn.Module:
     return nf.convert(Model(Experts()), method, verbose=False)
 
 
+@pytest.mark.slow
 def test_compiled_and_not_compiled_again():
     """The code around the experts is compiled, and other numbers of tokens of an expert compile nothing anew."""
     batches = [torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(4)]

@@ -152,7 +152,7 @@ def slow(*values):
 @pytest.mark.parametrize(
     "method, draws",
     [
-        *(("tetrajet_v2", 256), ("clover", 512), ("clover_search", 256), ("clover_refined", 256)),
+        ("clover", 512),
         *(slow(method, 1024) for method in ("tetrajet_v2", "clover", "clover_search", "clover_refined")),
     ],
 )
@@ -419,8 +419,10 @@ def test_restoring_the_generator_resumes_to_the_bit(method):
 def test_evaluation_draws_nothing(method):
     """Or an evaluation between two steps would change the run."""
     linear, x = layer(method), torch.randn(16, 128)
-    want = linear(x).detach()
-    state = torch.get_rng_state()
+    trained, state = linear(x).detach(), torch.get_rng_state()
+    with torch.no_grad():
+        want = linear(x)
+    assert linear.recipe.output.random or torch.equal(trained, want)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             assert torch.equal(linear(x), want)
@@ -524,7 +526,7 @@ def compiled_and_eager(method, backend, layers, autocast):
     "method, backend, layers, autocast",
     [
         ("clover", "aot_eager", 1, True),
-        ("nvidia", "aot_eager", 2, False),
+        slow("nvidia", "aot_eager", 2, False),
         slow("clover_refined", "eager", 1, True),
     ],
 )

@@ -96,7 +96,7 @@ def test_remedies_are_clover_with_something_changed():
     for r in remedies:
         fields = [f.name for f in dataclasses.fields(r) if f.name not in ("name", "summary")]
         changed = {f for f in fields if getattr(r, f) != getattr(clover, f)}
-        everything = ("clover_search", "clover_search_feedback")
+        everything = ("clover_search", "clover_search_feedback", "clover_fresh_rotation")
         two = ("clover_search_backward", "clover_feedback_late")
         expected = 3 if r.name in everything else 2 if r.name in two else 1
         assert len(changed) == expected, (r.name, changed)
@@ -173,6 +173,7 @@ def test_which_passes_draw_random_numbers(method, forward, backward):
         ({"grad_weight": Gemm(Operand("ms_eden"), Operand("ms_eden"), 16)}, "grad_weight: ms_eden .* rht_dim=128"),
         ({"grad_input": Gemm(Operand("ms_eden"), Operand(), 128)}, "grad_input: a rotation needs both operands"),
         ({"output": Gemm(rht_dim=128)}, "output: a rotation needs both operands"),
+        ({"output": both("ms_eden", 128)}, "output: a rotated forward keeps no values for the backward; set raw=True"),
         ({"grad_weight": Gemm(Operand("sr"), Operand("sr"), 48)}, "grad_weight: rht_dim is 48, expected 0, 16, 32"),
         ({"grad_weight": Gemm(Operand("sr", raw=True), Operand("sr"))}, "grad_weight: raw only means something"),
         ({"output": Gemm(Operand("rtn"), Operand("rtn", raw=True))}, "output: raw only means something"),

@@ -197,6 +197,7 @@ def one_rank_that_evaluates():
     compute_cleanup()
 
 
+@pytest.mark.slow
 def test_each_process_evaluates_by_itself_and_training_goes_on(tiny_base, tmp_path):
     """Problems are dealt unevenly and only the first process generates samples: no two call the model as often. In
     processes of their own, since torch.compile waits for ever in forks."""

@@ -1,0 +1,197 @@
+"""The runs that are still open, in their order, and one command that does them for as long as a GPU is lent.
+
+    python -m lab.visits                                       # the list, with minutes and visits of half an hour
+    timeout --signal=TERM 28m python -m lab.visits '*' --folder results --data-dir folder      # again: goes on
+
+A study is a command line of lab.study.sweep. Where the list says "forwards", its checkpoints are evaluated in other
+forwards as soon as its runs are done. Each run resumes, also on another machine if --folder comes along. Minutes are
+PREDICTED for one H200, from the seconds that runs of the same size took there beside others. The ladder's sizes, the
+start of a run and the evaluation of a checkpoint are guesses.
+"""
+
+import argparse
+import fnmatch
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.study import forwards, sweep
+from lab.study.sweep_runs import Run, changed
+from nanochat_fp4.common import print0
+from nanochat_fp4.console import ArgumentParser, table
+from nanochat_fp4.errors import UserError, run_main
+
+# Seconds of an H200 for a million tokens: training_seconds over jobs, of docs/results/d4_40m.json, d6_frontier.json,
+# d8_second_half.json and llama_second_half.json.
+SECONDS = {"d4": 0.35, "d6": 0.5, "d8": 1.15, "llama-30M": 1.5, "d2": 1.0}
+SECONDS_TO_START, SECONDS_TO_EVALUATE = 30, 15
+VISIT = 28  # minutes
+NO_STOPS = "--device-batch-size=64 --eval-tokens=1048576 --eval-every=100000 --save-every=-1"
+SETTLED = "bf16,nvidia,clover,clover_feedback,clover_search_feedback,clover_feedback_late"
+LADDER = "bf16,nvidia,clover,clover_feedback"
+
+
+@dataclass(frozen=True)
+class Study:
+    """name: of the sweep; flags: of lab.study.sweep; settles: in words; evaluated: in several forwards, too."""
+
+    name: str
+    settles: str
+    flags: tuple[str, ...]
+    evaluated: bool = False
+
+    def arguments(self, folder: str = "", data_dir: str | None = None) -> list[str]:
+        args = [f"--name={self.name}", *self.flags]
+        where = Path(folder) / next((f"v{f.partition('=')[2]}" for f in args if f.startswith("--vocab-size=")), "")
+        return [*args, f"--folder={where}"] + ([f"--data-dir={data_dir}"] if data_dir else [])
+
+    def runs(self) -> list[Run]:
+        return sweep.planned(sweep.parse_args(self.arguments()))
+
+    def minutes(self) -> float:
+        """PREDICTED, of one H200."""
+        jobs, seconds = sweep.parse_args(self.arguments()).jobs, 0.0
+        for run in self.runs():
+            flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in run.flags)
+            steps = int(flags["num-iterations"]) - (run.branch[1] if run.branch else 0)
+            tokens = steps * int(flags["total-batch-size"])
+            seconds += SECONDS[run.size] * tokens / 1e6 + SECONDS_TO_START / jobs
+            seconds += SECONDS_TO_EVALUATE * self.evaluated
+        return seconds / 60
+
+
+def variant(label: str, flags: tuple[str, ...]) -> str:
+    return f"--variant={label}: {' '.join(flags)}"
+
+
+def sizes(size: str, tokens: str, seeds: int, methods: str, *more: str, jobs: int = 6, extra: str = "") -> tuple:
+    """extra: the last flags of base_train, which count."""
+    common = f"--sizes={size}", f"--tokens={tokens}", f"--seeds={seeds}", f"--jobs={jobs}", f"--methods={methods}"
+    vocabulary = () if any(f.startswith("--vocab-size=") for f in more) else ("--vocab-size=8192",)
+    return (*common, *vocabulary, *more, f"--extra={NO_STOPS} {extra}".rstrip())
+
+
+def evaluation(size: str, tokens: str, seed: int) -> Study:
+    """Of one seed: checkpoints are evaluated in the visit that made them."""
+    flags = sizes(size, tokens, 1, SETTLED, f"--first-seed={seed}", f"--keep={SETTLED}", "--share-until=0.97")
+    return Study(f"{size}_forwards_s{seed}", "the forward that the gain is of; what plain NVFP4 loses", flags, True)
+
+
+NEW = {
+    # Not where the input has exact zeros: MLP down stays as it is.
+    "fresh_rotation": changed("clover_fresh_rotation", "*.mlp.c_proj=clover"),
+    "dithered": changed("clover_dithered_weight"),
+    "sr": changed("clover_sr_weight"),
+    # A layer's own method lasts for the whole run, so with phases MLP down is rotated, too.
+    "fresh_rotation_late": changed("clover_fresh_rotation", "0.97=clover_refined"),
+    "dithered_late": changed("clover_dithered_weight", "0.97=clover_refined"),
+    "fresh_rotation_from_60%": changed("clover", "0.6=clover_fresh_rotation"),
+    "dithered_from_60%": changed("clover", "0.6=clover_dithered_weight"),
+}
+
+
+def candidates(size: str, labels: list[str], extra: str = "") -> Study:
+    """A second half: all runs of a seed branch from its BF16 run's middle."""
+    labelled = [variant(label, NEW[label]) for label in labels]
+    flags = sizes(size, "32M", 3, "bf16,clover,clover_feedback", *labelled, "--bf16-until=0.5", jobs=4, extra=extra)
+    return Study(f"{size}_{labels[0]}", "the gate: is a rounding whose mean error is near zero learned?", flags)
+
+
+def longer(size: str, tokens: str, seeds: int, steps: int) -> Study:
+    """BF16, FP8, clover and feedback, each also for 7.8% more steps."""
+    methods = ("bf16", "fp8", "clover", "clover_feedback")
+    more = [variant(f"{m}_7.8%_longer", (f"--method={m}", f"--num-iterations={round(1.078 * steps)}")) for m in methods]
+    flags = sizes(size, tokens, seeds, ",".join(methods), *more)
+    return Study(f"{size}_longer", "what 7.8% more steps buy each arm", flags)
+
+
+def rates() -> Study:
+    usual = {"embedding-lr": 0.3, "unembedding-lr": 0.004, "matrix-lr": 0.02, "scalar-lr": 0.5}
+    at = {f: [f"--{name}={f * rate:g}" for name, rate in usual.items()] for f in (0.6, 1.6)}
+    methods = ("bf16", "clover", "clover_feedback")
+    others = [variant(f"{m}_rate_{f:g}", (f"--method={m}", *flags)) for f, flags in at.items() for m in methods]
+    return Study("d4_rates", "is the gap that of a bad rate?", sizes("d4", "40M", 2, ",".join(methods), *others))
+
+
+def width() -> Study:
+    """384 and 448 wide, 6 and 7 heads of 64: 1.36 times the parameters of the blocks."""
+    wide = [variant(f"{m}_448_wide", (f"--method={m}", "--aspect-ratio=74")) for m in ("clover", "bf16")]
+    flags = sizes("d6", "160M", 3, "bf16,clover", *wide, extra="--head-dim=64")
+    return Study("d6_width", "does 1.35 times the parameters close clover's gap?", flags)
+
+
+def ladder() -> list[Study]:
+    """12 to 100 tokens for each parameter without the embedding, three sizes of a vocabulary of 1,024: a law needs
+    three. No text may be read twice: lab.debian has more."""
+    found = []
+    for heads in (2, 3, 4):
+        parameters = 2 * 12 * (64 * heads) ** 2 + 1024 * 64 * heads
+        for ratio in (12, 25, 50, 100):
+            shape = f"--head-dim=64 --aspect-ratio={32 * heads} --total-batch-size=8192 --max-seq-len=256"
+            shape += " --device-batch-size=32"
+            flags = sizes("d2", f"{parameters * ratio / 1e6:.1f}M", 3, LADDER, "--vocab-size=1024", extra=shape, jobs=8)
+            name = f"ladder_{64 * heads}_wide_{ratio}"
+            found.append(Study(name, f"{ratio} tokens per parameter, N = {parameters / 1e6:.1f}M", flags))
+    return sorted(found, key=Study.minutes)
+
+
+def studies() -> list[Study]:
+    """In the order in which they are done."""
+    llama = "--device-batch-size=128 --total-batch-size=65536"
+    return [
+        evaluation("d6", "160M", 1),
+        *(evaluation("d4", "64M", seed) for seed in range(1, 6)),
+        *(evaluation("d6", "160M", seed) for seed in (2, 3)),
+        candidates("d8", ["fresh_rotation", "dithered"]),
+        candidates("llama-30M", ["fresh_rotation", "dithered"], llama),
+        candidates("d8", list(NEW)[2:]),
+        rates(),
+        width(),
+        longer("d4", "64M", 5, 976),
+        longer("d6", "160M", 3, 2441),
+        *ladder(),
+    ]
+
+
+def listed() -> str:
+    rows, done = [], 0.0
+    for s in studies():
+        minutes = s.minutes()
+        first, last = (int(at // VISIT) + 1 for at in (done, done + minutes - 1e-6))
+        visits = f"{first}" if first == last else f"{first} to {last}"
+        rows.append([visits, s.name, len(s.runs()), f"{minutes:.0f}", "forwards" if s.evaluated else "", s.settles])
+        done += minutes
+    said = f"{done:.0f} minutes of one H200 in all, PREDICTED; a visit has {VISIT}"
+    return f"{table(['visit', 'study', 'runs', 'minutes', '', 'what it settles'], rows)}\n{said}"
+
+
+def do(study: Study, folder: str, data_dir: str | None) -> None:
+    argv = study.arguments(folder, data_dir)
+    sweep.main(argv)
+    args = sweep.parse_args(argv)
+    if study.evaluated and list(Path(args.folder).glob("base_checkpoints/*/model_*")):
+        first, *_ = study.runs()
+        tokens = next(f for f in reversed(first.flags) if f.startswith("--eval-tokens="))
+        rows = next(f for f in reversed(first.flags) if f.startswith("--device-batch-size="))
+        where = [f"--folder={args.folder}", f"--tags={first.size}_*_s{first.seed}_*", tokens, rows]
+        forwards.main(where + ([f"--data-dir={data_dir}"] if data_dir else []))
+        sweep.main(argv)  # its table has plain NVFP4 now
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="?", default="", help="their names, a glob pattern; without: the list")
+    parser.add_argument("--folder", default="results", help="of all runs")
+    parser.add_argument("--data-dir", default=None, help="folder of text or parquet files")
+    args = parser.parse_args(argv)
+    if not args.studies:
+        print0(listed())
+        return
+    chosen = [s for s in studies() if fnmatch.fnmatch(s.name, args.studies)]
+    if not chosen:
+        raise UserError(f"no study is named {args.studies}; run lab.visits without a name for the list")
+    for study in chosen:
+        do(study, args.folder, args.data_dir)
+
+
+if __name__ == "__main__":
+    run_main(main)
