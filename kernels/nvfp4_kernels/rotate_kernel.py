@@ -336,10 +336,13 @@ def _make(
             at = r.to(tl.int64)[:, None] * columns + c[None, :]
             x = tl.load(x_ptr + at, mask=mask, other=0.0)
             if SQUARE:
-                kept = tl.load(x_scales_ptr + at, mask=mask, other=0).to(tl.int32)
-                kept = m.from_bits(0x4B000000 | kept) - 8388608.0  # of 2^23 + kept
-                twice = 2 * tl.load(x_tensor_scale_ptr + r, mask=r < rows, other=0.0)
-                x = m.rounded_to(x.to(tl.float32) * (twice[:, None] * kept), x.dtype)
+                y = tl.load(x_scales_ptr + at, mask=mask, other=0)
+                if y.dtype == tl.uint8:
+                    kept = m.from_bits(0x4B000000 | y.to(tl.int32)) - 8388608.0  # of 2^23 + kept
+                    slope = 2 * tl.load(x_tensor_scale_ptr + r, mask=r < rows, other=0.0)[:, None] * kept
+                else:
+                    slope = 2 * tl.maximum(y.to(tl.float32), 0.0)
+                x = m.rounded_to(x.to(tl.float32) * slope, x.dtype)
             if RHT_DIM:
                 hi = x.to(tl.bfloat16)
                 mid = hi
@@ -398,7 +401,7 @@ def rotate_quantize_kernel(
     COL: tl.constexpr,
 ):
     """SQUARE: x is the gradient of relu(y)^2, and becomes y's. x_scales and x_tensor_scale are kept and step of y
-    (relu_squared.py). The arithmetic is relu_squared_gradient's.
+    (relu_squared.py), or x_scales is y. The arithmetic is relu_squared_gradient's.
 
     ROW and COL are Constants, or None for an operand that is not made. A tuple's numbers are always specialized, so
     place's three, which are not to be, are arguments of their own.

@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.elementwise import norm_gradient, rms_norm, rotate, rotate_back
+from nanochat_fp4.nvfp4.dispatch import multiplies_squares
 from nanochat_fp4.nvfp4.fused import can_be_fused, linear_then, relu_squared_linear
 from nanochat_fp4.nvfp4.gemm import after
 from nanochat_fp4.nvfp4.linear import QuantLinear
+from nanochat_fp4.nvfp4.relu_squared import relu_squared_gradient
 
 
 class _MixedNorm(torch.autograd.Function):
@@ -89,11 +90,13 @@ class _ResidualNorm(NamedTuple):
 class _Relu2Slope(NamedTuple):
     """y, whose gradient is 2 relu(y) times the gradient of relu(y)^2 that is given. Nothing is kept."""
 
+    squared: bool  # the derivative is left to the kernel that rotates
+
     def forward(self, y: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
         return (y,), ()
 
     def backward(self, y: Tensor, kept: Sequence[Tensor], grad: Tensor) -> tuple[Tensor]:
-        return (grad * (2 * F.relu(y)),)
+        return (grad if self.squared else relu_squared_gradient(grad, y),)
 
 
 def _depending_on(grad: Tensor, scalar: Tensor) -> Tensor:
@@ -124,5 +127,5 @@ def attention_part(
 
 def mlp_part(block: Any, normed: Tensor) -> Tensor:
     """The MLP of a gpt.Block, without its residual."""
-    (y,) = linear_then(_Relu2Slope(), normed, (block.mlp.c_fc,))
+    (y,) = linear_then(_Relu2Slope(multiplies_squares(normed.device.type)), normed, (block.mlp.c_fc,))
     return relu_squared_linear(y.view(*normed.shape[:-1], -1), block.mlp.c_proj, straight=True)

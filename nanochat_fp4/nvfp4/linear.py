@@ -100,6 +100,7 @@ class Then(Protocol):
     """A function of a layer's output that the backward pass computes again: it keeps no tensor that depends on y alone.
 
     Under torch.compile the gradients given to `backward` must decide all that it computes again (`after`).
+    Where it has `squared`, True, `backward` gives the gradient of relu(y)^2 as it is: the derivative comes later.
     """
 
     def forward(
@@ -214,7 +215,7 @@ def _backward(
         a, b = (_again(operand, grad_output) for operand in again)
         y = gemms.gemm(a, b, compute_dtype=dtype, out_dtype=dtype)
         grad_output, *grad_more = this.then.backward(y, kept, grad_output, *grads)
-        kept = ()
+        kept, square = (), (y,) if getattr(this.then, "squared", False) else ()
     seed = _backward_seed(grad_output) if gemms.recipe.draws_in_backward else None
     # A GEMM whose b was rotated in the forward pass goes on with that pass's signs.
     for_e, for_w = gemms.operands(dgrad, GRAD_INPUT, seed, forward_seed if dgrad.b.raw else seed, device)

@@ -454,8 +454,8 @@ def quantize_grad_output(
 ) -> tuple[GemmOperand | None, GemmOperand | None]:
     """grad_output (M, N) as the dgrad operand E (M, N) and as the wgrad operand E^T (N, M); None where not wanted.
 
-    The kernels read grad_output once for both. square: kept and step of relu_squared, whose gradient e is; grad_output
-    is relu_squared_gradient(e, kept, step).
+    The kernels read grad_output once for both. square: what relu_squared_gradient takes with e, the gradient
+    of relu(y)^2; grad_output is its result.
     """
     if for_dgrad is not None and for_wgrad is not None:
         a, b = for_dgrad.rounding, for_wgrad.rounding
@@ -581,7 +581,7 @@ def _rotate_quantize(
         return torch.stack([part.largest(own) if part else own for part, own in zip(parts, amax)])
 
     codes = isinstance(value, NVFP4Tensor)
-    source = (value.codes, value.scales, value.tensor_scale) if codes else (value, *(square or (None, None)))
+    source = (value.codes, value.scales, value.tensor_scale) if codes else (value, *square, *[None] * (2 - len(square)))
     tensors = rotate_quantize(*source, *described(row), *described(col), largest if any(parts) else None)
     results: list[GemmOperand | None] = []
     for how in (row, col):

@@ -40,9 +40,9 @@ class StraightReluSquared(torch.autograd.Function):
         return grad_y
 
 
-def relu_squared_gradient(grad_y: torch.Tensor, kept: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """grad_y * 2 relu(x), in grad_y's dtype."""
-    return (grad_y * (2 * step * kept)).to(grad_y.dtype)
+def relu_squared_gradient(grad_y: torch.Tensor, kept: torch.Tensor, step: torch.Tensor | None = None) -> torch.Tensor:
+    """grad_y * 2 relu(x), in grad_y's dtype. Without step, kept is x."""
+    return (grad_y * (2 * torch.relu(kept) if step is None else 2 * step * kept)).to(grad_y.dtype)
 
 
 def relu_squared(x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -58,7 +58,6 @@ AGAIN = {
     "stream into the second norm": (2, 1, 6.0),
     "relu(x)": (4, 4, 4.0),
 }
-SQUARE = 16.0  # bytes less where ReLU^2's derivative is in the kernel that rotates (dispatch.multiplies_squares)
 OF_RECOMPUTE = {"none": (), "codes": tuple(AGAIN)[:3], "codes-mlp": tuple(AGAIN)}
 LEAN_UPDATE = 100.0  # bytes a parameter that an update in lean takes more: 22.8 ms of d26 on an H200 (dev/LOG.md)
 # Cheapest first: (state, recompute). The first one with ROWS rows is taken, else the one with most rows.
@@ -76,8 +75,6 @@ def again_ms(shape: Shape, method: str, tensor: str, machine: Machine, tokens: f
     """Predicted milliseconds for a tensor of AGAIN in one micro-batch: a product, glue, and decoding without FP4."""
     quantized, w, (_, columns, glue) = get_recipe(method).quantizes, shape.width, AGAIN[tensor]
     native, n = quantized and machine.fp4 is not None, columns * shape.width
-    if quantized and tensor == "relu(x)" and machine.longer > 1:
-        glue += SQUARE  # sm_120
     steps = [Step("glue", glue * w * tokens)] if glue else []
     if n:
         steps.append(gemm_step("again", tokens, n, w, "fp4" if native else "bf16"))

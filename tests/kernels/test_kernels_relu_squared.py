@@ -1,6 +1,7 @@
 """The kernel of ReLU^2 against its reference, bit for bit; on a CPU in Triton's interpreter."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from nvfp4_kernels import quantize as quantize_module
 from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
 import nanochat_fp4 as nf
+from nanochat_fp4.models import recompute
 from nanochat_fp4.models.gpt import MLP, GPTConfig, norm
 from nanochat_fp4.nvfp4 import fused, operands
 from nanochat_fp4.nvfp4 import linear as linear_module
@@ -166,18 +168,22 @@ def test_a_derivative_that_is_elsewhere_keeps_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "method, dtype, compiled, frozen",
+    "method, dtype, compiled, frozen, again",
     [
-        ("clover", torch.bfloat16, True, None),
-        ("tetrajet_v2", torch.float32, False, None),
-        ("clover", torch.float32, False, "x"),
-        ("clover_search", torch.bfloat16, False, "c_fc"),
-        ("nvidia", torch.bfloat16, False, None),
+        ("clover", torch.bfloat16, True, None, False),
+        ("tetrajet_v2", torch.float32, False, None, False),
+        ("clover", torch.float32, False, "x", False),
+        ("clover_search", torch.bfloat16, False, "c_fc", False),
+        ("nvidia", torch.bfloat16, False, None, False),
+        ("clover", torch.bfloat16, True, None, True),
+        ("tetrajet_v2", torch.float32, False, None, True),
+        ("clover", torch.bfloat16, False, "x", True),
     ],
 )
-def test_the_derivative_in_the_kernel_that_rotates(method, dtype, compiled, frozen, monkeypatch):
+def test_the_derivative_in_the_kernel_that_rotates(method, dtype, compiled, frozen, again, monkeypatch):
     """All gradients have the bits of the two kernels one after the other, of which sm_120 alone makes one. Where one
-    operand of the two is wanted, the derivative is multiplied before. nvidia takes the exact ReLU^2's path."""
+    operand of the two is wanted, the derivative is multiplied before. nvidia takes the exact ReLU^2's path.
+    again: c_fc's output is computed again, and relu(x) is exact."""
     torch.manual_seed(0)
     mlp = MLP(GPTConfig(n_head=1, n_kv_head=1, n_embd=32)).to(DEVICE, dtype)
     nf.convert(mlp, method, verbose=False)
@@ -187,15 +193,21 @@ def test_the_derivative_in_the_kernel_that_rotates(method, dtype, compiled, froz
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
     multiplied = []
     if not compiled:
-        for name, module in (("linear", linear_module), ("operands", operands)):
+        for name, module in (("linear", linear_module), ("operands", operands), ("recompute", recompute)):
             own = functools.partial(lambda name, *of: multiplied.append(name) or relu_squared_gradient(*of), name)
             monkeypatch.setattr(module, "relu_squared_gradient", own)
     results = []
     for around in (False, True):
-        monkeypatch.setattr(fused, "multiplies_squares", lambda device_type, around=around: around)
+        for module in (fused, recompute):
+            monkeypatch.setattr(module, "multiplies_squares", lambda device_type, around=around: around)
         torch.compiler.reset()
         torch.manual_seed(2)
-        y = (torch.compile(mlp, backend="aot_eager", fullgraph=True) if compiled else mlp)(x)
+        function = functools.partial(recompute.mlp_part, SimpleNamespace(mlp=mlp)) if again else mlp
+        y = (torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function)(x)
         results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), wanted)])
-    assert multiplied == ([] if compiled or method == "nvidia" else ["linear", *(["operands"] if frozen else [])])
+    assert multiplied == (
+        []
+        if compiled or method == "nvidia"
+        else ["recompute" if again else "linear", *(["operands"] if frozen else [])]
+    )
     assert results[0][1].any() and all(torch.equal(*pair) for pair in zip(*results))
