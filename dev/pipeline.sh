@@ -99,6 +99,17 @@ choose_steps() { # METHOD
     instead EVAL_ARGS "${DEFAULT_OF_EVAL_ARGS/problems=32/problems=$((32 / share))}"
 }
 
+# On a GPU too small for the default depth, the deepest model that fits.
+choose_depth() {
+    local depth
+    [ "$NUM_GPUS" -gt 0 ] && [ "$NPROC" -eq 1 ] && FITS=$(fits) || return 0
+    depth=$(sed -n '1s/.*; d\([0-9]*\) fits$/\1/p' <<<"$FITS")
+    [ -n "$depth" ] && [ "$DEPTH" = "$DEFAULT_OF_DEPTH" ] || return 0
+    CONFIG=${CONFIG/DEPTH=$DEPTH /DEPTH=$depth } DEFAULTS=${DEFAULTS/DEPTH=$DEPTH /DEPTH=$depth }
+    instead DEPTH "$depth"
+    FITS="$(fits)"$'\n'"${FITS%%$'\n'*}, so DEPTH=$DEPTH"
+}
+
 instead() { # NAME DEFAULT: another default, and the variable's value unless it was set
     local default=DEFAULT_OF_$1
     if [ "${!1}" = "${!default}" ]; then printf -v "$1" '%s' "$2"; fi
@@ -161,13 +172,10 @@ print_estimate() {
         --ratio "$DATA_RATIO" --shards "$NUM_SHARDS" --eval-every "$((EVAL_EVERY * TOTAL_BATCH))" \
         --eval-tokens "$EVAL_TOKENS" --save-every "$saves" --methods "$(IFS=, && echo "${METHODS[*]}")" 2>&1); then
         [ -z "${GPU:-}" ] || die "GPU=$GPU: ${lines#error: --gpu: }"
-        return 0 # of this machine's GPU nothing may be known
+        lines="" # of this machine's GPU nothing may be known
     fi
-    echo "  predicted time of the base training on one GPU, without mid-training, SFT and benchmarks (python -m nanochat_fp4.step_time):"
-    while IFS= read -r line; do echo "    $line"; done <<<"$lines"
-    lines=$(fits) && [ -n "$lines" ] || return 0
-    echo "  memory by count, SEQ_LEN=2048 (python -m nanochat_fp4.training.fits); base_train gets the first line's flags:"
-    while IFS= read -r line; do echo "    $line"; done <<<"$lines"
+    [ -z "$lines" ] || sed '1!s/^/    /' <<<"  predicted time of the base training on one GPU, without mid-training, SFT and benchmarks (python -m nanochat_fp4.step_time):"$'\n'"$lines"
+    [ -z "$FITS" ] || sed '1!s/^/    /' <<<"  memory by count, SEQ_LEN=2048 (python -m nanochat_fp4.training.fits); base_train gets the first line's flags:"$'\n'"$FITS"
 }
 
 # What fits this GPU, or GPU=rtx5090. FLAG... as nanochat_fp4.training.fits has them.
@@ -384,6 +392,7 @@ pipeline() {
     method=$(checked_method) || exit $?
     METHODS=("$method")
     choose_steps "$method"
+    choose_depth
     if [ "$COMPARE" != 0 ] && [ "$method" != bf16 ]; then METHODS+=(bf16); fi
     CONFIG+="DATA_DIR=${DATA_DIR:-} BASE_ARGS=${BASE_ARGS:-}"
     DEFAULTS+="DATA_DIR= BASE_ARGS="

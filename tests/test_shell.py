@@ -76,6 +76,10 @@ def test_the_plan_of_a_gpu_that_is_not_here_has_its_hours(environment):
     assert "stages    tok base loss core mid sft report" in done.stdout
     assert "on one GPU, without mid-training, SFT and benchmarks" in done.stdout
     assert re.search(r"memory: 2\d\.\d GiB for weights.* disk: 120 GB of text, [\d.]+ GB for each", done.stdout)
+    small = bash("run1000_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx5060", DATA_DIR="")  # 8 GiB
+    assert plan(small)["DEPTH"] == "24" and "\n  runs      d24_clover\n" in small.stdout
+    assert re.search(r"d32 on 8 GiB: needs [\d.]+ GiB; d24 fits, so DEPTH=24\n", small.stdout)
+    assert "flags:\n    d24 on 8 GiB: 2 rows, " in small.stdout and "set by you" not in small.stdout
     unknown = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx9090")
     assert unknown.returncode == 2 and "GPU=rtx9090: nothing is predicted for rtx9090; use one of" in unknown.stderr
     done = bash("speedrun_fp4.sh", environment, GPU="rtx5090")

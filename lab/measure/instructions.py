@@ -69,8 +69,8 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
     import nanochat_fp4 as nf
-    from nanochat_fp4.models import recompute
-    from nanochat_fp4.nvfp4 import dispatch, linear, operands
+    from nanochat_fp4.models.recompute import mlp_part
+    from nanochat_fp4.nvfp4 import dispatch, fused, linear, operands
     from nanochat_fp4.nvfp4.methods import get_recipe
 
     dispatch._no_kernels_reason = lambda device_type: None
@@ -112,10 +112,10 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
         train(methods[0], *cases[0])
         if arch >= 120 and get_recipe(methods[0]).input_is_codes:  # dispatch.multiplies_squares
             first, second = (nf.QuantLinear(*sizes, method=methods[0]) for sizes in ((256, 384), (384, 256)))
-            mlp = SimpleNamespace(c_fc=first, c_proj=second)
             x = torch.zeros(256, 256, dtype=torch.bfloat16, requires_grad=True)
-            recompute.multiplies_squares = lambda device_type: True
-            for y in first.around_square(x, second), recompute.mlp_part(SimpleNamespace(mlp=mlp), x):
+            fused.multiplies_squares = lambda device_type: True
+            block = SimpleNamespace(mlp=SimpleNamespace(c_fc=first, c_proj=second))
+            for y in first.around_square(x, second), mlp_part(block, x):
                 y.backward(torch.zeros(256, 256, dtype=torch.bfloat16))
     return list(launched.values())
 

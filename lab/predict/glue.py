@@ -41,7 +41,6 @@ from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models import flash_attention, gpt
-from nanochat_fp4.models import recompute as recompute_from_codes
 from nanochat_fp4.nvfp4 import contexts, dispatch, fused, linear, operands
 from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand
 from nanochat_fp4.nvfp4.operands import Codes
@@ -293,8 +292,7 @@ def count(method: str, depth: int, rows: int, sm: int, recompute: str = "none") 
         if sm >= 100:
             for module in (operands, linear):
                 inside.enter_context(native(module, native_gemm=lambda _: "scaled_mm"))
-        for module in (fused, recompute_from_codes):
-            inside.enter_context(native(module, multiplies_squares=lambda _: sm >= 120))
+        inside.enter_context(native(fused, multiplies_squares=lambda _: sm >= 120))
         graphs = capture(method, config_of_block, rows, recompute)
         with _gpu(sm):
             found = [kernel for gm, backward in graphs for kernel in kernels(gm, backward)]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.elementwise import norm_gradient, rms_norm, rotate, rotate_back
-from nanochat_fp4.nvfp4.dispatch import multiplies_squares
+from nanochat_fp4.nvfp4 import fused
 from nanochat_fp4.nvfp4.fused import can_be_fused, linear_then, relu_squared_linear
 from nanochat_fp4.nvfp4.gemm import after
 from nanochat_fp4.nvfp4.linear import QuantLinear
@@ -127,5 +127,5 @@ def attention_part(
 
 def mlp_part(block: Any, normed: Tensor) -> Tensor:
     """The MLP of a gpt.Block, without its residual."""
-    (y,) = linear_then(_Relu2Slope(multiplies_squares(normed.device.type)), normed, (block.mlp.c_fc,))
+    (y,) = linear_then(_Relu2Slope(fused.multiplies_squares(normed.device.type)), normed, (block.mlp.c_fc,))
     return relu_squared_linear(y.view(*normed.shape[:-1], -1), block.mlp.c_proj, straight=True)

@@ -201,7 +201,8 @@ def main(argv: list[str] | None = None) -> None:
         print(plan.flags)
         return
     plans = [Plan(args.depth, *level, 0).most_rows(memory * 2**30) for level in LEVELS]
-    print(f"d{args.depth} on {memory:.0f} GiB: {describe(plan)}")
+    other = [d for d in DEPTHS if not plan.rows and d < args.depth and best(d, memory * 2**30).rows]
+    print(f"d{args.depth} on {memory:.0f} GiB: {describe(plan)}" + (f"; d{other[0]} fits" if other else ""))
     machine = MACHINES.get(args.gpu)
     lines = [[p.state, p.recompute, p.rows, f"{p._replace(rows=max(1, p.rows)).peak / 2**30:.1f}"] for p in plans]
     names = ["state", "recompute", "rows", "GiB at the peak, of 1 row at least"]

@@ -16,7 +16,7 @@ from _samples import make_bundle
 from _training import BASE, MID, SFT
 
 pytest.importorskip("safetensors")
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import nanochat_fp4 as nf
 from nanochat_fp4.data.tokenizer import RustBPETokenizer, get_tokenizer
@@ -28,8 +28,9 @@ from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4.format import pack
 from nanochat_fp4.nvfp4.fused import groups_computed_as_one
 from nanochat_fp4.nvfp4.quantizers import get_rounding, quantize_reference
+from nanochat_fp4.training.checkpoint_manager import load_checkpoint
 from nanochat_fp4.training.load_model import load_model
-from scripts import base_eval, base_loss, base_train, chat_sft, export, mid_train
+from scripts import base_eval, base_loss, base_train, chat_cli, chat_sft, export, mid_train
 
 OUTSIDE = {"gpt": 2, "llama": 3}  # tensors that are in no layer: embedding, head; Llama's last norm
 
@@ -141,6 +142,20 @@ def test_inputs_as_a_server_rounds_them():
     clipped = static_quantize(torch.full((1, 16), 3.0), torch.tensor(448 * 6 / 2.0))
     assert torch.allclose(clipped, torch.tensor(2.0))
     assert_same_bits("zeros", static_quantize(torch.zeros(1, 16), torch.tensor(1.0)), torch.zeros(1, 16))
+
+
+def test_a_lean_training_is_exported_evaluated_and_talked_to(tiny_base, tmp_path, capsys):
+    """Weights are BF16 in the checkpoint, and the same bits in the file."""
+    base_train.main([*BASE, "--method=clover", "--state=lean", "--num-iterations=2", "--model-tag=lean"])
+    trained, _, _ = load_checkpoint(tiny_base / "base_checkpoints" / "lean", 2, "cpu")
+    for file_format in "compressed-tensors", "modelopt", "safetensors":
+        folder = run(tmp_path, "--model-tag=lean", f"--format={file_format}", "--overwrite")
+    exported = load_file(folder / "model.safetensors")
+    for ours, theirs in (NAMES | MLP["gpt"]).items():
+        assert_same_bits(ours, exported[f"model.layers.0.{theirs}.weight"], trained[f"transformer.h.0.{ours}.weight"])
+    base_loss.main(["--model-tag=lean", "--device-batch-size=2", "--split-tokens=256"])
+    chat_cli.main(["-i", "base", "-g", "lean", "-p", "Hello", "--device-type=cpu"])
+    assert "Assistant: " in capsys.readouterr().out
 
 
 def test_what_is_lost_and_what_was_measured(tiny_base, tmp_path, capsys):

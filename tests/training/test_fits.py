@@ -66,7 +66,7 @@ def test_one_card(capsys):
     fits.main(["--gpu", "rtx5060", "--flags"])
     assert capsys.readouterr().out == "--state=lean --runtime=recompute-codes\n"
     fits.main(["--memory", "4", "--depth", "26"])
-    assert capsys.readouterr().out.startswith("d26 on 4 GiB: needs ")
+    assert capsys.readouterr().out.startswith("d26 on 4 GiB: needs 8.1 GiB; d16 fits\n")
     with pytest.raises(UserError, match="the memory of rtx9090 is not known"):
         fits.main(["--gpu", "rtx9090"])
 
