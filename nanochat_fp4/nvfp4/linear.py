@@ -164,8 +164,7 @@ def _forward(this: _Pass, needs: tuple[bool, bool], x: torch.Tensor, *tensors: t
     """x (M, K), weights (N_i, K), N = sum of N_i -> (M, N) in this.dtype, or the results of this.then; then what
     _backward takes. tensors: the weights, and what this.then takes besides. needs: gradients of x, of weights."""
     gemms, device, layers = this.gemms, x.device, len(tensors) - this.more
-    weights, recipe = tensors[:layers], gemms.recipe
-    needs_dgrad, needs_wgrad = needs
+    weights, recipe, (needs_dgrad, needs_wgrad) = tensors[:layers], gemms.recipe, needs
     square_seed = new_seed(device) if this.squares else None
     seed = new_seed(device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
     weight = _stacked(this.values or weights) if this.weight is None or recipe.grad_input.b.raw else None
