@@ -14,11 +14,11 @@ from nanochat_fp4.step_time import Shape, run_hours, tokens_per_second
 # What would make a card's prediction wrong.
 DOUBTS = {
     "rtx5090": "cuBLASLt's FP4 is slower than Triton's 874 TFLOP/s here, or if our rotating kernels issue less than "
-    "0.7 of an H200's share: neither was timed at these shapes.",
-    "rtxpro6000": "its power limit slows its multiprocessors below the RTX 5090's: the model has no power.",
-    "b200": "an H200's shares of a data sheet do not carry over: no time of a B200 was fitted.",
+    "0.7 of an H200's share. Neither was timed at these shapes.",
+    "rtxpro6000": "its power limit slows its multiprocessors below the RTX 5090's. The model has no power.",
+    "b200": "an H200's shares of a data sheet do not carry over. No time of a B200 was fitted.",
     "gb10": "its memory gives less than 0.7 of 273 GB/s, or if a cuBLASLt from CUDA 13.4 on multiplies FP4 faster than "
-    "133 TFLOP/s; others' d20 made 14,400 to 17,000 tokens/s in BF16 and NVFP4.",
+    "133 TFLOP/s. Others' d20 made 14,400 to 17,000 tokens/s in BF16 and NVFP4.",
 }
 SPEEDRUN = {"eval_every": 250 * 524288, "eval_tokens": 20 * 524288, "save_every": 1000 * 524288}  # of speedrun_fp4.sh
 METHODS, HOURS = ("bf16", "fp8", "fp8_tuned", "clover", "clover_feedback_late"), ("bf16", "fp8_tuned", "clover")
