@@ -15,7 +15,7 @@ import torch
 
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.hardware import MACHINES, Machine, machine_of
+from nanochat_fp4.hardware import LONGER, MACHINES, Machine, machine_of
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import get_rounding
 from nanochat_fp4.nvfp4.recipes import Recipe
@@ -31,7 +31,7 @@ ROWS_INSTRUCTIONS, SQUARE_INSTRUCTIONS, ROTATED_INSTRUCTIONS, PACK_INSTRUCTIONS 
 EDEN_INSTRUCTIONS, STOCHASTIC_INSTRUCTIONS = 7.0, 18.0
 CANDIDATE_INSTRUCTIONS, STOCHASTIC_CANDIDATE_INSTRUCTIONS = 14.0, 32.0  # of each further candidate
 DECODE_INSTRUCTIONS, ROTATED_DECODE_INSTRUCTIONS = 12.0, 8.0  # to memory, and before a rotation
-AMAX_INSTRUCTIONS, FINISH_INSTRUCTIONS = 5.0, 60.0  # of an element, and of a scale
+AMAX_INSTRUCTIONS, DERIVATIVE_INSTRUCTIONS, FINISH_INSTRUCTIONS = 5.0, 8.9, 60.0  # ReLU^2's: 8.0 on sm_120; a scale's
 
 # Shares of the issue rate that kernels reach on an H200 (dev/LOG.md, 2026-11-22): along rows 0.75, those that rotate
 # 0.42 to 0.44, but 0.76 for their search (2026-11-25). Elsewhere the truth lies between a full rate and BAND of these.
@@ -90,7 +90,7 @@ def quantize_steps(name: str, elements: float, source: float, rounding: str, dec
 
 def rotate_steps(name: str, elements: float, source: float, roundings: list[str], emulated: bool) -> list[Step]:
     """One pass that makes len(roundings) operands of a tensor; before it one for amax where a rounding needs that."""
-    decode = ROTATED_DECODE_INSTRUCTIONS if source == CODES else 0.0
+    decode = {CODES: ROTATED_DECODE_INSTRUCTIONS, BF16 + 1: DERIVATIVE_INSTRUCTIONS}.get(source, 0.0)
     written, instructions, aligned = 0.0, 0.0, 0
     for rounding in roundings:
         ms_eden = get_rounding(rounding).ms_eden
@@ -127,9 +127,9 @@ def fp8_steps(m: int, k: int, n: int) -> list[Step]:
     return steps + [gemm_step(name, *dims, "fp8") for name, dims in shapes.items()]
 
 
-def layer_steps(recipe: Recipe, m: int, k: int, n: int, *, backward: bool, native: bool) -> list[Step]:
+def layer_steps(recipe: Recipe, m: int, k: int, n: int, *, backward: bool, native: bool, square=False) -> list[Step]:
     """The kernels of a layer (m tokens, k in_features, n out_features) as linear.py launches them. native: operands
-    stay 4-bit (a Blackwell's GEMM), else they are made in BF16 as well."""
+    stay 4-bit (a Blackwell's GEMM), else they are made in BF16 as well. square: grad_output is that of ReLU^2."""
     if recipe.name == "fp8" and backward:
         return fp8_steps(m, k, n)
     forward, dgrad, wgrad = recipe.output, recipe.grad_input, recipe.grad_weight
@@ -146,7 +146,7 @@ def layer_steps(recipe: Recipe, m: int, k: int, n: int, *, backward: bool, nativ
     if not backward:
         return steps
     if e := [g.a.rounding for g in (dgrad, wgrad) if g.a.rounding]:
-        steps += rotate_steps("grad_output", m * n, BF16, e, emulated=not native)
+        steps += rotate_steps("grad_output", m * n, BF16 + square, e, emulated=not native)
     products = []
     for name, elements, unquantized, gemm, kept, product in (
         ("weight^T", n * k, 4.0, dgrad, forward.b.rounding, ("grad_input", m, k, n)),
@@ -167,11 +167,11 @@ def block_layers(w: int, fused: bool = True) -> tuple[tuple[int, int], ...]:
     return (*(((w, 3 * w),) if fused else ((w, w),) * 3), (w, w), (w, 4 * w), (4 * w, w))
 
 
-def block_steps(method: str | Recipe, width: int, tokens: int, machine: Machine) -> list[Step]:
-    """The kernels of the linear layers of a block, forward and backward."""
-    recipe = get_recipe(method)
-    native = machine.fp4 is not None and recipe.quantizes
-    return [s for k, n in block_layers(width) for s in layer_steps(recipe, tokens, k, n, backward=True, native=native)]
+def block_steps(method: str | Recipe, width: int, tokens: int, machine: Machine, square: bool = False) -> list[Step]:
+    """The kernels of the linear layers of a block, forward and backward. square: of c_fc's layer_steps."""
+    recipe, layers = get_recipe(method), [(k, n, square and n == 4 * width) for k, n in block_layers(width)]
+    how = {"backward": True, "native": machine.fp4 is not None and recipe.quantizes}
+    return [step for k, n, own in layers for step in layer_steps(recipe, tokens, k, n, square=own, **how)]
 
 
 def is_counted(method: str | Recipe) -> bool:
@@ -210,7 +210,8 @@ LOGIT, UPDATE, CAST, ACCUMULATE = 20.0, 132.0, 6.0, 10.0  # bytes a logit, and a
 # Counted by `python -m lab.predict.glue`. The share, and UPDATE, are of the profile of BF16's d26 on an H200
 # (docs/results/bench_train.json, 32 rows): 89 ms of element-wise kernels, 30 ms of the update outside of its products.
 # "codes" has 92 of the schedule, and 12 of ReLU^2's kernel besides codes: its input for the largest value, 8 bits kept.
-GLUE, GLUE_SHARE = {"bf16": 110.0, "fp8": 110.0, "codes": 104.0}, 110 / 134
+# In "rotated" the kernel that rotates computes ReLU^2's derivative (dispatch.multiplies_squares).
+GLUE, GLUE_SHARE = {"bf16": 110.0, "fp8": 110.0, "codes": 104.0, "rotated": 84.0}, 110 / 134
 # Bytes of the glue of a forward pass that is not compiled, counted in gpt.py: residual scalars 14, norms 16, rotary 36,
 # v 4, sums 12, ReLU^2 32. The second validation, in BF16, is one.
 UNCOMPILED, DISK = 114.0, 1e9  # DISK: bytes a second of a checkpoint's writing, an ASSUMPTION
@@ -274,18 +275,18 @@ def groups(
 ) -> dict[str, tuple[float, list[Step]]]:
     """The kernels of an optimizer step, by group, and how often they run. micro_batch, total_batch: in tokens."""
     count, weights = total_batch / micro_batch, shape.block_weights + shape.head_weights
-    # In a whole model the kernels that make inputs find their largest values.
-    blocks = block_steps(_plain(recipe), shape.width, micro_batch, machine)
+    square = recipe.input_is_codes and machine.longer == LONGER[120]
+    blocks = block_steps(_plain(recipe), shape.width, micro_batch, machine, square)
     second: list[Step] = []  # what a first term's rounding left is rounded, and one more product of 4-bit operands
     for k, n in block_layers(shape.width):
         for o, elements, source in ((recipe.output.a, micro_batch * k, BF16), (recipe.output.b, n * k, 4.0)):
             if o.terms == 2:
                 second += quantize_steps("second", elements, source + CODES, o.rounding, decode=False)
                 second.append(gemm_step("output", micro_batch, n, k, "fp4"))
-    glue = GLUE[("fp8" if recipe.name == "fp8" else "codes") if recipe.quantizes else "bf16"] / GLUE_SHARE
+    glue = GLUE["rotated" if square else recipe.name if recipe.name in GLUE else "codes"] / GLUE_SHARE
     m, k, n = micro_batch, shape.width, shape.vocabulary
     return {
-        "linear layers": (shape.depth * round(count), [s for s in blocks if s.name != "input: amax"]),
+        "linear layers": (shape.depth * round(count), [s for s in blocks if s.name != "input: amax"]),  # it is in glue
         "second terms": (shape.depth * count, second),
         "head": (round(count), [gemm_step("head", *dims) for dims in ((m, n, k), (m, k, n), (n, k, m))]),
         "attention": (1, [attention_step(shape, total_batch, mean_keys(SEQUENCE, windowed))]),
@@ -321,8 +322,7 @@ def tokens_per_second(
     shape: Shape, method: str, machine: Machine, *, total_batch: int = 524288, **batch
 ) -> dict[str, float]:
     """Expected ("") speed, and its band: "best", "worst". Takes the arguments of `groups`, and fp8_tuned."""
-    sm_120 = machine.longer > 1  # elsewhere no FP8 ran on another GPU's kernels
-    tuned = TUNED_FP8 if method == "fp8_tuned" and sm_120 else dict.fromkeys(TUNED_FP8, 1.0)
+    tuned = TUNED_FP8 if method == "fp8_tuned" and machine.longer == LONGER[120] else dict.fromkeys(TUNED_FP8, 1.0)
     of, batch = method.removesuffix("_tuned"), {**batch, "total_batch": total_batch}
     return {b: total_batch * 1e3 * ratio / step_ms(shape, of, machine, band=b, **batch) for b, ratio in tuned.items()}
 

@@ -181,20 +181,6 @@ def test_steps_chosen_for_a_cpu(environment):
     assert large["SPLIT_TOKENS"] == "512" and "--num-iterations=15" in large["MID_ARGS"]
 
 
-def test_a_probe_chooses_before_the_first_run(environment):
-    """Later runs take what the first has chosen, whatever the machine does meanwhile."""
-    base = Path(environment["NANOCHAT_BASE_DIR"])
-    toy = TOY | {"NUM_ITERATIONS": "", "STAGES": "base", "SAVE_EVERY": "-1", "EVAL_EVERY": "-1"}
-    first = bash("speedrun_fp4.sh", environment, **toy, QAT_METHOD="bf16")
-    assert first.returncode == 0, first.stderr[-2000:]
-    record = json.loads((base / "cpu_steps.json").read_text())["d1_120"]
-    assert f"NUM_ITERATIONS={record['steps']} (a step took " in first.stdout
-    (run,) = (p.name for p in (base / "base_checkpoints").iterdir() if p.is_dir())
-    assert ("_steps" in run) == (record["steps"] != 120)
-    again = bash("speedrun_fp4.sh", environment, **toy, QAT_METHOD="bf16")
-    assert again.returncode == 0 and f"reusing {base}/base_checkpoints/{run}" in again.stdout, again.stderr
-
-
 def smi(environment: dict, script: str) -> None:
     (Path(environment["PATH"].split(":")[0]) / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
 
@@ -328,9 +314,16 @@ def test_speedrun_compare_reuse_and_second_method(environment):
 
 
 def test_every_stage(environment):
-    """Through mid-training, SFT and both evaluations; a second time nothing is left to do."""
+    """Through mid-training, SFT and both evaluations; a second time nothing is left to do.
+
+    A probe chooses the steps before the first run. Later runs take them, whatever the machine does meanwhile.
+    """
+    base = Path(environment["NANOCHAT_BASE_DIR"])
     toy = TOY | {
         "STAGES": "",
+        "NUM_ITERATIONS": "",
+        "SAVE_EVERY": "-1",
+        "EVAL_EVERY": "-1",
         "QAT_METHOD": "bf16",
         "SEQ_LEN": "64",
         "SPLIT_TOKENS": "128",
@@ -343,8 +336,13 @@ def test_every_stage(environment):
     text = Path(first.stdout.splitlines()[-1]).read_text()
     titles = ("Midtraining", "Chat SFT", "Chat evaluation mid", "Chat evaluation sft")
     assert all(f"### {title}" in text for title in titles) and "## Bench" in text
+    record = json.loads((base / "cpu_steps.json").read_text())["d1_120"]
+    assert f"NUM_ITERATIONS={record['steps']} (a step took " in first.stdout
+    (run,) = (p.name for p in (base / "base_checkpoints").iterdir() if p.is_dir())
+    assert ("_steps" in run) == (record["steps"] != 120)
     second = bash("speedrun_fp4.sh", environment, **toy)
     assert second.returncode == 0 and second.stdout.count("done before") == 4, second.stdout
+    assert f"reusing {base}/base_checkpoints/{run}" in second.stdout
 
 
 def test_torchrun_takes_every_stage(environment, tmp_path):

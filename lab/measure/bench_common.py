@@ -22,6 +22,7 @@ from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import MACHINES, Machine
+from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -143,6 +144,15 @@ def methods_of(text: str) -> list[str]:
     """ "bf16", then the methods in a flag's value (all: every one), each once. Raises ValueError for an unknown one."""
     names = METHOD_TABLE if text == "all" else [get_recipe(m).name for m in text.split(",") if m]
     return list(dict.fromkeys(["bf16", *names]))
+
+
+def new_model(config: GPTConfig, device: torch.device) -> GPT:
+    """nanochat's model, with new weights."""
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device=device)
+    model.init_weights()
+    return model
 
 
 def need_cuda(script: str) -> torch.device:

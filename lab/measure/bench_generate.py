@@ -43,10 +43,7 @@ def weight_bytes(model: torch.nn.Module) -> int:
 def build(depth: int, method: str, device: torch.device) -> GPT:
     """The model, ready to generate."""
     torch.manual_seed(0)
-    with torch.device("meta"):
-        model = GPT(config_from_depth(depth, VOCAB_SIZE))
-    model.to_empty(device=device)
-    model.init_weights()
+    model = common.new_model(config_from_depth(depth, VOCAB_SIZE), device)
     with torch.no_grad():
         for block in model.transformer.h:  # zero at the beginning of a training
             for linear in (block.attn.c_proj, block.mlp.c_proj):

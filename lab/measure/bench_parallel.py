@@ -26,12 +26,13 @@ import torch
 import torch.distributed as dist
 
 import nanochat_fp4 as nf
+from lab.measure.bench_common import new_model
 from lab.predict import communication
 from nanochat_fp4.common import compute_cleanup, compute_init, is_ddp_initialized, peak_memory, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite, table
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.models.gpt import GPT, compile_layers, config_from_depth
+from nanochat_fp4.models.gpt import compile_layers, config_from_depth
 from nanochat_fp4.models.optim import PretrainingOptions
 from nanochat_fp4.nvfp4.sharding import local
 from nanochat_fp4.parallel import MODES, divide, shard
@@ -71,11 +72,8 @@ def make_step(args: argparse.Namespace, device: torch.device, world_size: int) -
     """(step, what it is called in the rows)"""
     if args.parallel == "fsdp" and world_size == 1:
         raise UserError("one process has nobody to share weights with; start several with torchrun, or use ddp")
-    with torch.device("meta"):
-        config = config_from_depth(args.depth, args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio)
-        model = GPT(config)
-    model.to_empty(device=device)
-    model.init_weights()
+    config = config_from_depth(args.depth, args.vocab_size, args.seq_len, args.head_dim, args.aspect_ratio)
+    model = new_model(config, device)
     nf.convert(model, args.method, verbose=False)
     cuda, alone = device.type == "cuda", args.parallel == "tp" and args.tensor_parallel == 1
     mode = "ddp" if alone else args.parallel

@@ -8,9 +8,9 @@ A kernel whose results differ from the reference's is not timed. Tensors are lar
 time goes into compiling, minutes if Triton's cache is empty; each row is printed and written as soon as it is there.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 
@@ -76,16 +76,13 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         x = random(device)
         return lambda: amax(x)
 
-    def rounded(rounding: str, dtype: torch.dtype, decode: bool):
-        def setup(device):
-            from nvfp4_kernels.quantize import amax, quantize
+    def rounded(rounding: str, dtype: torch.dtype, decode: bool, device):
+        from nvfp4_kernels.quantize import amax, quantize
 
-            x = random(device, dtype)
-            largest, seed, spec = amax(x), torch.tensor(1, device=device), get_rounding(rounding)
-            constants = (spec.grid_max, spec.scale_cap, list(spec.candidates), spec.stochastic, spec.block_rows, decode)
-            return lambda: quantize(x, largest, seed, 0, *constants)
-
-        return setup
+        x = random(device, dtype)
+        largest, seed, spec = amax(x), torch.tensor(1, device=device), get_rounding(rounding)
+        constants = (spec.grid_max, spec.scale_cap, list(spec.candidates), spec.stochastic, spec.block_rows, decode)
+        return lambda: quantize(x, largest, seed, 0, *constants)
 
     def decode(device):
         from nvfp4_kernels.decode import decode
@@ -93,17 +90,14 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         t = _codes(random(device))
         return lambda: decode(t.codes, t.scales)
 
-    def rotated(row, col, emulated: bool, from_codes: bool):
-        def setup(device):
-            from nvfp4_kernels.rotate import rotate_quantize
+    def rotated(row, col, emulated: bool, from_codes: bool, device):
+        from nvfp4_kernels.rotate import rotate_quantize
 
-            x, seed = random(device), torch.tensor(1, device=device)
-            t = _codes(x) if from_codes else None
-            source = (t.codes, t.scales, t.tensor_scale) if t else (x, None, None)
-            made = [_operand(*o, stream, emulated) if o else None for o, stream in ((row, 2), (col, 4))]
-            return lambda: rotate_quantize(*source, made[0], seed, seed, made[1], seed, seed)
-
-        return setup
+        x, seed = random(device), torch.tensor(1, device=device)
+        t = _codes(x) if from_codes else None
+        source = (t.codes, t.scales, t.tensor_scale) if t else (x, None, None)
+        made = [_operand(*o, stream, emulated) if o else None for o, stream in ((row, 2), (col, 4))]
+        return lambda: rotate_quantize(*source, made[0], seed, seed, made[1], seed, seed)
 
     def scales(device):
         from nvfp4_kernels.scales import finish
@@ -119,7 +113,7 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
     for rounding, dtype, decoded in ROUNDED:
         name = f"{rounding} {'fp32' if dtype == torch.float32 else 'bf16'}{' + decode' if decoded else ''}"
         _, step = step_time.quantize_steps(name, elements, dtype.itemsize, get_rounding(rounding), decoded)  # no amax
-        result[name] = Kernel([step], [(rounding, 0)], rounded(rounding, dtype, decoded))
+        result[name] = Kernel([step], [(rounding, 0)], partial(rounded, rounding, dtype, decoded))
     decode_step = Step("decode", elements * (CODES + BF16), elements * step_time.DECODE_INSTRUCTIONS)
     result["decode"] = Kernel([decode_step], [("rtn", 0)], decode)
     for name, (row, col, from_codes) in ROTATED.items():
@@ -127,7 +121,7 @@ def kernels(rows: int, columns: int) -> dict[str, Kernel]:
         for emulated in (True, False):
             label = f"{name} -> {'bf16' if emulated else 'codes'}"
             steps = step_time.rotate_steps(label, elements, source, [get_rounding(o[0]) for o in checks], emulated)
-            result[label] = Kernel(steps, checks, rotated(row, col, emulated, from_codes))
+            result[label] = Kernel(steps, checks, partial(rotated, row, col, emulated, from_codes))
     scales_bytes, instructions = elements * (step_time.PSEUDO + 1 / 16), elements / 16 * step_time.FINISH_INSTRUCTIONS
     result[SECOND_KERNEL] = Kernel([Step("scales", scales_bytes, instructions)], [("ms_eden", 128)], scales)
     return result
@@ -147,9 +141,7 @@ def _operand(rounding: str, rht_dim: int, stream: int, emulated: bool):
 
 def measure(chosen: dict[str, Kernel], device: torch.device, problems: list[str]) -> Iterator[tuple[str, float]]:
     """(name, milliseconds) of each kernel whose checks agree; the others go to `problems`."""
-    verdict = functools.cache(
-        lambda rounding, rht_dim: kernel_problem(device, get_rounding(rounding), rht_dim, CHECKED_SHAPE)
-    )
+    verdict = cache(lambda rounding, rht_dim: kernel_problem(device, get_rounding(rounding), rht_dim, CHECKED_SHAPE))
     for name, kernel in chosen.items():
         if wrong := next(filter(None, (verdict(*check) for check in kernel.checks)), None):
             problems.append(f"{name} ({wrong})")

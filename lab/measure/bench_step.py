@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 import nanochat_fp4 as nf
+from lab.measure.bench_common import new_model
 from nanochat_fp4.console import format_bytes, table
 from nanochat_fp4.errors import UserError, one_line
-from nanochat_fp4.models.gpt import GPT, GPTConfig, compile_layers
+from nanochat_fp4.models.gpt import GPTConfig, compile_layers
 from nanochat_fp4.models.lean import Lean, set_state
 from nanochat_fp4.nvfp4.linear import QuantLinear
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -47,10 +48,7 @@ class Subject(TrainingStep):
     """The training step of base_train on made-up tokens, in turns as each of the variants."""
 
     def __init__(self, config: GPTConfig, device: torch.device, compiled: bool, state: str = "fp32"):
-        with torch.device("meta"):
-            model = GPT(config)
-        model.to_empty(device=device)
-        model.init_weights()
+        model = new_model(config, device)
         set_state(model, state)
         nf.convert(model, "bf16", verbose=False)
         optimizers = model.setup_optimizers()

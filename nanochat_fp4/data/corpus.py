@@ -80,17 +80,17 @@ def convert(folder: Path, files: list[Path], column: str) -> Path:
             return target
         print0(f"Writing the text of {folder} ({len(files)} files, {format_bytes(size)}) as shards into {target}")
         check_space(target.parent, 2 * size, f"the shards of {folder}")
-        documents = itertools.chain.from_iterable(_documents(path, column) for path in files)
-        first = list(itertools.islice(documents, 20))
+        counted = itertools.islice((1 for path in files for _ in _documents(path, column)), 20)
+        many = sum(counted) == 20
         with new_folder(target) as tmp, Progress(desc="convert", unit="char") as progress:
             writer = ShardWriter(tmp)
-            for index, text in enumerate(itertools.chain(first, documents)):
+            for index, text in enumerate(text for path in files for text in _documents(path, column)):
                 pieces = cut_text(text, random.Random(index))
                 # Validation: every 20th document as a whole. Fewer than 20 documents give the last tenth of each
                 # longer one instead, which is adjacent to training text.
                 tail = max(1, len(pieces) // 10) if len(pieces) >= 4 else 0
                 for i, piece in enumerate(pieces):
-                    writer.add(piece, index % 20 == 7 if len(first) == 20 else i >= len(pieces) - tail)
+                    writer.add(piece, index % 20 == 7 if many else i >= len(pieces) - tail)
                 progress.update(len(text))
             writer.finish({"source": str(folder), "files": len(files)})
     return target

@@ -163,8 +163,7 @@ def _forward(this: _Pass, needs: tuple[bool, bool], x: torch.Tensor, *tensors: t
     """x (M, K), weights (N_i, K), N = sum of N_i -> (M, N) in this.dtype, or the results of this.then; then what
     _backward takes. tensors: the weights, and what this.then takes besides. needs: gradients of x, of weights."""
     gemms, device, layers = this.gemms, x.device, len(tensors) - this.more
-    weights = tensors[:layers]
-    recipe = gemms.recipe
+    weights, recipe = tensors[:layers], gemms.recipe
     needs_dgrad, needs_wgrad = needs
     square_seed = new_seed(device) if this.squares else None
     seed = new_seed(device) if recipe.draws_in_forward and (needs_dgrad or needs_wgrad) else None
@@ -207,9 +206,8 @@ def _backward(
     """(gradient of x, those of the weights and of what this.then took besides, square of x).
 
     A square is kept and step of relu_squared, where the gradient is that of relu(y)^2 of the output, or of x."""
-    this, device = state.this, grad_output.device
-    gemms, dtype = this.gemms, this.dtype
-    dgrad, wgrad = gemms.recipe.grad_input, gemms.recipe.grad_weight
+    this, gemms, device = state.this, state.this.gemms, grad_output.device
+    dtype, dgrad, wgrad = this.dtype, gemms.recipe.grad_input, gemms.recipe.grad_weight
     (w, x, *again), (forward_seed, *kept) = _operands(state.kinds, tensors)
     grad_more = [None] * this.more
     if this.then is not None:

@@ -1,16 +1,13 @@
 """The web chat: what it answers, what it refuses, and the page in a real browser where there is one."""
 
-import base64
 import contextlib
 import http.client
 import json
 import logging
-import os
 import socket
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -324,13 +321,6 @@ def page(serve, tmp_path):
         browser.__exit__()
 
 
-def keep(browser, name):
-    """A picture of the page, for whoever sets NANOCHAT_SCREENSHOTS to a folder."""
-    if folder := os.environ.get("NANOCHAT_SCREENSHOTS"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(folder, f"{name}.png").write_bytes(base64.b64decode(browser.screenshot()))
-
-
 ANSWERS = "[...document.querySelectorAll('.assistant')].map(e => e.textContent)"
 
 
@@ -352,7 +342,6 @@ def test_the_page_asks_streams_stops_and_asks_again(page):
     browser.run("document.getElementById('again').click()")
     browser.wait("document.getElementById('status').textContent.includes('tokens/s')")
     assert browser.run(ANSWERS + ".length") == 2
-    keep(browser, "chat_web")
     browser.run("location.reload()")
     browser.wait("document.body?.dataset.ready === 'yes' && !document.querySelector('.message')")
 
@@ -381,7 +370,6 @@ def test_what_anybody_writes_is_text(page):
     assert browser.run("document.title") == "nanochat_fp4"
     assert browser.run("document.documentElement.scrollWidth <= innerWidth")  # nothing sticks out of a phone
     assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
-    keep(browser, "chat_web_phone")
     # A script that got into the page would not run.
     browser.run("document.body.insertAdjacentHTML('beforeend', `<img src=x onerror=\"document.title='owned'\">`)")
     browser.run(

@@ -438,6 +438,7 @@ def content(base: Path) -> dict[str, bytes]:
 NOT_HERE = {f"lab.measure.bench_{what}" for what in ("generate", "linear", "quantize", "train")}  # want a GPU
 NOT_HERE |= {"nanochat_fp4.upstream"}  # wants a checkout of nanochat
 NOT_HERE |= {"lab.predict.measured", "lab.study.forwards", "lab.record"}  # want files of a benchmark, a sweep, a run
+NOT_HERE |= {"lab.debian"}  # wants names of packages
 NOT_HERE |= {"lab.measure.accuracy"}  # wants a model
 NOT_HERE |= {"scripts.export", "scripts.import_model", "scripts.chat_rl"}  # want a format, a file, GSM8K
 
