@@ -14,17 +14,13 @@ from pathlib import Path, PurePosixPath
 # Dense BF16 tensor-core peak with FP32 accumulation, FLOP/s, from the vendors' data sheets. First match wins, so
 # longer names come first.
 _PEAK_FLOPS = [
-    (r"gb300|b300", 2.25e15),
     (r"gb200|grace blackwell", 2.5e15),
-    (r"\bb200", 2.25e15),
+    (r"b300|\bb200", 2.25e15),
     (r"\bb100", 1.8e15),
     (r"h200.*(nvl|pcie)", 836e12),
-    (r"gh200|h200", 989e12),
     (r"h100.*nvl", 835e12),
-    (r"h100.*pcie", 756e12),
-    (r"h100", 989e12),
-    (r"h800.*pcie", 756e12),
-    (r"h800", 989e12),
+    (r"h[18]00.*pcie", 756e12),
+    (r"h[128]00", 989e12),
     (r"\bh20\b", 148e12),
     (r"a100|a800", 312e12),
     (r"\ba40\b", 149.7e12),

@@ -55,13 +55,10 @@ class Chat:
         prompt += marker("<|assistant_start|>")
         room = self.engine.model.rotary_seq_len - len(prompt)
         if room < 1:
-            raise UserError(
-                f"the conversation is {len(prompt)} tokens long and no longer fits; type 'clear', or shorten it"
-            )
-        shown = AnswerText(self.tokenizer)
-        for column, _ in self.engine.generate(
-            prompt, max_tokens=min(MAX_TOKENS, room), temperature=self.temperature, top_k=self.top_k
-        ):
+            problem = f"the conversation is {len(prompt)} tokens long and no longer fits"
+            raise UserError(f"{problem}; type 'clear', or shorten it")
+        shown, sampling = AnswerText(self.tokenizer), {"temperature": self.temperature, "top_k": self.top_k}
+        for column, _ in self.engine.generate(prompt, max_tokens=min(MAX_TOKENS, room), **sampling):
             if column[0] in self.engine.terminal:
                 break
             yield shown.add(column[0])

@@ -39,10 +39,7 @@ from nanochat_fp4.training.trainer import Process, TrainingStep, due
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = ArgumentParser(
-        description="Reinforcement learning on GSM8K",
-        epilog="SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 save a checkpoint and stop within one step.",
-    )
+    parser = ArgumentParser(description="Reinforcement learning on GSM8K")
     add_common_arguments(parser, init_lr_frac=0.05)
     parser.set_defaults(save_every=60)
     add = parser.add_argument

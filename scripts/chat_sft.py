@@ -43,10 +43,7 @@ from nanochat_fp4.training.trainer import Process, TrainingStep, due
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = ArgumentParser(
-        description="Supervised finetuning for chat",
-        epilog="SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 save a checkpoint and stop within one step.",
-    )
+    parser = ArgumentParser(description="Supervised finetuning for chat")
     add_common_arguments(parser, init_lr_frac=0.02)
     add = parser.add_argument
     add("--source", default="mid", choices=("base", "mid"), help="base|mid - which checkpoint to load from")
@@ -134,10 +131,8 @@ class Evaluation:
         """Mean over --eval-steps micro-batches, dealt to the processes. All processes take equally many."""
         args, process, losses = self.args, self.run.process, []
         rank, world_size = process.rank, process.world_size
-        batches = ConversationBatches(
-            self.val_dataset, self.run.tokenizer, self.rows, process.device, rank, world_size,
-            self.run.config.sequence_len,
-        )  # fmt: skip
+        where = self.rows, process.device, rank, world_size, self.run.config.sequence_len
+        batches = ConversationBatches(self.val_dataset, self.run.tokenizer, *where)
         with torch.no_grad(), self.parts.autocast():
             numbers = range(rank, args.eval_steps + rank, world_size)
             for number, (x, y, _) in zip(numbers, process.signals.watch(batches, process.device)):
@@ -145,17 +140,11 @@ class Evaluation:
         return float(mean_over_ranks(torch.stack(losses).sum() * world_size / args.eval_steps))
 
     def accuracy(self, source: Source) -> float:
-        signals = self.run.process.signals
-        with unsharded(self.run.model):
-            score = run_task(
-                source.task,
-                self.run.model,
-                self.run.tokenizer,
-                source.name,
-                batch_size=2 * self.rows,  # without gradients there is room for more
-                max_problems=self.args.eval_metrics_max_problems,
-                interrupted=lambda: signals.signum is not None,
-            )
+        run, signals = self.run, self.run.process.signals
+        how = {"max_problems": self.args.eval_metrics_max_problems, "interrupted": lambda: signals.signum is not None}
+        how |= {"batch_size": 2 * self.rows}  # without gradients there is room for more
+        with unsharded(run.model):
+            score = run_task(source.task, run.model, run.tokenizer, source.name, **how)
         if signals.received(self.run.process.device):
             raise StopRequested
         return score.accuracy

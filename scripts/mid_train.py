@@ -38,10 +38,7 @@ from nanochat_fp4.training.trainer import Process, due
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = ArgumentParser(
-        description="Midtrain the model",
-        epilog="SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 save a checkpoint and stop within one step.",
-    )
+    parser = ArgumentParser(description="Midtrain the model")
     add_common_arguments(parser, 1.0, "compile", "eager")
     parser.set_defaults(compile=None)
     add = parser.add_argument

@@ -33,18 +33,12 @@ from nanochat_fp4.training.checkpoint_manager import (
     load_method_data,
 )
 
-# stage -> its folder in the base directory, and the command that fills it
+# stage -> its folder in the base directory, and the script that fills it
 SOURCES = {
-    "base": "base_checkpoints",
-    "mid": "mid_checkpoints",
-    "sft": "chatsft_checkpoints",
-    "rl": "chatrl_checkpoints",
-}
-MADE_BY = {
-    "base": "python -m scripts.base_train",
-    "mid": "python -m scripts.mid_train",
-    "sft": "python -m scripts.chat_sft",
-    "rl": "python -m scripts.chat_rl",
+    "base": ("base_checkpoints", "scripts.base_train"),
+    "mid": ("mid_checkpoints", "scripts.mid_train"),
+    "sft": ("chatsft_checkpoints", "scripts.chat_sft"),
+    "rl": ("chatrl_checkpoints", "scripts.chat_rl"),
 }
 
 SWITCHES = ("separate_qkv", "exact_relu_squared")  # fields of GPTConfig that nanochat does not have
@@ -53,20 +47,12 @@ SWITCHES = ("separate_qkv", "exact_relu_squared")  # fields of GPTConfig that na
 def checkpoint_folder(source: str, model_tag: str) -> Path:
     """The folder of a tag's checkpoints of base, mid, sft or rl. Raises UserError for a tag that is no name."""
     check_model_tag(model_tag)
-    return Path(get_base_dir()) / SOURCES[source] / model_tag
+    return Path(get_base_dir()) / SOURCES[source][0] / model_tag
 
 
 def config_record(config: GPTConfig | LlamaConfig) -> dict[str, Any]:
     """A model's config as metadata has it: without switches that are off, so that nanochat can read it."""
     return {k: v for k, v in asdict(config).items() if v or k not in SWITCHES}
-
-
-def _patch_old_nanochat(model_data: dict[str, torch.Tensor], model_config: dict[str, Any]) -> None:
-    """Checkpoints from before nanochat had windows and per-layer scalars: full context, scalars that do nothing."""
-    model_config.setdefault("window_pattern", "L")
-    n_layer = model_config.get("n_layer", 0)
-    model_data.setdefault("resid_lambdas", torch.ones(n_layer))
-    model_data.setdefault("x0_lambdas", torch.zeros(n_layer))
 
 
 def build_model(
@@ -77,24 +63,22 @@ def build_model(
 
     phase: 'train' or 'eval'. The method that it was trained with is in the meta data, where the script that trained it
     put it. BF16 weights become FP32 on a CPU (and on mps), as in nanochat, but not those of a --state=lean that will be
-    trained. Raises UserError (damaged checkpoint, config
-    that does not fit, another tokenizer than the one in the base directory).
+    trained. Raises UserError (damaged checkpoint, config that does not fit, another tokenizer than the one in the base
+    directory).
     """
-    if phase not in ("train", "eval"):
-        raise ValueError(f"phase must be 'train' or 'eval', not {phase!r}")
     device = torch.device(device)
     model_data, _, meta = load_checkpoint(checkpoint_dir, step, device)
     where = f"checkpoint of step {meta.get('step', step)} in {checkpoint_dir}"
     model_data = {name.removeprefix("_orig_mod."): tensor for name, tensor in model_data.items()}
     if device.type in ("cpu", "mps") and not (phase == "train" and state_of(meta) == "lean"):
-        model_data = {
-            name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in model_data.items()
-        }
+        model_data = {name: t.float() if t.dtype == torch.bfloat16 else t for name, t in model_data.items()}
     try:
         model_config = dict(meta["model_config"])
         is_llama = model_config.pop("family", None) == "llama"
-        if not is_llama:
-            _patch_old_nanochat(model_data, model_config)
+        if not is_llama:  # before nanochat had windows and per-layer scalars: full context, scalars that do nothing
+            model_config.setdefault("window_pattern", "L")
+            model_data.setdefault("resid_lambdas", torch.ones(model_config.get("n_layer", 0)))
+            model_data.setdefault("x0_lambdas", torch.zeros(model_config.get("n_layer", 0)))
         config = LlamaConfig(**model_config) if is_llama else GPTConfig(**model_config)
         numbers = {k: v for k, v in asdict(config).items() if k not in ("window_pattern", "family", *SWITCHES)}
         if not all(isinstance(getattr(config, k, False), bool) for k in SWITCHES):
@@ -123,10 +107,8 @@ def check_model_fits(config: GPTConfig, device: torch.device) -> None:
     """Raise UserError where the weights alone are more than the device's memory, before anything is allocated."""
     matrices = 12 * config.n_layer * config.n_embd**2 + 2 * config.vocab_size * config.n_embd
     tables = 2 * ROTARY_FACTOR * config.sequence_len * (config.n_embd // config.n_head)
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = physical_memory()
+    gpu = device.type == "cuda"
+    memory = torch.cuda.get_device_properties(device).total_memory if gpu else physical_memory()
     if 4 * (matrices + tables) > memory:
         raise UserError(
             f"a model of {config.n_layer} layers of width {config.n_embd} for {config.sequence_len} tokens has weights "
@@ -173,7 +155,7 @@ def check_tokenizer(meta: dict[str, Any], tokenizer: RustBPETokenizer, where: st
 def checkpoints_made_with(tokenizer: RustBPETokenizer) -> list[str]:
     """'base_checkpoints/d20_clover', ...: the runs in the base directory whose newest checkpoint fits the tokenizer."""
     found = []
-    for place in SOURCES.values():
+    for place, _ in SOURCES.values():
         for folder in sorted(Path(get_base_dir(), place).glob("*/")):
             for step in list_steps(folder):
                 try:
@@ -214,8 +196,7 @@ def checkpoint_method(meta: dict[str, Any], flag: str | None = None) -> str:
 def find_model_tag(source: str, model_tag: str | None) -> str:
     """The tag to take from a stage. Raises UserError that names the command which makes one."""
     check_model_tag(model_tag)
-    folder = Path(get_base_dir()) / SOURCES[source]
-    made_by = MADE_BY[source]
+    folder, made_by = Path(get_base_dir()) / SOURCES[source][0], f"python -m {SOURCES[source][1]}"
     try:
         tag = find_largest_model(folder) if model_tag is None else model_tag
     except NoCheckpointError as e:
@@ -244,7 +225,7 @@ def load_model(
     try:
         model, tokenizer, meta = build_model(checkpoint_folder(source, tag), step, device, phase)
     except NoCheckpointError as e:
-        raise UserError(f"{e}; make one with {MADE_BY[source]} --model-tag={tag}") from e
+        raise UserError(f"{e}; make one with python -m {SOURCES[source][1]} --model-tag={tag}") from e
     if model_tag is None:
         print0(f"no --model-tag given: taking {tag}")
     return model, tokenizer, {**meta, "model_tag": tag}

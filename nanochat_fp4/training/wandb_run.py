@@ -1,6 +1,5 @@
 """A run on Weights & Biases, or on trackio's local page, that never prompts, hangs or stops a training run."""
 
-import contextlib
 import os
 import re
 from typing import Any
@@ -61,9 +60,8 @@ def setup_tracker(run: str | None, project: str, config: dict[str, Any]) -> Any:
     except ImportError as e:
         raise UserError(f"TRACKER=trackio: {missing_package(e) or one_line(e)}") from e
     try:
-        started = trackio.init(
-            project=project, name=run, config=config, resume="allow", embed=False, auto_log_cpu=False
-        )
+        options = {"resume": "allow", "embed": False, "auto_log_cpu": False}
+        started = trackio.init(project=project, name=run, config=config, **options)
     except Exception as e:  # whatever it raises: logging must not stop a training run
         logger.warning(f"trackio does not start ({one_line(e)[:200]}); going on without it")
         return DummyWandb()
@@ -71,35 +69,25 @@ def setup_tracker(run: str | None, project: str, config: dict[str, Any]) -> Any:
     return TrackioRun(started)
 
 
-def _has_wandb_account() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    import netrc
-
-    host = re.sub(r"^https?://", "", os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).split("/")[0]
-    names = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    for name in names:
-        with contextlib.suppress(OSError, netrc.NetrcParseError):
-            if netrc.netrc(os.path.expanduser(name)).authenticators(host):
-                return True
-    return False
-
-
-def setup_wandb(run: str, project: str, config: dict[str, Any], timeout: float = 60.0) -> Any:
+def setup_wandb(run: str, project: str, config: dict[str, Any]) -> Any:
     """
     A wandb run, or a DummyWandb where wandb does not start. Never prompts and never hangs.
 
-    The run is kept offline under the base directory without an account, or if the server does not answer within
-    `timeout` seconds. Then the command that uploads the run is printed. WANDB_MODE, when set, is obeyed.
+    The run is kept offline under the base directory without an account, or if the server does not answer within a
+    minute. Then the command that uploads the run is printed. WANDB_MODE, when set, is obeyed.
     """
     try:
         import wandb
+        from requests.utils import get_netrc_auth  # wandb needs requests
     except ImportError as e:
         raise UserError(f"run {run!r}: {missing_package(e) or one_line(e)}, or set WANDB_RUN=dummy") from e
-    mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_account() else "offline")
+    account = os.environ.get("WANDB_API_KEY") or get_netrc_auth(
+        os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    )
+    mode = os.environ.get("WANDB_MODE") or ("online" if account else "offline")
     for attempt in dict.fromkeys([mode, "offline"]):  # each once
         try:
-            settings = wandb.Settings(init_timeout=timeout)
+            settings = wandb.Settings(init_timeout=60.0)
             wandb_run = wandb.init(
                 project=project, name=run, config=config, dir=get_base_dir(), mode=attempt, settings=settings
             )

@@ -231,7 +231,8 @@ def test_measure_every_kernel_whose_check_agrees(on_a_cpu, monkeypatch, tmp_path
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
     monkeypatch.setattr(bench_quantize, "kernel_problem", problem)
     every = bench_quantize.kernels(128, 128).items()
-    chosen = {name: k for name, k in every if "search" not in name and not name.endswith("-> bf16")}
+    alike = ("search", "-> bf16", "tetrajet_v2", "16x16", "fp32")  # kernels of the same kinds as others
+    chosen = {name: k for name, k in every if not any(part in name for part in alike)}
     wrong = [name for name, k in chosen.items() if k.checks[0][0] == "ms_eden"]
     problems = []
     found = dict(bench_quantize.measure(chosen, on_a_cpu, problems))

@@ -285,15 +285,6 @@ def test_stages_go_on_as_the_base_was_trained(tiny_base):
         assert [r["step"] for r in events if r["event"] == "start"] == [0, 1]
 
 
-def test_resume_is_exact_with_quantized_gradients(base):
-    """--quantization full draws rotations and noise in every step; the others are killed in test_reliability.py."""
-    mid("--save-every=2", "--keep-last=-1", "--quantization=full", steps=4)
-    folder = base / "mid_checkpoints" / "d2_clover"
-    expected = final_state(folder, 4)
-    mid("--resume-from-step=2", "--quantization=full", steps=4)
-    assert_same(final_state(folder, 4), expected)
-
-
 def test_a_full_epoch_ends_where_the_data_ends(base, monkeypatch):
     """Without --num-iterations, until every conversation was used; resumed in between to the bit."""
     small = lambda args: [Source("few", lambda: LocalArithmetic(size=60))]  # noqa: E731

@@ -3,9 +3,9 @@ What a long run meets, done to small ones: kills at any moment, full and read-on
 reads, bad numbers, leaks; and the same seed twice. docs/reliability.md says which promise each test holds.
 """
 
+import contextlib
 import gc
 import hashlib
-import http.server
 import logging
 import os
 import random
@@ -20,6 +20,7 @@ import torch
 from _assertions import assert_same, bits, final_state
 from _forking import ForkServer, Run
 from _samples import save_base
+from _server import Server
 from _training import BASE, MID, SFT, STAGES
 
 import nanochat_fp4 as nf
@@ -78,11 +79,9 @@ class Case:
 # ----------------------------------------------------------------------------------------------------------------------
 # SIGKILL. The soak kills every method. Every file operation of a save: test_checkpoint_manager.py.
 
-KILLS = {  # (stage, method, flags): how many
-    ("base", "clover", "--method-changes=0.5=bf16"): 3,
-    ("base", "bf16", "--runtime=shuffle-documents", "--seed=42,1"): 2,
-    ("base", "clover", "--state=lean"): 2,
-    ("mid", "clover"): 2,
+KILLS = {  # (stage, method, flags): how many. FP32 weights in base training: two ranks, below.
+    ("base", "clover", "--method-changes=0.5=bf16", "--runtime=shuffle-documents", "--seed=42,1", "--state=lean"): 3,
+    ("mid", "clover", "--quantization=full"): 2,
     ("sft", "clover"): 2,
 }
 SOAKED = [("base", method) for method in nf.METHODS if nf.get_recipe(method).name == method]
@@ -121,7 +120,7 @@ def kill_until_enough(case: Case, kills: int, rng: random.Random) -> dict[str, i
         case.start_over()
 
 
-@pytest.mark.parametrize("what", KILLS, ids="-".join)
+@pytest.mark.parametrize("what", KILLS, ids=lambda what: what[0])
 def test_a_killed_run_ends_with_the_same_bits(fork_server, tiny_base, what):
     seed = int.from_bytes(os.urandom(4), "little")  # other moments in every run of the tests
     print(f"seed {seed}")
@@ -219,7 +218,7 @@ def test_a_second_interrupt_ends_a_run_at_once(fork_server, tiny_base):
 
 
 def test_one_of_two_ranks_is_killed_and_both_go_on(fork_server, tiny_base):
-    """Rank 0 or rank 1 dies, at any moment or inside a save; whoever starts both again gets the same bits."""
+    """Rank 0 dies at any moment, rank 1 inside a save; whoever starts both again gets the same bits."""
     case = Case(fork_server, tiny_base, "base", "clover")
     two = tiny_base.with_name("two")
     shutil.copytree(tiny_base, two)
@@ -231,12 +230,12 @@ def test_one_of_two_ranks_is_killed_and_both_go_on(fork_server, tiny_base):
     killed = resumed = 0
     while True:
         how = {}
-        if killed < 4 or not resumed:
-            how = {"rank": killed // 2 % 2}
+        if killed < 2 or not resumed:
+            how = {"rank": killed % 2}
             if killed % 2:
-                how["after"] = rng.uniform(0.2, 1.0) * whole.seconds
+                how["operation"] = rng.randint(1, whole.operations)
             else:
-                how["operation"] = rng.randint(1, whole.operations)  # of rank 1, which has fewer
+                how["after"] = rng.uniform(0.2, 1.0) * whole.seconds
         run = case.run("--resume-from-step=latest", ranks=2, **how)
         resumed += "Resuming from step" in run.log
         if run.status == 0:
@@ -249,7 +248,7 @@ def test_one_of_two_ranks_is_killed_and_both_go_on(fork_server, tiny_base):
             killed += 1
 
 
-@pytest.mark.parametrize("stage", ["base", "mid", "sft"])
+@pytest.mark.parametrize("stage", ["base", pytest.param("mid", marks=pytest.mark.slow), "sft"])
 @pytest.mark.parametrize("ranks", [(2, 1, 2), pytest.param((3, 1, 3, 2), marks=pytest.mark.slow)], ids=str)
 def test_any_number_of_processes_goes_on_with_what_others_saved(fork_server, tiny_base, stage, ranks):
     """Of the first processes, with shards where there are two, one is killed. Others go on and are stopped in turn."""
@@ -347,8 +346,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(fork_server, tin
     assert all(a != b for a, b in zip(*losses))
 
 
-@pytest.mark.parametrize("method", ["nvidia", "clover"])
-def test_quantized_weights_do_not_depend_on_the_micro_batch(tiny_base, monkeypatch, method):
+def test_quantized_weights_do_not_depend_on_the_micro_batch(tiny_base, monkeypatch):
     """One step in 4, 2 and 1 micro-batches: the forward passes use the same codes and scales of every weight."""
     from nanochat_fp4.nvfp4 import linear, operands
 
@@ -368,7 +366,7 @@ def test_quantized_weights_do_not_depend_on_the_micro_batch(tiny_base, monkeypat
     for size in (1, 2, 4):
         used.clear()
         flags = [f"--device-batch-size={size}", "--overwrite", "--eval-every=-1", "--num-iterations=1"]
-        base_train.main([*BASE, *flags, f"--method={method}"])
+        base_train.main([*BASE, *flags, "--method=clover"])
         found.append(set(used))
     assert found[0] == found[1] == found[2] and len(found[0]) >= 4  # and those of the self-check, always the same
 
@@ -401,11 +399,10 @@ def run_stage(stage: str, base: Path, *flags: str, steps: int = 4) -> Path:
     return base / place / TAG
 
 
-@pytest.mark.parametrize("stage", ["base", "mid"])
-def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch, stage):
+def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch):
     recorder = Recorder()
     monkeypatch.setattr(trainer, "setup_tracker", lambda *args: recorder)
-    folder = run_stage(stage, tiny_base, "--runtime=telemetry=2", "--eval-every=-1")
+    folder = run_stage("base", tiny_base, "--runtime=telemetry=2", "--eval-every=-1", steps=3)
     names = {"train/loss", "train/lrm", "train/dt", "train/tok_per_sec", "train/grad_norm", "total_training_time"}
     assert names <= recorder.logged.keys()  # nanochat's, in every stage
     records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "telemetry"]
@@ -415,17 +412,13 @@ def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch,
     for layer, measured in records[1]["layers"].items():
         assert set(measured) == numbers, layer
         assert 0.02 < measured["output_error"] < 0.4 and 0 < measured["input_zeros"] < 0.9, layer
-        # Post-training leaves the backward pass unquantized, but gives it the forward's operands.
-        assert 0.8 < measured["grad_weight_cosine"] < 1 and 0.8 < measured["grad_input_cosine"] <= 1, layer
+        assert 0.8 < measured["grad_weight_cosine"] < 1 and 0.8 < measured["grad_input_cosine"] < 1, layer
         for name, value in measured.items():
             assert recorder.logged[f"telemetry/{layer}/{name}"][-1] == value
-    if stage == "base":
-        text = Path(report.get_report().generate()).read_text()
-        assert "Quantization error" in text and "| mlp.c_fc |" in text
-    else:
-        assert "Quantization error" in (tiny_base / "report" / TAG / "midtraining.json").read_text()
+    text = Path(report.get_report().generate()).read_text()
+    assert "Quantization error" in text and "| mlp.c_fc |" in text
     observed = losses(folder)
-    run_stage(stage, tiny_base, "--eval-every=-1", "--overwrite")
+    run_stage("base", tiny_base, "--eval-every=-1", "--overwrite", steps=3)
     assert losses(folder) == observed  # looking does not change the run
 
 
@@ -449,16 +442,15 @@ class Damage:
         return out
 
 
-@pytest.mark.parametrize("stage", ["base", "mid"])
-def test_after_bad_numbers_a_run_goes_on_as_it_would_have(tiny_base, monkeypatch, stage):
-    """NaN in one step: the run stops before it; resumed where the fault does not come again, it is as undisturbed."""
-    flags = ["--eval-every=-1"]
-    if stage == "mid":  # by epoch, where learning rates depend on how much was consumed
-        few = lambda args: [chat_data.Source("few", lambda: LocalArithmetic(size=60))]  # noqa: E731
-        monkeypatch.setattr(mid_train, "train_sources", few)
-        flags += ["--total-batch-size=512", "--device-batch-size=2"]
-    steps = -1 if stage == "mid" else 5
-    folder = run_stage(stage, tiny_base, *flags, steps=steps)
+def test_after_bad_numbers_a_run_goes_on_as_it_would_have(tiny_base, monkeypatch):
+    """NaN in one step: the run stops before it; resumed where the fault does not come again, it is as undisturbed.
+
+    By epoch, where learning rates depend on how much was consumed.
+    """
+    few = lambda args: [chat_data.Source("few", lambda: LocalArithmetic(size=60))]  # noqa: E731
+    monkeypatch.setattr(mid_train, "train_sources", few)
+    flags = ["--eval-every=-1", "--total-batch-size=512", "--device-batch-size=2"]
+    folder = run_stage("mid", tiny_base, *flags, steps=-1)
     last = list_steps(folder)[0]
     assert last > 4
     expected = final_state(folder, last)
@@ -467,9 +459,9 @@ def test_after_bad_numbers_a_run_goes_on_as_it_would_have(tiny_base, monkeypatch
         with pytest.raises(
             UserError, match=rf"step {last - 1}: loss nan, first not finite: .*--runtime skip-nonfinite"
         ):
-            run_stage(stage, tiny_base, "--overwrite", *flags, steps=steps)
+            run_stage("mid", tiny_base, "--overwrite", *flags, steps=-1)
     assert list_steps(folder) == [last - 1]
-    run_stage(stage, tiny_base, "--resume-from-step=latest", *flags, steps=steps)
+    run_stage("mid", tiny_base, "--resume-from-step=latest", *flags, steps=-1)
     resumed = final_state(folder, last)
     resumed["records"] = [r for r in resumed["records"] if r["event"] != "skip"]
     assert_same(resumed, expected)
@@ -537,20 +529,8 @@ def test_stages_leave_no_open_files_and_no_processes(tiny_base, monkeypatch, cap
 
 def test_downloads_are_stated_and_checked(tmp_path, base_dir, monkeypatch, caplog):
     """The size is logged; where it does not fit, not a byte is written; what comes is looked at before it is used."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.send_header("Content-Length", "300000")
-            self.end_headers()
-            self.wfile.write(bytes(300_000))
-
-        def log_message(self, *args):
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/words.txt"
+    with contextlib.closing(Server({"/words.txt": bytes(300_000)})) as server:
+        url = server.url("/words.txt")
         usage = shutil.disk_usage(tmp_path)
         with monkeypatch.context() as m:
             m.setattr(download.shutil, "disk_usage", lambda path: usage._replace(free=200_000))
