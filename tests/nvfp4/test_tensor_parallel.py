@@ -130,9 +130,8 @@ def layers_of_one_rank(methods):
 
 
 def test_two_ranks_make_the_codes_of_one(run_ranks):
-    run_ranks(
-        f"import test_tensor_parallel; test_tensor_parallel.layers_of_one_rank({['bf16', 'clover', 'nvidia_fixed_signs']!r})"
-    )
+    methods = ["bf16", "clover", "nvidia_fixed_signs"]
+    run_ranks(f"import test_tensor_parallel; test_tensor_parallel.layers_of_one_rank({methods!r})")
 
 
 def layers_of_one_rank_in_tiles():
