@@ -442,7 +442,7 @@ def test_new_weights_are_quantized_anew_for_the_next_step():
 
 @pytest.mark.parametrize(
     "method, backend",
-    [("fig2_1x16_four_over_six", "aot_eager"), pytest.param("clover_refined", "eager", marks=pytest.mark.slow)],
+    [("fig2_1x16_four_over_six", "eager"), pytest.param("clover_refined", "eager", marks=pytest.mark.slow)],
 )
 def test_compiled_code_takes_the_weights_of_each_step_and_is_not_compiled_again(method, backend):
     model = converted(Fused(), method)

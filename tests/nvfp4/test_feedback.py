@@ -120,17 +120,20 @@ def test_layers_use_it_with_and_without_weights_quantized_once():
 
 
 def test_compiled_layers_use_it_and_are_not_compiled_again_for_new_moments():
-    model = nf.convert(nn.Sequential(nn.Linear(32, 32, bias=False)), "clover_feedback", verbose=False)
+    """Nor does a look through compiled code compile anything."""
+    model, other = (nf.convert(nn.Sequential(nn.Linear(32, 32)), "clover_feedback", verbose=False) for _ in range(2))
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    x, outputs = correlated(32, 32), []
-    nf.update_gram_matrices(model, lambda: model(correlated(512, 32)))
+    graphs, x, outputs = [], correlated(32, 32), []
+    compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph, fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in (3, 4):
+            for looked_at, forward in ((model, compiled), (other, other)):
+                inputs = [correlated(64, 32, seed), correlated(32, 32)]
+                nf.update_gram_matrices(looked_at, lambda f=forward, inputs=inputs: [f(x) for x in inputs])
+            assert torch.equal(model[0].gram_matrix, other[0].gram_matrix)
             with nf.quantize_weights_once(model):
                 outputs.append(compiled(x).detach())
-                assert torch.equal(outputs[-1], model(x))
-            nf.update_gram_matrices(model, lambda seed=seed: model(correlated(512, 32, seed)))
+                assert torch.equal(outputs[-1], model(x)) and len(graphs) == 1
     assert not torch.equal(*outputs)
     assert torch.equal(compiled(x), model(x))  # makes the codes itself
 
@@ -167,20 +170,6 @@ def test_all_calls_of_a_layer_count_by_their_tokens():
     for name, gram in nf.gram_state(model).items():
         # in FP16, of products that are added up in another order
         torch.testing.assert_close(gram, nf.gram_state(whole)[name], rtol=2e-3, atol=2e-3)
-
-
-def test_a_look_through_compiled_code_compiles_nothing():
-    model, other = (nf.convert(nn.Sequential(nn.Linear(32, 32)), "clover_feedback", verbose=False) for _ in range(2))
-    graphs, batches = [], [correlated(64, 32, seed) for seed in (0, 1)]
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph)
-    compiled(batches[0])
-    before = len(graphs)
-    for _ in range(3):
-        nf.update_gram_matrices(compiled, lambda: [compiled(x) for x in batches])
-        nf.update_gram_matrices(other, lambda: [other(x) for x in batches])
-    assert before and len(graphs) == before
-    assert torch.equal(model[0].gram_matrix, other[0].gram_matrix)
 
 
 TWO_RANKS = """

@@ -150,43 +150,39 @@ def slow(*values):
 
 
 @pytest.mark.parametrize(
-    "method, draws",
-    [
-        ("clover", 512),
-        *(slow(method, 1024) for method in ("tetrajet_v2", "clover", "clover_search", "clover_refined")),
-    ],
+    "method, draws", [("clover", 128), *(slow(m, 1024) for m in TRAINING if m not in ("nvidia", "four_over_six"))]
 )
 def test_backward_passes_are_unbiased(method, draws):
+    """In short with 128 draws: that each is the recipe's, noise and all, is shown by hand above, and that roundings are
+    unbiased in test_quantizers."""
     grad_input, grad_weight = gradients(method, draws=draws, again=False)  # nothing is drawn in their forward pass
     assert_unbiased(f"{method} grad_input", grad_input)
     assert_unbiased(f"{method} grad_weight", grad_weight)
 
 
-@pytest.mark.parametrize(
-    "method, draws, least, most",
-    [("nvidia", 512, 250, 430), *(slow(m, 1024, 300, 750) for m in ("nvidia", "four_over_six"))],
-)
-def test_nvidia_is_unbiased_but_for_the_rounding_of_its_input(method, draws, least, most):
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["nvidia", "four_over_six"])
+def test_nvidia_is_unbiased_but_for_the_rounding_of_its_input(method):
     """The two differ in the forward alone. grad_input: SR on grad_output alone, unbiased. grad_weight rounds the
     rotated input to nearest. Its error changes with the signs of every forward pass and mostly averages out, but RTN
     shrinks values on average, whatever the signs: a plateau near 3e-5 of the gradient's square, 1/1000 of one step's
     noise, which B = 1024 just reaches."""
-    grad_input, grad_weight = gradients(method, draws=draws)
+    grad_input, grad_weight = gradients(method)
     assert_unbiased("grad_input", grad_input)
-    assert least < grad_weight.gain < most, str(grad_weight)
+    assert 300 < grad_weight.gain < 750, str(grad_weight)
 
 
-@pytest.mark.parametrize("draws, least, most", [(256, 100, 230), slow(1024, 200, 750)])
-def test_four_over_six_in_both_passes_reaches_a_plateau(draws, least, most):
+@pytest.mark.slow
+def test_four_over_six_in_both_passes_reaches_a_plateau():
     """SR that keeps the luckier of two draws: grad_input stops improving near 7e-4, where 34 draws would be. In
     grad_weight new signs at every step make most of the bias average out, but not all of it."""
-    grad_input, grad_weight = gradients("four_over_six_biased", draws=draws)
+    grad_input, grad_weight = gradients("four_over_six_biased")
     assert grad_input.gain < 60, str(grad_input)
-    assert grad_input.errors[draws] > 0.5 * grad_input.errors[draws // 4], str(grad_input)
-    assert least < grad_weight.gain < most, str(grad_weight)
+    assert grad_input.errors[1024] > 0.5 * grad_input.errors[256], str(grad_input)
+    assert 200 < grad_weight.gain < 750, str(grad_weight)
 
 
-@pytest.mark.parametrize("method, tokens", [("tetrajet_v2", 1), ("clover", 7), ("tetrajet_v2", 100), ("clover", 129)])
+@pytest.mark.parametrize("method, tokens", [("tetrajet_v2", 1), ("clover", 7)])
 def test_any_number_of_tokens(method, tokens):
     """Padded with zeros to whole groups. MS-EDEN needs groups with many values that are not zero: with 2 to about 16
     tokens in all it has the small bias that linear.py states (0.5% of the gradient's square at most)."""
@@ -204,7 +200,7 @@ def test_any_number_of_tokens(method, tokens):
 def test_any_method_and_number_of_tokens_is_finite_and_close(method):
     linear = layer(method, 128, 96)
     w = linear.weight.detach()
-    for tokens in (1, 7, 129):
+    for tokens in (1, 33):
         x, e = torch.randn(tokens, 128), torch.randn(tokens, 96)
         y, grad_input, grad_weight = backward(linear, x, e)
         for got, want in ((y, x @ w.T), (grad_input, e @ w), (grad_weight, e.T @ x)):
@@ -525,8 +521,8 @@ def compiled_and_eager(method, backend, layers, autocast):
 @pytest.mark.parametrize(
     "method, backend, layers, autocast",
     [
-        ("clover", "aot_eager", 1, True),
-        slow("nvidia", "aot_eager", 2, False),
+        ("nvidia", "aot_eager", 1, True),
+        slow("clover", "aot_eager", 2, False),
         slow("clover_refined", "eager", 1, True),
     ],
 )

@@ -185,6 +185,7 @@ def hard_cases(columns: int) -> dict[str, torch.Tensor]:
 def test_equals_the_scalar_implementation(name):
     seed = -(0x123456789ABCDEF)
     for case, x in hard_cases(128 if name in EDEN else 48).items():
+        x = x if name.endswith("16x16") else x[:4]
         t = quantize(x, name, seed=seed)
         rows, norm = (rotated_sums(x, seed), 128**-0.5) if name in EDEN else (x, 1.0)
         codes, scales, tensor_scale = scalar.quantize(rows.numpy(), name, seed=seed, norm=norm)
@@ -286,7 +287,7 @@ def test_the_grid_maximum_of_ms_eden_minimizes_its_error():
 def test_post_hoc_alignment_has_the_error_of_the_direct_form(name):
     """Algorithm 1 to the letter (amax first) against Section 7 (scales aligned afterwards). Their scales lie on
     different grids, 2^e steps against amax's, so only the errors agree: 1.5% as for Table 1."""
-    x = torch.randn(256, 4096)
+    x = torch.randn(256, 2048)
     y = rotate(x, 2)
     direct = relative_square_error(qz.ms_eden_direct(x, ROUNDINGS[name], seed=2).dequantize(), y)
     post_hoc = relative_square_error(quantize(x, name, seed=2).dequantize(), y)
@@ -322,20 +323,7 @@ def test_products_of_biased_roundings_reach_a_plateau(name, ceiling):
     assert products(name, 256 if name.startswith("sr") else 16).gain < ceiling
 
 
-@pytest.mark.parametrize("name, magnitude", [("sr", 1e-34), ("ms_eden", 1e30), ("ms_eden_search", 1e-30)])
-def test_single_operands_are_unbiased_at_any_magnitude(name, magnitude):
-    x = torch.randn(8, 128) * torch.tensor(magnitude)
-
-    def draw(seed):
-        t = quantize(x, name, seed=seed).dequantize().double() / magnitude
-        if name == "sr":
-            return (t,)
-        return (t @ rotation_matrix(seed).double().T / 128**0.5,)
-
-    assert_unbiased(f"{name} at {magnitude}", concentrate(draw, (x.double() / magnitude,), 256)[0])
-
-
-@pytest.mark.parametrize("name", ["sr", "ms_eden", "ms_eden_search"])
+@pytest.mark.parametrize("name", ["sr", "ms_eden"])
 def test_unbiased_where_scales_are_subnormal_or_vanish(name):
     """Groups down to 2^-22 of the largest: their scales are 2^-15 of 256 and below, which E4M3 rounds to zero. Each
     group's own relative error must fall, or they would be lost in the large ones."""
@@ -348,7 +336,7 @@ def test_unbiased_where_scales_are_subnormal_or_vanish(name):
 
     want = x.double() / levels.double().unsqueeze(1)
     # The smallest rows dominate both sides: their scale is drawn as 0 or as 2^-9.
-    assert_unbiased(name, concentrate(draw, (want,), 512)[0])
+    assert_unbiased(name, concentrate(draw, (want,), 256)[0])
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -375,12 +363,14 @@ def test_magnitude_does_not_matter(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_powers_of_two_pass_through(name):
-    """Scaling by 2^40 changes tensor_scale and nothing else: every operation before it is exact in a power of two."""
+    """They change tensor_scale and nothing else: every operation before it is exact in a power of two."""
     x = torch.randn(32, 256)
-    a, b = quantize(x, name, seed=2), quantize(x * 2.0**40, name, seed=2)
-    assert_same_bits("codes", a.codes, b.codes)
-    assert_same_bits("scales", a.scales, b.scales)
-    assert a.tensor_scale * 2.0**40 == b.tensor_scale
+    a = quantize(x, name, seed=2)
+    for power in (2.0**100, 2.0**-100):
+        b = quantize(x * power, name, seed=2)
+        assert_same_bits("codes", a.codes, b.codes)
+        assert_same_bits("scales", a.scales, b.scales)
+        assert a.tensor_scale * power == b.tensor_scale
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not ROUNDINGS[name].stochastic])
