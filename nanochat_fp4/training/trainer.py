@@ -54,7 +54,6 @@ from nanochat_fp4.training.wandb_run import setup_tracker
 
 MAX_SKIPPED_IN_A_ROW = 10  # --runtime=skip-nonfinite gives up after so many
 LOOK_TOKENS = 8192  # of a rank, for a look at the layers' inputs
-WANDB_EVERY = 10  # steps
 
 Batch = tuple[Tensor, ...]  # tokens, targets (negative: none), and whatever else the loss takes
 
@@ -485,7 +484,7 @@ class Trainer:
             "grad_norm": outcome.grad_norm, "tokens": outcome.tokens,
         }  # fmt: skip
         self.metrics.append("train", self.step, loss=loss, smoothed_loss=self.monitor.smoothed, **numbers)
-        if self.step % WANDB_EVERY == 0:
+        if self.step % 10 == 0:
             numbers |= {"loss": self.monitor.smoothed} | {k: self.monitor.state[k] for k in ("spikes", "skipped")}
             numbers["peak_memory_mib"] = peak_memory(self.device) / 2**20
             self.log_to_wandb("train", numbers)
