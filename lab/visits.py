@@ -96,6 +96,16 @@ def candidates(size: str, labels: list[str], extra: str = "") -> Study:
     return Study(f"{size}_{labels[0]}", "the gate: is a rounding whose mean error is near zero learned?", flags)
 
 
+def switches(size: str, seeds: int, tokens: str, *more: str, heads: bool = False) -> Study:
+    """--state=lean and --head=fp8 are for both, so that each pair has the same forward."""
+    settings = {"lean": "--state=lean"} | ({"fp8_head": "--head=fp8"} if heads else {})
+    arms = [
+        variant(f"{m}_{label}", (f"--method={m}", flag)) for label, flag in settings.items() for m in ("bf16", "clover")
+    ]
+    flags = sizes(size, tokens, seeds, "bf16,clover", *arms, *more)
+    return Study(f"{size}_switches", "does a lean state, or an FP8 head, cost quality?", flags)
+
+
 def longer(size: str, tokens: str, seeds: int, steps: int) -> Study:
     """BF16, FP8, clover and feedback, each also for 7.8% more steps."""
     methods = ("bf16", "fp8", "clover", "clover_feedback")
@@ -142,9 +152,11 @@ def studies() -> list[Study]:
         *(evaluation("d4", "64M", seed) for seed in range(1, 6)),
         *(evaluation("d6", "160M", seed) for seed in (2, 3)),
         candidates("d8", ["fresh_rotation", "dithered"]),
+        switches("d8", 3, "32M", "--bf16-until=0.5", heads=True),
         candidates("llama-30M", ["fresh_rotation", "dithered"], llama),
         candidates("d8", list(NEW)[2:]),
         rates(),
+        switches("d6", 2, "160M"),
         width(),
         longer("d4", "64M", 5, 976),
         longer("d6", "160M", 3, 2441),
