@@ -79,13 +79,10 @@ def evaluation(size: str, tokens: str, seed: int) -> Study:
 NEW = {
     # Not where the input has exact zeros: MLP down stays as it is.
     "fresh_rotation": changed("clover_fresh_rotation", "*.mlp.c_proj=clover"),
-    "dithered": changed("clover_dithered_weight"),
     "sr": changed("clover_sr_weight"),
     # A layer's own method lasts for the whole run, so with phases MLP down is rotated, too.
     "fresh_rotation_late": changed("clover_fresh_rotation", "0.97=clover_refined"),
-    "dithered_late": changed("clover_dithered_weight", "0.97=clover_refined"),
     "fresh_rotation_from_60%": changed("clover", "0.6=clover_fresh_rotation"),
-    "dithered_from_60%": changed("clover", "0.6=clover_dithered_weight"),
 }
 
 
@@ -96,14 +93,14 @@ def candidates(size: str, labels: list[str], extra: str = "") -> Study:
     return Study(f"{size}_{labels[0]}", "the gate: is a rounding whose mean error is near zero learned?", flags)
 
 
-def switches(size: str, seeds: int, tokens: str, *more: str, heads: bool = False) -> Study:
+def lean(size: str, seeds: int, tokens: str, *more: str, heads: bool = False) -> Study:
     """--state=lean and --head=fp8 are for both, so that each pair has the same forward."""
     settings = {"lean": "--state=lean"} | ({"fp8_head": "--head=fp8"} if heads else {})
     arms = [
         variant(f"{m}_{label}", (f"--method={m}", flag)) for label, flag in settings.items() for m in ("bf16", "clover")
     ]
     flags = sizes(size, tokens, seeds, "bf16,clover", *arms, *more)
-    return Study(f"{size}_switches", "does a lean state, or an FP8 head, cost quality?", flags)
+    return Study(f"{size}_lean", "does a lean state, or an FP8 head, cost quality?", flags)
 
 
 def longer(size: str, tokens: str, seeds: int, steps: int) -> Study:
@@ -151,12 +148,12 @@ def studies() -> list[Study]:
         evaluation("d6", "160M", 1),
         *(evaluation("d4", "64M", seed) for seed in range(1, 6)),
         *(evaluation("d6", "160M", seed) for seed in (2, 3)),
-        candidates("d8", ["fresh_rotation", "dithered"]),
-        switches("d8", 3, "32M", "--bf16-until=0.5", heads=True),
-        candidates("llama-30M", ["fresh_rotation", "dithered"], llama),
-        candidates("d8", list(NEW)[2:]),
+        candidates("d8", ["fresh_rotation"]),
+        lean("d8", 3, "32M", "--bf16-until=0.5", heads=True),
+        candidates("llama-30M", ["fresh_rotation"], llama),
+        candidates("d8", list(NEW)[1:]),
         rates(),
-        switches("d6", 2, "160M"),
+        lean("d6", 2, "160M"),
         width(),
         longer("d4", "64M", 5, 976),
         longer("d6", "160M", 3, 2441),

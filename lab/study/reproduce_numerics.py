@@ -1,7 +1,6 @@
 """Tables 1 and 2, and beyond the paper the operands of a trained model: rounding errors and traffic, without sweeps."""
 
 import fnmatch
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,10 +11,7 @@ from lab.study import sweep_runs
 from lab.study.reproduce_common import Context, Outcome, trained_model
 from nanochat_fp4.nvfp4.feedback import DAMPING, feedback_factor, products_of_rows, round_with_feedback
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotation_matrix
-from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import (
-    SEARCH_3,
-    SEARCH_8,
     Rounding,
     get_rounding,
     mean_squared_error,
@@ -170,19 +166,7 @@ def operands(context: Context) -> Outcome:
 # Candidates for a weight whose rounding is not learned, before any training
 
 DRAWS = 32
-SEARCH_16 = (*SEARCH_8, 19 / 16, 21 / 16, 23 / 16, 25 / 16, 29 / 32, 31 / 32, 33 / 32, 27 / 16)
-
-
-def roundings() -> dict[str, Rounding]:
-    dithered = get_recipe("clover_dithered_weight").output.b.rounding
-    named = {
-        name: get_rounding(name) for name in ("four_over_six", "scale_search_6", "sr", "ms_eden", "ms_eden_search")
-    }
-    for tau in (1.1, 1.2, 1.5):
-        for candidates in (SEARCH_3, SEARCH_8, SEARCH_16):
-            label = f"drawn among {len(candidates)}, tau {tau:g}"
-            named[label] = replace(dithered, candidates=candidates, tolerance=tau)
-    return named
+CANDIDATES = ("four_over_six", "scale_search_6", "sr", "ms_eden", "ms_eden_search")
 
 
 def errors(rounding: Rounding, x: torch.Tensor) -> dict[str, float]:
@@ -205,7 +189,8 @@ def candidates(context: Context) -> Outcome:
     samples = context.args.samples or (1 << 14 if context.quick else 1 << 17)
     x = torch.randn(samples // 1024, 1024, generator=torch.Generator().manual_seed(1))
     rows, numbers = [], {}
-    for label, rounding in roundings().items():
+    for label in CANDIDATES:
+        rounding = get_rounding(label)
         settings = {"rounding": str(rounding), "samples": samples, "draws": DRAWS}
         found = context.piece("candidates", settings, lambda rounding=rounding: errors(rounding, x))
         rows.append([label, *(f"{1e3 * abs(found[k]):.2f}" for k in ("mse", "of_mean"))])

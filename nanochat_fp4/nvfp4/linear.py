@@ -1,5 +1,4 @@
-"""QuantLinear: a linear layer whose three GEMMs take their operands from a Recipe. All methods share one autograd
-function.
+"""QuantLinear: a linear layer whose three GEMMs take their operands from a Recipe, by one autograd function for all.
 
     output       Y  = Qx(X) . Qw(W)^T
     grad_input   dX = Qe(E) . Qwt(W^T)^T
@@ -73,9 +72,10 @@ class Gemms(NamedTuple):
     def operands(
         self, spec: Gemm, stream: int, seed: torch.Tensor | None, rht_seed: torch.Tensor | None, device: torch.device
     ) -> tuple[Quantization, Quantization]:
-        """The operands a and b of a GEMM: rotated with the same signs, rounded with different noise."""
-        if spec.fixed_signs:
+        """The operands a and b of a GEMM: the same signs, different noise; without a seed, those of 0."""
+        if spec.fixed_signs or (seed is None and spec.random):
             rht_seed = torch.zeros((), dtype=torch.int64, device=device)
+            seed = rht_seed if seed is None else seed
         tiles = native_gemm(device.type) is not None
         a, b = (
             Quantization(

@@ -7,7 +7,6 @@ import difflib
 from dataclasses import replace
 
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
-from nanochat_fp4.nvfp4.quantizers import SEARCH_8, SEARCH_SCALE_CAP, Rounding
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
 
 NVIDIA_RHT_DIM = 16  # NVIDIA et al. (2025): rotate in blocks of 16, which fuse into any quantization kernel
@@ -18,7 +17,6 @@ as_used = Operand()  # in the backward pass: as the forward GEMM used it, not ro
 rtn, sr, raw_rtn = Operand("rtn"), Operand("sr"), Operand("rtn", raw=True)
 square_rtn, square_four_over_six = Operand("rtn_16x16"), Operand("four_over_six_16x16")
 four_over_six, two_terms = Operand("four_over_six"), Operand("four_over_six", terms=2)
-dithered = Operand(Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_8, tolerance=1.2, name="dithered"))
 search, feedback = Operand("scale_search"), Operand("scale_search_6", feedback=True)
 mxfp8, raw_mxfp8 = Operand("mxfp8"), Operand("mxfp8", raw=True)
 eden, eden_search = both("ms_eden", RHT_DIM), both("ms_eden_search", RHT_DIM)
@@ -271,7 +269,6 @@ ABLATIONS: dict[str, Recipe] = _table(
     CLOVER_REFINED,
     # Candidates, not measured yet: a weight's rounding with a mean near zero over the steps, which is not learned.
     _clover("sr_weight", "with SR of the forward's weight", output=Gemm(four_over_six, sr)),
-    _clover("dithered_weight", "with a scale of the weight drawn among the best", output=Gemm(four_over_six, dithered)),
     _clover(
         "fresh_rotation",
         "with MS-EDEN with search in the forward, too, by new signs each step; the backward rounds the raw tensors",
@@ -294,6 +291,7 @@ OSCIRESET_COMMIT = "c116c2a"
 # Methods that were measured, and lost (dev/LOG.md): name -> the last commit that trains with it.
 REMOVED = {
     "clover_dithered": "880d786",
+    "clover_dithered_weight": "6d6e051",
     "clover_hot": "880d786",
     "clover_masked": "880d786",
     "clover_rotated": "880d786",

@@ -74,7 +74,6 @@ E2M1_OVERFLOW = 6.875  # between the largest element after a rounded normal scal
 FOUR_OVER_SIX = (1.0, 3 / 2)  # grid maximum 6, or 4: a scale 1.5 times larger (Cook et al., 2025)
 SEARCH_3 = (1.0, 3 / 2, 15 / 16)
 SEARCH_6 = (1.0, 3 / 2, 15 / 16, 11 / 8, 13 / 8, 17 / 16)
-SEARCH_8 = (*SEARCH_6, 9 / 8, 5 / 4)
 
 # Fixed-point resolution of sums over a block, in units of the block's scale. Squared rounding errors are below 16, and
 # products of values and codes below 64. An FP32 number near 3/4 of the next power of two has this resolution.
@@ -105,8 +104,6 @@ class Rounding:
     prescale:   multiplies elements before they are rounded, and divides them afterwards (mx only)
     element:    "e2m1", or, to nearest, "e4m3" (mx and fp8) or "e5m2" (fp8)
     eden_group: number of values that share a correction S, 128 (rotation group) or 16 (block). For ms_eden only.
-    tolerance:  0, or tau >= 1. One of the candidates whose error is at most tau times the lowest is then drawn, each
-                alike.
     name:       the key in ROUNDINGS
     """
 
@@ -122,13 +119,12 @@ class Rounding:
     prescale: float = 1.0
     element: str = "e2m1"
     eden_group: int = RHT_DIM
-    tolerance: float = 0.0
     name: str = field(default="", compare=False)
 
     @property
     def has_kernels(self) -> bool:
         """Whether the Triton kernels compute this rounding. The others run as this reference on every machine."""
-        return not (self.mx or self.fp8 or self.eden_group != RHT_DIM or self.tolerance)
+        return not (self.mx or self.fp8 or self.eden_group != RHT_DIM)
 
     @property
     def takes_amax(self) -> bool:
@@ -138,7 +134,7 @@ class Rounding:
     @property
     def random(self) -> bool:
         """Whether the result depends on the seed."""
-        return self.stochastic or self.ms_eden or self.tolerance > 0
+        return self.stochastic or self.ms_eden
 
 
 ROUNDINGS: dict[str, Rounding] = {
@@ -300,7 +296,6 @@ def _search(x: torch.Tensor, rounding: Rounding, round_scale, draw=None, factor:
     base = divide(amax, rounding.grid_max)
     unit = power_of_two_floor(base).clamp(min=TENSOR_SCALE_MIN)
     best_q = best_scale = best_error = None
-    tried: list[tuple[torch.Tensor, ...]] = []
     for candidate, multiple in enumerate(rounding.candidates):
         scale = round_scale(base * multiple, amax)
         y = x * (_reciprocal(scale) * factor).unsqueeze(-1)
@@ -315,25 +310,14 @@ def _search(x: torch.Tensor, rounding: Rounding, round_scale, draw=None, factor:
         error = _over_rows(error, rounding.block_rows, lambda rows: rows.sum(dim=-1, dtype=torch.int32))
         relative = scale * (1.0 / unit)  # exact: by a power of two
         error = error.to(torch.float32) * (relative * relative)
-        if rounding.tolerance:
-            tried.append((q, scale, error))
-        elif best_error is None:
+        if best_error is None:
             best_q, best_scale, best_error = q, scale, error
         else:
             better = error < best_error
             best_q = torch.where(better.unsqueeze(-1), q, best_q)
             best_scale = torch.where(better, scale, best_scale)
             best_error = torch.where(better, error, best_error)
-    return _drawn(tried, rounding.tolerance, draw) if tried else (best_q, best_scale)
-
-
-def _drawn(tried: list[tuple[torch.Tensor, ...]], tolerance: float, draw) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, scale) of one candidate of each block, drawn among those whose error is near the lowest."""
-    q, scale, error = map(torch.stack, zip(*tried))
-    near = error <= tolerance * error.amin(dim=0)
-    wanted = (draw(0)[..., 0] * near.sum(dim=0)).floor() + 1  # of the near ones, counted from 1
-    chosen = near & (near.cumsum(dim=0) == wanted)
-    return (q * chosen.unsqueeze(-1)).sum(dim=0), (scale * chosen).sum(dim=0)
+    return best_q, best_scale
 
 
 def to_fp8(x: torch.Tensor, element: str) -> torch.Tensor:

@@ -388,3 +388,15 @@ def test_quant_linear_with_kernels_is_the_reference(method, monkeypatch):
         else:
             # One BF16 ulp, where there is one, and codes that tip: 0.1% of them, by a step.
             assert relative_square_error(got, want) < 1e-4, name
+
+
+@pytest.mark.parametrize("method", ["clover_fresh_rotation", "clover_sr_weight"])
+def test_a_random_forward_is_evaluated_by_the_references_numbers(method, monkeypatch):
+    """No random numbers are drawn then: those of seed 0 are taken."""
+    layer = nf.convert(torch.nn.Sequential(torch.nn.Linear(128, 32, bias=False)), method, verbose=False).to(DEVICE)
+    x, results = torch.randn(8, 128).to(DEVICE), []
+    for kernels in ("reference", "triton"):
+        monkeypatch.setenv("NVFP4_KERNELS", kernels)
+        with torch.no_grad():
+            results.append(layer(x))
+    assert relative_square_error(*results) < 1e-4

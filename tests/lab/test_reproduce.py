@@ -19,6 +19,7 @@ from lab.study.statistics import holm, t95, two_sided_p
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.quantizers import get_rounding
 from scripts import base_train
 
 SMALL = "--quick --seeds=1 --tokens=512 --samples=65536 --draws=4 --extra=--eval-tokens=512".split()
@@ -156,12 +157,10 @@ def test_what_was_interrupted_goes_on_and_what_changed_is_done_again(tmp_path):
 
 def test_what_a_weight_could_learn_of_a_rounding():
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    found = {name: reproduce_numerics.errors(rounding, x) for name, rounding in reproduce_numerics.roundings().items()}
+    found = {name: reproduce_numerics.errors(get_rounding(name), x) for name in reproduce_numerics.CANDIDATES}
     assert found["four_over_six"]["mse"] == found["four_over_six"]["of_mean"]
     for name in ("sr", "ms_eden_search"):  # without a bias, in the tensor's own space
         assert abs(found[name]["of_mean"]) < 0.02 * found[name]["mse"]
-    drawn = found["drawn among 8, tau 1.5"]
-    assert 0.2 * drawn["mse"] < drawn["of_mean"] < found["drawn among 8, tau 1.1"]["of_mean"] < drawn["mse"]
 
 
 def test_what_the_inputs_of_a_layer_would_give():
