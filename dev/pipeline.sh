@@ -78,7 +78,7 @@ choose_for_a_cpu() { # MINUTES STEPS: at most STEPS, so that the whole run takes
 }
 
 # On a CPU, unless NUM_ITERATIONS was set: as many steps as this machine has the time for now. A probe chooses them once
-# for a base directory (nanochat_fp4/cpu_steps.py). Evaluations, mid-training and SFT shrink in proportion.
+# for a base directory (nanochat_fp4/training/cpu_steps.py). Evaluations, mid-training and SFT shrink in proportion.
 choose_steps() { # METHOD
     local answer="" share
     [ -n "$CPU_MINUTES" ] || return 0
