@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _interpreter import language_replaced_once  # noqa: F401
 
 from lab.measure import instructions
 
