@@ -1,6 +1,7 @@
 """The house: imports run one way, everything imports without a GPU, and `import kernels` stays Hugging Face's."""
 
 import ast
+import functools
 import importlib.util
 import os
 import re
@@ -51,6 +52,7 @@ def layer(module: str) -> int | None:
     return max(fitting, default=None)
 
 
+@functools.cache
 def imports(module: str) -> set[str]:
     """Names of the modules that a module imports anywhere, inside functions and for type checkers too; our own ones
     down to the module."""
