@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from _assertions import assert_same_bits
+from _interpreter import language_replaced_once  # noqa: F401
 
 pytest.importorskip("triton")
 
@@ -118,8 +119,9 @@ def test_what_the_kernel_refuses():
 @pytest.mark.parametrize("dtype, compiled", [(torch.float32, False), (torch.bfloat16, True)])
 def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, monkeypatch):
     """ReLU^2's kernel does, and under torch.compile whatever else makes one, here a norm: no kernel of ours reads the
-    input once more for it. The forward pass's bits are the reference's, which looks for itself; and ReLU^2 quantized as
-    it is made has the gradients of the two kernels one after the other, which a layer with a hook gets."""
+    input once more for it. The forward pass's bits are the reference's, which looks for itself; and, without a
+    compiler, ReLU^2 quantized as it is made has the gradients of the two kernels one after the other, which a layer
+    with a hook gets."""
     torch.manual_seed(0)
     mlp = MLP(GPTConfig(n_head=1, n_kv_head=1, n_embd=32)).to(DEVICE, dtype)
     nf.convert(mlp, "fig2_1x16_four_over_six", verbose=False)
@@ -136,7 +138,7 @@ def test_who_makes_an_input_finds_its_largest_value(dtype, compiled, monkeypatch
     torch.compiler.reset()
     results = []
     with nf.quantize_weights_once(mlp):
-        for hooked in (False, True):
+        for hooked in (False,) if compiled else (False, True):
             if hooked:
                 mlp.c_proj.register_forward_pre_hook(lambda _, args: None)
             torch.manual_seed(2)
@@ -176,37 +178,42 @@ def test_a_derivative_that_is_elsewhere_keeps_nothing(monkeypatch):
         ("clover_search", torch.bfloat16, False, "c_fc", False),
         ("nvidia", torch.bfloat16, False, None, False),
         ("clover", torch.bfloat16, True, None, True),
-        ("tetrajet_v2", torch.float32, False, None, True),
         ("clover", torch.bfloat16, False, "x", True),
     ],
 )
 def test_the_derivative_in_the_kernel_that_rotates(method, dtype, compiled, frozen, again, monkeypatch):
     """All gradients have the bits of the two kernels one after the other, of which sm_120 alone makes one. Where one
     operand of the two is wanted, the derivative is multiplied before. nvidia takes the exact ReLU^2's path.
-    again: c_fc's output is computed again, and relu(x) is exact."""
+    compiled: the one kernel is. again: c_fc's output is computed again, and relu(x) is exact."""
     torch.manual_seed(0)
     mlp = MLP(GPTConfig(n_head=1, n_kv_head=1, n_embd=32)).to(DEVICE, dtype)
     nf.convert(mlp, method, verbose=False)
-    x = torch.randn(3, 20, 32).to(DEVICE, dtype).requires_grad_(frozen != "x")
+    x = torch.randn(3, 8, 32).to(DEVICE, dtype).requires_grad_(frozen != "x")
     mlp.c_fc.weight.requires_grad_(frozen != "c_fc")
     wanted = [t for t in (x, *mlp.parameters()) if t.requires_grad]
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
-    multiplied = []
-    if not compiled:
+    function = functools.partial(recompute.mlp_part, SimpleNamespace(mlp=mlp)) if again else mlp
+    multiplied, results = [], []
+
+    def result(function):
+        torch.manual_seed(2)
+        y = function(x)
+        results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), wanted)])
+
+    with monkeypatch.context() as patch:
         for name, module in (("linear", linear_module), ("operands", operands), ("recompute", recompute)):
             own = functools.partial(lambda name, *of: multiplied.append(name) or relu_squared_gradient(*of), name)
-            monkeypatch.setattr(module, "relu_squared_gradient", own)
-    results = []
-    for around in (False, True):
-        monkeypatch.setattr(fused, "multiplies_squares", lambda device_type, around=around: around)
+            patch.setattr(module, "relu_squared_gradient", own)
+        patch.setattr(fused, "multiplies_squares", lambda device_type: False)
+        result(function)
+        assert multiplied == ([] if method == "nvidia" else ["recompute" if again else "linear"])
+        multiplied.clear()
+        patch.setattr(fused, "multiplies_squares", lambda device_type: True)
+        if not compiled:
+            result(function)
+            assert multiplied == (["operands"] if frozen else [])
+    if compiled:
         torch.compiler.reset()
-        torch.manual_seed(2)
-        function = functools.partial(recompute.mlp_part, SimpleNamespace(mlp=mlp)) if again else mlp
-        y = (torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function)(x)
-        results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), wanted)])
-    assert multiplied == (
-        []
-        if compiled or method == "nvidia"
-        else ["recompute" if again else "linear", *(["operands"] if frozen else [])]
-    )
+        monkeypatch.setattr(fused, "multiplies_squares", lambda device_type: True)
+        result(torch.compile(function, backend="aot_eager", fullgraph=True))
     assert results[0][1].any() and all(torch.equal(*pair) for pair in zip(*results))

@@ -415,9 +415,9 @@ def test_the_automatic_micro_batch_counts_the_state():
 
 
 @pytest.mark.parametrize("state", lean.STATES)
-def test_a_real_d4_has_the_bytes_of_the_formula(state):
+def test_a_real_model_has_the_bytes_of_the_formula(state):
     torch.manual_seed(0)
-    model = GPT(config_from_depth(4, 2048, 64))
+    model = GPT(config_from_depth(2, 256, 64))
     model.init_weights()
     lean.set_state(model, state)
     nf.convert(model, "clover", verbose=False)
@@ -425,7 +425,7 @@ def test_a_real_d4_has_the_bytes_of_the_formula(state):
     schedule(0, 0.0)
     made = lean.Lean(model, optimizers, seed=1) if state == "lean" else None
     step = TrainingStep(model, optimizers, dtype=torch.bfloat16, lean=made)
-    x = torch.randint(2048, (1, 16))
+    x = torch.randint(256, (1, 16))
     with step.micro_batches(2):
         step.micro_batch(x, x)
     step.update()
