@@ -12,6 +12,9 @@ from collections import Counter
 # A shell starts its background jobs with SIGINT ignored, and programs inherit that. Tests send SIGINT.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# nohup ignores SIGHUP, which bash cannot trap then. With a handler this process still outlives its terminal.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # Before anything imports torch or triton: without a GPU, Triton kernels run in the interpreter.
 # One thread: tensors this small are faster without a second one, and much faster on a busy machine.
