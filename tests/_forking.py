@@ -121,7 +121,8 @@ with socket.socket(socket.AF_UNIX) as server:
         signal.signal(number, lambda number, frame: os.kill(pid, number))
     status = int(answers.readline())
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL)
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 sys.exit(status)
 """
@@ -139,6 +140,7 @@ def serve(path: str) -> None:
     import torch._dynamo  # which the first tensor on the meta device imports, for more than a second, in every fork
 
     torch.set_num_threads(1)
+    importlib.import_module("nvfp4_kernels.rotate")  # what the first quantized layer imports, used or not
     for name in MODULES:
         importlib.import_module(f"scripts.{name}")
     gc.collect()
