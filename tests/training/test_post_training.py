@@ -31,7 +31,7 @@ SFT = [*SFT, "--eval-every=4", "--eval-metrics-every=4", "--eval-metrics-max-pro
 
 @pytest.fixture
 def base(tiny_base):
-    save_base(tiny_base)
+    save_base(tiny_base, n_layer=1)
     return tiny_base
 
 
