@@ -128,7 +128,7 @@ def a_killed_export_is_finished_by_the_next(tmp_path):
         killed = _forking.killed_at(n, lambda out=out: write(out, 2), OPERATIONS)
         aside = [path for path in folder.glob(".out.*.old") if not out.exists()]
         found.append(value_of(*aside) * 10 if aside else value_of(out))
-        for m in range(1, 5) if aside else (n,):  # a second kill, of the one that finishes
+        for m in range(1, 5) if aside else (n,) if n % 3 == 0 else ():  # a second kill, of the one that finishes
             again = folder.with_name(f"{folder.name}_{m}")
             shutil.copytree(folder, again)
             _forking.killed_at(m, lambda again=again: write(again / "out", 4), OPERATIONS)
