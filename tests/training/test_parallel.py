@@ -217,7 +217,7 @@ def test_each_process_evaluates_by_itself_and_training_goes_on(tiny_base, tmp_pa
 def test_samples_and_accuracies_of_sharded_runs(fork_server, tiny_base):
     """The scripts: base training with samples, then SFT with accuracies, with shards and without."""
     records = {}
-    longer = ["--method=bf16", "--max-seq-len=256", "--total-batch-size=1024", "--eval-tokens=1024", "--eval-every=-1"]
+    longer = ["--method=bf16", "--max-seq-len=128", "--total-batch-size=512", "--eval-every=-1"]
     for mode in ("ddp", "fsdp"):
         flags, env = [f"--parallel={mode}", "--overwrite"], {"NANOCHAT_BASE_DIR": str(tiny_base)}
         accuracies = ["--source=base", "--num-iterations=2", "--eval-metrics-every=1", "--eval-metrics-max-problems=3"]
