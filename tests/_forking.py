@@ -101,8 +101,8 @@ class ForkServer:
         self.process.wait(30)
 
 
-# What shell scripts and the like get for a Python: the package's modules and examples run in a fork of the server, with this
-# process's arguments, environment, folder and files; everything else (-m pip) runs in Python.
+# What shell scripts and the like get for a Python: the package's modules and the examples run in a fork of the server,
+# with this process's arguments, environment, folder and files; everything else (-m pip) runs in Python.
 _CLIENT = """
 import json, os, signal, socket, sys
 
@@ -213,6 +213,7 @@ def _program(job: dict[str, Any], files: list[int]) -> None:
         sys.stdin, sys.stdout = open(0), open(1, "w")
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")
         sys.argv = [job["option"], *job["argv"]]
+        os.fsync = lambda fd: None  # see _die_in_a_save
         ways = {"-m": lambda: _main(job["what"]), "-c": lambda: exec(job["what"], {})}
         example = lambda: runpy.run_path(job["option"], run_name="__main__")  # noqa: E731
         status = _status_of(ways.get(job["option"], example))

@@ -10,7 +10,7 @@ from nanochat_fp4.errors import UserError
 
 def test_the_same_weights_in_several_forwards(tiny_base, tmp_path, capsys):
     folder = tmp_path / "sweep"
-    small = "--sizes=tiny --seeds=1 --tokens=1024 --vocab-size=300 --keep=bf16,mine --extra=--eval-tokens=512"
+    small = "--sizes=tiny --seeds=1 --tokens=512 --vocab-size=300 --keep=bf16,mine --extra=--eval-tokens=512"
     mine = "--variant=mine: --method=bf16 --method-changes=0.5=clover"
     sweep.main([*small.split(), "--methods=bf16", mine, f"--folder={folder}"])
     content = json.loads((folder / "sweep.json").read_text())
