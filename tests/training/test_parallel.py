@@ -79,7 +79,7 @@ def one_rank():
     rates = dict(unembedding_lr=0.004, embedding_lr=0.2, matrix_lr=0.02, weight_decay=0.1)
     llama = LlamaConfig(sequence_len=32, vocab_size=256, n_layer=2, n_head=2, n_kv_head=2, n_embd=128)
     steps = 2
-    for cls, config in ((Llama, llama), (GPT, config_from_depth(2, 256, 32, 64, 64, "L"))):
+    for cls, config in ((Llama, llama), (GPT, config_from_depth(1, 256, 32, 64, 128, "L"))):
         losses = []
         for sharded in (False, True):
             torch.manual_seed(0)
