@@ -22,7 +22,7 @@ from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.quantizers import get_rounding
 from scripts import base_train
 
-SMALL = "--quick --seeds=1 --tokens=512 --samples=65536 --draws=4 --extra=--eval-tokens=512".split()
+SMALL = "--quick --seeds=1 --tokens=512 --samples=16384 --draws=4 --extra=--eval-tokens=512".split()
 
 
 @pytest.fixture(scope="module")
