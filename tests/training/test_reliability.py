@@ -251,7 +251,7 @@ def test_one_of_two_ranks_is_killed_and_both_go_on(fork_server, tiny_base):
             killed += 1
 
 
-@pytest.mark.parametrize("stage", ["base", pytest.param("mid", marks=pytest.mark.slow), "sft"])
+@pytest.mark.parametrize("stage", ["base", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("mid", "sft"))])
 @pytest.mark.parametrize("ranks", [(2, 1, 2), pytest.param((3, 1, 3, 2), marks=pytest.mark.slow)], ids=str)
 def test_any_number_of_processes_goes_on_with_what_others_saved(fork_server, tiny_base, stage, ranks):
     """Of the first processes, with shards where there are two, one is killed. Others go on and are stopped in turn."""
