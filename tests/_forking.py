@@ -101,17 +101,19 @@ class ForkServer:
         self.process.wait(30)
 
 
-# What shell scripts and the like get for a Python: the package's modules run in a fork of the server, with this
-# process's arguments, environment, folder and files; everything else (-m pip) runs in Python.
+# What shell scripts and the like get for a Python: the package's modules and the examples run in a fork of the server,
+# with this process's arguments, environment, folder and files; everything else (-m pip) runs in Python.
 _CLIENT = """
 import json, os, signal, socket, sys
 
 option, what = (sys.argv[1:3] + ["", ""])[:2]
 ours = what.startswith(("scripts.", "nanochat_fp4.", "lab."))
-if not (option == "-m" and ours or option == "-c" and "nanochat_fp4" in what):
+example = option.startswith("examples/") and option.endswith(".py")
+if not (option == "-m" and ours or option == "-c" and "nanochat_fp4" in what or example):
     os.execv({1!r}, [{1!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
-    job = json.dumps(dict(option=option, what=what, argv=sys.argv[3:], env=dict(os.environ), cwd=os.getcwd()))
+    argv = sys.argv[2:] if example else sys.argv[3:]
+    job = json.dumps(dict(option=option, what=what, argv=argv, env=dict(os.environ), cwd=os.getcwd()))
     os.chdir({0!r})
     server.connect("socket")  # relative, as the path of a socket must be short
     socket.send_fds(server, [(job + "\\n").encode()], [0, 1, 2])
@@ -121,7 +123,8 @@ with socket.socket(socket.AF_UNIX) as server:
         signal.signal(number, lambda number, frame: os.kill(pid, number))
     status = int(answers.readline())
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL)
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 sys.exit(status)
 """
@@ -139,6 +142,7 @@ def serve(path: str) -> None:
     import torch._dynamo  # which the first tensor on the meta device imports, for more than a second, in every fork
 
     torch.set_num_threads(1)
+    importlib.import_module("nvfp4_kernels.rotate")  # what the first quantized layer imports, used or not
     for name in MODULES:
         importlib.import_module(f"scripts.{name}")
     gc.collect()
@@ -209,7 +213,10 @@ def _program(job: dict[str, Any], files: list[int]) -> None:
         sys.stdin, sys.stdout = open(0), open(1, "w")
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")
         sys.argv = [job["option"], *job["argv"]]
-        status = _status_of(lambda: _main(job["what"]) if job["option"] == "-m" else exec(job["what"], {}))
+        os.fsync = lambda fd: None  # see _die_in_a_save
+        ways = {"-m": lambda: _main(job["what"]), "-c": lambda: exec(job["what"], {})}
+        example = lambda: runpy.run_path(job["option"], run_name="__main__")  # noqa: E731
+        status = _status_of(ways.get(job["option"], example))
         sys.stdout.flush()
     finally:
         os._exit(status)

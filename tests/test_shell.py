@@ -329,6 +329,7 @@ def test_every_stage(environment):
         "SAVE_EVERY": "-1",
         "EVAL_EVERY": "-1",
         "QAT_METHOD": "bf16",
+        "ASPECT_RATIO": "64",
         "SEQ_LEN": "64",
         "SPLIT_TOKENS": "128",
         "MID_ARGS": "--data=local --device-batch-size=2 --total-batch-size=128 --eval-tokens=128 --num-iterations=2",

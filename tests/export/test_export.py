@@ -119,9 +119,9 @@ def test_modelopt_has_the_same_codes_and_reciprocal_scales(tiny_base, tmp_path):
 def test_the_exported_code_computes_what_was_trained(tiny_base, tmp_path):
     """The bits of gpt.py's logits, of a model through base, mid and SFT, at positions where BF16 angles are close."""
     base_train.main([*BASE, "--depth=1", "--max-seq-len=256", "--total-batch-size=512", "--eval-tokens=512",
-                     "--model-tag=small", "--num-iterations=4"])  # fmt: skip
-    mid_train.main([*MID, "--num-iterations=4"])
-    chat_sft.main([*SFT, "--num-iterations=4"])
+                     "--model-tag=small", "--num-iterations=2"])  # fmt: skip
+    mid_train.main([*MID, "--num-iterations=2"])
+    chat_sft.main([*SFT, "--num-iterations=2"])
     verify = ["--verify"] if importlib.util.find_spec("transformers") else []
     folder = run(tmp_path, "--source=sft", "--format=safetensors", "--dtype=float32", *verify)
     model, _, _ = load_model("sft", "cpu", "eval")

@@ -128,7 +128,7 @@ def a_killed_export_is_finished_by_the_next(tmp_path):
         killed = _forking.killed_at(n, lambda out=out: write(out, 2), OPERATIONS)
         aside = [path for path in folder.glob(".out.*.old") if not out.exists()]
         found.append(value_of(*aside) * 10 if aside else value_of(out))
-        for m in range(1, 5) if aside else (n,):  # a second kill, of the one that finishes
+        for m in range(1, 5) if aside else (n,) if n % 3 == 0 else ():  # a second kill, of the one that finishes
             again = folder.with_name(f"{folder.name}_{m}")
             shutil.copytree(folder, again)
             _forking.killed_at(m, lambda again=again: write(again / "out", 4), OPERATIONS)
@@ -156,6 +156,8 @@ CHECKS = (a_killed_export_is_finished_by_the_next, a_killed_first_export_is_all_
 
 
 def test_kills(tmp_path, fork_server):
-    code = f"import _forking, test_export_folder as t; _forking.write_results(t.CHECKS, {str(tmp_path)!r})"
+    # A killed process, unlike a power cut, loses nothing that was written: fsync only takes time here.
+    code = "import os, _forking, test_export_folder as t; os.fsync = lambda fd: None; "
+    code += f"_forking.write_results(t.CHECKS, {str(tmp_path)!r})"
     fork_server.run_ranks(code, 1)
     assert {p.name: p.read_text() for p in tmp_path.glob("*.result")} == {f"{c.__name__}.result": "" for c in CHECKS}

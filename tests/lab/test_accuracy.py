@@ -12,7 +12,7 @@ SMALL = "--steps=2 --device-batch-size=2 --seq-len=32 --eval-batches=2 --device-
 
 
 def test_every_row_of_the_table(tiny_base, tmp_path, capsys):
-    save_base(tiny_base)
+    save_base(tiny_base, n_layer=1)
     out = tmp_path / "table.json"
     run = [f"--model={tiny_base}/base_checkpoints/d2_clover", f"--out={out}", *SMALL]
     accuracy.main([*run, "--rows=bf16"])

@@ -10,13 +10,13 @@ from nanochat_fp4.errors import UserError
 
 def test_the_same_weights_in_several_forwards(tiny_base, tmp_path, capsys):
     folder = tmp_path / "sweep"
-    small = "--sizes=tiny --seeds=1 --tokens=1024 --vocab-size=300 --keep=bf16,mine --extra=--eval-tokens=512"
+    small = "--sizes=tiny --seeds=1 --tokens=512 --vocab-size=300 --keep=bf16,mine --extra=--eval-tokens=256"
     mine = "--variant=mine: --method=bf16 --method-changes=0.5=clover"
     sweep.main([*small.split(), "--methods=bf16", mine, f"--folder={folder}"])
     content = json.loads((folder / "sweep.json").read_text())
     assert content["done"] == 2 and content["results"][1]["gemm_work"] == {"4": 0.5, "8": 0.0, "16": 0.5}
     assert "written to" in capsys.readouterr().out
-    run = [f"--folder={folder}", "--device-batch-size=4", "--eval-tokens=512", "--device-type=cpu"]
+    run = [f"--folder={folder}", "--device-batch-size=4", "--eval-tokens=256", "--device-type=cpu"]
     forwards.main(run)
     records = [json.loads(path.read_text()) for path in sorted((folder / "forwards").glob("*.json"))]
     assert [r["tag"].split("_")[1] for r in records] == ["bf16", "mine"]

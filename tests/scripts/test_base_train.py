@@ -59,6 +59,7 @@ def test_text_that_is_read_again_and_again_is_said():
     ],
 )
 def test_resume_is_exact(tiny_base, method, flags):
+    flags = ["--eval-tokens=64", *flags]
     train("--save-every=1", "--keep-last=-1", *flags, method=method, steps=3)
     folder = tiny_base / "base_checkpoints" / f"d1_{method}"
     assert list_steps(folder) == [3, 2, 1]
@@ -171,23 +172,23 @@ def test_rates_are_those_of_the_flags_also_after_a_resume(tiny_base, how):
 
 
 def test_a_branch_goes_on_as_a_change_of_the_method_does(tiny_base, monkeypatch, capsys):
-    train("--method-changes=0.6=clover", "--model-tag=phases", method="bf16", steps=5)
+    train("--method-changes=0.5=clover", "--model-tag=phases", method="bf16", steps=4)
     checkpoints = tiny_base / "base_checkpoints"
-    expected = final_state(checkpoints / "phases", 5)
-    expected["records"] = [r for r in expected["records"] if r["step"] >= 3]
+    expected = final_state(checkpoints / "phases", 4)
+    expected["records"] = [r for r in expected["records"] if r["step"] >= 2]
 
-    train("--save-every=@1,3", "--keep-last=-1", method="bf16", steps=5)
-    trunk = final_state(checkpoints / "d1_bf16", 5)
-    train("--branch-from=d1_bf16@3", "--save-every=4", "--keep-last=-1", steps=5)
-    assert "Resuming from step 3 of d1_bf16" in capsys.readouterr().out
-    assert_same(final_state(checkpoints / "d1_clover", 5), expected)
+    train("--save-every=@1,2", "--keep-last=-1", method="bf16", steps=4)
+    trunk = final_state(checkpoints / "d1_bf16", 4)
+    train("--branch-from=d1_bf16@2", "--save-every=3", "--keep-last=-1", steps=4)
+    assert "Resuming from step 2 of d1_bf16" in capsys.readouterr().out
+    assert_same(final_state(checkpoints / "d1_clover", 4), expected)
     assert expected["model"]["lm_head.weight"].ne(trunk["model"]["lm_head.weight"]).any()
     # Interrupted, it goes on from its own checkpoint; and what it branched from is as it was.
-    for path in checkpoints.glob("d1_clover/*_000005*"):
+    for path in checkpoints.glob("d1_clover/*_000004*"):
         path.unlink()
-    train("--branch-from=d1_bf16@3", "--resume-from-step=latest", steps=5)
-    assert_same(final_state(checkpoints / "d1_clover", 5), expected)
-    assert_same(final_state(checkpoints / "d1_bf16", 5), trunk)
+    train("--branch-from=d1_bf16@2", "--resume-from-step=latest", steps=4)
+    assert_same(final_state(checkpoints / "d1_clover", 4), expected)
+    assert_same(final_state(checkpoints / "d1_bf16", 4), trunk)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -336,8 +337,8 @@ except BaseException as e:
 
 
 def test_torchrun_starts_again_where_it_was(fork_server, tiny_base):
-    """One of two ranks is killed in step 3; torchrun starts both again, and the run ends as an undisturbed one."""
-    flags = [*BASE, "--method=bf16", "--num-iterations=4", "--save-every=2"]
+    """One of two ranks is killed in step 2; torchrun starts both again, and the run ends as an undisturbed one."""
+    flags = [*BASE, "--method=bf16", "--num-iterations=3", "--save-every=2", "--eval-every=-1"]
     code = f"""
 import os, signal
 from _forking import torchrun
@@ -347,7 +348,7 @@ def die():
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
 def train():
-    with in_step(3, die):
+    with in_step(2, die):
         base_train.main([*{flags}, "--model-tag=killed"])
 torchrun(train, max_restarts=1)
 """
@@ -357,7 +358,7 @@ torchrun(train, max_restarts=1)
     assert whole.status == 0, whole.log
     folders = [tiny_base / "base_checkpoints" / tag for tag in ("killed", "whole")]
     assert [r["step"] for r in read_jsonl(folders[0] / "metrics.jsonl") if r["event"] == "start"] == [0, 2]
-    assert_same(*(final_state(folder, 4) for folder in folders))
+    assert_same(*(final_state(folder, 3) for folder in folders))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -485,15 +486,15 @@ def growth(steps: int, method: str) -> float:
     seen = []
     files = len(os.listdir("/proc/self/fd"))
     with after_steps(lambda trainer: seen.append(resident_mb())):
-        train("--eval-every=20", "--save-every=20", "--runtime=telemetry=20", method=method, steps=steps)
+        train("--eval-every=10", "--save-every=10", "--runtime=telemetry=10", method=method, steps=steps)
     assert len(os.listdir("/proc/self/fd")) == files and len(seen) == steps
     return seen[-1] - seen[steps // 4]
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_memory_and_file_descriptors_do_not_grow(tiny_base):
-    # Evaluation, checkpoint and telemetry every 20 steps. The model and its optimizers are 3 MB, the gradients 1 MB.
-    assert growth(80, "bf16") < 2.5
+    # Evaluation, checkpoint and telemetry every 10 steps. The model and its optimizers are 3 MB, the gradients 1 MB.
+    assert growth(40, "bf16") < 2.5
 
 
 @pytest.mark.soak

@@ -27,9 +27,10 @@ from nanochat_fp4.models.llama import Llama, LlamaConfig
 from scripts import base_train
 
 SMALL = (
-    "--depth 2 --aspect-ratio 64 --head-dim 64 --vocab-size 256 --seq-len 32 --micro-batch 1 --total-batch-size 128 "
+    "--depth 1 --aspect-ratio 128 --head-dim 64 --vocab-size 256 --seq-len 32 --micro-batch 1 --total-batch-size 128 "
     "--seconds 0.01"
 ).split()
+DEEPER = ["--depth=2", "--aspect-ratio=64"]
 
 
 def test_bytes_are_those_of_the_cost_model(run_ranks, tmp_path):
@@ -37,7 +38,7 @@ def test_bytes_are_those_of_the_cost_model(run_ranks, tmp_path):
     path = tmp_path / "rows.jsonl"
     fsdp = "--parallel=fsdp"
     said = []
-    for mode in (["--parallel=ddp"], [fsdp], [fsdp, "--gather=bf16"], [fsdp, "--method=bf16"]):
+    for mode in (["--parallel=ddp"], [fsdp], [fsdp, "--gather=bf16"], [fsdp, "--method=bf16", *DEEPER]):
         first, *_ = run_ranks(
             f"from lab.measure.bench_parallel import main; main({[*SMALL, *mode, f'--json={path}']!r})"
         )
@@ -49,7 +50,7 @@ def test_bytes_are_those_of_the_cost_model(run_ranks, tmp_path):
     for row in rows:
         assert row["sent_bytes"] == row["predicted_bytes"] > 0, row
     ddp, codes, raw, _ = rows
-    assert codes["state_gib"] < 0.65 * ddp["state_gib"]
+    assert codes["state_gib"] < 0.66 * ddp["state_gib"]
     assert codes["sent"]["all_gather"] < 0.5 * raw["sent"]["all_gather"]
     # One rounding of a BF16 weight more or less would be 1e-3; here only the order of sums differs.
     assert ddp["loss"] == pytest.approx(codes["loss"], rel=1e-3)
@@ -73,11 +74,12 @@ def test_what_does_not_go_with_shards(monkeypatch, capsys):
 
 
 def one_rank():
-    """A Llama and a GPT, whose two processes have the same rows: with shards and without, three steps."""
+    """A Llama and a GPT, whose two processes have the same rows: with shards and without, two steps."""
     compute_init("cpu")
     rates = dict(unembedding_lr=0.004, embedding_lr=0.2, matrix_lr=0.02, weight_decay=0.1)
     llama = LlamaConfig(sequence_len=32, vocab_size=256, n_layer=2, n_head=2, n_kv_head=2, n_embd=128)
-    for cls, config in ((Llama, llama), (GPT, config_from_depth(2, 256, 32, 64, 64, "L"))):
+    steps = 2
+    for cls, config in ((Llama, llama), (GPT, config_from_depth(1, 256, 32, 64, 128, "L"))):
         losses = []
         for sharded in (False, True):
             torch.manual_seed(0)
@@ -90,7 +92,7 @@ def one_rank():
                 parallel.shard(model)
             optimizers, schedule = model.setup_finetuning(rates, 1.0, lambda progress: 1.0)
             x = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(1))
-            for step in range(3):
+            for step in range(steps):
                 schedule(step, 0.0)
                 torch.manual_seed(step)
                 loss = model(x[:, :-1], x[:, 1:])
@@ -101,7 +103,7 @@ def one_rank():
                 model.zero_grad(set_to_none=True)
                 losses.append((loss.item(), norm.item()))
         # The norm is that of all shards, added up in another order.
-        assert losses[3:] == [pytest.approx(pair, rel=1e-4) for pair in losses[:3]], (cls, losses)
+        assert losses[steps:] == [pytest.approx(pair, rel=1e-4) for pair in losses[:steps]], (cls, losses)
     compute_cleanup()
 
 
@@ -215,7 +217,7 @@ def test_each_process_evaluates_by_itself_and_training_goes_on(tiny_base, tmp_pa
 def test_samples_and_accuracies_of_sharded_runs(fork_server, tiny_base):
     """The scripts: base training with samples, then SFT with accuracies, with shards and without."""
     records = {}
-    longer = ["--method=bf16", "--max-seq-len=256", "--total-batch-size=1024", "--eval-tokens=1024"]
+    longer = ["--method=bf16", "--max-seq-len=128", "--total-batch-size=512", "--eval-every=-1"]
     for mode in ("ddp", "fsdp"):
         flags, env = [f"--parallel={mode}", "--overwrite"], {"NANOCHAT_BASE_DIR": str(tiny_base)}
         accuracies = ["--source=base", "--num-iterations=2", "--eval-metrics-every=1", "--eval-metrics-max-problems=3"]

@@ -31,7 +31,7 @@ SFT = [*SFT, "--eval-every=4", "--eval-metrics-every=4", "--eval-metrics-max-pro
 
 @pytest.fixture
 def base(tiny_base):
-    save_base(tiny_base)
+    save_base(tiny_base, n_layer=1)
     return tiny_base
 
 
@@ -147,6 +147,15 @@ def test_sft_batches():
         return [next(loaders[m % world_size])[0].tolist() for m in range(count)]
 
     assert micro_batches(1, 6) == micro_batches(2, 6) == micro_batches(3, 6)
+
+    def gone_on_with(before, now):
+        """What `now` processes take after one micro-batch of each of `before`."""
+        state = next(ConversationBatches(dataset, tokenizer, 2, "cpu", before - 1, before, 64))[2]
+        loaders = [ConversationBatches(dataset, tokenizer, 2, "cpu", r, now, 64, state=state) for r in range(now)]
+        return [next(loaders[m % now])[0].tolist() for m in range(6 - before)]
+
+    for before, now in ((1, 2), (2, 1), (2, 3), (3, 2), (2, 2)):
+        assert gone_on_with(before, now) == micro_batches(1, 6)[before:]
     with pytest.raises(UserError, match="anything to learn"):
         next(ConversationBatches(Texts([200]), tokenizer, 1, "cpu", max_tokens=64))
 

@@ -39,6 +39,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="need
 
 STEPS = 3
 TAG = "run"
+SHORT = {"base": [], "mid": ["--total-batch-size=256", "--eval-tokens=256"], "sft": []}  # of rows of 64 tokens
 
 
 class Case:
@@ -49,10 +50,12 @@ class Case:
     def __init__(self, server: ForkServer, tiny_base: Path, stage: str, method: str, *flags: str, steps: int = STEPS):
         self.module, arguments, place, parent = STAGES[stage]
         self.server, self.steps = server, steps
+        arguments = [*arguments, *SHORT[stage]]
         self.argv = [*arguments, f"--model-tag={TAG}", f"--num-iterations={steps}", "--save-every=1", *flags]
         self.argv += [f"--method={method}"] if stage == "base" else []
         if parent:
-            save_base(tiny_base, tag=TAG, method=method, source=parent, n_layer=1)
+            length = 64 if stage == "mid" else 128
+            save_base(tiny_base, tag=TAG, method=method, source=parent, n_layer=1, sequence_len=length)
         self.base, self.folder = tiny_base, tiny_base / place / TAG
         key = (stage, method, flags, steps)
         if key not in self.undisturbed:
@@ -219,7 +222,7 @@ def test_a_second_interrupt_ends_a_run_at_once(fork_server, tiny_base):
 
 def test_one_of_two_ranks_is_killed_and_both_go_on(fork_server, tiny_base):
     """Rank 0 dies at any moment, rank 1 inside a save; whoever starts both again gets the same bits."""
-    case = Case(fork_server, tiny_base, "base", "clover")
+    case = Case(fork_server, tiny_base, "base", "bf16")
     two = tiny_base.with_name("two")
     shutil.copytree(tiny_base, two)
     whole = case.run(base=two, ranks=2, rank=1)
@@ -248,7 +251,7 @@ def test_one_of_two_ranks_is_killed_and_both_go_on(fork_server, tiny_base):
             killed += 1
 
 
-@pytest.mark.parametrize("stage", ["base", pytest.param("mid", marks=pytest.mark.slow), "sft"])
+@pytest.mark.parametrize("stage", ["base", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("mid", "sft"))])
 @pytest.mark.parametrize("ranks", [(2, 1, 2), pytest.param((3, 1, 3, 2), marks=pytest.mark.slow)], ids=str)
 def test_any_number_of_processes_goes_on_with_what_others_saved(fork_server, tiny_base, stage, ranks):
     """Of the first processes, with shards where there are two, one is killed. Others go on and are stopped in turn."""
@@ -469,16 +472,17 @@ def test_after_bad_numbers_a_run_goes_on_as_it_would_have(tiny_base, monkeypatch
 
 def test_bad_numbers_can_be_skipped_and_spikes_are_seen(tiny_base, monkeypatch, capsys):
     monkeypatch.setattr(metrics.LossMonitor, "SPIKE_AFTER", 3)
+    flags = ["--eval-every=-1", "--method=bf16"]
     with monkeypatch.context() as m:
         Damage(m, 2, float("nan"))
-        folder = run_stage("base", tiny_base, "--runtime=skip-nonfinite", "--eval-every=-1", steps=4)
+        folder = run_stage("base", tiny_base, *flags, "--runtime=skip-nonfinite", steps=4)
     events = [(r["event"], r["step"]) for r in read_jsonl(folder / "metrics.jsonl") if r["event"] != "val"]
     assert events == [("start", 0), ("train", 0), ("train", 1), ("skip", 2), ("train", 3)]
     captured = capsys.readouterr()
     assert "warning: step 2: loss nan" in captured.err and re.search(r"Skipped updates +1\n", captured.out)
     with monkeypatch.context() as m:
         Damage(m, 4, 30.0)
-        run_stage("base", tiny_base, "--overwrite", "--eval-every=-1", steps=6)
+        run_stage("base", tiny_base, *flags, "--overwrite", steps=6)
     spikes = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "spike"]
     assert [r["step"] for r in spikes] == [4] and spikes[0]["loss"] > 2 * spikes[0]["average"]
     captured = capsys.readouterr()
@@ -502,10 +506,10 @@ def test_stages_leave_no_open_files_and_no_processes(tiny_base, monkeypatch, cap
     evaluate = "-i sft -a local -x 2 -m 4 -b 2 --device-type cpu".split()
     stages = {
         "tok_train": lambda: tok_train.main(["--vocab-size=290", "--max-chars=50000"]),
-        "base": lambda: run_stage("base", tiny_base, "--max-seq-len=128", "--total-batch-size=512", steps=2),
+        "base": lambda: run_stage("base", tiny_base, "--max-seq-len=128", "--total-batch-size=256", steps=2),
         "base_loss": lambda: base_loss.main(["--device-batch-size=2", "--split-tokens=256", "--device-type=cpu"]),
-        "mid": lambda: mid_train.main([*MID, f"--model-tag={TAG}", "--num-iterations=2"]),
-        "sft": lambda: chat_sft.main([*SFT, f"--model-tag={TAG}", "--num-iterations=2"]),
+        "mid": lambda: mid_train.main([*MID, *SHORT["mid"], f"--model-tag={TAG}", "--num-iterations=1"]),
+        "sft": lambda: chat_sft.main([*SFT, f"--model-tag={TAG}", "--num-iterations=1"]),
         "chat_eval": lambda: chat_eval.main(evaluate),
         "chat_cli": lambda: chat_cli.main(["-p", "hi", "--device-type=cpu"]),
         "report": lambda: report.main([]),

@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,17 +53,17 @@ def test_a_second_run_is_refused_and_told_who_is_there(run, folder):
     assert run().status == 0
 
 
-def test_a_run_that_was_killed_is_in_nobodys_way(folder):
-    code = "import sys, time\nfrom nanochat_fp4.training.resume import held_run\n"
-    code += "with held_run(sys.argv[1]): print('held', flush=True)"
+def test_a_run_that_was_killed_is_in_nobodys_way(fork_server, folder):
+    code = "import os, sys, time\nfrom nanochat_fp4.training.resume import held_run\n"
+    code += "with held_run(sys.argv[1]): print(os.getpid(), flush=True)"
     code += ", time.sleep(60)"
-    root = Path(__file__).resolve().parents[2]
-    holder = subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True, cwd=root)
-    assert holder.stdout.readline() == "held\n"
-    with pytest.raises(UserError, match=f"process {holder.pid} on "):
+    holder = subprocess.Popen([fork_server.python, "-c", code, folder], stdout=subprocess.PIPE, text=True)
+    pid = int(holder.stdout.readline())
+    with pytest.raises(UserError, match=f"process {pid} on "):
         held_run(folder).__enter__()
-    holder.send_signal(signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     holder.communicate()
+    assert holder.returncode == -signal.SIGKILL
     with held_run(folder):
         pass
 
