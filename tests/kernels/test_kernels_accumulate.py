@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from _interpreter import language_replaced_once  # noqa: F401
 
 pytest.importorskip("triton")
 
