@@ -155,8 +155,11 @@ def operands(context: Context) -> Outcome:
     rows = [[kind, o, *(f"{s[n]:.3g}" for n in names)] for kind, o, s in found]
     notes = [
         "means over the layers of a kind, of a model trained in bf16",
-        "error: of 4/6, relative square; kurtosis: 3 for a Gaussian; peak: largest magnitude over rms; top channels: "
-        "share of the energy in the 1% largest columns; rank: exp(entropy of the spectrum) over its length",
+        "error: of 4/6, relative square",
+        "kurtosis: 3 for a Gaussian",
+        "peak: largest magnitude over rms",
+        "top channels: share of the energy in the 1% largest columns",
+        "rank: exp(entropy of the spectrum) over its length",
     ]
     title = "What the operands look like"
     return Outcome(title, ["layers", "operand", *names], rows, notes, value, measured_on=value["measured_on"])
