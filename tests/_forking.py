@@ -142,6 +142,7 @@ def serve(path: str) -> None:
     import torch._dynamo  # which the first tensor on the meta device imports, for more than a second, in every fork
 
     torch.set_num_threads(1)
+    os.fsync = lambda fd: None  # in all forks: see no_power_cuts of conftest.py
     importlib.import_module("nvfp4_kernels.rotate")  # what the first quantized layer imports, used or not
     for name in MODULES:
         importlib.import_module(f"scripts.{name}")
@@ -213,10 +214,8 @@ def _program(job: dict[str, Any], files: list[int]) -> None:
         sys.stdin, sys.stdout = open(0), open(1, "w")
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")
         sys.argv = [job["option"], *job["argv"]]
-        os.fsync = lambda fd: None  # see _die_in_a_save
         ways = {"-m": lambda: _main(job["what"]), "-c": lambda: exec(job["what"], {})}
-        example = lambda: runpy.run_path(job["option"], run_name="__main__")  # noqa: E731
-        status = _status_of(ways.get(job["option"], example))
+        status = _status_of(ways.get(job["option"], lambda: runpy.run_path(job["option"], run_name="__main__")))
         sys.stdout.flush()
     finally:
         os._exit(status)
@@ -366,8 +365,7 @@ def _die_in_a_save(n: int | None) -> list[int]:
 
     from nanochat_fp4.training.trainer import Trainer
 
-    # A killed process, unlike a power cut, loses nothing that was written: fsync only takes time here.
-    os.fsync = counted(lambda fd: None)
+    os.fsync = counted(os.fsync)
     os.replace, os.unlink = counted(os.replace), counted(os.unlink)
     cm._HashingFile.write = counted(cm._HashingFile.write)
     Trainer.save = in_a_save(Trainer.save)

@@ -14,11 +14,11 @@ def _languages(function) -> frozenset[str]:
     return frozenset(v.__name__ for v in values if inspect.ismodule(v) and v in (tl, tl.core))
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def language_replaced_once():
-    """For a module that imports this name. The interpreter looks for all of triton.language's functions, to put its own
-    in their places, at each call of each function inside a kernel, too: a third of the time. There it finds them
-    replaced, unless the function has another of Triton's modules."""
+    """The interpreter looks for all of triton.language's functions, to put its own in their places, at each call of a
+    function inside a kernel, too: a third of the time. There it finds them replaced, unless the function has another of
+    Triton's modules."""
     try:
         from triton.runtime import interpreter
     except ImportError:

@@ -35,6 +35,7 @@ import random  # noqa: E402
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from _interpreter import language_replaced_once  # noqa: E402, F401
 
 torch.set_num_threads(1)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from _interpreter import language_replaced_once  # noqa: F401
 
 from nanochat_fp4 import doctor
 from nanochat_fp4.errors import UserError

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from _interpreter import language_replaced_once  # noqa: F401
 
 from lab.measure import instructions
 
@@ -40,16 +39,6 @@ def compiled(fork_server, arch, methods, cache, every_input=False) -> list[dict]
     code = f"""
 import json
 from lab.measure import instructions as t
-inspect, run = t._inspect, t.subprocess.run
-
-def usage(command, **how):
-    return run([word for word in command if word != "-sass"], **how)
-
-def without_sass(kernel):  # which takes a third of a second; of clover's, the instructions of these are looked at
-    t.subprocess.run = run if kernel.metadata.name in t.ELEMENTS else usage
-    return inspect(kernel)
-
-t._inspect = without_sass if {methods == ["clover"]} else inspect
 for record in t.compile_kernels({arch}, {list(methods)}, {every_input}):
     print("RECORD", json.dumps(record))
 """

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from _interpreter import language_replaced_once  # noqa: F401
 
 pytest.importorskip("triton")
 

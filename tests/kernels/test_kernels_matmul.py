@@ -3,7 +3,6 @@
 import pytest
 import torch
 from _assertions import assert_same_bits, relative_square_error
-from _interpreter import language_replaced_once  # noqa: F401
 
 pytest.importorskip("triton")
 

@@ -6,7 +6,6 @@ Without a GPU they run in Triton's interpreter; with one, for real, on the same 
 import pytest
 import torch
 from _assertions import assert_same_bits
-from _interpreter import language_replaced_once  # noqa: F401
 
 pytest.importorskip("triton")
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from _assertions import assert_same_bits
-from _interpreter import language_replaced_once  # noqa: F401
 
 pytest.importorskip("triton")
 

@@ -11,7 +11,6 @@ differ in its last bits and then, rarely, lie on the other side of a rounding bo
 import pytest
 import torch
 from _assertions import assert_same_bits, relative_square_error
-from _interpreter import language_replaced_once  # noqa: F401
 
 pytest.importorskip("triton")
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from _interpreter import language_replaced_once  # noqa: F401
 from torch import nn
 
 import nanochat_fp4 as nf

@@ -15,7 +15,6 @@ import types
 import pytest
 import torch
 from _assertions import relative_square_error
-from _interpreter import language_replaced_once  # noqa: F401
 
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError

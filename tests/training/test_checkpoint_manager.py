@@ -301,7 +301,6 @@ FORKING = (
 def run_forking_checks(folder):
     """Runs in the process of its own: what went wrong in each check, as text, into <folder>/<name>.result."""
     torch.set_num_threads(1)
-    os.fsync = lambda fd: None  # slow, and a killed process, unlike a power cut, loses nothing that was written
     _forking.write_results(FORKING, folder)
 
 

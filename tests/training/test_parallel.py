@@ -27,10 +27,9 @@ from nanochat_fp4.models.llama import Llama, LlamaConfig
 from scripts import base_train
 
 SMALL = (
-    "--depth 1 --aspect-ratio 128 --head-dim 64 --vocab-size 256 --seq-len 32 --micro-batch 1 --total-batch-size 128 "
+    "--depth 2 --aspect-ratio 64 --head-dim 64 --vocab-size 256 --seq-len 32 --micro-batch 1 --total-batch-size 128 "
     "--seconds 0.01"
 ).split()
-DEEPER = ["--depth=2", "--aspect-ratio=64"]
 
 
 def test_bytes_are_those_of_the_cost_model(run_ranks, tmp_path):
@@ -38,7 +37,7 @@ def test_bytes_are_those_of_the_cost_model(run_ranks, tmp_path):
     path = tmp_path / "rows.jsonl"
     fsdp = "--parallel=fsdp"
     said = []
-    for mode in (["--parallel=ddp"], [fsdp], [fsdp, "--gather=bf16"], [fsdp, "--method=bf16", *DEEPER]):
+    for mode in (["--parallel=ddp"], [fsdp], [fsdp, "--gather=bf16"], [fsdp, "--method=bf16"]):
         first, *_ = run_ranks(
             f"from lab.measure.bench_parallel import main; main({[*SMALL, *mode, f'--json={path}']!r})"
         )
@@ -50,7 +49,7 @@ def test_bytes_are_those_of_the_cost_model(run_ranks, tmp_path):
     for row in rows:
         assert row["sent_bytes"] == row["predicted_bytes"] > 0, row
     ddp, codes, raw, _ = rows
-    assert codes["state_gib"] < 0.66 * ddp["state_gib"]
+    assert codes["state_gib"] < 0.65 * ddp["state_gib"]
     assert codes["sent"]["all_gather"] < 0.5 * raw["sent"]["all_gather"]
     # One rounding of a BF16 weight more or less would be 1e-3; here only the order of sums differs.
     assert ddp["loss"] == pytest.approx(codes["loss"], rel=1e-3)
