@@ -82,15 +82,18 @@ NEW = {
     "sr": changed("clover_sr_weight"),
     # A layer's own method lasts for the whole run, so with phases MLP down is rotated, too.
     "fresh_rotation_late": changed("clover_fresh_rotation", "0.97=clover_refined"),
-    "fresh_rotation_from_60%": changed("clover", "0.6=clover_fresh_rotation"),
+    "fresh_rotation_then_feedback": changed("clover_fresh_rotation", "0.9=clover_feedback"),
+    "means_apart": changed("clover", "means_apart"),
+    "feedback_means_apart": changed("clover_feedback", "means_apart"),
 }
 
 
 def candidates(size: str, labels: list[str], extra: str = "") -> Study:
     """A second half: all runs of a seed branch from its BF16 run's middle."""
     labelled = [variant(label, NEW[label]) for label in labels]
-    flags = sizes(size, "32M", 3, "bf16,clover,clover_feedback", *labelled, "--bf16-until=0.5", jobs=4, extra=extra)
-    return Study(f"{size}_{labels[0]}", "the gate: is a rounding whose mean error is near zero learned?", flags)
+    keep = f"--keep={','.join(['clover', 'clover_feedback', *(label for label in labels if 'means' not in label)])}"
+    flags = sizes(size, "32M", 3, "bf16,clover,clover_feedback", *labelled, "--bf16-until=0.5", keep, jobs=4, extra=extra)
+    return Study(f"{size}_{labels[0]}", "the gate: is a rounding whose mean error is near zero learned?", flags, True)
 
 
 def lean(size: str, seeds: int, tokens: str, *more: str, heads: bool = False) -> Study:
@@ -148,10 +151,9 @@ def studies() -> list[Study]:
         evaluation("d6", "160M", 1),
         *(evaluation("d4", "64M", seed) for seed in range(1, 6)),
         *(evaluation("d6", "160M", seed) for seed in (2, 3)),
-        candidates("d8", ["fresh_rotation", "sr"]),
+        candidates("d8", list(NEW)),
         lean("d8", 3, "32M", "--bf16-until=0.5", heads=True),
         candidates("llama-30M", ["fresh_rotation", "sr"], llama),
-        candidates("d8", list(NEW)[2:]),
         rates(),
         lean("d6", 2, "160M"),
         width(),
