@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.study import forwards, sweep
-from lab.study.sweep_runs import Run, changed
+from lab.study.sweep_runs import Run
 from nanochat_fp4.common import print0
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 
-# Seconds of an H200 for a million tokens: training_seconds over jobs, of docs/results/d4_40m.json, d6_frontier.json,
-# d8_second_half.json and llama_second_half.json.
-SECONDS = {"d4": 0.35, "d6": 0.5, "d8": 1.15, "llama-30M": 1.5, "d2": 1.0}
+# Seconds of an H200 for a million tokens: training_seconds over jobs, of docs/results/d4_40m.json, d6_frontier.json and
+# d8_second_half.json.
+SECONDS = {"d4": 0.35, "d6": 0.5, "d8": 1.15, "d2": 1.0}
 SECONDS_TO_START, SECONDS_TO_EVALUATE = 30, 15
 VISIT = 28  # minutes
 NO_STOPS = "--device-batch-size=64 --eval-tokens=1048576 --eval-every=100000 --save-every=-1"
@@ -76,26 +76,6 @@ def evaluation(size: str, tokens: str, seed: int) -> Study:
     return Study(f"{size}_forwards_s{seed}", "the forward that the gain is of; what plain NVFP4 loses", flags, True)
 
 
-NEW = {
-    # Not where the input has exact zeros: MLP down stays as it is.
-    "fresh_rotation": changed("clover_fresh_rotation", "*.mlp.c_proj=clover"),
-    "sr": changed("clover_sr_weight"),
-    # A layer's own method lasts for the whole run, so with phases MLP down is rotated, too.
-    "fresh_rotation_late": changed("clover_fresh_rotation", "0.97=clover_refined"),
-    "fresh_rotation_then_feedback": changed("clover_fresh_rotation", "0.9=clover_feedback"),
-    "means_apart": changed("clover", "means_apart"),
-    "feedback_means_apart": changed("clover_feedback", "means_apart"),
-}
-
-
-def candidates(size: str, labels: list[str], extra: str = "") -> Study:
-    """A second half: all runs of a seed branch from its BF16 run's middle."""
-    labelled = [variant(label, NEW[label]) for label in labels]
-    keep = f"--keep={','.join(['clover', 'clover_feedback', *(label for label in labels if 'means' not in label)])}"
-    flags = sizes(size, "32M", 3, "bf16,clover,clover_feedback", *labelled, "--bf16-until=0.5", keep, jobs=4, extra=extra)
-    return Study(f"{size}_{labels[0]}", "the gate: is a rounding whose mean error is near zero learned?", flags, True)
-
-
 def lean(size: str, seeds: int, tokens: str, *more: str, heads: bool = False) -> Study:
     """--state=lean and --head=fp8 are for both, so that each pair has the same forward."""
     settings = {"lean": "--state=lean"} | ({"fp8_head": "--head=fp8"} if heads else {})
@@ -146,14 +126,11 @@ def ladder() -> list[Study]:
 
 def studies() -> list[Study]:
     """In the order in which they are done."""
-    llama = "--device-batch-size=128 --total-batch-size=65536"
     return [
         evaluation("d6", "160M", 1),
         *(evaluation("d4", "64M", seed) for seed in range(1, 6)),
         *(evaluation("d6", "160M", seed) for seed in (2, 3)),
-        candidates("d8", list(NEW)),
         lean("d8", 3, "32M", "--bf16-until=0.5", heads=True),
-        candidates("llama-30M", ["fresh_rotation", "sr"], llama),
         rates(),
         lean("d6", 2, "160M"),
         width(),

@@ -166,7 +166,7 @@ def operands(context: Context) -> Outcome:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Candidates for a weight whose rounding is not learned, before any training
+# Roundings of a weight, and the error of their mean, before any training
 
 DRAWS = 32
 CANDIDATES = ("four_over_six", "scale_search_6", "sr", "ms_eden", "ms_eden_search")

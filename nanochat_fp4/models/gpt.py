@@ -61,7 +61,6 @@ class GPTConfig:
     # with a tensor_scale each. The second keeps relu(x) unrounded for the derivative of ReLU^2.
     separate_qkv: bool = False
     exact_relu_squared: bool = False
-    means_apart: bool = False
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
@@ -119,24 +118,6 @@ def autocast(device_type: str, dtype: torch.dtype | None = None) -> contextlib.A
     return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device_type, dtype=dtype)
 
 
-class ChannelMeans(nn.Module):
-    """x W^T = (x - 1 mu^T) W^T + 1 (W mu)^T, mu a running mean of each channel of x (B, T, C); W mu is not quantized."""
-
-    rate = 0.05
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(channels), persistent=False)
-
-    def forward(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, list[Tensor]]:
-        """(x less mu, W mu of each layer)"""
-        mean = self.mean.clone()
-        if torch.is_grad_enabled():
-            self.mean.lerp_(x.detach().float().mean((0, 1)), self.rate)
-        apart = (x.float() - mean).to(x.dtype)
-        return apart, [F.linear(mean, layer.weight.to(mean.dtype)).to(x.dtype) for layer in layers]
-
-
 class CausalSelfAttention(nn.Module):
     fused_linears = ("c_q", "c_k", "c_v")  # all three read the same input; they are computed as one layer
 
@@ -150,7 +131,6 @@ class CausalSelfAttention(nn.Module):
         self.c_k = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
         self.c_v = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.means = ChannelMeans(config.n_embd) if config.means_apart else None
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x `(B, T, C)` -> q `(B, T, H, D)`, k and v `(B, T, H_kv, D)`."""
@@ -158,10 +138,6 @@ class CausalSelfAttention(nn.Module):
         if not self.fused_linears:
             q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in layers)
             return q, k, v
-        if self.means is not None:
-            x, more = self.means(x, *layers)
-            q, k, v = fused_linear(x, *layers, head_dim=self.head_dim)
-            return tuple(t + m.view(-1, self.head_dim) for t, m in zip((q, k, v), more))
         q, k, v = fused_linear(x, *layers, head_dim=self.head_dim)
         # Attention keeps v. A view would keep the unrotated q and k alive as well, so v is copied.
         return q, k, v.contiguous()
@@ -179,16 +155,11 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
         self.exact_relu_squared = config.exact_relu_squared
-        self.means = ChannelMeans(config.n_embd) if config.means_apart else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.exact_relu_squared:
             return self.c_proj(F.relu(self.c_fc(x)).square())
         eight_bits = torch.is_grad_enabled() and getattr(self.c_proj, "quantizes_input", False)
-        if self.means is not None:
-            x, (more,) = self.means(x, self.c_fc)
-            x = self.c_fc(x) + more
-            return relu_squared_linear(x, self.c_proj) if eight_bits else self.c_proj(ReluSquared.apply(x))
         if eight_bits and can_be_around_square(self.c_fc, self.c_proj, x):
             return self.c_fc.around_square(x, self.c_proj)
         x = self.c_fc(x)
@@ -327,9 +298,6 @@ class GPT(nn.Module):
             nn.init.zeros_(block.mlp.c_proj.weight)
         self.resid_lambdas.fill_(1.0)
         self.x0_lambdas.fill_(0.0)
-        for module in self.modules():
-            if isinstance(module, ChannelMeans):
-                module.mean.zero_()
         if self.get_device().type == "cuda":
             self.transformer.wte.to(dtype=torch.bfloat16)  # halves the largest table; the optimizer takes BF16
         self.prepare()

@@ -20,7 +20,6 @@ four_over_six, two_terms = Operand("four_over_six"), Operand("four_over_six", te
 search, feedback = Operand("scale_search"), Operand("scale_search_6", feedback=True)
 mxfp8, raw_mxfp8 = Operand("mxfp8"), Operand("mxfp8", raw=True)
 eden, eden_search = both("ms_eden", RHT_DIM), both("ms_eden_search", RHT_DIM)
-raw_eden = Gemm(Operand("ms_eden"), Operand("ms_eden", raw=True), RHT_DIM)
 nvidia_wgrad = Gemm(sr, raw_rtn, NVIDIA_RHT_DIM)
 fixed_signs = replace(nvidia_wgrad, fixed_signs=True)  # one sign vector for the run
 
@@ -267,15 +266,6 @@ ABLATIONS: dict[str, Recipe] = _table(
         grad_weight=eden_search,
     ),
     CLOVER_REFINED,
-    # Candidates, not measured yet: a weight's rounding with a mean near zero over the steps, which is not learned.
-    _clover("sr_weight", "with SR of the forward's weight", output=Gemm(four_over_six, sr)),
-    _clover(
-        "fresh_rotation",
-        "with MS-EDEN with search in the forward, too, by new signs each step; the backward rounds the raw tensors",
-        output=eden_search,
-        grad_input=raw_eden,
-        grad_weight=raw_eden,
-    ),
     _clover(
         "fp8_input", "with the forward's input in FP8: 1/3 of the work in 8 bits", output=Gemm(mxfp8, four_over_six)
     ),
@@ -288,15 +278,18 @@ METHOD_TABLE: dict[str, Recipe] = METHODS | ABLATIONS
 ALIASES = {"quartet2": "clover"}  # the paper's public name
 
 OSCIRESET_COMMIT = "c116c2a"
+ZERO_MEAN_COMMIT = "7af49f5"
 # Methods that were measured, and lost (dev/LOG.md): name -> the last commit that trains with it.
 REMOVED = {
     "clover_dithered": "880d786",
     "clover_dithered_weight": "6d6e051",
+    "clover_fresh_rotation": ZERO_MEAN_COMMIT,
     "clover_hot": "880d786",
     "clover_masked": "880d786",
     "clover_rotated": "880d786",
     "clover_search_dithered": "880d786",
     "clover_shifted": "880d786",
+    "clover_sr_weight": ZERO_MEAN_COMMIT,
     "clover_shifted_feedback": "880d786",
     "quartet": "880d786",
     "clover_reset": OSCIRESET_COMMIT,

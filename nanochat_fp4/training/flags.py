@@ -17,8 +17,7 @@ from nanochat_fp4.training.load_model import SWITCHES
 
 # Settings that a branch may have of its own. "oscillation" was a flag.
 METHOD_CHANGES = (
-    "layer_methods", "method_phases", "oscillation", "branch_from", "separate_qkv", "exact_relu_squared",
-    "means_apart",
+    "layer_methods", "method_phases", "oscillation", "branch_from", "separate_qkv", "exact_relu_squared"
 )  # fmt: skip
 METHODS = f"{', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)"
 # word of --runtime -> (attribute, value)
@@ -183,15 +182,14 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "changes of the method, with commas: of single layers, 'pattern=method' ('*.c_fc=fp8'); in the course of the "
         "run, 'fraction of the steps=method' ('0.85=bf16'); separate_qkv (quantize q, k and v as three layers, each "
         "with a tensor scale, as the paper's nanochat runs did; as one layer they are faster); exact_relu_squared "
-        "(keep relu(x) for the derivative of ReLU^2 as it is, not in 8 bits, as in the paper's runs: more memory); means_apart "
-        "(a candidate: running channel means of what q, k, v and MLP up read have a product of their own, unquantized)",
+        "(keep relu(x) for the derivative of ReLU^2 as it is, not in 8 bits, as in the paper's runs: more memory)",
     )
     text = (
         "products of the output head in training: in BF16, or in FP8 with a scale for each tensor, as nanochat's --fp8"
     )
     parser.add_argument("--head", choices=HEADS, default="bf16", help=text)
     parser.set_defaults(
-        layer_methods="", method_phases="", oscillation="", separate_qkv=False, exact_relu_squared=False, means_apart=False
+        layer_methods="", method_phases="", oscillation="", separate_qkv=False, exact_relu_squared=False
     )
 
 

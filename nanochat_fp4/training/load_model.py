@@ -41,7 +41,7 @@ SOURCES = {
     "rl": ("chatrl_checkpoints", "scripts.chat_rl"),
 }
 
-SWITCHES = ("separate_qkv", "exact_relu_squared", "means_apart")  # fields of GPTConfig that nanochat does not have
+SWITCHES = ("separate_qkv", "exact_relu_squared")  # fields of GPTConfig that nanochat does not have
 
 
 def checkpoint_folder(source: str, model_tag: str) -> Path:

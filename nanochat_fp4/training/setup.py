@@ -114,7 +114,6 @@ def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) 
             args.depth, vocab_size, args.max_seq_len, args.head_dim, args.aspect_ratio, args.window_pattern
         )
         config = replace(config, separate_qkv=args.separate_qkv, exact_relu_squared=args.exact_relu_squared)
-        config = replace(config, means_apart=args.means_apart)
     if args.llama and (unfit := next((switch for switch in SWITCHES if getattr(args, switch)), None)):
         raise UserError(f"--method-changes={unfit} is not for the --llama models; leave one of them out")
     if reason := recompute_problem(args.recompute, config, device):

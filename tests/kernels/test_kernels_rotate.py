@@ -392,10 +392,19 @@ def test_quant_linear_with_kernels_is_the_reference(method, monkeypatch):
             assert relative_square_error(got, want) < 1e-4, name
 
 
-@pytest.mark.parametrize("method", ["clover_fresh_rotation", "clover_sr_weight"])
-def test_a_random_forward_is_evaluated_by_the_references_numbers(method, monkeypatch):
+SR_WEIGHT = nf.Gemm(nf.Operand("four_over_six"), nf.Operand("sr"))
+RAW_EDEN = nf.Gemm(nf.Operand("ms_eden"), nf.Operand("ms_eden", raw=True), 128)
+ROTATED = nf.Gemm(nf.Operand("ms_eden_search"), nf.Operand("ms_eden_search"), 128)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [nf.Recipe("sr_weight", SR_WEIGHT), nf.Recipe("rotated", ROTATED, grad_input=RAW_EDEN, grad_weight=RAW_EDEN)],
+    ids=lambda recipe: recipe.name,
+)
+def test_a_random_forward_is_evaluated_by_the_references_numbers(recipe, monkeypatch):
     """No random numbers are drawn then: those of seed 0 are taken."""
-    layer = nf.convert(torch.nn.Sequential(torch.nn.Linear(128, 32, bias=False)), method, verbose=False).to(DEVICE)
+    layer = nf.convert(torch.nn.Sequential(torch.nn.Linear(128, 32, bias=False)), recipe, verbose=False).to(DEVICE)
     x, results = torch.randn(8, 128).to(DEVICE), []
     for kernels in ("reference", "triton"):
         monkeypatch.setenv("NVFP4_KERNELS", kernels)

@@ -96,7 +96,7 @@ def test_remedies_are_clover_with_something_changed():
     for r in remedies:
         fields = [f.name for f in dataclasses.fields(r) if f.name not in ("name", "summary")]
         changed = {f for f in fields if getattr(r, f) != getattr(clover, f)}
-        everything = ("clover_search", "clover_search_feedback", "clover_fresh_rotation")
+        everything = ("clover_search", "clover_search_feedback")
         two = ("clover_search_backward", "clover_feedback_late")
         expected = 3 if r.name in everything else 2 if r.name in two else 1
         assert len(changed) == expected, (r.name, changed)
