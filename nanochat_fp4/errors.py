@@ -5,6 +5,7 @@ import errno
 import importlib.util
 import os
 import re
+import select
 import signal
 import sys
 import traceback
@@ -93,7 +94,8 @@ def run_main(main: Callable[[], Any]) -> None:
     - a GPU or CPU out of memory
     - a number that is too large for the machine
 
-    Ctrl-C ends in exit status 130. The loss of another process of the run ends in one line and exit status 1. Any other
+    Ctrl-C ends in exit status 130. A reader that has closed stdout (`| head`) ends it in 141 without a word, as with
+    other programs. The loss of another process of the run ends in one line and exit status 1. Any other
     exception is a bug and keeps its traceback. NANOCHAT_TRACEBACK=1 prints the traceback of the others as well.
     """
     setup_default_logging()
@@ -120,6 +122,8 @@ def run_main(main: Callable[[], Any]) -> None:
             message, status = one_line(e), 1
         elif is_lost_rank(e):
             message, status = f"{LOST_RANK} ({one_line(e).rpartition('] ')[2][:120]})", 1
+        elif isinstance(e, BrokenPipeError) and _reader_has_gone():
+            sys.exit(128 + signal.SIGPIPE)
         elif isinstance(e, OSError) and e.errno in USER_ERRNOS:
             message = f"{one_line(e)}; free some space or choose a writable folder (NANOCHAT_BASE_DIR)"
         elif isinstance(e, OSError) and e.errno in _PATH_ERRNOS:
@@ -133,6 +137,14 @@ def run_main(main: Callable[[], Any]) -> None:
     if status != 130 or os.environ.get("RANK", "0") == "0":  # Ctrl-C reaches all ranks; only rank 0 prints
         print_error(message)
     sys.exit(status)
+
+
+def _reader_has_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads any more."""
+    pipe = select.poll()
+    with contextlib.suppress(OSError, ValueError):  # no file behind it
+        pipe.register(sys.stdout.fileno(), 0)
+    return bool(pipe.poll(0))
 
 
 def _let_go_of_stdout() -> None:

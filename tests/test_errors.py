@@ -166,6 +166,24 @@ def test_without_the_packages_of_the_extras(tmp_path):
             assert lines[0].endswith(expected) and "ModuleNotFound" not in lines[0], program
 
 
+def test_a_reader_that_has_gone_ends_it_without_a_word(monkeypatch, capsys):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as stdout, pytest.raises(SystemExit) as e:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        run_main(lambda: print("x" * 100_000))  # more than the buffer takes
+    monkeypatch.undo()
+    assert e.value.code == 141 and capsys.readouterr().err == ""
+
+
+def test_a_broken_pipe_of_another_reader_is_a_bug():
+    def main():
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run_main(main)
+
+
 def test_each_missing_package_has_its_extra():
     text = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text()
     extras = {extra: re.search(rf"^{extra} = \[(.*?)\]", text, re.M | re.S)[1] for extra in EXTRAS}

@@ -98,7 +98,7 @@ def use_kernels(device: torch.device) -> bool:
 
 @constant_when_compiled
 def _use_kernels(device_type: str) -> bool:
-    wanted = os.environ.get("NVFP4_KERNELS", "auto")
+    wanted = os.environ.get("NVFP4_KERNELS") or "auto"
     if wanted not in ("auto", "reference", "triton"):
         raise ValueError(f"NVFP4_KERNELS is {wanted!r}, expected auto, reference or triton")
     reason = _no_kernels_reason(device_type)
@@ -173,7 +173,7 @@ def native_choice(device_type: str) -> tuple[str | None, str]:
 
     Raises ValueError if NVFP4_GEMM asks for what cannot run.
     """
-    wanted = os.environ.get("NVFP4_GEMM", "auto")
+    wanted = os.environ.get("NVFP4_GEMM") or "auto"
     if wanted not in ("auto", "emulated", *IMPLEMENTATIONS):
         raise ValueError(f"NVFP4_GEMM is {wanted!r}, expected auto, emulated, {', '.join(IMPLEMENTATIONS)}")
     if wanted == "emulated":

@@ -200,6 +200,13 @@ def test_a_wish_that_cannot_be_met(monkeypatch, value, text):
     forget()
 
 
+def test_an_empty_wish_is_none(blackwell):
+    blackwell.setenv("NVFP4_GEMM", "")
+    blackwell.setenv("NVFP4_KERNELS", "")
+    forget()
+    assert dispatch.native_choice("cpu")[0] == "scaled_mm"
+
+
 def test_the_doctor_runs_through_it(blackwell):
     """Forward and backward of a layer against the reference; a fault that the GEMM's own probe does not meet."""
     from nanochat_fp4 import doctor
