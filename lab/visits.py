@@ -1,4 +1,4 @@
-"""The runs that are still open, in their order, and one command that does them for as long as a GPU is lent.
+"""The runs that claims still need, in their order, and one command that does them for as long as a GPU is lent.
 
     python -m lab.visits                                       # the list, with minutes and visits of half an hour
     timeout --signal=TERM 28m python -m lab.visits '*' --folder results --data-dir folder      # again: goes on
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lab.study import forwards, sweep
 from lab.study.sweep_runs import Run
+from lab.study.sweep_scheduler import ROOT
 from nanochat_fp4.common import print0
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
@@ -25,6 +26,7 @@ from nanochat_fp4.errors import UserError, run_main
 SECONDS = {"d4": 0.35, "d6": 0.5, "d8": 1.15, "d2": 1.0}
 SECONDS_TO_START, SECONDS_TO_EVALUATE = 30, 15
 VISIT = 28  # minutes
+RESULTS = ROOT / "docs/results"  # of the studies that are done
 NO_STOPS = "--device-batch-size=64 --eval-tokens=1048576 --eval-every=100000 --save-every=-1"
 SETTLED = "bf16,nvidia,clover,clover_feedback,clover_search_feedback,clover_feedback_late"
 LADDER = "bf16,nvidia,clover,clover_feedback"
@@ -46,6 +48,10 @@ class Study:
 
     def runs(self) -> list[Run]:
         return sweep.planned(sweep.parse_args(self.arguments()))
+
+    @property
+    def is_done(self) -> bool:
+        return (RESULTS / f"{self.name}.json").is_file()
 
     def minutes(self) -> float:
         """PREDICTED, of one H200."""
@@ -109,11 +115,11 @@ def width() -> Study:
     return Study("d6_width", "does 1.35 times the parameters close clover's gap?", flags)
 
 
-def ladder() -> list[Study]:
-    """12 to 100 tokens for each parameter without the embedding, three sizes of a vocabulary of 1,024: a law needs
-    three. No text may be read twice: lab.debian has more."""
+def ladder(*sizes_in_heads: int) -> list[Study]:
+    """12 to 100 tokens for each parameter without the embedding, of a vocabulary of 1,024; a law needs three sizes. No
+    text may be read twice: lab.debian has more."""
     found = []
-    for heads in (2, 3, 4):
+    for heads in sizes_in_heads:
         parameters = 2 * 12 * (64 * heads) ** 2 + 1024 * 64 * heads
         for ratio in (12, 25, 50, 100):
             shape = f"--head-dim=64 --aspect-ratio={32 * heads} --total-batch-size=8192 --max-seq-len=256"
@@ -131,21 +137,22 @@ def studies() -> list[Study]:
         *(evaluation("d4", "64M", seed) for seed in range(1, 6)),
         *(evaluation("d6", "160M", seed) for seed in (2, 3)),
         lean("d8", 3, "32M", "--bf16-until=0.5", heads=True),
+        *ladder(2),
         rates(),
         lean("d6", 2, "160M"),
         width(),
         longer("d4", "64M", 5, 976),
         longer("d6", "160M", 3, 2441),
-        *ladder(),
+        *ladder(3, 4),
     ]
 
 
 def listed() -> str:
     rows, done = [], 0.0
     for s in studies():
-        minutes = s.minutes()
+        minutes = 0.0 if s.is_done else s.minutes()
         first, last = (int(at // VISIT) + 1 for at in (done, done + minutes - 1e-6))
-        visits = f"{first}" if first == last else f"{first} to {last}"
+        visits = "done" if s.is_done else f"{first}" if first == last else f"{first} to {last}"
         rows.append([visits, s.name, len(s.runs()), f"{minutes:.0f}", "forwards" if s.evaluated else "", s.settles])
         done += minutes
     said = f"{done:.0f} minutes of one H200 in all, PREDICTED; a visit has {VISIT}"
@@ -167,7 +174,9 @@ def do(study: Study, folder: str, data_dir: str | None) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("studies", nargs="?", default="", help="their names, a glob pattern; without: the list")
+    parser.add_argument(
+        "studies", nargs="?", default="", help="their names, a glob pattern; '*': all open ones; without: the list"
+    )
     parser.add_argument("--folder", default="results", help="of all runs")
     parser.add_argument("--data-dir", default=None, help="folder of text or parquet files")
     args = parser.parse_args(argv)
@@ -175,6 +184,8 @@ def main(argv: list[str] | None = None) -> None:
         print0(listed())
         return
     chosen = [s for s in studies() if fnmatch.fnmatch(s.name, args.studies)]
+    if args.studies == "*":
+        chosen = [s for s in chosen if not s.is_done]
     if not chosen:
         raise UserError(f"no study is named {args.studies}; run lab.visits without a name for the list")
     for study in chosen:

@@ -11,7 +11,9 @@ from nanochat_fp4.errors import UserError
 def test_two_visits_cover_the_evaluations(capsys):
     visits.main([])  # plans every run, so that no bad flag waits for a GPU
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    early = {row[1] for row in rows if row[0] in ("1", "2")} | {row[3] for row in rows if row[:3] == ["1", "to", "2"]}
+    early = {row[1] for row in rows if row[0] in ("1", "2", "done")} | {
+        row[3] for row in rows if row[:3] == ["1", "to", "2"]
+    }
     wanted = {f"d4_forwards_s{s}" for s in range(1, 6)} | {f"d6_forwards_s{s}" for s in (1, 2, 3)}
     assert wanted <= early
 
@@ -34,6 +36,17 @@ def test_a_study_is_trained_evaluated_and_tabulated_again(tmp_path, monkeypatch)
     assert calls[1] == ["forwards", *where, "--data-dir=text"]
     assert {"--first-seed=2", "--seeds=1", f"--keep={visits.SETTLED}", "--data-dir=text"} <= set(calls[0])
     assert json.dumps(calls[0]).count("--vocab-size=8192") == 1
+
+
+def test_all_means_what_is_open(tmp_path, monkeypatch):
+    done, names = [], [s.name for s in visits.studies()]
+    (tmp_path / f"{names[1]}.json").touch()
+    monkeypatch.setattr(visits, "RESULTS", tmp_path)
+    monkeypatch.setattr(visits, "do", lambda study, folder, data_dir: done.append(study.name))
+    visits.main(["*"])
+    assert done == [names[0], *names[2:]]
+    visits.main([names[1]])
+    assert done[-1] == names[1]
 
 
 def test_an_unknown_study_is_named():
