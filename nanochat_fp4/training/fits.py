@@ -35,7 +35,7 @@ from nanochat_fp4.step_time import (
 SHARE = 0.94  # 6% for fragmentation and libraries
 CARDS = (8, 12, 16, 24, 32)  # GiB
 MEMORY = {"rtx5060": 8, "rtx5070ti": 16, "rtx5080": 16, "rtxpro4000": 24, "rtx5090": 32, "rtxpro6000": 96, "gb10": 119,
-          "h200": 139, "b200": 178, "gb200": 184, "b300": 268}  # fmt: skip
+          "h100": 79, "h200": 139, "b200": 178, "gb200": 184, "b300": 268}  # fmt: skip
 DEPTHS = (40, 36, 32, 28, 26, 24, 20, 16, 12)
 ROWS = 4  # of a micro-batch: with fewer a GEMM is too small for a large GPU
 # Bytes a token and block: of each unit of the width, of each head, and besides (bench_memory counts the same).
