@@ -34,7 +34,12 @@ LADDER = "bf16,nvidia,clover,clover_feedback"
 
 @dataclass(frozen=True)
 class Study:
-    """name: of the sweep; flags: of lab.study.sweep; settles: in words; evaluated: in several forwards, too."""
+    """A sweep of runs.
+
+    settles:   the question
+    flags:     of lab.study.sweep
+    evaluated: whether its checkpoints are evaluated in several forwards
+    """
 
     name: str
     settles: str

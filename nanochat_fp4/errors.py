@@ -94,9 +94,9 @@ def run_main(main: Callable[[], Any]) -> None:
     - a GPU or CPU out of memory
     - a number that is too large for the machine
 
-    Ctrl-C ends in exit status 130. A reader that has closed stdout (`| head`) ends it in 141 without a word, as with
-    other programs. The loss of another process of the run ends in one line and exit status 1. Any other
-    exception is a bug and keeps its traceback. NANOCHAT_TRACEBACK=1 prints the traceback of the others as well.
+    Ctrl-C ends in exit status 130. A `print` that nobody reads any more (`| head`) ends in 141 without a word; print0
+    goes on. The loss of another process of the run ends in one line and exit status 1. Any other exception is a bug and
+    keeps its traceback. NANOCHAT_TRACEBACK=1 prints the traceback of the others as well.
     """
     setup_default_logging()
     status = 2

@@ -102,8 +102,11 @@ def table2(context: Context) -> Outcome:
 def operand_statistics(x: torch.Tensor) -> dict[str, float]:
     """What could make an operand (R, K) hard to quantize along K.
 
-    error: of 4/6, relative square; kurtosis: 3 for a Gaussian; peak: largest magnitude over rms; top channels: share of
-    the energy in the 1% of the columns that have most; rank: exp(entropy of the spectrum's shares) over its length.
+    error:        of 4/6, relative square
+    kurtosis:     3 for a Gaussian
+    peak:         largest magnitude over rms
+    top channels: share of the energy in the 1% of the columns that have most
+    rank:         exp(entropy of the spectrum's shares) over its length
     """
     x = x.detach().float().reshape(-1, x.shape[-1])
     energy = x.square()

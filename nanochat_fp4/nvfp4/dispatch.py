@@ -167,13 +167,18 @@ def native_gemm(device_type: str) -> str | None:
     return native_choice(device_type)[0]
 
 
+def gemm_asked_for() -> str:
+    """NVFP4_GEMM, "auto" where it is not set or empty."""
+    return os.environ.get("NVFP4_GEMM") or "auto"
+
+
 @functools.cache
 def native_choice(device_type: str) -> tuple[str | None, str]:
     """(implementation or None, why not the ones before it).
 
     Raises ValueError if NVFP4_GEMM asks for what cannot run.
     """
-    wanted = os.environ.get("NVFP4_GEMM") or "auto"
+    wanted = gemm_asked_for()
     if wanted not in ("auto", "emulated", *IMPLEMENTATIONS):
         raise ValueError(f"NVFP4_GEMM is {wanted!r}, expected auto, emulated, {', '.join(IMPLEMENTATIONS)}")
     if wanted == "emulated":
@@ -241,8 +246,8 @@ def probe(
 ) -> tuple[int | None, str]:
     """Compares function(a, b, out_dtype), a GEMM of NVFP4 operands on this device, with known products.
 
-    Returns (multiple, problem): function is right where M, N and K are multiples of the number; 1 where it is right on
-    every shape that `implementation` knows, None where it is wrong everywhere. problem: the first failure, or "".
+    Returns (multiple, problem). The function is right where `multiple` divides M, N and K. None: wrong everywhere.
+    problem: the first failure, or "".
     """
     found: int | None = None
     for multiple, shape in PROBE_SHAPES.items():
@@ -447,7 +452,7 @@ def _implementation_of(device_type: str, m: int, n: int, k: int, out_dtype: torc
 
 @constant_when_compiled
 def asked_for_native() -> bool:
-    return os.environ.get("NVFP4_GEMM") in IMPLEMENTATIONS
+    return gemm_asked_for() in IMPLEMENTATIONS
 
 
 def mm(a: NVFP4Tensor, b: NVFP4Tensor, out_dtype: torch.dtype, name: str) -> torch.Tensor:

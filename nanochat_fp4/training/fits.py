@@ -49,9 +49,9 @@ BLOCK_BYTES = {
 MOMENT = 1 + 4 / BLOCK  # in 8 bits
 STATE_BYTES = {"fp32": (12.0, 16.0, 8.0), "lean": (4 + MOMENT, 4 + 2 * MOMENT, 4 + 2 * MOMENT)}
 HEAD = 2 + 2 * 4  # bytes a weight of the head: in BF16, its gradient twice
-# What codes determine and a backward pass computes again (models/recompute.py): units of the width that are not kept,
-# columns of the product in widths, and more bytes of glue for each token and unit of width, by lab.predict.glue on
-# sm_120. torch.compile computes the first one again anyway.
+# What codes determine and a backward pass computes again (models/recompute.py). Three numbers for each tensor:
+# units of the width that are not kept; columns of its product, in widths; more bytes of glue for each token and unit of
+# width (lab.predict.glue, sm_120). torch.compile computes the first tensor again anyway.
 AGAIN = {
     "stream after the lambdas": (2, 0, 0.0),
     "queries, keys, values": (6, 3, 4.2),

@@ -7,7 +7,6 @@ leaves one implementation. The choice goes into checkpoints: implementations add
 it.
 """
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -154,7 +153,7 @@ def choose(products: Counter[Product], gpu: str, stored: dict[str, Any] | None =
     A stored choice is kept on the same kind of GPU, so that bits stay, unless an implementation is wrong now. Raises
     ValueError where NVFP4_GEMM asks for an implementation that is wrong on one of them.
     """
-    wanted = os.environ.get("NVFP4_GEMM") or "auto"
+    wanted = dispatch.gemm_asked_for()
 
     def able(product: Product) -> list[str]:
         """An implementation that NVFP4_GEMM names makes all that it can. The others make the rest."""

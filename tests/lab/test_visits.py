@@ -11,9 +11,8 @@ from nanochat_fp4.errors import UserError
 def test_two_visits_cover_the_evaluations(capsys):
     visits.main([])  # plans every run, so that no bad flag waits for a GPU
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    early = {row[1] for row in rows if row[0] in ("1", "2", "done")} | {
-        row[3] for row in rows if row[:3] == ["1", "to", "2"]
-    }
+    early = {row[1] for row in rows if row[0] in ("1", "2", "done")}
+    early |= {row[3] for row in rows if row[:3] == ["1", "to", "2"]}
     wanted = {f"d4_forwards_s{s}" for s in range(1, 6)} | {f"d6_forwards_s{s}" for s in (1, 2, 3)}
     assert wanted <= early
 
