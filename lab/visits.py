@@ -4,13 +4,14 @@
     timeout --signal=TERM 28m python -m lab.visits '*' --folder results --data-dir folder      # again: goes on
 
 A study is a command line of lab.study.sweep. Where the list says "forwards", its checkpoints are evaluated in other
-forwards as soon as its runs are done. Each run resumes, also on another machine if --folder comes along. Minutes are
-PREDICTED for one H200, from the seconds that runs of the same size took there beside others. The ladder's sizes, the
-start of a run and the evaluation of a checkpoint are guesses.
+forwards as soon as its runs are done. Each run resumes, also on another machine if --folder comes along. What
+docs/results has of a study, on the same text, is not trained again. Minutes are PREDICTED for one GPU, from the seconds
+that runs of the same size took there beside others. The start of a run and the evaluation of a checkpoint are guesses.
 """
 
 import argparse
 import fnmatch
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +22,12 @@ from nanochat_fp4.common import print0
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 
-# Seconds of an H200 for a million tokens: training_seconds over jobs, of docs/results/d4_40m.json, d6_frontier.json and
-# d8_second_half.json.
-SECONDS = {"d4": 0.35, "d6": 0.5, "d8": 1.15, "d2": 1.0}
+# Seconds of a GPU for a million tokens: training_seconds over jobs, of docs/results/d4_40m.json, d6_frontier.json and
+# d8_second_half.json (H200), ladder_128_wide_100.json (H100; 24 runs beside each other).
+SECONDS = {"d4": 0.35, "d6": 0.5, "d8": 1.15, "d2": 0.4}
 SECONDS_TO_START, SECONDS_TO_EVALUATE = 30, 15
 VISIT = 28  # minutes
-RESULTS = ROOT / "docs/results"  # of the studies that are done
+RESULTS = ROOT / "docs/results"  # of what is done
 NO_STOPS = "--device-batch-size=64 --eval-tokens=1048576 --eval-every=100000 --save-every=-1"
 SETTLED = "bf16,nvidia,clover,clover_feedback,clover_search_feedback,clover_feedback_late"
 LADDER = "bf16,nvidia,clover,clover_feedback"
@@ -51,17 +52,29 @@ class Study:
         where = Path(folder) / next((f"v{f.partition('=')[2]}" for f in args if f.startswith("--vocab-size=")), "")
         return [*args, f"--folder={where}"] + ([f"--data-dir={data_dir}"] if data_dir else [])
 
-    def runs(self) -> list[Run]:
-        return sweep.planned(sweep.parse_args(self.arguments()))
+    def runs(self, data: str = "") -> list[Run]:
+        """data: data_key of the text."""
+        return sweep.planned(sweep.parse_args(self.arguments()), data)
 
-    @property
-    def is_done(self) -> bool:
-        return (RESULTS / f"{self.name}.json").is_file()
+    def stored(self) -> tuple[str, dict[str, dict]]:
+        """(data_key of the text, tag -> result) of what docs/results has of it."""
+        path = RESULTS / f"{self.name}.json"
+        if not path.is_file():
+            return "", {}
+        content = json.loads(path.read_text())
+        key, found = content["data"].rpartition("(")[2].rstrip(")"), {}
+        for r in content["results"]:
+            found[Run(r["method"], r["size"], r["seed"], tuple(r["flags"]), key).tag] = r
+        return key, found
+
+    def open_runs(self) -> list[Run]:
+        key, stored = self.stored()
+        return [run for run in self.runs(key) if run.tag not in stored]
 
     def minutes(self) -> float:
-        """PREDICTED, of one H200."""
+        """PREDICTED, of one GPU, for what is open."""
         jobs, seconds = sweep.parse_args(self.arguments()).jobs, 0.0
-        for run in self.runs():
+        for run in self.open_runs():
             flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in run.flags)
             steps = int(flags["num-iterations"]) - (run.branch[1] if run.branch else 0)
             tokens = steps * int(flags["total-batch-size"])
@@ -120,19 +133,20 @@ def width() -> Study:
     return Study("d6_width", "does 1.35 times the parameters close clover's gap?", flags)
 
 
-def ladder(*sizes_in_heads: int) -> list[Study]:
+def ladder(seeds: int, *sizes_in_heads: int) -> list[Study]:
     """12 to 100 tokens for each parameter without the embedding, of a vocabulary of 1,024; a law needs three sizes. No
-    text may be read twice: lab.debian has more."""
-    found = []
+    text may be read twice: lab.debian has more. The shortest runs scatter most, and have twice as many seeds."""
+    found = {}
     for heads in sizes_in_heads:
         parameters = 2 * 12 * (64 * heads) ** 2 + 1024 * 64 * heads
         for ratio in (12, 25, 50, 100):
             shape = f"--head-dim=64 --aspect-ratio={32 * heads} --total-batch-size=8192 --max-seq-len=256"
             shape += " --device-batch-size=32"
-            flags = sizes("d2", f"{parameters * ratio / 1e6:.1f}M", 3, LADDER, "--vocab-size=1024", extra=shape, jobs=8)
+            n, tokens = seeds * (1 + (ratio == 12)), f"{parameters * ratio / 1e6:.1f}M"
+            flags = sizes("d2", tokens, n, LADDER, "--vocab-size=1024", extra=shape, jobs=24)
             name = f"ladder_{64 * heads}_wide_{ratio}"
-            found.append(Study(name, f"{ratio} tokens per parameter, N = {parameters / 1e6:.1f}M", flags))
-    return sorted(found, key=Study.minutes)
+            found[parameters * ratio] = Study(name, f"{ratio} tokens per parameter, N = {parameters / 1e6:.1f}M", flags)
+    return [found[length] for length in sorted(found)]
 
 
 def studies() -> list[Study]:
@@ -142,32 +156,37 @@ def studies() -> list[Study]:
         *(evaluation("d4", "64M", seed) for seed in range(1, 6)),
         *(evaluation("d6", "160M", seed) for seed in (2, 3)),
         lean("d8", 3, "32M", "--bf16-until=0.5", heads=True),
-        *ladder(2),
+        *ladder(6, 2),
         rates(),
         lean("d6", 2, "160M"),
         width(),
         longer("d4", "64M", 5, 976),
         longer("d6", "160M", 3, 2441),
-        *ladder(3, 4),
+        *ladder(3, 3, 4),
     ]
 
 
 def listed() -> str:
     rows, done = [], 0.0
     for s in studies():
-        minutes = 0.0 if s.is_done else s.minutes()
+        minutes, left = s.minutes(), len(s.open_runs())
         first, last = (int(at // VISIT) + 1 for at in (done, done + minutes - 1e-6))
-        visits = "done" if s.is_done else f"{first}" if first == last else f"{first} to {last}"
-        rows.append([visits, s.name, len(s.runs()), f"{minutes:.0f}", "forwards" if s.evaluated else "", s.settles])
+        visits = "done" if not left else f"{first}" if first == last else f"{first} to {last}"
+        rows.append([visits, s.name, len(s.runs()), left, f"{minutes:.0f}", "forwards" * s.evaluated, s.settles])
         done += minutes
-    said = f"{done:.0f} minutes of one H200 in all, PREDICTED; a visit has {VISIT}"
-    return f"{table(['visit', 'study', 'runs', 'minutes', '', 'what it settles'], rows)}\n{said}"
+    header = ["visit", "study", "runs", "open", "minutes", "", "what it settles"]
+    return f"{table(header, rows)}\n{done:.0f} minutes of one GPU in all, PREDICTED; a visit has {VISIT}"
 
 
 def do(study: Study, folder: str, data_dir: str | None) -> None:
     argv = study.arguments(folder, data_dir)
-    sweep.main(argv)
     args = sweep.parse_args(argv)
+    for tag, result in study.stored()[1].items():
+        path = Path(args.folder) / "runs" / f"{tag}.json"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(result))
+    sweep.main(argv)
     if study.evaluated and list(Path(args.folder).glob("base_checkpoints/*/model_*")):
         first, *_ = study.runs()
         tokens = next(f for f in reversed(first.flags) if f.startswith("--eval-tokens="))
@@ -190,8 +209,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     chosen = [s for s in studies() if fnmatch.fnmatch(s.name, args.studies)]
     if args.studies == "*":
-        chosen = [s for s in chosen if not s.is_done]
-    if not chosen:
+        chosen = [s for s in chosen if s.open_runs()]
+    elif not chosen:
         raise UserError(f"no study is named {args.studies}; run lab.visits without a name for the list")
     for study in chosen:
         do(study, args.folder, args.data_dir)

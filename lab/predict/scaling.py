@@ -1,32 +1,36 @@
 """Do 4 bits lose parameters or tokens? A law L(N, D) of BF16's losses, and the share of N or D that a method keeps.
 
     python -m lab.predict.scaling                                  # the paper's 21 runs, docs/results/paper_runs.json
-    python -m lab.predict.scaling --runs a.json,b.json             # sweeps, of several sizes and lengths
+    python -m lab.predict.scaling --runs 'docs/results/ladder_*.json'                # sweeps, of several N and D
 
-    L(N, D) = E + (A N^-a + B D^-b)^c      N parameters, D tokens; the law of Quartet (arXiv 2505.14669)
+    L(N, D) = E + (A N^-a + B D^-b)^c      N parameters of the blocks, D tokens; Quartet's law (arXiv 2505.14669)
 
-c is fitted, or 1 (Chinchilla's law). A method's gap is its loss over BF16's at the same N and D. Effective parameters
-are the share e of N whose gap L(e N, D) / L(N, D) is the method's. Effective tokens are the same share of D. The rms
-residual in points of gap says which of the two describes a method.
+c is fitted, or 1 (Chinchilla's law). A method's gap is its loss over BF16's at the same N, D and seed. Effective
+parameters are the share e of N whose gap L(e N, D) / L(N, D) is the method's. Effective tokens are the same share of D.
+The rms residual in points of gap says which of the two describes a method. Intervals are 95%, of the seeds' scatter;
+the law is taken as it is. A sweep's runs count twice: with their own forward, and evaluated in BF16.
 """
 
 import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from glob import glob
 from pathlib import Path
 
 import numpy as np
 
-from lab.study.statistics import t95
+from lab.study.statistics import t95, with_half
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.models.gpt import config_from_depth
 
 PAPER_RUNS = Path(__file__).resolve().parents[2] / "docs/results/paper_runs.json"
 BASE_PARAMETERS, BASE_TOKENS, BASE_RATIO = 1e8, 1e9, 20.0  # units of the fits
 SIZES, LENGTHS = 3, 3  # that a law needs: fewer leave its exponents open
 SHOWN_RATIOS = (12, 25, 50, 100, 200, 400)  # tokens per parameter
+IN_BF16 = ", BF16 forward"  # the end of a method's name
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Run:
     tokens: float
     method: str
     loss: float
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,20 @@ class Law:
 
 @dataclass(frozen=True)
 class Share:
-    """The share of N or D that a method keeps, its rms residual in points of gap, and the number of runs."""
+    """The share of N or D that a method keeps.
+
+    rms:  residual of the mean gaps, in points
+    runs: of which it is
+    half: of the 95% interval, by the scatter of a gap over seeds; NaN where there is one seed
+    """
 
     share: float
     rms: float
     runs: int
+    half: float = math.nan
+
+    def __str__(self) -> str:
+        return with_half(self.share, self.half, 3)
 
 
 def least_squares(residual: Callable[[np.ndarray], np.ndarray], start: Sequence[float]) -> np.ndarray:
@@ -115,48 +129,58 @@ def too_few(runs: Sequence[Run]) -> str:
     )
 
 
-def pairs(runs: Sequence[Run], method: str) -> list[tuple[Run, float]]:
-    """(run, its gap to the bf16 run of the same N and D in percent) of a method; means where several have both."""
-    losses: dict[tuple, dict[str, list[float]]] = {}
+def pairs(runs: Sequence[Run], method: str) -> list[tuple[float, float, list[float]]]:
+    """(N, D, gaps to bf16 in percent, one for each seed that both have) of a method."""
+    losses: dict[tuple, dict[str, float]] = {}
     for r in runs:
-        losses.setdefault((r.parameters, r.tokens), {}).setdefault(r.method, []).append(r.loss)
-    found = []
-    for (n, d), of in losses.items():
+        losses.setdefault((r.parameters, r.tokens, r.seed), {})[r.method] = r.loss
+    found: dict[tuple, list[float]] = {}
+    for (n, d, _), of in losses.items():
         if method in of and "bf16" in of:
-            mine, base = (sum(of[m]) / len(of[m]) for m in (method, "bf16"))
-            found.append((Run(n, d, method, mine), 100 * (mine / base - 1)))
-    return found
+            found.setdefault((n, d), []).append(100 * (of[method] / of["bf16"] - 1))
+    return [(n, d, gaps) for (n, d), gaps in found.items()]
 
 
 def effective(law: Law, runs: Sequence[Run], method: str, of: str = "parameters") -> Share:
     """The share of "parameters" or "tokens" whose gaps by the law are the method's. Raises UserError without gaps."""
     found = pairs(runs, method)
     if not found:
-        raise UserError(f"{method} has no run with bf16's N and D; give runs of both")
+        raise UserError(f"{method} has no run with bf16's N, D and seed; give runs of both")
 
-    n, d, gap = (np.array(v) for v in zip(*[(r.parameters, r.tokens, g) for r, g in found]))
+    n, d, gap, seeds = (np.array(v) for v in zip(*[(n, d, np.mean(gaps), len(gaps)) for n, d, gaps in found]))
 
     def points(log_share: np.ndarray) -> np.ndarray:
         share = math.exp(log_share[0])
         less = law.loss(n * share, d) if of == "parameters" else law.loss(n, d * share)
         return 100 * (less / law.loss(n, d) - 1) - gap
 
-    x = least_squares(points, [-0.3])
-    return Share(math.exp(x[0]), float(np.sqrt(np.mean(points(x) ** 2))), len(found))
+    x = least_squares(lambda log_share: np.sqrt(seeds) * points(log_share), [-0.3])
+    share, freedom, half = math.exp(x[0]), int(np.sum(seeds - 1)), math.nan
+    if freedom:
+        scatter = math.sqrt(sum(np.var(gaps) * len(gaps) for _, _, gaps in found) / freedom)
+        slope = (points(x + 1e-4) - points(x - 1e-4)) / 2e-4  # points of gap for ln share
+        half = t95(freedom) * scatter / math.sqrt(np.sum(seeds * slope**2)) * share
+    return Share(share, float(np.sqrt(np.mean(points(x) ** 2))), int(np.sum(seeds)), half)
+
+
+def reference(runs: Sequence[Run]) -> float:
+    """The size at which a trend's level is told: 100M, or the largest N where the runs end below or begin above it."""
+    sizes = [r.parameters for r in runs]
+    return BASE_PARAMETERS if min(sizes) <= BASE_PARAMETERS <= max(sizes) else max(sizes)
 
 
 def trend(runs: Sequence[Run], method: str) -> dict[str, tuple[float, float]]:
-    """ln gap = ln level + size ln(N / 100M) + ratio ln(D / N / 20), by least squares.
+    """ln gap = ln level + size ln(N / reference) + ratio ln(D / N / 20), by least squares over the mean gaps.
 
     Returns "level" (a gap in percent), "size" and "ratio", each with half of its 95% interval. Raises UserError for
     gaps without a logarithm, or of one size or length.
     """
-    found = pairs(runs, method)
-    if len(found) < 4 or min(g for _, g in found) <= 0:
+    found = [(n, d, float(np.mean(gaps))) for n, d, gaps in pairs(runs, method)]
+    if len(found) < 4 or min(g for _, _, g in found) <= 0:
         raise UserError(f"{method} has {len(found)} gaps to bf16; a trend takes at least four, all above zero")
-    sizes = [math.log(r.parameters / BASE_PARAMETERS) for r, _ in found]
-    ratios = [math.log(r.tokens / r.parameters / BASE_RATIO) for r, _ in found]
-    design, y = np.stack([np.ones(len(found)), sizes, ratios], axis=1), np.log([g for _, g in found])
+    sizes = [math.log(n / reference(runs)) for n, _, _ in found]
+    ratios = [math.log(d / n / BASE_RATIO) for n, d, _ in found]
+    design, y = np.stack([np.ones(len(found)), sizes, ratios], axis=1), np.log([g for _, _, g in found])
     fit, _, rank, _ = np.linalg.lstsq(design, y, rcond=None)
     if rank < 3:
         raise UserError(f"{method} has gaps of one size, or of one length; a trend takes several of both")
@@ -186,12 +210,26 @@ def more_steps(law: Law, share: float, parameters: float, tokens: float) -> floa
     return high
 
 
+def runs_of(result: dict) -> list[Run]:
+    """A run of lab.study.sweep, in bits per byte: with its own forward and, if it is not bf16's, in BF16."""
+    parameters = result["num_params"]  # a Llama's: of the blocks
+    flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in result["flags"])
+    if "depth" in flags:
+        shape = (int(flags.get(name, usual)) for name, usual in (("head-dim", 128), ("aspect-ratio", 64)))
+        config = config_from_depth(int(flags["depth"]), 1, 1, *shape)
+        parameters = 12 * config.n_layer * config.n_embd**2
+    runs = [Run(parameters, result["tokens"], result["method"], result["val_bpb"], result["seed"])]
+    if result["method"] != "bf16":
+        runs += [replace(runs[0], method=result["method"] + IN_BF16, loss=result["val_bpb_bf16"])]
+    return runs
+
+
 def read_runs(path: Path) -> list[Run]:
-    """The runs of a file like paper_runs.json or of lab.study.sweep (bits per byte, own forward). Raises UserError."""
+    """The runs of a file like paper_runs.json or of lab.study.sweep. Raises UserError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if "results" in content:
-            return [Run(r["num_params"], r["tokens"], r["method"], r["val_bpb"]) for r in content["results"]]
+            return [run for result in content["results"] for run in runs_of(result)]
         return [Run(r["parameters"], r["tokens"], r["method"], r["loss"]) for r in content["runs"]]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(
@@ -205,12 +243,16 @@ def doubled(ratio: float) -> float:
     return 25 * 2.0 ** round(math.log2(ratio / 25))
 
 
+def millions(parameters: float) -> str:
+    return f"{parameters / 1e6:.{0 if parameters >= 1e7 else 2}f}M"
+
+
 def gap_table(runs: Sequence[Run], methods: Sequence[str]) -> str:
     """Gaps in percent: a row for each size and method, a column for tokens per parameter."""
-    gaps = {(r.parameters, m, doubled(r.tokens / r.parameters)): g for m in methods for r, g in pairs(runs, m)}
+    gaps = {(n, m, doubled(d / n)): np.mean(of) for m in methods for n, d, of in pairs(runs, m)}
     sizes, ratios = sorted({n for n, _, _ in gaps}), sorted({ratio for _, _, ratio in gaps})
     rows = [
-        [f"{n / 1e6:.0f}M", m, *[f"{gaps[n, m, ratio]:.2f}" if (n, m, ratio) in gaps else "-" for ratio in ratios]]
+        [millions(n), m, *[f"{gaps[n, m, ratio]:.2f}" if (n, m, ratio) in gaps else "-" for ratio in ratios]]
         for n in sizes
         for m in methods
     ]
@@ -230,18 +272,20 @@ def report(runs: Sequence[Run]) -> str:
         rows = []
         for m in methods:
             n, d = effective(law, runs, m), effective(law, runs, m, "tokens")
-            rows.append([m, n.runs, f"{n.share:.3f}", f"{n.rms:.2f}", f"{d.share:.3f}", f"{d.rms:.2f}"])
+            rows.append([m, n.runs, n, f"{n.rms:.2f}", d, f"{d.rms:.2f}"])
         header = ["method", "runs", "of N", "rms, points", "of D", "rms, points"]
         lines += [f"Effective parameters and effective tokens, {name}", table(header, rows), ""]
     lines += ["Gap to bf16 in percent", gap_table(runs, methods), ""]
     rows = [[m, *[f"{value:.3f} ± {half:.3f}" for value, half in trend(runs, m).values()]] for m in methods]
-    lines += ["ln gap = ln level + size ln(N / 100M) + ratio ln(tokens per parameter / 20); level in percent, 95%"]
+    size = reference(runs)
+    of_size = f"size ln(N / {millions(size)})"
+    lines += [f"ln gap = ln level + {of_size} + ratio ln(tokens per parameter / 20); level in percent, 95%"]
     lines += [table(["method", "level", "size", "ratio"], rows), ""]
     if "clover" in methods:
         law = laws["c fitted"]
         share = effective(law, runs, "clover").share
-        steps = [more_steps(law, share, BASE_PARAMETERS, ratio * BASE_PARAMETERS) for ratio in SHOWN_RATIOS]
-        lines += ["What closes clover's gap at N = 100M, by tokens per parameter"]
+        steps = [more_steps(law, share, size, ratio * size) for ratio in SHOWN_RATIOS]
+        lines += [f"What closes clover's gap at N = {millions(size)}, by tokens per parameter"]
         rows = [
             ["parameters, times", *[f"{1 / share:.2f}"] * len(steps)],
             ["steps, times", *[f"{s:.2f}" for s in steps]],
@@ -252,9 +296,12 @@ def report(runs: Sequence[Run]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", default=str(PAPER_RUNS), help="files, with commas: of lab.study.sweep, or paper_runs")
+    parser.add_argument(
+        "--runs", default=str(PAPER_RUNS), help="files or patterns, with commas: of a sweep, or paper_runs"
+    )
     args = parser.parse_args(argv)
-    print(report([run for path in args.runs.split(",") if path for run in read_runs(Path(path))]))
+    paths = [path for part in args.runs.split(",") if part for path in sorted(glob(part)) or [part]]
+    print(report([run for path in paths for run in read_runs(Path(path))]))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,13 @@ from lab.predict.scaling import Law, Run
 from nanochat_fp4.errors import UserError
 
 LAW = Law((1.2, 1.5, 0.4, 0.9, 0.5, 0.6), 0.0)
+RESULTS = Path(__file__).parents[2] / "docs/results"
+LADDER = {
+    "clover": "0.852 ± 0.026",
+    "clover, BF16 forward": "0.888 ± 0.026",
+    "clover_feedback": "0.861 ± 0.014",
+    "clover_feedback, BF16 forward": "0.918 ± 0.013",
+}
 GRID = [(n, n * ratio) for n in (3e7, 1e8, 3e8) for ratio in (12, 50, 200, 800)]
 
 
@@ -62,18 +70,69 @@ def test_more_steps_undo_lost_parameters_until_nothing_does():
     assert scaling.more_steps(LAW, 0.01, 1e8, 1e14) == math.inf
 
 
-def test_runs_of_one_size_say_why_there_is_nothing(tmp_path, capsys):
-    results = [
-        {"method": m, "num_params": 5_000, "tokens": 60_000, "val_bpb": v} for m, v in (("bf16", 1.0), ("clover", 1.01))
+def result(method: str, seed: int, bpb: float, bf16_forward: float = 0.0, **more) -> dict:
+    """As lab.study.sweep writes it; 3 layers of width 128."""
+    flags = ["--depth=3", "--aspect-ratio=40", "--head-dim=64", f"--method={method}"]
+    usual = {"num_params": 5_000, "tokens": 60_000, "val_bpb": bpb, "val_bpb_bf16": bf16_forward or bpb}
+    return {"method": method, "seed": seed, "flags": flags, **usual, **more}
+
+
+def test_a_sweeps_runs_count_with_both_forwards_and_the_parameters_of_the_blocks():
+    bf16, (own, other) = (scaling.runs_of(result(m, 2, 1.02, 1.01)) for m in ("bf16", "clover"))
+    assert bf16 == [Run(12 * 3 * 128**2, 60_000, "bf16", 1.02, seed=2)]
+    assert own == Run(12 * 3 * 128**2, 60_000, "clover", 1.02, seed=2)
+    assert other == Run(12 * 3 * 128**2, 60_000, "clover, BF16 forward", 1.01, seed=2)
+    llama = scaling.runs_of(result("bf16", 1, 1.0, flags=["--llama=30M"]))
+    assert llama[0].parameters == 5_000
+
+
+def test_the_interval_is_of_the_scatter_over_seeds():
+    """By hand: gaps with a mean of the law's at 0.8 N and a standard deviation of s have the interval of s / root n."""
+    n, d, scatter = 1e8, 2e9, 0.03
+    gap = 100 * (LAW.loss(0.8 * n, d) / LAW.loss(n, d) - 1)
+    runs = [Run(n, d, "bf16", 2.0, seed) for seed in (1, 2, 3)]
+    runs += [
+        Run(n, d, "clover", 2.0 * (1 + (gap + off) / 100), seed) for seed, off in zip((1, 2, 3), (-scatter, 0, scatter))
     ]
-    (tmp_path / "d6.json").write_text(json.dumps({"results": results}))
+    runs += [Run(n, d, "clover", 3.0, seed=4)]  # no bf16 has that seed
+    found = scaling.effective(LAW, runs, "clover")
+    slope = 100 * (LAW.loss(0.801 * n, d) - LAW.loss(0.799 * n, d)) / LAW.loss(n, d) / math.log(0.801 / 0.799)
+    assert found.share == pytest.approx(0.8, abs=1e-4) and found.runs == 3 and found.rms < 1e-6
+    assert found.half == pytest.approx(0.8 * 4.303 * scatter / abs(slope) / math.sqrt(3), rel=1e-3)
+    assert str(found) == f"0.800 ± {found.half:.3f}"
+    assert math.isnan(scaling.effective(LAW, [r for r in runs if r.seed == 2], "clover").half)
+
+
+def test_more_seeds_count_for_more():
+    """Two lengths with gaps of 0.7 N and 0.9 N: the share is near that of the eight seeds, not in the middle."""
+    runs = []
+    for d, share, seeds in ((2e9, 0.7, 8), (4e9, 0.9, 1)):
+        for seed in range(seeds):
+            runs += [Run(1e8, d, "bf16", LAW.loss(1e8, d), seed), Run(1e8, d, "clover", LAW.loss(share * 1e8, d), seed)]
+    assert 0.7 < scaling.effective(LAW, runs, "clover").share < 0.74
+
+
+def test_runs_of_one_size_say_why_there_is_nothing(tmp_path, capsys):
+    (tmp_path / "d6.json").write_text(json.dumps({"results": [result("bf16", 1, 1.0), result("clover", 1, 1.01)]}))
     scaling.main([f"--runs={tmp_path / 'd6.json'}"])
     said = capsys.readouterr().out.strip()
-    assert "\n" not in said and said.startswith("no effective parameters: bf16 has 1 runs of one size (N = 5,000)")
+    assert "\n" not in said and said.startswith("no effective parameters: bf16 has 1 runs of one size (N = 589,824)")
     with pytest.raises(UserError, match="no effective parameters"):
         scaling.fit_law(scaling.read_runs(tmp_path / "d6.json"))
     with pytest.raises(UserError, match="holds no runs"):
         scaling.main([f"--runs={tmp_path / 'none.json'}"])
+
+
+def test_the_ladder_keeps_more_parameters_than_the_papers_models(capsys):
+    """The numbers of docs/results.md. Lost parameters describe these runs, too, and lost tokens do not."""
+    runs = [run for path in sorted(RESULTS.glob("ladder_*.json")) for run in scaling.read_runs(path)]
+    law = scaling.fit_law(runs)
+    of = {m: [scaling.effective(law, runs, m, of) for of in ("parameters", "tokens")] for m in LADDER}
+    assert {m: str(n) for m, (n, _) in of.items()} == LADDER
+    assert all(d.rms > 1.5 * n.rms for n, d in of.values())
+    scaling.main([f"--runs={RESULTS}/ladder_128*.json,{RESULTS}/ladder_[12][95]*.json"])
+    said = capsys.readouterr().out
+    assert said.rstrip() == scaling.report(runs) and "at N = 1.57M, by tokens per parameter" in said
 
 
 def test_the_papers_runs_lose_parameters():

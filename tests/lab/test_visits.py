@@ -17,7 +17,8 @@ def test_two_visits_cover_the_evaluations(capsys):
     assert wanted <= early
 
 
-def test_minutes_by_hand():
+def test_minutes_by_hand(tmp_path, monkeypatch):
+    monkeypatch.setattr(visits, "RESULTS", tmp_path)  # nothing is done
     study = next(s for s in visits.studies() if s.name == "d8_lean")
     # 3 seeds of 488 steps of 65,536 tokens: BF16, and five second halves.
     assert study.minutes() == pytest.approx(3 * (1.15 * 0.065536 * (488 + 5 * 244) + 6 * 30 / 6) / 60)
@@ -37,15 +38,46 @@ def test_a_study_is_trained_evaluated_and_tabulated_again(tmp_path, monkeypatch)
     assert json.dumps(calls[0]).count("--vocab-size=8192") == 1
 
 
+def stored_results(runs, key: str) -> str:
+    results = [{"method": r.method, "size": r.size, "seed": r.seed, "flags": r.flags, "val_bpb": 1.0} for r in runs]
+    return json.dumps({"data": f"text ({key})", "results": results})
+
+
 def test_all_means_what_is_open(tmp_path, monkeypatch):
-    done, names = [], [s.name for s in visits.studies()]
-    (tmp_path / f"{names[1]}.json").touch()
+    done, (first, second, *others) = [], visits.studies()
+    (tmp_path / f"{second.name}.json").write_text(stored_results(second.runs("key"), "key"))
     monkeypatch.setattr(visits, "RESULTS", tmp_path)
     monkeypatch.setattr(visits, "do", lambda study, folder, data_dir: done.append(study.name))
     visits.main(["*"])
-    assert done == [names[0], *names[2:]]
-    visits.main([names[1]])
-    assert done[-1] == names[1]
+    assert done == [first.name, *[s.name for s in others]]
+    visits.main([second.name])
+    assert done[-1] == second.name
+    monkeypatch.setattr(visits, "studies", lambda: [second])
+    visits.main(["*"])
+    assert len(done) == 2 + len(others)
+
+
+def test_what_is_stored_is_not_trained_again(tmp_path, monkeypatch):
+    """The first half of a study: its minutes are those of the other half, and its runs count in the new folder."""
+    study = next(s for s in visits.studies() if s.name == "ladder_128_wide_25")
+    runs = study.runs("key")
+    monkeypatch.setattr(visits, "RESULTS", tmp_path / "none")
+    minutes = study.minutes()
+    monkeypatch.setattr(visits, "RESULTS", tmp_path)
+    (tmp_path / f"{study.name}.json").write_text(stored_results(runs[: len(runs) // 2], "key"))
+    assert study.open_runs() == runs[len(runs) // 2 :] and study.minutes() == pytest.approx(minutes / 2)
+    monkeypatch.setattr(visits.sweep, "main", lambda argv: None)
+    visits.do(study, str(tmp_path), None)
+    found = {path.stem for path in (tmp_path / "v1024/runs").glob("*.json")}
+    assert found == {run.tag for run in runs[: len(runs) // 2]}
+
+
+def test_minutes_of_a_branch_that_is_stored(tmp_path, monkeypatch):
+    """A branch's flags name the run that it begins at, and with it the text."""
+    study = next(s for s in visits.studies() if s.name == "d8_lean")
+    (tmp_path / "d8_lean.json").write_text(stored_results(study.runs("key"), "key"))
+    monkeypatch.setattr(visits, "RESULTS", tmp_path)
+    assert study.open_runs() == [] and study.minutes() == 0
 
 
 def test_an_unknown_study_is_named():
