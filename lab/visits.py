@@ -24,7 +24,7 @@ from nanochat_fp4.errors import UserError, run_main
 
 # Seconds of a GPU for a million tokens: training_seconds over jobs, of docs/results/d4_40m.json, d6_frontier.json and
 # d8_second_half.json (H200), ladder_128_wide_100.json (H100; 24 runs beside each other).
-SECONDS = {"d4": 0.35, "d6": 0.5, "d8": 1.15, "d2": 0.4}
+SECONDS = {"d4": 0.35, "d6": 0.5, "d8": 1.15, "d2": 0.5}
 SECONDS_TO_START, SECONDS_TO_EVALUATE = 30, 15
 VISIT = 28  # minutes
 RESULTS = ROOT / "docs/results"  # of what is done

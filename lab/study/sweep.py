@@ -69,9 +69,9 @@ def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: fl
     return data
 
 
-def with_one_term(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[str]]:
-    """(results, notes). A run that ends in two terms has "val_bpb_one_term", plain NVFP4, if lab.study.forwards has
-    measured that on the text that the run was evaluated on."""
+def with_forwards(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[str]]:
+    """(results, notes). A run that lab.study.forwards has evaluated, on the text that it was evaluated on itself, has
+    "forwards", bits per byte by forward; one that ends in two terms also "val_bpb_one_term", those of plain NVFP4."""
     results, notes = [], []
     for run in runs:
         if (result := sweep.result(run)) is None:
@@ -80,22 +80,22 @@ def with_one_term(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[s
         try:
             output = method_plan(run.flags).at(1.0).output
             found = json.loads((sweep.folder / "forwards" / f"{run.tag}.json").read_text())
-            bpb, tokens = found["bpb"]["clover"], found["eval_tokens"]
+            bpb, tokens = found["bpb"], found["eval_tokens"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
-        if max(output.a.terms, output.b.terms) < 2:
+        if tokens != (own := result.get("eval_tokens")):
+            mend = f"remove its file in forwards/ and run lab.study.forwards --eval-tokens={own}"
+            notes.append(f"{run.tag}: evaluated on {own} tokens, by lab.study.forwards on {tokens}; {mend}")
             continue
-        if tokens == (own := result.get("eval_tokens")):
-            result["val_bpb_one_term"] = bpb
-            continue
-        mend = f"remove its file in forwards/ and run lab.study.forwards --eval-tokens={own}"
-        notes.append(f"{run.tag}: evaluated on {own} tokens, by lab.study.forwards on {tokens}; {mend}")
+        result["forwards"] = bpb
+        if max(output.a.terms, output.b.terms) > 1 and "clover" in bpb:
+            result["val_bpb_one_term"] = bpb["clover"]
     return results, notes
 
 
 def report(sweep: Sweep, name: str, runs: Sequence[Run]) -> str:
     """Writes <folder>/<name>.json and .md from what is done; returns the table."""
-    results, notes = with_one_term(sweep, runs)
+    results, notes = with_forwards(sweep, runs)
     methods, sizes = (list(dict.fromkeys(getattr(r, f) for r in runs)) for f in ("method", "size"))
     header, rows = summary(results, methods, sizes)
     first = {r["size"]: r for r in reversed(results)}

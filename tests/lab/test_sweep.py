@@ -366,6 +366,8 @@ def test_the_table_takes_plain_nvfp4_from_the_forwards_file(trained):
     assert {r["method"]: r.get("val_bpb_one_term") for r in results} == {
         "bf16": None, "clover": None, "clover_late": 1.7, "clover_refined": None
     }  # fmt: skip
+    bpb = {"clover": 1.7, "bf16": 1.4}
+    assert [r.get("forwards") for r in results] == [bpb, bpb, bpb, None]
     assert "evaluated on 64 tokens, by lab.study.forwards on 32; remove its file in forwards/ and run" in text
 
 
