@@ -162,15 +162,19 @@ print_plan() { # TITLE TAG...
     done
 }
 
-# How long the run will take on one GPU, this one or GPU=rtx5090: predicted, where there are numbers for it.
+# How long the run will take on one GPU, this one or GPU=rtx5090: predicted, where there are numbers for it. The
+# micro-batch is DEVICE_BATCH, or with auto the one of the memory by count.
 print_estimate() {
-    local tokens=0 saves=0 lines
+    local tokens=0 saves=0 rows=$DEVICE_BATCH micro_batch=8192 lines
     [ -n "${GPU:-}" ] || { [ "$NUM_GPUS" -gt 0 ] && [ "$NPROC" -eq 1 ]; } || return 0
     ! [[ $SAVE_EVERY =~ ^[0-9]+$ ]] || saves=$((SAVE_EVERY * TOTAL_BATCH))
     [ "$NUM_ITERATIONS" -lt 0 ] || tokens=$((NUM_ITERATIONS * TOTAL_BATCH))
+    [ "$rows" != auto ] || rows=$(sed -n '1s/.*GiB: \([0-9]*\) row.*/\1/p' <<<"$FITS")
+    [ -z "$rows" ] || micro_batch=$((rows * SEQ_LEN))
     if ! lines=$("$PY" -m nanochat_fp4.step_time --gpu "${GPU:-}" --depth "$DEPTH" --tokens "$tokens" \
-        --ratio "$DATA_RATIO" --shards "$NUM_SHARDS" --eval-every "$((EVAL_EVERY * TOTAL_BATCH))" \
-        --eval-tokens "$EVAL_TOKENS" --save-every "$saves" --methods "$(IFS=, && echo "${METHODS[*]}")" 2>&1); then
+        --micro-batch "$micro_batch" --ratio "$DATA_RATIO" --shards "$NUM_SHARDS" \
+        --eval-every "$((EVAL_EVERY * TOTAL_BATCH))" --eval-tokens "$EVAL_TOKENS" --save-every "$saves" \
+        --methods "$(IFS=, && echo "${METHODS[*]}")" 2>&1); then
         [ -z "${GPU:-}" ] || die "GPU=$GPU: ${lines#error: --gpu: }"
         lines="" # of this machine's GPU nothing may be known
     fi

@@ -347,16 +347,22 @@ def run_hours(
     return found
 
 
+def digits(number: float, count: int = 3) -> str:
+    """So many significant digits, or all before the point."""
+    return f"{number:,.0f}" if number >= 10**count else f"{number:.{count}g}"
+
+
 def estimate(machine: Machine, depth: int, method: str, tokens: float, **run) -> str:
     """One line: how fast a run would be, how long it takes, and what fits in a day. Takes run_hours's arguments."""
     shape = Shape(depth)
     hours = run_hours(shape, method, machine, tokens, **run)
     low, high, (all_of_it, validation, saving) = *sorted((hours["best"][0], hours["worst"][0])), hours[""]
-    band = f" ({low:.3g} to {high:.3g})" if high > 1.01 * low else ""
-    parts = f", {validation:.2g} of them validation and {saving:.1g} checkpoints" if validation + saving else ""
+    band = f" ({digits(low)} to {digits(high)})" if high > 1.01 * low else ""
+    parts = f", {digits(validation, 2)} of them validation and {digits(saving, 1)} checkpoints"
+    parts = parts if validation + saving else ""
     speed, day = tokens / (all_of_it - validation - saving) / 3600, 24 * tokens / all_of_it
     return (
-        f"{machine.name}, d{depth}, {method}: {speed:,.0f} tokens/s predicted, {all_of_it:.3g} hours{band} "
+        f"{machine.name}, d{depth}, {method}: {speed:,.0f} tokens/s predicted, {digits(all_of_it)} hours{band} "
         f"for {tokens / 1e9:.3g}B tokens{parts}; a day has {day / 1e9:.3g}B, {day / shape.parameters:.1f} per parameter"
     )
 

@@ -80,6 +80,11 @@ def test_the_plan_of_a_gpu_that_is_not_here_has_its_hours(environment):
     assert plan(small)["DEPTH"] == "24" and "\n  runs      d24_clover\n" in small.stdout
     assert re.search(r"d32 on 8 GiB: needs [\d.]+ GiB; d24 fits, so DEPTH=24\n", small.stdout)
     assert "flags:\n    d24 on 8 GiB: 2 rows, " in small.stdout and "set by you" not in small.stdout
+    usual, four = (
+        bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx5090", **v) for v in ({}, {"DEVICE_BATCH": "4"})
+    )
+    speeds = [re.search(r"d20, clover: ([0-9,]+) tokens/s predicted", done.stdout)[1] for done in (usual, four)]
+    assert re.search(rf"\n    fp32 +none +16 +[\d.]+ +{speeds[0]}\n", usual.stdout) and speeds[0] > speeds[1]
     unknown = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx9090")
     assert unknown.returncode == 2 and "GPU=rtx9090: nothing is predicted for rtx9090; use one of" in unknown.stderr
     done = bash("speedrun_fp4.sh", environment, GPU="rtx5090")

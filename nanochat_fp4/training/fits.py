@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> None:
     lines = [[p.state, p.recompute, p.rows, f"{p._replace(rows=max(1, p.rows)).peak / 2**30:.1f}"] for p in plans]
     names = ["state", "recompute", "rows", "GiB at the peak, of 1 row at least"]
     if machine is not None:
-        names.append("tokens/s, predicted")
+        names.append("clover tokens/s, predicted")
         for line, p in zip(lines, plans):
             line.append(f"{p.tokens_per_second('clover', machine):,.0f}" if p.rows else "-")
     print(table(names, lines))
