@@ -1,19 +1,18 @@
-"""What runs on this machine, and why: the quantizers, the GEMM of two 4-bit operands, the emulated GEMM.
+"""Which quantizers and which GEMMs this machine uses, and the reason.
 
-Quantizers: the reference (quantizers.py) runs everywhere; the Triton kernels, which are compared with it, take over on
-CUDA. NVFP4_KERNELS=reference|triton asks for one of them (on a CPU triton needs TRITON_INTERPRET=1).
+Quantizers. The reference (quantizers.py) runs everywhere. On CUDA the Triton kernels do its work.
+NVFP4_KERNELS=reference|triton chooses. On a CPU the kernels need TRITON_INTERPRET=1.
 
-GEMM: where a Blackwell's tensor cores multiply NVFP4, libraries have returned zeros without an error. So
-each implementation multiplies operands whose product is known before it is used, once a process, in a child process on
-a GPU. An implementation that fails on some shapes is not used for these. One that fails on all is named with the
-reason, and the next one is tried: torch's scaled_mm (cuBLAS), Triton's dot_scaled, flashinfer's mm_fp4, and then the
-emulated GEMM (gemm.py), which computes the same. NVFP4_GEMM=scaled_mm|dot_scaled|flashinfer|emulated asks for one of
-them. Training times them on its own shapes and chooses for each (training/gemms.py, `use_choice`).
+GEMMs. Libraries for the FP4 tensor cores of a Blackwell have returned zeros without an error. So each implementation
+multiplies known operands before its first use, in a child process on a GPU. Shapes that it gets wrong it does not get
+again. If all are wrong, the next implementation is tried. The order is torch's scaled_mm (cuBLAS), Triton's dot_scaled,
+flashinfer's mm_fp4. The last one is the emulated GEMM (gemm.py), which computes the same.
+NVFP4_GEMM=scaled_mm|dot_scaled|flashinfer|emulated chooses. Training times the implementations on the model's own
+shapes, and chooses for each shape (training/gemms.py, `use_choice`).
 
-torch.compile: the kernels are operators of a graph. The reference on a CPU is left out of it (but for
-NVFP4_COMPILE=1).
+A choice that cannot run raises an error with the reason. There is no silent fallback from it.
 
-What is asked for and cannot run raises with the reason instead of falling back.
+torch.compile sees the kernels as operators. It leaves the reference on a CPU alone, unless NVFP4_COMPILE=1.
 """
 
 import contextlib
@@ -31,20 +30,20 @@ import torch
 
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, swizzle_scales
 
-IMPLEMENTATIONS = ("scaled_mm", "dot_scaled", "flashinfer")  # of the NVFP4 GEMM: torch's (cuBLAS), Triton's
-BF16_ALONE = ("flashinfer",)  # do not make FP32, which weight gradients are in
+IMPLEMENTATIONS = ("scaled_mm", "dot_scaled", "flashinfer")  # of a GEMM of two NVFP4 operands
+BF16_ALONE = ("flashinfer",)  # cannot make weight gradients, which are FP32
 OUTPUT_DTYPES = (torch.bfloat16, torch.float32)
 Gemm = Callable[[NVFP4Tensor, NVFP4Tensor, torch.dtype], torch.Tensor]
-# M, N, K to try, under what these are multiples of: several tiles, then padding in N and K, then in every dimension.
+# A key divides M, N and K of its shape. The shapes need several tiles, padding in N and K, padding in all dimensions.
 PROBE_SHAPES = {128: (512, 384, 1024), 64: (192, 320, 192), 1: (144, 160, 96)}
 # Relative square error: a rounding to BF16 gives 3e-6, whatever the order of summation. Wrong scales give 1.
 PROBE_ERROR = 1e-4
-SAMPLED_TILE, SAMPLED_LINES = 128, 4  # of a large product, so many rows and columns of each tile are compared
+SAMPLED_TILE, SAMPLED_LINES = 128, 4  # Of a large product each tile has 4 rows and 4 columns compared.
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What this machine uses for each operation; str() is one line for logs and the report."""
+    """The implementation of each operation. str() is one line for logs and the report."""
 
     quantize: str
     gemm: str
@@ -55,9 +54,9 @@ class Backend:
 
 
 def backend() -> Backend:
-    """Which kernels this machine uses, and why. On a Blackwell this runs the probe of its FP4 GEMMs.
+    """The implementations that this machine uses, with the reason. On a Blackwell the call probes the FP4 GEMMs.
 
-    Raises ValueError if NVFP4_KERNELS or NVFP4_GEMM asks for what cannot run here.
+    Raises ValueError if NVFP4_KERNELS or NVFP4_GEMM names an implementation that cannot run here.
 
     >>> print(nf.backend())  # doctest: +ELLIPSIS
     quantize: ...; GEMM: ... (...)
@@ -163,7 +162,7 @@ def cublas_unavailable_reason() -> str | None:
 
 @constant_when_compiled
 def native_gemm(device_type: str) -> str | None:
-    """Of IMPLEMENTATIONS the one to use on this kind of device, or None for the emulated GEMM."""
+    """The implementation for this kind of device. None is the emulated GEMM."""
     return native_choice(device_type)[0]
 
 
@@ -174,9 +173,9 @@ def gemm_asked_for() -> str:
 
 @functools.cache
 def native_choice(device_type: str) -> tuple[str | None, str]:
-    """(implementation or None, why not the ones before it).
+    """(implementation or None, problems of the ones before it).
 
-    Raises ValueError if NVFP4_GEMM asks for what cannot run.
+    Raises ValueError if NVFP4_GEMM names an implementation that cannot run.
     """
     wanted = gemm_asked_for()
     if wanted not in ("auto", "emulated", *IMPLEMENTATIONS):
@@ -225,8 +224,11 @@ def no_tensor_cores_reason(device_type: str) -> str | None:
 
 @constant_when_compiled
 def multiplies_squares(device_type: str) -> bool:
-    """Whether the derivative of ReLU^2 is best computed in the kernel that rotates: where that one waits for memory, on
-    sm_120. By count (dev/LOG.md, 2026-11-25) its instructions cost sm_100 what the bytes save. sm_90 would spill."""
+    """Whether the rotating kernel computes the derivative of ReLU^2 as well.
+
+    On sm_120 that kernel waits for memory, so the derivative is free. On sm_100 the instructions cost as much as the
+    bytes save, by count (dev/LOG.md, 2026-11-25). On sm_90 registers would spill.
+    """
     native = device_type == "cuda" and native_gemm(device_type) is not None
     return native and torch.cuda.get_device_capability() >= (12, 0)
 
@@ -244,9 +246,9 @@ def relative_square_error(got: torch.Tensor, want: torch.Tensor) -> float:
 def probe(
     device: torch.device, function: Gemm, dtypes: Sequence[torch.dtype] = OUTPUT_DTYPES
 ) -> tuple[int | None, str]:
-    """Compares function(a, b, out_dtype), a GEMM of NVFP4 operands on this device, with known products.
+    """Compares a GEMM of NVFP4 operands with known products.
 
-    Returns (multiple, problem). The function is right where `multiple` divides M, N and K. None: wrong everywhere.
+    Returns (multiple, problem). The GEMM is right if `multiple` divides M, N and K. None: it is wrong everywhere.
     problem: the first failure, or "".
     """
     found: int | None = None
@@ -285,10 +287,10 @@ def _lines(size: int, must: int) -> torch.Tensor:
 def problem_of_shape(
     device: torch.device, function: Gemm, shape: tuple[int, int, int], dtypes: Sequence[torch.dtype] = OUTPUT_DTYPES
 ) -> str | None:
-    """What is wrong with function(a, b, out_dtype) on operands of this shape (M, N, K), or None.
+    """The first failure of a GEMM on operands of this shape (M, N, K), or None.
 
-    Three products: usual block scales, then zero and subnormal ones, then one that is NaN. Leaves torch's generators as
-    they were.
+    The block scales of three products are usual, then zero and subnormal, then one is NaN. torch's generators keep
+    their states.
     """
     m, n, k = shape
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -342,7 +344,7 @@ def _sm_121() -> bool:
 
 
 def missing_reason(device_type: str, name: str) -> str | None:
-    """Why an implementation cannot run here, where that is known without a look."""
+    """The reason why an implementation cannot run here, if no probe is needed to know it."""
     if name == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
         return "is not installed (pip install flashinfer-python)"
     if name == "dot_scaled" and device_type == "cuda" and _sm_121():
@@ -354,7 +356,7 @@ def missing_reason(device_type: str, name: str) -> str | None:
 
 
 def _hint(name: str) -> str:
-    """What may mend a problem of this implementation on this GPU."""
+    """A known remedy for this implementation on this GPU, or ""."""
     version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
     if name == "scaled_mm" and _sm_121() and version < (13, 4):
         return f"; cuBLASLt is known to have FP4 for sm_121 from CUDA 13.4 on, and this torch has {torch.version.cuda}"
@@ -398,14 +400,14 @@ _record: list[tuple[int, int, int, torch.dtype]] | None = None
 
 
 def use_choice(choice: dict[tuple[int, int, int, torch.dtype], str]) -> None:
-    """From here on, products (M, N, K, output dtype) are made by these: names of IMPLEMENTATIONS, or "emulated"."""
+    """Sets the implementation of each product (M, N, K, output dtype). "emulated" is allowed, too."""
     global _chosen
     _chosen = dict(choice)
 
 
 @contextlib.contextmanager
 def recorded_products() -> Iterator[list[tuple[int, int, int, torch.dtype]]]:
-    """Inside, the list gets each product that FP4 tensor cores could make, in order. Not in compiled code."""
+    """Lists the products that FP4 tensor cores could make, in order. Compiled code is not recorded."""
     global _record
     _record = []
     try:
@@ -415,10 +417,10 @@ def recorded_products() -> Iterator[list[tuple[int, int, int, torch.dtype]]]:
 
 
 def implementation(a: NVFP4Tensor, b: NVFP4Tensor, out_dtype: torch.dtype) -> str | None:
-    """Of IMPLEMENTATIONS the one that multiplies these operands, or None for the emulated GEMM.
+    """The implementation that multiplies these operands. None is the emulated GEMM.
 
-    Tensor cores take one tensor_scale each, whole 16-byte rows, N a multiple of 16. Raises ValueError where NVFP4_GEMM
-    asks for what is wrong on this shape.
+    Tensor cores need one tensor_scale for each operand, whole 16-byte rows, and N a multiple of 16. Raises ValueError
+    if NVFP4_GEMM names an implementation that is wrong on this shape.
     """
     same_k = a.codes.shape[1] == b.codes.shape[1]
     if not (same_k and a.codes.shape[1] % 16 == 0 and b.codes.shape[0] % 16 == 0 and a.tensor_scale.dim() == 0):
@@ -475,7 +477,7 @@ def mm_fp8(
 ) -> torch.Tensor:
     """a (M, K) . b (N, K)^T in FP8 -> (M, N) in out_dtype.
 
-    Where both are E4M3, as in the forward alone, sums are a little less exact: as nanochat's fp8.py has it.
+    Two E4M3 operands, as in the forward, are summed a little less exactly (use_fast_accum). nanochat does the same.
     """
     fast = a.dtype == b.dtype
     return torch._scaled_mm(a, b.T, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=fast)
