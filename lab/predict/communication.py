@@ -1,10 +1,10 @@
-"""The bytes that processes send one another: counted, and predicted.
+"""Counts and predicts the bytes that processes send to one another.
 
     with counted() as sent:         # {"all_gather": bytes, ...} that this process sends
         step()
 
-A collective sends what its ring algorithm has each process send, of W: an all-gather W - 1 times its own part, a
-reduce-scatter and an all-to-all (W - 1) / W of their input, an all-reduce twice that.
+Collectives are counted as rings of W processes. In an all-gather a process sends its own part W - 1 times. In a
+reduce-scatter and an all-to-all it sends (W - 1) / W of its input, in an all-reduce twice as much.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-# What torch.distributed calls them: torch 2.13 gave some new names. (kind, which argument is the input, its keyword)
+# Names in torch.distributed -> (kind, position of the input, its keyword). torch 2.13 renamed some.
 _COLLECTIVES = {
     "all_gather_into_tensor": ("all_gather", 1, "input_tensor"),
     "all_gather_single": ("all_gather", 1, "input_tensor"),
@@ -29,15 +29,17 @@ _COLLECTIVES = {
 
 
 def bytes_sent(kind: str, nbytes: float, world_size: int) -> float:
-    """What each of world_size processes sends in a collective whose input, on each, is nbytes."""
+    """Bytes that each process sends in a collective. nbytes: the input of each process."""
     share = (world_size - 1) / world_size
     return {"all_gather": world_size, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}[kind] * share * nbytes
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Inside, what this process sends is added up, by kind of collective: FSDP's, the optimizers', the amaxes'. Objects
-    (checkpoints, errors) and whoever imported a collective by its name are not seen."""
+    """Adds up the bytes that this process sends, by kind of collective.
+
+    Not counted: collectives of objects (checkpoints, errors), and calls of a collective that was imported by name.
+    """
     sent: Counter[str] = Counter()
     functions = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
 
@@ -64,18 +66,22 @@ def counted() -> Iterator[Counter[str]]:
 # The cost model: docs/scale.md
 
 MODES = ("ddp", "fsdp_bf16", "fsdp_codes")
-CODE_BYTES = 4.5 / 8  # of an element: E2M1 codes and an E4M3 scale for 16
-NVLINK = 450e9  # bytes a second that an H200 sends to the GPUs of its host
-NETWORK = 400e9 / 8  # and its share of what the host sends to others: 400 Gb/s for each GPU
+CODE_BYTES = 4.5 / 8  # bytes per element: an E2M1 code, and an E4M3 scale for 16
+NVLINK = 450e9  # bytes/s from an H200 to the GPUs of its host
+NETWORK = 400e9 / 8  # bytes/s between hosts: 400 Gb/s for each GPU
 GPUS_OF_A_HOST = 8
-CLOVER_FLOPS = 463e12  # a second that an H200 trained d26 with (clover: 71,172 tokens/s; docs/results.md)
+CLOVER_FLOPS = 463e12  # FLOP/s of d26 with clover on an H200 (71,172 tokens/s; docs/results.md)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of a GPT is communicated: its matrices in blocks, {shape: how many}; elements of head, embedding, vectors;
-    bytes of an element of head and embedding where they are gathered (and of activations), and of the embedding's own;
-    layers and width."""
+    """The parts of a GPT that processes send.
+
+    matrices:                 of the blocks, {shape: number}
+    head, embedding, vectors: elements
+    gathered_bytes:           per element of a gathered head or embedding, and of activations
+    embedding_bytes:          per element of the stored embedding
+    """
 
     matrices: dict[tuple[int, int], int]
     head: int
@@ -98,7 +104,7 @@ class Sizes:
 
     @classmethod
     def of_shape(cls, layers: int, width: int, vocab_size: int = 65536) -> "Sizes":
-        """nanochat's GPT: four square matrices a layer and two of an MLP of four times the width."""
+        """nanochat's GPT. A layer has four square matrices, and two of an MLP four times as wide."""
         matrices = {(width, width): 4 * layers, (4 * width, width): layers, (width, 4 * width): layers}
         return cls(matrices, vocab_size * width, vocab_size * width, 2 * layers, layers=layers, width=width)
 
@@ -107,13 +113,13 @@ class Sizes:
         return sum(rows * columns * count for (rows, columns), count in self.matrices.items())
 
     def muon(self, world_size: int) -> int:
-        """Elements of the blocks as Muon deals them: whole matrices of a shape, as many to each rank."""
+        """Elements of the blocks, padded. Muon gives each rank the same number of whole matrices of a shape."""
         padded = {s: -(-count // world_size) * world_size for s, count in self.matrices.items()}
         return sum(rows * columns * padded[rows, columns] for rows, columns in padded)
 
 
 def predicted_bytes(sizes: Sizes, mode: str, world_size: int, micro_batches: int) -> float:
-    """What each of world_size processes sends in a step of so many micro-batches of its own."""
+    """Bytes that each process sends in a step. micro_batches: of each process."""
     if world_size == 1:
         return 0.0
 
@@ -122,7 +128,7 @@ def predicted_bytes(sizes: Sizes, mode: str, world_size: int, micro_batches: int
 
     muon, own = 4 * sizes.muon(world_size), sizes.embedding_bytes
     whole = sent("all_reduce", 4 * sizes.vectors)
-    if mode == "ddp":  # gradients to their owners, updated weights to all, once
+    if mode == "ddp":  # Gradients go to their owners, updated weights to all.
         table = 4 * sizes.head + own * sizes.embedding
         return sent("reduce_scatter", muon + table) + sent("all_gather", (muon + table) / world_size) + whole
     element = CODE_BYTES if mode == "fsdp_codes" else sizes.gathered_bytes
@@ -134,20 +140,22 @@ def predicted_bytes(sizes: Sizes, mode: str, world_size: int, micro_batches: int
     return micro_batches * (gathers + gradients) + update
 
 
-# Largest magnitudes that the processes of a divided block reduce, with clover: in a micro-batch of the inputs of its
-# four products (q, k, v are one), of grad_output twice in the two column-parallel ones, of the weights for dgrad, and
-# of the two row-parallel ones' inputs for wgrad; in a step, of the weights.
+# Amaxes that the processes of a divided block reduce with clover. The block has four products (q, k, v are one). In a
+# micro-batch: 4 inputs, 2 grad_outputs of column-parallel products twice each, 4 weights for dgrad, 2 inputs of
+# row-parallel products for wgrad. In a step: 4 weights.
 AMAXES, AMAXES_OF_WEIGHTS = 4 + 4 + 4 + 2, 4
 
 
 def predicted_tensor_parallel_bytes(
     sizes: Sizes, world_size: int, micro_batches: int, tokens: int, divided: int = 2, codes: bool = True
 ) -> tuple[float, float]:
-    """What each process sends in a step, (in its group of `divided` processes, to update the weights): micro-batches of
-    so many tokens for each group. codes: the method is clover; else bf16.
+    """Bytes that each process sends in a step: (in its group of `divided` processes, to update the weights).
 
-    In each layer two inputs are gathered, as codes or in the activations' dtype, and two gradients; two outputs and
-    two gradients are added up and scattered.
+    tokens: of a micro-batch of a group
+    codes:  the method is clover, otherwise bf16
+
+    A layer gathers two inputs (as codes, or in the activations' dtype) and two gradients. It reduces and scatters two
+    outputs and two gradients.
     """
     if world_size == 1:
         return 0.0, 0.0
@@ -169,7 +177,8 @@ def predicted_tensor_parallel_bytes(
 
 
 def state_bytes(sizes: Sizes, mode: str, world_size: int, divided: int = 1) -> float:
-    """Weights, gradients and moments of a process: FP32, but for the embedding; Muon has one moment, AdamW two."""
+    """Bytes of a process's weights, gradients and moments. All but the embedding are FP32. Muon has one moment, AdamW
+    two."""
     if divided > 1:
         blocks = 2 * 4 * sizes.blocks * (1 - 1 / divided)
         return state_bytes(sizes, "ddp", world_size) - blocks
@@ -179,16 +188,16 @@ def state_bytes(sizes: Sizes, mode: str, world_size: int, divided: int = 1) -> f
     return (here if mode == "ddp" else here / world_size) + moments / world_size
 
 
-EXPOSED = 150e9  # bytes a second where nothing is computed meanwhile, and parts are small: tensor parallelism, measured
-SMALL_REDUCTION = 20e-6  # seconds of an all-reduce of one or two numbers between GPUs of a host: assumed
-REDUCTIONS = 4 + 2 + 4 + 2  # of AMAXES: kernels find the two of grad_output together
-BF16_TIME = 0.84  # of clover's, d26, as it was measured when this was predicted
+EXPOSED = 150e9  # bytes/s of tensor parallelism: small parts, no computation meanwhile (measured)
+SMALL_REDUCTION = 20e-6  # seconds of an all-reduce of one or two numbers in a host (assumed)
+REDUCTIONS = 4 + 2 + 4 + 2  # all-reduces of AMAXES: a kernel finds both amaxes of a grad_output
+BF16_TIME = 0.84  # BF16's time over clover's, d26, as measured when this was predicted
 
 
 def tensor_parallel_prediction(
     layers: int, width: int, world_size: int, rows: int, codes: bool = True, seq_len: int = 2048, divided: int = 2
 ) -> dict[str, float]:
-    """As prediction, within a host; and the seconds of small reductions, and tokens a second of all GPUs."""
+    """`prediction` in a host, with the seconds of small reductions and the tokens/s of all GPUs."""
     sizes, tokens = Sizes.of_shape(layers, width), 2**19
     micro_batches = tokens * divided // (world_size * rows * seq_len)
     step = world_size, micro_batches, rows * seq_len, divided, codes
@@ -205,9 +214,9 @@ def tensor_parallel_prediction(
 
 
 def prediction(layers: int, width: int, world_size: int, rows: int, seq_len: int = 2048) -> dict[str, dict[str, float]]:
-    """For each mode: gigabytes that a GPU sends in a step, and its seconds for sending and for computing.
+    """For each mode the gigabytes that a GPU sends in a step, and its seconds of sending and of computing.
 
-    A step is of 2^19 tokens, or of one micro-batch of `rows` for each GPU if that is more.
+    A step has 2^19 tokens, or one micro-batch of `rows` for each GPU if these are more.
     """
     sizes = Sizes.of_shape(layers, width)
     tokens = max(2**19, world_size * rows * seq_len)

@@ -1,4 +1,4 @@
-"""What a sweep has stored: its table, how its runs differ from the paper's, and the check of its files."""
+"""The results of a sweep: the table, the differences from the paper's runs, and the check of stored files."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def summary(results: Sequence[dict], methods: Sequence[str], sizes: Sequence[str
 
 
 def other_lengths(results: Sequence[dict], size: str) -> str:
-    """A note that names the methods that were trained for more or fewer steps than bf16; "" without any."""
+    """A note with the methods whose number of steps is not bf16's, or ""."""
     steps = {r["method"]: r["steps"] for r in results if r["size"] == size}
     usual = steps.get("bf16")
     others = [f"{method} {n:,}" for method, n in steps.items() if usual and n != usual]
@@ -45,12 +45,12 @@ def other_lengths(results: Sequence[dict], size: str) -> str:
 
 
 def data_name(data_dir: str) -> str:
-    """What a table says of its text: the folder's name, and data_key."""
+    """The name of a text in tables: the folder's name and data_key."""
     return f"{Path(data_dir).name} ({data_key(data_dir)})"
 
 
-# The paper's runs, as its published code and nanochat's speedrun say: text, the name that a folder of it has here,
-# vocabulary, and flags of base_train. A micro-batch shares a tensor_scale; of nanochat's it is not published.
+# The paper's runs by its published code and nanochat's speedrun: text, name of its folder here, vocabulary, flags of
+# base_train. A micro-batch shares a tensor_scale. The micro-batch of the nanochat runs is not published.
 PAPER_RUNS = {
     "llama": ("C4", "c4_", 32_000, {"total-batch-size": 262144, "max-seq-len": 512, "device-batch-size": 128}),
     "nanochat": (
@@ -60,7 +60,7 @@ PAPER_RUNS = {
 
 
 def difference_from_paper(result: dict, data: str) -> str:
-    """How a run differs from the paper's with its kind of model, in words; data: data_name of its text."""
+    """The differences from the paper's run of the same kind of model, in words. data: data_name of the text."""
     text, folder, vocabulary, wanted = PAPER_RUNS["llama" if result["size"].startswith("llama-") else "nanochat"]
     if "flags" not in result:
         return ""
@@ -75,10 +75,10 @@ def difference_from_paper(result: dict, data: str) -> str:
     return "; ".join(said)
 
 
-# What a multiply-add costs in units of one in 4 bits: the rates of a B200's tensor cores.
+# The cost of a multiply-add by bits, over one in 4 bits. These are the rates of a B200's tensor cores.
 COST = {"4": 1.0, "8": 2.0, "16": 4.0}
 
-# What every table takes of a run.
+# Fields that every table needs.
 NEEDED = {
     "method": str, "size": str, "seed": int, "steps": int, "tokens": int,
     "val_bpb": float, "val_bpb_bf16": float, "gemm_work": dict, "training_seconds": float,
@@ -86,7 +86,7 @@ NEEDED = {
 
 
 def check_run(run: dict) -> None:
-    """Raises ValueError, KeyError or TypeError where this is not what a run of a sweep has written."""
+    """Raises ValueError, KeyError or TypeError if a field of a run is missing or wrong."""
     for name, kind in NEEDED.items():
         value = run[name]
         if not isinstance(value, (int, float) if kind is float else kind):
@@ -96,7 +96,7 @@ def check_run(run: dict) -> None:
 
 
 def stored(path: str | Path) -> dict:
-    """What `report` wrote: at least "data", "environment" and "results". Raises UserError."""
+    """A file of sweep.report. It has at least "data", "environment" and "results". Raises UserError."""
     try:
         content = json.loads(Path(path).read_text())
         for run in content["results"]:

@@ -1,4 +1,4 @@
-"""What a sweep trains: sizes, variants of methods, and the plan of all runs, with the flags of base_train of each."""
+"""The runs of a sweep: sizes, variants of methods, and the flags of base_train for each run."""
 
 import dataclasses
 import hashlib
@@ -21,15 +21,14 @@ LAYER_KINDS = {"qkv": "*.attn.c_[qkv]", "out": "*.attn.c_proj", "up": "*.mlp.c_[
 
 
 def changed(method: str, *changes: str) -> tuple[str, ...]:
-    """Flags of base_train for a method; changes: flags, or words of --method-changes (nanochat_fp4/nvfp4/plan.py)."""
+    """Flags of base_train for a method. A change is a flag, or a word of --method-changes (nvfp4/plan.py)."""
     words = ",".join(word for word in changes if word and not word.startswith("--"))
     flags = [f"--method-changes={words}"] if words else []
     return (f"--method={method}", *flags, *(flag for flag in changes if flag.startswith("--")))
 
 
-# What can be trained besides the rows of the method table: label -> flags of base_train. What a remedy costs is the
-# share of the GEMM work that is not in 4 bits, or that is done on top of it; base_train prints it, and the results have
-# it.
+# Variants beside the rows of the method table: label -> flags of base_train. base_train prints the GEMM work of a
+# variant by bits, and the results store it.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_late_bf16": changed("clover", "0.85=bf16"),
     "clover_late_forward": changed("clover", "0.85=fig1e_ms_eden"),  # that row quantizes the backward alone
@@ -59,7 +58,7 @@ def size_flags(size: str) -> list[str]:
     if match := re.fullmatch(r"d([1-9]\d*)", size):
         shape = [f"--depth={match[1]}", "--max-seq-len=1024", "--window-pattern=L", "--total-batch-size=65536"]
         return [*shape, "--eval-tokens=2097152"]
-    if size.startswith("llama-"):  # Table 4: sequences of 512, 512 of them a step; published: 128 to a micro-batch
+    if size.startswith("llama-"):  # Table 4: a step has 512 sequences of 512. The published micro-batch is 128.
         name = size.removeprefix("llama-")
         llama.config_from_size(name, vocab_size=1)
         shape = [f"--llama={name}", "--max-seq-len=512", "--total-batch-size=262144", "--device-batch-size=128"]
@@ -94,32 +93,32 @@ def method_flags(method: str) -> tuple[str, ...]:
 
 
 def refuse_apart(flags: Sequence[str], where: str) -> None:
-    """UserError where a flag's value stands apart from it: steps, branches and the key are read off --name=value."""
+    """Raises UserError if a flag's value stands apart. Steps, branches and the key are read from --name=value."""
     if apart := [flag for flag in flags if not flag.startswith("--")]:
         raise UserError(f"{where}: {apart[0]!r} stands apart; write flags of base_train as --name=value")
 
 
 def method_changes(own: Sequence[str]) -> dict[str, str]:
-    """--method-changes of a method's flags, in parts: layer_methods, method_phases. Raises ValueError."""
+    """The --method-changes in a method's flags, as layer_methods and method_phases. Raises ValueError."""
     names = ("--method-changes", "--layer-methods", "--method-phases")  # the last two: recorded until 2026-11-23
     return parse_method_changes(",".join(flag.partition("=")[2] for flag in own if flag.partition("=")[0] in names))
 
 
 def method_plan(own: Sequence[str]) -> MethodPlan:
-    """What a method's flags of base_train say of layers and phases. Raises ValueError."""
+    """The layers and phases in a method's flags of base_train. Raises ValueError."""
     methods = [flag.partition("=")[2] for flag in own if flag.startswith("--method=")]
     changes = method_changes(own)
     return MethodPlan.parse([*methods, "clover"][0], changes["layer_methods"], changes["method_phases"])
 
 
 def begins_late(flags: tuple[str, ...], fraction: float) -> bool:
-    """Whether a method changes nothing before that fraction of the steps, so that it can branch from a run there."""
+    """Whether a method changes nothing before that fraction of the steps. Then it can branch from a run there."""
     phases = method_changes(flags)["method_phases"]
     return not fraction or fraction <= float(phases.partition("=")[0] or 1)
 
 
 def until(own: tuple[str, ...], fraction: float) -> tuple:
-    """What a method computes before that fraction of the steps; two methods with the same are the same run so far."""
+    """The computation of a method before that fraction of the steps. Equal values mean the same run so far."""
     plan = method_plan(own)
 
     def computation(recipe: Recipe) -> Recipe:
@@ -135,7 +134,12 @@ def until(own: tuple[str, ...], fraction: float) -> tuple:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: label of the method, size, seed, all flags of base_train but the tag, and data_key's value."""
+    """One training run.
+
+    method: its label
+    flags:  of base_train, without the tag
+    data:   data_key of the text
+    """
 
     method: str
     size: str
@@ -150,7 +154,7 @@ class Run:
 
     @property
     def branch(self) -> tuple[str, int] | None:
-        """(tag of the run, step) whose checkpoint this run begins at."""
+        """(tag, step) of the checkpoint at which this run begins."""
         points = [f.partition("=")[2] for f in self.flags if f.startswith("--branch-from=")]
         tag, _, step = points[0].rpartition("@") if points else ("", "", "0")
         return (tag, int(step)) if tag else None
@@ -163,11 +167,16 @@ def plan(
 ) -> list[Run]:  # fmt: skip
     """All runs, seed after seed, so that an interrupted sweep has whole seeds.
 
-    tokens, ratio: how long a run is, in tokens or in tokens per parameter, exactly one of them; extra: flags of
-    base_train for all; data: data_key of the text; bf16_until: the fraction of the steps that all runs of a seed have
-    in common, those of its BF16 run: they branch from it, and differ in what follows alone; share_until: fractions
-    of the steps at which a method may branch, at the last of them, from the first one that computes the same up to
-    there; vary_data: a seed is one of the data's order as well. Raises UserError.
+    tokens:      length of a run; or
+    ratio:       length in tokens per parameter
+    extra:       flags of base_train for all runs
+    data:        data_key of the text
+    bf16_until:  all runs of a seed branch from its BF16 run at this fraction of the steps
+    share_until: fractions of the steps at which a method may branch. It branches at the last fraction up to which an
+                 earlier method computes the same.
+    vary_data:   each seed has a data order of its own
+
+    Raises UserError.
     """
     if bool(tokens) == bool(ratio) or ratio < 0:
         raise UserError("say how long a run is: either --tokens=100M or --ratio=20 (tokens per parameter)")
@@ -224,7 +233,10 @@ def plan(
 
 
 def branches(flags: Sequence[tuple[str, ...]], fractions: Sequence[float], steps: int) -> list[tuple[int, int] | None]:
-    """Where each method may branch: (index of an earlier method, step), or None. steps: of runs that do not say."""
+    """For each method (index of an earlier method, step), the point at which it may branch, or None.
+
+    steps: length of runs whose flags have no --num-iterations
+    """
     found: list[tuple[int, int] | None] = [None] * len(flags)
     for fraction in sorted(fractions):
         alike = [until(own, fraction) for own in flags]
@@ -242,6 +254,6 @@ def labels(methods: Iterable[str]) -> list[str]:
 
 
 def data_key(data_dir: str) -> str:
-    """Stands for the text in a folder, wherever it lies: names and sizes of its shards."""
+    """A hash of the names and sizes of a folder's shards. The place of the folder does not matter."""
     shards = sorted((p.name, p.stat().st_size) for p in Path(data_dir).glob("*.parquet"))
     return hashlib.sha256(json.dumps(shards).encode()).hexdigest()[:12]
