@@ -1,4 +1,4 @@
-"""What others make of an export: the folder is read with their package and compared with what was to be written."""
+"""Reads an export with other packages, and compares the result with the model's codes, scales, logits and ids."""
 
 import importlib.metadata
 import json
@@ -15,25 +15,25 @@ from nanochat_fp4.export.huggingface import MODELING_FILE, WEIGHTS_FILE, Descrip
 from nanochat_fp4.export.weights import Weights
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, decode_e2m1, unpack
 
-MODULES = {"nvidia-modelopt": "modelopt"}  # of packages whose module has another name
-MAX_ULPS = 2  # of FP32, between their decoded values and ours: they divide by 1 / tensor_scale
+MODULES = {"nvidia-modelopt": "modelopt"}  # package -> module, if the names differ
+MAX_ULPS = 2  # between decoded values in FP32: the packages divide by 1 / tensor_scale
 
 
 def needs(*packages: str) -> list[str]:
-    """ "name version" of each package (by its distribution's name). Raises UserError where one is not installed."""
+    """ "name version" of each package (by its distribution's name). Raises UserError if one is not installed."""
     require(*(MODULES.get(p, p.replace("-", "_")) for p in packages))
     return [f"{p} {importlib.metadata.version(p)}" for p in packages]
 
 
 def fp32_limit(model: torch.nn.Module, logits: torch.Tensor) -> float:
-    """How far FP32 logits of the same weights may lie apart, where nothing but the order of summation differs."""
+    """The largest difference of FP32 logits that another order of summation explains."""
     additions = sum(layer.in_features for layer in model.modules() if isinstance(layer, torch.nn.Linear))
     # Each addition on the way to a logit rounds by at most 2^-24 of it. Independent roundings add in quadrature.
     return 2.0**-24 * additions**0.5 * float(logits.abs().max())
 
 
 def ulps(got: Tensor, want: Tensor) -> Tensor:
-    """How many FP32 numbers lie between the two, elementwise, int64."""
+    """The number of FP32 values between got and want, elementwise, int64."""
 
     def ordered(t: Tensor) -> Tensor:
         bits = t.contiguous().view(torch.int32).to(torch.int64)
@@ -47,8 +47,10 @@ def _bug(what: str) -> UserError:
 
 
 def _compare(found: Iterable[tuple], weights: Weights) -> str:
-    """found: (our name of a layer, packed codes, code values in FP32, block scales, values in FP32, values in BF16), as
-    their package has them."""
+    """Compares the layers that a package has read. Raises UserError at the first difference.
+
+    found: (our name of the layer, packed codes, code values in FP32, block scales, values in FP32, values in BF16)
+    """
     codes = scales = differ = furthest = layers = 0
     for name, packed, got_codes, got_scales, got, got_bf16 in found:
         t = weights.tensors[name]
@@ -153,8 +155,10 @@ def gguf(folder: Path, about: Description, weights: Weights) -> str:
 
 
 def transformers_logits(folder: Path, ids: Tensor, quantized_inputs: bool = False) -> tuple[str, Tensor]:
-    """(what read it, transformers' logits of ids (B, T)): in FP32 with the decoded weights, or, with quantized_inputs,
-    in BF16 and with 4-bit inputs as compressed-tensors emulates them."""
+    """(version and class, logits of ids (B, T)) from transformers.
+
+    quantized_inputs: 4-bit inputs as compressed-tensors emulates them, in BF16. Otherwise the decoded weights, in FP32.
+    """
     versions = needs("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -180,10 +184,9 @@ def transformers_logits(folder: Path, ids: Tensor, quantized_inputs: bool = Fals
 
 
 def llama_cpp(folder: Path, model: torch.nn.Module, prompts: list[list[int]], bound: float, tokens: int = 8) -> str:
-    """What llama.cpp says to the prompts, against a model that computes with the same weights in FP32.
+    """Compares llama.cpp's logits and greedy tokens with those of a model that has the same weights in FP32.
 
-    bound: how far logits may lie from the model's: the standard deviation of the difference over theirs, in the worst
-    prompt. Raises UserError where they lie further.
+    bound: largest standard deviation of the difference of logits, over the logits' own. Raises UserError above it.
     """
     from nanochat_fp4.export.llama_cpp import answers
 
@@ -196,7 +199,7 @@ def llama_cpp(folder: Path, model: torch.nn.Module, prompts: list[list[int]], bo
         for _ in range(tokens):
             ids.append(int(model(torch.tensor([ids], device=device))[0, -1, :size].argmax()))
         same += sum(a == b for a, b in zip(greedy, ids[len(prompt) :]))
-        seen = theirs > -60  # what is less likely is cut off there
+        seen = theirs > -60  # llama.cpp cuts smaller ones off
         difference = (theirs - ours)[seen]
         difference -= difference.mean()  # logits are known up to a constant
         worst = max(worst, float(difference.std() / ours[seen].std()))

@@ -1,13 +1,13 @@
-"""A block whose backward pass computes again what the kept 4-bit codes determine (`GPT.recompute`, docs/memory.md).
+"""A block whose backward pass recomputes tensors from the kept 4-bit codes (`GPT.recompute`, docs/memory.md).
 
-    residual stream after the lambdas   from the stream before them, which the block before has returned
+    residual stream after the lambdas   from the stream before them, the output of the block before
     queries, keys, values               from the codes of their input, one GEMM
     stream into the second norm         from attention's codes, one GEMM, and the first stream
     relu(x), "codes-mlp" alone          from the codes of c_fc's input, one GEMM
 
 Recomputed tensors have the forward pass's bits, so the gradients have the bits that they have without recomputation.
-Only the derivative of ReLU^2 differs: it is exact, where the 8 bits that are kept otherwise are right on average.
-Attention itself is not computed again: its result and log-sum-exp are kept.
+Only the derivative of ReLU^2 differs. The recomputed one is exact, the 8 bits that are kept otherwise are unbiased.
+Attention is not recomputed. Its result and log-sum-exp are kept.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from nanochat_fp4.nvfp4.relu_squared import relu_squared_gradient
 
 
 class _MixedNorm(torch.autograd.Function):
-    """(y, norm(y)) of y = a x + b x0, of which x and x0 are kept."""
+    """(y, norm(y)) of y = a x + b x0. x and x0 are kept for the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ class _Attention(NamedTuple):
     left: int  # the window
 
     def _qkv(self, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """([q, k, v], [1 / rms of q, of k]): q and k rotated and normalized."""
+        """([q, k, v], [1 / rms of q, of k]). q and k are rotated and normalized."""
         heads = [self.heads, self.kv_heads, self.kv_heads]
         q, k, v = y.view(-1, cos.size(1), sum(heads), 2 * cos.size(-1)).split(heads, dim=-2)
         (q, q_r), (k, k_r) = (rms_norm(rotate(t, cos, sin)) for t in (q, k))
@@ -71,7 +71,7 @@ class _Attention(NamedTuple):
 
 
 class _ResidualNorm(NamedTuple):
-    """(x1 + y, norm(x1 + y)). more: x1 = a x + b x0, then x, x0, a, b, which are kept in its place."""
+    """(x1 + y, norm(x1 + y)), with x1 = a x + b x0. The backward pass keeps x, x0, a and b, not x1."""
 
     def forward(self, y: Tensor, x1: Tensor, *parts: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
         x2 = x1 + y.view(x1.shape)
@@ -88,9 +88,9 @@ class _ResidualNorm(NamedTuple):
 
 
 class _Relu2Slope(NamedTuple):
-    """y, whose gradient is 2 relu(y) times the gradient of relu(y)^2 that is given. Nothing is kept."""
+    """The identity of y, for a gradient of relu(y)^2. The gradient of y is 2 relu(y) times that. Nothing is kept."""
 
-    squared: bool  # the derivative is left to the kernel that rotates
+    squared: bool  # the rotating kernel multiplies by 2 relu(y)
 
     def forward(self, y: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
         return (y,), ()
@@ -100,12 +100,12 @@ class _Relu2Slope(NamedTuple):
 
 
 def _depending_on(grad: Tensor, scalar: Tensor) -> Tensor:
-    """A compiler must compute again what is computed of this scalar, not keep it."""
+    """Makes a compiler recompute the results of this scalar in the backward pass, instead of keeping them."""
     return after(scalar, grad) if torch.compiler.is_compiling() else scalar
 
 
 def can_recompute(block: Any) -> bool:
-    """Whether a gpt.Block's layers are all QuantLinear, of one process, without hooks, and q, k, v one layer."""
+    """Whether a gpt.Block can be recomputed: QuantLinear layers of one process, no hooks, q, k and v fused."""
     attn, mlp = block.attn, block.mlp
     groups = (attn.c_q, attn.c_k, attn.c_v), (attn.c_proj,), (mlp.c_fc,), (mlp.c_proj,)
     return bool(attn.fused_linears) and all(
@@ -116,7 +116,7 @@ def can_recompute(block: Any) -> bool:
 def attention_part(
     block: Any, x: Tensor, x0: Tensor, a: Tensor, b: Tensor, cos_sin: tuple[Tensor, Tensor], left: int
 ) -> tuple[Tensor, Tensor]:
-    """(stream after attention, its norm) of a gpt.Block. x, x0 `(B, T, C)`; a, b: resid_lambda, x0_lambda."""
+    """(stream after attention, its norm) of a gpt.Block. x, x0 have the shape (B, T, C); a, b are the two lambdas."""
     attn = block.attn
     x1, normed = _MixedNorm.apply(x, x0, a, b)
     attention = _Attention(attn.n_head, attn.n_kv_head, left)
