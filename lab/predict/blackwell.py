@@ -1,25 +1,26 @@
-"""Published times of an RTX 5090 and an RTX PRO 4000 beside those that step_time predicts: is its Blackwell true?
+"""Do step_time's predictions for a Blackwell agree with published times of an RTX 5090 and an RTX PRO 4000?
 
     python -m lab.predict.blackwell       # the constants, and each point: published, predicted without it, error
 
-A time is a sum over four constants of a machine: bytes at its bandwidth, FLOPs at its BF16 and FP4 rates, and kernels
-that each take a while for themselves. So the constants are fitted by least squares, and each point is predicted with
-the constants that fit the others. What a published program does is counted from its source:
+A predicted time is linear in four constants of a machine: bandwidth, BF16 rate, FP4 rate, time of a kernel. They are
+fitted by least squares. Each point is predicted with constants that fit the other points. The bytes and FLOPs of a
+published program are counted from its source:
 
-* Quartet II's kernels: 4/6 reads BF16 and writes codes; MS-EDEN of grad_output reads it once for each of two operands,
-  at 77 where 4/6 has 85 percent of the DRAM's rate, writes codes and BF16 scales, which a second kernel converts; the
-  saved codes are read again and requantized. amax is a pass of its own, and given for the input in their benchmark.
-* Their benchmark calls backward without clearing gradients, which are thus accumulated in BF16.
-* The RTX PRO's layer times have passes over the output that scale it: OUTPUT bytes an element, from three times of its
-  lm_head, which are not among the points.
-* A GEMM has whole waves of 128 x 128 tiles (not on the RTX PRO 4000, whose limit is power: 145 W); FP8 has twice the
-  rate of BF16.
-* The rest of a step: step_time.py.
+* Quartet II's 4/6 reads BF16 and writes codes. Its MS-EDEN reads grad_output for each of two operands, at 77% of the
+  DRAM's rate (4/6: 85%). It writes codes and BF16 scales. A second kernel converts the scales.
+* The saved codes are read again and requantized.
+* amax is a pass of its own. The benchmark gives the amax of the input.
+* The benchmark calls backward without clearing gradients, so they are accumulated in BF16.
+* Layer times of the RTX PRO 4000 include passes that scale the output: OUTPUT bytes per element. OUTPUT comes from
+  three times of the lm_head, which are not among the points.
+* A GEMM runs in whole waves of 128 x 128 tiles, but not on the RTX PRO 4000: its limit is power (145 W).
+* FP8 has twice the rate of BF16.
+* The rest of a step is step_time.py's.
 
-Sources: Quartet II, notebooks/plots.ipynb (RTX 5090, Table 6's layers, 16,384 tokens) and the paper's Appendix D.2;
-mdhorton/nanochat_sm120, dev/nvfp4-quartet.md (RTX PRO 4000). MXFP4 and MXFP8 are left out: their backward passes run at
-a third of their forward's rate, which is their implementation. The points have been in sight while bytes were counted
-(the waves, the share of MS-EDEN, the passes over the output): what leaving one out tests is the four constants.
+Sources for the RTX 5090: Quartet II, notebooks/plots.ipynb (Table 6's layers, 16,384 tokens), and the paper's Appendix
+D.2. Source for the RTX PRO 4000: mdhorton/nanochat_sm120, dev/nvfp4-quartet.md. MXFP4 and MXFP8 are left out, because
+their backward passes run at a third of their forward's rate. The points were known while the bytes were counted. So
+leaving one out tests the four constants, not the counts.
 """
 
 import re
@@ -99,7 +100,7 @@ PRO4000_D12 = {"nvfp4": 232_678, "fp8, untuned": 193_025}  # two GPUs, scaling 1
 
 @dataclass(frozen=True)
 class Point:
-    """A published time, and what it is spent on."""
+    """A published time, with its bytes, FLOPs and kernels."""
 
     machine: str
     name: str
@@ -110,7 +111,7 @@ class Point:
     kernels: float = 0.0
 
     def row(self) -> tuple[float, float, float, float]:
-        """What the four constants (ns a byte, ns and ns for 1000 FLOPs, ms a kernel) are multiplied with."""
+        """Factors of the four constants: ns per byte, ns per 1000 BF16 and FP4 FLOPs, ms per kernel."""
         return self.num_bytes / 1e6, self.bf16 / 1e9, self.fp4 / 1e9, self.kernels / 1e3
 
     def __add__(self, other: "Point") -> "Point":
@@ -119,7 +120,7 @@ class Point:
 
 
 def _gemms(machine: Machine, m: int, k: int, n: int) -> tuple[float, float]:
-    """FLOPs of the forward's GEMM and of the backward's two, with those that the last wave of tiles leaves idle."""
+    """(forward FLOPs, backward FLOPs) of a layer's GEMMs. The idle tiles of the last wave count."""
 
     def flops(a: int, b: int, c: int) -> float:
         tiles, at_once = output_tiles(a, b), machine.multiprocessors
@@ -167,7 +168,7 @@ def _step(
     fused_accumulation: bool = False,
     processes: int = 1,
 ) -> Point:
-    """A step of `tokens` on each process, or a part of a batch; keys: mean_keys of the published program."""
+    """A step of `tokens` on each process, or a part of a batch. keys: mean_keys of the published program."""
     w, depth, vocabulary = shape.width, shape.depth, shape.vocabulary
     weights = shape.block_weights + shape.head_weights
     count, updates = tokens / micro_batch, tokens / (batch or tokens)
@@ -261,8 +262,10 @@ def points() -> list[Point]:
 
 
 def fit(known: list[Point]) -> torch.Tensor:
-    """The four constants that make the sum of the relative errors' magnitudes small (not of their squares, so that one
-    bad point does not pull the others): iterated least squares; what would be negative is 0. FP64 (4,)."""
+    """The four constants with the smallest sum of relative errors' magnitudes, FP64 (4,). None is negative.
+
+    Iterated least squares. Magnitudes instead of squares keep a bad point from pulling the others.
+    """
     rows = torch.tensor([[v / p.ms for v in p.row()] for p in known], dtype=torch.float64)
     ones = torch.ones(len(known), dtype=torch.float64)
     used = [i for i in range(rows.shape[1]) if rows[:, i].any()]
@@ -290,7 +293,7 @@ def rates(constants: torch.Tensor) -> tuple[float, float, float, float]:
 
 
 def leave_one_out(machine: str) -> list[tuple[Point, float]]:
-    """Each point of the machine with its time as predicted by the others."""
+    """Each point of the machine with the time that the other points predict."""
     known = [p for p in points() if p.machine == machine]
     return [(p, predicted(p, fit([q for q in known if q is not p]))) for p in known]
 

@@ -1,6 +1,6 @@
-"""What four cards are expected to do, with the band, and what would make it wrong: the table in docs/published.md.
+"""Predicts the speed of four cards, with a band and with what would make it wrong: the table in docs/published.md.
 
-python -m lab.predict.cards      # its last line is a hash of the model's constants, which are frozen by a test
+python -m lab.predict.cards      # The last line is a hash of the model's constants. A test freezes them.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ METHODS, HOURS = ("bf16", "fp8", "fp8_tuned", "clover", "clover_feedback_late"),
 
 
 def fingerprint() -> str:
-    """Of every constant that a prediction is made of."""
+    """A hash of all constants of the predictions."""
     known = sorted((name, repr(value)) for name, value in vars(step_time).items() if name.isupper())
     return hashlib.sha256(repr(known).encode()).hexdigest()[:12]
 

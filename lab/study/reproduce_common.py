@@ -1,4 +1,4 @@
-"""What the tables and figures of lab.reproduce share: what one is, where results go, runs, a trained model."""
+"""Shared by the tables and figures of lab.reproduce: their result, the folder, runs, a trained model."""
 
 import argparse
 import hashlib
@@ -19,7 +19,7 @@ from nanochat_fp4.training.load_model import build_model
 
 @dataclass
 class Outcome:
-    """What an item of the paper gave: a table (with the paper's numbers in it), notes, all numbers, and a plot."""
+    """The result of an item of the paper: a table with the paper's numbers, notes, all numbers, and a plot."""
 
     title: str
     header: list[str]
@@ -33,7 +33,7 @@ class Outcome:
 
 @dataclass
 class Context:
-    """Where results go, and how much is done: the command line, with defaults that depend on --quick."""
+    """The folder of results, and the command line. Defaults depend on --quick."""
 
     folder: Path
     quick: bool

@@ -1,4 +1,4 @@
-"""Figure 9: does the mean of many quantized backward passes approach the unquantized one."""
+"""Figure 9: does the mean of many quantized backward passes approach the unquantized one?"""
 
 import functools
 import itertools
@@ -16,8 +16,8 @@ from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 
 FIG9_METHODS = ("nvidia", "four_over_six", "four_over_six_biased", "tetrajet_v2", "clover", "clover_search")
-# The authors' curves (Quartet-II, data/*_concentration.json): Llama-3.2-1B, an unquantized forward, the mean of the
-# gradients of q, k and v of block 0, B = 1, 4, 16, 64, 256 and 1024.
+# The authors' curves (Quartet-II, data/*_concentration.json), of Llama-3.2-1B with an unquantized forward. The error is
+# of q, k and v of block 0, for B = 1, 4, 16, 64, 256 and 1024.
 PUBLISHED = {
     "nvidia": (1.1, 2.0e-1, 5.6e-2, 1.5e-2, 5.4e-3, 9.4e-4),
     "four_over_six_biased": (1.4, 2.8e-1, 1.8e-1, 1.0e-1, 1.1e-1, 1.1e-1),
@@ -27,15 +27,17 @@ PUBLISHED = {
 
 
 def backward_left_alone(recipe: Recipe) -> Recipe:
-    """The recipe's forward pass, and the backward that its quantized one estimates: each operand from the tensor that
-    the recipe takes it from (the forward's values, or the unquantized ones), not rounded."""
+    """The recipe with an exact backward pass. An operand is taken from the recipe's source, and is not rounded.
+
+    The source is the forward's values or the unquantized ones.
+    """
     gemms = {name: getattr(recipe, name) for name in ("grad_input", "grad_weight")}
     exact = {name: Gemm(Operand(), Operand(raw=gemm.b.raw)) for name, gemm in gemms.items()}
     return replace(recipe, name=f"{recipe.name}, exact backward", **exact)
 
 
-# Exact: the recipe's backward pass behind an unquantized forward, whose tensors it takes instead of codes, as the
-# published classes with disable_forward_quant.
+# "exact": an unquantized forward. The recipe's backward pass takes its tensors instead of codes, as the published
+# classes do with disable_forward_quant.
 FORWARDS = {
     "quantized": lambda recipe: recipe,
     "exact": lambda recipe: replace(recipe, name=f"{recipe.name}, exact forward", output=Gemm(Operand(), Operand())),
