@@ -7,8 +7,9 @@
 
 c is fitted, or 1 (Chinchilla's law). A method's gap is its loss over BF16's at the same N, D and seed. Effective
 parameters are the share e of N whose gap L(e N, D) / L(N, D) is the method's. Effective tokens are the same share of D.
-The rms residual in points of gap says which of the two describes a method. Intervals are 95%, of the seeds' scatter;
-the law is taken as it is. A sweep's runs count twice: with their own forward, and evaluated in BF16.
+The rms residual in points of gap says which of the two describes a method. Where sizes and lengths have several seeds,
+95% of the shares of DRAWS resampled sets of seeds lie in the interval, each with a law of its own. A sweep's runs count
+twice: with their own forward, and evaluated in BF16.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.study.statistics import t95, with_half
+from lab.study.statistics import t95
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.models.gpt import config_from_depth
@@ -30,6 +31,7 @@ PAPER_RUNS = Path(__file__).resolve().parents[2] / "docs/results/paper_runs.json
 BASE_PARAMETERS, BASE_TOKENS, BASE_RATIO = 1e8, 1e9, 20.0  # units of the fits
 SIZES, LENGTHS = 3, 3  # that a law needs: fewer leave its exponents open
 SHOWN_RATIOS = (12, 25, 50, 100, 200, 400)  # tokens per parameter
+DRAWS = 100
 IN_BF16 = ", BF16 forward"  # the end of a method's name
 
 
@@ -59,20 +61,11 @@ class Law:
 
 @dataclass(frozen=True)
 class Share:
-    """The share of N or D that a method keeps.
-
-    rms:  residual of the mean gaps, in points
-    runs: of which it is
-    half: of the 95% interval, by the scatter of a gap over seeds; NaN where there is one seed
-    """
+    """The share of N or D that a method keeps, its rms residual of the mean gaps in points, and the number of runs."""
 
     share: float
     rms: float
     runs: int
-    half: float = math.nan
-
-    def __str__(self) -> str:
-        return with_half(self.share, self.half, 3)
 
 
 def least_squares(residual: Callable[[np.ndarray], np.ndarray], start: Sequence[float]) -> np.ndarray:
@@ -155,12 +148,33 @@ def effective(law: Law, runs: Sequence[Run], method: str, of: str = "parameters"
         return 100 * (less / law.loss(n, d) - 1) - gap
 
     x = least_squares(lambda log_share: np.sqrt(seeds) * points(log_share), [-0.3])
-    share, freedom, half = math.exp(x[0]), int(np.sum(seeds - 1)), math.nan
-    if freedom:
-        scatter = math.sqrt(sum(np.var(gaps) * len(gaps) for _, _, gaps in found) / freedom)
-        slope = (points(x + 1e-4) - points(x - 1e-4)) / 2e-4  # points of gap for ln share
-        half = t95(freedom) * scatter / math.sqrt(np.sum(seeds * slope**2)) * share
-    return Share(share, float(np.sqrt(np.mean(points(x) ** 2))), int(np.sum(seeds)), half)
+    return Share(math.exp(x[0]), float(np.sqrt(np.mean(points(x) ** 2))), int(np.sum(seeds)))
+
+
+def resampled(runs: Sequence[Run], random: np.random.Generator) -> list[Run]:
+    """For each N and D as many of bf16's seeds, drawn with replacement, with all their runs."""
+    cells: dict[tuple, dict[int, list[Run]]] = {}
+    for r in runs:
+        cells.setdefault((r.parameters, r.tokens), {}).setdefault(r.seed, []).append(r)
+    drawn = []
+    for seeds in cells.values():
+        known = [seed for seed, of in seeds.items() if any(r.method == "bf16" for r in of)]
+        for i, seed in enumerate(random.choice(known, len(known)) if known else ()):
+            drawn += [replace(r, seed=i) for r in seeds[seed]]
+    return drawn
+
+
+def intervals(runs: Sequence[Run], methods: Sequence[str], outer: bool) -> dict[tuple[str, str], str]:
+    """(method, "parameters" or "tokens") -> " (low to high)", 95% of resampled shares; "" with one seed."""
+    kinds = [(m, of) for m in methods for of in ("parameters", "tokens")]
+    if len({r.seed for r in runs}) < 2:
+        return dict.fromkeys(kinds, "")
+    random, shares = np.random.default_rng(0), []
+    for _ in range(DRAWS):
+        drawn = resampled(runs, random)
+        law = fit_law(drawn, outer)
+        shares.append([effective(law, drawn, *kind).share for kind in kinds])
+    return {kind: " ({:.2f} to {:.2f})".format(*np.percentile(v, [2.5, 97.5])) for kind, v in zip(kinds, zip(*shares))}
 
 
 def reference(runs: Sequence[Run]) -> float:
@@ -269,10 +283,11 @@ def report(runs: Sequence[Run]) -> str:
     lines += ["The law of bf16's losses: E + (A (N / 100M)^-a + B (D / 1B)^-b)^c"]
     lines += [table(["", "E", "A", "a", "B", "b", "c", "rms, %"], rows), ""]
     for name, law in laws.items():
-        rows = []
+        rows, ranges = [], intervals(runs, methods, outer=name == "c fitted")
         for m in methods:
             n, d = effective(law, runs, m), effective(law, runs, m, "tokens")
-            rows.append([m, n.runs, n, f"{n.rms:.2f}", d, f"{d.rms:.2f}"])
+            of_n, of_d = f"{n.share:.3f}{ranges[m, 'parameters']}", f"{d.share:.3f}{ranges[m, 'tokens']}"
+            rows.append([m, n.runs, of_n, f"{n.rms:.2f}", of_d, f"{d.rms:.2f}"])
         header = ["method", "runs", "of N", "rms, points", "of D", "rms, points"]
         lines += [f"Effective parameters and effective tokens, {name}", table(header, rows), ""]
     lines += ["Gap to bf16 in percent", gap_table(runs, methods), ""]
