@@ -134,7 +134,7 @@ missing = []
 for name in re.findall(r"^[A-Za-z0-9_-]+", open("requirements.txt").read(), re.M):
     if name in ("fastapi", "uvicorn", "setuptools", "pytest", "pytest-xdist", "ruff") or (name == "triton" and sys.platform != "linux"):
         continue  # not needed to train
-    if importlib.util.find_spec({"muon-optimizer": "muon"}.get(name, name)) is None and name not in missing:
+    if importlib.util.find_spec(name) is None and name not in missing:
         missing.append(name)
 print(" ".join(missing))
 PYTHON

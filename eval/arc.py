@@ -22,8 +22,8 @@ def row_problem(row: dict) -> str | None:
 
 
 class ARC(RowTask):
-    VERSION = 1
     eval_type = "categorical"
+    evaluate = staticmethod(same_letter)
 
     def __init__(self, subset: str, split: str, **kwargs: Any):
         one_of("the ARC subset", subset, ("ARC-Easy", "ARC-Challenge"))
@@ -35,6 +35,3 @@ class ARC(RowTask):
         letters = row["choices"]["label"]  # A to D mostly, sometimes 1 to 4
         question = render_mc(row["question"], letters, row["choices"]["text"])
         return message_pair(question, row["answerKey"]) | {"letters": letters}
-
-    def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
-        return same_letter(conversation, answer)

@@ -37,8 +37,8 @@ def answer_parts(answer: str) -> list[dict[str, str]]:
 
 
 class GSM8K(RowTask):
-    VERSION = 1
     eval_type = "generative"
+    evaluate = staticmethod(same_final_number)
 
     def __init__(self, subset: str, split: str, **kwargs: Any):
         one_of("the GSM8K subset", subset, ("main", "socratic"))
@@ -48,6 +48,3 @@ class GSM8K(RowTask):
     def get_example(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
         return message_pair(row["question"], answer_parts(row["answer"]))
-
-    def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
-        return same_final_number(conversation, answer)

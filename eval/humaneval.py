@@ -36,7 +36,6 @@ def extract_program(completion: str) -> str:
 
 
 class HumanEval(RowTask):
-    VERSION = 1
     eval_type = "generative"
 
     def __init__(self, **kwargs: Any):

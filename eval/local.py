@@ -22,6 +22,7 @@ THINGS = ("apples", "books", "coins", "stamps", "shells", "cards", "pencils", "m
 
 class LocalChoice(DrawnTask):
     eval_type = "categorical"
+    evaluate = staticmethod(same_letter)
 
     def make(self, rng: random.Random) -> dict[str, Any]:
         initials = rng.sample(sorted({word[0] for word in LOCAL_WORDS}), len(LETTERS))
@@ -30,12 +31,10 @@ class LocalChoice(DrawnTask):
         question = f"Which word begins with the letter {initials[right]}?"
         return message_pair(render_mc(question, LETTERS, choices), LETTERS[right]) | {"letters": LETTERS}
 
-    def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
-        return same_letter(conversation, answer)
-
 
 class LocalArithmetic(DrawnTask):
     eval_type = "generative"
+    evaluate = staticmethod(same_final_number)
 
     def make(self, rng: random.Random) -> dict[str, Any]:
         name, thing = rng.choice(NAMES), rng.choice(THINGS)
@@ -58,9 +57,6 @@ class LocalArithmetic(DrawnTask):
             {"type": "text", "text": f"{result} {thing}.\n#### {result}"},
         ]
         return message_pair(question, answer)
-
-    def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
-        return same_final_number(conversation, answer)
 
 
 class LocalCode(DrawnTask):

@@ -27,8 +27,8 @@ def row_problem(row: dict) -> str | None:
 
 
 class MMLU(RowTask):
-    VERSION = 1
     eval_type = "categorical"
+    evaluate = staticmethod(same_letter)
 
     def __init__(self, subset: str, split: str, **kwargs: Any):
         one_of("the MMLU subset", subset, ("all", "auxiliary_train"))
@@ -39,6 +39,3 @@ class MMLU(RowTask):
         row = unwrap(self.rows[index])
         question = render_mc(row["question"], LETTERS, row["choices"])
         return message_pair(question, LETTERS[row["answer"]]) | {"subject": row["subject"], "letters": LETTERS}
-
-    def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
-        return same_letter(conversation, answer)

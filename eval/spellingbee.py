@@ -16,8 +16,8 @@ from nanochat_fp4.data.chat_data import DrawnTask, counting_conversation, load_w
 class SpellingBee(DrawnTask):
     """`size` conversations. The splits draw different words. words is the list to draw from, by default load_words'."""
 
-    VERSION = 1
     eval_type = "generative"
+    evaluate = staticmethod(same_final_number)
 
     def __init__(
         self,
@@ -32,6 +32,3 @@ class SpellingBee(DrawnTask):
 
     def make(self, rng: random.Random) -> dict[str, Any]:
         return counting_conversation(self.words, rng)
-
-    def evaluate(self, conversation: dict[str, Any], answer: str) -> bool:
-        return same_final_number(conversation, answer)

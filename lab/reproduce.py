@@ -25,7 +25,7 @@ from lab.study import sweep, sweep_scheduler
 from lab.study.reproduce_common import Context, Outcome
 from lab.study.reproduce_concentration import fig9
 from lab.study.reproduce_horizon import claims, frontier, horizon
-from lab.study.reproduce_numerics import candidates, inputs, operands, table1, table2
+from lab.study.reproduce_numerics import candidates, operands, table1, table2
 from lab.study.reproduce_speed import fig6, table7
 from lab.study.reproduce_time import equal_time, extra_steps
 from lab.study.reproduce_training import made
@@ -43,7 +43,6 @@ ITEMS: dict[str, Callable[[Context], Outcome]] = {
     **{name: partial(made, name) for name in ("systems", "attribution")},
     "operands": operands,
     "candidates": candidates,
-    "inputs": inputs,
     "remedies": partial(made, "remedies"),
 }
 OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # of --results alone

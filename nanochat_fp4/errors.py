@@ -41,7 +41,7 @@ def one_line(error: BaseException | str) -> str:
 
 # The extra of this package that brings a module, and the packages that no extra brings.
 EXTRAS = {
-    "train": ("datasets", "filelock", "huggingface_hub", "matplotlib", "muon", "pyarrow", "rustbpe", "safetensors",
+    "train": ("datasets", "filelock", "huggingface_hub", "matplotlib", "pyarrow", "rustbpe", "safetensors",
               "tiktoken", "tqdm", "wandb", "yaml"),
     "export": ("compressed_tensors", "gguf", "tokenizers", "transformers"),
     "web": ("fastapi", "starlette", "uvicorn"),

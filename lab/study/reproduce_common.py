@@ -78,7 +78,7 @@ class Context:
         return sweep_scheduler.Sweep(self.folder, where, devices), plan
 
 
-def trained_model(context: Context, size: str, rows: int = 4) -> tuple[Any, str, str]:
+def trained_model(context: Context, size: str) -> tuple[Any, str, str]:
     """((a bf16 model of that size, on this machine's device, and x, y of validation text), its checkpoint's tag, the
     data's folder); trained first if it is not there."""
     where, plan = context.runs(["bf16"], [size], ratio=2.0)
@@ -91,7 +91,7 @@ def trained_model(context: Context, size: str, rows: int = 4) -> tuple[Any, str,
     with sweep_scheduler.base_directory(where.folder):
         model, tokenizer, _ = build_model(checkpoints / run.tag, None, device, "train")
         batches = tokenizing_distributed_data_loader_bos_bestfit(
-            tokenizer, rows, model.config.sequence_len, "val", device=device, data_dir=where.data_dir
+            tokenizer, 4, model.config.sequence_len, "val", device=device, data_dir=where.data_dir
         )
         x, y = next(iter(batches))
     # FP32 throughout: BF16's rounding of activations and gradients would be a floor under what is measured.

@@ -9,7 +9,6 @@ import nanochat_fp4 as nf
 from lab.measure import traffic
 from lab.study import sweep_runs
 from lab.study.reproduce_common import Context, Outcome, trained_model
-from nanochat_fp4.nvfp4.feedback import DAMPING, feedback_factor, products_of_rows, round_with_feedback
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotation_matrix
 from nanochat_fp4.nvfp4.quantizers import (
     Rounding,
@@ -209,72 +208,3 @@ def candidates(context: Context) -> Outcome:
         numbers,
         measured_on=f"{samples:,} samples, seed 1",
     )
-
-
-def of_inputs(x: torch.Tensor, weight: torch.Tensor) -> dict[str, float]:
-    """Shares of x's energy, and errors of the output on rows of x that no rounding has seen, over the output's energy.
-
-    x (T, K) of a layer, whose first three quarters are looked at. Errors are those of 4/6 of both operands; with the
-    input's channel means in a product of their own; with the weight rounded for the inputs (feedback); and with the
-    weight first made the best one for rounded inputs.
-    """
-    x, weight = x.detach().float().reshape(-1, x.shape[-1]), weight.detach().float()
-    seen, unseen = x.split([len(x) * 3 // 4, len(x) - len(x) * 3 // 4])
-    search, mean = get_rounding("scale_search_6"), seen.mean(0)
-
-    def rounded(rows: torch.Tensor) -> torch.Tensor:
-        return nf.quantize(rows, "four_over_six").dequantize()
-
-    def error(q: torch.Tensor, apart: torch.Tensor | float = 0.0) -> float:
-        wanted = unseen @ weight.T
-        return float(((rounded(unseen - apart) + apart) @ q.T - wanted).square().sum() / wanted.square().sum())
-
-    def feedback(w: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return round_with_feedback(w[None], [feedback_factor(products_of_rows(rows))], search)[0].dequantize()
-
-    codes = rounded(seen)
-    ridge = DAMPING * seen.square().mean() * len(seen) * torch.eye(x.shape[1])
-    best = torch.linalg.solve(products_of_rows(codes) + ridge, (codes.T @ seen + ridge) @ weight.T).T
-    return {
-        "mean": float(mean.square().sum() / seen.square().sum() * len(seen)),
-        "four_over_six": error(rounded(weight)),
-        "means_apart": error(rounded(weight), mean),
-        "feedback": error(feedback(weight, seen)),
-        "input_aware": error(feedback(best, codes)),
-    }
-
-
-def inputs(context: Context) -> Outcome:
-    def compute() -> dict:
-        (model, x, y), tag, data = trained_model(context, "d8", rows=64)
-        found: dict[str, dict[str, float]] = {}
-        layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and ".h." in n}
-        hooks = [
-            layer.register_forward_pre_hook(
-                lambda layer, args, name=name: found.update({name: of_inputs(args[0], layer.weight)})
-            )
-            for name, layer in layers.items()
-        ]
-        with torch.no_grad():
-            model(x, y)
-        for hook in hooks:
-            hook.remove()
-        return {"layers": found, "measured_on": f"{tag}, data {data}, a batch of 64 validation sequences"}
-
-    value = context.piece("inputs", context.trained_on(), compute)
-    rows = [
-        [
-            name,
-            f"{100 * of['mean']:.1f}%",
-            *(f"{1e3 * of[k]:.2f}" for k in ("four_over_six", "means_apart", "feedback", "input_aware")),
-        ]
-        + [f"{100 * (of['input_aware'] / of['feedback'] - 1):+.1f}%"]
-        for name, of in value["layers"].items()
-    ]
-    notes = [
-        "channel means: |mean of x|^2 over the mean of |x|^2; below 5% they are not worth a product of their own",
-        "errors of the output in 1e-3 of its energy, on a quarter of the rows that no rounding has seen",
-        "input-aware: feedback of the weight that is best for the rounded input; go if it takes 10% off",
-    ]
-    header = ["layer", "channel means", "4/6", "means apart", "feedback", "input-aware", "over feedback"]
-    return Outcome("What a layer's inputs would give", header, rows, notes, value, measured_on=value["measured_on"])

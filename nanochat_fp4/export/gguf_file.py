@@ -35,19 +35,6 @@ PRE_TOKENIZER_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-_LAYER = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
 # The keys that are read: llama.* by their names in config.json, and keys whose only value changes nothing.
 _CONFIG = {
     "context_length": "max_position_embeddings",
@@ -149,14 +136,10 @@ def unpack_blocks(data: Tensor, tensor_scale: Tensor) -> NVFP4Tensor:
 
 def names(about: Description) -> dict[str, str]:
     """Our names of modules -> theirs."""
-    found = {}
-    for ours, theirs in about.names.items():
-        if theirs in _OUTSIDE:
-            found[ours] = _OUTSIDE[theirs]
-        else:
-            _, _, layer, rest = theirs.split(".", 3)
-            found[ours] = f"blk.{layer}.{_LAYER[rest]}"
-    return found
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    known = get_tensor_name_map(MODEL_ARCH.LLAMA, about.config["num_hidden_layers"])
+    return {ours: known.get_name(theirs) for ours, theirs in about.names.items()}
 
 
 def rows(about: Description, name: str, tensor: Tensor, back: bool = False) -> Tensor:

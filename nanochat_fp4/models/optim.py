@@ -145,69 +145,50 @@ def weight_decay_at(step: int, num_iterations: int, initial: float) -> float:
 # Muon
 
 
-def polar_express(g: Tensor, steps: int = 5) -> Tensor:
+def polar_express(g: Tensor) -> Tensor:
     """
     Roughly the nearest semi-orthogonal matrix U V^T of each g = U S V^T, both `(..., M, N)`, in g's dtype.
 
-    The most steps are 5. After 5 steps, singular values that were above 1/1000 of the norm are in 0.84 to 1.15. Others
-    are smaller.
+    Singular values that were above 1/1000 of the norm are in 0.84 to 1.15. Others are smaller.
     """
-    if not 1 <= steps <= len(POLAR_EXPRESS):
-        raise ValueError(f"Polar Express has coefficients for 1 to {len(POLAR_EXPRESS)} steps, not for {steps}")
     tall = g.size(-2) > g.size(-1)
     x = g.mT if tall else g
     # The coefficients need singular values below 1; 2% of margin for the rounding of BF16.
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
-    for a, b, c in POLAR_EXPRESS[:steps]:
+    for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
     return x.mT if tall else x
-
-
-def newton_schulz(g: Tensor, steps: int = 5) -> Tensor:
-    """The same by Keller Jordan's fixed quintic (the muon-optimizer package): singular values in about 0.7 to 1.2."""
-    from muon import zeropower_via_newtonschulz5
-
-    return zeropower_via_newtonschulz5(g, steps)
-
-
-ORTHOGONALIZERS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "polar_express": polar_express,
-    "newton_schulz": newton_schulz,
-}
 
 
 def muon_update(
     params: Tensor,
     grads: Tensor,
     momentum_buffer: Tensor,
-    second_momentum_buffer: Tensor | None,
+    second_momentum_buffer: Tensor,
     momentum: Tensor,
     beta2: Tensor,
     lr: Tensor,
     weight_decay: Tensor,
-    orthogonalizer: str,
-    ns_steps: int,
     dtype: torch.dtype,
 ) -> None:
     """
     One step for K matrices of one shape at once; params, both buffers and grads (which is scratch) change in place.
 
     params, grads and momentum_buffer are `(K, M, N)`. second_momentum_buffer is `(K, M, 1)` where M >= N, else
-    `(K, 1, N)`; None switches variance reduction off. The hyper-parameters are 0-d tensors, so that a schedule does not
+    `(K, 1, N)`. The hyper-parameters are 0-d tensors, so that a schedule does not
     recompile. lr includes the factor for the shape. The orthogonalization computes in dtype.
     """
     momentum_buffer.lerp_(grads, 1 - momentum)
     g = grads.lerp_(momentum_buffer, momentum)
-    update = ORTHOGONALIZERS[orthogonalizer](g.to(dtype), ns_steps).float()
-    if second_momentum_buffer is not None:
-        along = -1 if second_momentum_buffer.size(-1) == 1 else -2
-        mean_square = update.square().mean(dim=along, keepdim=True)
-        second_momentum_buffer.lerp_(mean_square.to(second_momentum_buffer.dtype), 1 - beta2)
-        scale = second_momentum_buffer.float().clamp_min(1e-10).rsqrt()
-        before = mean_square.sum(dim=(-2, -1), keepdim=True).sqrt()
-        after = (mean_square * scale.square()).sum(dim=(-2, -1), keepdim=True).sqrt()
-        update = update * (scale * (before / after.clamp_min(1e-10)))
+    update = polar_express(g.to(dtype)).float()
+    along = -1 if second_momentum_buffer.size(-1) == 1 else -2
+    mean_square = update.square().mean(dim=along, keepdim=True)
+    second_momentum_buffer.lerp_(mean_square.to(second_momentum_buffer.dtype), 1 - beta2)
+    scale = second_momentum_buffer.float().clamp_min(1e-10).rsqrt()
+    before = mean_square.sum(dim=(-2, -1), keepdim=True).sqrt()
+    after = (mean_square * scale.square()).sum(dim=(-2, -1), keepdim=True).sqrt()
+    update = update * (scale * (before / after.clamp_min(1e-10)))
     agrees = (update * params) >= 0
     params.sub_((lr * (update + weight_decay * params * agrees)).to(params.dtype))
 
@@ -228,12 +209,8 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: 2-D parameters, floating.
-        momentum, beta2: decay rates of the first and second moment; beta2 None switches variance reduction off.
-        ns_steps: steps of the orthogonalization.
+        momentum, beta2: decay rates of the first and second moment.
         weight_decay: cautious, that is only where weight decay and update have the same sign.
-        orthogonalizer: "polar_express" (nanochat's) or "newton_schulz" (the muon-optimizer package's).
-        dtype: of the orthogonalization. The default is BF16 on CUDA and the parameters' dtype elsewhere, because BF16
-            products can be many times slower there.
         stack_elements: how many elements are updated at a time. The memory of a step is proportional to this number.
     lean: set by lean.Lean, else None. Weights are then BF16, and the momentum 8 bits.
     Raises ValueError for parameters that are not matrices, and in step() for missing gradients.
@@ -246,32 +223,19 @@ class Muon(torch.optim.Optimizer):
         params: Iterable[Tensor],
         lr: float = 0.02,
         momentum: float = 0.95,
-        ns_steps: int = 5,
-        beta2: float | None = 0.95,
+        beta2: float = 0.95,
         weight_decay: float = 0.0,
-        orthogonalizer: str = "polar_express",
-        dtype: torch.dtype | None = None,
         stack_elements: int = STACK_ELEMENTS,
     ):
         params = list(params)
         for p in params:
             if p.ndim != 2:
                 raise ValueError(f"Muon is for matrices, not for shape {tuple(p.shape)}; give this one to AdamW")
-        if orthogonalizer not in ORTHOGONALIZERS:
-            raise ValueError(f"unknown orthogonalizer {orthogonalizer!r}; use one of {', '.join(ORTHOGONALIZERS)}")
         self.rank, self.world_size = _rank_and_world_size()
-        self.dtype, self.stack_elements = dtype, stack_elements
+        self.stack_elements = stack_elements
         shapes = sorted({tuple(p.shape) for p in params})  # sorted: the same order on every rank
         groups = [dict(params=[p for p in params if tuple(p.shape) == shape]) for shape in shapes]
-        defaults = dict(
-            lr=lr,
-            momentum=momentum,
-            ns_steps=ns_steps,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            orthogonalizer=orthogonalizer,
-            world_size=self.world_size,
-        )
+        defaults = dict(lr=lr, momentum=momentum, beta2=beta2, weight_decay=weight_decay, world_size=self.world_size)
         super().__init__(groups, defaults)
 
     def _chunk_size(self, group: dict[str, Any]) -> int:
@@ -382,10 +346,8 @@ class Muon(torch.optim.Optimizer):
         dtype = stack.dtype if lean is None else torch.float32
         if "momentum_buffer" not in state:
             new_moment(state, "momentum_buffer", stack[:1].expand(chunk, -1, -1), lean is not None)
-            if group["beta2"] is not None:
-                shape = (chunk, rows, 1) if rows >= columns else (chunk, 1, columns)
-                state["second_momentum_buffer"] = stack.new_zeros(shape, dtype=dtype)
-        second = state["second_momentum_buffer"][part] if group["beta2"] is not None else None
+            shape = (chunk, rows, 1) if rows >= columns else (chunk, 1, columns)
+            state["second_momentum_buffer"] = stack.new_zeros(shape, dtype=dtype)
         update = _compiled_muon_update() if stack.is_cuda else muon_update
 
         def apply(weights: Tensor, grads: Tensor, momentum_buffer: Tensor) -> None:
@@ -393,14 +355,12 @@ class Muon(torch.optim.Optimizer):
                 weights,
                 grads,
                 momentum_buffer,
-                second,
+                state["second_momentum_buffer"][part],
                 torch.tensor(group["momentum"], dtype=torch.float32),
-                torch.tensor(group["beta2"] or 0.0, dtype=torch.float32),
+                torch.tensor(group["beta2"], dtype=torch.float32),
                 torch.tensor(group["lr"] * max(1.0, rows / columns) ** 0.5, dtype=torch.float32),
                 torch.tensor(group["weight_decay"], dtype=torch.float32),
-                group["orthogonalizer"],
-                group["ns_steps"],
-                self.dtype or (torch.bfloat16 if stack.is_cuda else dtype),
+                torch.bfloat16 if stack.is_cuda else dtype,  # elsewhere BF16 products can be many times slower
             )
 
         if lean is None:

@@ -163,16 +163,6 @@ def test_what_a_weight_could_learn_of_a_rounding():
         assert abs(found[name]["of_mean"]) < 0.02 * found[name]["mse"]
 
 
-def test_what_the_inputs_of_a_layer_would_give():
-    generator = torch.Generator().manual_seed(0)
-    few, weight = torch.randn(4, 64, generator=generator), torch.randn(32, 64, generator=generator)
-    found = reproduce_numerics.of_inputs(few.repeat(256, 1), weight)
-    assert found["input_aware"] < 0.5 * found["feedback"]  # the errors of four different rows are known exactly
-    found = reproduce_numerics.of_inputs(3 + torch.randn(4096, 64, generator=generator), weight)
-    assert found["mean"] == pytest.approx(0.9, abs=0.01)
-    assert max(found["feedback"], found["means_apart"]) < 0.9 * found["four_over_six"]
-
-
 def test_operand_statistics_by_hand():
     generator = torch.Generator().manual_seed(0)
     s = operand_statistics(torch.randn(512, 128, generator=generator))

@@ -47,7 +47,6 @@ def simulated_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, s
 
 
 REAL_SCALED_MM = getattr(torch.nn.functional, "scaled_mm", None)
-NO_TENSOR_CORES_REASON = dispatch.no_tensor_cores_reason
 
 
 def simulated_mm_fp4(a, b, a_descale, b_descale, alpha, out_dtype, *, block_size, use_8x4_sf_layout):
@@ -396,6 +395,9 @@ def test_a_gpu_is_probed_in_a_child_process(monkeypatch):
     forget()
     assert dispatch._look("cuda", "dot_scaled") == (64, "[probe_implementation('cuda:3', 'dot_scaled')]")
     forget()
+    monkeypatch.setattr(dispatch, "in_child", lambda module, call: ([], "ended its process"))
+    assert dispatch._look("cuda", "dot_scaled") == (None, "ended its process")
+    forget()
 
 
 def test_other_streams_do_not_share_the_buffer_of_alpha(blackwell):
@@ -496,6 +498,15 @@ def test_what_runs_on_tensor_cores(recorded, blackwell, method):
             assert relative_square_error(g.detach(), w.detach()) < 3e-5  # the interpreter truncates to BF16
 
 
+def test_where_flashinfer_alone_works_fp32_is_emulated(recorded, blackwell):
+    blackwell.setattr(
+        dispatch, "_look", functools.cache(lambda device, name: (1, "") if name == "flashinfer" else (None, "is wrong"))
+    )
+    blackwell.setenv("NVFP4_KERNELS", "reference")
+    _, calls = recorded("clover", "auto")
+    assert [(name, dtype) for name, *_, dtype in calls] == [("mm_fp4", torch.bfloat16)] * 2
+
+
 @pytest.mark.parametrize("name, kernels", [("scaled_mm", "reference"), ("dot_scaled", "triton")])
 def test_a_layer_with_ragged_edges(recorded, blackwell, name, kernels):
     """150 tokens: tiles that end inside of a matrix, padded groups in wgrad."""
@@ -519,101 +530,6 @@ def test_weights_made_once_have_their_scales_in_tiles(recorded, blackwell):
         (weight,) = model[0].context.weights.values()
         assert weight.scales.dim() == 1
         model(torch.randn(32, 64)).sum().backward()
-
-
-def product_of(a, a_scales, a_factor, b, b_scales, b_factor, out_dtype, scales_of=unswizzle_scales):
-    """Of the bytes that an operator was given."""
-    x, y = (
-        decode(codes, scales_of(s, codes.shape[0], codes.shape[1] // 8)) for codes, s in ((a, a_scales), (b, b_scales))
-    )
-    return ((x @ y.T) * (a_factor * b_factor)).to(out_dtype)
-
-
-def taken_as_rows(scales, rows, columns):
-    return scales[: rows * columns].view(rows, columns)
-
-
-def missing(*operands):
-    raise AttributeError("no such operator")
-
-
-BEHAVIOUR = {"present": product_of, "wrong": functools.partial(product_of, scales_of=taken_as_rows), "absent": missing}
-# scaled_mm, dot_scaled, flashinfer
-STATES = ("present present present", "absent present wrong", "wrong present absent", "crashing present present",
-          "absent wrong present", "wrong crashing present", "crashing absent present",
-          "absent absent absent", "wrong wrong wrong", "crashing crashing crashing")  # fmt: skip
-
-
-@functools.cache
-def emulated_step(method):
-    return step(method, 128, 64, 128, torch.bfloat16)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    "capability, states",
-    # sm_90 asks for none of them, and sm_100 and sm_120 are the same to a layer.
-    [((9, 0), STATES[0]), *(((10, 0), states) for states in STATES), ((12, 0), STATES[0])]
-    + [((12, 1), states) for states in STATES if "present" in states],
-)
-def test_what_runs_where(blackwell, monkeypatch, capability, states):
-    """Products on each GPU, from the probe to the operator, its operands' layouts and its product; where all is as it
-    should be, every method's.
-
-    A wrong implementation is one that ignores the layout of scales. A crashing one ends the child process.
-    """
-    import triton
-    from nvfp4_kernels import matmul
-
-    state = dict(zip(dispatch.IMPLEMENTATIONS, states.split()))
-    blackwell.setenv("NVFP4_KERNELS", "reference")
-    blackwell.setenv("NVFP4_GEMM", "emulated")
-    forget()
-    methods = nf.METHODS if states == STATES[0] else ("bf16", "nvidia", "clover")
-    want = {method: emulated_step(method) for method in methods}
-    calls = []
-
-    def operator(name):
-        def call(*operands):
-            check_operands(operands[:3], operands[3:6])
-            calls.append((name, operands[6]))
-            return BEHAVIOUR[state[name]](*operands)
-
-        return call
-
-    def child(module, call):
-        name = next(name for name in state if repr(name) in call)
-        if state[name] == "crashing":
-            return [], "ended its process with status -11 (Segmentation fault)"
-        return [dispatch.probe_implementation("cpu", name)], ""
-
-    for name in state:
-        monkeypatch.setattr(matmul, "mm_fp4" if name == "flashinfer" else name, operator(name))
-    if state["flashinfer"] != "absent":
-        install_flashinfer(blackwell, None)
-    look = dispatch._look.__wrapped__
-    monkeypatch.setattr(dispatch, "_look", functools.cache(lambda device_type, name: look("cuda", name)))
-    monkeypatch.setattr(dispatch, "in_child", child)
-    monkeypatch.setattr(dispatch, "no_tensor_cores_reason", lambda device_type: NO_TENSOR_CORES_REASON("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(triton, "__version__", "3.7.1")  # has no dot_scaled for sm_121
-    blackwell.delenv("NVFP4_GEMM")
-    dispatch.native_choice.cache_clear()
-
-    usable = [name for name, how in state.items() if how == "present" and capability >= (10, 0)]
-    usable = [name for name in usable if (name, capability) != ("dot_scaled", (12, 1))]
-    assert dispatch.native_choice("cpu")[0] == (usable[0] if usable else None)
-    for method in methods:
-        calls.clear()
-        got = step(method, 128, 64, 128, torch.bfloat16)
-        # flashinfer makes BF16 alone. It is taken where no other one works, and then FP32 is emulated.
-        dtypes = [torch.bfloat16, torch.bfloat16, torch.float32][: PRODUCTS[method] if usable else 0]
-        expected = [(usable[0], d) for d in dtypes if usable[0] != "flashinfer" or d == torch.bfloat16]
-        assert calls == expected, method
-        for g, w in zip(got, want[method]):
-            assert relative_square_error(g.detach(), w.detach()) < 3e-5, method
 
 
 FOUND = {
