@@ -176,8 +176,8 @@ def muon_update(
     One step for K matrices of one shape at once; params, both buffers and grads (which is scratch) change in place.
 
     params, grads and momentum_buffer are `(K, M, N)`. second_momentum_buffer is `(K, M, 1)` where M >= N, else
-    `(K, 1, N)`. The hyper-parameters are 0-d tensors, so that a schedule does not
-    recompile. lr includes the factor for the shape. The orthogonalization computes in dtype.
+    `(K, 1, N)`. The hyper-parameters are 0-d tensors, so that a schedule does not recompile. lr includes the factor for
+    the shape. The orthogonalization computes in dtype.
     """
     momentum_buffer.lerp_(grads, 1 - momentum)
     g = grads.lerp_(momentum_buffer, momentum)
