@@ -349,7 +349,7 @@ def run_hours(
 
 def digits(number: float, count: int = 3) -> str:
     """So many significant digits, or all before the point."""
-    return f"{number:,.0f}" if number >= 10**count else f"{number:.{count}g}"
+    return f"{number:,.0f}" if number >= 10**count - 0.5 else f"{number:.{count}g}"
 
 
 def estimate(machine: Machine, depth: int, method: str, tokens: float, **run) -> str:

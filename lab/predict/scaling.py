@@ -172,6 +172,8 @@ def intervals(runs: Sequence[Run], methods: Sequence[str], outer: bool) -> dict[
     random, shares = np.random.default_rng(0), []
     for _ in range(DRAWS):
         drawn = resampled(runs, random)
+        if not all(pairs(drawn, m) for m in methods):
+            continue
         law = fit_law(drawn, outer)
         shares.append([effective(law, drawn, *kind).share for kind in kinds])
     return {kind: " ({:.2f} to {:.2f})".format(*np.percentile(v, [2.5, 97.5])) for kind, v in zip(kinds, zip(*shares))}

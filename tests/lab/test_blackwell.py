@@ -98,6 +98,9 @@ def test_validation_and_checkpoints_are_in_a_runs_hours():
     evaluated = 86 * 20 * 524288
     assert total == pytest.approx(tokens / speed / 3600 + validation + saving)
     assert validation * 3600 > evaluated / 3 * (1 / speed + 1 / plain) and saving == pytest.approx(0.032, rel=0.05)
+    assert [step_time.digits(*v) for v in ((6367.4,), (999.7,), (41.04,), (9.6, 1), (0.034, 1))] == [
+        "6,367", "1,000", "41", "10", "0.03"
+    ]  # fmt: skip
     line = step_time.estimate(machine, 20, "clover", tokens, micro_batch=8192, **cards.SPEEDRUN)
     assert f"{total:.3g} hours" in line and f"{validation:.2g} of them validation" in line
 
