@@ -37,6 +37,7 @@ CHOSEN=()     # names, in the order they are printed
 CONFIG=""     # what makes two runs different runs
 DEFAULTS=""   # the same, had nothing been overridden
 A_NUMBER='^-?[0-9]*\.?[0-9]+([eE]-?[0-9]+)?$'
+AN_INTEGER='^-?[0-9]+$'
 
 # choose NAME=default...: set each variable that is not set.
 choose() {
@@ -47,6 +48,10 @@ choose() {
         [ -n "${!name:-}" ] || printf -v "$name" '%s' "${pair#*=}"
         [[ ! "${pair#*=}" =~ $A_NUMBER || "${!name}" =~ $A_NUMBER || "$name=${!name}" = DEVICE_BATCH=auto ]] ||
             die "$name=${!name}: expected a number, such as the default ${pair#*=}; set another one or leave $name out"
+        if [ "$name" != DATA_RATIO ] && [[ "${pair#*=}" =~ $AN_INTEGER && ! "${!name}" =~ $AN_INTEGER ]]; then
+            [ "$name=${!name}" = DEVICE_BATCH=auto ] ||
+                die "$name=${!name}: expected a whole number, such as the default ${pair#*=}; set one or leave $name out"
+        fi
         case $name in
         # How often something is measured or saved does not make another run.
         # Nor do the later stages make another base model.
@@ -165,17 +170,19 @@ print_plan() { # TITLE TAG...
 # How long the run will take on one GPU, this one or GPU=rtx5090: predicted, where there are numbers for it. The
 # micro-batch is DEVICE_BATCH, or with auto the one of the memory by count.
 print_estimate() {
-    local tokens=0 saves=0 rows=$DEVICE_BATCH micro_batch=8192 lines
+    local tokens=0 saves=0 rows=$DEVICE_BATCH micro_batch=8192 lines ratio=()
     [ -n "${GPU:-}" ] || { [ "$NUM_GPUS" -gt 0 ] && [ "$NPROC" -eq 1 ]; } || return 0
     ! [[ $SAVE_EVERY =~ ^[0-9]+$ ]] || saves=$((SAVE_EVERY * TOTAL_BATCH))
     [ "$NUM_ITERATIONS" -lt 0 ] || tokens=$((NUM_ITERATIONS * TOTAL_BATCH))
     [ "$rows" != auto ] || rows=$(sed -n '1s/.*GiB: \([0-9]*\) row.*/\1/p' <<<"$FITS")
     [ -z "$rows" ] || micro_batch=$((rows * SEQ_LEN))
+    [[ $DATA_RATIO = -* ]] || ratio=(--ratio "$DATA_RATIO")
     if ! lines=$("$PY" -m nanochat_fp4.step_time --gpu "${GPU:-}" --depth "$DEPTH" --tokens "$tokens" \
-        --micro-batch "$micro_batch" --ratio "$DATA_RATIO" --shards "$NUM_SHARDS" \
+        --micro-batch "$micro_batch" ${ratio[@]+"${ratio[@]}"} --shards "$NUM_SHARDS" \
         --eval-every "$((EVAL_EVERY * TOTAL_BATCH))" --eval-tokens "$EVAL_TOKENS" --save-every "$saves" \
         --methods "$(IFS=, && echo "${METHODS[*]}")" 2>&1); then
-        [ -z "${GPU:-}" ] || die "GPU=$GPU: ${lines#error: --gpu: }"
+        [[ -z ${GPU:-} || $lines != "error: --gpu: "* ]] || die "GPU=$GPU: ${lines#error: --gpu: }"
+        [ -z "${GPU:-}" ] || die "${lines#error: }"
         lines="" # of this machine's GPU nothing may be known
     fi
     [ -z "$lines" ] || sed '1!s/^/    /' <<<"  predicted time of the base training on one GPU, without mid-training, SFT and benchmarks (python -m nanochat_fp4.step_time):"$'\n'"$lines"

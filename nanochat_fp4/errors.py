@@ -141,6 +141,8 @@ def run_main(main: Callable[[], Any]) -> None:
 
 def _reader_has_gone() -> bool:
     """Whether stdout is a pipe that nobody reads any more."""
+    if sys.stdout is None:  # closed when Python started
+        return False
     pipe = select.poll()
     with contextlib.suppress(OSError, ValueError):  # no file behind it
         pipe.register(sys.stdout.fileno(), 0)
@@ -149,6 +151,8 @@ def _reader_has_gone() -> bool:
 
 def _let_go_of_stdout() -> None:
     """Flush stdout now. If its reader is gone, drop the rest; otherwise Python would fail at exit."""
+    if sys.stdout is None:
+        return
     try:
         sys.stdout.flush()
     except OSError:

@@ -31,7 +31,7 @@ from nanochat_fp4.errors import run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.models.gpt import compile_layers
 from nanochat_fp4.models.optim import muon_momentum
-from nanochat_fp4.training.flags import add_common_arguments, changed_flags
+from nanochat_fp4.training.flags import add_common_arguments, changed_flags, check_iterations
 from nanochat_fp4.training.micro_batch import plan_accumulation
 from nanochat_fp4.training.setup import PostTraining, run_stage
 from nanochat_fp4.training.trainer import Process, due
@@ -99,6 +99,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(args: argparse.Namespace, process: Process) -> None:
+    check_iterations(args.num_iterations)
     run = PostTraining("mid", "base", args, process)
     model, tokenizer, T = run.model, run.tokenizer, args.max_seq_len or run.config.sequence_len
     device, rank, world_size = process.device, process.rank, process.world_size

@@ -176,6 +176,12 @@ def test_a_reader_that_has_gone_ends_it_without_a_word(monkeypatch, capsys):
     assert e.value.code == 141 and capsys.readouterr().err == ""
 
 
+def test_a_stdout_that_was_closed_before_is_no_failure():
+    code = "from nanochat_fp4.errors import run_main; run_main(lambda: print('done'))"
+    done = subprocess.run(["sh", "-c", f'"{sys.executable}" -c "{code}" >&-'], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_broken_pipe_of_another_reader_is_a_bug():
     def main():
         raise BrokenPipeError

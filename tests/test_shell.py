@@ -154,6 +154,21 @@ def test_a_name_that_is_nearly_one_of_ours_is_refused(environment, name, meant):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("name, value", [("EVAL_EVERY", "1.5"), ("TOTAL_BATCH", "5e5"), ("NUM_ITERATIONS", "1e3")])
+def test_whole_numbers_are_asked_for(environment, name, value):
+    done = bash("speedrun_fp4.sh", environment, **{"PLAN_ONLY": "1", "GPU": "rtx5090", name: value})
+    assert done.returncode == 2 and f"{name}={value}: expected a whole number" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_plan_without_a_ratio_has_the_hours_of_its_steps(environment):
+    ratios = {"DATA_RATIO": "-1", "NUM_ITERATIONS": "1000"}
+    done = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx5090", **ratios)
+    assert done.returncode == 0 and "hours" in done.stdout and "for 0.524B tokens" in done.stdout
+    wrong = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", GPU="rtx5090", DEVICE_BATCH="0")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: --depth and --micro-batch must be at least 1")
+
+
 def test_plan_on_a_cpu(environment):
     done = bash("speedrun_fp4.sh", environment, PLAN_ONLY="1", NUM_ITERATIONS="77")
     shown = plan(done)

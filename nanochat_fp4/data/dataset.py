@@ -221,7 +221,9 @@ def add_data_arguments(parser: argparse.ArgumentParser, default: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description="Download, build or check the training text")
-    parser.add_argument("-n", "--num-files", type=int, default=-1, help="number of shards to download (-1 = all 1823)")
+    parser.add_argument(
+        "-n", "--num-files", type=int, default=None, help="number of shards to download (-1 = all 1823)"
+    )
     parser.add_argument("-w", "--num-workers", type=int, default=4, help="parallel downloads (default: 4)")
     parser.add_argument(
         "--deadline", type=parse_finite, default=1800, help="seconds after which a shard's download gives up"
@@ -233,8 +235,10 @@ def main(argv: list[str] | None = None) -> None:
         "--ensure", action="store_true", help="DATA_DIR, downloaded shards, the hub or the embedded corpus"
     )
     args = parser.parse_args(argv)
-    if args.data_dir:
-        folder = ensure_data(args.data_dir, column=args.text_column)
+    chosen = args.embedded or args.ensure or args.num_files is not None
+    args.num_files = -1 if args.num_files is None else args.num_files
+    if data_dir := args.data_dir or (not chosen and os.environ.get("DATA_DIR")):
+        folder = ensure_data(data_dir, column=args.text_column)
     elif args.embedded:
         folder = build_embedded_corpus(args.size_mb)
     elif args.ensure:

@@ -77,7 +77,7 @@ def read_folder(
     """All rows of <folder>/<inside>/<split>.*, in the order of the file. Raises as load_rows does."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"{flag} {folder} is not a folder; name one that holds {inside}/{split}.jsonl")
+        raise UserError(f"{flag} {folder} is not a folder; name one that holds {Path(inside, split)}.jsonl")
     place = folder / inside
     paths = [place / f"{split}{suffix}" for suffix in SUFFIXES if (place / f"{split}{suffix}").is_file()][:1]
     paths = paths or sorted(place.glob(f"{split}-*-of-*.parquet"))

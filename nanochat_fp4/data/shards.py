@@ -207,6 +207,15 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(tmp, ignore_errors=True)
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether a folder that was made here still has as many shards as its manifest counts."""
+    try:
+        count = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["shards"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return len(list(folder.glob("shard_*.parquet"))) == count
+
+
 def data_lock() -> FileLock:
     """Held while data is made or downloaded, so that the ranks of a node (or two runs) do not do it twice."""
     return FileLock(os.path.join(get_base_dir(), "data.lock"))

@@ -35,6 +35,7 @@ from nanochat_fp4.models.cross_entropy import linear_cross_entropy
 from nanochat_fp4.models.elementwise import ReluSquared, apply_rotary_emb, norm, rotary_tables
 from nanochat_fp4.models.lean import drawn
 from nanochat_fp4.models.recompute import attention_part, can_recompute, mlp_part
+from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs
 from nanochat_fp4.nvfp4.fused import can_be_around_square, fused_linear, relu_squared_linear
 from nanochat_fp4.parallel import is_sharded
 
@@ -226,8 +227,10 @@ def compile_layers(model: nn.Module) -> Callable[..., Tensor]:
         return torch.compile(model, dynamic=False)
     # One function is compiled for each window, micro-batch size and method of a plan, with and without gradients.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    options = COMPILER_OPTIONS if model.get_device().type == "cuda" else None
-    compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True, options=options)
+    device_type = model.get_device().type
+    options = COMPILER_OPTIONS if device_type == "cuda" else None
+    whole = not left_out_of_graphs(device_type)
+    compiled = functools.partial(torch.compile, dynamic=False, fullgraph=whole, options=options)
     layer, outer_norm = compiled(Block.forward), compiled(norm)
     if not is_sharded(model) or model.sequence_part is not None:
         return functools.partial(model, layer=layer, outer_norm=outer_norm)

@@ -146,8 +146,15 @@ def _step_or_latest(text: str) -> int | str:
     return text if text == "latest" else int(text)
 
 
+def check_iterations(count: int) -> None:
+    """Raises UserError for a --num-iterations that is neither a number of steps nor -1."""
+    if count < -1 or count == 0:
+        raise UserError(f"--num-iterations={count}: expected at least 1 step, or -1 for another limit")
+
+
 def steps_of_epochs(args: argparse.Namespace, count: int, what: str, flag: str, per_step: int) -> int:
     """--num-iterations, or the steps of --num-epochs over so many conversations. Raises UserError where it is none."""
+    check_iterations(args.num_iterations)
     steps = args.num_iterations if args.num_iterations >= 1 else count // per_step * args.num_epochs
     if steps < 1:
         counts = f"{count} {what}, {flag}={per_step} and --num-epochs={args.num_epochs}"

@@ -45,7 +45,7 @@ from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard
 from nanochat_fp4.signals import StopSignals
 from nanochat_fp4.training.checkpoint_manager import check_model_tag, load_checkpoint, weights_digest
-from nanochat_fp4.training.flags import METHOD_CHANGES
+from nanochat_fp4.training.flags import METHOD_CHANGES, check_iterations
 from nanochat_fp4.training.load_model import (
     SWITCHES,
     build_model,
@@ -199,6 +199,7 @@ def find_start(
 
 def resolve_horizon(args: argparse.Namespace, flops_per_token: float, num_params: int) -> int:
     """Number of optimizer steps from --num-iterations, --target-flops or --target-param-data-ratio."""
+    check_iterations(args.num_iterations)
     if args.num_iterations > MAX_STEPS:
         raise UserError(f"--num-iterations={args.num_iterations} is more than {MAX_STEPS:,} steps; lower it")
     if args.num_iterations > 0:

@@ -237,6 +237,10 @@ class Trainer:
         if self.gemms is not None:
             self.meta["gemms"] = self.gemms.record
         self.loader = spec.make_loader(self.loader_state)
+        if not self.finished() and spec.prefetch:
+            self.fetch()
+        project = "nanochat" if spec.stage == "base" else f"nanochat-{spec.stage}"
+        self.wandb_run = setup_tracker(args.run, project, spec.user_config)
         if starts_over(args.resume_from_step, args.overwrite) and not self.dry_run:
             start_over(self.folder, self.process.rank)
         self.metrics.rewind(start.resumed_step or 0)
@@ -246,16 +250,12 @@ class Trainer:
             "environment": self.environment,
         }  # fmt: skip
         self.metrics.append("start", self.step, **record | spec.start_record)
-        project = "nanochat" if spec.stage == "base" else f"nanochat-{spec.stage}"
-        self.wandb_run = setup_tracker(args.run, project, spec.user_config)
         self.progress = Progress(
             total=None if spec.by_epoch else spec.num_iterations,
             desc="train" if spec.stage == "base" else spec.stage,
             unit="step",
             initial=self.step,
         )
-        if not self.finished() and self.spec.prefetch:
-            self.fetch()
         self.process.phases.end("first batch")
 
     def restore(self) -> None:

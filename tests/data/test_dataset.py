@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 import types
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -232,6 +233,8 @@ def test_a_killed_conversion_leaves_no_folder_that_looks_done(texts, base_dir, m
     assert [p.suffix for p in (base_dir / "converted_data").iterdir()] == [".tmp"]
     assert len(texts_of(ensure_data(texts), "train")) > 0
     assert [p.suffix for p in (base_dir / "converted_data").iterdir()] == [""]
+    next((base_dir / "converted_data").glob("*/shard_*.parquet")).unlink()
+    assert len(texts_of(ensure_data(texts), "train")) > 0
 
 
 def test_shards_written_here_notice_every_flipped_byte(texts, base_dir):
@@ -270,6 +273,8 @@ def test_embedded_corpus(base_dir, tmp_path, monkeypatch):
         # As many pieces for validation as this Python's library gives: 11 with 3.11.7, 7 with 3.13.0.
         assert all(len(shard.rows) >= min(8, sum(shard.rows)) for shard in open_shards(split, made))
     assert build_embedded_corpus() == made and build_embedded_corpus(0.4) == made
+    (Path(made) / index_to_filename(0)).unlink()
+    assert texts_of(build_embedded_corpus(0.4), "train") == train
 
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "again"))  # the same on every machine
     again = build_embedded_corpus(0.4)
@@ -449,11 +454,14 @@ def test_nothing_there(base_dir):
         list_parquet_files()
 
 
-def test_command_line(hub, shards, base_dir, capsys, tmp_path):
-    dataset.main(["--data-dir", str(shards)])
-    assert "train: 2 shards, 6 row groups, 20 documents" in capsys.readouterr().out
+def test_command_line(hub, shards, base_dir, capsys, tmp_path, monkeypatch):
+    for flags, variable in ((["--data-dir", str(shards)], ""), ([], str(shards))):
+        monkeypatch.setenv("DATA_DIR", variable)
+        dataset.main(flags)
+        assert "train: 2 shards, 6 row groups, 20 documents" in capsys.readouterr().out
     dataset.main(["-n", "2", "-w", "1"])
     assert "val: 1 shards, 3 row groups, 10 documents" in capsys.readouterr().out
+    monkeypatch.delenv("DATA_DIR")
     dataset.main(["--ensure"])
     assert "downloaded before" in capsys.readouterr().out
     dataset.main(["--embedded", "--size-mb", "0.3"])

@@ -432,6 +432,17 @@ def test_layers_compile_once_for_each_window(monkeypatch, recompute):
     torch.testing.assert_close(compiled(ids), model(ids))  # no targets: logits
 
 
+@pytest.mark.filterwarnings("ignore:torch.compile leaves the quantized layers alone")
+def test_layers_that_are_left_out_break_the_graph(monkeypatch):
+    """On a CPU, where the compiler leaves them to the reference: base_train --runtime=compile."""
+    monkeypatch.delenv("NVFP4_COMPILE", raising=False)
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **kw: real(function, **kw, backend="eager"))
+    model, ids = nf.convert(make(n_layer=1), "clover", verbose=False), tokens(2, 24)
+    torch._dynamo.reset()
+    assert torch.isfinite(compile_layers(model)(ids, ids.roll(-1, 1)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_compiles_with_aot_autograd(recompute):

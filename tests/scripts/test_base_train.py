@@ -412,7 +412,7 @@ def test_the_reports_flags_can_be_typed_again():
     assert again == args and args.data_seed == 3 and args.layer_methods == "*.c_fc=fp8" and args.compile is False
 
 
-def test_another_run_is_not_overwritten_or_resumed(tiny_base):
+def test_another_run_is_not_overwritten_or_resumed(tiny_base, monkeypatch):
     train(steps=2, method="bf16")
     with pytest.raises(UserError, match="already holds a run .* --overwrite"):
         train(steps=2, method="bf16")
@@ -432,6 +432,16 @@ def test_another_run_is_not_overwritten_or_resumed(tiny_base):
     for branch, message in (("d1_none@1", "no checkpoint of step 1"), ("d1_none", "expected '<model tag>@<step>'")):
         with pytest.raises(UserError, match=message):
             train("--overwrite", f"--branch-from={branch}", steps=1, method="bf16")
+    monkeypatch.setenv("TRACKER", "foo")
+    with pytest.raises(UserError, match="TRACKER=foo is not known"):
+        train("--overwrite", steps=1, method="bf16")
+    monkeypatch.delenv("TRACKER")
+    with monkeypatch.context() as m, pytest.raises(UserError, match="cannot be read"):
+        m.setattr(Trainer, "fetch", lambda self: (_ for _ in ()).throw(UserError("row group 0 cannot be read")))
+        train("--overwrite", steps=1, method="bf16")
+    for count in (0, -2):
+        with pytest.raises(UserError, match=f"--num-iterations={count}: expected at least 1 step, or -1"):
+            train("--overwrite", steps=count, method="bf16")
     assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [2]  # a mistake deletes nothing
     train("--overwrite", steps=1, method="bf16")
     assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [1]
