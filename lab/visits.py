@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.study import forwards, sweep
-from lab.study.sweep_runs import Run
-from lab.study.sweep_scheduler import ROOT
+from lab.study.sweep_runs import Run, flag_values
+from lab.study.sweep_scheduler import ROOT, Sweep
 from nanochat_fp4.common import print0
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
+from nanochat_fp4.files import atomic_write
 
 # Seconds of a GPU for a million tokens: training_seconds over jobs, of docs/results/d4_40m.json, d6_frontier.json and
 # d8_second_half.json (H200), ladder_128_wide_100.json (H100; 24 runs beside each other).
@@ -56,26 +57,24 @@ class Study:
         """data: data_key of the text."""
         return sweep.planned(sweep.parse_args(self.arguments()), data)
 
-    def stored(self) -> tuple[str, dict[str, dict]]:
-        """(data_key of the text, tag -> result) of what docs/results has of it."""
+    def stored(self) -> dict[Run, dict]:
+        """The results that docs/results has of it, all on one text."""
         path = RESULTS / f"{self.name}.json"
         if not path.is_file():
-            return "", {}
+            return {}
         content = json.loads(path.read_text())
-        key, found = content["data"].rpartition("(")[2].rstrip(")"), {}
-        for r in content["results"]:
-            found[Run(r["method"], r["size"], r["seed"], tuple(r["flags"]), key).tag] = r
-        return key, found
+        key = content["data"].rpartition("(")[2].rstrip(")")
+        return {Run(r["method"], r["size"], r["seed"], tuple(r["flags"]), key): r for r in content["results"]}
 
     def open_runs(self) -> list[Run]:
-        key, stored = self.stored()
-        return [run for run in self.runs(key) if run.tag not in stored]
+        stored = self.stored()
+        return [run for run in self.runs(next((s.data for s in stored), "")) if run not in stored]
 
     def minutes(self) -> float:
         """PREDICTED, of one GPU, for what is open."""
         jobs, seconds = sweep.parse_args(self.arguments()).jobs, 0.0
         for run in self.open_runs():
-            flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in run.flags)
+            flags = flag_values(run.flags)
             steps = int(flags["num-iterations"]) - (run.branch[1] if run.branch else 0)
             tokens = steps * int(flags["total-batch-size"])
             seconds += SECONDS[run.size] * tokens / 1e6 + SECONDS_TO_START / jobs
@@ -181,11 +180,11 @@ def listed() -> str:
 def do(study: Study, folder: str, data_dir: str | None) -> None:
     argv = study.arguments(folder, data_dir)
     args = sweep.parse_args(argv)
-    for tag, result in study.stored()[1].items():
-        path = Path(args.folder) / "runs" / f"{tag}.json"
+    for run, result in study.stored().items():
+        path = Sweep(Path(args.folder), data_dir="", devices=()).result_path(run)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(result))
+            atomic_write(path, json.dumps(result))
     sweep.main(argv)
     if study.evaluated and list(Path(args.folder).glob("base_checkpoints/*/model_*")):
         first, *_ = study.runs()

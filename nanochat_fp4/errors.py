@@ -98,6 +98,8 @@ def run_main(main: Callable[[], Any]) -> None:
     goes on. The loss of another process of the run ends in one line and exit status 1. Any other exception is a bug and
     keeps its traceback. NANOCHAT_TRACEBACK=1 prints the traceback of the others as well.
     """
+    if sys.stdout is None:  # closed when Python started
+        sys.stdout = open(os.devnull, "w")
     setup_default_logging()
     status = 2
     try:
@@ -141,8 +143,6 @@ def run_main(main: Callable[[], Any]) -> None:
 
 def _reader_has_gone() -> bool:
     """Whether stdout is a pipe that nobody reads any more."""
-    if sys.stdout is None:  # closed when Python started
-        return False
     pipe = select.poll()
     with contextlib.suppress(OSError, ValueError):  # no file behind it
         pipe.register(sys.stdout.fileno(), 0)
@@ -151,8 +151,6 @@ def _reader_has_gone() -> bool:
 
 def _let_go_of_stdout() -> None:
     """Flush stdout now. If its reader is gone, drop the rest; otherwise Python would fail at exit."""
-    if sys.stdout is None:
-        return
     try:
         sys.stdout.flush()
     except OSError:

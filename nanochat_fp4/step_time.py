@@ -207,10 +207,10 @@ def break_even(machine: Machine, method: str) -> int | None:
 
 SEQUENCE, VOCABULARY, SHARD_BYTES = 2048, 65536, 100e6  # a shard of FineWeb-Edu as nanochat packs it
 LOGIT, UPDATE, CAST, ACCUMULATE = 20.0, 132.0, 6.0, 10.0  # bytes a logit, and a weight (FP32 to BF16, BF16 to FP32)
-# Counted by `python -m lab.predict.glue`. The share, and UPDATE, are of the profile of BF16's d26 on an H200
-# (docs/results/bench_train.json, 32 rows): 89 ms of element-wise kernels, 30 ms of the update outside of its products.
-# "codes" has 92 of the schedule, and 12 of ReLU^2's kernel besides codes: its input for the largest value, 8 bits kept.
-# In "rotated" the kernel that rotates computes ReLU^2's derivative (dispatch.multiplies_squares).
+# GLUE is counted by `python -m lab.predict.glue`. GLUE_SHARE and UPDATE come from a profile of BF16's d26 on an H200
+# (docs/results/bench_train.json, 32 rows). Element-wise kernels take 89 ms there. The update takes 30 ms outside of its
+# products. "codes" is 92 bytes of the schedule and 12 of ReLU^2's kernel. These 12 are its input and 8 kept bits.
+# In "rotated" the rotating kernel computes ReLU^2's derivative (dispatch.multiplies_squares).
 GLUE, GLUE_SHARE = {"bf16": 110.0, "fp8": 110.0, "codes": 104.0, "rotated": 84.0}, 110 / 134
 # Bytes of the glue of a forward pass that is not compiled, counted in gpt.py: residual scalars 14, norms 16, rotary 36,
 # v 4, sums 12, ReLU^2 32. The second validation, in BF16, is one.
@@ -359,11 +359,11 @@ def estimate(machine: Machine, depth: int, method: str, tokens: float, **run) ->
     low, high, (all_of_it, validation, saving) = *sorted((hours["best"][0], hours["worst"][0])), hours[""]
     band = f" ({digits(low)} to {digits(high)})" if high > 1.01 * low else ""
     parts = f", {digits(validation, 2)} of them validation and {digits(saving, 1)} checkpoints"
-    parts = parts if validation + saving else ""
+    text = f"{digits(all_of_it)} hours{band} for {tokens / 1e9:.3g}B tokens{parts if validation + saving else ''}"
     speed, day = tokens / (all_of_it - validation - saving) / 3600, 24 * tokens / all_of_it
     return (
-        f"{machine.name}, d{depth}, {method}: {speed:,.0f} tokens/s predicted, {digits(all_of_it)} hours{band} "
-        f"for {tokens / 1e9:.3g}B tokens{parts}; a day has {day / 1e9:.3g}B, {day / shape.parameters:.1f} per parameter"
+        f"{machine.name}, d{depth}, {method}: {speed:,.0f} tokens/s predicted, {text}; "
+        f"a day has {day / 1e9:.3g}B, {day / shape.parameters:.1f} per parameter"
     )
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from lab.study.statistics import t95
+from lab.study.sweep_runs import flag_values
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.models.gpt import config_from_depth
@@ -194,7 +195,8 @@ def trend(runs: Sequence[Run], method: str) -> dict[str, tuple[float, float]]:
     found = [(n, d, float(np.mean(gaps))) for n, d, gaps in pairs(runs, method)]
     if len(found) < 4 or min(g for _, _, g in found) <= 0:
         raise UserError(f"{method} has {len(found)} gaps to bf16; a trend takes at least four, all above zero")
-    sizes = [math.log(n / reference(runs)) for n, _, _ in found]
+    size = reference(runs)
+    sizes = [math.log(n / size) for n, _, _ in found]
     ratios = [math.log(d / n / BASE_RATIO) for n, d, _ in found]
     design, y = np.stack([np.ones(len(found)), sizes, ratios], axis=1), np.log([g for _, _, g in found])
     fit, _, rank, _ = np.linalg.lstsq(design, y, rcond=None)
@@ -229,7 +231,7 @@ def more_steps(law: Law, share: float, parameters: float, tokens: float) -> floa
 def runs_of(result: dict) -> list[Run]:
     """A run of lab.study.sweep, in bits per byte: with its own forward and, if it is not bf16's, in BF16."""
     parameters = result["num_params"]  # a Llama's: of the blocks
-    flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in result["flags"])
+    flags = flag_values(result["flags"])
     if "depth" in flags:
         shape = (int(flags.get(name, usual)) for name, usual in (("head-dim", 128), ("aspect-ratio", 64)))
         config = config_from_depth(int(flags["depth"]), 1, 1, *shape)

@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from lab.study.statistics import difference, gap
-from lab.study.sweep_runs import data_key
+from lab.study.sweep_runs import data_key, flag_values
 from nanochat_fp4.errors import UserError, one_line
 
 
@@ -64,7 +64,7 @@ def difference_from_paper(result: dict, data: str) -> str:
     text, folder, vocabulary, wanted = PAPER_RUNS["llama" if result["size"].startswith("llama-") else "nanochat"]
     if "flags" not in result:
         return ""
-    flags = {name.removeprefix("--"): value for name, _, value in (flag.partition("=") for flag in result["flags"])}
+    flags = flag_values(result["flags"])
     said = [] if data.startswith(folder) else [f"text {data.rpartition(' (')[0]}, not {text}"]
     if (size := result.get("vocab_size")) is not None and size != vocabulary:
         said.append(f"vocabulary {size:,}, not {vocabulary:,}")

@@ -98,6 +98,11 @@ def refuse_apart(flags: Sequence[str], where: str) -> None:
         raise UserError(f"{where}: {apart[0]!r} stands apart; write flags of base_train as --name=value")
 
 
+def flag_values(flags: Sequence[str]) -> dict[str, str]:
+    """Name without -- -> value, of flags that are written --name=value. The last one of a name counts."""
+    return dict(flag.removeprefix("--").partition("=")[::2] for flag in flags)
+
+
 def method_changes(own: Sequence[str]) -> dict[str, str]:
     """The --method-changes in a method's flags, as layer_methods and method_phases. Raises ValueError."""
     names = ("--method-changes", "--layer-methods", "--method-phases")  # the last two: recorded until 2026-11-23

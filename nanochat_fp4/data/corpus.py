@@ -21,7 +21,7 @@ from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import Progress, format_bytes
 from nanochat_fp4.data.download import check_space
 from nanochat_fp4.data.rows import read_lines
-from nanochat_fp4.data.shards import ShardWriter, cut_text, data_lock, is_whole, new_folder, open_shard
+from nanochat_fp4.data.shards import ShardWriter, cut_text, data_lock, new_folder, open_shard, whole_manifest
 from nanochat_fp4.errors import UserError
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
@@ -76,7 +76,7 @@ def convert(folder: Path, files: list[Path], column: str) -> Path:
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", folder.resolve().name)[:40] or "data"
     target = Path(get_base_dir()) / "converted_data" / f"{name}_{key.hexdigest()[:12]}"
     with data_lock():
-        if is_whole(target):
+        if whole_manifest(target) is not None:
             return target
         print0(f"Writing the text of {folder} ({len(files)} files, {format_bytes(size)}) as shards into {target}")
         check_space(target.parent, 2 * size, f"the shards of {folder}")
@@ -170,10 +170,9 @@ def build_embedded_corpus(size_mb: float | None = None) -> str:
     python = ".".join(map(str, sys.version_info[:3]))
     info = {"source": "the standard library of Python", "python": python, "size_mb": wanted, "version": 1}
     with data_lock():
-        with contextlib.suppress(OSError, ValueError):
-            manifest = json.loads((target / "manifest.json").read_text(encoding="utf-8"))
-            if is_whole(target) and (size_mb is None or manifest == manifest | info):
-                return str(target)
+        manifest = whole_manifest(target)
+        if manifest is not None and (size_mb is None or manifest == manifest | info):
+            return str(target)
         print0(f"Building the embedded corpus from Python's standard library in {target}")
         check_space(target.parent, int(wanted * 1e6), "the embedded corpus")
         with new_folder(target) as tmp, Progress(total=int(wanted * 1e6), desc="embedded", unit="char") as progress:

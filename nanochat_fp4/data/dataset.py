@@ -3,9 +3,9 @@ Training text: a folder of parquet shards with a string column `text`, the last 
 
 The first source that exists is the folder. ensure_data prints the choice and its reason.
 
-1. --data-dir or DATA_DIR. Parquet shards are used as they are. Files .txt, .md, .jsonl, .jsonl.gz and .json.gz (as in
-   C4) are cut into documents and written once, as shards, into the base directory. --text-column or TEXT_COLUMN names
-   the column, or the JSON field, with the text (default: text).
+1. --data-dir or DATA_DIR. Parquet shards are used as they are. Other files (.txt, .md, .jsonl, .jsonl.gz, .json.gz) are
+   cut into documents. Their shards are written once, into the base directory. --text-column or TEXT_COLUMN names the
+   column or JSON field of the text (default: text).
 2. FineWeb-Edu shards that were downloaded before: <base dir>/base_data, nanochat's folder.
 3. The embedded corpus, if it was built before.
 4. FineWeb-Edu from the hub, if the hub answers within a few seconds.

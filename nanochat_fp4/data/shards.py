@@ -207,13 +207,14 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(tmp, ignore_errors=True)
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether a folder that was made here still has as many shards as its manifest counts."""
+def whole_manifest(folder: Path) -> dict | None:
+    """The manifest of a folder that was made here. None if the folder has not all of its shards."""
     try:
-        count = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["shards"]
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        is_whole = len(list(folder.glob("shard_*.parquet"))) == manifest["shards"]
     except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return len(list(folder.glob("shard_*.parquet"))) == count
+        return None
+    return manifest if is_whole else None
 
 
 def data_lock() -> FileLock:
