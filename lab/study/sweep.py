@@ -3,19 +3,19 @@
     python -m lab.study.sweep --methods bf16,nvidia,clover --sizes d6,d8 --seeds 3 --tokens 100M --data-dir folder
     python -m lab.study.sweep ... the same again          # goes on where it was interrupted; what is done is skipped
 
-One process for each GPU takes run after run; without a GPU one after another in this process. Within a seed all
-methods have the same initialization and the same data in the same order, so that differences are paired. Each seed
-has an order of its own of all documents (--no-vary-data: the same for all), so that error bars are of the data as
-well. With --bf16-until methods also have the first part of the training in common, that of the seed's BF16 run, and
-scatter far less. With --share-until 0.7, methods that compute the same up to 70% of the steps and differ later train
-that part once. A run that is done is one small JSON file, <folder>/runs/<size>_<method>_s<seed>_<key>.json, with its
-validation curve; the key stands for all its flags and the text, so that sweeps of one folder share runs. The table is
-printed again after every run, and written with all numbers to <folder>/<name>.json and .md; lab.reproduce --results
-makes its tables and plots of it.
+Each GPU has one process, or --jobs of them, which train run after run. Without a GPU the runs follow one another in
+this process. Methods of a seed have the same initialization and the same order of the data, so their differences are
+paired. Each seed has its own order of all documents, unless --no-vary-data is given. Error bars are then of the data,
+too.
 
---sizes: d<depth> is a nanochat of that depth, llama-30M to llama-200M the family of the paper's Tables 3 and 4, tiny a
-model for a CPU. --methods: names of nf.METHODS, nf.ABLATIONS or sweep_runs.VARIANTS, or
---variant "label: flags of base_train".
+With --bf16-until all methods branch from the seed's BF16 run, and scatter far less. With --share-until 0.7 methods that
+compute the same up to 70% of the steps train that part once. A finished run is one small JSON file with its validation
+curve: <folder>/runs/<size>_<method>_s<seed>_<key>.json. The key stands for all flags and the text, so sweeps of one
+folder share runs. The table is printed after every run. All numbers go to <folder>/<name>.json and .md. lab.reproduce
+--results makes tables and plots of them.
+
+--sizes: d<depth> is a nanochat of that depth. llama-30M to llama-200M are of the paper's Tables 3, 4. tiny is for CPUs.
+--methods: names of nf.METHODS, nf.ABLATIONS or sweep_runs.VARIANTS. --variant "label: flags of base_train" is one more.
 """
 
 import argparse
@@ -70,8 +70,8 @@ def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: fl
 
 
 def with_forwards(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[str]]:
-    """(results, notes). A run that lab.study.forwards has evaluated, on the text that it was evaluated on itself, has
-    "forwards", bits per byte by forward; one that ends in two terms also "val_bpb_one_term", those of plain NVFP4."""
+    """(results, notes). "forwards" of a result: bits per byte by forward, if lab.study.forwards measured them on
+    the same text. "val_bpb_one_term": those of plain NVFP4, for a run that ends in two terms."""
     results, notes = [], []
     for run in runs:
         if (result := sweep.result(run)) is None:
