@@ -401,7 +401,11 @@ cd "$ROOT"
 source dev/setup.sh
 source dev/pipeline.sh
 """
-STAGE = "exec 2>/dev/null; trap 'sleep 0.1; echo saved; exit 143' TERM; trap 'echo saved; exit 129' HUP; "
+# `timeout` sends a signal to its child and to the group. A stage may get it twice, and saves once, as signals.py does.
+STAGE = """exec 2>/dev/null
+trap 'trap "" TERM; sleep 0.1; echo saved; exit 143' TERM
+trap 'trap "" HUP; echo saved; exit 129' HUP
+"""
 STAGE += "echo ready; while :; do sleep 0.02; done"
 
 
