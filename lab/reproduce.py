@@ -24,6 +24,7 @@ from typing import Any
 from lab.study import sweep, sweep_scheduler
 from lab.study.reproduce_common import Context, Outcome
 from lab.study.reproduce_concentration import fig9
+from lab.study.reproduce_forwards import forwards
 from lab.study.reproduce_horizon import claims, frontier, horizon
 from lab.study.reproduce_numerics import candidates, operands, table1, table2
 from lab.study.reproduce_speed import fig6, table7
@@ -46,7 +47,7 @@ ITEMS: dict[str, Callable[[Context], Outcome]] = {
     "remedies": partial(made, "remedies"),
 }
 OF_RESULTS: dict[str, Callable[[Context], Outcome]] = {  # of --results alone
-    item.__name__: item for item in (horizon, frontier, claims, equal_time, extra_steps)
+    item.__name__: item for item in (horizon, frontier, claims, forwards, equal_time, extra_steps)
 }
 SAME = {"table6": "fig6"}
 

@@ -156,13 +156,16 @@ def beside(runs: list[dict], method: str, value: str) -> Beside | None:
     return Beside(own, gap, level, minus, share)
 
 
+def ends_in_two_terms(runs: list[dict], method: str) -> bool:
+    return max(r["gemm_work"].get("4", 0) for r in runs if r["method"] == method) >= 1.001
+
+
 def deployed(runs: list[dict], method: str) -> str:
     """The gap where a run that ends in two terms is deployed in plain NVFP4, one term each; "-" for other methods.
 
     Its share is of clover's gap with clover's own forward, which is plain NVFP4.
     """
-    mine = [r for r in runs if r["method"] == method]
-    if max(r["gemm_work"].get("4", 0) for r in mine) < 1.001:
+    if not ends_in_two_terms(runs, method):
         return "-"
     plain = [r | {DEPLOYED: r[VALUES["own"]]} if r["method"] in ("bf16", "clover") else r for r in runs]
     found = beside(plain, method, DEPLOYED)

@@ -381,6 +381,36 @@ def test_claims_are_made_on_fresh_seeds(tmp_path, item):
     item.refused(none, "a", "b", "e", names=("claims",))
 
 
+def test_the_same_weights_in_several_forwards(tmp_path, item):
+    """Shares beside clover's with the same forward; deployed, beside clover's own. A run that was not evaluated in
+    other forwards counts where it has a value."""
+    methods = {"bf16": [0.0, 0.0, 0.0], "clover": [2.0, 2.01, 2.0], "clover_feedback": [1.0, 1.0, 1.01]}
+    long_runs(tmp_path / "a", [1, 2, 3], methods | {"clover_feedback_late": [0.5, 0.5, 0.51]})
+    item.refused("no run of --results was evaluated in several forwards", "a", names=("forwards",))
+    known = {"bf16": (1.03, 1.02), "clover": (1.02, 1.025), "clover_feedback": (1.014, 1.01)}
+    known["clover_feedback_late"] = (1.019, 1.016)
+
+    def change(run: dict) -> dict:
+        plain, feedback = known[run["method"]]
+        bpb = {"clover": plain, "clover_feedback": feedback, "clover_refined": run["val_bpb_bf16"]}
+        work = {"gemm_work": {"4": 1.02, "8": 0.0, "16": 0.0}} if run["method"].endswith("late") else {}
+        return work | ({"forwards": bpb} if run["seed"] > 1 else {})
+
+    item.change("a", change)
+    written = item("forwards", "a")
+    rows = {row[0]: row[3:] for row in written["table"][1:]}
+    assert rows["bf16"] == ["0", "+3.00 ± 0.00", "+2.00 ± 0.00", "+0.00 ± 0.00", "0"]
+    assert [cell.partition(" ±")[0] for cell in rows["clover"]] == ["+2.00", "+2.00", "+2.50", "+1.00", "+1.00"]
+    assert [cell[-3:] for cell in rows["clover_feedback_late"]] == ["[3]", "[2]", "[2]", "[2]", "[3]"]
+    said = [note.split(", p by Holm")[0] + note.rpartition(":")[2] for note in written["notes"][:4]]
+    assert [re.sub(" ± [0-9.]+", "", note) for note in said] == [
+        "clover_feedback, both in BF16: share 0.501, target 0.50 not decided",
+        "clover_feedback_late, both in BF16: share 0.251, target 0.50 reached",
+        "clover_feedback, deployed in plain NVFP4: share 0.501, target 0.60 reached",
+        "clover_feedback_late, deployed in plain NVFP4: share 0.798, target 0.60 missed",
+    ]
+
+
 def test_verdicts_hold_together(tmp_path, item):
     """Three targets that are far off, both ways, and one that is not decided; each forward beside clover's with it."""
     methods = {"bf16": [0.0, 0.01, 0.0], "clover": [1.0, 1.01, 1.02], "nvidia": [1.5, 1.5, 1.51]}

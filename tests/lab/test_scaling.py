@@ -16,10 +16,10 @@ LAW = Law((1.2, 1.5, 0.4, 0.9, 0.5, 0.6), 0.0)
 RESULTS = Path(__file__).parents[2] / "docs/results"
 PAGE = (RESULTS.parent / "runs/ladder.md").read_text()
 LADDER = {  # of N
-    "clover": "0.852 (0.82 to 0.89)",
-    "clover, BF16 forward": "0.888 (0.86 to 0.92)",
-    "clover_feedback": "0.861 (0.84 to 0.89)",
-    "clover_feedback, BF16 forward": "0.918 (0.90 to 0.94)",
+    "clover": "0.833 (0.80 to 0.87)",
+    "clover, BF16 forward": "0.868 (0.84 to 0.90)",
+    "clover_feedback": "0.837 (0.80 to 0.87)",
+    "clover_feedback, BF16 forward": "0.892 (0.87 to 0.92)",
 }
 GRID = [(n, n * ratio) for n in (3e7, 1e8, 3e8) for ratio in (12, 50, 200, 800)]
 
@@ -141,11 +141,11 @@ def test_the_ladder_keeps_more_parameters_than_the_papers_models(capsys):
     assert {m: f"{n.share:.3f}" for m, (n, _) in of.items()} == {
         m: said.partition(" ")[0] for m, said in LADDER.items()
     }
-    assert all(d.rms > 1.5 * n.rms for n, d in of.values())
+    assert all(d.rms > 2.5 * n.rms for n, d in of.values())
     scaling.main([f"--runs={RESULTS}/ladder_128*.json,{RESULTS}/ladder_[12][95]*.json"])
     said = capsys.readouterr().out
     assert "at N = 1.57M, by tokens per parameter" in said
-    rows = {m: re.search(rf"^{m} +18 +(\d.*?\))", said, re.M)[1] for m in LADDER}
+    rows = {m: re.search(rf"^{m} +36 +(\d.*?\))", said, re.M)[1] for m in LADDER}
     for m, row in rows.items():
         got, want = ([float(v) for v in re.findall(r"[\d.]+", text)] for text in (row, LADDER[m]))
         assert got == pytest.approx(want, abs=0.011) and LADDER[m] in PAGE
