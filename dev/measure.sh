@@ -19,6 +19,7 @@ set -uo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit 2
 source dev/setup.sh
+only_variables "$@"
 KNOWN="doctor tests linear quantize train train_32gib train_nanochat"
 PARTS=${PARTS:-doctor linear quantize train}
 [ "$PARTS" != all ] || PARTS=$KNOWN

@@ -4,15 +4,7 @@
 # A variable of the same name in the environment overrides a default. QAT_METHOD, COMPARE, STAGES, NPROC, PLAN_ONLY,
 # DATA_DIR, WANDB_RUN, NANOCHAT_BASE_DIR: see speedrun_fp4.sh.
 
-# The scripts are told what to do by variables alone.
-case "${1:-}" in
-"") ;;
--h | --help)
-    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-    exit 0
-    ;;
-*) die "$(basename "$0") takes no arguments, and got '$*'; what can be set are variables, NAME=value bash $(basename "$0"): see --help" ;;
-esac
+only_variables "$@"
 
 # The scripts work in $ROOT. Relative folders are relative to the caller's.
 for name in NANOCHAT_BASE_DIR DATA_DIR; do

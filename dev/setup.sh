@@ -11,6 +11,17 @@ die() {
     exit 2
 }
 
+only_variables() { # "$@" of a script that variables alone tell what to do; --help prints the comment at its top
+    case "${1:-}" in
+    "") ;;
+    -h | --help)
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+        exit 0
+        ;;
+    *) die "$(basename "$0") takes no arguments, and got '$*'; what can be set are variables, NAME=value bash $(basename "$0"): see --help" ;;
+    esac
+}
+
 # Signals. bash acts on a signal only after its foreground command has ended. So a long command runs in the background
 # and is awaited. A signal is passed on to every background command. The script ends when the awaited one has ended.
 STOPPED="" # the exit status that the first signal asks for

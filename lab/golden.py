@@ -418,8 +418,11 @@ def main() -> int:
     if skipped := [*set(FORMATS) - set(formats), *([] if args.nanochat else ["upstream (no --nanochat)"])]:
         print(f"not run: {', '.join(sorted(skipped))}")
     about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    file = json.loads(args.file.read_text()) if args.what == "compare" or args.file.exists() else {}
-    known = file.get("cases", {})
+    try:
+        file = json.loads(args.file.read_text()) if args.what == "compare" or args.file.exists() else {}
+        known, _ = file.get("cases", {}), file and file["about"]
+    except (OSError, ValueError, KeyError, AttributeError) as e:
+        sys.exit(f"error: {args.file} is not a file of lab.golden record ({e}); make it first")
 
     def keep(made: dict[str, Any]) -> None:
         new = {name: made[name] for name in chosen(made) if isinstance(made[name], dict)}

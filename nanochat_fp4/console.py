@@ -62,6 +62,20 @@ def parse_finite(text: str) -> float:
     return value
 
 
+def parse_rate(text: str) -> float:
+    """argparse type of a learning rate or weight decay: at least 0."""
+    if (value := parse_finite(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is negative; it must be at least 0")
+    return value
+
+
+def parse_beta(text: str) -> float:
+    """argparse type of what a moving average keeps at each step: at least 0, below 1."""
+    if not 0 <= (value := parse_finite(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not at least 0 and below 1")
+    return value
+
+
 def format_bytes(num: float) -> str:
     """1536 -> '1.5 KB'. All prefixes are powers of 1024."""
     for unit in ("bytes", "KB", "MB", "GB"):

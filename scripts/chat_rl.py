@@ -133,6 +133,10 @@ def train(args: argparse.Namespace, process: Process) -> None:
     train_part, val_part = source(args, "train"), source(args, "test")
     task = load_sources([train_part], False, "training").tasks[0]
     val_task = load_sources([val_part], False, "validation").tasks[0]
+    longest = max(len(run.tokenizer.render_for_completion(of[0])) for of in (task, val_task)) + args.max_new_tokens
+    if longest > run.model.rotary_seq_len:
+        problem = f"a prompt and --max-new-tokens={args.max_new_tokens} are {longest} tokens"
+        raise UserError(f"{problem}, and this model has {run.model.rotary_seq_len} positions; lower --max-new-tokens")
     sources = describe_sources([train_part])
     num_iterations = steps_of_epochs(args, len(task), "problems", "--examples-per-step", examples)
     optimizers, schedule = run.model.setup_finetuning(run.rates, args.init_lr_frac, lambda progress: 1.0 - progress)

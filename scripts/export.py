@@ -63,7 +63,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Export a checkpoint to the formats of other programs")
     add = parser.add_argument
     add("--source", default="sft", choices=("base", "mid", "sft", "rl"), help="stage of the checkpoint")
-    add("--format", required=True, choices=FORMATS, help="see above")
+    add("--format", required=True, choices=FORMATS, help="kind of files")
     text = "a model of transformers in place of a checkpoint: a folder, or a name on the hub"
     add("--hf-path", default=None, help=text)
     add("--out", required=True, help="folder to write; it must not exist, or --overwrite")

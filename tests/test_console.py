@@ -1,5 +1,6 @@
 """Numbers as text, and progress on a terminal and in a log."""
 
+import argparse
 import ast
 import io
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nanochat_fp4 import console
 from nanochat_fp4.console import ArgumentParser, Progress, format_bytes, format_seconds, progress_iter
 
 
@@ -119,3 +121,18 @@ def test_progress_iter():
     out = io.StringIO()
     assert list(progress_iter([1, 2, 3], desc="x", file=out)) == [1, 2, 3]
     assert out.getvalue().startswith("x: 3/3 (100%)")
+
+
+@pytest.mark.parametrize(
+    "parse, good, bad",
+    [
+        (console.parse_finite, ["-1", "0.5"], ["nan", "inf", "x"]),
+        (console.parse_rate, ["0", "2"], ["-0.1", "nan"]),
+        (console.parse_beta, ["0", "0.95"], ["1", "-0.1", "x"]),
+    ],
+)
+def test_numbers_of_flags_have_ranges(parse, good, bad):
+    assert [parse(text) for text in good] == [float(text) for text in good]
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is n"):
+            parse(text)

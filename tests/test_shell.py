@@ -91,10 +91,10 @@ def test_the_plan_of_a_gpu_that_is_not_here_has_its_hours(environment):
     assert done.returncode == 2 and "GPU=rtx5090 is for plans of a machine that is not here" in done.stderr
 
 
-@pytest.mark.parametrize("script", ["speedrun_fp4.sh", "run1000_fp4.sh"])
+@pytest.mark.parametrize("script", ["speedrun_fp4.sh", "run1000_fp4.sh", "dev/measure.sh"])
 def test_help_is_what_the_script_says_of_itself(script):
     done, wrong = (shell(f"bash {script} {flag}", dict(os.environ)) for flag in ("--help", "--depth=4"))
-    assert done.returncode == 0 and "PLAN_ONLY=1" in done.stdout and "set -e" not in done.stdout, done
+    assert done.returncode == 0 and "PLAN_ONLY=1" in done.stdout and "source dev" not in done.stdout, done
     assert wrong.returncode == 2 and "takes no arguments, and got '--depth=4'" in wrong.stderr
 
 

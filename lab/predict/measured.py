@@ -150,6 +150,8 @@ def main(argv: list[str] | None = None) -> None:
             name: int(status) for name, status in (pair.split("=") for pair in args.statuses.split(",") if pair)
         }
         parts = [part for path in args.json for part in read(path)]
+        if not (folder := Path(args.card).resolve().parent).is_dir():
+            raise UserError(f"--card={args.card}: there is no folder {folder}; make it, or name another file")
         atomic_write(Path(args.card), json.dumps(card(parts, statuses), indent=1) + "\n")
     print(table(["", "predicted", "measured", "off by"], rows))
 

@@ -6,6 +6,7 @@ sources. The corpus needs no network. Every machine with the same Python has the
 """
 
 import ast
+import codecs
 import contextlib
 import hashlib
 import itertools
@@ -57,6 +58,11 @@ def _documents(path: Path, field: str) -> Iterator[str]:
             yield row[field].encode("utf-8", "replace").decode("utf-8")
     else:
         try:
+            with path.open("rb") as f:
+                mark = f.read(2)
+            if mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                problem = f"{path} is text in UTF-16"
+                raise UserError(f"{problem}; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8), or remove it")
             yield path.read_text(encoding="utf-8", errors="replace")
         except OSError as e:
             raise UserError(f"{path} cannot be read ({e.strerror}); check its permissions") from e

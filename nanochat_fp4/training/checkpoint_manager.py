@@ -40,8 +40,8 @@ class NoCheckpointError(UserError, FileNotFoundError):
     """There is no checkpoint at all (rather than a damaged one)."""
 
 
-def check_model_tag(model_tag: str | None) -> None:
-    """Raise UserError unless a --model-tag names one folder (None: no tag was given).
+def check_model_tag(model_tag: str | None, flag: str = "--model-tag") -> None:
+    """Raise UserError unless the tag of a flag names one folder (None: no tag was given).
 
     The tag becomes part of paths, also of paths that are deleted.
     """
@@ -50,7 +50,7 @@ def check_model_tag(model_tag: str | None) -> None:
     long = len(os.fsencode(model_tag)) > 100
     if long or Path(model_tag).name != model_tag or model_tag in ("", ".", "..") or not model_tag.isprintable():
         raise UserError(
-            f"--model-tag={model_tag[:100]!r} is not the name of one folder; use up to 100 characters without slashes"
+            f"{flag}={model_tag[:100]!r} is not the name of one folder; use up to 100 characters without slashes"
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import nanochat_fp4 as nf
-from nanochat_fp4.console import parse_finite
+from nanochat_fp4.console import parse_rate
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE
@@ -212,7 +212,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *precisions: str) -> No
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
     add("--method", default=None, help=METHOD_OF_THE_MODEL)
     if precisions:
-        what = "forward pass: as the method says (nvfp4), in BF16, or both"
+        what = "forward pass: as the method says (nvfp4)" + (
+            ", in BF16, or both" if "both" in precisions else ", or in BF16"
+        )
         add("--precision", default=precisions[0], choices=precisions, help=what)
 
 
@@ -247,8 +249,8 @@ def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float, *
     add("--sft-dir", default=None, help="folder with train.jsonl and test.jsonl of conversations, in place of SmolTalk")
     add_benchmark_arguments(parser)
     # Optimization
-    add("--embedding-lr", type=parse_finite, default=0.2, help="learning rate for embedding parameters (Adam)")
-    add("--unembedding-lr", type=parse_finite, default=0.004, help="learning rate for unembedding parameters (Adam)")
-    add("--matrix-lr", type=parse_finite, default=0.02, help="learning rate for matrix parameters (Muon)")
-    add("--weight-decay", type=parse_finite, default=0.0, help="weight decay of the matrix parameters (Muon)")
-    add("--init-lr-frac", type=parse_finite, default=init_lr_frac, help="initial LR as fraction of base LR")
+    add("--embedding-lr", type=parse_rate, default=0.2, help="learning rate for embedding parameters (Adam)")
+    add("--unembedding-lr", type=parse_rate, default=0.004, help="learning rate for unembedding parameters (Adam)")
+    add("--matrix-lr", type=parse_rate, default=0.02, help="learning rate for matrix parameters (Muon)")
+    add("--weight-decay", type=parse_rate, default=0.0, help="weight decay of the matrix parameters (Muon)")
+    add("--init-lr-frac", type=parse_rate, default=init_lr_frac, help="initial LR as fraction of base LR")

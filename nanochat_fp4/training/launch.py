@@ -20,7 +20,8 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from nanochat_fp4.console import print_safely
+from nanochat_fp4.console import print_error, print_safely
+from nanochat_fp4.errors import one_line
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -32,6 +33,9 @@ def main(argv: list[str] | None = None) -> None:
         argv = ["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT", *(sys.argv[1:] if argv is None else argv)]
     try:
         run.main(argv)
+    except ValueError as e:  # of its own flags
+        print_error(one_line(e))
+        sys.exit(2)
     except ChildFailedError as e:
         rank, failure = e.get_first_failure()
         if failure.exitcode >= 0:

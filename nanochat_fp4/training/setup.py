@@ -235,7 +235,7 @@ def branch_point(text: str, checkpoint_dir: Path) -> tuple[Path, int]:
     tag, at, step = text.rpartition("@")
     if not (tag and at and step.isdecimal()):
         raise UserError(f"--branch-from={text!r}: expected '<model tag>@<step>', for example d20_bf16@5000")
-    check_model_tag(tag)
+    check_model_tag(tag, "--branch-from")
     if tag == checkpoint_dir.name:
         raise UserError(f"--branch-from={text!r} is this run itself; give the new run a --model-tag of its own")
     return checkpoint_dir.parent / tag, int(step)

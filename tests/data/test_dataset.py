@@ -152,6 +152,7 @@ def test_parquet_folders_are_used_as_they_are(shards, base_dir, monkeypatch, cap
         ("a.jsonl", b'{"text": "a"}\nnot json\n', "a.jsonl, line 2"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz cannot be read"),
+        ("a.txt", "text".encode("utf-16"), "a.txt is text in UTF-16; convert it to UTF-8"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:40], "a.jsonl.gz cannot be read past line"),
     ],
 )
@@ -216,7 +217,7 @@ def test_a_single_parquet_file_is_split(tmp_path, base_dir):
 def test_lone_surrogates_and_bad_utf8_do_not_stop_the_conversion(tmp_path, base_dir):
     folder = tmp_path / "data"
     folder.mkdir()
-    (folder / "a.txt").write_bytes(b"\xff\xfe bad bytes " + prose(1, 60).encode())
+    (folder / "a.txt").write_bytes(b"\xfe bad bytes " + prose(1, 60).encode())
     (folder / "b.jsonl").write_text('{"text": "lone \\ud800 surrogate"}\n')
     assert "lone ? surrogate" in "".join(texts_of(ensure_data(str(folder)), "train"))
 

@@ -74,6 +74,11 @@ def test_a_cards_file_has_nothing_that_its_owner_named(tmp_path):
     }  # fmt: skip
 
 
+def test_a_card_without_its_folder_is_refused(tmp_path):
+    with pytest.raises(UserError, match="there is no folder .*none; make it, or name another file"):
+        measured.main([f"--card={tmp_path / 'none' / 'c.json'}"])
+
+
 def test_nothing_to_send_yet(tmp_path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path))
     with pytest.raises(UserError, match="there is no .*my_card.json; run `bash dev/measure.sh` first"):

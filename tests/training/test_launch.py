@@ -32,6 +32,12 @@ def test_what_the_user_did_wrong_is_said_once(launch):
     assert process.communicate(timeout=120)[1] == "error: no data\n" and process.returncode == 2
 
 
+def test_a_wrong_number_of_processes_is_one_line(launch):
+    process = launch("--nproc_per_node=x", sys.executable)
+    err = process.communicate(timeout=120)[1]
+    assert process.returncode == 2 and err == "error: Unsupported nproc_per_node value: x\n"
+
+
 def test_torchrun_repeats_it_last(launch):
     torchrun = "import nanochat_fp4, torch.distributed.run as run; run.main()"
     process = launch(sys.executable, "-c", BAD, program=("-c", torchrun))

@@ -500,6 +500,10 @@ def test_overwrite_deletes_nothing_before_all_is_known_to_be_good(base, tmp_path
         with pytest.raises(UserError):
             mid("--overwrite", *flags, steps=1)
         assert list_steps(folder) == [1]
+    sft("--source=mid", steps=1)
+    with pytest.raises(UserError, match="--eval-metrics-max-problems=0 measures nothing; use at least 1"):
+        sft("--source=mid", "--overwrite", "--eval-metrics-max-problems=0", steps=1)
+    assert list_steps(base / "chatsft_checkpoints" / "d2_clover") == [1]
 
 
 def test_a_model_that_never_stops_can_be_talked_to(base):
