@@ -18,7 +18,7 @@ from pathlib import Path
 from lab.study import forwards, sweep
 from lab.study.sweep_runs import Run, flag_values
 from lab.study.sweep_scheduler import ROOT, Sweep
-from nanochat_fp4.common import print0
+from nanochat_fp4.common import autodetect_device_type, print0
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
@@ -211,6 +211,9 @@ def main(argv: list[str] | None = None) -> None:
         chosen = [s for s in chosen if s.open_runs()]
     elif not chosen:
         raise UserError(f"no study is named {args.studies}; run lab.visits without a name for the list")
+    if chosen and autodetect_device_type() != "cuda":
+        minutes = sum(s.minutes() for s in chosen)
+        raise UserError(f"there is no GPU here, and these runs take one for {minutes:.0f} minutes; run them on a GPU")
     for study in chosen:
         do(study, args.folder, args.data_dir)
 

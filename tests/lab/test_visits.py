@@ -24,7 +24,20 @@ def test_minutes_by_hand(tmp_path, monkeypatch):
     assert study.minutes() == pytest.approx(3 * (1.15 * 0.065536 * (488 + 5 * 244) + 6 * 30 / 6) / 60)
 
 
-def test_a_study_is_trained_evaluated_and_tabulated_again(tmp_path, monkeypatch):
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(visits, "autodetect_device_type", lambda: "cuda")
+
+
+def test_without_a_gpu_nothing_is_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr(visits, "autodetect_device_type", lambda: "cpu")
+    monkeypatch.setattr(visits, "RESULTS", tmp_path)
+    monkeypatch.setattr(visits, "do", lambda *args: pytest.fail("a study was begun"))
+    with pytest.raises(UserError, match="no GPU here, and these runs take one for 17 minutes"):
+        visits.main(["d6_width"])
+
+
+def test_a_study_is_trained_evaluated_and_tabulated_again(tmp_path, monkeypatch, gpu):
     calls = []
     monkeypatch.setattr(visits.sweep, "main", lambda argv: calls.append(["sweep", *argv]))
     monkeypatch.setattr(visits.forwards, "main", lambda argv: calls.append(["forwards", *argv]))
@@ -43,7 +56,7 @@ def stored_results(runs, key: str) -> str:
     return json.dumps({"data": f"text ({key})", "results": results})
 
 
-def test_all_means_what_is_open(tmp_path, monkeypatch):
+def test_all_means_what_is_open(tmp_path, monkeypatch, gpu):
     done, (first, second, *others) = [], visits.studies()
     (tmp_path / f"{second.name}.json").write_text(stored_results(second.runs("key"), "key"))
     monkeypatch.setattr(visits, "RESULTS", tmp_path)
