@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from lab.study import sweep, sweep_scheduler
+from lab.study.forwards import forwards
 from lab.study.reproduce_common import Context, Outcome
 from lab.study.reproduce_concentration import fig9
-from lab.study.reproduce_forwards import forwards
 from lab.study.reproduce_horizon import claims, frontier, horizon
 from lab.study.reproduce_numerics import candidates, operands, table1, table2
 from lab.study.reproduce_speed import fig6, table7
