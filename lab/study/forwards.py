@@ -127,7 +127,8 @@ def forwards(context: Context) -> Outcome:
     found = []
     for what, target, value in TARGETS:
         having = with_deployed(runs) if value == "deployed" else runs
-        for method in (m for m in WITH_TARGETS if m in methods and stats.has_gap(having, value)):
+        beside_clover = stats.pooled_differences(having, size, "clover", value=value)
+        for method in (m for m in WITH_TARGETS if m in beside_clover and stats.has_gap(having, value)):
             share, half, p = stats.against_target(having, method, target, value)
             found.append({"method": method, "what": what, "target": target, "share": share, "half": half, "p": p})
     notes = []

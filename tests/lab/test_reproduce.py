@@ -409,6 +409,9 @@ def test_the_same_weights_in_several_forwards(tmp_path, item):
         "clover_feedback, deployed in plain NVFP4: share 0.501, target 0.60 reached",
         "clover_feedback_late, deployed in plain NVFP4: share 0.798, target 0.60 missed",
     ]
+    item.change("a", lambda r: {"forwards": {}} if r["method"].endswith("late") else {})
+    deployed = [note for note in item("forwards", "a")["notes"] if "deployed in plain NVFP4: share" in note]
+    assert [note.partition(",")[0] for note in deployed] == ["clover_feedback"]
 
 
 def test_verdicts_hold_together(tmp_path, item):
