@@ -22,7 +22,15 @@ from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import Progress, format_bytes
 from nanochat_fp4.data.download import check_space
 from nanochat_fp4.data.rows import read_lines
-from nanochat_fp4.data.shards import ShardWriter, cut_text, data_lock, new_folder, open_shard, whole_manifest
+from nanochat_fp4.data.shards import (
+    ShardWriter,
+    cut_text,
+    data_lock,
+    new_folder,
+    open_shard,
+    read_manifest,
+    whole_manifest,
+)
 from nanochat_fp4.errors import UserError
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
@@ -173,6 +181,9 @@ def build_embedded_corpus(size_mb: float | None = None) -> str:
     if not 0.2 <= wanted <= 100:
         raise UserError(f"--size-mb {wanted:g}: the embedded corpus can have 0.2 to 100 MB")
     target = Path(get_base_dir()) / "embedded_data"
+    before = read_manifest(target).get("size_mb")
+    if size_mb is None and isinstance(before, (int, float)) and 0.2 <= before <= 100:
+        wanted = float(before)  # a lost shard is made again, and not another text
     python = ".".join(map(str, sys.version_info[:3]))
     info = {"source": "the standard library of Python", "python": python, "size_mb": wanted, "version": 1}
     with data_lock():

@@ -207,14 +207,19 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(tmp, ignore_errors=True)
 
 
-def whole_manifest(folder: Path) -> dict | None:
-    """The manifest of a folder that was made here. None if the folder has not all of its shards."""
+def read_manifest(folder: Path) -> dict:
+    """What a folder of shards says of itself; empty if it says nothing."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        is_whole = len(list(folder.glob("shard_*.parquet"))) == manifest["shards"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return manifest if is_whole else None
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def whole_manifest(folder: Path) -> dict | None:
+    """The manifest of a folder that was made here. None if the folder has not all of its shards."""
+    manifest = read_manifest(folder)
+    return manifest if manifest.get("shards") == len(list(folder.glob("shard_*.parquet"))) else None
 
 
 def data_lock() -> FileLock:

@@ -276,6 +276,8 @@ def test_embedded_corpus(base_dir, tmp_path, monkeypatch):
     assert build_embedded_corpus() == made and build_embedded_corpus(0.4) == made
     (Path(made) / index_to_filename(0)).unlink()
     assert texts_of(build_embedded_corpus(0.4), "train") == train
+    (Path(made) / index_to_filename(0)).unlink()
+    assert texts_of(build_embedded_corpus(), "train") == train
 
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "again"))  # the same on every machine
     again = build_embedded_corpus(0.4)
