@@ -174,7 +174,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
         raise UserError(f"{problem}; choose a multiple, or another --device-batch-size")
     if args.eval_steps < 1:
         raise UserError(f"--eval-steps={args.eval_steps} measures nothing; use at least 1")
-    if args.eval_metrics_max_problems < 1:
+    if args.eval_metrics_every > 0 and args.eval_metrics_max_problems < 1:
         problem = f"--eval-metrics-max-problems={args.eval_metrics_max_problems} measures nothing"
         raise UserError(f"{problem}; use at least 1, or --eval-metrics-every=-1")
     tokenizer, max_tokens = run.tokenizer, run.config.sequence_len
