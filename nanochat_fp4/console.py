@@ -69,6 +69,13 @@ def parse_rate(text: str) -> float:
     return value
 
 
+def parse_share(text: str) -> float:
+    """argparse type of a part of the whole: from 0 to 1."""
+    if not 0 <= (value := parse_finite(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not from 0 to 1")
+    return value
+
+
 def parse_beta(text: str) -> float:
     """argparse type of what a moving average keeps at each step: at least 0, below 1."""
     if not 0 <= (value := parse_finite(text)) < 1:

@@ -22,7 +22,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import resolve_method
-from nanochat_fp4.console import ArgumentParser, parse_beta, parse_finite, parse_rate
+from nanochat_fp4.console import ArgumentParser, parse_beta, parse_finite, parse_rate, parse_share
 from nanochat_fp4.data.dataloader import (
     evaluation_rows,
     tokenizing_distributed_data_loader_bos_bestfit,
@@ -94,8 +94,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--scalar-lr", type=parse_rate, default=0.5, help="learning rate for scalars (resid_lambdas, x0_lambdas)")
     add("--adam-beta1", type=parse_beta, default=0.8, help="Adam beta1 for embedding/unembedding")
     add("--adam-beta2", type=parse_beta, default=0.95, help="Adam beta2 for embedding/unembedding")
-    add("--warmup-ratio", type=parse_finite, default=0.0, help="ratio of iterations for LR warmup")
-    add("--warmdown-ratio", type=parse_finite, default=0.4, help="ratio of iterations for LR warmdown")
+    add("--warmup-ratio", type=parse_share, default=0.0, help="ratio of iterations for LR warmup")
+    add("--warmdown-ratio", type=parse_share, default=0.4, help="ratio of iterations for LR warmdown")
     add("--final-lr-frac", type=parse_rate, default=0.0, help="final LR as fraction of initial LR")
     # Evaluation
     add("--eval-every", type=int, default=250, help="evaluate val bpb every N steps (-1 = disable)")

@@ -128,6 +128,7 @@ def test_progress_iter():
     [
         (console.parse_finite, ["-1", "0.5"], ["nan", "inf", "x"]),
         (console.parse_rate, ["0", "2"], ["-0.1", "nan"]),
+        (console.parse_share, ["0", "1"], ["1.1", "-0.1", "inf"]),
         (console.parse_beta, ["0", "0.95"], ["1", "-0.1", "x"]),
     ],
 )
