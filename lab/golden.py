@@ -419,9 +419,10 @@ def main() -> int:
         print(f"not run: {', '.join(sorted(skipped))}")
     about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     try:
-        file = json.loads(args.file.read_text()) if args.what == "compare" or args.file.exists() else {}
-        known, _ = file.get("cases", {}), file and file["about"]
-    except (OSError, ValueError, KeyError, AttributeError) as e:
+        old = args.what == "compare" or args.file.exists()
+        file = json.loads(args.file.read_text()) if old else {"about": about, "cases": {}}
+        known, recorded_with = file["cases"], file["about"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
         sys.exit(f"error: {args.file} is not a file of lab.golden record ({e}); make it first")
 
     def keep(made: dict[str, Any]) -> None:
@@ -436,8 +437,8 @@ def main() -> int:
     made = {name: made[name] for name in chosen(made)}
     wrong = sum(isinstance(parts, str) for parts in made.values())
     if args.what == "compare":
-        if file["about"] != about:
-            print(f"note: recorded with {file['about']}, this is {about}")
+        if recorded_with != about:
+            print(f"note: recorded with {recorded_with}, this is {about}")
         left = ("upstream/",) * (not args.nanochat) + ("export-llama/gguf",) * (len(formats) < len(FORMATS))
         wrong = compare({k: known[k] for k in chosen(known) if not k.startswith(left)}, made, args.gone)
     print(f"{len(made)} cases made, {wrong} {'failed' if args.what == 'record' else 'differ'}")

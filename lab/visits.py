@@ -211,8 +211,7 @@ def main(argv: list[str] | None = None) -> None:
         chosen = [s for s in chosen if s.open_runs()]
     elif not chosen:
         raise UserError(f"no study is named {args.studies}; run lab.visits without a name for the list")
-    if chosen and autodetect_device_type() != "cuda":
-        minutes = sum(s.minutes() for s in chosen)
+    if (minutes := sum(s.minutes() for s in chosen)) and autodetect_device_type() != "cuda":
         raise UserError(f"there is no GPU here, and these runs take one for {minutes:.0f} minutes; run them on a GPU")
     for study in chosen:
         do(study, args.folder, args.data_dir)

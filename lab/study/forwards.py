@@ -19,7 +19,7 @@ import nanochat_fp4 as nf
 from lab.study import long_runs
 from lab.study import statistics as stats
 from lab.study.reproduce_common import Context, Outcome
-from lab.study.reproduce_horizon import shown_p, verdict
+from lab.study.reproduce_horizon import judge, shown_p
 from lab.study.sweep_scheduler import base_directory
 from nanochat_fp4.common import autodetect_device_type, print0
 from nanochat_fp4.console import ArgumentParser, table
@@ -123,19 +123,21 @@ def forwards(context: Context) -> Outcome:
         raise UserError("no run of --results was evaluated in several forwards; run lab.study.forwards, then its sweep")
     steps, shown = long_runs.steps_of(runs), ("own", *IN_FORWARD, "BF16")
     rows = [[m, *long_runs.cost_cells(runs, m, steps), *(cells[m].get(c, "-") for c in shown)] for m in methods]
-    rows.insert(0, ["bf16", "4.00", "-", "0", *(rounded_afterwards(runs, name) for name in IN_FORWARD.values()), "0"])
+    afterwards = (rounded_afterwards(runs, name) for name in IN_FORWARD.values())
+    rows.insert(0, ["bf16", *long_runs.cost_cells(runs, "bf16", steps), "0", *afterwards, "0"])
     found = []
     for what, target, value in TARGETS:
         having = with_deployed(runs) if value == "deployed" else runs
         beside_clover = stats.pooled_differences(having, size, "clover", value=value)
-        for method in (m for m in WITH_TARGETS if m in beside_clover and stats.has_gap(having, value)):
+        tested = [m for m in WITH_TARGETS if m in beside_clover] if stats.has_gap(having, value) else []
+        for method in tested:
             share, half, p = stats.against_target(having, method, target, value)
             found.append({"method": method, "what": what, "target": target, "share": share, "half": half, "p": p})
+    judge(found)
     notes = []
-    for of, corrected in zip(found, stats.holm([of["p"] for of in found])):
-        of |= {"p_holm": corrected, "verdict": verdict(of["share"], of["target"], corrected)}
+    for of in found:
         share = stats.with_half(of["share"], of["half"], 3)
-        said = f"share {share}, target {of['target']:.2f}, p by Holm {shown_p(corrected)}: {of['verdict']}"
+        said = f"share {share}, target {of['target']:.2f}, p by Holm {shown_p(of['p_holm'])}: {of['verdict']}"
         notes.append(f"{of['method']}, {of['what']}: {said}")
     notes += [
         f"{len(found)} targets are tested together, two-sided, with the pooled scatter of a run; shares are of "

@@ -50,6 +50,12 @@ def verdict(share: float, target: float, p: float) -> str:
     return "not decided" if math.isnan(p) or p >= 0.05 else "reached" if share < target else "missed"
 
 
+def judge(found: list[dict]) -> None:
+    """Adds to targets that are tested together each one's p, corrected by Holm, and verdict."""
+    for of, corrected in zip(found, stats.holm([of["p"] for of in found])):
+        of |= {"p_holm": corrected, "verdict": verdict(of["share"], of["target"], corrected)}
+
+
 def shown_p(p: float) -> str:
     return "-" if math.isnan(p) else "<0.001" if p < 0.001 else f"{p:.3f}"
 
@@ -75,9 +81,9 @@ def claims(context: Context) -> Outcome:
             whole, whole_half = stats.share_of(runs, method, target, value)
         found.append({"method": method, "target": target, "value": value, "share": share, "half": half, "p": p})
         found[-1] |= {"all_seeds": whole, "all_seeds_half": whole_half}
+    judge(found)
     rows = []
-    for of, corrected in zip(found, stats.holm([of["p"] for of in found])):
-        of |= {"p_holm": corrected, "verdict": verdict(of["share"], of["target"], corrected)}
+    for of in found:
         cost = long_runs.cost_cells(fresh, of["method"], long_runs.steps_of(runs))
         shares = ["clover has no gap", "-"]
         if not math.isnan(of["share"]):
