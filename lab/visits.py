@@ -5,8 +5,9 @@
 
 A study is a command line of lab.study.sweep. Where the list says "forwards", its checkpoints are evaluated in other
 forwards as soon as its runs are done. Each run resumes, also on another machine if --folder comes along. What
-docs/results has of a study, on the same text, is not trained again. Minutes are PREDICTED for one GPU, from the seconds
-that runs of the same size took there beside others. The start of a run and the evaluation of a checkpoint are guesses.
+docs/results has of a run, on the same text and for any study, is not trained again. Minutes are PREDICTED for one GPU,
+from the seconds that runs of the same size took there beside others. The start of a run and the evaluation of a
+checkpoint are guesses.
 """
 
 import argparse
@@ -58,13 +59,10 @@ class Study:
         return sweep.planned(sweep.parse_args(self.arguments()), data)
 
     def stored(self) -> dict[Run, dict]:
-        """The results that docs/results has of it, all on one text."""
-        path = RESULTS / f"{self.name}.json"
-        if not path.is_file():
-            return {}
-        content = json.loads(path.read_text())
-        key = content["data"].rpartition("(")[2].rstrip(")")
-        return {Run(r["method"], r["size"], r["seed"], tuple(r["flags"]), key): r for r in content["results"]}
+        """The results that docs/results has of its runs, also where another study trained them; all on one text."""
+        texts, mine = stored_by_text(self.name), [computed(run) for run in self.runs()]
+        key = max(texts, key=lambda text: sum(run in texts[text] for run in mine), default="")
+        return {run: texts[key][computed(run)] for run in self.runs(key) if key and computed(run) in texts[key]}
 
     def open_runs(self) -> list[Run]:
         stored = self.stored()
@@ -80,6 +78,25 @@ class Study:
             seconds += SECONDS[run.size] * tokens / 1e6 + SECONDS_TO_START / jobs
             seconds += SECONDS_TO_EVALUATE * self.evaluated
         return seconds / 60
+
+
+def computed(run: Run) -> tuple:
+    """What makes a run's numbers, apart from the text: its flags without those that only save checkpoints."""
+    flags = [f for f in run.flags if not f.startswith(("--save-every=", "--keep-last="))]
+    return run.method, run.size, run.seed, *flags
+
+
+def stored_by_text(study: str) -> dict[str, dict[tuple, dict]]:
+    """data_key of a text -> computed(run) -> result, of all sweeps in docs/results; the study's own counts most."""
+    found: dict[str, dict[tuple, dict]] = {}
+    for path in sorted(RESULTS.glob("*.json"), key=lambda path: (path.stem == study, path)):
+        content = json.loads(path.read_text())
+        if isinstance(content, dict) and {"data", "results"} <= content.keys():
+            key = content["data"].rpartition("(")[2].rstrip(")")
+            for r in content["results"]:
+                run = Run(r["method"], r["size"], r["seed"], tuple(r["flags"]), key)
+                found.setdefault(key, {})[computed(run)] = r
+    return found
 
 
 def variant(label: str, flags: tuple[str, ...]) -> str:
@@ -159,7 +176,6 @@ def studies() -> list[Study]:
         rates(),
         lean("d6", 2, "160M"),
         width(),
-        longer("d4", "64M", 5, 976),
         longer("d6", "160M", 3, 2441),
         *ladder(3, 3, 4),
     ]

@@ -96,3 +96,20 @@ def test_minutes_of_a_branch_that_is_stored(tmp_path, monkeypatch):
 def test_an_unknown_study_is_named():
     with pytest.raises(UserError, match="no study is named d5_"):
         visits.main(["d5_x"])
+
+
+def test_what_another_study_has_trained_is_not_trained_again(tmp_path, monkeypatch):
+    """BF16, clover and feedback of d6_longer are those of d6_forwards_s1: only the checkpoints that they save differ.
+    On another text, or of another length, they count for nothing."""
+    named = {s.name: s for s in visits.studies()}
+    theirs, mine = named["d6_forwards_s1"], named["d6_longer"]
+    (tmp_path / "d6_forwards_s1.json").write_text(stored_results(theirs.runs("key"), "key"))
+    (tmp_path / "d6_forwards_s2.json").write_text(stored_results(named["d6_forwards_s2"].runs("other")[:1], "other"))
+    monkeypatch.setattr(visits, "RESULTS", tmp_path)
+    expected = {(m, 1) for m in ("bf16", "clover", "clover_feedback")}
+    assert {(run.method, run.seed) for run in mine.stored()} == expected
+    assert len(mine.open_runs()) == 24 - 3
+    monkeypatch.setattr(visits.sweep, "main", lambda argv: None)
+    visits.do(mine, str(tmp_path), None)
+    found = {path.stem for path in (tmp_path / "v8192/runs").glob("*.json")}
+    assert found == {run.tag for run in mine.runs("key") if (run.method, run.seed) in expected}
