@@ -87,9 +87,9 @@ def computed(run: Run) -> tuple:
 
 
 def stored_by_text(study: str) -> dict[str, dict[tuple, dict]]:
-    """data_key of a text -> computed(run) -> result, of all sweeps in docs/results; the study's own counts most."""
+    """data_key of a text -> computed(run) -> result in docs/results: of the study's own file, else of the first."""
     found: dict[str, dict[tuple, dict]] = {}
-    for path in sorted(RESULTS.glob("*.json"), key=lambda path: (path.stem == study, path)):
+    for path in sorted(sorted(RESULTS.glob("*.json"), reverse=True), key=lambda path: path.stem == study):
         content = json.loads(path.read_text())
         if isinstance(content, dict) and {"data", "results"} <= content.keys():
             key = content["data"].rpartition("(")[2].rstrip(")")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.study.statistics import t95
+from lab.study.statistics import share_of, t95, with_half
 from lab.study.sweep_runs import flag_values
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
@@ -277,6 +277,42 @@ def gap_table(runs: Sequence[Run], methods: Sequence[str]) -> str:
     return table(["N", "method", *[f"{ratio:g}" for ratio in ratios]], rows)
 
 
+def shares(runs: Sequence[Run], method: str) -> dict[float, tuple[float, float]]:
+    """Tokens per parameter -> (the method's share of clover's gap with the same forward, half of its 95% interval).
+
+    Of all sizes together, each weighted by its interval, which is of the pooled scatter of a size's and length's runs.
+    """
+    forward = IN_BF16 if method.endswith(IN_BF16) else ""
+    cells: dict[tuple, list[dict]] = {}
+    for r in runs:
+        if r.method == "bf16" or r.method.endswith(IN_BF16) == bool(forward):
+            cell = {"size": "", "method": r.method.removesuffix(IN_BF16), "seed": r.seed, "val_bpb": r.loss}
+            cells.setdefault((r.parameters, r.tokens), []).append(cell)
+    found: dict[float, list[tuple[float, float]]] = {}
+    for (n, d), of in cells.items():
+        if {"bf16", "clover", mine := method.removesuffix(IN_BF16)} <= {r["method"] for r in of}:
+            share, half = share_of(of, mine, 1.0, "val_bpb")
+            if half > 0:  # one seed has no interval
+                found.setdefault(doubled(d / n), []).append((share, half))
+    weights = {ratio: sum(half**-2 for _, half in of) for ratio, of in found.items()}
+    return {
+        ratio: (sum(share / half**2 for share, half in of) / weights[ratio], weights[ratio] ** -0.5)
+        for ratio, of in sorted(found.items())
+    }
+
+
+def share_table(runs: Sequence[Run], methods: Sequence[str]) -> str:
+    """A row for each method, a column for tokens per parameter, and the longest runs' share over the shortest's."""
+    rows, of = [], {m: shares(runs, m) for m in methods}
+    ratios = sorted({ratio for found in of.values() for ratio in found})
+    for m, found in of.items():
+        (first, half), (last, last_half) = found[min(found)], found[max(found)]
+        growth = last / first, last / first * math.hypot(half / first, last_half / last)
+        cells = [with_half(*found[ratio], 2) if ratio in found else "-" for ratio in ratios]
+        rows.append([m, *cells, with_half(*growth, 2)])
+    return table(["method", *[f"{ratio:g}" for ratio in ratios], "last over first"], rows)
+
+
 def report(runs: Sequence[Run]) -> str:
     """The tables of a set of runs, or one line that says why the runs decide no law."""
     methods = [m for m in dict.fromkeys(r.method for r in runs) if m != "bf16" and pairs(runs, m)]
@@ -295,6 +331,10 @@ def report(runs: Sequence[Run]) -> str:
         header = ["method", "runs", "of N", "rms, points", "of D", "rms, points"]
         lines += [f"Effective parameters and effective tokens, {name}", table(header, rows), ""]
     lines += ["Gap to bf16 in percent", gap_table(runs, methods), ""]
+    others = [m for m in methods if m.removesuffix(IN_BF16) != "clover" and shares(runs, m)]
+    if others:
+        lines += ["Share of clover's gap with the same forward, all sizes, by tokens per parameter"]
+        lines += [share_table(runs, others), ""]
     rows = [[m, *[f"{value:.3f} ± {half:.3f}" for value, half in trend(runs, m).values()]] for m in methods]
     size = reference(runs)
     of_size = f"size ln(N / {millions(size)})"

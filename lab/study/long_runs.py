@@ -48,9 +48,11 @@ def stored_runs(context: Context) -> tuple[list[dict], dict]:
         if other["data"] != content["data"]:
             both = f"{path} is of {other['data']}, {paths[0]} of {content['data']}"
             raise UserError(f"{both}: give sweeps of the same text")
-    keys = [(r["method"], r["seed"]) for r in runs]
-    if twice := sorted({k for k in keys if keys.count(k) > 1}):
-        raise UserError(f"--results has {twice[0][0]} of seed {twice[0][1]} twice; give files of different runs")
+    seen: dict[tuple, dict] = {}
+    for r in runs:  # studies may have a run in common
+        first = seen.setdefault((r["method"], r["seed"]), r)
+        if (first["val_bpb"], first["steps"]) != (r["val_bpb"], r["steps"]):
+            raise UserError(f"--results has {r['method']} of seed {r['seed']} twice; give files of different runs")
     seeds = {r["seed"] for r in runs if r["method"] == "bf16"}
     if not seeds:
         raise UserError(f"{context.args.results} has no bf16 run of size {size!r}; gaps are to bf16")
@@ -58,6 +60,7 @@ def stored_runs(context: Context) -> tuple[list[dict], dict]:
     if unused := [path for i, path in enumerate(paths) if i not in {r["file"] for r in runs}]:
         problem = f"no run of {unused[0]} has size {size!r} and a bf16 run of its seed in --results"
         raise UserError(f"{problem}; add its file")
+    runs = [r for r in runs if r is seen[r["method"], r["seed"]]]
     if {r["method"] for r in runs} == {"bf16"}:
         raise UserError(f"{context.args.results} has bf16 runs of size {size!r} alone; gaps are those of other methods")
     refuse_unlike(runs)

@@ -1,11 +1,10 @@
 """Beyond the paper, from --results alone: what longer training buys each method, and bits per byte at equal hours.
 
-Losses are those of small runs, each method at two lengths with its schedule stretched to either; hours are step_time's
+Losses are those of small runs, and fall with their steps as those of runs of several lengths do. Hours are step_time's
 predictions for models of widths where 4 bits pay, trained for as many tokens a parameter. Nothing here was timed.
 """
 
 import itertools
-import math
 import statistics
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from lab.predict.predicted_time import BATCH, computation, mean_step_ms, micro_batch_of, phases_of
 from lab.study.long_runs import VALUES, cost_cells, methods_of, outcome, steps_of, stored_runs
 from lab.study.reproduce_common import Context, Outcome
+from lab.study.statistics import pooled_differences, with_half
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.plots import BASELINE, COLORS
 from nanochat_fp4.hardware import MACHINES, Machine
@@ -35,45 +35,33 @@ def method_ms(method: str, depth: int, machine: Machine, band: str) -> float:
     return ms
 
 
-def at_steps(points: list[tuple[int, float]], steps: float) -> tuple[float, str]:
-    """BPB after a run of so many steps, linear in their logarithm between two runs, and "" or ">" where the run would
-    be shorter than both: then that of the shorter one, which it would not reach."""
-    (a, low), (b, high) = sorted(points)
-    if steps < a:
-        return low, ">"
-    return low + (high - low) * math.log(min(steps, b) / a) / math.log(b / a), ""
+def common_bpb(runs: list[dict]) -> dict[str, dict[str, float]]:
+    """forward -> method -> mean BPB of its runs of bf16's length, over the seeds that all METHODS have.
+
+    FP8's losses are "fp8_tuned"'s, too. Raises UserError where a method is missing.
+    """
+    of = {m: {r["seed"]: r for r in runs if r["method"] == m and r["steps"] == steps_of(runs)} for m in METHODS}
+    seeds = set.intersection(*map(set, of.values()))
+    if not seeds:
+        missing = [m for m in METHODS if not of[m]]
+        problem = f"no run of {missing[0]} of bf16's length" if missing else f"no seed of all of {', '.join(METHODS)}"
+        raise UserError(f"--results has {problem}; add its file")
+    found = {f: {m: statistics.fmean(of[m][s][v] for s in seeds) for m in METHODS} for f, v in VALUES.items()}
+    return {forward: bpb | {"fp8_tuned": bpb["fp8"]} for forward, bpb in found.items()}
 
 
-def first_of(bpb: dict[str, float]) -> str:
-    """Who is ahead, and by how much of the next one; of FP8, untuned and tuned, only the better."""
+def first_of(runs: list[dict], bpb: dict[str, float], value: str) -> str:
+    """Who is ahead, and by how much of the next one, with the seeds' interval; the better FP8 of both counts."""
     worse = "fp8_tuned" if bpb["fp8"] <= bpb["fp8_tuned"] else "fp8"
     first, second = sorted(bpb.keys() - {worse}, key=bpb.__getitem__)[:2]
-    return f"{first} by {100 * (bpb[second] / bpb[first] - 1):.2f}% of {second}"
-
-
-def two_lengths(runs: list[dict]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """forward -> method -> (steps, BPB) of its run of the usual length and of a shorter one. Raises UserError."""
-    points: dict[str, dict[str, list[tuple[int, float]]]] = {forward: {} for forward in VALUES}
-    for m in METHODS:
-        shorter = [r for r in runs if r["method"].startswith(f"{m}_") and r["method"].removeprefix(f"{m}_").isdigit()]
-        if len(shorter) != 1:
-            todo = "leave the others out" if shorter else "add its file"
-            raise UserError(f"--results has {len(shorter)} shorter runs of {m} ({m}_<steps>), not one: {todo}")
-        seed = shorter[0]["seed"]
-        same = [*shorter, *(r for r in runs if r["method"] == m and r["seed"] == seed)]
-        if len({r["steps"] for r in same}) < 2:
-            name = shorter[0]["method"]
-            raise UserError(f"--results has no run of {m} of seed {seed} of another length than {name}; add its file")
-        for forward, value in VALUES.items():
-            points[forward][m] = [(r["steps"], r[value]) for r in same]
-    for of in points.values():
-        of["fp8_tuned"] = of["fp8"]
-    return points
+    trained = [name.removesuffix("_tuned") for name in (first, second)]
+    half = pooled_differences(runs, runs[0]["size"], trained[1], value=value)[trained[0]].half
+    return f"{first} by {with_half(100 * (bpb[second] / bpb[first] - 1), half, 2)}% of {second}"
 
 
 def equal_time(context: Context) -> Outcome:
     runs, content = stored_runs(context)
-    full, points = steps_of([r for r in runs if r["method"] == "bf16"]), two_lengths(runs)
+    bpb_of, exponents = common_bpb(runs), {forward: exponent(runs, value)[0] for forward, value in VALUES.items()}
     rows, numbers, panels = [], [], []
     depths = DEPTHS[:1] if context.quick else DEPTHS
     for card, depth in itertools.product(CARDS, depths):
@@ -86,15 +74,16 @@ def equal_time(context: Context) -> Outcome:
         panels.append((f"{machine.name}, d{depth}", hours[""]))
         budget = min(hours[""].values())
         record = {"machine": machine.name, "depth": depth, "hours": hours, "budget": budget}
-        for forward, of in points.items():
-            cells, bpb, worst = [], {}, {}
+        for forward, value in VALUES.items():
+            cells, at = [], {band: {} for band in hours}
             for m in SHOWN:
-                found = {band: at_steps(of[m], full * budget / hours[band][m]) for band in hours}
-                (bpb[m], bound), (worst[m], _) = found[""], found["worst"]
-                low, high = sorted(found[band][0] for band in ("best", "worst"))
-                cells.append(f"{bound}{bpb[m]:.4f}" + (f" ({low:.4f} to {high:.4f})" if high - low > 5e-5 else ""))
-            rows.append([machine.name, f"d{depth}", f"{budget:.3g}", forward, *cells, first_of(bpb), first_of(worst)])
-            record["bpb" if forward == "own" else "bpb_bf16"] = bpb
+                for band in hours:  # a method trains for budget / hours of its steps
+                    at[band][m] = bpb_of[forward][m] * (hours[band][m] / budget) ** exponents[forward]
+                low, high = sorted((at["best"][m], at["worst"][m]))
+                cells.append(f"{at[''][m]:.4f}" + (f" ({low:.4f} to {high:.4f})" if high - low > 5e-5 else ""))
+            ahead = [first_of(runs, at[band], value) for band in ("", "worst")]
+            rows.append([machine.name, f"d{depth}", f"{budget:.3g}", forward, *cells, *ahead])
+            record["bpb" if forward == "own" else "bpb_bf16"] = at[""]
         numbers.append(record)
 
     def plot(axes: Any) -> None:
@@ -105,8 +94,10 @@ def equal_time(context: Context) -> Outcome:
             panel = axes.inset_axes((0.06 + 0.325 * column, 0.7 - 0.345 * row, 0.27, 0.24))
             for m in SHOWN:
                 for forward, style in (("own", "-"), ("BF16", ":")):
-                    xy = [(hours[m] * s / full, v) for s, v in sorted(points[forward][m])]
-                    panel.plot(*zip(*xy), style, color=colors[m], marker=".", lw=1)
+                    shares = np.linspace(0.5, 1, 20)
+                    line = bpb_of[forward][m] * shares ** -exponents[forward]
+                    panel.plot(hours[m] * shares, line, style, color=colors[m], lw=1)
+                    panel.plot(hours[m], line[-1], ".", color=colors[m])
             panel.set_title(name, fontsize=7, pad=2)
             panel.tick_params(labelsize=5, pad=1)
             panel.set_xlabel("hours, predicted", fontsize=5, labelpad=0)
@@ -115,19 +106,17 @@ def equal_time(context: Context) -> Outcome:
             axes.plot([], [], color=colors[m], marker=".", label=m)
         axes.plot([], [], ":", color=BASELINE, label="the same, evaluated with a BF16 forward")
 
-    shorter = [r for r in runs if r["method"].split("_")[-1].isdigit()]
     title = "At equal time: measured BPB of d6 against predicted hours"
     header = ["GPU", "", "hours", "forward", *SHOWN, "ahead", "ahead, worst case of 4 bits"]
     notes = [
-        "forward: each method's own, or the same weights evaluated in BF16; deployed in plain NVFP4 (one term) "
-        "clover_feedback_late is not measured",
+        "forward: each method's own, or the same weights evaluated in BF16",
         "ASSUMPTION: losses of d6, hours of larger models on GPUs that have not run it; gaps may differ with size",
         f"hours: of the fastest method for {RATIO} tokens a parameter; the others get as many steps as fit into it",
-        "between its two measured lengths a method's BPB is linear in log steps; >: shorter than the shorter one, "
-        "so worse than this; brackets: the band of its own instructions and GEMMs, of feedback and of FP8's tuning",
-        "worst case of 4 bits: their worst band against the fastest tuned FP8",
+        f"BPB ~ steps^-{exponents['own']:.3f} ({exponents['BF16']:.3f} in BF16), of all methods with several lengths",
+        "±: 95% of the seeds, pooled; brackets: the band of its own instructions and GEMMs, of feedback and of FP8's "
+        "tuning; worst case of 4 bits: their worst band against the fastest tuned FP8",
     ]
-    return outcome(shorter, content, title, header, rows, notes, {"points": points, "predictions": numbers}, plot)
+    return outcome(runs, content, title, header, rows, notes, {"bpb": bpb_of, "predictions": numbers}, plot)
 
 
 def exponent(runs: list[dict], value: str = "val_bpb") -> tuple[float, dict[str, float]]:

@@ -15,7 +15,7 @@ from lab.study.reproduce_common import Context
 from lab.study.reproduce_concentration import concentration, slope
 from lab.study.reproduce_numerics import operand_statistics, unbiasedness_gain
 from lab.study.reproduce_training import Claim, clover_apart, depth_of
-from lab.study.statistics import holm, t95, two_sided_p
+from lab.study.statistics import holm, pooled_differences, t95, two_sided_p
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation import plots
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -458,6 +458,8 @@ def test_extra_steps_are_given_to_bf16_as_well(tmp_path, item):
     assert table["clover"][4:7] == ["+1.00", "+1.00", "+10%"] and table["clover"][1] == "+0.0%"
     assert table["clover_10%_longer"][4:7] == ["+0.04", "+1.00", "+10%"] and table["clover_10%_longer"][1] == "+10.0%"
     item.refused("no method of two lengths", "a", names=("extra_steps",))
+    long_runs(tmp_path / "c", [2], {"clover": [1.0]})  # the very same run, which two studies have
+    assert item("extra_steps", "a", "b", "c")["table"] == written["table"]
 
 
 def test_p_values_and_their_correction():
@@ -492,7 +494,7 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, item):
         ("order", {"method": "nvidia", "flags": ["--data-seed=1"]}),
         ("part", {"method": "nvidia", "eval_tokens": 2048}),
         ("sizes", {"size": "d8"}),
-        ("twice", {}),
+        ("twice", {"val_bpb": 1.011}),
     ):
         long_runs(tmp_path / name, [1], {"clover": [1.0]})
         item.change(name, lambda r, change=change: change)
@@ -524,30 +526,42 @@ def test_other_lengths_are_named_beside_their_work(tmp_path, item):
 
 def test_at_equal_time_faster_methods_have_trained_for_longer(tmp_path, item):
     names = ("bf16", "fp8", "clover", "clover_feedback_late")
-    long_runs(tmp_path / "long", [1], {m: [float(i)] for i, m in enumerate(names)})
-    long_runs(tmp_path / "short", [1], {f"{m}_1000": [10.0 + i] for i, m in enumerate(names)}, steps=1000)
-    long_runs(tmp_path / "two", [1], {"bf16_1000": [10.0], "bf16_500": [11.0]}, steps=1000)
-    long_runs(tmp_path / "three", [1], {m: [float(i)] for i, m in enumerate(names[:3])})
-    for problem, *files in (
-        ("has 0 shorter runs of bf16 .*: add its file", "long"),
-        ("has 2 shorter runs of bf16 .*: leave the others out", "long", "two"),
-        ("has no run of clover_feedback_late of seed 1 of another length than clover_f", "three", "short"),
-    ):
-        item.refused(problem, *files, names=("equal_time",))
-    predictions = item("equal_time", "long", "short", flags=("--quick",))["numbers"]["predictions"]
-    found = {(p["machine"], p["depth"]): p for p in predictions}
+    long_runs(tmp_path / "long", [1, 2], {m: [float(i)] * 2 for i, m in enumerate(names)})
+    long_runs(tmp_path / "fewer", [1, 2], {m: [float(i)] * 2 for i, m in enumerate(names[:3])})
+    long_runs(tmp_path / "other", [3], {"bf16": [0.0], "clover_feedback_late": [3.0]})
+    # Twice the steps take a tenth off: steps^-log2(1.1).
+    long_runs(tmp_path / "short", [1, 2], {"clover_half": [100 * (1.02 * 1.1 - 1)] * 2}, steps=1000)
+    item.change("short", lambda r: {"flags": ["--method=clover", "--num-iterations=1000"]})
+    item.refused("no run of clover_feedback_late of bf16's length; add", "fewer", "short", names=("equal_time",))
+    item.refused("no seed of all of bf16, fp8", "fewer", "other", "short", names=("equal_time",))
+    item.refused("no method of two lengths", "long", names=("equal_time",))
+    written = item("equal_time", "long", "short", flags=("--quick",))
+    found = {(p["machine"], p["depth"]): p for p in written["numbers"]["predictions"]}
     at = found["RTX PRO 4000", 20]
     hours = at["hours"][""]
     assert hours["clover"] < hours["clover_feedback_late"] < hours["fp8"] < hours["bf16"]
     assert at["budget"] == hours["clover"] and at["bpb"]["clover"] == pytest.approx(1.02)
-    # In the time that clover has, others do this share of their steps; from 1000 to 2000 their BPB falls by 0.1.
-    for m, end in (("bf16", 1.0), ("fp8", 1.01)):
-        assert at["bpb"][m] == pytest.approx(end - 0.1 * math.log2(at["budget"] / hours[m]))
-    # The same runs, evaluated in BF16, have half the gap.
-    assert at["bpb_bf16"]["clover"] - 1 == pytest.approx((at["bpb"]["clover"] - 1) / 2)
+    for m, end in (("bf16", 1.0), ("fp8", 1.01), ("fp8_tuned", 1.01), ("clover_feedback_late", 1.03)):
+        assert at["bpb"][m] == pytest.approx(end * (at["budget"] / hours[m]) ** -math.log2(1.1))
+    assert at["bpb_bf16"]["clover"] == pytest.approx(1.01)  # the same runs, evaluated in BF16, have half the gap
     assert at["hours"]["worst"]["clover"] > hours["clover"] > at["hours"]["best"]["clover"]
     assert at["hours"]["worst"]["fp8_tuned"] < hours["fp8_tuned"] < at["hours"]["best"]["fp8_tuned"]
     assert found["B200", 20]["bpb"]["fp8"] == pytest.approx(1.01)  # where FP8 is the fastest
+
+
+def test_at_equal_time_the_seeds_interval_is_of_the_first_and_the_next(tmp_path, item):
+    gaps = {"bf16": [0.0, 0.0], "fp8": [0.3, 0.1], "clover": [2.0, 2.2], "clover_feedback_late": [0.5, 0.9]}
+    long_runs(tmp_path / "long", [1, 2], gaps)
+    long_runs(tmp_path / "short", [1, 2], {"clover_half": [6.0, 6.0]}, steps=1000)
+    item.change("short", lambda r: {"flags": ["--method=clover", "--num-iterations=1000"]})
+    (row,) = (
+        r for r in item("equal_time", "long", "short", flags=("--quick",))["table"] if r[:4:3] == ["RTX 5090", "own"]
+    )
+    first, half, second = re.fullmatch(r"(\w+) by [\d.]+ ± ([\d.]+)% of (\w+)", row[-2]).groups()
+    runs = json.loads((tmp_path / "long").read_text())["results"]
+    runs += json.loads((tmp_path / "short").read_text())["results"]
+    found = pooled_differences(runs, "d6", second.removesuffix("_tuned"))[first.removesuffix("_tuned")]
+    assert first != second and float(half) == pytest.approx(found.half, abs=0.005) and found.half > 0.3
 
 
 def test_speed_from_the_files_of_benchmarks(tmp_path, item):
