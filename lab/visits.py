@@ -1,13 +1,13 @@
 """The runs that claims still need, in their order, and one command that does them for as long as a GPU is lent.
 
     python -m lab.visits                                       # the list, with minutes and visits of half an hour
-    timeout --signal=TERM 28m python -m lab.visits '*' --folder results --data-dir folder      # again: goes on
+    timeout --signal=TERM 28m python -m lab.visits '*' --folder results --data-dir text --pieces pieces    # goes on
 
 A study is a command line of lab.study.sweep. Where the list says "forwards", its checkpoints are evaluated in other
 forwards as soon as its runs are done. Each run resumes, also on another machine if --folder comes along. What
 docs/results has of a run, on the same text and for any study, is not trained again. Minutes are PREDICTED for one GPU,
 from the seconds that runs of the same size took there beside others. The start of a run and the evaluation of a
-checkpoint are guesses.
+checkpoint are guesses. Where the list says "pieces", the text is that of --pieces, which lab.epoch cuts to rows.
 """
 
 import argparse
@@ -25,10 +25,11 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
 
 # Seconds of a GPU for a million tokens: training_seconds over jobs, of docs/results/d4_40m.json, d6_frontier.json and
-# d8_second_half.json (H200), ladder_128_wide_100.json (H100; 24 runs beside each other).
+# d8_second_half.json (H200), ladder_cropped/ladder_128_wide_100.json (H100; 24 runs beside each other).
 SECONDS = {"d4": 0.35, "d6": 0.5, "d8": 1.15, "d2": 0.5}
 SECONDS_TO_START, SECONDS_TO_EVALUATE = 30, 15
 VISIT = 28  # minutes
+LADDER_ROW, LADDER_EPOCH = 256, 163e6  # tokens; an epoch of the text in pieces, by lab.epoch
 RESULTS = ROOT / "docs/results"  # of what is done
 NO_STOPS = "--device-batch-size=64 --eval-tokens=1048576 --eval-every=100000 --save-every=-1"
 SETTLED = "bf16,nvidia,clover,clover_feedback,clover_search_feedback,clover_feedback_late"
@@ -42,12 +43,14 @@ class Study:
     settles:   the question
     flags:     of lab.study.sweep
     evaluated: whether its checkpoints are evaluated in several forwards
+    pieces:    whether its documents are cut to fit into rows, so that no text is read twice
     """
 
     name: str
     settles: str
     flags: tuple[str, ...]
     evaluated: bool = False
+    pieces: bool = False
 
     def arguments(self, folder: str = "", data_dir: str | None = None) -> list[str]:
         args = [f"--name={self.name}", *self.flags]
@@ -151,17 +154,18 @@ def width() -> Study:
 
 def ladder(seeds: int, *sizes_in_heads: int) -> list[Study]:
     """12 to 100 tokens for each parameter without the embedding, of a vocabulary of 1,024; a law needs three sizes. No
-    text may be read twice: lab.debian has more. The shortest runs scatter most, and have twice as many seeds."""
+    text is read twice: the longest runs end with the text. The shortest scatter most, and have twice as many seeds."""
     found = {}
     for heads in sizes_in_heads:
         parameters = 2 * 12 * (64 * heads) ** 2 + 1024 * 64 * heads
-        for ratio in (12, 25, 50, 100):
-            shape = f"--head-dim=64 --aspect-ratio={32 * heads} --total-batch-size=8192 --max-seq-len=256"
+        for ratio in (12, 25, 50, min(100, int(LADDER_EPOCH / parameters))):
+            shape = f"--head-dim=64 --aspect-ratio={32 * heads} --total-batch-size=8192 --max-seq-len={LADDER_ROW}"
             shape += " --device-batch-size=32"
             n, tokens = seeds * (1 + (ratio == 12)), f"{parameters * ratio / 1e6:.1f}M"
             flags = sizes("d2", tokens, n, LADDER, "--vocab-size=1024", extra=shape, jobs=24)
             name = f"ladder_{64 * heads}_wide_{ratio}"
-            found[parameters * ratio] = Study(name, f"{ratio} tokens per parameter, N = {parameters / 1e6:.1f}M", flags)
+            settles = f"{ratio} tokens per parameter, N = {parameters / 1e6:.1f}M"
+            found[parameters * ratio] = Study(name, settles, flags, pieces=True)
     return [found[length] for length in sorted(found)]
 
 
@@ -177,7 +181,8 @@ def studies() -> list[Study]:
         lean("d6", 2, "160M"),
         width(),
         longer("d6", "160M", 3, 2441),
-        *ladder(3, 3, 4),
+        *ladder(3, 4),
+        *ladder(3, 3),
     ]
 
 
@@ -187,7 +192,8 @@ def listed() -> str:
         minutes, left = s.minutes(), len(s.open_runs())
         first, last = (int(at // VISIT) + 1 for at in (done, done + minutes - 1e-6))
         visits = "done" if not left else f"{first}" if first == last else f"{first} to {last}"
-        rows.append([visits, s.name, len(s.runs()), left, f"{minutes:.0f}", "forwards" * s.evaluated, s.settles])
+        more = "forwards" * s.evaluated + "pieces" * s.pieces
+        rows.append([visits, s.name, len(s.runs()), left, f"{minutes:.0f}", more, s.settles])
         done += minutes
     header = ["visit", "study", "runs", "open", "minutes", "", "what it settles"]
     return f"{table(header, rows)}\n{done:.0f} minutes of one GPU in all, PREDICTED; a visit has {VISIT}"
@@ -218,6 +224,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--folder", default="results", help="of all runs")
     parser.add_argument("--data-dir", default=None, help="folder of text or parquet files")
+    parser.add_argument("--pieces", default=None, help=f"its shards, cut by lab.epoch to rows of {LADDER_ROW} tokens")
     args = parser.parse_args(argv)
     if not args.studies:
         print0(listed())
@@ -229,8 +236,11 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"no study is named {args.studies}; run lab.visits without a name for the list")
     if (minutes := sum(s.minutes() for s in chosen)) and autodetect_device_type() != "cuda":
         raise UserError(f"there is no GPU here, and these runs take one for {minutes:.0f} minutes; run them on a GPU")
+    if not args.pieces and any(s.pieces and s.open_runs() for s in chosen):
+        command = f"python -m lab.epoch --max-seq-len {LADDER_ROW} --data-dir TEXT --cut-to PIECES"
+        raise UserError(f"the ladder reads no text twice: cut it by {command}, and give --pieces=PIECES")
     for study in chosen:
-        do(study, args.folder, args.data_dir)
+        do(study, args.folder, args.pieces if study.pieces else args.data_dir)
 
 
 if __name__ == "__main__":

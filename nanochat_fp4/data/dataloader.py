@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from nanochat_fp4.common import get_dist_info
+from nanochat_fp4.common import get_dist_info, print0
 from nanochat_fp4.data.dataset import open_shards
 from nanochat_fp4.data.shards import Shard, shard_digest
 from nanochat_fp4.data.shuffled import ShuffledDocuments
@@ -147,6 +147,7 @@ class Lane:
         self.texts: list[str] | None = None  # of row group g; None until it is needed
         self.keys: list[tuple[int, int, int]] = []  # sorted
         self.tokens: list[np.ndarray] = []  # in the order of keys; int32
+        self.taken = self.kept = 0  # tokens of the documents in its rows, and those of them that were not cropped away
 
     def insert(self, g: int, i: int, tokens: np.ndarray) -> None:
         key = (len(tokens), g, i)
@@ -179,8 +180,10 @@ class Lane:
             fitting = bisect.bisect_left(self.keys, (room + 1,))
             place = bisect.bisect_left(self.keys, (self.keys[fitting - 1][0],)) if fitting else self.cropped()
             self.keys.pop(place)
-            parts.append(self.tokens.pop(place)[:room])
+            document = self.tokens.pop(place)
+            parts.append(document[:room])
             room -= len(parts[-1])
+            self.taken, self.kept = self.taken + len(document), self.kept + len(parts[-1])
         return np.concatenate(parts), len(parts)
 
     def state(self) -> dict[str, Any]:
@@ -345,6 +348,7 @@ class BestFitLoader(PackedRows):
         order = RowOrder(B, lanes, rank, world_size, micro_batches)
         super().__init__(Lane, B, T, device, order, num_rows, min(-(-buffer_size // lanes), share // 4))
         self.refill = min(tokenizer_batch_size, self.lane_buffer)
+        self.told = True
         if resume_state_dict is not None:
             check_position(resume_state_dict, self._config())
             content = resume_state_dict.get("content")
@@ -356,14 +360,24 @@ class BestFitLoader(PackedRows):
                     "has been trained on; put the old file back, or start a new run"
                 )
             self.restore(resume_state_dict)
+        # An evaluation reads its text anew each time, and of a resumed run the checkpoint's log has said it.
+        self.told = split == "val" or any(lane.g >= len(self.row_groups) for lane in self.my_lanes.values())
 
     def read(self, g: int) -> list[str]:
-        """The documents of row group g of the endless sequence."""
+        """The documents of row group g of the endless sequence. Says once that the text begins again."""
+        if g >= len(self.row_groups) and not self.told:
+            self.told = True
+            print0(f"the text begins again after about {self.order.state()['row'] * self.T:,} tokens; {self.cropped()}")
         shard, index = self.row_groups[g % len(self.row_groups)]
         if self.shuffled:
             return self.shuffled.read(index)
         texts = self.shards[shard].read(index)
         return [texts[k] for k in self._shuffled(1 + g % len(self.row_groups), len(texts))] if self.data_seed else texts
+
+    def cropped(self) -> str:
+        """What the rows so far have lost of their documents, by the lanes of this rank."""
+        taken, kept = (sum(getattr(lane, name) for lane in self.my_lanes.values()) for name in ("taken", "kept"))
+        return f"rows of {self.T + 1:,} tokens crop away {1 - kept / max(1, taken):.0%} of their documents"
 
     def _shuffled(self, number: int, n: int) -> np.ndarray:
         """The permutation of n things that has this number; NumPy promises that RandomState's stay the same."""

@@ -54,6 +54,23 @@ def test_inputs_and_targets(data):
     assert state["epoch"] == 1 and {"pq_idx", "rg_idx"} <= set(state)
 
 
+def test_it_says_once_that_the_text_begins_again(tmp_path, capsys):
+    """32 documents of 101 tokens, each cropped to a row of 65: an epoch has 32 rows."""
+    for k in range(2):
+        pq.write_table(pa.table({"text": ["x" * 100] * 32}), tmp_path / f"{k}.parquet", row_group_size=4)
+    it = loader(tmp_path, buffer_size=8)
+    states = [json.loads(json.dumps(next(it)[2])) for _ in range(30)]
+    (said,) = capsys.readouterr().out.splitlines()
+    tokens = int(said.partition("after about ")[2].partition(" tokens")[0].replace(",", ""))
+    assert tokens % (4 * 64) == 0 and abs(tokens - 32 * 64) <= 8 * 64  # documents that wait in buffers are read ahead
+    assert said.endswith("rows of 65 tokens crop away 36% of their documents")
+    for state, again in ((states[2], 1), (states[-1], 0)):  # a run that goes on has said it, or says it
+        rows_of(loader(tmp_path, buffer_size=8, resume_state_dict=state), 20)
+        assert len(capsys.readouterr().out.splitlines()) == again
+    rows_of(loader(tmp_path, split="val", buffer_size=8), 30)
+    assert not capsys.readouterr().out
+
+
 def test_a_data_seed_is_another_order_of_the_same_text(data):
     orders = [rows_of(loader(data, data_seed=seed), 30) for seed in (0, 1, 2)]
     assert torch.equal(orders[0], rows_of(loader(data), 30))

@@ -168,14 +168,14 @@ def test_runs_of_one_size_say_why_there_is_nothing(tmp_path, capsys):
 
 def test_the_ladder_keeps_more_parameters_than_the_papers_models(capsys):
     """The numbers of docs/results.md. Lost parameters describe these runs, too, and lost tokens do not."""
-    runs = [run for path in sorted(RESULTS.glob("ladder_*.json")) for run in scaling.read_runs(path)]
+    runs = [run for path in sorted((RESULTS / "ladder_cropped").glob("*.json")) for run in scaling.read_runs(path)]
     law = scaling.fit_law(runs)
     of = {m: [scaling.effective(law, runs, m, of) for of in ("parameters", "tokens")] for m in LADDER}
     assert {m: f"{n.share:.3f}" for m, (n, _) in of.items()} == {
         m: said.partition(" ")[0] for m, said in LADDER.items()
     }
     assert all(d.rms > 2.5 * n.rms for n, d in of.values())
-    scaling.main([f"--runs={RESULTS}/ladder_*.json"])
+    scaling.main([f"--runs={RESULTS}/ladder_cropped/*.json"])
     said = capsys.readouterr().out
     assert "at N = 1.57M, by tokens per parameter" in said
     rows = {m: re.search(rf"^{m} +51 +(\d.*?\))", said, re.M)[1] for m in LADDER}

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lab import visits
+from lab.study.sweep_runs import flag_values
 from nanochat_fp4.errors import UserError
 
 
@@ -61,7 +62,7 @@ def test_all_means_what_is_open(tmp_path, monkeypatch, gpu):
     (tmp_path / f"{second.name}.json").write_text(stored_results(second.runs("key"), "key"))
     monkeypatch.setattr(visits, "RESULTS", tmp_path)
     monkeypatch.setattr(visits, "do", lambda study, folder, data_dir: done.append(study.name))
-    visits.main(["*"])
+    visits.main(["*", "--pieces=pieces"])
     assert done == [first.name, *[s.name for s in others]]
     visits.main([second.name])
     assert done[-1] == second.name
@@ -91,6 +92,20 @@ def test_minutes_of_a_branch_that_is_stored(tmp_path, monkeypatch):
     (tmp_path / "d8_lean.json").write_text(stored_results(study.runs("key"), "key"))
     monkeypatch.setattr(visits, "RESULTS", tmp_path)
     assert study.open_runs() == [] and study.minutes() == 0
+
+
+def test_the_ladder_reads_pieces_and_every_other_study_the_text(monkeypatch, gpu):
+    """Documents longer than a row lose most of their text, so that an epoch would be too short."""
+    texts = {}
+    monkeypatch.setattr(visits, "do", lambda study, folder, data_dir: texts.update({study.name: data_dir}))
+    with pytest.raises(UserError, match="reads no text twice: cut it by python -m lab.epoch --max-seq-len 256 --data-"):
+        visits.main(["ladder_128_wide_50", "--data-dir=text"])
+    visits.main(["*", "--data-dir=text", "--pieces=cut"])
+    assert texts["ladder_128_wide_50"] == "cut" and {d for n, d in texts.items() if n[:6] != "ladder"} == {"text"}
+    flags = [s.runs()[0].flags for s in visits.studies() if s.pieces]
+    tokens = [int(flag_values(of)["num-iterations"]) * int(flag_values(of)["total-batch-size"]) for of in flags]
+    assert 0.9 * visits.LADDER_EPOCH < max(tokens) <= visits.LADDER_EPOCH
+    assert {flag_values(of)["max-seq-len"] for of in flags} == {str(visits.LADDER_ROW)}
 
 
 def test_an_unknown_study_is_named():
