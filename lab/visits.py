@@ -7,7 +7,8 @@ A study is a command line of lab.study.sweep. Where the list says "forwards", it
 forwards as soon as its runs are done. Each run resumes, also on another machine if --folder comes along. What
 docs/results has of a run, on the same text and for any study, is not trained again. Minutes are PREDICTED for one GPU,
 from the seconds that runs of the same size took there beside others. The start of a run and the evaluation of a
-checkpoint are guesses. Where the list says "pieces", the text is that of --pieces, which lab.epoch cuts to rows.
+checkpoint are guesses. Where the list says "pieces of 256", the text is that of PIECES/256, which lab.epoch cuts to
+rows of so many tokens.
 """
 
 import argparse
@@ -30,6 +31,7 @@ SECONDS = {"d4": 0.35, "d6": 0.5, "d8": 1.15, "d2": 0.5}
 SECONDS_TO_START, SECONDS_TO_EVALUATE = 30, 15
 VISIT = 28  # minutes
 LADDER_ROW, LADDER_EPOCH = 256, 163e6  # tokens; an epoch of the text in pieces, by lab.epoch
+SIZE_ROW = 1024  # tokens of a row of d4 and d6 (sweep_runs.size_flags)
 RESULTS = ROOT / "docs/results"  # of what is done
 NO_STOPS = "--device-batch-size=64 --eval-tokens=1048576 --eval-every=100000 --save-every=-1"
 SETTLED = "bf16,nvidia,clover,clover_feedback,clover_search_feedback,clover_feedback_late"
@@ -43,14 +45,14 @@ class Study:
     settles:   the question
     flags:     of lab.study.sweep
     evaluated: whether its checkpoints are evaluated in several forwards
-    pieces:    whether its documents are cut to fit into rows, so that no text is read twice
+    pieces:    tokens of the rows that its documents are cut to, so that no text is read twice; 0: text as it is
     """
 
     name: str
     settles: str
     flags: tuple[str, ...]
     evaluated: bool = False
-    pieces: bool = False
+    pieces: int = 0
 
     def arguments(self, folder: str = "", data_dir: str | None = None) -> list[str]:
         args = [f"--name={self.name}", *self.flags]
@@ -63,7 +65,7 @@ class Study:
 
     def stored(self) -> dict[Run, dict]:
         """The results that docs/results has of its runs, also where another study trained them; all on one text."""
-        texts, mine = stored_by_text(self.name), [computed(run) for run in self.runs()]
+        texts, mine = stored_by_text(self), [computed(run) for run in self.runs()]
         key = max(texts, key=lambda text: sum(run in texts[text] for run in mine), default="")
         return {run: texts[key][computed(run)] for run in self.runs(key) if key and computed(run) in texts[key]}
 
@@ -89,10 +91,16 @@ def computed(run: Run) -> tuple:
     return run.method, run.size, run.seed, *flags
 
 
-def stored_by_text(study: str) -> dict[str, dict[tuple, dict]]:
-    """data_key of a text -> computed(run) -> result in docs/results: of the study's own file, else of the first."""
+def stored_by_text(study: Study) -> dict[str, dict[tuple, dict]]:
+    """data_key of a text -> computed(run) -> result in docs/results: of the study's own file, else of the first.
+
+    Whether a text is one of pieces no file says: a study of pieces has its own file alone, and no other study has it.
+    """
     found: dict[str, dict[tuple, dict]] = {}
-    for path in sorted(sorted(RESULTS.glob("*.json"), reverse=True), key=lambda path: path.stem == study):
+    apart = {s.name for s in studies() if s.pieces}
+    for path in sorted(sorted(RESULTS.glob("*.json"), reverse=True), key=lambda path: path.stem == study.name):
+        if path.stem != study.name and (study.pieces or path.stem in apart):
+            continue
         content = json.loads(path.read_text())
         if isinstance(content, dict) and {"data", "results"} <= content.keys():
             key = content["data"].rpartition("(")[2].rstrip(")")
@@ -152,6 +160,12 @@ def width() -> Study:
     return Study("d6_width", "does 1.35 times the parameters close clover's gap?", flags)
 
 
+def once() -> Study:
+    """The d4 of the tables reads half of its text's documents twice, d6 each of them three times."""
+    flags = sizes("d4", "64M", 3, "bf16,clover,clover_feedback,clover_feedback_late", "--share-until=0.97")
+    return Study("d4_once", "are the shares those of text that is read twice?", flags, pieces=SIZE_ROW)
+
+
 def ladder(seeds: int, *sizes_in_heads: int) -> list[Study]:
     """12 to 100 tokens for each parameter without the embedding, of a vocabulary of 1,024; a law needs three sizes. No
     text is read twice: the longest runs end with the text. The shortest scatter most, and have twice as many seeds."""
@@ -165,7 +179,7 @@ def ladder(seeds: int, *sizes_in_heads: int) -> list[Study]:
             flags = sizes("d2", tokens, n, LADDER, "--vocab-size=1024", extra=shape, jobs=24)
             name = f"ladder_{64 * heads}_wide_{ratio}"
             settles = f"{ratio} tokens per parameter, N = {parameters / 1e6:.1f}M"
-            found[parameters * ratio] = Study(name, settles, flags, pieces=True)
+            found[parameters * ratio] = Study(name, settles, flags, pieces=LADDER_ROW)
     return [found[length] for length in sorted(found)]
 
 
@@ -181,6 +195,7 @@ def studies() -> list[Study]:
         lean("d6", 2, "160M"),
         width(),
         longer("d6", "160M", 3, 2441),
+        once(),
         *ladder(3, 4),
         *ladder(3, 3),
     ]
@@ -192,7 +207,7 @@ def listed() -> str:
         minutes, left = s.minutes(), len(s.open_runs())
         first, last = (int(at // VISIT) + 1 for at in (done, done + minutes - 1e-6))
         visits = "done" if not left else f"{first}" if first == last else f"{first} to {last}"
-        more = "forwards" * s.evaluated + "pieces" * s.pieces
+        more = f"pieces of {s.pieces}" if s.pieces else "forwards" * s.evaluated
         rows.append([visits, s.name, len(s.runs()), left, f"{minutes:.0f}", more, s.settles])
         done += minutes
     header = ["visit", "study", "runs", "open", "minutes", "", "what it settles"]
@@ -224,7 +239,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--folder", default="results", help="of all runs")
     parser.add_argument("--data-dir", default=None, help="folder of text or parquet files")
-    parser.add_argument("--pieces", default=None, help=f"its shards, cut by lab.epoch to rows of {LADDER_ROW} tokens")
+    parser.add_argument("--pieces", default="", help="folder of its shards in pieces, by the length of rows")
     args = parser.parse_args(argv)
     if not args.studies:
         print0(listed())
@@ -236,11 +251,12 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"no study is named {args.studies}; run lab.visits without a name for the list")
     if (minutes := sum(s.minutes() for s in chosen)) and autodetect_device_type() != "cuda":
         raise UserError(f"there is no GPU here, and these runs take one for {minutes:.0f} minutes; run them on a GPU")
-    if not args.pieces and any(s.pieces and s.open_runs() for s in chosen):
-        command = f"python -m lab.epoch --max-seq-len {LADDER_ROW} --data-dir TEXT --cut-to PIECES"
-        raise UserError(f"the ladder reads no text twice: cut it by {command}, and give --pieces=PIECES")
+    for s in chosen:
+        if s.pieces and s.open_runs() and not Path(args.pieces, str(s.pieces)).is_dir():
+            command = f"python -m lab.epoch --data-dir TEXT --max-seq-len {s.pieces} --cut-to PIECES/{s.pieces}"
+            raise UserError(f"{s.name} reads no text twice: cut it by {command}, and give --pieces=PIECES")
     for study in chosen:
-        do(study, args.folder, args.pieces if study.pieces else args.data_dir)
+        do(study, args.folder, f"{args.pieces}/{study.pieces}" if study.pieces else args.data_dir)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,9 @@ def test_all_means_what_is_open(tmp_path, monkeypatch, gpu):
     (tmp_path / f"{second.name}.json").write_text(stored_results(second.runs("key"), "key"))
     monkeypatch.setattr(visits, "RESULTS", tmp_path)
     monkeypatch.setattr(visits, "do", lambda study, folder, data_dir: done.append(study.name))
-    visits.main(["*", "--pieces=pieces"])
+    for row in (256, 1024):
+        (tmp_path / f"pieces/{row}").mkdir(parents=True)
+    visits.main(["*", f"--pieces={tmp_path}/pieces"])
     assert done == [first.name, *[s.name for s in others]]
     visits.main([second.name])
     assert done[-1] == second.name
@@ -94,18 +96,39 @@ def test_minutes_of_a_branch_that_is_stored(tmp_path, monkeypatch):
     assert study.open_runs() == [] and study.minutes() == 0
 
 
-def test_the_ladder_reads_pieces_and_every_other_study_the_text(monkeypatch, gpu):
+def test_studies_of_pieces_read_those_and_every_other_one_the_text(tmp_path, monkeypatch, gpu):
     """Documents longer than a row lose most of their text, so that an epoch would be too short."""
     texts = {}
     monkeypatch.setattr(visits, "do", lambda study, folder, data_dir: texts.update({study.name: data_dir}))
-    with pytest.raises(UserError, match="reads no text twice: cut it by python -m lab.epoch --max-seq-len 256 --data-"):
+    with pytest.raises(UserError, match="128_wide_50 reads no text twice: .* --max-seq-len 256 --cut-to PIECES/256"):
         visits.main(["ladder_128_wide_50", "--data-dir=text"])
-    visits.main(["*", "--data-dir=text", "--pieces=cut"])
-    assert texts["ladder_128_wide_50"] == "cut" and {d for n, d in texts.items() if n[:6] != "ladder"} == {"text"}
-    flags = [s.runs()[0].flags for s in visits.studies() if s.pieces]
+    (tmp_path / "256").mkdir()
+    with pytest.raises(UserError, match="d4_once reads no text twice: .* --max-seq-len 1024 --cut-to PIECES/1024, and"):
+        visits.main(["d4_once", "--data-dir=text", f"--pieces={tmp_path}"])
+    (tmp_path / "1024").mkdir()
+    visits.main(["*", "--data-dir=text", f"--pieces={tmp_path}"])
+    assert texts.pop("d4_once") == f"{tmp_path}/1024" and texts["ladder_128_wide_50"] == f"{tmp_path}/256"
+    assert {data_dir for name, data_dir in texts.items() if not name.startswith("ladder")} == {"text"}
+    rows = {s.pieces: flag_values(s.runs()[0].flags)["max-seq-len"] for s in visits.studies() if s.pieces}
+    assert rows == {256: "256", 1024: "1024"}
+    flags = [s.runs()[0].flags for s in visits.studies() if s.pieces == 256]
     tokens = [int(flag_values(of)["num-iterations"]) * int(flag_values(of)["total-batch-size"]) for of in flags]
     assert 0.9 * visits.LADDER_EPOCH < max(tokens) <= visits.LADDER_EPOCH
-    assert {flag_values(of)["max-seq-len"] for of in flags} == {str(visits.LADDER_ROW)}
+
+
+def test_results_on_pieces_and_on_the_text_are_kept_apart(tmp_path, monkeypatch):
+    """d4_forwards_s1 has BF16's run of d4_once by its flags, on whole documents."""
+    named = {s.name: s for s in visits.studies()}
+    for name in ("d4_forwards_s1", "d4_once"):
+        (tmp_path / f"{name}.json").write_text(stored_results(named[name].runs(name), name))
+    monkeypatch.setattr(visits, "RESULTS", tmp_path)
+    assert {run.data for run in named["d4_once"].stored()} == {"d4_once"}
+    assert {run.data for run in named["d4_forwards_s1"].stored()} == {"d4_forwards_s1"}
+    (tmp_path / "d4_once.json").rename(tmp_path / "other.json")
+    assert not named["d4_once"].stored()
+    (tmp_path / "other.json").rename(tmp_path / "d4_once.json")
+    (tmp_path / "d4_forwards_s1.json").unlink()
+    assert not named["d4_forwards_s1"].stored()
 
 
 def test_an_unknown_study_is_named():
