@@ -66,8 +66,8 @@ class Study:
     def stored(self) -> dict[Run, dict]:
         """The results that docs/results has of its runs, also where another study trained them; all on one text."""
         texts, mine = stored_by_text(self), [computed(run) for run in self.runs()]
-        key = max(texts, key=lambda text: sum(run in texts[text] for run in mine), default="")
-        return {run: texts[key][computed(run)] for run in self.runs(key) if key and computed(run) in texts[key]}
+        key, results = max(texts.items(), key=lambda of: sum(run in of[1] for run in mine), default=("", {}))
+        return {run: results[computed(run)] for run in self.runs(key) if computed(run) in results}
 
     def open_runs(self) -> list[Run]:
         stored = self.stored()
@@ -161,7 +161,7 @@ def width() -> Study:
 
 
 def once() -> Study:
-    """The d4 of the tables reads half of its text's documents twice, d6 each of them three times."""
+    """The d4 of the tables reads a fifth of its documents twice, d6 each of them about three times."""
     flags = sizes("d4", "64M", 3, "bf16,clover,clover_feedback,clover_feedback_late", "--share-until=0.97")
     return Study("d4_once", "are the shares those of text that is read twice?", flags, pieces=SIZE_ROW)
 
