@@ -99,9 +99,14 @@ def methods_of(runs: list[dict]) -> list[str]:
 
 
 def lengths(runs: list[dict]) -> list[str]:
-    """A note of methods of other lengths than bf16's, if there are any."""
+    """Notes of methods of other lengths than bf16's, and of other models, if there are any."""
     note = sweep_results.other_lengths(runs, runs[0]["size"])
-    return [f"{note}; GEMM work counts their steps"] if note else []
+    notes = [f"{note}; GEMM work counts their steps"] if note else []
+    parameters = {r["method"]: r.get("num_params") for r in runs}
+    if other := {m: n for m, n in parameters.items() if n != parameters["bf16"]}:
+        sizes = ", ".join(f"{m} {n:,}" for m, n in other.items())
+        notes += [f"bf16 has {parameters['bf16']:,} parameters, {sizes}; GEMM work and time do not count that"]
+    return notes
 
 
 def gemm_work(run: dict, steps: int) -> float:

@@ -521,7 +521,10 @@ def test_other_lengths_are_named_beside_their_work(tmp_path, item):
         assert note in written["notes"]
         work = {row[0]: round(float(row[1]), 2) for row in written["table"][1:]}
         assert {work[m] for m in work if "%" in m} == {1.08, 0.99}
-    assert not any("of other lengths" in n for n in item("horizon", "a")["notes"])
+    assert not any("of other lengths" in n or "parameters" in n for n in item("horizon", "a")["notes"])
+    item.change("a", lambda r: {"num_params": 1000 + 360 * (r["method"] == "clover")})
+    note = "bf16 has 1,000 parameters, clover 1,360; GEMM work and time do not count that"
+    assert note in item("horizon", "a")["notes"]
 
 
 def test_at_equal_time_faster_methods_have_trained_for_longer(tmp_path, item):
