@@ -166,21 +166,20 @@ def once() -> Study:
     return Study("d4_once", "are the shares those of text that is read twice?", flags, pieces=SIZE_ROW)
 
 
-def ladder(seeds: int, *sizes_in_heads: int) -> list[Study]:
-    """12 to 100 tokens for each parameter without the embedding, of a vocabulary of 1,024; a law needs three sizes. No
-    text is read twice: the longest runs end with the text. The shortest scatter most, and have twice as many seeds."""
-    found = {}
-    for heads in sizes_in_heads:
-        parameters = 2 * 12 * (64 * heads) ** 2 + 1024 * 64 * heads
-        for ratio in (12, 25, 50, min(100, int(LADDER_EPOCH / parameters))):
-            shape = f"--head-dim=64 --aspect-ratio={32 * heads} --total-batch-size=8192 --max-seq-len={LADDER_ROW}"
-            shape += " --device-batch-size=32"
-            n, tokens = seeds * (1 + (ratio == 12)), f"{parameters * ratio / 1e6:.1f}M"
-            flags = sizes("d2", tokens, n, LADDER, "--vocab-size=1024", extra=shape, jobs=24)
-            name = f"ladder_{64 * heads}_wide_{ratio}"
-            settles = f"{ratio} tokens per parameter, N = {parameters / 1e6:.1f}M"
-            found[parameters * ratio] = Study(name, settles, flags, pieces=LADDER_ROW)
-    return [found[length] for length in sorted(found)]
+def ladder(heads: int, seeds: int, *ratios: int) -> list[Study]:
+    """Of one width. ratios: tokens for each parameter without the embedding, of a vocabulary of 1,024.
+
+    No text is read twice: the longest runs end with the text. The shortest scatter most, and have six seeds.
+    """
+    found, parameters = [], 2 * 12 * (64 * heads) ** 2 + 1024 * 64 * heads
+    shape = f"--head-dim=64 --aspect-ratio={32 * heads} --total-batch-size=8192 --max-seq-len={LADDER_ROW}"
+    for ratio in (min(r, int(LADDER_EPOCH / parameters)) for r in ratios):
+        n, tokens = 6 if ratio == 12 else seeds, f"{parameters * ratio / 1e6:.1f}M"
+        extra = f"{shape} --device-batch-size=32"
+        flags = sizes("d2", tokens, n, LADDER, "--vocab-size=1024", extra=extra, jobs=24)
+        settles = f"{ratio} tokens per parameter, N = {parameters / 1e6:.1f}M"
+        found.append(Study(f"ladder_{64 * heads}_wide_{ratio}", settles, flags, pieces=LADDER_ROW))
+    return found
 
 
 def studies() -> list[Study]:
@@ -190,14 +189,14 @@ def studies() -> list[Study]:
         *(evaluation("d4", "64M", seed) for seed in range(1, 6)),
         *(evaluation("d6", "160M", seed) for seed in (2, 3)),
         lean("d8", 3, "32M", "--bf16-until=0.5", heads=True),
-        *ladder(6, 2),
+        *ladder(2, 6, 12, 25, 50, 100),
         rates(),
         lean("d6", 2, "160M"),
         width(),
         longer("d6", "160M", 3, 2441),
         once(),
-        *ladder(3, 4),
-        *ladder(3, 3),
+        *ladder(4, 3, 12, 25, 50, 100),
+        *ladder(3, 3, 12, 25),  # a law needs three sizes
     ]
 
 
