@@ -12,14 +12,12 @@ import argparse
 import random
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from lab.debian import GROUP, parquet
 from nanochat_fp4.common import print0
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.data.dataloader import BestFitLoader
 from nanochat_fp4.data.dataset import open_shards
-from nanochat_fp4.data.shards import ROW_GROUP, cut_text
+from nanochat_fp4.data.shards import cut_text, new_folder
 from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.errors import UserError, run_main
 
@@ -37,22 +35,17 @@ def epoch(tokenizer, data_dir: str, T: int) -> tuple[int, str]:
 
 
 def cut(tokenizer, data_dir: str, out: Path, T: int) -> None:
-    """Writes each shard of data_dir to out under its name, its documents in pieces of at most about T tokens."""
+    """Writes each shard of data_dir to the folder out, its documents in pieces of at most about T tokens."""
     for shard in [*open_shards("train", data_dir), *open_shards("val", data_dir)]:
         texts = [text for k in range(shard.num_row_groups) for text in shard.read(k)]
         sample = texts[:SAMPLE]
         tokens = sum(map(len, tokenizer.encode(sample)))
         longest = max(2, int(0.98 * T * sum(map(len, sample)) / max(1, tokens)))
-        rng = random.Random(Path(shard.path).name)
+        name = Path(shard.path).name
+        rng = random.Random(name)
         pieces = [p for text in texts for p in cut_text(text, rng, max(1, int(SHORTEST * longest)), longest)]
-        out.mkdir(parents=True, exist_ok=True)
-        table = pa.table({"text": pa.array(pieces, pa.string())})
-        pq.write_table(
-            table, out / Path(shard.path).name, row_group_size=ROW_GROUP, compression="zstd", compression_level=12
-        )
-        print0(
-            f"{Path(shard.path).name}: {len(texts):,} documents, {len(pieces):,} pieces of at most {longest} characters"
-        )
+        (out / name).write_bytes(parquet([pieces[i : i + GROUP] for i in range(0, len(pieces), GROUP)]))
+        print0(f"{name}: {len(texts):,} documents, {len(pieces):,} pieces of at most {longest} characters")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -65,9 +58,11 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--max-seq-len={args.max_seq_len}: expected at least 1 token")
     tokenizer = get_tokenizer()
     if args.cut_to:
-        if list(args.cut_to.glob("*.parquet")):
-            raise UserError(f"--cut-to={args.cut_to} has shards; choose an empty folder, or remove them")
-        cut(tokenizer, args.data_dir, args.cut_to, args.max_seq_len)
+        if args.cut_to.exists() and (not args.cut_to.is_dir() or any(args.cut_to.iterdir())):
+            what = "shards" if list(args.cut_to.glob("*.parquet")) else "something else"
+            raise UserError(f"--cut-to={args.cut_to} has {what}; choose an empty folder, or remove them")
+        with new_folder(args.cut_to) as folder:  # not some of the shards, of which the last would be for validation
+            cut(tokenizer, args.data_dir, folder, args.max_seq_len)
     tokens, cropped = epoch(tokenizer, str(args.cut_to or args.data_dir), args.max_seq_len)
     print0(f"an epoch has about {tokens:,} tokens; {cropped}")
 

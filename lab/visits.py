@@ -73,10 +73,10 @@ class Study:
         stored = self.stored()
         return [run for run in self.runs(next((s.data for s in stored), "")) if run not in stored]
 
-    def minutes(self) -> float:
-        """PREDICTED, of one GPU, for what is open."""
+    def minutes(self, runs: list[Run] | None = None) -> float:
+        """PREDICTED, of one GPU, for these runs of the study, or for what is open."""
         jobs, seconds = sweep.parse_args(self.arguments()).jobs, 0.0
-        for run in self.open_runs():
+        for run in self.open_runs() if runs is None else runs:
             flags = flag_values(run.flags)
             steps = int(flags["num-iterations"]) - (run.branch[1] if run.branch else 0)
             tokens = steps * int(flags["total-batch-size"])
@@ -203,11 +203,12 @@ def studies() -> list[Study]:
 def listed() -> str:
     rows, done = [], 0.0
     for s in studies():
-        minutes, left = s.minutes(), len(s.open_runs())
+        left = s.open_runs()
+        minutes = s.minutes(left)
         first, last = (int(at // VISIT) + 1 for at in (done, done + minutes - 1e-6))
         visits = "done" if not left else f"{first}" if first == last else f"{first} to {last}"
         more = f"pieces of {s.pieces}" if s.pieces else "forwards" * s.evaluated
-        rows.append([visits, s.name, len(s.runs()), left, f"{minutes:.0f}", more, s.settles])
+        rows.append([visits, s.name, len(s.runs()), len(left), f"{minutes:.0f}", more, s.settles])
         done += minutes
     header = ["visit", "study", "runs", "open", "minutes", "", "what it settles"]
     return f"{table(header, rows)}\n{done:.0f} minutes of one GPU in all, PREDICTED; a visit has {VISIT}"
@@ -243,19 +244,18 @@ def main(argv: list[str] | None = None) -> None:
     if not args.studies:
         print0(listed())
         return
-    chosen = [s for s in studies() if fnmatch.fnmatch(s.name, args.studies)]
-    if args.studies == "*":
-        chosen = [s for s in chosen if s.open_runs()]
-    elif not chosen:
+    left = {s: s.open_runs() for s in studies() if fnmatch.fnmatch(s.name, args.studies)}
+    chosen = [s for s in left if left[s] or args.studies != "*"]
+    if not left:
         raise UserError(f"no study is named {args.studies}; run lab.visits without a name for the list")
-    if (minutes := sum(s.minutes() for s in chosen)) and autodetect_device_type() != "cuda":
+    if (minutes := sum(s.minutes(left[s]) for s in chosen)) and autodetect_device_type() != "cuda":
         raise UserError(f"there is no GPU here, and these runs take one for {minutes:.0f} minutes; run them on a GPU")
     for s in chosen:
-        if s.pieces and s.open_runs() and not Path(args.pieces, str(s.pieces)).is_dir():
+        if s.pieces and left[s] and not Path(args.pieces, str(s.pieces)).is_dir():
             command = f"python -m lab.epoch --data-dir TEXT --max-seq-len {s.pieces} --cut-to PIECES/{s.pieces}"
             raise UserError(f"{s.name} reads no text twice: cut it by {command}, and give --pieces=PIECES")
-    for study in chosen:
-        do(study, args.folder, f"{args.pieces}/{study.pieces}" if study.pieces else args.data_dir)
+    for s in chosen:
+        do(s, args.folder, f"{args.pieces}/{s.pieces}" if s.pieces else args.data_dir)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TextIO
 
 logger = logging.getLogger("nanochat_fp4")
@@ -62,25 +62,20 @@ def parse_finite(text: str) -> float:
     return value
 
 
-def parse_rate(text: str) -> float:
-    """argparse type of a learning rate or weight decay: at least 0."""
-    if (value := parse_finite(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is negative; it must be at least 0")
-    return value
+def _finite_if(holds: Callable[[float], bool], problem: str) -> Callable[[str], float]:
+    """argparse type of a finite number that holds() is true for."""
+
+    def parse(text: str) -> float:
+        if not holds(value := parse_finite(text)):
+            raise argparse.ArgumentTypeError(f"{text!r} {problem}")
+        return value
+
+    return parse
 
 
-def parse_share(text: str) -> float:
-    """argparse type of a part of the whole: from 0 to 1."""
-    if not 0 <= (value := parse_finite(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not from 0 to 1")
-    return value
-
-
-def parse_beta(text: str) -> float:
-    """argparse type of what a moving average keeps at each step: at least 0, below 1."""
-    if not 0 <= (value := parse_finite(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not at least 0 and below 1")
-    return value
+parse_rate = _finite_if(lambda value: value >= 0, "is negative; it must be at least 0")  # or a weight decay
+parse_share = _finite_if(lambda value: 0 <= value <= 1, "is not from 0 to 1")  # of the whole
+parse_beta = _finite_if(lambda value: 0 <= value < 1, "is not at least 0 and below 1")  # what a moving average keeps
 
 
 def format_bytes(num: float) -> str:

@@ -282,15 +282,14 @@ def shares(runs: Sequence[Run], method: str) -> dict[float, tuple[float, float]]
 
     Of all sizes together, each weighted by its interval, which is of the pooled scatter of a size's and length's runs.
     """
-    forward = IN_BF16 if method.endswith(IN_BF16) else ""
-    cells: dict[tuple, list[dict]] = {}
+    mine, cells = method.removesuffix(IN_BF16), {}
     for r in runs:
-        if r.method == "bf16" or r.method.endswith(IN_BF16) == bool(forward):
+        if r.method == "bf16" or r.method.endswith(IN_BF16) == method.endswith(IN_BF16):
             cell = {"size": "", "method": r.method.removesuffix(IN_BF16), "seed": r.seed, "val_bpb": r.loss}
             cells.setdefault((r.parameters, r.tokens), []).append(cell)
     found: dict[float, list[tuple[float, float]]] = {}
     for (n, d), of in cells.items():
-        if {"bf16", "clover", mine := method.removesuffix(IN_BF16)} <= {r["method"] for r in of}:
+        if {"bf16", "clover", mine} <= {r["method"] for r in of}:
             share, half = share_of(of, mine, 1.0, "val_bpb")
             if half > 0:  # one seed has no interval
                 found.setdefault(doubled(d / n), []).append((share, half))
@@ -302,15 +301,18 @@ def shares(runs: Sequence[Run], method: str) -> dict[float, tuple[float, float]]
 
 
 def share_table(runs: Sequence[Run], methods: Sequence[str]) -> str:
-    """A row for each method, a column for tokens per parameter, and the longest runs' share over the shortest's."""
-    rows, of = [], {m: shares(runs, m) for m in methods}
+    """A row for each method, a column for tokens per parameter, and the longest runs' share over the shortest's.
+
+    "" where no method but clover has a share.
+    """
+    rows, of = [], {m: found for m in methods if m.removesuffix(IN_BF16) != "clover" and (found := shares(runs, m))}
     ratios = sorted({ratio for found in of.values() for ratio in found})
     for m, found in of.items():
         (first, half), (last, last_half) = found[min(found)], found[max(found)]
         growth = last / first, last / first * math.hypot(half / first, last_half / last)
         cells = [with_half(*found[ratio], 2) if ratio in found else "-" for ratio in ratios]
         rows.append([m, *cells, with_half(*growth, 2)])
-    return table(["method", *[f"{ratio:g}" for ratio in ratios], "last over first"], rows)
+    return table(["method", *[f"{ratio:g}" for ratio in ratios], "last over first"], rows) if rows else ""
 
 
 def report(runs: Sequence[Run]) -> str:
@@ -331,10 +333,8 @@ def report(runs: Sequence[Run]) -> str:
         header = ["method", "runs", "of N", "rms, points", "of D", "rms, points"]
         lines += [f"Effective parameters and effective tokens, {name}", table(header, rows), ""]
     lines += ["Gap to bf16 in percent", gap_table(runs, methods), ""]
-    others = [m for m in methods if m.removesuffix(IN_BF16) != "clover" and shares(runs, m)]
-    if others:
-        lines += ["Share of clover's gap with the same forward, all sizes, by tokens per parameter"]
-        lines += [share_table(runs, others), ""]
+    if shown := share_table(runs, methods):
+        lines += ["Share of clover's gap with the same forward, all sizes, by tokens per parameter", shown, ""]
     rows = [[m, *[f"{value:.3f} ± {half:.3f}" for value, half in trend(runs, m).values()]] for m in methods]
     size = reference(runs)
     of_size = f"size ln(N / {millions(size)})"

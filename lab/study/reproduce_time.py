@@ -113,8 +113,9 @@ def equal_time(context: Context) -> Outcome:
         "ASSUMPTION: losses of d6, hours of larger models on GPUs that have not run it; gaps may differ with size",
         f"hours: of the fastest method for {RATIO} tokens a parameter; the others get as many steps as fit into it",
         f"BPB ~ steps^-{exponents['own']:.3f} ({exponents['BF16']:.3f} in BF16), of all methods with several lengths",
-        "±: 95% of the seeds, pooled; brackets: the band of its own instructions and GEMMs, of feedback and of FP8's "
-        "tuning; worst case of 4 bits: their worst band against the fastest tuned FP8",
+        "±: 95% of the seeds, with the pooled scatter of a run",
+        "brackets: the band of its own instructions and GEMMs, of feedback and of FP8's tuning",
+        "worst case of 4 bits: their worst band against the fastest tuned FP8",
     ]
     return outcome(runs, content, title, header, rows, notes, {"bpb": bpb_of, "predictions": numbers}, plot)
 

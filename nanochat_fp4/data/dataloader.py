@@ -376,7 +376,7 @@ class BestFitLoader(PackedRows):
 
     def cropped(self) -> str:
         """What the rows so far have lost of their documents, by the lanes of this rank."""
-        taken, kept = (sum(getattr(lane, name) for lane in self.my_lanes.values()) for name in ("taken", "kept"))
+        taken, kept = (sum(of) for of in zip(*((lane.taken, lane.kept) for lane in self.my_lanes.values())))
         return f"rows of {self.T + 1:,} tokens crop away {1 - kept / max(1, taken):.0%} of their documents"
 
     def _shuffled(self, number: int, n: int) -> np.ndarray:

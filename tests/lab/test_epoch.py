@@ -52,3 +52,28 @@ def test_wrong_arguments_are_refused(text, tmp_path):
         epoch.main([f"--data-dir={text}", "--max-seq-len=64", f"--cut-to={text}"])
     with pytest.raises(UserError, match="expected 2, the last for validation"):
         epoch.main([f"--data-dir={tmp_path}", "--max-seq-len=64"])
+
+
+def test_of_a_cut_that_is_interrupted_nothing_is_left(text, tmp_path, monkeypatch):
+    """Some of the shards would be another text, with training text as its validation."""
+    written = []
+
+    def stop(groups):
+        written.append(groups)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        return b"a shard"
+
+    monkeypatch.setattr(epoch, "parquet", stop)
+    with pytest.raises(KeyboardInterrupt):
+        epoch.main([f"--data-dir={text}", "--max-seq-len=64", f"--cut-to={tmp_path / 'pieces'}"])
+    assert {p.name for p in tmp_path.iterdir()} == {"text"}
+
+
+def test_a_folder_with_other_files_is_not_replaced(text, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/mine.txt").touch()
+    for place in ("notes", "notes/mine.txt"):
+        with pytest.raises(UserError, match="has something else; choose an empty folder, or remove them"):
+            epoch.main([f"--data-dir={text}", "--max-seq-len=64", f"--cut-to={tmp_path / place}"])
+    assert (tmp_path / "notes/mine.txt").exists()
