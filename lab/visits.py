@@ -26,8 +26,8 @@ from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
 
 # Seconds of a GPU for a million tokens: training_seconds over jobs, of docs/results/d4_40m.json, d6_frontier.json and
-# d8_second_half.json (H200), ladder_cropped/ladder_128_wide_100.json (H100; 24 runs beside each other).
-SECONDS = {"d4": 0.35, "d6": 0.5, "d8": 1.15, "d2": 0.5}
+# d8_second_half.json (H200). d2: the ladder's 6,800M tokens, 36 runs beside each other on each of two H100s with MPS.
+SECONDS = {"d4": 0.35, "d6": 0.5, "d8": 1.15, "d2": 0.4}
 SECONDS_TO_START, SECONDS_TO_EVALUATE = 30, 15
 VISIT = 28  # minutes
 LADDER_ROW, LADDER_EPOCH = 256, 163e6  # tokens; an epoch of the text in pieces, by lab.epoch

@@ -1,7 +1,7 @@
 """Do 4 bits lose parameters or tokens? A law L(N, D) of BF16's losses, and the share of N or D that a method keeps.
 
     python -m lab.predict.scaling                                  # the paper's 21 runs, docs/results/paper_runs.json
-    python -m lab.predict.scaling --runs 'docs/results/ladder_cropped/*.json'        # sweeps, of several N and D
+    python -m lab.predict.scaling --runs 'docs/results/ladder_*.json'        # sweeps, of several N and D
 
     L(N, D) = E + (A N^-a + B D^-b)^c      N parameters of the blocks, D tokens; Quartet's law (arXiv 2505.14669)
 

@@ -16,10 +16,10 @@ LAW = Law((1.2, 1.5, 0.4, 0.9, 0.5, 0.6), 0.0)
 RESULTS = Path(__file__).parents[2] / "docs/results"
 PAGE = (RESULTS.parent / "runs/ladder.md").read_text()
 LADDER = {  # of N
-    "clover": "0.824 (0.80 to 0.85)",
-    "clover, BF16 forward": "0.859 (0.84 to 0.88)",
-    "clover_feedback": "0.832 (0.81 to 0.85)",
-    "clover_feedback, BF16 forward": "0.888 (0.87 to 0.90)",
+    "clover": "0.837 (0.82 to 0.86)",
+    "clover, BF16 forward": "0.867 (0.85 to 0.88)",
+    "clover_feedback": "0.846 (0.82 to 0.87)",
+    "clover_feedback, BF16 forward": "0.899 (0.87 to 0.92)",
 }
 GRID = [(n, n * ratio) for n in (3e7, 1e8, 3e8) for ratio in (12, 50, 200, 800)]
 
@@ -167,18 +167,18 @@ def test_runs_of_one_size_say_why_there_is_nothing(tmp_path, capsys):
 
 
 def test_the_ladder_keeps_more_parameters_than_the_papers_models(capsys):
-    """The numbers of docs/results.md. Lost parameters describe these runs, too, and lost tokens do not."""
-    runs = [run for path in sorted((RESULTS / "ladder_cropped").glob("*.json")) for run in scaling.read_runs(path)]
+    """The numbers of docs/results.md. Lost parameters describe these runs better than lost tokens, too."""
+    runs = [run for path in sorted(RESULTS.glob("ladder_*.json")) for run in scaling.read_runs(path)]
     law = scaling.fit_law(runs)
     of = {m: [scaling.effective(law, runs, m, of) for of in ("parameters", "tokens")] for m in LADDER}
     assert {m: f"{n.share:.3f}" for m, (n, _) in of.items()} == {
         m: said.partition(" ")[0] for m, said in LADDER.items()
     }
-    assert all(d.rms > 2.5 * n.rms for n, d in of.values())
-    scaling.main([f"--runs={RESULTS}/ladder_cropped/*.json"])
+    assert all(d.rms > 1.7 * n.rms for n, d in of.values())
+    scaling.main([f"--runs={RESULTS}/ladder_*.json"])
     said = capsys.readouterr().out
     assert "at N = 1.57M, by tokens per parameter" in said
-    rows = {m: re.search(rf"^{m} +51 +(\d.*?\))", said, re.M)[1] for m in LADDER}
+    rows = {m: re.search(rf"^{m} +44 +(\d.*?\))", said, re.M)[1] for m in LADDER}
     for m, row in rows.items():
         got, want = ([float(v) for v in re.findall(r"[\d.]+", text)] for text in (row, LADDER[m]))
         assert got == pytest.approx(want, abs=0.011) and LADDER[m] in PAGE

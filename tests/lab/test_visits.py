@@ -99,6 +99,7 @@ def test_minutes_of_a_branch_that_is_stored(tmp_path, monkeypatch):
 def test_studies_of_pieces_read_those_and_every_other_one_the_text(tmp_path, monkeypatch, gpu):
     """Documents longer than a row lose most of their text, so that an epoch would be too short."""
     texts = {}
+    monkeypatch.setattr(visits, "RESULTS", tmp_path)  # nothing is done
     monkeypatch.setattr(visits, "do", lambda study, folder, data_dir: texts.update({study.name: data_dir}))
     with pytest.raises(UserError, match="128_wide_50 reads no text twice: .* --max-seq-len 256 --cut-to PIECES/256"):
         visits.main(["ladder_128_wide_50", "--data-dir=text"])
