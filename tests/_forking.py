@@ -310,12 +310,15 @@ def _child(job: dict[str, Any], chosen: bool, write: int) -> None:
         for fd in {null, log, errors}:
             os.close(fd)
         operations = _die_in_a_save(job.get("operation") if chosen else None)
-        if "fault" in job:
-            globals()[job["fault"][0]](*job["fault"][1:])
 
         import importlib
 
         from nanochat_fp4.errors import run_main
+
+        if "fault" in job:
+            if "module" in job:  # an interrupt in an import, which is slow on a busy machine, would end in a traceback
+                importlib.import_module(job["module"])
+            globals()[job["fault"][0]](*job["fault"][1:])
 
         def program() -> None:
             sys.argv = [job.get("module", ""), *job.get("argv", ())]
