@@ -176,6 +176,15 @@ def test_a_reader_that_has_gone_ends_it_without_a_word(monkeypatch, capsys):
     assert e.value.code == 141 and capsys.readouterr().err == ""
 
 
+def test_a_character_that_stdout_has_not_ends_no_run():
+    """An encoding without the character, and bytes of a path that are no text."""
+    code = r"from nanochat_fp4.errors import run_main; run_main(lambda: print('caf\xe9 \udcff'))"
+    for encoding, printed in (("ascii", rb"caf\xe9 \udcff"), ("utf-8", b"caf\xc3\xa9 \\udcff")):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+        assert (done.returncode, done.stdout.strip(), done.stderr) == (0, printed, b"")
+
+
 def test_a_stdout_that_was_closed_before_is_no_failure():
     code = "from nanochat_fp4.errors import run_main; run_main(lambda: print('done'))"
     done = subprocess.run(["sh", "-c", f'"{sys.executable}" -c "{code}" >&-'], capture_output=True, text=True)
