@@ -26,10 +26,12 @@ def get_base_dir() -> str:
     """The folder of all files made or downloaded: NANOCHAT_BASE_DIR, by default ~/.cache/nanochat. Created."""
     base_dir = os.environ.get("NANOCHAT_BASE_DIR") or os.path.join(os.path.expanduser("~"), ".cache", "nanochat")
     try:
+        base_dir.encode()  # pyarrow takes no other name
         os.makedirs(base_dir, exist_ok=True)
-    except OSError as e:
+    except (OSError, UnicodeError) as e:
+        why = e.strerror if isinstance(e, OSError) else "the name is not UTF-8"
         raise UserError(
-            f"cannot create the base directory {base_dir} ({e.strerror}); set NANOCHAT_BASE_DIR to a writable folder"
+            f"cannot create the base directory {base_dir} ({why}); set NANOCHAT_BASE_DIR to a writable folder"
         ) from e
     return base_dir
 

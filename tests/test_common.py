@@ -22,6 +22,9 @@ def test_base_dir_that_cannot_be_made(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "file" / "below"))
     with pytest.raises(UserError, match="NANOCHAT_BASE_DIR"):
         common.get_base_dir()
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / os.fsdecode(b"caf\xe9")))  # pyarrow could not read below it
+    with pytest.raises(UserError, match="the name is not UTF-8\\); set NANOCHAT"):
+        common.get_base_dir()
 
 
 def test_compute_init_returns_nanochats_tuple():
