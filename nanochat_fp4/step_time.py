@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.hardware import LONGER, MACHINES, Machine, machine_of
 from nanochat_fp4.nvfp4.methods import get_recipe
@@ -373,13 +373,13 @@ def main(argv: list[str] | None = None) -> None:
     add("--gpu", default="", help=f"{', '.join(MACHINES)}, or a GPU's name (default: this machine's)")
     add("--depth", type=int, default=20, help="of a nanochat")
     add("--methods", default="bf16,fp8,fp8_tuned,nvidia,tetrajet_v2,clover,clover_search,clover_feedback_late")
-    add("--tokens", type=float, default=0.0, help="of the run (default: --ratio)")
-    add("--ratio", type=float, default=20.0, help="tokens for each parameter")
+    add("--tokens", type=parse_finite, default=0.0, help="of the run (default: --ratio)")
+    add("--ratio", type=parse_finite, default=20.0, help="tokens for each parameter")
     add("--micro-batch", type=int, default=8192, help="tokens of a micro-batch")
     add("--shards", type=int, default=0, help="of text: also print memory and disk")
-    add("--eval-every", type=float, default=0.0, help="tokens between two validations: their hours count")
-    add("--eval-tokens", type=float, default=0.0, help="of a validation")
-    add("--save-every", type=float, default=0.0, help="tokens between two checkpoints: their hours count")
+    add("--eval-every", type=parse_finite, default=0.0, help="tokens between two validations: their hours count")
+    add("--eval-tokens", type=parse_finite, default=0.0, help="of a validation")
+    add("--save-every", type=parse_finite, default=0.0, help="tokens between two checkpoints: their hours count")
     add("--windowed", action="store_true", help="a window pattern SSSL, by a kernel that skips what it leaves out")
     args = parser.parse_args(argv)
     if args.depth < 1 or args.micro_batch < 1 or args.tokens < 0 or args.ratio <= 0:

@@ -12,6 +12,8 @@ import pytest
 from nanochat_fp4 import console
 from nanochat_fp4.console import ArgumentParser, Progress, format_bytes, format_seconds, progress_iter
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 def test_formats():
     assert [format_bytes(n) for n in (12, 1536, 5 << 20, 3 << 40)] == ["12 bytes", "1.5 KB", "5.0 MB", "3.0 TB"]
@@ -40,10 +42,15 @@ def test_flags_are_not_abbreviated_and_slips_are_one_line(capsys):
         parser.parse_args(["run", "--sec=1"])
 
 
+def test_no_number_of_a_flag_is_nan():
+    for folder in ("nanochat_fp4", "scripts", "eval"):
+        for file in (ROOT / folder).rglob("*.py"):
+            assert not re.search(r"\btype=float\b", file.read_text()), f"{file.name}: parse_finite refuses NaN"
+
+
 def test_no_command_abbreviates_flags():
-    root = Path(__file__).resolve().parent.parent
     files = [
-        f for folder in ("nanochat_fp4", "scripts", "eval", "lab", "examples") for f in (root / folder).rglob("*.py")
+        f for folder in ("nanochat_fp4", "scripts", "eval", "lab", "examples") for f in (ROOT / folder).rglob("*.py")
     ]
     made = 0
     for file in files:

@@ -18,7 +18,7 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.common import get_base_dir, set_cpu_threads
-from nanochat_fp4.console import ArgumentParser
+from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.errors import run_main
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models.gpt import GPT, config_from_depth
@@ -78,7 +78,7 @@ def stored(path: Path, name: str, most: int) -> tuple[dict[str, Any], dict[str, 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description="Chooses the number of training steps on a CPU; prints it and the reason")
     parser.add_argument("--method", default="clover")
-    parser.add_argument("--minutes", type=float, default=5, help="of the whole run")
+    parser.add_argument("--minutes", type=parse_finite, default=5, help="of the whole run")
     parser.add_argument("--look", action="store_true", help="print what is stored, if anything; choose nothing")
     for name in ("steps", "depth", "aspect-ratio", "head-dim", "max-seq-len", "vocab-size", "total-batch-size"):
         parser.add_argument(f"--{name}", type=int, required=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat_fp4.console import ArgumentParser, table
+from nanochat_fp4.console import ArgumentParser, parse_finite, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.hardware import MACHINES, Machine
 from nanochat_fp4.models.cross_entropy import CHUNK_ELEMENTS
@@ -181,7 +181,7 @@ def describe(plan: Plan) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="", help=f"one card: {', '.join(MEMORY)}")
-    parser.add_argument("--memory", type=float, default=0.0, help="one card, by its GiB")
+    parser.add_argument("--memory", type=parse_finite, default=0.0, help="one card, by its GiB")
     parser.add_argument("--depth", type=int, default=20, help="of a nanochat, for one card")
     parser.add_argument("--this", action="store_true", help="this machine's GPU; nothing is printed without one")
     parser.add_argument("--flags", action="store_true", help="print base_train's flags alone")
