@@ -176,7 +176,8 @@ class ConversationBatches(_Dealt):
             ids, mask = _tokens(self.tokenizer, self.dataset, i % len(self.dataset), self.max_tokens)
             if any(mask[1:]):
                 return ids, mask
-        raise UserError(f"no conversation has anything to learn in {self.max_tokens} tokens; train with more of them")
+        problem = f"no conversation has anything to learn in {self.max_tokens} tokens"
+        raise UserError(f"{problem}; train the base model with a larger --max-seq-len")
 
     def __next__(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         first = self.number * self.B

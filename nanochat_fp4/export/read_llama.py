@@ -121,7 +121,8 @@ def _llama_config(path: Path, config: Mapping[str, Any], sequence_len: int) -> L
     """The shapes that config.json describes. Raises UserError for an entry that is not known, or another model's."""
     for key, value in config.items():
         if key in _COMPUTED and value != _COMPUTED[key]:
-            raise UserError(f"{path}: {key} is {str(value)[:60]!r}; this package computes {_COMPUTED[key]!r} alone")
+            found = f"{key} is {str(value)[:60]!r}, expected {_COMPUTED[key]!r}"
+            raise UserError(f"{path}: {found}; only Llama's own architecture is read")
         if key not in _COMPUTED and key not in _SIZES and key not in _CHECKED | _WITHOUT_EFFECT:
             raise UserError(f"{path}: {key} is not known; only Llama's own architecture is read")
     sizes = {key: config[key] for key in _SIZES if config.get(key) is not None}

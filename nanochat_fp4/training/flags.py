@@ -143,6 +143,8 @@ def parse_method_changes(text: str) -> dict[str, Any]:
 
 
 def _step_or_latest(text: str) -> int | str:
+    if text != "latest" and not re.fullmatch(r"-1|\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a step, nor 'latest', nor -1")
     return text if text == "latest" else int(text)
 
 

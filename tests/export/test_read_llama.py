@@ -96,7 +96,7 @@ def test_folders_that_are_not_known(exported, tmp_path):
         ("config", {"rope_parameters": {"rope_theta": 500.0, "factor": 8.0}}, "rope_parameters"),
         ("config", {"attention_bias": True}, "attention_bias"),
         ("config", {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
-        ("config", {"hidden_act": "gelu"}, "hidden_act"),
+        ("config", {"hidden_act": "gelu"}, "hidden_act is 'gelu', expected 'silu'"),
         ("config", {"model_type": "mistral"}, "model_type"),
         ("config", {"sliding_window": 16}, "sliding_window is not known"),
         ("config", {"num_hidden_layers": 10**6}, "1000000 layers, but"),

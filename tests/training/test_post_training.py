@@ -156,7 +156,7 @@ def test_sft_batches():
 
     for before, now in ((1, 2), (2, 1), (2, 3), (3, 2), (2, 2)):
         assert gone_on_with(before, now) == micro_batches(1, 6)[before:]
-    with pytest.raises(UserError, match="anything to learn"):
+    with pytest.raises(UserError, match="anything to learn in 64 tokens; .* --max-seq-len"):
         next(ConversationBatches(Texts([200]), tokenizer, 1, "cpu", max_tokens=64))
 
 
