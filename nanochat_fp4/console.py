@@ -306,6 +306,15 @@ class Progress:
         elif not self.silent:
             print_safely(text, file=self.file, flush=True)
 
+    def meanwhile(self, batches: Iterable, total: int, what: str) -> Iterator:
+        """`batches` of other work that happens between two units: a line every `every` seconds, none for short work."""
+        last_line = time.monotonic()
+        for done, batch in enumerate(batches):
+            if time.monotonic() - last_line >= self.every:
+                last_line = time.monotonic()
+                self.write(f"{what}: {done:,}/{total:,} batches")
+            yield batch
+
     def close(self) -> None:
         if self.closed:
             return

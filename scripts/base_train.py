@@ -225,7 +225,8 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
             lanes=trainer.loader.lanes, num_rows=num_rows,
         )  # fmt: skip
         with parts.autocast():
-            return evaluate_bpb(forward, process.signals.watch(batches, device), eval_steps, token_bytes)
+            batches = trainer.progress.meanwhile(process.signals.watch(batches, device), eval_steps, "evaluation")
+            return evaluate_bpb(forward, batches, eval_steps, token_bytes)
 
     def evaluate(step: int, last: bool) -> dict[str, float]:
         """Validation BPB with the method's own forward pass, and in BF16 (FP32 on a CPU)."""

@@ -127,7 +127,8 @@ def train(args: argparse.Namespace, process: Process) -> None:
         batches = PackedConversations(val_dataset, *where, lanes=trainer.loader.lanes, num_rows=num_rows)
         with parts.autocast():
             pairs = ((x, y) for x, y, _ in batches)
-            return {"val_bpb": evaluate_bpb(forward, process.signals.watch(pairs, device), eval_steps, token_bytes)}
+            pairs = trainer.progress.meanwhile(process.signals.watch(pairs, device), eval_steps, "evaluation")
+            return {"val_bpb": evaluate_bpb(forward, pairs, eval_steps, token_bytes)}
 
     trainer = run.trainer(
         parts,

@@ -89,6 +89,15 @@ def test_progress_in_a_log_is_plain_lines():
     assert last.startswith("train: 50/200") and "\r" not in out.getvalue()
 
 
+def test_long_work_between_two_units_says_how_far_it_is():
+    out = io.StringIO()
+    with Progress(every=60, file=out) as progress:
+        assert list(progress.meanwhile("ab", 2, "evaluation")) == ["a", "b"] and not out.getvalue()
+        progress.every = 0
+        assert list(progress.meanwhile("abc", 3, "evaluation")) == ["a", "b", "c"] and progress.n == 0
+    assert out.getvalue().startswith("evaluation: 0/3 batches\nevaluation: 1/3 batches\nevaluation: 2/3 batches\n")
+
+
 def test_progress_is_quiet_between_lines_and_on_other_ranks(monkeypatch):
     out = io.StringIO()
     with Progress(total=1000, every=60, file=out) as progress:

@@ -406,6 +406,12 @@ def test_bad_flags_are_refused_by_the_parser(flags, capsys):
         assert stopped.value.code == 2 and flag.split("=")[0] in err and "invalid _" not in err  # a function's name
 
 
+def test_a_long_evaluation_says_how_far_it_is(tiny_base, monkeypatch, capsys):
+    monkeypatch.setattr(trainer, "Progress", functools.partial(trainer.Progress, every=0))  # every batch is long
+    train(method="bf16", steps=1)
+    assert "evaluation: 1/2 batches" in capsys.readouterr().err
+
+
 def test_the_reports_flags_can_be_typed_again():
     argv = "--seed=7,3 --runtime=eager,recompute-all,skip-nonfinite,telemetry=5 --save-every=@3,4 --depth=3".split()
     args = base_train.parse_args([*argv, "--method-changes=*.c_fc=fp8,0.85=bf16,separate_qkv"])
