@@ -126,7 +126,7 @@ def check_same_run(now: dict[str, Any], before: Any, checkpoint_dir: str | os.Pa
     if different:
         raise UserError(
             f"the checkpoint in {checkpoint_dir} belongs to another run: {'; '.join(different)}. Resume it with the "
-            "settings it has, or choose another --model-tag"
+            "settings it has, start over with --overwrite in place of --resume-from-step, or choose another --model-tag"
         )
 
 

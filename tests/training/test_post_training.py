@@ -455,7 +455,9 @@ def test_resume_of_another_run_is_refused(base):
     for flags in (["--quantization=full"], ["--total-batch-size=256"], ["--method=nvidia"]):
         with pytest.raises(UserError) as e:
             mid("--resume-from-step=latest", *flags, steps=2)
-        assert "belongs to another run" in one_line(e)
+        # Another --model-tag alone would name a base model that is not there.
+        assert "belongs to another run" in one_line(e) and "with --overwrite in place of" in one_line(e)
+    mid("--overwrite", "--total-batch-size=256", steps=2)
 
 
 def test_sft_learns_from_a_teacher(base):
