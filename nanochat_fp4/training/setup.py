@@ -280,6 +280,8 @@ class PostTraining:
         self.dry_run = getattr(args, "dry_run", False)
         if stage == "rl" and args.parallel != "ddp":
             raise UserError("reinforcement learning generates on each process by itself; leave --parallel out")
+        if args.data == "local" and args.sft_dir:
+            raise UserError("--sft-dir takes SmolTalk's place, which is not in --data=local; leave out one of the two")
         sharded = check_parallel(args)
         self.model_tag = find_model_tag(source, None) if args.model_tag is None else args.model_tag
         folder = checkpoint_folder(stage, self.model_tag)

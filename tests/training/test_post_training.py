@@ -460,6 +460,11 @@ def test_resume_of_another_run_is_refused(base):
     mid("--overwrite", "--total-batch-size=256", steps=2)
 
 
+def test_conversations_that_the_mixture_has_no_place_for_are_refused(base, tmp_path):
+    with pytest.raises(UserError, match="--sft-dir takes SmolTalk's place"):
+        mid(f"--sft-dir={tmp_path}")
+
+
 def test_sft_learns_from_a_teacher(base):
     """The same checkpoint in full precision, or a folder's; a run that goes on has the same teacher."""
     mid(steps=1)
