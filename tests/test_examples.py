@@ -48,8 +48,9 @@ def test_plain_loop(capsys):
     assert abs(float(out.split()[-1]) - losses[-1]) < 0.1
 
 
-def test_distill():
+def test_distill(capsys):
     losses = load("distill").main("clover", 40)
+    assert f"-> {losses[-1]:.4f} nats" in capsys.readouterr().out
     assert len(losses) == 40 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
