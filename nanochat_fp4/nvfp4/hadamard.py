@@ -5,8 +5,6 @@ with the same signs along the contraction dimension of a GEMM leave the result u
 group of a tensor uses the same signs (the paper, Appendix A, point 2), so the transform is one small GEMM.
 """
 
-import functools
-
 import torch
 
 from nanochat_fp4.nvfp4.philox import random_signs
@@ -15,22 +13,18 @@ RHT_DIM = 128  # Source: the paper, Section 3.3 and Appendix A. A power of two, 
 
 
 def _sylvester(dim: int) -> torch.Tensor:
-    """Sylvester's symmetric matrix of +-1, float32 (dim, dim). On the CPU, whatever the default device is."""
-    h = torch.ones(1, 1, device="cpu")
+    """Sylvester's symmetric matrix of +-1, float32 (dim, dim)."""
+    h = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while h.shape[0] < dim:
         h = torch.cat((torch.cat((h, h), dim=1), torch.cat((h, -h), dim=1)))
     return h
 
 
-_cached_sylvester = functools.cache(_sylvester)
-
-
 def rotation_matrix(seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int = 0, device="cpu") -> torch.Tensor:
     """diag(signs) H, entries +-1, float32 (dim, dim): rotate(x) = x @ rotation_matrix / sqrt(dim) on each group."""
     signs = random_signs(seed, dim, stream, torch.device(device))
-    # torch.compile would trace through the cache and warn each time.
-    h = _sylvester(dim) if torch.compiler.is_compiling() else _cached_sylvester(dim)
-    return signs.unsqueeze(1) * h.to(device)
+    # Not cached: a matrix made inside FakeTensorMode would break all later calls outside.
+    return signs.unsqueeze(1) * _sylvester(dim).to(device)
 
 
 def rotate(x: torch.Tensor, seed: torch.Tensor | int, *, dim: int = RHT_DIM, stream: int = 0) -> torch.Tensor:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from _assertions import relative_square_error
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nanochat_fp4.nvfp4 import hadamard
 from nanochat_fp4.nvfp4.hadamard import rotate, rotation_matrix
 from nanochat_fp4.nvfp4.philox import random_signs
 
@@ -36,7 +36,7 @@ def test_products_and_norms_are_unchanged():
 
 def test_seed_and_stream_choose_the_signs():
     x = torch.randn(2, 128)
-    assert torch.equal(rotate(x, 1), rotate(x, torch.tensor(1)))
+    assert torch.equal(rotate(x, 1), rotate(x, torch.tensor([1])))
     assert not torch.equal(rotate(x, 1), rotate(x, 2))
     assert not torch.equal(rotate(x, 1), rotate(x, 1, stream=1))
     assert not torch.equal(rotate(x, 1), rotate(x, 1 + 2**32))
@@ -56,12 +56,19 @@ def test_computes_in_fp32_whatever_comes_in():
     assert torch.equal(rotate(x, 1), rotate(x.float(), 1))
 
 
-def test_the_default_device_does_not_stick():
-    """H is cached; the first use may happen anywhere."""
-    hadamard._cached_sylvester.cache_clear()
-    with torch.device("meta"):
-        rotation_matrix(0, dim=32)
-    assert rotation_matrix(0, dim=32).device.type == "cpu"
+def test_what_surrounds_a_call_does_not_stick():
+    """A default device, a default dtype, or the fake tensors of an estimate of memory."""
+    want = rotation_matrix(0, dim=32)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            assert torch.equal(rotation_matrix(0, dim=32), want)
+    finally:
+        torch.set_default_dtype(before)
+    with FakeTensorMode():
+        assert rotate(torch.ones(2, 128), 0).shape == (2, 128)
+    assert torch.equal(rotation_matrix(0, dim=32), want) and rotate(torch.ones(2, 128), 0).isfinite().all()
 
 
 def test_a_length_that_does_not_divide_is_an_error():
