@@ -23,8 +23,10 @@ SIGN, SCALE, SR_ELEMENT = 0, 1, 2
 def philox(seed: torch.Tensor | int, index: torch.Tensor, purpose: int, stream: int = 0) -> tuple[torch.Tensor, ...]:
     """Four 32-bit words for each index (int64, any shape), as int64 tensors with values in [0, 2^32).
 
-    seed: a Python int or an int64 tensor () with 64 bits.
+    seed: a Python int of 64 bits, signed or unsigned (as torch.initial_seed()), or an int64 tensor, () or like index.
     """
+    if isinstance(seed, int) and seed >= 2**63:
+        seed -= 2**64
     seed = torch.as_tensor(seed, dtype=torch.int64, device=index.device)
     k0, k1 = seed & MASK, (seed >> 32) & MASK
     c0, c1 = index & MASK, (index >> 32) & MASK
@@ -93,7 +95,7 @@ class Noise(NamedTuple):
 
 def random_signs(seed: torch.Tensor | int, count: int, stream: int, device: torch.device) -> torch.Tensor:
     """+-1, float32 (count,), for count <= 128. Sign j is bit j % 32 of word j // 32 of one Philox call; set is -1."""
-    words = torch.stack(philox(seed, torch.zeros((), dtype=torch.int64, device=device), SIGN, stream))
+    words = torch.stack(philox(seed, torch.zeros((), dtype=torch.int64, device=device), SIGN, stream)).view(4)
     j = torch.arange(count, device=device)
     bits = (words[j // 32] >> (j % 32)) & 1
     return 1.0 - 2.0 * bits.to(torch.float32)

@@ -40,8 +40,8 @@ def test_any_seed_index_purpose_and_stream(seed):
         got = torch.stack(px.philox(seed, index, purpose, stream), dim=-1)
         want = [[list(scalar.draw(seed, int(i), purpose, stream)) for i in row] for row in index]
         assert got.tolist() == want
-        as_tensor = px.philox(torch.tensor(seed), index, purpose, stream)
-        assert torch.equal(torch.stack(as_tensor, dim=-1), got)
+        for same in (torch.tensor(seed), torch.tensor([seed]), seed % 2**64):
+            assert torch.equal(torch.stack(px.philox(same, index, purpose, stream), dim=-1), got)
 
 
 def test_elements_take_16_bits_each_low_half_first():
