@@ -109,8 +109,8 @@ class Codes(NVFP4Tensor, GemmOperand):
             return decode(self.codes, self.scales)
         return self.decode(torch.bfloat16)
 
-    def source(self) -> NVFP4Tensor:
-        return self
+    def source(self) -> torch.Tensor | NVFP4Tensor:
+        return self.fp32() if self.tensor_scale.dim() else self  # the kernels that requantize read one tensor_scale
 
     def tensor_core_product(self, b: GemmOperand, out_dtype: torch.dtype) -> torch.Tensor | None:
         if native_gemm(self.codes.device.type) is None:
@@ -120,8 +120,9 @@ class Codes(NVFP4Tensor, GemmOperand):
         name = isinstance(b, Codes) and dispatch.implementation(self, b, out_dtype)
         return dispatch.mm(self, b, out_dtype, name) if name else None
 
-    def transposed(self) -> Decoded:
-        return Decoded(self.matrix(torch.float32).T, self.tensor_scale)
+    def transposed(self) -> GemmOperand:
+        per_token = self.tensor_scale.dim()  # a scale of each row, and the rows are contracted now
+        return Plain(self.fp32().T) if per_token else Decoded(self.matrix(torch.float32).T, self.tensor_scale)
 
     def without_cache(self) -> "Codes":
         return replace(self, decoded=None)  # four times the memory of the codes
@@ -146,7 +147,7 @@ class SquareCodes(Codes):
     def transposed(self) -> GemmOperand:
         """Codes where FP4 tensor cores read them, to the bit the values of the decoded ones."""
         device = self.codes.device
-        if self.codes.shape[0] % BLOCK or native_gemm(device.type) is None:
+        if self.tensor_scale.dim() or self.codes.shape[0] % BLOCK or native_gemm(device.type) is None:
             return super().transposed()
         transpose = transpose_square
         if use_kernels(device):
@@ -299,10 +300,10 @@ class FP8(GemmOperand):
     def source(self) -> torch.Tensor:
         return self.dequantize()
 
-    def transposed(self) -> "FP8":
-        return FP8(
-            self.codes.T.contiguous(), self.tensor_scale
-        )  # tensor cores contract over the last dimension of both
+    def transposed(self) -> GemmOperand:
+        if self.tensor_scale.dim():
+            return Plain(self.dequantize().T)
+        return FP8(self.codes.T.contiguous(), self.tensor_scale)  # tensor cores contract over both's last dimension
 
     def tensor_core_product(self, b: GemmOperand, out_dtype: torch.dtype) -> torch.Tensor | None:
         if not (isinstance(b, FP8) and has_fp8_tensor_cores(self.codes.device.type)):

@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from _assertions import relative_square_error
 from _samples import Fused
 from torch import nn
 
@@ -361,6 +362,20 @@ def test_per_token_scale_makes_tokens_independent():
     # The same codes; a matrix library may sum one row in another order than eight.
     assert torch.allclose(together, alone, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(model(batch)[:5], model(x), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("method, backward", [("clover", True), ("clover", False), ("fp8", True), ("nvidia", True)])
+def test_gradients_with_a_scale_per_token(monkeypatch, kernels, method, backward):
+    """The gradient of the weight knows each token's scale. Of E^T X with X of 1 and 1000 it was off by a factor."""
+    monkeypatch.setenv("NVFP4_KERNELS", kernels)
+    model = converted(nn.Linear(64, 48, bias=False), method, backward=backward)
+    x, e = torch.randn(32, 64), torch.randn(32, 48)
+    x[1:] *= 1000
+    with nf.per_token_scale(model):
+        model(x).backward(e)
+    # Squares of the errors of two operands of 4 bits are 0.03 together, of a wrong scale 1 and more.
+    assert relative_square_error(model.weight.grad, e.T @ x) < 0.1
 
 
 def test_contexts_reach_a_compiled_model():
