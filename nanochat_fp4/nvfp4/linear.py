@@ -36,7 +36,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs, native_gemm
 from nanochat_fp4.nvfp4.feedback import set_gram_matrix
@@ -53,7 +52,7 @@ from nanochat_fp4.nvfp4.operands import (
 )
 from nanochat_fp4.nvfp4.philox import new_seed
 from nanochat_fp4.nvfp4.recipes import Gemm, Recipe
-from nanochat_fp4.nvfp4.relu_squared import relu_squared_gradient
+from nanochat_fp4.nvfp4.relu_squared import once_differentiable, relu_squared_gradient
 
 # One stream of random numbers for each operand, so that no two share noise: a of a GEMM has this one, b the next.
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = 0, 2, 4

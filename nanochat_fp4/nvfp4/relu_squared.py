@@ -4,13 +4,29 @@ The module lies beside the quantizers because, like them, it rounds with Philox'
 same bits. One Philox call serves eight elements, where torch.compile's torch.rand takes a call for each.
 """
 
+from collections.abc import Callable
+
 import torch
+from torch.autograd import function
 
 from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.philox import new_seed, uniform_elements
 from nanochat_fp4.nvfp4.quantizers import divide
 
 STEPS = 255  # a row's largest value in steps
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """torch's decorator, which raises an error in a second backward pass only if the first one's gradients require
+    grad. Others, such as those of y.sum(), would get a second derivative of zero without an error."""
+    once = function.once_differentiable(backward)
+
+    def differentiated(ctx, *grads: torch.Tensor | None):
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = tuple(None if grad is None else grad.detach().requires_grad_() for grad in grads)
+        return once(ctx, *grads)
+
+    return differentiated
 
 
 class ReluSquared(torch.autograd.Function):
@@ -24,6 +40,7 @@ class ReluSquared(torch.autograd.Function):
         return y, amax
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_y: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor, None]:
         return relu_squared_gradient(grad_y, *ctx.saved_tensors), None
 

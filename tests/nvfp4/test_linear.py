@@ -15,6 +15,7 @@ from nanochat_fp4.nvfp4.fused import fused_linear
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
+from nanochat_fp4.nvfp4.relu_squared import ReluSquared
 
 TRAINING = ["nvidia", "four_over_six", "tetrajet_v2", "clover", "clover_search", "clover_refined"]
 
@@ -288,12 +289,15 @@ def test_gradients_do_not_depend_on_which_are_wanted(method):
     assert torch.equal(torch.autograd.grad(first(x), first.weight, e)[0], grad_weight)
 
 
-def test_no_second_derivative():
-    """Silently zero would be worse than an error."""
+@pytest.mark.parametrize("loss", [lambda y: y.square().sum(), lambda y: y.sum()])
+@pytest.mark.parametrize("relu_squared", [False, True])
+def test_no_second_derivative(loss, relu_squared):
+    """Silently zero would be worse than an error: beside another loss, a penalty of the gradient would do nothing."""
     linear, x = layer("clover"), torch.randn(16, 128, requires_grad=True)
-    (grad,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError):
-        grad.sum().backward()
+    y = ReluSquared.apply(x)[0] if relu_squared else linear(x)
+    (grad,) = torch.autograd.grad(loss(y), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (linear.weight.sum() + grad.sum()).backward()
 
 
 # --------------------------------------------------------------------------------------------------------------------
