@@ -169,5 +169,7 @@ def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """With contiguous rows or columns, which is what cuBLAS takes."""
-    return x if 1 in x.stride() else x.contiguous()
+    """With contiguous rows or columns that do not overlap, which is what cuBLAS takes."""
+    (rows, columns), (down, along) = x.shape, x.stride()
+    taken = down >= columns if along == 1 else down == 1 and along >= rows
+    return x if taken else x.clone(memory_format=torch.contiguous_format)
