@@ -275,6 +275,8 @@ def reason_to_leave(name: str, linear: nn.Module) -> str | None:
         return "an adapter's low-rank factor"
     if "weight" not in linear._parameters and not isinstance(linear, ExpertLinear):
         return "its weight is computed from other parameters (weight norm and the like)"
+    if "forward" in vars(linear) and not isinstance(linear, QuantLinear):
+        return "its forward was replaced, and would not call the new one; convert before that (accelerate and the like)"
     return None
 
 

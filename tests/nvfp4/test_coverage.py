@@ -1,5 +1,6 @@
 """Models of other people: what of them is converted, what is said of the rest, and that nothing is skipped silently."""
 
+import functools
 import warnings
 
 import pytest
@@ -129,11 +130,13 @@ def test_adapters_and_computed_weights_are_left_alone():
     computed.weight_v = nn.Parameter(computed.weight.detach())
     del computed.weight
     computed.weight = computed.weight_v.detach()  # as torch.nn.utils.weight_norm leaves it
-    model = nn.ModuleList([Adapted(), computed])
+    hooked = nn.Linear(32, 32)
+    hooked.forward = functools.partial(hooked.forward)  # as accelerate's hooks do
+    model = nn.ModuleList([Adapted(), computed, hooked])
     left = dict(converted(model).nf_report.left_alone)
     assert model.nf_report.converted == ["0.base_layer"]
     assert left["0.lora_A.default"] == left["0.lora_B.default"] == "an adapter's low-rank factor"
-    assert "weight norm" in left["1"]
+    assert "weight norm" in left["1"] and "its forward was replaced" in left["2"]
 
 
 @pytest.mark.parametrize("cast", ["half", "double"])
