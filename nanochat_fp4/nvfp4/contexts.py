@@ -75,9 +75,11 @@ def per_token_scale(model: nn.Module) -> contextlib.AbstractContextManager[None]
 
 
 def _version(weight: torch.Tensor) -> tuple[int, int, int]:
-    """Another one after every change that PyTorch counts, and where other memory takes the weight's place."""
+    """Another one after every change that PyTorch counts (not of inference tensors), and where other memory takes the
+    weight's place."""
     weight = local(weight)
-    return id(weight), weight._version, 0 if weight.is_meta else weight.untyped_storage().data_ptr()
+    changes = 0 if weight.is_inference() else weight._version
+    return id(weight), changes, 0 if weight.is_meta else weight.untyped_storage().data_ptr()
 
 
 @contextlib.contextmanager

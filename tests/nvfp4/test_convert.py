@@ -443,6 +443,15 @@ def test_weights_that_change_within_once_are_told(how):
     assert not model.q.context.weights
 
 
+def test_weights_made_in_inference_mode_are_quantized_once_too():
+    """Inference tensors count no changes, and PyTorch raises an error for the question."""
+    with torch.inference_mode():
+        model = converted(Fused())
+        want = model(torch.ones(2, 64))
+        with nf.quantize_weights_once(model):
+            assert torch.equal(model(torch.ones(2, 64)), want)
+
+
 def test_new_weights_are_quantized_anew_for_the_next_step():
     model = converted(Fused())
     before = model.state_dict().keys()
