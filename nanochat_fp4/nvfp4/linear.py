@@ -39,13 +39,12 @@ import torch
 
 from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs, native_gemm
 from nanochat_fp4.nvfp4.feedback import set_gram_matrix
-from nanochat_fp4.nvfp4.gemm import GemmOperand, gemm, gemm_add
+from nanochat_fp4.nvfp4.gemm import GemmOperand, after, gemm, gemm_add
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.operands import (
     Codes,
     Quantization,
     Stacked,
-    after,
     quantize_grad_output,
     quantize_operand,
     quantize_relu_squared,
@@ -492,6 +491,8 @@ class QuantLinear(torch.nn.Linear):
 
     def _plain_weight(self, x: torch.Tensor, layers: "tuple[QuantLinear, ...]", dtype: torch.dtype) -> torch.Tensor:
         if self.packed and not any(self.weight.stride()) or self.weight.is_meta and not x.is_meta:
+            if not x.numel():  # as some models call experts without tokens
+                return x.new_zeros(()).expand(sum(layer.out_features for layer in layers), self.in_features)
             raise ValueError("QuantLinear: of this weight only the codes were kept (prepare); load the model anew")
         # Outside autocast too the weight follows the input, so that FP32 master weights serve BF16 activations.
         return _stacked([layer.matrix.to(dtype) for layer in layers])

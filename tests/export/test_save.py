@@ -54,6 +54,7 @@ def test_codes_alone_compute_and_are_not_trained(model, tmp_path, dtype):
         alone = nf.convert(Foreign().to(dtype), "clover", verbose=False)
     for read in (whole, alone):
         nf.load_quantized(read, tmp_path / "out", codes=True)
+        assert read.layers[0](torch.zeros(0, read.layers[0].in_features, dtype=dtype)).shape[0] == 0
     weights = [layer.weight for layer in alone.layers]
     assert all(w.untyped_storage().nbytes() == dtype.itemsize and w.dtype == dtype for w in weights)
     assert alone.lm_head.weight is alone.embed.weight and alone.embed.weight.requires_grad
