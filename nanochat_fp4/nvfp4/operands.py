@@ -214,14 +214,8 @@ class Stacked(GemmOperand):
     def transposed(self) -> GemmOperand:
         return self.joined.transposed()
 
-    def tensor_core_product(self, b: GemmOperand, out_dtype: torch.dtype) -> torch.Tensor | None:
-        return None  # as a, which a weight never is
-
     def depending_on(self, seed: torch.Tensor) -> GemmOperand:
         return self.joined.depending_on(seed)
-
-    def dequantize(self) -> torch.Tensor:
-        return self.joined.dequantize()
 
 
 class SquareStacked(Stacked):
@@ -282,14 +276,6 @@ class FP8(GemmOperand):
 
     codes: torch.Tensor
     tensor_scale: torch.Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.codes.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.tensor_scale.nbytes
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.codes, self.tensor_scale
