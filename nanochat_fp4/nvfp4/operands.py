@@ -358,8 +358,9 @@ def make_codes(value: torch.Tensor | GemmOperand, how: Quantization, transpose: 
     value, rounding = value.source() if isinstance(value, GemmOperand) else value, how.rounding
     codes = isinstance(value, NVFP4Tensor)
     device = (value.codes if codes else value).device
-    by_rows = how.per_token and (how.rht_dim or rounding.block_rows > 1)
-    if not (use_kernels(device) and rounding.has_kernels) or by_rows or (codes and how.rht_dim and not transpose):
+    # The kernels know a scale per token, a rotation and square blocks, but no two of these together.
+    two = how.per_token + (how.rht_dim > 0) + (rounding.block_rows > 1) > 1
+    if not (use_kernels(device) and rounding.has_kernels) or two or (codes and how.rht_dim and not transpose):
         x = _contracted_last(value, transpose, max(how.rht_dim, rounding.block))
         t = quantize_reference(x, rounding, **_draws(how))
         scales = swizzle_scales(t.scales) if how.tiles and not how.per_token else t.scales
@@ -449,7 +450,8 @@ def quantize_grad_output(
         if a and a == b and a.fp8 == "tensor":
             quantized = quantize_operand(relu_squared_gradient(e, *square) if square else e, for_dgrad)
             return quantized, quantized.transposed()
-        kernels = a and b and a.has_kernels and b.has_kernels and for_wgrad.rht_dim
+        kernels = a and b and a.has_kernels and b.has_kernels and a.block_rows == b.block_rows == 1
+        kernels = kernels and for_wgrad.rht_dim
         if kernels and use_kernels(e.device):
             return _rotate_quantize(e, for_dgrad, for_wgrad, native_gemm(e.device.type) is None, square)
     e = relu_squared_gradient(e, *square) if square else e

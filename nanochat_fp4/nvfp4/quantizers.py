@@ -124,7 +124,7 @@ class Rounding:
     @property
     def has_kernels(self) -> bool:
         """Whether the Triton kernels compute this rounding. The others run as this reference on every machine."""
-        return not (self.mx or self.fp8 or self.eden_group != RHT_DIM)
+        return not (self.mx or self.fp8 or self.eden_group != RHT_DIM or (self.random and self.block_rows > 1))
 
     @property
     def takes_amax(self) -> bool:

@@ -21,7 +21,7 @@ import nanochat_fp4 as nf  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, unpack  # noqa: E402
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE  # noqa: E402
 from nanochat_fp4.nvfp4.operands import Quantization, quantize_grad_output, quantize_operand  # noqa: E402
-from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference  # noqa: E402
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, SR_GRID_MAX, Rounding, quantize_reference  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -321,7 +321,9 @@ def test_a_length_that_changes_compiles_once_more_at_most():
     assert len(lengths) == 64 and len(compiled) == 2
 
 
-@pytest.mark.parametrize("rounding, rht_dim, keep_codes", [("ms_eden", 128, True), ("sr", 16, False)])
+@pytest.mark.parametrize(
+    "rounding, rht_dim, keep_codes", [("ms_eden", 128, True), ("sr", 16, False), ("rtn_16x16", 32, True)]
+)
 def test_dispatch_pads_the_contraction_dimension(rounding, rht_dim, keep_codes, monkeypatch):
     """Rows and columns that are no multiples of the rotation: the rest of the tile is zeros and is not stored."""
     x = torch.randint(-8, 9, (40, 144)).float().to(DEVICE)
@@ -339,12 +341,20 @@ def test_dispatch_pads_the_contraction_dimension(rounding, rht_dim, keep_codes, 
         assert_same_bits(f"{rounding} transpose={transpose}", results[0] + 0.0, results[1] + 0.0)
 
 
-def test_dispatch_of_grad_output(monkeypatch):
-    """Both operands of one pass are those of two passes of the reference."""
+def test_square_blocks_that_are_rounded_stochastically_are_the_references(monkeypatch):
+    monkeypatch.setenv("NVFP4_KERNELS", "triton")
+    x, rounding = torch.randn(32, 32), Rounding(SR_GRID_MAX, stochastic=True, block_rows=16)
+    got = quantize_operand(x.to(DEVICE), Quantization(rounding, seed(9)), keep_codes=True)
+    assert_same_bits("codes", got.codes.cpu(), quantize_reference(x, rounding, seed=9).codes)
+
+
+@pytest.mark.parametrize("pair", [("sr", "ms_eden"), ("rtn_16x16", "sr"), ("sr", "rtn_16x16")])
+def test_dispatch_of_grad_output(pair, monkeypatch):
+    """Both operands of one pass are those of two passes of the reference. The pass knows no square blocks."""
     e = torch.randint(-8, 9, (40, 32)).float().to(DEVICE)
     how = [
-        Quantization(gemm_spec.a.rounding, seed(9), stream, gemm_spec.rht_dim, seed(8), stream)
-        for gemm_spec, stream in ((METHOD_TABLE["nvidia"].grad_input, 2), (METHOD_TABLE["clover"].grad_weight, 4))
+        Quantization(ROUNDINGS[name], seed(9), stream, rht_dim, seed(8), stream)
+        for name, stream, rht_dim in zip(pair, (2, 4), (0, 128))
     ]
     results = []
     for wanted in ("triton", "reference"):
