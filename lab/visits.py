@@ -15,6 +15,7 @@ import argparse
 import fnmatch
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from lab.study import forwards, sweep
@@ -55,10 +56,11 @@ class Study:
     pieces: int = 0
 
     def arguments(self, folder: str = "", data_dir: str | None = None) -> list[str]:
-        args = [f"--name={self.name}", *self.flags]
-        where = Path(folder) / next((f"v{f.partition('=')[2]}" for f in args if f.startswith("--vocab-size=")), "")
-        return [*args, f"--folder={where}"] + ([f"--data-dir={data_dir}"] if data_dir else [])
+        where = Path(folder) / f"v{flag_values(self.flags)['vocab-size']}"
+        args = [f"--name={self.name}", *self.flags, f"--folder={where}"]
+        return args + ([f"--data-dir={data_dir}"] if data_dir else [])
 
+    @cache  # noqa: B019 (of a few studies)
     def runs(self, data: str = "") -> list[Run]:
         """data: data_key of the text."""
         return sweep.planned(sweep.parse_args(self.arguments()), data)
@@ -73,10 +75,10 @@ class Study:
         stored = self.stored()
         return [run for run in self.runs(next((s.data for s in stored), "")) if run not in stored]
 
-    def minutes(self, runs: list[Run] | None = None) -> float:
-        """PREDICTED, of one GPU, for these runs of the study, or for what is open."""
+    def minutes(self, runs: list[Run]) -> float:
+        """PREDICTED, of one GPU, for these runs of the study."""
         jobs, seconds = sweep.parse_args(self.arguments()).jobs, 0.0
-        for run in self.open_runs() if runs is None else runs:
+        for run in runs:
             flags = flag_values(run.flags)
             steps = int(flags["num-iterations"]) - (run.branch[1] if run.branch else 0)
             tokens = steps * int(flags["total-batch-size"])
@@ -101,24 +103,31 @@ def stored_by_text(study: Study) -> dict[str, dict[tuple, dict]]:
     for path in sorted(sorted(RESULTS.glob("*.json"), reverse=True), key=lambda path: path.stem == study.name):
         if path.stem != study.name and (study.pieces or path.stem in apart):
             continue
-        content = json.loads(path.read_text())
-        if isinstance(content, dict) and {"data", "results"} <= content.keys():
-            key = content["data"].rpartition("(")[2].rstrip(")")
-            for r in content["results"]:
-                run = Run(r["method"], r["size"], r["seed"], tuple(r["flags"]), key)
-                found.setdefault(key, {})[computed(run)] = r
+        key, results = results_in(path)
+        found.setdefault(key, {}).update(results)
     return found
+
+
+@cache
+def results_in(path: Path) -> tuple[str, dict[tuple, dict]]:
+    """(data_key of the text, computed(run) -> result) of a file; without results where it is no sweep's."""
+    content = json.loads(path.read_text())
+    if not (isinstance(content, dict) and {"data", "results"} <= content.keys()):
+        return "", {}
+    runs = [(Run(r["method"], r["size"], r["seed"], tuple(r["flags"])), r) for r in content["results"]]
+    return content["data"].rpartition("(")[2].rstrip(")"), {computed(run): r for run, r in runs}
 
 
 def variant(label: str, flags: tuple[str, ...]) -> str:
     return f"--variant={label}: {' '.join(flags)}"
 
 
-def sizes(size: str, tokens: str, seeds: int, methods: str, *more: str, jobs: int = 6, extra: str = "") -> tuple:
+def sizes(
+    size: str, tokens: str, seeds: int, methods: str, *more: str, jobs: int = 6, vocabulary: int = 8192, extra: str = ""
+) -> tuple:
     """extra: the last flags of base_train, which count."""
     common = f"--sizes={size}", f"--tokens={tokens}", f"--seeds={seeds}", f"--jobs={jobs}", f"--methods={methods}"
-    vocabulary = () if any(f.startswith("--vocab-size=") for f in more) else ("--vocab-size=8192",)
-    return (*common, *vocabulary, *more, f"--extra={NO_STOPS} {extra}".rstrip())
+    return (*common, f"--vocab-size={vocabulary}", *more, f"--extra={NO_STOPS} {extra}".rstrip())
 
 
 def evaluation(size: str, tokens: str, seed: int) -> Study:
@@ -175,8 +184,7 @@ def ladder(heads: int, seeds: int, *ratios: int) -> list[Study]:
     shape = f"--head-dim=64 --aspect-ratio={32 * heads} --total-batch-size=8192 --max-seq-len={LADDER_ROW}"
     for ratio in (min(r, int(LADDER_EPOCH / parameters)) for r in ratios):
         n, tokens = 6 if ratio == 12 else seeds, f"{parameters * ratio / 1e6:.1f}M"
-        extra = f"{shape} --device-batch-size=32"
-        flags = sizes("d2", tokens, n, LADDER, "--vocab-size=1024", extra=extra, jobs=24)
+        flags = sizes("d2", tokens, n, LADDER, jobs=24, vocabulary=1024, extra=f"{shape} --device-batch-size=32")
         settles = f"{ratio} tokens per parameter, N = {parameters / 1e6:.1f}M"
         found.append(Study(f"ladder_{64 * heads}_wide_{ratio}", settles, flags, pieces=LADDER_ROW))
     return found
@@ -225,9 +233,9 @@ def do(study: Study, folder: str, data_dir: str | None) -> None:
     sweep.main(argv)
     if study.evaluated and list(Path(args.folder).glob("base_checkpoints/*/model_*")):
         first, *_ = study.runs()
-        tokens = next(f for f in reversed(first.flags) if f.startswith("--eval-tokens="))
-        rows = next(f for f in reversed(first.flags) if f.startswith("--device-batch-size="))
-        where = [f"--folder={args.folder}", f"--tags={first.size}_*_s{first.seed}_*", tokens, rows]
+        flags = flag_values(first.flags)
+        where = [f"--folder={args.folder}", f"--tags={first.size}_*_s{first.seed}_*"]
+        where += [f"--{name}={flags[name]}" for name in ("eval-tokens", "device-batch-size")]
         forwards.main(where + ([f"--data-dir={data_dir}"] if data_dir else []))
         sweep.main(argv)  # its table has plain NVFP4 now
 

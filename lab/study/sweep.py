@@ -204,10 +204,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def planned(args: argparse.Namespace, data: str = "") -> list[Run]:
-    """The runs of a command line; data: data_key of the text. Raises UserError for bad flags of base_train, too."""
+    """The runs of a command line. Without data (data_key of the text) bad flags of base_train raise UserError, too."""
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     runs = plan(args.methods, args.sizes, seeds, **plan_options(args), data=data)
-    for run in runs:
+    for run in () if data else runs:
         base_train.parse_args(list(run.flags))
     return runs
 

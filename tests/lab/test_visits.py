@@ -18,11 +18,10 @@ def test_two_visits_cover_the_evaluations(capsys):
     assert wanted <= early
 
 
-def test_minutes_by_hand(tmp_path, monkeypatch):
-    monkeypatch.setattr(visits, "RESULTS", tmp_path)  # nothing is done
+def test_minutes_by_hand():
     study = next(s for s in visits.studies() if s.name == "d8_lean")
     # 3 seeds of 488 steps of 65,536 tokens: BF16, and five second halves.
-    assert study.minutes() == pytest.approx(3 * (1.15 * 0.065536 * (488 + 5 * 244) + 6 * 30 / 6) / 60)
+    assert study.minutes(study.runs()) == pytest.approx(3 * (1.15 * 0.065536 * (488 + 5 * 244) + 6 * 30 / 6) / 60)
 
 
 @pytest.fixture
@@ -78,22 +77,22 @@ def test_what_is_stored_is_not_trained_again(tmp_path, monkeypatch):
     study = next(s for s in visits.studies() if s.name == "ladder_128_wide_25")
     runs = study.runs("key")
     monkeypatch.setattr(visits, "RESULTS", tmp_path / "none")
-    minutes = study.minutes()
+    minutes = study.minutes(study.open_runs())
     monkeypatch.setattr(visits, "RESULTS", tmp_path)
     (tmp_path / f"{study.name}.json").write_text(stored_results(runs[: len(runs) // 2], "key"))
-    assert study.open_runs() == runs[len(runs) // 2 :] and study.minutes() == pytest.approx(minutes / 2)
+    assert (left := study.open_runs()) == runs[len(runs) // 2 :] and study.minutes(left) == pytest.approx(minutes / 2)
     monkeypatch.setattr(visits.sweep, "main", lambda argv: None)
     visits.do(study, str(tmp_path), None)
     found = {path.stem for path in (tmp_path / "v1024/runs").glob("*.json")}
     assert found == {run.tag for run in runs[: len(runs) // 2]}
 
 
-def test_minutes_of_a_branch_that_is_stored(tmp_path, monkeypatch):
+def test_a_branch_that_is_stored_is_done(tmp_path, monkeypatch):
     """A branch's flags name the run that it begins at, and with it the text."""
     study = next(s for s in visits.studies() if s.name == "d8_lean")
     (tmp_path / "d8_lean.json").write_text(stored_results(study.runs("key"), "key"))
     monkeypatch.setattr(visits, "RESULTS", tmp_path)
-    assert study.open_runs() == [] and study.minutes() == 0
+    assert study.open_runs() == []
 
 
 def test_studies_of_pieces_read_those_and_every_other_one_the_text(tmp_path, monkeypatch, gpu):
