@@ -4,3 +4,8 @@ measure times kernels, layers and steps. study trains many models and compares t
 model of a GPU with published times. golden proves that a change of the code changes no result.
 lab may import everything, and nothing imports lab. `python -m lab.reproduce list` names the paper's tables and figures.
 """
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]  # of the repository
+RESULTS = ROOT / "docs/results"

@@ -49,8 +49,8 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402 (or each fork would import it)
 
 import nanochat_fp4 as nf  # noqa: E402
+from lab import ROOT  # noqa: E402
 
-ROOT = Path(__file__).resolve().parent.parent
 MODULES = [f"scripts.{s}" for s in ("base_train", "mid_train", "chat_sft", "tok_train", "export")]
 MODULES.append("lab.measure.bench_parallel")
 FORMATS = ("safetensors", "compressed-tensors", "modelopt", "gguf", "gguf-bf16")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lab import ROOT
 from lab.study.sweep_results import stored
 from nanochat_fp4.console import ArgumentParser, format_seconds, parse_finite
 from nanochat_fp4.errors import UserError, run_main
@@ -22,7 +23,6 @@ from nanochat_fp4.evaluation.report import gpu_dollars
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.training.checkpoint_manager import load_checkpoint
 
-ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("event", "step", "loss", "dt", "bpb", "bpb_bf16")  # of the log; the rest names folders of a machine
 
 

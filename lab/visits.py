@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from lab import RESULTS
 from lab.study import forwards, sweep
 from lab.study.sweep_runs import Run, flag_values
-from lab.study.sweep_scheduler import ROOT, Sweep
+from lab.study.sweep_scheduler import Sweep
 from nanochat_fp4.common import autodetect_device_type, print0
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
@@ -33,7 +34,6 @@ SECONDS_TO_START, SECONDS_TO_EVALUATE = 30, 15
 VISIT = 28  # minutes
 LADDER_ROW, LADDER_EPOCH = 256, 163e6  # tokens; an epoch of the text in pieces, by lab.epoch
 SIZE_ROW = 1024  # tokens of a row of d4 and d6 (sweep_runs.size_flags)
-RESULTS = ROOT / "docs/results"  # of what is done
 NO_STOPS = "--device-batch-size=64 --eval-tokens=1048576 --eval-every=100000 --save-every=-1"
 SETTLED = "bf16,nvidia,clover,clover_feedback,clover_search_feedback,clover_feedback_late"
 LADDER = "bf16,nvidia,clover,clover_feedback"

@@ -14,16 +14,15 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
 
+from lab import ROOT
 from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, run_main
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS, COLUMNS = 256, 256  # whole tiles: nothing is padded
 # The rotation and what draws it: a constant of a few KB that stays in the caches, however often tiles read it.
 SHARED = ("hadamard", "seed", "rht_seed", "amax", "tensor_scale")

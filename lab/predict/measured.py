@@ -8,20 +8,14 @@ python -m lab.predict.measured --page docs/measured.md                      # fr
 import json
 from pathlib import Path
 
+from lab import RESULTS
 from lab.predict.blackwell import LAYER_SETS
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import Machine, machine_of
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
-from nanochat_fp4.step_time import (
-    Shape,
-    is_counted,
-    is_predictable,
-    layer_steps,
-    predicted_ms,
-    tokens_per_second,
-)
+from nanochat_fp4.step_time import Shape, is_counted, is_predictable, layer_steps, predicted_ms, tokens_per_second
 
 
 def layer_set_ms(machine: Machine, model: str, method: str, tokens: int, backward: bool) -> float:
@@ -37,7 +31,6 @@ def layer_set_ms(machine: Machine, model: str, method: str, tokens: int, backwar
 ENVIRONMENT = ("python", "torch", "triton", "cuda", "gpu", "gpu_count", "gpu_memory_gb", "compute_capability", "driver")
 SETTINGS = ("tokens", "seq_len", "vocab_size", "total_batch_size", "window_pattern", "memory_cap")
 NAMES = ("model", "pass", "method", "mode", "variant", "recompute", "kernel", "name", "limit")
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 H200 = ("bench_linear", "bench_train", "bench_train_32gib", "bench_train_methods", "bench_train_nanochat")
 # What only a card can answer, and the command that does.
 QUESTIONS = {
@@ -75,13 +68,10 @@ def card(parts: list[dict], statuses: dict[str, int]) -> dict:
     return {"statuses": statuses, "parts": kept}
 
 
-def comparison(paths: list[str]) -> list[list[object]]:
-    """[what, predicted, measured, off by] for each number that can be predicted; "-" for a GPU without a model.
-
-    Raises UserError for a file that is not of bench_linear, bench_train or a card.
-    """
+def comparison(parts: list[dict]) -> list[list[object]]:
+    """[what, predicted, measured, off by] for each number that can be predicted; "-" for a GPU without a model."""
     rows: list[list[object]] = []
-    for part in (part for path in paths for part in read(path)):
+    for part in parts:
         machine = machine_of(part["environment"]["gpu"] or "")
         for r in part["records"]:
             row = _predicted(part["benchmark"], part["settings"], r, machine)
@@ -94,7 +84,7 @@ def comparison(paths: list[str]) -> list[list[object]]:
 
 def page(cards: list[Path]) -> str:
     """docs/measured.md: the H200 of this project, then the cards that were sent."""
-    files = [[str(RESULTS / f"{name}.json") for name in H200], *([str(path)] for path in cards)]
+    of_cards = [[part for name in H200 for part in read(RESULTS / f"{name}.json")], *map(read, cards)]
     lines = [
         "# Measured: what cards really did",
         "",
@@ -106,9 +96,9 @@ def page(cards: list[Path]) -> str:
         "| card | what | predicted | measured | off by |",
         "|---|---|---|---|---|",
     ]
-    for paths in files:
-        gpu = read(paths[0])[0]["environment"]["gpu"] or "a CPU"
-        lines += [f"| {gpu} | {' | '.join(map(str, row))} |" for row in comparison(paths)]
+    for parts in of_cards:
+        gpu = parts[0]["environment"]["gpu"] or "a CPU"
+        lines += [f"| {gpu} | {' | '.join(map(str, row))} |" for row in comparison(parts)]
     lines += ["", "## What only a card can answer", "", "| question | command |", "|---|---|"]
     return "\n".join([*lines, *(f"| {question} | `{command}` |" for question, command in QUESTIONS.items())]) + "\n"
 
@@ -144,16 +134,14 @@ def main(argv: list[str] | None = None) -> None:
     if args.page:
         atomic_write(Path(args.page), page(sorted((RESULTS / "cards").glob("*.json"))))
         return
-    rows = comparison(args.json)
+    parts = [part for path in args.json for part in read(path)]
     if args.card:
-        statuses = {
-            name: int(status) for name, status in (pair.split("=") for pair in args.statuses.split(",") if pair)
-        }
-        parts = [part for path in args.json for part in read(path)]
+        pairs = (pair.split("=") for pair in args.statuses.split(",") if pair)
+        statuses = {name: int(status) for name, status in pairs}
         if not (folder := Path(args.card).resolve().parent).is_dir():
             raise UserError(f"--card={args.card}: there is no folder {folder}; make it, or name another file")
         atomic_write(Path(args.card), json.dumps(card(parts, statuses), indent=1) + "\n")
-    print(table(["", "predicted", "measured", "off by"], rows))
+    print(table(["", "predicted", "measured", "off by"], comparison(parts)))
 
 
 if __name__ == "__main__":

@@ -22,13 +22,14 @@ from pathlib import Path
 
 import numpy as np
 
+from lab import RESULTS
 from lab.study.statistics import share_of, t95, with_half
 from lab.study.sweep_runs import flag_values
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.models.gpt import config_from_depth
 
-PAPER_RUNS = Path(__file__).resolve().parents[2] / "docs/results/paper_runs.json"
+PAPER_RUNS = RESULTS / "paper_runs.json"
 BASE_PARAMETERS, BASE_TOKENS, BASE_RATIO = 1e8, 1e9, 20.0  # units of the fits
 SIZES, LENGTHS = 3, 3  # that a law needs: fewer leave its exponents open
 SHOWN_RATIOS = (12, 25, 50, 100, 200, 400)  # tokens per parameter

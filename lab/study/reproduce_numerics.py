@@ -10,12 +10,7 @@ from lab.measure import traffic
 from lab.study import sweep_runs
 from lab.study.reproduce_common import Context, Outcome, trained_model
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM, rotation_matrix
-from nanochat_fp4.nvfp4.quantizers import (
-    Rounding,
-    get_rounding,
-    mean_squared_error,
-    quantize_reference,
-)
+from nanochat_fp4.nvfp4.quantizers import Rounding, get_rounding, mean_squared_error, quantize_reference
 
 # rounding: (MSE over N(0, 1) in 1e-3, unbiased); the paper's Table 1. Rows that it does not have: None.
 TABLE_1 = {

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import torch
 
+from lab import ROOT
 from lab.measure import bench_linear
 from lab.study.reproduce_common import Context, Outcome
 from nanochat_fp4 import step_time
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.hardware import MACHINES
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def benchmark(path: str) -> tuple[list[dict], dict]:

@@ -21,14 +21,13 @@ from pathlib import Path
 
 import torch
 
+from lab import ROOT
 from lab.study.sweep_results import check_run
 from lab.study.sweep_runs import Run
 from nanochat_fp4.errors import UserError, one_line
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.training.checkpoint_manager import list_steps
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Interrupted(Exception):

@@ -2,16 +2,15 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
+from lab import ROOT
 from lab.measure import bench_memory
 from nanochat_fp4.models import gpt
 
 WIDTH = 128
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = replace(gpt.config_from_depth(2, vocab_size=64), n_head=1)
 
 

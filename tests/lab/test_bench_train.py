@@ -4,18 +4,17 @@ import json
 import re
 import types
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 
+from lab import ROOT
 from lab.measure import bench_step, bench_train
 from lab.measure.bench_step import Subject, Variant
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import config_from_depth
 from nanochat_fp4.nvfp4.linear import QuantLinear
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZES = ["--depth", "1", "--aspect-ratio", "32", "--head-dim", "32", "--seq-len", "32", "--vocab-size", "64"]
 SIZES += ["--total-batch-size", "128", "--rounds", "1", "--calls", "1"]
 TINY = [*SIZES, "--micro-batch", "2"]

@@ -1,11 +1,11 @@
 """The model of a Blackwell against what others published of two, and against our own times on an H200."""
 
 import json
-from pathlib import Path
 
 import pytest
 from _commands import options
 
+from lab import RESULTS
 from lab.predict import blackwell, cards, measured
 from nanochat_fp4 import step_time
 from nanochat_fp4.errors import UserError
@@ -13,8 +13,6 @@ from nanochat_fp4.hardware import MACHINES
 from nanochat_fp4.models.gpt import GPT, GPTConfig
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.step_time import Shape
-
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 
 
 @pytest.mark.parametrize("machine, count", [("rtx5090", 18), ("rtxpro4000", 31)])
@@ -44,7 +42,7 @@ def test_a_wrong_constant_would_be_seen():
 
 def test_our_own_kernels_on_an_h200_are_predicted():
     """Within 5%, but for the rows that docs/published.md names."""
-    rows = [row for name in measured.H200 for row in measured.comparison([str(RESULTS / f"{name}.json")])]
+    rows = [row for name in measured.H200 for row in measured.comparison(measured.read(RESULTS / f"{name}.json"))]
     off = {(i, row[0]): abs(int(row[3].rstrip("%"))) for i, row in enumerate(rows)}
     assert len(off) == 25
     assert {name for (_, name), percent in off.items() if percent > 5} == {"d20, micro-batch 16, bf16"}

@@ -3,16 +3,15 @@
 import importlib
 import json
 from collections import namedtuple
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lab import RESULTS
 from nanochat_fp4 import step_time
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.training import fits
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 Dep = namedtuple("Dep", "index var_names size")
 
 

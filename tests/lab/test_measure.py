@@ -10,11 +10,11 @@ import pytest
 import torch
 from _commands import options
 
+from lab import ROOT
 from lab.predict import measured
 from nanochat_fp4 import doctor
 from nanochat_fp4.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
@@ -66,7 +66,7 @@ def test_a_cards_file_has_nothing_that_its_owner_named(tmp_path):
     content["settings"] = {"seq_len": 64, "nanochat": secret, "hardware": secret, "window_pattern": "L"}
     content["records"] = [{"method": "clover", "depth": 2, "problem": f"OSError: {secret}", "path": secret}]
     kernels = measured.read(ROOT / "docs/results/bench_quantize.json")
-    assert measured.comparison([ROOT / "docs/results/bench_quantize.json"]) == []
+    assert measured.comparison(kernels) == []
     card = measured.card([content, *kernels], {"doctor": 0})
     assert {r["kernel"] for r in card["parts"][1]["records"]} >= {"amax", "grad_output clover -> codes"}
     assert secret not in json.dumps(card) and card["parts"][0]["records"][0] == {

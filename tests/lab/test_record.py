@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 from _training import BASE
 
-from lab import record
+from lab import ROOT, record
 from nanochat_fp4.environment import get_commit
 from nanochat_fp4.errors import UserError
 from scripts import base_train
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_place_is_interpolated():

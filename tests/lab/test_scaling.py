@@ -3,17 +3,16 @@
 import json
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lab import RESULTS
 from lab.predict import scaling
 from lab.predict.scaling import Law, Run
 from nanochat_fp4.errors import UserError
 
 LAW = Law((1.2, 1.5, 0.4, 0.9, 0.5, 0.6), 0.0)
-RESULTS = Path(__file__).parents[2] / "docs/results"
 PAGE = (RESULTS.parent / "runs/ladder.md").read_text()
 LADDER = {  # of N
     "clover": "0.837 (0.82 to 0.86)",
