@@ -1,6 +1,5 @@
 """Figure 6 and Tables 6, 7: speed of linear layers, and time by operation, as lab.measure times them."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 
 from lab import ROOT
 from lab.measure import bench_linear
+from lab.predict import measured
 from lab.study.reproduce_common import Context, Outcome
 from nanochat_fp4 import step_time
 from nanochat_fp4.environment import environment_info
@@ -16,13 +16,12 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.hardware import MACHINES
 
 
-def benchmark(path: str) -> tuple[list[dict], dict]:
-    """(records, environment) of a file that a benchmark wrote. Raises UserError."""
-    try:
-        content = json.loads(Path(path).read_text())
-        return content["records"], content["environment"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path} is not the JSON file of a benchmark ({type(e).__name__}: {str(e)[:80]})") from None
+def benchmark(path: str | Path, name: str) -> tuple[list[dict], dict]:
+    """(records, environment) of a file that this benchmark wrote. Raises UserError."""
+    part = next((part for part in measured.read(path) if part["benchmark"] == name), {"records": []})
+    if not part["records"]:
+        raise UserError(f"{path} has no results of {name}; give its JSON file")
+    return part["records"], part["environment"]
 
 
 def run_benchmark(context: Context, name: str, flags: list[str]) -> list[dict]:
@@ -32,7 +31,7 @@ def run_benchmark(context: Context, name: str, flags: list[str]) -> list[dict]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{name} failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-    return benchmark(str(path))[0]
+    return benchmark(path, name)[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -42,7 +41,7 @@ def run_benchmark(context: Context, name: str, flags: list[str]) -> list[dict]:
 def fig6(context: Context) -> Outcome:
     records, environment, rows, numbers = None, None, [], {}
     if context.args.results:
-        records, environment = benchmark(context.args.results)
+        records, environment = benchmark(context.args.results, "bench_linear")
     on_gpu = bool(records) or (torch.cuda.is_available() and not context.quick)
     models, passes = context.args.models or ("800M,3B,7B" if on_gpu else "800M,3B,7B,22B"), "forward+backward"
     if on_gpu:
@@ -88,15 +87,18 @@ TABLE_7 = {
 
 
 def table7(context: Context) -> Outcome:
-    measured, environment = benchmark(context.args.results) if context.args.results else (None, None)
-    on_gpu = bool(measured) or (torch.cuda.is_available() and not context.quick)
+    path = context.args.results
+    stored, environment = benchmark(path, "bench_train") if path else (None, None)
+    on_gpu = bool(stored) or (torch.cuda.is_available() and not context.quick)
     flags = ["--depth=26", "--methods=clover", "--total-batch-size=524288"]
     if not on_gpu:
         small = "--seq-len=64 --vocab-size=256 --total-batch-size=128 --micro-batch=2 --rounds=1 --calls=1"
         flags = ["--depth=2", "--methods=clover", "--head-dim=64", *small.split()]
     settings = {"flags": flags, "gpu": environment_info()["gpu"]}
-    records = measured or context.piece("table7", settings, lambda: run_benchmark(context, "bench_train", flags))
+    records = stored or context.piece("table7", settings, lambda: run_benchmark(context, "bench_train", flags))
     timed = [r for r in records if "phase" in r and r["variant"].split(",")[0] == "clover"]  # maybe in several sizes
+    if not timed:
+        raise UserError(f"{path} has no times by operation of clover; run bench_train with clover and --table7")
     ms = {(r["phase"], r["kind"]): r["ms"] for r in timed if r["variant"] == timed[0]["variant"]}
     sums = {phase: sum(v for (p, _), v in ms.items() if p == phase) for phase in ("forward", "backward")}
     rows = []

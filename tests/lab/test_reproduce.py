@@ -573,14 +573,19 @@ def test_speed_from_the_files_of_benchmarks(tmp_path, item):
     parts = {("forward", "GEMM"): 3.0, ("forward", "quantize"): 1.0, ("backward", "GEMM"): 5.0}
     phases = [{"variant": "clover", "phase": p, "kind": k, "ms": ms} for (p, k), ms in parts.items()]
     content = {}
-    for name, records in (("fig6", [timed]), ("table7", phases)):
-        (tmp_path / "bench.json").write_text(json.dumps({"records": records, "environment": environment}))
-        content[name] = item(name, "bench.json")
+    for name, benchmark, records in (("fig6", "bench_linear", [timed]), ("table7", "bench_train", phases)):
+        file = {"benchmark": benchmark, "settings": {}, "records": records, "environment": environment}
+        (tmp_path / f"{benchmark}.json").write_text(json.dumps(file))
+        content[name] = item(name, f"{benchmark}.json")
     assert content["fig6"]["table"][1] == ["NVIDIA X, graph", "3B", "clover", "up to 4.2 (RTX 5090)", 0.8, 20.0]
     assert {row[0]: row[2::2] for row in content["table7"]["table"][1:3]}["GEMM"] == ["75", "100"]
     assert "1 x NVIDIA X" in content["fig6"]["measured_on"]
-    (tmp_path / "bench.json").write_text("{}")
-    item.refused("is not the JSON file of a benchmark", "bench.json", names=("fig6",))
+    item.refused("has no results of bench_linear; give its JSON file", "bench_train.json", names=("fig6",))
+    item.refused("has no results of bench_train; give its JSON file", "bench_linear.json", names=("table7",))
+    (tmp_path / "untimed.json").write_text(json.dumps(file | {"records": [{"variant": "clover", "ms": 1.0}]}))
+    item.refused("has no times by operation of clover; run bench_train", "untimed.json", names=("table7",))
+    (tmp_path / "none.json").write_text("{}")
+    item.refused("is no JSON of bench_linear or bench_train", "none.json", names=("fig6",))
 
 
 @pytest.mark.parametrize(
