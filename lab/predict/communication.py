@@ -147,7 +147,7 @@ AMAXES, AMAXES_OF_WEIGHTS = 4 + 4 + 4 + 2, 4
 
 
 def predicted_tensor_parallel_bytes(
-    sizes: Sizes, world_size: int, micro_batches: int, tokens: int, divided: int = 2, codes: bool = True
+    sizes: Sizes, world_size: int, micro_batches: int, tokens: int, divided: int, codes: bool
 ) -> tuple[float, float]:
     """Bytes that each process sends in a step: (in its group of `divided` processes, to update the weights).
 
@@ -191,18 +191,17 @@ def state_bytes(sizes: Sizes, mode: str, world_size: int, divided: int = 1) -> f
 EXPOSED = 150e9  # bytes/s of tensor parallelism: small parts, no computation meanwhile (measured)
 SMALL_REDUCTION = 20e-6  # seconds of an all-reduce of one or two numbers in a host (assumed)
 REDUCTIONS = 4 + 2 + 4 + 2  # all-reduces of AMAXES: a kernel finds both amaxes of a grad_output
+SEQ_LEN = 2048
 BF16_TIME = 0.84  # BF16's time over clover's, d26, as measured when this was predicted
 
 
-def tensor_parallel_prediction(
-    layers: int, width: int, world_size: int, rows: int, codes: bool = True, seq_len: int = 2048, divided: int = 2
-) -> dict[str, float]:
+def tensor_parallel_prediction(layers: int, width: int, world_size: int, rows: int, codes: bool) -> dict[str, float]:
     """`prediction` in a host, with the seconds of small reductions and the tokens/s of all GPUs."""
-    sizes, tokens = Sizes.of_shape(layers, width), 2**19
-    micro_batches = tokens * divided // (world_size * rows * seq_len)
-    step = world_size, micro_batches, rows * seq_len, divided, codes
+    sizes, tokens, divided = Sizes.of_shape(layers, width), 2**19, 2
+    micro_batches = tokens * divided // (world_size * rows * SEQ_LEN)
+    step = world_size, micro_batches, rows * SEQ_LEN, divided, codes
     sent = sum(predicted_tensor_parallel_bytes(sizes, *step))
-    computing = prediction(layers, width, world_size, 1, seq_len)["ddp"]["computing"]
+    computing = prediction(layers, width, world_size, 1)["ddp"]["computing"]
     computing *= 1 if codes else BF16_TIME
     small = codes * micro_batches * layers * REDUCTIONS * SMALL_REDUCTION
     speed = tokens / (computing + sent / EXPOSED + small)
@@ -213,15 +212,15 @@ def tensor_parallel_prediction(
     }  # fmt: skip
 
 
-def prediction(layers: int, width: int, world_size: int, rows: int, seq_len: int = 2048) -> dict[str, dict[str, float]]:
+def prediction(layers: int, width: int, world_size: int, rows: int) -> dict[str, dict[str, float]]:
     """For each mode the gigabytes that a GPU sends in a step, and its seconds of sending and of computing.
 
     A step has 2^19 tokens, or one micro-batch of `rows` for each GPU if these are more.
     """
     sizes = Sizes.of_shape(layers, width)
-    tokens = max(2**19, world_size * rows * seq_len)
-    micro_batches = tokens // (world_size * rows * seq_len)
-    flops = 6 * (sizes.blocks + sizes.head) + 12 * width * layers * seq_len * 5 // 8  # windows of SSSL
+    tokens = max(2**19, world_size * rows * SEQ_LEN)
+    micro_batches = tokens // (world_size * rows * SEQ_LEN)
+    flops = 6 * (sizes.blocks + sizes.head) + 12 * width * layers * SEQ_LEN * 5 // 8  # windows of SSSL
     speed = NVLINK if world_size <= GPUS_OF_A_HOST else NETWORK
     result = {}
     for mode in MODES:

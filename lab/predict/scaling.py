@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from lab import RESULTS
-from lab.study.statistics import share_of, t95, with_half
+from lab.study.statistics import against_target, t95, with_half
 from lab.study.sweep_runs import flag_values
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
@@ -291,7 +291,7 @@ def shares(runs: Sequence[Run], method: str) -> dict[float, tuple[float, float]]
     found: dict[float, list[tuple[float, float]]] = {}
     for (n, d), of in cells.items():
         if {"bf16", "clover", mine} <= {r["method"] for r in of}:
-            share, half = share_of(of, mine, 1.0, "val_bpb")
+            share, half, _ = against_target(of, mine, 1.0, "val_bpb")
             if half > 0:  # one seed has no interval
                 found.setdefault(doubled(d / n), []).append((share, half))
     weights = {ratio: sum(half**-2 for _, half in of) for ratio, of in found.items()}
@@ -346,10 +346,8 @@ def report(runs: Sequence[Run]) -> str:
         share = effective(law, runs, "clover").share
         steps = [more_steps(law, share, size, ratio * size) for ratio in SHOWN_RATIOS]
         lines += [f"What closes clover's gap at N = {millions(size)}, by tokens per parameter"]
-        rows = [
-            ["parameters, times", *[f"{1 / share:.2f}"] * len(steps)],
-            ["steps, times", *[f"{s:.2f}" for s in steps]],
-        ]
+        rows = [["parameters, times", *[f"{1 / share:.2f}"] * len(steps)]]
+        rows += [["steps, times", *[f"{s:.2f}" for s in steps]]]
         lines += [table(["", *map(str, SHOWN_RATIOS)], rows)]
     return "\n".join(lines)
 

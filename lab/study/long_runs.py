@@ -11,7 +11,7 @@ from typing import Any
 from lab.predict.predicted_time import CARD, DEPTH, over_clover
 from lab.study import sweep_results
 from lab.study.reproduce_common import Context, Outcome
-from lab.study.statistics import Estimate, gaps_by_seed, has_gap, pooled_differences, share_of, with_half
+from lab.study.statistics import Estimate, against_target, gaps_by_seed, has_gap, pooled_differences, with_half
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.hardware import MACHINES
 
@@ -159,7 +159,7 @@ def beside(runs: list[dict], method: str, value: str) -> Beside | None:
     both, share, level = own.keys() & clover.keys(), None, statistics.fmean(own.values())
     if both and has_gap(runs, value):
         mean = sum(own[s] for s in both) / sum(clover[s] for s in both)
-        share = mean, share_of(runs, method, mean, value)[1]
+        share = mean, against_target(runs, method, mean, value)[1]
         level = mean * statistics.fmean(clover.values())
     return Beside(own, gap, level, minus, share)
 

@@ -78,7 +78,7 @@ def claims(context: Context) -> Outcome:
         share = half = p = whole = whole_half = math.nan
         if stats.has_gap(fresh, value) and stats.has_gap(runs, value):
             share, half, p = stats.against_target(fresh, method, target, value, runs)
-            whole, whole_half = stats.share_of(runs, method, target, value)
+            whole, whole_half, _ = stats.against_target(runs, method, target, value)
         found.append({"method": method, "target": target, "value": value, "share": share, "half": half, "p": p})
         found[-1] |= {"all_seeds": whole, "all_seeds_half": whole_half}
     judge(found)
@@ -166,9 +166,8 @@ def draw_curves(axes: Any, shown: list[str], curves: dict[str, Curves], training
     panels = [axes.inset_axes((0.52 * i, 0.0, 0.48, 0.96)) for i in range(2)]
     for panel, (name, of) in zip(panels, curves.items()):
         for i, method in enumerate(shown):
-            late = [
-                [(100 * s / steps, g) for s, g in sorted(at.items()) if s > 0.15 * steps] for at in of[method].values()
-            ]
+            seeds = of[method].values()
+            late = [[(100 * s / steps, g) for s, g in sorted(at.items()) if s > 0.15 * steps] for at in seeds]
             if lines := [tuple(zip(*points)) for points in late if points]:
                 plots.curve(panel, method, lines, "-" if i < len(plots.COLORS) else "--")
         panel.set_title(f"evaluated with {'its own' if name == 'own' else 'a BF16'} forward", fontsize=9)
@@ -218,15 +217,7 @@ def horizon(context: Context) -> Outcome:
     if all(math.isnan(r["own"].gap.half) for r in records):
         scatter = "no intervals, and so nothing is decided: no method has several seeds trained from scratch; table5 "
         scatter += "and fig4 take branches of --bf16-until"
-    header = [
-        "method",
-        "GEMM work",
-        long_runs.TIME,
-        "seeds",
-        *[f"{100 * p:.0f}%" for p in PARTS],
-        "end",
-        "training text",
-    ]
+    header = ["method", "GEMM work", long_runs.TIME, "seeds", *(f"{p:.0%}" for p in PARTS), "end", "training text"]
     header += [f"{forward}: {what}" for forward in VALUES for what in ("gap", "minus clover", "of clover's")]
     notes = [
         *verdicts(runs),

@@ -146,27 +146,20 @@ def pooled_differences(
     return differences
 
 
-def has_gap(runs: list[dict], value: str = "val_bpb") -> bool:
+def has_gap(runs: list[dict], value: str) -> bool:
     """Whether clover's gap is above zero beyond its interval. A share of no gap means nothing."""
     (size,) = {r["size"] for r in runs}
     clover = pooled_differences(runs, size, "bf16", value=value).get("clover")
     return clover is not None and clover.above_zero
 
 
-def share_of(
-    runs: list[dict], method: str, target: float, value: str, scatter_of: list[dict] | None = None
-) -> tuple[float, float]:
-    """(share of clover's gap, half of its 95% interval), by the method minus target times clover.
-
-    scatter_of: the runs whose scatter is taken, if not these.
-    """
-    return against_target(runs, method, target, value, scatter_of)[:2]
-
-
 def against_target(
     runs: list[dict], method: str, target: float, value: str, scatter_of: list[dict] | None = None
 ) -> tuple[float, float, float]:
-    """share_of, and the two-sided p-value of the hypothesis that the share is the target."""
+    """(share of clover's gap, half of its 95% interval, two-sided p of the hypothesis that the share is the target).
+
+    By the method minus target times clover. scatter_of: the runs whose scatter is taken, if not these.
+    """
     (size,) = {r["size"] for r in runs}
     difference = pooled_differences(runs, size, "clover", target, value, scatter_of)[method]
     mine, clover = (gaps_by_seed(runs, size, m, value) for m in (method, "clover"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -111,9 +112,8 @@ def method_changes(own: Sequence[str]) -> dict[str, str]:
 
 def method_plan(own: Sequence[str]) -> MethodPlan:
     """The layers and phases in a method's flags of base_train. Raises ValueError."""
-    methods = [flag.partition("=")[2] for flag in own if flag.startswith("--method=")]
-    changes = method_changes(own)
-    return MethodPlan.parse([*methods, "clover"][0], changes["layer_methods"], changes["method_phases"])
+    changes, method = method_changes(own), flag_values(own).get("method", "clover")
+    return MethodPlan.parse(method, changes["layer_methods"], changes["method_phases"])
 
 
 def begins_late(flags: tuple[str, ...], fraction: float) -> bool:
@@ -160,13 +160,12 @@ class Run:
     @property
     def branch(self) -> tuple[str, int] | None:
         """(tag, step) of the checkpoint at which this run begins."""
-        points = [f.partition("=")[2] for f in self.flags if f.startswith("--branch-from=")]
-        tag, _, step = points[0].rpartition("@") if points else ("", "", "0")
+        tag, _, step = flag_values(self.flags).get("branch-from", "").rpartition("@")
         return (tag, int(step)) if tag else None
 
 
 def plan(
-    methods: Iterable[str], sizes: Iterable[str],
+    methods: Sequence[str], sizes: Iterable[str],
     seeds: Iterable[int], *, tokens: int = 0, ratio: float = 0.0, extra: Sequence[str] = (), data: str = "",
     bf16_until: float = 0.0, share_until: Sequence[float] = (), vary_data: bool = False,
 ) -> list[Run]:  # fmt: skip
@@ -197,43 +196,35 @@ def plan(
         if name in names[:i]:
             raise UserError(f"--methods and --variant have {name} twice; give each a label of its own")
     refuse_apart(extra, "--extra")
-    runs = []
-    for seed in seeds:
-        for size in sizes:
-            shape = (
-                *size_flags(size),
-                "--core-metric-every=-1",
-                "--sample-every=-1",
-                *extra,
-                "--runtime=shuffle-documents",
-            )
-            seeds_flag = f"--seed={seed},{seed}" if vary_data else f"--seed={seed}"
-            batch = int([f for f in shape if f.startswith("--total-batch-size=")][-1].partition("=")[2])
-            steps = max(1, tokens // batch)
-            horizon = f"--num-iterations={steps}" if tokens else f"--target-param-data-ratio={ratio:g}"
-            branch: tuple[str, ...] = ()
-            if bf16_until:
-                if (at := math.ceil(bf16_until * steps)) == steps:
-                    raise UserError(f"--bf16-until={bf16_until:g} leaves none of {steps} steps; branch earlier")
-                flags = (*shape, horizon, "--method=bf16", f"--save-every={at}", "--keep-last=-1", seeds_flag)
-                runs.append(Run("bf16", size, seed, flags, data))
-                branch = (f"--branch-from={runs[-1].tag}@{at}",)
-            points = branches([method_flags(m) for m in methods], share_until, steps)
-            tags: list[str] = []  # of the methods' runs
-            for i, (label, own) in enumerate(zip(names, map(method_flags, methods))):
-                if not begins_late(own, bf16_until):
-                    raise UserError(f"--bf16-until={bf16_until:g}: {label} changes before that")
-                if branch and own == ("--method=bf16",):
-                    continue  # the run that the others branch from
-                more = branch
-                if saved := sorted({at for first, at in filter(None, points) if first == i}):
-                    more = (f"--save-every=@{','.join(map(str, saved))}", "--keep-last=-1")
-                if points[i]:
-                    first, at = points[i]
-                    more = (f"--branch-from={tags[first]}@{at}", *more)
-                flags = (*shape, horizon, *own, *more, seeds_flag)
-                runs.append(Run(label, size, seed, flags, data))
-                tags.append(runs[-1].tag)
+    usual = ("--core-metric-every=-1", "--sample-every=-1", *extra, "--runtime=shuffle-documents")
+    own_flags, runs = [method_flags(m) for m in methods], []
+    for seed, size in itertools.product(seeds, sizes):
+        shape = (*size_flags(size), *usual)
+        seeds_flag = f"--seed={seed},{seed}" if vary_data else f"--seed={seed}"
+        steps = max(1, tokens // int(flag_values(shape)["total-batch-size"]))
+        horizon = f"--num-iterations={steps}" if tokens else f"--target-param-data-ratio={ratio:g}"
+        branch: tuple[str, ...] = ()
+        if bf16_until:
+            if (at := math.ceil(bf16_until * steps)) == steps:
+                raise UserError(f"--bf16-until={bf16_until:g} leaves none of {steps} steps; branch earlier")
+            flags = (*shape, horizon, "--method=bf16", f"--save-every={at}", "--keep-last=-1", seeds_flag)
+            runs.append(Run("bf16", size, seed, flags, data))
+            branch = (f"--branch-from={runs[-1].tag}@{at}",)
+        points = branches(own_flags, share_until, steps)
+        tags: list[str] = []  # of the methods' runs
+        for i, (label, own) in enumerate(zip(names, own_flags)):
+            if not begins_late(own, bf16_until):
+                raise UserError(f"--bf16-until={bf16_until:g}: {label} changes before that")
+            if branch and own == ("--method=bf16",):
+                continue  # the run that the others branch from
+            more = branch
+            if saved := sorted({at for first, at in filter(None, points) if first == i}):
+                more = (f"--save-every=@{','.join(map(str, saved))}", "--keep-last=-1")
+            if points[i]:
+                first, at = points[i]
+                more = (f"--branch-from={tags[first]}@{at}", *more)
+            runs.append(Run(label, size, seed, (*shape, horizon, *own, *more, seeds_flag), data))
+            tags.append(runs[-1].tag)
     return runs
 
 
@@ -247,8 +238,7 @@ def branches(flags: Sequence[tuple[str, ...]], fractions: Sequence[float], steps
         alike = [until(own, fraction) for own in flags]
         for i, own in enumerate(flags):
             if (first := alike.index(alike[i])) < i:
-                own_steps = [f.partition("=")[2] for f in own if f.startswith("--num-iterations=")]
-                last = int([steps, *own_steps][-1])
+                last = int(flag_values(own).get("num-iterations", steps))
                 if (at := math.ceil(fraction * last)) < last:  # from a run's end there is nothing left to train
                     found[i] = first, at
     return found
