@@ -28,6 +28,7 @@ PROSE = {".txt", ".md", ".rst", ".texi", ".html", ".htm", ".adoc"}
 CODE = {".c", ".h", ".cc", ".cpp", ".hpp", ".py", ".go", ".rs", ".java", ".js", ".ts", ".pl", ".pm", ".rb", ".sh"}
 CODE |= {".ml", ".hs", ".el", ".lua", ".php", ".s", ".sql", ".scala", ".tcl"}
 SHORTEST, LONGEST, LONG_LINE = 500, 2_000_000, 30  # characters
+LARGEST_SHARD = 50 * 2**20  # bytes
 GROUP = 1024  # documents in a row group, fewer where they are an eighth of a shard before compression
 
 
@@ -153,11 +154,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", nargs="+", help="names of Debian packages: *-doc, *-source, *-dev")
     parser.add_argument("--out", type=Path, required=True, help="folder for prose/ and code/")
-    parser.add_argument("--shard-mib", type=float, default=50, help="largest shard")
     args = parser.parse_args(argv)
     if list(args.out.glob("*/shard_*.parquet")):
         raise UserError(f"{args.out} has shards; choose an empty folder, or remove them")
-    shards = {kind: Shards(args.out / kind, int(args.shard_mib * 2**20)) for kind in ("prose", "code")}
+    shards = {kind: Shards(args.out / kind, LARGEST_SHARD) for kind in ("prose", "code")}
     seen: set[bytes] = set()
     for name in args.packages:
         with tempfile.TemporaryDirectory() as folder:

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nanochat_fp4 as nf
+from lab.measure.bench_common import some_of
 from nanochat_fp4.common import autodetect_device_type, peak_memory, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.data.dataloader import tokenizing_distributed_data_loader_bos_bestfit
@@ -128,9 +129,8 @@ class Study:
                 nats = -found.gather(-1, y.clamp_min(0).unsqueeze(-1)).squeeze(-1)
                 kl = F.kl_div(found, wanted, log_target=True, reduction="none").sum(-1)
                 same = (found.argmax(-1) == wanted.argmax(-1)).float()
-                sums += (
-                    torch.stack([(nats * (lengths > 0)).sum(), lengths.sum(), kl.mean(), same.mean()]).double().cpu()
-                )
+                of_batch = (nats * (lengths > 0)).sum(), lengths.sum(), kl.mean(), same.mean()
+                sums += torch.stack(of_batch).double().cpu()
         bits = sums[0] / sums[1] / torch.log(torch.tensor(2.0))
         return {"bpb": float(bits), "kl": float(sums[2]) / len(self.wanted), "top1": float(sums[3]) / len(self.wanted)}
 
@@ -213,9 +213,7 @@ def run(study: Study, row: str, inputs: str) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    rows = args.rows.split(",")
-    if unknown := set(rows) - set(ROWS):
-        raise UserError(f"--rows has {', '.join(sorted(unknown))}; use some of {','.join(ROWS)}")
+    rows = some_of("--rows", args.rows, ROWS)
     setup = {k: v for k, v in vars(args).items() if k not in ("out", "rows")} | {"model": Path(args.model).name}
     record = json.loads(args.out.read_text()) if args.out.exists() else {"setup": setup, "lines": []}
     if record["setup"] != setup:

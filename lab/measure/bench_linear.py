@@ -143,8 +143,7 @@ def measure(
             results.write()
             del functions
         del layers
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     results.records = [r for r in records if r["method"] not in problems]
     return list(problems.values())
 

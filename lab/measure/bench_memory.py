@@ -92,9 +92,8 @@ def per_token_and_layer(
         with torch.random.fork_rng(devices=[]):
             model = gpt.GPT(replace(config, n_layer=layers, sequence_len=tokens, window_pattern="L"))
             model.init_weights()
-            model.transformer.wte.weight = torch.nn.Parameter(
-                model.transformer.wte.weight.detach().bfloat16()
-            )  # as on CUDA
+            wte = model.transformer.wte
+            wte.weight = torch.nn.Parameter(wte.weight.detach().bfloat16())  # as on CUDA
             nf.convert(model, method, verbose=False)
             model.recompute = recompute
             ids = torch.zeros(rows, tokens, dtype=torch.int64)

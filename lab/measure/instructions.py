@@ -18,6 +18,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,8 +164,6 @@ def _launch_decoding() -> None:
 
 def _inspect(kernel) -> dict:
     """Registers, stack and instructions of a compiled kernel; loops: how many of them are in each."""
-    import tempfile
-
     import triton
 
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -203,7 +202,6 @@ def _inspect(kernel) -> dict:
 def label(record: dict) -> str:
     """What a kernel of ELEMENTS makes of what."""
     constants = record["constants"]
-
     if record["kernel"] == "quantize_kernel":
         source = "ReLU^2" if "'SQUARE': True" in constants else "rows"
         return f"quantize {source} to codes" + (" and BF16" if "'DECODE': True" in constants else "")
@@ -244,9 +242,8 @@ def main() -> None:
     print("| target | kernel | instructions an element | registers | stack, bytes | spills | shared, KiB |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for arch in args.arch:  # each in a process of its own: kernels remember the GPU
-        subprocess.run(
-            [sys.executable, "-m", "lab.measure.instructions", str(arch), f"--method={args.method}"], check=True
-        )
+        command = [sys.executable, "-m", "lab.measure.instructions", str(arch), f"--method={args.method}"]
+        subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":

@@ -208,11 +208,8 @@ def kernels(gm: torch.fx.GraphModule, backward: bool) -> Iterator[dict[str, Any]
         for node in gm.graph.nodes:
             if node.op == "placeholder":
                 t = node.meta["val"]
-                t = (
-                    torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
-                    if isinstance(t, Tensor)
-                    else t
-                )
+                if isinstance(t, Tensor):
+                    t = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
                 node.meta["val"] = t
                 inputs.append(t)
             if "device" in node.kwargs:
@@ -287,12 +284,11 @@ def count(method: str, depth: int, rows: int, sm: int, recompute: str = "none") 
     shape = Shape(depth)
     heads = shape.width // HEAD
     config_of_block = gpt.GPTConfig(LENGTH, 64, 1, heads, heads, shape.width)
-    native = mock.patch.multiple
     with contextlib.ExitStack() as inside:
         if sm >= 100:
             for module in (operands, linear):
-                inside.enter_context(native(module, native_gemm=lambda _: "scaled_mm"))
-        inside.enter_context(native(fused, multiplies_squares=lambda _: sm >= 120))
+                inside.enter_context(mock.patch.multiple(module, native_gemm=lambda _: "scaled_mm"))
+        inside.enter_context(mock.patch.multiple(fused, multiplies_squares=lambda _: sm >= 120))
         graphs = capture(method, config_of_block, rows, recompute)
         with _gpu(sm):
             found = [kernel for gm, backward in graphs for kernel in kernels(gm, backward)]

@@ -259,9 +259,7 @@ FIGURE_2 = {
     "fig2_1x16_rtn": (1.19, 2.69), "fig2_1x16_four_over_six": (1.12, 2.36),
     "fig2_16x16_rtn": (1.43, 3.15), "fig2_16x16_four_over_six": (1.31, 2.98),
 }  # fmt: skip
-FIGURE_4 = {
-    "nvidia": (1.60, 3.42), "four_over_six": (1.65, 3.27), "tetrajet_v2": (1.58, 2.86), "clover": (1.26, 2.45)
-}  # fmt: skip
+FIGURE_4 = {"nvidia": (1.60, 3.42), "four_over_six": (1.65, 3.27), "tetrajet_v2": (1.58, 2.86), "clover": (1.26, 2.45)}
 FORWARDS = "own forward: that which a run ends with; BF16 forward: the same weights, evaluated without quantization"
 NOT_COMPARABLE = (
     f"the paper, %: {' / '.join(LLAMA_MODELS)}; of another text and length, so not to be compared in magnitude"

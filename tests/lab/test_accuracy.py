@@ -34,7 +34,7 @@ def test_bad_input_is_one_line(tiny_base, tmp_path):
     out.write_text(json.dumps({"setup": {"steps": 9}, "lines": []}))
     model = f"--model={tiny_base}/base_checkpoints/d2_clover"
     for flags, message in (
-        ([model, "--rows=gptq"], "--rows has gptq; use some of bf16"),
+        ([model, "--rows=gptq"], "--rows is 'gptq', expected some of bf16"),
         ([model, "--rows=merged"], "results of other settings"),
         ([f"--model={tmp_path}/nothing.gguf"], "nothing.gguf"),
     ):
