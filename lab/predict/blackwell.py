@@ -114,10 +114,6 @@ class Point:
         """Factors of the four constants: ns per byte, ns per 1000 BF16 and FP4 FLOPs, ms per kernel."""
         return self.num_bytes / 1e6, self.bf16 / 1e9, self.fp4 / 1e9, self.kernels / 1e3
 
-    def __add__(self, other: "Point") -> "Point":
-        names = ("num_bytes", "bf16", "fp4", "kernels")
-        return replace(self, **{n: getattr(self, n) + getattr(other, n) for n in names})
-
 
 def _gemms(machine: Machine, m: int, k: int, n: int) -> tuple[float, float]:
     """(forward FLOPs, backward FLOPs) of a layer's GEMMs. The idle tiles of the last wave count."""
