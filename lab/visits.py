@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lab import RESULTS
 from lab.study import forwards, sweep
-from lab.study.sweep_runs import Run, flag_values
+from lab.study.sweep_runs import Run, data_key, flag_values
 from lab.study.sweep_scheduler import Sweep
 from nanochat_fp4.common import autodetect_device_type, print0
 from nanochat_fp4.console import ArgumentParser, table
@@ -256,14 +256,19 @@ def main(argv: list[str] | None = None) -> None:
     chosen = [s for s in left if left[s] or args.studies != "*"]
     if not left:
         raise UserError(f"no study is named {args.studies}; run lab.visits without a name for the list")
-    if (minutes := sum(s.minutes(left[s]) for s in chosen)) and autodetect_device_type() != "cuda":
+    texts = {s: f"{args.pieces}/{s.pieces}" if s.pieces else args.data_dir for s in chosen}
+    # A study that is done is trained again on another text.
+    other = [s for s in chosen if data_key(texts[s] or "") not in {run.data for run in s.stored()}]
+    trained = {s: left[s] or s.runs() for s in chosen if left[s] or s in other}
+    if trained and autodetect_device_type() != "cuda":
+        minutes = sum(s.minutes(runs) for s, runs in trained.items())
         raise UserError(f"there is no GPU here, and these runs take one for {minutes:.0f} minutes; run them on a GPU")
     for s in chosen:
         if s.pieces and left[s] and not Path(args.pieces, str(s.pieces)).is_dir():
             command = f"python -m lab.epoch --data-dir TEXT --max-seq-len {s.pieces} --cut-to PIECES/{s.pieces}"
             raise UserError(f"{s.name} reads no text twice: cut it by {command}, and give --pieces=PIECES")
     for s in chosen:
-        do(s, args.folder, f"{args.pieces}/{s.pieces}" if s.pieces else args.data_dir)
+        do(s, args.folder, texts[s])
 
 
 if __name__ == "__main__":

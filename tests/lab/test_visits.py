@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lab import visits
-from lab.study.sweep_runs import flag_values
+from lab.study.sweep_runs import data_key, flag_values
 from nanochat_fp4.errors import UserError
 
 
@@ -35,6 +35,22 @@ def test_without_a_gpu_nothing_is_begun(tmp_path, monkeypatch):
     monkeypatch.setattr(visits, "do", lambda *args: pytest.fail("a study was begun"))
     with pytest.raises(UserError, match="no GPU here, and these runs take one for 17 minutes"):
         visits.main(["d6_width"])
+
+
+def test_without_a_gpu_a_study_that_is_done_is_not_trained_on_another_text(tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(visits, "autodetect_device_type", lambda: "cpu")
+    monkeypatch.setattr(visits, "RESULTS", tmp_path)
+    monkeypatch.setattr(visits, "do", lambda study, folder, data_dir: done.append(study.name))
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/shard_00000.parquet").touch()
+    key, study = data_key(str(tmp_path / "text")), next(s for s in visits.studies() if s.name == "d6_width")
+    (tmp_path / "d6_width.json").write_text(stored_results(study.runs(key), key))
+    for text in ([], [f"--data-dir={tmp_path}"]):
+        with pytest.raises(UserError, match="no GPU here, and these runs take one for 17 minutes"):
+            visits.main(["d6_width", *text])
+    visits.main(["d6_width", f"--data-dir={tmp_path}/text"])  # its table alone
+    assert done == ["d6_width"]
 
 
 def test_a_study_is_trained_evaluated_and_tabulated_again(tmp_path, monkeypatch, gpu):
