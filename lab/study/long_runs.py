@@ -77,8 +77,8 @@ def refuse_unlike(runs: list[dict]) -> None:
             raise UserError(f"--results has runs of {both}; give files of one, or name the others by a --variant")
 
     def text(run: dict) -> tuple:
-        flags = run.get("flags", ())  # --data-seed: until 2026-11-23
-        return [f for f in flags if f.startswith("--data-seed") or re.match("--seed=.*,", f)], run.get("eval_tokens")
+        order = [f for f in run["flags"] if re.match("--data-seed|--seed=.*,", f)]  # --data-seed: until 2026-11-23
+        return order, run.get("eval_tokens")
 
     base = {r["seed"]: text(r) for r in runs if r["method"] == "bf16"}
     for r in runs:

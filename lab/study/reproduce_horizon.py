@@ -206,7 +206,7 @@ def horizon(context: Context) -> Outcome:
         row += [on_training_text(training, method, steps)]
         row += [cell for forward in VALUES for cell in r[forward].cells(method == "clover")]
         rows.append([*row, r["deployed"]])
-    late = {r["method"] for r in runs if any(f.startswith("--branch-from") for f in r.get("flags", ()))}
+    late = {r["method"] for r in runs if any(f.startswith("--branch-from") for f in r["flags"])}
     shown = [r["method"] for r in records if any(curves["own"].get(r["method"], {}).values())]
     shown = [m for m in shown if m not in late or m in METHODS]
 

@@ -62,8 +62,6 @@ PAPER_RUNS = {
 def difference_from_paper(result: dict, data: str) -> str:
     """The differences from the paper's run of the same kind of model, in words. data: data_name of the text."""
     text, folder, vocabulary, wanted = PAPER_RUNS["llama" if result["size"].startswith("llama-") else "nanochat"]
-    if "flags" not in result:
-        return ""
     flags = flag_values(result["flags"])
     said = [] if data.startswith(folder) else [f"text {data.rpartition(' (')[0]}, not {text}"]
     if (size := result.get("vocab_size")) is not None and size != vocabulary:
@@ -80,7 +78,7 @@ COST = {"4": 1.0, "8": 2.0, "16": 4.0}
 
 # Fields that every table needs.
 NEEDED = {
-    "method": str, "size": str, "seed": int, "steps": int, "tokens": int,
+    "method": str, "size": str, "seed": int, "flags": list, "steps": int, "tokens": int,
     "val_bpb": float, "val_bpb_bf16": float, "gemm_work": dict, "training_seconds": float,
 }  # fmt: skip
 

@@ -231,7 +231,7 @@ def stored_runs(path):
         runs.append(r | {"tokens": 4096, "steps": 8, "gemm_work": {"4": 1.1, "8": 0.0, "16": 0.0}})
     for r in runs:
         r["curve"] = [[0, 3.0, 3.0], [8, r["val_bpb"], r["val_bpb"]]]
-        r["loss_curve"] = [[4, 2 * r["val_bpb"]], [8, r["val_bpb"]]]
+        r |= {"loss_curve": [[4, 2 * r["val_bpb"]], [8, r["val_bpb"]]], "flags": []}
     environment = {"gpu": "an old GPU", "gpu_count": 2, "torch": "1.0", "commit": "abc"}
     path.write_text(json.dumps({"data": "text (123)", "environment": environment, "results": runs}))
 
@@ -278,7 +278,7 @@ def test_long_runs_are_put_beside_their_gemm_work(tmp_path, item):
 def long_runs(path, seeds: list[int], percent: dict[str, list[float]], steps: int = 2000, data: str = "text (1)"):
     """A sweep's file: gaps to a BF16 of 1 bit per byte, in percent, by seed."""
     one = {"size": "d6", "steps": steps, "tokens": steps, "gemm_work": {"4": 1.0, "8": 0.0, "16": 0.0}}
-    one["training_seconds"] = 1.0
+    one |= {"training_seconds": 1.0, "flags": []}
     results = [
         one
         | {"method": m, "seed": s, "val_bpb": 1 + v / 100, "val_bpb_bf16": 1 + v / 200}

@@ -380,7 +380,7 @@ def test_the_loss_curve_is_means_of_parts():
 
 
 def test_damaged_runs_are_refused_by_what_is_wrong_with_them(tmp_path):
-    run = result("clover", 1, 1.0) | {"steps": 8, "tokens": 4096, "gemm_work": {"4": 1.0}}
+    run = result("clover", 1, 1.0) | {"flags": [], "steps": 8, "tokens": 4096, "gemm_work": {"4": 1.0}}
     whole = {"results": [run], "environment": {"gpu": None, "gpu_count": 0, "torch": "2"}, "data": "x"}
     path, no_file = tmp_path / "d6.json", "d6.json is not a file of lab.study.sweep .*"
     path.write_text(json.dumps(whole))
