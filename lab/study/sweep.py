@@ -35,6 +35,7 @@ from lab.study.sweep_scheduler import Interrupted, Sweep, base_directory, visibl
 from nanochat_fp4.common import get_base_dir, print0
 from nanochat_fp4.console import ArgumentParser, format_seconds, table
 from nanochat_fp4.data.dataset import build_embedded_corpus, ensure_data
+from nanochat_fp4.data.tokenizer import get_tokenizer
 from nanochat_fp4.environment import environment_info
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
@@ -52,21 +53,32 @@ def make_folder(folder: Path) -> None:
 def prepare(folder: Path, data_dir: str | None, vocab_size: int, embedded_mb: float | None = None) -> str:
     """The folder of the data; and a tokenizer in `folder`: the base directory's, or a new one of vocab_size tokens.
 
+    vocab_size: 0 is the base directory's, whatever it is. Raises UserError where `folder` has one of more tokens.
     embedded_mb: instead of data_dir, so many MB of the embedded corpus, in `folder`, with a tokenizer of its own.
     """
     make_folder(folder)
     with base_directory(folder):
         data = build_embedded_corpus(embedded_mb) if embedded_mb else None
     data = str(data or ensure_data(data_dir))
-    if (folder / "tokenizer" / "token_bytes.pt").is_file():
+    base = Path(get_base_dir())
+    if has := tokens_of(folder):
+        if vocab_size and has > vocab_size:  # little text gives fewer
+            raise UserError(f"{folder} has a tokenizer of {has:,} tokens, not {vocab_size:,}; give another --folder")
         return data
-    existing = Path(get_base_dir()) / "tokenizer"
-    if not embedded_mb and (existing / "token_bytes.pt").is_file() and folder != Path(get_base_dir()):
-        shutil.copytree(existing, folder / "tokenizer", dirs_exist_ok=True)
+    if not embedded_mb and (has := tokens_of(base)) and vocab_size in (0, has):
+        shutil.copytree(base / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
         return data
     with base_directory(folder):
         tok_train.main([f"--vocab-size={vocab_size or 32768}", f"--data-dir={data}", "--max-chars=200000000"])
     return data
+
+
+def tokens_of(base: Path) -> int:
+    """Of a base directory's tokenizer; 0: there is none."""
+    if not (base / "tokenizer" / "token_bytes.pt").is_file():
+        return 0
+    with base_directory(base):
+        return get_tokenizer().get_vocab_size()
 
 
 def with_forwards(sweep: Sweep, runs: Sequence[Run]) -> tuple[list[dict], list[str]]:
@@ -168,7 +180,12 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a seed changes the order of the data as well, not only weights and noise (default: yes)"
     add("--vary-data", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--data-dir", default=None, help="folder of text or parquet files (default: as for base_train)")
-    add("--vocab-size", type=int, default=0, help="of a new tokenizer, where the base directory has none (32768)")
+    add(
+        "--vocab-size",
+        type=int,
+        default=0,
+        help="the base directory's, if it has as many; else of a new one (32768)",
+    )
     add("--folder", default="", help="where runs and results go (default: sweeps/ in the base directory)")
     add("--jobs", type=int, default=1, help="runs at the same time on each GPU: small models leave it idle")
     add("--extra", default="", help="further flags of base_train for all runs, in one string")

@@ -20,7 +20,7 @@ import nanochat_fp4 as nf
 from lab.study import statistics, sweep, sweep_results, sweep_runs, sweep_scheduler
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4.plan import MethodPlan
-from scripts import base_train
+from scripts import base_train, tok_train
 
 
 def result(method: str, seed: int, bpb: float, size: str = "tiny") -> dict:
@@ -127,6 +127,25 @@ def test_a_plan_makes_nothing(tmp_path, capsys):
     message = "error: unrecognized arguments: --num-iteration=9; did you mean --num-iterations? (see "
     assert capsys.readouterr().err.startswith(message)  # now, and not when its turn comes, hours later
     assert not (tmp_path / "runs").exists()  # no tokenizer either, which takes minutes
+
+
+def test_a_tokenizer_of_another_size_is_not_taken(tmp_path, monkeypatch):
+    """Runs of 1,024 tokens, in a base directory whose tokenizer has 8,192, would have had those without a word."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("".join(f"Document {i} of {i * i}.\n\n" for i in range(500)))
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    tok_train.main(["--vocab-size=280", f"--data-dir={tmp_path / 'text'}"])
+
+    def tokens(folder: str, vocab_size: int) -> int:
+        sweep.prepare(tmp_path / folder, str(tmp_path / "text"), vocab_size)
+        return sweep.tokens_of(tmp_path / folder)
+
+    assert [tokens("any", 0), tokens("same", 280), tokens("other", 290), tokens("other", 290)] == [280, 280, 290, 290]
+    assert (tmp_path / "same/tokenizer/tokenizer.json").read_bytes() == (
+        tmp_path / "base/tokenizer/tokenizer.json"
+    ).read_bytes()
+    with pytest.raises(UserError, match="other has a tokenizer of 290 tokens, not 280; give another --folder"):
+        tokens("other", 280)
 
 
 def test_the_data_key_is_of_the_text_and_not_of_its_place(tmp_path):
