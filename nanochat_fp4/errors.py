@@ -102,7 +102,8 @@ def run_main(main: Callable[[], Any]) -> None:
     if sys.stdout is None:  # closed when Python started
         sys.stdout = open(os.devnull, "w")
     if isinstance(sys.stdout, io.TextIOWrapper):  # no character ends a run, whatever the encoding; as Python's stderr
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with contextlib.suppress(OSError):  # it flushes, and nobody may read
+            sys.stdout.reconfigure(errors="backslashreplace")
     setup_default_logging()
     status = 2
     try:
