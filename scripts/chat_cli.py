@@ -73,6 +73,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("the prompt is empty; write one after -p, or leave out -p to chat")
     if args.temperature < 0:
         raise UserError(f"--temperature={args.temperature} is negative; use 0 for the most likely answer")
+    if args.top_k < 0:
+        raise UserError(f"--top-k={args.top_k} is negative; use 0 for all tokens")
     with joined_processes(args.device_type, alone="chat_cli") as (_, _, device):
         converse(args, device)
 

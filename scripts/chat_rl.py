@@ -27,7 +27,7 @@ from eval.common import resolve_eval_dir
 from eval.gsm8k import GSM8K
 from eval.local import LocalArithmetic
 from nanochat_fp4.common import is_ddp_initialized
-from nanochat_fp4.console import ArgumentParser, parse_finite
+from nanochat_fp4.console import ArgumentParser, Progress, parse_finite
 from nanochat_fp4.data.chat_data import Source, Task, describe_sources, load_sources
 from nanochat_fp4.data.chat_loader import Rollouts
 from nanochat_fp4.errors import UserError, run_main
@@ -93,14 +93,18 @@ class Answers:
             self.model.train(was_training)
 
 
-def pass_at_k(args: argparse.Namespace, run: PostTraining, answers: Answers, task: Task) -> dict[str, float]:
+def pass_at_k(
+    args: argparse.Namespace, run: PostTraining, answers: Answers, task: Task, progress: Progress
+) -> dict[str, float]:
     """Share of the first --eval-examples problems that one of the first k answers solves, for k up to the micro-batch,
     drawn at temperature 1. All ranks call it together; StopRequested on a signal."""
     process, rows = run.process, args.device_batch_size
     count = min(len(task), args.eval_examples)
     solved = torch.zeros(rows, device=process.device)
     with answers.parts.weights_once(count):
-        for first in process.signals.watch(iter(range(0, count, process.world_size)), process.device):
+        problems = range(0, count, process.world_size)
+        watched = process.signals.watch(iter(problems), process.device)
+        for first in progress.meanwhile(watched, len(problems), "evaluation"):
             index = first + process.rank
             if index < count:
                 problem = task[index]
@@ -162,7 +166,7 @@ def train(args: argparse.Namespace, process: Process) -> None:
         seq_len=run.config.sequence_len,
         grad_accum_steps=samples // B * (examples // world_size),
         num_iterations=num_iterations,
-        evaluate=lambda step, last: pass_at_k(args, run, answers, val_task),
+        evaluate=lambda step, last: pass_at_k(args, run, answers, val_task, trainer.progress),
         evaluate_due=functools.partial(due, args.eval_every),
         prefetch=False,
         numbers=lambda: rollouts[0].numbers(),

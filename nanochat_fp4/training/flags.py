@@ -89,7 +89,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
         "save checkpoints every N steps (-1 = only at end), or at these steps, with commas: '@500,900'",
     )
     parser.set_defaults(save_every=-1, save_at=[])
-    add("--keep-last", type=int, default=2, help="keep so many of the newest checkpoints (-1 = all)")
+    add("--keep-last", type=int, default=2, help="keep so many of the newest checkpoints (0 or -1 = all)")
     text = "resume from this step, or from the 'latest' intact checkpoint if there is one (-1 = disable)"
     add("--resume-from-step", type=_step_or_latest, default=-1, help=text)
     add("--overwrite", action="store_true", help="start over although this stage has checkpoints under the model tag")

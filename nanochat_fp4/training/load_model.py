@@ -225,7 +225,8 @@ def load_model(
     try:
         model, tokenizer, meta = build_model(checkpoint_folder(source, tag), step, device, phase)
     except NoCheckpointError as e:
-        raise UserError(f"{e}; make one with python -m {SOURCES[source][1]} --model-tag={tag}") from e
+        hint = "" if step is not None else f"; make one with python -m {SOURCES[source][1]} --model-tag={tag}"
+        raise UserError(f"{e}{hint}") from e
     if model_tag is None:
         print0(f"no --model-tag given: taking {tag}")
     return model, tokenizer, {**meta, "model_tag": tag}

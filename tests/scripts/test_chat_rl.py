@@ -1,5 +1,6 @@
 """Reinforcement learning: what is made of answers, its gradient, and the stage on GSM8K's files, resumed to the bit."""
 
+import functools
 import json
 
 import pytest
@@ -14,6 +15,7 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.generation.engine import Engine
 from nanochat_fp4.models.gpt import GPT, GPTConfig
+from nanochat_fp4.training import trainer
 from nanochat_fp4.training.load_model import load_model
 from scripts import chat_rl
 
@@ -98,7 +100,7 @@ def test_what_is_rewarded_becomes_likelier():
     assert sum(rewards[:3]) / 3 < 0.7 and sum(rewards[-3:]) / 3 > 0.9
 
 
-def test_gsm8k_from_files_and_resumed(tiny_base, tmp_path):
+def test_gsm8k_from_files_and_resumed(tiny_base, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "eval" / "openai" / "gsm8k" / "main"
     folder.mkdir(parents=True)
     for split in ("train", "test"):
@@ -106,7 +108,10 @@ def test_gsm8k_from_files_and_resumed(tiny_base, tmp_path):
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     save_base(tiny_base, source="chatsft_checkpoints", n_layer=1)
     flags = [*RL, f"--eval-dir={tmp_path / 'eval'}"]
-    chat_rl.main([*flags, "--save-every=1", "--keep-last=-1"])
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "Progress", functools.partial(trainer.Progress, every=0))
+        chat_rl.main([*flags, "--save-every=1", "--keep-last=-1"])
+    assert "evaluation: 1/2 batches" in capsys.readouterr().err
     out = tiny_base / "chatrl_checkpoints" / "d2_clover"
     model, _, meta = load_model("rl", "cpu", "eval", "d2_clover")
     before = load_model("sft", "cpu", "eval", "d2_clover")[0]

@@ -575,6 +575,8 @@ def test_sources_that_are_not_there(model):
         load_model("sft", "cpu", "eval")
     with pytest.raises(UserError, match="no_such_tag"):
         load_model("base", "cpu", "eval", model_tag="no_such_tag")
+    with pytest.raises(UserError, match=r"no checkpoint of step 99 in .*; it has steps \d+$"):  # and nothing to make
+        load_model("base", "cpu", "eval", step=99)
 
 
 def test_the_largest_model_is_taken(tmp_path):

@@ -445,6 +445,8 @@ def test_bad_flags_of_the_others(base):
     for prompt in ("", "  \n"):
         with pytest.raises(UserError, match="the prompt is empty"):
             chat_cli.main(["-i", "mid", "-p", prompt, "--device-type=cpu"])
+    with pytest.raises(UserError, match="--top-k=-1 is negative"):
+        chat_cli.main(["-i", "mid", "--top-k=-1", "--device-type=cpu"])
 
 
 def test_resume_of_another_run_is_refused(base):
