@@ -21,8 +21,8 @@ def layer_telemetry(
     Each layer is computed twice on up to max_tokens tokens of the pass, by its method and exactly. output_error,
     grad_input_error and grad_weight_error are relative errors: the norm of the difference over the norm.
     grad_input_cosine and grad_weight_cosine are cosines. input_zeros is the share of the input's elements that round to
-    zero, input_saturated the share with the format's largest magnitude. Both leave out blocks of zeros. A number of an
-    exact gradient of zero is left out. Gradients of the pass are dropped.
+    zero, input_saturated the share with the format's largest magnitude. Both are of NVFP4 inputs, without blocks of
+    zeros. A number of an exact gradient of zero is left out. Gradients of the pass are dropped.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear) and m.recipe.quantizes}
     captured: dict[str, dict[str, torch.Tensor]] = {name: {} for name in layers}
@@ -73,7 +73,7 @@ def layer_telemetry(
 
 def _input_shares(layer: QuantLinear, x: torch.Tensor) -> dict[str, float]:
     rounding = layer.recipe.output.a.rounding
-    if rounding is None:
+    if rounding is None or rounding.mx or rounding.fp8:
         return {}
     t = quantize(x.float(), rounding, seed=0)
     magnitude = torch.stack([t.codes & 7, (t.codes >> 4) & 7])  # E2M1 codes without sign: 0 is zero, 7 the largest
