@@ -56,17 +56,17 @@ class MetricsLog:
             logger.warning(f"{self.path} cannot be written ({problem}); the curves will have a gap")
         self.torn = problem is not None
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int | None) -> None:
         """
         Remove the records after the checkpoint of `step`, so that a resumed run does not log a step twice.
 
-        Step 0 removes everything. A "train", "spike" or "skip" record of step s belongs to the step that leads to
+        None removes everything. A "train", "spike" or "skip" record of step s belongs to the step that leads to
         checkpoint s + 1. Any other record of step s is made before step s is trained. Checkpoint s may already hold its
         result, so the record is kept.
         """
         if not self.enabled or not self.path.exists():
             return
-        if step == 0:
+        if step is None:
             self.path.unlink()
             return
 

@@ -243,7 +243,7 @@ class Trainer:
         self.wandb_run = setup_tracker(args.run, project, spec.user_config)
         if starts_over(args.resume_from_step, args.overwrite) and not self.dry_run:
             start_over(self.folder, self.process.rank)
-        self.metrics.rewind(start.resumed_step or 0)
+        self.metrics.rewind(start.resumed_step)
         record = {
             "stage": spec.stage, "method": spec.method, "num_iterations": spec.num_iterations,
             "backend": str(nf.backend()), "world_size": self.process.world_size, "config": spec.user_config,

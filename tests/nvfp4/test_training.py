@@ -270,7 +270,9 @@ def test_metrics_rewind_to_a_checkpoint(tmp_path):
     ]  # fmt: skip
     log.append("train", 4, loss=1.0)
     assert read_jsonl(log.path)[-1]["step"] == 4
-    log.rewind(0)
+    log.rewind(0)  # the run was saved before its first step, and evaluated already
+    assert [(r["event"], r["step"]) for r in read_jsonl(log.path)] == [("start", 0), ("val", 0)]
+    log.rewind(None)
     assert not log.path.exists()
     MetricsLog(tmp_path / "other", enabled=False).append("train", 0)
     assert not (tmp_path / "other").exists()

@@ -260,6 +260,11 @@ def test_out_of_memory_names_the_size_that_fits_and_saves(tiny_base):
         train("--eval-every=-1", steps=4, method="bf16")
     assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [2]
     train("--eval-every=-1", "--device-batch-size=1", "--resume-from-step=latest", steps=4, method="bf16")
+    with in_step(0, out_of_memory), pytest.raises(UserError, match="out of memory at step 0"):
+        train("--overwrite", steps=1, method="bf16")
+    train("--device-batch-size=1", "--resume-from-step=latest", steps=1, method="bf16")
+    records = read_jsonl(tiny_base / "base_checkpoints" / "d1_bf16" / "metrics.jsonl")
+    assert [r["step"] for r in records if r["event"] == "val"] == [0, 1]
 
 
 def test_automatic_batch_size_is_kept_when_resuming(tiny_base, monkeypatch, capsys):
