@@ -186,7 +186,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
     nf.convert(model, method, per_token_in_eval=False)
     plan = MethodPlan.parse(method, args.layer_methods, args.method_phases)
     quantized = QuantizedTraining(model, plan, num_iterations)
-    quantized.set_progress(start.step)
+    quantized.set_progress(max(start.step - 1, 0))  # of the step before: train_step changes it after the evaluation
 
     backend = str(nf.backend())
     if method != "bf16":

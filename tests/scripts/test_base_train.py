@@ -142,6 +142,18 @@ def test_signal_cuts_an_evaluation_short(tiny_base, monkeypatch):
     assert_same(final_state(folder, 6), final_state(tiny_base / "base_checkpoints" / "whole", 6))
 
 
+def test_a_run_that_was_stopped_at_a_change_of_the_method_evaluates_as_an_undisturbed_one(tiny_base):
+    """With the method of the step before: it made the weights."""
+    flags = ["--method-changes=0.5=bf16", "--eval-every=1"]
+    train(*flags, "--model-tag=whole", steps=4)
+    with in_step(1, functools.partial(os.kill, os.getpid(), signal.SIGUSR1)):
+        train(*flags, steps=4)
+    folder = tiny_base / "base_checkpoints"
+    assert list_steps(folder / "d1_clover") == [2]  # not yet evaluated
+    train(*flags, "--resume-from-step=latest", steps=4)
+    assert_same(final_state(folder / "d1_clover", 4), final_state(folder / "whole", 4))
+
+
 def test_going_back_forgets_the_later_checkpoints(tiny_base):
     """Else 'latest' would find a checkpoint of the abandoned run, and keep-last would keep that one."""
     train("--save-every=1", "--keep-last=-1", steps=5, method="bf16")
