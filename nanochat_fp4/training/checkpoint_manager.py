@@ -183,18 +183,19 @@ def _delete_remains(folder: Path) -> None:
             _delete(folder, step)
 
 
-def prune_checkpoints(checkpoint_dir: str | os.PathLike, keep_last: int) -> None:
+def prune_checkpoints(checkpoint_dir: str | os.PathLike, keep_last: int, step: int | None = None) -> None:
     """
     Delete all but the newest `keep_last` complete checkpoints; nothing where keep_last < 1. For one rank.
 
-    Checkpoints that are not complete do not count, and nanochat's own (without a manifest) are never deleted.
+    Checkpoints that are not complete do not count, and nanochat's own (without a manifest) are never deleted. Nor do
+    those after `step`, the one that was saved last: 'latest' passed them over, so they are damaged.
     """
     if keep_last < 1:
         return
     folder = Path(checkpoint_dir)
-    complete = [step for step in _named_steps(folder, "manifest") if _problem(folder, step, hashes=False) is None]
-    for step in complete[keep_last:]:
-        _delete(folder, step)
+    steps = [s for s in _named_steps(folder, "manifest") if step is None or s <= step]
+    for old in [s for s in steps if _problem(folder, s, hashes=False) is None][keep_last:]:
+        _delete(folder, old)
 
 
 def forget_later_checkpoints(checkpoint_dir: str | os.PathLike, step: int) -> None:

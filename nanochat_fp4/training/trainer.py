@@ -596,5 +596,5 @@ class Trainer:
         if saved and self.process.rank == 0:
             if self.args.resume_from_step != "latest":
                 forget_later_checkpoints(self.folder, step)  # an earlier step's resume left them behind
-            prune_checkpoints(self.folder, self.args.keep_last)
+            prune_checkpoints(self.folder, self.args.keep_last, step)
         return saved

@@ -154,6 +154,15 @@ def test_a_run_that_was_stopped_at_a_change_of_the_method_evaluates_as_an_undist
     assert_same(final_state(folder / "d1_clover", 4), final_state(folder / "whole", 4))
 
 
+def test_keep_last_keeps_no_damaged_checkpoint_in_place_of_the_newest(tiny_base):
+    train("--save-every=2", "--keep-last=-1", steps=4, method="bf16")
+    folder = tiny_base / "base_checkpoints" / "d1_bf16"
+    path = folder / "model_000004.pt"
+    path.write_bytes(bytes(path.stat().st_size))
+    train("--resume-from-step=latest", "--keep-last=1", steps=3, method="bf16")
+    assert list_steps(folder) == [4, 3] and find_last_step(folder) == 3
+
+
 def test_going_back_forgets_the_later_checkpoints(tiny_base):
     """Else 'latest' would find a checkpoint of the abandoned run, and keep-last would keep that one."""
     train("--save-every=1", "--keep-last=-1", steps=5, method="bf16")
