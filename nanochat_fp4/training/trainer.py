@@ -263,7 +263,7 @@ class Trainer:
         start = self.start
         restore_state(self.parts.optimizers, start.rank_state, self.device, start.source)
         self.loader_state = start.rank_state.get("dataloader")
-        if "dataloaders" in start.rank_state:  # the saving run had another number of processes
+        if any(start.rank_state.get("dataloaders", ())):  # the saving run had another number of processes
             self.loader_state = merge_states(start.rank_state["dataloaders"])
             if self.process.rank:
                 self.loader_state |= {"consumed": 0} if "consumed" in self.loader_state else {}

@@ -288,6 +288,14 @@ def test_out_of_memory_names_the_size_that_fits_and_saves(tiny_base):
     assert [r["step"] for r in records if r["event"] == "val"] == [0, 1]
 
 
+def test_another_number_of_processes_goes_on_with_what_was_saved_before_the_first_step(fork_server, tiny_base):
+    with in_step(0, out_of_memory), pytest.raises(UserError):
+        train("--eval-every=-1", steps=1, method="bf16")
+    argv = [*BASE, "--eval-every=-1", "--method=bf16", "--num-iterations=1", "--resume-from-step=latest"]
+    run = fork_server.run("scripts.base_train", argv, env={"NANOCHAT_BASE_DIR": str(tiny_base)}, ranks=2)
+    assert run.status == 0 and "world_size was 1 so far and is 2" in run.log, run.log
+
+
 def test_automatic_batch_size_is_kept_when_resuming(tiny_base, monkeypatch, capsys):
     train("--device-batch-size=auto", "--save-every=2", "--keep-last=-1", "--eval-every=-1", steps=4, method="bf16")
     assert "4 x 32 tokens, 1 process(es), 1 micro-batch(es)" in capsys.readouterr().out
