@@ -432,8 +432,8 @@ class Trainer:
         if is_sharded(self.model):  # one process alone cannot compute it again
             place = "a process that shares the weights; --parallel=ddp names the layer"
         else:
-            places = of_all_ranks(self.name_the_layer(tried) if outcome.bad_here else None)
-            place = next(f"{place} (rank {rank})" for rank, place in enumerate(places) if place)
+            places = enumerate(of_all_ranks(self.name_the_layer(tried) if outcome.bad_here else None))
+            place = min((p.startswith("the loss itself"), r, f"{p} (rank {r})") for r, p in places if p)[2]
         self.model.zero_grad(set_to_none=True)
         what = f"step {self.step}: loss {outcome.loss:.4g}, first not finite: {place}"
         self.skipped_in_a_row += 1

@@ -10,6 +10,7 @@ from _damage import edit_meta
 
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.generation.engine import KVCache
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.llama import Llama, LlamaConfig, config_from_size
@@ -170,6 +171,32 @@ def test_training_checkpoints_and_resuming(tiny_base):
     with pytest.raises(UserError, match="schedule was None and is now 'OneCycleLR'"):
         base_train.main([*flags, "--resume-from-step=9"])
     assert load_model("base", "cpu", "eval", "llama-tiny_bf16", step=9)[2]["commit"] == "abc1234"
+
+
+BAD_RANK = """
+import os
+from nanochat_fp4.training.trainer import TrainingStep
+from scripts import base_train
+real = TrainingStep.micro_batch
+def micro_batch(parts, *batch, count=1):
+    layer = parts.model.transformer.h[1].mlp.c_proj
+    if os.environ["RANK"] == "1":
+        layer.register_forward_hook(lambda layer, args, output: output * float("nan"))
+    return real(parts, *batch, count=count)
+TrainingStep.micro_batch = micro_batch
+base_train.main({!r})
+"""
+
+
+def test_bad_numbers_are_named_on_the_rank_that_made_them(run_ranks, tiny_base):
+    """The average has carried them to all ranks before they are seen."""
+    argv = (
+        "--llama=tiny --method=bf16 --max-seq-len=32 --device-batch-size=2 --total-batch-size=128 --eval-every=-1 "
+        "--core-metric-every=-1 --sample-every=-1 --device-type=cpu --num-iterations=1 --runtime=skip-nonfinite"
+    ).split()
+    run_ranks(BAD_RANK.format(argv), env={"NANOCHAT_BASE_DIR": str(tiny_base)})
+    records = read_jsonl(tiny_base / "base_checkpoints" / "llama-tiny_bf16" / "metrics.jsonl")
+    assert [r["place"] for r in records if r["event"] == "skip"] == ["output of transformer.h.1.mlp.c_proj (rank 1)"]
 
 
 def test_fine_tuning_moves_all_parameters_at_one_rate():
