@@ -202,6 +202,7 @@ class Trainer:
             "numbers": {},  # the last evaluation's
             "best": {},
             "evaluated_at": -1,
+            "looked_at": -1,  # all of look()
             "progress": 0.0,  # from 0 to 1
             "training_seconds": 0.0,
         }
@@ -520,12 +521,12 @@ class Trainer:
         """Evaluation, samples, telemetry: what is due before the next step. Raises StopRequested on a signal."""
         if self.loop["evaluated_at"] != self.step and self.spec.evaluate_due(self.step, last):
             self.evaluate(last)
-        for look in self.spec.also:
+        again, every = self.loop["looked_at"] == self.step, self.args.telemetry_every
+        for look in self.spec.also if last or not again else ():
             look(self, last)
-        every = self.args.telemetry_every
-        again = self.step == self.start.resumed_step
         if self.batch and not (last or again) and due(every, self.step, last) and self.quantized.quantizes():
             self.measure_layers()
+        self.loop["looked_at"] = self.step
 
     def evaluate(self, last: bool) -> None:
         with self.evaluating():
@@ -583,7 +584,6 @@ class Trainer:
             full_state_dict(self.model, self.process.rank),
             {"optimizers": [o.state_dict() for o in self.parts.optimizers], "rng": rng, "dataloader": loader_state},
             {
-                "step": step,
                 **self.loop["numbers"],
                 **self.meta,
                 "loop_state": self.loop,

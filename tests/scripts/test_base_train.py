@@ -154,6 +154,19 @@ def test_a_run_that_was_stopped_at_a_change_of_the_method_evaluates_as_an_undist
     assert_same(final_state(folder / "d1_clover", 4), final_state(folder / "whole", 4))
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_samples_and_telemetry_of_the_step_of_a_resume_are_made_once(tiny_base, stopped):
+    """They come before a checkpoint of their step, unless a signal made the checkpoint."""
+    flags = ["--sample-every=2", "--runtime=telemetry=2", "--save-every=2", "--keep-last=-1"]
+    stop = functools.partial(os.kill, os.getpid(), signal.SIGUSR1)
+    with in_step(1, stop) if stopped else contextlib.nullcontext():
+        train(*flags, steps=4)
+    train(*flags, "--resume-from-step=2", steps=4)
+    records = read_jsonl(tiny_base / "base_checkpoints" / "d1_clover" / "metrics.jsonl")
+    made = [[r["step"] for r in records if r["event"] == event] for event in ("sample", "telemetry")]
+    assert made == [[2, 4], [0, 2]]
+
+
 def test_keep_last_keeps_no_damaged_checkpoint_in_place_of_the_newest(tiny_base):
     train("--save-every=2", "--keep-last=-1", steps=4, method="bf16")
     folder = tiny_base / "base_checkpoints" / "d1_bf16"
