@@ -312,12 +312,12 @@ class Trainer:
             self.train_step()
         self.progress.close()
         self.wandb_run.finish()
-        if stopping and not last:
+        if stopping:
             of = "" if self.spec.by_epoch else f" of {self.spec.num_iterations}"
             print0(f"{self.process.signals.name}: stopped at step {self.step}{of}, saved in {self.folder}")
             if self.args.resume_from_step != "latest":  # else the same command goes on
                 print0("go on with: --resume-from-step latest")
-        return last
+        return not stopping
 
     def train_step(self) -> None:
         """One optimizer step, or the attempt at one."""

@@ -154,6 +154,17 @@ def test_a_run_that_was_stopped_at_a_change_of_the_method_evaluates_as_an_undist
     assert_same(final_state(folder / "d1_clover", 4), final_state(folder / "whole", 4))
 
 
+def test_a_signal_in_the_last_step_leaves_the_report_to_the_resume(tiny_base, capsys):
+    """Else the report would have an earlier evaluation as the final one, for ever."""
+    with in_step(3, functools.partial(os.kill, os.getpid(), signal.SIGUSR1)):
+        train("--eval-every=3", steps=4, method="bf16")
+    assert "SIGUSR1: stopped at step 4 of 4" in capsys.readouterr().out
+    train("--eval-every=3", "--resume-from-step=latest", steps=4, method="bf16")
+    records = read_jsonl(tiny_base / "base_checkpoints" / "d1_bf16" / "metrics.jsonl")
+    section = json.loads((tiny_base / "report" / "d1_bf16" / "base-model-training.json").read_text())
+    assert [section["results"]["val_bpb"]] == [r["bpb"] for r in records if r["event"] == "val" and r["step"] == 4]
+
+
 @pytest.mark.parametrize("stopped", [True, False])
 def test_samples_and_telemetry_of_the_step_of_a_resume_are_made_once(tiny_base, stopped):
     """They come before a checkpoint of their step, unless a signal made the checkpoint."""
