@@ -462,7 +462,9 @@ def report_run(
     outcome = {k: v for k, v in outcome.items() if v is not None}
     announce({k: f"{v:.6f}" if isinstance(v, float) else v for k, v in outcome.items()})
     report = get_report(model_tag)
-    if trainer.dry_run or (done_before and report.has(section)):  # else it was killed before it could report
+    evaluated = trainer.loop["evaluated_at"] != trainer.start.meta.get("loop_state", {}).get("evaluated_at")
+    # Else the run was killed before it could report, or stopped before its last evaluation.
+    if trainer.dry_run or (done_before and report.has(section) and not evaluated):
         return
     about = {"Layers": " / ".join(str(trainer.model.nf_report).splitlines())} | about
     about |= {"FP4 GEMMs": " / ".join(trainer.gemms.lines())} if trainer.gemms else {}

@@ -156,8 +156,9 @@ def test_a_run_that_was_stopped_at_a_change_of_the_method_evaluates_as_an_undist
 
 def test_a_signal_in_the_last_step_leaves_the_report_to_the_resume(tiny_base, capsys):
     """Else the report would have an earlier evaluation as the final one, for ever."""
+    train("--eval-every=3", "--matrix-lr=0.01", steps=4, method="bf16")  # its report is not the next run's
     with in_step(3, functools.partial(os.kill, os.getpid(), signal.SIGUSR1)):
-        train("--eval-every=3", steps=4, method="bf16")
+        train("--eval-every=3", "--overwrite", steps=4, method="bf16")
     assert "SIGUSR1: stopped at step 4 of 4" in capsys.readouterr().out
     train("--eval-every=3", "--resume-from-step=latest", steps=4, method="bf16")
     records = read_jsonl(tiny_base / "base_checkpoints" / "d1_bf16" / "metrics.jsonl")
