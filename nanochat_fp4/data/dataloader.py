@@ -230,7 +230,7 @@ class PackedRows:
         rows = self.order.next_rows(lambda lane: self.my_lanes[lane].next_row())
         self.consumed += sum(used for _, (_, used) in rows)
         batch = torch.from_numpy(np.stack([row for _, (row, _) in rows])).long()
-        inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+        inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].clone()  # one row's contiguous() would be a view
         if self.num_rows is not None:
             targets[[k >= self.num_rows for k, _ in rows]] = -1
         if self.device.type == "cuda":

@@ -213,7 +213,7 @@ def numbered_rows(data, world_size, B, count, **kwargs):
         for _ in range(-(-count // (B * world_size))):
             x, y, _ = next(it)
             for k, row, targets in zip(numbers[-B:], x.tolist(), y.tolist()):
-                assert k not in found
+                assert k not in found and min(row) >= 0  # a row that does not count is a row of tokens as well
                 if targets[0] >= 0:
                     found[k] = [*row, targets[-1]]
     return found
