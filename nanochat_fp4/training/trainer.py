@@ -328,7 +328,7 @@ class Trainer:
             if self.parts.compiled:
                 torch._dynamo.reset()  # recipes are constants of compiled code
         self.parts.synchronize()
-        began = time.monotonic()
+        self.updating, began = False, time.monotonic()
         before = get_rng_state(self.device), self.loader_state
         tried: list[tuple[Batch, dict]] = []
         outcome = None
@@ -383,6 +383,7 @@ class Trainer:
         lrm = None
         if any_bad == 0:
             lrm = spec.schedule(self.step, self.loop["progress"] if spec.by_epoch else self.step / spec.num_iterations)
+            self.updating = True  # to the end of the step
             parts.update()
             with parts.autocast():
                 self.quantized.after_update(self.step, self.forward_of_few)
@@ -413,7 +414,7 @@ class Trainer:
         tried.clear()
         self.batch = None
         self.model.zero_grad(set_to_none=True)
-        saved = self.save(self.step, *before)
+        saved = not self.updating and self.save(self.step, *before)  # the weights may be half updated
         size = self.spec.device_batch_size
         try:
             rows = size * self.spec.grad_accum_steps
@@ -539,8 +540,7 @@ class Trainer:
         self.loop["evaluated_at"] = self.step
         self.progress.write(f"step {self.step:05d} | " + ", ".join(f"{k} {v:.4f}" for k, v in numbers.items()))
         named = {key.removeprefix("val_"): value for key, value in numbers.items()}
-        tokens = {"tokens": self.spec.val_tokens} if self.spec.val_tokens else {}
-        self.metrics.append("val", self.step, **named, **tokens)
+        self.metrics.append("val", self.step, **named, **({"tokens": n} if (n := self.spec.val_tokens) else {}))
         self.log_to_wandb("val", named)
 
     def warn_of_repetition(self, numbers: dict[str, float]) -> None:

@@ -18,6 +18,7 @@ from _training import BASE, after_steps, in_step, out_of_memory
 
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.evaluation.metrics import read_jsonl
+from nanochat_fp4.models import optim
 from nanochat_fp4.models.gpt import GPT
 from nanochat_fp4.nvfp4 import training as quantized_training
 from nanochat_fp4.training import trainer
@@ -311,6 +312,14 @@ def test_out_of_memory_names_the_size_that_fits_and_saves(tiny_base):
     train("--device-batch-size=1", "--resume-from-step=latest", steps=1, method="bf16")
     records = read_jsonl(tiny_base / "base_checkpoints" / "d1_bf16" / "metrics.jsonl")
     assert [r["step"] for r in records if r["event"] == "val"] == [0, 1]
+
+
+def test_a_half_made_update_is_not_saved(tiny_base, monkeypatch):
+    """Memory ends in Muon's part, after AdamW's: weights that are saved then would get AdamW's update twice."""
+    monkeypatch.setattr(optim.Muon, "step", lambda muon: out_of_memory())
+    with pytest.raises(UserError, match="out of memory at step 0") as error:
+        train("--eval-every=-1", steps=2, method="bf16")
+    assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [] and "go on with it" not in str(error.value)
 
 
 def test_another_number_of_processes_goes_on_with_what_was_saved_before_the_first_step(fork_server, tiny_base):
