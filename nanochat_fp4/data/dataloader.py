@@ -16,7 +16,8 @@ The promises:
 - Resume is exact, also with another number of processes. The state that comes with each batch names the documents in
   the buffers, not only the place in the files. The state is small (some 10 KB) and goes through JSON unchanged. Every
   rank has a state of its own, and merge_states joins them.
-- Any number of row groups will do. Row groups are numbered through all shards and epochs before they are dealt.
+- Any number of row groups will do. Row groups are numbered through all shards and epochs before they are dealt. Fewer
+  row groups than lanes are cut into one piece for each lane, because lanes with the same text pack the same rows.
 """
 
 import bisect
@@ -42,6 +43,7 @@ MAX_LANES = 1 << 16  # of a state that is believed
 
 REMEDIES = {  # for an entry of a data position that differs
     "version": "start a new run, or load only the weights",
+    "pieces": "start a new run, or load only the weights",
     "split": "resume the same split",
     "data": "resume with the shards that the run began with (DATA_DIR, number of downloaded shards)",
     "T": "resume with the same --max-seq-len",
@@ -336,10 +338,13 @@ class BestFitLoader(PackedRows):
         self.content = [shard_digest(shard.path) for shard in self.shards]
         self.shuffled = ShuffledDocuments(self.shards, self.content, data_seed) if shuffle_documents else None
         # Empty row groups are left out: a lane that met no others would look for a document forever.
-        self.row_groups = [(s, k) for s, shard in enumerate(self.shards) for k, n in enumerate(shard.rows) if n > 0]
+        groups = [(s, k, n) for s, shard in enumerate(self.shards) for k, n in enumerate(shard.rows) if n > 0]
+        self.pieces = cut = lanes if len(groups) < lanes and not shuffle_documents else 1
+        pieces = [(s, k, n * p // cut, n * (p + 1) // cut) for s, k, n in groups for p in range(cut)]
+        self.row_groups = [piece for piece in pieces if piece[2] < piece[3]]
         self.data_seed = data_seed
         if self.shuffled:
-            self.row_groups = [(0, k) for k in range(len(self.shuffled))]
+            self.row_groups = [(0, k, 0, 0) for k in range(len(self.shuffled))]
         elif data_seed:
             self.row_groups = [self.row_groups[k] for k in self._shuffled(0, len(self.row_groups))]
         self.fingerprint = _split_fingerprint(self.shards)
@@ -368,10 +373,10 @@ class BestFitLoader(PackedRows):
         if g >= len(self.row_groups) and not self.told:
             self.told = True
             print0(f"the text begins again after about {self.order.state()['row'] * self.T:,} tokens; {self.cropped()}")
-        shard, index = self.row_groups[g % len(self.row_groups)]
+        shard, index, start, stop = self.row_groups[g % len(self.row_groups)]
         if self.shuffled:
             return self.shuffled.read(index)
-        texts = self.shards[shard].read(index)
+        texts = self.shards[shard].read(index)[start:stop]
         return [texts[k] for k in self._shuffled(1 + g % len(self.row_groups), len(texts))] if self.data_seed else texts
 
     def cropped(self) -> str:
@@ -398,6 +403,7 @@ class BestFitLoader(PackedRows):
             "refill": self.refill,
             "data_seed": self.data_seed,
             "shuffle_documents": self.shuffled is not None,
+            "pieces": self.pieces if self.pieces > 1 else 0,
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import functools
 import json
 import random
 import shutil
@@ -267,6 +268,24 @@ def test_fewer_row_groups_than_ranks(tmp_path, num_documents, row_group_size):
         for rank in range(8):
             rows = rows_of(loader(tmp_path / "d", split=split, rank=rank, world_size=8), 5)
             assert (rows[:, 0] == BOS).all()
+
+
+@pytest.mark.parametrize("row_group_size", [400, 150])
+@pytest.mark.parametrize("data_seed", [0, 7])
+def test_few_row_groups_give_each_lane_text_of_its_own(tmp_path, row_group_size, data_seed):
+    """A file of pandas is one row group, and eight lanes that read it alike would pack one row eight times."""
+    documents = make_shards(tmp_path / "d", num_documents=800, num_shards=2, row_group_size=row_group_size)
+    made = functools.partial(loader, tmp_path / "d", B=8, buffer_size=8, data_seed=data_seed)
+    it = made()
+    texts = [text for g in range(len(it.row_groups)) for text in it.read(g)]
+    assert sorted(texts) == sorted(documents[:400]) and texts[: len(it.read(0))] == it.read(0)
+    rows = rows_of(made(), 20)
+    assert len({tuple(row) for row in rows.tolist()}) == 160
+    half = made()
+    state = [next(half)[2] for _ in range(10)][-1]
+    assert torch.equal(rows_of(made(resume_state_dict=through_json(state)), 10), rows[80:])
+    with pytest.raises(UserError, match="pieces was None, is 8; start a new run"):  # of a run whose rows were equal
+        made(resume_state_dict={k: v for k, v in state.items() if k != "pieces"})
 
 
 def test_empty_row_groups_and_shards_do_not_hang(tmp_path):
