@@ -71,7 +71,7 @@ def _documents(path: Path, field: str) -> Iterator[str]:
             if mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 problem = f"{path} is text in UTF-16"
                 raise UserError(f"{problem}; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8), or remove it")
-            yield path.read_text(encoding="utf-8", errors="replace")
+            yield path.read_text(encoding="utf-8-sig", errors="replace")
         except OSError as e:
             raise UserError(f"{path} cannot be read ({e.strerror}); check its permissions") from e
 

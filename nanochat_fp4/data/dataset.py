@@ -98,6 +98,11 @@ def _own_data(data_dir: str, column: str = "") -> str:
     if other and not folder.is_relative_to(get_base_dir()):  # shards written here have the column text
         raise UserError(f"{other} has no column named {column}; correct --text-column (TEXT_COLUMN)")
     if len(shards) >= 2:
+        first, last = os.path.basename(shards[0]), os.path.basename(shards[-1])
+        if last.startswith("train") and not first.startswith("train"):
+            raise UserError(
+                f"{folder}: {last} would be the validation split, which has the last name; rename the files"
+            )
         for split in ("train", "val"):
             open_shards(split, folder, column)  # every footer is looked at now, not hours into a run
         if texts:
@@ -106,6 +111,8 @@ def _own_data(data_dir: str, column: str = "") -> str:
     if not shards and not texts:
         known = f".parquet files with a text column, or {', '.join(TEXT_SUFFIXES)} files"
         raise UserError(f"DATA_DIR (--data-dir) {data_dir} holds no data; expected {known}")
+    if inside := next((path.parent for path in folder.rglob("*.parquet") if path.parent != folder), None):
+        raise UserError(f"{folder} is not read, because {inside} has parquet files; name that folder, or move them")
     return str(convert(folder, [Path(p) for p in shards] + texts, column))
 
 

@@ -80,7 +80,10 @@ def read_folder(
         raise UserError(f"{flag} {folder} is not a folder; name one that holds {Path(inside, split)}.jsonl")
     place = folder / inside
     paths = [place / f"{split}{suffix}" for suffix in SUFFIXES if (place / f"{split}{suffix}").is_file()][:1]
-    paths = paths or sorted(place.glob(f"{split}-*-of-*.parquet"))
+    if not paths:
+        paths = sorted(place.glob(f"{split}-*-of-*.parquet"))
+        if paths and (total := paths[0].stem.rpartition("-")[2]).isdigit() and int(total) != len(paths):
+            raise UserError(f"{place} has {len(paths)} of {total} parts of {split}; copy the missing ones")
     if not paths:
         there = ", ".join(sorted(p.name for p in place.iterdir())[:8]) if place.is_dir() else ""
         what = f"{place / split}.jsonl (or .jsonl.gz, .parquet) is missing ({place} has {there or 'nothing'})"
@@ -117,7 +120,7 @@ def read_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, str]]:
     opener = gzip.open if path.suffix.lower() == ".gz" else open
     number = 0
     try:
-        with opener(path, "rt", encoding="utf-8", errors=errors) as f:
+        with opener(path, "rt", encoding="utf-8-sig", errors=errors) as f:
             for number, line in enumerate(f, 1):
                 if line.strip():
                     yield number, line

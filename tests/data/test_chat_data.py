@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,11 @@ def test_rows_of_every_form_come_in_the_order_of_datasets(tmp_path, form):
         pq.write_table(pa.Table.from_pylist(items), place / "test.parquet")
     else:
         write_jsonl(place / f"test.{form}", items, gz=form.endswith("gz"))
+    if form == "parts":  # half a benchmark is another benchmark
+        shutil.move(place / "test-00000-of-00002.parquet", tmp_path)
+        with pytest.raises(UserError, match="has 1 of 00002 parts of test"):
+            load_rows("org/set", "main", "test", folder=tmp_path)
+        shutil.move(tmp_path / "test-00000-of-00002.parquet", place)
     loaded = load_rows("org/set", "main", "test", folder=tmp_path)
     assert [r["n"] for r in loaded] == np.random.default_rng(42).permutation(23).tolist()
 

@@ -1,5 +1,6 @@
 """Where training text comes from: own folders, the hub, the embedded corpus; and what damaged shards lead to."""
 
+import codecs
 import gzip
 import json
 import os
@@ -168,6 +169,23 @@ def test_bad_folders_in_one_line(tmp_path, base_dir, name, content, text):
     assert not list(base_dir.glob("converted_data/*"))  # nothing half-made
 
 
+@pytest.mark.parametrize(
+    "names, text",
+    [
+        (["test.parquet", "train.parquet"], "train.parquet would be the validation split"),
+        (["README.md", "data/train-00000-of-00002.parquet"], "/data has parquet files; name that folder"),
+    ],
+)
+def test_folders_of_which_other_text_would_be_read(tmp_path, base_dir, names, text):
+    """Training on the test set, or on the README of a clone from the hub, looks like any training."""
+    (tmp_path / "data" / "data").mkdir(parents=True)
+    for name in names:
+        path = tmp_path / "data" / name
+        path.write_text(prose(1, 60)) if name.endswith(".md") else write_shard(path, [prose(i, 4) for i in range(9)])
+    with pytest.raises(UserError, match=text):
+        ensure_data(str(tmp_path / "data"))
+
+
 def test_text_files_become_shards(tmp_path, base_dir, monkeypatch):
     folder = tmp_path / "my texts"
     (folder / "sub").mkdir(parents=True)
@@ -218,8 +236,11 @@ def test_lone_surrogates_and_bad_utf8_do_not_stop_the_conversion(tmp_path, base_
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "a.txt").write_bytes(b"\xfe bad bytes " + prose(1, 60).encode())
-    (folder / "b.jsonl").write_text('{"text": "lone \\ud800 surrogate"}\n')
-    assert "lone ? surrogate" in "".join(texts_of(ensure_data(str(folder)), "train"))
+    mark = codecs.BOM_UTF8
+    (folder / "b.jsonl").write_bytes(mark + b'{"text": "lone \\ud800 surrogate"}\n')
+    (folder / "c.txt").write_bytes(mark + b"A line of Windows.")
+    text = "".join(texts_of(ensure_data(str(folder)), "train"))
+    assert "lone ? surrogate" in text and "A line of Windows." in text and "\ufeff" not in text
 
 
 def test_a_killed_conversion_leaves_no_folder_that_looks_done(texts, base_dir, monkeypatch):
