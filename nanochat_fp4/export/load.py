@@ -141,6 +141,15 @@ def check_config(path: Path, config: Mapping[str, Any], about: huggingface.Descr
         if key in found and found[key] != want and key not in free:
             raise UserError(f"{path}: {key} is {str(found[key])[:60]}, expected {want}; use the model it was made from")
 
+    def narrow(entries: Mapping[str, Any]) -> list[bool]:
+        """Whether each layer's window is shorter than a sequence, whose length may change."""
+        longest, windows = entries.get("max_position_embeddings"), entries.get("windows")
+        layers = about.config["num_hidden_layers"]
+        return [w != longest for w in windows] if isinstance(windows, list) else [False] * layers
+
+    if narrow(config) != narrow(about.config):
+        raise UserError(f"{path}: windows are {config.get('windows')}; use the model it was made from")
+
 
 def read_weights(
     source: Path | gguf_file.File, model: nn.Module, about: huggingface.Description | None, tied: bool = False

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import jinja2
 import numpy as np
@@ -446,7 +447,7 @@ def test_folders_that_do_not_fit(tiny_base, tmp_path):
 
 
 def test_a_folder_of_another_model_is_refused(tiny_base, tmp_path):
-    """What no tensor shows: the base of the rotation, and GPT's scalars."""
+    """What no tensor shows: the base of the rotation, and GPT's scalars and windows."""
     model = save_small(tiny_base, "llama", "clover")
     folder = run(tmp_path, "--format=safetensors")
     config = json.loads((folder / "config.json").read_text())
@@ -462,6 +463,15 @@ def test_a_folder_of_another_model_is_refused(tiny_base, tmp_path):
         (folder / "config.json").write_text(json.dumps(config | {"resid_lambdas": change}))
         with pytest.raises(UserError, match=f"resid_lambdas .*{message}"):
             nf.load_quantized(fresh(gpt), folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    nf.load_quantized(GPT(replace(gpt.config, sequence_len=64)), folder)
+    with pytest.raises(UserError, match="windows are .*; use the model it was made from"):
+        nf.load_quantized(GPT(replace(gpt.config, window_pattern="L")), folder)
+    gpt = save_small(tiny_base, "gpt", "clover", window_pattern="L")
+    full = run(tmp_path, "--model-tag=gpt", "--format=safetensors", out="full")
+    nf.load_quantized(fresh(gpt), full)
+    with pytest.raises(UserError, match="windows are"):
+        nf.load_quantized(GPT(replace(gpt.config, window_pattern="SL")), full)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
