@@ -17,6 +17,7 @@ The first source that exists is the folder. ensure_data prints the choice and it
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import threading
@@ -24,7 +25,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from nanochat_fp4.common import get_base_dir, print0
+from nanochat_fp4.common import get_base_dir, get_dist_info, print0
 from nanochat_fp4.console import ArgumentParser, format_bytes, parse_finite
 from nanochat_fp4.data.corpus import EMBEDDED_MB, TEXT_SUFFIXES, build_embedded_corpus, convert, text_files
 from nanochat_fp4.data.download import check_space, download_file, hub_problem
@@ -193,7 +194,10 @@ def ensure_data(
         return folder
     base = Path(get_base_dir())
     downloaded, embedded = base / "base_data", base / "embedded_data"
-    if downloaded.is_dir() and len(shards := list_parquet_files(downloaded)) >= 2:
+    # Another rank may be downloading. A rank that came late would train on fewer shards.
+    with data_lock() if get_dist_info()[3] > 1 and downloaded.is_dir() else contextlib.nullcontext():
+        shards = list_parquet_files(downloaded) if downloaded.is_dir() else []
+    if len(shards) >= 2:
         say(f"Data: {len(shards)} FineWeb-Edu shards in {downloaded} (downloaded before)")
         return str(downloaded)
     if (embedded / "manifest.json").is_file():

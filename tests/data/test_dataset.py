@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,7 +26,7 @@ from nanochat_fp4.data.dataset import (
     open_shards,
     parquets_iter_batched,
 )
-from nanochat_fp4.data.shards import ShardWriter, cut_text, index_to_filename, open_shard
+from nanochat_fp4.data.shards import ShardWriter, cut_text, data_lock, index_to_filename, open_shard
 from nanochat_fp4.errors import UserError
 
 WORDS = "the model reads a row of tokens and learns what comes next in many small steps".split()
@@ -463,6 +464,23 @@ def test_what_was_begun_with_stays(hub, base_dir, monkeypatch, capsys):
     download_shards(2)
     assert ensure_data() == str(base_dir / "base_data")
     assert "FineWeb-Edu" in capsys.readouterr().out
+
+
+def test_a_rank_that_comes_late_waits_for_all_shards(shards, base_dir, monkeypatch):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    folder = base_dir / "base_data"
+    folder.mkdir(parents=True)
+    names = [Path(path).name for path in list_parquet_files(shards)]
+    with ThreadPoolExecutor(1) as pool:
+        with data_lock():  # rank 0 downloads
+            for name in names[:2]:
+                shutil.copy(shards / name, folder / name)
+            late = pool.submit(lambda: len(list_parquet_files(ensure_data())))
+            with pytest.raises(TimeoutError):
+                late.result(0.3)
+            shutil.copy(shards / names[2], folder / names[2])
+        assert late.result() == 3
 
 
 def test_a_broken_hub_means_the_embedded_corpus(hub, base_dir, capsys):
