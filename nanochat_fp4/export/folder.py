@@ -90,6 +90,9 @@ def publish(part: Path, out: Path, overwrite: bool) -> None:
     Raises UserError where `out` is not to be replaced.
     """
     _write_list(part, sorted(path.name for path in part.iterdir() if path.name != LIST))
+    for path in filter(Path.is_file, part.iterdir()):
+        with path.open("r+b") as file:
+            os.fsync(file.fileno())  # the packages of safetensors and GGUF do not
     check_replaceable(out, overwrite)
     old = _beside(out, "old")
     if out.exists():

@@ -64,6 +64,22 @@ def test_the_script_replaces_an_export_and_nothing_else(tiny_base, tmp_path):
     assert "\n" not in str(e.value) and sorted(os.listdir(out)) == files
 
 
+def test_an_export_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Else a power cut after --overwrite leaves neither the old weights nor the new ones."""
+    flushed, fsync, rename = set(), os.fsync, os.rename
+
+    def renamed(source, target):
+        if Path(target) == tmp_path / "out":
+            assert {path.stat().st_ino for path in Path(source).iterdir()} <= flushed
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (flushed.add(os.fstat(fd).st_ino), fsync(fd)))
+    monkeypatch.setattr(os, "rename", renamed)
+    with fresh_folder(tmp_path / "out") as part:
+        (part / "model.safetensors").write_bytes(b"as save_file writes it")
+        publish(part, tmp_path / "out", overwrite=False)
+
+
 @pytest.mark.parametrize("stranger", ["a", "folder", ".git"])
 def test_files_of_others_stay(tmp_path, stranger):
     """In a folder that is no export, in an export, and in one that is written meanwhile."""
