@@ -49,7 +49,7 @@ SPLIT_PATTERN = (
 # The pattern steps back over trailing white space, one character at a time. About half a million characters exhaust the
 # stack of both Rust libraries, which then abort the process.
 MAX_WHITE_SPACE = 100_000
-_LONG_WHITE_SPACE = re.compile(rf"\s{{{MAX_WHITE_SPACE}}}")
+_LONG_WHITE_SPACE = re.compile(rf"(?<!\s)\s{{{MAX_WHITE_SPACE},}}")  # tried once a run, not at each place in it
 
 FILE_NAME = "tokenizer.json"
 PICKLE_NAME = "tokenizer.pkl"
@@ -69,7 +69,8 @@ def _in_parts(text: str) -> list[str]:
     """The text, cut where more than MAX_WHITE_SPACE characters of white space follow one another."""
     if len(text) <= MAX_WHITE_SPACE:
         return [text]
-    cuts = [0, *(match.end() for match in _LONG_WHITE_SPACE.finditer(text)), len(text)]
+    runs = (match.span() for match in _LONG_WHITE_SPACE.finditer(text))
+    cuts = [0, *(cut for a, b in runs for cut in range(a + MAX_WHITE_SPACE, b + 1, MAX_WHITE_SPACE)), len(text)]
     return [text[a:b] for a, b in zip(cuts, cuts[1:])]
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import threading
+import time
 
 import pytest
 import tiktoken
@@ -86,6 +87,13 @@ def test_a_million_characters_of_white_space(tok, character):
     assert RustBPETokenizer.train_from_iterator(iter([text]), 266).get_vocab_size() == 266
     shorter = text[: len("before") + 90_000] + "after"  # nothing is cut that need not be
     assert tok.encode(shorter) == tok.enc.encode_ordinary(shorter)
+
+
+def test_runs_of_white_space_that_are_not_cut_take_no_time(tok):
+    text = (" " * 99_999 + "x") * 2
+    started = time.perf_counter()
+    assert tok.decode(tok.encode(text)) == text
+    assert time.perf_counter() - started < 5  # 0.1 s; 27 s where each place of a run is tried
 
 
 def test_encoding_of_batches(tok):
