@@ -112,7 +112,8 @@ def _own_data(data_dir: str, column: str = "") -> str:
     if not shards and not texts:
         known = f".parquet files with a text column, or {', '.join(TEXT_SUFFIXES)} files"
         raise UserError(f"DATA_DIR (--data-dir) {data_dir} holds no data; expected {known}")
-    if inside := next((path.parent for path in folder.rglob("*.parquet") if path.parent != folder), None):
+    below = (path.parent for path in folder.rglob("*.parquet") if not path.is_relative_to(get_base_dir()))
+    if inside := next((parent for parent in below if parent != folder), None):
         raise UserError(f"{folder} is not read, because {inside} has parquet files; name that folder, or move them")
     return str(convert(folder, [Path(p) for p in shards] + texts, column))
 

@@ -233,7 +233,7 @@ def test_a_single_parquet_file_is_split(tmp_path, base_dir):
     assert len(texts_of(made, "val")) + len(texts_of(made, "train")) >= 100
 
 
-def test_lone_surrogates_and_bad_utf8_do_not_stop_the_conversion(tmp_path, base_dir):
+def test_lone_surrogates_and_bad_utf8_do_not_stop_the_conversion(tmp_path, base_dir, monkeypatch):
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "a.txt").write_bytes(b"\xfe bad bytes " + prose(1, 60).encode())
@@ -241,6 +241,8 @@ def test_lone_surrogates_and_bad_utf8_do_not_stop_the_conversion(tmp_path, base_
     (folder / "b.jsonl").write_bytes(mark + b'{"text": "lone \\ud800 surrogate"}\n')
     (folder / "c.txt").write_bytes(mark + b"A line of Windows.")
     text = "".join(texts_of(ensure_data(str(folder)), "train"))
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder / "base"))  # shards written there are not the user's
+    assert ensure_data(str(folder)) == ensure_data(str(folder))
     assert "lone ? surrogate" in text and "A line of Windows." in text and "\ufeff" not in text
 
 
