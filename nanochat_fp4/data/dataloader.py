@@ -356,6 +356,10 @@ class BestFitLoader(PackedRows):
         self.told = True
         if resume_state_dict is not None:
             check_position(resume_state_dict, self._config())
+            here = self.shards[0].column
+            if (before := resume_state_dict.get("column", here)) != here:
+                problem = f"the data position does not fit: the text was in the column {before}, not {here}"
+                raise UserError(f"{problem}; correct --text-column (TEXT_COLUMN)")
             content = resume_state_dict.get("content")
             if content != self.content:
                 known = str(content)
@@ -411,7 +415,8 @@ class BestFitLoader(PackedRows):
         begun = [lane.g for lane in self.my_lanes.values() if lane.i > 0] or [0]
         epoch, position = divmod(min(begun), len(self.row_groups))
         place = dict(zip(("pq_idx", "rg_idx"), self.row_groups[position]))
-        return super().state_dict() | {"content": self.content, "epoch": 1 + epoch, **place}
+        text = {"content": self.content, "column": self.shards[0].column}
+        return super().state_dict() | text | {"epoch": 1 + epoch, **place}
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:

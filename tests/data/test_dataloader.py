@@ -386,6 +386,16 @@ def test_a_state_that_does_not_fit(data, tmp_path):
         loader(data, resume_state_dict={"pq_idx": 1, "rg_idx": 2, "epoch": 1})  # nanochat's
 
 
+def test_a_resume_reads_the_same_column(tmp_path):
+    for k in range(2):
+        pq.write_table(pa.table({"text": ["a" * 50] * 99, "other": ["b" * 50] * 99}), tmp_path / f"{k}.parquet")
+    state = next(loader(tmp_path, text_column="other"))[2]
+    next(loader(tmp_path, text_column="other", resume_state_dict=state))
+    next(loader(tmp_path, resume_state_dict={k: v for k, v in state.items() if k != "column"}))  # as states were
+    with pytest.raises(UserError, match="the text was in the column other, not text; correct --text-column"):
+        loader(tmp_path, resume_state_dict=state)
+
+
 def test_a_shard_whose_text_was_replaced_is_named(tmp_path):
     """The same names, rows and row groups; and the file that says the same again under another time is the same."""
     folder = tmp_path / "d"
