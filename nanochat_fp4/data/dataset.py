@@ -27,7 +27,7 @@ from pathlib import Path
 
 from nanochat_fp4.common import get_base_dir, get_dist_info, print0
 from nanochat_fp4.console import ArgumentParser, format_bytes, parse_finite
-from nanochat_fp4.data.corpus import EMBEDDED_MB, TEXT_SUFFIXES, build_embedded_corpus, convert, text_files
+from nanochat_fp4.data.corpus import EMBEDDED_MB, TEXT_SUFFIXES, build_embedded_corpus, convert, files_below
 from nanochat_fp4.data.download import check_space, download_file, hub_problem
 from nanochat_fp4.data.shards import Shard, data_lock, index_to_filename, open_shard, text_column
 from nanochat_fp4.errors import UserError, one_line, run_main
@@ -94,7 +94,7 @@ def _own_data(data_dir: str, column: str = "") -> str:
         what = "a file" if folder.exists() else "not there"
         raise UserError(f"DATA_DIR (--data-dir) {data_dir} is {what}; it must be a folder of text or parquet files")
     shards = list_parquet_files(folder)
-    texts = text_files(folder)
+    texts = files_below(folder)
     other = next((path for path in shards if open_shard(path, column).column != column), None)
     if other and not folder.is_relative_to(get_base_dir()):  # shards written here have the column text
         raise UserError(f"{other} has no column named {column}; correct --text-column (TEXT_COLUMN)")
@@ -112,8 +112,7 @@ def _own_data(data_dir: str, column: str = "") -> str:
     if not shards and not texts:
         known = f".parquet files with a text column, or {', '.join(TEXT_SUFFIXES)} files"
         raise UserError(f"DATA_DIR (--data-dir) {data_dir} holds no data; expected {known}")
-    below = (path.parent for path in folder.rglob("*.parquet") if not path.is_relative_to(get_base_dir()))
-    if inside := next((parent for parent in below if parent != folder), None):
+    if inside := next((path.parent for path in files_below(folder, ".parquet") if path.parent != folder), None):
         raise UserError(f"{folder} is not read, because {inside} has parquet files; name that folder, or move them")
     return str(convert(folder, [Path(p) for p in shards] + texts, column))
 

@@ -214,6 +214,17 @@ def test_text_files_become_shards(tmp_path, base_dir, monkeypatch):
     assert again != made and (texts_of(again, "train"), texts_of(again, "val")) == (train, val)
 
 
+def test_a_base_directory_inside_the_folder_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text(prose(1, 60))
+    made = ensure_data(".")
+    (tmp_path / "base" / "report.md").write_text("A report of the run.")
+    (tmp_path / "base" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert ensure_data(".") == made and len(list((tmp_path / "base" / "converted_data").iterdir())) == 1
+    assert ensure_data(str(Path(made))) == made  # shards in the base directory
+
+
 def test_many_documents_are_split_as_wholes(tmp_path, base_dir):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -233,7 +244,7 @@ def test_a_single_parquet_file_is_split(tmp_path, base_dir):
     assert len(texts_of(made, "val")) + len(texts_of(made, "train")) >= 100
 
 
-def test_lone_surrogates_and_bad_utf8_do_not_stop_the_conversion(tmp_path, base_dir, monkeypatch):
+def test_lone_surrogates_and_bad_utf8_do_not_stop_the_conversion(tmp_path, base_dir):
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "a.txt").write_bytes(b"\xfe bad bytes " + prose(1, 60).encode())
@@ -241,8 +252,6 @@ def test_lone_surrogates_and_bad_utf8_do_not_stop_the_conversion(tmp_path, base_
     (folder / "b.jsonl").write_bytes(mark + b'{"text": "lone \\ud800 surrogate"}\n')
     (folder / "c.txt").write_bytes(mark + b"A line of Windows.")
     text = "".join(texts_of(ensure_data(str(folder)), "train"))
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder / "base"))  # shards written there are not the user's
-    assert ensure_data(str(folder)) == ensure_data(str(folder))
     assert "lone ? surrogate" in text and "A line of Windows." in text and "\ufeff" not in text
 
 
