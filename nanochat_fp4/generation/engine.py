@@ -14,6 +14,7 @@ Rule: a row's tokens do not depend on the other rows of the batch. Two things co
 The order of floating-point sums may still depend on the number of rows.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -112,35 +113,32 @@ class AnswerText:
     result as "[12*3 = 36]", and a call without a result as "[1/0]".
     """
 
-    MARKERS = (
-        ("<|python_end|><|output_start|>", " = "),
-        ("<|python_start|>", "["),
-        ("<|python_end|>", "]"),
-        ("<|output_start|>", "["),
-        ("<|output_end|>", "]"),
-    )
+    MARKERS = {"python_start": "[", "python_end": "]", "output_start": "[", "output_end": "]"}
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
+        ids = {name: tokenizer.encode_special(f"<|{name}|>") for name in self.MARKERS}
+        self.call_end, self.answered = ids["python_end"], [ids["python_end"], ids["output_start"]]
+        # By id: a model may also write "<|python_end|>" in ordinary tokens.
+        self.readable = {ids[name]: text for name, text in self.MARKERS.items()}
         self.tokens: list[int] = []
-        self.shown = ""
+        self.held: list[int] = []
 
     def add(self, token: int) -> str:
         """The text that became complete with this token."""
         self.tokens.append(token)
-        text = self.tokenizer.decode(self.tokens)
+        self.held.append(token)
         # After a call's end, the next token decides whether " = " or "]" follows.
-        return "" if text.endswith(("\ufffd", "<|python_end|>")) else self._new(text)
+        incomplete = token == self.call_end or self.tokenizer.decode(self.held).endswith("\ufffd")
+        return "" if incomplete else self.rest()
 
     def rest(self) -> str:
         """The text that add() held back."""
-        return self._new(self.tokenizer.decode(self.tokens))
-
-    def _new(self, text: str) -> str:
-        for marker, readable in self.MARKERS:
-            text = text.replace(marker, readable)
-        piece, self.shown = text[len(self.shown) :], text
-        return piece
+        held, self.held, result = self.held, [], ""
+        if held[-2:] == self.answered:
+            held, result = held[:-2], " = "
+        groups = [(marker, list(ids)) for marker, ids in itertools.groupby(held, self.readable.get)]
+        return "".join(len(ids) * marker if marker else self.tokenizer.decode(ids) for marker, ids in groups) + result
 
 
 class RowState:

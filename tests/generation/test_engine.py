@@ -174,6 +174,7 @@ def test_many_prompts_call_side_by_side():
         ("[python_start]1/0[python_end]b", "[|1|/|0||]b|"),
         ("[python_start]1/0[python_end]", "[|1|/|0||]"),
         ("\N{SNOWMAN}!\N{SNOWMAN}", "||\N{SNOWMAN}|!|||\N{SNOWMAN}|"),
+        ("a<|python_end|>ab", "a|<|||p|y|t|h|o|n|_|e|n|d|||>|a|b|"),  # ordinary tokens, no call's end
     ],
 )
 def test_an_answer_is_text_with_readable_calls(tokens, pieces):
