@@ -46,6 +46,13 @@ SECTIONS = [
     "chat-rl",
     "chat-evaluation-rl",
 ]
+MEASURES = {  # section -> the section of the training whose model it measures
+    "base-model-loss": "base-model-training",
+    "base-model-evaluation": "base-model-training",
+    "chat-evaluation-mid": "midtraining",
+    "chat-evaluation-sft": "chat-sft",
+    "chat-evaluation-rl": "chat-rl",
+}
 # Columns of the benchmark table, in the order of the paper's Table 5. Other tasks follow.
 TASKS = ["ARC-Easy", "ARC-Challenge", "GSM8K", "HumanEval", "MMLU", "SpellingBee", "CORE", "ChatCORE"]
 
@@ -165,6 +172,14 @@ class Report:
             found.append(record)
         place = {slug: i for i, slug in enumerate(SECTIONS)}
         found.sort(key=lambda s: (place.get(s["slug"], len(place)), s["timestamp"]))
+        times = {(s["model_tag"], s["slug"]): s["timestamp"] for s in found}
+        for s in list(found):
+            if s["timestamp"] < times.get((s["model_tag"], MEASURES.get(s["slug"])), ""):
+                found.remove(s)
+                notes.append(
+                    f"{s['section']} of {s['model_tag']} measured a model that has been trained anew since, and was "
+                    "left out; run its stage again"
+                )
         return found
 
 

@@ -145,6 +145,18 @@ def test_section_is_replaced_and_reset_keeps_metrics(base_dir, folder, capsys, m
     assert row_of(generated(folder), "d4_bf16")[4] == "1.2600"  # from the metrics
 
 
+def test_measurements_of_an_earlier_model_are_left_out(base_dir, folder, monkeypatch):
+    times = iter(["2026-01-01 10:00:00", "2026-01-01 11:00:00", "2026-01-01 12:00:00", "2026-01-01 13:00:00"])
+    monkeypatch.setattr(report.time, "strftime", lambda _: next(times))
+    logged = get_report("d4_clover")
+    logged.log("Base model loss", [], {"val_bpb": 1.0})
+    logged.log("Chat evaluation sft", [], {"MMLU": 0.3})
+    logged.log("Base model training", [], {"val_bpb": 1.2})
+    text = generated(folder)
+    assert row_of(text, "d4_clover")[4] == "1.2000" and "| d4_clover | - | sft |" in text
+    assert "- Base model loss of d4_clover measured a model that has been trained anew since" in text
+
+
 def test_benchmarks_as_in_table_5(base_dir, folder):
     make_run(base_dir, "d4_bf16", "bf16", 1.25)
     sft = {"ARC-Easy": {"accuracy": 0.5, "count": 400}, "MMLU": {"accuracy": 0.25, "interval": 0.01}, "Own": 0.75}
