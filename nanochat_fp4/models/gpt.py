@@ -250,7 +250,8 @@ class GPT(nn.Module):
         model.init_weights()               # values, rotary tables, attention backend
 
     recompute: parts that the backward pass computes a second time instead of keeping them: less memory for more time.
-        The same bits result. Under torch.compile the random numbers are others, of the same distribution.
+        The same bits result, except the gradients of "codes-mlp" (recompute.py). Under torch.compile the random numbers
+        are others, of the same distribution.
         "none": nothing.
         "mlp": norm, c_fc, ReLU^2 and the quantization of their results. Costs a ninth of the layers' matrix products.
         "all": the same and queries, keys, values and attention. Costs a fifth of the products and one attention.
