@@ -251,6 +251,10 @@ def _summarize_run(tag: str, sections: list[dict], metrics: list[dict]) -> dict:
         elif event == "val":
             take({"val_bpb": record.get("bpb"), "val_bpb_bf16": record.get("bpb_bf16")})
             take({"val_tokens": record.get("tokens")})
+    unfinished = metrics and run["num_iterations"] and (run["step"] or 0) < run["num_iterations"]
+    if unfinished and any(s["slug"] == "base-model-training" for s in sections):
+        # Training writes its section at its end, so an earlier run of this tag wrote it.
+        sections = [s for s in sections if not s["slug"].startswith("base-model-")]
     for section in sections:
         if section["slug"].startswith("chat-evaluation-") or section["slug"] == "base-model-evaluation":
             stage = section["slug"].removeprefix("chat-evaluation-").removesuffix("-model-evaluation")

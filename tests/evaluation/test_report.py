@@ -157,6 +157,14 @@ def test_measurements_of_an_earlier_model_are_left_out(base_dir, folder, monkeyp
     assert "- Base model loss of d4_clover measured a model that has been trained anew since" in text
 
 
+def test_a_run_that_starts_over_has_no_number_of_the_one_before(base_dir, folder):
+    make_run(base_dir, "d4", "clover", 1.25)
+    (base_dir / "base_checkpoints" / "d4" / "metrics.jsonl").unlink()  # --overwrite
+    make_run(base_dir, "d4", "nvidia", 1.5, steps=8, finished=False)
+    row = row_of(generated(folder), "d4")
+    assert row[1:5] == ["nvidia", "4 of 8, unfinished", "4,000", "1.5100"]
+
+
 def test_benchmarks_as_in_table_5(base_dir, folder):
     make_run(base_dir, "d4_bf16", "bf16", 1.25)
     sft = {"ARC-Easy": {"accuracy": 0.5, "count": 400}, "MMLU": {"accuracy": 0.25, "interval": 0.01}, "Own": 0.75}
