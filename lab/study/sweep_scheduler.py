@@ -38,8 +38,10 @@ class Interrupted(Exception):
 class Sweep:
     """Where the runs of a sweep lie, what they read and what they run on.
 
-    folder: of this sweep, which is also the base directory of its runs; devices: "cpu" (in this process) or names of
-    GPUs, one for each run at a time; data_dir: as ensure_data returned it. keep: methods whose checkpoints stay.
+    folder: of this sweep. It is the base directory of its runs, too.
+    devices: "cpu" (in this process), or names of GPUs, one for each run at a time.
+    data_dir: as ensure_data returned it.
+    keep: methods whose checkpoints stay.
     """
 
     folder: Path

@@ -136,10 +136,10 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
     activation checkpointing and a layer that is called twice add as often as they are computed. Gradients of layers
     that are computed as one are slices of one tensor. docs/gradients.md says which sums are equal to the bit.
 
-    Autograd still adds the gradients of weights that are not float32, are frozen, have hooks or belong to several
-    layers, of Conv1D, and of FSDP2, which would not see a gradient that backward does not return. torch.autograd.grad
-    of a loss for the weights of the other layers is not possible inside. Inside another such context it adds to the
-    other one's gradients.
+    Autograd still adds the gradients of some weights: those that are not float32, are frozen, have hooks or belong to
+    several layers, and those of Conv1D. It adds those of FSDP2, too, which sees only what backward returns. For the
+    other weights torch.autograd.grad does not work inside. Inside another such context it adds to the other one's
+    gradients.
 
     Raises ValueError for a model inside DistributedDataParallel, whose reduction waits for gradients that autograd
     accumulates. Raises RuntimeError at the end if a weight's grad was dropped or exchanged inside.

@@ -18,11 +18,14 @@ def layer_telemetry(
     """
     {layer: numbers} for every quantized layer of `model`, from one pass that forward_backward() runs.
 
-    Each layer is computed twice on up to max_tokens tokens of the pass, by its method and exactly. output_error,
-    grad_input_error and grad_weight_error are relative errors: the norm of the difference over the norm.
-    grad_input_cosine and grad_weight_cosine are cosines. input_zeros is the share of the input's elements that round to
-    zero, input_saturated the share with the format's largest magnitude. Both are of NVFP4 inputs, without blocks of
-    zeros. A number of an exact gradient of zero is left out. Gradients of the pass are dropped.
+    Each layer is computed twice on up to max_tokens tokens of the pass, by its method and exactly.
+
+    output_error, grad_input_error, grad_weight_error: relative errors, the norm of the difference over the norm.
+    grad_input_cosine, grad_weight_cosine: cosines. A number of an exact gradient of zero is left out.
+    input_zeros: the share of the input's elements that round to zero. Of NVFP4 inputs, without blocks of zeros.
+    input_saturated: the share with the format's largest magnitude, of the same elements.
+
+    Gradients of the pass are dropped.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear) and m.recipe.quantizes}
     captured: dict[str, dict[str, torch.Tensor]] = {name: {} for name in layers}
