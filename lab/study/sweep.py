@@ -180,12 +180,8 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a seed changes the order of the data as well, not only weights and noise (default: yes)"
     add("--vary-data", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--data-dir", default=None, help="folder of text or parquet files (default: as for base_train)")
-    add(
-        "--vocab-size",
-        type=int,
-        default=0,
-        help="the base directory's, if it has as many; else of a new one (32768)",
-    )
+    text = "the base directory's, if it has as many; else of a new one (32768)"
+    add("--vocab-size", type=int, default=0, help=text)
     add("--folder", default="", help="where runs and results go (default: sweeps/ in the base directory)")
     add("--jobs", type=int, default=1, help="runs at the same time on each GPU: small models leave it idle")
     add("--extra", default="", help="further flags of base_train for all runs, in one string")

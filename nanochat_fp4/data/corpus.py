@@ -40,11 +40,11 @@ TEXT_SUFFIXES = (".txt", ".md", *JSON_LINES)
 # The user's text
 
 
-def files_below(folder: Path, suffixes: str | tuple[str, ...] = TEXT_SUFFIXES) -> list[Path]:
-    """Files of the user. A base directory inside the folder has reports and logs, which are no training text."""
+def files_below(folder: Path) -> list[Path]:
+    """Text and parquet files of the user. A base directory inside the folder has reports and logs, not text."""
     whole, base = folder.resolve(), Path(get_base_dir()).resolve()
     ours = folder / base.relative_to(whole) if whole in base.parents else None
-    found = (p for p in folder.rglob("*") if p.name.lower().endswith(suffixes) and p.is_file())
+    found = (p for p in folder.rglob("*") if p.name.lower().endswith((*TEXT_SUFFIXES, ".parquet")) and p.is_file())
     return sorted(p for p in found if ours is None or not p.is_relative_to(ours))
 
 

@@ -339,7 +339,8 @@ class BestFitLoader(PackedRows):
         self.shuffled = ShuffledDocuments(self.shards, self.content, data_seed) if shuffle_documents else None
         # Empty row groups are left out: a lane that met no others would look for a document forever.
         groups = [(s, k, n) for s, shard in enumerate(self.shards) for k, n in enumerate(shard.rows) if n > 0]
-        self.pieces = cut = lanes if len(groups) < lanes and not shuffle_documents else 1
+        self.pieces = lanes if len(groups) < lanes and not shuffle_documents else 0  # of each row group; 0: not cut
+        cut = self.pieces or 1
         pieces = [(s, k, n * p // cut, n * (p + 1) // cut) for s, k, n in groups for p in range(cut)]
         self.row_groups = [piece for piece in pieces if piece[2] < piece[3]]
         self.data_seed = data_seed
@@ -407,7 +408,7 @@ class BestFitLoader(PackedRows):
             "refill": self.refill,
             "data_seed": self.data_seed,
             "shuffle_documents": self.shuffled is not None,
-            "pieces": self.pieces if self.pieces > 1 else 0,
+            "pieces": self.pieces,
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -94,7 +94,9 @@ def _own_data(data_dir: str, column: str = "") -> str:
         what = "a file" if folder.exists() else "not there"
         raise UserError(f"DATA_DIR (--data-dir) {data_dir} is {what}; it must be a folder of text or parquet files")
     shards = list_parquet_files(folder)
-    texts = files_below(folder)
+    below = files_below(folder)
+    texts = [path for path in below if path.suffix.lower() != ".parquet"]
+    deeper = (path.parent for path in below if path.suffix.lower() == ".parquet" and path.parent != folder)
     other = next((path for path in shards if open_shard(path, column).column != column), None)
     if other and not folder.is_relative_to(get_base_dir()):  # shards written here have the column text
         raise UserError(f"{other} has no column named {column}; correct --text-column (TEXT_COLUMN)")
@@ -112,7 +114,7 @@ def _own_data(data_dir: str, column: str = "") -> str:
     if not shards and not texts:
         known = f".parquet files with a text column, or {', '.join(TEXT_SUFFIXES)} files"
         raise UserError(f"DATA_DIR (--data-dir) {data_dir} holds no data; expected {known}")
-    if inside := next((path.parent for path in files_below(folder, ".parquet") if path.parent != folder), None):
+    if inside := next(deeper, None):
         raise UserError(f"{folder} is not read, because {inside} has parquet files; name that folder, or move them")
     return str(convert(folder, [Path(p) for p in shards] + texts, column))
 

@@ -172,15 +172,14 @@ class Report:
             found.append(record)
         place = {slug: i for i, slug in enumerate(SECTIONS)}
         found.sort(key=lambda s: (place.get(s["slug"], len(place)), s["timestamp"]))
-        times = {(s["model_tag"], s["slug"]): s["timestamp"] for s in found}
-        for s in list(found):
-            if s["timestamp"] < times.get((s["model_tag"], MEASURES.get(s["slug"])), ""):
-                found.remove(s)
-                notes.append(
-                    f"{s['section']} of {s['model_tag']} measured a model that has been trained anew since, and was "
-                    "left out; run its stage again"
-                )
-        return found
+        trained = {(s["model_tag"], s["slug"]): s["timestamp"] for s in found}
+        old = [s for s in found if s["timestamp"] < trained.get((s["model_tag"], MEASURES.get(s["slug"])), "")]
+        notes += [
+            f"{s['section']} of {s['model_tag']} measured a model that has been trained anew since, and was left out; "
+            "run its stage again"
+            for s in old
+        ]
+        return [s for s in found if s not in old]
 
 
 class DummyReport:
