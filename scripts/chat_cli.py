@@ -8,7 +8,6 @@ One process. Calculator calls of the model are answered while it writes, as in t
 """
 
 import argparse
-import contextlib
 
 import torch
 
@@ -16,8 +15,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import joined_processes
 from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.errors import UserError, run_main
-from nanochat_fp4.generation.decoding import compute_dtype, prepare
-from nanochat_fp4.generation.engine import AnswerText, Engine
+from nanochat_fp4.generation.engine import AnswerText, Engine, compute_dtype, prepare
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import load_for_inference
@@ -82,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
 def converse(args: argparse.Namespace, device: torch.device) -> None:
     model, tokenizer, _, _ = load_for_inference(args.source, device, args)
     chat = Chat(Engine(model, tokenizer), args.temperature, args.top_k)
-    precision = nf.full_precision(model) if args.precision == "bf16" else contextlib.nullcontext()
+    precision = nf.full_precision(model) if args.precision == "bf16" else nf.quantize_weights_once(model)
     dtype = compute_dtype(device, args.dtype)
     with precision, nf.per_token_scale(model), autocast(device.type, dtype):
         prepare(model, dtype)

@@ -19,8 +19,7 @@ import nanochat_fp4 as nf
 from nanochat_fp4.common import joined_processes, print0
 from nanochat_fp4.console import ArgumentParser, parse_finite
 from nanochat_fp4.errors import UserError, require, run_main
-from nanochat_fp4.generation.decoding import compute_dtype, prepare
-from nanochat_fp4.generation.engine import Engine
+from nanochat_fp4.generation.engine import Engine, compute_dtype, prepare
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.training.flags import add_model_arguments
 from nanochat_fp4.training.load_model import load_for_inference
@@ -39,7 +38,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-waiting", type=int, default=32, help="requests that may wait while one is answered")
     add("--rate", type=int, default=60, help="requests a minute from one address (0: no limit)")
     add("-d", "--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    add_model_arguments(parser, "both", "nvfp4", "bf16")  # nvfp4 alone keeps the weights as 4-bit codes alone
+    add_model_arguments(parser, "both", "nvfp4", "bf16")
     return parser.parse_args(argv)
 
 
@@ -56,6 +55,9 @@ def main(argv: list[str] | None = None) -> None:
 
     with joined_processes(args.device_type, alone="chat_web") as (_, _, device):
         worker, info = load(args, device)
+        codes = (
+            nf.quantize_weights_once(worker.engine.model) if "nvfp4" in worker.contexts else contextlib.nullcontext()
+        )
         hosts = ["localhost", "127.0.0.1", "[::1]", args.host, *args.allow_host]
         if args.host in ("0.0.0.0", "::") and not args.allow_host:
             hosts = ["*"]
@@ -70,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
         log_briefly()
         server = make_server(app, args.host, args.port, limits)
         try:
-            with contextlib.suppress(KeyboardInterrupt):
+            with codes, contextlib.suppress(KeyboardInterrupt):
                 server.run()
         except SystemExit:  # how uvicorn ends if it cannot start
             if server.started:
@@ -107,7 +109,7 @@ def load(args: argparse.Namespace, device: torch.device) -> tuple[Any, dict]:
     if args.precision != "both":
         contexts, precisions = ({args.precision: d[args.precision]} for d in (contexts, precisions))
     with forward("nvfp4" in contexts):
-        prepare(model, dtype, both=args.precision == "both")
+        prepare(model, dtype)
     info = {
         "model": f"{args.source} {meta.get('model_tag') or args.model_tag or ''}".strip() + f", step {meta['step']}",
         "method": method,

@@ -76,9 +76,6 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
 
     dispatch._no_kernels_reason = lambda device_type: None
     quantize.conversion_problem = lambda: None  # it needs a GPU
-    if methods == ["decoding"]:
-        _launch_decoding()
-        return list(launched.values())
     cases = [(torch.bfloat16, torch.float32, 256)]
     if every_input:  # FP32 activations, BF16 weights, a number of tokens that nothing divides
         cases += [(torch.float32, torch.float32, 256), (torch.bfloat16, torch.bfloat16, 251)]
@@ -140,26 +137,6 @@ def _launch_loss() -> None:
     for token_weight in (None, per_token):
         cross_entropy.losses(*tokens, token_weight, 4096, 15.0)
     cross_entropy.gradient_codes(*tokens, per_token, per_token, torch.ones(()), 4096, 15.0)
-
-
-def _launch_decoding() -> None:
-    """The kernels of generation, for BF16 and for the weights of one layer."""
-    from nvfp4_kernels import decode_step
-
-    weight = torch.zeros(256, 128, dtype=torch.uint8), torch.zeros(256, 16, dtype=torch.float8_e4m3fn)
-    bf16, stream, four_over_six = torch.bfloat16, torch.zeros(2, 256, dtype=torch.bfloat16), (6.0, 256.0, (1.0, 1.5))
-    scalars = torch.ones(()), torch.ones(())
-    values, scale = decode_step.row(
-        stream[None], stream, (stream, *scalars), dtype=bf16, add=True, norm_eps=1e-6, rounding=four_over_six
-    )
-    for activation in ("relu2", "silu"):
-        decode_step.row(torch.zeros(2, 2, 512), dtype=bf16, activation=activation, rounding=four_over_six)
-    for rows in (1, 32):
-        x = values[:1].expand(rows, -1).contiguous(), scale[:1].expand(rows, -1).contiguous()
-        decode_step.codes_matmul(*x, *weight, scalars[0], bf16)
-    caches, position = torch.zeros(2, 2, 64, 2, 128, dtype=bf16), torch.zeros(2, dtype=torch.int32)
-    tables = torch.zeros(2, 64, 64, dtype=bf16)
-    decode_step.attention(torch.zeros(1, 2, 768), *tables, *caches, position, 2, 32, 1e-6)
 
 
 def _inspect(kernel) -> dict:

@@ -16,7 +16,7 @@ The order of floating-point sums may still depend on the number of rows.
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from nanochat_fp4.common import preserved_rng
 from nanochat_fp4.generation.calculator import use_calculator
-from nanochat_fp4.generation.decoding import Decoder, unsupported_reason
 from nanochat_fp4.models.gpt import autocast
 from nanochat_fp4.nvfp4.contexts import per_token_scale, quantize_weights_once
 
@@ -156,11 +155,10 @@ class Engine:
     Generates from `model` (gpt.GPT, or anything with its config, get_device and call) with a key/value cache.
 
     `tokenizer` needs encode_special, get_bos_token_id, encode and decode. On CUDA generate inside gpt.autocast("cuda").
-    fused: whether decoding.Decoder makes the tokens after the prompt. None: on CUDA, if the Decoder takes the model.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, fused: bool | None = None):
-        self.model, self.tokenizer, self.fused = model, tokenizer, fused
+    def __init__(self, model: Any, tokenizer: Any):
+        self.model, self.tokenizer = model, tokenizer
         names = ("python_start", "python_end", "output_start", "output_end", "assistant_end")
         self.special = {name: tokenizer.encode_special(f"<|{name}|>") for name in names}
         self.terminal = {self.special["assistant_end"], tokenizer.get_bos_token_id()}
@@ -178,13 +176,6 @@ class Engine:
             what = f"prompt {prompt_len} + max_tokens {max_tokens} exceeds the model's {limit} positions"
             raise ValueError(f"{what}; lower max_tokens")
         return max_tokens
-
-    def decoder(self, cache: KVCache) -> Callable[[Tensor], Tensor]:
-        """A function from one more token a row (B,) to logits (B, vocab_size). The next call may overwrite them."""
-        fused = cache.k_cache.is_cuda if self.fused is None else self.fused
-        if fused and (self.fused or unsupported_reason(self.model, cache) is None):
-            return Decoder(self.model, cache)
-        return lambda ids: self.model(ids.unsqueeze(1), kv_cache=cache)[:, -1]
 
     def new_cache(self, batch_size: int, seq_len: int) -> KVCache:
         config, device = self.model.config, torch.device(self.model.get_device())
@@ -248,7 +239,6 @@ class Engine:
             prompt_cache, cache = cache, self.new_cache(len(rows), max(ends))
             cache.prefill(prompt_cache)
             del prompt_cache
-        decoder = self.decoder(cache)
         column = [prompt[-1] for prompt in prompts]
         for position in range(shortest, max(ends)):
             # A row draws from its generator for its own tokens only, so the other prompts' lengths do not matter.
@@ -266,7 +256,8 @@ class Engine:
                 return
             # A row that ended repeats its last token, and its logits are not used.
             column = [p[position] if position < len(p) else token for p, token in zip(prompts, column)]
-            logits = decoder(torch.tensor(column, dtype=torch.long, device=device))
+            ids = torch.tensor(column, dtype=torch.long, device=device).unsqueeze(1)
+            logits = self.model(ids, kv_cache=cache)[:, -1]
 
     def follow(self, row: RowState, token: int) -> None:
         """Update a row's state by its next token. If the token ends a tool call, line up the result."""
@@ -316,6 +307,29 @@ class Engine:
                 if token not in self.terminal:
                     sequences[i].append(token)
         return [sequences[i : i + num_samples] for i in range(0, len(sequences), num_samples)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The precision of a chat
+
+
+def compute_dtype(device: torch.device, wanted: str = "bfloat16") -> torch.dtype:
+    """The dtype to generate in: BF16 on CUDA unless "float32" is wanted, FP32 on other devices."""
+    return torch.bfloat16 if device.type == "cuda" and wanted != "float32" else torch.float32
+
+
+@torch.no_grad()
+def prepare(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Rounds the weights of linear layers to dtype, in place, where they have more bits; returns the model.
+
+    Autocast would round these weights anew for each token, to the same values. Layers that quantize at the moment keep
+    their weights, because their codes are those of the weights as they were trained.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and not getattr(module, "quantizes", False):
+            if module.weight.element_size() > dtype.itemsize:
+                module.weight = torch.nn.Parameter(module.weight.to(dtype), requires_grad=False)
+    return model
 
 
 # ----------------------------------------------------------------------------------------------------------------------

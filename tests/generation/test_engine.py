@@ -6,7 +6,8 @@ import pytest
 import torch
 from _samples import byte_tokenizer
 
-from nanochat_fp4.generation.engine import AnswerText, Engine, KVCache, sample_next_token
+import nanochat_fp4 as nf
+from nanochat_fp4.generation.engine import AnswerText, Engine, KVCache, prepare, sample_next_token
 from nanochat_fp4.models.gpt import GPT, GPTConfig, autocast
 
 TOKENIZER = byte_tokenizer()
@@ -57,15 +58,6 @@ def say(text):
 # The same as without a cache
 
 
-def test_fused_decoding_says_the_same():
-    pytest.importorskip("triton")
-    engine = make_engine(n_layer=1, n_head=2, n_kv_head=1, n_embd=32)
-    fused = Engine(engine.model, engine.tokenizer, fused=True)
-    prompts = [list(b"abc"), list(b"hello")]
-    assert fused.generate_batch(prompts[0], 2, max_tokens=4) == engine.generate_batch(prompts[0], 2, max_tokens=4)
-    assert fused.generate_many(prompts, max_tokens=2) == engine.generate_many(prompts, max_tokens=2)
-
-
 @pytest.mark.parametrize("prompt_len, kv_heads", [(1, 4), (20, 2)])  # short windows are 16, and decoding crosses them
 def test_greedy_is_the_uncached_models_greedy(prompt_len, kv_heads):
     engine = make_engine(n_kv_head=kv_heads)
@@ -105,8 +97,6 @@ def test_cached_logits_of_any_split_are_the_uncached_ones():
 
 
 def test_in_nvfp4_too_with_a_scale_per_token():
-    import nanochat_fp4 as nf
-
     engine = make_engine(n_head=2, n_kv_head=2, n_embd=128, n_layer=1)
     nf.convert(engine.model, "clover", verbose=False)
     prompt = torch.randint(0, 256, (20,)).tolist()
@@ -118,6 +108,21 @@ def test_in_nvfp4_too_with_a_scale_per_token():
         assert engine.generate_batch(prompt, num_samples=2, **kwargs)[0] == four[:2]
     with nf.full_precision(engine.model):  # and it was quantized: the unquantized model says something else
         assert list(engine.model.generate(prompt, max_tokens=8, temperature=0.0)) != expected
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_prepared_weights_take_less_memory_and_say_the_same(quantized):
+    """Autocast would round a plain layer's weight for each token. Codes are those of the trained weights."""
+    engine = make_engine(n_head=2, n_kv_head=2, n_embd=128, n_layer=1)
+    model = nf.convert(engine.model, "clover", verbose=False)
+    forward = nf.quantize_weights_once(model) if quantized else nf.full_precision(model)
+    kwargs = dict(max_tokens=6, temperature=1.0, seed=3)
+    with forward, nf.per_token_scale(model), autocast("cpu", torch.bfloat16):
+        expected, _ = engine.generate_batch([1, 2, 3], **kwargs)
+        prepare(model, torch.bfloat16)
+        assert engine.generate_batch([1, 2, 3], **kwargs)[0] == expected
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert model.transformer.h[0].mlp.c_fc.weight.dtype == (torch.float32 if quantized else torch.bfloat16)
 
 
 def test_bf16_models_get_a_bf16_cache():

@@ -174,17 +174,6 @@ def test_every_method_and_input_compiles(fork_server, arch, tmp_path):
     assert all(r["products"] == [MATRIX_PRODUCT[arch]] for r in every if r["kernel"] == "rotate_quantize_kernel")
 
 
-@pytest.mark.slow
-def test_decodings_kernels_compile(fork_server, arch, tmp_path):
-    """Products with codes on tensor cores, for one row and for 32; nothing in local memory."""
-    found = compiled(fork_server, arch, ["decoding"], tmp_path)
-    print(table(found))
-    names = Counter(r["kernel"] for r in found)
-    assert names == {"row_kernel": 3, "one_row_kernel": 1, "codes_matmul_kernel": 1, "attention_kernel": 1}
-    assert not any(r["spills"] or r["stack"] for r in found), table(found)
-    assert all(bool(r["products"]) == (r["kernel"] == "codes_matmul_kernel") for r in found)
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Rules that hold for every module of kernels/.
 
