@@ -32,11 +32,12 @@ from nanochat_fp4.console import ArgumentParser
 from nanochat_fp4.errors import UserError, one_line, run_main
 from nanochat_fp4.hardware import usable_cpus
 from nanochat_fp4.models import flash_attention
-from nanochat_fp4.nvfp4.dispatch import relative_square_error, use_kernels
+from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK, BYTES
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.methods import METHOD_TABLE, METHODS, get_recipe
 from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_grad_output, quantize_operand
+from nanochat_fp4.nvfp4.probe import relative_square_error
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Operand, Recipe
 

@@ -28,9 +28,10 @@ from lab.measure import bench_common as common
 from lab.predict.blackwell import LAYER_SETS
 from lab.predict.measured import layer_set_ms
 from nanochat_fp4 import step_time
-from nanochat_fp4.doctor import layer_problem, relative_square_error
+from nanochat_fp4.doctor import layer_problem
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.hardware import MACHINES, Machine
+from nanochat_fp4.nvfp4.probe import relative_square_error
 
 METHODS = ("fp8", "clover", "clover_search", "nvidia", "tetrajet_v2")
 PASSES = {"forward": "forward", "forward+backward": "forward_backward"}  # and the method of Layer

@@ -19,7 +19,7 @@ from torch import nn
 
 from nanochat_fp4.common import is_ddp_initialized, median_ms, print0
 from nanochat_fp4.errors import UserError, one_line
-from nanochat_fp4.nvfp4 import dispatch
+from nanochat_fp4.nvfp4 import dispatch, probe
 from nanochat_fp4.nvfp4.dispatch import IMPLEMENTATIONS
 from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand, Plain, gemm
 from nanochat_fp4.nvfp4.operands import Codes
@@ -51,10 +51,10 @@ def measured(device: torch.device, name: str, product: Product) -> Measured:
     """The time of an implementation, or of one of BASELINES, on this product; an implementation is probed first."""
     (m, n, k), dtype = product[:3], product.out_dtype
     if name in IMPLEMENTATIONS:
-        problem = dispatch.problem_of_shape(device, lambda *pair: dispatch.mm(*pair, name), (m, n, k), (dtype,))
+        problem = probe.problem_of_shape(device, lambda *pair: dispatch.mm(*pair, name), (m, n, k), (dtype,))
         if problem:
             return None, problem
-    made = (dispatch.tiled(dispatch.random_operand(device, rows, k)) for rows in (m, n))
+    made = (probe.tiled(probe.random_operand(device, rows, k)) for rows in (m, n))
     x, y = pair = [Codes(t.codes, t.scales, t.tensor_scale) for t in made]
     bf16 = [] if name in IMPLEMENTATIONS else [v.matrix(torch.bfloat16) for v in pair]
     fp8 = [v.to(torch.float8_e4m3fn) for v in bf16] if name == "FP8" else []
@@ -95,7 +95,7 @@ def measure(jobs: list[tuple[str, Product]]) -> dict[tuple[str, Product], Measur
             results[name, product] = None, missing
     while jobs := [job for job in jobs if job not in results]:
         encoded = [(name, *product) for name, product in jobs]
-        found, problem = dispatch.in_child(__name__, f"run_jobs({device!r}, {encoded!r})")
+        found, problem = probe.in_child(__name__, f"run_jobs({device!r}, {encoded!r})")
         results |= {job: (ms, why) for job, (ms, why) in zip(jobs, found)}
         for job in jobs[len(found) :]:
             if job[0] == jobs[len(found)][0]:

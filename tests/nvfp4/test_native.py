@@ -18,7 +18,7 @@ from _assertions import relative_square_error
 
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
-from nanochat_fp4.nvfp4 import dispatch
+from nanochat_fp4.nvfp4 import dispatch, probe
 from nanochat_fp4.nvfp4.format import decode, unswizzle_scales
 
 pytest.importorskip("triton")
@@ -83,7 +83,7 @@ def blackwell(monkeypatch):
     monkeypatch.setattr(dispatch, "no_tensor_cores_reason", lambda device_type: None)
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # not installed, whatever this machine has
     shapes = {128: (128, 128, 128), 64: (128, 64, 64), 1: (144, 48, 96)}  # small ones: Triton's interpreter is slow
-    monkeypatch.setattr(dispatch, "PROBE_SHAPES", shapes)
+    monkeypatch.setattr(probe, "PROBE_SHAPES", shapes)
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", simulated_scaled_mm)
     monkeypatch.setenv("NVFP4_KERNELS", "triton")
     monkeypatch.delenv("NVFP4_GEMM", raising=False)
@@ -338,7 +338,7 @@ def test_row_major_scales_give_another_product(blackwell, name):
     """The negative control: libraries accept them without an error."""
     install_flashinfer(blackwell, simulated_mm_fp4)
     assert dispatch.probe_implementation("cpu", name) == (1, "")
-    blackwell.setattr(dispatch, "swizzle_scales", flat_row_major)
+    blackwell.setattr(probe, "swizzle_scales", flat_row_major)
     multiple, problem = dispatch.probe_implementation("cpu", name)
     assert multiple is None and "relative square error" in problem
 
@@ -365,7 +365,7 @@ def test_a_large_product_is_sampled_in_every_tile(blackwell):
     mm = dispatch.mm
     shape, device = (1024, 768, 64), torch.device("cpu")
     right = lambda a, b, dtype: mm(a, b, dtype, "scaled_mm")  # noqa: E731
-    assert dispatch.problem_of_shape(device, right, shape) is None
+    assert probe.problem_of_shape(device, right, shape) is None
 
     def one_tile_is_wrong(a, b, dtype):
         y = right(a, b, dtype)
@@ -373,29 +373,29 @@ def test_a_large_product_is_sampled_in_every_tile(blackwell):
         return y
 
     state = torch.get_rng_state()
-    assert "relative square error" in dispatch.problem_of_shape(device, one_tile_is_wrong, shape)
+    assert "relative square error" in probe.problem_of_shape(device, one_tile_is_wrong, shape)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_crash_ends_a_child_process_alone():
-    found, problem = dispatch.in_child(dispatch.__name__, "(IMPLEMENTATIONS[n] for n in (0, 1, 9))")
+    found, problem = probe.in_child(dispatch.__name__, "(IMPLEMENTATIONS[n] for n in (0, 1, 9))")
     assert found == ["scaled_mm", "dot_scaled"] and problem.startswith("ended its process with status 1 (IndexError")
     # Of a module that is imported faster.
-    found, problem = dispatch.in_child("os", "(n if n < 2 else abort() for n in range(4))")
+    found, problem = probe.in_child("os", "(n if n < 2 else abort() for n in range(4))")
     assert found == [0, 1] and problem.startswith("ended its process with status -6")
-    assert dispatch.in_child("os", "[(128, 'raises x')]") == ([[128, "raises x"]], "")
-    found, problem = dispatch.in_child("os", "[__import__('os')._exit(3)]")
+    assert probe.in_child("os", "[(128, 'raises x')]") == ([[128, "raises x"]], "")
+    found, problem = probe.in_child("os", "[__import__('os')._exit(3)]")
     assert not found and problem.startswith("ended its process with status 3")
-    assert dispatch.in_child("time", "[sleep(60)]", timeout=0.01) == ([], "had no result after 0 s")
+    assert probe.in_child("time", "[sleep(60)]", timeout=0.01) == ([], "had no result after 0 s")
 
 
 def test_a_gpu_is_probed_in_a_child_process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(dispatch, "in_child", lambda module, call: ([(64, call)], ""))
+    monkeypatch.setattr(probe, "in_child", lambda module, call: ([(64, call)], ""))
     forget()
     assert dispatch._look("cuda", "dot_scaled") == (64, "[probe_implementation('cuda:3', 'dot_scaled')]")
     forget()
-    monkeypatch.setattr(dispatch, "in_child", lambda module, call: ([], "ended its process"))
+    monkeypatch.setattr(probe, "in_child", lambda module, call: ([], "ended its process"))
     assert dispatch._look("cuda", "dot_scaled") == (None, "ended its process")
     forget()
 
@@ -412,8 +412,8 @@ def test_other_streams_do_not_share_the_buffer_of_alpha(blackwell):
 
     blackwell.setattr(torch.nn.functional, "scaled_mm", recorded)
     device = torch.device("cpu")
-    a, b = (dispatch.tiled(dispatch.random_operand(device, rows, 96)) for rows in (144, 160))
-    for dtype in dispatch.OUTPUT_DTYPES:
+    a, b = (probe.tiled(probe.random_operand(device, rows, 96)) for rows in (144, 160))
+    for dtype in probe.OUTPUT_DTYPES:
         first = dispatch.mm(a, b, dtype, "scaled_mm")
         with blackwell.context() as patch:
             patch.setattr(matmul, "_may_give_alpha", lambda device: False)
@@ -575,9 +575,7 @@ def test_what_is_known_of_sm_121(monkeypatch, triton_version, cuda, missing):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     asked = []
-    monkeypatch.setattr(
-        dispatch, "in_child", lambda module, call: asked.append(call) or ([(None, "returns zeros")], "")
-    )
+    monkeypatch.setattr(probe, "in_child", lambda module, call: asked.append(call) or ([(None, "returns zeros")], ""))
     forget()
     (_, dot), (_, scaled) = (dispatch._look("cuda", name) for name in ("dot_scaled", "scaled_mm"))
     forget()

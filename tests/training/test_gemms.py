@@ -11,7 +11,7 @@ from _training import BASE
 from lab.measure import bench_train
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.gpt import GPT, GPTConfig
-from nanochat_fp4.nvfp4 import dispatch
+from nanochat_fp4.nvfp4 import dispatch, probe
 from nanochat_fp4.nvfp4.convert import convert
 from nanochat_fp4.training import gemms
 from nanochat_fp4.training.checkpoint_manager import load_checkpoint
@@ -42,7 +42,7 @@ def speeds(monkeypatch):
         return found, ""
 
     monkeypatch.setattr(gemms, "measured", measured)
-    monkeypatch.setattr(dispatch, "in_child", in_child)
+    monkeypatch.setattr(probe, "in_child", in_child)
     monkeypatch.setattr(dispatch, "missing_reason", lambda device, name: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -1,0 +1,133 @@
+"""A known answer before a GEMM is trusted.
+
+Libraries for FP4 tensor cores have returned zeros without an error, on some shapes alone. Here a GEMM multiplies
+operands whose product is known: codes and block scales are random numbers, and the reference decodes them on the CPU.
+Nothing here knows a library by name; dispatch.py does.
+
+On a GPU the comparison runs in a child process (`in_child`). A library that reads an illegal address ends every later
+CUDA call of its process, and a library that crashes ends the process.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from nanochat_fp4.nvfp4.format import NVFP4Tensor, swizzle_scales
+
+Gemm = Callable[[NVFP4Tensor, NVFP4Tensor, torch.dtype], torch.Tensor]
+OUTPUT_DTYPES = (torch.bfloat16, torch.float32)
+# A key divides M, N and K of its shape. The shapes need several tiles, padding in N and K, padding in all dimensions.
+PROBE_SHAPES = {128: (512, 384, 1024), 64: (192, 320, 192), 1: (144, 160, 96)}
+# Relative square error: a rounding to BF16 gives 3e-6, whatever the order of summation. Wrong scales give 1.
+PROBE_ERROR = 1e-4
+SAMPLED_TILE, SAMPLED_LINES = 128, 4  # Of a large product each tile has 4 rows and 4 columns compared.
+
+
+def relative_square_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """|got - want|^2 / |want|^2, summed in FP64."""
+    return float((got - want).double().square().sum() / want.double().square().sum())
+
+
+def usable_multiple(
+    device: torch.device, function: Gemm, dtypes: Sequence[torch.dtype] = OUTPUT_DTYPES
+) -> tuple[int | None, str]:
+    """Compares a GEMM of NVFP4 operands with known products on the shapes of PROBE_SHAPES.
+
+    Returns (multiple, problem). The GEMM is right if `multiple` divides M, N and K. None: it is wrong everywhere.
+    problem: the first failure, or "".
+    """
+    found: int | None = None
+    for multiple, shape in PROBE_SHAPES.items():
+        problem = problem_of_shape(device, function, shape, dtypes)
+        if problem:
+            return found, f"{problem} on {' x '.join(map(str, shape))}"
+        found = multiple
+    return found, ""
+
+
+def random_operand(device: torch.device, rows: int, k: int, lowest: int = 8, highest: int = 127) -> NVFP4Tensor:
+    """Random codes (rows, K), and scales with E4M3 bytes from lowest to highest - 1, row-major.
+
+    Bytes from 8 to 126 are 2^-6 to 448: no two scales of a tile need be the same. Below are zero and subnormal numbers.
+    """
+    codes = torch.randint(0, 256, (rows, k // 2), device=device, dtype=torch.uint8)
+    scales = torch.randint(lowest, highest, (rows, k // 16), device=device, dtype=torch.uint8)
+    return NVFP4Tensor(codes, scales.view(torch.float8_e4m3fn), torch.rand((), device=device) + 0.5)
+
+
+def tiled(t: NVFP4Tensor) -> NVFP4Tensor:
+    """The same with scales in tiles, as the GEMMs get them."""
+    return NVFP4Tensor(t.codes, swizzle_scales(t.scales), t.tensor_scale)
+
+
+def _lines(size: int, must: int) -> torch.Tensor:
+    """Rows (or columns) of a product to look at: all of a small one, some of each tile of a large one."""
+    first = torch.arange(0, size, SAMPLED_TILE)
+    if size <= 512:
+        return torch.arange(size)
+    some = first[:, None] + torch.randint(0, SAMPLED_TILE, (len(first), SAMPLED_LINES))
+    return torch.cat((some.flatten().clamp(max=size - 1), torch.tensor([must, size - 1]))).unique()
+
+
+def problem_of_shape(
+    device: torch.device, function: Gemm, shape: tuple[int, int, int], dtypes: Sequence[torch.dtype] = OUTPUT_DTYPES
+) -> str | None:
+    """The first failure of a GEMM on operands of this shape (M, N, K), or None.
+
+    The block scales of three products are usual, then zero and subnormal, then one is NaN. torch's generators keep
+    their states.
+    """
+    m, n, k = shape
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(4)
+        rows, columns = _lines(m, m // 2), _lines(n, 0)
+        for what, lowest, highest in (("", 8, 127), (" with subnormal scales", 0, 8), (" with a NaN scale", 8, 127)):
+            a, b = random_operand(device, m, k, lowest, highest), random_operand(device, n, k)
+            if "NaN" in what:
+                a.scales.view(torch.uint8)[m // 2, 1] = 127
+            want = _rows_of(a, rows) @ _rows_of(b, columns).T
+            for dtype in dtypes:
+                try:
+                    result = function(tiled(a), tiled(b), dtype)
+                    got = result[rows][:, columns].float().cpu()
+                except Exception as error:  # whatever a library or a compiler raises: another implementation is tried
+                    lines = str(error).splitlines() or [type(error).__name__]
+                    return f"raises {lines[0][:200]}"
+                if tuple(result.shape) != (m, n):
+                    return f"returns the shape {tuple(result.shape)}"
+                if not torch.equal(got.isnan(), want.isnan()):
+                    return f"has NaN where none belongs, or none where one does,{what}"
+                if not got.any():
+                    return f"returns zeros{what}"
+                error = relative_square_error(got.nan_to_num(), want.nan_to_num())
+                if not error < PROBE_ERROR:
+                    return f"has a relative square error of {error:.1e}, expected below {PROBE_ERROR:.0e},{what}"
+    return None
+
+
+def _rows_of(t: NVFP4Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Float32 (len(rows), K) on the CPU."""
+    scales = t.scales.view(torch.uint8)[rows].view(t.scales.dtype)
+    return NVFP4Tensor(t.codes[rows], scales, t.tensor_scale).dequantize().cpu()
+
+
+def in_child(module: str, call: str, timeout: float = 600) -> tuple[list, str]:
+    """([each result of `call`], "") from a new process; where that process dies, the results until then, and how.
+
+    call: an iterable of results of the module's functions, as Python code. Results are JSON.
+    """
+    code = f"import json; from {module} import *\nfor result in {call}: print('FOUND', json.dumps(result), flush=True)"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        child = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout)
+        out, status = child.stdout, child.returncode
+        last = (child.stderr.strip().splitlines() or ["no message"])[-1]
+        problem = f"ended its process with status {status} ({last[:200]})" if status else ""
+    except subprocess.TimeoutExpired as expired:
+        out = expired.stdout or b""
+        out, problem = out if isinstance(out, str) else out.decode(), f"had no result after {timeout:.0f} s"
+    return [json.loads(line.removeprefix("FOUND ")) for line in out.splitlines() if line.startswith("FOUND ")], problem
