@@ -14,13 +14,14 @@ rows of so many tokens.
 import argparse
 import fnmatch
 import json
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from lab import RESULTS
 from lab.study import forwards, sweep
-from lab.study.sweep_runs import Run, data_key, flag_values
+from lab.study.sweep_runs import Run, current_flags, data_key, flag_values
 from lab.study.sweep_scheduler import Sweep
 from nanochat_fp4.common import autodetect_device_type, print0
 from nanochat_fp4.console import ArgumentParser, table
@@ -88,8 +89,12 @@ class Study:
 
 
 def computed(run: Run) -> tuple:
-    """What makes a run's numbers, apart from the text: its flags without those that only save checkpoints."""
-    flags = [f for f in run.flags if not f.startswith(("--save-every=", "--keep-last="))]
+    """What makes a run's numbers, apart from the text: its flags without those that only save checkpoints.
+
+    The hash of flags in the tag of --branch-from depends on how flags were written, so it does not count.
+    """
+    flags = [f for f in run.flags if not f.startswith(("--save-every=", "--save-at=", "--keep-last="))]
+    flags = [re.sub(r"_[0-9a-f]{8}@", "@", f) for f in flags]
     return run.method, run.size, run.seed, *flags
 
 
@@ -114,7 +119,7 @@ def results_in(path: Path) -> tuple[str, dict[tuple, dict]]:
     content = json.loads(path.read_text())
     if not (isinstance(content, dict) and {"data", "results"} <= content.keys()):
         return "", {}
-    runs = [(Run(r["method"], r["size"], r["seed"], tuple(r["flags"])), r) for r in content["results"]]
+    runs = [(Run(r["method"], r["size"], r["seed"], tuple(current_flags(r["flags"]))), r) for r in content["results"]]
     return content["data"].rpartition("(")[2].rstrip(")"), {computed(run): r for run, r in runs}
 
 

@@ -123,7 +123,7 @@ def run_main(main: Callable[[], Any]) -> None:
         elif isinstance(e, OverflowError) or "Overflow when unpacking" in str(e):  # Python's, and torch's TypeError
             message = f"a number is too large ({one_line(e)[:150]}); see the command's --help"
         elif isinstance(e, RuntimeError) and (name := _NOT_DETERMINISTIC.match(str(e))):
-            message = f"{name[1]} has no deterministic form on this device; train without --runtime=deterministic"
+            message = f"{name[1]} has no deterministic form on this device; train without --deterministic"
         elif isinstance(e, LostRankError):
             message, status = one_line(e), 1
         elif is_lost_rank(e):

@@ -36,7 +36,7 @@ def check_parallel(args: argparse.Namespace) -> bool:
         return False
     unfit = {
         "--device-batch-size=auto": args.device_batch_size == "auto",
-        "--runtime=telemetry": args.telemetry_every > 0,
+        "--telemetry-every": args.telemetry_every > 0,
     }
     for flag in (flag for flag, given in unfit.items() if given):
         raise UserError(f"{flag} does not go with --parallel=fsdp; leave it out, or use --parallel=ddp")

@@ -44,7 +44,13 @@ from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard, unsharded
 from nanochat_fp4.training import setup
 from nanochat_fp4.training.checkpoint_manager import check_model_tag
-from nanochat_fp4.training.flags import add_method_arguments, add_run_arguments, add_several, changed_flags, parse_seeds
+from nanochat_fp4.training.flags import (
+    add_compile_argument,
+    add_method_arguments,
+    add_run_arguments,
+    changed_flags,
+    parse_seed,
+)
 from nanochat_fp4.training.load_model import checkpoint_folder, config_record
 from nanochat_fp4.training.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
 from nanochat_fp4.training.trainer import Process, RunSpec, Trainer, TrainingStep, due
@@ -58,16 +64,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "then 143, 130, 129 and 0. Bad input and numerical trouble end in one line and exit status 2.",
     )
     add = parser.add_argument
-    add_run_arguments(parser, "compile", "eager", "shuffle-documents")
-    text = (
-        "seed of weights, rotations and stochastic rounding (default: 42); after a comma, from 1 to 4294967295, that "
-    )
-    add_several(
-        parser, "--seed", parse_seeds, text + "of another order of the training text (default: as it is stored)"
-    )
+    add_run_arguments(parser)
+    add_compile_argument(parser)
+    add("--seed", type=parse_seed, default=42, help="seed of weights, rotations and stochastic rounding")
     text = "folder of parquet shards or text (default: $DATA_DIR, else FineWeb-Edu, else a small embedded corpus)"
     add("--data-dir", default="", help=text)
-    parser.set_defaults(compile=None, seed=42, data_seed=0, shuffle_documents=False)
+    text = "seed of another order of the training text, from 1 to 4294967295 (default: as it is stored)"
+    add("--data-seed", type=int, default=0, help=text)
+    text = "train on all documents in one random order, which --data-seed chooses; takes a copy of the text on disk"
+    add("--shuffle-documents", action="store_true", help=text)
     add_method_arguments(parser)
     # Model architecture
     add("--depth", type=int, default=20, help="depth of the Transformer model")

@@ -31,7 +31,12 @@ from nanochat_fp4.errors import run_main
 from nanochat_fp4.evaluation.loss_eval import evaluate_bpb
 from nanochat_fp4.models.gpt import compile_layers
 from nanochat_fp4.models.optim import muon_momentum
-from nanochat_fp4.training.flags import add_common_arguments, changed_flags, check_iterations
+from nanochat_fp4.training.flags import (
+    add_common_arguments,
+    add_compile_argument,
+    changed_flags,
+    check_iterations,
+)
 from nanochat_fp4.training.micro_batch import plan_accumulation
 from nanochat_fp4.training.setup import PostTraining, run_stage
 from nanochat_fp4.training.trainer import Process, due
@@ -39,8 +44,8 @@ from nanochat_fp4.training.trainer import Process, due
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Midtrain the model")
-    add_common_arguments(parser, 1.0, "compile", "eager")
-    parser.set_defaults(compile=None)
+    add_common_arguments(parser, init_lr_frac=1.0)
+    add_compile_argument(parser)
     add = parser.add_argument
     # Training horizon
     add("--num-iterations", type=int, default=-1, help="number of optimization steps (-1 = full epoch)")

@@ -302,7 +302,7 @@ def count(method: str, depth: int, rows: int, sm: int, recompute: str = "none") 
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="bf16,fp8,clover", help="clover:codes with --runtime=recompute-codes")
+    parser.add_argument("--methods", default="bf16,fp8,clover", help="clover:codes with --recompute=codes")
     parser.add_argument("--depth", type=int, default=20, help="of the nanochat whose block is counted")
     parser.add_argument("--rows", type=int, default=16, help="of 2,048 tokens")
     parser.add_argument("--sm", type=int, choices=sorted(PROCESSORS), default=90, help="of the GPU")

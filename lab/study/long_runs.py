@@ -3,7 +3,6 @@
 Gaps are to the bf16 run of a seed. The statistics are those of lab.study.statistics.
 """
 
-import re
 import statistics
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from lab.predict.predicted_time import CARD, DEPTH, over_clover
 from lab.study import sweep_results
 from lab.study.reproduce_common import Context, Outcome
 from lab.study.statistics import Estimate, against_target, gaps_by_seed, has_gap, pooled_differences, with_half
+from lab.study.sweep_runs import current_flags
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.hardware import MACHINES
 
@@ -77,7 +77,7 @@ def refuse_unlike(runs: list[dict]) -> None:
             raise UserError(f"--results has runs of {both}; give files of one, or name the others by a --variant")
 
     def text(run: dict) -> tuple:
-        order = [f for f in run["flags"] if re.match("--data-seed|--seed=.*,", f)]  # --data-seed: until 2026-11-23
+        order = [f for f in current_flags(run["flags"]) if f.startswith("--data-seed=")]
         return order, run.get("eval_tokens")
 
     base = {r["seed"]: text(r) for r in runs if r["method"] == "bf16"}

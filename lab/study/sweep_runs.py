@@ -15,17 +15,22 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.models import llama
 from nanochat_fp4.nvfp4.plan import MethodPlan
 from nanochat_fp4.nvfp4.recipes import Recipe
-from nanochat_fp4.training.flags import parse_method_changes
 
 # Names of the layers of one kind, in both families of models.
 LAYER_KINDS = {"qkv": "*.attn.c_[qkv]", "out": "*.attn.c_proj", "up": "*.mlp.c_[fg]*", "down": "*.mlp.c_proj"}
 
 
 def changed(method: str, *changes: str) -> tuple[str, ...]:
-    """Flags of base_train for a method. A change is a flag, or a word of --method-changes (nvfp4/plan.py)."""
-    words = ",".join(word for word in changes if word and not word.startswith("--"))
-    flags = [f"--method-changes={words}"] if words else []
-    return (f"--method={method}", *flags, *(flag for flag in changes if flag.startswith("--")))
+    """Flags of base_train for a method and changes of it, in any order.
+
+    A change is a flag, 'pattern=method' of --layer-methods, or 'fraction=method' of --method-phases.
+    """
+    words = [word for change in changes if change and not change.startswith("--") for word in change.split(",")]
+    phases = [word for word in words if re.match(r"[\d.]+=", word)]
+    layers = [word for word in words if word not in phases]
+    flags = [f"--layer-methods={','.join(layers)}"] if layers else []
+    flags += [f"--method-phases={','.join(phases)}"] if phases else []
+    return (f"--method={method}", *flags, *(change for change in changes if change.startswith("--")))
 
 
 # Variants beside the rows of the method table: label -> flags of base_train. base_train prints the GEMM work of a
@@ -41,8 +46,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "clover_up_fp8": changed("clover", f"{LAYER_KINDS['up']}=clover_fp8_forward"),
     "clover_less_decay": changed("clover", "--weight-decay=0.1"),  # nanochat's is 0.2
     # As in the paper's nanochat runs, where these differ from ours (docs/published.md).
-    "clover_separate_qkv": changed("clover", "separate_qkv"),
-    "clover_exact_relu_squared": changed("clover", "exact_relu_squared"),
+    "clover_separate_qkv": changed("clover", "--separate-qkv"),
+    "clover_exact_relu_squared": changed("clover", "--exact-relu-squared"),
 }
 
 
@@ -104,21 +109,45 @@ def flag_values(flags: Sequence[str]) -> dict[str, str]:
     return dict(flag.removeprefix("--").partition("=")[::2] for flag in flags)
 
 
-def method_changes(own: Sequence[str]) -> dict[str, str]:
-    """The --method-changes in a method's flags, as layer_methods and method_phases. Raises ValueError."""
-    names = ("--method-changes", "--layer-methods", "--method-phases")  # the last two: recorded until 2026-11-23
-    return parse_method_changes(",".join(flag.partition("=")[2] for flag in own if flag.partition("=")[0] in names))
+# The flag for a word of --runtime and --method-changes, which results from before 2026-11-26 hold.
+OLD_WORDS = {
+    "eager": "--no-compile", "skip-nonfinite": "--on-nonfinite=skip", "separate_qkv": "--separate-qkv",
+    "exact_relu_squared": "--exact-relu-squared",
+}  # fmt: skip
+
+
+def current_flags(recorded: Sequence[str]) -> list[str]:
+    """The flags of base_train in a result, as they are written now."""
+    found: list[str] = []
+    for flag in recorded:
+        name, _, value = flag.partition("=")
+        if name == "--runtime":
+            for word in value.split(","):
+                word = word.replace("recompute-", "recompute=").replace("telemetry=", "telemetry-every=")
+                found.append(OLD_WORDS.get(word, f"--{word}"))
+        elif name == "--method-changes":
+            found += changed("", *(OLD_WORDS.get(word, word) for word in value.split(",")))[1:]
+        elif name == "--seed" and "," in value:
+            found += (f"--seed={value.partition(',')[0]}", f"--data-seed={value.partition(',')[2]}")
+        else:
+            found.append(f"--save-at={value[1:]}" if flag.startswith("--save-every=@") else flag)
+    return found
+
+
+def method_changes(own: Sequence[str]) -> tuple[str, str]:
+    """(--layer-methods, --method-phases) in a method's flags."""
+    values = flag_values(current_flags(own))
+    return values.get("layer-methods", ""), values.get("method-phases", "")
 
 
 def method_plan(own: Sequence[str]) -> MethodPlan:
     """The layers and phases in a method's flags of base_train. Raises ValueError."""
-    changes, method = method_changes(own), flag_values(own).get("method", "clover")
-    return MethodPlan.parse(method, changes["layer_methods"], changes["method_phases"])
+    return MethodPlan.parse(flag_values(own).get("method", "clover"), *method_changes(own))
 
 
 def begins_late(flags: tuple[str, ...], fraction: float) -> bool:
     """Whether a method changes nothing before that fraction of the steps. Then it can branch from a run there."""
-    phases = method_changes(flags)["method_phases"]
+    _, phases = method_changes(flags)
     return not fraction or fraction <= float(phases.partition("=")[0] or 1)
 
 
@@ -132,8 +161,8 @@ def until(own: tuple[str, ...], fraction: float) -> tuple:
     phases = [(0.0, plan.method), *plan.phases]
     recipes = [(start, computation(recipe)) for start, recipe in phases if start < fraction]
     layers = [(pattern, computation(recipe)) for pattern, recipe in plan.layers]
-    others = tuple(flag for flag in own if flag.partition("=")[0] not in ("--method", "--method-changes"))
-    others += tuple((k, v) for k, v in method_changes(own).items() if k not in ("layer_methods", "method_phases"))
+    of_the_plan = ("--method", "--layer-methods", "--method-phases")
+    others = tuple(flag for flag in own if flag.partition("=")[0] not in of_the_plan)
     return recipes, [layer for layer in layers if len(recipes) > 1 or layer[1] != recipes[0][1]], others
 
 
@@ -196,18 +225,18 @@ def plan(
         if name in names[:i]:
             raise UserError(f"--methods and --variant have {name} twice; give each a label of its own")
     refuse_apart(extra, "--extra")
-    usual = ("--core-metric-every=-1", "--sample-every=-1", *extra, "--runtime=shuffle-documents")
+    usual = ("--core-metric-every=-1", "--sample-every=-1", *extra, "--shuffle-documents")
     own_flags, runs = [method_flags(m) for m in methods], []
     for seed, size in itertools.product(seeds, sizes):
         shape = (*size_flags(size), *usual)
-        seeds_flag = f"--seed={seed},{seed}" if vary_data else f"--seed={seed}"
+        seed_flags = (f"--seed={seed}", *([f"--data-seed={seed}"] if vary_data else []))
         steps = max(1, tokens // int(flag_values(shape)["total-batch-size"]))
         horizon = f"--num-iterations={steps}" if tokens else f"--target-param-data-ratio={ratio:g}"
         branch: tuple[str, ...] = ()
         if bf16_until:
             if (at := math.ceil(bf16_until * steps)) == steps:
                 raise UserError(f"--bf16-until={bf16_until:g} leaves none of {steps} steps; branch earlier")
-            flags = (*shape, horizon, "--method=bf16", f"--save-every={at}", "--keep-last=-1", seeds_flag)
+            flags = (*shape, horizon, "--method=bf16", f"--save-every={at}", "--keep-last=-1", *seed_flags)
             runs.append(Run("bf16", size, seed, flags, data))
             branch = (f"--branch-from={runs[-1].tag}@{at}",)
         points = branches(own_flags, share_until, steps)
@@ -219,11 +248,11 @@ def plan(
                 continue  # the run that the others branch from
             more = branch
             if saved := sorted({at for first, at in filter(None, points) if first == i}):
-                more = (f"--save-every=@{','.join(map(str, saved))}", "--keep-last=-1")
+                more = (f"--save-at={','.join(map(str, saved))}", "--keep-last=-1")
             if points[i]:
                 first, at = points[i]
                 more = (f"--branch-from={tags[first]}@{at}", *more)
-            runs.append(Run(label, size, seed, (*shape, horizon, *own, *more, seeds_flag), data))
+            runs.append(Run(label, size, seed, (*shape, horizon, *own, *more, *seed_flags), data))
             tags.append(runs[-1].tag)
     return runs
 

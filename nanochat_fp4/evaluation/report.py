@@ -411,7 +411,7 @@ def _time_table(sections: list[dict]) -> list[str]:
 
 
 def _telemetry_lines(metrics: dict[str, list[dict]]) -> list[str]:
-    """The newest telemetry of each run (--runtime=telemetry=N): the mean over the blocks, for each kind of layer."""
+    """The newest telemetry of each run (--telemetry-every=N): the mean over the blocks, for each kind of layer."""
     lines = []
     for tag, records in metrics.items():
         newest = next((r for r in reversed(records) if r.get("event") == "telemetry"), {})

@@ -134,7 +134,7 @@ class Plan(NamedTuple):
     def flags(self) -> str:
         """base_train's."""
         state = "" if self.state == "fp32" else f"--state={self.state} "
-        return (state + ("" if self.recompute == "none" else f"--runtime=recompute-{self.recompute}")).strip()
+        return (state + ("" if self.recompute == "none" else f"--recompute={self.recompute}")).strip()
 
 
 def best(depth: int, memory: float) -> Plan:
@@ -152,7 +152,7 @@ def next_lever(depth: int, state: str, recompute: str, rows: float, kind: str = 
     for level in [(state, "codes"), (state, "codes-mlp"), ("lean", recompute), (state, "all")]:
         saved = now.peak - now._replace(state=level[0], recompute=level[1]).peak
         if saved > 0.01 * now.peak:
-            flag = f"--state={level[0]}" if level[0] != state else f"--runtime=recompute-{level[1]}"
+            flag = f"--state={level[0]}" if level[0] != state else f"--recompute={level[1]}"
             return f"{flag} saves {saved / 2**30:.1f} GiB"
     return ""
 

@@ -79,6 +79,8 @@ def find_resume_step(checkpoint_dir: Path, resume_from_step: int | str, overwrit
     return None
 
 
+LAST_OSCILLATION_COMMIT = "c116c2a"
+
 _LOSES = {
     "lean": "; weights are rounded to BF16 and moments to 8 bits, and their lower bits are lost",
     "fp32": "; lower bits that --state=lean has not kept do not come back",
@@ -121,6 +123,11 @@ def check_same_run(now: dict[str, Any], before: Any, checkpoint_dir: str | os.Pa
         raise UserError(
             f"the checkpoint in {checkpoint_dir} does not say how it was trained (nanochat's own?), so it cannot be "
             "resumed; choose another --model-tag for a new run"
+        )
+    if before.get("oscillation"):
+        raise UserError(
+            f"the checkpoint in {checkpoint_dir} was trained with --oscillation={before['oscillation']}, which left; "
+            f"the last commit that continues it is {LAST_OSCILLATION_COMMIT}"
         )
     different = [f"{k} was {before.get(k)!r} and is now {v!r}" for k, v in now.items() if before.get(k) != v]
     if different:

@@ -45,7 +45,7 @@ from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard
 from nanochat_fp4.signals import StopSignals
 from nanochat_fp4.training.checkpoint_manager import check_model_tag, load_checkpoint, weights_digest
-from nanochat_fp4.training.flags import METHOD_CHANGES, check_iterations
+from nanochat_fp4.training.flags import BRANCH_SETTINGS, check_iterations
 from nanochat_fp4.training.load_model import (
     SWITCHES,
     build_model,
@@ -115,9 +115,9 @@ def make_model(args: argparse.Namespace, vocab_size: int, device: torch.device) 
         )
         config = replace(config, separate_qkv=args.separate_qkv, exact_relu_squared=args.exact_relu_squared)
     if args.llama and (unfit := next((switch for switch in SWITCHES if getattr(args, switch)), None)):
-        raise UserError(f"--method-changes={unfit} is not for the --llama models; leave one of them out")
+        raise UserError(f"--{unfit.replace('_', '-')} is not for the --llama models; leave one of them out")
     if reason := recompute_problem(args.recompute, config, device):
-        raise UserError(f"--runtime=recompute-{args.recompute}: {reason}")
+        raise UserError(f"--recompute={args.recompute}: {reason}")
     check_model_fits(config, device)
     set_cpu_threads(device, config.n_embd)
     with torch.device("meta"):
@@ -137,9 +137,9 @@ def recompute_problem(recompute: str, config: Any, device: torch.device) -> str 
     if isinstance(config, llama.LlamaConfig) and recompute != "none":
         return "it is not for the --llama models; leave it out"
     if recompute.startswith("codes"):
-        reason = config.separate_qkv and "it needs q, k and v as one layer, without --method-changes=separate_qkv"
+        reason = config.separate_qkv and "it needs q, k and v as one layer, without --separate-qkv"
         reason = reason or flash_attention.unkept_reason(device.type, config.head_dim)
-    return reason and f"{reason}; use recompute-mlp or recompute-all"
+    return reason and f"{reason}; use --recompute=mlp or --recompute=all"
 
 
 def run_settings(
@@ -155,14 +155,14 @@ def run_settings(
         "shuffle_documents": args.shuffle_documents or None,
         **({"schedule": "OneCycleLR"} if args.llama else {}),
         "tokenizer": tokenizer.fingerprint(),
-        **{k: getattr(args, k) or None for k in METHOD_CHANGES},
+        **{k: getattr(args, k) or None for k in BRANCH_SETTINGS},
         "head": None if args.head == "bf16" else args.head,
     }
 
 
 def comparison_key(settings: dict[str, Any]) -> str:
     """The same for two runs that differ only in the method, or in how they are spread over devices."""
-    apart = {"method", "world_size", "parallel", "head", *METHOD_CHANGES}
+    apart = {"method", "world_size", "parallel", "head", *BRANCH_SETTINGS}
     apart |= {key for key in ("data_seed", "shuffle_documents") if not settings[key]}  # the text as it is stored
     comparable = {k: v for k, v in settings.items() if k not in apart}
     return hashlib.sha256(json.dumps(comparable, sort_keys=True).encode()).hexdigest()[:12]
@@ -178,7 +178,7 @@ def find_start(
     source = folder
     if step is None and branch:
         source, step = branch
-        same = {k: v for k, v in same.items() if k not in ("method", "head", *METHOD_CHANGES)}
+        same = {k: v for k, v in same.items() if k not in ("method", "head", *BRANCH_SETTINGS)}
     start = Start(folder)
     if step is not None:
         where = "cpu" if args.state == "lean" else process.device
@@ -325,10 +325,8 @@ class PostTraining:
         recompute = recompute if recompute in RECOMPUTE else "none"
         if reason := recompute_problem(recompute, self.model.config, self.process.device):
             if wished:
-                raise UserError(f"--runtime=recompute-{wished}: {reason}")
-            print0(
-                f"note: the model was trained with --runtime=recompute-{recompute}, which is not used here: {reason}"
-            )
+                raise UserError(f"--recompute={wished}: {reason}")
+            print0(f"note: the model was trained with --recompute={recompute}, which is not used here: {reason}")
             recompute = "none"
         self.model.recompute = recompute
 

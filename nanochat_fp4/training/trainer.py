@@ -52,7 +52,7 @@ from nanochat_fp4.training.resume import Start, changed_settings, restore_dict, 
 from nanochat_fp4.training.telemetry import layer_telemetry, name_nonfinite, summarize_telemetry
 from nanochat_fp4.training.wandb_run import setup_tracker
 
-MAX_SKIPPED_IN_A_ROW = 10  # --runtime=skip-nonfinite gives up after so many
+MAX_SKIPPED_IN_A_ROW = 10  # --on-nonfinite=skip gives up after so many
 LOOK_TOKENS = 8192  # of a rank, for a look at the layers' inputs
 
 Batch = tuple[Tensor, ...]  # tokens, targets (negative: none), and whatever else the loss takes
@@ -444,7 +444,7 @@ class Trainer:
             self.save(self.step, *before)
             raise self.failure(
                 f"{what}. Saved as it was before this step in {self.folder}; lower {self.spec.lower} and start over, "
-                "or skip such steps: --resume-from-step latest --runtime skip-nonfinite"
+                "or skip such steps: --resume-from-step latest --on-nonfinite skip"
             )
         self.monitor.state["skipped"] += 1
         self.progress.write(f"warning: {what}; update skipped")

@@ -11,7 +11,7 @@ from nanochat_fp4.errors import UserError
 def test_the_same_weights_in_several_forwards(tiny_base, tmp_path, capsys):
     folder = tmp_path / "sweep"
     small = "--sizes=tiny --seeds=1 --tokens=512 --vocab-size=300 --keep=bf16,mine --extra=--eval-tokens=256"
-    mine = "--variant=mine: --method=bf16 --method-changes=0.5=clover"
+    mine = "--variant=mine: --method=bf16 --method-phases=0.5=clover"
     sweep.main([*small.split(), "--methods=bf16", mine, f"--folder={folder}"])
     content = json.loads((folder / "sweep.json").read_text())
     assert content["done"] == 2 and content["results"][1]["gemm_work"] == {"4": 0.5, "8": 0.0, "16": 0.5}

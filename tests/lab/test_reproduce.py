@@ -611,9 +611,9 @@ def test_the_attribution_takes_clover_apart():
     runs = sweep_runs.plan(clover_apart(depth_of("d6")), ["d6"], [1], tokens=10**6)
     by_name = {r.method: r for r in runs}
     assert len(by_name) == len(runs) == 30 and all(len(r.tag.encode()) <= 100 for r in runs)
-    assert "--method-changes=*.attn.c_[qkv]=clover_input" in by_name["input-qkv"].flags
-    assert "--method-changes=0.75=clover" in by_name["steps_75-100%"].flags
-    (halves,) = (f for f in by_name["forward-second_half"].flags if f.startswith("--method-changes="))
+    assert "--layer-methods=*.attn.c_[qkv]=clover_input" in by_name["input-qkv"].flags
+    assert "--method-phases=0.75=clover" in by_name["steps_75-100%"].flags
+    (halves,) = (f for f in by_name["forward-second_half"].flags if f.startswith("--layer-methods="))
     assert [part.split(".")[2] for part in halves.split(",")] == ["3", "4", "5"]
     assert [depth_of(s) for s in ("tiny", "llama-200M", "d20")] == [2, 10, 20]
 

@@ -39,7 +39,7 @@ def test_a_plan_is_whole_seeds_with_equal_flags_but_for_method_and_seed():
     ]
     by_size = {}
     for r in runs:
-        own = {f"--method={r.method}", f"--seed={r.seed},{r.seed}"}
+        own = {f"--method={r.method}", f"--seed={r.seed}", f"--data-seed={r.seed}"}
         assert own <= set(r.flags) and base_train.parse_args(list(r.flags)).data_seed == r.seed
         by_size.setdefault(r.size, set()).add(tuple(f for f in r.flags if f not in own))
     assert all(len(flags) == 1 for flags in by_size.values())
@@ -81,17 +81,17 @@ def test_runs_branch_from_the_bf16_run_of_their_seed():
 
 def test_methods_that_compute_the_same_for_a_while_share_that_part():
     names = ["bf16", "clover", "clover_late", "clover_late_fp8", "clover_up_fp8", "nvidia", "clover_less_decay"]
-    mixed = "late_up: --method=clover --method-changes=*.mlp.c_proj=clover,0.6=clover_fp8_forward"
+    mixed = "late_up: --method=clover --layer-methods=*.mlp.c_proj=clover --method-phases=0.6=clover_fp8_forward"
     runs = {r.method: r for r in sweep_runs.plan([*names, mixed], ["tiny"], [1], tokens=10 * 512, share_until=[0.55])}
     trunk = runs["clover"]
-    assert trunk.branch is None and {"--save-every=@6", "--keep-last=-1"} <= set(trunk.flags)
+    assert trunk.branch is None and {"--save-at=6", "--keep-last=-1"} <= set(trunk.flags)
     for name in ("clover_late", "clover_late_fp8", "late_up"):  # clover's until 0.7, 0.7 and 0.6
         assert runs[name].branch == (trunk.tag, 6), name
     for name in ("bf16", "clover_up_fp8", "nvidia", "clover_less_decay"):  # another method or layer from the start
-        assert runs[name].branch is None and "--save-every=@6" not in runs[name].flags, name
+        assert runs[name].branch is None and "--save-at=6" not in runs[name].flags, name
     several = [mixed.replace("late_up", "other").replace("0.6=", "0.8="), *names]  # parts at 0.8 from clover itself
     runs = {r.method: r for r in sweep_runs.plan(several, ["tiny"], [1], tokens=10 * 512, share_until=[0.55, 0.75])}
-    assert "--save-every=@6,8" in runs["other"].flags and runs["clover"].branch == (runs["other"].tag, 8)
+    assert "--save-at=6,8" in runs["other"].flags and runs["clover"].branch == (runs["other"].tag, 8)
     assert runs["clover_late"].branch == (runs["other"].tag, 6)
     # 0.97 of ten steps are ten: nothing would be left to train; and the others part before 0.8.
     for pair, until in ((["clover_feedback", "clover_feedback_late"], 0.97), (["clover", "clover_late"], 0.8)):
@@ -167,12 +167,12 @@ def test_the_data_key_is_of_the_text_and_not_of_its_place(tmp_path):
         ("--tokens=1M --variant=': --method=bf16'", "expected a label without /, a"),
         ("--tokens=1M --variant='x: --method=foo'", "--variant 'x': .*unknown method 'foo'"),
         (
-            "--tokens=1M --variant='x: --method-changes=foo'",
-            "--variant 'x': 'foo' is not pattern=method, fraction=method",
+            "--tokens=1M --variant='x: --layer-methods=foo'",
+            "--variant 'x': layers: 'foo' is not of the form pattern=method",
         ),
         # What --bf16-until would not have seen, and a number of steps of another batch.
         (
-            "--tokens=1M --variant='x: --method-changes 0.5=bf16'",
+            "--tokens=1M --variant='x: --method-phases 0.5=bf16'",
             "--variant 'x': '0.5=bf16' stands apart; write flags of",
         ),
         ("--tokens=1M --extra='--total-batch-size 1024'", "--extra: '1024' stands apart"),

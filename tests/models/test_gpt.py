@@ -434,7 +434,7 @@ def test_layers_compile_once_for_each_window(monkeypatch, recompute):
 
 @pytest.mark.filterwarnings("ignore:torch.compile leaves the quantized layers alone")
 def test_layers_that_are_left_out_break_the_graph(monkeypatch):
-    """On a CPU, where the compiler leaves them to the reference: base_train --runtime=compile."""
+    """On a CPU, where the compiler leaves them to the reference: base_train --compile."""
     monkeypatch.delenv("NVFP4_COMPILE", raising=False)
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **kw: real(function, **kw, backend="eager"))

@@ -192,7 +192,7 @@ def test_bad_numbers_are_named_on_the_rank_that_made_them(run_ranks, tiny_base):
     """The average has carried them to all ranks before they are seen."""
     argv = (
         "--llama=tiny --method=bf16 --max-seq-len=32 --device-batch-size=2 --total-batch-size=128 --eval-every=-1 "
-        "--core-metric-every=-1 --sample-every=-1 --device-type=cpu --num-iterations=1 --runtime=skip-nonfinite"
+        "--core-metric-every=-1 --sample-every=-1 --device-type=cpu --num-iterations=1 --on-nonfinite=skip"
     ).split()
     run_ranks(BAD_RANK.format(argv), env={"NANOCHAT_BASE_DIR": str(tiny_base)})
     records = read_jsonl(tiny_base / "base_checkpoints" / "llama-tiny_bf16" / "metrics.jsonl")

@@ -144,19 +144,17 @@ def test_phases_of_a_run(tiny_base):
         base_train.main([*TINY, "--method=clover", f"--model-tag={tag}", "--save-every=1", "--keep-last=-1", *flags])
 
     train("clover")
-    train("late", "--method-changes=0.5=bf16")
+    train("late", "--method-phases=0.5=bf16")
     at = {(tag, step): weights(tiny_base, tag, step) for tag in ("clover", "late") for step in (1, 2, 3, 4)}
     for step in (1, 2, 3, 4):
         assert same(at["late", step], at["clover", step]) == (step <= 2), step
-    train("late", "--method-changes=0.5=bf16", "--resume-from-step=3")
+    train("late", "--method-phases=0.5=bf16", "--resume-from-step=3")
     assert same(weights(tiny_base, "late"), at["late", 4])
     with pytest.raises(UserError, match="method_phases"):  # another run
         train("late", "--resume-from-step=3")
 
 
 def test_layers_of_a_run(tiny_base, capsys):
-    base_train.main(
-        [*TINY, "--method=clover", "--method-changes=*.mlp.c_fc=bf16,*.attn.c_q=bf16", "--num-iterations=1"]
-    )
+    base_train.main([*TINY, "--method=clover", "--layer-methods=*.mlp.c_fc=bf16,*.attn.c_q=bf16", "--num-iterations=1"])
     said = capsys.readouterr().out
     assert "GEMM work  58.3% in 4 bits, 41.7% in 16 bits" in said  # 4 + 1 of 12 squares of the width in 16

@@ -349,3 +349,5 @@ def test_check_same_run_names_what_differs(tmp_path):
         check_same_run({"a": 1, "b": 3, "c": 4}, {"a": 2, "c": 4}, tmp_path)
     with pytest.raises(UserError, match="does not say how it was trained"):
         check_same_run({"a": 1}, None, tmp_path)
+    with pytest.raises(UserError, match="last commit that continues it is c116c2a"):
+        check_same_run({"a": 1}, {"a": 1, "oscillation": "reset"}, tmp_path)

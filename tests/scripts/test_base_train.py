@@ -56,7 +56,7 @@ def test_text_that_is_read_again_and_again_is_said():
     "method, flags",
     [
         ("clover_feedback", []),  # other methods are killed and resumed in test_reliability.py
-        ("clover", ["--method-changes=*.c_fc=clover,0.6=fp8", "--head=fp8"]),
+        ("clover", ["--layer-methods=*.c_fc=clover", "--method-phases=0.6=fp8", "--head=fp8"]),
     ],
 )
 def test_resume_is_exact(tiny_base, method, flags):
@@ -95,7 +95,7 @@ def test_the_generators_are_where_the_run_left_them(tiny_base, monkeypatch):
     train("--save-every=1", "--keep-last=-1", steps=2)
     folder = tiny_base / "base_checkpoints" / "d1_clover"
     expected = final_state(folder, 2)
-    for flag in ("--resume-from-step=1", "--runtime=telemetry=1"):
+    for flag in ("--resume-from-step=1", "--telemetry-every=1"):
         train(flag, *["--overwrite"] * ("telemetry" in flag), steps=2)
         assert_same(final_state(folder, 2), expected)
 
@@ -145,7 +145,7 @@ def test_signal_cuts_an_evaluation_short(tiny_base, monkeypatch):
 
 def test_a_run_that_was_stopped_at_a_change_of_the_method_evaluates_as_an_undisturbed_one(tiny_base):
     """With the method of the step before: it made the weights."""
-    flags = ["--method-changes=0.5=bf16", "--eval-every=1"]
+    flags = ["--method-phases=0.5=bf16", "--eval-every=1"]
     train(*flags, "--model-tag=whole", steps=4)
     with in_step(1, functools.partial(os.kill, os.getpid(), signal.SIGUSR1)):
         train(*flags, steps=4)
@@ -170,7 +170,7 @@ def test_a_signal_in_the_last_step_leaves_the_report_to_the_resume(tiny_base, ca
 @pytest.mark.parametrize("stopped", [True, False])
 def test_samples_and_telemetry_of_the_step_of_a_resume_are_made_once(tiny_base, stopped):
     """They come before a checkpoint of their step, unless a signal made the checkpoint."""
-    flags = ["--sample-every=2", "--runtime=telemetry=2", "--save-every=2", "--keep-last=-1"]
+    flags = ["--sample-every=2", "--telemetry-every=2", "--save-every=2", "--keep-last=-1"]
     stop = functools.partial(os.kill, os.getpid(), signal.SIGUSR1)
     with in_step(1, stop) if stopped else contextlib.nullcontext():
         train(*flags, steps=4)
@@ -219,12 +219,12 @@ def test_rates_are_those_of_the_flags_also_after_a_resume(tiny_base, how):
 
 
 def test_a_branch_goes_on_as_a_change_of_the_method_does(tiny_base, monkeypatch, capsys):
-    train("--method-changes=0.5=clover", "--model-tag=phases", method="bf16", steps=4)
+    train("--method-phases=0.5=clover", "--model-tag=phases", method="bf16", steps=4)
     checkpoints = tiny_base / "base_checkpoints"
     expected = final_state(checkpoints / "phases", 4)
     expected["records"] = [r for r in expected["records"] if r["step"] >= 2]
 
-    train("--save-every=@1,2", "--keep-last=-1", method="bf16", steps=4)
+    train("--save-at=1,2", "--keep-last=-1", method="bf16", steps=4)
     trunk = final_state(checkpoints / "d1_bf16", 4)
     train("--branch-from=d1_bf16@2", "--save-every=3", "--keep-last=-1", steps=4)
     assert "Resuming from step 2 of d1_bf16" in capsys.readouterr().out
@@ -283,7 +283,7 @@ def test_nan_stops_and_names_step_and_layer(tiny_base, where, layer):
     named = f"{'output of' if where == 'forward' else 'gradient computed by'} {layer}"
     with broken_layer(where, layer, {1}), pytest.raises(UserError) as error:
         train("--eval-every=-1", steps=2)
-    assert "step 1" in str(error.value) and named in str(error.value) and "--runtime skip-nonfinite" in str(error.value)
+    assert "step 1" in str(error.value) and named in str(error.value) and "--on-nonfinite skip" in str(error.value)
     folder = tiny_base / "base_checkpoints" / "d1_clover"
     assert list_steps(folder) == [1]  # as it was before the bad step; how it goes on: test_reliability.py
     assert all(torch.isfinite(t).all() for t in load_checkpoint(folder, 1, "cpu")[0].values())
@@ -291,7 +291,7 @@ def test_nan_stops_and_names_step_and_layer(tiny_base, where, layer):
 
 def test_skipping_gives_up_when_nothing_else_happens(tiny_base):
     with broken_layer("forward", "transformer.h.0.mlp.c_proj", set(range(2, 40))), pytest.raises(UserError) as error:
-        train("--eval-every=-1", "--runtime=skip-nonfinite", steps=30, method="bf16")
+        train("--eval-every=-1", "--on-nonfinite=skip", steps=30, method="bf16")
     assert "step 11" in str(error.value)
     assert list_steps(tiny_base / "base_checkpoints" / "d1_bf16") == [11]
 
@@ -362,15 +362,15 @@ def test_weights_are_quantized_once_a_step(tiny_base, monkeypatch):
 
 
 def test_computing_again_trains_the_same_bits(tiny_base):
-    flags = {"none": [], "all": ["--runtime=recompute-all"], "codes": ["--runtime=recompute-codes"]}
+    flags = {"none": [], "all": ["--recompute=all"], "codes": ["--recompute=codes"]}
     for again, more in flags.items():
         train("--eval-every=-1", *more, f"--model-tag={again}", steps=2)
     a, *others = (load_checkpoint(tiny_base / "base_checkpoints" / tag, 2, "cpu")[0] for tag in flags)
     assert all(torch.equal(a[name], b[name]) for b in others for name in a)
-    with pytest.raises(UserError, match="recompute-codes: it needs q, k and v as one layer"):
-        base_train.main(["--runtime=recompute-codes", "--method-changes=separate_qkv"])
-    with pytest.raises(UserError, match="--runtime=recompute-mlp: it is not for the --llama models"):
-        base_train.main(["--llama=30M", "--runtime=recompute-mlp"])
+    with pytest.raises(UserError, match="--recompute=codes: it needs q, k and v as one layer"):
+        base_train.main(["--recompute=codes", "--separate-qkv"])
+    with pytest.raises(UserError, match="--recompute=mlp: it is not for the --llama models"):
+        base_train.main(["--llama=30M", "--recompute=mlp"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -460,18 +460,33 @@ def test_bad_input_is_one_line(tiny_base, flags, message):
 
 
 @pytest.mark.parametrize(
-    "flags",
+    "flag, named",
     [
-        "--device-batch-size=0 --resume-from-step=x --save-every=@1,x --seed=1,2,3 --runtime=faster --matrix-lr=nan",
-        "--device-batch-size=some --method-changes=quicker --head=fp4 --nope --target-flops=inf",
+        ("--device-batch-size=0", ""),
+        ("--device-batch-size=some", ""),
+        ("--resume-from-step=x", ""),
+        ("--save-every=x", ""),
+        ("--save-at=1,x", ""),
+        ("--seed=x", ""),
+        ("--recompute=some", "codes-mlp"),
+        ("--on-nonfinite=ignore", "skip"),
+        ("--matrix-lr=nan", ""),
+        ("--target-flops=inf", ""),
+        ("--head=fp4", "fp8"),
+        ("--nope", ""),
+        # Spellings of version 0.2, with the flag that is meant.
+        ("--runtime=eager,telemetry=5", "--telemetry-every"),
+        ("--method-changes=0.85=bf16", "--method-phases"),
+        ("--save-every=@3,4", "--save-at=3,4"),
+        ("--seed=42,3", "--data-seed=3"),
     ],
 )
-def test_bad_flags_are_refused_by_the_parser(flags, capsys):
-    for flag in flags.split():
-        with pytest.raises(SystemExit) as stopped:
-            train(flag)
-        err = capsys.readouterr().err
-        assert stopped.value.code == 2 and flag.split("=")[0] in err and "invalid _" not in err  # a function's name
+def test_bad_flags_are_refused_by_the_parser(flag, named, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train(flag)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and flag.split("=")[0] in line and named in line
+    assert "invalid _" not in line  # a function's name
 
 
 def test_a_long_evaluation_says_how_far_it_is(tiny_base, monkeypatch, capsys):
@@ -481,10 +496,11 @@ def test_a_long_evaluation_says_how_far_it_is(tiny_base, monkeypatch, capsys):
 
 
 def test_the_reports_flags_can_be_typed_again():
-    argv = "--seed=7,3 --runtime=eager,recompute-all,skip-nonfinite,telemetry=5 --save-every=@3,4 --depth=3".split()
-    args = base_train.parse_args([*argv, "--method-changes=*.c_fc=fp8,0.85=bf16,separate_qkv"])
-    again = base_train.parse_args(changed_flags(args, base_train.parse_args([])).split())
-    assert again == args and args.data_seed == 3 and args.layer_methods == "*.c_fc=fp8" and args.compile is False
+    argv = "--seed=7 --data-seed=3 --no-compile --recompute=all --on-nonfinite=skip --telemetry-every=5 --save-at=3,4"
+    argv += " --layer-methods=*.c_fc=fp8 --method-phases=0.85=bf16 --separate-qkv"
+    args, defaults = base_train.parse_args(argv.split()), base_train.parse_args([])
+    assert base_train.parse_args(changed_flags(args, defaults).split()) == args
+    assert set(changed_flags(args, defaults).split()) == set(argv.split())
 
 
 def test_another_run_is_not_overwritten_or_resumed(tiny_base, monkeypatch):
@@ -571,7 +587,7 @@ def growth(steps: int, method: str) -> float:
     seen = []
     files = len(os.listdir("/proc/self/fd"))
     with after_steps(lambda trainer: seen.append(resident_mb())):
-        train("--eval-every=10", "--save-every=10", "--runtime=telemetry=10", method=method, steps=steps)
+        train("--eval-every=10", "--save-every=10", "--telemetry-every=10", method=method, steps=steps)
     assert len(os.listdir("/proc/self/fd")) == files and len(seen) == steps
     return seen[-1] - seen[steps // 4]
 

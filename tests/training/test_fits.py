@@ -64,7 +64,7 @@ def test_readme_has_the_table(capsys):
 
 def test_one_card(capsys):
     fits.main(["--gpu", "rtx5060", "--flags"])
-    assert capsys.readouterr().out == "--state=lean --runtime=recompute-codes\n"
+    assert capsys.readouterr().out == "--state=lean --recompute=codes\n"
     fits.main(["--memory", "4", "--depth", "26"])
     assert capsys.readouterr().out.startswith("d26 on 4 GiB: needs 8.1 GiB; d16 fits\n")
     with pytest.raises(UserError, match="the memory of rtx9090 is not known"):
@@ -75,7 +75,7 @@ def test_the_next_lever_follows_what_is_on_already():
     with torch.device("meta"):
         model = GPT(config_from_depth(26, vocab_size=fits.VOCABULARY))
     said = micro_batch.memory_lever(model, 8, 2048)
-    assert said.startswith("one more row takes 2.17 GiB, and --runtime=recompute-codes saves ")
+    assert said.startswith("one more row takes 2.17 GiB, and --recompute=codes saves ")
     model.recompute = "codes-mlp"
     assert "--state=lean saves " in micro_batch.memory_lever(model, 8, 2048)
-    assert "--runtime=recompute-all saves " in micro_batch.memory_lever(model.bfloat16(), 8, 2048)
+    assert "--recompute=all saves " in micro_batch.memory_lever(model.bfloat16(), 8, 2048)

@@ -62,7 +62,7 @@ def test_what_does_not_go_with_shards(monkeypatch, capsys):
     assert check() is False and "one process" in capsys.readouterr().out
     monkeypatch.setattr(parallel, "is_ddp_initialized", lambda: True)
     monkeypatch.setattr(parallel.dist, "get_world_size", lambda *_: 2)
-    for flag in ("--device-batch-size=auto", "--runtime=telemetry=5"):
+    for flag in ("--device-batch-size=auto", "--telemetry-every=5"):
         with pytest.raises(UserError, match=f"{flag.split('=')[0]}.* does not go with --parallel=fsdp"):
             check(flag)
     args = base_train.parse_args(["--parallel=fsdp"])

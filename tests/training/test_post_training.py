@@ -279,7 +279,7 @@ def test_stages_go_on_as_the_base_was_trained(tiny_base):
         stage.main([*flags, "--model-tag=d1", "--num-iterations=2", "--resume-from-step=latest"])
 
     sizes = "--max-seq-len=128 --total-batch-size=512 --eval-tokens=512".split()
-    as_planned = ["--method=clover", "--state=lean", "--runtime=recompute-codes"]
+    as_planned = ["--method=clover", "--state=lean", "--recompute=codes"]
     run(base_train, *BASE, *sizes, *as_planned)
     for stage, flags, place in (mid_train, MID, "mid_checkpoints"), (chat_sft, SFT, "chatsft_checkpoints"):
         flags = [f for f in flags if not f.startswith("--device-batch-size")]

@@ -83,12 +83,12 @@ class Case:
 # SIGKILL. The soak kills every method. Every file operation of a save: test_checkpoint_manager.py.
 
 KILLS = {  # (stage, method, flags): how many. FP32 weights in base training: two ranks, below.
-    ("base", "clover", "--method-changes=0.5=bf16", "--runtime=shuffle-documents", "--seed=42,1", "--state=lean"): 3,
+    ("base", "clover", "--method-phases=0.5=bf16", "--shuffle-documents", "--data-seed=1", "--state=lean"): 3,
     ("mid", "clover", "--quantization=full"): 2,
     ("sft", "clover"): 2,
 }
 SOAKED = [("base", method) for method in nf.METHODS if nf.get_recipe(method).name == method]
-SOAKED += [("base", "clover", "--method-changes=0.5=bf16"), ("mid", "clover"), ("mid", "clover", "--quantization=full")]
+SOAKED += [("base", "clover", "--method-phases=0.5=bf16"), ("mid", "clover"), ("mid", "clover", "--quantization=full")]
 SOAKED += [("sft", "clover"), ("sft", "clover", "--quantization=full")]
 
 
@@ -340,7 +340,7 @@ def test_one_process_and_two_agree(fork_server, tiny_base, method, tolerance, pa
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(fork_server, tiny_base):
     """Two processes, the same command; every method was also compared so in the tests of kills."""
     case = Case(fork_server, tiny_base, "base", "clover")
-    assert case.run("--runtime=deterministic").status == 0  # on a CPU it changes nothing
+    assert case.run("--deterministic").status == 0  # on a CPU it changes nothing
     case.assert_as_undisturbed()
     case.start_over()
     assert case.run("--seed=43").status == 0
@@ -405,7 +405,7 @@ def run_stage(stage: str, base: Path, *flags: str, steps: int = 4) -> Path:
 def test_telemetry_of_every_layer_is_logged_and_reported(tiny_base, monkeypatch):
     recorder = Recorder()
     monkeypatch.setattr(trainer, "setup_tracker", lambda *args: recorder)
-    folder = run_stage("base", tiny_base, "--runtime=telemetry=2", "--eval-every=-1", steps=3)
+    folder = run_stage("base", tiny_base, "--telemetry-every=2", "--eval-every=-1", steps=3)
     names = {"train/loss", "train/lrm", "train/dt", "train/tok_per_sec", "train/grad_norm", "total_training_time"}
     assert names <= recorder.logged.keys()  # nanochat's, in every stage
     records = [r for r in read_jsonl(folder / "metrics.jsonl") if r["event"] == "telemetry"]
@@ -459,9 +459,7 @@ def test_after_bad_numbers_a_run_goes_on_as_it_would_have(tiny_base, monkeypatch
     expected = final_state(folder, last)
     with monkeypatch.context() as m:
         Damage(m, last - 1, float("nan"))
-        with pytest.raises(
-            UserError, match=rf"step {last - 1}: loss nan, first not finite: .*--runtime skip-nonfinite"
-        ):
+        with pytest.raises(UserError, match=rf"step {last - 1}: loss nan, first not finite: .*--on-nonfinite skip"):
             run_stage("mid", tiny_base, "--overwrite", *flags, steps=-1)
     assert list_steps(folder) == [last - 1]
     run_stage("mid", tiny_base, "--resume-from-step=latest", *flags, steps=-1)
@@ -475,7 +473,7 @@ def test_bad_numbers_can_be_skipped_and_spikes_are_seen(tiny_base, monkeypatch, 
     flags = ["--eval-every=-1", "--method=bf16"]
     with monkeypatch.context() as m:
         Damage(m, 2, float("nan"))
-        folder = run_stage("base", tiny_base, *flags, "--runtime=skip-nonfinite", steps=4)
+        folder = run_stage("base", tiny_base, *flags, "--on-nonfinite=skip", steps=4)
     events = [(r["event"], r["step"]) for r in read_jsonl(folder / "metrics.jsonl") if r["event"] != "val"]
     assert events == [("start", 0), ("train", 0), ("train", 1), ("skip", 2), ("train", 3)]
     captured = capsys.readouterr()
