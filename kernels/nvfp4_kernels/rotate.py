@@ -162,11 +162,10 @@ class _Launches:
     """The launches that make the operands of one input. sides: of the operators' schema."""
 
     def __init__(self, x: torch.Tensor, x_scales: torch.Tensor | None, x_tensor_scale: torch.Tensor | None, sides):
-        self.from_codes, self.square = x.dtype == torch.uint8, x_scales is not None and x.dtype != torch.uint8
+        self.from_codes = x.dtype == torch.uint8
         self.from_tiles = self.from_codes and x_scales.dim() == 1
         self.x = x = x.contiguous()
-        bits = x_scales.view(torch.uint8) if x_scales is not None and x_scales.element_size() == 1 else x_scales
-        self.sources = x, x if bits is None else bits, x if x_tensor_scale is None else x_tensor_scale
+        self.sources = (x, x_scales.view(torch.uint8), x_tensor_scale) if self.from_codes else (x, x, x)
         self.rows, self.columns = x.shape[0], x.shape[1] * (2 if self.from_codes else 1)
         self.sides = list(_sides(sides))
         (row, *_), (col, *_) = self.sides
@@ -208,7 +207,6 @@ class _Launches:
             *arguments,
             FROM_CODES=self.from_codes,
             FROM_TILES=self.from_tiles,
-            SQUARE=self.square,
             FP32=self.x.dtype == torch.float32,
             HARDWARE=hardware(),
             BUTTERFLIES=_butterflies(),
@@ -250,8 +248,7 @@ def rotate_quantize(
     """One or both operands that a tensor (R, C) gives: contracted over C ("row") and over R ("col").
 
     x: BF16 or FP32 (R, C), or codes uint8 (R, C/2) with x_scales float8_e4m3fn (R, C/16), or flat in tiles of
-       128x4, and x_tensor_scale. Or the gradient of relu(y)^2, with kept uint8 (R, C) and step float32 (R, 1) of y, or
-       y itself, BF16 or FP32: the tensor is then y's gradient.
+       128x4, and x_tensor_scale.
     row, col: None for an operand that is not wanted. Seeds: int64 ().
     largest: takes the amaxes of row and col here, float32 (2,), and returns those of the wholes. None: x is a whole.
     Returns the tensors of row (R, C'), then of col (C, R'). The contraction dimension is padded to a multiple of the

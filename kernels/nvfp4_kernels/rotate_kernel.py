@@ -283,7 +283,6 @@ def _make(
     COL: tl.constexpr,
     FROM_CODES: tl.constexpr,
     FROM_TILES: tl.constexpr,
-    SQUARE: tl.constexpr,
     FP32: tl.constexpr,
     HARDWARE: tl.constexpr,
     BUTTERFLIES: tl.constexpr,
@@ -335,14 +334,6 @@ def _make(
             mask = (r < rows)[:, None] & (c < columns)[None, :]
             at = r.to(tl.int64)[:, None] * columns + c[None, :]
             x = tl.load(x_ptr + at, mask=mask, other=0.0)
-            if SQUARE:
-                y = tl.load(x_scales_ptr + at, mask=mask, other=0)
-                if y.dtype == tl.uint8:
-                    kept = m.from_bits(0x4B000000 | y.to(tl.int32)) - 8388608.0  # of 2^23 + kept
-                    slope = 2 * tl.load(x_tensor_scale_ptr + r, mask=r < rows, other=0.0)[:, None] * kept
-                else:
-                    slope = 2 * tl.maximum(y.to(tl.float32), 0.0)
-                x = m.rounded_to(x.to(tl.float32) * slope, x.dtype)
             if RHT_DIM:
                 hi = x.to(tl.bfloat16)
                 mid = hi
@@ -393,17 +384,13 @@ def rotate_quantize_kernel(
     col_place_blocks,
     FROM_CODES: tl.constexpr,
     FROM_TILES: tl.constexpr,
-    SQUARE: tl.constexpr,
     FP32: tl.constexpr,
     HARDWARE: tl.constexpr,
     BUTTERFLIES: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
 ):
-    """SQUARE: x is the gradient of relu(y)^2, and becomes y's. x_scales and x_tensor_scale are kept and step of y
-    (relu_squared.py), or x_scales is y. The arithmetic is relu_squared_gradient's.
-
-    ROW and COL are Constants, or None for an operand that is not made. A tuple's numbers are always specialized, so
+    """ROW and COL are Constants, or None for an operand that is not made. A tuple's numbers are always specialized, so
     place's three, which are not to be, are arguments of their own.
 
     With both operands, two programs make row's strips, the next two col's, and so on. Alternating single programs is 9%
@@ -423,12 +410,12 @@ def rotate_quantize_kernel(
             place = row_place_row, row_place_block, row_place_blocks
             _make(
                 first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, row_buffers, place,
-                False, FROM_CODES, FROM_TILES, SQUARE, FP32, HARDWARE, BUTTERFLIES, ROW,
+                False, FROM_CODES, FROM_TILES, FP32, HARDWARE, BUTTERFLIES, ROW,
             )  # fmt: skip
     if COL is not None:
         if side == 1:
             place = col_place_row, col_place_block, col_place_blocks
             _make(
                 first, step, x_ptr, x_scales_ptr, x_tensor_scale_ptr, rows, columns, col_buffers, place,
-                True, FROM_CODES, FROM_TILES, SQUARE, FP32, HARDWARE, BUTTERFLIES, COL,
+                True, FROM_CODES, FROM_TILES, FP32, HARDWARE, BUTTERFLIES, COL,
             )  # fmt: skip

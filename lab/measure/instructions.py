@@ -21,7 +21,6 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -70,9 +69,7 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
     from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
     import nanochat_fp4 as nf
-    from nanochat_fp4.models.recompute import mlp_part
-    from nanochat_fp4.nvfp4 import dispatch, fused, linear, operands
-    from nanochat_fp4.nvfp4.methods import get_recipe
+    from nanochat_fp4.nvfp4 import dispatch, linear, operands
 
     dispatch._no_kernels_reason = lambda device_type: None
     quantize.conversion_problem = lambda: None  # it needs a GPU
@@ -108,13 +105,6 @@ def compile_kernels(arch: int, methods: list[str], every_input: bool) -> list[di
         dispatch.implementation = lambda a, b, out_dtype: "dot_scaled"
         dispatch.mm = lambda a, b, out_dtype, name: torch.zeros(len(a.codes), len(b.codes), dtype=out_dtype)
         train(methods[0], *cases[0])
-        if arch >= 120 and get_recipe(methods[0]).input_is_codes:  # dispatch.multiplies_squares
-            first, second = (nf.QuantLinear(*sizes, method=methods[0]) for sizes in ((256, 384), (384, 256)))
-            x = torch.zeros(256, 256, dtype=torch.bfloat16, requires_grad=True)
-            fused.multiplies_squares = lambda device_type: True
-            block = SimpleNamespace(mlp=SimpleNamespace(c_fc=first, c_proj=second))
-            for y in first.around_square(x, second), mlp_part(block, x):
-                y.backward(torch.zeros(256, 256, dtype=torch.bfloat16))
     return list(launched.values())
 
 
@@ -183,7 +173,6 @@ def label(record: dict) -> str:
         source = "ReLU^2" if "'SQUARE': True" in constants else "rows"
         return f"quantize {source} to codes" + (" and BF16" if "'DECODE': True" in constants else "")
     source = "requantize" if "'FROM_CODES': True" in constants else "rotate grad_output"
-    source += " through ReLU^2" if "'SQUARE': True" in constants else ""
     return f"{source} to {'codes' if 'STORE_CODES=True' in constants else 'BF16'}"
 
 

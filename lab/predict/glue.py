@@ -41,7 +41,7 @@ from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.models import flash_attention, gpt
-from nanochat_fp4.nvfp4 import contexts, dispatch, fused, linear, operands
+from nanochat_fp4.nvfp4 import contexts, dispatch, linear, operands
 from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand
 from nanochat_fp4.nvfp4.operands import Codes
 from nanochat_fp4.step_time import Shape
@@ -288,7 +288,6 @@ def count(method: str, depth: int, rows: int, sm: int, recompute: str = "none") 
         if sm >= 100:
             for module in (operands, linear):
                 inside.enter_context(mock.patch.multiple(module, native_gemm=lambda _: "scaled_mm"))
-        inside.enter_context(mock.patch.multiple(fused, multiplies_squares=lambda _: sm >= 120))
         graphs = capture(method, config_of_block, rows, recompute)
         with _gpu(sm):
             found = [kernel for gm, backward in graphs for kernel in kernels(gm, backward)]

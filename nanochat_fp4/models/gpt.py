@@ -36,7 +36,7 @@ from nanochat_fp4.models.elementwise import ReluSquared, apply_rotary_emb, norm,
 from nanochat_fp4.models.lean import drawn
 from nanochat_fp4.models.recompute import attention_part, can_recompute, mlp_part
 from nanochat_fp4.nvfp4.dispatch import left_out_of_graphs
-from nanochat_fp4.nvfp4.fused import can_be_around_square, fused_linear, relu_squared_linear
+from nanochat_fp4.nvfp4.fused import fused_linear, relu_squared_linear
 from nanochat_fp4.parallel import is_sharded
 
 SOFTCAP = 15.0  # logits lie in (-15, 15)
@@ -161,8 +161,6 @@ class MLP(nn.Module):
         if self.exact_relu_squared:
             return self.c_proj(F.relu(self.c_fc(x)).square())
         eight_bits = torch.is_grad_enabled() and getattr(self.c_proj, "quantizes_input", False)
-        if eight_bits and can_be_around_square(self.c_fc, self.c_proj, x):
-            return self.c_fc.around_square(x, self.c_proj)
         x = self.c_fc(x)
         if eight_bits:
             return relu_squared_linear(x, self.c_proj)

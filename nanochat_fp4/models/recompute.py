@@ -18,7 +18,6 @@ from torch import Tensor
 
 from nanochat_fp4.models import flash_attention
 from nanochat_fp4.models.elementwise import norm_gradient, rms_norm, rotate, rotate_back
-from nanochat_fp4.nvfp4 import fused
 from nanochat_fp4.nvfp4.fused import can_be_fused, linear_then, relu_squared_linear
 from nanochat_fp4.nvfp4.gemm import after
 from nanochat_fp4.nvfp4.linear import QuantLinear
@@ -90,13 +89,11 @@ class _ResidualNorm(NamedTuple):
 class _Relu2Slope(NamedTuple):
     """The identity of y, for a gradient of relu(y)^2. The gradient of y is 2 relu(y) times that. Nothing is kept."""
 
-    squared: bool  # the rotating kernel multiplies by 2 relu(y)
-
     def forward(self, y: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
         return (y,), ()
 
     def backward(self, y: Tensor, kept: Sequence[Tensor], grad: Tensor) -> tuple[Tensor]:
-        return (grad if self.squared else relu_squared_gradient(grad, y),)
+        return (relu_squared_gradient(grad, y),)
 
 
 def _depending_on(grad: Tensor, scalar: Tensor) -> Tensor:
@@ -127,5 +124,5 @@ def attention_part(
 
 def mlp_part(block: Any, normed: Tensor) -> Tensor:
     """The MLP of a gpt.Block, without its residual."""
-    (y,) = linear_then(_Relu2Slope(fused.multiplies_squares(normed.device.type)), normed, (block.mlp.c_fc,))
+    (y,) = linear_then(_Relu2Slope(), normed, (block.mlp.c_fc,))
     return relu_squared_linear(y.view(*normed.shape[:-1], -1), block.mlp.c_proj, straight=True)

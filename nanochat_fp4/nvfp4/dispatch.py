@@ -215,17 +215,6 @@ def no_tensor_cores_reason(device_type: str) -> str | None:
 
 
 @constant_when_compiled
-def multiplies_squares(device_type: str) -> bool:
-    """Whether the rotating kernel computes the derivative of ReLU^2 as well.
-
-    On sm_120 that kernel waits for memory, so the derivative is free. On sm_100 the instructions cost as much as the
-    bytes save, by count (dev/LOG.md, 2026-11-25). On sm_90 registers would spill.
-    """
-    native = device_type == "cuda" and native_gemm(device_type) is not None
-    return native and torch.cuda.get_device_capability() >= (12, 0)
-
-
-@constant_when_compiled
 def has_fp8_tensor_cores(device_type: str) -> bool:
     return device_type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
 

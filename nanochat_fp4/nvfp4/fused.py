@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from nanochat_fp4.nvfp4.dispatch import multiplies_squares, use_kernels
+from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.gemm import GemmOperand
 from nanochat_fp4.nvfp4.linear import QuantLinear, Then, _stacked
 from nanochat_fp4.nvfp4.operands import Codes, quantize_weights
@@ -116,13 +116,6 @@ def _takes_squares(linear: QuantLinear, x: torch.Tensor) -> bool:
     alone = can_be_fused([linear]) and not linear._per_token_now(torch.is_grad_enabled()) and not linear.divided
     kernel = recipe.input_is_codes and recipe.output.a.rounding.block_rows == 1 and use_kernels(x.device)
     return bool(alone and x.numel() and kernel)
-
-
-def can_be_around_square(first: torch.nn.Linear, second: QuantLinear, x: torch.Tensor) -> bool:
-    """Whether first.around_square(x, second) is better than relu_squared_linear(first(x), second) here. Both have the
-    same bits."""
-    plain = not (isinstance(first, QuantLinear) and first.quantizes) or first.divided
-    return not plain and multiplies_squares(x.device.type) and can_be_fused([first]) and _takes_squares(second, x)
 
 
 def quantized_weights(groups: Sequence[Sequence[QuantLinear]], tiles: bool = False) -> list[GemmOperand | None]:

@@ -98,7 +98,6 @@ class Then(Protocol):
     """A function of a layer's output that the backward pass computes again: it keeps no tensor that depends on y alone.
 
     Under torch.compile the gradients given to `backward` must decide all that it computes again (`after`).
-    Where it has `squared`, True, `backward` gives the gradient of relu(y)^2 as it is: the derivative comes later.
     """
 
     def forward(
@@ -198,12 +197,10 @@ def _forward(this: _Pass, needs: tuple[bool, bool], x: torch.Tensor, *tensors: t
     return results, state, [*itertools.chain.from_iterable(parts), seed, *square, *kept]
 
 
-def _backward(
-    state: _State, tensors: Sequence[torch.Tensor | None], grad_output: torch.Tensor, *grads: torch.Tensor, square=()
-):
+def _backward(state: _State, tensors: Sequence[torch.Tensor | None], grad_output: torch.Tensor, *grads: torch.Tensor):
     """(gradient of x, those of the weights and of what this.then took besides, square of x).
 
-    A square is kept and step of relu_squared, where the gradient is that of relu(y)^2 of the output, or of x."""
+    A square is kept and step of relu_squared, where the gradient of x is that of relu(x)^2."""
     this, gemms, device = state.this, state.this.gemms, grad_output.device
     dtype, dgrad, wgrad = this.dtype, gemms.recipe.grad_input, gemms.recipe.grad_weight
     (w, x, *again), (forward_seed, *kept) = _operands(state.kinds, tensors)
@@ -212,13 +209,13 @@ def _backward(
         a, b = (_again(operand, grad_output) for operand in again)
         y = gemms.gemm(a, b, compute_dtype=dtype, out_dtype=dtype)
         grad_output, *grad_more = this.then.backward(y, kept, grad_output, *grads)
-        kept, square = (), (y,) if getattr(this.then, "squared", False) else ()
+        kept = ()
     seed = _backward_seed(grad_output) if gemms.recipe.draws_in_backward else None
     # A GEMM whose b was rotated in the forward pass goes on with that pass's signs.
     for_e, for_w = gemms.operands(dgrad, GRAD_INPUT, seed, forward_seed if dgrad.b.raw else seed, device)
     for_et, for_x = gemms.operands(wgrad, GRAD_WEIGHT, seed, forward_seed if wgrad.b.raw else seed, device)
     needs_dgrad, needs_wgrad = state.needs
-    e, et = quantize_grad_output(grad_output, for_e if needs_dgrad else None, for_et if needs_wgrad else None, square)
+    e, et = quantize_grad_output(grad_output, for_e if needs_dgrad else None, for_et if needs_wgrad else None)
     grad_x, grad_ws = None, [None] * len(state.rows)
     if needs_dgrad:
         wt = w if dgrad.b.raw else quantize_operand(w, for_w, transpose=True)
@@ -248,28 +245,6 @@ class _QuantLinear(torch.autograd.Function):
             grad_x = relu_squared_gradient(grad_x, *square) if square else grad_x
             grad_x = ctx.state.this.gemms.own_gradient(grad_x)
         return None, grad_x, *more
-
-
-class _AroundSquare(torch.autograd.Function):
-    """second(relu(first(x))^2). The kernel that rotates the gradient of first's output reads that of the square."""
-
-    @staticmethod
-    def forward(ctx, first: _Pass, second: _Pass, x: torch.Tensor, *weights: torch.Tensor):
-        needs_x, *needs = [wanted and first.grad_enabled for wanted in ctx.needs_input_grad[2:]]
-        hidden, ctx.first, saved = _forward(first, (needs_x, needs[0]), x, weights[0])
-        y, ctx.second, more = _forward(second, (needs_x or needs[0], needs[1]), hidden, weights[1])
-        ctx.save_for_backward(*saved, *more)
-        ctx.of_first = len(saved)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_y: torch.Tensor):
-        saved, grad_x, of_first = ctx.saved_tensors, None, [None]
-        grad, of_second, square = _backward(ctx.second, saved[ctx.of_first :], grad_y)
-        if grad is not None:
-            grad_x, of_first, _ = _backward(ctx.first, saved[: ctx.of_first], grad, square=square)
-        return None, None, grad_x, *of_first, *of_second
 
 
 # torch.compile chooses anew which operation runs in which pass. A seed may be drawn in both passes, if neither the
@@ -508,11 +483,6 @@ class QuantLinear(torch.nn.Linear):
         """x (..., K) -> (M, N), without bias; or the results of then(it, *more). known: for _pass."""
         this, rows = self._pass(x, layers, then=then, more=len(more), **known)
         return _QuantLinear.apply(this, rows, *[layer.matrix for layer in layers], *more)
-
-    def around_square(self, x: torch.Tensor, second: "QuantLinear") -> torch.Tensor:
-        """second(relu(self(x))^2), where fused.can_be_around_square."""
-        (first, rows), (after, _) = self._pass(x, (self,)), second._pass(x, (second,), squares="derivative")
-        return _AroundSquare.apply(first, after, rows, self.matrix, second.matrix).view(*x.shape[:-1], -1)
 
     def _pass(
         self,

@@ -42,7 +42,6 @@ from nanochat_fp4.nvfp4.format import BLOCK, NVFP4Tensor, row_major_scales, swiz
 from nanochat_fp4.nvfp4.gemm import Decoded, GemmOperand, Plain, after
 from nanochat_fp4.nvfp4.philox import Noise
 from nanochat_fp4.nvfp4.quantizers import Rounding, quantize_reference
-from nanochat_fp4.nvfp4.relu_squared import relu_squared_gradient
 
 ROUNDED_AT_ONCE = 2**28  # elements of weights that are rounded together with feedback, 1 GiB in FP32
 
@@ -435,26 +434,21 @@ def _draws(how: Quantization) -> dict[str, Any]:
 
 
 def quantize_grad_output(
-    e: torch.Tensor,
-    for_dgrad: Quantization | None,
-    for_wgrad: Quantization | None,
-    square: Sequence[torch.Tensor] = (),
+    e: torch.Tensor, for_dgrad: Quantization | None, for_wgrad: Quantization | None
 ) -> tuple[GemmOperand | None, GemmOperand | None]:
     """grad_output (M, N) as the dgrad operand E (M, N) and as the wgrad operand E^T (N, M); None where not wanted.
 
-    The kernels read grad_output once for both. square: what relu_squared_gradient takes with e, the gradient
-    of relu(y)^2; grad_output is its result.
+    The kernels read grad_output once for both.
     """
     if for_dgrad is not None and for_wgrad is not None:
         a, b = for_dgrad.rounding, for_wgrad.rounding
         if a and a == b and a.fp8 == "tensor":
-            quantized = quantize_operand(relu_squared_gradient(e, *square) if square else e, for_dgrad)
+            quantized = quantize_operand(e, for_dgrad)
             return quantized, quantized.transposed()
         kernels = a and b and a.has_kernels and b.has_kernels and a.block_rows == b.block_rows == 1
         kernels = kernels and for_wgrad.rht_dim
         if kernels and use_kernels(e.device):
-            return _rotate_quantize(e, for_dgrad, for_wgrad, native_gemm(e.device.type) is None, square)
-    e = relu_squared_gradient(e, *square) if square else e
+            return _rotate_quantize(e, for_dgrad, for_wgrad, native_gemm(e.device.type) is None)
     return (
         None if for_dgrad is None else _maker(for_dgrad)(e, for_dgrad, False, False),
         None if for_wgrad is None else _maker(for_wgrad)(e, for_wgrad, True, False),
@@ -546,11 +540,10 @@ def _rotate_quantize(
     row: Quantization | None,
     col: Quantization | None,
     emulated: bool,
-    square: Sequence[torch.Tensor] = (),
 ) -> tuple[GemmOperand | None, GemmOperand | None]:
     """The operands contracted over the last ("row") and over the first dimension ("col"), or None for either.
 
-    emulated: as Decoded, for the emulated GEMM alone. square: as in quantize_grad_output.
+    emulated: as Decoded, for the emulated GEMM alone.
     """
     from nvfp4_kernels.rotate import Operand, rotate_quantize
 
@@ -570,7 +563,7 @@ def _rotate_quantize(
         return torch.stack([part.largest(own) if part else own for part, own in zip(parts, amax)])
 
     codes = isinstance(value, NVFP4Tensor)
-    source = (value.codes, value.scales, value.tensor_scale) if codes else (value, *square, *[None] * (2 - len(square)))
+    source = (value.codes, value.scales, value.tensor_scale) if codes else (value, None, None)
     tensors = rotate_quantize(*source, *described(row), *described(col), largest if any(parts) else None)
     results: list[GemmOperand | None] = []
     for how in (row, col):

@@ -65,10 +65,9 @@ def table(rows) -> str:
 def test_clovers_kernels_compile(clover, arch):
     names = Counter(r["kernel"] for r in clover)
     print(table(clover))
-    # Rotations: E and E^T in one launch, the requantization of weight and input, which are one kernel, and on sm_120 E
-    # and E^T through ReLU^2, from 8 bits of relu(x) or from x.
-    assert names["rotate_quantize_kernel"] == (4 if arch >= 120 else 2)
-    expected = {"amax", "quantize", "rotate_quantize"} | ({"relu_squared"} if arch >= 120 else set())
+    # Rotations: E and E^T in one launch, and the requantization of weight and input, which are one kernel.
+    assert names["rotate_quantize_kernel"] == 2
+    expected = {"amax", "quantize", "rotate_quantize"}
     everywhere = {"repair", "decode", "swizzle", "relu_squared", "feedback", "losses", "gradient_codes"}
     expected |= {"finish", "transpose_square"} if arch in BLACKWELL else everywhere
     expected |= {"dot_scaled"} if has_dot_scaled(arch) else set()
@@ -126,7 +125,6 @@ def test_predictions_count_these_instructions(clover, arch):
         "quantize_kernel": [step_time._instructions("four_over_six", step_time.ROWS_INSTRUCTIONS)],
         "rotate_quantize_kernel": [eden, eden + step_time.ROTATED_DECODE_INSTRUCTIONS],
     }
-    clover = [r for r in clover if "'SQUARE': True" not in r["constants"]]  # ReLU^2 is not in the budgets
     for r in clover:
         elements = {"quantize_kernel": 16, "rotate_quantize_kernel": 64}.get(r["kernel"])
         for size in r["loops"] if elements else []:
@@ -136,14 +134,13 @@ def test_predictions_count_these_instructions(clover, arch):
 
 
 def test_predictions_have_no_fewer_instructions_than_other_gpus(clover, arch):
-    """hardware.LONGER, and what ReLU^2's derivative adds, against the loops of sm_100 and sm_120."""
-    from nanochat_fp4 import hardware, step_time
+    """hardware.LONGER against the loops of sm_100 and sm_120."""
+    from nanochat_fp4 import hardware
 
     if arch not in hardware.LONGER:
         return
     longer = hardware.LONGER[arch]
     budgets = {"requantize to codes": 30.2, "rotate grad_output to codes": 22.2, "quantize rows to codes": 33.1}
-    budgets["rotate grad_output through ReLU^2 to codes"] = 22.2 + step_time.DERIVATIVE_INSTRUCTIONS
     counted = {label: n for r in clover if r["kernel"] in instructions.ELEMENTS
                for label, n in [(instructions.label(r), max(instructions.per_element(r)))]}  # fmt: skip
     ratios = {name: counted[name] / budget for name, budget in budgets.items() if name in counted}
@@ -231,8 +228,6 @@ def operator_calls():
     for row, col in ((eden, aligned_codes), (eden_codes, aligned)):
         yield op.rotate_quantize_sides.default, (*arguments, *side(row), *side(col))
     yield op.rotate_quantize_sides.default, (*codes[:3], *side(None), *side(eden))
-    square = x, torch.ones(40, 48, dtype=torch.uint8), torch.ones(40, 1)
-    yield op.rotate_quantize_sides.default, (*square, *side(eden), *side(aligned))
     yield op.rotated_amax.default, (*arguments, *side(eden), *side(aligned))
     yield op.rotate_quantize_parts.default, (*arguments, torch.ones(2), *side(eden_codes), *side(aligned))
     yield op.finish_part.default, (torch.rand(40, 8).bfloat16(), torch.ones(40, 1), torch.ones(()), seed, *eden_codes)

@@ -1,8 +1,5 @@
 """The kernel of ReLU^2 against its reference, bit for bit; on a CPU in Triton's interpreter."""
 
-import functools
-from types import SimpleNamespace
-
 import pytest
 import torch
 from _assertions import assert_same_bits
@@ -13,14 +10,11 @@ from nvfp4_kernels import quantize as quantize_module
 from nvfp4_kernels.relu_squared import quantize_relu_squared, relu_squared
 
 import nanochat_fp4 as nf
-from nanochat_fp4.models import recompute
 from nanochat_fp4.models.gpt import MLP, GPTConfig, norm
-from nanochat_fp4.nvfp4 import fused, operands
-from nanochat_fp4.nvfp4 import linear as linear_module
 from nanochat_fp4.nvfp4 import relu_squared as dispatch
 from nanochat_fp4.nvfp4.fused import relu_squared_linear
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize_reference
-from nanochat_fp4.nvfp4.relu_squared import relu_squared_gradient, relu_squared_reference
+from nanochat_fp4.nvfp4.relu_squared import relu_squared_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -166,53 +160,3 @@ def test_a_derivative_that_is_elsewhere_keeps_nothing(monkeypatch):
         assert not any(t.shape == x.shape for t in kept)
         results.append([y.detach(), *torch.autograd.grad(y.square().sum(), (x, layer.weight)), torch.rand(3)])
     assert all(torch.equal(*pair) for pair in zip(*results))
-
-
-@pytest.mark.parametrize(
-    "method, dtype, compiled, frozen, again",
-    [
-        ("clover", torch.bfloat16, True, None, False),
-        ("tetrajet_v2", torch.float32, False, None, False),
-        ("clover", torch.float32, False, "x", False),
-        ("clover_search", torch.bfloat16, False, "c_fc", False),
-        ("nvidia", torch.bfloat16, False, None, False),
-        ("clover", torch.bfloat16, True, None, True),
-        ("clover", torch.bfloat16, False, "x", True),
-    ],
-)
-def test_the_derivative_in_the_kernel_that_rotates(method, dtype, compiled, frozen, again, monkeypatch):
-    """All gradients have the bits of the two kernels one after the other, of which sm_120 alone makes one. Where one
-    operand of the two is wanted, the derivative is multiplied before. nvidia takes the exact ReLU^2's path.
-    compiled: the one kernel is. again: c_fc's output is computed again, and relu(x) is exact."""
-    torch.manual_seed(0)
-    mlp = MLP(GPTConfig(n_head=1, n_kv_head=1, n_embd=32)).to(DEVICE, dtype)
-    nf.convert(mlp, method, verbose=False)
-    x = torch.randn(3, 8, 32).to(DEVICE, dtype).requires_grad_(frozen != "x")
-    mlp.c_fc.weight.requires_grad_(frozen != "c_fc")
-    wanted = [t for t in (x, *mlp.parameters()) if t.requires_grad]
-    monkeypatch.setenv("NVFP4_KERNELS", "triton")
-    function = functools.partial(recompute.mlp_part, SimpleNamespace(mlp=mlp)) if again else mlp
-    multiplied, results = [], []
-
-    def result(function):
-        torch.manual_seed(2)
-        y = function(x)
-        results.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), wanted)])
-
-    with monkeypatch.context() as patch:
-        for name, module in (("linear", linear_module), ("operands", operands), ("recompute", recompute)):
-            own = functools.partial(lambda name, *of: multiplied.append(name) or relu_squared_gradient(*of), name)
-            patch.setattr(module, "relu_squared_gradient", own)
-        patch.setattr(fused, "multiplies_squares", lambda device_type: False)
-        result(function)
-        assert multiplied == ([] if method == "nvidia" else ["recompute" if again else "linear"])
-        multiplied.clear()
-        patch.setattr(fused, "multiplies_squares", lambda device_type: True)
-        if not compiled:
-            result(function)
-            assert multiplied == (["operands"] if frozen else [])
-    if compiled:
-        torch.compiler.reset()
-        monkeypatch.setattr(fused, "multiplies_squares", lambda device_type: True)
-        result(torch.compile(function, backend="aot_eager", fullgraph=True))
-    assert results[0][1].any() and all(torch.equal(*pair) for pair in zip(*results))
