@@ -143,8 +143,8 @@ import sys
 
 missing = []
 for name in re.findall(r"^[A-Za-z0-9_-]+", open("requirements.txt").read(), re.M):
-    if name in ("fastapi", "uvicorn", "setuptools", "pytest", "pytest-xdist", "ruff") or (name == "triton" and sys.platform != "linux"):
-        continue  # not needed to train
+    if name in ("fastapi", "uvicorn", "muon-optimizer", "setuptools", "pytest", "pytest-xdist", "ruff") or (name == "triton" and sys.platform != "linux"):
+        continue  # a default run does not need it
     if importlib.util.find_spec(name) is None and name not in missing:
         missing.append(name)
 print(" ".join(missing))

@@ -15,7 +15,6 @@ the checkpoint, so `--resume-from-step latest` ends with the same bits as a run 
 
 import argparse
 import functools
-import os
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -39,9 +38,8 @@ from nanochat_fp4.generation.engine import draw_samples
 from nanochat_fp4.models import llama
 from nanochat_fp4.models.gpt import compile_layers
 from nanochat_fp4.models.lean import Lean
-from nanochat_fp4.models.optim import PretrainingOptions
+from nanochat_fp4.models.optim import ORTHOGONALIZERS, PretrainingOptions
 from nanochat_fp4.nvfp4.plan import MethodPlan
-from nanochat_fp4.nvfp4.recipes import to_record
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard, unsharded
 from nanochat_fp4.training import setup
@@ -53,7 +51,7 @@ from nanochat_fp4.training.flags import (
     changed_flags,
     parse_seed,
 )
-from nanochat_fp4.training.load_model import checkpoint_folder, config_record, register_stored_recipes
+from nanochat_fp4.training.load_model import checkpoint_folder, config_record
 from nanochat_fp4.training.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
 from nanochat_fp4.training.trainer import Process, RunSpec, Trainer, TrainingStep, due
 from scripts.base_eval import evaluate_model
@@ -98,6 +96,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--unembedding-lr", type=parse_rate, default=0.004, help="learning rate for unembedding parameters (Adam)")
     add("--weight-decay", type=parse_rate, default=0.2, help="cautious weight decay of matrix parameters (Muon)")
     add("--matrix-lr", type=parse_rate, default=0.02, help="learning rate for matrix parameters (Muon)")
+    text = "how Muon orthogonalizes its updates: nanochat's Polar Express, or the package muon-optimizer"
+    add("--orthogonalizer", choices=ORTHOGONALIZERS, default="polar_express", help=text)
     add("--scalar-lr", type=parse_rate, default=0.5, help="learning rate for scalars (resid_lambdas, x0_lambdas)")
     add("--adam-beta1", type=parse_beta, default=0.8, help="Adam beta1 for embedding/unembedding")
     add("--adam-beta2", type=parse_beta, default=0.95, help="Adam beta2 for embedding/unembedding")
@@ -161,12 +161,8 @@ class Samples:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    check_model_tag(args.model_tag)
-    if args.resume_from_step != -1:  # a row that the run's own checkpoints hold needs no --recipes
-        name = f"llama-{args.llama}" if args.llama else f"d{args.depth}"
-        tag = args.model_tag or f"{name}_{args.method or os.environ.get('QAT_METHOD')}"
-        register_stored_recipes(checkpoint_folder("base", tag))
     method = resolve_method(args.method)
+    check_model_tag(args.model_tag)
     setup.run_stage(args, functools.partial(train, args, method))
 
 
@@ -271,7 +267,6 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         meta={
             "model_config": config_record(model.config),
             "run_config": run_config,
-            "recipes": [to_record(recipe) for recipe in dict.fromkeys(plan.recipes)],
             "tunable": {**tunable, **batch, "recompute": args.recompute, "val_data": val_data},
             "max_seq_len": args.max_seq_len,
             **batch,

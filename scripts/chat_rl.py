@@ -143,7 +143,9 @@ def train(args: argparse.Namespace, process: Process) -> None:
         raise UserError(f"{problem}, and this model has {run.model.rotary_seq_len} positions; lower --max-new-tokens")
     sources = describe_sources([train_part])
     num_iterations = steps_of_epochs(args, len(task), "problems", "--examples-per-step", examples)
-    optimizers, schedule = run.model.setup_finetuning(run.rates, args.init_lr_frac, lambda progress: 1.0 - progress)
+    optimizers, schedule = run.model.setup_finetuning(
+        run.rates, args.init_lr_frac, lambda progress: 1.0 - progress, orthogonalizer=run.orthogonalizer
+    )
     parts = run.parts(optimizers, run.model, loss=policy_loss)
     answers = Answers(args, run, parts)
     rollouts: list[Rollouts] = []

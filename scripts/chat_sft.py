@@ -184,7 +184,9 @@ def train(args: argparse.Namespace, process: Process) -> None:
     val_dataset = chat_data.load_sources(val_sources(args), args.allow_missing, "validation")
     sources = chat_data.describe_sources(train_parts)
     num_iterations = steps_of_epochs(args, len(dataset), "conversations", "--target-examples-per-step", examples)
-    optimizers, schedule = run.model.setup_finetuning(run.rates, args.init_lr_frac, lambda progress: 1.0 - progress)
+    optimizers, schedule = run.model.setup_finetuning(
+        run.rates, args.init_lr_frac, lambda progress: 1.0 - progress, orthogonalizer=run.orthogonalizer
+    )
     teacher, digest = load_teacher(args, run) if args.distill else (None, None)
     loss = {"loss": lambda forward, x, y: distillation_loss(forward, teacher, x, y)} if teacher else {}
     parts = run.parts(optimizers, run.model, **loss)

@@ -123,7 +123,9 @@ def train(args: argparse.Namespace, process: Process) -> None:
     sources = chat_data.describe_sources(train_parts)
     compiled = args.compile if args.compile is not None else device.type == "cuda"
     forward = compile_layers(model) if compiled else model
-    optimizers, schedule = model.setup_finetuning(run.rates, args.init_lr_frac, lr_multiplier, muon_momentum)
+    optimizers, schedule = model.setup_finetuning(
+        run.rates, args.init_lr_frac, lr_multiplier, muon_momentum, orthogonalizer=run.orthogonalizer
+    )
     parts = run.parts(optimizers, forward)
 
     where, lanes = (tokenizer, B, T, device, rank, world_size), grad_accum_steps * world_size

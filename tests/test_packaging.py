@@ -195,7 +195,7 @@ def test_the_library_needs_torch_triton_and_numpy_alone():
     """`pip install nanochat_fp4` without extras: what the extras bring is not there, and convert works. The import
     takes nothing that takes long and is not needed yet: torch's compiler, Triton, what plots and loads data."""
     project = tomllib(ROOT / "pyproject.toml")["project"]
-    names = {"compressed-tensors": "compressed_tensors"}
+    names = {"compressed-tensors": "compressed_tensors", "muon-optimizer": "muon"}
     extras = {re.split(r"[<>=;]", d)[0] for k, v in project["optional-dependencies"].items() if k != "dev" for d in v}
     assert len(extras) > 10 and {"datasets", "wandb", "matplotlib", "fastapi"} <= extras
     code = (

@@ -357,6 +357,7 @@ class GPT(nn.Module):
         weight_decay: float = 0.0,
         adam_betas: tuple[float, float] = (0.8, 0.95),
         scalar_lr: float = 0.5,
+        orthogonalizer: str = "polar_express",
     ) -> list[torch.optim.Optimizer]:
         """
         [AdamW for head, embedding and the per-layer scalars; Muon for the matrices of the blocks].
@@ -377,7 +378,9 @@ class GPT(nn.Module):
         matrices = list(self.transformer.h.parameters())
         assert len(matrices) + len(adam_groups) == len(list(self.parameters())), "a parameter without an optimizer"
         adamw = optim.AdamW(adam_groups, betas=adam_betas, eps=1e-10, weight_decay=0.0)
-        muon = optim.Muon(matrices, lr=matrix_lr, momentum=0.95, weight_decay=weight_decay)
+        muon = optim.Muon(
+            matrices, lr=matrix_lr, momentum=0.95, weight_decay=weight_decay, orthogonalizer=orthogonalizer
+        )
         for group in adamw.param_groups + muon.param_groups:
             group["initial_lr"] = group["lr"]
         return [adamw, muon]
@@ -401,6 +404,7 @@ class GPT(nn.Module):
             weight_decay=weight_decay,
             adam_betas=(options.adam_beta1, options.adam_beta2),
             scalar_lr=options.scalar_lr * scale,
+            orthogonalizer=options.orthogonalizer,
         )
 
         def schedule(step: int, progress: float) -> float:
@@ -421,6 +425,7 @@ class GPT(nn.Module):
         init_lr_frac: float,
         lr_multiplier: Callable[[float], float],
         momentum: Callable[[int], float] | None = None,
+        orthogonalizer: str = "polar_express",
     ) -> tuple[list[torch.optim.Optimizer], optim.Schedule]:
         """
         The optimizers and schedule of a stage after pre-training.
@@ -428,8 +433,9 @@ class GPT(nn.Module):
         rates: keyword arguments of setup_optimizers. All learning rates are multiplied by init_lr_frac and by
             lr_multiplier(progress).
         momentum: Muon's, by step. None leaves the momentum constant.
+        orthogonalizer: Muon's.
         """
-        optimizers = self.setup_optimizers(**rates)
+        optimizers = self.setup_optimizers(**rates, orthogonalizer=orthogonalizer)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group["initial_lr"] = group["lr"] * init_lr_frac
 

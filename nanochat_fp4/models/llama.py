@@ -220,8 +220,10 @@ class Llama(nn.Module):
     ) -> tuple[list[torch.optim.Optimizer], Schedule]:
         """The paper's optimizer and schedule for num_iterations steps, at the size's own learning rate.
 
-        The options are nanochat's and ignored. Raises ValueError for a shape that is no size of the family.
+        The options are nanochat's and ignored. Raises ValueError for a shape that is no size of the family, and for an
+        orthogonalizer, which AdamW has not.
         """
+        check_no_orthogonalizer(options.orthogonalizer)
         config = self.config
         shape = (config.n_layer, config.n_embd, config.n_head)
         rates = [size.learning_rate for size in SIZES.values() if size[:3] == shape]
@@ -242,11 +244,14 @@ class Llama(nn.Module):
         init_lr_frac: float,
         lr_multiplier: Callable[[float], float],
         momentum: Callable[[int], float] | None = None,
+        orthogonalizer: str = "polar_express",
     ) -> tuple[list[torch.optim.Optimizer], Schedule]:
         """AdamW for all parameters at rates["unembedding_lr"] times init_lr_frac and lr_multiplier(progress).
 
-        "unembedding_lr" is GPT's AdamW rate for a matrix. The other rates and the momentum are ignored.
+        "unembedding_lr" is GPT's AdamW rate for a matrix. The other rates and the momentum are ignored. Raises
+        ValueError for an orthogonalizer, which AdamW has not.
         """
+        check_no_orthogonalizer(orthogonalizer)
         optimizers = self.setup_optimizers(rates["unembedding_lr"] * init_lr_frac)
 
         def schedule(step: int, progress: float) -> float:
@@ -290,6 +295,12 @@ class Llama(nn.Module):
             options = self.config.vocab_size, NO_SOFTCAP, loss_reduction, self.head
             return linear_cross_entropy(x, self.lm_head.weight, targets, *options)
         return self.lm_head(x)[..., : self.config.vocab_size].float()
+
+
+def check_no_orthogonalizer(name: str) -> None:
+    """Raises ValueError unless the name is the default, which says nothing."""
+    if name != PretrainingOptions.orthogonalizer:
+        raise ValueError(f"orthogonalizer {name}: a Llama model trains with AdamW, which has none; leave it out")
 
 
 def lr_multiplier(step: int, num_iterations: int) -> float:

@@ -17,7 +17,7 @@ f5425245f. For a matrix W (M, N) with gradient G:
 
     m  <- momentum * m + (1 - momentum) * G                                       momentum
     G' =  momentum * m + (1 - momentum) * G                                       Nesterov
-    O  =  orthogonalize(G')                          singular values to about 1; Polar Express, arXiv 2505.16932
+    O  =  orthogonalize(G')                          singular values to about 1: see ORTHOGONALIZERS
     v  <- beta2 * v + (1 - beta2) * mean(O^2 along the shorter side)              variance reduction as in NorMuon,
     U  =  O / sqrt(v), rescaled to the Frobenius norm of O                        arXiv 2510.05491
     W  <- W - lr * sqrt(max(1, M / N)) * (U + weight_decay * W where U * W >= 0)  cautious weight decay
@@ -109,6 +109,7 @@ class PretrainingOptions:
     warmup_ratio: float = 0.0
     warmdown_ratio: float = 0.4
     final_lr_frac: float = 0.0
+    orthogonalizer: str = "polar_express"
 
 
 def set_learning_rates(optimizers: Iterable[torch.optim.Optimizer], multiplier: float) -> None:
@@ -161,6 +162,25 @@ def polar_express(g: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
+def newton_schulz(g: Tensor) -> Tensor:
+    """
+    The same by five Newton-Schulz steps of Keller Jordan's package muon-optimizer, through its own function.
+
+    The result is BF16 whatever the dtype of g. Singular values are in about 0.7 to 1.2, because the package's fixed
+    coefficients are chosen for a steep start and do not converge to 1. Raises ModuleNotFoundError without the package.
+    """
+    from muon import zeropower_via_newtonschulz5
+
+    return zeropower_via_newtonschulz5(g, steps=5)
+
+
+# What --orthogonalizer chooses from: (..., M, N) -> (..., M, N).
+ORTHOGONALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "polar_express": polar_express,  # nanochat's: coefficients of its own for each of five steps, arXiv 2505.16932
+    "newton_schulz": newton_schulz,
+}
+
+
 def muon_update(
     params: Tensor,
     grads: Tensor,
@@ -171,17 +191,18 @@ def muon_update(
     lr: Tensor,
     weight_decay: Tensor,
     dtype: torch.dtype,
+    orthogonalize: Callable[[Tensor], Tensor] = polar_express,
 ) -> None:
     """
     One step for K matrices of one shape at once; params, both buffers and grads (which is scratch) change in place.
 
     params, grads and momentum_buffer are `(K, M, N)`. second_momentum_buffer is `(K, M, 1)` where M >= N, else
     `(K, 1, N)`. The hyper-parameters are 0-d tensors, so that a schedule does not recompile. lr includes the factor for
-    the shape. The orthogonalization computes in dtype.
+    the shape. orthogonalize is one of ORTHOGONALIZERS and gets its argument in dtype.
     """
     momentum_buffer.lerp_(grads, 1 - momentum)
     g = grads.lerp_(momentum_buffer, momentum)
-    update = polar_express(g.to(dtype)).float()
+    update = orthogonalize(g.to(dtype)).float()
     along = -1 if second_momentum_buffer.size(-1) == 1 else -2
     mean_square = update.square().mean(dim=along, keepdim=True)
     second_momentum_buffer.lerp_(mean_square.to(second_momentum_buffer.dtype), 1 - beta2)
@@ -212,8 +233,10 @@ class Muon(torch.optim.Optimizer):
         momentum, beta2: decay rates of the first and second moment.
         weight_decay: cautious, that is only where weight decay and update have the same sign.
         stack_elements: how many elements are updated at a time. The memory of a step is proportional to this number.
+        orthogonalizer: a name of ORTHOGONALIZERS. State dicts do not keep it; the metadata of a checkpoint do.
     lean: set by lean.Lean, else None. Weights are then BF16, and the momentum 8 bits.
-    Raises ValueError for parameters that are not matrices, and in step() for missing gradients.
+    Raises ValueError for parameters that are not matrices, for an unknown orthogonalizer, and in step() for missing
+    gradients. Raises ModuleNotFoundError for "newton_schulz" without the package muon-optimizer.
     """
 
     lean: Lean | None = None
@@ -226,8 +249,13 @@ class Muon(torch.optim.Optimizer):
         beta2: float = 0.95,
         weight_decay: float = 0.0,
         stack_elements: int = STACK_ELEMENTS,
+        orthogonalizer: str = "polar_express",
     ):
         params = list(params)
+        if orthogonalizer not in ORTHOGONALIZERS:
+            raise ValueError(f"unknown orthogonalizer {orthogonalizer!r}; use one of {', '.join(ORTHOGONALIZERS)}")
+        self.orthogonalize = ORTHOGONALIZERS[orthogonalizer]
+        self.orthogonalize(torch.eye(2))  # a missing package is found here, before the first step
         for p in params:
             if p.ndim != 2:
                 raise ValueError(f"Muon is for matrices, not for shape {tuple(p.shape)}; give this one to AdamW")
@@ -361,6 +389,7 @@ class Muon(torch.optim.Optimizer):
                 torch.tensor(group["lr"] * max(1.0, rows / columns) ** 0.5, dtype=torch.float32),
                 torch.tensor(group["weight_decay"], dtype=torch.float32),
                 torch.bfloat16 if stack.is_cuda else dtype,  # elsewhere BF16 products can be many times slower
+                self.orthogonalize,
             )
 
         if lean is None:

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import load_recipes
 from nanochat_fp4.console import parse_rate
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.cross_entropy import HEADS
 from nanochat_fp4.models.gpt import RECOMPUTE
 from nanochat_fp4.models.lean import STATES
+from nanochat_fp4.models.optim import ORTHOGONALIZERS
 from nanochat_fp4.parallel import MODES
 
 # A run that branches from another run may differ from it in these settings (and in the method and the head).
 BRANCH_SETTINGS = ("layer_methods", "method_phases", "branch_from", "separate_qkv", "exact_relu_squared")
-METHODS = f"{', '.join(nf.METHODS)}; or a row that --recipes registers"
+METHODS = f"{', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)"
 # Flags of version 0.2 that set several things, and the flags that replace them.
 REPLACED = {
     "--runtime": "--compile, --no-compile, --deterministic, --on-nonfinite=skip, --telemetry-every=N, --recompute=..., "
@@ -142,18 +142,9 @@ def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str
     return " ".join(typed)
 
 
-def add_recipes_argument(parser: argparse.ArgumentParser) -> None:
-    """Rows of the user's own. A checkpoint holds the recipes that it was trained with and needs no file."""
-    text = "Python file that registers methods of your own by nanochat_fp4.register, as $RECIPES does"
-    parser.add_argument(
-        "--recipes", type=load_recipes, default=os.environ.get("RECIPES", ""), metavar="FILE.py", help=text
-    )
-
-
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """How to quantize."""
     add = parser.add_argument
-    add_recipes_argument(parser)
     add("--method", default=None, help=f"QAT method (default: $QAT_METHOD, else clover): {METHODS}")
     text = "other methods of single layers, 'pattern=method' with commas: '*.c_fc=fp8,*.attn.c_proj=bf16'"
     add("--layer-methods", default="", help=text)
@@ -183,7 +174,6 @@ def add_model_arguments(parser: argparse.ArgumentParser, *precisions: str) -> No
     add("-g", "--model-tag", default=None, help="model tag to load (default: that of the largest model)")
     add("-s", "--step", "--model-step", type=int, default=None, help="step to load (default: the last one)")
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
-    add_recipes_argument(parser)
     add("--method", default=None, help=METHOD_OF_THE_MODEL)
     if precisions:
         what = "forward pass: as the method says (nvfp4)" + (
@@ -211,7 +201,6 @@ def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of matrix products on a GPU")
     add("--seed", type=int, default=42, help="seed of rotations and stochastic rounding (--quantization full)")
     # Quantization
-    add_recipes_argument(parser)
     add("--method", default=None, help=METHOD_OF_THE_MODEL)
     text = "quantize the forward pass only, forward and backward, or nothing"
     add("--quantization", default="forward", choices=("forward", "full", "none"), help=text)
@@ -228,4 +217,6 @@ def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -
     add("--unembedding-lr", type=parse_rate, default=0.004, help="learning rate for unembedding parameters (Adam)")
     add("--matrix-lr", type=parse_rate, default=0.02, help="learning rate for matrix parameters (Muon)")
     add("--weight-decay", type=parse_rate, default=0.0, help="weight decay of the matrix parameters (Muon)")
+    text = "how Muon orthogonalizes its updates (default: as the model was trained)"
+    add("--orthogonalizer", choices=ORTHOGONALIZERS, default=None, help=text)
     add("--init-lr-frac", type=parse_rate, default=init_lr_frac, help="initial LR as fraction of base LR")

@@ -85,7 +85,7 @@ _LOSES = {
     "lean": "; weights are rounded to BF16 and moments to 8 bits, and their lower bits are lost",
     "fp32": "; lower bits that --state=lean has not kept do not come back",
 }
-_OF_THE_CALL = {"resume_from_step", "overwrite", "run", "model_tag", "model_step", "branch_from", "dry_run", "recipes"}
+_OF_THE_CALL = {"resume_from_step", "overwrite", "run", "model_tag", "model_step", "branch_from", "dry_run"}
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -99,7 +99,8 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     def settings(meta: dict[str, Any]) -> dict[str, Any]:
         parts = [meta.get(key) for key in ("user_config", "tunable")]
         flat = {k: v for part in parts if isinstance(part, dict) for k, v in part.items() if k not in _OF_THE_CALL}
-        return {"state": "fp32"} | flat | ({"commit": meta["commit"]} if meta.get("commit") else {})
+        before_there_was_a_choice = {"state": "fp32", "orthogonalizer": "polar_express"}
+        return before_there_was_a_choice | flat | ({"commit": meta["commit"]} if meta.get("commit") else {})
 
     old, new = settings(before), settings(now)
     loses = {"state": _LOSES[new["state"]]}

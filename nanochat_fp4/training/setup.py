@@ -33,15 +33,15 @@ from nanochat_fp4.common import (
 )
 from nanochat_fp4.console import Phases, format_seconds, rare_collections
 from nanochat_fp4.data.tokenizer import RustBPETokenizer
-from nanochat_fp4.errors import LostRankError, UserError, is_lost_rank
+from nanochat_fp4.errors import LostRankError, UserError, is_lost_rank, require
 from nanochat_fp4.evaluation.report import get_report
 from nanochat_fp4.models import flash_attention, llama
 from nanochat_fp4.models.cross_entropy import head_problem
 from nanochat_fp4.models.gpt import GPT, RECOMPUTE, config_from_depth
 from nanochat_fp4.models.lean import Lean, set_state, state_of
+from nanochat_fp4.models.optim import ORTHOGONALIZERS
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
-from nanochat_fp4.nvfp4.recipes import to_record
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard
 from nanochat_fp4.signals import StopSignals
@@ -56,7 +56,6 @@ from nanochat_fp4.training.load_model import (
     find_model_tag,
     load_model,
     load_weights,
-    register_recipes,
 )
 from nanochat_fp4.training.resume import (
     Start,
@@ -79,6 +78,8 @@ def run_stage(args: argparse.Namespace, train: Callable[[Process], None]) -> Non
     Exits with the status of the signal that stopped it, if one did.
     """
     phases = Phases()
+    if args.orthogonalizer == "newton_schulz":
+        require("muon")  # said before the data are made
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts
     if args.deterministic:
         use_deterministic_kernels()
@@ -166,6 +167,8 @@ def comparison_key(settings: dict[str, Any]) -> str:
     """The same for two runs that differ only in the method, or in how they are spread over devices."""
     apart = {"method", "world_size", "parallel", "head", *BRANCH_SETTINGS}
     apart |= {key for key in ("data_seed", "shuffle_documents") if not settings[key]}  # the text as it is stored
+    # Runs from before the setting existed had Polar Express, and stay comparable.
+    apart |= {"orthogonalizer"} if settings["orthogonalizer"] == "polar_express" else set()
     comparable = {k: v for k, v in settings.items() if k not in apart}
     return hashlib.sha256(json.dumps(comparable, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -185,8 +188,6 @@ def find_start(
     if step is not None:
         where = "cpu" if args.state == "lean" else process.device
         weights, rank_state, meta = load_checkpoint(source, step, where, load_optimizer=True, rank=process.rank)
-        if source == folder:
-            register_recipes(meta, f"checkpoint of step {step} in {folder}")
         check_same_run(same, meta.get("run_config"), source)
         load_weights(model, weights, source, step)
         set_state(model, args.state, state_of(meta))
@@ -323,6 +324,12 @@ class PostTraining:
         """--state, or that of the model's checkpoint."""
         return self.args.state or state_of(self.parent_meta)
 
+    @property
+    def orthogonalizer(self) -> str:
+        """--orthogonalizer, or that of the model's checkpoint."""
+        trained = (self.parent_meta.get("user_config") or {}).get("orthogonalizer")
+        return self.args.orthogonalizer or (trained if trained in ORTHOGONALIZERS else "polar_express")
+
     def set_recompute(self, wished: str | None) -> None:
         """As the flag says, or as the model was trained, where that is possible on this machine."""
         recompute = wished or (self.parent_meta.get("user_config") or {}).get("recompute")
@@ -405,6 +412,7 @@ class PostTraining:
                 "method": self.method,
                 "state": self.state,
                 "recompute": self.model.recompute,
+                "orthogonalizer": self.orthogonalizer,
                 "device_batch_size": spec["device_batch_size"],
             },
             meta={
@@ -412,7 +420,6 @@ class PostTraining:
                 "run_config": run_config,
                 "tunable": {"world_size": self.process.world_size, "parallel": args.parallel},
                 "parent": self.parent,
-                "recipes": [to_record(get_recipe(self.method))],
             },
             start_record={"quantization": args.quantization, "sources": sources},
             lower="--init-lr-frac",

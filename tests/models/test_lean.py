@@ -209,7 +209,7 @@ def test_two_processes_do_what_one_does(run_ranks, tmp_path):
 # Models
 
 
-def small(method, state, cls=GPT, layers=1, sharded=False, width=128):
+def small(method, state, cls=GPT, layers=1, sharded=False, width=128, orthogonalizer="polar_express"):
     torch.manual_seed(0)
     if cls is GPT:
         model = GPT(config_from_depth(layers, 256, 32, 64, width, "L"))
@@ -221,7 +221,7 @@ def small(method, state, cls=GPT, layers=1, sharded=False, width=128):
     if sharded:
         parallel.shard(model)
     rates = dict(unembedding_lr=0.004, embedding_lr=0.2, matrix_lr=0.02, weight_decay=0.1)
-    optimizers, schedule = model.setup_finetuning(rates, 1.0, lambda progress: 1.0)
+    optimizers, schedule = model.setup_finetuning(rates, 1.0, lambda progress: 1.0, orthogonalizer=orthogonalizer)
     schedule(0, 0.0)
     made = lean.Lean(model, optimizers, seed=1) if state == "lean" else None
     # On a CPU lean computes in BF16, as a GPU does in either state.
@@ -289,8 +289,8 @@ def test_a_thousand_steps_of_both_states_side_by_side():
 def one_sharded_rank():
     """Two processes with the same rows, whole and in shards: the same losses and weights, to the bit."""
     compute_init("cpu")
-    for method in ("clover", "bf16"):
-        whole, shards = small(method, "lean"), small(method, "lean", sharded=True)
+    for method, orthogonalizer in (("clover", "polar_express"), ("bf16", "newton_schulz")):
+        whole, shards = (small(method, "lean", sharded=s, orthogonalizer=orthogonalizer) for s in (False, True))
         assert train(whole, 3, micro_batches=1) == train(shards, 3, micro_batches=1)
         weights, others = (parallel.full_state_dict(step.model, 0) for step in (whole, shards))
         for name, value in weights.items():

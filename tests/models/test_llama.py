@@ -205,6 +205,8 @@ def test_fine_tuning_moves_all_parameters_at_one_rate():
     model.init_weights()
     before = [p.detach().clone() for p in model.parameters()]
     (adamw,), schedule = model.setup_finetuning({"unembedding_lr": 4e-3, "matrix_lr": 9.0}, 0.5, lambda done: 1 - done)
+    with pytest.raises(ValueError, match="AdamW, which has none"):
+        model.setup_finetuning({"unembedding_lr": 4e-3}, 0.5, lambda done: 1 - done, orthogonalizer="newton_schulz")
     ids = torch.randint(0, 64, (2, 8))
     model(ids, ids).backward()
     assert schedule(3, 0.75) == 0.25

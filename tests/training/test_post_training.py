@@ -272,14 +272,14 @@ def test_base_to_mid_to_sft_to_evaluation_and_chat(base, capsys, monkeypatch):
 
 
 def test_stages_go_on_as_the_base_was_trained(tiny_base):
-    """--state, recomputation and micro-batch are the model's, of new runs and of resumed ones: a card that has trained
-    the base trains them all."""
+    """--state, recomputation, orthogonalizer and micro-batch are the model's, of new runs and of resumed ones: a card
+    that has trained the base trains them all."""
 
     def run(stage, *flags):
         stage.main([*flags, "--model-tag=d1", "--num-iterations=2", "--resume-from-step=latest"])
 
     sizes = "--max-seq-len=128 --total-batch-size=512 --eval-tokens=512".split()
-    as_planned = ["--method=clover", "--state=lean", "--recompute=codes"]
+    as_planned = ["--method=clover", "--state=lean", "--recompute=codes", "--orthogonalizer=newton_schulz"]
     run(base_train, *BASE, *sizes, *as_planned)
     for stage, flags, place in (mid_train, MID, "mid_checkpoints"), (chat_sft, SFT, "chatsft_checkpoints"):
         flags = [f for f in flags if not f.startswith("--device-batch-size")]
@@ -287,8 +287,8 @@ def test_stages_go_on_as_the_base_was_trained(tiny_base):
             run(stage, *flags)
         run(stage, *flags)
         weights, _, meta = load_checkpoint(tiny_base / place / "d1", 2, "cpu")
-        config = {k: meta["user_config"][k] for k in ("state", "recompute", "device_batch_size")}
-        assert config == {"state": "lean", "recompute": "codes", "device_batch_size": 2}
+        config = {k: meta["user_config"][k] for k in ("state", "recompute", "orthogonalizer", "device_batch_size")}
+        assert list(config.values()) == ["lean", "codes", "newton_schulz", 2]
         assert {t.dtype for t in weights.values() if t.ndim == 2} == {torch.bfloat16}
         events = read_jsonl(tiny_base / place / "d1" / "metrics.jsonl")
         assert [r["step"] for r in events if r["event"] == "start"] == [0, 1]

@@ -13,6 +13,7 @@ from _samples import save_base
 from _training import STAGES
 
 from nanochat_fp4.environment import get_commit
+from nanochat_fp4.training.resume import changed_settings
 
 TAG = "run"
 COMMON = f"--model-tag={TAG} --num-iterations=3 --save-every=1 --keep-last=-1".split()
@@ -55,6 +56,7 @@ REFUSED = [
 NOTED = [
     ("base", "--matrix-lr=0.01", "matrix_lr was 0.02 so far and is 0.01 from here on"),
     ("base", "--weight-decay=0.1", "weight_decay was 0.2"),
+    ("base", "--orthogonalizer=newton_schulz", "orthogonalizer was polar_express so far and is newton_schulz"),
     ("base", "--state=lean", "state was fp32 so far and is lean from here on; weights are rounded to BF16"),
     ("mid", "--state=lean", "state was fp32 so far and is lean from here on; weights are rounded to BF16"),
     ("base", "--warmup-ratio=0.5", "warmup_ratio was 0.0"),
@@ -119,6 +121,11 @@ def text(tiny_base, tmp_path):
     """A folder of text of this test's own."""
     shutil.copytree(os.environ["DATA_DIR"], tmp_path / "own")
     return tmp_path / "own"
+
+
+def test_a_checkpoint_from_before_a_setting_had_its_default():
+    now = {"user_config": {"state": "lean", "orthogonalizer": "newton_schulz", "matrix_lr": 0.01}}
+    assert [line.split()[0] for line in changed_settings({"user_config": {}}, now)] == ["state", "orthogonalizer"]
 
 
 @pytest.mark.parametrize(

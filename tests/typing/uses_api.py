@@ -22,8 +22,7 @@ def records() -> nf.Recipe:
         grad_weight=nf.Gemm(a=nf.Operand(rounding="sr"), b=nf.Operand("rtn", raw=True)),
         summary="an example",
     )
-    names: tuple[str, ...] = nf.METHODS
-    nf.register(mine)
+    names: tuple[str, ...] = nf.METHODS + nf.ABLATIONS
     assert nf.get_recipe("quartet2").name == "clover" and "clover" in names
     return mine
 
@@ -70,7 +69,7 @@ def train(method: str | nf.Recipe, steps: int = 2) -> nn.Sequential:
 
 
 def load(folder: str | Path) -> nn.Sequential:
-    notes: list[str] = nf.save_quantized(build(), folder, dtype=torch.float32)
+    notes: list[str] = nf.save_quantized(build(), folder, format="modelopt")
     print(*notes)
     errors: dict[str, float] = nf.merge_adapter(build(), deltas={"0": torch.zeros(64, 32)})
     print(errors)
