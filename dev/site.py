@@ -25,7 +25,7 @@ def public_names() -> dict[str, list[str]]:
                     found.setdefault(node.module, []).append(name.name)
                 if name.name == "tensor_parallel":  # of __getattr__
                     found[f"{node.module}.{name.name}"] = [n for n in all_ if n.endswith("wiseParallel")]
-    missing = set(all_) - {name for names in found.values() for name in names} - {"METHODS", "ABLATIONS"}
+    missing = set(all_) - {name for names in found.values() for name in names} - {"METHODS"}
     assert not missing, f"names of __all__ that are on no page of the API: {missing}"
     return found
 
@@ -40,7 +40,7 @@ def api_pages() -> dict[str, str]:
         parts = [f"::: {module}.{name}" for name in names]
         doc = ast.get_docstring(ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")))
         pages[f"api/{short}.md"] = "\n\n".join([f"# {short}", f"`{module}`. {doc}", *parts]) + "\n"
-    head = "# API\n\n`import nanochat_fp4 as nf`. `nf.METHODS` and `nf.ABLATIONS` are the names of all methods.\n\n"
+    head = "# API\n\n`import nanochat_fp4 as nf`. `nf.METHODS` are the names of the methods.\n\n"
     pages["api/index.md"] = head + "| module | names |\n|---|---|\n" + "\n".join(rows) + "\n"
     return pages
 

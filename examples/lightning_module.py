@@ -29,7 +29,7 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-def main(method: str = "clover_late", steps: int = 20) -> list[float]:
+def main(method: str = "nvidia_full", steps: int = 20) -> list[float]:
     module = Module(method)
     trainer = lightning.Trainer(max_steps=steps, logger=False, enable_checkpointing=False)
     trainer.fit(module, torch.utils.data.DataLoader(torch.randint(50, (32, 33)), batch_size=8))

@@ -50,6 +50,7 @@ import torch._dynamo  # noqa: E402 (or each fork would import it)
 
 import nanochat_fp4 as nf  # noqa: E402
 from lab import ROOT  # noqa: E402
+from lab.recipes import RECIPES  # noqa: E402
 
 MODULES = [f"scripts.{s}" for s in ("base_train", "mid_train", "chat_sft", "tok_train", "export")]
 MODULES.append("lab.measure.bench_parallel")
@@ -325,7 +326,7 @@ class Cases:
         """(names of cases, what makes them, its arguments), those that take long first."""
         chains = {f: [f"export-{f}/{name}" for name in names] for f, names in self.formats.items()}
         jobs = [(["mid/clover", "sft/clover", *chains["gpt"]], self.chain, ("gpt",))]
-        names = [("method", name) for name in sorted((*nf.METHODS, *nf.ABLATIONS), key=lambda name: name not in LONG)]
+        names = [("method", name) for name in sorted((*nf.METHODS, *RECIPES), key=lambda name: name not in LONG)]
         names += [("ddp", "clover"), *(("fsdp", name) for name in ("clover", "clover_feedback", "nvidia"))]
         jobs += [(["/".join(pair)], self.method, pair) for pair in names]
         jobs += [(["llama/clover", *chains["llama"]], self.chain, ("llama",)), (["tok"], self.tok, ())]

@@ -20,8 +20,8 @@ The other names, by task:
     load, save  load_quantized reads a folder of scripts.export; save_quantized writes one of a transformers model;
                 merge_adapter rounds weights with adapters to 4 bits again
     numerics    quantize, rotate and NVFP4Tensor are the format; QuantLinear is one layer
-    methods     METHODS are the names to choose from, ABLATIONS the other ones, ROUNDINGS what they are made of.
-                get_recipe gives the Recipe of a name. A Recipe of your own has a Gemm of two Operands for each product:
+    methods     METHODS are the names to choose from, ROUNDINGS what they are made of. get_recipe gives the Recipe of a
+                name, and register adds a row. A Recipe of your own has a Gemm of two Operands for each product:
 
     nf.convert(model, nf.Recipe("mine", output=nf.Gemm(nf.Operand("rtn"), nf.Operand("four_over_six"))))
 
@@ -44,7 +44,7 @@ from nanochat_fp4.nvfp4.feedback import gram_state, load_gram_state
 from nanochat_fp4.nvfp4.format import NVFP4Tensor
 from nanochat_fp4.nvfp4.hadamard import rotate
 from nanochat_fp4.nvfp4.linear import QuantLinear
-from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.methods import get_recipe, register
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 from nanochat_fp4.nvfp4.sharding import gather_codes
@@ -53,10 +53,8 @@ from nanochat_fp4.nvfp4.training import set_progress, update_gram_matrices
 __version__ = "0.2.0"
 
 METHODS = (*methods.METHODS, *methods.ALIASES)  # the names to choose QAT_METHOD from
-ABLATIONS = tuple(methods.ABLATIONS)  # other values of QAT_METHOD: the paper's figures, other systems, parts of methods
 
 __all__ = [
-    "ABLATIONS",
     "METHODS",
     "ROUNDINGS",
     "ColwiseParallel",
@@ -80,6 +78,7 @@ __all__ = [
     "per_token_scale",
     "quantize",
     "quantize_weights_once",
+    "register",
     "rotate",
     "save_quantized",
     "set_progress",

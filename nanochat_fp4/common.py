@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import random
+import runpy
 import statistics
 import sys
 import time
@@ -39,13 +40,27 @@ def get_base_dir() -> str:
 def resolve_method(flag: str | None) -> str:
     """The QAT method: the --method flag, else $QAT_METHOD, else clover. An alias comes back as the method it names.
 
-    Raises UserError that lists the methods.
+    The file in $RECIPES is read first, as --recipes is. Raises UserError that lists the methods.
     """
+    load_recipes(os.environ.get("RECIPES", ""))
     name = flag or os.environ.get("QAT_METHOD") or "clover"
     try:
         return get_recipe(name).name
     except ValueError as e:
         raise UserError(f"{'--method' if flag else 'QAT_METHOD'}: {e}") from None
+
+
+def load_recipes(path: str) -> str:
+    """Runs a Python file that registers rows (nf.register), "" for none, and returns its path. Raises UserError."""
+    if not path:
+        return path
+    if not os.path.isfile(path):
+        raise UserError(f"--recipes: there is no file {path}; name a Python file that calls nanochat_fp4.register")
+    try:
+        runpy.run_path(path)
+    except Exception as e:  # whatever a file of the user's raises
+        raise UserError(f"--recipes: {path} ended with {type(e).__name__}: {one_line(e)}") from e
+    return path
 
 
 def print0(*args: Any, **kwargs: Any) -> None:

@@ -35,7 +35,7 @@ from nanochat_fp4.models import flash_attention
 from nanochat_fp4.nvfp4.dispatch import use_kernels
 from nanochat_fp4.nvfp4.format import BLOCK, BYTES
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
-from nanochat_fp4.nvfp4.methods import METHOD_TABLE, METHODS, get_recipe
+from nanochat_fp4.nvfp4.methods import METHODS, get_recipe
 from nanochat_fp4.nvfp4.operands import Codes, Quantization, quantize_grad_output, quantize_operand
 from nanochat_fp4.nvfp4.probe import relative_square_error
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, quantize_reference
@@ -396,7 +396,6 @@ def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__.split("\n")[0])
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--method", default="", help="check this method only (default: those of nf.METHODS)")
-    which.add_argument("--all", action="store_true", help="check the ablations (nf.ABLATIONS), too: minutes on a GPU")
     which.add_argument(
         "--send", action="store_true", help="check nothing: say what to send of dev/measure.sh, and where"
     )
@@ -404,7 +403,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.send:
         print(what_to_send())
         return
-    methods = (get_recipe(args.method).name,) if args.method else tuple(METHOD_TABLE if args.all else METHODS)
+    methods = (get_recipe(args.method).name,) if args.method else tuple(METHODS)
     device = torch.device(autodetect_device_type())
     if device.type == "mps":
         device = torch.device("cpu")

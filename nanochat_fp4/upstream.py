@@ -11,7 +11,7 @@ No file of the checkout changes, and nothing is written there. Four methods of i
                         f5425245f and the newest, call init_weights before torch.compile, before they load weights and
                         before they build optimizers.
     setup_optimizer(s)  First checks that the converted layers are still there. Each rank then draws its own random
-                        numbers. A method that changes in the course of a run (clover_late) gets the script's variables
+                        numbers. A method that changes in the course of a run (nvidia_full) gets the script's variables
                         step and num_iterations before each step.
     forward             Computes a loss as in training. Logits (samples, CORE, chat) get a scale for each token, so that
                         an answer depends neither on the rest of the batch nor on the KV cache.
@@ -44,7 +44,7 @@ import torch
 from torch import nn
 
 import nanochat_fp4 as nf
-from nanochat_fp4.common import get_dist_info, print0, resolve_method
+from nanochat_fp4.common import get_dist_info, load_recipes, print0, resolve_method
 from nanochat_fp4.errors import UserError, one_line, run_main
 
 BACKWARD = ("full", "forward", "none")
@@ -70,6 +70,7 @@ class Options:
     script: str  # as after python -m: scripts.base_train
     script_args: tuple[str, ...]
     method: str
+    recipes: str
     backward: str  # one of BACKWARD
     skip: tuple[str, ...]
     keep_first_blocks: int
@@ -110,8 +111,10 @@ def parse_args(argv: Sequence[str]) -> Options:
     )
     add = parser.add_argument
     add("script", metavar="SCRIPT", help="as after python -m in the checkout: scripts.base_train")
-    text = f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)"
+    text = f"QAT method (default: $QAT_METHOD, else clover): {', '.join(nf.METHODS)}; or a row that --recipes registers"
     add("--method", help=text)
+    text = "Python file that registers methods of your own by nanochat_fp4.register, as $RECIPES does"
+    add("--recipes", type=load_recipes, default="", metavar="FILE.py", help=text)
     text = "full: quantize forward and backward; forward: the backward pass stays in BF16; none: everything does "
     text += "(default: $QAT_BACKWARD, else full for base_train and forward for all other scripts)"
     add("--backward", help=text)

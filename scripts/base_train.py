@@ -15,6 +15,7 @@ the checkpoint, so `--resume-from-step latest` ends with the same bits as a run 
 
 import argparse
 import functools
+import os
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -40,6 +41,7 @@ from nanochat_fp4.models.gpt import compile_layers
 from nanochat_fp4.models.lean import Lean
 from nanochat_fp4.models.optim import ORTHOGONALIZERS, PretrainingOptions
 from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.nvfp4.recipes import to_record
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard, unsharded
 from nanochat_fp4.training import setup
@@ -51,7 +53,7 @@ from nanochat_fp4.training.flags import (
     changed_flags,
     parse_seed,
 )
-from nanochat_fp4.training.load_model import checkpoint_folder, config_record
+from nanochat_fp4.training.load_model import checkpoint_folder, config_record, register_stored_recipes
 from nanochat_fp4.training.micro_batch import auto_device_batch_size, parse_device_batch_size, plan_accumulation
 from nanochat_fp4.training.trainer import Process, RunSpec, Trainer, TrainingStep, due
 from scripts.base_eval import evaluate_model
@@ -161,8 +163,12 @@ class Samples:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    method = resolve_method(args.method)
     check_model_tag(args.model_tag)
+    if args.resume_from_step != -1:  # a row that the run's own checkpoints hold needs no --recipes
+        name = f"llama-{args.llama}" if args.llama else f"d{args.depth}"
+        tag = args.model_tag or f"{name}_{args.method or os.environ.get('QAT_METHOD')}"
+        register_stored_recipes(checkpoint_folder("base", tag))
+    method = resolve_method(args.method)
     setup.run_stage(args, functools.partial(train, args, method))
 
 
@@ -267,6 +273,7 @@ def train(args: argparse.Namespace, method: str, process: Process) -> None:
         meta={
             "model_config": config_record(model.config),
             "run_config": run_config,
+            "recipes": [to_record(recipe) for recipe in dict.fromkeys(plan.recipes)],
             "tunable": {**tunable, **batch, "recompute": args.recompute, "val_data": val_data},
             "max_seq_len": args.max_seq_len,
             **batch,

@@ -33,6 +33,7 @@ if not torch.cuda.is_available():
 
 import random  # noqa: E402
 
+import _rows  # noqa: E402, F401  registers them
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from _interpreter import language_replaced_once  # noqa: E402, F401

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from _rows import METHOD_TABLE
 
 from nanochat_fp4 import doctor
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.nvfp4 import dispatch, linear
 from nanochat_fp4.nvfp4 import gemm as gemm_module
-from nanochat_fp4.nvfp4.methods import METHOD_TABLE, METHODS
+from nanochat_fp4.nvfp4.methods import METHODS
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS
 
 ROOT = Path(__file__).parent.parent
@@ -287,12 +288,11 @@ def test_unknown_method_and_unknown_kernels(monkeypatch, capsys):
         doctor.probe("cpu")
 
 
-def test_by_default_the_methods_to_choose_from_are_examined_and_all_else_on_request(monkeypatch):
+def test_by_default_the_methods_to_choose_from_are_examined(monkeypatch):
     seen = []
     monkeypatch.setattr(doctor, "examine", lambda device, methods, **more: seen.append(methods) or [])
-    for flags in ([], ["--all"]):
-        doctor.main(flags)
-    assert seen == [tuple(METHODS), tuple(METHOD_TABLE)]
+    doctor.main([])
+    assert seen == [tuple(METHODS)]
 
 
 def end(device, method):

@@ -317,6 +317,7 @@ def test_converts_after_the_weights_and_before_compile_and_optimizers(checkout, 
 
 
 # In a fork of a process that has imported our own scripts, what a new one would do in a checkout. {} is the program.
+ROWS = f"--recipes={Path(__file__).parent / '_rows.py'}"
 IN_A_FORK = """
 import inspect, runpy, sys
 for name in [n for n in sys.modules if n.split(".")[0] == "scripts"]:
@@ -344,21 +345,23 @@ def test_bf16_is_the_checkout_as_it_is_and_clover_keeps_its_bookkeeping(checkout
 def test_a_method_with_phases_is_told_where_the_run_is(tmp_path, run, run_ranks):
     """clover_late is clover for 70% of the steps, and not from there on; later stages go on with what it ended with."""
     checkout, more = make_checkout(tmp_path, "new"), ("scripts.base_train", "--", "--num-iterations=5", "--depth=1")
-    status, out, err = run(checkout, "--method=clover_late", *more)
+    status, out, err = run(checkout, ROWS, "--method=clover_late", *more)
     assert status == 0, err
     assert "step 4 of 5: from here on clover_refined" in err and err.count("from here on") == 1
     late, clover = record(out), record(run(checkout, "--method=clover", *more)[1])
     assert late["losses"][:4] == clover["losses"][:4] and late["losses"][4] != clover["losses"][4]
     assert late["recipe"].startswith("clover_refined")
-    assert "four_over_six + rest" in record(run(checkout, "--method=clover_late", "scripts.chat_sft")[1])["recipe"]
+    assert (
+        "four_over_six + rest" in record(run(checkout, ROWS, "--method=clover_late", "scripts.chat_sft")[1])["recipe"]
+    )
     # As a user starts it, this module is __main__ as well.
-    program = f"sys.stderr, sys.argv = sys.stdout, ['', '--method=clover_late', *{more}]\n"
+    program = f"sys.stderr, sys.argv = sys.stdout, ['', '{ROWS}', '--method=clover_late', *{more}]\n"
     program += "runpy.run_module('nanochat_fp4.upstream', run_name='__main__', alter_sys=True)"
     (out,) = run_ranks(IN_A_FORK.format(program), 1, env={"NANOCHAT_DIR": str(checkout)})
     assert "step 4 of 5: from here on clover_refined" in out
     script = checkout / "scripts/base_train.py"
     script.write_text(re.sub("num_iterations(?= =|:)", "steps", script.read_text()))  # another name for it
-    check_error(run(checkout, "--method=clover_late", *more), "where the run is (step is 0, num_iterations None)")
+    check_error(run(checkout, ROWS, "--method=clover_late", *more), "where the run is (step is 0, num_iterations None)")
 
 
 @pytest.mark.parametrize("script", ["scripts.chat_sft", "scripts.chat_eval"])

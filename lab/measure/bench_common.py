@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lab.recipes import RECIPES
 from nanochat_fp4.common import get_base_dir
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.environment import environment_info
@@ -23,7 +24,7 @@ from nanochat_fp4.errors import UserError
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import MACHINES, Machine
 from nanochat_fp4.models.gpt import GPT, GPTConfig
-from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
+from nanochat_fp4.nvfp4.methods import METHODS, get_recipe
 
 # --------------------------------------------------------------------------------------------------------------------
 # Timing
@@ -142,7 +143,7 @@ def some_of(flag: str, text: str, known: Iterable[str]) -> list[str]:
 
 def methods_of(text: str) -> list[str]:
     """ "bf16", then the methods in a flag's value (all: every one), each once. Raises ValueError for an unknown one."""
-    names = METHOD_TABLE if text == "all" else [get_recipe(m).name for m in text.split(",") if m]
+    names = METHODS | RECIPES if text == "all" else [get_recipe(m).name for m in text.split(",") if m]
     return list(dict.fromkeys(["bf16", *names]))
 
 

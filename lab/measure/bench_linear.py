@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = common.argument_parser(__doc__)
     add = parser.add_argument
     add("--models", default="800M,3B,7B", help=f"of {', '.join(LAYER_SETS)}")
-    known = "of nf.METHODS or nf.ABLATIONS, or all of both; bf16 is always there"
+    known = "of nf.METHODS or lab/recipes.py, or all of both; bf16 is always there"
     add("--methods", default=",".join(METHODS), help=known)
     add("--tokens", type=int, default=step_time.TOKENS, help="rows of the input")
     add("--eager", action="store_true", help="calls from the host (default: replays of a CUDA graph)")

@@ -166,7 +166,7 @@ def show(records: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser, known = common.argument_parser(__doc__, roofline=False), "of nf.METHODS or nf.ABLATIONS, with commas"
+    parser, known = common.argument_parser(__doc__, roofline=False), "of nf.METHODS or lab/recipes.py, with commas"
     parser.add_argument("--depth", type=int, default=26, help="nanochat's dial; it sets the width")
     parser.add_argument("--methods", default="clover", help=f"{known}; bf16 is always there")
     args = parser.parse_args(argv)

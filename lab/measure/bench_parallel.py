@@ -46,7 +46,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(description="Time, memory and traffic of training steps on several GPUs")
     add = parser.add_argument
     add("--depth", type=int, default=26)
-    add("--method", default="clover", help="of nf.METHODS or nf.ABLATIONS")
+    add("--method", default="clover", help="of nf.METHODS or lab/recipes.py")
     add("--parallel", choices=(*MODES, "tp"), default="ddp")
     add("--tensor-parallel", type=int, default=2, help="processes that compute a layer together (tp)")
     add("--gather", choices=("codes", "bf16"), default="codes", help="what travels of a quantized weight (fsdp)")

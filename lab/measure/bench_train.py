@@ -262,7 +262,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = common.argument_parser(__doc__.partition(":")[0].replace("\n", " "), roofline=False)
     add = parser.add_argument
     add("--depth", default="26", help="depths, with commas")
-    text = "of nf.METHODS or nf.ABLATIONS, with commas; bf16 is always there. clover:64: in micro-batches of 64 rows"
+    text = "of nf.METHODS or lab/recipes.py, with commas; bf16 is always there. clover:64: in micro-batches of 64 rows"
     add("--methods", default="fp8,clover", help=text)
     add("--recompute", default="none", help=f"of {', '.join(RECOMPUTE)}, with commas: what is computed twice")
     add("--state", choices=STATES, default="fp32", help="of weights, gradients and moments, as base_train's")

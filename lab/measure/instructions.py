@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument(
         "arch", type=int, nargs="*", default=[90, 100, 120], help="compute capabilities: 90, 100, 120, 121"
     )
-    parser.add_argument("--method", default="clover", help="a method of nf.METHODS or nf.ABLATIONS")
+    parser.add_argument("--method", default="clover", help="a method of nf.METHODS or lab/recipes.py")
     args = parser.parse_args()
     if len(args.arch) == 1:
         return show(args.arch[0], args.method)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from lab import RESULTS
 from lab.predict.blackwell import LAYER_SETS
+from lab.recipes import RECIPES
 from nanochat_fp4.console import ArgumentParser, table
 from nanochat_fp4.errors import UserError, run_main
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import Machine, machine_of
-from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
+from nanochat_fp4.nvfp4.methods import METHODS, get_recipe
 from nanochat_fp4.step_time import Shape, is_counted, is_predictable, layer_steps, predicted_ms, tokens_per_second
 
 
@@ -34,7 +35,7 @@ NAMES = ("model", "pass", "method", "mode", "variant", "recompute", "kernel", "n
 H200 = ("bench_linear", "bench_train", "bench_train_32gib", "bench_train_methods", "bench_train_nanochat")
 # What only a card can answer, and the command that does.
 QUESTIONS = {
-    "Are kernels, GEMMs and attention right, launch after launch?": "python -m nanochat_fp4.doctor --all",
+    "Are kernels, GEMMs and attention right, launch after launch?": "python -m nanochat_fp4.doctor",
     "How fast is a step, and which micro-batch fits?": "bash dev/measure.sh",
     "How far is cuBLASLt's FP4 GEMM from cuDNN's 1,510 TFLOP/s?": "python -m lab.measure.bench_linear --models 22B",
     "Which share of the issue rate do the rotating kernels reach?": "python -m lab.measure.bench_quantize",
@@ -108,7 +109,7 @@ def _predicted(
 ) -> tuple[str, float | None, float, str] | None:
     """A benchmark's record as (name, predicted, measured, unit). None where nothing can be predicted of any machine."""
     method = r.get("method")
-    if r.get("problem") or not (method == "bf16" or (method in METHOD_TABLE and is_predictable(method))):
+    if r.get("problem") or not (method == "bf16" or (method in METHODS | RECIPES and is_predictable(method))):
         return None
     if benchmark == "bench_linear" and r["mode"] == "graph" and (method == "bf16" or is_counted(method)):
         what = f"{r['model']}, {r['pass']}, {method}"

@@ -15,7 +15,8 @@ folder share runs. The table is printed after every run. All numbers go to <fold
 --results makes tables and plots of them.
 
 --sizes: d<depth> is a nanochat of that depth. llama-30M to llama-200M are of the paper's Tables 3, 4. tiny is for CPUs.
---methods: names of nf.METHODS, nf.ABLATIONS or sweep_runs.VARIANTS. --variant "label: flags of base_train" is one more.
+--methods: names of nf.METHODS, of lab/recipes.py or of sweep_runs.VARIANTS. --variant "label: flags of base_train" is
+    one more.
 """
 
 import argparse

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nanochat_fp4 as nf
+from lab.recipes import RECIPES  # noqa: F401  registers them
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models import llama
 from nanochat_fp4.nvfp4.plan import MethodPlan

@@ -184,6 +184,7 @@ class Sweep:
 
     def _start(self, run: Run, device: str) -> subprocess.Popen:
         environment = os.environ | {"NANOCHAT_BASE_DIR": str(self.folder), "CUDA_VISIBLE_DEVICES": device}
+        environment["RECIPES"] = str(ROOT / "lab/recipes.py")
         with open(self.log_path(run), "a") as f:
             # A session of its own: Ctrl-C reaches this process alone, which passes it on.
             return subprocess.Popen(

@@ -29,7 +29,7 @@ from nanochat_fp4.evaluation import plots
 from nanochat_fp4.evaluation.metrics import read_jsonl
 from nanochat_fp4.files import atomic_write
 from nanochat_fp4.hardware import MACHINES, machine_of
-from nanochat_fp4.nvfp4.methods import METHOD_TABLE
+from nanochat_fp4.nvfp4.methods import METHODS
 from nanochat_fp4.step_time import break_even, is_counted
 
 # Order of the stages in the report; sections with other names follow in the order of their time.
@@ -382,7 +382,7 @@ def _break_even(gpu: str, runs: list[dict]) -> str:
         known = ", ".join(m.name for m in MACHINES.values())
         return f"- break-even with BF16: not known for {gpu or 'a CPU'}; predicted for {known} only"
     trained = {r["method"] for r in runs}
-    methods = [m for m in METHOD_TABLE if m in trained and is_counted(m)] or ["clover"]
+    methods = [m for m in METHODS if m in trained and is_counted(m)] or ["clover"]
     widths = [(method, break_even(machine, method)) for method in methods]
     found = ", ".join(f"{method} {f'from width {width}' if width else 'at no width'}" for method, width in widths)
     return f"- break-even with BF16, PREDICTED for {machine.name}, not measured: linear layers are faster with {found}"

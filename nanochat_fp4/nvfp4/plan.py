@@ -5,7 +5,7 @@
 computes with clover, the MLP's first layers with fp8, and from 85% of the steps on everything in BF16.
 
 - A late switch of both passes is 0.85=bf16.
-- A late switch of the forward alone is 0.85=fig1e_ms_eden, whose row quantizes only the backward.
+- A late switch of the forward alone is 0.85=fig1e_ms_eden (lab/recipes.py), whose row quantizes only the backward.
 - A warm-up is bf16 with phases 0.1=clover.
 
 One kind of layer, or one phase, can be quantized alone.
@@ -65,12 +65,17 @@ class MethodPlan:
         if odd := next((r for r in others if r.kept_blocks not in (0.0, method.kept_blocks)), None):
             raise ValueError(
                 f"{odd.name} keeps the last blocks in BF16 from the first step on; make it the method of the run, or "
-                "use nvidia_fixed_signs"
+                "use nvidia"
             )
         start, last = steps[-1] if steps else (0.0, method)
         if last.late and last.late[0] > start:
             steps.append((last.late[0], last.final))
         return cls(method, of_layers, tuple(steps))
+
+    @property
+    def recipes(self) -> list[Recipe]:
+        """All recipes that the plan names."""
+        return [self.method, *(recipe for _, recipe in (*self.layers, *self.phases))]
 
     def at(self, progress: float) -> Recipe:
         """The method of the phase that `progress` (0 to 1) is in."""

@@ -103,7 +103,6 @@ class Rounding:
     block:      number of values that share a scale, 16. MXFP4 and MXFP8 have 32, FP8 with blocks 128.
     prescale:   multiplies elements before they are rounded, and divides them afterwards (mx only)
     element:    "e2m1", or, to nearest, "e4m3" (mx and fp8) or "e5m2" (fp8)
-    eden_group: number of values that share a correction S, 128 (rotation group) or 16 (block). For ms_eden only.
     name:       the key in ROUNDINGS
     """
 
@@ -118,13 +117,12 @@ class Rounding:
     block: int = BLOCK
     prescale: float = 1.0
     element: str = "e2m1"
-    eden_group: int = RHT_DIM
     name: str = field(default="", compare=False)
 
     @property
     def has_kernels(self) -> bool:
         """Whether the Triton kernels compute this rounding. The others run as this reference on every machine."""
-        return not (self.mx or self.fp8 or self.eden_group != RHT_DIM or (self.random and self.block_rows > 1))
+        return not (self.mx or self.fp8 or (self.random and self.block_rows > 1))
 
     @property
     def takes_amax(self) -> bool:
@@ -149,8 +147,6 @@ ROUNDINGS: dict[str, Rounding] = {
     "scale_search_6": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_6),
     "ms_eden_search_3": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_3, ms_eden=True),
     "ms_eden_search_6": Rounding(scale_cap=SEARCH_SCALE_CAP, candidates=SEARCH_6, ms_eden=True),
-    # NVIDIA staff's variant (torchao's V2 recipe): S for each block, and no clipping. Without kernels.
-    "ms_eden_by_16": Rounding(scale_cap=SEARCH_SCALE_CAP, ms_eden=True, eden_group=BLOCK),
 }
 # Other systems. With scales rounded down, the largest value of a block may be almost 8 and is clipped to 6. Tseng et
 # al. therefore shrink by 3/4 before stochastic rounding. With scales rounded up (NVIDIA), nothing is clipped and up to
@@ -453,16 +449,16 @@ def _align_post_hoc(rows, rounding, factor, noise, start):
     """Kernel one of the paper's Section 7: (q, E8M3 pseudo-scales, EDEN's correction S), all without tensor_scale."""
     x = rows.unflatten(-1, (-1, BLOCK))
     q, pseudo_scales = _search(x, rounding, lambda scale, _: round_e8m3(scale), factor=factor)
-    return q, pseudo_scales, _eden_correction(x, q, pseudo_scales, factor, rounding.eden_group)
+    return q, pseudo_scales, _eden_correction(x, q, pseudo_scales, factor)
 
 
-def _eden_correction(x, q, scales, factor, group=RHT_DIM):
-    """S = `<x, x>` / `<x, x_rtn>` (paper, Algorithm 1) for each group, repeated for the group's blocks: `(R, G)`.
+def _eden_correction(x, q, scales, factor):
+    """S = `<x, x>` / `<x, x_rtn>` (paper, Algorithm 1) for each rotation group, repeated for its blocks: `(R, G)`.
 
     x and q are `(R, G, 16)`, scales `(R, G)`, and factor as in `_search`. A block is summed in units of its scale. The
     block's weight is the square of its scale over a power of two above the group's largest scale.
     """
-    blocks = scales.unflatten(-1, (-1, group // BLOCK))
+    blocks = scales.unflatten(-1, (-1, RHT_DIM // BLOCK))
     largest = power_of_two_floor(blocks.amax(dim=-1, keepdim=True)).clamp(min=TENSOR_SCALE_MIN)
     weight = blocks * (0.125 / largest)  # a block's sums stay below 2^22
     weight = weight * weight
@@ -474,7 +470,7 @@ def _eden_correction(x, q, scales, factor, group=RHT_DIM):
 
     xx, xq = sum_over_group(y), sum_over_group(q)
     correction = torch.where(xq > 0, xx / xq, 1.0)
-    return correction.repeat_interleave(group // BLOCK, dim=-1)
+    return correction.repeat_interleave(RHT_DIM // BLOCK, dim=-1)
 
 
 def _finish_scales(pseudo_scales, correction, rounding, tensor_scale, noise):
@@ -496,7 +492,7 @@ def ms_eden_direct(x: torch.Tensor, rounding: Rounding, seed: torch.Tensor | int
     tensor_scale = divide(rows.abs().amax(), rounding.grid_max * rounding.scale_cap).clamp(min=TENSOR_SCALE_MIN)
     x, factor = rows.unflatten(-1, (-1, BLOCK)), 1.0 / tensor_scale
     q, scales = _search(x, rounding, _round_block_scale(rounding), factor=factor)
-    correction = _eden_correction(x, q, scales, factor, rounding.eden_group)
+    correction = _eden_correction(x, q, scales, factor)
     uniform = Noise(seed).scales(*scales.shape, x.device)
     scales = stochastic_round_e4m3(scales * correction, uniform)
     codes = pack(encode_e2m1(q.flatten(-2))).view(*y.shape[:-1], -1)

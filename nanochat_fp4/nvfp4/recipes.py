@@ -14,14 +14,14 @@ weight, 4-bit codes dequantized. By the chain rule the results are the gradients
 The table of the methods is in methods.py.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from nanochat_fp4.nvfp4.format import BLOCK
 from nanochat_fp4.nvfp4.hadamard import RHT_DIM
 from nanochat_fp4.nvfp4.operands import Maker, maker_of
-from nanochat_fp4.nvfp4.quantizers import Rounding, get_rounding
+from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, Rounding, get_rounding
 
 RHT_DIMS = (0, 16, 32, 64, 128)
 
@@ -116,7 +116,7 @@ class Recipe:
     late: "tuple[float, Recipe] | None" = None
     # Share of a model's blocks, those at its end and at least one, that convert leaves in BF16.
     kept_blocks: float = 0.0
-    summary: str = ""
+    summary: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for problem in _problems(self):
@@ -237,3 +237,45 @@ def _problems_of_gemm(gemm: Gemm, is_output: bool) -> Iterator[str]:
 def both(rounding: str, rht_dim: int = 0) -> Gemm:
     """Both operands rounded alike."""
     return Gemm(Operand(rounding), Operand(rounding), rht_dim)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Recipes as JSON, so that a checkpoint says by itself how it was trained
+
+
+def to_record(value: Any) -> Any:
+    """A Recipe as JSON: the fields that are not their defaults. A rounding of ROUNDINGS is its name."""
+    if isinstance(value, Rounding) and ROUNDINGS.get(value.name) == value:
+        return value.name
+    if is_dataclass(value):
+        own = [f for f in fields(value) if f.init]
+        required = {f.name for f in own if f.default is f.default_factory}  # both are MISSING
+        plain = type(value)(**{name: getattr(value, name) for name in required})
+        changed = (f.name for f in own if f.name in required or getattr(value, f.name) != getattr(plain, f.name))
+        return {name: to_record(getattr(value, name)) for name in changed}
+    return [to_record(item) for item in value] if isinstance(value, tuple) else value
+
+
+def from_record(record: Mapping[str, Any]) -> Recipe:
+    """The Recipe of to_record's result. Raises ValueError for what is none."""
+
+    def operand(made: Mapping[str, Any]) -> Operand:
+        rounding = made.get("rounding")
+        if isinstance(rounding, Mapping):
+            rounding = Rounding(**{k: tuple(v) if isinstance(v, list) else v for k, v in rounding.items()})
+        return Operand(**{**made, "rounding": rounding})
+
+    def gemm(made: Mapping[str, Any]) -> Gemm:
+        return Gemm(**{k: operand(v) if k in ("a", "b") else v for k, v in made.items()})
+
+    try:
+        made = dict(record)
+        for name in ("output", "grad_input", "grad_weight"):
+            if name in made:
+                made[name] = gemm(made[name])
+        if made.get("late"):
+            fraction, late = made["late"]
+            made["late"] = float(fraction), from_record(late)
+        return Recipe(**made)
+    except (AttributeError, KeyError, TypeError) as e:
+        raise ValueError(f"this is no recipe of this version ({e})") from None

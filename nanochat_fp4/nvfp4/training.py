@@ -174,7 +174,7 @@ def _over_ranks(layers: list[QuantLinear], seen: dict[QuantLinear, _Inputs]) -> 
 
 
 def set_progress(model: nn.Module, progress: float) -> bool:
-    """Tells a method that changes in the course of a run (clover_feedback_late, clover_late) the place of a step.
+    """Tells a method that changes in the course of a run (clover_feedback_late, nvidia_full) the place of a step.
 
     A training loop calls this before each step. Gives the layers the method of the present phase. Returns whether one
     changed; torch.compile then looks at the layers again. Methods without phases ignore the call, and so do layers that
@@ -184,8 +184,8 @@ def set_progress(model: nn.Module, progress: float) -> bool:
     progress: steps done over steps of the run, from 0 to 1
     Raises ValueError for a progress outside 0 to 1 and a model that was not converted.
 
-    >>> model = nf.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "clover_late", verbose=False)
-    >>> nf.set_progress(model, 0.5), nf.set_progress(model, 0.9)  # clover_late changes from 70% of the steps on
+    >>> model = nf.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "nvidia_full", verbose=False)
+    >>> nf.set_progress(model, 0.5), nf.set_progress(model, 0.9)  # nvidia_full changes from 82% of the steps on
     (False, True)
     """
     converted = [m for m in model.modules() if "nf_report" in vars(m)] if isinstance(model, nn.Module) else []

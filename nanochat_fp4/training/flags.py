@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import nanochat_fp4 as nf
+from nanochat_fp4.common import load_recipes
 from nanochat_fp4.console import parse_rate
 from nanochat_fp4.errors import UserError
 from nanochat_fp4.models.cross_entropy import HEADS
@@ -17,7 +18,7 @@ from nanochat_fp4.parallel import MODES
 
 # A run that branches from another run may differ from it in these settings (and in the method and the head).
 BRANCH_SETTINGS = ("layer_methods", "method_phases", "branch_from", "separate_qkv", "exact_relu_squared")
-METHODS = f"{', '.join(nf.METHODS)}; or an ablation (nf.ABLATIONS)"
+METHODS = f"{', '.join(nf.METHODS)}; or a row that --recipes registers"
 # Flags of version 0.2 that set several things, and the flags that replace them.
 REPLACED = {
     "--runtime": "--compile, --no-compile, --deterministic, --on-nonfinite=skip, --telemetry-every=N, --recompute=..., "
@@ -142,9 +143,18 @@ def changed_flags(args: argparse.Namespace, defaults: argparse.Namespace) -> str
     return " ".join(typed)
 
 
+def add_recipes_argument(parser: argparse.ArgumentParser) -> None:
+    """Rows of the user's own. A checkpoint holds the recipes that it was trained with and needs no file."""
+    text = "Python file that registers methods of your own by nanochat_fp4.register, as $RECIPES does"
+    parser.add_argument(
+        "--recipes", type=load_recipes, default=os.environ.get("RECIPES", ""), metavar="FILE.py", help=text
+    )
+
+
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     """How to quantize."""
     add = parser.add_argument
+    add_recipes_argument(parser)
     add("--method", default=None, help=f"QAT method (default: $QAT_METHOD, else clover): {METHODS}")
     text = "other methods of single layers, 'pattern=method' with commas: '*.c_fc=fp8,*.attn.c_proj=bf16'"
     add("--layer-methods", default="", help=text)
@@ -174,6 +184,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, *precisions: str) -> No
     add("-g", "--model-tag", default=None, help="model tag to load (default: that of the largest model)")
     add("-s", "--step", "--model-step", type=int, default=None, help="step to load (default: the last one)")
     add("--device-type", default="", help="cuda|cpu|mps (empty = autodetect)")
+    add_recipes_argument(parser)
     add("--method", default=None, help=METHOD_OF_THE_MODEL)
     if precisions:
         what = "forward pass: as the method says (nvfp4)" + (
@@ -201,6 +212,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, init_lr_frac: float) -
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of matrix products on a GPU")
     add("--seed", type=int, default=42, help="seed of rotations and stochastic rounding (--quantization full)")
     # Quantization
+    add_recipes_argument(parser)
     add("--method", default=None, help=METHOD_OF_THE_MODEL)
     text = "quantize the forward pass only, forward and backward, or nothing"
     add("--quantization", default="forward", choices=("forward", "full", "none"), help=text)

@@ -5,9 +5,11 @@ A model comes back as it was trained, neither compiled nor converted. nanochat's
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,9 @@ from nanochat_fp4.models.gpt import GPT, ROTARY_FACTOR, GPTConfig
 from nanochat_fp4.models.lean import state_of
 from nanochat_fp4.models.llama import Llama, LlamaConfig
 from nanochat_fp4.nvfp4.feedback import load_gram_state
+from nanochat_fp4.nvfp4.methods import register
 from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.nvfp4.recipes import from_record
 from nanochat_fp4.training.checkpoint_manager import (
     NoCheckpointError,
     check_model_tag,
@@ -69,6 +73,7 @@ def build_model(
     device = torch.device(device)
     model_data, _, meta = load_checkpoint(checkpoint_dir, step, device)
     where = f"checkpoint of step {meta.get('step', step)} in {checkpoint_dir}"
+    register_recipes(meta, where)
     model_data = {name.removeprefix("_orig_mod."): tensor for name, tensor in model_data.items()}
     if device.type in ("cpu", "mps") and not (phase == "train" and state_of(meta) == "lean"):
         model_data = {name: t.float() if t.dtype == torch.bfloat16 else t for name, t in model_data.items()}
@@ -101,6 +106,30 @@ def build_model(
     tokenizer = get_tokenizer()
     check_tokenizer(meta, tokenizer, where)
     return model, tokenizer, meta
+
+
+def register_recipes(meta: Mapping[str, Any], where: str) -> None:
+    """Registers the recipes that a checkpoint was trained with (RunSpec.recipes), so that their names are methods.
+
+    Raises UserError for a damaged record, and where a name stands for another recipe in this process.
+    """
+    stored = meta.get("recipes", [])
+    try:
+        for record in stored:
+            register(from_record(record))
+    except (TypeError, ValueError) as e:
+        raise UserError(
+            f"{where}: the recipe that it was trained with cannot be used here ({one_line(e)}); leave --recipes out, "
+            "or rename the row in its file"
+        ) from e
+
+
+def register_stored_recipes(checkpoint_dir: Path) -> None:
+    """register_recipes of the newest checkpoint in a folder, if it has one that says how it was trained."""
+    for step in list_steps(checkpoint_dir)[:1]:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # damaged: whoever loads it says so
+            meta = json.loads((checkpoint_dir / f"meta_{step:06d}.json").read_bytes())
+            register_recipes(meta, f"checkpoint of step {step} in {checkpoint_dir}")
 
 
 def check_model_fits(config: GPTConfig, device: torch.device) -> None:

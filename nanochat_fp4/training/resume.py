@@ -85,7 +85,7 @@ _LOSES = {
     "lean": "; weights are rounded to BF16 and moments to 8 bits, and their lower bits are lost",
     "fp32": "; lower bits that --state=lean has not kept do not come back",
 }
-_OF_THE_CALL = {"resume_from_step", "overwrite", "run", "model_tag", "model_step", "branch_from", "dry_run"}
+_OF_THE_CALL = {"resume_from_step", "overwrite", "run", "model_tag", "model_step", "branch_from", "dry_run", "recipes"}
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

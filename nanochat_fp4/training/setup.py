@@ -42,6 +42,7 @@ from nanochat_fp4.models.lean import Lean, set_state, state_of
 from nanochat_fp4.models.optim import ORTHOGONALIZERS
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan
+from nanochat_fp4.nvfp4.recipes import to_record
 from nanochat_fp4.nvfp4.training import QuantizedTraining
 from nanochat_fp4.parallel import check_parallel, shard
 from nanochat_fp4.signals import StopSignals
@@ -56,6 +57,7 @@ from nanochat_fp4.training.load_model import (
     find_model_tag,
     load_model,
     load_weights,
+    register_recipes,
 )
 from nanochat_fp4.training.resume import (
     Start,
@@ -188,6 +190,8 @@ def find_start(
     if step is not None:
         where = "cpu" if args.state == "lean" else process.device
         weights, rank_state, meta = load_checkpoint(source, step, where, load_optimizer=True, rank=process.rank)
+        if source == folder:
+            register_recipes(meta, f"checkpoint of step {step} in {folder}")
         check_same_run(same, meta.get("run_config"), source)
         load_weights(model, weights, source, step)
         set_state(model, args.state, state_of(meta))
@@ -420,6 +424,7 @@ class PostTraining:
                 "run_config": run_config,
                 "tunable": {"world_size": self.process.world_size, "parallel": args.parallel},
                 "parent": self.parent,
+                "recipes": [to_record(get_recipe(self.method))],
             },
             start_record={"quantization": args.quantization, "sources": sources},
             lower="--init-lr-frac",

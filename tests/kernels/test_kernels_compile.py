@@ -162,7 +162,7 @@ def test_instructions_are_named_and_counted(clover, arch, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_every_method_and_input_compiles(fork_server, arch, tmp_path):
-    from nanochat_fp4.nvfp4.methods import METHOD_TABLE
+    from _rows import METHOD_TABLE
 
     methods = [m for m in METHOD_TABLE if m != "bf16"]
     every = compiled(fork_server, arch, methods, tmp_path, every_input=True)

@@ -14,12 +14,12 @@ from _assertions import assert_same_bits, relative_square_error
 
 pytest.importorskip("triton")
 
+from _rows import METHOD_TABLE  # noqa: E402
 from nvfp4_kernels import rotate  # noqa: E402
 from nvfp4_kernels.rotate import Operand, rotate_quantize  # noqa: E402
 
 import nanochat_fp4 as nf  # noqa: E402
 from nanochat_fp4.nvfp4.format import NVFP4Tensor, unpack  # noqa: E402
-from nanochat_fp4.nvfp4.methods import METHOD_TABLE  # noqa: E402
 from nanochat_fp4.nvfp4.operands import Quantization, quantize_grad_output, quantize_operand  # noqa: E402
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, SR_GRID_MAX, Rounding, quantize_reference  # noqa: E402
 

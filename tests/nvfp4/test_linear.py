@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 from _assertions import assert_unbiased, concentrate, relative_square_error
+from _rows import METHOD_TABLE
 from torch.utils.checkpoint import checkpoint
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import dispatch
 from nanochat_fp4.nvfp4.fused import fused_linear
-from nanochat_fp4.nvfp4.methods import METHOD_TABLE
 from nanochat_fp4.nvfp4.quantizers import ROUNDINGS, quantize, quantize_reference
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
 from nanochat_fp4.nvfp4.relu_squared import ReluSquared

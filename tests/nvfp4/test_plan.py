@@ -5,11 +5,12 @@ import torch
 
 import nanochat_fp4 as nf
 from nanochat_fp4.errors import UserError
+from nanochat_fp4.nvfp4 import methods
 from nanochat_fp4.nvfp4.methods import get_recipe
 from nanochat_fp4.nvfp4.plan import MethodPlan, gemm_bits
 from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe
 from nanochat_fp4.training.checkpoint_manager import load_checkpoint
-from scripts import base_train
+from scripts import base_loss, base_train
 
 
 def model(method="clover"):
@@ -158,3 +159,50 @@ def test_layers_of_a_run(tiny_base, capsys):
     base_train.main([*TINY, "--method=clover", "--layer-methods=*.mlp.c_fc=bf16,*.attn.c_q=bf16", "--num-iterations=1"])
     said = capsys.readouterr().out
     assert "GEMM work  58.3% in 4 bits, 41.7% in 16 bits" in said  # 4 + 1 of 12 squares of the width in 16
+
+
+MINE = """import nanochat_fp4 as nf
+nf.register(nf.Recipe("row_of_a_file", output=nf.Gemm(nf.Operand("{}"), nf.Operand("rtn"))))
+"""
+
+
+def test_a_row_of_ones_own_trains_by_name_and_goes_on_without_its_file(tiny_base, monkeypatch, capsys):
+    """The checkpoint holds the recipe: whoever resumes or evaluates needs no file, and no other row of this name."""
+    monkeypatch.setattr(methods, "REGISTERED", dict(methods.REGISTERED))
+    file = tiny_base / "mine.py"
+    file.write_text(MINE.format("rtn"))
+    flags = [*TINY, "--method=row_of_a_file", "--save-every=2", "--keep-last=-1"]
+    base_train.main([*flags, f"--recipes={file}"])
+    whole = weights(tiny_base, "d2_row_of_a_file")
+
+    methods.REGISTERED.pop("row_of_a_file")
+    with pytest.raises(UserError, match="--method: unknown method 'row_of_a_file'"):
+        base_train.main([*flags, "--overwrite"])
+    base_train.main([*flags, "--resume-from-step=2"])
+    assert same(weights(tiny_base, "d2_row_of_a_file"), whole)
+    methods.REGISTERED.pop("row_of_a_file")
+    capsys.readouterr()
+    base_loss.main(["--model-tag=d2_row_of_a_file", "--split-tokens=128", "--device-batch-size=2", "--device-type=cpu"])
+    assert "(row_of_a_file forward)" in capsys.readouterr().out
+
+    methods.REGISTERED.pop("row_of_a_file")
+    file.write_text(MINE.format("sr"))
+    with pytest.raises(UserError, match="step 4 in .*: the recipe .* stands for another recipe already .* leave --rec"):
+        base_train.main([*flags, "--resume-from-step=latest", f"--recipes={file}"])
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "there is no file .*; name a Python file"),
+        ("1 / 0", "ended with ZeroDivisionError: division by zero"),
+        (MINE.format("rtn").replace("row_of_a_file", "clover"), "the name 'clover' stands for another recipe already"),
+    ],
+)
+def test_a_file_of_rows_that_cannot_be_used_is_one_line(text, message, tmp_path):
+    file = tmp_path / "mine.py"
+    if text:
+        file.write_text(text)
+    with pytest.raises(UserError, match=f"^--recipes: .*{message}") as e:
+        base_train.parse_args([f"--recipes={file}"])
+    assert "\n" not in str(e.value)

@@ -1,14 +1,16 @@
 """The method table against the one of the design, written down a second time; impossible rows; how to add a row."""
 
 import dataclasses
+import json
 
 import pytest
+from _rows import METHOD_TABLE
 from torch import nn
 
 import nanochat_fp4 as nf
 from nanochat_fp4.nvfp4 import methods
-from nanochat_fp4.nvfp4.methods import METHOD_TABLE, get_recipe
-from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both
+from nanochat_fp4.nvfp4.methods import get_recipe
+from nanochat_fp4.nvfp4.recipes import Gemm, Operand, Recipe, both, from_record, to_record
 
 NONE = "- x -"
 # method: (output, grad_input, grad_weight), each "a x b, rotation". "raw": quantized from the unquantized tensor;
@@ -16,53 +18,10 @@ NONE = "- x -"
 DESIGN = {
     "bf16": (NONE, NONE, NONE),
     "nvidia": ("rtn x rtn_16x16", "sr x -", "sr x raw rtn, RHT-16"),
-    "four_over_six": (
-        "four_over_six x four_over_six_16x16",
-        "sr x -",
-        "sr x raw rtn, RHT-16",
-    ),
-    "four_over_six_biased": (
-        "four_over_six x four_over_six_16x16",
-        "sr_four_over_six x -",
-        "sr_four_over_six x raw four_over_six, RHT-16",
-    ),
+    "four_over_six": ("four_over_six x four_over_six_16x16", "sr x -", "sr x raw rtn, RHT-16"),
     "tetrajet_v2": ("rtn x rtn", "sr x sr, RHT-32", "sr x sr, RHT-32"),
-    "tetrajet_v2_rht128": ("rtn x rtn", "sr x sr, RHT-128", "sr x sr, RHT-128"),
     "clover": ("four_over_six x four_over_six", "ms_eden x ms_eden, RHT-128", "ms_eden x ms_eden, RHT-128"),
-    "clover_search": (
-        "scale_search x scale_search",
-        "ms_eden_search x ms_eden_search, RHT-128",
-        "ms_eden_search x ms_eden_search, RHT-128",
-    ),
-    # Figure 1: (a) wgrad; (b) dgrad without, (c) with the weight; (d) = (a) + (b); (e) = (a) + (c).
-    "fig1a_sr": (NONE, NONE, "sr x sr, RHT-128"),
-    "fig1b_sr": (NONE, "sr x -", NONE),
-    "fig1c_sr": (NONE, "sr x sr, RHT-128", NONE),
-    "fig1d_sr": (NONE, "sr x -", "sr x sr, RHT-128"),
-    "fig1e_sr": (NONE, "sr x sr, RHT-128", "sr x sr, RHT-128"),
-    "fig1a_ms_eden": (NONE, NONE, "ms_eden x ms_eden, RHT-128"),
-    "fig1c_ms_eden": (NONE, "ms_eden x ms_eden, RHT-128", NONE),
-    "fig1e_ms_eden": (NONE, "ms_eden x ms_eden, RHT-128", "ms_eden x ms_eden, RHT-128"),
-    # Figure 2: forward only; 1x16 or 16x16 weight blocks.
-    "fig2_1x16_rtn": ("rtn x rtn", NONE, NONE),
-    "fig2_16x16_rtn": ("rtn x rtn_16x16", NONE, NONE),
-    "fig2_1x16_four_over_six": ("four_over_six x four_over_six", NONE, NONE),
-    "fig2_16x16_four_over_six": ("four_over_six x four_over_six_16x16", NONE, NONE),
-    # NVIDIA's recipe with one ingredient changed; the other systems that the sources name.
-    "nvidia_1d": ("rtn x rtn", "sr x raw rtn", "sr x raw rtn, RHT-16"),
-    "nvidia_no_rht": ("rtn x rtn_16x16", "sr x -", "sr x raw rtn"),
-    "nvidia_no_sr": ("rtn x rtn_16x16", "rtn x -", "rtn x raw rtn, RHT-16"),
-    "mxfp4_nvidia": ("mxfp4 x mxfp4_32x32", "mxfp4_sr x -", "mxfp4_sr x raw mxfp4, RHT-16"),
-    "tseng": (
-        NONE,
-        "mxfp4_sr_prescaled x mxfp4_sr_prescaled, RHT-64",
-        "mxfp4_sr_prescaled x mxfp4_sr_prescaled, RHT-64",
-    ),
-    "chmiel": ("rtn x rtn", "sr x raw rtn", "sr x raw sr"),
-    "nvidia_v2": ("rtn x rtn", "ms_eden_by_16 x rtn, RHT-128", "ms_eden_by_16 x raw rtn, RHT-128"),
     "fp8": ("e4m3 x e4m3", "e5m2 x -", "e5m2 x -"),
-    "fp8_blocks": ("e4m3_1x128 x e4m3_128x128", "e4m3_1x128 x -", "e4m3_1x128 x raw e4m3_1x128"),
-    "mxfp8": ("mxfp8 x mxfp8", "mxfp8 x raw mxfp8", "mxfp8 x raw mxfp8"),
 }
 
 
@@ -74,46 +33,61 @@ def test_row_is_the_designs(method):
     assert not any(g.fixed_signs for g in (r.output, r.grad_input, r.grad_weight))
 
 
-def test_what_else_sets_a_system_apart():
-    fixed = get_recipe("nvidia_fixed_signs")
-    assert dataclasses.replace(fixed.grad_weight, fixed_signs=False) == get_recipe("nvidia").grad_weight
-    assert fixed.grad_weight.fixed_signs and fixed.output == get_recipe("nvidia").output
-    full = get_recipe("nvidia_full")
-    assert dataclasses.replace(full, name=fixed.name, summary=fixed.summary, late=None, kept_blocks=0.0) == fixed
+def test_what_sets_nvidia_full_apart():
+    full, nvidia = get_recipe("nvidia_full"), get_recipe("nvidia")
+    assert full.grad_weight == dataclasses.replace(nvidia.grad_weight, fixed_signs=True)
+    assert (full.output, full.grad_input) == (nvidia.output, nvidia.grad_input)
     assert str(full).endswith("the last 15% of the blocks in BF16; nvidia_full_end from 82% of the steps on")
     end = full.final
     assert (str(end.output), str(end.grad_input)) == (NONE, "sr x raw rtn_16x16")
     assert (end.grad_weight, end.kept_blocks) == (full.grad_weight, full.kept_blocks)
-    requant = get_recipe("nvidia_v1_requant")
-    assert (str(requant.output), str(requant.grad_input)) == ("rtn x rtn", "sr x rtn")
-    assert requant.grad_weight == fixed.grad_weight
-
-
-def test_remedies_are_clover_with_something_changed():
-    clover = get_recipe("clover")
-    remedies = [r for r in METHOD_TABLE.values() if r.name.startswith("clover_") and r.grad_input.a.rounding]
-    assert len(remedies) >= 8
-    for r in remedies:
-        fields = [f.name for f in dataclasses.fields(r) if f.name not in ("name", "summary")]
-        changed = {f for f in fields if getattr(r, f) != getattr(clover, f)}
-        everything = ("clover_search", "clover_search_feedback")
-        two = ("clover_search_backward", "clover_feedback_late")
-        expected = 3 if r.name in everything else 2 if r.name in two else 1
-        assert len(changed) == expected, (r.name, changed)
 
 
 def test_names():
-    assert set(DESIGN) <= {*nf.METHODS, *nf.ABLATIONS}
-    assert (*nf.METHODS, *nf.ABLATIONS) == (*methods.METHODS, *methods.ALIASES, *methods.ABLATIONS) and len(
-        nf.METHODS
-    ) <= 12
-    assert nf.METHODS[0] == "bf16" and len(set(nf.METHODS)) == len(nf.METHODS)
+    assert set(DESIGN) < {*nf.METHODS} and nf.METHODS == (*methods.METHODS, *methods.ALIASES)
+    assert nf.METHODS[0] == "bf16" and len({*nf.METHODS}) == len(nf.METHODS) and len(methods.METHODS) <= 10
     assert get_recipe("quartet2") is get_recipe("clover")
+
+
+def test_a_registered_row_is_a_method_and_its_name_stands_for_it_alone():
+    row = Recipe("of_mine", output=both("rtn"), late=(0.5, Recipe("end_of_mine", output=both("sr"))))
+    nf.register(row)
+    nf.register(dataclasses.replace(row, summary="other words"))
+    assert get_recipe("of_mine") == row and get_recipe("end_of_mine") == row.final
+    assert "of_mine" not in nf.METHODS
+    for other in (
+        dataclasses.replace(row, output=both("sr")),
+        dataclasses.replace(row, name="other", late=(0.5, dataclasses.replace(row.final, output=both("rtn")))),
+        dataclasses.replace(row, name="clover"),
+        dataclasses.replace(row, name="quartet2"),
+    ):
+        with pytest.raises(ValueError, match="stands for another recipe already .*; give this one .* another name$"):
+            nf.register(other)
+    with pytest.raises(ValueError, match="got str, expected a nanochat_fp4.Recipe"):
+        nf.register("clover")
+
+
+@pytest.mark.parametrize("name", METHOD_TABLE)
+def test_a_recipe_comes_back_from_json(name):
+    record = json.loads(json.dumps(to_record(get_recipe(name))))
+    assert from_record(record) == get_recipe(name) and from_record(record).summary == get_recipe(name).summary
+
+
+def test_a_rounding_of_ones_own_comes_back_from_json():
+    mine = Recipe("mine", output=Gemm(Operand(dataclasses.replace(nf.ROUNDINGS["rtn"], candidates=(1.0, 1.5)))))
+    assert from_record(json.loads(json.dumps(to_record(mine)))) == mine
+
+
+@pytest.mark.parametrize("record", [{}, {"name": "x", "of_later": 1}, {"name": "x", "output": 3}, 7, [1]])
+def test_what_is_no_recipe_is_refused_in_one_line(record):
+    with pytest.raises(ValueError, match="^this is no recipe of this version"):
+        from_record(record)
 
 
 def test_unknown_method_lists_the_known_ones():
     with pytest.raises(
-        ValueError, match=r"unknown method 'cloover'; use one of: bf16, fp8, .*quartet2; .*; did you mean clover\?$"
+        ValueError,
+        match=r"unknown method 'cloover'; use one of: bf16, fp8, .*quartet2; or .*; did you mean clover\?$",
     ) as e:
         get_recipe("cloover")
     assert "\n" not in str(e.value)
@@ -130,11 +104,10 @@ def test_another_type_is_refused_in_one_line(method):
         nf.convert(nn.Linear(32, 16), method)
 
 
-def test_a_removed_method_names_the_last_commit_that_has_it():
-    assert methods.REMOVED["quartet"] == "880d786" and methods.REMOVED["tetrajet_v2_outcontrol"] == "c116c2a"
-    for method, commit in methods.REMOVED.items():
-        with pytest.raises(ValueError, match=f"^method '{method}' was .* removed; the last commit .* is {commit}$"):
-            get_recipe(method)
+@pytest.mark.parametrize("method", ["nvidia_v2", "clover_dithered"])
+def test_a_row_that_left_names_the_last_commit_that_has_it(method):
+    with pytest.raises(ValueError, match=f"^method '{method}' left the package; register .* use commit 40089ce, "):
+        get_recipe(method)
 
 
 def test_forward_only_keeps_the_forward():

@@ -1,0 +1,201 @@
+"""Rows of lab beside nf.METHODS: the paper's figures, other systems, and parts of methods that were compared.
+
+They train, evaluate and export by their names where this file is given:
+
+    python -m scripts.base_train --recipes=lab/recipes.py --method=clover_search
+
+Importing this module, or running it, registers all of them in the process. What was measured of each is in dev/LOG.md.
+"""
+
+from dataclasses import replace
+
+import nanochat_fp4 as nf
+from nanochat_fp4.nvfp4.hadamard import RHT_DIM
+from nanochat_fp4.nvfp4.recipes import both
+
+NVIDIA, CLOVER, CLOVER_REFINED = (nf.get_recipe(name) for name in ("nvidia", "clover", "clover_refined"))
+
+as_used = nf.Operand()  # in the backward pass: as the forward GEMM used it, not rounded again
+rtn, sr, raw_rtn = nf.Operand("rtn"), nf.Operand("sr"), nf.Operand("rtn", raw=True)
+square_rtn, square_four_over_six = nf.Operand("rtn_16x16"), nf.Operand("four_over_six_16x16")
+four_over_six = nf.Operand("four_over_six")
+search, feedback = nf.Operand("scale_search"), nf.Operand("scale_search_6", feedback=True)
+mxfp8, raw_mxfp8 = nf.Operand("mxfp8"), nf.Operand("mxfp8", raw=True)
+eden, eden_search, rotated_sr = both("ms_eden", RHT_DIM), both("ms_eden_search", RHT_DIM), both("sr", RHT_DIM)
+fixed_signs = replace(NVIDIA.grad_weight, fixed_signs=True)  # one sign vector for the run
+
+
+def _nvidia(name: str, summary: str, **changes: nf.Gemm) -> nf.Recipe:
+    return replace(NVIDIA, name=f"nvidia_{name}", summary=f"nvidia {summary}", **changes)
+
+
+def _clover(name: str, summary: str, **changes) -> nf.Recipe:
+    return replace(CLOVER, name=f"clover_{name}", summary=f"clover {summary}", **changes)
+
+
+# The paper's Figure 1: selected backward operands only. (b) and (d) leave the weight alone, so nothing is rotated
+# there. MS-EDEN needs both operands rotated, and has no such rows.
+FIGURE_1 = (
+    nf.Recipe("fig1a_sr", grad_weight=rotated_sr, summary="Figure 1 (a): wgrad only"),
+    nf.Recipe("fig1c_sr", grad_input=rotated_sr, summary="Figure 1 (c): dgrad only, weight requantized"),
+    nf.Recipe("fig1e_sr", grad_input=rotated_sr, grad_weight=rotated_sr, summary="Figure 1 (e): both backward GEMMs"),
+    nf.Recipe("fig1a_ms_eden", grad_weight=eden, summary="Figure 1 (a): wgrad only"),
+    nf.Recipe("fig1c_ms_eden", grad_input=eden, summary="Figure 1 (c): dgrad only, weight requantized"),
+    nf.Recipe("fig1e_ms_eden", grad_input=eden, grad_weight=eden, summary="Figure 1 (e): both backward GEMMs"),
+    nf.Recipe("fig1b_sr", grad_input=nf.Gemm(sr, as_used), summary="Figure 1 (b): dgrad only, weight left alone"),
+    nf.Recipe("fig1d_sr", grad_input=nf.Gemm(sr, as_used), grad_weight=rotated_sr, summary="Figure 1 (d): (a) and (b)"),
+)
+
+# Figure 2: the forward GEMM only.
+FIGURE_2 = (
+    nf.Recipe("fig2_1x16_rtn", output=both("rtn"), summary="Figure 2: forward, native blocks"),
+    nf.Recipe("fig2_16x16_rtn", output=nf.Gemm(rtn, square_rtn), summary="Figure 2: square weight blocks"),
+    nf.Recipe("fig2_1x16_four_over_six", output=both("four_over_six"), summary="Figure 2: forward, native blocks"),
+    nf.Recipe(
+        "fig2_16x16_four_over_six",
+        output=nf.Gemm(four_over_six, square_four_over_six),
+        summary="Figure 2: square weight blocks",
+    ),
+)
+
+# Other systems, and NVIDIA's recipe with one ingredient changed at a time.
+OTHER_SYSTEMS = (
+    nf.Recipe(
+        "four_over_six_biased",
+        output=nf.Gemm(four_over_six, square_four_over_six),
+        grad_input=nf.Gemm(nf.Operand("sr_four_over_six"), as_used),
+        grad_weight=nf.Gemm(
+            nf.Operand("sr_four_over_six"), nf.Operand("four_over_six", raw=True), NVIDIA.grad_weight.rht_dim
+        ),
+        summary="Cook et al. (2025): nvidia with Four-over-Six in both passes: biased gradients (Figure 9)",
+    ),
+    nf.Recipe(
+        "tetrajet_v2_rht128",
+        output=both("rtn"),
+        grad_input=rotated_sr,
+        grad_weight=rotated_sr,
+        summary="tetrajet_v2 rotated in groups of 128, as clover is",
+    ),
+    # NVIDIA's staff try this recipe in torchao (rdspring1/ao, nvfp4_training/nvfp4_recipe.py, 2026): 1x16 weights,
+    # which dgrad rounds again from the forward's codes. In all else it is nvidia.
+    _nvidia(
+        "v1_requant",
+        "with 1x16 weight blocks, rounded again in dgrad from the forward's codes, and fixed signs",
+        output=both("rtn"),
+        grad_input=nf.Gemm(sr, rtn),
+        grad_weight=fixed_signs,
+    ),
+    _nvidia("fixed_signs", "with one sign vector for the whole run, as published", grad_weight=fixed_signs),
+    _nvidia(
+        "1d",
+        "without square weight blocks: 1x16, rounded again along the other dimension for dgrad",
+        output=both("rtn"),
+        grad_input=nf.Gemm(sr, raw_rtn),
+    ),
+    _nvidia("no_rht", "without the rotation in wgrad", grad_weight=nf.Gemm(sr, raw_rtn)),
+    _nvidia(
+        "no_sr",
+        "with gradients rounded to nearest",
+        grad_input=nf.Gemm(rtn, as_used),
+        grad_weight=nf.Gemm(rtn, raw_rtn, NVIDIA.grad_weight.rht_dim),
+    ),
+    nf.Recipe(
+        "mxfp4_nvidia",
+        output=nf.Gemm(nf.Operand("mxfp4"), nf.Operand("mxfp4_32x32")),
+        grad_input=nf.Gemm(nf.Operand("mxfp4_sr"), as_used),
+        grad_weight=nf.Gemm(nf.Operand("mxfp4_sr"), nf.Operand("mxfp4", raw=True), NVIDIA.grad_weight.rht_dim),
+        summary="nvidia in MXFP4: 32 values a scale, a power of two rounded up, 32x32 weight blocks",
+    ),
+    nf.Recipe(
+        "tseng",
+        grad_input=both("mxfp4_sr_prescaled", 64),
+        grad_weight=both("mxfp4_sr_prescaled", 64),
+        summary="Tseng et al. (2025): BF16 forward; MXFP4 backward with SR and RHT-64",
+    ),
+    nf.Recipe(
+        "chmiel",
+        output=both("rtn"),
+        grad_input=nf.Gemm(sr, raw_rtn),
+        grad_weight=nf.Gemm(sr, nf.Operand("sr", raw=True)),
+        summary="Chmiel et al. (2025): NVFP4, RTN forward; SR of gradients, and of the input in wgrad; no rotation",
+    ),
+    nf.Recipe(
+        "fp8_blocks",
+        output=nf.Gemm(nf.Operand("e4m3_1x128"), nf.Operand("e4m3_128x128")),
+        grad_input=nf.Gemm(nf.Operand("e4m3_1x128"), as_used),
+        grad_weight=nf.Gemm(nf.Operand("e4m3_1x128"), nf.Operand("e4m3_1x128", raw=True)),
+        summary="NVIDIA's FP8 baseline (2025), as DeepSeek-V3's: E4M3, 128x128 weight blocks, 1x128 for the others",
+    ),
+    nf.Recipe(
+        "mxfp8",
+        output=both("mxfp8"),
+        grad_input=nf.Gemm(mxfp8, raw_mxfp8),
+        grad_weight=nf.Gemm(mxfp8, raw_mxfp8),
+        summary="MXFP8, E4M3 for all operands, each from the unquantized tensor",
+    ),
+)
+
+# Parts of clover: its gap's causes, and remedies.
+OF_CLOVER = (
+    nf.Recipe(
+        "clover_input",
+        output=nf.Gemm(four_over_six, nf.Operand()),
+        summary="clover's input in the forward, nothing else",
+    ),
+    nf.Recipe(
+        "clover_weight",
+        output=nf.Gemm(nf.Operand(), four_over_six),
+        summary="clover's weight in the forward, nothing else",
+    ),
+    _clover(
+        "search",
+        "with a search over block scales in both passes",
+        output=both("scale_search"),
+        grad_input=eden_search,
+        grad_weight=eden_search,
+    ),
+    _clover(
+        "late",
+        "with two terms for both operands of its forward in the last 30% of the steps: all in 4 bits, 20% more "
+        "GEMM work, half of its gap to BF16 (docs/results.md)",
+        late=(0.7, CLOVER_REFINED),
+    ),
+    _clover("search_forward", "with scale search in the forward alone", output=both("scale_search")),
+    _clover(
+        "search_backward",
+        "with scale search in the backward alone",
+        grad_input=eden_search,
+        grad_weight=eden_search,
+    ),
+    _clover(
+        "weight_search",
+        "with scale search for the forward's weight, which a step pays once",
+        output=nf.Gemm(four_over_six, search),
+    ),
+    _clover(
+        "search_feedback",
+        "with scale search in both passes, and error feedback for the forward's weight",
+        output=nf.Gemm(search, feedback),
+        grad_input=eden_search,
+        grad_weight=eden_search,
+    ),
+    _clover(
+        "fp8_input",
+        "with the forward's input in FP8: 1/3 of the work in 8 bits",
+        output=nf.Gemm(mxfp8, four_over_six),
+    ),
+    _clover(
+        "fp8_weight",
+        "with the forward's weight in FP8: 1/3 of the work in 8 bits",
+        output=nf.Gemm(four_over_six, mxfp8),
+    ),
+    _clover(
+        "fp8_forward",
+        "with its forward in FP8, one scale a tensor: 1/3 of the work in 8 bits",
+        output=both("e4m3"),
+    ),
+)
+
+RECIPES = {recipe.name: recipe for recipe in (*FIGURE_1, *FIGURE_2, *OTHER_SYSTEMS, *OF_CLOVER)}
+for _recipe in RECIPES.values():
+    nf.register(_recipe)

@@ -1,0 +1,74 @@
+"""The rows of lab, written down a second time: the paper's figures, other systems, remedies of clover's gap."""
+
+import dataclasses
+
+import pytest
+
+import nanochat_fp4 as nf
+from lab.recipes import RECIPES
+
+NONE = "- x -"
+# method: (output, grad_input, grad_weight), as in tests/nvfp4/test_recipes.py
+DESIGN = {
+    "four_over_six_biased": (
+        "four_over_six x four_over_six_16x16",
+        "sr_four_over_six x -",
+        "sr_four_over_six x raw four_over_six, RHT-16",
+    ),
+    "tetrajet_v2_rht128": ("rtn x rtn", "sr x sr, RHT-128", "sr x sr, RHT-128"),
+    "clover_search": (
+        "scale_search x scale_search",
+        "ms_eden_search x ms_eden_search, RHT-128",
+        "ms_eden_search x ms_eden_search, RHT-128",
+    ),
+    "fig1a_sr": (NONE, NONE, "sr x sr, RHT-128"),
+    "fig1b_sr": (NONE, "sr x -", NONE),
+    "fig1c_sr": (NONE, "sr x sr, RHT-128", NONE),
+    "fig1d_sr": (NONE, "sr x -", "sr x sr, RHT-128"),
+    "fig1e_sr": (NONE, "sr x sr, RHT-128", "sr x sr, RHT-128"),
+    "fig1a_ms_eden": (NONE, NONE, "ms_eden x ms_eden, RHT-128"),
+    "fig1c_ms_eden": (NONE, "ms_eden x ms_eden, RHT-128", NONE),
+    "fig1e_ms_eden": (NONE, "ms_eden x ms_eden, RHT-128", "ms_eden x ms_eden, RHT-128"),
+    "fig2_1x16_rtn": ("rtn x rtn", NONE, NONE),
+    "fig2_16x16_rtn": ("rtn x rtn_16x16", NONE, NONE),
+    "fig2_1x16_four_over_six": ("four_over_six x four_over_six", NONE, NONE),
+    "fig2_16x16_four_over_six": ("four_over_six x four_over_six_16x16", NONE, NONE),
+    "nvidia_1d": ("rtn x rtn", "sr x raw rtn", "sr x raw rtn, RHT-16"),
+    "nvidia_no_rht": ("rtn x rtn_16x16", "sr x -", "sr x raw rtn"),
+    "nvidia_no_sr": ("rtn x rtn_16x16", "rtn x -", "rtn x raw rtn, RHT-16"),
+    "mxfp4_nvidia": ("mxfp4 x mxfp4_32x32", "mxfp4_sr x -", "mxfp4_sr x raw mxfp4, RHT-16"),
+    "tseng": (
+        NONE,
+        "mxfp4_sr_prescaled x mxfp4_sr_prescaled, RHT-64",
+        "mxfp4_sr_prescaled x mxfp4_sr_prescaled, RHT-64",
+    ),
+    "chmiel": ("rtn x rtn", "sr x raw rtn", "sr x raw sr"),
+    "fp8_blocks": ("e4m3_1x128 x e4m3_128x128", "e4m3_1x128 x -", "e4m3_1x128 x raw e4m3_1x128"),
+    "mxfp8": ("mxfp8 x mxfp8", "mxfp8 x raw mxfp8", "mxfp8 x raw mxfp8"),
+}
+
+
+@pytest.mark.parametrize("method", DESIGN)
+def test_row_is_the_designs(method):
+    r = nf.get_recipe(method)
+    assert r.name == method and r.summary
+    assert (str(r.output), str(r.grad_input), str(r.grad_weight)) == DESIGN[method]
+    assert not any(g.fixed_signs for g in (r.output, r.grad_input, r.grad_weight))
+
+
+def test_what_else_sets_a_system_apart():
+    nvidia, fixed, requant = (nf.get_recipe(name) for name in ("nvidia", "nvidia_fixed_signs", "nvidia_v1_requant"))
+    assert fixed == dataclasses.replace(nvidia, name=fixed.name, grad_weight=fixed.grad_weight)
+    assert fixed.grad_weight == dataclasses.replace(nvidia.grad_weight, fixed_signs=True) == requant.grad_weight
+    assert (str(requant.output), str(requant.grad_input)) == ("rtn x rtn", "sr x rtn")
+
+
+def test_remedies_are_clover_with_something_changed():
+    clover = nf.get_recipe("clover")
+    remedies = [r for r in RECIPES.values() if r.name.startswith("clover_") and r.grad_input.a.rounding]
+    assert len(remedies) >= 8
+    for r in remedies:
+        changed = {f.name for f in dataclasses.fields(r) if getattr(r, f.name) != getattr(clover, f.name)}
+        everything = ("clover_search", "clover_search_feedback")
+        expected = 3 if r.name in everything else 2 if r.name == "clover_search_backward" else 1
+        assert len(changed - {"name", "summary"}) == expected, (r.name, changed)
